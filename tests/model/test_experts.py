@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import single_world
+from harness import CPU, single_world
 from mixtures import MIXTURES, mixture_parts
 from small import Configure, make_config
 from tiers import slow_after
@@ -77,7 +77,7 @@ def test_loads_and_loss_equal_a_plain_loop(
     total, loads, tokens = plain_step(model, micros)
     assert tokens == step.facts.tokens and loads.sum() == len(loads) * tokens * CHOICES
     wanted = torch.autograd.grad(total * COEFFICIENT / (len(loads) * tokens), trained(model), allow_unused=True)
-    sums = ExpertSums(state.routers, step.facts, COEFFICIENT)
+    sums = ExpertSums(state.routers, step.facts, COEFFICIENT, CPU)
     for micro in micros:
         with sums.keep() as kept:
             loss = model(*micro.inputs)
@@ -107,14 +107,14 @@ def test_a_micro_batch_without_samples_counts_nothing(parts: Path, dataset: Path
     for name, rows in (("packed", PACKED), ("padded", PADDED)):
         state = begin("qwen3_moe", parts, dataset, tmp_path / name, *rows, "global_batch_size=3")
         step = state.loader.steps.prepare(0)
-        sums = ExpertSums(state.routers, step.facts, COEFFICIENT)
+        sums = ExpertSums(state.routers, step.facts, COEFFICIENT, CPU)
         empty = state.loader.steps.collate([], step.facts, 1)
         micro = state.loader.to_device(empty)
         with sums.keep() as kept:
             loss = state.model(*micro.inputs)
         assert len(kept) == 2
         sums.add(micro, kept, loss)
-        assert not sums.sums.any() and len(sums.sums) == 1 + 2 * 5
+        assert not sums.total and not sums.loads.any() and sums.loads.shape == (2, 5)
 
 
 @pytest.mark.parametrize("kind", MIXTURES)

@@ -50,7 +50,8 @@ def measure_step(world: World, cfg: Config) -> tuple[int, list[MicroBatch]]:
     """Most bytes alive in a run's second step on this rank, and the micro-batches of that step."""
     plan = SHARD_PLANS[cfg.sharding.strategy]
     state = train.build_state(cfg, world, plan, make_meshes(world, plan, cfg))
-    state.model.train()
+    for root in state.roots:
+        root.train()
     train_step(state, state.loader.steps.prepare(0), plan, cfg, 0.0)
     step = state.loader.steps.prepare(1)
     own = [*state.model.parameters(), *state.model.buffers(), *state.masters.named.values()]

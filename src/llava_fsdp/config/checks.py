@@ -138,17 +138,8 @@ def check_pipeline(cfg: Config) -> None:
         f"offload={cfg.offload.mode.value}": (cfg.offload.mode is not OffloadMode.none, "offload=none"),
         "precision.linear=fp8": (cfg.precision.linear is LinearKind.fp8, normal),
         f"model.quantize.mode={quantizer.value}": (quantizer is not Quantizer.none, "model.quantize.mode=none"),
-        f"model.balance_loss={cfg.model.balance_loss}": (cfg.model.balance_loss > 0, "model.balance_loss=0"),
-        f"val.answers={cfg.val.answers}": (cfg.val.every is not None and cfg.val.answers > 0, "val.answers=0"),
-        f"dry_run={cfg.dry_run}": (cfg.dry_run is not None, "dry_run=null"),
     }
-    planned = {
-        "sharding=auto": (cfg.sharding.strategy is Strategy.auto, "sharding=zero2"),
-        "activation_checkpointing=auto": (mode is ActivationCheckpointing.auto, "activation_checkpointing=full"),
-        "tokens_per_micro_batch=auto": (cfg.plans_tokens, "tokens_per_micro_batch=null, or a number of tokens"),
-        "parallel.context=auto": (cfg.parallel.context == AUTO, "parallel.context=1"),
-    }
-    for setting, (is_set, cure) in {**refused, **planned}.items():
+    for setting, (is_set, cure) in refused.items():
         if is_set:
             raise ConfigError(
                 f"parallel.pipeline={cfg.parallel.pipeline} with {setting} is not supported; set {cure}, or "

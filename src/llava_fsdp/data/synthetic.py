@@ -108,12 +108,16 @@ def edges(contents: Contents) -> dict[str, Any]:
 
 def micro_batches_of(contents: Contents, cfg: Config, world_size: int) -> int:
     """Return how many micro-batches a dry run computes for a training step: at most two, because all later ones would
-    be like the second.
+    be like the second; or twice as many as there are stages of the model, after which a pipeline is full.
 
     Args:
         contents: numbers of samples, tokens etc. of a micro-batch.
     """
-    return min(2, math.ceil(cfg.global_batch_size * contents.context / (len(contents.lengths) * world_size)))
+    parallel = cfg.parallel
+    ranks = len(contents.lengths) * world_size
+    needed = math.ceil(cfg.global_batch_size * contents.context * parallel.pipeline / ranks)
+    most = 2 if parallel.pipeline == 1 else parallel.num_micro_batches(2 * parallel.num_stages)
+    return min(most, parallel.num_micro_batches(needed))
 
 
 def synthetic_step(number: int, contents: Contents, shape: ModelShape, cfg: Config, world_size: int) -> Step:
@@ -125,7 +129,7 @@ def synthetic_step(number: int, contents: Contents, shape: ModelShape, cfg: Conf
         shape: size of images and number of their tokens.
     """
     count = micro_batches_of(contents, cfg, world_size)
-    times = count * world_size
+    times = count * world_size // cfg.parallel.pipeline
     rows = times // contents.context
     facts = StepFacts(
         number,

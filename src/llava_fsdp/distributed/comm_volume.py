@@ -1,4 +1,4 @@
-"""Count the bytes that ranks send to each other in collectives (all-gather, reduce-scatter, all-reduce)."""
+"""Count the bytes that ranks send to each other in collectives (all-gather, reduce-scatter, all-reduce) and messages."""
 
 from typing import Any
 
@@ -18,6 +18,8 @@ OPERATIONS = {
     ),
     "all_reduce": ("c10d::allreduce_", "c10d::allreduce_coalesced_", "_c10d_functional::all_reduce"),
     "all_to_all": ("c10d::alltoall_base_", "_c10d_functional::all_to_all_single"),
+    "send": ("c10d::send",),
+    "receive": ("c10d::recv_",),
 }  # fmt: skip
 KINDS = tuple(OPERATIONS)
 COLLECTIVES = {name: kind for kind, names in OPERATIONS.items() for name in names}
@@ -29,7 +31,8 @@ class Traffic:
 
     `bytes` are those of whole tensors: the output of an all-gather, the input of the others.
     `sent` are the bytes that one of n ranks sends in a ring algorithm: (n - 1) / n of the whole tensor, and twice that
-    for an all-reduce. Collectives of a single rank send nothing and are not counted.
+    for an all-reduce; all of a tensor that is sent to one other rank. Collectives of a single rank send nothing and are
+    not counted.
     """
 
     def __init__(self) -> None:
@@ -46,8 +49,9 @@ class Traffic:
         """
         if ranks < 2:
             return
-        passes = 2 if kind == "all_reduce" else 1
-        for key, value in (("calls", 1), ("bytes", payload), ("sent", passes * payload * (ranks - 1) // ranks)):
+        passes = {"all_reduce": 2, "receive": 0}.get(kind, 1)
+        sent = payload if kind == "send" else passes * payload * (ranks - 1) // ranks
+        for key, value in (("calls", 1), ("bytes", payload), ("sent", sent)):
             self.moved[kind][key] += value
 
 

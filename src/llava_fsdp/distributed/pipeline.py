@@ -18,15 +18,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward
 from torch.distributed.pipelining._utils import _StageMeta, _TensorMeta
-from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.pipelining.schedules import FORWARD, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.pipelining.stage import _RecvInfo
 
 from llava_fsdp.config import ParallelConfig
 from llava_fsdp.distributed.zero import ShardPlan, begin_micro_batch
 
 
-class StageWork(Protocol):
-    """What the stages of a rank compute in a training step."""
+class ForwardWork(Protocol):
+    """What the stages of a rank compute in a forward pass."""
 
     def forward(self, stage: nn.Module, number: int, hidden: torch.Tensor | None) -> torch.Tensor:
         """Run a stage on a micro-batch, and return its output: hidden states, or the loss of the last stage.
@@ -36,6 +36,10 @@ class StageWork(Protocol):
             hidden: output of the stage before; None for the first stage.
         """
         ...
+
+
+class StageWork(ForwardWork, Protocol):
+    """What the stages of a rank compute in a training step."""
 
     def before_backward(self, stage: nn.Module, number: int) -> None:
         """Prepare the backward pass of a micro-batch, which may run blocks of the stage again."""
@@ -199,7 +203,42 @@ def allocate(infos: Sequence[_RecvInfo], device: torch.device) -> None:
     """Allocate the buffers of messages that will be received."""
     for info in infos:
         assert info.tensor_meta is not None
-        info.buffer = torch.empty(info.tensor_meta.shape, dtype=info.tensor_meta.dtype, device=device)
+        # zeros: in a dry run nothing is received, and what is computed must stay finite
+        info.buffer = torch.zeros(info.tensor_meta.shape, dtype=info.tensor_meta.dtype, device=device)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A forward or backward pass of one micro-batch through one stage."""
+
+    stage: int
+    is_forward: bool
+    micro_batch: int
+
+
+def passes_of(parallel: ParallelConfig, index: int, micro_batches: int) -> list[Pass]:
+    """Return the passes of a step in the order in which the ranks of group `index` run them."""
+    if parallel.stages_per_rank == 1:
+        ahead = min(micro_batches, parallel.pipeline - index)
+        order = [Pass(index, True, number) for number in range(ahead)]
+        for number in range(micro_batches):
+            order.append(Pass(index, False, number))
+            if ahead + number < micro_batches:
+                order.append(Pass(index, True, ahead + number))
+        return order
+    place = Place(index, parallel.pipeline, parallel.num_stages)
+    actions = ScheduleInterleaved1F1B([FakeStage(place, n) for n in place.own], micro_batches).pipeline_order[index]  # type: ignore[arg-type]
+    found = [Pass(a.stage_index, a.computation_type is FORWARD, a.microbatch_index) for a in actions if a is not None]
+    return found
+
+
+class FakeStage:
+    """What a schedule of torch reads of a stage, to find its order of passes without ranks."""
+
+    def __init__(self, place: Place, number: int):
+        self.num_stages, self.group_size, self.group_rank = place.stages, place.size, place.index
+        self.stage_index = number
+        self.stage_index_to_group_rank: dict[int, int] = {}
 
 
 class Pipeline:
@@ -274,7 +313,7 @@ class Pipeline:
         for stage in self.stages:
             stage.end_step()
 
-    def forward(self, shape: tuple[int, int], work: StageWork, number: int = 0) -> torch.Tensor | None:
+    def forward(self, shape: tuple[int, int], work: ForwardWork, number: int = 0) -> torch.Tensor | None:
         """Run the forward pass of one micro-batch without gradients. Collective: all ranks must call it.
 
         Args:

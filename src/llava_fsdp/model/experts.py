@@ -89,12 +89,22 @@ def probe(name: str, module: nn.Module, index: int, config: Any) -> Router | Non
 class RouterOutputs:
     """Keeps what the routers of a language model return in a forward pass, by hooks on the routers."""
 
-    def __init__(self, routers: list[Router], with_gradients: bool):
+    def __init__(self, routers: list[Router], with_gradients: bool, inside: nn.Module | None = None):
         """Install the hooks.
 
         Args:
+            routers: all routers of the language model; at least one.
             with_gradients: whether a loss of the outputs will be trained. Then blocks must not be compiled.
+            inside: the part of the language model that this rank has, whose routers alone are watched; None: the whole
+                language model.
         """
+        self.count, self.experts = len(routers), routers[0].experts
+        """Number of routers of the whole language model, and number of experts of each."""
+        self.places = {router.name: place for place, router in enumerate(routers)}
+        """Name of a router -> its place among all routers."""
+        if inside is not None:
+            present = set(inside.modules())
+            routers = [router for router in routers if router.module in present]
         self.routers = routers
         self.with_gradients = with_gradients
         self.hooks = [RouterHook(router, with_gradients) for router in routers]

@@ -1,12 +1,11 @@
 """Generate answers token by token, with a key-value cache that is kept from one turn of a conversation to the next."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
-from transformers import DynamicCache
+from transformers import DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer
 
 from llava_fsdp.model.attention import CachedRows
@@ -52,7 +51,7 @@ def choose(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator 
 
 
 def write_tokens(
-    model: nn.Module,
+    model: Callable[..., torch.Tensor],
     ids: torch.Tensor,
     mask: torch.Tensor,
     images: ImageInputs,
@@ -67,7 +66,7 @@ def write_tokens(
     forward pass is a collective, so that all ranks must take equally many tokens.
 
     Args:
-        model: a Llava in evaluation mode, without gradients.
+        model: a Llava in evaluation mode, without gradients, or what has the same arguments and results.
         ids: the prompt's tokens that are not in the cache yet, int64 [rows, length], padded on the left.
         mask: bool [rows, tokens in the cache + length]: False at padding.
         images: the images of the tokens in `ids`: the arguments `image_positions`, `image_rows` and `images` of
@@ -79,7 +78,6 @@ def write_tokens(
     Yields:
         chosen token ids, int64 [rows]
     """
-    assert isinstance(model, Llava)  # FSDP makes a subclass of it
     rows, length = ids.shape
     positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -length:]
     last = torch.arange(1, rows + 1, device=ids.device) * length - 1
@@ -140,23 +138,24 @@ def can_be_cropped(cache: DynamicCache) -> bool:
     return all(type(layer) is DynamicLayer for layer in cache.layers)
 
 
-def check_answers(model: nn.Module, device: torch.device, size: int) -> None:
+def check_answers(
+    model: Callable[..., torch.Tensor], language: PretrainedConfig, device: torch.device, size: int
+) -> None:
     """Check that a model can generate answers, by generating two tokens without an image. Collective: all ranks must
     call it.
 
     Args:
-        model: a Llava in evaluation mode, without gradients.
+        model: a Llava in evaluation mode, without gradients, or what has the same arguments and results.
+        language: configuration of the language model.
         device: the model's device.
         size: width and height of the vision tower's input images, in pixels.
 
     Raises:
         ConfigError: the language model cannot generate with a key-value cache.
     """
-    assert isinstance(model, Llava)
     ids = torch.zeros((1, 2), dtype=torch.int64, device=device)
     empty = ids.new_zeros(0)
     images = empty, empty, torch.zeros((0, 3, size, size), device=device)
-    language = model.parts.language
     try:
         cache = DynamicCache(config=language)
         for _ in write_tokens(model, ids, torch.ones_like(ids, dtype=torch.bool), images, cache, Sampling(2)):

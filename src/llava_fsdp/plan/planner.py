@@ -5,6 +5,7 @@ Example: `peak(cfg, world_size=8, device="cuda").bytes["total"]`
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,9 +21,10 @@ from llava_fsdp.config import (
     Strategy,
 )
 from llava_fsdp.data.images.image_tokens import ImageTokens
-from llava_fsdp.distributed.memory import Bytes, bytes_per_rank
+from llava_fsdp.distributed.memory import Bytes, Weight, bytes_per_rank
 from llava_fsdp.distributed.mesh import mesh_shape
 from llava_fsdp.distributed.parallelize import units_of_blocks, weights_of
+from llava_fsdp.distributed.pipeline import Place, passes_of
 from llava_fsdp.distributed.precision import DTYPES
 from llava_fsdp.distributed.zero import SHARD_PLANS, ShardPlan
 from llava_fsdp.model.attention import grows_with_square
@@ -30,7 +32,8 @@ from llava_fsdp.model.context_attention import plan_context
 from llava_fsdp.model.flops import count_flops
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.pretrained import Parts
-from llava_fsdp.plan.activations import ActivationMeter, MicroBatch, Segment
+from llava_fsdp.model.stages import StagePlan, plan_stages
+from llava_fsdp.plan.activations import ActivationMeter, MicroBatch, Segment, stack_name
 from llava_fsdp.plan.fsdp_units import units_of
 from llava_fsdp.plan.hardware import MIB, Machine, machine_for
 from llava_fsdp.plan.model_shapes import kernel_for, shapes_of
@@ -44,6 +47,7 @@ from llava_fsdp.plan.simulate import (
     simulate_step,
     simulate_unsharded_step,
 )
+from llava_fsdp.plan.stage_memory import names_of_stages, segments_of_stage, simulate_pipeline
 from llava_fsdp.plan.step_time import (
     Step,
     Volume,
@@ -123,6 +127,15 @@ class PlanRow:
         return max(micro.tokens for micro in self.micro_batches)
 
 
+@dataclass(frozen=True)
+class Stages:
+    """How the model is divided among the groups of ranks of a pipeline."""
+
+    plan: StagePlan
+    weights: list[list[Weight]]
+    """The properties of the parameters of each group."""
+
+
 class Planner:
     """Predicts memory and time of training one configuration's model on one machine. Activation memory is measured once
     for each mode of activation checkpointing and size of micro-batch."""
@@ -146,7 +159,8 @@ class Planner:
         self.model = build_llava(self.parts, cfg.model, DTYPES[cfg.precision.param_dtype], self.kernel, cfg.loss)
         whole, blocks = self.model.whole_while_frozen(), self.model.blocks()
         per_unit = cfg.sharding.blocks_per_unit
-        self.weights = list(weights_of(self.model, blocks, whole, cfg.precision, per_unit).values())
+        self.named_weights = weights_of(self.model, blocks, whole, cfg.precision, per_unit)
+        self.weights = list(self.named_weights.values())
         self.unit_names = units_of_blocks(self.model, blocks, per_unit)
         quantized = sum(weight.statistics for weight in self.weights)  # counted with the parameters
         self.buffer_bytes = sum(b.numel() * b.element_size() for b in self.model.buffers()) - quantized
@@ -157,6 +171,8 @@ class Planner:
         self.meters: dict[tuple[ActivationCheckpointing, int], ActivationMeter] = {}
         self.measured: dict[tuple[ActivationCheckpointing, MicroBatch], list[Segment]] = {}
         self.interpolated: dict[tuple[ActivationCheckpointing, MicroBatch], list[Segment]] = {}
+        self.divided: dict[bool, Stages] = {}
+        """Stages of a pipeline, with and without activation checkpointing."""
 
     @cached_property
     def grows_with_square(self) -> bool:
@@ -242,23 +258,43 @@ class Planner:
             self.interpolated[key] = [interpolate(a, b, share) for a, b in zip(first, second, strict=True)]
         return self.interpolated[key]
 
+    def stages(self, choice: Choice) -> Stages:
+        """Return how the model is divided among the groups of ranks of a pipeline."""
+        recomputes = choice.activation_checkpointing.mode is not ActivationCheckpointing.none
+        if recomputes not in self.divided:
+            samples, parallel = self.samples, self.cfg.parallel
+            counts = samples.tokens, samples.tokens**2 + samples.spread**2, samples.labels, samples.tiles
+            flops = self.recomputing_flops if recomputes else self.flops
+            plan = plan_stages(self.model, flops, counts, parallel.num_stages)
+            names = names_of_stages(self.model, plan)
+            own = [
+                [w for n, w in self.named_weights.items() if any(n in names[s] for s in Place(i, parallel.pipeline, parallel.num_stages).own)]
+                for i in range(parallel.pipeline)
+            ]
+            self.divided[recomputes] = Stages(plan, own)
+        return self.divided[recomputes]
+
     def row(
         self,
         choice: Choice,
         ranks: Ranks,
         micros: Sequence[MicroBatch],
         between: Sequence[MicroBatch] = (),
-        rank: int = 0,
+        rank: int | None = None,
     ) -> PlanRow:
-        """Predict the memory and time of one way to train.
+        """Predict the memory and time of one way to train. With a pipeline, memory is that of the group of ranks that
+        needs the most.
 
         Args:
             choice: the way to train: sharding strategy, activation checkpointing and offload.
             ranks: numbers of ranks: in all, per copy of the model, and per node.
             micros: the micro-batches that a rank runs in a step.
             between: smallest and largest micro-batch, measured to interpolate the others; if empty, all are measured.
-            rank: the rank whose memory is computed.
+            rank: the rank whose memory is computed; None: rank 0, or the one of a pipeline that needs the most.
         """
+        if self.cfg.parallel.pipeline > 1:
+            return self.row_of_pipeline(choice, ranks, micros, between, rank)
+        rank = rank or 0
         precision, strategy, offload = self.cfg.precision, choice.strategy, choice.offload
         world_size, shard_size = ranks.world_size, ranks.shard_size
         args = self.weights, strategy, precision, world_size, shard_size, rank, offload
@@ -305,6 +341,111 @@ class Planner:
             tokens_per_second=rate * self.samples.tokens,
             mfu=rate * flops / (world_size * self.machine.peak(precision.param_dtype)),
         )
+
+    def row_of_pipeline(
+        self, choice: Choice, ranks: Ranks, micros: Sequence[MicroBatch], between: Sequence[MicroBatch], rank: int | None
+    ) -> PlanRow:
+        """Predict the memory and time of one way to train with `parallel.pipeline`.
+
+        Args:
+            choice: the way to train: sharding strategy, activation checkpointing and offload.
+            ranks: numbers of ranks: in all, per copy of the model, and per node.
+            micros: the micro-batches that a rank runs in a step.
+            rank: the rank whose memory is computed; None: the one that needs the most.
+        """
+        parallel, precision, strategy = self.cfg.parallel, self.cfg.precision, choice.strategy
+        stages, size = self.stages(choice), ranks.world_size // parallel.pipeline
+        shard_size = min(ranks.shard_size, size)
+        in_stage, place = Ranks(size, shard_size, ranks.node_size), 0 if rank is None else rank % size
+        groups = range(parallel.pipeline) if rank is None else [rank // size]
+        found = {group: self.simulate_group(choice, in_stage, micros, between, group, place) for group in groups}
+        group, ledger = max(found.items(), key=lambda item: sum(item[1].worst.values()))
+        weights = stages.weights[group]
+        at_rest = bytes_per_rank(weights, strategy, precision, size, shard_size, place)
+        sent = volume(weights, strategy, precision, size, shard_size, ranks.node_size, len(micros))
+        sent = self.with_context(sent, choice, micros)
+        own = parallel.stages_per_rank
+        both_ways = 2 * own * parallel.pipeline - 2 * own + 2 * (own - 1)  # messages of a micro-batch, over all groups
+        width = self.hidden_bytes(max(micros, key=lambda micro: micro.tokens))
+        messages = len(micros) * both_ways / parallel.pipeline
+        sent = replace(sent, pipeline=messages * width, messages=math.ceil(messages))
+        flops = sample_flops(self.flops, self.samples)
+        share = recomputed_share(choice.activation_checkpointing)
+        recomputed = share * (sample_flops(self.recomputing_flops, self.samples) - flops)
+        costs = [sum(stages.plan.costs[n] for n in Place(i, parallel.pipeline, parallel.num_stages).own) for i in range(parallel.pipeline)]
+        slowest = max(costs) / sum(costs)
+        idle = (parallel.pipeline - 1) / (own * len(micros))  # arXiv 2104.04473, section 2.2
+        work = slowest * (1 + idle) * self.cfg.global_batch_size / size
+        trainable = sum(w.numel for w in weights if w.trainable)
+        _, shards = mesh_shape(SHARD_PLANS[strategy], size, shard_size)
+        step = step_time(
+            self.machine, precision, work * flops, work * recomputed, sent, trainable=trainable,
+            local=trainable / shards, micro_batches=len(micros), world_size=size, offload=choice.offload,
+        )  # fmt: skip
+        rate = self.cfg.global_batch_size / step.seconds
+        return PlanRow(
+            choice,
+            ranks.world_size,
+            ranks.shard_size,
+            tuple(micros),
+            {**ledger.worst, "total": sum(ledger.worst.values())},
+            f"{ledger.moment} (pipeline group {group} of {parallel.pipeline})",
+            {"parameters": at_rest.parameters, "gradients": at_rest.gradients, "optimizer": at_rest.optimizer},
+            0,
+            0,
+            self.machine.usable(ranks.world_size),
+            step,
+            sent,
+            samples_per_second=rate,
+            tokens_per_second=rate * self.samples.tokens,
+            mfu=rate * flops / (ranks.world_size * self.machine.peak(precision.param_dtype)),
+        )
+
+    def hidden_bytes(self, micro: MicroBatch) -> int:
+        """Return the bytes of the hidden states of a micro-batch that one stage sends to the next."""
+        return micro.tokens * self.parts.language.hidden_size * DTYPES[self.cfg.precision.param_dtype].itemsize
+
+    def simulate_group(
+        self,
+        choice: Choice,
+        in_stage: Ranks,
+        micros: Sequence[MicroBatch],
+        between: Sequence[MicroBatch],
+        group: int,
+        place: int,
+    ) -> Ledger:
+        """Simulate the device memory of a rank of one group of a pipeline during a step. Return the bytes at the step's
+        memory peak, by category.
+
+        Args:
+            in_stage: numbers of ranks of the group.
+            group: number of the group.
+            place: number of the rank in its group.
+        """
+        parallel, precision, plan = self.cfg.parallel, self.cfg.precision, SHARD_PLANS[choice.strategy]
+        stages = self.stages(choice)
+        # after the pipeline is full, one micro-batch is like the other
+        run = micros[: parallel.num_micro_batches(2 * parallel.num_stages)]
+        stack, mode = stack_name(self.model), choice.activation_checkpointing.mode
+        own = {
+            (number, micro): segments_of_stage(
+                self.passes(mode, [micro], between)[0], stack, stages.plan.blocks[number], number == 0,
+                number == parallel.num_stages - 1, self.hidden_bytes(micro),
+            )
+            for number in Place(group, parallel.pipeline, parallel.num_stages).own
+            for micro in set(run)
+        }  # fmt: skip
+        weights = stages.weights[group]
+        world_size, shard_size = in_stage.world_size, in_stage.shard_size
+        stored = bytes_per_rank(weights, choice.strategy, precision, world_size, shard_size, place, padded=True)
+        kept, _ = self.input_bytes(micros)
+        _, inputs = self.input_bytes(micros if group == 0 else [replace(m, tiles=0) for m in micros])
+        buffers = self.buffer_bytes + kept
+        states = States(stored.parameters, stored.gradients, stored.optimizer, buffers, inputs=(max(inputs),))
+        _, shards = mesh_shape(plan, world_size, shard_size)
+        units = units_of(weights, plan, precision, shards)
+        order = [(one, own[one.stage, run[one.micro_batch]]) for one in passes_of(parallel, group, len(run))]
+        return simulate_pipeline(order, units, plan, states, self.unit_names, self.cfg.sharding.prefetch)
 
     def with_context(self, sent: Volume, choice: Choice, micros: Sequence[MicroBatch]) -> Volume:
         """Return the volume of communication with that of attention between ranks that process a row together."""
@@ -455,7 +596,7 @@ def peak(
     world_size: int,
     device: str | torch.device,
     micros: Sequence[MicroBatch] | None = None,
-    rank: int = 0,
+    rank: int | None = None,
 ) -> PlanRow:
     """Predict memory and time of training with exactly this configuration, without trying other ways to train.
 
@@ -463,7 +604,7 @@ def peak(
         world_size: number of ranks, all on one node.
         device: cuda or cpu.
         micros: sizes of the micro-batches of a step; None: micro-batches made of samples of mean size.
-        rank: the rank whose memory is predicted.
+        rank: the rank whose memory is predicted; None: rank 0, or the one of a pipeline that needs the most.
     """
     planner = Planner(cfg, machine_for(device.type if isinstance(device, torch.device) else device, world_size))
     micros = micros or configured_split(cfg, planner.samples, world_size)

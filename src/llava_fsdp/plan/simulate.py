@@ -163,10 +163,15 @@ class FsdpRank:
         over replicas."""
         self.root_made = 0
         """Bytes of the gradients that exist of the root unit's weights, which FSDP reduces last."""
+        self.under_way = Live()
+        """Bytes that other micro-batches keep for their backward passes."""
 
     def run_micro_batch(self, segments: Sequence[Segment], is_last: bool) -> None:
-        forward = [s for s in segments if not s.backward]
-        backward = [s for s in segments if s.backward]
+        self.run_forward([s for s in segments if not s.backward])
+        self.run_backward([s for s in segments if s.backward], is_last)
+
+    def run_forward(self, forward: Sequence[Segment]) -> None:
+        """Simulate the forward pass of a micro-batch."""
         for name in (ROOT, NORMS):
             self.gather(name, "root unit")
         blocks, order = self.order(forward)
@@ -180,6 +185,9 @@ class FsdpRank:
             if blocks.get(unit, [""])[-1] == segment.unit != "" and self.plan.reshard_after_forward:
                 self.free(unit)
         self.drop_buffers()
+
+    def run_backward(self, backward: Sequence[Segment], is_last: bool) -> None:
+        """Simulate the backward pass of a micro-batch. `is_last` says whether it is the last one of the step."""
         blocks, order = self.order(backward)
         for ahead in order[:1]:  # FSDP2 always prefetches for the root unit
             self.prefetch(ahead)
@@ -227,9 +235,9 @@ class FsdpRank:
         """Simulate one segment (a block, or everything between two blocks), and record its peak of device memory with
         the bytes that FSDP holds at that moment."""
         worst = segment.worst_later if self.adds_in_place(self.unit_names.get(segment.unit, ROOT)) else segment.worst
-        self.ledger.set_live(worst)
+        self.ledger.set_live(worst + self.under_way)
         self.ledger.compare(describe(segment), reducing=worst.gradients)
-        self.ledger.set_live(segment.end)
+        self.ledger.set_live(segment.end + self.under_way)
 
     def adds_in_place(self, name: str) -> bool:
         """Return whether autograd adds the new gradients of the FSDP unit `name` in place to those of earlier

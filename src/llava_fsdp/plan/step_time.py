@@ -83,13 +83,17 @@ class Volume:
     """Number of collectives between the ranks that process the same row."""
     context_size: int = 1
     """Number of ranks that process a row together."""
+    pipeline: float = 0.0
+    """Bytes received from the ranks with the stages before and behind, on average over the groups of ranks."""
+    messages: int = 0
+    """Number of these messages."""
     shards: int = 1
     replicas: int = 1
     node_size: int = 1
 
     @property
     def total(self) -> float:
-        return self.sharded + self.replicated + self.context
+        return self.sharded + self.replicated + self.context + self.pipeline
 
     @property
     def nodes(self) -> int:
@@ -109,7 +113,9 @@ class Volume:
         crossing = HOP_BETWEEN * self.nodes
         latency = self.gathers * (LATENCY + HOP * (self.shards - 1) + (crossing if spans else 0))
         latency += self.reductions * (LATENCY + HOP * (self.replicas - 1) + (crossing if self.nodes > 1 else 0))
-        return latency + (self.sharded / ring + self.replicated / replicas) / LINK_EFFICIENCY
+        latency += self.messages * LATENCY
+        # groups of a pipeline are the outermost dimension, so that their messages cross nodes first
+        return latency + (self.sharded / ring + self.replicated / replicas + self.pipeline / network) / LINK_EFFICIENCY
 
     def attention_seconds(self, link: float, network: float) -> float:
         """Return the seconds of attention's collectives between the ranks that process the same row. They overlap with

@@ -184,8 +184,8 @@ def possible_splits(cfg: Config, samples: Samples, world_size: int) -> list[list
     Raises:
         ConfigError: `global_batch_size` is not a multiple of the number of ranks, but the sampler llava_v1_5 needs it.
     """
-    context = cfg.parallel.num_context
-    per_rank = cfg.global_batch_size * context / world_size
+    context, rounded = cfg.parallel.num_context, cfg.parallel.num_micro_batches
+    per_rank = cfg.global_batch_size * context * cfg.parallel.pipeline / world_size
     splits: dict[MicroBatch, list[MicroBatch]] = {}
     if not cfg.packs:
         for count in range(1, math.ceil(per_rank) + 1):
@@ -193,7 +193,7 @@ def possible_splits(cfg: Config, samples: Samples, world_size: int) -> list[list
             if cfg.sampler.name is SamplerName.llava_v1_5 and rows * count != per_rank:
                 continue
             micro = micro_batch(samples, rows, cfg.data.max_length, rows)
-            splits.setdefault(micro, [micro] * count)
+            splits.setdefault(micro, [micro] * rounded(count))
         if not splits:
             raise ConfigError(
                 f"global_batch_size={cfg.global_batch_size} is not a multiple of {world_size} ranks, as "
@@ -204,7 +204,7 @@ def possible_splits(cfg: Config, samples: Samples, world_size: int) -> list[list
     for count in range(1, max(1, math.ceil(most / cfg.data.max_length)) + 1):
         tokens = max(cfg.data.max_length, 256 * math.ceil(most / count / 256))
         micro = micro_batch(samples, 1, tokens, max(1, round(tokens / samples.tokens)), context)
-        splits.setdefault(micro, [micro] * count)
+        splits.setdefault(micro, [micro] * rounded(count))
     return list(splits.values())
 
 
@@ -216,17 +216,17 @@ def configured_split(cfg: Config, samples: Samples, world_size: int) -> list[Mic
         samples: mean sizes of the dataset's samples.
         world_size: number of ranks, which share the samples of a step.
     """
-    context = cfg.parallel.num_context
-    per_rank = cfg.global_batch_size * context / world_size
+    context, rounded = cfg.parallel.num_context, cfg.parallel.num_micro_batches
+    per_rank = cfg.global_batch_size * context * cfg.parallel.pipeline / world_size
     if not cfg.packs:
         rows = min(cfg.micro_batch_size, math.ceil(per_rank))
         micro = micro_batch(samples, rows, cfg.data.max_length, rows)
-        return [micro] * max(1, math.ceil(per_rank / cfg.micro_batch_size))
+        return [micro] * rounded(max(1, math.ceil(per_rank / cfg.micro_batch_size)))
     if cfg.sampler.name is SamplerName.llava_v1_5:  # this sampler packs any micro_batch_size samples into a row
         size = cfg.micro_batch_size
         tokens = min(cfg.row_tokens, max(cfg.data.max_length, most_tokens(samples, size)))
-        return [micro_batch(samples, 1, tokens, size)] * max(1, math.ceil(per_rank / size))
+        return [micro_batch(samples, 1, tokens, size)] * rounded(max(1, math.ceil(per_rank / size)))
     most = max(cfg.data.max_length, most_tokens(samples, per_rank))
-    count = max(1, math.ceil(per_rank * samples.tokens / cfg.row_tokens))
+    count = rounded(max(1, math.ceil(per_rank * samples.tokens / cfg.row_tokens)))
     tokens = min(cfg.row_tokens, max(cfg.data.max_length, math.ceil(most / count)))
     return [micro_batch(samples, 1, tokens, max(1, round(tokens / samples.tokens)), context)] * count

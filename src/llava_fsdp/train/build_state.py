@@ -209,6 +209,11 @@ def assemble(
             ranks, how = context.cut.size, context.how.value
             log().info("%d ranks process each row together, parallel.context_how=%s: %s", ranks, how, context.reason)
         share_attention(model.language_model, model.kernel, context, exchange_in(group), gather_in(group))
+    # With parallel.context a rank has only a part of each sample. Where a compiled block contains its activation
+    # checkpointing, a hook in it would break its graph.
+    compiling = choose_compiling(cfg, world.device, model.kernel and model.kernel.attention)
+    is_hidden = compiling.on and cfg.activation_checkpointing.mode is ActivationCheckpointing.selective
+    routers = [] if is_hidden or meshes.context is not None else find_routers(model.language_model)
     stages = None
     if meshes.pipeline is not None:
         if counts is None:
@@ -220,14 +225,9 @@ def assemble(
     buffers, mesh = computed_buffers(model), meshes.states
     offload = Offload(cfg, world.device)
     warn_if_useless(cfg, world)
-    compiling = choose_compiling(cfg, world.device, model.kernel and model.kernel.attention)
     compilations = Compilations() if compiling.on else None
-    # With parallel.context a rank has only a part of each sample. Where a compiled block contains its activation
-    # checkpointing, a hook in it would break its graph.
-    is_hidden = compiling.on and cfg.activation_checkpointing.mode is ActivationCheckpointing.selective
-    is_divided = meshes.context is not None or stages is not None
-    routers = [] if is_hidden or is_divided else find_routers(model.language_model)
-    watched = RouterOutputs(routers, with_gradients=cfg.model.balance_loss > 0) if routers else None
+    has_balance = cfg.model.balance_loss > 0
+    watched = RouterOutputs(routers, has_balance, model.language_model) if routers else None
     roots_of = partial(stages.of, model) if stages is not None else None
     whole = model.whole_while_frozen()
     masters = parallelize(model, model.blocks(), mesh, plan, cfg, offload, whole, compilations, roots_of)

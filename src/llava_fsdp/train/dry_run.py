@@ -113,15 +113,21 @@ def measure(cfg: Config, world: World, contents: Contents | None = None) -> dict
     contents = contents or fullest(cfg, shape, cut_of(cfg, world, model))
     planned = plan_of(cfg, world, contents)
     meter = PeakMeter(world.device)
-    state = assemble(model, SyntheticLoader(world.device, STEPS), draw_shards, cfg, world, plan, meshes)
+    rows = len(contents.lengths)
+    pairs = sum(length**2 for length in contents.lengths)
+    share = contents.context / rows
+    counts = contents.tokens * share, pairs / rows, contents.labels * share, contents.tiles * share
+    state = assemble(model, SyntheticLoader(world.device, STEPS), draw_shards, cfg, world, plan, meshes, counts)
     held: dict[str, int] = {}
     state.optimizer.register_step_post_hook(lambda *_: held.update(held_bytes(state)))
-    state.model.train()
+    for root in state.roots:
+        root.train()
     seconds = []
     for number in range(STEPS):
         counter = CollectiveBytes()
         if is_simulated():
-            simulate_collectives(state.model, counter.traffic)
+            for root in state.roots:
+                simulate_collectives(root, counter.traffic)
         step = synthetic_step(number, contents, shape, cfg, world.size)
         started = time.perf_counter()
         with counter:
@@ -164,7 +170,8 @@ def plan_of(cfg: Config, world: World, contents: Contents) -> PlanRow:
     samples, tokens = len(contents.lengths), contents.tokens
     own = contents.tiles, contents.labels, contents.image_tokens
     micro = MicroBatch(rows, tokens // rows, samples, *own, contents.context)
-    return plan_peak(cfg, world.size, world.device, [micro] * micro_batches_of(contents, cfg, world.size))
+    micros = [micro] * micro_batches_of(contents, cfg, world.size)
+    return plan_peak(cfg, world.size, world.device, micros, world.rank)
 
 
 @torch.no_grad()

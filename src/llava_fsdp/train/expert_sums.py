@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,23 +22,26 @@ class ExpertSums:
     """Sums of a training step over its micro-batches, which stay on the device until the host reads the step's loss.
     Without routers, nothing is computed and no collective runs."""
 
-    def __init__(self, outputs: RouterOutputs | None, facts: StepFacts, coefficient: float):
+    def __init__(self, outputs: RouterOutputs | None, facts: StepFacts, coefficient: float, device: torch.device):
         """Begin a step.
 
         Args:
             outputs: keeps what the routers return; None: there are none, or they are not watched.
             facts: counts of the step over all ranks.
             coefficient: factor of the load-balance loss in the loss that is trained (`model.balance_loss`).
+            device: device of the model.
         """
         assert outputs is None or outputs.with_gradients is (coefficient > 0), "the loss would have no gradient"
         self.outputs = outputs
         self.coefficient = coefficient
         if outputs is not None:
-            self.share = 1 / (len(outputs.routers) * max(1, facts.tokens))
+            self.share = 1 / (outputs.count * max(1, facts.tokens))
             """Factor that makes the sum over layers and samples a mean over layers and tokens."""
-            self.sums = torch.zeros(0)
-            """The load-balance loss, then the load of each expert of each layer; float32 [1 + layers * experts]. Empty
-            before the first micro-batch."""
+            self.total = torch.zeros((), device=device)
+            """The load-balance loss, float32 []."""
+            self.loads = torch.zeros(outputs.count, outputs.experts, device=device)
+            """The load of each expert of each layer, float32 [layers, experts]; 0 for layers that this rank does not
+            have."""
 
     def keep(self) -> AbstractContextManager[list[RouterOutput]]:
         """Context manager for one forward pass: it yields the list to which each router adds its output."""
@@ -53,19 +56,42 @@ class ExpertSums:
         """
         if self.outputs is None:
             return loss
-        assert len(kept) == len(self.outputs.routers), "each router runs once in a forward pass"
-        lengths, loads = micro.sample_lengths, []
+        is_whole = len(self.outputs.routers) == self.outputs.count
+        assert not is_whole or len(kept) == self.outputs.count, "each router runs once in a forward pass"
+        balance = self.add_balance(micro, kept)
+        return loss if balance is None else loss + balance
+
+    def add_to_hidden(self, micro: MicroBatch, kept: list[RouterOutput], hidden: torch.Tensor, scale: float) -> torch.Tensor:
+        """Add the forward pass of a stage that has no loss of labels to the sums. Return its hidden states, whose
+        backward pass also trains the load-balance loss.
+
+        Args:
+            kept: what the routers of the stage returned in this forward pass.
+            hidden: output of the stage.
+            scale: the loss scale.
+        """
+        balance = self.add_balance(micro, kept) if self.outputs is not None else None
+        return hidden if balance is None else WithLoss.apply(hidden, balance * scale)
+
+    def add_balance(self, micro: MicroBatch, kept: list[RouterOutput]) -> torch.Tensor | None:
+        """Add the outputs of routers to the sums. Return the load-balance loss times its coefficient, float32 []; None
+        if it is not trained.
+
+        Args:
+            kept: what the routers returned in a forward pass.
+        """
+        assert self.outputs is not None
+        lengths = micro.sample_lengths
         samples = samples_of_tokens(lengths, micro.input_ids.shape, bool(micro.lengths))
-        total = torch.zeros((), device=loss.device)
+        total = torch.zeros_like(self.total)
         with torch.set_grad_enabled(self.coefficient > 0):
             for output in kept:
                 counts = count_choices(output, samples, len(lengths))
                 total = total + balance_loss(output, samples, lengths, counts)
-                loads.append(counts[:-1].sum(0))
+                self.loads[self.outputs.places[output.router.name]] += counts[:-1].sum(0)
             total = total * self.share
-        own = torch.cat([total.detach()[None], *loads])
-        self.sums = self.sums + own if len(self.sums) else own
-        return loss + self.coefficient * total if self.coefficient > 0 else loss
+        self.total += total.detach()
+        return self.coefficient * total if self.coefficient > 0 and kept else None
 
     def summed(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Sum over all ranks. A collective if there are routers.
@@ -76,11 +102,25 @@ class ExpertSums:
         """
         if self.outputs is None:
             return torch.zeros(0), None
+        sums = torch.cat([self.total[None], self.loads.flatten()])
         if dist.is_initialized():
-            dist.all_reduce(self.sums)
-        loads = self.sums[1:].view(len(self.outputs.routers), -1)
+            dist.all_reduce(sums)
+        loads = sums[1:].view_as(self.loads)
         relative = loads / loads.mean(1, keepdim=True)
-        return torch.stack([self.sums[0], relative.max(), (relative < IDLE).float().mean()]), loads
+        return torch.stack([sums[0], relative.max(), (relative < IDLE).float().mean()]), loads
+
+
+class WithLoss(torch.autograd.Function):
+    """Returns its first argument unchanged. The backward pass also begins at the second one, a loss."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        (gradient,) = gradients
+        return gradient, torch.ones((), dtype=torch.float32, device=gradient.device)
 
 
 def expert_load(numbers: list[float]) -> ExpertLoad | None:

@@ -3,6 +3,7 @@
 Before an exported folder gets its final name, it is read again and compared with the trained model.
 """
 
+import copy
 import dataclasses
 import shutil
 from dataclasses import dataclass
@@ -232,7 +233,8 @@ def whole_model(state: TrainState) -> torch.nn.Module:
     if state.pipeline is None:
         return state.model
     assert isinstance(state.model, Llava)
-    return build_llava(state.model.parts, state.model.cfg, state.model.compute_dtype)
+    parts = copy.deepcopy(state.model.parts)  # a second model would change the attention in the configuration of the first
+    return build_llava(parts, state.model.cfg, state.model.compute_dtype, state.model.kernel)
 
 
 def in_full_precision(model: torch.nn.Module, sources: dict[str, Stored], adapted: Adapted | None) -> Llava:

@@ -113,7 +113,7 @@ def train_step(
     rank %= size // cfg.parallel.pipeline  # ranks that process the same rows draw the same numbers
     torch.manual_seed(derive("step", cfg.seed, state.step, rank))
     sources = SourceSums(step.facts, state.loader.device)
-    experts = ExpertSums(state.routers, step.facts, cfg.model.balance_loss)
+    experts = ExpertSums(state.routers, step.facts, cfg.model.balance_loss, state.loader.device)
     if state.pipeline is not None:
         loss_sum = run_pipeline(state, state.pipeline, step, scale, sources, experts, profiler)
     else:

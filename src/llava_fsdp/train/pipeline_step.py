@@ -57,7 +57,7 @@ class TrainingWork:
                 output = stage(*micro.inputs, hidden=hidden, collector=collector)
             self.keys[stage, number] = stage.token_keys.language, stage.token_keys.vision
             if not stage.is_last:
-                return output
+                return self.experts.add_to_hidden(micro, kept, output, self.scale)
             self.sources.add(micro, collector)
             loss = micro.scale * output
             self.loss_sum += loss.detach()
@@ -82,8 +82,51 @@ class EvaluationWork:
         micro = to_device(self.loader, stage, self.micro)
         return stage(*micro.inputs, hidden=hidden, return_logits=self.return_logits)
 
-    def before_backward(self, stage: nn.Module, number: int) -> None:
-        raise AssertionError("an evaluation has no backward pass")
+
+class DividedModel:
+    """A model whose stages different ranks have. It has the arguments and results of a Llava that returns logits, on
+    all ranks that process the same rows."""
+
+    def __init__(self, model: nn.Module, pipeline: Pipeline):
+        """Wrap the parts of a model that this rank has.
+
+        Args:
+            pipeline: this rank's stages.
+        """
+        assert isinstance(model, Llava)
+        self.parts = model.parts
+        self.pipeline = pipeline
+        self.holders = pipeline.holders
+        self.has_first = pipeline.has_first
+
+    def __call__(
+        self,
+        input_ids: torch.Tensor,
+        segments: Any,
+        image_positions: torch.Tensor,
+        image_rows: Any,
+        images: torch.Tensor | None,
+        seeds: Any,
+        label_positions: torch.Tensor,
+        *,
+        return_logits: bool,
+    ) -> torch.Tensor:
+        """Return the logits at `label_positions`, as `Llava.forward` does. Collective: all ranks must call it."""
+        assert return_logits
+        inputs = input_ids, segments, image_positions, image_rows, images, seeds, label_positions
+        rows, length = input_ids.shape
+        found = self.pipeline.forward((rows, length), LogitsWork(inputs))
+        return self.pipeline.from_last(found, (len(label_positions), self.parts.language.vocab_size))
+
+
+class LogitsWork:
+    """Computes this rank's stages for given inputs, without gradients."""
+
+    def __init__(self, inputs: tuple[Any, ...]):
+        self.inputs = inputs
+
+    def forward(self, stage: nn.Module, number: int, hidden: torch.Tensor | None) -> torch.Tensor:
+        return stage(*self.inputs, hidden=hidden, return_logits=True)
 
 
 def to_device(loader: Any, stage: nn.Module, micro: MicroBatch) -> MicroBatch:

@@ -29,7 +29,7 @@ from llava_fsdp.runtime.jsonl import Rows
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.watchdog import Watchdog
 from llava_fsdp.train.loop import summed
-from llava_fsdp.train.pipeline_step import evaluate
+from llava_fsdp.train.pipeline_step import DividedModel, evaluate
 from llava_fsdp.train.metrics import drop_later_rows, finite, rows_of, storage_errors
 from llava_fsdp.train.state import TrainState
 from llava_fsdp.train.validation_answers import Answered, AnswerGenerator
@@ -81,12 +81,13 @@ class Validation:
         self.note = note
         self.pause_run = pause
         self.rows = Rows(Path(cfg.output_dir) / VALIDATION_FILE)
-        self.generator = AnswerGenerator(state.model, held_out, cfg, watchdog.wants_stop, self.pause)
+        model = state.model if state.pipeline is None else DividedModel(state.model, state.pipeline)
+        self.generator = AnswerGenerator(model, held_out, cfg, watchdog.wants_stop, self.pause)
         self.done = on_first_rank(self.begin_file, f"cannot begin {self.rows.path}")
         if held_out.questions:
-            with evaluating(state.model, held_out.loader.device):
+            with evaluating(state.model, held_out.loader.device, state.roots):
                 size = held_out.loader.steps.image_reader.preprocessor.size
-                check_answers(state.model, held_out.loader.device, size)
+                check_answers(model, self.generator.language, held_out.loader.device, size)
 
     def begin_file(self) -> bool:
         """Remove the rows of later steps from `validation.jsonl`, because a resumed run repeats these steps. Return

@@ -21,6 +21,7 @@ from llava_fsdp.model.generation import Sampling, write_tokens
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.runtime.errors import ImageError
 from llava_fsdp.runtime.log import log
+from llava_fsdp.train.pipeline_step import DividedModel
 
 SCORES = {Metric.exact: exact_match, Metric.vqa: vqa_accuracy}
 
@@ -40,12 +41,13 @@ class AnswerGenerator:
 
     All ranks must run the same number of forward passes, because with FSDP each pass is a collective. Therefore all
     ranks run the same number of batches, each batch continues until the longest answer on any rank is complete, and a
-    rank without questions runs one blank row.
+    rank without questions runs one blank row. Ranks with different stages of the model (`parallel.pipeline`) answer the
+    same questions together.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | DividedModel,
         held_out: HeldOut,
         cfg: Config,
         wants_stop: Callable[[], bool],
@@ -54,13 +56,14 @@ class AnswerGenerator:
         """Create a generator of answers to held-out questions.
 
         Args:
-            model: the sharded model in training.
+            model: the sharded model in training, or this rank's stages of it.
             held_out: the validation data, with the questions.
             wants_stop: returns whether this rank was requested to stop.
             pause: called by all ranks between two batches. It saves or stops the run if this was requested on any rank.
         """
-        assert isinstance(model, Llava)  # FSDP replaces the model's class by a subclass
+        assert isinstance(model, Llava | DividedModel)  # FSDP replaces the model's class by a subclass
         self.model = model
+        self.language = model.parts.language
         self.loader = held_out.loader
         self.questions = held_out.questions
         self.cfg = cfg
@@ -68,7 +71,7 @@ class AnswerGenerator:
         self.pause = pause
         self.tokenizer = self.loader.steps.encoder.tokenizer
         self.stop = self.loader.steps.encoder.template.stop
-        self.stops = stops_of(self.tokenizer, self.stop, model.parts.language.eos_token_id)
+        self.stops = stops_of(self.tokenizer, self.stop, self.language.eos_token_id)
 
     @property
     def rows(self) -> int:
@@ -88,7 +91,7 @@ class AnswerGenerator:
         more and `data.bad_records=fail`."""
         if not self.questions:
             return []
-        rank, size = rank_and_size()
+        rank, size = self.model.holders if isinstance(self.model, DividedModel) else rank_and_size()
         lengths = [len(question.sample.input_ids) for question in self.questions]
         by_length = sorted(range(len(lengths)), key=lambda number: (-lengths[number], number))
         at_once = size * self.rows
@@ -97,7 +100,8 @@ class AnswerGenerator:
             self.pause()
             found += self.answer(by_length[begin : begin + at_once][rank::size])
         self.pause()  # raises an error if a stop was requested, which has interrupted the answers of the last batch
-        return sorted(gather_lists(found), key=lambda answered: answered.number)
+        is_copy = isinstance(self.model, DividedModel) and not self.model.has_first
+        return sorted(gather_lists([] if is_copy else found), key=lambda answered: answered.number)
 
     def answer(self, numbers: list[int]) -> list[Answered]:
         """Generate answers to this rank's questions of a batch of held-out questions, and score them. Collective: all
@@ -113,7 +117,7 @@ class AnswerGenerator:
         mask = prompts.mask.to(micro.input_ids.device)
 
         texts = [AnswerText(self.tokenizer, self.stop, self.stops) for _ in read]
-        cache = DynamicCache(config=self.model.parts.language)
+        cache = DynamicCache(config=self.language)
         sampling = Sampling(self.cfg.val.max_new_tokens)
         for chosen in write_tokens(self.model, micro.input_ids, mask, images, cache, sampling):
             for text, token in zip(texts, chosen.tolist(), strict=False):  # a blank row has no text

@@ -1,0 +1,98 @@
+"""Predict the memory of a rank that has some stages of the model (`parallel.pipeline`): which segments of a forward and
+backward pass it runs, and what the micro-batches under way keep."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from llava_fsdp.distributed.pipeline import Pass as StagePass
+from llava_fsdp.distributed.zero import ShardPlan
+from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.stages import StagePlan, children_of, stage_of
+from llava_fsdp.plan.activations import Live, Segment
+from llava_fsdp.plan.fsdp_units import Unit
+from llava_fsdp.plan.simulate import FsdpRank, Ledger, Pass, States
+
+
+@dataclass(frozen=True)
+class StageSegments:
+    """The segments of one micro-batch's passes that a stage runs, with the bytes of its own tensors."""
+
+    forward: tuple[Segment, ...]
+    backward: tuple[Segment, ...]
+
+    @property
+    def kept(self) -> Live:
+        """Bytes that the forward pass keeps for the backward pass."""
+        return self.forward[-1].end
+
+
+def names_of_stages(model: Llava, plan: StagePlan) -> list[set[str]]:
+    """Return the names of the parameters of each stage of a whole model on the meta device."""
+    children = children_of(model.language_model)
+    assert children is not None, "checked when the stages were planned"
+    last = len(plan.blocks) - 1
+    stages = [stage_of(model, children, part, n == 0, n == last) for n, part in enumerate(plan.blocks)]
+    return [{name for name, _ in stage.named_parameters()} for stage in stages]
+
+
+def segments_of_stage(
+    segments: Pass, stack: str, blocks: range, is_first: bool, is_last: bool, hidden: int
+) -> StageSegments:
+    """Return the segments that a stage runs, without the bytes that other stages hold.
+
+    Args:
+        segments: memory of the forward and backward pass of the whole model.
+        stack: name of the list of the language model's blocks.
+        blocks: numbers of the stage's blocks.
+        is_first, is_last: whether it is the first or the last stage.
+        hidden: bytes of the hidden states that stages send to each other.
+    """
+    first, last = f"{stack}.{blocks.start}", f"{stack}.{blocks.stop - 1}"
+
+    def cut(backward: bool, begin: str, end: str) -> list[Segment]:
+        own = [s for s in segments if s.backward is backward]
+        places = {s.unit: number for number, s in enumerate(own)}
+        return own[places[begin] if begin else 0 : places[end] + 1 if end else len(own)]
+
+    forward = cut(False, "" if is_first else first, "" if is_last else last)
+    backward = cut(True, "" if is_last else last, "" if is_first else first)
+    before = forward[0].begin
+    shift = Live() if is_first else Live(hidden - before.activations, -before.logits)
+    kept = Live() if is_last else Live(activations=hidden)  # a stage keeps its output until its backward pass ends
+    return StageSegments(
+        tuple(s.shifted(shift, s.unit) for s in forward), tuple(s.shifted(shift + kept, s.unit) for s in backward)
+    )
+
+
+def simulate_pipeline(
+    order: Sequence[tuple[StagePass, StageSegments]],
+    units: dict[str, Unit],
+    plan: ShardPlan,
+    states: States,
+    unit_names: dict[str, str],
+    prefetch: int | None = None,
+) -> Ledger:
+    """Simulate the device memory of a step of one rank of a pipeline. Return the bytes at the memory peak, by category.
+
+    Args:
+        order: the passes that the rank runs, and the segments of each one's micro-batch in its stage.
+        units, plan, states, unit_names, prefetch: as for `simulate_step`.
+    """
+    ledger = states.open_ledger()
+    rank = FsdpRank(ledger, units, plan, unit_names, prefetch)
+    left = Counter(one.stage for one, _ in order if not one.is_forward)
+    states.begin_pass(ledger, 0)
+    for one, segments in order:
+        if one.is_forward:
+            rank.run_forward(segments.forward)
+            rank.under_way += segments.kept
+        else:
+            left[one.stage] -= 1
+            rank.under_way -= segments.kept
+            rank.run_backward(segments.backward, is_last=not left[one.stage])
+        ledger.set_live(rank.under_way)
+    ledger.finish(states)
+    return ledger
