@@ -32,10 +32,16 @@ def forget_passes(model: nn.Module) -> None:
     FSDP lists every unit that runs forward, also without gradients, and clears the list only after a backward pass. If
     the list contained the units of an evaluation, the next backward pass would gather their weights a second time.
     """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-            state = module._get_fsdp_state()
-            state._comm_ctx.post_forward_order.clear()
-            if (group := state._fsdp_param_group) is not None:
-                group._post_forward_indices.clear()
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for unit in units:
+        unit.reshard()
+    forget_order(units)
+
+
+def forget_order(units: Sequence[FSDPModule]) -> None:
+    """Clear FSDP's list of the units that ran a forward pass."""
+    for unit in units:
+        state = unit._get_fsdp_state()
+        state._comm_ctx.post_forward_order.clear()
+        if (group := state._fsdp_param_group) is not None:
+            group._post_forward_indices.clear()

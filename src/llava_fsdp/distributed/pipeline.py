@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward
 from torch.distributed.pipelining._utils import _StageMeta, _TensorMeta
@@ -22,6 +23,7 @@ from torch.distributed.pipelining.schedules import FORWARD, Schedule1F1B, Schedu
 from torch.distributed.pipelining.stage import _RecvInfo
 
 from llava_fsdp.config import ParallelConfig
+from llava_fsdp.distributed.eval_mode import forget_order
 from llava_fsdp.distributed.zero import ShardPlan, begin_micro_batch
 
 
@@ -115,6 +117,8 @@ class PackedStage(PipelineStage):
         # torch would gather all weights of an FSDP module at once before its first forward pass
         super().__init__(nn.Identity(), number, place.stages, device, group=group)
         self.root = root
+        self.units = [module for module in root.modules() if isinstance(module, FSDPModule)]
+        self.has_run = False
         self.plan = plan
         self.hidden = hidden
         self.work: StageWork | None = None
@@ -154,7 +158,11 @@ class PackedStage(PipelineStage):
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         assert self.work is not None
         hidden = args[0] if args else None
-        return self.checked(self.work.forward(self.root, kwargs["number"], hidden))
+        # else the backward pass of one micro-batch would gather the last unit again for that of another, and free it
+        forget_order(self.units if self.has_run else [])
+        output = self.checked(self.work.forward(self.root, kwargs["number"], hidden))
+        self.has_run = True  # FSDP makes its list in the first forward pass
+        return output
 
     def checked(self, output: torch.Tensor) -> torch.Tensor:
         """Return the output of the stage, of which the next stage expects this dtype."""

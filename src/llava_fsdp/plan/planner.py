@@ -364,17 +364,15 @@ class Planner:
         at_rest = bytes_per_rank(weights, strategy, precision, size, shard_size, place)
         sent = volume(weights, strategy, precision, size, shard_size, ranks.node_size, len(micros))
         sent = self.with_context(sent, choice, micros)
-        own = parallel.stages_per_rank
-        both_ways = 2 * own * parallel.pipeline - 2 * own + 2 * (own - 1)  # messages of a micro-batch, over all groups
-        width = self.hidden_bytes(max(micros, key=lambda micro: micro.tokens))
-        messages = len(micros) * both_ways / parallel.pipeline
-        sent = replace(sent, pipeline=messages * width, messages=math.ceil(messages))
+        messages = 2 * (parallel.num_stages - 1) / parallel.pipeline  # of a micro-batch, forward and backward
+        received = messages * sum(map(self.hidden_bytes, micros))
+        sent = replace(sent, pipeline=received, messages=math.ceil(messages * len(micros)))
         flops = sample_flops(self.flops, self.samples)
         share = recomputed_share(choice.activation_checkpointing)
         recomputed = share * (sample_flops(self.recomputing_flops, self.samples) - flops)
         costs = [sum(stages.plan.costs[n] for n in Place(i, parallel.pipeline, parallel.num_stages).own) for i in range(parallel.pipeline)]
         slowest = max(costs) / sum(costs)
-        idle = (parallel.pipeline - 1) / (own * len(micros))  # arXiv 2104.04473, section 2.2
+        idle = (parallel.pipeline - 1) / (parallel.stages_per_rank * len(micros))  # arXiv 2104.04473, section 2.2
         work = slowest * (1 + idle) * self.cfg.global_batch_size / size
         trainable = sum(w.numel for w in weights if w.trainable)
         _, shards = mesh_shape(SHARD_PLANS[strategy], size, shard_size)

@@ -230,8 +230,7 @@ def write_expert_load(state: TrainState, folder: Path) -> None:
     if the model has watched routers. If the disk refuses, only a warning is logged."""
     if state.routers is None or state.expert_loads is None:
         return
-    names = [router.name for router in state.routers.routers]
-    loads = dict(zip(names, state.expert_loads.long().tolist(), strict=True))
+    loads = dict(zip(state.routers.places, state.expert_loads.long().tolist(), strict=True))
     path = folder / "expert_load.json"
     try:
         replace_file(path, json.dumps({"step": state.step, "loads": loads}).encode())
