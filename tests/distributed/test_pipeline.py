@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import CPU, RankPool, single_world
+from harness import RankPool, single_world
 from mixtures import mixture_parts
 from reference import (
     EXPORTED,
@@ -34,7 +34,6 @@ from tiers import slow_after
 from llava_fsdp.config import Config, ParallelConfig, PipelineSchedule
 from llava_fsdp.distributed.local_shards import local
 from llava_fsdp.distributed.mesh import World, make_meshes, row_group
-from llava_fsdp.distributed.precision import DTYPES
 from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.pretrained import find_parts
@@ -112,7 +111,12 @@ def test_a_run_continues_with_any_number_of_stages(
     more = (BATCH, "pack=true", "max_steps=10", "checkpoint.every=2", "checkpoint.keep=9", *EXPORTED)
     whole = outcome(train_on(1, make_config(model, dataset, tmp_path / "whole", *more), pools))
     before = tmp_path / "whole"
-    ways = {2: (4, 2, "1f1b", "zero3"), 4: (2, 2, "interleaved", "zero2"), 6: (4, 4, "1f1b", "zero0"), 8: (2, 1, "1f1b", "zero1")}
+    ways = {
+        2: (4, 2, "1f1b", "zero3"),
+        4: (2, 2, "interleaved", "zero2"),
+        6: (4, 4, "1f1b", "zero0"),
+        8: (2, 1, "1f1b", "zero1"),
+    }
     for step, (size, pipeline, schedule, strategy) in ways.items():
         folder = tmp_path / f"{size}-{pipeline}"
         interrupted(before, folder, step)
@@ -210,8 +214,10 @@ def bytes_of_states(world: World, cfg: Config) -> tuple[list[str], int, int]:
     plan = SHARD_PLANS[cfg.sharding.strategy]
     state = build_state(cfg, world, plan, make_meshes(world, plan, cfg))
     own = [p for p in state.model.parameters() if p.requires_grad]
-    return [name for name, _ in state.model.named_parameters()], sum(local(p).nbytes for p in own), sum(
-        p.numel() * 4 for p in own
+    return (
+        [name for name, _ in state.model.named_parameters()],
+        sum(local(p).nbytes for p in own),
+        sum(p.numel() * 4 for p in own),
     )
 
 

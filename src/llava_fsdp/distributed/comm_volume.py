@@ -1,4 +1,4 @@
-"""Count the bytes that ranks send to each other in collectives (all-gather, reduce-scatter, all-reduce) and messages."""
+"""Count the bytes that ranks send to each other: in collectives (all-gather, reduce-scatter, ...) and messages."""
 
 from typing import Any
 

@@ -50,9 +50,9 @@ class Meshes:
     those with the same stages of the model."""
 
     states: DeviceMesh | None = None
-    """How weights, gradients and optimizer states are sharded, with the dimensions (replicate, shard) or (shard,);
-    all ranks with the same stages of the model take part, also those that share a row. None for a single rank, unless `offload` needs FSDP to move
-    weights."""
+    """How weights, gradients and optimizer states are sharded, with the dimensions (replicate, shard) or (shard,); all
+    ranks with the same stages of the model take part, also those that share a row. None for a single rank, unless
+    `offload` needs FSDP to move weights."""
     context: DeviceMesh | None = None
     """Dimensions (data, context). The `context` ranks of a line share their rows. None: no rows are shared."""
     pipeline: DeviceMesh | None = None

@@ -184,7 +184,7 @@ class PackedStage(PipelineStage):
         begin_micro_batch(self.root, self.plan, last_backward)
         together = getattr(self.root, "gathered_first", None)
         if together is not None:
-            # its forward computes nothing, so that nothing in the graph of a micro-batch under way would gather it again
+            # its forward computes nothing: no hook in the graph of a micro-batch under way would gather it again
             together.set_reshard_after_backward(last_backward)
         return stage_backward(bwd_kwargs["stage_output"], bwd_kwargs["output_grads"], bwd_kwargs["input_values"]), None
 
@@ -236,8 +236,8 @@ def passes_of(parallel: ParallelConfig, index: int, micro_batches: int) -> list[
         return order
     place = Place(index, parallel.pipeline, parallel.num_stages)
     actions = ScheduleInterleaved1F1B([FakeStage(place, n) for n in place.own], micro_batches).pipeline_order[index]  # type: ignore[arg-type]
-    found = [Pass(a.stage_index, a.computation_type is FORWARD, a.microbatch_index) for a in actions if a is not None]
-    return found
+    found = [(a.stage_index, a.computation_type is FORWARD, a.microbatch_index) for a in actions if a is not None]
+    return [Pass(stage, is_forward, number) for stage, is_forward, number in found if number is not None]
 
 
 class FakeStage:

@@ -121,10 +121,10 @@ class Llava(nn.Module):
             self.token_keys.set(*seeds, input_ids.shape, segments, self.probe.tokens)
         embeds = self.embedded(input_ids, image_positions, image_rows, images) if hidden is None else hidden
         arguments = attention_arguments(segments, self.attention)
-        hidden = self.language_model(inputs_embeds=embeds, **arguments).last_hidden_state
+        output: torch.Tensor = self.language_model(inputs_embeds=embeds, **arguments).last_hidden_state
         if not self.is_last:
-            return hidden
-        labelled = hidden.flatten(0, 1).index_select(0, label_positions)  # [labels, hidden]
+            return output
+        labelled = output.flatten(0, 1).index_select(0, label_positions)  # [labels, hidden]
         if return_logits:
             return self.lm_head(labelled).float()
         assert label_ids is not None

@@ -11,14 +11,16 @@ import copy
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
+from llava_fsdp.config import ActivationCheckpointing, Config
 from llava_fsdp.model.blocks import find_blocks
-from llava_fsdp.model.flops import Flops, matrix_weights
+from llava_fsdp.model.flops import Flops, count_flops, matrix_weights
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.runtime.errors import ConfigError
 
@@ -78,9 +80,7 @@ def plan_stages(model: Llava, flops: Flops, counts: Sequence[float], stages: int
     active = getattr(model.language_model.config, "num_experts_per_tok", None)
     weights = [matrix_weights(block, active=active) for block in blocks]
     tokens, pairs, labels, tiles = counts
-    of_block = [
-        flops.token * tokens * own / max(1, sum(weights)) + flops.pair * pairs / len(blocks) for own in weights
-    ]
+    of_block = [flops.token * tokens * own / max(1, sum(weights)) + flops.pair * pairs / len(blocks) for own in weights]
     if len(blocks) < stages:
         raise ConfigError(
             f"the language model has {len(blocks)} blocks, which cannot be divided among {stages} stages; set "
@@ -150,7 +150,7 @@ def check_can_be_divided(model: Llava) -> None:
     if next(skeleton.parameters(), None) is not None:
         raise refusal
     hidden = torch.linspace(-1, 1, 3 * model.parts.language.hidden_size).view(1, 3, -1)
-    on_cpu = copy.deepcopy(skeleton, {id(calls): calls}).to_empty(device="cpu")
+    on_cpu: nn.Module = copy.deepcopy(skeleton, {id(calls): calls}).to_empty(device="cpu")
     try:
         with torch.no_grad():
             output = on_cpu(inputs_embeds=hidden).last_hidden_state
@@ -174,11 +174,15 @@ class Children:
 def children_of(language: nn.Module) -> Children | None:
     """Return the names of the children of one of transformers' language models; None if its blocks or its embeddings
     are not among them."""
-    stack, embeddings = find_blocks(language), language.get_input_embeddings()
+    stack, embeddings = find_blocks(language), embeddings_of(language)
     found = {child: name for name, child in language.named_children()}
     if stack not in found or embeddings not in found:
         return None
-    others = [name for child, name in found.items() if child not in (stack, embeddings) and any(True for _ in child.parameters())]
+    others = [
+        name
+        for child, name in found.items()
+        if child not in (stack, embeddings) and any(True for _ in child.parameters())
+    ]
     return Children(found[stack], found[embeddings], tuple(others))
 
 
@@ -190,6 +194,12 @@ def twin_of(module: M) -> M:
         if name.startswith("_") and isinstance(value, dict) and name not in ("_parameters", "_buffers"):
             twin.__dict__[name] = copy.copy(value)
     return twin
+
+
+def embeddings_of(language: nn.Module) -> nn.Module:
+    """Return the module with the token embeddings of one of transformers' language models."""
+    assert isinstance(language, PreTrainedModel)
+    return language.get_input_embeddings()
 
 
 def stage_of(model: Llava, children: Children, blocks: range, is_first: bool, is_last: bool) -> Llava:
@@ -227,17 +237,39 @@ def remove_others(model: Llava, children: Children, blocks: set[int], has_first:
         if number not in blocks and not isinstance(block, Passed):
             stack[number] = Passed(block)
     if not has_first:
-        setattr(language, children.embeddings, None)
-        model.vision_tower = model.multi_modal_projector = None
-        for name in list(model._parameters):
-            setattr(model, name, None)
+        language._modules[children.embeddings] = None
+        model._modules |= {"vision_tower": None, "multi_modal_projector": None}
+        model._parameters |= dict.fromkeys(model._parameters)
     if not has_last:
-        model.lm_head = None
+        model._modules["lm_head"] = None
         for name in children.others:
             setattr(language, name, Passed(language.get_submodule(name)))
 
 
-def mean_counts(lengths: np.ndarray, labels: np.ndarray, tiles: np.ndarray) -> tuple[float, float, float, float]:
+class Columns(Protocol):
+    """Number of tokens, labels and image tiles of each record of a dataset."""
+
+    @property
+    def lengths(self) -> np.ndarray: ...
+
+    @property
+    def labels(self) -> np.ndarray: ...
+
+    @property
+    def tiles(self) -> np.ndarray: ...
+
+
+def mean_counts(records: Columns) -> tuple[float, float, float, float]:
     """Return the mean number of tokens, pairs of tokens, labels and tiles of a dataset's samples."""
-    pairs = (lengths.astype(np.float64) ** 2).mean()
-    return float(lengths.mean()), float(pairs), float(labels.mean()), float(tiles.mean())
+    pairs = float((records.lengths.astype(np.float64) ** 2).mean())
+    return float(records.lengths.mean()), pairs, float(records.labels.mean()), float(records.tiles.mean())
+
+
+def plan_of_stages(cfg: Config, model: Llava, counts: Sequence[float]) -> StagePlan:
+    """Divide the blocks of a model, which is on the meta device, as the configuration says.
+
+    Args:
+        counts: mean number of tokens, pairs of tokens, labels and tiles of a sample.
+    """
+    recomputes = cfg.activation_checkpointing.mode is not ActivationCheckpointing.none
+    return plan_stages(model, count_flops(model, recomputes), counts, cfg.parallel.num_stages)

@@ -47,7 +47,7 @@ from llava_fsdp.plan.simulate import (
     simulate_step,
     simulate_unsharded_step,
 )
-from llava_fsdp.plan.stage_memory import names_of_stages, segments_of_stage, simulate_pipeline
+from llava_fsdp.plan.stage_memory import segments_of_stage, simulate_pipeline, weights_of_groups
 from llava_fsdp.plan.step_time import (
     Step,
     Volume,
@@ -266,12 +266,8 @@ class Planner:
             counts = samples.tokens, samples.tokens**2 + samples.spread**2, samples.labels, samples.tiles
             flops = self.recomputing_flops if recomputes else self.flops
             plan = plan_stages(self.model, flops, counts, parallel.num_stages)
-            names = names_of_stages(self.model, plan)
-            own = [
-                [w for n, w in self.named_weights.items() if any(n in names[s] for s in Place(i, parallel.pipeline, parallel.num_stages).own)]
-                for i in range(parallel.pipeline)
-            ]
-            self.divided[recomputes] = Stages(plan, own)
+            groups = weights_of_groups(self.model, self.named_weights, plan, parallel)
+            self.divided[recomputes] = Stages(plan, groups)
         return self.divided[recomputes]
 
     def row(
@@ -343,7 +339,12 @@ class Planner:
         )
 
     def row_of_pipeline(
-        self, choice: Choice, ranks: Ranks, micros: Sequence[MicroBatch], between: Sequence[MicroBatch], rank: int | None
+        self,
+        choice: Choice,
+        ranks: Ranks,
+        micros: Sequence[MicroBatch],
+        between: Sequence[MicroBatch],
+        rank: int | None,
     ) -> PlanRow:
         """Predict the memory and time of one way to train with `parallel.pipeline`.
 
@@ -370,7 +371,10 @@ class Planner:
         flops = sample_flops(self.flops, self.samples)
         share = recomputed_share(choice.activation_checkpointing)
         recomputed = share * (sample_flops(self.recomputing_flops, self.samples) - flops)
-        costs = [sum(stages.plan.costs[n] for n in Place(i, parallel.pipeline, parallel.num_stages).own) for i in range(parallel.pipeline)]
+        costs = [
+            sum(stages.plan.costs[n] for n in Place(i, parallel.pipeline, parallel.num_stages).own)
+            for i in range(parallel.pipeline)
+        ]
         slowest = max(costs) / sum(costs)
         idle = (parallel.pipeline - 1) / (parallel.stages_per_rank * len(micros))  # arXiv 2104.04473, section 2.2
         work = slowest * (1 + idle) * self.cfg.global_batch_size / size

@@ -54,7 +54,9 @@ def distinct_strategies(ranks: Ranks) -> list[Strategy]:
 
 def checkpointing_modes(cfg: Config, device: str) -> list[ActivationCheckpointingConfig]:
     modes = [ActivationCheckpointing.none, ActivationCheckpointing.selective, ActivationCheckpointing.full]
-    if device != "cpu" and cfg.parallel.pipeline == 1:  # on a CPU machine host memory is the device's, and compiling takes longer than it saves
+    if (
+        device != "cpu" and cfg.parallel.pipeline == 1
+    ):  # on a CPU machine host memory is the device's, and compiling takes longer than it saves
         modes += [ActivationCheckpointing.budget, ActivationCheckpointing.offload]
     configured = cfg.activation_checkpointing
     budget = configured.budget if configured.mode is ActivationCheckpointing.budget else BUDGET

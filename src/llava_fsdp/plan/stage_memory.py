@@ -4,10 +4,13 @@ backward pass it runs, and what the micro-batches under way keep."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from llava_fsdp.config import ParallelConfig
+from llava_fsdp.distributed.memory import Weight
 from llava_fsdp.distributed.pipeline import Pass as StagePass
+from llava_fsdp.distributed.pipeline import Place
 from llava_fsdp.distributed.zero import ShardPlan
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.stages import StagePlan, children_of, stage_of
@@ -36,6 +39,23 @@ def names_of_stages(model: Llava, plan: StagePlan) -> list[set[str]]:
     last = len(plan.blocks) - 1
     stages = [stage_of(model, children, part, n == 0, n == last) for n, part in enumerate(plan.blocks)]
     return [{name for name, _ in stage.named_parameters()} for stage in stages]
+
+
+def weights_of_groups(
+    model: Llava, weights: Mapping[str, Weight], plan: StagePlan, parallel: ParallelConfig
+) -> list[list[Weight]]:
+    """Return the properties of the parameters that each group of ranks of a pipeline has.
+
+    Args:
+        model: the whole model on the meta device.
+        weights: the properties of all parameters, by name.
+    """
+    names = names_of_stages(model, plan)
+    found = []
+    for group in range(parallel.pipeline):
+        own = set[str]().union(*(names[stage] for stage in Place(group, parallel.pipeline, parallel.num_stages).own))
+        found.append([weight for name, weight in weights.items() if name in own])
+    return found
 
 
 def segments_of_stage(

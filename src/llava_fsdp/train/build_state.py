@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from llava_fsdp.config import ActivationCheckpointing, Config, DType, Source, check_profile
@@ -28,13 +27,12 @@ from llava_fsdp.export import adapter_folder
 from llava_fsdp.export.check_folders import check_artifacts
 from llava_fsdp.model.context_attention import ContextPlan, plan_context, share_attention
 from llava_fsdp.model.experts import RouterOutputs, find_routers
-from llava_fsdp.model.flops import count_flops
 from llava_fsdp.model.init_weights import computed_buffers, restore_buffers
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.load_weights import fingerprint, frozen_digests, load_weights
 from llava_fsdp.model.pretrained import artifacts_of
 from llava_fsdp.model.quantization import quantized_weights
-from llava_fsdp.model.stages import children_of, mean_counts, plan_stages, remove_others, stage_of
+from llava_fsdp.model.stages import children_of, mean_counts, plan_of_stages, remove_others, stage_of
 from llava_fsdp.plan.mfu import utilization_of
 from llava_fsdp.runtime.context_cut import ContextCut
 from llava_fsdp.runtime.errors import DataError
@@ -216,9 +214,7 @@ def assemble(
     routers = [] if is_hidden or meshes.context is not None else find_routers(model.language_model)
     stages = None
     if meshes.pipeline is not None:
-        if counts is None:
-            records = loader.steps.records
-            counts = mean_counts(records.lengths, records.labels, records.tiles)
+        counts = counts or mean_counts(loader.steps.records)
         stages = OwnStages(model, cfg, place_of(meshes.pipeline, cfg.parallel), counts)
         log().log(logging.INFO if world.is_first else logging.DEBUG, "%s", stages.description)
         stages.keep(model)
@@ -243,7 +239,7 @@ def assemble(
     others: dict[str, Any] = {"scaler": scaler, "compilations": compilations, "routers": watched}
     if stages is not None and meshes.pipeline is not None:
         width, dtype = model.parts.language.hidden_size, model.compute_dtype
-        pipeline = Pipeline(stages.roots, meshes.pipeline, cfg.parallel, plan, width, dtype, world.device)
+        pipeline = Pipeline(list(stages.roots), meshes.pipeline, cfg.parallel, plan, width, dtype, world.device)
         others |= {"pipeline": pipeline, "elsewhere": trained_elsewhere(pipeline, masters)}
     return TrainState(model, masters, optimizer, learning_rate, loader, **others)
 
@@ -258,8 +254,7 @@ class OwnStages:
             place: says which stages this rank has.
             counts: mean number of tokens, pairs of tokens, labels and tiles of a sample.
         """
-        recomputes = cfg.activation_checkpointing.mode is not ActivationCheckpointing.none
-        self.plan = plan_stages(model, count_flops(model, recomputes), counts, place.stages)
+        self.plan = plan_of_stages(cfg, model, counts)
         self.place = place
         children = children_of(model.language_model)
         assert children is not None, "checked by plan_stages"

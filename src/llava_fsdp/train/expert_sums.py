@@ -61,7 +61,9 @@ class ExpertSums:
         balance = self.add_balance(micro, kept)
         return loss if balance is None else loss + balance
 
-    def add_to_hidden(self, micro: MicroBatch, kept: list[RouterOutput], hidden: torch.Tensor, scale: float) -> torch.Tensor:
+    def add_to_hidden(
+        self, micro: MicroBatch, kept: list[RouterOutput], hidden: torch.Tensor, scale: float
+    ) -> torch.Tensor:
         """Add the forward pass of a stage that has no loss of labels to the sums. Return its hidden states, whose
         backward pass also trains the load-balance loss.
 

@@ -201,6 +201,7 @@ def verify(state: TrainState, cfg: Config, staged: Path, adapted: Adapted | None
     for root in state.roots:
         root.train()
     if state.pipeline is not None:
+        assert isinstance(state.model, Llava)
         found = state.pipeline.from_last(found, (len(micro.label_positions), state.model.parts.language.vocab_size))
     assert found is not None, "only ranks of a pipeline may have no logits"
     live = found.cpu()
@@ -233,7 +234,9 @@ def whole_model(state: TrainState) -> torch.nn.Module:
     if state.pipeline is None:
         return state.model
     assert isinstance(state.model, Llava)
-    parts = copy.deepcopy(state.model.parts)  # a second model would change the attention in the configuration of the first
+    parts = copy.deepcopy(
+        state.model.parts
+    )  # a second model would change the attention in the configuration of the first
     return build_llava(parts, state.model.cfg, state.model.compute_dtype, state.model.kernel)
 
 

@@ -28,7 +28,9 @@ from llava_fsdp.distributed.compile import choose_compiling
 from llava_fsdp.distributed.memory import Weight, bytes_per_rank
 from llava_fsdp.distributed.mesh import World
 from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.stages import mean_counts, plan_of_stages
 from llava_fsdp.plan.auto import expected_peak
+from llava_fsdp.plan.stage_memory import weights_of_groups
 from llava_fsdp.plan.workload import samples_in
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.redact import redact, secrets_of
@@ -45,9 +47,12 @@ def about_run(cfg: Config, world: World, model: Llava, records: Records, weights
     """
     compiles = choose_compiling(cfg, world.device, model.kernel and model.kernel.attention).on
     shard_size = cfg.sharding.shard_size or world.local_size
-    held = bytes_per_rank(
-        list(weights.values()), cfg.sharding.strategy, cfg.precision, world.size, shard_size, offload=cfg.offload.mode
-    )
+    groups, size = [list(weights.values())], world.size // cfg.parallel.pipeline
+    if cfg.parallel.pipeline > 1:
+        groups = weights_of_groups(model, weights, plan_of_stages(cfg, model, mean_counts(records)), cfg.parallel)
+    args = cfg.sharding.strategy, cfg.precision, size, min(shard_size, size)
+    of_groups = [bytes_per_rank(own, *args, offload=cfg.offload.mode) for own in groups]
+    held = max(of_groups, key=lambda own: own.parameters + own.gradients + own.optimizer)
     return {
         "time": time.time(),
         "ranks": world.size,

@@ -83,7 +83,6 @@ class TrainState:
     """Load of each expert in the last finished step, over all ranks: number of (token, choice) pairs, float32 [layers,
     experts]. None without watched routers."""
 
-
     @property
     def trained(self) -> list[str]:
         """Names of all trained parameters, also of those that only other ranks have; the same on every rank."""

@@ -144,7 +144,9 @@ def describe_learning(optim: OptimConfig) -> str:
 
 
 def describe_sharding(cfg: Config, world: World) -> str:
-    found = f"{cfg.sharding.strategy.value} over {world.size} {world.device.type} rank{'s' * (world.size > 1)}"
+    size, groups = world.size // cfg.parallel.pipeline, cfg.parallel.pipeline
+    found = f"{cfg.sharding.strategy.value} over {size} {world.device.type} rank{'s' * (size > 1)}"
+    found += f" in each of {groups} groups, which have different layers" if groups > 1 else ""
     found += f", activation checkpointing {describe_activation_checkpointing(cfg, world)}"
     if cfg.offload.mode is not OffloadMode.none:
         found += f", offload {describe_offload(cfg, world.device)}"
@@ -212,10 +214,10 @@ def describe_batch(cfg: Config, world: World, loader: Loader) -> str:
             f"{cfg.global_batch_size} samples packed into rows of at most {cfg.row_tokens:,} tokens, "
             f"as few as they need on {each}"
         )
-    count = loader.num_micro_batches
+    count, ranks = loader.num_micro_batches, world.size // cfg.parallel.pipeline
     return (
-        f"micro-batch {cfg.micro_batch_size} x accumulation {count} x ranks {world.size} = "
-        f"{cfg.micro_batch_size * count * world.size} rows for a global batch of {cfg.global_batch_size}"
+        f"micro-batch {cfg.micro_batch_size} x accumulation {count} x ranks {ranks} = "
+        f"{cfg.micro_batch_size * count * ranks} rows for a global batch of {cfg.global_batch_size}"
         + (", each micro-batch's packed into one" if cfg.packs else "")
     )
 

@@ -29,8 +29,8 @@ from llava_fsdp.runtime.jsonl import Rows
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.watchdog import Watchdog
 from llava_fsdp.train.loop import summed
-from llava_fsdp.train.pipeline_step import DividedModel, evaluate
 from llava_fsdp.train.metrics import drop_later_rows, finite, rows_of, storage_errors
+from llava_fsdp.train.pipeline_step import DividedModel, evaluate
 from llava_fsdp.train.state import TrainState
 from llava_fsdp.train.validation_answers import Answered, AnswerGenerator
 
