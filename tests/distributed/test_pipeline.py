@@ -271,7 +271,11 @@ def test_models_that_do_more_than_run_their_blocks_are_refused(
     kind: str, parts: Path, dataset: Path, tmp_path: Path
 ) -> None:
     """Granite multiplies its input, which each stage would do again."""
-    changed = changed_parts(parts, tmp_path / "parts", {"model_type": kind, "architectures": None, "head_dim": 6})
+    changed = changed_parts(
+        parts,
+        tmp_path / "parts",
+        {"model_type": kind, "architectures": None, "head_dim": 6, "embedding_multiplier": 2.0},
+    )
     cfg = make_config(changed, dataset, tmp_path / "out")
     model = build_llava(find_parts(cfg.model), cfg.model, torch.float32)
     if kind == "granite":

@@ -11,9 +11,8 @@ import copy
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -244,25 +243,6 @@ def remove_others(model: Llava, children: Children, blocks: set[int], has_first:
         model._modules["lm_head"] = None
         for name in children.others:
             setattr(language, name, Passed(language.get_submodule(name)))
-
-
-class Columns(Protocol):
-    """Number of tokens, labels and image tiles of each record of a dataset."""
-
-    @property
-    def lengths(self) -> np.ndarray: ...
-
-    @property
-    def labels(self) -> np.ndarray: ...
-
-    @property
-    def tiles(self) -> np.ndarray: ...
-
-
-def mean_counts(records: Columns) -> tuple[float, float, float, float]:
-    """Return the mean number of tokens, pairs of tokens, labels and tiles of a dataset's samples."""
-    pairs = float((records.lengths.astype(np.float64) ** 2).mean())
-    return float(records.lengths.mean()), pairs, float(records.labels.mean()), float(records.tiles.mean())
 
 
 def plan_of_stages(cfg: Config, model: Llava, counts: Sequence[float]) -> StagePlan:

@@ -303,8 +303,7 @@ class Planner:
         sent = volume(self.weights, strategy, precision, world_size, shard_size, ranks.node_size, len(micros))
         sent = self.with_context(sent, choice, micros)
         flops = sample_flops(self.flops, self.samples)
-        share = recomputed_share(choice.activation_checkpointing)
-        recomputed = share * (sample_flops(self.recomputing_flops, self.samples) - flops)
+        recomputed = self.recomputed_flops(choice)
         samples_per_rank = self.cfg.global_batch_size / world_size
         _, shards = mesh_shape(SHARD_PLANS[strategy], world_size, shard_size)
         step = step_time(
@@ -369,8 +368,7 @@ class Planner:
         received = messages * sum(map(self.hidden_bytes, micros))
         sent = replace(sent, pipeline=received, messages=math.ceil(messages * len(micros)))
         flops = sample_flops(self.flops, self.samples)
-        share = recomputed_share(choice.activation_checkpointing)
-        recomputed = share * (sample_flops(self.recomputing_flops, self.samples) - flops)
+        recomputed = self.recomputed_flops(choice)
         costs = [
             sum(stages.plan.costs[n] for n in Place(i, parallel.pipeline, parallel.num_stages).own)
             for i in range(parallel.pipeline)
@@ -402,6 +400,11 @@ class Planner:
             tokens_per_second=rate * self.samples.tokens,
             mfu=rate * flops / (ranks.world_size * self.machine.peak(precision.param_dtype)),
         )
+
+    def recomputed_flops(self, choice: Choice) -> float:
+        """Return the FLOPs of a sample that run again in the backward pass."""
+        share, flops = recomputed_share(choice.activation_checkpointing), sample_flops(self.flops, self.samples)
+        return share * (sample_flops(self.recomputing_flops, self.samples) - flops)
 
     def hidden_bytes(self, micro: MicroBatch) -> int:
         """Return the bytes of the hidden states of a micro-batch that one stage sends to the next."""

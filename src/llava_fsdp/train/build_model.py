@@ -1,9 +1,11 @@
 """Build the model on the meta device, for all commands that need a model."""
 
+import numpy as np
 import torch
 
 from llava_fsdp.config import Config, LinearKind
 from llava_fsdp.data.batching.cost_model import CostModel
+from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.loader import ModelShape
 from llava_fsdp.distributed.compile import choose_compiling
 from llava_fsdp.distributed.fp8 import check_fp8
@@ -47,3 +49,10 @@ def shape_of(model: Llava) -> ModelShape:
         # without the FLOPs of activation checkpointing, on which packing, and so the training's result, must not depend
         cost=CostModel(*count_flops(model, activation_checkpointing=False)),
     )
+
+
+def mean_counts(records: Records) -> tuple[float, float, float, float]:
+    """Return the mean number of tokens, pairs of tokens, labels and tiles of a dataset's samples, by which a model is
+    divided into stages."""
+    pairs = float((records.lengths.astype(np.float64) ** 2).mean())
+    return float(records.lengths.mean()), pairs, float(records.labels.mean()), float(records.tiles.mean())

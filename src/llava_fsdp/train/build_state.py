@@ -32,13 +32,13 @@ from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.load_weights import fingerprint, frozen_digests, load_weights
 from llava_fsdp.model.pretrained import artifacts_of
 from llava_fsdp.model.quantization import quantized_weights
-from llava_fsdp.model.stages import children_of, mean_counts, plan_of_stages, remove_others, stage_of
+from llava_fsdp.model.stages import children_of, plan_of_stages, remove_others, stage_of
 from llava_fsdp.plan.mfu import utilization_of
 from llava_fsdp.runtime.context_cut import ContextCut
 from llava_fsdp.runtime.errors import DataError
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.progress import watch_loading
-from llava_fsdp.train.build_model import shape_of
+from llava_fsdp.train.build_model import mean_counts, shape_of
 from llava_fsdp.train.loss_scaler import build_scaler
 from llava_fsdp.train.optimizer import build_optimizer
 from llava_fsdp.train.preflight import check_prompts, few_steps, find_sources, open_model

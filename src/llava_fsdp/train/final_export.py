@@ -234,9 +234,8 @@ def whole_model(state: TrainState) -> torch.nn.Module:
     if state.pipeline is None:
         return state.model
     assert isinstance(state.model, Llava)
-    parts = copy.deepcopy(
-        state.model.parts
-    )  # a second model would change the attention in the configuration of the first
+    # a second model would change the attention implementation in the configuration of the first
+    parts = copy.deepcopy(state.model.parts)
     return build_llava(parts, state.model.cfg, state.model.compute_dtype, state.model.kernel)
 
 

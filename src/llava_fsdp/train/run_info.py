@@ -28,12 +28,13 @@ from llava_fsdp.distributed.compile import choose_compiling
 from llava_fsdp.distributed.memory import Weight, bytes_per_rank
 from llava_fsdp.distributed.mesh import World
 from llava_fsdp.model.llava import Llava
-from llava_fsdp.model.stages import mean_counts, plan_of_stages
+from llava_fsdp.model.stages import plan_of_stages
 from llava_fsdp.plan.auto import expected_peak
 from llava_fsdp.plan.stage_memory import weights_of_groups
 from llava_fsdp.plan.workload import samples_in
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.redact import redact, secrets_of
+from llava_fsdp.train.build_model import mean_counts
 from llava_fsdp.train.summary import describe_data, trained_counts, unlike_original
 
 
