@@ -133,7 +133,10 @@ def check_expert(cfg: Config) -> None:
     mode, budget = cfg.model.quantize.mode, ActivationCheckpointing.budget
     refused = {
         "compile=true": (cfg.compile is True, "compile=auto"),
-        "activation_checkpointing=budget": (cfg.activation_checkpointing.mode is budget, "activation_checkpointing=selective"),
+        "activation_checkpointing=budget": (
+            cfg.activation_checkpointing.mode is budget,
+            "activation_checkpointing=selective",
+        ),
         f"offload={cfg.offload.mode.value}": (cfg.offload.mode is not OffloadMode.none, "offload=none"),
         "precision.linear=fp8": (cfg.precision.linear is LinearKind.fp8, "precision=bf16"),
         f"model.quantize.mode={mode.value}": (mode is not Quantizer.none, "model.quantize.mode=none"),

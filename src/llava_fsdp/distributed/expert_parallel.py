@@ -129,7 +129,7 @@ def run_shared(
     found = exchange.rows(run_own(OwnExperts(module, own), rows, numbers), receive, send)
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order), device=order.device)
-    return (found[place].view(*chosen.shape, -1) * weights[..., None]).sum(1).to(hidden.dtype)
+    return (found[place].view(*chosen.shape, hidden.shape[1]) * weights[..., None]).sum(1).to(hidden.dtype)
 
 
 def run_own(experts: OwnExperts, rows: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,9 @@
 """Apply sharding, precision, compilation and activation checkpointing to any model made of stacks of blocks.
 
 The order is: create the model on the meta device, freeze, convert to fp8, divide experts among ranks, compile, wrap for
-activation checkpointing, `fully_shard`, load weights, create the optimizer. Activation checkpointing comes before `fully_shard`, so that FSDP
-gathers a block's weights before the block runs again in the backward pass. Weights are loaded after sharding, so that
-no rank ever holds more than its shards.
+activation checkpointing, `fully_shard`, load weights, create the optimizer. Activation checkpointing comes before
+`fully_shard`, so that FSDP gathers a block's weights before the block runs again in the backward pass. Weights are
+loaded after sharding, so that no rank ever holds more than its shards.
 """
 
 from collections.abc import Callable, Sequence
