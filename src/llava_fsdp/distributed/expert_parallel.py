@@ -54,8 +54,8 @@ def share_experts(
         shards_frozen: whether FSDP shards frozen weights too. Frozen experts that it does not shard become DTensors of
             the whole mesh, so that it is known which ranks hold copies of them.
     """
-    ALL_EXPERTS_FUNCTIONS.register(NAME, partial(run_shared, exchange=Exchange(mesh.get_group(EXPERT))))
-    language_model.set_experts_implementation(NAME)
+    exchange = SimulatedExchange if is_simulated() else Exchange
+    run_with(language_model, exchange(mesh.get_group(EXPERT)), NAME)
     size, index = mesh[EXPERT].size(), mesh.get_local_rank(EXPERT)
     sharded = []
     for module in modules:
@@ -72,20 +72,42 @@ def share_experts(
     return SharedExperts(list(dict.fromkeys(sharded)), mesh[others])
 
 
+@dataclass(frozen=True)
+class Route:
+    """How many rows this rank sends and gets in one exchange of a layer's tokens."""
+
+    send: list[int]
+    """Number of rows for each rank."""
+    receive: list[int]
+    """Number of rows from each rank."""
+    numbers: torch.Tensor
+    """Number of the expert of each row that this rank gets, counted among its own; int64 [rows]."""
+
+
 class Exchange:
     """Collectives between the ranks that share experts. Holds only the group's name, so that it does not keep the group
     alive."""
 
     def __init__(self, group: dist.ProcessGroup):
-        self.size, self.index = group.size(), group.rank()
+        self.size = group.size()
         self.group = group.group_name
 
+    def route(self, sent: torch.Tensor, total: int) -> Route:
+        """Tell the other ranks how many rows they will get. The host waits for the device here, once in each layer,
+        because it must know how much memory the rows take.
+
+        Args:
+            sent: number of this rank's rows for each expert, int64 [ranks, experts of a rank].
+            total: number of this rank's rows for all experts.
+        """
+        got = self.counts(sent)
+        send, receive = torch.stack([sent.sum(1), got.sum(1)]).tolist()
+        numbers = torch.arange(got.shape[1], device=got.device).repeat(self.size)
+        return Route(send, receive, numbers.repeat_interleave(got.flatten(), output_size=sum(receive)))
+
     def counts(self, sent: torch.Tensor) -> torch.Tensor:
-        """Tell each rank how many rows it will get for each of its experts: int64 [ranks, experts of a rank] -> the
-        same, of the rows that this rank will get from each rank."""
-        if is_simulated():  # nothing arrives: every rank is taken to send as many rows as this one
-            return sent[self.index].expand_as(sent)
-        got = _functional_collectives.all_to_all_single(sent.contiguous(), None, None, self.group)
+        """Exchange numbers of rows: int64 [ranks, experts of a rank], for each rank -> the same, from each rank."""
+        got = _functional_collectives.all_to_all_single(sent, None, None, self.group)
         return _functional_collectives.wait_tensor(got)
 
     def rows(self, rows: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
@@ -100,6 +122,28 @@ class Exchange:
             The rows from rank 0, then those from rank 1, ...
         """
         return _functional_collectives.all_to_all_single_autograd(rows.contiguous(), receive, send, self.group)
+
+
+class SimulatedExchange(Exchange):
+    """Exchange of a dry run, in which there are no other ranks: all loads are taken to be equal."""
+
+    def route(self, sent: torch.Tensor, total: int) -> Route:
+        self.counts(sent)
+        each = [total // self.size + (rank < total % self.size) for rank in range(self.size)]
+        return Route(each, each, torch.arange(total, device=sent.device) % sent.shape[1])
+
+
+class MetaExchange(SimulatedExchange):
+    """Exchange between `size` ranks on the meta device, which only allocates what a real one would."""
+
+    def __init__(self, size: int):
+        self.size = size
+
+    def counts(self, sent: torch.Tensor) -> torch.Tensor:
+        return sent.clone()
+
+    def rows(self, rows: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
+        return rows.clone()
 
 
 def run_shared(
@@ -120,13 +164,9 @@ def run_shared(
     order = experts.argsort(stable=True)  # pairs of a token and a choice by expert, and so by rank
     sent = torch.zeros(size * own, dtype=torch.int64, device=experts.device)
     sent = sent.scatter_add_(0, experts, torch.ones_like(experts)).view(size, own)
-    got = exchange.counts(sent)
-    # the one place in a layer where the host waits for the device: it must know how much memory the rows take
-    send, receive = torch.stack([sent.sum(1), got.sum(1)]).tolist()
-    rows = exchange.rows(hidden[order // choices], send, receive)
-    numbers = torch.arange(own, device=experts.device).repeat(size)
-    numbers = numbers.repeat_interleave(got.flatten(), output_size=sum(receive))
-    found = exchange.rows(run_own(OwnExperts(module, own), rows, numbers), receive, send)
+    route = exchange.route(sent, len(experts))
+    rows = exchange.rows(hidden[order // choices], route.send, route.receive)
+    found = exchange.rows(run_own(OwnExperts(module, own), rows, route.numbers), route.receive, route.send)
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order), device=order.device)
     return (found[place].view(*chosen.shape, hidden.shape[1]) * weights[..., None]).sum(1).to(hidden.dtype)
@@ -144,6 +184,25 @@ def run_own(experts: OwnExperts, rows: torch.Tensor, numbers: torch.Tensor) -> t
     # One row of zeros is run and dropped, so that the weights and the empty rows are in the autograd graph: in the
     # backward pass, FSDP reduces gradients and the other ranks exchange rows with this one.
     return run(experts, rows.sum(0, keepdim=True), numbers.new_zeros(1, 1), rows.new_ones(1, 1))[:0]
+
+
+def run_with(language_model: Any, exchange: Exchange, name: str) -> None:
+    """Let a language model run its experts with `run_shared`.
+
+    Args:
+        name: name of the function in transformers' table, in which it stays until the process ends.
+    """
+    ALL_EXPERTS_FUNCTIONS.register(name, partial(run_shared, exchange=exchange))
+    language_model.set_experts_implementation(name)
+
+
+def share_experts_on_meta(language_model: Any, modules: Sequence[nn.Module], size: int) -> None:
+    """Make a language model that stays on the meta device run as on one of `size` ranks that share experts."""
+    run_with(language_model, MetaExchange(size), f"{NAME}_meta_{size}")
+    for module in modules:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            own = nn.Parameter(parameter.detach().chunk(size)[0].clone(), parameter.requires_grad)
+            module.register_parameter(name, own)
 
 
 class OwnExperts:

@@ -19,7 +19,7 @@ from llava_fsdp.distributed.activation_checkpoint import apply_activation_checkp
 from llava_fsdp.distributed.compile import Compilations
 from llava_fsdp.distributed.expert_parallel import SharedExperts
 from llava_fsdp.distributed.fp8 import multiply_in_fp8, weights_in_fp8
-from llava_fsdp.distributed.memory import Weight
+from llava_fsdp.distributed.memory import Weight, unit_of_experts
 from llava_fsdp.distributed.offload import Offload
 from llava_fsdp.distributed.precision import (
     DTYPES,
@@ -255,6 +255,8 @@ def weights_of(
     whole: list[nn.Module],
     precision: PrecisionConfig,
     blocks_per_unit: int = 1,
+    experts: Sequence[nn.Module] = (),
+    sharers: int = 1,
 ) -> dict[str, Weight]:
     """Return, for every parameter of a meta-device model, the properties from which the bytes that a rank holds are
     computed, by parameter name.
@@ -263,6 +265,8 @@ def weights_of(
         stacks: the model's lists of blocks, the language model's first.
         whole: modules whose weights are never sharded while they are frozen.
         blocks_per_unit: number of consecutive blocks that form an FSDP unit.
+        experts: modules with the experts of a mixture.
+        sharers: number of ranks that share these experts.
     """
     in_fp8 = weights_in_fp8(stacks[0]) if precision.linear is LinearKind.fp8 else set()
     norms = norm_weights(model, precision)
@@ -275,6 +279,11 @@ def weights_of(
         for name, p in model.named_parameters()
     }
     for module_name, module in model.named_modules():
+        if sharers > 1 and module in experts:
+            block = next(name for block, name in names.items() if module in set(block.modules()))
+            for leaf, _ in module.named_parameters():
+                name = f"{module_name}.{leaf}"
+                weights[name] = replace(weights[name], unit=unit_of_experts(block), sharers=sharers)
         if isinstance(module, Packed):
             name = f"{module_name}.weight"
             size = {"per_element": module.per_element, "statistics": module.statistics_bytes}

@@ -7,6 +7,7 @@ Gathers, frees and reductions happen in FSDP2's order: `pre_forward`, `wait_for_
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field, replace
 
+from llava_fsdp.distributed.memory import unit_of_experts
 from llava_fsdp.distributed.zero import ShardPlan, Sync
 from llava_fsdp.plan.activations import LEVELS, Live, Segment
 from llava_fsdp.plan.fsdp_units import NORMS, ROOT, Unit
@@ -176,7 +177,11 @@ class FsdpRank:
                 self.gather(unit, describe(segment))
                 for ahead in following(order, unit, self.prefetch_forward):
                     self.prefetch(ahead)
+            for name in self.experts(segment):
+                self.gather(name, describe(segment))
             self.run(segment)
+            for name in self.experts(segment) if self.plan.reshard_after_forward else ():
+                self.free(name)
             if blocks.get(unit, [""])[-1] == segment.unit != "" and self.plan.reshard_after_forward:
                 self.free(unit)
         self.drop_buffers()
@@ -192,8 +197,15 @@ class FsdpRank:
                     self.copy_out(unit, describe(segment))
                     for ahead in following(order, unit, self.prefetch_backward):
                         self.prefetch(ahead)
+                experts = self.experts(segment)
+                for name in experts:
+                    self.prefetch(name)
+                    self.copy_out(name, describe(segment))
                 self.run(segment)
-                made = 0 if self.adds_in_place(unit) else segment.made
+                of_experts = {name: sum(self.units[name].narrow) for name in experts}
+                for name, made in of_experts.items():
+                    self.finish(name, 0 if self.adds_in_place(name) else made, is_last, describe(segment))
+                made = 0 if self.adds_in_place(unit) else segment.made - sum(of_experts.values())
                 if blocks[unit][-1] != segment.unit:
                     made_before += made
                     self.ledger.add(describe(segment), reducing=made)
@@ -212,6 +224,11 @@ class FsdpRank:
         self.ledger.drop(reducing=self.reduce_input)
         self.root_made = self.reduce_input = 0
         self.drop_buffers()
+
+    def experts(self, segment: Segment) -> list[str]:
+        """Return the name of the FSDP unit of experts in a segment, in a list that is empty if there is none."""
+        name = unit_of_experts(segment.unit)
+        return [name] if name in self.units else []
 
     def order(self, segments: Sequence[Segment]) -> tuple[dict[str, list[str]], list[str]]:
         """Return the names of the blocks of each FSDP unit, and the names of the units, in the order in which the

@@ -68,7 +68,9 @@ def build_state(cfg: Config, world: World, plan: ShardPlan, meshes: Meshes | Non
     utilization = utilization_of(model, cfg, world.device, world.size)
     about: dict[str, Any] = {}
     if world.is_first:
-        weights = weights_of(model, model.blocks(), model.whole_while_frozen(), cfg.precision)
+        experts = list(find_experts(model.language_model).values()), cfg.parallel.expert
+        whole, per_unit = model.whole_while_frozen(), cfg.sharding.blocks_per_unit
+        weights = weights_of(model, model.blocks(), whole, cfg.precision, per_unit, *experts)
         about = about_run(cfg, world, model, loader.steps.records, weights)
         planned, kernel = about["planned_peak"], model.kernel
         if world.device.type == "cuda" and utilization.peak is None:
