@@ -1,0 +1,75 @@
+"""Memory and communication of ranks that share the experts of a mixture, planned and measured."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from harness import RankPool
+from live import measure_step
+from mixtures import mixture_parts
+from small import make_config
+from tiers import slow_after
+
+from llava_fsdp.config import Config
+from llava_fsdp.data.synthetic import fullest
+from llava_fsdp.distributed.mesh import distributed
+from llava_fsdp.model.pretrained import find_parts
+from llava_fsdp.plan.planner import peak
+from llava_fsdp.train.build_model import build_model, shape_of
+from llava_fsdp.train.dry_run import measure, plan_of
+
+CLOSE = 0.05
+CASES = [("zero3", 2, "none"), ("zero3", 2, "full"), ("zero2", 2, "none"), ("zero0", 4, "full"), ("zero1", 2, "none"),
+         ("zero3", 4, "full"), ("hybrid", 2, "full"), ("hybrid2", 4, "none")]  # fmt: skip
+
+
+def configure(
+    strategy: str, expert: int, mode: str, parts: Path, dataset: Path, folder: Path, *more: str, kind: str = "mixtral"
+) -> Config:
+    values = (
+        f"sharding={strategy}", f"parallel.expert={expert}", f"activation_checkpointing={mode}", "pack=true",
+        "global_batch_size=12", "tokens_per_micro_batch=256", *more,
+    )  # fmt: skip
+    values += ("sharding.shard_size=2",) if strategy.startswith("hybrid") else ()
+    return make_config(mixture_parts(kind, parts, folder / "parts", 8), dataset, folder / "run", *values)
+
+
+@pytest.mark.parametrize(("strategy", "expert", "mode"), slow_after(1, CASES))
+@pytest.mark.parametrize("stage", slow_after(1, ["model.train=[projector,language]", "model.train=[projector]"]))
+def test_a_dry_run_sends_and_holds_what_is_planned(
+    strategy: str, expert: int, mode: str, stage: str, parts: Path, dataset: Path, tmp_path: Path
+) -> None:
+    """Bytes at rest, of all-gathers, reduce-scatters and all-reduces, and of exchanges of tokens."""
+    cfg = configure(strategy, expert, mode, parts, dataset, tmp_path, "dry_run=4", "format=json", stage)
+    with distributed(cfg) as world:
+        report = measure(cfg, world)
+        contents = fullest(cfg, shape_of(build_model(cfg, find_parts(cfg.model), world.device)), None)
+        planned = plan_of(cfg, world, contents)
+    assert all(own["measured"] == own["planned"] for own in report["bytes"].values())
+    sent = {kind: own["sent"] for kind, own in report["collectives"].items()}
+    assert sent["all_to_all"] == planned.sent.experts
+    assert report["collectives"]["all_to_all"]["calls"] == planned.sent.expert_exchanges
+    assert sent["all_gather"] + sent["reduce_scatter"] == pytest.approx(planned.sent.sharded, rel=1e-4)
+    few = 4000  # losses, norms and counts
+    assert planned.sent.replicated <= sent["all_reduce"] <= planned.sent.replicated + few
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize(("strategy", "expert", "mode"), CASES)
+def test_the_worst_moment_is_that_of_real_steps(
+    strategy: str, expert: int, mode: str, wide_parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
+) -> None:
+    cfg = configure(strategy, expert, mode, wide_parts, dataset, tmp_path, "precision=fp32")
+    for rank, (most, micros) in enumerate(pools[4].run(measure_step, cfg)[:2]):
+        planned = peak(cfg, 4, "cpu", micros, rank)
+        assert planned.bytes["total"] == pytest.approx(most, rel=CLOSE), (rank, planned.moment)
+
+
+def test_sharing_experts_saves_their_part(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """At rest, under a strategy that shards nothing: half of the experts."""
+    cfg = configure("zero0", 2, "none", parts, dataset, tmp_path)
+    alone = replace(cfg, parallel=replace(cfg.parallel, expert=1))
+    shared, whole = peak(cfg, 2, "cpu"), peak(alone, 2, "cpu")
+    assert shared.sent.experts > 0 == whole.sent.experts
+    assert whole.at_rest["optimizer"] - shared.at_rest["optimizer"] == 3 * 8 * 3 * 40 * 56 * 8 // 2
