@@ -2,8 +2,10 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from harness import RankPool
 from live import measure_step
 from mixtures import mixture_parts
@@ -12,11 +14,14 @@ from tiers import slow_after
 
 from llava_fsdp.config import Config
 from llava_fsdp.data.synthetic import fullest
-from llava_fsdp.distributed.mesh import distributed
+from llava_fsdp.distributed.mesh import World, distributed
 from llava_fsdp.model.pretrained import find_parts
+from llava_fsdp.plan.activations import MicroBatch
 from llava_fsdp.plan.planner import peak
+from llava_fsdp.train import main as train
 from llava_fsdp.train.build_model import build_model, shape_of
 from llava_fsdp.train.dry_run import measure, plan_of
+from llava_fsdp.train.state import TrainState
 
 CLOSE = 0.05
 CASES = [("zero3", 2, "none"), ("zero3", 2, "full"), ("zero2", 2, "none"), ("zero0", 4, "full"), ("zero1", 2, "none"),
@@ -54,14 +59,37 @@ def test_a_dry_run_sends_and_holds_what_is_planned(
     assert planned.sent.replicated <= sent["all_reduce"] <= planned.sent.replicated + few
 
 
+def measure_equal_loads(world: World, cfg: Config) -> tuple[int, list[MicroBatch]]:
+    """`measure_step` with routers that send token t to the experts t and t + 4, modulo 8."""
+    build = train.build_state
+
+    def choose(router: torch.nn.Module, inputs: Any, outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        places = torch.arange(len(outputs[-1]))[:, None]
+        return (*outputs[:-1], (places + torch.tensor([0, 4])) % 8)
+
+    def build_equal(*args: Any) -> TrainState:
+        state = build(*args)
+        assert state.routers is not None
+        for router in state.routers.routers:
+            router.module.register_forward_hook(choose)
+        return state
+
+    train.build_state = build_equal
+    try:
+        return measure_step(world, cfg)
+    finally:
+        train.build_state = build
+
+
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize(("strategy", "expert", "mode"), CASES)
 def test_the_worst_moment_is_that_of_real_steps(
     strategy: str, expert: int, mode: str, wide_parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
 ) -> None:
+    """Of steps in which all experts have the same load."""
     cfg = configure(strategy, expert, mode, wide_parts, dataset, tmp_path, "precision=fp32")
-    for rank, (most, micros) in enumerate(pools[4].run(measure_step, cfg)[:2]):
+    for rank, (most, micros) in enumerate(pools[4].run(measure_equal_loads, cfg)[:2]):
         planned = peak(cfg, 4, "cpu", micros, rank)
         assert planned.bytes["total"] == pytest.approx(most, rel=CLOSE), (rank, planned.moment)
 
