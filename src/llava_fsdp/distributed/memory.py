@@ -38,8 +38,8 @@ class Weight:
     statistics: int = 0
     """Bytes of the scales and offsets of a quantised weight, which every rank holds whole."""
     sharers: int = 1
-    """Number of ranks that share the rows (experts) of the parameter evenly (`parallel.expert`). FSDP shards the rows of
-    one of them over the ranks that have the same rows."""
+    """Number of ranks that share the rows (experts) of the parameter evenly (`parallel.expert`). FSDP shards the part
+    of one of them over the ranks that have the same part."""
 
     @property
     def numel(self) -> int:

@@ -244,9 +244,9 @@ def context_volume(
 def expert_volume(
     size: int, layers: int, experts: int, choices: int, hidden: int, width: int, tokens: Sequence[int], recomputed: int
 ) -> tuple[float, int]:
-    """Count what ranks that share the experts of a mixture exchange in a step, if the loads of all experts are equal. In
-    the forward pass of a layer, a token is sent to each of its experts and back; its numbers of tokens are int64. The
-    backward pass exchanges as many bytes of gradients.
+    """Count what ranks that share the experts of a mixture exchange in a step, if all experts have the same load. In
+    the forward pass of a layer, a token is sent to each of its experts and back, and the numbers of tokens are
+    exchanged (int64). The backward pass exchanges as many bytes of gradients.
 
     Args:
         size: number of ranks that share the experts.

@@ -11,6 +11,7 @@ from llava_fsdp.config import ActivationCheckpointing, Config, DType, Source, ch
 from llava_fsdp.data.loader import Loader, build_loader
 from llava_fsdp.data.toy_shapes import draw_shapes
 from llava_fsdp.data.validation_set import Choose, HeldOut, open_held_out, warn_of_trained
+from llava_fsdp.distributed.activation_checkpoint import clean_name
 from llava_fsdp.distributed.compile import Compilations, choose_compiling
 from llava_fsdp.distributed.consensus import on_first_rank
 from llava_fsdp.distributed.context import exchange_in, gather_in
@@ -220,7 +221,7 @@ def assemble(
     for message in useless_settings(cfg.sharding, model.blocks(), mesh["shard"].size() if mesh is not None else None):
         log().log(logging.WARNING if world.is_first else logging.DEBUG, message)
     fill(model, masters)
-    restore_buffers(model, buffers)
+    restore_buffers(model, buffers, clean_name)
     offload.drop_loaded_shards()
     optimizer, learning_rate = build_optimizer(model, masters, cfg, loader.total_steps)
     optimizer = offload.optimizer(optimizer)
