@@ -142,9 +142,10 @@ def shard(
         fully_shard(together, mp_policy=kept, reshard_after_forward=False, **common)
         model.gathered_first = together
         common["ignored_params"] = ignored = ignored | set(together.parameters())
-    for module in experts.modules if experts is not None else ():
+    if experts is not None:
         own = {**common, "mesh": experts.mesh}
-        fully_shard(module, mp_policy=policy, reshard_after_forward=plan.reshard_after_forward, **own)
+        for module in experts.modules:
+            fully_shard(module, mp_policy=policy, reshard_after_forward=plan.reshard_after_forward, **own)
     units = []
     for stack in reversed(stacks):  # in the order of the forward pass: vision tower, then language model
         for unit in grouped(list(stack), cfg.sharding.blocks_per_unit):
