@@ -12,12 +12,15 @@ from mixtures import mixture_parts
 from small import make_config
 from tiers import slow_after
 
-from llava_fsdp.config import Config
+from llava_fsdp.config import ActivationCheckpointing, Config
 from llava_fsdp.data.synthetic import fullest
 from llava_fsdp.distributed.mesh import World, distributed
+from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.model.pretrained import find_parts
 from llava_fsdp.plan.activations import MicroBatch
-from llava_fsdp.plan.planner import peak
+from llava_fsdp.plan.planner import Choice, Ranks, peak
+from llava_fsdp.plan.search import checkpointing_modes, ways_to_share_experts
+from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.train import main as train
 from llava_fsdp.train.build_model import build_model, shape_of
 from llava_fsdp.train.dry_run import measure, plan_of
@@ -101,3 +104,15 @@ def test_sharing_experts_saves_their_part(parts: Path, dataset: Path, tmp_path: 
     shared, whole = peak(cfg, 2, "cpu"), peak(alone, 2, "cpu")
     assert shared.sent.experts > 0 == whole.sent.experts
     assert whole.at_rest["optimizer"] - shared.at_rest["optimizer"] == 3 * 8 * 3 * 40 * 56 * 8 // 2
+
+
+def test_ways_under_which_ranks_can_share_experts(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """Four ranks do not share experts evenly where six shard the other weights."""
+    cfg = configure("zero2", 4, "none", parts, dataset, tmp_path)
+    ways = [Choice(strategy, cfg.activation_checkpointing, cfg.offload.mode) for strategy in SHARD_PLANS]
+    names = [choice.zero for choice in ways_to_share_experts(cfg, ways, Ranks(12, 6, 6))]
+    assert names == ["zero0", "zero1", "zero2", "zero3"]
+    assert len(ways_to_share_experts(cfg, ways, Ranks(16, 8, 8))) == len(ways)
+    with pytest.raises(ConfigError):
+        ways_to_share_experts(cfg, ways[-1:], Ranks(12, 6, 6))
+    assert all(mode.mode is not ActivationCheckpointing.budget for mode in checkpointing_modes(cfg, "cuda"))

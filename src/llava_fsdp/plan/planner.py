@@ -27,7 +27,7 @@ from llava_fsdp.distributed.precision import DTYPES
 from llava_fsdp.distributed.zero import SHARD_PLANS, ShardPlan
 from llava_fsdp.model.attention import grows_with_square
 from llava_fsdp.model.context_attention import plan_context
-from llava_fsdp.model.experts import find_experts, find_routers
+from llava_fsdp.model.experts import check_shared_experts, find_experts, find_routers
 from llava_fsdp.model.flops import count_flops
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.pretrained import Parts
@@ -148,6 +148,8 @@ class Planner:
         self.model = build_llava(self.parts, cfg.model, DTYPES[cfg.precision.param_dtype], self.kernel, cfg.loss)
         whole, blocks = self.model.whole_while_frozen(), self.model.blocks()
         per_unit = cfg.sharding.blocks_per_unit
+        if cfg.parallel.expert > 1:
+            check_shared_experts(self.model.language_model, cfg.parallel.expert)
         experts = list(find_experts(self.model.language_model).values()), cfg.parallel.expert
         self.weights = list(weights_of(self.model, blocks, whole, cfg.precision, per_unit, *experts).values())
         self.unit_names = units_of_blocks(self.model, blocks, per_unit)
