@@ -22,6 +22,7 @@ from llava_fsdp.model.attention import (
     Lengths,
     PackedRow,
     attention_arguments,
+    attention_of_transformers,
     each_alone,
     flash,
     grows_with_square,
@@ -124,6 +125,18 @@ def test_attention_of_padded_rows(kind: str, values: dict[str, Any], windows: in
     """Ours where every layer attends to all earlier tokens; transformers' builds the masks of other layers."""
     language = AutoConfig.for_model(kind, **{**SMALL, **values})
     assert (layers_with_window(language), padded_attention(language)) == (windows, padded)
+
+
+def test_keys_that_decide_of_attention() -> None:
+    """A window that is switched off is none; transformers' SDPA has no soft cap."""
+    language = AutoConfig.for_model("llama", **SMALL)
+    assert attention_of_transformers(language) == "sdpa" and layers_with_window(language) == 0
+    language.sliding_window = 9
+    assert layers_with_window(language) == 2
+    language.use_sliding_window = False
+    assert layers_with_window(language) == 0
+    language.attn_logit_softcapping = 0.5
+    assert attention_of_transformers(language) == padded_attention(language) == "eager"
 
 
 @pytest.mark.parametrize(
