@@ -100,7 +100,7 @@ def test_later_checkpoints_are_put_aside(own: bool, pointer: str, tmp_path: Path
     (elsewhere,) = made(tmp_path / "other", "step-000002")
     set_aside_later(tmp_path, folders[1] if own else elsewhere, 2)
     assert names_in(parent) == {"step-000001", "step-000002", "latest"}
-    assert (parent / "latest").read_text() == f"{pointer}\n"
+    assert (parent / "latest").read_text() == f"{pointer}\n" and not (elsewhere.parent / "latest").exists()
     set_aside_later(tmp_path, folders[1], 2)
     assert names_in(tmp_path) == {"checkpoints", "other", "old-1"}
 
