@@ -180,8 +180,11 @@ def test_sizes_that_a_record_gives() -> None:
     if tokens.needs_size(2):
         assert sizes_of(0, record, store, tokens) == [(30, 40), (50, 60)]
     assert sizes_of(0, record, store, ImageTokens(AspectRatio.pad, 28, 4)) == []
-    with pytest.raises(ConfigError, match="has a video"):
-        sizes_of(0, replace(RECORD, images=("a.mp4",)), store, tokens)
+    alone = ImageTokens(AspectRatio.anyres_max, 28, 4, ((28, 56),))
+    assert not alone.needs_size(0)
+    for rule in (tokens, alone):
+        with pytest.raises(ConfigError, match="has a video"):
+            sizes_of(0, replace(RECORD, images=("a.mp4",)), store, rule)
     raw.clear()
     with pytest.raises(ConfigError, match=r"does not give the size .*data\.image_aspect_ratio=anyres"):
         sizes_of(0, replace(RECORD, images=("a.png",)), store, tokens)
