@@ -60,6 +60,7 @@ def check_training(cfg: Config) -> None:
     """Raise ConfigError if a number in the configuration of a training is out of its bounds, or if keys contradict each
     other."""
     check_packing(cfg)
+    check_expert(cfg)
     check_base(cfg)
     check_compile(cfg)
     check_offload(cfg)
@@ -123,6 +124,29 @@ def check_context(cfg: Config) -> None:
             f"{context} with model.balance_loss={cfg.model.balance_loss}: this loss needs all tokens of a sample on "
             "one rank; set model.balance_loss=0, or parallel.context=1"
         )
+
+
+def check_expert(cfg: Config) -> None:
+    """Raise ConfigError for settings that cannot be used if several ranks share the experts of a mixture."""
+    if cfg.parallel.expert == 1:
+        return
+    mode, budget = cfg.model.quantize.mode, ActivationCheckpointing.budget
+    refused = {
+        "compile=true": (cfg.compile is True, "compile=auto"),
+        "activation_checkpointing=budget": (
+            cfg.activation_checkpointing.mode is budget,
+            "activation_checkpointing=selective",
+        ),
+        f"offload={cfg.offload.mode.value}": (cfg.offload.mode is not OffloadMode.none, "offload=none"),
+        "precision.linear=fp8": (cfg.precision.linear is LinearKind.fp8, "precision=bf16"),
+        f"model.quantize.mode={mode.value}": (mode is not Quantizer.none, "model.quantize.mode=none"),
+    }
+    for setting, (is_set, cure) in refused.items():
+        if is_set:
+            raise ConfigError(
+                f"parallel.expert={cfg.parallel.expert} with {setting} is not supported; set {cure}, or "
+                "parallel.expert=1"
+            )
 
 
 def check_base(cfg: Config) -> None:

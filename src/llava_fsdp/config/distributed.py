@@ -53,8 +53,12 @@ class ParallelConfig:
     context_how: ContextHow = ContextHow.auto
     """How ranks that share a row compute its attention. ulysses: each rank computes some heads; gather: each rank
     computes some positions; auto: ulysses if the heads can be divided."""
+    expert: int = 1
+    """Number of ranks that share the experts of a mixture of experts: each holds an equal part of them, and a token is
+    sent to the ranks of its experts."""
 
     def __post_init__(self) -> None:
+        at_least("parallel.expert", self.expert, 1)
         if isinstance(self.context, str):
             if self.context != AUTO:
                 raise ConfigError(f"parallel.context={self.context} must be {WORDS['parallel.context']}")
@@ -67,13 +71,15 @@ class ParallelConfig:
         return self.context if isinstance(self.context, int) else 1
 
     def check_divides(self, world_size: int) -> None:
-        """Raise ConfigError if `parallel.context` does not divide the number of ranks of the run."""
-        if world_size % self.num_context:
-            divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
-            raise ConfigError(
-                f"parallel.context={self.num_context} does not divide {world_size}, the number of ranks of this run; "
-                f"set it to one of {divisors}, or start another number of ranks (--nproc-per-node)"
-            )
+        """Raise ConfigError if `parallel.context` or `parallel.expert` does not divide the number of ranks of the
+        run."""
+        for key, size in (("parallel.context", self.num_context), ("parallel.expert", self.expert)):
+            if world_size % size:
+                divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
+                raise ConfigError(
+                    f"{key}={size} does not divide {world_size}, the number of ranks of this run; "
+                    f"set it to one of {divisors}, or start another number of ranks (--nproc-per-node)"
+                )
 
 
 @dataclass(kw_only=True, slots=True)

@@ -54,6 +54,10 @@ class Meshes:
     weights."""
     context: DeviceMesh | None = None
     """Dimensions (data, context). The `context` ranks of a line share their rows. None: no rows are shared."""
+    experts: DeviceMesh | None = None
+    """Dimensions (replicate, shard, expert) or (shard, expert). The `expert` ranks of a line share the experts of a
+    mixture; those that hold the same experts replicate and shard them like `states`. None: each rank has all
+    experts."""
 
 
 @contextmanager
@@ -138,7 +142,7 @@ def num_collectives(meshes: Meshes) -> Callable[[], int]:
 
 def groups_of(meshes: Meshes) -> list[dist.ProcessGroup]:
     """Return the default process group and those of the meshes, each once."""
-    made = [mesh for mesh in (meshes.states, meshes.context) if mesh is not None]
+    made = [mesh for mesh in (meshes.states, meshes.context, meshes.experts) if mesh is not None]
     groups = [dist.distributed_c10d._get_default_group(), *(group for mesh in made for group in mesh.get_all_groups())]
     return list({id(group): group for group in groups}.values())
 
@@ -271,21 +275,51 @@ def make_meshes(world: World, plan: ShardPlan, cfg: Config) -> Meshes:
         plan: the FSDP2 settings of the sharding strategy.
 
     Raises:
-        ConfigError: `sharding.shard_size` or `parallel.context` does not divide the number of ranks, or the installed
-            torch is too old for `parallel.context`.
+        ConfigError: `sharding.shard_size`, `parallel.context` or `parallel.expert` does not divide the number of ranks,
+            or the installed torch is too old for them.
     """
     cfg.parallel.check_divides(world.size)
     if cfg.parallel.num_context > 1:
         check_torch()
+    if cfg.parallel.expert > 1:
+        check_torch("parallel.expert")
     shape = mesh_shape(plan, world.size, cfg.sharding.shard_size or world.local_size)
     if world.size == 1 and not cfg.offload.mode.moves_weights:
         return Meshes()
     kind, size = world.device.type, cfg.parallel.num_context
-    states = {"replicate": shape[0], "shard": shape[1]} if plan.mesh is not Mesh.SHARD else {"shard": world.size}
+    names = ("shard",) if plan.mesh is Mesh.SHARD else ("replicate", "shard")
+
+    def mesh_of(sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+        return init_device_mesh(kind, sizes[-len(names) :], mesh_dim_names=names)
+
+    expert = cfg.parallel.expert
+    of_experts = (*shape_of_experts(shape, expert), expert)
     return Meshes(
-        init_device_mesh(kind, tuple(states.values()), mesh_dim_names=tuple(states)),
-        init_device_mesh(kind, (world.size // size, size), mesh_dim_names=("data", "context")) if size > 1 else None,
+        mesh_of(shape, names),
+        mesh_of((world.size // size, size), ("data", "context")) if size > 1 else None,
+        mesh_of(of_experts, (*names, "expert")) if expert > 1 else None,
     )
+
+
+def shape_of_experts(shape: tuple[int, int], size: int) -> tuple[int, int]:
+    """Return the (replicate, shard) sizes of the mesh of ranks that hold the same experts.
+
+    Args:
+        shape: (replicate, shard) sizes of the mesh of all ranks.
+        size: number of ranks that share the experts (`parallel.expert`): consecutive ranks, so that those which shard
+            other weights together (`shard` of them) hold all experts, if there are enough of them.
+
+    Raises:
+        ConfigError: neither `size` nor the number of ranks over which weights are sharded is a multiple of the other.
+    """
+    replicas, shards = shape
+    if size % shards and shards % size:
+        raise ConfigError(
+            f"parallel.expert={size} and sharding.shard_size={shards}: neither is a multiple of the other; set "
+            "parallel.expert to a divisor or a multiple of sharding.shard_size"
+        )
+    own = max(1, shards // size)
+    return replicas * shards // (own * size), own
 
 
 def row_group(world: World, parallel: ParallelConfig) -> tuple[int, int]:

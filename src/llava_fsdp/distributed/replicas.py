@@ -120,17 +120,30 @@ class RankChecksums:
         return self.shard, of_mesh, everywhere
 
 
-def checksums_of_rank(tensors: Mapping[str, torch.Tensor], facts: Mapping[str, str]) -> RankChecksums:
+def checksums_of_rank(tensors: Mapping[str, torch.Tensor], facts: Mapping[str, str]) -> list[RankChecksums]:
     """Compute the checksums of this rank's copies of the tensors and other values that must be equal on several ranks.
 
     Args:
         tensors: tensors by name, in the same order on every rank; those of which no other rank holds a copy are left
             out.
         facts: other values that must be equal on every rank, as text by name.
+
+    Returns:
+        One object for each way in which tensors are distributed over ranks, since each has replicas of its own. The
+            first one also has what is the same on all ranks.
     """
     of_mesh, everywhere = shared_tensors(tensors)
+    layouts: dict[Any, dict[str, torch.Tensor]] = {}
+    for name in of_mesh:
+        tensor = tensors[name]
+        assert isinstance(tensor, DTensor)
+        layouts.setdefault((tensor.device_mesh, tensor.placements), {})[name] = of_mesh[name]
     digests = {name: xxh3_64_intdigest(text.encode()) for name, text in facts.items()}
-    return RankChecksums(shard_number(tensors.values()), checksums(of_mesh), checksums(everywhere) | digests)
+    found = []
+    for own in layouts.values() or [{}]:
+        shard = shard_number(tensors[name] for name in own)
+        found.append(RankChecksums(shard, checksums(own), {} if found else checksums(everywhere) | digests))
+    return found
 
 
 def find_differences(own: RankChecksums, gather: Callable[[list[Any]], list[Any]]) -> list[Difference]:

@@ -27,6 +27,7 @@ from llava_fsdp.distributed.precision import DTYPES
 from llava_fsdp.distributed.zero import SHARD_PLANS, ShardPlan
 from llava_fsdp.model.attention import grows_with_square
 from llava_fsdp.model.context_attention import plan_context
+from llava_fsdp.model.experts import check_shared_experts, find_experts, find_routers
 from llava_fsdp.model.flops import count_flops
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.pretrained import Parts
@@ -48,6 +49,7 @@ from llava_fsdp.plan.step_time import (
     Step,
     Volume,
     context_volume,
+    expert_volume,
     received_by_attention,
     recomputed_share,
     sample_flops,
@@ -146,7 +148,10 @@ class Planner:
         self.model = build_llava(self.parts, cfg.model, DTYPES[cfg.precision.param_dtype], self.kernel, cfg.loss)
         whole, blocks = self.model.whole_while_frozen(), self.model.blocks()
         per_unit = cfg.sharding.blocks_per_unit
-        self.weights = list(weights_of(self.model, blocks, whole, cfg.precision, per_unit).values())
+        if cfg.parallel.expert > 1:
+            check_shared_experts(self.model.language_model, cfg.parallel.expert)
+        experts = list(find_experts(self.model.language_model).values()), cfg.parallel.expert
+        self.weights = list(weights_of(self.model, blocks, whole, cfg.precision, per_unit, *experts).values())
         self.unit_names = units_of_blocks(self.model, blocks, per_unit)
         quantized = sum(weight.statistics for weight in self.weights)  # counted with the parameters
         self.buffer_bytes = sum(b.numel() * b.element_size() for b in self.model.buffers()) - quantized
@@ -269,7 +274,7 @@ class Planner:
             passes = self.passes(ActivationCheckpointing.full, micros, between)
             host += max(sum(inputs_of_blocks(one).values()) for one in passes)
         sent = volume(self.weights, strategy, precision, world_size, shard_size, ranks.node_size, len(micros))
-        sent = self.with_context(sent, choice, micros)
+        sent = self.with_experts(self.with_context(sent, choice, micros), choice, micros)
         flops = sample_flops(self.flops, self.samples)
         share = recomputed_share(choice.activation_checkpointing)
         recomputed = share * (sample_flops(self.recomputing_flops, self.samples) - flops)
@@ -320,6 +325,18 @@ class Planner:
         tokens = sum(micro.tokens for micro in micros)
         moved, count = context_volume(self.how, size, self.parts.language, width, tokens, share)
         return replace(sent, context=moved, exchanges=count * len(micros), context_size=size)
+
+    def with_experts(self, sent: Volume, choice: Choice, micros: Sequence[MicroBatch]) -> Volume:
+        """Return the volume of communication with that of tokens between ranks that share the experts of a mixture."""
+        size, language = self.cfg.parallel.expert, self.model.language_model
+        if size == 1:
+            return sent
+        layers, (router, *_) = find_experts(language), find_routers(language)
+        width = DTYPES[self.cfg.precision.param_dtype].itemsize
+        recomputed = int(choice.activation_checkpointing.mode is not ActivationCheckpointing.none)
+        sizes = len(layers), router.experts, router.choices, self.parts.language.hidden_size, width
+        moved, calls = expert_volume(size, *sizes, [micro.tokens for micro in micros], recomputed)
+        return replace(sent, experts=moved, expert_exchanges=calls, expert_size=size)
 
     def offloads_activations(self, choice: Choice) -> bool:
         """Return whether a way to train (`choice`) offloads the inputs of blocks to host memory; false on a CPU
@@ -397,7 +414,7 @@ class Planner:
         """Return the bytes of the frozen weights that are not sharded, so that every rank holds all of them. Which
         these are depends on the sharding strategy (`plan`)."""
         return sum(
-            w.numel * w.item_size(self.cfg.precision)
+            w.gathered * w.item_size(self.cfg.precision)
             for w in self.weights
             if not w.trainable and (w.whole or not plan.shards_frozen)
         )

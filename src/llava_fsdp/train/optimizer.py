@@ -3,13 +3,15 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from llava_fsdp.config import Config, MasterDType, MomentDType, OptimConfig, Schedule
 from llava_fsdp.distributed.activation_checkpoint import clean_name
-from llava_fsdp.distributed.fused_adamw import build_fused_adamw
+from llava_fsdp.distributed.fused_adamw import FusedAdamW
 from llava_fsdp.distributed.local_shards import local
 from llava_fsdp.distributed.lowbit_adamw import LowBitAdamW
 from llava_fsdp.distributed.precision import MasterWeights
@@ -94,20 +96,21 @@ def build_optimizer(
     """
     optim = cfg.optim
     decayed = decayed_names(model)
-    groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
+    groups: dict[tuple[bool, float, Any], list[nn.Parameter]] = {}  # one kernel cannot take DTensors of several meshes
     for name, parameter in masters.named.items():
         own = local(parameter)
         assert own.is_contiguous(), f"{name}: {tuple(own.shape)} with strides {own.stride()} cannot be trained"
-        groups.setdefault((name not in decayed, base_lr(name, optim)), []).append(parameter)
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        groups.setdefault((name not in decayed, base_lr(name, optim), mesh), []).append(parameter)
     if not groups:
         raise ConfigError("model.train leaves nothing to train")
     settings = [
         {"params": parameters, "base_lr": lr, "lr": lr, "weight_decay": 0.0 if plain else optim.weight_decay}
-        for (plain, lr), parameters in groups.items()
+        for (plain, lr, _), parameters in groups.items()
     ]
     betas = optim.beta1, optim.beta2
     if (cfg.precision.master_dtype, cfg.precision.moment_dtype) == (MasterDType.fp32, MomentDType.fp32):
-        optimizer = build_fused_adamw(settings, betas, optim.eps)
+        optimizer = FusedAdamW(settings, betas=betas, eps=optim.eps, fused=True)
     else:
         optimizer = LowBitAdamW(settings, cfg.precision.moment_dtype, betas, optim.eps, cfg.seed)
     return optimizer, LearningRate(optim.lr, optim.schedule, total_steps, warmup_steps(optim, total_steps))
@@ -122,17 +125,9 @@ def prepare_moments(optimizer: torch.optim.Optimizer) -> None:
     them before the first step."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if optimizer.state.get(parameter):
-                continue
-            if isinstance(optimizer, LowBitAdamW):
+            if not optimizer.state.get(parameter):
+                assert isinstance(optimizer, (FusedAdamW, LowBitAdamW)), "other optimizers create states when built"
                 optimizer.state[parameter] = optimizer.new_state(parameter)
-                continue
-            device = parameter.device if group.get("fused") else "cpu"
-            optimizer.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32, device=device),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }
 
 
 def base_lr(name: str, cfg: OptimConfig) -> float:

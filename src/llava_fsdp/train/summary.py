@@ -145,6 +145,8 @@ def describe_learning(optim: OptimConfig) -> str:
 
 def describe_sharding(cfg: Config, world: World) -> str:
     found = f"{cfg.sharding.strategy.value} over {world.size} {world.device.type} rank{'s' * (world.size > 1)}"
+    if cfg.parallel.expert > 1:
+        found += f", each {cfg.parallel.expert} of which share the experts"
     found += f", activation checkpointing {describe_activation_checkpointing(cfg, world)}"
     if cfg.offload.mode is not OffloadMode.none:
         found += f", offload {describe_offload(cfg, world.device)}"
