@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from llava_fsdp.config import LossConfig, LossKernel, Normalize
-from llava_fsdp.model.loss import choose_loss, chunked_loss, whole_loss
+from llava_fsdp.model.loss import LossCollector, choose_loss, chunked_loss, whole_loss
 from llava_fsdp.runtime.errors import ConfigError
 
 LABELS, VOCABULARY, WIDTH = 23, 57, 12
@@ -93,6 +93,26 @@ def test_torchs_kernel_is_refused_where_it_would_round_the_loss(monkeypatch: pyt
     monkeypatch.delattr(functional, "linear_cross_entropy")
     with pytest.raises(ConfigError, match="has no linear_cross_entropy"):
         choose_loss(asked, torch.float32)
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kernel", [LossKernel.auto, LossKernel.chunked])
+def test_losses_of_single_labels_are_collected_once(kernel: LossKernel, dtype: torch.dtype, gradients: bool) -> None:
+    """In order, positive, in fp32 and without gradients; also where the backward pass computes them again. The kernel
+    of this project takes every dtype."""
+    hidden, weight, ids = drawn(dtype)
+    loss = choose_loss(LossConfig(normalize=Normalize.step, chunk_tokens=5, kernel=kernel), dtype)
+    collector = LossCollector()
+    with torch.set_grad_enabled(gradients):
+        found = loss(hidden, weight, ids, collector=collector)
+    if gradients:
+        found.backward()
+    assert [len(chunk) for chunk in collector.chunks] == [5, 5, 5, 5, 3]
+    each = torch.cat(collector.chunks)
+    logits = functional.linear(hidden, weight).detach().float()
+    torch.testing.assert_close(each, functional.cross_entropy(logits, ids, reduction="none"))
+    assert not each.requires_grad
 
 
 class Alive(TorchDispatchMode):
