@@ -13,16 +13,16 @@ from torch.distributed import _functional_collectives
 from llava_fsdp.runtime.errors import ConfigError
 
 OLDEST_TORCH = (2, 13)
-"""Oldest release of torch with which context parallelism is tested."""
+"""Oldest release of torch with which context and tensor parallelism are tested."""
 
 
-def check_torch() -> None:
-    """Raise ConfigError if the installed torch is older than `OLDEST_TORCH`."""
+def check_torch(key: str) -> None:
+    """Raise ConfigError, naming a configuration key, if the installed torch is older than `OLDEST_TORCH`."""
     found = tuple(map(int, re.findall(r"\d+", torch.__version__)[:2]))
     if found < OLDEST_TORCH:
         raise ConfigError(
-            f"parallel.context above 1 needs torch {'.'.join(map(str, OLDEST_TORCH))} or newer, and this is "
-            f"{torch.__version__}; update torch, or set parallel.context=1"
+            f"{key} above 1 needs torch {'.'.join(map(str, OLDEST_TORCH))} or newer, and this is {torch.__version__}; "
+            f"update torch, or set {key}=1"
         )
 
 

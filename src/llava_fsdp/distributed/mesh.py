@@ -46,7 +46,7 @@ class World:
 
 @dataclass(frozen=True)
 class Meshes:
-    """The device meshes of a training. Each contains all ranks in order."""
+    """The device meshes of a training. Each contains all ranks in order, unless layers are divided (`tensor`)."""
 
     states: DeviceMesh | None = None
     """How weights, gradients and optimizer states are sharded, with the dimensions (replicate, shard) or (shard,);
@@ -54,6 +54,9 @@ class Meshes:
     weights."""
     context: DeviceMesh | None = None
     """Dimensions (data, context). The `context` ranks of a line share their rows. None: no rows are shared."""
+    tensor: DeviceMesh | None = None
+    """Dimension (tensor,): the ranks that compute each layer together with this one. Then `states` contains only the
+    ranks that hold the same parts of the weights. None: each rank computes whole layers."""
 
 
 @contextmanager
@@ -137,7 +140,7 @@ def num_collectives(meshes: Meshes) -> Callable[[], int]:
 
 def groups_of(meshes: Meshes) -> list[dist.ProcessGroup]:
     """Return the default process group and those of the meshes, each once."""
-    made = [mesh for mesh in (meshes.states, meshes.context) if mesh is not None]
+    made = [mesh for mesh in (meshes.states, meshes.context, meshes.tensor) if mesh is not None]
     groups = [dist.distributed_c10d._get_default_group(), *(group for mesh in made for group in mesh.get_all_groups())]
     return list({id(group): group for group in groups}.values())
 
@@ -270,32 +273,43 @@ def make_meshes(world: World, plan: ShardPlan, cfg: Config) -> Meshes:
         plan: the FSDP2 settings of the sharding strategy.
 
     Raises:
-        ConfigError: `sharding.shard_size` or `parallel.context` does not divide the number of ranks, or the installed
-            torch is too old for `parallel.context`.
+        ConfigError: `sharding.shard_size`, `parallel.context` or `parallel.tensor` does not divide the number of ranks,
+            or the installed torch is too old for `parallel.context` or `parallel.tensor`.
     """
     cfg.parallel.check_divides(world.size)
-    if cfg.parallel.num_context > 1:
-        check_torch()
-    shape = mesh_shape(plan, world.size, cfg.sharding.shard_size or world.local_size)
+    size, tensor = cfg.parallel.num_context, cfg.parallel.tensor
+    for key, ranks in (("context", size), ("tensor", tensor)):
+        if ranks > 1:
+            check_torch(f"parallel.{key}")
+    copies = world.size // tensor
+    shape = mesh_shape(plan, copies, cfg.sharding.shard_size or max(1, world.local_size // tensor))
     if world.size == 1 and not cfg.offload.mode.moves_weights:
         return Meshes()
-    kind, size = world.device.type, cfg.parallel.num_context
-    states = {"replicate": shape[0], "shard": shape[1]} if plan.mesh is not Mesh.SHARD else {"shard": world.size}
-    return Meshes(
-        init_device_mesh(kind, tuple(states.values()), mesh_dim_names=tuple(states)),
-        init_device_mesh(kind, (world.size // size, size), mesh_dim_names=("data", "context")) if size > 1 else None,
-    )
+    kind = world.device.type
+    states = {"replicate": shape[0], "shard": shape[1]} if plan.mesh is not Mesh.SHARD else {"shard": copies}
+    rows = {"data": copies // size, "context": size}
+    if tensor == 1:
+        return Meshes(
+            init_device_mesh(kind, tuple(states.values()), mesh_dim_names=tuple(states)),
+            init_device_mesh(kind, tuple(rows.values()), mesh_dim_names=tuple(rows)) if size > 1 else None,
+        )
+    # FSDP needs a mesh that is a part of the same mesh as that of the divided weights
+    dense = init_device_mesh(kind, (*states.values(), tensor), mesh_dim_names=(*states, "tensor"))
+    context = None
+    if size > 1:
+        context = init_device_mesh(kind, (*rows.values(), tensor), mesh_dim_names=(*rows, "tensor"))[tuple(rows)]
+    return Meshes(dense[tuple(states)], context, dense["tensor"])
 
 
 def row_group(world: World, parallel: ParallelConfig) -> tuple[int, int]:
-    """Return the number of this rank's group, and how many groups there are. A group is `parallel.context` consecutive
-    ranks that process the same rows.
+    """Return the number of this rank's group, and how many groups there are. A group is `parallel.context` times
+    `parallel.tensor` consecutive ranks that process the same rows.
 
     Raises:
-        ConfigError: `parallel.context` does not divide the number of ranks.
+        ConfigError: `parallel.context` or `parallel.tensor` does not divide the number of ranks.
     """
     parallel.check_divides(world.size)
-    size = parallel.num_context
+    size = parallel.ranks_per_row
     return world.rank // size, world.size // size
 
 

@@ -33,7 +33,8 @@ def check_replicas(state: TrainState, parent: Path) -> None:
     """
     if rank_and_size()[1] == 1:
         return
-    found = find_differences(checksums_of_rank(all_tensors(state), counters(state)), gather_lists)
+    own = checksums_of_rank(all_tensors(state), counters(state))
+    found = [difference for layout in own for difference in find_differences(layout, gather_lists)]
     if found:
         raise describe(found, gather_lists([socket.gethostname()]), state.step, parent)
 
