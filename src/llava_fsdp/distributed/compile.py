@@ -63,6 +63,8 @@ def choose_compiling(cfg: Config, device: torch.device, attention: Attention | N
     assert cfg.compile == AUTO
     if cfg.model.balance_loss:
         return Compiling(False, "model.balance_loss needs what routers return inside of a block")
+    if cfg.parallel.tensor > 1:
+        return Compiling(False, "with parallel.tensor it has not been tested")
     if device.type != "cuda":
         return Compiling(False, f"on {device.type} compiling takes longer than it saves")
     lack = compiler_missing(device)

@@ -13,6 +13,7 @@ from llava_fsdp.model.flops import count_flops
 from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.pretrained import Parts
 from llava_fsdp.model.quantization import check_quantizer
+from llava_fsdp.model.tensor_plan import tensor_plan
 
 
 def build_model(cfg: Config, parts: Parts, device: torch.device) -> Llava:
@@ -30,7 +31,10 @@ def build_model(cfg: Config, parts: Parts, device: torch.device) -> Llava:
     compute_dtype = DTYPES[cfg.precision.param_dtype]
     kernel = choose_kernel(cfg.attention, parts.language, device, compute_dtype) if cfg.packs else None
     choose_compiling(cfg, device, kernel and kernel.attention)
-    return build_llava(parts, cfg.model, compute_dtype, kernel, cfg.loss)
+    model = build_llava(parts, cfg.model, compute_dtype, kernel, cfg.loss)
+    if cfg.parallel.tensor > 1:
+        tensor_plan(model, cfg.parallel.tensor)  # raises an error if the model cannot be divided
+    return model
 
 
 def shape_of(model: Llava) -> ModelShape:

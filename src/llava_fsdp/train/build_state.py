@@ -133,7 +133,7 @@ def cut_of(cfg: Config, world: World, model: Llava) -> ContextCut | None:
 def context_of(cfg: Config, world: World, model: Llava) -> ContextPlan:
     """Return how this rank and others share the attention of a row."""
     size, tensor = cfg.parallel.num_context, cfg.parallel.tensor
-    return plan_context(cfg.parallel.context_how, model.parts.language, size, world.rank // tensor % size)
+    return plan_context(cfg.parallel.context_how, model.parts.language, size, world.rank // tensor % size, tensor)
 
 
 def open_held_out_data(cfg: Config, world: World, model: Llava) -> HeldOut:
