@@ -16,13 +16,14 @@ OLDEST_TORCH = (2, 13)
 """Oldest release of torch with which context and tensor parallelism are tested."""
 
 
-def check_torch(key: str) -> None:
-    """Raise ConfigError, naming a configuration key, if the installed torch is older than `OLDEST_TORCH`."""
+def check_torch(key: str = "parallel.context") -> None:
+    """Raise ConfigError if the installed torch is older than `OLDEST_TORCH`. `key` is the configuration key that needs
+    it."""
     found = tuple(map(int, re.findall(r"\d+", torch.__version__)[:2]))
     if found < OLDEST_TORCH:
         raise ConfigError(
-            f"{key} above 1 needs torch {'.'.join(map(str, OLDEST_TORCH))} or newer, and this is {torch.__version__}; "
-            f"update torch, or set {key}=1"
+            f"{key} above 1 needs torch {'.'.join(map(str, OLDEST_TORCH))} or newer, and this is "
+            f"{torch.__version__}; update torch, or set {key}=1"
         )
 
 

@@ -37,7 +37,6 @@ def cut_model(model: nn.Module, plan: Mapping[str, Cut], mesh: DeviceMesh) -> No
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
-    inputs: dict[str, list[nn.Module]] = {}
     for name, cut in plan.items():
         if cut is Cut.PARAMETER:
             parent, _, leaf = name.rpartition(".")
@@ -53,16 +52,25 @@ def cut_model(model: nn.Module, plan: Mapping[str, Cut], mesh: DeviceMesh) -> No
         else:
             assert cut is Cut.OUTPUT, cut
             cut_output(module, mesh)
-        if cut in (Cut.COLWISE, Cut.COLWISE_GATHERED) and "lora_" not in name:
-            inputs.setdefault(name.removesuffix(".base_layer").rpartition(".")[0], []).append(module)
     for first, *others in names.values():
         for other in others:
             parent, _, leaf = other.rpartition(".")
             model.get_submodule(parent).register_parameter(leaf, model.get_parameter(first))
-    for siblings in inputs.values():
-        shared = SharedInput(mesh, len(siblings))
+    for siblings in siblings_of(model, plan):
+        shared = SharedInput(lambda own: DTensor.from_local(own, mesh, [Replicate()], run_check=False), len(siblings))
         for module in siblings:
             module.register_forward_pre_hook(shared, prepend=True)
+
+
+def siblings_of(model: nn.Module, plan: Mapping[str, Cut]) -> list[list[nn.Module]]:
+    """Return the linear layers that are divided by outputs, in lists of those that belong to one module, such as the
+    layers of queries, keys and values."""
+    found: dict[str, list[nn.Module]] = {}
+    for name, cut in plan.items():
+        if cut in (Cut.COLWISE, Cut.COLWISE_GATHERED) and "lora_" not in name:
+            parent = name.removesuffix(".base_layer").rpartition(".")[0]
+            found.setdefault(parent, []).append(model.get_submodule(name))
+    return list(found.values())
 
 
 class SharedInput:
@@ -70,20 +78,22 @@ class SharedInput:
     values. The gradients that they compute for this tensor are parts; they are added before they are summed over the
     ranks, so that there is one collective and not one for each layer."""
 
-    def __init__(self, mesh: DeviceMesh, layers: int):
-        self.mesh = mesh
+    def __init__(self, share: Callable[[torch.Tensor], torch.Tensor], layers: int):
+        """Create the hook of all layers of one module.
+
+        Args:
+            share: returns the tensor that all layers read; its gradient is summed over ranks.
+            layers: number of the layers.
+        """
+        self.share = share
         self.layers = layers
-        """Number of layers that read the tensor."""
         self.left = 0
         self.given: torch.Tensor | None = None
-        self.shared: DTensor | None = None
+        self.shared: torch.Tensor | None = None
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        if isinstance(args[0], DTensor):
-            return args
         if self.given is not args[0] or self.shared is None:
-            self.given, self.left = args[0], self.layers
-            self.shared = DTensor.from_local(args[0], self.mesh, [Replicate()], run_check=False)
+            self.given, self.left, self.shared = args[0], self.layers, self.share(args[0])
         shared = self.shared
         self.left -= 1
         if not self.left:  # keeps no activation alive

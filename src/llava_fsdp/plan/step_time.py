@@ -83,13 +83,20 @@ class Volume:
     """Number of collectives between the ranks that process the same row."""
     context_size: int = 1
     """Number of ranks that process a row together."""
+    tensor: float = 0.0
+    """Bytes received from the ranks that compute layers together."""
+    sums: float = 0
+    """Number of collectives between the ranks that compute layers together."""
+    tensor_size: int = 1
+    """Number of ranks that compute layers together."""
     shards: int = 1
     replicas: int = 1
     node_size: int = 1
+    """Number of ranks on one node; of those that compute layers together, one."""
 
     @property
     def total(self) -> float:
-        return self.sharded + self.replicated + self.context
+        return self.sharded + self.replicated + self.context + self.tensor
 
     @property
     def nodes(self) -> int:
@@ -112,15 +119,20 @@ class Volume:
         return latency + (self.sharded / ring + self.replicated / replicas) / LINK_EFFICIENCY
 
     def attention_seconds(self, link: float, network: float) -> float:
-        """Return the seconds of attention's collectives between the ranks that process the same row. They overlap with
-        nothing, because attention waits for each.
+        """Return the seconds of attention's collectives between the ranks that process the same row, and of those
+        between the ranks that compute layers together. They overlap with nothing, because the layers wait for each.
 
-        The ranks of a row have consecutive numbers. Unless their number divides that of a node's ranks, some rows have
-        ranks on two nodes, and all ranks wait for these.
+        Both have consecutive numbers. Unless their number divides that of a node's ranks, some are on two nodes, and
+        all ranks wait for these.
         """
-        within = network if self.nodes > 1 and self.node_size % self.context_size else link
-        latency = self.exchanges * (LATENCY + HOP * (self.context_size - 1))
-        return latency + self.context / within / LINK_EFFICIENCY
+        seconds = 0.0
+        for moved, calls, size, span in (
+            (self.tensor, self.sums, self.tensor_size, self.tensor_size),
+            (self.context, self.exchanges, self.context_size, self.tensor_size * self.context_size),
+        ):
+            within = network if self.nodes > 1 and self.node_size * self.tensor_size % span else link
+            seconds += calls * (LATENCY + HOP * (size - 1)) + moved / within / LINK_EFFICIENCY
+        return seconds
 
 
 def volume(
