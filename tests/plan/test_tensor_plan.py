@@ -12,8 +12,12 @@ from test_plan import of_parts, printed
 from tiers import slow_after
 from transformers import AutoConfig
 
+from llava_fsdp.config import OffloadMode
 from llava_fsdp.distributed.mesh import distributed
-from llava_fsdp.plan.planner import peak
+from llava_fsdp.plan.activations import MicroBatch
+from llava_fsdp.plan.hardware import machine_for
+from llava_fsdp.plan.planner import Choice, Planner, peak
+from llava_fsdp.plan.step_time import Volume
 from llava_fsdp.train.dry_run import measure
 
 CLOSE = 0.05
@@ -67,13 +71,20 @@ def test_worst_moment_is_that_of_real_steps(
 def test_a_dry_run_moves_what_the_arithmetic_says(
     kind: str, mode: str, more: tuple[str, ...], model: Any, dataset: Path, tmp_path: Path
 ) -> None:
-    """Bytes of a step on imagined ranks that shard nothing, against those of the planner."""
+    """Bytes of a step on imagined ranks that shard nothing, against those of the planner. The others are of three
+    numbers, the loss and the norms of gradients in two kinds of meshes."""
     words = "pack=true", "tokens_per_micro_batch=256", "global_batch_size=4", f"activation_checkpointing={mode}"
     more = *more, "sharding=zero3", "format=json", "parallel.tensor=2", "dry_run=2"
     cfg = make_config(model(kind), dataset, tmp_path / "run", *words, *more)
     with distributed(cfg) as world:
         report = measure(cfg, world)
-    print(report["collectives"], report["plan"])
+    micro, count = report["micro_batch"], report["micro_batches"]
+    planner = Planner(cfg, machine_for("cpu", 2))
+    own = MicroBatch(1, micro["positions"], 1, micro["tiles"], micro["labels"], micro["image_tokens"])
+    choice = Choice(cfg.sharding.strategy, cfg.activation_checkpointing, OffloadMode.none)
+    wanted = planner.with_layers(Volume(), choice, [own] * count)
+    calls, sent = (sum(kind[key] for kind in report["collectives"].values()) for key in ("calls", "sent"))
+    assert calls == wanted.sums + 3 and 0 <= sent - wanted.tensor < 200
 
 
 def test_a_plan_divides_layers(model: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -160,8 +160,7 @@ def layer_volume(
         first: Any = siblings[0]
         backward += reduce(first.in_features)
     hidden = model.parts.language.hidden_size
-    last = reduce(hidden) * len(find_blocks(model.language_model))  # is not computed again, as nothing needs it
-    chunks = math.ceil(labels / chunk_tokens)
-    loss = reduce(hidden, labels) + Moved(reduce(3, labels, 4).bytes, 2 * chunks)
-    again = forward + last * -1
-    return forward + backward + again * recomputed + reduce(hidden) + loss
+    # the last sum of a block does not run again, because nothing needs it but an adapter, which comes behind it
+    last = reduce(hidden) * (0 if model.adapted else len(find_blocks(model.language_model)))
+    loss = reduce(hidden, labels) + Moved(reduce(3, labels, 4).bytes, 2 * math.ceil(labels / chunk_tokens))
+    return forward + backward + (forward + last * -1) * recomputed + reduce(hidden) + loss
