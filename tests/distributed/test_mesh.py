@@ -5,7 +5,7 @@ import os
 import pytest
 
 from llava_fsdp.config import Strategy
-from llava_fsdp.distributed.malloc import limit_kernel_cache
+from llava_fsdp.distributed.malloc import extend_segments, limit_kernel_cache
 from llava_fsdp.distributed.mesh import mesh_shape, read_world
 from llava_fsdp.distributed.zero import SHARD_PLANS, Mesh, Sync
 from llava_fsdp.runtime.errors import ConfigError
@@ -57,3 +57,16 @@ def test_the_table_is_zero_as_published() -> None:
     assert {p.zero for p in plans if p.gradient_sync is Sync.LAST_MICRO_BATCH} == {"zero0", "zero1"}
     assert {p.zero for p in plans if p.gradient_sync is Sync.SCATTER_EVERY_REDUCE_LAST} == {"hybrid", "hybrid2"}
     assert [p.mesh for p in plans] == [Mesh.REPLICATE, *[Mesh.SHARD] * 3, *[Mesh.HYBRID] * 2]
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", None])
+def test_the_allocator_is_set_where_the_user_has_not(name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
+    for other in names:
+        monkeypatch.setenv(other, "")  # so that it is restored
+        monkeypatch.delenv(other)
+    if name is not None:
+        monkeypatch.setenv(name, "backend:native")
+    extend_segments()
+    found = {other: os.environ[other] for other in names & os.environ.keys()}
+    assert found == ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if name is None else {name: "backend:native"})

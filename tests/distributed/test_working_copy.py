@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,12 +22,14 @@ from loaders import agreed_steps
 from small import Configure
 from tiers import slow_after
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlavaForConditionalGeneration
 
 from llava_fsdp.config import Config
 from llava_fsdp.data.batching.batch import TENSORS
 from llava_fsdp.distributed.local_shards import whole
 from llava_fsdp.distributed.mesh import Meshes, World
+from llava_fsdp.distributed.precision import GradientInto, MasterWeights
 from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.train import final_export
 from llava_fsdp.train.build_state import build_state
@@ -207,3 +210,35 @@ def test_micro_batches_arrive_whole(configure: Configure) -> None:
 def test_export_reloads(configure: Configure) -> None:
     cfg = configure(f"max_steps={STEPS}", "export.enabled=true", "export.dtype=fp32", to="run")
     assert export_and_reload(cfg, CPU) < 1e-4
+
+
+class BytesMoved(TorchDispatchMode):
+    """Adds up the bytes of the tensors that operations read and write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if "detach" not in str(func):
+            self.total += sum(each.nbytes for each in (*args, result) if isinstance(each, torch.Tensor))
+        return result
+
+
+def test_a_gradient_is_added_in_fp32_without_a_copy() -> None:
+    """At most 10 bytes a weight: the sum is read and written, the bf16 gradient is read."""
+    weight = torch.nn.Parameter(torch.zeros(33, 7, dtype=torch.bfloat16))
+    masters = MasterWeights({"w": weight})
+    gradients = torch.randn(5, 33, 7, generator=torch.Generator().manual_seed(0)).bfloat16()
+    expected = torch.zeros(33, 7)
+    for number, gradient in enumerate(gradients):
+        moved = BytesMoved()
+        weight.grad = gradient.clone()
+        with moved, torch.no_grad():
+            GradientInto(masters.named["w"])(weight)
+        assert moved.total == weight.numel() * (10 if number else 6) and weight.grad is None
+        expected += gradient.float()
+    assert torch.equal(masters.named["w"].grad, expected)

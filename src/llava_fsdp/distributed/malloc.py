@@ -1,4 +1,5 @@
-"""Set for this process what glibc's allocator does with freed memory, and how many kernels oneDNN caches.
+"""Set for this process how torch's CUDA allocator makes segments, what glibc's allocator does with freed memory, and
+how many kernels oneDNN caches.
 
 By default glibc maps each block of memory above a threshold separately, and returns such a block to the system when it
 is freed. The threshold rises to the size of the largest mapped block that was freed, up to 32 MiB. Smaller blocks are
@@ -17,6 +18,21 @@ NEVER = -1
 KERNELS = 256
 """Maximum number of compiled kernels that oneDNN may cache. A micro-batch uses fewer: the matrix products of a block
 use about 30."""
+
+
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Environment variables with settings of torch's CUDA allocator; the first is the newer name."""
+
+
+def extend_segments() -> None:
+    """Make torch's CUDA allocator extend its segments (ranges of reserved memory) instead of adding new ones, unless
+    the user has set the allocator's environment variable. Must be called before this process uses the GPU.
+
+    Each packed row has another length, and each length asks for blocks of other sizes. Free parts of segments that
+    cannot grow are then often too small for the next row.
+    """
+    if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
+        os.environ[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
 
 
 def return_freed_memory() -> None:

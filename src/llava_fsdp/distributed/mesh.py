@@ -19,7 +19,7 @@ from llava_fsdp.config import Config, ParallelConfig
 from llava_fsdp.distributed.consensus import gathered
 from llava_fsdp.distributed.context import check_torch
 from llava_fsdp.distributed.fake_collectives import join_fake
-from llava_fsdp.distributed.malloc import keep_freed_memory, limit_kernel_cache
+from llava_fsdp.distributed.malloc import extend_segments, keep_freed_memory, limit_kernel_cache
 from llava_fsdp.distributed.zero import Mesh, ShardPlan
 from llava_fsdp.runtime.errors import CommunicationError, ConfigError
 from llava_fsdp.runtime.launch import attempt, env_rank, is_one_node
@@ -85,6 +85,7 @@ def distributed(cfg: Config) -> Iterator[World]:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with this setting
         torch.use_deterministic_algorithms(True)
     if world.device.type == "cuda":
+        extend_segments()
         torch.cuda.set_device(world.device)
     elif cfg.dry_run is None:
         keep_freed_memory()

@@ -117,9 +117,9 @@ class GradientInto:
 
     def __call__(self, parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
-        gradient = parameter.grad.to(self.master.dtype)
         if self.master.grad is None:
-            self.master.grad = gradient
+            self.master.grad = parameter.grad.to(self.master.dtype)
         else:
-            self.master.grad.add_(gradient)
+            # one kernel casts and adds: bit for bit a cast gradient added, without the memory and traffic of the cast
+            self.master.grad.add_(parameter.grad)
         parameter.grad = None

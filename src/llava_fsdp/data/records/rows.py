@@ -176,8 +176,8 @@ class WriteRows:
         return {}
 
     def gather(self) -> None:
-        """Join the JSON Lines files that the chunks have written to one for each Parquet file or tar, and delete them.
-        Log a warning if images are in compressed pages, where reading them is slow."""
+        """Join the JSON Lines files that the chunks have written to one for each Parquet file or tar, and delete them
+        if there are several. Log a warning if images are in compressed pages, where reading them is slow."""
         page_bytes = sum((column(chunk, "page_bytes") for chunk in self.chunks()), np.zeros(2, dtype=np.int64))
         if page_bytes[0]:
             log().warning(
@@ -190,6 +190,8 @@ class WriteRows:
             texts[number].append(self.files[number].text(groups))
         for number, file in enumerate(self.files):
             join_texts(texts[number], file.whole)
+            if len(texts[number]) == 1:  # nothing that was written is deleted
+                os.replace(texts[number][0].with_suffix(".npz"), file.whole.with_suffix(".npz"))
             file.delete_parts()
 
 
