@@ -30,6 +30,7 @@ from small import Configure, changed_parts, make_config
 from steps import begin, run_steps
 from test_adapters import EVERY_ROW, LORA, first_values
 from tiers import slow_after
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig
 
 from llava_fsdp.checkpoint.reader import SavedTensor
@@ -37,11 +38,13 @@ from llava_fsdp.checkpoint.verify import newest_alone
 from llava_fsdp.config import Config
 from llava_fsdp.distributed.local_shards import local, whole
 from llava_fsdp.distributed.mesh import World
+from llava_fsdp.distributed.tensor_parallel import cut_model
 from llava_fsdp.distributed.zero import begin_micro_batch
 from llava_fsdp.model.pretrained import find_parts
 from llava_fsdp.plan.auto import settle_packing
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.run_dir import FOLDER
+from llava_fsdp.runtime.tensor_cut import Cut
 from llava_fsdp.train import main as train
 from llava_fsdp.train.checkpoint_contents import tensors
 from llava_fsdp.train.preflight import open_model
@@ -310,3 +313,28 @@ def test_a_model_that_cannot_be_divided_is_refused(
 def test_ranks_that_do_not_divide_are_refused(configure: Configure, pools: dict[int, RankPool]) -> None:
     with pytest.raises(Exception, match=r"parallel\.tensor=3 does not divide 2,"):
         train_on(2, configure("parallel.tensor=3"), pools)
+
+
+def of_embedding(world: World, rows: int, padding: int, ids: list[int]) -> torch.Tensor:
+    """The gradient of a divided embedding, whose parts lie on two ranks."""
+    mesh = init_device_mesh("cpu", (2,))
+    model = torch.nn.ModuleDict({"tokens": embedding(rows, padding)})
+    cut_model(model, {"tokens": Cut.EMBEDDING}, mesh)
+    (model["tokens"](torch.tensor(ids)) * torch.arange(1.0, 4)).sum().backward()
+    return whole(model["tokens"].weight.grad)
+
+
+def embedding(rows: int, padding: int) -> torch.nn.Embedding:
+    torch.manual_seed(0)
+    return torch.nn.Embedding(rows, 3, padding_idx=padding)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("padding", [2, 8])
+def test_the_padding_token_is_that_of_the_whole_vocabulary(padding: int, pools: dict[int, RankPool]) -> None:
+    """Its embedding gets no gradient; those at the same place of another rank's part do."""
+    ids = [0, 2, 8, 5, 6, 8, 2, 10]
+    wanted = embedding(11, padding)
+    (wanted(torch.tensor(ids)) * torch.arange(1.0, 4)).sum().backward()
+    for found in pools[2].run(of_embedding, 11, padding, ids):
+        assert torch.equal(found, wanted.weight.grad)

@@ -149,7 +149,8 @@ class Planner:
         whole, blocks = self.model.whole_while_frozen(), self.model.blocks()
         per_unit = cfg.sharding.blocks_per_unit
         weights = weights_of(self.model, blocks, whole, cfg.precision, per_unit)
-        self.trainable = sum(w.numel for w in weights.values() if w.trainable)
+        self.whole_weights = list(weights.values())
+        self.trainable = sum(w.numel for w in self.whole_weights if w.trainable)
         """Number of trainable parameters of the model that is planned for."""
         self.tensor = cfg.parallel.tensor
         self.plan = tensor_plan(self.model, self.tensor) if self.tensor > 1 else {}
