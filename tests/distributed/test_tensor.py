@@ -187,7 +187,7 @@ def test_a_run_continues_with_any_number_of_ranks_a_layer(
         interrupted(before, folder, step)
         own = f"sharding={strategy}", f"parallel.tensor={tensor}", "tokens_per_micro_batch=300"
         cfg = make_config(model, dataset, folder, *more, *own)
-        got = outcome(train_on(size, cfg, pools))
+        got = outcome(train_on(size, cfg, pools, timeout=240))
         assert got.losses == pytest.approx(whole.losses, rel=TOLERANCE)
         assert difference(got.weights, whole.weights, vocabulary(cfg)) < TOLERANCE
         before = folder
@@ -237,7 +237,7 @@ def test_ranks_that_share_rows_and_layers(
         model, dataset, tmp_path, BATCH, "pack=true", "sharding=zero3", "parallel.tensor=2", "parallel.context=2",
         f"parallel.context_how={how}", "tokens_per_micro_batch=150", *EXPORTED,
     )  # fmt: skip
-    assert_near(outcome(train_on(4, cfg, pools)), reference("full"), vocabulary(cfg), how)
+    assert_near(outcome(train_on(4, cfg, pools, timeout=240)), reference("full"), vocabulary(cfg), how)
 
 
 @pytest.mark.slow

@@ -45,6 +45,7 @@ def cut_model(model: nn.Module, plan: Mapping[str, Cut], mesh: DeviceMesh) -> No
         module = model.get_submodule(name)
         if cut in LINEAR:
             parallelize_module(module, mesh, LINEAR[cut](), src_data_rank=None)
+            module.register_forward_hook(wait_for_output)
         elif cut is Cut.SUMMED:
             divide(module, {leaf: Replicate() for leaf, _ in module.named_parameters()}, mesh)
         elif cut is Cut.EMBEDDING:
@@ -71,6 +72,14 @@ def siblings_of(model: nn.Module, plan: Mapping[str, Cut]) -> list[list[nn.Modul
             parent = name.removesuffix(".base_layer").rpartition(".")[0]
             found.setdefault(parent, []).append(model.get_submodule(name))
     return list(found.values())
+
+
+def wait_for_output(module: nn.Module, args: object, output: torch.Tensor) -> None:
+    """Forward hook that waits for a collective whose result a layer returns. Otherwise the first operation on the result
+    waits; there is none where activation checkpointing ends its second forward pass behind an adapted layer, and torch
+    would keep the result for the rest of the run."""
+    if isinstance(output, _functional_collectives.AsyncCollectiveTensor):
+        output.trigger_wait()
 
 
 class SharedInput:
