@@ -164,7 +164,7 @@ def test_rows_that_are_nowhere_or_twice_are_never_committed(pieces: list[tuple[i
 )  # fmt: skip
 def test_columns_that_are_nowhere_or_twice_are_never_committed(pieces: list[tuple[int, ...]]) -> None:
     own = tuple(RowRange("rank-00000.safetensors", b, e, (c[0], c[1]) if c else None) for b, e, *c in pieces)
-    with pytest.raises(CheckpointError, match="a: (rows|columns)"):
+    with pytest.raises(CheckpointError, match=r"a: (rows|columns)"):
         render(Manifest(3, GOOD.files, {"a": TensorEntry(torch.float32, (4, 5), own)}))
 
 

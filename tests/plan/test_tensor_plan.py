@@ -23,7 +23,7 @@ from llava_fsdp.train.dry_run import measure
 CLOSE = 0.05
 """Share of the most bytes alive."""
 CLOSE_LORA = 0.08
-"""With adapters, whose gradients and those of their layers meet in tensors that are not counted: two of a token's width."""
+"""With adapters, whose gradients and those of their layers meet in two tensors that are not counted."""
 SIZES: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 8, "head_dim": 8,
     "num_key_value_heads": 4, "max_position_embeddings": 512, "vocab_size": 611, "pad_token_id": 0, "bos_token_id": 1,

@@ -35,8 +35,8 @@ def written_rows(
 
     Returns:
         By tensor name, what the checkpoint's manifest records of the chosen rows (dtype and shape of the tensor,
-            `file`, range of rows and columns); and, by tensor name, the values [rows, ...]. Tensors without chosen rows are left
-            out.
+            `file`, ranges of rows and columns); and, by tensor name, the values [rows, ...]. Tensors without chosen
+            rows are left out.
     """
     entries, written = {}, {}
     for number, name in enumerate(sorted(tensors)):
@@ -55,8 +55,8 @@ def written_rows(
 
 
 def replica_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return (i, n): this rank is number i, from 0, of the n ranks that hold the same part of a tensor. A tensor that is
-    not a DTensor is held by all ranks. If the mesh of a DTensor does not contain all ranks, other meshes of the same
+    """Return (i, n): this rank is number i, from 0, of the n ranks that hold the same part of a tensor. A tensor that
+    is not a DTensor is held by all ranks. If the mesh of a DTensor does not contain all ranks, other meshes of the same
     form hold copies of the tensor."""
     if not isinstance(tensor, DTensor):
         return rank_and_size()

@@ -186,9 +186,9 @@ def parse_digest(values: dict[str, Any]) -> Digest:
 
 
 def require_coverage(name: str, entry: TensorEntry) -> None:
-    """Raise CheckpointError unless every value of a tensor is in exactly one file of a checkpoint: the ranges of columns
-    follow one another, and for each of them the ranges of rows (slices of dimension 0). The message names the tensor
-    and the rows or columns.
+    """Raise CheckpointError unless every value of a tensor is in exactly one file of a checkpoint: the ranges of
+    columns follow one another, and for each of them the ranges of rows (slices of dimension 0). The message names the
+    tensor and the rows or columns.
 
     Args:
         name: the tensor's name.

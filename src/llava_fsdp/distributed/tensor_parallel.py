@@ -75,9 +75,9 @@ def siblings_of(model: nn.Module, plan: Mapping[str, Cut]) -> list[list[nn.Modul
 
 
 def wait_for_output(module: nn.Module, args: object, output: torch.Tensor) -> None:
-    """Forward hook that waits for a collective whose result a layer returns. Otherwise the first operation on the result
-    waits; there is none where activation checkpointing ends its second forward pass behind an adapted layer, and torch
-    would keep the result for the rest of the run."""
+    """Forward hook that waits for a collective whose result a layer returns. Otherwise the first operation on the
+    result waits; there is none where activation checkpointing ends its second forward pass behind an adapted layer, and
+    torch would keep the result for the rest of the run."""
     if isinstance(output, _functional_collectives.AsyncCollectiveTensor):
         output.trigger_wait()
 
@@ -160,10 +160,11 @@ def cut_output(module: nn.Module, mesh: DeviceMesh) -> None:
     """Divide the rows of the output layer among ranks. Called as a module, the layer returns all logits on every rank;
     the loss reads this rank's rows of its weight (`local_weight`)."""
     assert isinstance(module, nn.Linear) and module.bias is None
+    vocabulary = module.out_features
     divide(module, {"weight": Shard(0)}, mesh)
 
     def after(module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
-        shape = (*output.shape[:-1], module.out_features)
+        shape = torch.Size((*output.shape[:-1], vocabulary))
         stride = torch.empty(shape, device="meta").stride()
         parts = DTensor.from_local(output, mesh, [Shard(output.ndim - 1)], run_check=False, shape=shape, stride=stride)
         return parts.full_tensor()

@@ -50,9 +50,7 @@ class ContextPlan:
     """Why this way was chosen, for the log."""
 
 
-def plan_context(
-    how: ContextHow, language: PretrainedConfig, size: int, index: int, tensor: int = 1
-) -> ContextPlan:
+def plan_context(how: ContextHow, language: PretrainedConfig, size: int, index: int, tensor: int = 1) -> ContextPlan:
     """Choose how the `size` ranks that share a row attend; `auto` is `ulysses` if it can share out the heads.
 
     Args:

@@ -71,8 +71,8 @@ def styles_of(
     plan = getattr(config, "base_model_tp_plan", None)
     if not plan:
         raise ConfigError(
-            f"parallel.tensor={size}: transformers has no plan (base_model_tp_plan) for dividing a {config.model_type}; "
-            "set parallel.tensor=1"
+            f"parallel.tensor={size}: transformers has no plan (base_model_tp_plan) for dividing a "
+            f"{config.model_type}; set parallel.tensor=1"
         )
     known = {cut.value: cut for cut in Cut if cut not in (Cut.PARAMETER, Cut.EMBEDDING, Cut.OUTPUT)}
     found: dict[str, Cut] = {}

@@ -1,5 +1,5 @@
-"""Divide the layers of a model on the meta device as tensor parallelism does (`distributed/tensor_parallel.py`), without
-other ranks: collectives only allocate what real ones would. And count what they move."""
+"""Divide the layers of a model on the meta device as tensor parallelism does (`distributed/tensor_parallel.py`),
+without other ranks: collectives only allocate what real ones would. And count what they move."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from llava_fsdp.runtime.tensor_cut import Cut
 
 
 def divide_on_meta(model: Llava, size: int, chunk_tokens: int) -> None:
-    """Divide the layers of a model on the meta device among `size` ranks, in place, and keep the parts of the first one.
+    """Divide the layers of a model on the meta device among `size` ranks, in place, and keep the parts of the first
+    one.
 
     Args:
         chunk_tokens: number of labels whose logits the loss computes at a time.
@@ -104,7 +105,6 @@ class OwnPart(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         return torch.cat([grad_outputs[0]] * ctx.size, -1), None
-
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,9 @@ def print_plan(cfg: PlanConfig, typed: Sequence[str]) -> None:
     def plan_with(tried: PlanConfig) -> tuple[Planner, list[PlanRow]]:
         planner = Planner(tried, machine, parts=parts)
         splits = splits_to_try(planner, tried, ranks.world_size, is_free)
-        return planner, plan_rows(planner, choices(tried, machine.device, distinct_strategies(ranks, cfg.parallel.tensor)), ranks, splits)
+        return planner, plan_rows(
+            planner, choices(tried, machine.device, distinct_strategies(ranks, cfg.parallel.tensor)), ranks, splits
+        )
 
     planner, rows = smallest_context(cfg, ranks.world_size, parts.language, plan_with)
     best = command(cfg, rows[0], typed) if rows[0].fits else None

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from llava_fsdp.config import ActivationCheckpointing, Config, DType, Source, check_profile
@@ -30,7 +31,7 @@ from llava_fsdp.model.experts import RouterOutputs, find_routers
 from llava_fsdp.model.init_weights import computed_buffers, restore_buffers
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.load_weights import fingerprint, frozen_digests, load_weights
-from llava_fsdp.model.loss import VocabularyPart, chunked_loss
+from llava_fsdp.model.loss import LossCollector, VocabularyPart, chunked_loss
 from llava_fsdp.model.pretrained import artifacts_of
 from llava_fsdp.model.quantization import quantized_weights
 from llava_fsdp.model.tensor_plan import divide_dropout, tensor_plan
@@ -179,9 +180,13 @@ def divide_layers(model: Llava, mesh: DeviceMesh, cfg: Config) -> None:
     first, _ = own_rows(model.parts.language.vocab_size, mesh)
     part = VocabularyPart(first, reduction(mesh, "max"), reduction(mesh, "sum"))
     label_loss = partial(chunked_loss, chunk_tokens=cfg.loss.chunk_tokens, part=part)
-    model.label_loss = lambda hidden, weight, ids, *, collector=None: label_loss(
-        hidden, local_weight(weight), ids, collector=collector
-    )
+
+    def of_own_rows(
+        hidden: torch.Tensor, weight: torch.Tensor, label_ids: torch.Tensor, *, collector: LossCollector | None = None
+    ) -> torch.Tensor:
+        return label_loss(hidden, local_weight(weight), label_ids, collector=collector)
+
+    model.label_loss = of_own_rows
     divide_dropout(model, cuts, size, index)
     cut_model(model, cuts, mesh)
 
