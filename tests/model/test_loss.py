@@ -97,6 +97,26 @@ def test_torchs_kernel_is_refused_where_it_would_round_the_loss(monkeypatch: pyt
         choose_loss(asked, torch.float32)
 
 
+@pytest.mark.parametrize("gradients", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kernel", [LossKernel.auto, LossKernel.chunked])
+def test_losses_of_single_labels_are_collected_once(kernel: LossKernel, dtype: torch.dtype, gradients: bool) -> None:
+    """In order, positive, in fp32 and without gradients; also where the backward pass computes them again. The kernel
+    of this project takes every dtype."""
+    hidden, weight, ids = drawn(dtype)
+    loss = choose_loss(LossConfig(normalize=Normalize.step, chunk_tokens=5, kernel=kernel), dtype)
+    collector = LossCollector()
+    with torch.set_grad_enabled(gradients):
+        found = loss(hidden, weight, ids, collector=collector)
+    if gradients:
+        found.backward()
+    assert [len(chunk) for chunk in collector.chunks] == [5, 5, 5, 5, 3]
+    each = torch.cat(collector.chunks)
+    logits = functional.linear(hidden, weight).detach().float()
+    torch.testing.assert_close(each, functional.cross_entropy(logits, ids, reduction="none"))
+    assert not each.requires_grad
+
+
 class Alive(TorchDispatchMode):
     """Bytes of what is made under it, as far as it is still there: the most at once."""
 

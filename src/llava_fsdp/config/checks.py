@@ -63,6 +63,7 @@ def check_training(cfg: Config) -> None:
     other."""
     check_packing(cfg)
     check_tensor(cfg)
+    check_expert(cfg)
     check_base(cfg)
     check_compile(cfg)
     check_offload(cfg)
@@ -134,6 +135,7 @@ def check_tensor(cfg: Config) -> None:
         return
     mode, precision, quantizer = cfg.activation_checkpointing.mode, cfg.precision, cfg.model.quantize.mode
     refused = {
+        f"parallel.expert={cfg.parallel.expert}": (cfg.parallel.expert > 1, "parallel.expert=1"),
         "compile=true": (cfg.compile is True, "compile=auto"),
         f"activation_checkpointing={mode.value}": (
             mode is ActivationCheckpointing.budget,
@@ -152,6 +154,29 @@ def check_tensor(cfg: Config) -> None:
             raise ConfigError(
                 f"parallel.tensor={cfg.parallel.tensor} with {setting} is not supported; set {cure}, or "
                 "parallel.tensor=1"
+            )
+
+
+def check_expert(cfg: Config) -> None:
+    """Raise ConfigError for settings that cannot be used if several ranks share the experts of a mixture."""
+    if cfg.parallel.expert == 1:
+        return
+    mode, budget = cfg.model.quantize.mode, ActivationCheckpointing.budget
+    refused = {
+        "compile=true": (cfg.compile is True, "compile=auto"),
+        "activation_checkpointing=budget": (
+            cfg.activation_checkpointing.mode is budget,
+            "activation_checkpointing=selective",
+        ),
+        f"offload={cfg.offload.mode.value}": (cfg.offload.mode is not OffloadMode.none, "offload=none"),
+        "precision.linear=fp8": (cfg.precision.linear is LinearKind.fp8, "precision=bf16"),
+        f"model.quantize.mode={mode.value}": (mode is not Quantizer.none, "model.quantize.mode=none"),
+    }
+    for setting, (is_set, cure) in refused.items():
+        if is_set:
+            raise ConfigError(
+                f"parallel.expert={cfg.parallel.expert} with {setting} is not supported; set {cure}, or "
+                "parallel.expert=1"
             )
 
 

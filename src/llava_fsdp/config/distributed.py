@@ -56,9 +56,13 @@ class ParallelConfig:
     tensor: int = 1
     """Number of ranks that compute each layer of the language model together, each with a part of its weights. These
     ranks process the same rows."""
+    expert: int = 1
+    """Number of ranks that share the experts of a mixture of experts: each holds an equal part of them, and a token is
+    sent to the ranks of its experts."""
 
     def __post_init__(self) -> None:
         at_least("parallel.tensor", self.tensor, 1)
+        at_least("parallel.expert", self.expert, 1)
         if isinstance(self.context, str):
             if self.context != AUTO:
                 raise ConfigError(f"parallel.context={self.context} must be {WORDS['parallel.context']}")
@@ -76,11 +80,12 @@ class ParallelConfig:
         return self.num_context * self.tensor
 
     def check_divides(self, world_size: int) -> None:
-        """Raise ConfigError if `parallel.tensor`, `parallel.context` or their product does not divide the number of
-        ranks of the run."""
+        """Raise ConfigError if `parallel.tensor`, `parallel.context`, the product of both, or `parallel.expert` does
+        not divide the number of ranks of the run."""
         for key, size, ranks in (
             ("tensor", self.tensor, world_size),
             ("context", self.num_context, world_size // self.tensor),
+            ("expert", self.expert, world_size),
         ):
             if ranks % size:
                 divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]

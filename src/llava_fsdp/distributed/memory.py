@@ -34,11 +34,14 @@ class Weight:
     """Whether FSDP gathers the parameter in fp8."""
     unit: str = ""
     """Name of the FSDP unit that gathers the parameter; empty for the root unit. A unit has the name of its first
-    block."""
+    block. Experts that ranks share are a unit of their own (`unit_of_experts`)."""
     per_element: int = 1
     """Number of weights that are packed into one element; 1 unless the weights are quantised and packed."""
     statistics: int = 0
     """Bytes of the scales and offsets of a quantised weight, which every rank holds whole."""
+    sharers: int = 1
+    """Number of ranks that share the rows (experts) of the parameter evenly (`parallel.expert`). FSDP shards the part
+    of one of them over the ranks that have the same part."""
 
     @property
     def numel(self) -> int:
@@ -78,15 +81,25 @@ class Weight:
             return NUM_MOMENTS * (local + 4 * math.ceil(columns / BLOCK) * (local // columns if columns else 0))
         return NUM_MOMENTS * (2 if precision.moment_dtype is MomentDType.bf16 else 4) * local
 
+    @property
+    def gathered(self) -> int:
+        """Number of the parameter's elements that a rank has when FSDP has gathered it."""
+        return self.numel // self.sharers
+
+    def own_shards(self, shards: int) -> int:
+        """Return over how many ranks FSDP shards the parameter if it shards others over `shards` ranks."""
+        return max(1, shards // self.sharers)
+
     def local(self, shards: int, rank: int) -> int:
-        """Return the number of the parameter's elements in shard number `rank` of `shards` shards. FSDP splits
-        dimension 0 like `torch.chunk`."""
+        """Return the number of the parameter's elements on rank `rank` of the `shards` ranks over which FSDP shards
+        weights. FSDP splits dimension 0 like `torch.chunk`."""
+        shards, rank = self.own_shards(shards), rank // self.sharers
         if shards == 1:
-            return self.numel
-        rows = self.shape[0]
+            return self.gathered
+        rows = self.shape[0] // self.sharers
         chunk = math.ceil(rows / shards)
         held = max(0, min(chunk, rows - rank * chunk))
-        return self.numel // rows * held if rows else 0
+        return self.gathered // rows * held if rows else 0
 
     def padded(self, shards: int) -> int:
         """Return the number of the parameter's elements in the largest of `shards` shards, to whose size FSDP pads all
@@ -116,6 +129,11 @@ def divided_weights(weights: Mapping[str, Weight], plan: Mapping[str, Cut], size
             shape[dimension] = max(0, min(each, shape[dimension] - index * each))
         found[name] = replace(weight, shape=tuple(shape))
     return found
+
+
+def unit_of_experts(block: str) -> str:
+    """Return the name of the FSDP unit of a block's experts, if ranks share them."""
+    return f"experts of {block}"
 
 
 @dataclass(frozen=True)
@@ -175,7 +193,7 @@ def bytes_per_rank(
     frozen = 0
     for weight in weights:
         if not weight.trainable:
-            numel = local(weight) if plan.shards_frozen and not weight.whole else weight.numel
+            numel = local(weight) if plan.shards_frozen and not weight.whole else weight.gathered
             frozen += weight.item_size(precision) * numel + weight.statistics
     masters = sum(w.master_size(precision) * local(w) for w in trainable)
     moments = sum(w.moment_bytes(precision, w.local(shards, rank % shards)) for w in trainable)
@@ -185,10 +203,10 @@ def bytes_per_rank(
             w.item_size(precision) * w.numel for w in trainable if w.item_size(precision) != w.master_size(precision)
         )
         return Bytes(parameters, masters, moments, parameters, masters)
-    gathered = 0 if plan.reshard_every_micro_batch else sum(w.gathered_size(precision) * w.numel for w in trainable)
+    gathered = 0 if plan.reshard_every_micro_batch else sum(w.gathered_size(precision) * w.gathered for w in trainable)
     gradients_between = {
         Sync.EVERY_MICRO_BATCH: masters,
-        Sync.LAST_MICRO_BATCH: sum(w.reduce_size(precision) * w.numel for w in trainable),
+        Sync.LAST_MICRO_BATCH: sum(w.reduce_size(precision) * w.gathered for w in trainable),
         Sync.SCATTER_EVERY_REDUCE_LAST: sum(w.reduce_size(precision) * w.padded(shards) for w in trainable),
     }[plan.gradient_sync]
     return Bytes(parameters, masters, moments, parameters + gathered, gradients_between)

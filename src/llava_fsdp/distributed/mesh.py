@@ -57,6 +57,10 @@ class Meshes:
     tensor: DeviceMesh | None = None
     """Dimension (tensor,): the ranks that compute each layer together with this one. Then `states` contains only the
     ranks that hold the same parts of the weights. None: each rank computes whole layers."""
+    experts: DeviceMesh | None = None
+    """Dimensions (replicate, shard, expert) or (shard, expert). The `expert` ranks of a line share the experts of a
+    mixture; those that hold the same experts replicate and shard them like `states`. None: each rank has all
+    experts."""
 
 
 @contextmanager
@@ -141,7 +145,7 @@ def num_collectives(meshes: Meshes) -> Callable[[], int]:
 
 def groups_of(meshes: Meshes) -> list[dist.ProcessGroup]:
     """Return the default process group and those of the meshes, each once."""
-    made = [mesh for mesh in (meshes.states, meshes.context, meshes.tensor) if mesh is not None]
+    made = [mesh for mesh in (meshes.states, meshes.context, meshes.tensor, meshes.experts) if mesh is not None]
     groups = [dist.distributed_c10d._get_default_group(), *(group for mesh in made for group in mesh.get_all_groups())]
     return list({id(group): group for group in groups}.values())
 
@@ -274,32 +278,56 @@ def make_meshes(world: World, plan: ShardPlan, cfg: Config) -> Meshes:
         plan: the FSDP2 settings of the sharding strategy.
 
     Raises:
-        ConfigError: `sharding.shard_size`, `parallel.context` or `parallel.tensor` does not divide the number of ranks,
-            or the installed torch is too old for `parallel.context` or `parallel.tensor`.
+        ConfigError: `sharding.shard_size`, `parallel.context`, `parallel.tensor` or `parallel.expert` does not divide
+            the number of ranks, or the installed torch is too old for them.
     """
     cfg.parallel.check_divides(world.size)
-    size, tensor = cfg.parallel.num_context, cfg.parallel.tensor
-    for key, ranks in (("context", size), ("tensor", tensor)):
+    size, tensor, expert = cfg.parallel.num_context, cfg.parallel.tensor, cfg.parallel.expert
+    for key, ranks in (("context", size), ("tensor", tensor), ("expert", expert)):
         if ranks > 1:
             check_torch(f"parallel.{key}")
-    copies = world.size // tensor
+    copies = world.size // tensor  # ranks that hold the same parts of layers
     shape = mesh_shape(plan, copies, cfg.sharding.shard_size or max(1, world.local_size // tensor))
     if world.size == 1 and not cfg.offload.mode.moves_weights:
         return Meshes()
-    kind = world.device.type
-    states = {"replicate": shape[0], "shard": shape[1]} if plan.mesh is not Mesh.SHARD else {"shard": copies}
-    rows = {"data": copies // size, "context": size}
-    if tensor == 1:
-        return Meshes(
-            init_device_mesh(kind, tuple(states.values()), mesh_dim_names=tuple(states)),
-            init_device_mesh(kind, tuple(rows.values()), mesh_dim_names=tuple(rows)) if size > 1 else None,
+    names = ("shard",) if plan.mesh is Mesh.SHARD else ("replicate", "shard")
+
+    def mesh_of(sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+        return init_device_mesh(world.device.type, sizes[-len(names) :], mesh_dim_names=names)
+
+    if tensor > 1:
+        # FSDP needs a mesh that is a part of the same mesh as that of the divided weights
+        dense = mesh_of((*shape, tensor), (*names, "tensor"))
+        rows = ("data", "context")
+        context = mesh_of((copies // size, size, tensor), (*rows, "tensor"))[rows] if size > 1 else None
+        return Meshes(dense[names], context, dense["tensor"])
+    of_experts = (*shape_of_experts(shape, expert), expert)
+    return Meshes(
+        mesh_of(shape, names),
+        mesh_of((world.size // size, size), ("data", "context")) if size > 1 else None,
+        experts=mesh_of(of_experts, (*names, "expert")) if expert > 1 else None,
+    )
+
+
+def shape_of_experts(shape: tuple[int, int], size: int) -> tuple[int, int]:
+    """Return the (replicate, shard) sizes of the mesh of ranks that hold the same experts.
+
+    Args:
+        shape: (replicate, shard) sizes of the mesh of all ranks.
+        size: number of ranks that share the experts (`parallel.expert`): consecutive ranks, so that those which shard
+            other weights together (`shard` of them) hold all experts, if there are enough of them.
+
+    Raises:
+        ConfigError: neither `size` nor the number of ranks over which weights are sharded is a multiple of the other.
+    """
+    replicas, shards = shape
+    if size % shards and shards % size:
+        raise ConfigError(
+            f"parallel.expert={size} and sharding.shard_size={shards}: neither is a multiple of the other; set "
+            "parallel.expert to a divisor or a multiple of sharding.shard_size"
         )
-    # FSDP needs a mesh that is a part of the same mesh as that of the divided weights
-    dense = init_device_mesh(kind, (*states.values(), tensor), mesh_dim_names=(*states, "tensor"))
-    context = None
-    if size > 1:
-        context = init_device_mesh(kind, (*rows.values(), tensor), mesh_dim_names=(*rows, "tensor"))[tuple(rows)]
-    return Meshes(dense[tuple(states)], context, dense["tensor"])
+    own = max(1, shards // size)
+    return replicas * shards // (own * size), own
 
 
 def row_group(world: World, parallel: ParallelConfig) -> tuple[int, int]:

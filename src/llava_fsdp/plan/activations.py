@@ -18,15 +18,17 @@ from torch.utils._pytree import tree_leaves
 from llava_fsdp.config import ActivationCheckpointingConfig, Attention, Config
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.distributed.activation_checkpoint import apply_activation_checkpointing
+from llava_fsdp.distributed.expert_parallel import share_experts_on_meta
 from llava_fsdp.distributed.parallelize import block_names
 from llava_fsdp.distributed.precision import DTYPES, MASTERS, compute_norms_in_fp32, store_weights
 from llava_fsdp.model.attention import Kernel, NothingPacked, packing_refused
 from llava_fsdp.model.blocks import find_blocks
 from llava_fsdp.model.context_attention import plan_context, share_attention
+from llava_fsdp.model.experts import find_experts
 from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.pretrained import Parts
 from llava_fsdp.plan.divided_model import divide_on_meta
-from llava_fsdp.plan.meta_trace import Event, FuseAttention, LiveBytes, Trace, collect_gradients
+from llava_fsdp.plan.meta_trace import Event, FusedKernels, LiveBytes, Trace, collect_gradients
 
 MEASURED_BLOCKS = 3
 
@@ -145,6 +147,9 @@ class ActivationMeter:
         model.train()
         if cfg.parallel.num_context > 1 and kernel is not None:
             share_attention_on_meta(model, kernel, cfg, part)
+        if cfg.parallel.expert > 1:
+            experts = list(find_experts(model.language_model).values())
+            share_experts_on_meta(model.language_model, experts, cfg.parallel.expert)
         self.model = model
         self.packed = kernel is not None
         self.blends = ImageTokens.of_config(cfg, parts.image_size, model.image_tokens).blends
@@ -228,10 +233,10 @@ def run(model: Llava, inputs: tuple[Any, ...]) -> Trace:
     trace = Trace()
     tensors = [t for t in tree_leaves(inputs) if isinstance(t, torch.Tensor)]
     live = LiveBytes(trace, iter([*model.parameters(), *model.buffers(), *tensors]))
-    with collect_gradients(model, live, trace), mark_blocks(model, trace), FuseAttention(), NothingPacked(), live:
+    with collect_gradients(model, live, trace), mark_blocks(model, trace), FusedKernels(), NothingPacked(), live:
         loss = model(*inputs)
         trace.mark("backward")
-        # `loss.backward()` would be handled by FuseAttention, which is then inactive inside of it, where activation
+        # `loss.backward()` would be handled by FusedKernels, which is then inactive inside of it, where activation
         # checkpointing runs blocks again
         engine = torch.autograd.Variable._execution_engine
         engine.run_backward((loss,), (torch.ones_like(loss),), False, False, (), True, accumulate_grad=True)

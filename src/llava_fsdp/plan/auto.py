@@ -198,11 +198,12 @@ def with_each_context(cfg: C, world_size: int, language: PretrainedConfig) -> li
         language: configuration of the language model.
 
     Raises:
-        ConfigError: no such number is large enough, or `parallel.context` is a number that is not possible.
+        ConfigError: no such number is large enough, or `parallel.context` or `parallel.expert` is a number that is not
+            possible.
     """
     tensor = cfg.parallel.tensor
+    cfg.parallel.check_divides(world_size)
     if cfg.parallel.context != AUTO:
-        cfg.parallel.check_divides(world_size)
         plan_context(cfg.parallel.context_how, language, cfg.parallel.num_context, 0, tensor)
         return [cfg]
     found: list[C] = []

@@ -27,6 +27,7 @@ from llava_fsdp.distributed.precision import DTYPES
 from llava_fsdp.distributed.zero import SHARD_PLANS, ShardPlan
 from llava_fsdp.model.attention import grows_with_square
 from llava_fsdp.model.context_attention import plan_context
+from llava_fsdp.model.experts import check_shared_experts, find_experts, find_routers
 from llava_fsdp.model.flops import count_flops
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.pretrained import Parts
@@ -50,6 +51,7 @@ from llava_fsdp.plan.step_time import (
     Step,
     Volume,
     context_volume,
+    expert_volume,
     received_by_attention,
     recomputed_share,
     sample_flops,
@@ -148,7 +150,10 @@ class Planner:
         self.model = build_llava(self.parts, cfg.model, DTYPES[cfg.precision.param_dtype], self.kernel, cfg.loss)
         whole, blocks = self.model.whole_while_frozen(), self.model.blocks()
         per_unit = cfg.sharding.blocks_per_unit
-        weights = weights_of(self.model, blocks, whole, cfg.precision, per_unit)
+        if cfg.parallel.expert > 1:
+            check_shared_experts(self.model.language_model, cfg.parallel.expert)
+        experts = list(find_experts(self.model.language_model).values()), cfg.parallel.expert
+        weights = weights_of(self.model, blocks, whole, cfg.precision, per_unit, *experts)
         self.whole_weights = list(weights.values())
         self.trainable = sum(w.numel for w in self.whole_weights if w.trainable)
         """Number of trainable parameters of the model that is planned for."""
@@ -278,7 +283,8 @@ class Planner:
         world_size, trained = ranks.world_size, sum(w.numel for w in self.weights if w.trainable)
         args = own.world_size, own.shard_size, own.node_size
         sent = volume(self.weights, strategy, precision, *args, len(micros))
-        sent = self.with_layers(self.with_context(sent, choice, micros), choice, micros)
+        sent = self.with_experts(self.with_context(sent, choice, micros), choice, micros)
+        sent = self.with_layers(sent, choice, micros)
         flops = sample_flops(self.flops, self.samples)
         tower = self.flops.tile * self.samples.tiles  # that every rank computes
         of_rank = (flops - tower) / self.tensor + tower
@@ -344,6 +350,18 @@ class Planner:
             args = micro.tokens, micro.labels, self.cfg.loss.chunk_tokens, share
             moved += layer_volume(self.model, self.plan, self.tensor, *args)
         return replace(sent, tensor=moved.bytes, sums=moved.calls, tensor_size=self.tensor)
+
+    def with_experts(self, sent: Volume, choice: Choice, micros: Sequence[MicroBatch]) -> Volume:
+        """Return the volume of communication with that of tokens between ranks that share the experts of a mixture."""
+        size, language = self.cfg.parallel.expert, self.model.language_model
+        if size == 1:
+            return sent
+        layers, (router, *_) = find_experts(language), find_routers(language)
+        width = DTYPES[self.cfg.precision.param_dtype].itemsize
+        recomputed = int(choice.activation_checkpointing.mode is not ActivationCheckpointing.none)
+        sizes = len(layers), router.experts, router.choices, self.parts.language.hidden_size, width
+        moved, calls = expert_volume(size, *sizes, [micro.tokens for micro in micros], recomputed)
+        return replace(sent, experts=moved, expert_exchanges=calls, expert_size=size)
 
     def offloads_activations(self, choice: Choice) -> bool:
         """Return whether a way to train (`choice`) offloads the inputs of blocks to host memory; false on a CPU
@@ -421,7 +439,7 @@ class Planner:
         """Return the bytes of the frozen weights that are not sharded, so that every rank holds all of them. Which
         these are depends on the sharding strategy (`plan`)."""
         return sum(
-            w.numel * w.item_size(self.cfg.precision)
+            w.gathered * w.item_size(self.cfg.precision)
             for w in self.weights
             if not w.trainable and (w.whole or not plan.shards_frozen)
         )

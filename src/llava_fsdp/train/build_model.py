@@ -9,6 +9,7 @@ from llava_fsdp.distributed.compile import choose_compiling
 from llava_fsdp.distributed.fp8 import check_fp8
 from llava_fsdp.distributed.precision import DTYPES
 from llava_fsdp.model.attention import choose_kernel
+from llava_fsdp.model.experts import check_shared_experts
 from llava_fsdp.model.flops import count_flops
 from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.pretrained import Parts
@@ -34,6 +35,8 @@ def build_model(cfg: Config, parts: Parts, device: torch.device) -> Llava:
     model = build_llava(parts, cfg.model, compute_dtype, kernel, cfg.loss)
     if cfg.parallel.tensor > 1:
         tensor_plan(model, cfg.parallel.tensor)  # raises an error if the model cannot be divided
+    if cfg.parallel.expert > 1:
+        check_shared_experts(model.language_model, cfg.parallel.expert)
     return model
 
 

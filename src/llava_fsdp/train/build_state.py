@@ -14,9 +14,11 @@ from llava_fsdp.config import ActivationCheckpointing, Config, DType, Source, ch
 from llava_fsdp.data.loader import Loader, build_loader
 from llava_fsdp.data.toy_shapes import draw_shapes
 from llava_fsdp.data.validation_set import Choose, HeldOut, open_held_out, warn_of_trained
+from llava_fsdp.distributed.activation_checkpoint import clean_name
 from llava_fsdp.distributed.compile import Compilations, choose_compiling
 from llava_fsdp.distributed.consensus import on_first_rank
 from llava_fsdp.distributed.context import exchange_in, gather_in
+from llava_fsdp.distributed.expert_parallel import share_experts
 from llava_fsdp.distributed.local_shards import local_shards
 from llava_fsdp.distributed.mesh import Meshes, World, first_rank_first, gather_lists, row_group
 from llava_fsdp.distributed.offload import Offload, warn_if_useless
@@ -27,7 +29,7 @@ from llava_fsdp.distributed.zero import ShardPlan
 from llava_fsdp.export import adapter_folder
 from llava_fsdp.export.check_folders import check_artifacts
 from llava_fsdp.model.context_attention import ContextPlan, plan_context, share_attention
-from llava_fsdp.model.experts import RouterOutputs, find_routers
+from llava_fsdp.model.experts import RouterOutputs, find_experts, find_routers
 from llava_fsdp.model.init_weights import computed_buffers, restore_buffers
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.load_weights import fingerprint, frozen_digests, load_weights
@@ -73,7 +75,9 @@ def build_state(cfg: Config, world: World, plan: ShardPlan, meshes: Meshes | Non
     utilization = utilization_of(model, cfg, world.device, world.size)
     about: dict[str, Any] = {}
     if world.is_first:
-        weights = weights_of(model, model.blocks(), model.whole_while_frozen(), cfg.precision)
+        experts = list(find_experts(model.language_model).values()), cfg.parallel.expert
+        whole, per_unit = model.whole_while_frozen(), cfg.sharding.blocks_per_unit
+        weights = weights_of(model, model.blocks(), whole, cfg.precision, per_unit, *experts)
         about = about_run(cfg, world, model, loader.steps.records, weights)
         planned, kernel = about["planned_peak"], model.kernel
         if world.device.type == "cuda" and utilization.peak is None:
@@ -234,11 +238,16 @@ def assemble(
     is_hidden = compiling.on and cfg.activation_checkpointing.mode is ActivationCheckpointing.selective
     routers = [] if is_hidden or meshes.context is not None else find_routers(model.language_model)
     watched = RouterOutputs(routers, with_gradients=cfg.model.balance_loss > 0) if routers else None
-    masters = parallelize(model, model.blocks(), mesh, plan, cfg, offload, model.whole_while_frozen(), compilations)
+    share = None
+    if meshes.experts is not None:
+        found = list(find_experts(model.language_model).values())
+        share = partial(share_experts, model.language_model, found, meshes.experts, plan.shards_frozen)
+    whole = model.whole_while_frozen()
+    masters = parallelize(model, model.blocks(), mesh, plan, cfg, offload, whole, compilations, share)
     for message in useless_settings(cfg.sharding, model.blocks(), mesh["shard"].size() if mesh is not None else None):
         log().log(logging.WARNING if world.is_first else logging.DEBUG, message)
     fill(model, masters)
-    restore_buffers(model, buffers)
+    restore_buffers(model, buffers, clean_name)
     offload.drop_loaded_shards()
     optimizer, learning_rate = build_optimizer(model, masters, cfg, loader.total_steps)
     optimizer = offload.optimizer(optimizer)

@@ -147,6 +147,8 @@ def describe_sharding(cfg: Config, world: World) -> str:
     found = f"{cfg.sharding.strategy.value} over {world.size} {world.device.type} rank{'s' * (world.size > 1)}"
     tensor = cfg.parallel.tensor
     found += f", of which each {tensor} compute every layer together" if tensor > 1 else ""
+    if cfg.parallel.expert > 1:
+        found += f", each {cfg.parallel.expert} of which share the experts"
     found += f", activation checkpointing {describe_activation_checkpointing(cfg, world)}"
     if cfg.offload.mode is not OffloadMode.none:
         found += f", offload {describe_offload(cfg, world.device)}"
