@@ -11,7 +11,9 @@ from llava_fsdp.config.enums import (
     ActivationCheckpointing,
     AspectRatio,
     Attention,
+    DType,
     LinearKind,
+    LossKernel,
     MasterDType,
     MomentDType,
     Normalize,
@@ -60,6 +62,7 @@ def check_training(cfg: Config) -> None:
     """Raise ConfigError if a number in the configuration of a training is out of its bounds, or if keys contradict each
     other."""
     check_packing(cfg)
+    check_tensor(cfg)
     check_expert(cfg)
     check_base(cfg)
     check_compile(cfg)
@@ -124,6 +127,34 @@ def check_context(cfg: Config) -> None:
             f"{context} with model.balance_loss={cfg.model.balance_loss}: this loss needs all tokens of a sample on "
             "one rank; set model.balance_loss=0, or parallel.context=1"
         )
+
+
+def check_tensor(cfg: Config) -> None:
+    """Raise ConfigError for settings that cannot be used if several ranks compute each layer together."""
+    if cfg.parallel.tensor == 1:
+        return
+    mode, precision, quantizer = cfg.activation_checkpointing.mode, cfg.precision, cfg.model.quantize.mode
+    refused = {
+        f"parallel.expert={cfg.parallel.expert}": (cfg.parallel.expert > 1, "parallel.expert=1"),
+        "compile=true": (cfg.compile is True, "compile=auto"),
+        f"activation_checkpointing={mode.value}": (
+            mode is ActivationCheckpointing.budget,
+            "activation_checkpointing=selective",
+        ),
+        f"offload={cfg.offload.mode.value}": (cfg.offload.mode is not OffloadMode.none, "offload=none"),
+        "precision.linear=fp8": (precision.linear is LinearKind.fp8, "precision=bf16"),
+        "precision.param_dtype=fp16": (precision.param_dtype is DType.fp16, "precision=bf16"),
+        "precision.moment_dtype=int8": (precision.moment_dtype is MomentDType.int8, "precision.moment_dtype=bf16"),
+        f"model.quantize.mode={quantizer.value}": (quantizer is not Quantizer.none, "model.quantize.mode=none"),
+        "model.lora.use_dora=true": (cfg.model.lora.use_dora, "model.lora.use_dora=false"),
+        "loss.kernel=torch": (cfg.loss.kernel is LossKernel.torch, "loss.kernel=auto"),
+    }
+    for setting, (is_set, cure) in refused.items():
+        if is_set:
+            raise ConfigError(
+                f"parallel.tensor={cfg.parallel.tensor} with {setting} is not supported; set {cure}, or "
+                "parallel.tensor=1"
+            )
 
 
 def check_expert(cfg: Config) -> None:

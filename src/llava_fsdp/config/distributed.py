@@ -53,11 +53,15 @@ class ParallelConfig:
     context_how: ContextHow = ContextHow.auto
     """How ranks that share a row compute its attention. ulysses: each rank computes some heads; gather: each rank
     computes some positions; auto: ulysses if the heads can be divided."""
+    tensor: int = 1
+    """Number of ranks that compute each layer of the language model together, each with a part of its weights. These
+    ranks process the same rows."""
     expert: int = 1
     """Number of ranks that share the experts of a mixture of experts: each holds an equal part of them, and a token is
     sent to the ranks of its experts."""
 
     def __post_init__(self) -> None:
+        at_least("parallel.tensor", self.tensor, 1)
         at_least("parallel.expert", self.expert, 1)
         if isinstance(self.context, str):
             if self.context != AUTO:
@@ -70,14 +74,24 @@ class ParallelConfig:
         """Number of ranks that process a row together; 1 until the planner has replaced `auto`."""
         return self.context if isinstance(self.context, int) else 1
 
+    @property
+    def ranks_per_row(self) -> int:
+        """Number of consecutive ranks that process the same rows: `parallel.context` times `parallel.tensor`."""
+        return self.num_context * self.tensor
+
     def check_divides(self, world_size: int) -> None:
-        """Raise ConfigError if `parallel.context` or `parallel.expert` does not divide the number of ranks of the
-        run."""
-        for key, size in (("parallel.context", self.num_context), ("parallel.expert", self.expert)):
-            if world_size % size:
-                divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
+        """Raise ConfigError if `parallel.tensor`, `parallel.context`, the product of both, or `parallel.expert` does
+        not divide the number of ranks of the run."""
+        for key, size, ranks in (
+            ("tensor", self.tensor, world_size),
+            ("context", self.num_context, world_size // self.tensor),
+            ("expert", self.expert, world_size),
+        ):
+            if ranks % size:
+                divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
+                per = f" divided by parallel.tensor={self.tensor}" if ranks != world_size else ""
                 raise ConfigError(
-                    f"{key}={size} does not divide {world_size}, the number of ranks of this run; "
+                    f"parallel.{key}={size} does not divide {ranks}, the number of ranks of this run{per}; "
                     f"set it to one of {divisors}, or start another number of ranks (--nproc-per-node)"
                 )
 

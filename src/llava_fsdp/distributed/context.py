@@ -13,7 +13,7 @@ from torch.distributed import _functional_collectives
 from llava_fsdp.runtime.errors import ConfigError
 
 OLDEST_TORCH = (2, 13)
-"""Oldest release of torch with which context and expert parallelism are tested."""
+"""Oldest release of torch with which context, tensor and expert parallelism are tested."""
 
 
 def check_torch(key: str = "parallel.context") -> None:

@@ -6,12 +6,14 @@ and the last ranks may hold fewer or none. Tests compare these formulas with the
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from llava_fsdp.config import DType, MasterDType, MomentDType, OffloadMode, PrecisionConfig, Strategy
 from llava_fsdp.distributed.lowbit_adamw import BLOCK, is_quantised
 from llava_fsdp.distributed.mesh import mesh_shape
 from llava_fsdp.distributed.zero import SHARD_PLANS, Sync
+from llava_fsdp.runtime.tensor_cut import Cut
 
 ITEM_SIZE = {DType.bf16: 2, DType.fp16: 2, DType.fp32: 4}
 NUM_MOMENTS = 2
@@ -105,6 +107,30 @@ class Weight:
         return self.local(shards, 0)
 
 
+def divided_weights(weights: Mapping[str, Weight], plan: Mapping[str, Cut], size: int, index: int) -> dict[str, Weight]:
+    """Return the properties of the parts of all parameters that a rank has under tensor parallelism, by parameter name.
+
+    Args:
+        weights: the properties of the whole parameters.
+        plan: how the weights of modules and single parameters are divided, by their names.
+        size: number of ranks that divide them.
+        index: number of the rank among these.
+    """
+    found = {}
+    for name, weight in weights.items():
+        owner, _, leaf = name.rpartition(".")
+        cut = plan.get(name, plan.get(owner))
+        dimension = None if cut in (None, Cut.SUMMED) else 0
+        if cut in (Cut.ROWWISE, Cut.ROWWISE_SPLIT):
+            dimension = 1 if leaf == "weight" else None
+        shape = list(weight.shape)
+        if dimension is not None:
+            each = math.ceil(shape[dimension] / size)
+            shape[dimension] = max(0, min(each, shape[dimension] - index * each))
+        found[name] = replace(weight, shape=tuple(shape))
+    return found
+
+
 def unit_of_experts(block: str) -> str:
     """Return the name of the FSDP unit of a block's experts, if ranks share them."""
     return f"experts of {block}"
@@ -133,6 +159,7 @@ def bytes_per_rank(
     rank: int = 0,
     offload: OffloadMode = OffloadMode.none,
     padded: bool = False,
+    divided: bool = False,
 ) -> Bytes:
     """Compute the bytes of parameters, gradients and optimizer state that rank `rank` holds, in memory or offloaded.
 
@@ -153,6 +180,8 @@ def bytes_per_rank(
         offload: what is offloaded; it matters only for one rank, which uses FSDP only to offload weights.
         padded: whether to count padding too. FSDP pads the parameters and gradients of a short shard to the size of a
             full shard (`FSDPParam.reset_sharded_param`, `foreach_reduce`). Moments have no padding.
+        divided: whether `weights` are parts, which ranks have under tensor parallelism; `world_size` is then the number
+            of ranks that hold the same parts. A single one uses FSDP, too.
     """
     plan = SHARD_PLANS[strategy]
     _, shards = mesh_shape(plan, world_size, shard_size)
@@ -169,7 +198,7 @@ def bytes_per_rank(
     masters = sum(w.master_size(precision) * local(w) for w in trainable)
     moments = sum(w.moment_bytes(precision, w.local(shards, rank % shards)) for w in trainable)
     parameters = frozen + masters
-    if world_size == 1 and not offload.moves_weights:
+    if world_size == 1 and not divided and not offload.moves_weights:
         parameters += sum(
             w.item_size(precision) * w.numel for w in trainable if w.item_size(precision) != w.master_size(precision)
         )

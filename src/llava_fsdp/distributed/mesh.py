@@ -46,7 +46,7 @@ class World:
 
 @dataclass(frozen=True)
 class Meshes:
-    """The device meshes of a training. Each contains all ranks in order."""
+    """The device meshes of a training. Each contains all ranks in order, unless layers are divided (`tensor`)."""
 
     states: DeviceMesh | None = None
     """How weights, gradients and optimizer states are sharded, with the dimensions (replicate, shard) or (shard,);
@@ -54,6 +54,9 @@ class Meshes:
     weights."""
     context: DeviceMesh | None = None
     """Dimensions (data, context). The `context` ranks of a line share their rows. None: no rows are shared."""
+    tensor: DeviceMesh | None = None
+    """Dimension (tensor,): the ranks that compute each layer together with this one. Then `states` contains only the
+    ranks that hold the same parts of the weights. None: each rank computes whole layers."""
     experts: DeviceMesh | None = None
     """Dimensions (replicate, shard, expert) or (shard, expert). The `expert` ranks of a line share the experts of a
     mixture; those that hold the same experts replicate and shard them like `states`. None: each rank has all
@@ -142,7 +145,7 @@ def num_collectives(meshes: Meshes) -> Callable[[], int]:
 
 def groups_of(meshes: Meshes) -> list[dist.ProcessGroup]:
     """Return the default process group and those of the meshes, each once."""
-    made = [mesh for mesh in (meshes.states, meshes.context, meshes.experts) if mesh is not None]
+    made = [mesh for mesh in (meshes.states, meshes.context, meshes.tensor, meshes.experts) if mesh is not None]
     groups = [dist.distributed_c10d._get_default_group(), *(group for mesh in made for group in mesh.get_all_groups())]
     return list({id(group): group for group in groups}.values())
 
@@ -275,29 +278,34 @@ def make_meshes(world: World, plan: ShardPlan, cfg: Config) -> Meshes:
         plan: the FSDP2 settings of the sharding strategy.
 
     Raises:
-        ConfigError: `sharding.shard_size`, `parallel.context` or `parallel.expert` does not divide the number of ranks,
-            or the installed torch is too old for them.
+        ConfigError: `sharding.shard_size`, `parallel.context`, `parallel.tensor` or `parallel.expert` does not divide
+            the number of ranks, or the installed torch is too old for them.
     """
     cfg.parallel.check_divides(world.size)
-    if cfg.parallel.num_context > 1:
-        check_torch()
-    if cfg.parallel.expert > 1:
-        check_torch("parallel.expert")
-    shape = mesh_shape(plan, world.size, cfg.sharding.shard_size or world.local_size)
+    size, tensor, expert = cfg.parallel.num_context, cfg.parallel.tensor, cfg.parallel.expert
+    for key, ranks in (("context", size), ("tensor", tensor), ("expert", expert)):
+        if ranks > 1:
+            check_torch(f"parallel.{key}")
+    copies = world.size // tensor  # ranks that hold the same parts of layers
+    shape = mesh_shape(plan, copies, cfg.sharding.shard_size or max(1, world.local_size // tensor))
     if world.size == 1 and not cfg.offload.mode.moves_weights:
         return Meshes()
-    kind, size = world.device.type, cfg.parallel.num_context
     names = ("shard",) if plan.mesh is Mesh.SHARD else ("replicate", "shard")
 
     def mesh_of(sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-        return init_device_mesh(kind, sizes[-len(names) :], mesh_dim_names=names)
+        return init_device_mesh(world.device.type, sizes[-len(names) :], mesh_dim_names=names)
 
-    expert = cfg.parallel.expert
+    if tensor > 1:
+        # FSDP needs a mesh that is a part of the same mesh as that of the divided weights
+        dense = mesh_of((*shape, tensor), (*names, "tensor"))
+        rows = ("data", "context")
+        context = mesh_of((copies // size, size, tensor), (*rows, "tensor"))[rows] if size > 1 else None
+        return Meshes(dense[names], context, dense["tensor"])
     of_experts = (*shape_of_experts(shape, expert), expert)
     return Meshes(
         mesh_of(shape, names),
         mesh_of((world.size // size, size), ("data", "context")) if size > 1 else None,
-        mesh_of(of_experts, (*names, "expert")) if expert > 1 else None,
+        experts=mesh_of(of_experts, (*names, "expert")) if expert > 1 else None,
     )
 
 
@@ -323,14 +331,14 @@ def shape_of_experts(shape: tuple[int, int], size: int) -> tuple[int, int]:
 
 
 def row_group(world: World, parallel: ParallelConfig) -> tuple[int, int]:
-    """Return the number of this rank's group, and how many groups there are. A group is `parallel.context` consecutive
-    ranks that process the same rows.
+    """Return the number of this rank's group, and how many groups there are. A group is `parallel.context` times
+    `parallel.tensor` consecutive ranks that process the same rows.
 
     Raises:
-        ConfigError: `parallel.context` does not divide the number of ranks.
+        ConfigError: `parallel.context` or `parallel.tensor` does not divide the number of ranks.
     """
     parallel.check_divides(world.size)
-    size = parallel.num_context
+    size = parallel.ranks_per_row
     return world.rank // size, world.size // size
 
 

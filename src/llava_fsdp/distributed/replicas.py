@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 from xxhash import xxh3_64_intdigest
 
+from llava_fsdp.distributed.consensus import rank_and_size
 from llava_fsdp.distributed.local_shards import local
 
 CHUNK = 1 << 24
@@ -29,14 +30,15 @@ def shared_tensors(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch
         tensors: tensors by name; DTensors if they are sharded.
 
     Returns:
-        Two dicts by tensor name: this rank's rows of the DTensors that are replicated over a dimension of their mesh,
-            and the plain tensors, which every rank holds whole.
+        Two dicts by tensor name: this rank's part of the DTensors that are replicated over a dimension of their mesh or
+            whose mesh does not contain all ranks, and the plain tensors, which every rank holds whole.
     """
+    _, ranks = rank_and_size()
     of_mesh, everywhere = {}, {}
     for name, tensor in tensors.items():
         if not isinstance(tensor, DTensor):
             everywhere[name] = local(tensor)
-        elif any(
+        elif tensor.device_mesh.size() < ranks or any(
             isinstance(p, Replicate) and n > 1 for p, n in zip(tensor.placements, tensor.device_mesh.shape, strict=True)
         ):
             of_mesh[name] = local(tensor)
@@ -211,6 +213,7 @@ def same_on_every_rank(norm: DTensor) -> torch.Tensor:
     that clip gradients by norms with different bits would drift apart. Therefore all ranks get the largest norm.
     """
     value = norm.full_tensor()
-    if sum(size > 1 for size in norm.device_mesh.shape) > 1:
+    mesh = norm.device_mesh
+    if sum(size > 1 for size in mesh.shape) > 1 or mesh.size() < dist.get_world_size():
         dist.all_reduce(value, dist.ReduceOp.MAX)
     return value

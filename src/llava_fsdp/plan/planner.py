@@ -20,7 +20,7 @@ from llava_fsdp.config import (
     Strategy,
 )
 from llava_fsdp.data.images.image_tokens import ImageTokens
-from llava_fsdp.distributed.memory import Bytes, bytes_per_rank
+from llava_fsdp.distributed.memory import Bytes, bytes_per_rank, divided_weights
 from llava_fsdp.distributed.mesh import mesh_shape
 from llava_fsdp.distributed.parallelize import units_of_blocks, weights_of
 from llava_fsdp.distributed.precision import DTYPES
@@ -31,7 +31,9 @@ from llava_fsdp.model.experts import check_shared_experts, find_experts, find_ro
 from llava_fsdp.model.flops import count_flops
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.pretrained import Parts
+from llava_fsdp.model.tensor_plan import tensor_plan
 from llava_fsdp.plan.activations import ActivationMeter, MicroBatch, Segment
+from llava_fsdp.plan.divided_model import Moved, layer_volume
 from llava_fsdp.plan.fsdp_units import units_of
 from llava_fsdp.plan.hardware import MIB, Machine, machine_for
 from llava_fsdp.plan.model_shapes import kernel_for, shapes_of
@@ -151,7 +153,14 @@ class Planner:
         if cfg.parallel.expert > 1:
             check_shared_experts(self.model.language_model, cfg.parallel.expert)
         experts = list(find_experts(self.model.language_model).values()), cfg.parallel.expert
-        self.weights = list(weights_of(self.model, blocks, whole, cfg.precision, per_unit, *experts).values())
+        weights = weights_of(self.model, blocks, whole, cfg.precision, per_unit, *experts)
+        self.whole_weights = list(weights.values())
+        self.trainable = sum(w.numel for w in self.whole_weights if w.trainable)
+        """Number of trainable parameters of the model that is planned for."""
+        self.tensor = cfg.parallel.tensor
+        self.plan = tensor_plan(self.model, self.tensor) if self.tensor > 1 else {}
+        self.weights = list(divided_weights(weights, self.plan, self.tensor, 0).values())
+        """Properties of the parameters, or of the parts of them that the first rank has with parallel.tensor."""
         self.unit_names = units_of_blocks(self.model, blocks, per_unit)
         quantized = sum(weight.statistics for weight in self.weights)  # counted with the parameters
         self.buffer_bytes = sum(b.numel() * b.element_size() for b in self.model.buffers()) - quantized
@@ -175,7 +184,7 @@ class Planner:
     def how(self) -> ContextHow:
         """How the ranks that process a row together compute its attention: `ulysses` or `gather`."""
         parallel = self.cfg.parallel
-        return plan_context(parallel.context_how, self.parts.language, parallel.num_context, 0).how
+        return plan_context(parallel.context_how, self.parts.language, parallel.num_context, 0, self.tensor).how
 
     def gathered_for_attention(self, micro: MicroBatch) -> int:
         """Return the bytes that a rank holds after a forward pass if it keeps the results of all collectives of
@@ -189,11 +198,6 @@ class Planner:
     def ends(self, small: MicroBatch, large: MicroBatch) -> list[MicroBatch]:
         """Return the two micro-batches between which others may be interpolated; none if each must be measured."""
         return [] if self.grows_with_square or small == large else [small, large]
-
-    @property
-    def trainable(self) -> int:
-        """Number of trainable parameters of the model that is planned for."""
-        return sum(w.numel for w in self.weights if w.trainable)
 
     def segments(self, mode: ActivationCheckpointing, micro: MicroBatch) -> list[Segment]:
         """Measure the activation memory of a micro-batch's forward and backward pass. Return it in segments (a block,
@@ -265,29 +269,37 @@ class Planner:
             rank: the rank whose memory is computed.
         """
         precision, strategy, offload = self.cfg.precision, choice.strategy, choice.offload
-        world_size, shard_size = ranks.world_size, ranks.shard_size
-        args = self.weights, strategy, precision, world_size, shard_size, rank, offload
-        at_rest = bytes_per_rank(*args)
-        ledger = self.simulate(choice, ranks, micros, between, rank)
-        host, disk = self.off_device(offload, SHARD_PLANS[strategy], bytes_per_rank(*args, padded=True))
+        own = Ranks(
+            ranks.world_size // self.tensor, ranks.shard_size, max(1, ranks.node_size // self.tensor)
+        )  # those that hold the same parts of layers
+        args = self.weights, strategy, precision, own.world_size, own.shard_size, rank // self.tensor, offload
+        at_rest = bytes_per_rank(*args, divided=self.tensor > 1)
+        ledger = self.simulate(choice, own, micros, between, rank // self.tensor)
+        stored = bytes_per_rank(*args, padded=True, divided=self.tensor > 1)
+        host, disk = self.off_device(offload, SHARD_PLANS[strategy], stored)
         if self.offloads_activations(choice):
             passes = self.passes(ActivationCheckpointing.full, micros, between)
             host += max(sum(inputs_of_blocks(one).values()) for one in passes)
-        sent = volume(self.weights, strategy, precision, world_size, shard_size, ranks.node_size, len(micros))
+        world_size, trained = ranks.world_size, sum(w.numel for w in self.weights if w.trainable)
+        args = own.world_size, own.shard_size, own.node_size
+        sent = volume(self.weights, strategy, precision, *args, len(micros))
         sent = self.with_experts(self.with_context(sent, choice, micros), choice, micros)
+        sent = self.with_layers(sent, choice, micros)
         flops = sample_flops(self.flops, self.samples)
+        tower = self.flops.tile * self.samples.tiles  # that every rank computes
+        of_rank = (flops - tower) / self.tensor + tower
         share = recomputed_share(choice.activation_checkpointing)
-        recomputed = share * (sample_flops(self.recomputing_flops, self.samples) - flops)
-        samples_per_rank = self.cfg.global_batch_size / world_size
-        _, shards = mesh_shape(SHARD_PLANS[strategy], world_size, shard_size)
+        recomputed = share * (sample_flops(self.recomputing_flops, self.samples) - flops) / self.tensor
+        samples_per_rank = self.cfg.global_batch_size / own.world_size
+        _, shards = mesh_shape(SHARD_PLANS[strategy], own.world_size, own.shard_size)
         step = step_time(
             self.machine,
             precision,
-            samples_per_rank * flops,
+            samples_per_rank * of_rank,
             samples_per_rank * recomputed,
             sent,
-            trainable=self.trainable,
-            local=self.trainable / shards,
+            trainable=trained,
+            local=trained / shards,
             micro_batches=len(micros),
             world_size=world_size,
             offload=offload,
@@ -296,7 +308,7 @@ class Planner:
         return PlanRow(
             choice,
             world_size,
-            shard_size,
+            own.shard_size,
             tuple(micros),
             {**ledger.worst, "total": sum(ledger.worst.values())},
             ledger.moment,
@@ -325,6 +337,19 @@ class Planner:
         tokens = sum(micro.tokens for micro in micros)
         moved, count = context_volume(self.how, size, self.parts.language, width, tokens, share)
         return replace(sent, context=moved, exchanges=count * len(micros), context_size=size)
+
+    def with_layers(self, sent: Volume, choice: Choice, micros: Sequence[MicroBatch]) -> Volume:
+        """Return the volume of communication with that between ranks that compute layers together."""
+        if self.tensor == 1:
+            return sent
+        share = recomputed_share(choice.activation_checkpointing)
+        if choice.activation_checkpointing.mode is ActivationCheckpointing.selective:  # collectives run again
+            share = 1.0
+        moved = Moved()
+        for micro in micros:
+            args = micro.tokens, micro.labels, self.cfg.loss.chunk_tokens, share
+            moved += layer_volume(self.model, self.plan, self.tensor, *args)
+        return replace(sent, tensor=moved.bytes, sums=moved.calls, tensor_size=self.tensor)
 
     def with_experts(self, sent: Volume, choice: Choice, micros: Sequence[MicroBatch]) -> Volume:
         """Return the volume of communication with that of tokens between ranks that share the experts of a mixture."""
@@ -384,10 +409,10 @@ class Planner:
         precision, plan = self.cfg.precision, SHARD_PLANS[choice.strategy]
         world_size, shard_size = ranks.world_size, ranks.shard_size
         args = self.weights, choice.strategy, precision, world_size, shard_size, rank, choice.offload
-        stored = bytes_per_rank(*args, padded=True)
+        stored = bytes_per_rank(*args, padded=True, divided=self.tensor > 1)
         kept, inputs = self.input_bytes(micros)
         states = replace(self.on_device(choice.offload, plan, stored, self.buffer_bytes + kept), inputs=inputs)
-        if world_size == 1 and not choice.offload.moves_weights:
+        if world_size == 1 and self.tensor == 1 and not choice.offload.moves_weights:
             return simulate_unsharded_step(passes, states)
         _, shards = mesh_shape(plan, world_size, shard_size)
         is_away = not states.gradients
@@ -485,5 +510,5 @@ def peak(
     planner = Planner(cfg, machine_for(device.type if isinstance(device, torch.device) else device, world_size))
     micros = micros or configured_split(cfg, planner.samples, world_size)
     choice = Choice(cfg.sharding.strategy, cfg.activation_checkpointing, cfg.offload.mode)
-    ranks = Ranks(world_size, cfg.sharding.shard_size or world_size, node_size=world_size)
+    ranks = Ranks(world_size, cfg.sharding.shard_size or world_size // cfg.parallel.tensor, node_size=world_size)
     return planner.row(choice, ranks, micros, rank=rank)

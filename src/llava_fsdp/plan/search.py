@@ -45,18 +45,19 @@ def choices(cfg: Config, device: str, strategies: Sequence[Strategy]) -> list[Ch
     ]
 
 
-def distinct_strategies(ranks: Ranks) -> list[Strategy]:
-    """Return the sharding strategies that differ from each other on these numbers of ranks."""
-    if ranks.world_size == 1:
+def distinct_strategies(ranks: Ranks, tensor: int = 1) -> list[Strategy]:
+    """Return the sharding strategies that differ from each other on these numbers of ranks, each `tensor` of which
+    compute layers together."""
+    if ranks.world_size == tensor:
         return [Strategy.FULL_SHARD]  # a single rank shards nothing, so all strategies are the same
-    hybrid = 1 < ranks.shard_size < ranks.world_size
+    hybrid = 1 < ranks.shard_size < ranks.world_size // tensor
     return [s for s, plan in SHARD_PLANS.items() if hybrid or plan.mesh is not Mesh.HYBRID]
 
 
 def checkpointing_modes(cfg: Config, device: str) -> list[ActivationCheckpointingConfig]:
     modes = [ActivationCheckpointing.none, ActivationCheckpointing.selective, ActivationCheckpointing.full]
     if device != "cpu":  # on a CPU machine host memory is the device's, and compiling takes longer than it saves
-        compiles = cfg.parallel.expert == 1
+        compiles = cfg.parallel.tensor == cfg.parallel.expert == 1
         modes += [ActivationCheckpointing.budget] * compiles + [ActivationCheckpointing.offload]
     configured = cfg.activation_checkpointing
     budget = configured.budget if configured.mode is ActivationCheckpointing.budget else BUDGET

@@ -83,6 +83,12 @@ class Volume:
     """Number of collectives between the ranks that process the same row."""
     context_size: int = 1
     """Number of ranks that process a row together."""
+    tensor: float = 0.0
+    """Bytes received from the ranks that compute layers together."""
+    sums: float = 0
+    """Number of collectives between the ranks that compute layers together."""
+    tensor_size: int = 1
+    """Number of ranks that compute layers together."""
     experts: float = 0.0
     """Bytes of tokens received from the ranks that share the experts of a mixture."""
     expert_exchanges: int = 0
@@ -92,10 +98,11 @@ class Volume:
     shards: int = 1
     replicas: int = 1
     node_size: int = 1
+    """Number of ranks on one node; of those that compute layers together, one."""
 
     @property
     def total(self) -> float:
-        return self.sharded + self.replicated + self.context + self.experts
+        return self.sharded + self.replicated + self.context + self.tensor + self.experts
 
     @property
     def nodes(self) -> int:
@@ -118,27 +125,36 @@ class Volume:
         return latency + (self.sharded / ring + self.replicated / replicas) / LINK_EFFICIENCY
 
     def attention_seconds(self, link: float, network: float) -> float:
-        """Return the seconds of attention's collectives between the ranks that process the same row. They overlap with
-        nothing, because attention waits for each.
+        """Return the seconds of attention's collectives between the ranks that process the same row, and of those
+        between the ranks that compute layers together. They overlap with nothing, because the layers wait for each.
 
-        The ranks of a row have consecutive numbers. Unless their number divides that of a node's ranks, some rows have
-        ranks on two nodes, and all ranks wait for these.
+        Both have consecutive numbers. Unless their number divides that of a node's ranks, some are on two nodes, and
+        all ranks wait for these.
         """
-        return self.waiting_seconds(self.context, self.exchanges, self.context_size, link, network)
+        seconds = 0.0
+        for moved, calls, size, span in (
+            (self.tensor, self.sums, self.tensor_size, self.tensor_size),
+            (self.context, self.exchanges, self.context_size, self.tensor_size * self.context_size),
+        ):
+            seconds += self.waiting_seconds(moved, calls, size, span, link, network)
+        return seconds
 
     def expert_seconds(self, link: float, network: float) -> float:
         """Return the seconds of the exchanges of tokens between the ranks that share experts, which also have
         consecutive numbers. They overlap with nothing, because the experts wait for their tokens."""
-        return self.waiting_seconds(self.experts, self.expert_exchanges, self.expert_size, link, network)
+        size = self.expert_size
+        return self.waiting_seconds(self.experts, self.expert_exchanges, size, size, link, network)
 
-    def waiting_seconds(self, received: float, calls: int, size: int, link: float, network: float) -> float:
-        """Return the seconds of collectives for which a rank waits, between `size` ranks with consecutive numbers.
+    def waiting_seconds(
+        self, received: float, calls: float, size: int, span: int, link: float, network: float
+    ) -> float:
+        """Return the seconds of collectives for which a rank waits, between `size` ranks among `span` consecutive ones.
 
         Args:
             received: bytes that a rank receives.
             calls: number of collectives.
         """
-        within = network if self.nodes > 1 and self.node_size % size else link
+        within = network if self.nodes > 1 and self.node_size * self.tensor_size % span else link
         return calls * (LATENCY + HOP * (size - 1)) + received / within / LINK_EFFICIENCY
 
 

@@ -14,6 +14,7 @@ from llava_fsdp.model.flops import count_flops
 from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.pretrained import Parts
 from llava_fsdp.model.quantization import check_quantizer
+from llava_fsdp.model.tensor_plan import tensor_plan
 
 
 def build_model(cfg: Config, parts: Parts, device: torch.device) -> Llava:
@@ -32,6 +33,8 @@ def build_model(cfg: Config, parts: Parts, device: torch.device) -> Llava:
     kernel = choose_kernel(cfg.attention, parts.language, device, compute_dtype) if cfg.packs else None
     choose_compiling(cfg, device, kernel and kernel.attention)
     model = build_llava(parts, cfg.model, compute_dtype, kernel, cfg.loss)
+    if cfg.parallel.tensor > 1:
+        tensor_plan(model, cfg.parallel.tensor)  # raises an error if the model cannot be divided
     if cfg.parallel.expert > 1:
         check_shared_experts(model.language_model, cfg.parallel.expert)
     return model

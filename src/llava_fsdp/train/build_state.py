@@ -7,6 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
 from llava_fsdp.config import ActivationCheckpointing, Config, DType, Source, check_profile
 from llava_fsdp.data.loader import Loader, build_loader
 from llava_fsdp.data.toy_shapes import draw_shapes
@@ -21,6 +24,7 @@ from llava_fsdp.distributed.mesh import Meshes, World, first_rank_first, gather_
 from llava_fsdp.distributed.offload import Offload, warn_if_useless
 from llava_fsdp.distributed.parallelize import parallelize, useless_settings, weights_of
 from llava_fsdp.distributed.precision import MasterWeights
+from llava_fsdp.distributed.tensor_parallel import cut_model, local_weight, own_rows, reduction
 from llava_fsdp.distributed.zero import ShardPlan
 from llava_fsdp.export import adapter_folder
 from llava_fsdp.export.check_folders import check_artifacts
@@ -29,8 +33,10 @@ from llava_fsdp.model.experts import RouterOutputs, find_experts, find_routers
 from llava_fsdp.model.init_weights import computed_buffers, restore_buffers
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.load_weights import fingerprint, frozen_digests, load_weights
+from llava_fsdp.model.loss import LossCollector, VocabularyPart, chunked_loss
 from llava_fsdp.model.pretrained import artifacts_of
 from llava_fsdp.model.quantization import quantized_weights
+from llava_fsdp.model.tensor_plan import divide_dropout, tensor_plan
 from llava_fsdp.plan.mfu import utilization_of
 from llava_fsdp.runtime.context_cut import ContextCut
 from llava_fsdp.runtime.errors import DataError
@@ -131,8 +137,8 @@ def cut_of(cfg: Config, world: World, model: Llava) -> ContextCut | None:
 
 def context_of(cfg: Config, world: World, model: Llava) -> ContextPlan:
     """Return how this rank and others share the attention of a row."""
-    size = cfg.parallel.num_context
-    return plan_context(cfg.parallel.context_how, model.parts.language, size, world.rank % size)
+    size, tensor = cfg.parallel.num_context, cfg.parallel.tensor
+    return plan_context(cfg.parallel.context_how, model.parts.language, size, world.rank // tensor % size, tensor)
 
 
 def open_held_out_data(cfg: Config, world: World, model: Llava) -> HeldOut:
@@ -171,6 +177,24 @@ def check_same_records(loader: Loader, keys: str = "data.path, data.images") -> 
         )
 
 
+def divide_layers(model: Llava, mesh: DeviceMesh, cfg: Config) -> None:
+    """Divide the layers of a meta-device model among the ranks of a mesh of one dimension, in place."""
+    size, index = mesh.size(), mesh.get_local_rank()
+    cuts = tensor_plan(model, size)
+    first, _ = own_rows(model.parts.language.vocab_size, mesh)
+    part = VocabularyPart(first, reduction(mesh, "max"), reduction(mesh, "sum"))
+    label_loss = partial(chunked_loss, chunk_tokens=cfg.loss.chunk_tokens, part=part)
+
+    def of_own_rows(
+        hidden: torch.Tensor, weight: torch.Tensor, label_ids: torch.Tensor, *, collector: LossCollector | None = None
+    ) -> torch.Tensor:
+        return label_loss(hidden, local_weight(weight), label_ids, collector=collector)
+
+    model.label_loss = of_own_rows
+    divide_dropout(model, cuts, size, index)
+    cut_model(model, cuts, mesh)
+
+
 def assemble(
     model: Llava,
     loader: Loader,
@@ -203,6 +227,8 @@ def assemble(
             log().info("%d ranks process each row together, parallel.context_how=%s: %s", ranks, how, context.reason)
         share_attention(model.language_model, model.kernel, context, exchange_in(group), gather_in(group))
     buffers, mesh = computed_buffers(model), meshes.states
+    if meshes.tensor is not None:
+        divide_layers(model, meshes.tensor, cfg)
     offload = Offload(cfg, world.device)
     warn_if_useless(cfg, world)
     compiling = choose_compiling(cfg, world.device, model.kernel and model.kernel.attention)

@@ -122,7 +122,7 @@ def measure(cfg: Config, world: World, contents: Contents | None = None) -> dict
         counter = CollectiveBytes()
         if is_simulated():
             simulate_collectives(state.model, counter.traffic)
-        step = synthetic_step(number, contents, shape, cfg, world.size)
+        step = synthetic_step(number, contents, shape, cfg, world.size // cfg.parallel.tensor)
         started = time.perf_counter()
         with counter:
             train_step(state, step, plan, cfg, started)
@@ -164,7 +164,8 @@ def plan_of(cfg: Config, world: World, contents: Contents) -> PlanRow:
     samples, tokens = len(contents.lengths), contents.tokens
     own = contents.tiles, contents.labels, contents.image_tokens
     micro = MicroBatch(rows, tokens // rows, samples, *own, contents.context)
-    return plan_peak(cfg, world.size, world.device, [micro] * micro_batches_of(contents, cfg, world.size))
+    count = micro_batches_of(contents, cfg, world.size // cfg.parallel.tensor)
+    return plan_peak(cfg, world.size, world.device, [micro] * count)
 
 
 @torch.no_grad()

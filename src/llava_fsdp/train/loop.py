@@ -107,7 +107,9 @@ def train_step(
     lr = state.learning_rate.apply(state.optimizer, state.step - state.skipped)
     scale = state.scaler.scale if state.scaler is not None else 1.0
     # seeded anew for each step, so that a resumed run draws the same random numbers as a run without interruption
-    torch.manual_seed(derive("step", cfg.seed, state.step, rank_and_size()[0]))
+    # and for each place of rows: ranks that compute layers together need the same ones
+    together = cfg.parallel.tensor
+    torch.manual_seed(derive("step", cfg.seed, state.step, rank_and_size()[0] // together))
     sources = SourceSums(step.facts, state.loader.device)
     experts = ExpertSums(state.routers, step.facts, cfg.model.balance_loss)
     loss_sum = torch.zeros((), device=state.loader.device)
@@ -128,7 +130,8 @@ def train_step(
         # The only place in a step where the host waits for the device (except for the norm, if weights are in host
         # memory).
         expert_numbers, state.expert_loads = experts.summed()
-        values = summed(loss_sum.clone()), loss_sum, norm.to(loss_sum.device), *sources.summed(), *expert_numbers
+        losses = summed(loss_sum / together), loss_sum, norm.to(loss_sum.device)
+        values = *losses, *(sources.summed() / together), *expert_numbers
         loss, own_loss, grad_norm, *others = torch.stack(values).tolist()
     is_finite = math.isfinite(grad_norm) and math.isfinite(loss)  # the same on all ranks, because both are global
     if watchdog is not None:

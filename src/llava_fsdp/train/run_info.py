@@ -25,9 +25,10 @@ from llava_fsdp.config.recipes import differences
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.distributed.compile import choose_compiling
-from llava_fsdp.distributed.memory import Weight, bytes_per_rank
+from llava_fsdp.distributed.memory import Weight, bytes_per_rank, divided_weights
 from llava_fsdp.distributed.mesh import World
 from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.tensor_plan import tensor_plan
 from llava_fsdp.plan.auto import expected_peak
 from llava_fsdp.plan.workload import samples_in
 from llava_fsdp.runtime.log import log
@@ -44,10 +45,13 @@ def about_run(cfg: Config, world: World, model: Llava, records: Records, weights
         weights: the properties of all parameters, by name.
     """
     compiles = choose_compiling(cfg, world.device, model.kernel and model.kernel.attention).on
-    shard_size = cfg.sharding.shard_size or world.local_size
-    held = bytes_per_rank(
-        list(weights.values()), cfg.sharding.strategy, cfg.precision, world.size, shard_size, offload=cfg.offload.mode
-    )
+    tensor, own = cfg.parallel.tensor, weights
+    if tensor > 1:
+        own = divided_weights(weights, tensor_plan(model, tensor), tensor, 0)
+    shard_size = cfg.sharding.shard_size or max(1, world.local_size // tensor)
+    ranks = world.size // tensor  # that hold the same parts of the weights
+    args = list(own.values()), cfg.sharding.strategy, cfg.precision, ranks, shard_size
+    held = bytes_per_rank(*args, offload=cfg.offload.mode, divided=tensor > 1)
     return {
         "time": time.time(),
         "ranks": world.size,

@@ -40,7 +40,8 @@ class AnswerGenerator:
 
     All ranks must run the same number of forward passes, because with FSDP each pass is a collective. Therefore all
     ranks run the same number of batches, each batch continues until the longest answer on any rank is complete, and a
-    rank without questions runs one blank row.
+    rank without questions runs one blank row. Ranks that compute layers together (`parallel.tensor`) answer the same
+    questions.
     """
 
     def __init__(
@@ -89,6 +90,8 @@ class AnswerGenerator:
         if not self.questions:
             return []
         rank, size = rank_and_size()
+        together = self.cfg.parallel.tensor
+        is_first, rank, size = rank % together == 0, rank // together, size // together
         lengths = [len(question.sample.input_ids) for question in self.questions]
         by_length = sorted(range(len(lengths)), key=lambda number: (-lengths[number], number))
         at_once = size * self.rows
@@ -97,7 +100,7 @@ class AnswerGenerator:
             self.pause()
             found += self.answer(by_length[begin : begin + at_once][rank::size])
         self.pause()  # raises an error if a stop was requested, which has interrupted the answers of the last batch
-        return sorted(gather_lists(found), key=lambda answered: answered.number)
+        return sorted(gather_lists(found if is_first else []), key=lambda answered: answered.number)
 
     def answer(self, numbers: list[int]) -> list[Answered]:
         """Generate answers to this rank's questions of a batch of held-out questions, and score them. Collective: all
