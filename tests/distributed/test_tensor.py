@@ -281,6 +281,7 @@ def test_validation_and_sources_are_those_of_one_rank(
         (["model.quantize.mode=nf4", *LORA], "quantize"),
         (["model.lora.use_dora=true", *LORA], "use_dora"),
         (["loss.kernel=torch"], "loss.kernel"),
+        (["parallel.expert=2"], "parallel.expert"),
     ],
 )
 def test_what_does_not_go_together_is_refused(overrides: list[str], key: str, configure: Configure) -> None:
