@@ -63,6 +63,11 @@ def test_meanings_are_the_texts_behind_the_keys() -> None:
     assert groups_of(Config).keys() > {"model", "model.lora", "data", "precision.scaler"}
 
 
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+
+
 def test_a_row_has_name_value_meaning_and_type() -> None:
     node = OmegaConf.create({"first": "x" * 99, "second": "skip", "third": "${nowhere.at.all}", "inner": {"width": 4}})
     rows = [" ".join(line.split()) for line in table("", Whole, node)]
