@@ -151,7 +151,7 @@ def language_of(kind: str, parts: Path, folder: Path) -> Path:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("how", slow_after(1, ["full", "lora"]))
-@pytest.mark.parametrize("kind", slow_after(2, LANGUAGE))
+@pytest.mark.parametrize("kind", slow_after(1, LANGUAGE))
 def test_every_gradient_of_every_architecture(
     kind: str, how: str, parts: Path, dataset: Path, tmp_path: Path, pools: dict[int, RankPool]
 ) -> None:
