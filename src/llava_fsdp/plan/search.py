@@ -83,6 +83,8 @@ def ways_to_share_experts(cfg: Config, ways: Sequence[Choice], ranks: Ranks) -> 
     Raises:
         ConfigError: they can under none.
     """
+    if cfg.parallel.expert == 1:
+        return list(ways)
     found: list[Choice] = []
     error: ConfigError | None = None
     for choice in ways:
