@@ -414,7 +414,7 @@ def test_which_tensors_go_with_an_adapter(tmp_path: Path, monkeypatch: pytest.Mo
     assert adapter_tensors(model_config(lora=LORA, checkpoint="x"), (), sources) == ["image_newline"]
 
 
-@pytest.mark.parametrize(("recorded", "fits"), [(None, True), ("right", True), ("wrong", False), ("righ", False)])
+@pytest.mark.parametrize(("recorded", "fits"), [(None, True), ("right", True), ("wrong", False), ("rightly", False)])
 def test_an_adapter_is_for_its_base(recorded: str | None, fits: bool, tmp_path: Path) -> None:
     write_json(tmp_path / "llava_fsdp.json", {} if recorded is None else {"base": recorded})
     adapter: Any = SimpleNamespace(folder=tmp_path)
