@@ -3,7 +3,6 @@
 import json
 import shutil
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,11 @@ from reference import (
     EXPORTED,
     TOLERANCE,
     ZERO_GRADIENT,
-    Adapters,
     Outcome,
     assert_near,
     difference,
     outcome,
-    plain_loop,
+    plain_outcomes,
     train_on,
     trained_weights,
     vocabulary,
@@ -28,7 +26,7 @@ from reference import (
 from saves import interrupted
 from small import Configure, changed_parts, make_config
 from steps import begin, run_steps
-from test_adapters import EVERY_ROW, LORA, first_values
+from test_adapters import EVERY_ROW, LORA
 from tiers import slow_after
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig
@@ -45,7 +43,6 @@ from llava_fsdp.plan.auto import settle_packing
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.run_dir import FOLDER
 from llava_fsdp.runtime.tensor_cut import Cut
-from llava_fsdp.train import main as train
 from llava_fsdp.train.checkpoint_contents import tensors
 from llava_fsdp.train.preflight import open_model
 from llava_fsdp.train.save_and_stop import open_saver
@@ -76,19 +73,7 @@ def model(parts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def reference(model: Path, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Outcome]:
     """The plain loop's outcome with a variant, of what trains; computed when it is first asked for."""
-    folder = tmp_path_factory.mktemp("start")
-    train.train(make_config(model, dataset, folder, "max_steps=1", "optim.lr=0", BATCH, *EXPORTED))
-
-    @cache
-    def of_variant(name: str) -> Outcome:
-        cfg = make_config(model, dataset, folder / "none", BATCH, *VARIANTS[name])
-        first = first_values(cfg) if cfg.model.lora.enabled else None
-        found = plain_loop(cfg, folder / "export", None if first is None else Adapters(first))
-        if first is not None:
-            found.weights = {key: found.weights[key] for key in first}
-        return found
-
-    return of_variant
+    return plain_outcomes(model, dataset, tmp_path_factory.mktemp("start"), (BATCH,), VARIANTS)
 
 
 @pytest.mark.ranks

@@ -62,8 +62,7 @@ def check_training(cfg: Config) -> None:
     """Raise ConfigError if a number in the configuration of a training is out of its bounds, or if keys contradict each
     other."""
     check_packing(cfg)
-    check_tensor(cfg)
-    check_expert(cfg)
+    check_divided(cfg)
     check_base(cfg)
     check_compile(cfg)
     check_offload(cfg)
@@ -129,55 +128,32 @@ def check_context(cfg: Config) -> None:
         )
 
 
-def check_tensor(cfg: Config) -> None:
-    """Raise ConfigError for settings that cannot be used if several ranks compute each layer together."""
-    if cfg.parallel.tensor == 1:
-        return
-    mode, precision, quantizer = cfg.activation_checkpointing.mode, cfg.precision, cfg.model.quantize.mode
-    refused = {
-        f"parallel.expert={cfg.parallel.expert}": (cfg.parallel.expert > 1, "parallel.expert=1"),
+def check_divided(cfg: Config) -> None:
+    """Raise ConfigError for settings that cannot be used if ranks divide the model: compute each layer together
+    (`parallel.tensor`) or share the experts of a mixture (`parallel.expert`)."""
+    parallel, precision = cfg.parallel, cfg.precision
+    quantizer = cfg.model.quantize.mode
+    is_budget = cfg.activation_checkpointing.mode is ActivationCheckpointing.budget
+    both = {
         "compile=true": (cfg.compile is True, "compile=auto"),
-        f"activation_checkpointing={mode.value}": (
-            mode is ActivationCheckpointing.budget,
-            "activation_checkpointing=selective",
-        ),
+        "activation_checkpointing=budget": (is_budget, "activation_checkpointing=selective"),
         f"offload={cfg.offload.mode.value}": (cfg.offload.mode is not OffloadMode.none, "offload=none"),
         "precision.linear=fp8": (precision.linear is LinearKind.fp8, "precision=bf16"),
+        f"model.quantize.mode={quantizer.value}": (quantizer is not Quantizer.none, "model.quantize.mode=none"),
+    }
+    with_tensor = {
+        f"parallel.expert={parallel.expert}": (parallel.expert > 1, "parallel.expert=1"),
         "precision.param_dtype=fp16": (precision.param_dtype is DType.fp16, "precision=bf16"),
         "precision.moment_dtype=int8": (precision.moment_dtype is MomentDType.int8, "precision.moment_dtype=bf16"),
-        f"model.quantize.mode={quantizer.value}": (quantizer is not Quantizer.none, "model.quantize.mode=none"),
         "model.lora.use_dora=true": (cfg.model.lora.use_dora, "model.lora.use_dora=false"),
         "loss.kernel=torch": (cfg.loss.kernel is LossKernel.torch, "loss.kernel=auto"),
     }
-    for setting, (is_set, cure) in refused.items():
-        if is_set:
-            raise ConfigError(
-                f"parallel.tensor={cfg.parallel.tensor} with {setting} is not supported; set {cure}, or "
-                "parallel.tensor=1"
-            )
-
-
-def check_expert(cfg: Config) -> None:
-    """Raise ConfigError for settings that cannot be used if several ranks share the experts of a mixture."""
-    if cfg.parallel.expert == 1:
-        return
-    mode, budget = cfg.model.quantize.mode, ActivationCheckpointing.budget
-    refused = {
-        "compile=true": (cfg.compile is True, "compile=auto"),
-        "activation_checkpointing=budget": (
-            cfg.activation_checkpointing.mode is budget,
-            "activation_checkpointing=selective",
-        ),
-        f"offload={cfg.offload.mode.value}": (cfg.offload.mode is not OffloadMode.none, "offload=none"),
-        "precision.linear=fp8": (cfg.precision.linear is LinearKind.fp8, "precision=bf16"),
-        f"model.quantize.mode={mode.value}": (mode is not Quantizer.none, "model.quantize.mode=none"),
-    }
-    for setting, (is_set, cure) in refused.items():
-        if is_set:
-            raise ConfigError(
-                f"parallel.expert={cfg.parallel.expert} with {setting} is not supported; set {cure}, or "
-                "parallel.expert=1"
-            )
+    for key, size, refused in (("tensor", parallel.tensor, both | with_tensor), ("expert", parallel.expert, both)):
+        for setting, (is_set, cure) in refused.items():
+            if size > 1 and is_set:
+                raise ConfigError(
+                    f"parallel.{key}={size} with {setting} is not supported; set {cure}, or parallel.{key}=1"
+                )
 
 
 def check_base(cfg: Config) -> None:

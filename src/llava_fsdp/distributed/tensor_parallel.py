@@ -75,9 +75,12 @@ def siblings_of(model: nn.Module, plan: Mapping[str, Cut]) -> list[list[nn.Modul
 
 
 def wait_for_output(module: nn.Module, args: object, output: torch.Tensor) -> None:
-    """Forward hook that waits for a collective whose result a layer returns. Otherwise the first operation on the
-    result waits; there is none where activation checkpointing ends its second forward pass behind an adapted layer, and
-    torch would keep the result for the rest of the run."""
+    """Forward hook that waits for a collective whose result a layer returns.
+
+    Without it, the first operation that reads the result would wait. Activation checkpointing may end its second
+    forward pass before such an operation, behind a layer with an adapter. torch would then keep the result until the
+    run ends.
+    """
     if isinstance(output, _functional_collectives.AsyncCollectiveTensor):
         output.trigger_wait()
 

@@ -3,8 +3,8 @@
 The logits of all labels together would be the largest tensor of a training step. The loss and the gradients of each
 chunk are computed in the forward pass, so that the chunk's logits are computed only once (as in Liger Kernel's fused
 linear cross entropy, arXiv 2410.10989). There are no collectives here, because FSDP has gathered the weight for the
-model's forward pass. Therefore ranks may have different numbers of chunks. Only if ranks divide the vocabulary among
-them (`VocabularyPart`), there are collectives for each chunk; these ranks have the same labels.
+model's forward pass. Therefore ranks may have different numbers of chunks. The exception is a vocabulary that ranks
+divide among them (`VocabularyPart`): there are collectives for each chunk, and these ranks have the same labels.
 """
 
 from __future__ import annotations

@@ -236,7 +236,7 @@ class FsdpRank:
         return sum(made.values())
 
     def experts(self, segment: Segment) -> list[str]:
-        """Return the name of the FSDP unit of experts in a segment, in a list that is empty if there is none."""
+        """Return a list with the name of the FSDP unit of experts in a segment; empty for a segment without experts."""
         name = unit_of_experts(segment.unit)
         return [name] if name in self.units else []
 

@@ -98,7 +98,7 @@ class Volume:
     shards: int = 1
     replicas: int = 1
     node_size: int = 1
-    """Number of ranks on one node; of those that compute layers together, one."""
+    """Number of ranks on one node; a group that computes layers together counts as one."""
 
     @property
     def total(self) -> float:

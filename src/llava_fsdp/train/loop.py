@@ -106,8 +106,8 @@ def train_step(
     profiler = profiler or NoProfiler()
     lr = state.learning_rate.apply(state.optimizer, state.step - state.skipped)
     scale = state.scaler.scale if state.scaler is not None else 1.0
-    # seeded anew for each step, so that a resumed run draws the same random numbers as a run without interruption
-    # and for each place of rows: ranks that compute layers together need the same ones
+    # Seeded anew for each step, so that a resumed run draws the same random numbers as a run without interruption.
+    # Ranks that compute layers together have the same seed.
     together = cfg.parallel.tensor
     torch.manual_seed(derive("step", cfg.seed, state.step, rank_and_size()[0] // together))
     sources = SourceSums(step.facts, state.loader.device)
@@ -261,8 +261,12 @@ def clip_gradients(masters: MasterWeights, largest: float | None, scale: float =
 
 
 def gradient_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """Return the norm of all gradients over all ranks, float32 [], with the same bits on every rank. Gradients that are
-    DTensors may have several meshes, each of which contains all ranks. Collective: all ranks must call it."""
+    """Return the norm of all gradients over all ranks, float32 [], with the same bits on every rank. Collective: all
+    ranks must call it.
+
+    Gradients that are DTensors may have several meshes. If a mesh does not contain all ranks, the other ranks hold
+    copies of these gradients, which count once.
+    """
     groups: dict[Any, list[torch.Tensor]] = {}
     # the norm is computed in fp32 also for bf16 gradients, so that it is not rounded to bf16
     for norm in torch._foreach_norm(gradients, 2, dtype=torch.float32):

@@ -3,11 +3,9 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from llava_fsdp.config import Config, MasterDType, MomentDType, OptimConfig, Schedule
 from llava_fsdp.distributed.activation_checkpoint import clean_name
@@ -96,17 +94,16 @@ def build_optimizer(
     """
     optim = cfg.optim
     decayed = decayed_names(model)
-    groups: dict[tuple[bool, float, Any], list[nn.Parameter]] = {}  # one kernel cannot take DTensors of several meshes
+    groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
     for name, parameter in masters.named.items():
         own = local(parameter)
         assert own.is_contiguous(), f"{name}: {tuple(own.shape)} with strides {own.stride()} cannot be trained"
-        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        groups.setdefault((name not in decayed, base_lr(name, optim), mesh), []).append(parameter)
+        groups.setdefault((name not in decayed, base_lr(name, optim)), []).append(parameter)
     if not groups:
         raise ConfigError("model.train leaves nothing to train")
     settings = [
         {"params": parameters, "base_lr": lr, "lr": lr, "weight_decay": 0.0 if plain else optim.weight_decay}
-        for (plain, lr, _), parameters in groups.items()
+        for (plain, lr), parameters in groups.items()
     ]
     betas = optim.beta1, optim.beta2
     if (cfg.precision.master_dtype, cfg.precision.moment_dtype) == (MasterDType.fp32, MomentDType.fp32):
