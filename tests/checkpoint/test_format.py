@@ -14,7 +14,7 @@ from xxhash import xxh3_128
 
 from llava_fsdp.checkpoint import safetensors_stream
 from llava_fsdp.checkpoint.manifest import Manifest, RowRange, TensorEntry, parse, render
-from llava_fsdp.checkpoint.reader import SavedTensor, load
+from llava_fsdp.checkpoint.reader import SavedTensor, fill, load
 from llava_fsdp.checkpoint.safetensors_stream import CHUNK, CODES, Digest, write_tensors
 from llava_fsdp.checkpoint.verify import verify
 from llava_fsdp.runtime.errors import CheckpointError, NumericError
@@ -153,6 +153,41 @@ def test_rows_that_are_nowhere_or_twice_are_never_committed(pieces: list[tuple[i
     own = tuple(RowRange("rank-00000.safetensors", *piece) for piece in pieces)
     with pytest.raises(CheckpointError, match="a: rows"):
         render(Manifest(3, GOOD.files, {"a": TensorEntry(torch.float32, (4, 2), own)}))
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [(0, 4, 0, 2)], [(0, 4, 0, 2), (0, 4, 3, 5)], [(0, 4, 0, 3), (0, 4, 2, 5)], [(0, 4, 0, 2), (0, 3, 2, 5)],
+        [(0, 4, 0, 2), (0, 4, 2, 6)], [(0, 4, 0, 2), (0, 4)], [(0, 4, 2, 5), (0, 4, 0, 2)],
+    ],
+)  # fmt: skip
+def test_columns_that_are_nowhere_or_twice_are_never_committed(pieces: list[tuple[int, ...]]) -> None:
+    own = tuple(RowRange("rank-00000.safetensors", b, e, (c[0], c[1]) if c else None) for b, e, *c in pieces)
+    with pytest.raises(CheckpointError, match=r"a: (rows|columns)"):
+        render(Manifest(3, GOOD.files, {"a": TensorEntry(torch.float32, (4, 5), own)}))
+
+
+COLUMNS = (("rank-00000.safetensors", 0, 4, (0, 2)), ("rank-00001.safetensors", 0, 1, (2, 5)),
+           ("rank-00002.safetensors", 1, 4, (2, 5)))  # fmt: skip
+
+
+def test_columns_are_read_from_any_other_ranges(tmp_path: Path) -> None:
+    """Whole rows, and every box of a tensor of which three files have boxes."""
+    whole = torch.arange(40.0).view(4, 5, 2)
+    ranges = tuple(RowRange(*each) for each in COLUMNS)
+    for file, begin, end, (left, right) in COLUMNS:
+        write(tmp_path / file, {"a": whole[begin:end, left:right].contiguous()})
+    entry = TensorEntry(torch.float32, (4, 5, 2), ranges)
+    manifest = Manifest(3, GOOD.files | {rows.file: Digest(7, "1" * 32) for rows in ranges}, {"a": entry})
+    assert parse(render(manifest)) == manifest
+    for begin, end in ((0, 4), (1, 3), (0, 1)):
+        assert torch.equal(SavedTensor(tmp_path, "a", entry).rows(begin, end), whole[begin:end])
+        for left in range(5):
+            for right in range(left + 1, 6):
+                box = torch.zeros(end - begin, right - left, 2)
+                fill(tmp_path, {"a": entry}, {"a": (begin, box, (left, right))})
+                assert torch.equal(box, whole[begin:end, left:right])
 
 
 @pytest.mark.parametrize("contiguous", [True, False])

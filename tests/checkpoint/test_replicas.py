@@ -7,7 +7,7 @@ import pytest
 import torch
 from harness import RankPool
 from loaders import agreed_steps
-from small import Configure
+from small import Configure, make_config, with_heads
 from steps import begin
 from tiers import slow_after
 
@@ -126,6 +126,22 @@ def test_a_flipped_bit_is_found_wherever_it_is(
         assert (one.culprit["rank"], "rank 1 (" in one.message) == (1 if len(among) > 2 else among[0], True)
         assert ("rank 0 (" in one.message) == (len(among) == 2 and among[0] == 0)
         assert "step-000001" in one.message, "where the run continues"
+
+
+@pytest.mark.ranks
+def test_a_flipped_bit_of_a_weight_that_is_not_divided_is_found(
+    parts: Path, dataset: Path, tmp_path: Path, pools: dict[int, RankPool]
+) -> None:
+    """Two ranks that compute layers together each have the whole norms, and moments of them, but parts of the rest."""
+    keys = ("model.language_model.norm.weight", "optim.multi_modal_projector.linear_1.weight.exp_avg", FROZEN)
+    divided = ("model.lm_head.weight", "optim.lm_head.weight.exp_avg")
+    flips = [(name, 0) for name in (*keys, *divided)]
+    values = "sharding=zero3 max_steps=9 global_batch_size=4 micro_batch_size=1 parallel.tensor=2".split()
+    cfg = make_config(with_heads(parts, tmp_path / "parts", 4, 2), dataset, tmp_path, *values)
+    said = pools[2].run(flipped, cfg, flips, 1, timeout=120)
+    for (name, _), one in zip(flips, said[0], strict=False):
+        assert (one is None) == (name in divided), name
+        assert one is None or one.culprit["tensors"] == [name] or name == FROZEN
 
 
 @pytest.mark.parametrize("checksum", [lambda t: int(weighted_sum(t)), digest_on_host], ids=["GPU", "CPU"])

@@ -1,18 +1,35 @@
 """What every entry does at its end."""
 
+import contextlib
+import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
+from omegaconf import OmegaConf
 
-from llava_fsdp.config import cli
+from llava_fsdp.config import Config, cli
+from llava_fsdp.runtime.errors import (
+    CommunicationError,
+    ConfigError,
+    FolderInUse,
+    FolderLost,
+    OutOfMemory,
+    Stopped,
+)
+from llava_fsdp.runtime.heartbeat import Beat
+from llava_fsdp.runtime.status_file import Outcome
 
 SCRIPT = """\
 import os, sys
 from rich.console import Console
-from llava_fsdp.config import cli
+from llava_fsdp.config import Config, cli
 from llava_fsdp.config import ChatConfig
 
 def plain(cfg):
@@ -86,3 +103,328 @@ def test_a_mistake_keeps_its_exit_code_without_a_reader() -> None:
 def test_a_dry_run_records_no_mistake(words: list[str], folder: Path | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["train", *words])
     assert cli.typed_output_dir() == folder
+
+
+class Ended(BaseException):
+    """Stands for the end of the process."""
+
+    def __init__(self, code: int):
+        super().__init__(code)
+        self.code = code
+
+
+@dataclass
+class Life:
+    """What happens around a task that ends."""
+
+    code: int = 0
+    outcomes: list[Outcome] = field(default_factory=list)
+    ends: list[str] = field(default_factory=list)
+    slept: float = 0
+
+
+@pytest.fixture
+def lived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Callable[..., Life]:
+    """Runs a task as an entry does, in this process, and notes how it would have ended."""
+
+    def live(
+        raised: BaseException | None, rank: int = 0, nodes: int = 1, first: dict[str, Any] | None = None,
+        values: dict[str, Any] | None = None, is_training: bool = True, folder: Path | None = None,
+    ) -> Life:  # fmt: skip
+        life = Life()
+
+        def end(code: int) -> NoReturn:
+            raise Ended(code)
+
+        def sleep(seconds: float) -> None:
+            life.slept += seconds
+
+        def task(cfg: object) -> None:
+            if raised is not None:
+                raise raised
+
+        def note(to: Path, outcome: Outcome) -> dict[str, Any] | None:
+            assert to == (folder or tmp_path)
+            life.outcomes.append(outcome)
+            return first
+
+        node = OmegaConf.create({"output_dir": str(folder or tmp_path)} | (values or {}))
+        monkeypatch.setattr(sys, "argv", ["train", f"output_dir={folder or tmp_path}"])
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("GROUP_WORLD_SIZE", str(nodes))
+        for name, value in {"setup_logging": lambda: None, "compose": lambda *_: node, "load": lambda *_: None,
+                            "end_agent": lambda: life.ends.append("agent"),
+                            "end_torchrun": lambda: life.ends.append("torchrun"),
+                            "await_folder": lambda _: life.ends.append("awaited")}.items():  # fmt: skip
+            monkeypatch.setattr(cli, name, value)
+        monkeypatch.setattr(cli.os, "_exit", end)
+        monkeypatch.setattr(cli.time, "sleep", sleep)
+        caplog.clear()
+        try:
+            with caplog.at_level("INFO"):
+                cli.run("train", object, task, note if is_training else cli.no_status)
+        except Ended as ended:
+            life.code = ended.code
+        return life
+
+    return live
+
+
+def levels(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.levelname for record in caplog.records]
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "kind", "level", "agent"),
+    [
+        (None, 0, "done", [], []),
+        (ConfigError("a key"), 2, "config", ["ERROR"], ["agent"]),
+        (CommunicationError("a rank"), 5, "communication", ["ERROR"], []),
+        (Stopped("on request"), 75, "stopped", ["INFO"], []),
+        (Stopped("on request of another", asked_here=False), 75, "stopped", ["INFO"], ["torchrun"]),
+        (KeyboardInterrupt(), 130, "interrupted", ["ERROR"], []),
+        (ZeroDivisionError("x"), 1, "bug", ["ERROR"], []),
+    ],
+)
+def test_how_a_first_rank_ends(
+    raised: BaseException | None, code: int, kind: str, level: list[str], agent: list[str],
+    lived: Callable[..., Life], caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """Its exit code, what is recorded and printed, and who is kept from starting it again."""
+    life = lived(raised)
+    (outcome,) = life.outcomes
+    assert (life.code, outcome.ending.name, levels(caplog), life.ends) == (code, kind, level, agent)
+    assert (life.slept > 0) == (agent == ["torchrun"]), "the other ranks of the machine report first"
+    if raised is not None and kind != "interrupted":
+        assert str(raised) in outcome.reason and str(raised) in caplog.text
+    assert ("Traceback" in caplog.text) == (kind == "bug")
+
+
+def test_which_rank_reports(lived: Callable[..., Life], caplog: pytest.LogCaptureFixture) -> None:
+    """Rank 0 an error of all ranks; the rank that has it one of its own; nobody one that another has caused."""
+    assert lived(ConfigError("a key"), rank=1, first={"exit_code": 2, "class": "config"}).code == 2
+    assert levels(caplog) == []
+    life = lived(OutOfMemory("here"), rank=1)
+    assert levels(caplog) == ["ERROR"] and life.ends == ["agent"] and life.slept == cli.PATIENCE
+    life = lived(CommunicationError("a rank"), rank=1, first={"exit_code": 3, "class": "checkpoint"})
+    assert life.code == 3 and levels(caplog) == [] and life.ends == ["agent"]
+    life = lived(CommunicationError("a rank"), first={"exit_code": 75, "class": "stopped"})
+    assert life.code == 75 and life.ends == [], "torchrun ends with the request itself"
+    life = lived(ConfigError("a key"), rank=1)
+    assert (life.code, levels(caplog), life.slept) == (2, ["ERROR"], 2 * cli.PATIENCE), "rank 0 has not met it"
+
+
+def test_where_nothing_is_recorded(
+    tmp_path: Path, lived: Callable[..., Life], caplog: pytest.LogCaptureFixture
+) -> None:
+    """In a folder of another run, in a dry run, and by an entry that records nothing; all ranks speak of it."""
+    for life in (lived(FolderInUse("theirs")), lived(ConfigError("a key"), values={"dry_run": 8})):
+        assert (life.code, life.outcomes, life.ends) == (2, [], []) and levels(caplog) == ["ERROR"]
+    life = lived(FolderLost("gone", may_be_recorded=False))
+    assert (life.code, life.outcomes, life.ends) == (3, [], ["torchrun"])
+    assert lived(FolderLost("gone", may_be_recorded=True)).ends == ["agent"]
+    assert lived(ConfigError("a key"), is_training=False).ends == [] and levels(caplog) == ["ERROR"]
+    life = lived(ConfigError("a key"), folder=tmp_path / "absent")
+    assert life.ends == [] and levels(caplog) == ["ERROR"] and life.outcomes
+
+
+def test_a_rank_on_another_machine_waits_for_the_folder(
+    tmp_path: Path, lived: Callable[..., Life], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited = [lived(OutOfMemory("here"), rank=rank, nodes=nodes).ends for rank, nodes in ((0, 2), (1, 1), (1, 2))]
+    assert ["awaited" in ends for ends in waited] == [False, False, True]
+    monkeypatch.undo()
+    late = [True, True, False]
+    monkeypatch.setattr(cli, "is_absent", lambda _: late.pop(0))
+    monkeypatch.setattr(cli.time, "sleep", lambda _: None)
+    cli.await_folder(tmp_path)
+    assert late == []
+    monkeypatch.setattr(cli, "is_absent", lambda _: True)
+    monkeypatch.setattr(cli, "FOLDER_SECONDS", 0)
+    cli.await_folder(tmp_path)
+
+
+def test_the_step_is_that_of_the_process_own_heartbeat(
+    tmp_path: Path, lived: Callable[..., Life], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A heartbeat of an earlier start is not its own."""
+    for pid, step in ((os.getpid(), 7), (os.getpid() + 1, None)):
+        beat = Beat(0, "host", pid, 7, "step", 0, "", 1)
+        monkeypatch.setattr(cli, "read_beat", lambda folder, rank, beat=beat: beat if rank == 0 else None)
+        assert lived(ConfigError("a key")).outcomes[0].step == step
+
+
+def test_a_folder_of_another_launch_is_not_written(
+    tmp_path: Path, lived: Callable[..., Life], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "is_locked_by_other_launch", lambda folder: folder == tmp_path)
+    assert lived(ConfigError("a key")).outcomes == []
+
+
+@pytest.mark.parametrize(
+    ("attempts", "nodes", "recorded", "ends"),
+    [("0", "1", 2, False), ("1", "1", 2, True), ("1", "1", None, False), ("0", "2", 3, True)],
+)
+def test_a_restart_that_cannot_help_ends_at_once(
+    attempts: str, nodes: str, recorded: int | None, ends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the exit code that is recorded; the first start of a single node reads no status of an earlier run."""
+
+    def end(code: int) -> NoReturn:
+        raise Ended(code)
+
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempts)
+    monkeypatch.setenv("GROUP_WORLD_SIZE", nodes)
+    status = None if recorded is None else {"exit_code": recorded}
+    for name, value in {"end_with": lambda _: None, "leave_noise_out": lambda: None,
+                        "compose": lambda *_: OmegaConf.create({"output_dir": str(tmp_path)}),
+                        "final_status": lambda folder: status if folder == tmp_path else 1 / 0}.items():  # fmt: skip
+        monkeypatch.setattr(cli, name, value)
+    monkeypatch.setattr(cli.os, "_exit", end)
+    numbers = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2
+    before = [signal.getsignal(number) for number in numbers]
+    try:
+        with pytest.raises(Ended) if ends else contextlib.nullcontext() as caught:
+            cli.start_process("train", object)
+        for number, code in ((signal.SIGTERM, 75), (signal.SIGINT, 130)):
+            handler = signal.getsignal(number)
+            assert callable(handler)
+            with pytest.raises(Ended) as stopped:
+                handler(number, None)
+            assert stopped.value.code == code
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+    if caught is not None:
+        assert caught.value.code == recorded
+
+
+def test_what_torchrun_prints_holds_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = "hf_" + "aB3" * 12
+    monkeypatch.setenv("HF_TOKEN", secret)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    cli.write_torchrun_error(f"no access with {secret}")
+    written = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert secret not in str(written) and written["message"].startswith("no access with ")
+    assert written["message"] == written["extraInfo"]["py_callstack"]
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "expected"),
+    [
+        (["a/b", "x=1"], "source", ["source=a/b", "x=1"]), (["x=1", "a/b"], "source", None),
+        (["--help"], "source", None),
+        (["~x"], "source", None), ([], "source", None), (["a/b"], None, None),
+    ],
+)  # fmt: skip
+def test_the_first_word_may_be_a_path(words: list[str], key: str | None, expected: list[str] | None) -> None:
+    assert cli.name_folder(words, key) == (words if expected is None else expected)
+
+
+@pytest.mark.parametrize(
+    ("words", "more"),
+    [
+        (["model.language=a", "model.vision=b"], ["model=own"]),
+        (["+model.language=a"], ["model=own"]),
+        (["model.checkpoint=a"], ["model=own", "model.language=a"]),
+        (["model.checkpoint=a", "model.language=b"], ["model=own"]),
+        (["model.language=a", "model=llava_v1_5_7b"], []),
+        (["model.language=package:tiny"], []),
+        (["model.checkpoint=null", "model.lora.r=2"], []),
+        (["seed=1"], []),
+    ],
+)
+def test_a_named_model_has_settings_of_its_own(words: list[str], more: list[str]) -> None:
+    """The default's learning rate is for two million parameters."""
+    assert cli.with_own_model(words) == [*words, *more]
+
+
+def test_a_tower_alone_is_no_model() -> None:
+    with pytest.raises(ConfigError, match=r"model\.vision=a .*model\.language=DIR"):
+        cli.with_own_model(["model.vision=a"])
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("output_dir=a,b", "output_dir='a,b'"), ("output_dir=a/b-c.d:e", "output_dir=a/b-c.d:e"),
+        ("output_dir='a,b'", "output_dir='a,b'"), ('output_dir="a,b"', 'output_dir="a,b"'),
+        ("val.path=null", "val.path=null"), ("optim.lr=1e-5,2e-5", "optim.lr=1e-5,2e-5"), ("question", "question"),
+        ("question=it's", r"question='it\'s'"), ("question=a\\'b", r"question='a\\\'b'"),
+        ("data.sources.a.path=x,y", "++data.sources.a.path='x,y'"),
+        ("data.sources.a.images=x y", "++data.sources.a.images='x y'"),
+        ("data.sources.a.path='x,y'", "++data.sources.a.path='x,y'"),
+        ("val.sources.a.weight=2", "++val.sources.a.weight=2"),
+        ("data.sources.a.epochs=[1,2]", "++data.sources.a.epochs=[1,2]"),
+    ],
+)  # fmt: skip
+def test_texts_are_taken_as_they_are_typed(word: str, expected: str) -> None:
+    """Values of other keys, and texts in quotes, are left to Hydra."""
+    assert cli.taken_literally(word) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["stage=pretrian"], "did you mean pretrain"), (["stage=nothing"], "choose one of"),
+        (["optim.lrr=1"], "did you mean optim.lr"), (["seeed=1"], "did you mean seed"),
+        (["-cn", "x", "seeed=1"], "seed"), (["stage=finetune", "+nothing=1"], None), (["hydra.verbose=1"], None),
+        (["data.sources.a.path=x"], None), (["stage=finetune,pretrain"], None), (["stage=${x}"], None),
+        (["--config-name", "a=b"], None), (["--config-dir", "x", "stage=mine"], None), (["-cd", "x", "mine=1"], None),
+        (["--config-dir=x", "stage=mine"], None),
+    ],
+)  # fmt: skip
+def test_words_with_unknown_names(words: list[str], said: str | None) -> None:
+    """The nearest known one is named. What only Hydra can know is left to it."""
+    with pytest.raises(ConfigError, match=said) if said is not None else contextlib.nullcontext():
+        cli.refuse_unknown(words, Config)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["x=1", "outputs"], "outputs has no key; .* as in output_dir=outputs/mine"),
+        (["."], r"did you mean output_dir=\.\?"),
+        (["~optim.lr"], None), (["--cfg", "job"], None), (["-cd", "x", "y=1"], None),
+        (["--cfg", "job", "x"], "x has no key"),
+    ],
+)  # fmt: skip
+def test_words_without_a_key(words: list[str], said: str | None) -> None:
+    with pytest.raises(ConfigError, match=said) if said is not None else contextlib.nullcontext():
+        cli.refuse_bare_words(words, "train")
+
+
+def test_a_word_without_a_key_of_a_command_that_reads_a_folder() -> None:
+    with pytest.raises(ConfigError, match=r"did you mean source=\.\?"):
+        cli.refuse_bare_words(["to=x", "."], "export")
+
+
+@pytest.mark.parametrize("flag", ["-m", "--multirun", "hydra.mode=MULTIRUN"])
+def test_several_jobs_are_for_the_sweep(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["train", "stage=finetune", flag, "seed=1,2"])
+    with pytest.raises(ConfigError, match=r"llava-fsdp sweep -m stage=finetune seed=1,2$"):
+        cli.refuse_multirun("train")
+    monkeypatch.setattr(sys, "argv", ["train", "seed=1"])
+    cli.refuse_multirun("train")
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("bad\n  Config search path:\n\tprovider=hydra", "bad"),
+        ("bad\nSet the environment variable HYDRA_FULL_ERROR=1 for a complete stack trace.", "bad"),
+        ("bad value\n    full_key: optim.lr\n    object_type=dict", "bad value"),
+        ("Traceback (most recent call last):\n  File\nValueError: the last line", "ValueError: the last line"),
+        ("Could not override 'optim.lrr'.\nTo append to your config use +optim.lrr=1",
+         "optim.lrr is not a key of the configuration; did you mean optim.lr?"),
+    ],
+)  # fmt: skip
+def test_messages_of_hydra_are_shortened(message: str, expected: str) -> None:
+    assert cli.shorten(message, Config) == expected
+
+
+def test_a_message_about_characters_says_what_quotes_to_use() -> None:
+    said = cli.shorten("mismatched input ')'\nSee https://hydra.cc/docs/1.2/advanced/override_grammar/basic", Config)
+    assert said.startswith("mismatched input ')'; put quotes around") and "https" not in said

@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 from harness import RankPool
 from reference import (
     EXPORTED,
@@ -15,6 +14,7 @@ from reference import (
     Outcome,
     assert_near,
     difference,
+    first_values,
     plain_loop,
     train_on,
     trained_weights,
@@ -23,9 +23,6 @@ from saves import interrupted
 from small import Configure, make_config
 
 from llava_fsdp.config import Config
-from llava_fsdp.model.llava import build_llava
-from llava_fsdp.model.load_weights import find_weights
-from llava_fsdp.model.pretrained import find_parts
 from llava_fsdp.train import main as train
 
 SAMPLES = 16
@@ -49,14 +46,6 @@ def start(parts: Path, dataset: Path, tmp_path_factory: pytest.TempPathFactory) 
     folder = tmp_path_factory.mktemp("start")
     train.train(make_config(parts, dataset, folder, "max_steps=1", "optim.lr=0", *EXPORTED))
     return folder / "export"
-
-
-def first_values(cfg: Config) -> dict[str, torch.Tensor]:
-    """What trains, as it begins."""
-    found = find_parts(cfg.model)
-    model = build_llava(found, cfg.model, torch.float32)
-    sources = find_weights(model, found, cfg.model, None, cfg.seed)
-    return {n: sources[n].rows(0, sources[n].shape[0]) for n, p in model.named_parameters() if p.requires_grad}
 
 
 def settings(configure: Configure, variant: str, folder: str, *more: str) -> Config:

@@ -1,5 +1,7 @@
 """Compiled blocks give the numbers of uncompiled ones, and are compiled once."""
 
+import contextlib
+from functools import partial
 from typing import Any
 
 import pytest
@@ -165,6 +167,9 @@ def test_products_that_selective_keeps_do_not_run_again(
         (["deterministic=true"], "cuda", Attention.varlen, False, "deterministic=true"),
         (["activation_checkpointing=selective"], "cuda", Attention.sdpa, False, "in one piece"),
         (["activation_checkpointing=budget"], "cpu", Attention.sdpa, True, "activation_checkpointing=budget"),
+        ([], "cuda", Attention.sdpa, True, "Triton"),
+        (["activation_checkpointing=selective"], "cuda", Attention.varlen, True, "Triton"),
+        (["model.balance_loss=0.1"], "cuda", Attention.varlen, False, "model.balance_loss"),
     ],
 )
 def test_what_is_compiled_and_why(
@@ -198,6 +203,37 @@ def test_compiling_is_refused_without_a_compiler_and_where_attention_cuts_blocks
     without = torch._inductor.config.patch({} if attention else {"cpp.cxx": ("no-such-compiler",)})
     with without, pytest.raises(ConfigError, match=message):
         choose_compiling(cfg, CPU, attention)
+
+
+@pytest.mark.parametrize(
+    ("shape", "one_row", "gradients", "compiles"),
+    [
+        ((3, 7, 4), False, True, True), ((1, 7, 4), False, True, False), ((1, 7, 4), True, True, True),
+        ((3, 1, 4), False, True, False), ((1, 1, 4), True, True, False), ((3, 7, 4), True, True, False),
+        ((3, 7, 4), False, False, False), ((7, 4), True, True, True),
+    ],
+)  # fmt: skip
+def test_rare_shapes_run_uncompiled(shape: tuple[int, ...], one_row: bool, gradients: bool, compiles: bool) -> None:
+    """A size of 1 would be compiled for anew; without gradients validation would use up what may be compiled. A view
+    is made none."""
+    seen: list[torch.Tensor] = []
+
+    def forward(kind: str, hidden: torch.Tensor, *rest: Any, **named: Any) -> str:
+        seen.append(hidden)
+        assert (rest, named) == ((5,), {"key": 6})
+        return kind
+
+    def compiled(block: nn.Module, *given: Any, **named: Any) -> str:
+        assert isinstance(block, nn.Identity)
+        return forward("compiled", *given, **named)
+
+    hidden = torch.zeros(shape).view(shape)
+    with torch.set_grad_enabled(gradients):
+        found = compile.run_block(
+            nn.Identity(), partial(forward, "plain"), compiled, contextlib.nullcontext(), one_row, hidden, 5, key=6
+        )
+    assert found == ("compiled" if compiles else "plain")
+    assert seen[0].shape == shape and seen[0]._is_view() is not compiles
 
 
 def test_late_compilations_are_warned_of_once(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,19 +19,18 @@ from harness import CPU, RankPool, single_world
 from reference import (
     EXPORTED,
     TOLERANCE,
-    Adapters,
     Outcome,
     assert_near,
     difference,
     outcome,
-    plain_loop,
+    plain_outcomes,
     train_on,
     trained_weights,
     vocabulary,
 )
 from saves import interrupted
 from small import Configure, make_config, with_heads
-from test_adapters import EVERY_ROW, LORA, first_values
+from test_adapters import EVERY_ROW, LORA
 from tiers import slow_after
 from transformers import LlamaConfig
 
@@ -46,7 +45,6 @@ from llava_fsdp.model.attention import AttentionForm, Boundaries, Lengths, Packe
 from llava_fsdp.model.context_attention import GatheredKeys, Ulysses, plan_context, row_chunks_of
 from llava_fsdp.runtime.context_cut import ContextCut
 from llava_fsdp.runtime.errors import ConfigError
-from llava_fsdp.train import main as train
 
 BATCH = "global_batch_size=16"
 HYBRID = ("hybrid", "hybrid2")
@@ -70,19 +68,7 @@ def model(parts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def reference(model: Path, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Outcome]:
     """The plain loop's outcome with a variant, of what trains; computed when it is first asked for."""
-    folder = tmp_path_factory.mktemp("start")
-    train.train(make_config(model, dataset, folder, "max_steps=1", "optim.lr=0", BATCH, *EXPORTED))
-
-    @cache
-    def of_variant(name: str) -> Outcome:
-        cfg = make_config(model, dataset, folder / "none", BATCH, *VARIANTS[name])
-        first = first_values(cfg) if cfg.model.lora.enabled else None
-        found = plain_loop(cfg, folder / "export", None if first is None else Adapters(first))
-        if first is not None:
-            found.weights = {key: found.weights[key] for key in first}
-        return found
-
-    return of_variant
+    return plain_outcomes(model, dataset, tmp_path_factory.mktemp("start"), (BATCH,), VARIANTS)
 
 
 @pytest.mark.ranks

@@ -171,3 +171,45 @@ def test_the_same_twice_and_other_noise_with_another_seed(moments: MomentDType) 
 
     assert torch.equal(run(0, False), run(0, True))
     assert not torch.equal(run(0, False), run(1, False))
+
+
+def rounded(seen: list[bool], first_rows: list[int], monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """Equal bf16 weights after two steps with equal gradients, which some of them see; each begins at a row."""
+    parameters = [nn.Parameter(torch.ones(40, 30, dtype=torch.bfloat16)) for _ in seen]
+    begins = {id(own): row for own, row in zip(parameters, first_rows, strict=True)}
+    monkeypatch.setattr(lowbit_adamw, "local_rows", lambda own: (begins[id(own)], begins[id(own)] + 40))
+    optimizer = LowBitAdamW(
+        [{"params": parameters[:1], **SETTINGS}, {"params": parameters[1:], **SETTINGS}],
+        MomentDType.fp32,
+        BETAS,
+        EPS,
+        0,
+    )
+    for gradient in gradients((40, 30), 2):
+        for parameter, sees in zip(parameters, seen, strict=True):
+            parameter.grad = gradient.bfloat16() if sees else None
+        optimizer.step()
+    return [own.detach() for own in parameters]
+
+
+def test_every_shard_of_every_parameter_is_rounded_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers are those of all parameters, in every group, also of those without a gradient."""
+    first, second, third = rounded([True] * 3, [0, 0, 0], monkeypatch)
+    assert not torch.equal(first, second) and not torch.equal(second, third) and not torch.equal(first, third)
+    _, alone, _ = rounded([False, True, True], [0, 0, 0], monkeypatch)
+    assert torch.equal(alone, second)
+    other, same, _ = rounded([True] * 3, [5, 0, 0], monkeypatch)
+    assert torch.equal(same, second) and not torch.equal(other, first)
+
+
+def test_moments_of_vectors_and_scalars_are_whole_numbers_of_bits() -> None:
+    """Only matrices are worth 8 bits; blocks do not cross rows, and the last one of a row may be short."""
+    shapes = {(3, 257): (3, 2), (2, 256): (2, 1), (2, 3, 100): (2, 2), (70,): None, (): None}
+    for shape, blocks in shapes.items():
+        parameter = nn.Parameter(torch.ones(shape))
+        state = low_bit([parameter], MomentDType.int8).new_state(parameter)
+        for name in lowbit_adamw.MOMENTS:
+            assert state[name].shape == shape
+            assert state[name].dtype == (torch.float32 if blocks is None else torch.uint8)
+            assert (name + lowbit_adamw.SCALE in state) == (blocks is not None)
+            assert blocks is None or state[name + lowbit_adamw.SCALE].shape == blocks

@@ -1,9 +1,13 @@
 """States that lie elsewhere give the same weights, to the bit; and they do lie there."""
 
+import contextlib
 import mmap
+import os
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +16,10 @@ from loaders import agreed_steps
 from reference import EXPORTED, assert_same_bits, outcome, train_on
 from small import Configure
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 from llava_fsdp.config import ActivationCheckpointing, Config, OffloadMode, Strategy
-from llava_fsdp.distributed import offload
+from llava_fsdp.distributed import host_memory, offload
 from llava_fsdp.distributed.host_memory import PAGE, Arena
 from llava_fsdp.distributed.local_shards import local
 from llava_fsdp.distributed.mesh import World, make_meshes
@@ -233,6 +237,48 @@ def test_an_arenas_file_has_no_name_and_its_pages_come_back(tmp_path: Path) -> N
     assert not arena.owns(torch.zeros(3))
 
 
+def test_a_file_system_without_nameless_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file gets a name in the folder, which is removed at once."""
+    opened = os.open
+
+    def refuse(path: Any, flags: int, *rest: int) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(95, "Operation not supported")
+        assert Path(path).parent == tmp_path
+        return opened(path, flags, *rest)
+
+    monkeypatch.setattr(host_memory.os, "open", refuse)
+    arena = Arena(2 * PAGE, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    taken = arena.take((5,), torch.float32).fill_(3)
+    arena.release_all()
+    assert taken.tolist() == [3] * 5
+
+
+@pytest.mark.parametrize(
+    ("shape", "pages"), [((1,), 1), ((PAGE // 4,), 1), ((PAGE // 4 + 1,), 2), ((2, PAGE // 4), 2), ((0, 7), 0), ((), 1)]
+)
+def test_every_tensor_has_pages_of_its_own(shape: tuple[int, ...], pages: int) -> None:
+    assert Arena.room(shape, torch.float32) == pages * PAGE
+    arena = Arena(3 * PAGE)
+    before, own = arena.take((3,), torch.float32), arena.take(shape, torch.float32)
+    assert arena.taken == (1 + pages) * PAGE and arena.owns(before) and own.shape == shape
+    assert arena.owns(own) == bool(pages)
+    assert arena.pages(before) == (0, PAGE) and arena.pages(own) == ((PAGE, pages * PAGE) if pages else (0, 0))
+    if own.ndim and pages:
+        assert arena.pages(own[-1:]) == (pages * PAGE if own.ndim == 1 else PAGE * pages, PAGE)
+    assert not any(arena.owns(other.take((1,), torch.float32)) for other in (Arena(PAGE), Arena(PAGE)))
+
+
+def test_disk_space_is_what_a_user_may_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bytes, and not in blocks; the last byte may be taken."""
+    for free, fits in ((4, True), (3, False)):
+        disk = SimpleNamespace(f_bavail=free, f_bfree=9, f_frsize=PAGE)
+        monkeypatch.setattr(host_memory.os, "fstatvfs", lambda _, disk=disk: disk)
+        with contextlib.nullcontext() if fits else pytest.raises(OffloadError, match="are free"):
+            assert Arena(4 * PAGE, tmp_path).size == 4 * PAGE
+
+
 def test_no_room_says_how_much_and_where(tmp_path: Path) -> None:
     with pytest.raises(OffloadError, match=r"needs .* GiB more in .*, where .* GiB are free.*offload\.folder=DIR"):
         Arena(1 << 55, tmp_path)
@@ -344,6 +390,36 @@ def test_how_much_was_asked_for(error: Exception, said: str, configure: Configur
     with pytest.raises(OutOfMemory) as caught, explained_memory_errors(configure, CPU):
         raise error
     assert str(caught.value).startswith(said), str(caught.value)
+
+
+def test_the_last_mount_of_a_device_is_the_one_that_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = os.stat(tmp_path).st_dev
+    own, other = f"{os.major(device)}:{os.minor(device)}", "9999:1"
+    lines = [f"21 {other} {own} / /a rw - ext4 /dev/a rw", f"22 1 {own} / /b rw shared:1 - tmpfs x rw",
+             f"23 1 {own} / /c rw - overlay x rw", f"24 1 {other} / /d rw - xfs x rw"]  # fmt: skip
+    monkeypatch.setattr(offload.Path, "read_text", lambda self: "\n".join(lines))
+    assert filesystem(tmp_path) == "overlay"
+    monkeypatch.setattr(offload.Path, "read_text", lambda self: lines[-1])
+    assert filesystem(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("mode", "device", "offloads", "pins"),
+    [
+        (OffloadMode.none, "cuda", False, False), (OffloadMode.optimizer, "cuda", False, False),
+        (OffloadMode.params, "cuda", True, True), (OffloadMode.params, "cpu", True, False),
+        (OffloadMode.nvme, "cuda", True, False),
+    ],
+)  # fmt: skip
+def test_what_fsdp_is_told_to_offload(
+    mode: OffloadMode, device: str, offloads: bool, pins: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mapped files are not pinned: all of their pages would stay in memory."""
+    monkeypatch.setattr(offload, "return_freed_memory", lambda: None)
+    cfg: Any = SimpleNamespace(offload=SimpleNamespace(mode=mode, folder=None), output_dir=str(tmp_path))
+    policy = offload.Offload(cfg, torch.device(device)).policy
+    assert isinstance(policy, CPUOffloadPolicy) is offloads
+    assert not offloads or policy.pin_memory is pins
 
 
 def test_what_is_offloaded_in_words(configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from llava_fsdp.config import MomentDType
 from llava_fsdp.distributed import lowbit_adamw
-from llava_fsdp.distributed.fused_adamw import build_fused_adamw, fused_adamw
+from llava_fsdp.distributed.fused_adamw import FusedAdamW, fused_adamw
 from llava_fsdp.distributed.host_memory import Arena
 from llava_fsdp.distributed.lowbit_adamw import LowBitAdamW
 from llava_fsdp.distributed.mesh import World
@@ -41,7 +41,7 @@ Build = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 def full(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return build_fused_adamw([{"params": parameters, **SETTINGS}], BETAS, EPS)
+    return FusedAdamW([{"params": parameters, **SETTINGS}], betas=BETAS, eps=EPS, fused=True)
 
 
 def low_bit(moments: MomentDType) -> Build:
@@ -222,7 +222,7 @@ def test_the_fused_kernel_is_handed_nothing_that_it_would_misread(changed: Calla
         tensors = [torch.ones(4, 6) for _ in range(4)]
         tensors[place] = changed(tensors[place])
         with pytest.raises(AssertionError, match="the fused AdamW reads contiguous tensors"):
-            fused_adamw(tensors, torch.ones(()), {**SETTINGS, "betas": BETAS, "eps": EPS})
+            fused_adamw([tensors], [torch.ones(())], {**SETTINGS, "betas": BETAS, "eps": EPS})
     optimizer = full([weights := nn.Parameter(torch.ones(4, 6))])
     for _ in range(2):  # without moments, and with
         weights.grad = torch.ones(4, 6)

@@ -50,7 +50,7 @@ def behind(error: BaseException, cause: BaseException, is_told: bool) -> BaseExc
 def test_errors_of_a_lost_rank(said: str) -> None:
     """Of torch's own kind, or with its words; as the error or behind it. A file's error may have the same words."""
     error = RuntimeError(f"something: {said}")
-    assert is_lost_peer(error)
+    assert is_lost_peer(error) and is_lost_peer(BaseException(f"rank 1 failed: {said}"))
     for is_told in (True, False):
         assert is_lost_peer(behind(ValueError("x"), behind(KeyError("y"), error, is_told), is_told))
     assert not is_lost_peer(OSError(said)) and not is_lost_peer(ValueError(said))

@@ -8,12 +8,18 @@ from small import Configure
 from steps import begin
 from torch.distributed.fsdp import FSDPModule
 
-from llava_fsdp.config import Config
+from llava_fsdp.config import Config, ShardingConfig, Strategy
 from llava_fsdp.distributed.comm_volume import CollectiveBytes
 from llava_fsdp.distributed.local_shards import local
 from llava_fsdp.distributed.mesh import World, make_meshes
-from llava_fsdp.distributed.parallelize import describe_units, useless_settings
-from llava_fsdp.distributed.zero import SHARD_PLANS
+from llava_fsdp.distributed.parallelize import (
+    block_names,
+    describe_units,
+    gather_ahead,
+    units_of_blocks,
+    useless_settings,
+)
+from llava_fsdp.distributed.zero import SHARD_PLANS, ShardPlan, begin_micro_batch
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.train import main as train
 from llava_fsdp.train.loop import train_step
@@ -91,6 +97,104 @@ def test_what_is_set_is_on_the_screen(configure: Configure) -> None:
     assert describe_units(configure().sharding) == ""
     cfg = configure(*MANY)
     assert describe_units(cfg.sharding) == "9 blocks gathered together, 9 gathers begun ahead"
+
+
+class Unit(FSDPModule, torch.nn.Linear):
+    """A module that notes what FSDP is told of it, as `fully_shard` would have made it."""
+
+    def __new__(cls, *args: int) -> "Unit":
+        return object.__new__(cls)
+
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+        self.told: dict[str, object] = {}
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        self.told["forward"] = modules
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        self.told["backward"] = modules
+
+    def set_requires_gradient_sync(self, value: bool, *, recurse: bool = True) -> None:
+        self.told["reduces"] = value
+
+    def set_requires_all_reduce(self, value: bool, *, recurse: bool = True) -> None:
+        self.told["reduces over replicas"] = value
+
+    def set_reshard_after_backward(self, value: bool, *, recurse: bool = True) -> None:
+        self.told["frees"] = value
+
+
+def stacks(*sizes: int) -> list[torch.nn.ModuleList]:
+    return [torch.nn.ModuleList(Unit() for _ in range(size)) for size in sizes]
+
+
+@pytest.mark.parametrize(
+    ("size", "ahead", "shards", "expected"),
+    [
+        (1, None, None, []),
+        (2, None, None, ["sharding.blocks_per_unit=2 does nothing on one rank"]),
+        (3, None, 4, []),
+        (4, None, 4, ["sharding.blocks_per_unit=4 is as 3: "]),
+        (1, 4, 4, []),
+        (1, 5, 4, ["sharding.prefetch=5 is as 4: blocks that are sharded make 5 units"]),
+        (2, 2, 4, []),
+        (2, 3, 4, ["sharding.prefetch=3 is as 2: blocks that are sharded make 3 units"]),
+        (1, 1, 2, []),
+        (1, 1, 1, ["sharding.prefetch=1 does nothing: every rank has whole weights"]),
+        (9, 1, None, ["sharding.blocks_per_unit=9 does nothing on one rank",
+                      "sharding.prefetch=1 does nothing on one rank"]),
+    ],
+)  # fmt: skip
+def test_settings_without_effect(size: int, ahead: int | None, shards: int | None, expected: list[str]) -> None:
+    """A language model of three blocks, and a tower of two."""
+    sharding = ShardingConfig(strategy=Strategy.FULL_SHARD, shard_size=None, prefetch=ahead, blocks_per_unit=size)
+    found = useless_settings(sharding, stacks(3, 2), shards)
+    assert len(found) == len(expected)
+    assert all(said.startswith(begin) for said, begin in zip(found, expected, strict=True)), found
+
+
+def test_a_single_unit_has_none_to_gather_ahead() -> None:
+    """Blocks that are not sharded, as frozen ones, make no unit."""
+    sharding = ShardingConfig(strategy=Strategy.FULL_SHARD, shard_size=None, prefetch=1)
+    made = [*stacks(1), torch.nn.ModuleList([torch.nn.Linear(1, 1)])]
+    (said,) = useless_settings(sharding, made, 2)
+    assert said.startswith("sharding.prefetch=1 does nothing: fewer than two units")
+    sharding.blocks_per_unit = 2
+    partly = torch.nn.ModuleList([torch.nn.Linear(1, 1), Unit()])
+    assert useless_settings(sharding, [partly, *stacks(1)], 2) == []
+
+
+def test_the_next_units_are_gathered_ahead() -> None:
+    """Forward the two behind a unit, and backward the two before it, the nearest first; none of modules without
+    shards."""
+    a, b, c, d = made = [Unit() for _ in range(4)]
+    gather_ahead([made[0], torch.nn.Linear(1, 1), *made[1:]], 2)
+    assert [unit.told["forward"] for unit in made] == [[b, c], [c, d], [d], []]
+    assert [unit.told["backward"] for unit in made] == [[], [a], [b, a], [c, b]]
+
+
+def test_a_unit_has_the_name_of_its_first_block() -> None:
+    model = torch.nn.ModuleDict({"language": stacks(3)[0], "tower": stacks(2)[0]})
+    own = [model["language"], model["tower"]]
+    names = {"language.0", "language.1", "language.2", "tower.0", "tower.1"}
+    assert {*block_names(model, own).values()} == names  # type: ignore[arg-type]
+    assert units_of_blocks(model, own, 2) == {  # type: ignore[arg-type]
+        "language.0": "language.0", "language.1": "language.0", "language.2": "language.2",
+        "tower.0": "tower.0", "tower.1": "tower.0",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("plan", SHARD_PLANS.values(), ids=[plan.zero for plan in SHARD_PLANS.values()])
+def test_micro_batches_before_the_last_send_and_free_what_the_table_says(plan: ShardPlan) -> None:
+    waits = {
+        "zero0": {"reduces", "frees"}, "zero1": {"reduces", "frees"}, "zero2": set(), "zero3": set(),
+        "hybrid": {"reduces over replicas"}, "hybrid2": {"reduces over replicas"},
+    }  # fmt: skip
+    for is_last in (False, True):
+        begin_micro_batch(unit := Unit(), plan, is_last)
+        assert unit.told == dict.fromkeys(waits[plan.zero], is_last)
+    begin_micro_batch(torch.nn.Linear(1, 1), plan, True)
 
 
 @pytest.mark.slow

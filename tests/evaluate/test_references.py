@@ -15,12 +15,20 @@ from llava_fsdp.evaluate import main as evaluate
 from llava_fsdp.evaluate.answers_file import AnswersFile, Shard, blank_file
 from llava_fsdp.evaluate.check_images import check_images
 from llava_fsdp.evaluate.pope_files import annotate_yes_no
-from llava_fsdp.evaluate.question import LETTER, SHORT, SUFFIXES, BenchmarkQuestion, image_names, with_image_tag
+from llava_fsdp.evaluate.question import (
+    LETTER,
+    SHORT,
+    SUFFIXES,
+    BenchmarkQuestion,
+    image_names,
+    with_image_tag,
+    with_suffix,
+)
 from llava_fsdp.evaluate.read_questions import read_row
 from llava_fsdp.evaluate.references import answers_in_entry
-from llava_fsdp.evaluate.results import groups_of, score_all
+from llava_fsdp.evaluate.results import groups_of, number_text, score_all, submission_of, table_of
 from llava_fsdp.evaluate.scienceqa_files import annotate_problems
-from llava_fsdp.evaluate.vqa_files import annotate_textvqa, annotate_vqa, bare_question, read_vqa_questions
+from llava_fsdp.evaluate.vqa_files import annotate_textvqa, annotate_vqa, bare_question, check_ten, read_vqa_questions
 from llava_fsdp.runtime.digests import digest_of_file
 from llava_fsdp.runtime.errors import CommunicationError, ConfigError, DataError, StorageError
 
@@ -335,3 +343,55 @@ def test_the_mean_of_categories_and_the_groups_of_a_score() -> None:
     choice = replace(pope(0), references=("A",), choices=2)
     scores = score_all(Task.multiple_choice, [choice, replace(choice, choices=0), choice], ["C", "C", "A"])
     assert (scores["invalid"], scores["right"], scores["accuracy"]) == (1, 1, 1 / 3)
+
+
+def asked(number: int, prompt: str, *references: str, **values: Any) -> BenchmarkQuestion:
+    return BenchmarkQuestion(
+        number, f"id {number}", prompt, f"<image>\n{prompt}", (), f"q {number}", references, **values
+    )
+
+
+def test_an_instruction_is_the_last_line_of_what_is_asked_and_written(caplog: pytest.LogCaptureFixture) -> None:
+    first, second = with_suffix([asked(0, "Is it?"), asked(1, "Why?")], Task.vqa, add=True)
+    assert (first.prompt, first.text) == (f"Is it?\n{SHORT}", f"<image>\nIs it?\n{SHORT}")
+    assert second.prompt == f"Why?\n{SHORT}"
+    ends = [asked(0, "Is it?"), asked(1, f"Is it?\n{SHORT} \n")]
+    with pytest.raises(ConfigError, match="suffix=true: q 1 ends with"):
+        with_suffix(ends, Task.vqa, add=True)
+    with caplog.at_level("INFO"):
+        assert with_suffix(ends[1:], Task.vqa, add=False) == ends[1:] and not caplog.text
+        assert with_suffix(ends, Task.vqa, add=False) == ends and "q 0 does not end with" in caplog.text
+
+
+def test_letters_that_are_right_wrong_and_none() -> None:
+    """Invalid answers are wrong ones; a letter beyond the choices is invalid."""
+    questions = [asked(n, "?", "B", choices=count) for n, count in enumerate((2, 3, 2, 0))]
+    found = score_all(Task.multiple_choice, questions, ["B", "A. a cat", "C", "B"])
+    assert {key: found[key] for key in ("accuracy", "right", "invalid")} == {"accuracy": 0.5, "right": 2, "invalid": 1}
+    assert {name: own["questions"] for name, own in found["groups"]["picture"].items()} == {"without": 4}
+
+
+def test_numbers_of_a_table() -> None:
+    """Rates are in percent; there is a row for all and for each group, and a column for each score that there is."""
+    numbers = {"questions": 2, "accuracy": 0.5, "f1": 0.125, "right": 1}
+    table = table_of({**numbers, "questions": 1234, "groups": {"category": {"rare": numbers}}})
+    assert [column.header for column in table.columns] == ["", "questions", "accuracy", "f1"]
+    cells = [list(column.cells) for column in table.columns]
+    assert cells == [["all", "category: rare"], ["1,234", "2"], ["50.00", "50.00"], ["12.50", "12.50"]]
+    assert (number_text(1.0), number_text(1)) == ("100.00", "1")
+
+
+def test_what_is_submitted() -> None:
+    assert submission_of([asked(0, "?"), asked(1, "?")], ["The Dog.", "two"]) == [
+        {"question_id": "id 0", "answer": "dog"}, {"question_id": "id 1", "answer": "2"},
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("count", "fits"), [(0, True), (10, True), (9, False), (11, False)])
+def test_ten_people_answer_a_question_of_textvqa(count: int, fits: bool) -> None:
+    questions = [asked(0, "?", *["a"] * 10), asked(1, "?", *["a"] * count)]
+    if fits:
+        check_ten(questions, "file")
+    else:
+        with pytest.raises(DataError, match=f"q 1 has {count} right answers in file; task=textvqa needs 10"):
+            check_ten(questions, "file")

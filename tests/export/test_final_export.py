@@ -301,6 +301,12 @@ def test_weights_from_another_model(noise: Path, parts: Path, dataset: Path, tmp
             ModelError, match=rf"layers\.0\.mlp\.down_proj\.weight has shape \[36, 50\] in .*other, .*\[36, {rows}\]"
         ):
             train.train(make_config(parts, dataset, tmp_path / "run", *start(folder)))
+    # rows alone: keys and values of fewer heads, which nothing else depends on
+    config["text_config"] |= {"intermediate_size": 50, "num_key_value_heads": 1}
+    write_json(folder / "config.json", config)
+    forge_notes(folder)
+    with pytest.raises(ModelError, match=r"layers\.0\.self_attn\.[kv]_proj\.weight has shape"):
+        train.train(make_config(parts, dataset, tmp_path / "run", *start(folder)))
     tensors = weights(noise / "export")
     del tensors["language_model.model.norm.weight"]
     save_file(tensors, folder / "model.safetensors")

@@ -51,7 +51,7 @@ def test_what_a_folder_says_wins_over_what_is_assumed(tmp_path: Path) -> None:
     tiled: Any = SimpleNamespace(parts=SimpleNamespace(grid_pinpoints=[[4, 3]], max_tiles=5))
     of_tiles = source_of_folder(tmp_path, tiled, PARTS, cfg)
     assert (of_tiles.grid_pinpoints, of_tiles.max_tiles) == ([[4, 3]], 5)
-    write_json(tmp_path / "config.json", {"image_aspect_ratio": "anyres_max_6"})
+    write_json(tmp_path / "config.json", {"image_aspect_ratio": "anyres_max_6", "tokenizer_model_max_length": 777})
     assert (found.max_tiles, found.video_sampling) == (MAX_TILES, VideoSampling(1.0, 32))
     assert source_of_folder(tmp_path, MODEL, PARTS, cfg).max_tiles == 6
     notes = {"max_length": 99, "template": "v0", "language": "l", "vision": "v", "run": "r", "step": 3, "seed": 8,

@@ -296,6 +296,8 @@ def test_what_goes_on_sees_what_was_read_and_no_padding() -> None:
     mask = torch.tensor([[True] * 5, [False, False, True, True, True]])
     allowed = CachedRows(torch.zeros(2, 2, dtype=torch.int64), mask, DynamicCache()).allowed
     assert allowed.int().tolist() == [[[[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]], [[[0, 0, 1, 1, 0], [0, 0, 1, 1, 1]]]]
+    prompt = CachedRows(torch.zeros(1, 3, dtype=torch.int64), torch.tensor([[False, False, True]]), DynamicCache())
+    assert prompt.allowed.int().tolist() == [[[[1, 0, 0], [0, 1, 0], [0, 0, 1]]]], "attending to nothing gives NaN"
 
 
 def test_what_a_layer_may_hand_to_its_attention() -> None:

@@ -13,7 +13,15 @@ from transformers import AutoConfig, AutoModel
 from llava_fsdp.data.batching.batch import MicroBatch
 from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.model.attention import attention_arguments
-from llava_fsdp.model.experts import find_routers
+from llava_fsdp.model.experts import (
+    Router,
+    RouterHook,
+    RouterOutput,
+    balance_loss,
+    count_choices,
+    find_routers,
+    samples_of_tokens,
+)
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.train import main as train
@@ -134,3 +142,53 @@ def test_a_model_without_routers_is_refused(configure: Configure) -> None:
     cfg = configure("model.balance_loss=0.01")
     with pytest.raises(ConfigError, match=r"model\.balance_loss=0\.01"):
         train.build_state(cfg, single_world(), SHARD_PLANS[cfg.sharding.strategy], None)
+
+
+def test_tokens_belong_to_their_sample() -> None:
+    """Of a packed row with a sample without tokens, and of padded rows, whose padding is of none."""
+    lengths = torch.tensor([2, 0, 3])
+    packed = samples_of_tokens(lengths, torch.Size([1, 7]), is_packed=True)
+    assert packed.tolist() == [0, 0, 2, 2, 2, 3, 3]
+    padded = samples_of_tokens(lengths, torch.Size([3, 3]), is_packed=False)
+    assert padded.tolist() == [0, 0, 3, 3, 3, 3, 2, 2, 2]
+
+
+def test_padding_counts_for_nothing() -> None:
+    """Two samples of two and one token, and two of padding, with two of three experts each; even loads give n."""
+    router = Router("router", torch.nn.Identity(), 0, experts=3, choices=2, returns_choices=True)
+    logits = torch.tensor([[0.0, 0, 0], [1, 2, 3], [3, 0, 0], [9, 9, 9], [5, 0, 0]], requires_grad=True)
+    output = RouterOutput(router, logits, torch.tensor([[0, 1], [2, 1], [0, 2], [0, 1], [1, 2]]))
+    samples, lengths = torch.tensor([0, 0, 1, 2, 2]), torch.tensor([2, 1])
+    counts = count_choices(output, samples, 2)
+    assert counts.tolist() == [[1, 2, 1], [1, 0, 1], [1, 2, 1]]
+    loss = balance_loss(output, samples, lengths, counts)
+    shares, p = torch.tensor([[1, 2, 1]]) / 4, logits.softmax(-1)
+    expected = 3 * ((p[:2] * shares).sum() + (p[2] * torch.tensor([1, 0, 1]) / 2).sum())
+    torch.testing.assert_close(loss, expected)
+    loss.backward()
+    assert logits.grad is not None and not logits.grad[3:].any() and logits.grad[:3].any()
+    plain = RouterOutput(Router("router", torch.nn.Identity(), 0, 3, 2, returns_choices=False), logits, logits)
+    assert plain.chosen[2].tolist()[0] == 0 and plain.chosen[1].tolist() == [2, 1]
+
+
+class TwoOutputs(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x * 2, x.long()
+
+
+@pytest.mark.parametrize("with_gradients", [True, False])
+def test_outputs_are_kept_from_one_pass(with_gradients: bool) -> None:
+    """With gradients not those of the backward pass, in which a block runs again; the latest ones are returned."""
+    module = TwoOutputs()
+    hook = RouterHook(Router("router", module, 0, 2, 1, returns_choices=True), with_gradients)
+    x = torch.ones(1, 2, requires_grad=True)
+    module(x * 5)
+    hook.open()
+    assert hook.close() is None
+    hook.open()
+    module(x * 3)
+    kept = hook.close()
+    assert kept is not None and kept.logits.tolist() == [[6, 6]] and kept.chosen.tolist() == [[3, 3]]
+    assert kept.logits.requires_grad is with_gradients
+    module(x)
+    assert (hook.outputs is None) is with_gradients

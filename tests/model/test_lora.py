@@ -223,7 +223,9 @@ def test_every_parameter_of_an_adapter_has_a_first_value(
     found = find_parts(cfg.model)
     model = build_llava(found, cfg.model, torch.float32)
     sources = find_weights(model, found, cfg.model, None, cfg.seed)
-    values = {n: sources[n].rows(0, sources[n].shape[0]) for n, _ in model.named_parameters() if is_adapter(n)}
+    names = {name for name, _ in model.named_parameters() if is_adapter(name)}
+    assert names <= sources.keys()
+    values = {name: sources[name].rows(0, sources[name].shape[0]) for name in names}
     assert len(values) == len(model.adapted) * (3 if use_dora else 2)
     for name in model.adapted:
         assert not values[f"{name}{LORA_B}"].any() and values[f"{name}{LORA_A}"].any()

@@ -1,6 +1,8 @@
 """The loss of chunks of labels is that of all logits at once, and so are its gradients."""
 
 import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from llava_fsdp.config import LossConfig, LossKernel, Normalize
-from llava_fsdp.model.loss import choose_loss, chunked_loss, whole_loss
+from llava_fsdp.model.loss import LossCollector, VocabularyPart, choose_loss, chunked_loss, whole_loss
 from llava_fsdp.runtime.errors import ConfigError
 
 LABELS, VOCABULARY, WIDTH = 23, 57, 12
@@ -95,6 +97,26 @@ def test_torchs_kernel_is_refused_where_it_would_round_the_loss(monkeypatch: pyt
         choose_loss(asked, torch.float32)
 
 
+@pytest.mark.parametrize("gradients", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kernel", [LossKernel.auto, LossKernel.chunked])
+def test_losses_of_single_labels_are_collected_once(kernel: LossKernel, dtype: torch.dtype, gradients: bool) -> None:
+    """In order, positive, in fp32 and without gradients; also where the backward pass computes them again. The kernel
+    of this project takes every dtype."""
+    hidden, weight, ids = drawn(dtype)
+    loss = choose_loss(LossConfig(normalize=Normalize.step, chunk_tokens=5, kernel=kernel), dtype)
+    collector = LossCollector()
+    with torch.set_grad_enabled(gradients):
+        found = loss(hidden, weight, ids, collector=collector)
+    if gradients:
+        found.backward()
+    assert [len(chunk) for chunk in collector.chunks] == [5, 5, 5, 5, 3]
+    each = torch.cat(collector.chunks)
+    logits = functional.linear(hidden, weight).detach().float()
+    torch.testing.assert_close(each, functional.cross_entropy(logits, ids, reduction="none"))
+    assert not each.requires_grad
+
+
 class Alive(TorchDispatchMode):
     """Bytes of what is made under it, as far as it is still there: the most at once."""
 
@@ -164,3 +186,41 @@ def test_fp16_never_holds_an_unscaled_gradient(chunk: int, labels: int) -> None:
     for ours, theirs in zip((hidden, weight), exact, strict=True):
         assert ours.grad is not None and theirs.grad is not None and ours.grad.dtype == torch.float16
         assert (ours.grad.double() - theirs.grad).norm() <= 5e-3 * theirs.grad.norm()
+
+
+@pytest.mark.parametrize("chunk", [1, 5, LABELS])
+@pytest.mark.parametrize("size", [2, 4])
+def test_parts_of_a_vocabulary_give_the_whole_loss(size: int, chunk: int) -> None:
+    """Threads stand for ranks, which have unequal parts; the losses of single labels are collected."""
+    hidden, weight, ids = drawn(torch.float32)
+    whole = LossCollector()
+    loss = chunked_loss(hidden, weight, ids, chunk, whole) / 7
+    loss.backward()
+    barrier, given, each = threading.Barrier(size), [torch.zeros(0)] * size, -(-VOCABULARY // size)
+
+    def rank(number: int) -> tuple[torch.Tensor, ...]:
+        def reduced(how: str, own: torch.Tensor) -> torch.Tensor:
+            given[number] = own
+            barrier.wait(20)
+            stacked = torch.stack(given)
+            barrier.wait(20)
+            return stacked.amax(0) if how == "max" else stacked.sum(0)
+
+        part = VocabularyPart(number * each, lambda own: reduced("max", own), lambda own: reduced("sum", own))
+        own = weight.detach()[number * each : (number + 1) * each].clone().requires_grad_()
+        rows, collector = hidden.detach().clone().requires_grad_(), LossCollector()
+        found = chunked_loss(rows, own, ids, chunk, collector, part) / 7
+        found.backward()
+        with torch.no_grad():
+            assert torch.equal(chunked_loss(rows, own, ids, chunk, None, part) / 7, found)
+        assert rows.grad is not None and own.grad is not None
+        return found.detach(), rows.grad, own.grad, torch.cat(collector.chunks)
+
+    with ThreadPoolExecutor(size) as pool:
+        losses, of_hidden, of_weight, singles = zip(*pool.map(rank, range(size)), strict=True)
+    assert hidden.grad is not None and weight.grad is not None
+    for number in range(size):
+        assert losses[number] == pytest.approx(float(loss.detach()), rel=1e-6)
+        assert torch.allclose(of_hidden[number], hidden.grad, atol=1e-6)
+        assert torch.allclose(singles[number], torch.cat(whole.chunks), atol=1e-5)
+    assert torch.allclose(torch.cat(of_weight), weight.grad, atol=1e-6)

@@ -11,6 +11,7 @@ import torch
 from packed import build
 from small import changed_parts, make_config
 from test_flops import check_counts
+from torch.nn import functional
 from transformers import InternVLConfig, InternVLModel, InternVLVisionConfig, LlamaConfig
 from transformers.models.internvl.modeling_internvl import InternVLMultiModalProjector
 
@@ -47,6 +48,26 @@ def test_features_are_transformers(factor: int, side: int, width: int, hidden: i
     assert torch.equal(pixel_shuffle(features, factor), expected)
     assert torch.equal(own(features), theirs(expected))
     assert own(features[:0]).shape == (0, (side // factor) ** 2, hidden)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("kind", "layers"), [("linear", 1), ("mlp2x_gelu", 2), ("mlp12x_gelu", 12)])
+def test_layers_of_a_projector(kind: str, layers: int) -> None:
+    """As LLaVA's builder.py makes them: GELU, which is not approximated, between linear layers."""
+    own = Projector(kind, 5, 7)
+    assert [*own.state_dict()] == [f"linear_{n}.{leaf}" for n in range(1, layers + 1) for leaf in ("weight", "bias")]
+    expected = features = torch.randn(2, 4, 5)
+    for number in range(1, layers + 1):
+        expected = own.get_submodule(f"linear_{number}")(expected if number == 1 else functional.gelu(expected))
+    assert torch.equal(own(features), expected)
+
+
+@pytest.mark.parametrize(("features", "hidden"), [(5, 7), (7, 5)])
+def test_the_identity_changes_no_width(features: int, hidden: int) -> None:
+    values = torch.randn(2, 4, 5)
+    assert torch.equal(Projector("identity", 5, 5)(values), values)
+    with pytest.raises(ConfigError, match=f"here they are {features} and {hidden} wide"):
+        Projector("identity", features, hidden)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from llava_fsdp.model.quantization import (
     unpacked,
     weight_shape,
 )
-from llava_fsdp.runtime.errors import ConfigError
+from llava_fsdp.runtime.errors import ConfigError, ModelError
 
 KINDS = [QuantizeConfig(mode=m, double=d) for m in (Quantizer.nf4, Quantizer.fp4) for d in (True, False)]
 KINDS += [QuantizeConfig(mode=Quantizer.int8)]
@@ -121,6 +121,25 @@ def test_statistics_are_as_large_as_is_planned(cfg: QuantizeConfig) -> None:
     out = shapes(x)
     out.sum().backward()
     assert out.shape == (2, OUTPUTS) and x.grad is not None and x.grad.shape == x.shape
+
+
+@pytest.mark.parametrize("cfg", KINDS, ids=lambda c: f"{c.mode.value}-{c.double}")
+def test_random_bits_are_values_of_the_scale(cfg: QuantizeConfig) -> None:
+    """All buffers are set, and no value is larger than was asked for; the largest is not much smaller."""
+    _, ours, _ = layers(cfg, torch.float32)
+    for tensor in ours.statistics:
+        tensor.fill_(77)
+    ours.draw_scales(0.5)
+    bits = torch.randint(256, (ours.weight.numel() * ours.weight.element_size(),), dtype=torch.uint8)
+    values = unpacked(ours.packing, bits.view(torch.float32)[:, None], ours.statistics).abs().max()
+    assert 0.4 < values <= 0.5 * 128 / 127
+
+
+def test_a_weight_beyond_fp16_is_refused_in_8_bits() -> None:
+    ours = QuantizedLinear(nn.Linear(4, 2, dtype=torch.float32), KINDS[4], torch.float32)
+    for value in (1e5, float("inf"), float("nan")):
+        with pytest.raises(ModelError, match=r"\[2, 4\] has values up to .* int8"):
+            ours.pack(torch.tensor([[1.0, 2, 3, value]] * 2))
 
 
 def model_config(parts: Path, dataset: Path, tmp_path: Path, *overrides: str, stage: str = "finetune_qlora") -> Config:

@@ -6,17 +6,34 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModel, CLIPVisionConfig, PretrainedConfig, SiglipVisionConfig
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    CLIPVisionConfig,
+    Dinov2WithRegistersConfig,
+    PretrainedConfig,
+    SiglipVisionConfig,
+)
 from transformers.utils import output_capturing
 
 from llava_fsdp.config import Feature
-from llava_fsdp.model.vision_tower import hidden_state, probe_vision_tower
+from llava_fsdp.model.vision_tower import (
+    build_vision_tower,
+    first_of,
+    hidden_state,
+    image_size,
+    patch_size,
+    probe_vision_tower,
+)
+from llava_fsdp.runtime.errors import ConfigError
 
 SIZES = {
     "hidden_size": 20, "intermediate_size": 30, "num_hidden_layers": 4, "num_attention_heads": 2, "image_size": 28,
     "patch_size": 14,
 }  # fmt: skip
 TOWERS: dict[str, PretrainedConfig] = {"clip": CLIPVisionConfig(**SIZES), "siglip": SiglipVisionConfig(**SIZES)}
+REGISTERS = Dinov2WithRegistersConfig(**SIZES, num_register_tokens=2)
+"""A tower with a CLS token and two more that belong to no patch."""
 
 
 def built(config: PretrainedConfig, select_layer: int) -> tuple[nn.Module, str | None]:
@@ -59,6 +76,57 @@ def test_a_cls_token_is_dropped_where_there_is_one(name: str, feature: Feature, 
         tower = AutoModel.from_config(TOWERS[name], attn_implementation="sdpa")
     probe = probe_vision_tower(tower, TOWERS[name], -2, feature)
     assert (probe.drops_cls, probe.features) == (drops, tokens)
+
+
+def on_meta(config: PretrainedConfig) -> nn.Module:
+    with torch.device("meta"):
+        return AutoModel.from_config(config, attn_implementation="sdpa")
+
+
+def test_tokens_that_belong_to_no_patch() -> None:
+    """One of them is a CLS token; of several it is not known which they are, and all are kept or refused."""
+    probe = probe_vision_tower(on_meta(REGISTERS), REGISTERS, -2, Feature.auto)
+    assert (probe.drops_cls, probe.features, probe.tokens) == (False, 7, 7)
+    for config, tokens in ((REGISTERS, 7), (TOWERS["siglip"], 4)):
+        with pytest.raises(ConfigError, match=rf"model\.select_feature=patch .* gives {tokens} tokens .* grid of 4"):
+            probe_vision_tower(on_meta(config), config, -2, Feature.patch)
+
+
+@pytest.mark.parametrize("select_layer", [0, 5, -5])
+def test_a_layer_that_the_tower_lacks(select_layer: int) -> None:
+    with pytest.raises(ConfigError, match=rf"model\.select_layer={select_layer}: clip_vision_model has 4 layers"):
+        probe_vision_tower(on_meta(TOWERS["clip"]), TOWERS["clip"], select_layer, Feature.full)
+
+
+def test_what_is_left_over_behind_the_layer() -> None:
+    """The parameters that never get a gradient, and how many layers run; no hook stays."""
+    tower = on_meta(TOWERS["clip"])
+    probe = probe_vision_tower(tower, TOWERS["clip"], -2, Feature.full)
+    behind = {name for name, _ in tower.named_parameters() if ".layers.3." in name or "post_layernorm" in name}
+    assert set(probe.leftovers) == behind and len(behind) > 10
+    assert (probe.layers, probe.tokens, probe.features) == (3, 5, 5)
+    assert probe.last_layer is not None and probe.last_layer.endswith("layers.2")
+    hooks = sum(len(module._forward_hooks) for module in tower.modules())  # transformers' own stay
+    assert probe_vision_tower(tower, TOWERS["clip"], -1, Feature.full).layers == 4
+    assert sum(len(module._forward_hooks) for module in tower.modules()) == hooks
+
+
+def test_augmentations_of_a_pretraining_are_off_in_the_tower_alone() -> None:
+    """The configuration is exported as it was given."""
+    config = AutoConfig.for_model(
+        "dinov3_vit", **SIZES, pos_embed_shift=0.1, pos_embed_jitter=1.1, pos_embed_rescale=2.0
+    )
+    with torch.device("meta"):
+        own = build_vision_tower(config).config
+    names = ("pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale")
+    assert [getattr(own, name) for name in names] == [None] * 3
+    assert [getattr(config, name) for name in names] == [0.1, 1.1, 2.0]
+
+
+def test_sizes_may_be_pairs() -> None:
+    config = CLIPVisionConfig(**{**SIZES, "image_size": [56, 56], "patch_size": [28, 28]})
+    assert (image_size(config), patch_size(config)) == (56, 28) and image_size(TOWERS["clip"]) == 28
+    assert first_of((1, 2)) == 1 and first_of([3]) == [3]
 
 
 def test_last_hidden_state_may_be_another_than_the_last_layers() -> None:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 from harness import single_world
 from small import make_config
 
@@ -12,6 +13,7 @@ from llava_fsdp.plan.planner import without_repeats
 from llava_fsdp.plan.workload import Samples
 
 
+@pytest.mark.slow
 def test_more_in_a_row_is_more_memory(parts: Path, dataset: Path, tmp_path: Path) -> None:
     samples, found = Samples(100, 0.7, 20, 30, "imagined", 4), []
     for tokens in (256, 1024):

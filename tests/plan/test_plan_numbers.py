@@ -384,7 +384,8 @@ def test_the_best_way_comes_first_and_is_measured_again() -> None:
     def again(choice: Any, *rest: Any) -> SimpleNamespace:
         return row(choice if isinstance(choice, str) else choice.name, *rest)
 
-    planner: Any = SimpleNamespace(row=again, ends=lambda *micros: list(micros))
+    cfg = SimpleNamespace(parallel=SimpleNamespace(expert=1))
+    planner: Any = SimpleNamespace(row=again, ends=lambda *micros: list(micros), cfg=cfg)
     found: Any = plan_rows(planner, cast(Any, list(speeds)), cast(Any, None), cast(Any, [["large"], ["small"]]))
     assert [own.choice.name for own in found] == ["d", "b", "a", "c"]
     assert found[0].ends is None and found[1].ends == ["small", "large"]

@@ -118,7 +118,7 @@ def test_what_a_plan_says_of_the_model(tmp_path: Path, monkeypatch: pytest.Monke
         parallel=SimpleNamespace(num_context=1),
     )
     machine = Machine(GPUS["h100"], "a gpu", 80 * GB, 0.0)
-    planner: Any = SimpleNamespace(machine=machine, samples=SAMPLES, cfg=cfg, trainable=1234567, weights=[])
+    planner: Any = SimpleNamespace(machine=machine, samples=SAMPLES, cfg=cfg, trainable=1234567, whole_weights=[])
     small, large = a_row(), a_row(usable=36 * GB - 1, world_size=4)
 
     def printed(command: str | None, shown: int) -> str:

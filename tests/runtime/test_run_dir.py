@@ -458,7 +458,7 @@ def test_a_restart_knows_that_the_attempt_before_was_killed(tmp_path: Path, laun
     launched(rank=0)
     put_status(tmp_path, "running")
     assert status_file.previous_status(tmp_path) is None, "it is this start's own"
-    assert (status_file.previous_status(tmp_path, is_claiming=True) or {})["status"] == status_file.KILLED
+    assert (status_file.previous_status(tmp_path, is_claiming=True) or {}).get("status") == status_file.KILLED
     launched(rank=0, launch="run8")
     assert (status_file.previous_status(tmp_path) or {})["status"] == status_file.KILLED
 

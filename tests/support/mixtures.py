@@ -5,7 +5,7 @@ from typing import Any
 
 from small import changed_parts
 
-EXPERTS = {"num_experts": 5, "num_local_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+SIZES = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
 MIXTURES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"decoder_sparse_step": 1, "mlp_only_layers": [0], "norm_topk_prob": True},
     "mixtral": {},
@@ -21,10 +21,11 @@ MIXTURES: dict[str, dict[str, Any]] = {
 """Language models by transformers' `model_type`, with the values in which they differ from the tests' small Llama."""
 
 
-def mixture_parts(kind: str, parts: Path, folder: Path) -> Path:
-    """A copy of the small model's parts whose language model is a mixture of 5 experts, of which a token gets two."""
+def mixture_parts(kind: str, parts: Path, folder: Path, experts: int = 5) -> Path:
+    """A copy of the small model's parts whose language model is a mixture, of whose experts a token gets two."""
     values = {
         "model_type": kind, "architectures": None, "hidden_size": 40, "intermediate_size": 56, "head_dim": 6,
         "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3,
     }  # fmt: skip
-    return changed_parts(parts, folder, language={**values, **EXPERTS, **MIXTURES[kind]})
+    counts = {"num_experts": experts, "num_local_experts": experts}
+    return changed_parts(parts, folder, language={**values, **counts, **SIZES, **MIXTURES[kind]})

@@ -2,7 +2,9 @@
 
 import json
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import bitsandbytes
@@ -12,6 +14,7 @@ import torch
 from harness import CPU, RankPool, single_world
 from peft import LoraConfig, inject_adapter_in_model
 from safetensors.torch import load_file
+from small import make_config
 from torch.nn import functional
 from transformers import LlavaConfig, LlavaForConditionalGeneration
 
@@ -25,6 +28,7 @@ from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
 from llava_fsdp.distributed.mesh import World
 from llava_fsdp.distributed.precision import DTYPES
 from llava_fsdp.model.llava import build_llava
+from llava_fsdp.model.load_weights import find_weights
 from llava_fsdp.model.pretrained import find_parts
 from llava_fsdp.model.weight_names import ours
 from llava_fsdp.runtime.run_dir import FOLDER
@@ -268,3 +272,29 @@ def check_continued(size: int, got: Outcome, expected: Outcome, cfg: Config) -> 
     else:
         assert got.losses == pytest.approx(expected.losses, rel=TOLERANCE)
         assert difference(got.weights, expected.weights, vocabulary(cfg)) < TOLERANCE
+
+
+def first_values(cfg: Config) -> dict[str, torch.Tensor]:
+    """What trains, as it begins."""
+    found = find_parts(cfg.model)
+    model = build_llava(found, cfg.model, torch.float32)
+    sources = find_weights(model, found, cfg.model, None, cfg.seed)
+    return {n: sources[n].rows(0, sources[n].shape[0]) for n, p in model.named_parameters() if p.requires_grad}
+
+
+def plain_outcomes(
+    parts: Path, dataset: Path, folder: Path, common: Sequence[str], variants: Mapping[str, Sequence[str]]
+) -> Callable[[str], Outcome]:
+    """The plain loop's outcome with a variant's overrides, of what trains; computed when it is first asked for."""
+    train.train(make_config(parts, dataset, folder, "max_steps=1", "optim.lr=0", *common, *EXPORTED))
+
+    @cache
+    def of_variant(name: str) -> Outcome:
+        cfg = make_config(parts, dataset, folder / "none", *common, *variants[name])
+        first = first_values(cfg) if cfg.model.lora.enabled else None
+        found = plain_loop(cfg, folder / "export", None if first is None else Adapters(first))
+        if first is not None:
+            found.weights = {key: found.weights[key] for key in first}
+        return found
+
+    return of_variant

@@ -80,13 +80,13 @@ def test_steps_batches_and_rates(cfg: Config) -> None:
 
 def test_rows_that_several_ranks_share(monkeypatch: pytest.MonkeyPatch) -> None:
     cfg: Any = SimpleNamespace(
-        sampler=SimpleNamespace(name="shuffle"), packs=True, parallel=SimpleNamespace(num_context=1),
+        sampler=SimpleNamespace(name="shuffle"), packs=True, parallel=SimpleNamespace(ranks_per_row=1),
         global_batch_size=32, row_tokens=4096,
     )  # fmt: skip
     loader: Any = None
     said = "32 samples packed into rows of at most 4,096 tokens, as few as they need on each "
     assert summary.describe_batch(cfg, WORLD, loader) == f"{said}rank"
-    cfg.parallel.num_context = 2
+    cfg.parallel.ranks_per_row = 2
     assert summary.describe_batch(cfg, WORLD, loader) == f"{said}2 ranks, which process a row together"
 
 

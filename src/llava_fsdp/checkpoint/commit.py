@@ -243,6 +243,8 @@ def merge_entries(ranks: list[Entries]) -> dict[str, TensorEntry]:
         parts = [entries[name] for entries in ranks if name in entries]
         dtype, shape = parts[0].dtype, parts[0].shape
         assert all((part.dtype, part.shape) == (dtype, shape) for part in parts), f"ranks disagree about {name}"
-        ranges = sorted((rows for part in parts for rows in part.ranges), key=lambda rows: rows.begin)
+        ranges = sorted(
+            (rows for part in parts for rows in part.ranges), key=lambda rows: (rows.columns or (0, 0), rows.begin)
+        )
         tensors[name] = TensorEntry(dtype, shape, tuple(ranges))
     return tensors

@@ -1,6 +1,7 @@
 """Determine which rows (slices of dimension 0) of each tensor a rank holds, and which of them it writes into its
 checkpoint file."""
 
+import functools
 from collections.abc import Mapping
 
 import torch
@@ -9,12 +10,13 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from llava_fsdp.checkpoint.manifest import RowRange, TensorEntry
 from llava_fsdp.distributed.consensus import rank_and_size
-from llava_fsdp.distributed.local_shards import local, local_rows
+from llava_fsdp.distributed.local_shards import local, local_columns, local_rows
 
 
 def held_rows(tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
     """Return the rows (slices of dimension 0) of a tensor that this rank holds: the index of the first row, and the
-    rows' values [rows, ...]. A scalar is returned unchanged, with index 0."""
+    rows' values [rows, ...], of some columns if the tensor is divided by columns (`local_columns`). A scalar is
+    returned unchanged, with index 0."""
     begin, end = local_rows(tensor)
     values = local(tensor)
     assert values.ndim == 0 or len(values) == end - begin, f"{tuple(values.shape)} holds rows {begin} to {end}"
@@ -35,8 +37,8 @@ def written_rows(
 
     Returns:
         By tensor name, what the checkpoint's manifest records of the chosen rows (dtype and shape of the tensor,
-            `file`, range of rows); and, by tensor name, the values [rows, ...]. Tensors without chosen rows are left
-            out.
+            `file`, ranges of rows and columns); and, by tensor name, the values [rows, ...]. Tensors without chosen
+            rows are left out.
     """
     entries, written = {}, {}
     for number, name in enumerate(sorted(tensors)):
@@ -48,27 +50,51 @@ def written_rows(
             begin, end = (first + len(values) * n // replicas for n in (replica, replica + 1))
             values = values[begin - first : end - first]
         if begin < end:
-            entries[name] = TensorEntry(values.dtype, tuple(tensors[name].shape), (RowRange(file, begin, end),))
+            rows = RowRange(file, begin, end, local_columns(tensors[name]))
+            entries[name] = TensorEntry(values.dtype, tuple(tensors[name].shape), (rows,))
             written[name] = values
     return entries, written
 
 
 def replica_of(tensor: torch.Tensor, holders: tuple[int, int] | None = None) -> tuple[int, int]:
-    """Return (i, n): this rank is number i, from 0, of the n ranks that hold the same rows (slices of dimension 0) of a
-    tensor. A tensor that is not a DTensor is held by all ranks that have the same tensors.
+    """Return (i, n): this rank is number i, from 0, of the n ranks that hold the same part of a tensor. A tensor that
+    is not a DTensor is held by all ranks that have the same tensors. If the mesh of a DTensor does not contain all of
+    these, other meshes of the same form hold copies of the tensor.
 
     Args:
-        holders: number of this rank among these, and how many there are; None: all ranks have the same tensors.
+        holders: number of this rank among those that have the same tensors, which are consecutive ranks, and how many
+            there are; None: all ranks have the same tensors.
     """
+    own, size = holders or rank_and_size()
     if not isinstance(tensor, DTensor):
-        return holders or rank_and_size()
+        return own, size
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None
-    number, count = 0, 1
+    first = rank_and_size()[0] - own
+    number, count = copy_of_mesh(tuple((tensor.device_mesh.mesh.flatten() - first).tolist()), size)
     for place, size, placement in zip(coordinate, tensor.device_mesh.shape, tensor.placements, strict=True):
         if isinstance(placement, Replicate):
             number, count = number * size + place, count * size
         else:
-            shards_rows = isinstance(placement, (Shard, _StridedShard)) and placement.dim == 0
-            assert shards_rows, f"{placement} does not shard rows"
+            is_box = isinstance(placement, (Shard, _StridedShard)) and placement.dim in (0, 1)
+            assert is_box, f"{placement} does not shard rows or columns"
     return number, count
+
+
+@functools.cache
+def copy_of_mesh(ranks: tuple[int, ...], size: int) -> tuple[int, int]:
+    """Return (i, n): a mesh is number i, from 0, of the n meshes of the same form that together contain all ranks.
+
+    Args:
+        ranks: ranks of the mesh.
+        size: number of all ranks.
+    """
+    offsets = [rank - min(ranks) for rank in ranks]
+    begins: list[int] = []
+    covered: set[int] = set()
+    for begin in range(size):
+        if begin not in covered:
+            begins.append(begin)
+            covered |= {begin + offset for offset in offsets}
+    assert len(begins) * len(ranks) == size and covered == set(range(size)), f"{ranks} are no regular mesh of {size}"
+    return begins.index(min(ranks)), len(begins)

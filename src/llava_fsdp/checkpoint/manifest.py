@@ -39,12 +39,15 @@ class RowRange:
     file: str
     begin: int
     end: int
+    columns: tuple[int, int] | None = None
+    """The range of columns (indices of dimension 1) that the file holds of these rows; None: all. Tensor parallelism
+    divides some weights by columns."""
 
 
 @dataclass(frozen=True)
 class TensorEntry:
     """What a checkpoint's manifest records of a tensor: its dtype, its shape, and the files that hold its rows (slices
-    of dimension 0), in the order of the rows."""
+    of dimension 0), in the order of the columns and then of the rows."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -57,6 +60,17 @@ class TensorEntry:
     @property
     def row_bytes(self) -> int:
         return torch.Size(self.shape).numel() * self.dtype.itemsize // max(1, self.rows)
+
+    def columns_of(self, rows: RowRange) -> tuple[int, int]:
+        """Return the range of columns (indices of dimension 1) in a file; (0, 1) for a tensor without columns."""
+        return rows.columns or (0, self.shape[1] if len(self.shape) > 1 else 1)
+
+    def shape_of(self, rows: RowRange) -> tuple[int, ...]:
+        """Return the shape of a range of rows in its file."""
+        if not self.shape:
+            return ()
+        columns = () if len(self.shape) == 1 else (self.columns_of(rows)[1] - self.columns_of(rows)[0],)
+        return (rows.end - rows.begin, *columns, *self.shape[2:])
 
 
 @dataclass(frozen=True)
@@ -86,7 +100,7 @@ def render(manifest: Manifest) -> bytes:
             name: {
                 "dtype": CODES[entry.dtype],
                 "shape": list(entry.shape),
-                "pieces": [[rows.file, rows.begin, rows.end] for rows in entry.ranges],
+                "pieces": [[rows.file, rows.begin, rows.end, *(rows.columns or ())] for rows in entry.ranges],
             }
             for name, entry in manifest.tensors.items()
         },
@@ -135,10 +149,13 @@ def parse(content: bytes) -> Manifest:
 
 
 def parse_entry(values: dict[str, Any]) -> TensorEntry:
-    ranges = tuple(
-        RowRange(parse_file_name(file), parse_size(begin), parse_size(end)) for file, begin, end in values["pieces"]
-    )
-    return TensorEntry(DTYPES[values["dtype"]], tuple(parse_size(n) for n in values["shape"]), ranges)
+    ranges = []
+    for file, begin, end, *columns in values["pieces"]:
+        if len(columns) not in (0, 2):
+            raise ValueError(f"{len(columns)} numbers are not a range of columns")
+        own = (parse_size(columns[0]), parse_size(columns[1])) if columns else None
+        ranges.append(RowRange(parse_file_name(file), parse_size(begin), parse_size(end), own))
+    return TensorEntry(DTYPES[values["dtype"]], tuple(parse_size(n) for n in values["shape"]), tuple(ranges))
 
 
 def parse_size(value: Any) -> int:
@@ -169,18 +186,32 @@ def parse_digest(values: dict[str, Any]) -> Digest:
 
 
 def require_coverage(name: str, entry: TensorEntry) -> None:
-    """Raise CheckpointError unless every row (slice of dimension 0) of a tensor is in exactly one file of a checkpoint.
-    The message names the tensor and the rows.
+    """Raise CheckpointError unless every value of a tensor is in exactly one file of a checkpoint: the ranges of
+    columns follow one another, and for each of them the ranges of rows (slices of dimension 0). The message names the
+    tensor and the rows or columns.
 
     Args:
         name: the tensor's name.
         entry: what the checkpoint's manifest records of the tensor: its shape, and which file holds which rows.
     """
-    reached = 0
+    strips = {entry.columns_of(rows): [] for rows in entry.ranges}
     for rows in entry.ranges:
-        if rows.begin != reached or rows.end <= rows.begin:
-            kind = "twice" if rows.begin < reached else "nowhere"
-            raise CheckpointError(f"{name}: rows at {min(rows.begin, reached)} of {entry.rows} are {kind}")
-        reached = rows.end
-    if reached != entry.rows:
-        raise CheckpointError(f"{name}: rows {reached} to {entry.rows} are in no file")
+        strips[entry.columns_of(rows)].append((rows.begin, rows.end))
+    width = entry.shape[1] if len(entry.shape) > 1 else 1
+    if any(rows.columns for rows in entry.ranges):
+        require_run(f"{name}: columns", list(strips), width)
+    for ranges in strips.values() or [[]]:
+        require_run(f"{name}: rows", ranges, entry.rows)
+
+
+def require_run(what: str, ranges: list[tuple[int, int]], size: int) -> None:
+    """Raise CheckpointError unless ranges [begin, end) follow one another from 0 to `size`. The message begins with
+    `what`."""
+    reached = 0
+    for begin, end in ranges:
+        if begin != reached or end <= begin:
+            kind = "twice" if begin < reached else "nowhere"
+            raise CheckpointError(f"{what} at {min(begin, reached)} of {size} are {kind}")
+        reached = end
+    if reached != size:
+        raise CheckpointError(f"{what} {reached} to {size} are in no file")

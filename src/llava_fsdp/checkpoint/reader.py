@@ -1,6 +1,7 @@
 """Read the tensors of a verified checkpoint: this rank's rows (slices of dimension 0) of all tensors, or any range of
 rows of one tensor."""
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,12 +10,14 @@ from pathlib import Path
 import torch
 
 from llava_fsdp.checkpoint.layout import held_rows
-from llava_fsdp.checkpoint.manifest import Manifest, TensorEntry
+from llava_fsdp.checkpoint.manifest import Manifest, RowRange, TensorEntry
 from llava_fsdp.checkpoint.safetensors_stream import open_file, read_header, read_rows
 from llava_fsdp.checkpoint.verify import Checkpoint, name_in_errors
-from llava_fsdp.distributed.local_shards import local
+from llava_fsdp.distributed.local_shards import local, local_columns
 from llava_fsdp.runtime.errors import CheckpointError
 
+Columns = tuple[int, int] | None
+"""Range of columns (indices of dimension 1) of a tensor; None: all."""
 Described = tuple[torch.dtype, tuple[int, ...]]
 """Dtype and shape of a tensor."""
 WEIGHT_PREFIX = "model."
@@ -37,7 +40,7 @@ def load(
         CheckpointError: the checkpoint has other tensors, or a file of it cannot be read.
     """
     with name_in_errors(checkpoint.folder):
-        targets = {name: held_rows(tensor) for name, tensor in into.items()}
+        targets = {name: (*held_rows(tensor), local_columns(tensor)) for name, tensor in into.items()}
         require_same_tensors(checkpoint.manifest, {**(elsewhere or {}), **described(into)})
         fill(checkpoint.folder, checkpoint.manifest.tensors, targets)
 
@@ -68,32 +71,52 @@ def require_same_tensors(manifest: Manifest, expected: dict[str, Described]) -> 
             raise CheckpointError(f"{name} is {entry.dtype} in it, and {dtype} in this run")
 
 
-def fill(folder: Path, entries: Mapping[str, TensorEntry], targets: dict[str, tuple[int, torch.Tensor]]) -> None:
+def fill(
+    folder: Path, entries: Mapping[str, TensorEntry], targets: dict[str, tuple[int, torch.Tensor, Columns]]
+) -> None:
     """Read ranges of rows (slices of dimension 0) of a checkpoint's tensors. Each file that contains some of these rows
     is opened once.
 
     Args:
         folder: folder of the checkpoint.
         entries: what the checkpoint's manifest records of the tensors, by name: which file holds which rows.
-        targets: by tensor name, the index of the first row to read and the tensor to fill [rows, ...].
+        targets: by tensor name, the index of the first row to read, the tensor to fill [rows, ...], and the columns to
+            read.
     """
-    by_file: dict[str, list[tuple[str, int, int, int]]] = {}
-    for name, (first, values) in targets.items():
-        last = first + (len(values) if values.ndim else 1)
-        for rows in entries[name].ranges:
-            begin, end = max(rows.begin, first), min(rows.end, last)
-            if begin < end:
-                by_file.setdefault(rows.file, []).append((name, begin, end, begin - rows.begin))
+    by_file: dict[str, list[tuple[str, RowRange]]] = {}
+    for name, (first, values, columns) in targets.items():
+        last, entry = first + (len(values) if values.ndim else 1), entries[name]
+        for rows in entry.ranges:
+            left, right = overlap(entry.columns_of(rows), columns)
+            if max(rows.begin, first) < min(rows.end, last) and left < right:
+                by_file.setdefault(rows.file, []).append((name, rows))
     for file, wanted in sorted(by_file.items()):
         descriptor = open_file(folder / file)
         try:
             header = read_header(descriptor, file)
-            for name, begin, end, skipped in wanted:
-                first, values = targets[name]
-                place = header[name].begin + skipped * entries[name].row_bytes
-                read_rows(descriptor, file, place, values[begin - first : end - first] if values.ndim else values)
+            for name, rows in wanted:
+                first, values, columns = targets[name]
+                begin, end = max(rows.begin, first), min(rows.end, first + (len(values) if values.ndim else 1))
+                entry, own = entries[name], entries[name].columns_of(rows)
+                shape = entry.shape_of(rows)
+                row_bytes = math.prod(shape[1:]) * entry.dtype.itemsize
+                place = header[name].begin + (begin - rows.begin) * row_bytes
+                target = values[begin - first : end - first] if values.ndim else values
+                if columns == rows.columns:
+                    read_rows(descriptor, file, place, target)
+                    continue
+                read = torch.empty(end - begin, *shape[1:], dtype=entry.dtype)
+                read_rows(descriptor, file, place, read)
+                left, right = overlap(own, columns)
+                start = columns[0] if columns is not None else 0
+                target[:, left - start : right - start] = read[:, left - own[0] : right - own[0]]
         finally:
             os.close(descriptor)
+
+
+def overlap(own: tuple[int, int], columns: Columns) -> tuple[int, int]:
+    """Return the range of columns that are in both ranges."""
+    return own if columns is None else (max(own[0], columns[0]), min(own[1], columns[1]))
 
 
 @dataclass(frozen=True)
@@ -118,7 +141,7 @@ class SavedTensor:
         CheckpointError if they cannot be read."""
         values = torch.empty(end - begin, *self.shape[1:], dtype=self.dtype)
         with name_in_errors(self.folder):
-            fill(self.folder, {self.key: self.entry}, {self.key: (begin, values)})
+            fill(self.folder, {self.key: self.entry}, {self.key: (begin, values, None)})
         return values
 
 

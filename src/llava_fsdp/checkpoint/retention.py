@@ -101,6 +101,7 @@ def set_aside(output: Path, paths: Iterable[Path]) -> None:
     number = 1
     while (kept := output / f"old-{number}").exists():
         number += 1
+    kept.mkdir(mode=0o700)  # `parents=True` below would give it other permissions
     for path in present:
         target = kept / path.relative_to(output)
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -150,10 +150,9 @@ def check_headers(folder: Path, manifest: Manifest) -> None:
     }
     for name, entry in manifest.tensors.items():
         for rows in entry.ranges:
-            shape = (rows.end - rows.begin, *entry.shape[1:]) if entry.shape else ()
             if name in expected[rows.file]:
                 raise CheckpointError(f"{MANIFEST_FILE}: {rows.file} cannot hold two ranges of rows of {name}")
-            expected[rows.file][name] = (entry.dtype, shape)
+            expected[rows.file][name] = (entry.dtype, entry.shape_of(rows))
     for file, wanted in expected.items():
         descriptor = open_file(folder / file)
         try:

@@ -11,7 +11,9 @@ from llava_fsdp.config.enums import (
     ActivationCheckpointing,
     AspectRatio,
     Attention,
+    DType,
     LinearKind,
+    LossKernel,
     MasterDType,
     MomentDType,
     Normalize,
@@ -60,7 +62,7 @@ def check_training(cfg: Config) -> None:
     """Raise ConfigError if a number in the configuration of a training is out of its bounds, or if keys contradict each
     other."""
     check_packing(cfg)
-    check_pipeline(cfg)
+    check_divided(cfg)
     check_base(cfg)
     check_compile(cfg)
     check_offload(cfg)
@@ -126,25 +128,43 @@ def check_context(cfg: Config) -> None:
         )
 
 
-def check_pipeline(cfg: Config) -> None:
-    """Raise ConfigError for settings that cannot be used if groups of ranks have different stages of the model."""
-    if cfg.parallel.pipeline == 1:
-        return
-    mode, quantizer, normal = cfg.activation_checkpointing.mode, cfg.model.quantize.mode, "precision=bf16"
-    lacks_order = mode in (ActivationCheckpointing.offload, ActivationCheckpointing.budget)
-    refused = {
+def check_divided(cfg: Config) -> None:
+    """Raise ConfigError for settings that cannot be used if ranks divide the model: compute each layer together
+    (`parallel.tensor`), share the experts of a mixture (`parallel.expert`), or have different layers
+    (`parallel.pipeline`)."""
+    parallel, precision = cfg.parallel, cfg.precision
+    quantizer, mode = cfg.model.quantize.mode, cfg.activation_checkpointing.mode
+    is_budget = mode is ActivationCheckpointing.budget
+    all_kinds = {
         "compile=true": (cfg.compile is True, "compile=auto"),
-        f"activation_checkpointing={mode.value}": (lacks_order, "activation_checkpointing=full"),
+        "activation_checkpointing=budget": (is_budget, "activation_checkpointing=selective"),
         f"offload={cfg.offload.mode.value}": (cfg.offload.mode is not OffloadMode.none, "offload=none"),
-        "precision.linear=fp8": (cfg.precision.linear is LinearKind.fp8, normal),
+        "precision.linear=fp8": (precision.linear is LinearKind.fp8, "precision=bf16"),
         f"model.quantize.mode={quantizer.value}": (quantizer is not Quantizer.none, "model.quantize.mode=none"),
     }
-    for setting, (is_set, cure) in refused.items():
-        if is_set:
-            raise ConfigError(
-                f"parallel.pipeline={cfg.parallel.pipeline} with {setting} is not supported; set {cure}, or "
-                "parallel.pipeline=1"
-            )
+    with_tensor = {
+        f"parallel.expert={parallel.expert}": (parallel.expert > 1, "parallel.expert=1"),
+        "precision.param_dtype=fp16": (precision.param_dtype is DType.fp16, "precision=bf16"),
+        "precision.moment_dtype=int8": (precision.moment_dtype is MomentDType.int8, "precision.moment_dtype=bf16"),
+        "model.lora.use_dora=true": (cfg.model.lora.use_dora, "model.lora.use_dora=false"),
+        "loss.kernel=torch": (cfg.loss.kernel is LossKernel.torch, "loss.kernel=auto"),
+    }
+    lacks_order = mode is ActivationCheckpointing.offload
+    with_pipeline = {
+        f"parallel.tensor={parallel.tensor}": (parallel.tensor > 1, "parallel.tensor=1"),
+        f"parallel.expert={parallel.expert}": (parallel.expert > 1, "parallel.expert=1"),
+        "activation_checkpointing=offload": (lacks_order, "activation_checkpointing=full"),
+    }
+    for key, size, others in (
+        ("tensor", parallel.tensor, with_tensor),
+        ("expert", parallel.expert, {}),
+        ("pipeline", parallel.pipeline, with_pipeline),
+    ):
+        for setting, (is_set, cure) in (all_kinds | others).items():
+            if size > 1 and is_set:
+                raise ConfigError(
+                    f"parallel.{key}={size} with {setting} is not supported; set {cure}, or parallel.{key}=1"
+                )
 
 
 def check_base(cfg: Config) -> None:

@@ -54,6 +54,12 @@ class ParallelConfig:
     context_how: ContextHow = ContextHow.auto
     """How ranks that share a row compute its attention. ulysses: each rank computes some heads; gather: each rank
     computes some positions; auto: ulysses if the heads can be divided."""
+    tensor: int = 1
+    """Number of ranks that compute each layer of the language model together, each with a part of its weights. These
+    ranks process the same rows."""
+    expert: int = 1
+    """Number of ranks that share the experts of a mixture of experts: each holds an equal part of them, and a token is
+    sent to the ranks of its experts."""
     pipeline: int = 1
     """Number of groups of ranks that divide the layers of the model among them. A micro-batch passes through one group
     after the other, and all groups work at the same time on different micro-batches."""
@@ -62,6 +68,8 @@ class ParallelConfig:
     model; interleaved: each has two, and waits less."""
 
     def __post_init__(self) -> None:
+        at_least("parallel.tensor", self.tensor, 1)
+        at_least("parallel.expert", self.expert, 1)
         at_least("parallel.pipeline", self.pipeline, 1)
         if self.pipeline == 1 and self.schedule is PipelineSchedule.interleaved:
             raise ConfigError("parallel.schedule=interleaved has no meaning with parallel.pipeline=1; set it to 1f1b")
@@ -75,6 +83,11 @@ class ParallelConfig:
     def num_context(self) -> int:
         """Number of ranks that process a row together; 1 until the planner has replaced `auto`."""
         return self.context if isinstance(self.context, int) else 1
+
+    @property
+    def ranks_per_row(self) -> int:
+        """Number of consecutive ranks that process the same rows: `parallel.context` times `parallel.tensor`."""
+        return self.num_context * self.tensor
 
     @property
     def stages_per_rank(self) -> int:
@@ -94,17 +107,21 @@ class ParallelConfig:
         return max(needed, self.pipeline)
 
     def check_divides(self, world_size: int) -> None:
-        """Raise ConfigError if `parallel.pipeline` or `parallel.context` does not divide the number of ranks of the
-        run."""
-        for key, size, ranks in (
-            ("parallel.pipeline", self.pipeline, world_size),
-            ("parallel.context", self.num_context, world_size // self.pipeline),
+        """Raise ConfigError if `parallel.pipeline`, `parallel.tensor`, `parallel.context`, the product of these, or
+        `parallel.expert` does not divide the number of ranks of the run."""
+        of_stage = world_size // self.pipeline
+        for key, size, ranks, by in (
+            ("pipeline", self.pipeline, world_size, ()),
+            ("tensor", self.tensor, of_stage, ("pipeline",)),
+            ("context", self.num_context, of_stage // self.tensor, ("pipeline", "tensor")),
+            ("expert", self.expert, of_stage, ("pipeline",)),
         ):
             if ranks % size or not ranks:
                 divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
-                of_stage = " of a stage" if ranks != world_size else ""
+                others = [f"parallel.{other}={getattr(self, other)}" for other in by if getattr(self, other) > 1]
+                per = f" divided by {' and '.join(others)}" if others else ""
                 raise ConfigError(
-                    f"{key}={size} does not divide {ranks}, the number of ranks{of_stage} of this run; "
+                    f"parallel.{key}={size} does not divide {ranks}, the number of ranks of this run{per}; "
                     f"set it to one of {divisors}, or start another number of ranks (--nproc-per-node)"
                 )
 

@@ -112,6 +112,7 @@ def micro_batches_of(contents: Contents, cfg: Config, world_size: int) -> int:
 
     Args:
         contents: numbers of samples, tokens etc. of a micro-batch.
+        world_size: number of ranks; a group that computes layers together counts as one.
     """
     parallel = cfg.parallel
     ranks = len(contents.lengths) * world_size
@@ -127,6 +128,7 @@ def synthetic_step(number: int, contents: Contents, shape: ModelShape, cfg: Conf
         number: number of the step.
         contents: numbers of tokens, images, labels etc. of each micro-batch.
         shape: size of images and number of their tokens.
+        world_size: number of ranks; a group that computes layers together counts as one.
     """
     count = micro_batches_of(contents, cfg, world_size)
     times = count * world_size // cfg.parallel.pipeline

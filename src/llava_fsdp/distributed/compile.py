@@ -63,6 +63,10 @@ def choose_compiling(cfg: Config, device: torch.device, attention: Attention | N
     assert cfg.compile == AUTO
     if cfg.model.balance_loss:
         return Compiling(False, "model.balance_loss needs what routers return inside of a block")
+    if cfg.parallel.tensor > 1:
+        return Compiling(False, "with parallel.tensor it has not been tested")
+    if cfg.parallel.expert > 1:
+        return Compiling(False, "with parallel.expert the host waits for the number of tokens of each expert")
     if cfg.parallel.pipeline > 1:
         return Compiling(False, "with parallel.pipeline it has not been tested")
     if device.type != "cuda":

@@ -13,11 +13,12 @@ from torch.distributed import _functional_collectives
 from llava_fsdp.runtime.errors import ConfigError
 
 OLDEST_TORCH = (2, 13)
-"""Oldest release of torch with which context and pipeline parallelism are tested."""
+"""Oldest release of torch with which context, tensor, expert and pipeline parallelism are tested."""
 
 
 def check_torch(key: str = "parallel.context") -> None:
-    """Raise ConfigError if the installed torch is older than `OLDEST_TORCH`. `key` is the setting that needs it."""
+    """Raise ConfigError if the installed torch is older than `OLDEST_TORCH`. `key` is the configuration key that needs
+    it."""
     found = tuple(map(int, re.findall(r"\d+", torch.__version__)[:2]))
     if found < OLDEST_TORCH:
         raise ConfigError(

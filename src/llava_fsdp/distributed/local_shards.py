@@ -15,13 +15,15 @@ from llava_fsdp.distributed.precision import MasterWeights
 @dataclass(frozen=True)
 class LocalShard:
     """The part of a parameter that this rank holds: its rows (indices of dimension 0) from `begin` to `end`, `end`
-    excluded."""
+    excluded, and of these rows all columns (indices of dimension 1) or a range of them."""
 
     begin: int
     end: int
     tensors: list[torch.Tensor]
-    """This rank's tensors with the values of these rows: the shard of the model's parameter and, if the master weight
-    is a separate tensor, the shard of the master weight."""
+    """This rank's tensors with these values: the shard of the model's parameter and, if the master weight is a separate
+    tensor, the shard of the master weight."""
+    columns: tuple[int, int] | None = None
+    """Range of columns; None: all."""
 
 
 def local_shards(model: nn.Module, masters: MasterWeights) -> dict[str, LocalShard]:
@@ -37,7 +39,7 @@ def local_shards(model: nn.Module, masters: MasterWeights) -> dict[str, LocalSha
         master = masters.named.get(name)
         holders = [parameter] if master is None or master is parameter else [parameter, master]
         begin, end = local_rows(parameter)
-        shards[name] = LocalShard(begin, end, [local(h) for h in holders])
+        shards[name] = LocalShard(begin, end, [local(h) for h in holders], local_columns(parameter))
     return shards
 
 
@@ -52,6 +54,15 @@ def local_rows(tensor: torch.Tensor) -> tuple[int, int]:
         return 0, len(tensor.to_local())
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return (offset[0], offset[0] + shape[0]) if shape[0] else (0, 0)
+
+
+def local_columns(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """Return the range [begin, end) of the columns (indices of dimension 1) of a tensor that this rank holds; None if
+    the tensor is not divided by columns, so that every rank holds whole rows."""
+    if not isinstance(tensor, DTensor) or all(p.is_replicate() or p.dim == 0 for p in tensor.placements):  # type: ignore[attr-defined]
+        return None
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return offset[1], offset[1] + shape[1]
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -103,7 +103,7 @@ class LowBitAdamW(torch.optim.Optimizer):
         steps = torch.full((), float(step), device=weights.device)
         for rows in row_chunks(weights):
             weight, moments = weights[rows].float(), [moment.read(rows) for moment in stored]
-            fused_adamw([weight, gradients[rows].float(), *moments], steps, group)
+            fused_adamw([[weight, gradients[rows].float(), *moments]], [steps], group)
             store(weight, weights[rows], generator)
             for moment, value in zip(stored, moments, strict=True):
                 moment.write(rows, value, generator)

@@ -6,12 +6,14 @@ and the last ranks may hold fewer or none. Tests compare these formulas with the
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from llava_fsdp.config import DType, MasterDType, MomentDType, OffloadMode, PrecisionConfig, Strategy
 from llava_fsdp.distributed.lowbit_adamw import BLOCK, is_quantised
 from llava_fsdp.distributed.mesh import mesh_shape
 from llava_fsdp.distributed.zero import SHARD_PLANS, Sync
+from llava_fsdp.runtime.tensor_cut import Cut
 
 ITEM_SIZE = {DType.bf16: 2, DType.fp16: 2, DType.fp32: 4}
 NUM_MOMENTS = 2
@@ -32,11 +34,14 @@ class Weight:
     """Whether FSDP gathers the parameter in fp8."""
     unit: str = ""
     """Name of the FSDP unit that gathers the parameter; empty for the root unit. A unit has the name of its first
-    block."""
+    block. Experts that ranks share are a unit of their own (`unit_of_experts`)."""
     per_element: int = 1
     """Number of weights that are packed into one element; 1 unless the weights are quantised and packed."""
     statistics: int = 0
     """Bytes of the scales and offsets of a quantised weight, which every rank holds whole."""
+    sharers: int = 1
+    """Number of ranks that share the rows (experts) of the parameter evenly (`parallel.expert`). FSDP shards the part
+    of one of them over the ranks that have the same part."""
 
     @property
     def numel(self) -> int:
@@ -76,20 +81,59 @@ class Weight:
             return NUM_MOMENTS * (local + 4 * math.ceil(columns / BLOCK) * (local // columns if columns else 0))
         return NUM_MOMENTS * (2 if precision.moment_dtype is MomentDType.bf16 else 4) * local
 
+    @property
+    def gathered(self) -> int:
+        """Number of the parameter's elements that a rank has when FSDP has gathered it."""
+        return self.numel // self.sharers
+
+    def own_shards(self, shards: int) -> int:
+        """Return over how many ranks FSDP shards the parameter if it shards others over `shards` ranks."""
+        return max(1, shards // self.sharers)
+
     def local(self, shards: int, rank: int) -> int:
-        """Return the number of the parameter's elements in shard number `rank` of `shards` shards. FSDP splits
-        dimension 0 like `torch.chunk`."""
+        """Return the number of the parameter's elements on rank `rank` of the `shards` ranks over which FSDP shards
+        weights. FSDP splits dimension 0 like `torch.chunk`."""
+        shards, rank = self.own_shards(shards), rank // self.sharers
         if shards == 1:
-            return self.numel
-        rows = self.shape[0]
+            return self.gathered
+        rows = self.shape[0] // self.sharers
         chunk = math.ceil(rows / shards)
         held = max(0, min(chunk, rows - rank * chunk))
-        return self.numel // rows * held if rows else 0
+        return self.gathered // rows * held if rows else 0
 
     def padded(self, shards: int) -> int:
         """Return the number of the parameter's elements in the largest of `shards` shards, to whose size FSDP pads all
         shards."""
         return self.local(shards, 0)
+
+
+def divided_weights(weights: Mapping[str, Weight], plan: Mapping[str, Cut], size: int, index: int) -> dict[str, Weight]:
+    """Return the properties of the parts of all parameters that a rank has under tensor parallelism, by parameter name.
+
+    Args:
+        weights: the properties of the whole parameters.
+        plan: how the weights of modules and single parameters are divided, by their names.
+        size: number of ranks that divide them.
+        index: number of the rank among these.
+    """
+    found = {}
+    for name, weight in weights.items():
+        owner, _, leaf = name.rpartition(".")
+        cut = plan.get(name, plan.get(owner))
+        dimension = None if cut in (None, Cut.SUMMED) else 0
+        if cut in (Cut.ROWWISE, Cut.ROWWISE_SPLIT):
+            dimension = 1 if leaf == "weight" else None
+        shape = list(weight.shape)
+        if dimension is not None:
+            each = math.ceil(shape[dimension] / size)
+            shape[dimension] = max(0, min(each, shape[dimension] - index * each))
+        found[name] = replace(weight, shape=tuple(shape))
+    return found
+
+
+def unit_of_experts(block: str) -> str:
+    """Return the name of the FSDP unit of a block's experts, if ranks share them."""
+    return f"experts of {block}"
 
 
 @dataclass(frozen=True)
@@ -115,6 +159,7 @@ def bytes_per_rank(
     rank: int = 0,
     offload: OffloadMode = OffloadMode.none,
     padded: bool = False,
+    divided: bool = False,
 ) -> Bytes:
     """Compute the bytes of parameters, gradients and optimizer state that rank `rank` holds, in memory or offloaded.
 
@@ -135,6 +180,8 @@ def bytes_per_rank(
         offload: what is offloaded; it matters only for one rank, which uses FSDP only to offload weights.
         padded: whether to count padding too. FSDP pads the parameters and gradients of a short shard to the size of a
             full shard (`FSDPParam.reset_sharded_param`, `foreach_reduce`). Moments have no padding.
+        divided: whether `weights` are parts, which ranks have under tensor parallelism; `world_size` is then the number
+            of ranks that hold the same parts. A single one uses FSDP, too.
     """
     plan = SHARD_PLANS[strategy]
     _, shards = mesh_shape(plan, world_size, shard_size)
@@ -146,20 +193,20 @@ def bytes_per_rank(
     frozen = 0
     for weight in weights:
         if not weight.trainable:
-            numel = local(weight) if plan.shards_frozen and not weight.whole else weight.numel
+            numel = local(weight) if plan.shards_frozen and not weight.whole else weight.gathered
             frozen += weight.item_size(precision) * numel + weight.statistics
     masters = sum(w.master_size(precision) * local(w) for w in trainable)
     moments = sum(w.moment_bytes(precision, w.local(shards, rank % shards)) for w in trainable)
     parameters = frozen + masters
-    if world_size == 1 and not offload.moves_weights:
+    if world_size == 1 and not divided and not offload.moves_weights:
         parameters += sum(
             w.item_size(precision) * w.numel for w in trainable if w.item_size(precision) != w.master_size(precision)
         )
         return Bytes(parameters, masters, moments, parameters, masters)
-    gathered = 0 if plan.reshard_every_micro_batch else sum(w.gathered_size(precision) * w.numel for w in trainable)
+    gathered = 0 if plan.reshard_every_micro_batch else sum(w.gathered_size(precision) * w.gathered for w in trainable)
     gradients_between = {
         Sync.EVERY_MICRO_BATCH: masters,
-        Sync.LAST_MICRO_BATCH: sum(w.reduce_size(precision) * w.numel for w in trainable),
+        Sync.LAST_MICRO_BATCH: sum(w.reduce_size(precision) * w.gathered for w in trainable),
         Sync.SCATTER_EVERY_REDUCE_LAST: sum(w.reduce_size(precision) * w.padded(shards) for w in trainable),
     }[plan.gradient_sync]
     return Bytes(parameters, masters, moments, parameters + gathered, gradients_between)

@@ -46,8 +46,8 @@ class World:
 
 @dataclass(frozen=True)
 class Meshes:
-    """The device meshes of a training. Each contains all ranks in order; with `parallel.pipeline`, `states` contains
-    those with the same stages of the model."""
+    """The device meshes of a training. Each contains all ranks in order, unless layers are divided (`tensor`) or ranks
+    have different layers (`pipeline`)."""
 
     states: DeviceMesh | None = None
     """How weights, gradients and optimizer states are sharded, with the dimensions (replicate, shard) or (shard,); all
@@ -57,7 +57,15 @@ class Meshes:
     """Dimensions (data, context). The `context` ranks of a line share their rows. None: no rows are shared."""
     pipeline: DeviceMesh | None = None
     """Dimensions (pipeline, stage). The ranks of a line `pipeline` process the same rows, each with its stages of the
-    model; the ranks of a line `stage` have the same stages. None: each rank has the whole model."""
+    model; the ranks of a line `stage` have the same stages. `states` contains only these. None: each rank has the whole
+    model."""
+    tensor: DeviceMesh | None = None
+    """Dimension (tensor,): the ranks that compute each layer together with this one. Then `states` contains only the
+    ranks that hold the same parts of the weights. None: each rank computes whole layers."""
+    experts: DeviceMesh | None = None
+    """Dimensions (replicate, shard, expert) or (shard, expert). The `expert` ranks of a line share the experts of a
+    mixture; those that hold the same experts replicate and shard them like `states`. None: each rank has all
+    experts."""
 
 
 @contextmanager
@@ -143,7 +151,11 @@ def num_collectives(meshes: Meshes) -> Callable[[], int]:
 
 def groups_of(meshes: Meshes) -> list[dist.ProcessGroup]:
     """Return the default process group and those of the meshes, each once."""
-    made = [mesh for mesh in (meshes.states, meshes.context, meshes.pipeline) if mesh is not None]
+    made = [
+        mesh
+        for mesh in (meshes.states, meshes.context, meshes.pipeline, meshes.tensor, meshes.experts)
+        if mesh is not None
+    ]
     groups = [dist.distributed_c10d._get_default_group(), *(group for mesh in made for group in mesh.get_all_groups())]
     return list({id(group): group for group in groups}.values())
 
@@ -276,41 +288,78 @@ def make_meshes(world: World, plan: ShardPlan, cfg: Config) -> Meshes:
         plan: the FSDP2 settings of the sharding strategy.
 
     Raises:
-        ConfigError: `sharding.shard_size`, `parallel.context` or `parallel.pipeline` does not divide the number of
-            ranks, or the installed torch is too old for one of the latter.
+        ConfigError: `sharding.shard_size`, `parallel.context`, `parallel.tensor`, `parallel.expert` or
+            `parallel.pipeline` does not divide the number of ranks, or the installed torch is too old for them.
     """
     cfg.parallel.check_divides(world.size)
-    if cfg.parallel.num_context > 1:
-        check_torch()
-    if cfg.parallel.pipeline > 1:
-        check_torch("parallel.pipeline")
-    of_stage = world.size // cfg.parallel.pipeline
-    shape = mesh_shape(plan, of_stage, cfg.sharding.shard_size or min(world.local_size, of_stage))
+    parallel = cfg.parallel
+    size, tensor, expert, stages = parallel.num_context, parallel.tensor, parallel.expert, parallel.pipeline
+    for key, ranks in (("context", size), ("tensor", tensor), ("expert", expert), ("pipeline", stages)):
+        if ranks > 1:
+            check_torch(f"parallel.{key}")
+    of_stage = world.size // stages
+    copies = of_stage // tensor  # ranks that hold the same parts of layers
+    node = min(world.local_size, of_stage)
+    shape = mesh_shape(plan, copies, cfg.sharding.shard_size or max(1, node // tensor))
     if world.size == 1 and not cfg.offload.mode.moves_weights:
         return Meshes()
-    kind, size, stages = world.device.type, cfg.parallel.num_context, cfg.parallel.pipeline
-    states = {"replicate": shape[0], "shard": shape[1]} if plan.mesh is not Mesh.SHARD else {"shard": of_stage}
+    names = ("shard",) if plan.mesh is Mesh.SHARD else ("replicate", "shard")
+    outer, inner = {"pipeline": stages} if stages > 1 else {}, {"tensor": tensor} if tensor > 1 else {}
 
-    def mesh_of(**sizes: int) -> DeviceMesh:
-        return init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    def root_of(sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+        """Return a mesh of all ranks, which also has the dimensions of ranks that divide the model."""
+        whole = {**outer, **dict(zip(names, sizes[-len(names) :], strict=True)), **inner}
+        return init_device_mesh(world.device.type, tuple(whole.values()), mesh_dim_names=tuple(whole))
 
+    def mesh_of(sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+        root = root_of(sizes, names)
+        return root[names] if outer or inner else root
+
+    # FSDP needs a mesh that is a part of the same mesh as that of the divided weights
+    dense = root_of(shape, names)
     return Meshes(
-        mesh_of(pipeline=stages, **states)[tuple(states)] if stages > 1 else mesh_of(**states),
-        mesh_of(data=world.size // size, context=size) if size > 1 else None,
-        mesh_of(pipeline=stages, stage=of_stage) if stages > 1 else None,
+        dense[names] if outer or inner else dense,
+        mesh_of((copies // size, size), ("data", "context")) if size > 1 else None,
+        pipeline=init_device_mesh(world.device.type, (stages, of_stage), mesh_dim_names=("pipeline", "stage"))
+        if stages > 1
+        else None,
+        tensor=dense["tensor"] if tensor > 1 else None,
+        experts=mesh_of((*shape_of_experts(shape, expert), expert), (*names, "expert")) if expert > 1 else None,
     )
+
+
+def shape_of_experts(shape: tuple[int, int], size: int) -> tuple[int, int]:
+    """Return the (replicate, shard) sizes of the mesh of ranks that hold the same experts.
+
+    Args:
+        shape: (replicate, shard) sizes of the mesh of all ranks of a stage.
+        size: number of ranks that share the experts (`parallel.expert`): consecutive ranks, so that those which shard
+            other weights together (`shard` of them) hold all experts, if there are enough of them.
+
+    Raises:
+        ConfigError: neither `size` nor the number of ranks over which weights are sharded is a multiple of the other.
+    """
+    replicas, shards = shape
+    if size % shards and shards % size:
+        raise ConfigError(
+            f"parallel.expert={size} and sharding.shard_size={shards}: neither is a multiple of the other; set "
+            "parallel.expert to a divisor or a multiple of sharding.shard_size"
+        )
+    own = max(1, shards // size)
+    return replicas * shards // (own * size), own
 
 
 def row_group(world: World, parallel: ParallelConfig) -> tuple[int, int]:
     """Return the number of this rank's group, and how many groups there are. The ranks of a group process the same
-    rows: `parallel.context` consecutive ranks of each of the `parallel.pipeline` parts of all ranks.
+    rows: `parallel.context` times `parallel.tensor` consecutive ranks of each of the `parallel.pipeline` parts of all
+    ranks.
 
     Raises:
-        ConfigError: `parallel.context` or `parallel.pipeline` does not divide the number of ranks.
+        ConfigError: `parallel.context`, `parallel.tensor` or `parallel.pipeline` does not divide the number of ranks.
     """
     parallel.check_divides(world.size)
-    groups = world.size // parallel.pipeline // parallel.num_context
-    return world.rank // parallel.num_context % groups, groups
+    groups = world.size // parallel.pipeline // parallel.ranks_per_row
+    return world.rank // parallel.ranks_per_row % groups, groups
 
 
 def mesh_shape(plan: ShardPlan, world_size: int, shard_size: int) -> tuple[int, int]:

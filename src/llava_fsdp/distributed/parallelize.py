@@ -1,9 +1,9 @@
 """Apply sharding, precision, compilation and activation checkpointing to any model made of stacks of blocks.
 
-The order is: create the model on the meta device, freeze, convert to fp8, keep this rank's stages of a pipeline,
-compile, wrap for activation checkpointing, `fully_shard`, load weights, create the optimizer. Activation checkpointing
-comes before `fully_shard`, so that FSDP gathers a block's weights before the block runs again in the backward pass.
-Weights are loaded after sharding, so that no rank ever holds more than its shards.
+The order is: create the model on the meta device, freeze, convert to fp8, keep this rank's stages of a pipeline, divide
+experts among ranks, compile, wrap for activation checkpointing, `fully_shard`, load weights, create the optimizer.
+Activation checkpointing comes before `fully_shard`, so that FSDP gathers a block's weights before the block runs again
+in the backward pass. Weights are loaded after sharding, so that no rank ever holds more than its shards.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,8 +17,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from llava_fsdp.config import Config, LinearKind, PrecisionConfig, ShardingConfig
 from llava_fsdp.distributed.activation_checkpoint import apply_activation_checkpointing, clean_name
 from llava_fsdp.distributed.compile import Compilations
+from llava_fsdp.distributed.expert_parallel import SharedExperts
 from llava_fsdp.distributed.fp8 import multiply_in_fp8, weights_in_fp8
-from llava_fsdp.distributed.memory import Weight
+from llava_fsdp.distributed.memory import Weight, unit_of_experts
 from llava_fsdp.distributed.offload import Offload
 from llava_fsdp.distributed.precision import (
     DTYPES,
@@ -43,6 +44,7 @@ def parallelize(
     offload: Offload,
     whole: list[nn.Module],
     count: Compilations | None = None,
+    share: Callable[[], SharedExperts] | None = None,
     roots_of: Callable[[], list[nn.Module]] | None = None,
 ) -> MasterWeights:
     """Shard a meta-device model in place over the ranks, and allocate this rank's shards, uninitialised.
@@ -57,6 +59,7 @@ def parallelize(
         offload: allocates the shards on the device, in host memory or in a file.
         whole: modules whose weights are never sharded while they are frozen.
         count: counts the compiled graphs of the language model's blocks; None: blocks are not compiled.
+        share: divides the experts of a mixture among ranks; None: each rank has all experts.
         roots_of: called after blocks are wrapped; returns the modules whose forward is called, each a part of the
             model. None: the model itself.
 
@@ -68,6 +71,7 @@ def parallelize(
     in_fp8 = cfg.precision.linear is LinearKind.fp8
     if in_fp8:
         multiply_in_fp8(stacks[0], sharded=mesh is not None)
+    experts = share() if share is not None else None
     one_row = cfg.packs or cfg.micro_batch_size == 1
     apply_activation_checkpointing(stacks, cfg.activation_checkpointing, offload.device, count, one_row)
     roots = roots_of() if roots_of is not None else [model]
@@ -76,7 +80,7 @@ def parallelize(
         for root in roots:
             inside = set(root.modules())
             own = [nn.ModuleList(block for block in stack if block in inside) for stack in stacks]
-            shard(root, own, mesh, plan, cfg, ignored, offload)
+            shard(root, own, mesh, plan, cfg, ignored, offload, experts)
     materialize(model, offload.materialize, roots)
     trainable = {clean_name(n): p for n, p in model.named_parameters() if p.requires_grad}
     return MasterWeights(trainable, MASTERS[cfg.precision.master_dtype], model if in_fp8 else None)
@@ -117,9 +121,10 @@ def shard(
     cfg: Config,
     ignored: set[nn.Parameter],
     offload: Offload,
+    experts: SharedExperts | None = None,
 ) -> None:
-    """Apply `fully_shard` to every group of blocks that has parameters to shard, and then to the whole model, whose
-    remaining parameters form the root unit.
+    """Apply `fully_shard` to the modules of experts that ranks share, to every group of blocks that has parameters to
+    shard, and then to the whole model, whose remaining parameters form the root unit.
 
     The root unit is not freed after the forward pass, because the backward pass begins with it. All parameters of a
     unit must have the same dtype. Therefore the trainable norms that compute in fp32 form a unit of their own, which is
@@ -130,6 +135,7 @@ def shard(
         plan: the FSDP2 settings of the sharding strategy.
         ignored: parameters that are not sharded.
         offload: says whether FSDP keeps the shards in host memory.
+        experts: experts that ranks share, and their mesh; None: experts are sharded with their blocks.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=DTYPES[cfg.precision.param_dtype],
@@ -145,6 +151,10 @@ def shard(
         fully_shard(together, mp_policy=kept, reshard_after_forward=False, **common)
         model.gathered_first = together
         common["ignored_params"] = ignored = ignored | set(together.parameters())
+    if experts is not None:
+        own = {**common, "mesh": experts.mesh}
+        for module in experts.modules:
+            fully_shard(module, mp_policy=policy, reshard_after_forward=plan.reshard_after_forward, **own)
     units = []
     for stack in reversed(stacks):  # in the order of the forward pass: vision tower, then language model
         for unit in grouped(list(stack), cfg.sharding.blocks_per_unit):
@@ -255,6 +265,8 @@ def weights_of(
     whole: list[nn.Module],
     precision: PrecisionConfig,
     blocks_per_unit: int = 1,
+    experts: Sequence[nn.Module] = (),
+    sharers: int = 1,
 ) -> dict[str, Weight]:
     """Return, for every parameter of a meta-device model, the properties from which the bytes that a rank holds are
     computed, by parameter name.
@@ -263,6 +275,8 @@ def weights_of(
         stacks: the model's lists of blocks, the language model's first.
         whole: modules whose weights are never sharded while they are frozen.
         blocks_per_unit: number of consecutive blocks that form an FSDP unit.
+        experts: modules with the experts of a mixture.
+        sharers: number of ranks that share these experts.
     """
     in_fp8 = weights_in_fp8(stacks[0]) if precision.linear is LinearKind.fp8 else set()
     norms = norm_weights(model, precision)
@@ -275,6 +289,11 @@ def weights_of(
         for name, p in model.named_parameters()
     }
     for module_name, module in model.named_modules():
+        if sharers > 1 and module in experts:
+            block = next(name for block, name in names.items() if module in set(block.modules()))
+            for leaf, _ in module.named_parameters():
+                name = f"{module_name}.{leaf}"
+                weights[name] = replace(weights[name], unit=unit_of_experts(block), sharers=sharers)
         if isinstance(module, Packed):
             name = f"{module_name}.weight"
             size = {"per_element": module.per_element, "statistics": module.statistics_bytes}

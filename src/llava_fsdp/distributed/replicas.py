@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 from xxhash import xxh3_64_intdigest
 
+from llava_fsdp.distributed.consensus import rank_and_size
 from llava_fsdp.distributed.local_shards import local
 
 CHUNK = 1 << 24
@@ -22,21 +23,24 @@ WORDS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
 """Size of a word in bytes -> the dtype as which a tensor's memory is read."""
 
 
-def shared_tensors(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def shared_tensors(
+    tensors: Mapping[str, torch.Tensor], ranks: int
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Select the tensors of which other ranks hold copies.
 
     Args:
         tensors: tensors by name; DTensors if they are sharded.
+        ranks: number of ranks that have these tensors, or parts of them.
 
     Returns:
-        Two dicts by tensor name: this rank's rows of the DTensors that are replicated over a dimension of their mesh,
-            and the plain tensors, which every rank holds whole.
+        Two dicts by tensor name: this rank's part of the DTensors that are replicated over a dimension of their mesh or
+            whose mesh does not contain all these ranks, and the plain tensors, which each of the ranks holds whole.
     """
     of_mesh, everywhere = {}, {}
     for name, tensor in tensors.items():
         if not isinstance(tensor, DTensor):
             everywhere[name] = local(tensor)
-        elif any(
+        elif tensor.device_mesh.size() < ranks or any(
             isinstance(p, Replicate) and n > 1 for p, n in zip(tensor.placements, tensor.device_mesh.shape, strict=True)
         ):
             of_mesh[name] = local(tensor)
@@ -120,17 +124,33 @@ class RankChecksums:
         return self.shard, of_mesh, everywhere
 
 
-def checksums_of_rank(tensors: Mapping[str, torch.Tensor], facts: Mapping[str, str]) -> RankChecksums:
+def checksums_of_rank(
+    tensors: Mapping[str, torch.Tensor], facts: Mapping[str, str], ranks: int | None = None
+) -> list[RankChecksums]:
     """Compute the checksums of this rank's copies of the tensors and other values that must be equal on several ranks.
 
     Args:
         tensors: tensors by name, in the same order on every rank; those of which no other rank holds a copy are left
             out.
         facts: other values that must be equal on every rank, as text by name.
+        ranks: number of ranks that have these tensors, or parts of them; None: all ranks.
+
+    Returns:
+        One object for each way in which tensors are distributed over ranks, since each has replicas of its own. The
+            first one also has what is the same on all ranks.
     """
-    of_mesh, everywhere = shared_tensors(tensors)
+    of_mesh, everywhere = shared_tensors(tensors, ranks or rank_and_size()[1])
+    layouts: dict[Any, dict[str, torch.Tensor]] = {}
+    for name in of_mesh:
+        tensor = tensors[name]
+        assert isinstance(tensor, DTensor)
+        layouts.setdefault((tensor.device_mesh, tensor.placements), {})[name] = of_mesh[name]
     digests = {name: xxh3_64_intdigest(text.encode()) for name, text in facts.items()}
-    return RankChecksums(shard_number(tensors.values()), checksums(of_mesh), checksums(everywhere) | digests)
+    found = []
+    for own in layouts.values() or [{}]:
+        shard = shard_number(tensors[name] for name in own)
+        found.append(RankChecksums(shard, checksums(own), {} if found else checksums(everywhere) | digests))
+    return found
 
 
 def find_differences(own: RankChecksums, gather: Callable[[list[Any]], list[Any]]) -> list[Difference]:
@@ -198,6 +218,7 @@ def same_on_every_rank(norm: DTensor) -> torch.Tensor:
     that clip gradients by norms with different bits would drift apart. Therefore all ranks get the largest norm.
     """
     value = norm.full_tensor()
-    if sum(size > 1 for size in norm.device_mesh.shape) > 1:
+    mesh = norm.device_mesh
+    if sum(size > 1 for size in mesh.shape) > 1 or mesh.size() < dist.get_world_size():
         dist.all_reduce(value, dist.ReduceOp.MAX)
     return value

@@ -96,12 +96,12 @@ class Context:
             return planner, rows_for(planner, tried, world)
 
         planner, (row, *_) = smallest_context(cfg, world.size, parts.language, plan_with)
-        export = sum(w.count for w in planner.weights) * ITEM_SIZE[self.cfg.export.dtype]
+        export = sum(w.count for w in planner.whole_weights) * ITEM_SIZE[self.cfg.export.dtype]
         kept, inputs = planner.input_bytes(row.micro_batches)
         return Needs(
             row,
             planner.machine.name,
-            checkpoint_bytes(planner.weights, self.cfg.precision),
+            checkpoint_bytes(planner.whole_weights, self.cfg.precision),
             export if self.cfg.export.enabled else 0,
             kept + max(inputs),
         )

@@ -35,7 +35,10 @@ METRICS = implied("metrics.jsonl has loss, tokens, seconds and memory of every s
 ADAMW = implied("PyTorch's own AdamW, fused; moments in precision.moment_dtype")
 NO_SETTING = unsupported("AdamW and the schedules have no such setting")
 FP32_SUMS = "gradients are added and reduced in fp32 (precision.reduce_dtype)"
-ZERO3 = "no tensor parallelism: sharding=zero3 for models that do not fit one GPU, parallel.context for long samples"
+ZERO3 = (
+    "not taken over: sharding=zero3 for models that do not fit one GPU, parallel.context=N for long samples, "
+    "parallel.tensor=N for divided layers"
+)
 NONE = "it has no equivalent here"
 # Keys of the block `fp16` except `enabled`, with DeepSpeed's default values, which are also those of precision.scaler.
 LOSS_SCALE = {

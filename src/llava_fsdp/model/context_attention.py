@@ -50,17 +50,18 @@ class ContextPlan:
     """Why this way was chosen, for the log."""
 
 
-def plan_context(how: ContextHow, language: PretrainedConfig, size: int, index: int) -> ContextPlan:
+def plan_context(how: ContextHow, language: PretrainedConfig, size: int, index: int, tensor: int = 1) -> ContextPlan:
     """Choose how the `size` ranks that share a row attend; `auto` is `ulysses` if it can share out the heads.
 
     Args:
         language: configuration of the language model.
         index: number of this rank among those that share a row.
+        tensor: number of ranks that each have some of the heads already (`parallel.tensor`).
 
     Raises:
         ConfigError: `ulysses` is asked for, and `size` does not divide the number of heads.
     """
-    heads = language.num_attention_heads
+    heads = language.num_attention_heads // tensor
     divides = heads % size == 0
     if how is ContextHow.ulysses and not divides:
         raise ConfigError(

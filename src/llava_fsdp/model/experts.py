@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from llava_fsdp.runtime.errors import ConfigError
+
 
 @dataclass
 class Router:
@@ -149,6 +151,35 @@ class RouterHook:
     def hook(self, module: nn.Module, args: Any, outputs: tuple[torch.Tensor, ...]) -> None:
         if self.is_on:
             self.outputs = outputs if self.with_gradients else tuple(output.detach() for output in outputs)
+
+
+def find_experts(model: nn.Module) -> dict[str, Any]:
+    """Return the modules of a language model that each hold the experts of a layer, by name: those which transformers'
+    `use_experts_implementation` lets a registered function run."""
+    marks = ("num_experts", "has_gate", "has_bias", "is_transposed")
+    return {name: m for name, m in model.named_modules() if all(hasattr(m, mark) for mark in marks)}
+
+
+def check_shared_experts(model: nn.Module, size: int) -> None:
+    """Raise ConfigError if `size` ranks cannot share the experts of a language model that is on the meta device."""
+    kind, found = type(model).__name__, find_experts(model)
+    asked = f"parallel.expert={size}"
+    if not found:
+        reason = "runs its experts in a way that cannot be replaced" if find_routers(model) else "has no experts"
+        raise ConfigError(f"{asked}: {kind} {reason}; set parallel.expert=1")
+    for name, module in found.items():
+        common = [n for n, p in module.named_parameters() if "." in n or p.shape[:1] != (module.num_experts,)]
+        if common:
+            raise ConfigError(
+                f"{asked}: the experts of {kind} have a weight in common ({name}.{common[0]}), which is not supported; "
+                "set parallel.expert=1"
+            )
+        if module.num_experts % size:
+            divisors = [n for n in range(1, module.num_experts + 1) if module.num_experts % n == 0]
+            raise ConfigError(
+                f"{asked} does not divide the {module.num_experts} experts of {kind} ({name}); set it to one of "
+                f"{divisors}"
+            )
 
 
 def samples_of_tokens(lengths: torch.Tensor, shape: torch.Size, is_packed: bool) -> torch.Tensor:

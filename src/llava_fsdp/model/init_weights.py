@@ -3,6 +3,7 @@ parameter's name, and buffers that transformers computes."""
 
 import copy
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -157,15 +158,16 @@ def recomputed(part: PreTrainedModel, module: nn.Module, names: list[str]) -> di
     return results[0]
 
 
-def restore_buffers(model: nn.Module, buffers: dict[str, torch.Tensor]) -> None:
+def restore_buffers(model: nn.Module, buffers: dict[str, torch.Tensor], clean_name: Callable[[str], str] = str) -> None:
     """Copy buffers into a model that was materialised from the meta device, in which they are uninitialised.
 
     Args:
         buffers: values of all buffers of the model except those of quantized layers, by name.
+        clean_name: removes what was added to the names of modules after the buffers were computed.
     """
     left = dict(buffers)
     for path, module in model.named_modules():
         if not isinstance(module, QuantizedLinear):
             for name, buffer in module.named_buffers(recurse=False):
-                buffer.copy_(left.pop(f"{path}.{name}"))
+                buffer.copy_(left.pop(clean_name(f"{path}.{name}")))
     assert not left, f"buffers that the model does not have: {sorted(left)}"

@@ -48,14 +48,19 @@ DIGESTED_BYTES = 16 << 20
 
 
 class Shard(Protocol):
-    """Protocol of a rank's shard of one parameter: the rows [begin, end) of dimension 0, and the tensors that contain
-    their values."""
+    """Protocol of a rank's shard of one parameter: the rows [begin, end) of dimension 0, a range of their columns, and
+    the tensors that contain their values."""
 
     @property
     def begin(self) -> int: ...
 
     @property
     def end(self) -> int: ...
+
+    @property
+    def columns(self) -> tuple[int, int] | None:
+        """Range of columns (indices of dimension 1); None: all."""
+        ...
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -497,6 +502,8 @@ def load_weights(
         layer = (packed or {}).get(name)
         if layer is None:
             values = sources[name].rows(shard.begin, shard.end)
+            if shard.columns is not None:
+                values = values[:, slice(*shard.columns)]
         else:
             values = layer.pack(sources[name].rows(0, layer.out_features))[shard.begin : shard.end]
         for tensor in shard.tensors:

@@ -3,11 +3,14 @@
 The logits of all labels together would be the largest tensor of a training step. The loss and the gradients of each
 chunk are computed in the forward pass, so that the chunk's logits are computed only once (as in Liger Kernel's fused
 linear cross entropy, arXiv 2410.10989). There are no collectives here, because FSDP has gathered the weight for the
-model's forward pass. Therefore ranks may have different numbers of chunks.
+model's forward pass. Therefore ranks may have different numbers of chunks. The exception is a vocabulary that ranks
+divide among them (`VocabularyPart`): there are collectives for each chunk, and these ranks have the same labels.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -29,6 +32,18 @@ class LossCollector:
     def __init__(self) -> None:
         self.chunks: list[torch.Tensor] = []
         """Losses of the labels of each chunk, float32 [labels]; empty if the loss kernel computes only the sum."""
+
+
+@dataclass(frozen=True)
+class VocabularyPart:
+    """The rows of the output layer that this rank has, if several ranks divide the vocabulary among them."""
+
+    first: int
+    """Token id of the first row."""
+    largest: Callable[[torch.Tensor], torch.Tensor]
+    """Elementwise maximum over the ranks, without gradients."""
+    total: Callable[[torch.Tensor], torch.Tensor]
+    """Elementwise sum over the ranks, without gradients."""
 
 
 class LabelLoss(Protocol):
@@ -117,6 +132,7 @@ def chunked_loss(
     label_ids: torch.Tensor,
     chunk_tokens: int,
     collector: LossCollector | None = None,
+    part: VocabularyPart | None = None,
 ):
     """Compute the sum of the cross entropies of all labels (tokens to predict), float32 scalar, with the logits of at
     most `chunk_tokens` labels in memory. Logits are computed in the compute dtype and cast to float32.
@@ -128,10 +144,12 @@ def chunked_loss(
         weight: weight of the output layer, [vocabulary, width].
         label_ids: int64 [labels].
         collector: gets the loss of every single label; None: these losses are not kept.
+        part: which rows of the output layer `weight` has; None: all. All ranks that divide them must call this with the
+            same labels.
     """
     if not torch.is_grad_enabled():
-        return ChunkedLoss.forward_alone(hidden, weight, label_ids, chunk_tokens, collector)
-    return ChunkedLoss.apply(hidden, weight, label_ids, chunk_tokens, collector)
+        return ChunkedLoss.forward_alone(hidden, weight, label_ids, chunk_tokens, collector, part)
+    return ChunkedLoss.apply(hidden, weight, label_ids, chunk_tokens, collector, part)
 
 
 def recomputed_loss(
@@ -184,6 +202,7 @@ class ChunkedLoss(torch.autograd.Function):
         label_ids: torch.Tensor,
         chunk_tokens: int,
         collector: LossCollector | None,
+        part: VocabularyPart | None,
     ):
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         several = len(label_ids) > chunk_tokens
@@ -195,13 +214,15 @@ class ChunkedLoss(torch.autograd.Function):
         for begin in range(0, len(label_ids), chunk_tokens):
             rows = slice(begin, begin + chunk_tokens)
             chunk, ids = hidden[rows], label_ids[rows]
-            loss, of_logits = loss_and_gradient(chunk, weight, ids, needs_hidden or needs_weight, collector)
+            loss, of_logits = loss_and_gradient(chunk, weight, ids, needs_hidden or needs_weight, collector, part)
             total += loss
             if of_hidden is not None:
                 torch.mm(of_logits, weight, out=of_hidden[rows])
             if needs_weight:
                 of_weight = add_product(of_weight, of_logits.t(), chunk)
             del of_logits  # freed before the gradient of the next chunk's logits is allocated
+        if part is not None and of_hidden is not None and len(label_ids):
+            of_hidden = part.total(of_hidden)
         ctx.gradients = of_hidden, of_weight
         ctx.dtype = weight.dtype
         return total
@@ -216,7 +237,7 @@ class ChunkedLoss(torch.autograd.Function):
             of_hidden = of_hidden.mul_(scale)
         if of_weight is not None:
             of_weight = of_weight.mul_(scale).to(ctx.dtype)
-        return of_hidden, of_weight, None, None, None
+        return of_hidden, of_weight, None, None, None, None
 
     @staticmethod
     def forward_alone(
@@ -225,6 +246,7 @@ class ChunkedLoss(torch.autograd.Function):
         label_ids: torch.Tensor,
         chunk_tokens: int,
         collector: LossCollector | None,
+        part: VocabularyPart | None,
     ):
         """Compute the sum of the cross entropies of all labels (tokens to predict), float32 scalar, and no gradients.
 
@@ -234,10 +256,11 @@ class ChunkedLoss(torch.autograd.Function):
             label_ids: int64 [labels].
             chunk_tokens: number of labels whose logits are computed at a time.
             collector: gets the loss of every single label; None: these losses are not kept.
+            part: which rows of the output layer `weight` has; None: all.
         """
         total = hidden.new_zeros((), dtype=torch.float32)
         for chunk, ids in zip(hidden.split(chunk_tokens), label_ids.split(chunk_tokens), strict=True):
-            total += loss_and_gradient(chunk, weight, ids, False, collector)[0]
+            total += loss_and_gradient(chunk, weight, ids, False, collector, part)[0]
         return total
 
 
@@ -247,6 +270,7 @@ def loss_and_gradient(
     ids: torch.Tensor,
     differentiate: bool,
     collector: LossCollector | None = None,
+    part: VocabularyPart | None = None,
 ) -> tuple[torch.Tensor, Any]:
     """Compute the sum of the cross entropies of labels (tokens to predict) from the logits of all of them at once.
 
@@ -264,6 +288,8 @@ def loss_and_gradient(
     logits = functional.linear(hidden, weight)
     wide = logits.float()
     del logits  # each of these tensors is large; only one is kept at a time
+    if part is not None:
+        return loss_and_gradient_of_part(wide, ids, weight.dtype, differentiate, collector, part)
     logs = functional.log_softmax(wide, dim=-1)
     del wide
     loss = functional.nll_loss(logs, ids, reduction="sum")
@@ -273,6 +299,42 @@ def loss_and_gradient(
     gradient = logs.exp_()
     gradient[torch.arange(len(ids), device=ids.device), ids] -= 1
     return loss, gradient.to(weight.dtype)
+
+
+def loss_and_gradient_of_part(
+    logits: torch.Tensor,
+    ids: torch.Tensor,
+    dtype: torch.dtype,
+    differentiate: bool,
+    collector: LossCollector | None,
+    part: VocabularyPart,
+) -> tuple[torch.Tensor, Any]:
+    """Compute the sum of the cross entropies of labels (tokens to predict), and its gradient with respect to the logits
+    that this rank has, where each rank has the logits of a part of the vocabulary.
+
+    Args:
+        logits: float32 [labels, own part of the vocabulary]; overwritten.
+        ids: the labels' token ids, int64 [labels].
+        dtype: dtype of the gradient.
+        differentiate: whether to compute the gradient.
+        collector: gets the loss of every single label; None: these losses are not kept.
+        part: which tokens the logits belong to.
+    """
+    logits -= part.largest(logits.amax(1))[:, None]
+    place = ids - part.first
+    here = (place >= 0) & (place < logits.shape[1])
+    place = place.clamp(0, logits.shape[1] - 1)[:, None]
+    picked = logits.gather(1, place)[:, 0].masked_fill(~here, 0)
+    exponentials = logits.exp_()
+    totals, picked = part.total(torch.stack([exponentials.sum(1), picked]))
+    losses = totals.log() - picked
+    if collector is not None:
+        collector.chunks.append(losses)
+    if not differentiate:
+        return losses.sum(), None
+    gradient = exponentials.div_(totals[:, None])
+    gradient.scatter_add_(1, place, -here.float()[:, None])
+    return losses.sum(), gradient.to(dtype)
 
 
 def add_product(total: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

@@ -74,6 +74,8 @@ class SampleDropout(nn.Module):
         self.salt = torch.tensor(derive("dropout", name) % 2**31, device="cpu")
         self.keys = keys
         self.in_tower = name.startswith("vision_tower.")
+        self.first_channel = 0
+        """Number of the first channel of the input; not 0 if ranks have divided the channels among them."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Apply dropout in training, with a mask that is a hash of the token, the channel and the layer: [...,
@@ -85,7 +87,8 @@ class SampleDropout(nn.Module):
             "TokenKeys.set was not called for this micro-batch"
         )
         keys = keys.reshape(x.shape[:-1])  # some blocks flatten rows and tokens into one dimension
-        channels = hashed(torch.arange(x.shape[-1], device=x.device), self.salt)
+        first, last = self.first_channel, self.first_channel + x.shape[-1]
+        channels = hashed(torch.arange(first, last, device=x.device), self.salt)
         value = mixed(keys[..., None] + channels)
         dropped = (value & (2**BITS - 1)) < int(self.p * 2**BITS)
         return x.masked_fill(dropped, 0) * (1 / (1 - self.p))

@@ -5,6 +5,7 @@ the middle one stands for every block between the first and the last.
 """
 
 import copy
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,14 +18,17 @@ from torch.utils._pytree import tree_leaves
 from llava_fsdp.config import ActivationCheckpointingConfig, Attention, Config
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.distributed.activation_checkpoint import apply_activation_checkpointing
+from llava_fsdp.distributed.expert_parallel import share_experts_on_meta
 from llava_fsdp.distributed.parallelize import block_names
 from llava_fsdp.distributed.precision import DTYPES, MASTERS, compute_norms_in_fp32, store_weights
 from llava_fsdp.model.attention import Kernel, NothingPacked, packing_refused
 from llava_fsdp.model.blocks import find_blocks
 from llava_fsdp.model.context_attention import plan_context, share_attention
+from llava_fsdp.model.experts import find_experts
 from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.pretrained import Parts
-from llava_fsdp.plan.meta_trace import Event, FuseAttention, LiveBytes, Trace, collect_gradients
+from llava_fsdp.plan.divided_model import divide_on_meta
+from llava_fsdp.plan.meta_trace import Event, FusedKernels, LiveBytes, Trace, collect_gradients
 
 MEASURED_BLOCKS = 3
 
@@ -135,16 +139,21 @@ class ActivationMeter:
             Kernel(Attention.sdpa, "padded rows") if packing_refused(parts.language) is None else None
         )
         model = build_llava(short, cfg.model, DTYPES[cfg.precision.param_dtype], attention, cfg.loss)
+        if cfg.parallel.tensor > 1:
+            divide_on_meta(model, cfg.parallel.tensor, cfg.loss.chunk_tokens)
         store_weights(model, cfg.precision, sharded=False)
         compute_norms_in_fp32(model, cfg.precision)
         apply_activation_checkpointing(model.blocks(), activation_checkpointing, torch.device("meta"))
         model.train()
         if cfg.parallel.num_context > 1 and kernel is not None:
             share_attention_on_meta(model, kernel, cfg, part)
+        if cfg.parallel.expert > 1:
+            experts = list(find_experts(model.language_model).values())
+            share_experts_on_meta(model.language_model, experts, cfg.parallel.expert)
         self.model = model
         self.packed = kernel is not None
         self.blends = ImageTokens.of_config(cfg, parts.image_size, model.image_tokens).blends
-        self.vocabulary = short.language.vocab_size
+        self.vocabulary = math.ceil(short.language.vocab_size / cfg.parallel.tensor)
         self.master = MASTERS[cfg.precision.master_dtype]
         self.depth = None if short is parts else parts.language.num_hidden_layers
 
@@ -162,7 +171,7 @@ def share_attention_on_meta(model: Llava, kernel: Kernel, cfg: Config, part: int
     """Make a model on the meta device attend over rows that several ranks process together, as rank number `part` of
     them. The collectives only allocate what real ones would."""
     size = cfg.parallel.num_context
-    plan = plan_context(cfg.parallel.context_how, model.parts.language, size, part)
+    plan = plan_context(cfg.parallel.context_how, model.parts.language, size, part, cfg.parallel.tensor)
     name = f"{kernel.name}_{plan.how.value}_{part}_of_{size}"  # several models are planned in one process
     share_attention(model.language_model, kernel, plan, torch.clone, lambda own: torch.cat([own] * size), name)
 
@@ -224,10 +233,10 @@ def run(model: Llava, inputs: tuple[Any, ...]) -> Trace:
     trace = Trace()
     tensors = [t for t in tree_leaves(inputs) if isinstance(t, torch.Tensor)]
     live = LiveBytes(trace, iter([*model.parameters(), *model.buffers(), *tensors]))
-    with collect_gradients(model, live, trace), mark_blocks(model, trace), FuseAttention(), NothingPacked(), live:
+    with collect_gradients(model, live, trace), mark_blocks(model, trace), FusedKernels(), NothingPacked(), live:
         loss = model(*inputs)
         trace.mark("backward")
-        # `loss.backward()` would be handled by FuseAttention, which is then inactive inside of it, where activation
+        # `loss.backward()` would be handled by FusedKernels, which is then inactive inside of it, where activation
         # checkpointing runs blocks again
         engine = torch.autograd.Variable._execution_engine
         engine.run_backward((loss,), (torch.ones_like(loss),), False, False, (), True, accumulate_grad=True)

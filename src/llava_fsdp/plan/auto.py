@@ -198,19 +198,21 @@ def with_each_context(cfg: C, world_size: int, language: PretrainedConfig) -> li
         language: configuration of the language model.
 
     Raises:
-        ConfigError: no such number is large enough, or `parallel.context` is a number that is not possible.
+        ConfigError: no such number is large enough, or `parallel.context` or `parallel.expert` is a number that is not
+            possible.
     """
+    tensor = cfg.parallel.tensor
+    cfg.parallel.check_divides(world_size)
     if cfg.parallel.context != AUTO:
-        cfg.parallel.check_divides(world_size)
-        plan_context(cfg.parallel.context_how, language, cfg.parallel.num_context, 0)
+        plan_context(cfg.parallel.context_how, language, cfg.parallel.num_context, 0, tensor)
         return [cfg]
     found: list[C] = []
     error: ConfigError | None = None
-    for size in (n for n in range(1, world_size + 1) if world_size % n == 0):
+    for size in (n for n in range(1, world_size // tensor + 1) if world_size // tensor % n == 0):
         try:
             if size > 1:
                 check_torch()
-            plan_context(cfg.parallel.context_how, language, size, 0)
+            plan_context(cfg.parallel.context_how, language, size, 0, tensor)
             found.append(replace(cfg, parallel=replace(cfg.parallel, context=size)))
         except ConfigError as refused:
             error = refused
@@ -264,10 +266,13 @@ def rows_for(planner: Planner, cfg: Config, world: World) -> list[PlanRow]:
         planner: predicts memory and time of one way to train.
         world: the number of ranks, and this rank's number and device.
     """
-    ranks = Ranks(world.size, cfg.sharding.shard_size or world.local_size, world.local_size)
+    of_node = max(1, world.local_size // cfg.parallel.tensor)
+    ranks = Ranks(world.size, cfg.sharding.shard_size or of_node, world.local_size)
     strategies = [cfg.sharding.strategy]
     if cfg.sharding.strategy is Strategy.auto:
-        strategies = [one for one in distinct_strategies(ranks) if is_allowed(cfg, one, cfg.offload.mode)]
+        strategies = [
+            one for one in distinct_strategies(ranks, cfg.parallel.tensor) if is_allowed(cfg, one, cfg.offload.mode)
+        ]
     modes = [cfg.activation_checkpointing]
     if has_auto_checkpointing(cfg):  # all modes but `budget`, which needs a compiler and changes numerical results
         modes = checkpointing_modes(cfg, planner.machine.device)

@@ -71,16 +71,17 @@ def unit_of(
     part = sum(w.padded(shards) * w.gathered_size(precision) for w in weights)
     reduced = sum(w.reduce_size(precision) * w.padded(shards) for w in trainable)
     kept = sum(w.master_size(precision) * w.padded(shards) for w in trainable)
+    own = weights[0].own_shards(shards)  # the same for all weights of a unit
     return Unit(
         name,
-        gathered=part * shards,
-        buffer=0 if shards == 1 else part * shards,
+        gathered=part * own,
+        buffer=0 if own == 1 else part * own,
         cast=cast_bytes(weights, precision, shards, passes_through),
-        reduce_input=reduced * shards,
-        reduce_output=reduced * (2 if shards == 1 else 1) + (0 if kept == reduced else kept),
+        reduce_input=reduced * own,
+        reduce_output=reduced * (2 if own == 1 else 1) + (0 if kept == reduced else kept),
         shard_gradients=0 if is_away else kept,
-        widened=tuple(w.reduce_size(precision) * w.numel for w in trainable),
-        narrow=tuple(w.item_size(precision) * w.numel for w in trainable),
+        widened=tuple(w.reduce_size(precision) * w.gathered for w in trainable),
+        narrow=tuple(w.item_size(precision) * w.gathered for w in trainable),
     )
 
 
@@ -99,4 +100,4 @@ def cast_bytes(weights: list[Weight], precision: PrecisionConfig, shards: int, p
         casts = stored != weight.gathered_size(precision)
         per_element = (stored if passes_through else 0) + (weight.gathered_size(precision) if casts else 0)
         sizes.append(weight.padded(shards) * per_element)
-    return max(sizes, default=0) if shards == 1 else sum(sizes)
+    return max(sizes, default=0) if weights[0].own_shards(shards) == 1 else sum(sizes)

@@ -65,14 +65,16 @@ def print_plan(cfg: PlanConfig, typed: Sequence[str]) -> None:
     if cfg.longest:
         return print_longest(cfg, machine, parts)
     warn_of_length(cfg, parts)
-    ranks = Ranks(cfg.gpus * cfg.nodes, cfg.sharding.shard_size or cfg.gpus, cfg.gpus)
+    ranks = Ranks(cfg.gpus * cfg.nodes, cfg.sharding.shard_size or max(1, cfg.gpus // cfg.parallel.tensor), cfg.gpus)
     # every recipe sets micro_batch_size, so only a user who sets tokens_per_micro_batch has chosen a size
     is_free = not isinstance(cfg.tokens_per_micro_batch, int)
 
     def plan_with(tried: PlanConfig) -> tuple[Planner, list[PlanRow]]:
         planner = Planner(tried, machine, parts=parts)
         splits = splits_to_try(planner, tried, ranks.world_size, is_free)
-        return planner, plan_rows(planner, choices(tried, machine.device, distinct_strategies(ranks)), ranks, splits)
+        return planner, plan_rows(
+            planner, choices(tried, machine.device, distinct_strategies(ranks, cfg.parallel.tensor)), ranks, splits
+        )
 
     planner, rows = smallest_context(cfg, ranks.world_size, parts.language, plan_with)
     best = command(cfg, rows[0], typed) if rows[0].fits else None

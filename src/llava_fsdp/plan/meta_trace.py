@@ -88,9 +88,27 @@ class LiveBytes(TorchDispatchMode):
         del self.numbers[key], self.alive[key]
 
 
-class FuseAttention(TorchFunctionMode):
-    """Function mode that replaces `scaled_dot_product_attention` on the meta device by a fused kernel, because torch
-    would otherwise trace the unfused one, which needs more memory.
+class GroupedProduct(torch.autograd.Function):
+    """Stands for `torch._grouped_mm` on the meta device, where torch's own takes only bf16 and some sizes: the product
+    of groups of rows, [rows, in], with the matrix of each group, [groups, in, out]."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rows, matrices)
+        return rows.new_empty(len(rows), matrices.shape[2])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return tuple(
+            own.new_empty(own.shape) if needed else None
+            for own, needed in zip(ctx.saved_tensors, ctx.needs_input_grad, strict=True)
+        )
+
+
+class FusedKernels(TorchFunctionMode):
+    """Function mode that replaces kernels on the meta device: `torch._grouped_mm` by one that takes all dtypes, and
+    `scaled_dot_product_attention` by a fused kernel, because torch would otherwise trace the unfused one, which needs
+    more memory.
 
     All fused kernels keep the same tensors for the backward pass: queries, keys, values, the output, and a float32 for
     each head and token (FlashAttention, arXiv 2205.14135, section 3.1).
@@ -104,6 +122,8 @@ class FuseAttention(TorchFunctionMode):
             if mask is not None and mask.dtype is torch.bool:  # it is converted, and kept for the backward pass
                 mask = args[0].new_zeros(mask.shape)
             return fused(*args[:3], 0.0, bool(options.get("is_causal")), attn_mask=mask)[0]
+        if func is torch._grouped_mm:
+            return GroupedProduct.apply(*args[:2])
         return func(*args, **(kwargs or {}))
 
 

@@ -21,7 +21,7 @@ from llava_fsdp.config import (
     Strategy,
 )
 from llava_fsdp.data.images.image_tokens import ImageTokens
-from llava_fsdp.distributed.memory import Bytes, Weight, bytes_per_rank
+from llava_fsdp.distributed.memory import Bytes, Weight, bytes_per_rank, divided_weights
 from llava_fsdp.distributed.mesh import mesh_shape
 from llava_fsdp.distributed.parallelize import units_of_blocks, weights_of
 from llava_fsdp.distributed.pipeline import Place, passes_of
@@ -29,11 +29,14 @@ from llava_fsdp.distributed.precision import DTYPES
 from llava_fsdp.distributed.zero import SHARD_PLANS, ShardPlan
 from llava_fsdp.model.attention import grows_with_square
 from llava_fsdp.model.context_attention import plan_context
+from llava_fsdp.model.experts import check_shared_experts, find_experts, find_routers
 from llava_fsdp.model.flops import count_flops
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.pretrained import Parts
 from llava_fsdp.model.stages import StagePlan, plan_stages
+from llava_fsdp.model.tensor_plan import tensor_plan
 from llava_fsdp.plan.activations import ActivationMeter, MicroBatch, Segment, stack_name
+from llava_fsdp.plan.divided_model import Moved, layer_volume
 from llava_fsdp.plan.fsdp_units import units_of
 from llava_fsdp.plan.hardware import MIB, Machine, machine_for
 from llava_fsdp.plan.model_shapes import kernel_for, shapes_of
@@ -52,6 +55,7 @@ from llava_fsdp.plan.step_time import (
     Step,
     Volume,
     context_volume,
+    expert_volume,
     received_by_attention,
     recomputed_share,
     sample_flops,
@@ -159,7 +163,17 @@ class Planner:
         self.model = build_llava(self.parts, cfg.model, DTYPES[cfg.precision.param_dtype], self.kernel, cfg.loss)
         whole, blocks = self.model.whole_while_frozen(), self.model.blocks()
         per_unit = cfg.sharding.blocks_per_unit
-        self.named_weights = weights_of(self.model, blocks, whole, cfg.precision, per_unit)
+        if cfg.parallel.expert > 1:
+            check_shared_experts(self.model.language_model, cfg.parallel.expert)
+        experts = list(find_experts(self.model.language_model).values()), cfg.parallel.expert
+        weights = weights_of(self.model, blocks, whole, cfg.precision, per_unit, *experts)
+        self.whole_weights = list(weights.values())
+        self.trainable = sum(w.numel for w in self.whole_weights if w.trainable)
+        """Number of trainable parameters of the model that is planned for."""
+        self.tensor = cfg.parallel.tensor
+        self.plan = tensor_plan(self.model, self.tensor) if self.tensor > 1 else {}
+        self.named_weights = divided_weights(weights, self.plan, self.tensor, 0)
+        """Properties of the parameters, or of the parts of them that the first rank has with parallel.tensor."""
         self.weights = list(self.named_weights.values())
         self.unit_names = units_of_blocks(self.model, blocks, per_unit)
         quantized = sum(weight.statistics for weight in self.weights)  # counted with the parameters
@@ -186,7 +200,7 @@ class Planner:
     def how(self) -> ContextHow:
         """How the ranks that process a row together compute its attention: `ulysses` or `gather`."""
         parallel = self.cfg.parallel
-        return plan_context(parallel.context_how, self.parts.language, parallel.num_context, 0).how
+        return plan_context(parallel.context_how, self.parts.language, parallel.num_context, 0, self.tensor).how
 
     def gathered_for_attention(self, micro: MicroBatch) -> int:
         """Return the bytes that a rank holds after a forward pass if it keeps the results of all collectives of
@@ -200,11 +214,6 @@ class Planner:
     def ends(self, small: MicroBatch, large: MicroBatch) -> list[MicroBatch]:
         """Return the two micro-batches between which others may be interpolated; none if each must be measured."""
         return [] if self.grows_with_square or small == large else [small, large]
-
-    @property
-    def trainable(self) -> int:
-        """Number of trainable parameters of the model that is planned for."""
-        return sum(w.numel for w in self.weights if w.trainable)
 
     def segments(self, mode: ActivationCheckpointing, micro: MicroBatch) -> list[Segment]:
         """Measure the activation memory of a micro-batch's forward and backward pass. Return it in segments (a block,
@@ -292,28 +301,36 @@ class Planner:
             return self.row_of_pipeline(choice, ranks, micros, between, rank)
         rank = rank or 0
         precision, strategy, offload = self.cfg.precision, choice.strategy, choice.offload
-        world_size, shard_size = ranks.world_size, ranks.shard_size
-        args = self.weights, strategy, precision, world_size, shard_size, rank, offload
-        at_rest = bytes_per_rank(*args)
-        ledger = self.simulate(choice, ranks, micros, between, rank)
-        host, disk = self.off_device(offload, SHARD_PLANS[strategy], bytes_per_rank(*args, padded=True))
+        own = Ranks(
+            ranks.world_size // self.tensor, ranks.shard_size, max(1, ranks.node_size // self.tensor)
+        )  # those that hold the same parts of layers
+        args = self.weights, strategy, precision, own.world_size, own.shard_size, rank // self.tensor, offload
+        at_rest = bytes_per_rank(*args, divided=self.tensor > 1)
+        ledger = self.simulate(choice, own, micros, between, rank // self.tensor)
+        stored = bytes_per_rank(*args, padded=True, divided=self.tensor > 1)
+        host, disk = self.off_device(offload, SHARD_PLANS[strategy], stored)
         if self.offloads_activations(choice):
             passes = self.passes(ActivationCheckpointing.full, micros, between)
             host += max(sum(inputs_of_blocks(one).values()) for one in passes)
-        sent = volume(self.weights, strategy, precision, world_size, shard_size, ranks.node_size, len(micros))
-        sent = self.with_context(sent, choice, micros)
+        world_size, trained = ranks.world_size, sum(w.numel for w in self.weights if w.trainable)
+        args = own.world_size, own.shard_size, own.node_size
+        sent = volume(self.weights, strategy, precision, *args, len(micros))
+        sent = self.with_experts(self.with_context(sent, choice, micros), choice, micros)
+        sent = self.with_layers(sent, choice, micros)
         flops = sample_flops(self.flops, self.samples)
-        recomputed = self.recomputed_flops(choice)
-        samples_per_rank = self.cfg.global_batch_size / world_size
-        _, shards = mesh_shape(SHARD_PLANS[strategy], world_size, shard_size)
+        tower = self.flops.tile * self.samples.tiles  # that every rank computes
+        of_rank = (flops - tower) / self.tensor + tower
+        recomputed = self.recomputed_flops(choice) / self.tensor
+        samples_per_rank = self.cfg.global_batch_size / own.world_size
+        _, shards = mesh_shape(SHARD_PLANS[strategy], own.world_size, own.shard_size)
         step = step_time(
             self.machine,
             precision,
-            samples_per_rank * flops,
+            samples_per_rank * of_rank,
             samples_per_rank * recomputed,
             sent,
-            trainable=self.trainable,
-            local=self.trainable / shards,
+            trainable=trained,
+            local=trained / shards,
             micro_batches=len(micros),
             world_size=world_size,
             offload=offload,
@@ -322,7 +339,7 @@ class Planner:
         return PlanRow(
             choice,
             world_size,
-            shard_size,
+            own.shard_size,
             tuple(micros),
             {**ledger.worst, "total": sum(ledger.worst.values())},
             ledger.moment,
@@ -467,6 +484,31 @@ class Planner:
         moved, count = context_volume(self.how, size, self.parts.language, width, tokens, share)
         return replace(sent, context=moved, exchanges=count * len(micros), context_size=size)
 
+    def with_layers(self, sent: Volume, choice: Choice, micros: Sequence[MicroBatch]) -> Volume:
+        """Return the volume of communication with that between ranks that compute layers together."""
+        if self.tensor == 1:
+            return sent
+        share = recomputed_share(choice.activation_checkpointing)
+        if choice.activation_checkpointing.mode is ActivationCheckpointing.selective:  # collectives run again
+            share = 1.0
+        moved = Moved()
+        for micro in micros:
+            args = micro.tokens, micro.labels, self.cfg.loss.chunk_tokens, share
+            moved += layer_volume(self.model, self.plan, self.tensor, *args)
+        return replace(sent, tensor=moved.bytes, sums=moved.calls, tensor_size=self.tensor)
+
+    def with_experts(self, sent: Volume, choice: Choice, micros: Sequence[MicroBatch]) -> Volume:
+        """Return the volume of communication with that of tokens between ranks that share the experts of a mixture."""
+        size, language = self.cfg.parallel.expert, self.model.language_model
+        if size == 1:
+            return sent
+        layers, (router, *_) = find_experts(language), find_routers(language)
+        width = DTYPES[self.cfg.precision.param_dtype].itemsize
+        recomputed = int(choice.activation_checkpointing.mode is not ActivationCheckpointing.none)
+        sizes = len(layers), router.experts, router.choices, self.parts.language.hidden_size, width
+        moved, calls = expert_volume(size, *sizes, [micro.tokens for micro in micros], recomputed)
+        return replace(sent, experts=moved, expert_exchanges=calls, expert_size=size)
+
     def offloads_activations(self, choice: Choice) -> bool:
         """Return whether a way to train (`choice`) offloads the inputs of blocks to host memory; false on a CPU
         machine, whose device memory is host memory."""
@@ -513,10 +555,10 @@ class Planner:
         precision, plan = self.cfg.precision, SHARD_PLANS[choice.strategy]
         world_size, shard_size = ranks.world_size, ranks.shard_size
         args = self.weights, choice.strategy, precision, world_size, shard_size, rank, choice.offload
-        stored = bytes_per_rank(*args, padded=True)
+        stored = bytes_per_rank(*args, padded=True, divided=self.tensor > 1)
         kept, inputs = self.input_bytes(micros)
         states = replace(self.on_device(choice.offload, plan, stored, self.buffer_bytes + kept), inputs=inputs)
-        if world_size == 1 and not choice.offload.moves_weights:
+        if world_size == 1 and self.tensor == 1 and not choice.offload.moves_weights:
             return simulate_unsharded_step(passes, states)
         _, shards = mesh_shape(plan, world_size, shard_size)
         is_away = not states.gradients
@@ -543,7 +585,7 @@ class Planner:
         """Return the bytes of the frozen weights that are not sharded, so that every rank holds all of them. Which
         these are depends on the sharding strategy (`plan`)."""
         return sum(
-            w.numel * w.item_size(self.cfg.precision)
+            w.gathered * w.item_size(self.cfg.precision)
             for w in self.weights
             if not w.trainable and (w.whole or not plan.shards_frozen)
         )
@@ -614,5 +656,5 @@ def peak(
     planner = Planner(cfg, machine_for(device.type if isinstance(device, torch.device) else device, world_size))
     micros = micros or configured_split(cfg, planner.samples, world_size)
     choice = Choice(cfg.sharding.strategy, cfg.activation_checkpointing, cfg.offload.mode)
-    ranks = Ranks(world_size, cfg.sharding.shard_size or world_size, node_size=world_size)
+    ranks = Ranks(world_size, cfg.sharding.shard_size or world_size // cfg.parallel.tensor, node_size=world_size)
     return planner.row(choice, ranks, micros, rank=rank)

@@ -14,6 +14,7 @@ from llava_fsdp.config import (
     ShardingConfig,
     Strategy,
 )
+from llava_fsdp.distributed.mesh import mesh_shape, shape_of_experts
 from llava_fsdp.distributed.zero import SHARD_PLANS, Mesh
 from llava_fsdp.plan.activations import MicroBatch
 from llava_fsdp.plan.planner import Choice, Planner, PlanRow, Ranks
@@ -44,20 +45,21 @@ def choices(cfg: Config, device: str, strategies: Sequence[Strategy]) -> list[Ch
     ]
 
 
-def distinct_strategies(ranks: Ranks) -> list[Strategy]:
-    """Return the sharding strategies that differ from each other on these numbers of ranks."""
-    if ranks.world_size == 1:
+def distinct_strategies(ranks: Ranks, tensor: int = 1) -> list[Strategy]:
+    """Return the sharding strategies that differ from each other on these numbers of ranks, each `tensor` of which
+    compute layers together."""
+    if ranks.world_size == tensor:
         return [Strategy.FULL_SHARD]  # a single rank shards nothing, so all strategies are the same
-    hybrid = 1 < ranks.shard_size < ranks.world_size
+    hybrid = 1 < ranks.shard_size < ranks.world_size // tensor
     return [s for s, plan in SHARD_PLANS.items() if hybrid or plan.mesh is not Mesh.HYBRID]
 
 
 def checkpointing_modes(cfg: Config, device: str) -> list[ActivationCheckpointingConfig]:
     modes = [ActivationCheckpointing.none, ActivationCheckpointing.selective, ActivationCheckpointing.full]
-    if (
-        device != "cpu" and cfg.parallel.pipeline == 1
-    ):  # on a CPU machine host memory is the device's, and compiling takes longer than it saves
-        modes += [ActivationCheckpointing.budget, ActivationCheckpointing.offload]
+    divides = max(cfg.parallel.tensor, cfg.parallel.expert, cfg.parallel.pipeline) > 1
+    if device != "cpu":  # on a CPU machine host memory is the device's, and compiling takes longer than it saves
+        modes += [ActivationCheckpointing.budget] * (not divides)
+        modes += [ActivationCheckpointing.offload] * (cfg.parallel.pipeline == 1)
     configured = cfg.activation_checkpointing
     budget = configured.budget if configured.mode is ActivationCheckpointing.budget else BUDGET
     return [
@@ -76,6 +78,29 @@ def is_allowed(cfg: Config, strategy: Strategy, mode: OffloadMode) -> bool:
     return True
 
 
+def ways_to_share_experts(cfg: Config, ways: Sequence[Choice], ranks: Ranks) -> list[Choice]:
+    """Return the ways to train under which ranks can share experts as configured (`parallel.expert`).
+
+    Raises:
+        ConfigError: they can under none.
+    """
+    if cfg.parallel.expert == 1:
+        return list(ways)
+    found: list[Choice] = []
+    error: ConfigError | None = None
+    for choice in ways:
+        try:
+            shape_of_experts(
+                mesh_shape(SHARD_PLANS[choice.strategy], ranks.world_size, ranks.shard_size), cfg.parallel.expert
+            )
+            found.append(choice)
+        except ConfigError as refused:
+            error = refused
+    if error is not None and not found:
+        raise error
+    return found
+
+
 def plan_rows(
     planner: Planner, ways: Sequence[Choice], ranks: Ranks, splits: Sequence[Sequence[MicroBatch]]
 ) -> list[PlanRow]:
@@ -90,6 +115,7 @@ def plan_rows(
             For each way to train, the first one that fits is used.
     """
     ends = planner.ends(splits[-1][0], splits[0][0])
+    ways = ways_to_share_experts(planner.cfg, ways, ranks)
     rows = [largest_that_fits(planner, choice, ranks, splits, ends) for choice in ways]
     # if two are equally fast, the one with less recomputation comes first, then the one with fewer bytes
     modes = list(ActivationCheckpointing)

@@ -7,6 +7,7 @@ Gathers, frees and reductions happen in FSDP2's order: `pre_forward`, `wait_for_
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field, replace
 
+from llava_fsdp.distributed.memory import unit_of_experts
 from llava_fsdp.distributed.zero import ShardPlan, Sync
 from llava_fsdp.plan.activations import LEVELS, Live, Segment
 from llava_fsdp.plan.fsdp_units import NORMS, ROOT, Unit
@@ -170,56 +171,78 @@ class FsdpRank:
         self.run_forward([s for s in segments if not s.backward])
         self.run_backward([s for s in segments if s.backward], is_last)
 
-    def run_forward(self, forward: Sequence[Segment]) -> None:
+    def run_forward(self, segments: Sequence[Segment]) -> None:
         """Simulate the forward pass of a micro-batch."""
         for name in (ROOT, NORMS):
             self.gather(name, "root unit")
-        blocks, order = self.order(forward)
-        for segment in forward:
+        blocks, order = self.order(segments)
+        for segment in segments:
             unit = self.unit_names.get(segment.unit, "")
             if blocks.get(unit, [""])[0] == segment.unit != "":
                 self.gather(unit, describe(segment))
                 for ahead in following(order, unit, self.prefetch_forward):
                     self.prefetch(ahead)
+            for name in self.experts(segment):
+                self.gather(name, describe(segment))
             self.run(segment)
-            if blocks.get(unit, [""])[-1] == segment.unit != "" and self.plan.reshard_after_forward:
-                self.free(unit)
+            if self.plan.reshard_after_forward:
+                is_end = blocks.get(unit, [""])[-1] == segment.unit != ""
+                for name in (*self.experts(segment), *[unit] * is_end):
+                    self.free(name)
         self.drop_buffers()
 
-    def run_backward(self, backward: Sequence[Segment], is_last: bool) -> None:
+    def run_backward(self, segments: Sequence[Segment], is_last: bool) -> None:
         """Simulate the backward pass of a micro-batch. `is_last` says whether it is the last one of the step."""
-        blocks, order = self.order(backward)
+        blocks, order = self.order(segments)
         for ahead in order[:1]:  # FSDP2 always prefetches for the root unit
             self.prefetch(ahead)
         made_before = 0
-        for segment in backward:
+        for segment in segments:
             unit = self.unit_names.get(segment.unit, "")
-            if unit in blocks:
-                if blocks[unit][0] == segment.unit:
-                    self.prefetch(unit)
-                    self.copy_out(unit, describe(segment))
-                    for ahead in following(order, unit, self.prefetch_backward):
-                        self.prefetch(ahead)
-                self.run(segment)
-                made = 0 if self.adds_in_place(unit) else segment.made
-                if blocks[unit][-1] != segment.unit:
-                    made_before += made
-                    self.ledger.add(describe(segment), reducing=made)
-                    continue
-                self.ledger.drop(reducing=made_before)  # `finish` adds it again
-                self.finish(unit, made_before + made, is_last, describe(segment))
-                made_before = 0
-            else:
+            if unit not in blocks:
                 self.run(segment)
                 made = 0 if self.adds_in_place(ROOT) else segment.made
                 self.root_made += made
                 self.ledger.add(describe(segment), reducing=made)
+                continue
+            if blocks[unit][0] == segment.unit:
+                self.prefetch(unit)
+                self.copy_out(unit, describe(segment))
+                for ahead in following(order, unit, self.prefetch_backward):
+                    self.prefetch(ahead)
+            of_experts = self.run_with_experts(segment, is_last)
+            made = 0 if self.adds_in_place(unit) else segment.made - of_experts
+            if blocks[unit][-1] != segment.unit:
+                made_before += made
+                self.ledger.add(describe(segment), reducing=made)
+                continue
+            self.ledger.drop(reducing=made_before)  # `finish` adds it again
+            self.finish(unit, made_before + made, is_last, describe(segment))
+            made_before = 0
         self.finish(NORMS, 0, is_last, "end of backward")
         self.ledger.drop(reducing=self.root_made)  # `finish` adds it again
         self.finish(ROOT, self.root_made, is_last, "end of backward")
         self.ledger.drop(reducing=self.reduce_input)
         self.root_made = self.reduce_input = 0
         self.drop_buffers()
+
+    def run_with_experts(self, segment: Segment, is_last: bool) -> int:
+        """Simulate the backward pass of one block, with the FSDP unit of its experts if ranks share them. Return the
+        bytes of the gradients of these experts."""
+        experts = self.experts(segment)
+        for name in experts:
+            self.prefetch(name)
+            self.copy_out(name, describe(segment))
+        self.run(segment)
+        made = {name: sum(self.units[name].narrow) for name in experts}
+        for name, size in made.items():
+            self.finish(name, 0 if self.adds_in_place(name) else size, is_last, describe(segment))
+        return sum(made.values())
+
+    def experts(self, segment: Segment) -> list[str]:
+        """Return a list with the name of the FSDP unit of experts in a segment; empty for a segment without experts."""
+        name = unit_of_experts(segment.unit)
+        return [name] if name in self.units else []
 
     def order(self, segments: Sequence[Segment]) -> tuple[dict[str, list[str]], list[str]]:
         """Return the names of the blocks of each FSDP unit, and the names of the units, in the order in which the

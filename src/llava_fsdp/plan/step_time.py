@@ -83,6 +83,18 @@ class Volume:
     """Number of collectives between the ranks that process the same row."""
     context_size: int = 1
     """Number of ranks that process a row together."""
+    tensor: float = 0.0
+    """Bytes received from the ranks that compute layers together."""
+    sums: float = 0
+    """Number of collectives between the ranks that compute layers together."""
+    tensor_size: int = 1
+    """Number of ranks that compute layers together."""
+    experts: float = 0.0
+    """Bytes of tokens received from the ranks that share the experts of a mixture."""
+    expert_exchanges: int = 0
+    """Number of collectives between the ranks that share experts."""
+    expert_size: int = 1
+    """Number of ranks that share experts."""
     pipeline: float = 0.0
     """Bytes received from the ranks with the stages before and behind, on average over the groups of ranks."""
     messages: int = 0
@@ -90,10 +102,11 @@ class Volume:
     shards: int = 1
     replicas: int = 1
     node_size: int = 1
+    """Number of ranks on one node; a group that computes layers together counts as one."""
 
     @property
     def total(self) -> float:
-        return self.sharded + self.replicated + self.context + self.pipeline
+        return self.sharded + self.replicated + self.context + self.tensor + self.experts + self.pipeline
 
     @property
     def nodes(self) -> int:
@@ -118,15 +131,37 @@ class Volume:
         return latency + (self.sharded / ring + self.replicated / replicas + self.pipeline / network) / LINK_EFFICIENCY
 
     def attention_seconds(self, link: float, network: float) -> float:
-        """Return the seconds of attention's collectives between the ranks that process the same row. They overlap with
-        nothing, because attention waits for each.
+        """Return the seconds of attention's collectives between the ranks that process the same row, and of those
+        between the ranks that compute layers together. They overlap with nothing, because the layers wait for each.
 
-        The ranks of a row have consecutive numbers. Unless their number divides that of a node's ranks, some rows have
-        ranks on two nodes, and all ranks wait for these.
+        Both have consecutive numbers. Unless their number divides that of a node's ranks, some are on two nodes, and
+        all ranks wait for these.
         """
-        within = network if self.nodes > 1 and self.node_size % self.context_size else link
-        latency = self.exchanges * (LATENCY + HOP * (self.context_size - 1))
-        return latency + self.context / within / LINK_EFFICIENCY
+        seconds = 0.0
+        for moved, calls, size, span in (
+            (self.tensor, self.sums, self.tensor_size, self.tensor_size),
+            (self.context, self.exchanges, self.context_size, self.tensor_size * self.context_size),
+        ):
+            seconds += self.waiting_seconds(moved, calls, size, span, link, network)
+        return seconds
+
+    def expert_seconds(self, link: float, network: float) -> float:
+        """Return the seconds of the exchanges of tokens between the ranks that share experts, which also have
+        consecutive numbers. They overlap with nothing, because the experts wait for their tokens."""
+        size = self.expert_size
+        return self.waiting_seconds(self.experts, self.expert_exchanges, size, size, link, network)
+
+    def waiting_seconds(
+        self, received: float, calls: float, size: int, span: int, link: float, network: float
+    ) -> float:
+        """Return the seconds of collectives for which a rank waits, between `size` ranks among `span` consecutive ones.
+
+        Args:
+            received: bytes that a rank receives.
+            calls: number of collectives.
+        """
+        within = network if self.nodes > 1 and self.node_size * self.tensor_size % span else link
+        return calls * (LATENCY + HOP * (size - 1)) + received / within / LINK_EFFICIENCY
 
 
 def volume(
@@ -155,19 +190,25 @@ def volume(
     replicas, shards = mesh_shape(plan, world_size, shard_size)
     taking_part = [w for w in weights if w.trainable or (plan.shards_frozen and not w.whole)]
     trainable = [w for w in taking_part if w.trainable]
-    others = shards - 1  # shards are padded to the largest one
+
+    def others(weight: Weight) -> int:  # shards are padded to the largest one
+        return (weight.own_shards(shards) - 1) * weight.padded(shards)
 
     def gathered(weights: Sequence[Weight]) -> int:
-        return others * sum(w.padded(shards) * w.gathered_size(precision) for w in weights)
+        return sum(others(w) * w.gathered_size(precision) for w in weights)
 
-    gradients = sum(w.padded(shards) * w.reduce_size(precision) for w in trainable)
+    def replicated(weight: Weight) -> float:
+        copies = world_size / (weight.sharers * weight.own_shards(shards))
+        return 2 * (copies - 1) / copies * weight.padded(shards) * weight.reduce_size(precision)
+
+    scattered = sum(others(w) * w.reduce_size(precision) for w in trainable)
     gathers = micro_batches if plan.reshard_every_micro_batch else 1
     reductions = 1 if plan.gradient_sync is Sync.LAST_MICRO_BATCH else micro_batches
     again = gathered([w for w in taking_part if w.unit and not w.fp32]) if plan.reshard_after_forward else 0
     units, trained = len({w.unit for w in taking_part}), len({w.unit for w in trainable})
     return Volume(
-        sharded=gathers * (gathered(taking_part) + again) + reductions * others * gradients,
-        replicated=2 * (replicas - 1) / replicas * gradients,
+        sharded=gathers * (gathered(taking_part) + again) + reductions * scattered,
+        replicated=sum(map(replicated, trainable)),
         gathers=0 if shards == 1 else units * gathers * (1 + plan.reshard_after_forward) + trained * reductions,
         reductions=trained if replicas > 1 else 0,
         shards=shards,
@@ -222,6 +263,32 @@ def context_volume(
     return passes * received_by_attention(how, size, language, width, tokens), math.ceil(calls * passes)
 
 
+def expert_volume(
+    size: int, layers: int, experts: int, choices: int, hidden: int, width: int, tokens: Sequence[int], recomputed: int
+) -> tuple[float, int]:
+    """Count what ranks that share the experts of a mixture exchange in a step, if all experts have the same load. In
+    the forward pass of a layer, a token is sent to each of its experts and back, and the numbers of tokens are
+    exchanged (int64). The backward pass exchanges as many bytes of gradients.
+
+    Args:
+        size: number of ranks that share the experts.
+        layers: number of layers with experts.
+        experts: number of experts of a layer.
+        choices: number of experts that a token is sent to.
+        hidden: width of a token.
+        width: bytes of a value.
+        tokens: positions that the rank processes, for each micro-batch.
+        recomputed: how often the forward pass runs again in the backward pass, 0 or 1.
+
+    Returns:
+        The bytes that a rank receives, and the number of collectives.
+    """
+    counts = (1 + recomputed) * len(tokens) * experts * 8
+    moved = (2 + recomputed) * 2 * sum(tokens) * choices * hidden * width
+    calls = layers * len(tokens) * (3 * (1 + recomputed) + 2)
+    return layers * (counts + moved) * (size - 1) / size, calls
+
+
 @dataclass(frozen=True)
 class Step:
     """Predicted seconds of a step, divided into computation, copies, communication and optimizer update."""
@@ -270,8 +337,8 @@ def step_time(
     compute = (flops + recomputed) / rate
     link, network = (gpu.link, gpu.network) if gpu else (CPU_LINK, CPU_LINK)
     seconds = sent.seconds(link, network)
-    attention = sent.attention_seconds(link, network)
-    exposed = max(0.0, seconds - OVERLAP * compute) + attention
+    waiting = sent.attention_seconds(link, network) + sent.expert_seconds(link, network)
+    exposed = max(0.0, seconds - OVERLAP * compute) + waiting
     copies = COPIED * trainable * micro_batches / bandwidth if world_size > 1 else 0.0
     update = UPDATED * local / bandwidth
     pcie = gpu.pcie if gpu else CPU_BANDWIDTH
@@ -283,7 +350,7 @@ def step_time(
         update = UPDATED * local / HOST_UPDATE
         if offload is OffloadMode.nvme:
             update += 40 * local / DISK
-    return Step(compute, copies, seconds + attention, exposed, update)
+    return Step(compute, copies, seconds + waiting, exposed, update)
 
 
 def sample_flops(flops: Flops, samples: Samples) -> float:

@@ -31,7 +31,7 @@ def show_plan(console: Console, planner: Planner, rows: Sequence[PlanRow], shown
         f"{world_size} x {machine.name} of {machine.memory / GB:.1f} GB, {rows[0].usable / GB:.1f} GB for tensors"
     )
     console.print(
-        f"a checkpoint: {checkpoint_bytes(planner.weights, planner.cfg.precision) / GB:.1f} GB; "
+        f"a checkpoint: {checkpoint_bytes(planner.whole_weights, planner.cfg.precision) / GB:.1f} GB; "
         f"samples: {samples.tokens:.0f} tokens, {samples.image_tokens:.0f} of them image tokens, {samples.tiles:.2f} "
         f"image tiles, {samples.labels:.0f} label tokens "
         f"({samples.source}); a step: {planner.cfg.global_batch_size} samples"
@@ -158,7 +158,7 @@ def as_object(planner: Planner, rows: Sequence[PlanRow], command: str | None, mo
         "capacity": machine.memory,
         "usable": rows[0].usable,
         "trainable": planner.trainable,
-        "checkpoint_bytes": checkpoint_bytes(planner.weights, planner.cfg.precision),
+        "checkpoint_bytes": checkpoint_bytes(planner.whole_weights, planner.cfg.precision),
         "samples": {name: getattr(samples, name) for name in ("tokens", "image_tokens", "tiles", "labels", "source")},
         "rows": [row_object(row) for row in rows],
         "recommended": None

@@ -185,7 +185,7 @@ def possible_splits(cfg: Config, samples: Samples, world_size: int) -> list[list
         ConfigError: `global_batch_size` is not a multiple of the number of ranks, but the sampler llava_v1_5 needs it.
     """
     context, rounded = cfg.parallel.num_context, cfg.parallel.num_micro_batches
-    per_rank = cfg.global_batch_size * context * cfg.parallel.pipeline / world_size
+    per_rank = cfg.global_batch_size * cfg.parallel.ranks_per_row * cfg.parallel.pipeline / world_size
     splits: dict[MicroBatch, list[MicroBatch]] = {}
     if not cfg.packs:
         for count in range(1, math.ceil(per_rank) + 1):
@@ -217,7 +217,7 @@ def configured_split(cfg: Config, samples: Samples, world_size: int) -> list[Mic
         world_size: number of ranks, which share the samples of a step.
     """
     context, rounded = cfg.parallel.num_context, cfg.parallel.num_micro_batches
-    per_rank = cfg.global_batch_size * context * cfg.parallel.pipeline / world_size
+    per_rank = cfg.global_batch_size * cfg.parallel.ranks_per_row * cfg.parallel.pipeline / world_size
     if not cfg.packs:
         rows = min(cfg.micro_batch_size, math.ceil(per_rank))
         micro = micro_batch(samples, rows, cfg.data.max_length, rows)

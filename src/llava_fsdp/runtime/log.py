@@ -14,10 +14,11 @@ NOISE = {
     "torchao": "Failed to load ",
     "torch.utils._pytree": "<enum ",
     "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",
+    "torch.distributed.tensor._redistribute": "While redistributing from ",
 }
-"""Name of a logger -> beginning of irrelevant messages that it logs when its library is imported. These messages are
-about torchao's kernels for other GPUs, torchao's use of deprecated torch functions, and an optional bitsandbytes
-kernel."""
+"""Name of a logger -> beginning of irrelevant messages that it logs. These messages are about torchao's kernels for
+other GPUs, torchao's use of deprecated torch functions, an optional bitsandbytes kernel, and two collectives in a row
+for the norm of gradients or an exported weight, where weights are sharded over two dimensions of a mesh."""
 
 
 class WithoutNoise(logging.Filter):

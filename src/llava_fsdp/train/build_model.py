@@ -11,10 +11,12 @@ from llava_fsdp.distributed.compile import choose_compiling
 from llava_fsdp.distributed.fp8 import check_fp8
 from llava_fsdp.distributed.precision import DTYPES
 from llava_fsdp.model.attention import choose_kernel
+from llava_fsdp.model.experts import check_shared_experts
 from llava_fsdp.model.flops import count_flops
 from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.pretrained import Parts
 from llava_fsdp.model.quantization import check_quantizer
+from llava_fsdp.model.tensor_plan import tensor_plan
 
 
 def build_model(cfg: Config, parts: Parts, device: torch.device) -> Llava:
@@ -32,7 +34,12 @@ def build_model(cfg: Config, parts: Parts, device: torch.device) -> Llava:
     compute_dtype = DTYPES[cfg.precision.param_dtype]
     kernel = choose_kernel(cfg.attention, parts.language, device, compute_dtype) if cfg.packs else None
     choose_compiling(cfg, device, kernel and kernel.attention)
-    return build_llava(parts, cfg.model, compute_dtype, kernel, cfg.loss)
+    model = build_llava(parts, cfg.model, compute_dtype, kernel, cfg.loss)
+    if cfg.parallel.tensor > 1:
+        tensor_plan(model, cfg.parallel.tensor)  # raises an error if the model cannot be divided
+    if cfg.parallel.expert > 1:
+        check_shared_experts(model.language_model, cfg.parallel.expert)
+    return model
 
 
 def shape_of(model: Llava) -> ModelShape:

@@ -7,32 +7,39 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from llava_fsdp.config import ActivationCheckpointing, Config, DType, Source, check_profile
 from llava_fsdp.data.loader import Loader, build_loader
 from llava_fsdp.data.toy_shapes import draw_shapes
 from llava_fsdp.data.validation_set import Choose, HeldOut, open_held_out, warn_of_trained
+from llava_fsdp.distributed.activation_checkpoint import clean_name
 from llava_fsdp.distributed.compile import Compilations, choose_compiling
 from llava_fsdp.distributed.consensus import on_first_rank
 from llava_fsdp.distributed.context import exchange_in, gather_in
+from llava_fsdp.distributed.expert_parallel import share_experts
 from llava_fsdp.distributed.local_shards import local_shards
 from llava_fsdp.distributed.mesh import Meshes, World, first_rank_first, gather_lists, row_group
 from llava_fsdp.distributed.offload import Offload, warn_if_useless
 from llava_fsdp.distributed.parallelize import parallelize, useless_settings, weights_of
 from llava_fsdp.distributed.pipeline import Pipeline, Place, place_of
 from llava_fsdp.distributed.precision import MasterWeights
+from llava_fsdp.distributed.tensor_parallel import cut_model, local_weight, own_rows, reduction
 from llava_fsdp.distributed.zero import ShardPlan
 from llava_fsdp.export import adapter_folder
 from llava_fsdp.export.check_folders import check_artifacts
 from llava_fsdp.model.context_attention import ContextPlan, plan_context, share_attention
-from llava_fsdp.model.experts import RouterOutputs, find_routers
+from llava_fsdp.model.experts import RouterOutputs, find_experts, find_routers
 from llava_fsdp.model.init_weights import computed_buffers, restore_buffers
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.load_weights import fingerprint, frozen_digests, load_weights
+from llava_fsdp.model.loss import LossCollector, VocabularyPart, chunked_loss
 from llava_fsdp.model.pretrained import artifacts_of
 from llava_fsdp.model.quantization import quantized_weights
 from llava_fsdp.model.stages import children_of, plan_of_stages, remove_others, stage_of
+from llava_fsdp.model.tensor_plan import divide_dropout, tensor_plan
 from llava_fsdp.plan.mfu import utilization_of
 from llava_fsdp.runtime.context_cut import ContextCut
 from llava_fsdp.runtime.errors import DataError
@@ -71,7 +78,9 @@ def build_state(cfg: Config, world: World, plan: ShardPlan, meshes: Meshes | Non
     utilization = utilization_of(model, cfg, world.device, world.size)
     about: dict[str, Any] = {}
     if world.is_first:
-        weights = weights_of(model, model.blocks(), model.whole_while_frozen(), cfg.precision)
+        experts = list(find_experts(model.language_model).values()), cfg.parallel.expert
+        whole, per_unit = model.whole_while_frozen(), cfg.sharding.blocks_per_unit
+        weights = weights_of(model, model.blocks(), whole, cfg.precision, per_unit, *experts)
         about = about_run(cfg, world, model, loader.steps.records, weights)
         planned, kernel = about["planned_peak"], model.kernel
         if world.device.type == "cuda" and utilization.peak is None:
@@ -133,8 +142,8 @@ def cut_of(cfg: Config, world: World, model: Llava) -> ContextCut | None:
 
 def context_of(cfg: Config, world: World, model: Llava) -> ContextPlan:
     """Return how this rank and others share the attention of a row."""
-    size = cfg.parallel.num_context
-    return plan_context(cfg.parallel.context_how, model.parts.language, size, world.rank % size)
+    size, tensor = cfg.parallel.num_context, cfg.parallel.tensor
+    return plan_context(cfg.parallel.context_how, model.parts.language, size, world.rank // tensor % size, tensor)
 
 
 def open_held_out_data(cfg: Config, world: World, model: Llava) -> HeldOut:
@@ -171,6 +180,24 @@ def check_same_records(loader: Loader, keys: str = "data.path, data.images") -> 
             f"ranks {differing} have other records, tokenizers or image preparation than rank 0: are {keys} "
             "and the model the same files on every machine, and unchanged while the run began? Run it again"
         )
+
+
+def divide_layers(model: Llava, mesh: DeviceMesh, cfg: Config) -> None:
+    """Divide the layers of a meta-device model among the ranks of a mesh of one dimension, in place."""
+    size, index = mesh.size(), mesh.get_local_rank()
+    cuts = tensor_plan(model, size)
+    first, _ = own_rows(model.parts.language.vocab_size, mesh)
+    part = VocabularyPart(first, reduction(mesh, "max"), reduction(mesh, "sum"))
+    label_loss = partial(chunked_loss, chunk_tokens=cfg.loss.chunk_tokens, part=part)
+
+    def of_own_rows(
+        hidden: torch.Tensor, weight: torch.Tensor, label_ids: torch.Tensor, *, collector: LossCollector | None = None
+    ) -> torch.Tensor:
+        return label_loss(hidden, local_weight(weight), label_ids, collector=collector)
+
+    model.label_loss = of_own_rows
+    divide_dropout(model, cuts, size, index)
+    cut_model(model, cuts, mesh)
 
 
 def assemble(
@@ -219,18 +246,24 @@ def assemble(
         log().log(logging.INFO if world.is_first else logging.DEBUG, "%s", stages.description)
         stages.keep(model)
     buffers, mesh = computed_buffers(model), meshes.states
+    if meshes.tensor is not None:
+        divide_layers(model, meshes.tensor, cfg)
     offload = Offload(cfg, world.device)
     warn_if_useless(cfg, world)
     compilations = Compilations() if compiling.on else None
     has_balance = cfg.model.balance_loss > 0
     watched = RouterOutputs(routers, has_balance, model.language_model) if routers else None
+    share = None
+    if meshes.experts is not None:
+        found = list(find_experts(model.language_model).values())
+        share = partial(share_experts, model.language_model, found, meshes.experts, plan.shards_frozen)
     roots_of = partial(stages.of, model) if stages is not None else None
     whole = model.whole_while_frozen()
-    masters = parallelize(model, model.blocks(), mesh, plan, cfg, offload, whole, compilations, roots_of)
+    masters = parallelize(model, model.blocks(), mesh, plan, cfg, offload, whole, compilations, share, roots_of)
     for message in useless_settings(cfg.sharding, model.blocks(), mesh["shard"].size() if mesh is not None else None):
         log().log(logging.WARNING if world.is_first else logging.DEBUG, message)
     fill(model, masters)
-    restore_buffers(model, buffers)
+    restore_buffers(model, buffers, clean_name)
     offload.drop_loaded_shards()
     is_part = stages is not None
     optimizer, learning_rate = build_optimizer(model, masters, cfg, loader.total_steps, is_part)

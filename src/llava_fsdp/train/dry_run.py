@@ -128,7 +128,7 @@ def measure(cfg: Config, world: World, contents: Contents | None = None) -> dict
         if is_simulated():
             for root in state.roots:
                 simulate_collectives(root, counter.traffic)
-        step = synthetic_step(number, contents, shape, cfg, world.size)
+        step = synthetic_step(number, contents, shape, cfg, world.size // cfg.parallel.tensor)
         started = time.perf_counter()
         with counter:
             train_step(state, step, plan, cfg, started)
@@ -170,7 +170,7 @@ def plan_of(cfg: Config, world: World, contents: Contents) -> PlanRow:
     samples, tokens = len(contents.lengths), contents.tokens
     own = contents.tiles, contents.labels, contents.image_tokens
     micro = MicroBatch(rows, tokens // rows, samples, *own, contents.context)
-    micros = [micro] * micro_batches_of(contents, cfg, world.size)
+    micros = [micro] * micro_batches_of(contents, cfg, world.size // cfg.parallel.tensor)
     return plan_peak(cfg, world.size, world.device, micros, world.rank)
 
 

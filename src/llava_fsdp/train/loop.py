@@ -108,10 +108,10 @@ def train_step(
     profiler = profiler or NoProfiler()
     lr = state.learning_rate.apply(state.optimizer, state.step - state.skipped)
     scale = state.scaler.scale if state.scaler is not None else 1.0
-    # seeded anew for each step, so that a resumed run draws the same random numbers as a run without interruption
-    rank, size = rank_and_size()
-    rank %= size // cfg.parallel.pipeline  # ranks that process the same rows draw the same numbers
-    torch.manual_seed(derive("step", cfg.seed, state.step, rank))
+    # Seeded anew for each step, so that a resumed run draws the same random numbers as a run without interruption.
+    # Ranks that compute layers together, or have different stages for the same rows, have the same seed.
+    together, (rank, size) = cfg.parallel.tensor, rank_and_size()
+    torch.manual_seed(derive("step", cfg.seed, state.step, rank % (size // cfg.parallel.pipeline) // together))
     sources = SourceSums(step.facts, state.loader.device)
     experts = ExpertSums(state.routers, step.facts, cfg.model.balance_loss, state.loader.device)
     if state.pipeline is not None:
@@ -124,7 +124,8 @@ def train_step(
         # The only place in a step where the host waits for the device (except for the norm, if weights are in host
         # memory).
         expert_numbers, state.expert_loads = experts.summed()
-        values = summed(loss_sum.clone()), loss_sum, norm.to(loss_sum.device), *sources.summed(), *expert_numbers
+        losses = summed(loss_sum / together), loss_sum, norm.to(loss_sum.device)
+        values = *losses, *(sources.summed() / together), *expert_numbers
         loss, own_loss, grad_norm, *others = torch.stack(values).tolist()
     is_finite = math.isfinite(grad_norm) and math.isfinite(loss)  # the same on all ranks, because both are global
     if watchdog is not None:
@@ -291,9 +292,11 @@ def clip_gradients(
 
 
 def gradient_norm(gradients: list[torch.Tensor], line: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Return the norm of all gradients over all ranks, float32 [], with the same bits on every rank. Gradients that are
-    DTensors may have several meshes, each of which contains all ranks (that have the same stages of the model).
-    Collective: all ranks must call it.
+    """Return the norm of all gradients over all ranks, float32 [], with the same bits on every rank. Collective: all
+    ranks must call it.
+
+    Gradients that are DTensors may have several meshes. If a mesh does not contain all ranks, the other ranks hold
+    copies of these gradients, which count once, or have other stages of the model.
 
     Args:
         line: the ranks that have the other stages of the model; None: each rank has the whole model.
@@ -305,7 +308,7 @@ def gradient_norm(gradients: list[torch.Tensor], line: dist.ProcessGroup | None 
         groups.setdefault(key, []).append(norm)  # those that are reduced over the same ranks are reduced together
     norms = [torch.linalg.vector_norm(torch.stack(group)) for group in groups.values()]
     if line is not None:
-        return norm_over_stages([norm.full_tensor() for norm in norms if isinstance(norm, DTensor)], line)
+        return norm_over_stages([n.full_tensor() if isinstance(n, DTensor) else n for n in norms], line)
     whole = [same_on_every_rank(norm) if isinstance(norm, DTensor) else norm for norm in norms]
     return whole[0] if len(whole) == 1 else torch.linalg.vector_norm(torch.stack(whole))
 

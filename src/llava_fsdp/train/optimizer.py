@@ -9,7 +9,7 @@ from torch import nn
 
 from llava_fsdp.config import Config, MasterDType, MomentDType, OptimConfig, Schedule
 from llava_fsdp.distributed.activation_checkpoint import clean_name
-from llava_fsdp.distributed.fused_adamw import build_fused_adamw
+from llava_fsdp.distributed.fused_adamw import FusedAdamW
 from llava_fsdp.distributed.local_shards import local
 from llava_fsdp.distributed.lowbit_adamw import LowBitAdamW
 from llava_fsdp.distributed.precision import MasterWeights
@@ -108,7 +108,7 @@ def build_optimizer(
     ]
     betas = optim.beta1, optim.beta2
     if (cfg.precision.master_dtype, cfg.precision.moment_dtype) == (MasterDType.fp32, MomentDType.fp32):
-        optimizer = build_fused_adamw(settings, betas, optim.eps)
+        optimizer = FusedAdamW(settings, betas=betas, eps=optim.eps, fused=True)
     else:
         optimizer = LowBitAdamW(settings, cfg.precision.moment_dtype, betas, optim.eps, cfg.seed)
     return optimizer, LearningRate(optim.lr, optim.schedule, total_steps, warmup_steps(optim, total_steps))
@@ -123,17 +123,9 @@ def prepare_moments(optimizer: torch.optim.Optimizer) -> None:
     them before the first step."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if optimizer.state.get(parameter):
-                continue
-            if isinstance(optimizer, LowBitAdamW):
+            if not optimizer.state.get(parameter):
+                assert isinstance(optimizer, (FusedAdamW, LowBitAdamW)), "other optimizers create states when built"
                 optimizer.state[parameter] = optimizer.new_state(parameter)
-                continue
-            device = parameter.device if group.get("fused") else "cpu"
-            optimizer.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32, device=device),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }
 
 
 def base_lr(name: str, cfg: OptimConfig) -> float:

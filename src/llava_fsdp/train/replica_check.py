@@ -36,7 +36,8 @@ def check_replicas(state: TrainState, parent: Path) -> None:
     if rank_and_size()[1] == 1:
         return
     if state.pipeline is None:
-        found = find_differences(checksums_of_rank(all_tensors(state), counters(state)), gather_lists)
+        own = checksums_of_rank(all_tensors(state), counters(state))
+        found = [difference for layout in own for difference in find_differences(layout, gather_lists)]
     else:
         found = differences_in_stages(state, state.pipeline)
     if found:
@@ -46,11 +47,13 @@ def check_replicas(state: TrainState, parent: Path) -> None:
 def differences_in_stages(state: TrainState, pipeline: Pipeline) -> list[Difference]:
     """Return the tensors that differ between ranks with the same stages of the model, and the counters that differ
     between any ranks. Collective: all ranks must call it."""
-    own = find_differences(checksums_of_rank(all_tensors(state), {}), pipeline.gather_in_stage)
-    first = rank_and_size()[0] - pipeline.holders[0]
-    own = [replace(each, ranks=tuple(first + number for number in each.ranks)) for each in own]
-    of_counters = find_differences(checksums_of_rank({}, counters(state)), gather_lists)
-    return of_counters + gather_lists(own if pipeline.holders[0] == 0 else [])
+    number, size = pipeline.holders
+    layouts = checksums_of_rank(all_tensors(state), {}, size)
+    own = [found for layout in layouts for found in find_differences(layout, pipeline.gather_in_stage)]
+    first = rank_and_size()[0] - number
+    own = [replace(each, ranks=tuple(first + place for place in each.ranks)) for each in own]
+    (facts,) = checksums_of_rank({}, counters(state))
+    return find_differences(facts, gather_lists) + gather_lists(own if number == 0 else [])
 
 
 def all_tensors(state: TrainState) -> dict[str, torch.Tensor]:

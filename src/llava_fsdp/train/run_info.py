@@ -25,10 +25,11 @@ from llava_fsdp.config.recipes import differences
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.distributed.compile import choose_compiling
-from llava_fsdp.distributed.memory import Weight, bytes_per_rank
+from llava_fsdp.distributed.memory import Weight, bytes_per_rank, divided_weights
 from llava_fsdp.distributed.mesh import World
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.stages import plan_of_stages
+from llava_fsdp.model.tensor_plan import tensor_plan
 from llava_fsdp.plan.auto import expected_peak
 from llava_fsdp.plan.stage_memory import weights_of_groups
 from llava_fsdp.plan.workload import samples_in
@@ -47,12 +48,16 @@ def about_run(cfg: Config, world: World, model: Llava, records: Records, weights
         weights: the properties of all parameters, by name.
     """
     compiles = choose_compiling(cfg, world.device, model.kernel and model.kernel.attention).on
-    shard_size = cfg.sharding.shard_size or world.local_size
-    groups, size = [list(weights.values())], world.size // cfg.parallel.pipeline
+    tensor, size, own = cfg.parallel.tensor, world.size // cfg.parallel.pipeline, weights
+    if tensor > 1:
+        own = divided_weights(weights, tensor_plan(model, tensor), tensor, 0)
+    groups = [list(own.values())]
     if cfg.parallel.pipeline > 1:
-        groups = weights_of_groups(model, weights, plan_of_stages(cfg, model, mean_counts(records)), cfg.parallel)
-    args = cfg.sharding.strategy, cfg.precision, size, min(shard_size, size)
-    of_groups = [bytes_per_rank(own, *args, offload=cfg.offload.mode) for own in groups]
+        groups = weights_of_groups(model, own, plan_of_stages(cfg, model, mean_counts(records)), cfg.parallel)
+    shard_size = cfg.sharding.shard_size or max(1, min(world.local_size, size) // tensor)
+    ranks = size // tensor  # that hold the same parts of the weights
+    args = cfg.sharding.strategy, cfg.precision, ranks, shard_size
+    of_groups = [bytes_per_rank(each, *args, offload=cfg.offload.mode, divided=tensor > 1) for each in groups]
     held = max(of_groups, key=lambda own: own.parameters + own.gradients + own.optimizer)
     return {
         "time": time.time(),

@@ -144,9 +144,13 @@ def describe_learning(optim: OptimConfig) -> str:
 
 
 def describe_sharding(cfg: Config, world: World) -> str:
-    size, groups = world.size // cfg.parallel.pipeline, cfg.parallel.pipeline
+    groups, tensor = cfg.parallel.pipeline, cfg.parallel.tensor
+    size = world.size // groups
     found = f"{cfg.sharding.strategy.value} over {size} {world.device.type} rank{'s' * (size > 1)}"
     found += f" in each of {groups} groups, which have different layers" if groups > 1 else ""
+    found += f", of which each {tensor} compute every layer together" if tensor > 1 else ""
+    if cfg.parallel.expert > 1:
+        found += f", each {cfg.parallel.expert} of which share the experts"
     found += f", activation checkpointing {describe_activation_checkpointing(cfg, world)}"
     if cfg.offload.mode is not OffloadMode.none:
         found += f", offload {describe_offload(cfg, world.device)}"
@@ -208,16 +212,17 @@ def describe_precision(precision: PrecisionConfig) -> str:
 
 def describe_batch(cfg: Config, world: World, loader: Loader) -> str:
     if cfg.sampler.name is not SamplerName.llava_v1_5 and cfg.packs:
-        context = cfg.parallel.num_context
-        each = "each rank" if context == 1 else f"each {context} ranks, which process a row together"
+        ranks = cfg.parallel.ranks_per_row
+        each = "each rank" if ranks == 1 else f"each {ranks} ranks, which process a row together"
         return (
             f"{cfg.global_batch_size} samples packed into rows of at most {cfg.row_tokens:,} tokens, "
             f"as few as they need on {each}"
         )
-    count, ranks = loader.num_micro_batches, world.size // cfg.parallel.pipeline
+    count, per_row = loader.num_micro_batches, cfg.parallel.ranks_per_row * cfg.parallel.pipeline
+    groups, what = world.size // per_row, "ranks" if per_row == 1 else f"groups of {per_row} ranks"
     return (
-        f"micro-batch {cfg.micro_batch_size} x accumulation {count} x ranks {ranks} = "
-        f"{cfg.micro_batch_size * count * ranks} rows for a global batch of {cfg.global_batch_size}"
+        f"micro-batch {cfg.micro_batch_size} x accumulation {count} x {what} {groups} = "
+        f"{cfg.micro_batch_size * count * groups} rows for a global batch of {cfg.global_batch_size}"
         + (", each micro-batch's packed into one" if cfg.packs else "")
     )
 

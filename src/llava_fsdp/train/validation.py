@@ -154,7 +154,10 @@ class Validation:
             for left_out in step.facts.skipped if own_rank() == 0 else ():
                 log().warning("the validation is done without %s", left_out.reason)
             self.note(f"validating: {number + 1} of {sampler.per_epoch}")
-        return [LossSum(total, count) for total, count in zip(summed(sums).tolist(), labels, strict=True)]
+        return [
+            LossSum(total, count)
+            for total, count in zip(summed(sums / self.cfg.parallel.tensor).tolist(), labels, strict=True)
+        ]
 
     def report(self, losses: list[LossSum], answers: list[Answered], seconds: float) -> None:
         row = row_of(self.state.step, dict(zip(self.held_out.names, losses, strict=True)), answers, seconds)

@@ -41,8 +41,8 @@ class AnswerGenerator:
 
     All ranks must run the same number of forward passes, because with FSDP each pass is a collective. Therefore all
     ranks run the same number of batches, each batch continues until the longest answer on any rank is complete, and a
-    rank without questions runs one blank row. Ranks with different stages of the model (`parallel.pipeline`) answer the
-    same questions together.
+    rank without questions runs one blank row. Ranks that compute layers together (`parallel.tensor`) or have different
+    stages of the model (`parallel.pipeline`) answer the same questions.
     """
 
     def __init__(
@@ -91,7 +91,11 @@ class AnswerGenerator:
         more and `data.bad_records=fail`."""
         if not self.questions:
             return []
-        rank, size = self.model.holders if isinstance(self.model, DividedModel) else rank_and_size()
+        divided = self.model if isinstance(self.model, DividedModel) else None
+        rank, size = divided.holders if divided is not None else rank_and_size()
+        together = self.cfg.parallel.tensor
+        is_copy = rank % together > 0 or (divided is not None and not divided.has_first)
+        rank, size = rank // together, size // together
         lengths = [len(question.sample.input_ids) for question in self.questions]
         by_length = sorted(range(len(lengths)), key=lambda number: (-lengths[number], number))
         at_once = size * self.rows
@@ -100,7 +104,6 @@ class AnswerGenerator:
             self.pause()
             found += self.answer(by_length[begin : begin + at_once][rank::size])
         self.pause()  # raises an error if a stop was requested, which has interrupted the answers of the last batch
-        is_copy = isinstance(self.model, DividedModel) and not self.model.has_first
         return sorted(gather_lists([] if is_copy else found), key=lambda answered: answered.number)
 
     def answer(self, numbers: list[int]) -> list[Answered]:

@@ -1,5 +1,6 @@
 """Places name what they are, and reads of them give exactly the bytes or one typed error."""
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -134,4 +135,7 @@ def test_the_best_compression_is_within_its_bound(codec: str) -> None:
 @pytest.mark.parametrize("codec", ["SNAPPY", "ZSTD"])
 def test_a_page_of_nothing_is_empty(codec: str) -> None:
     """Writers may leave out the bytes of a page without values; both methods need some even for nothing."""
-    assert module.unpack(Page(0, 0, codec, 0), b"") == b""
+    found = None
+    with contextlib.suppress(module.DamagedPage):
+        found = module.unpack(Page(0, 0, codec, 0), b"")
+    assert found == b""

@@ -122,7 +122,7 @@ def test_requests_to_google_name_the_generation() -> None:
 
     async def cat(path: str, **keys: Any) -> bytes:
         asked.append((path, keys))
-        return bytes(keys["end"] - keys["start"])
+        return bytes(20)
 
     async def get_info(path: str) -> dict[str, Any]:
         return info

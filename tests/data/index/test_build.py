@@ -420,6 +420,9 @@ def test_whose_fault_an_error_of_the_system_is(tmp_path: Path) -> None:
     assert is_foreign(PermissionError(13, "denied", "/data/a.json"), tmp_path)
     assert not is_foreign(PermissionError(13, "denied", str(tmp_path / "lock")), tmp_path)
     assert not is_foreign(OSError(28, "No space left on device"), tmp_path)
+    assert is_foreign(PermissionError(13, "denied", f"{tmp_path}-2/a.json"), tmp_path), "a folder beside it"
+    for own in (str(tmp_path), str(tmp_path.parent), str(tmp_path).encode()):
+        assert not is_foreign(PermissionError(13, "denied", own), tmp_path), "or one that it is in"
 
 
 def test_workers_do_without_torch() -> None:

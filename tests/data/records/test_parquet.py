@@ -87,7 +87,9 @@ def test_rows_are_read_a_few_at_a_time(
     run_chunks(writing, writing.chunks(), 1, lambda _: None)
     writing.gather()
     assert {path.name for path in file.folder.iterdir()} == {"rows.jsonl"} | ({"rows.npz"} if len(each) == 1 else set())
-    assert [json.loads(line) for line in file.whole.read_bytes().splitlines()] == made
+    written = file.whole.read_bytes()
+    assert written.count(b"\n") == rows
+    assert [json.loads(line) for line in written.splitlines()] == made
 
 
 @pytest.mark.parametrize("by_group", [True, False])

@@ -38,11 +38,13 @@ def write(path: Path, members: dict[str, bytes | str | dict | list]) -> Path:
     return path
 
 
-def read(path: Path, n: int, keys: RecordKeys = NO_KEYS) -> tuple[tuple[str, ...], list[bytes]]:
+def read(path: Path, n: int, keys: RecordKeys = NO_KEYS) -> tuple[tuple[str, ...], list[bytes | None]]:
     """The id and questions of a record, and the bytes of its images."""
     record = RecordFile(path, keys=keys)[n]
     inline = inline_images(record)
-    return (record.id, *(turn.text for turn in record.turns)), [read_file(inline[name], "") for name in record.images]
+    return (record.id, *(turn.text for turn in record.turns)), [
+        read_file(inline[name], "") if name in inline else None for name in record.images
+    ]
 
 
 FORMS = {

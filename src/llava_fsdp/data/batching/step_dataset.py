@@ -63,7 +63,8 @@ class Steps(Dataset):
         self.rank = rank
         self.world_size = world_size
         self.rounded = cfg.parallel.num_micro_batches
-        self.shares_rows = cut is not None or cfg.parallel.pipeline > 1
+        self.ranks_per_row = cfg.parallel.ranks_per_row
+        self.shares_rows = self.ranks_per_row > 1 or cfg.parallel.pipeline > 1
         """Whether several ranks process the same rows."""
         self.seed = cfg.seed
         self.drops = cfg.model.lora.enabled and cfg.model.lora.dropout > 0
@@ -276,7 +277,7 @@ class Steps(Dataset):
         """
         numbers = self.sampler.samples(step)
         if ranks:
-            by_rank, size = self.assignment(step, numbers), 1 if self.cut is None else self.cut.size
+            by_rank, size = self.assignment(step, numbers), self.ranks_per_row
             numbers = [n for rank in ranks for micro in by_rank[rank // size % self.world_size] for n in micro]
         return [self.records.where(n) for n in dict.fromkeys(numbers)]
 

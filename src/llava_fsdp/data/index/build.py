@@ -6,7 +6,8 @@ files, made once and memory-mapped by all processes.
     pictures-KEY.looked      changes whenever all bad images have been examined again
     digests.json             the digest of each file of records, by its size and time
     chunks/PASS/KEY-N.npz    columns of N and the following records of one file of records; KEY depends on its content
-    rows/KEY                 the records of a Parquet file, a tar, or a compressed or remote file, as JSON; sizes
+    rows/KEY                 the records of a Parquet file, a tar, or a compressed or remote file, as JSON, and an .npz
+                             file with counts of bytes that were met while they were read
     KEY/texts                positions of the records (`RecordStore`); KEY depends on the content of all their files
     KEY/records              columns with properties of the records; KEY/records-videos if their videos are read
     KEY/pictures-KEY.N       columns with properties of the records' images; a new N when a bad image was fixed

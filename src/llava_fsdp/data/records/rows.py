@@ -189,9 +189,10 @@ class WriteRows:
         for number, groups in self.parts:
             texts[number].append(self.files[number].text(groups))
         for number, file in enumerate(self.files):
-            join_texts(texts[number], file.whole)
             if len(texts[number]) == 1:  # nothing that was written is deleted
+                # first, because a process that is killed here writes both again
                 os.replace(texts[number][0].with_suffix(".npz"), file.whole.with_suffix(".npz"))
+            join_texts(texts[number], file.whole)
             file.delete_parts()
 
 

@@ -1,0 +1,183 @@
+"""Plan which weights of a language model tensor parallelism divides among ranks, and how, from what transformers says
+about the model (`base_model_tp_plan` of its configuration).
+
+Outputs of the first linear layers of attention and of an MLP are divided, so that a rank computes some of the heads and
+of the intermediate channels; the last linear layer sums. Everything between the layers (residuals, norms) and the
+other parts (vision tower, projector) is computed by every rank.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+
+from torch import nn
+from transformers import PretrainedConfig
+
+from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.lora_names import ADAPTER
+from llava_fsdp.model.sample_dropout import SampleDropout
+from llava_fsdp.runtime.errors import ConfigError
+from llava_fsdp.runtime.tensor_cut import Cut
+
+KEYS = ("k_proj", "qkv_proj", "query_key_value")
+"""Last parts of the names of the layers that compute the keys."""
+LANGUAGE = "language_model."
+DIVIDED = (Cut.COLWISE, Cut.ROWWISE)
+"""Styles that divide what is between two layers of a module."""
+
+
+def tensor_plan(model: Llava, size: int) -> dict[str, Cut]:
+    """Return how the weights of a model are divided among `size` ranks: a style for each module or parameter that is
+    divided, by its full name.
+
+    Args:
+        model: the model on the meta device, with its adapters.
+
+    Raises:
+        ConfigError: the language model has no plan, or one with a style that is not supported, or sizes that cannot be
+            divided, or weights that the plan does not mention.
+    """
+    language = model.language_model
+    modules = dict(language.named_modules())
+    parameters = dict(language.named_parameters())
+    found: dict[str, Cut] = {}
+    for name, style in styles_of(model.parts.language, modules, parameters, size).items():
+        if name in parameters:
+            found[LANGUAGE + name] = Cut.PARAMETER
+        elif style is not Cut.OWNER:
+            check_sizes(name, modules[name], style, size)
+            found |= {LANGUAGE + own: cut for own, cut in with_adapter(name, modules[name], style).items()}
+    refuse_forgotten(language, found, size)
+    embedding = language.get_input_embeddings()
+    check_vocabulary(model.parts.language.vocab_size, size)
+    names = {module: name for name, module in modules.items()}
+    return found | {LANGUAGE + names[embedding]: Cut.EMBEDDING, "lm_head": Cut.OUTPUT}
+
+
+def styles_of(
+    config: PretrainedConfig, modules: Mapping[str, nn.Module], parameters: Mapping[str, nn.Parameter], size: int
+) -> dict[str, Cut]:
+    """Return the styles of transformers' plan for a language model, by the names of its modules and parameters.
+
+    Args:
+        config: the language model's configuration.
+        modules: its modules by name.
+        parameters: its parameters by name.
+        size: number of ranks.
+
+    Raises:
+        ConfigError: there is no plan, a style is unknown, or the heads cannot be divided.
+    """
+    plan = getattr(config, "base_model_tp_plan", None)
+    if not plan:
+        raise ConfigError(
+            f"parallel.tensor={size}: transformers has no plan (base_model_tp_plan) for dividing a "
+            f"{config.model_type}; set parallel.tensor=1"
+        )
+    known = {cut.value: cut for cut in Cut if cut not in (Cut.PARAMETER, Cut.EMBEDDING, Cut.OUTPUT)}
+    found: dict[str, Cut] = {}
+    for name in (*modules, *parameters):
+        style = plan.get(re.sub(r"\d+", "*", name))
+        if style is None:
+            continue
+        if style not in known:
+            raise ConfigError(
+                f"parallel.tensor={size}: transformers' plan for a {config.model_type} divides {name} by the style "
+                f"{style}, which is not supported; set parallel.tensor=1"
+            )
+        found[name] = known[style]
+    if any(cut is Cut.COLWISE and name.endswith(KEYS) for name, cut in found.items()):
+        check_heads(config, size)
+    return found
+
+
+def check_heads(config: PretrainedConfig, size: int) -> None:
+    """Raise ConfigError if the heads of attention, or of its keys and values, cannot be divided among `size` ranks."""
+    for key in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config, key, None) or config.num_attention_heads
+        if any(number % size for number in (heads if isinstance(heads, list) else [heads])):
+            raise ConfigError(
+                f"parallel.tensor={size} gives each rank some of the heads, and does not divide {key}={heads} of the "
+                "language model; choose a divisor of it"
+            )
+
+
+def check_sizes(name: str, module: nn.Module, style: Cut, size: int) -> None:
+    """Raise ConfigError if a module is not of a kind that its style divides, or has a size that `size` ranks cannot
+    divide evenly although what it computes stays divided."""
+    if style is Cut.SUMMED:
+        return
+    linear = getattr(module, "base_layer", module)
+    if not isinstance(linear, nn.Linear):
+        raise ConfigError(
+            f"parallel.tensor={size}: {name} is a {type(linear).__name__}, and only linear layers are divided "
+            f"({style.value}); set parallel.tensor=1"
+        )
+    width = {Cut.COLWISE: linear.out_features, Cut.ROWWISE: linear.in_features}.get(style, 0)
+    if width % size:
+        raise ConfigError(
+            f"parallel.tensor={size} does not divide the {width} channels of {name}; choose a divisor of them"
+        )
+
+
+def check_vocabulary(vocabulary: int, size: int) -> None:
+    """Raise ConfigError if a rank would have no token of the vocabulary."""
+    if math.ceil(vocabulary / size) * (size - 1) >= vocabulary:
+        raise ConfigError(f"parallel.tensor={size} is too large for a vocabulary of {vocabulary} tokens")
+
+
+def with_adapter(name: str, module: nn.Module, style: Cut) -> dict[str, Cut]:
+    """Return how a module and its LoRA adapter are divided, by name. The adapter's matrix on the divided side of the
+    layer is divided like the layer; its other matrix, between them only the adapter's rank, is computed by every
+    rank."""
+    if not hasattr(module, "base_layer"):
+        return {name: style}
+    found = {f"{name}.base_layer": style}
+    if style is Cut.COLWISE:
+        found[f"{name}.lora_B.{ADAPTER}"] = style
+    if style is Cut.ROWWISE:
+        found[f"{name}.lora_A.{ADAPTER}"] = style
+    return found
+
+
+def refuse_forgotten(language: nn.Module, plan: Mapping[str, Cut], size: int) -> None:
+    """Raise ConfigError for a weight that the plan does not mention although it is used where data are divided: beside
+    layers that divide them. Each rank would compute only a part of its gradient.
+
+    Args:
+        language: the language model.
+        plan: the styles by full name.
+        size: number of ranks.
+    """
+    parents = {
+        owner(name.removesuffix(".base_layer")) for name, cut in plan.items() if cut in DIVIDED and "lora_" not in name
+    }
+    for name, _ in language.named_parameters():
+        full = LANGUAGE + name
+        if any(full.startswith(f"{parent}.") for parent in parents) and "lora_" not in name:
+            if not {full, owner(full)} & plan.keys():
+                raise ConfigError(
+                    f"parallel.tensor={size}: transformers' plan does not say how {full} is divided, and its "
+                    "neighbours are; set parallel.tensor=1"
+                )
+
+
+def owner(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def divide_dropout(model: nn.Module, plan: Mapping[str, Cut], size: int, index: int) -> None:
+    """Tell the dropout of each adapter whose input is divided which channels this rank has, so that masks are those of
+    one rank.
+
+    Args:
+        plan: the styles by full name.
+        size: number of ranks.
+        index: number of this rank among them.
+    """
+    for name, cut in plan.items():
+        if cut is Cut.ROWWISE and name.endswith(f".lora_A.{ADAPTER}"):
+            layer = model.get_submodule(name.removesuffix(f".lora_A.{ADAPTER}"))
+            dropout = getattr(layer, "lora_dropout")[ADAPTER]  # noqa: B009  not in nn.Module's annotations
+            if isinstance(dropout, SampleDropout):
+                dropout.first_channel = getattr(layer, "in_features") // size * index  # noqa: B009

@@ -1,0 +1,318 @@
+"""Training with expert parallelism equals that of one process: several ranks share the experts of a mixture."""
+
+import json
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from harness import CPU, RankPool, single_world
+from mixtures import mixture_parts
+from reference import TOLERANCE, Outcome, assert_near, difference, outcome, train_on, trained_weights
+from saves import interrupted
+from small import make_config
+from steps import begin, run_steps
+from test_adapters import EVERY_ROW, LORA
+from tiers import slow_after
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoConfig, AutoModel, MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+from llava_fsdp.config import Config
+from llava_fsdp.distributed.expert_parallel import Exchange, run_shared, share_experts
+from llava_fsdp.distributed.local_shards import local, whole
+from llava_fsdp.distributed.mesh import World, shape_of_experts
+from llava_fsdp.distributed.zero import begin_micro_batch
+from llava_fsdp.model.experts import check_shared_experts, find_experts
+from llava_fsdp.model.pretrained import find_parts
+from llava_fsdp.runtime.errors import ConfigError
+from llava_fsdp.train import main as train
+from llava_fsdp.train.build_model import build_model
+
+EXPERTS = 4
+BATCH = ("global_batch_size=12", "max_steps=3", "optim.warmup_ratio=0")
+HYBRID = ("hybrid", "hybrid2")
+STRATEGIES = ("zero0", "zero1", "zero2", "zero3", *HYBRID)
+KINDS = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "qwen2_moe")
+BALANCED = "model.balance_loss=0.5"
+VARIANTS = {
+    "full": (BALANCED,), "lora": (*LORA, "model.lora.dropout=0.1", BALANCED), "frozen": ("model.train=[projector]",),
+}  # fmt: skip
+FIRST = ("full", "qwen3_moe", "zero3", 2, 2)
+CASES = [
+    FIRST,
+    *(
+        ("full", kind, strategy, 2, 2)
+        for kind in KINDS
+        for strategy in ("zero2", "zero3")
+        if (kind, strategy) != FIRST[1:3]
+    ),
+    *((variant, "qwen3_moe", strategy, 4, 2) for strategy in STRATEGIES for variant in VARIANTS),
+    *(("full", "mixtral", strategy, 4, 4) for strategy in STRATEGIES),
+]
+NUMBERS = ("loss", "grad_norm", "balance_loss", "expert_load_max", "experts_idle")
+Mixture = Callable[..., Config]
+
+
+@pytest.fixture(scope="module")
+def mixture(parts: Path, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Mixture:
+    """Makes configurations of short trainings of a mixture of four experts."""
+    folders = cache(lambda kind: mixture_parts(kind, parts, tmp_path_factory.mktemp(kind) / "parts", EXPERTS))
+
+    def configure(kind: str, to: Path, *values: str) -> Config:
+        return make_config(folders(kind), dataset, to, *BATCH, *values)
+
+    return configure
+
+
+@pytest.fixture(scope="module")
+def reference(mixture: Mixture, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    """The folder of one process's training of a kind of mixture, with a variant of what trains."""
+
+    @cache
+    def of(kind: str, variant: str) -> Path:
+        folder = tmp_path_factory.mktemp("one")
+        train.train(mixture(kind, folder, "pack=false", *VARIANTS[variant]))
+        return folder
+
+    return of
+
+
+def rows_of(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def trained(folder: Path) -> Outcome:
+    rows = rows_of(folder)
+    return Outcome([r["loss"] for r in rows], [r["grad_norm"] for r in rows], trained_weights(folder))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("variant", "kind", "strategy", "size", "expert"), slow_after(1, CASES))
+def test_training_is_that_of_one_process(
+    variant: str, kind: str, strategy: str, size: int, expert: int, reference: Callable[[str, str], Path],
+    mixture: Mixture, tmp_path: Path, pools: dict[int, RankPool],
+) -> None:  # fmt: skip
+    """Losses, gradient norms, weights, and load of each expert; several micro-batches of packed rows a step, with
+    recomputation where the strategy's place is odd."""
+    recompute = ("none", "full")[STRATEGIES.index(strategy) % 2]
+    cfg = mixture(
+        kind, tmp_path, f"sharding={strategy}", f"parallel.expert={expert}", "pack=true", "tokens_per_micro_batch=256",
+        f"sharding.shard_size={2 if strategy in HYBRID else 'null'}", f"activation_checkpointing={recompute}",
+        *VARIANTS[variant],
+    )  # fmt: skip
+    folder, one = train_on(size, cfg, pools), reference(kind, variant)
+    assert_near(trained(folder), trained(one), EVERY_ROW, f"{kind} {strategy}")
+    for ours, theirs in zip(rows_of(folder), rows_of(one), strict=True):
+        assert [ours[key] for key in NUMBERS] == pytest.approx([theirs[key] for key in NUMBERS], rel=TOLERANCE)
+    loads, others = (json.loads((path / "expert_load.json").read_text()) for path in (folder, one))
+    assert loads == others
+    tokens = rows_of(one)[-1]["tokens"]
+    assert all(sum(own) == 2 * tokens for own in loads["loads"].values())
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize("more", [
+    ("activation_checkpointing=selective",), ("activation_checkpointing=offload",), ("pack=false",),
+    ("sharding.blocks_per_unit=2", "sharding.prefetch=2"),
+    ("parallel.context=2", "parallel.context_how=gather", "tokens_per_micro_batch=150"),
+])  # fmt: skip
+def test_other_settings_do_not_matter(
+    more: tuple[str, ...], mixture: Mixture, tmp_path: Path, pools: dict[int, RankPool]
+) -> None:
+    common = "sharding=zero3", "data.max_length=256"
+    packed = () if "pack=false" in more else ("pack=true", "tokens_per_micro_batch=256")
+    one = trained(train_on(1, mixture("mixtral", tmp_path / "one", "pack=false"), pools))
+    cfg = mixture("mixtral", tmp_path / "two", *common, "parallel.expert=2", *packed, *more, "micro_batch_size=2")
+    assert_near(trained(train_on(2, cfg, pools)), one, EVERY_ROW, " ".join(more))
+
+
+def gradients(world: World, cfg: Config) -> tuple[dict[str, torch.Tensor], dict[str, tuple[int, ...]], list[int]]:
+    """A step's gradients, whole, of all parameters that have one; the shape of this rank's part of each parameter; and
+    the number of tokens that came for each expert of this rank, in all its layers and micro-batches."""
+    state, plan = begin(world, cfg)
+    trains = {name: parameter.requires_grad for name, parameter in state.model.named_parameters()}
+    assert {name for name, does in trains.items() if does} == set(state.masters.named)
+    came = torch.zeros(0)
+    count = Exchange.counts
+
+    def counts(self: Exchange, sent: torch.Tensor) -> torch.Tensor:
+        nonlocal came
+        got = count(self, sent)
+        came = got.sum(0) + (came if len(came) else 0)
+        return got
+
+    micros = state.loader.agree(state.loader.steps.prepare(0)).micro_batches
+    Exchange.counts = counts
+    try:
+        for number, micro in enumerate(micros, start=1):
+            begin_micro_batch(state.model, plan, number == len(micros))
+            micro = state.loader.to_device(micro)
+            (micro.scale * state.model(*micro.inputs)).backward()
+    finally:
+        Exchange.counts = count
+    found = {n: whole(p.grad) for n, p in state.masters.named.items() if p.grad is not None}
+    return found, {n: tuple(local(p).shape) for n, p in state.model.named_parameters()}, came.tolist()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("train_", slow_after(1, ["[projector,language]", "[projector]"]))
+@pytest.mark.parametrize("kind", slow_after(1, ["gpt_oss", "qwen3_moe", "mixtral", "deepseek_v3", "qwen2_moe"]))
+def test_every_gradient_is_that_of_one_process(
+    kind: str, train_: str, mixture: Mixture, tmp_path: Path, pools: dict[int, RankPool]
+) -> None:
+    """And each rank holds half of the experts; no token is dropped."""
+    keys = f"model.train={train_}", "sharding=zero2", "pack=true", "tokens_per_micro_batch=256"
+    expected, shapes, _ = gradients(single_world(), mixture(kind, tmp_path, *keys))
+    ranks = pools[2].run(gradients, mixture(kind, tmp_path, *keys, "parallel.expert=2"))
+    norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+    for found, held, _ in ranks:
+        assert found.keys() == expected.keys() and expected
+        for name, gradient in expected.items():
+            assert torch.allclose(found[name], gradient, rtol=1e-4, atol=1e-6 * float(norm)), name
+        for name, shape in held.items():
+            if ".experts." in name:
+                assert shape == (EXPERTS // 2, *shapes[name][1:]), name
+    state, _ = begin(single_world(), cfg := mixture(kind, tmp_path, *keys, "max_steps=1"))
+    run_steps(state, cfg)
+    assert state.expert_loads is not None
+    assert [count for *_, came in ranks for count in came] == state.expert_loads.sum(0).tolist()
+
+
+def experts_alone(world: World, tokens: list[int], choices: list[list[int]]) -> tuple[torch.Tensor, ...]:
+    """Run four experts that two ranks share on this rank's tokens; the result, and gradients of tokens, weights of the
+    choices and this rank's experts."""
+    experts, given = some_experts(tokens, choices)
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("shard", "expert"))
+    share_experts(SimpleNamespace(set_experts_implementation=str), [experts], mesh, shards_frozen=False)
+    hidden, chosen, weights = given[world.rank]
+    out = run_shared(experts, hidden, chosen, weights, exchange=Exchange(mesh.get_group("expert")))
+    out.sum().backward()  # an expanded gradient, which grouped_mm does not take on a CPU
+    return tuple(t.detach() for t in (out, hidden.grad, weights.grad, *(local(p.grad) for p in experts.parameters())))
+
+
+def some_experts(tokens: list[int], choices: list[list[int]]) -> tuple[MixtralExperts, list[tuple[Any, Any, Any]]]:
+    torch.manual_seed(0)
+    config = MixtralConfig(hidden_size=8, intermediate_size=12, num_local_experts=4, experts_implementation="eager")
+    experts = MixtralExperts(config)
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter)
+    given = []
+    for count, own in zip(tokens, choices, strict=True):
+        pairs = torch.tensor([own] * count, dtype=torch.int64).view(count, 2)
+        given.append((torch.randn(count, 8, requires_grad=True), pairs, torch.rand(count, 2, requires_grad=True)))
+    return experts, given
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("tokens", "choices"),
+    [([5, 3], [[0, 3], [1, 2]]), ([5, 3], [[0, 1], [1, 0]]), ([0, 4], [[0, 1], [3, 2]]), ([3, 2], [[2, 3], [1, 0]]),
+     ([4, 0], [[1, 0], [0, 1]]), ([0, 0], [[0, 1], [0, 1]])],
+)  # fmt: skip
+def test_experts_of_two_ranks_are_those_of_one(
+    tokens: list[int], choices: list[list[int]], pools: dict[int, RankPool]
+) -> None:
+    """Ranks whose experts get no token, ranks without tokens, and both."""
+    experts, given = some_experts(tokens, choices)
+    results = [experts(*own) for own in given]
+    if any(tokens):
+        sum(result.sum() for result in results if len(result)).backward()
+    found = pools[2].run(experts_alone, tokens, choices)
+    for rank, (out, of_hidden, of_weights, *of_experts) in enumerate(found):
+        hidden, _, weights = given[rank]
+        expected = results[rank], gradient_of(hidden), gradient_of(weights)
+        expected += tuple(gradient_of(parameter).chunk(2)[rank] for parameter in experts.parameters())
+        for ours, theirs in zip((out, of_hidden, of_weights, *of_experts), expected, strict=True):
+            assert ours.shape == theirs.shape and torch.allclose(ours, theirs, atol=1e-5)
+
+
+def gradient_of(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_a_run_continues_with_any_layout_of_experts(
+    mixture: Mixture, tmp_path: Path, pools: dict[int, RankPool]
+) -> None:
+    """One rank, then two that share experts, then four, then four by twos, then one; and each export is the same."""
+    exported = "export.enabled=true", "export.dtype=fp32", "export.verify=true"
+    more = ("pack=true", "max_steps=10", "checkpoint.every=2", "checkpoint.keep=9", *exported)
+    expected = outcome(train_on(1, mixture("qwen3_moe", tmp_path / "whole", *more), pools))
+    before = tmp_path / "whole"
+    for step, size, expert, strategy in (
+        (2, 2, 2, "zero3"),
+        (4, 4, 4, "zero2"),
+        (6, 4, 2, "hybrid"),
+        (8, 1, 1, "zero1"),
+    ):
+        folder = tmp_path / f"{step}"
+        interrupted(before, folder, step)
+        own = f"sharding={strategy}", f"parallel.expert={expert}", "tokens_per_micro_batch=256"
+        shards = ("sharding.shard_size=2",) if strategy == "hybrid" else ()
+        got = outcome(train_on(size, mixture("qwen3_moe", folder, *more, *own, *shards), pools))
+        assert got.losses == pytest.approx(expected.losses, rel=TOLERANCE)
+        assert difference(got.weights, expected.weights, EVERY_ROW) < TOLERANCE
+        before = folder
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_validation_is_that_of_one_process(
+    mixture: Mixture, dataset: Path, tmp_path: Path, pools: dict[int, RankPool]
+) -> None:
+    """Losses on held-out records, and answers, also of a rank without questions."""
+    keys = (
+        "pack=true", f"val.path={dataset / 'captions.json'}", f"val.images={dataset / 'images'}", "val.every=2",
+        "val.answers=3", "val.max_new_tokens=5", "val.shown=3", "val.batch_size=1",
+    )  # fmt: skip
+    found = []
+    for size in (1, 2):
+        cfg = mixture("qwen3_moe", tmp_path / f"{size}", *keys, f"parallel.expert={size}", "sharding=zero3")
+        lines = (train_on(size, cfg, pools) / "validation.jsonl").read_text().splitlines()
+        found.append([json.loads(line) for line in lines])
+    for one, two in zip(*found, strict=True):
+        assert two["loss"] == pytest.approx(one["loss"], rel=TOLERANCE)
+        assert two["answers"] == one["answers"] and two["questions"] == 3
+
+
+@pytest.mark.parametrize(
+    ("shape", "size", "found"),
+    [((1, 8), 2, (1, 4)), ((1, 8), 8, (1, 1)), ((8, 1), 2, (4, 1)), ((2, 4), 2, (2, 2)), ((2, 4), 4, (2, 1)),
+     ((2, 4), 8, (1, 1)), ((3, 4), 6, None), ((2, 6), 4, None), ((4, 2), 4, (2, 1)), ((1, 6), 1, (1, 6))],
+)  # fmt: skip
+def test_ranks_with_the_same_experts_replicate_and_shard_them(
+    shape: tuple[int, int], size: int, found: tuple[int, int] | None
+) -> None:
+    with pytest.raises(ConfigError, match=r"parallel\.expert.*shard_size") if found is None else nullcontext():
+        assert shape_of_experts(shape, size) == found
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "match"),
+    [("mixtral", 3, "does not divide the 4 experts"), ("llama4_text", 2, "cannot be replaced"), ("mixtral", 2, None),
+     ("gpt_oss", 4, None), ("deepseek_v3", 2, None), ("qwen2_moe", 2, None), (None, 2, "has no experts")],
+)  # fmt: skip
+def test_models_whose_experts_cannot_be_shared_are_refused(
+    kind: str | None, size: int, match: str | None, mixture: Mixture, parts: Path, dataset: Path, tmp_path: Path
+) -> None:
+    keys = f"parallel.expert={size}", "pack=false"
+    cfg = mixture(kind, tmp_path, *keys) if kind else make_config(parts, dataset, tmp_path, *keys)
+    with pytest.raises(ConfigError, match=rf"parallel\.expert.*{match}") if match else nullcontext():
+        build_model(cfg, find_parts(cfg.model), CPU)
+
+
+def test_a_weight_that_experts_have_in_common_is_refused(mixture: Mixture, tmp_path: Path) -> None:
+    cfg = mixture("mixtral", tmp_path)
+    with torch.device("meta"):
+        model = AutoModel.from_config(AutoConfig.from_pretrained(cfg.model.language))
+    check_shared_experts(model, 2)
+    next(iter(find_experts(model).values())).norm = torch.nn.LayerNorm(4)
+    with pytest.raises(ConfigError, match=r"experts\.norm\.weight"):
+        check_shared_experts(model, 2)

@@ -1,0 +1,181 @@
+"""How ranks learn who they are and how they meet, and what each learns of the others."""
+
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import CPU, RankPool, single_world
+from small import Configure
+
+from llava_fsdp.config import Config, ParallelConfig, Strategy
+from llava_fsdp.distributed import mesh
+from llava_fsdp.distributed.consensus import Votes, gathered_on_first, on_all_ranks, on_first_rank
+from llava_fsdp.distributed.mesh import (
+    World,
+    first_rank_first,
+    gather_lists,
+    groups_of,
+    join,
+    make_meshes,
+    num_collectives,
+    rank_identities,
+    read_world,
+    row_group,
+    simulated_world,
+)
+from llava_fsdp.distributed.zero import SHARD_PLANS
+from llava_fsdp.runtime.errors import ConfigError, LlavaFsdpError
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_rank_is_who_torchrun_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second of two ranks of the second of two nodes; the first rank of a node is not yet the first of all."""
+    for name, value in {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert read_world() == World(3, 4, 1, 2, CPU)
+    assert not World(2, 4, 0, 2, CPU).is_first and World(0, 4, 0, 2, CPU).is_first
+
+
+def test_a_simulated_rank_has_all_others_on_its_node() -> None:
+    assert simulated_world(8, single_world()) == World(0, 8, 0, 8, CPU)
+    with pytest.raises(ConfigError, match=r"dry_run=8 simulates rank 0 of 8 .* torchrun started 2"):
+        simulated_world(8, World(0, 2, 0, 2, CPU))
+
+
+@pytest.mark.parametrize(("rank", "context", "expected"), [(5, 2, (2, 4)), (5, 4, (1, 2)), (5, 1, (5, 8))])
+def test_neighbours_share_rows(rank: int, context: int, expected: tuple[int, int]) -> None:
+    assert row_group(World(rank, 8, rank, 8, CPU), ParallelConfig(context=context)) == expected
+
+
+@pytest.mark.parametrize(
+    ("environment", "prefix", "warns"),
+    [
+        ({}, "attempt_new", False),
+        ({"TORCHELASTIC_RESTART_COUNT": "2"}, "attempt_new", False),
+        ({"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2"}, "attempt_2", False),
+        ({"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "3"}, "attempt_0", False),
+        (
+            {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "3", "GROUP_WORLD_SIZE": "2"},
+            "attempt_0", True,
+        ),
+        ({"TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_WORLD_SIZE": "2"}, "attempt_0", False),
+        ({"TORCHELASTIC_MAX_RESTARTS": "3", "GROUP_WORLD_SIZE": "2"}, "attempt_new", False),
+    ],
+)  # fmt: skip
+def test_addresses_of_dead_ranks_are_not_read(
+    environment: dict[str, str],
+    prefix: str,
+    warns: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """torchrun's store outlives a restart of its ranks, unless it makes a new one for each."""
+    names = ("USE_AGENT_STORE", "RESTART_COUNT", "MAX_RESTARTS")
+    for name in ("GROUP_WORLD_SIZE", *(f"TORCHELASTIC_{name}" for name in names)):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    begun: list[Any] = []
+    monkeypatch.setattr(mesh.dist, "PrefixStore", lambda prefix, store: prefix)
+    monkeypatch.setattr(mesh.dist, "init_process_group", lambda backend, **given: begun.append((backend, given)))
+    with caplog.at_level("WARNING"):
+        join(single_world(), 77)
+    ((backend, given),) = begun
+    assert (backend, given["store"], given["timeout"].seconds) == ("gloo", prefix, 77)
+    assert (given["rank"], given["world_size"], given["device_id"]) == (0, 1, None)
+    assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE" in caplog.text) is warns
+
+
+def shapes(world: World, configs: list[Config]) -> list[tuple[dict[str, int], ...]]:
+    """Names and sizes of the meshes' dimensions with two ranks on each node."""
+    found = []
+    for cfg in configs:
+        made = make_meshes(replace(world, local_size=2), SHARD_PLANS[cfg.sharding.strategy], cfg)
+        meshes = [mesh for mesh in (made.states, made.context) if mesh is not None]
+        own = [group for one in meshes for group in one.get_all_groups()]
+        assert {*map(id, groups_of(made))} == {*map(id, [dist.group.WORLD, *own])}
+        before = num_collectives(made)()
+        dist.barrier(group=own[-1])
+        assert num_collectives(made)() == before + 1
+        found.append(tuple(dict(zip(one.mesh_dim_names or (), one.shape, strict=True)) for one in meshes))
+    return found
+
+
+@pytest.mark.ranks
+def test_a_hybrid_shards_within_a_node_unless_told_otherwise(configure: Configure, pools: dict[int, RankPool]) -> None:
+    cfg, row = configure(), ParallelConfig(context=4)
+    hybrid = replace(cfg, sharding=replace(cfg.sharding, strategy=Strategy.HYBRID_SHARD))
+    ways = [
+        hybrid,
+        replace(cfg, sharding=replace(cfg.sharding, strategy=Strategy.FULL_SHARD), parallel=row, pack=True),
+    ]
+    for found in pools[4].run(shapes, ways):
+        assert found == [({"replicate": 2, "shard": 2},), ({"shard": 4}, {"data": 1, "context": 4})]
+
+
+def exchanged(world: World, folder: Path) -> dict[str, Any]:
+    """What a rank learns of the others."""
+    late = folder / "of the first rank"
+    with first_rank_first(world):
+        if world.is_first:
+            time.sleep(0.05)
+            late.write_text("")
+        was_there = late.is_file()
+    names = ("stop", "save", "failed", "lost")
+    return {
+        "lists": [gather_lists([world.rank] * count) for count in (world.rank, 1, 0)],
+        "identities": [(rank, pid) for rank, _, pid in rank_identities()],
+        "process": os.getpid(),
+        "first": gathered_on_first(world.rank + 1),
+        "of the first": on_first_rank(lambda: f"rank {world.rank}", "?"),
+        "own": on_all_ranks(lambda: f"rank {world.rank}", "?"),
+        "votes": [Votes(**{names[n]: world.rank == n}).agreed() for n in range(4)],
+        "was there": was_there,
+    }
+
+
+@pytest.mark.ranks
+def test_every_rank_learns_the_same_of_all(pools: dict[int, RankPool], tmp_path: Path) -> None:
+    found = pools[4].run(exchanged, tmp_path)
+    processes = list(enumerate(of_rank["process"] for of_rank in found))
+    for rank, of_rank in enumerate(found):
+        assert of_rank["lists"] == [[1, 2, 2, 3, 3, 3], [0, 1, 2, 3], []]
+        assert of_rank["identities"] == processes
+        assert of_rank["first"] == ([] if rank else [1, 2, 3, 4])
+        assert of_rank["of the first"] == "rank 0" and of_rank["own"] == f"rank {rank}"
+        assert of_rank["votes"] == [Votes(stop=True), Votes(save=True), Votes(failed=True), Votes(lost=True)]
+        assert of_rank["was there"]
+
+
+def errors(world: World) -> list[tuple[str, str]]:
+    """Classes and messages of errors: of the two last of three ranks, and of the first."""
+
+    def typed() -> None:
+        if world.rank > 0:
+            raise ConfigError(f"a key of rank {world.rank}")
+
+    def of_file() -> None:
+        raise PermissionError(13, "Permission denied", "there/name")
+
+    found = []
+    for run, act in ((on_all_ranks, typed), (on_first_rank, of_file), (on_first_rank, lambda: {}["key"])):
+        try:
+            run(act, "it cannot be done")
+        except LlavaFsdpError as error:
+            found.append((type(error).__name__, str(error).partition(";")[0]))
+    return found
+
+
+@pytest.mark.ranks
+def test_an_error_of_one_rank_is_raised_on_all(pools: dict[int, RankPool]) -> None:
+    for found in pools[3].run(errors):
+        (kind, said), (kind_of_file, said_of_file), of_bug = found
+        assert (kind, said) == ("ConfigError", "rank 1: a key of rank 1")
+        assert kind_of_file == "CheckpointError" and said_of_file.startswith("it cannot be done: ")
+        assert "there/name" in said_of_file
+        assert of_bug == ("CheckpointError", "it cannot be done: KeyError: 'key'")
