@@ -51,7 +51,7 @@ def fresh_logger() -> None:
 @pytest.fixture(scope="session")
 def pools() -> Iterator[dict[int, RankPool]]:
     """Ranks by their number, started when first used and kept to the end of the session."""
-    made = {size: RankPool(size) for size in (2, 3, 4)}
+    made = {size: RankPool(size) for size in (2, 3, 4, 8)}
     yield made
     for pool in made.values():
         pool.close()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from harness import CPU, RankPool, single_world
 from mixtures import mixture_parts
-from reference import TOLERANCE, Outcome, assert_near, difference, outcome, train_on, trained_weights
+from reference import TOLERANCE, assert_near, difference, outcome, train_on, trained
 from saves import interrupted
 from small import make_config
 from steps import begin, run_steps
@@ -84,11 +84,6 @@ def reference(mixture: Mixture, tmp_path_factory: pytest.TempPathFactory) -> Cal
 
 def rows_of(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def trained(folder: Path) -> Outcome:
-    rows = rows_of(folder)
-    return Outcome([r["loss"] for r in rows], [r["grad_norm"] for r in rows], trained_weights(folder))
 
 
 @pytest.mark.ranks

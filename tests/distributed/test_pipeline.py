@@ -6,7 +6,6 @@ import random
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,19 +15,18 @@ from mixtures import mixture_parts
 from reference import (
     EXPORTED,
     TOLERANCE,
-    Adapters,
     Outcome,
     assert_near,
     difference,
     outcome,
-    plain_loop,
+    plain_outcomes,
     train_on,
-    trained_weights,
+    trained,
     vocabulary,
 )
 from saves import interrupted
 from small import Configure, changed_parts, make_config
-from test_adapters import EVERY_ROW, LORA, first_values
+from test_adapters import EVERY_ROW, LORA
 from tiers import slow_after
 
 from llava_fsdp.config import Config, ParallelConfig, PipelineSchedule
@@ -39,7 +37,6 @@ from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.pretrained import find_parts
 from llava_fsdp.model.stages import check_can_be_divided, divide
 from llava_fsdp.runtime.errors import ConfigError
-from llava_fsdp.train import main as train
 from llava_fsdp.train.build_state import build_state
 
 BATCH = "global_batch_size=16"
@@ -64,19 +61,7 @@ def model(parts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def reference(model: Path, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Outcome]:
     """The plain loop's outcome with a variant, of what trains; computed when it is first asked for."""
-    folder = tmp_path_factory.mktemp("start")
-    train.train(make_config(model, dataset, folder, "max_steps=1", "optim.lr=0", BATCH, *EXPORTED))
-
-    @cache
-    def of_variant(name: str) -> Outcome:
-        cfg = make_config(model, dataset, folder / "none", BATCH, *VARIANTS[name])
-        first = first_values(cfg) if cfg.model.lora.enabled else None
-        found = plain_loop(cfg, folder / "export", None if first is None else Adapters(first))
-        if first is not None:
-            found.weights = {key: found.weights[key] for key in first}
-        return found
-
-    return of_variant
+    return plain_outcomes(model, dataset, tmp_path_factory.mktemp("start"), (BATCH,), VARIANTS)
 
 
 @pytest.mark.ranks
@@ -94,11 +79,7 @@ def test_training_is_that_of_the_plain_loop(
         *VARIANTS[variant], *(EXPORTED if variant != "lora" else ()),
     )  # fmt: skip
     folder = train_on(size, cfg, pools)
-    if variant == "lora":
-        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        got = Outcome([r["loss"] for r in rows], [r["grad_norm"] for r in rows], trained_weights(folder))
-    else:
-        got = outcome(folder)
+    got = trained(folder) if variant == "lora" else outcome(folder)
     assert_near(got, reference(variant), EVERY_ROW if variant == "lora" else vocabulary(cfg), f"{strategy} {schedule}")
 
 

@@ -20,7 +20,7 @@ from reference import (
     outcome,
     plain_outcomes,
     train_on,
-    trained_weights,
+    trained,
     vocabulary,
 )
 from saves import interrupted
@@ -91,11 +91,7 @@ def test_training_is_that_of_the_plain_loop(
         *VARIANTS[variant], *(EXPORTED if variant != "lora" else ()),
     )  # fmt: skip
     folder = train_on(size, cfg, pools)
-    if variant == "lora":
-        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        got = Outcome([r["loss"] for r in rows], [r["grad_norm"] for r in rows], trained_weights(folder))
-    else:
-        got = outcome(folder)
+    got = trained(folder) if variant == "lora" else outcome(folder)
     assert_near(got, reference(variant), EVERY_ROW if variant == "lora" else vocabulary(cfg), strategy)
 
 

@@ -47,7 +47,7 @@ class RankPool:
         self.processes: list[Any] = []
         self.pipes: list[Any] = []
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
         """Call `function(world, *args)` on every rank; the results by rank.
 
         Raises:

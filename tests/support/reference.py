@@ -53,7 +53,7 @@ def run_ranks(world: World, cfg: Config) -> None:
     train.train(cfg)
 
 
-def train_on(size: int, cfg: Config, pools: dict[int, RankPool], timeout: float = 60) -> Path:
+def train_on(size: int, cfg: Config, pools: dict[int, RankPool], timeout: float = 120) -> Path:
     """Train on so many ranks; the run's folder."""
     if size == 1:
         train.train(cfg)
@@ -78,6 +78,12 @@ def outcome(folder: Path) -> Outcome:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     weights = {ours(n): t for n, t in load_file(folder / "export" / "model.safetensors").items()}
     return Outcome([r["loss"] for r in rows], [r["grad_norm"] for r in rows], weights)
+
+
+def trained(folder: Path) -> Outcome:
+    """A run's losses, gradient norms, and trained weights of its newest checkpoint."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return Outcome([r["loss"] for r in rows], [r["grad_norm"] for r in rows], trained_weights(folder))
 
 
 def plain_loop(cfg: Config, start: Path, adapters: "Adapters | None" = None, to: Path | None = None) -> Outcome:

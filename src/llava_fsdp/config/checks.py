@@ -151,8 +151,6 @@ def check_divided(cfg: Config) -> None:
     }
     lacks_order = mode is ActivationCheckpointing.offload
     with_pipeline = {
-        f"parallel.tensor={parallel.tensor}": (parallel.tensor > 1, "parallel.tensor=1"),
-        f"parallel.expert={parallel.expert}": (parallel.expert > 1, "parallel.expert=1"),
         "activation_checkpointing=offload": (lacks_order, "activation_checkpointing=full"),
     }
     for key, size, others in (

@@ -80,7 +80,8 @@ def parallelize(
         for root in roots:
             inside = set(root.modules())
             own = [nn.ModuleList(block for block in stack if block in inside) for stack in stacks]
-            shard(root, own, mesh, plan, cfg, ignored, offload, experts)
+            shared = experts and replace(experts, modules=[module for module in experts.modules if module in inside])
+            shard(root, own, mesh, plan, cfg, ignored, offload, shared)
     materialize(model, offload.materialize, roots)
     trainable = {clean_name(n): p for n, p in model.named_parameters() if p.requires_grad}
     return MasterWeights(trainable, MASTERS[cfg.precision.master_dtype], model if in_fp8 else None)

@@ -63,13 +63,15 @@ class StagePlan:
         return f"blocks {', '.join(own)} of the mean cost"
 
 
-def plan_stages(model: Llava, flops: Flops, counts: Sequence[float], stages: int) -> StagePlan:
+def plan_stages(model: Llava, flops: Flops, counts: Sequence[float], stages: int, tensor: int = 1) -> StagePlan:
     """Divide the blocks of a model, which is on the meta device, among stages of about equal cost.
 
     Args:
         flops: FLOPs of the model per token, pair of tokens, label and tile.
         counts: number of tokens, pairs of tokens, labels and tiles of typical samples.
         stages: number of stages.
+        tensor: number of ranks that compute each layer of the language model together, while each of them computes the
+            whole vision tower.
 
     Raises:
         ConfigError: the model has fewer blocks than stages, or cannot be divided.
@@ -85,10 +87,11 @@ def plan_stages(model: Llava, flops: Flops, counts: Sequence[float], stages: int
             f"the language model has {len(blocks)} blocks, which cannot be divided among {stages} stages; set "
             "parallel.pipeline (times 2 with parallel.schedule=interleaved) to at most that number"
         )
-    parts = divide(of_block, flops.tile * tiles, flops.label * labels, stages)
+    tower, loss = flops.tile * tiles * tensor, flops.label * labels
+    parts = divide(of_block, tower, loss, stages)
     costs = [sum(of_block[number] for number in part) for part in parts]
-    costs[0] += flops.tile * tiles
-    costs[-1] += flops.label * labels
+    costs[0] += tower
+    costs[-1] += loss
     return StagePlan(tuple(parts), tuple(costs))
 
 
@@ -252,4 +255,4 @@ def plan_of_stages(cfg: Config, model: Llava, counts: Sequence[float]) -> StageP
         counts: mean number of tokens, pairs of tokens, labels and tiles of a sample.
     """
     recomputes = cfg.activation_checkpointing.mode is not ActivationCheckpointing.none
-    return plan_stages(model, count_flops(model, recomputes), counts, cfg.parallel.num_stages)
+    return plan_stages(model, count_flops(model, recomputes), counts, cfg.parallel.num_stages, cfg.parallel.tensor)

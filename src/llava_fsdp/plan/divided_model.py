@@ -14,7 +14,6 @@ from torch import nn
 
 from llava_fsdp.distributed.memory import Weight, divided_weights
 from llava_fsdp.distributed.tensor_parallel import SharedInput, siblings_of
-from llava_fsdp.model.blocks import find_blocks
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.loss import VocabularyPart, chunked_loss
 from llava_fsdp.model.tensor_plan import tensor_plan
@@ -122,13 +121,15 @@ class Moved:
 
 
 def layer_volume(
-    model: Llava, plan: Mapping[str, Cut], size: int, tokens: int, labels: int, chunk_tokens: int, recomputed: float
-) -> Moved:
+    model: Llava, plan: Mapping[str, Cut], blocks: int, size: int, tokens: int, labels: int, chunk_tokens: int,
+    recomputed: float,
+) -> Moved:  # fmt: skip
     """Count what ranks that compute layers together exchange in the forward and backward pass of a micro-batch.
 
     Args:
         model: the model on the meta device, not divided.
-        plan: how its weights are divided.
+        plan: how the weights that these ranks have are divided.
+        blocks: number of the language model's blocks that they have.
         size: number of ranks.
         tokens: positions of the micro-batch.
         labels: labels of the micro-batch.
@@ -161,6 +162,10 @@ def layer_volume(
         backward += reduce(first.in_features)
     hidden = model.parts.language.hidden_size
     # the last sum of a block does not run again, because nothing needs it but an adapter, which comes behind it
-    last = reduce(hidden) * (0 if model.adapted else len(find_blocks(model.language_model)))
-    loss = reduce(hidden, labels) + Moved(reduce(3, labels, 4).bytes, 2 * math.ceil(labels / chunk_tokens))
-    return forward + backward + (forward + last * -1) * recomputed + reduce(hidden) + loss
+    last = reduce(hidden) * (0 if model.adapted else blocks)
+    moved = forward + backward + (forward + last * -1) * recomputed
+    if Cut.EMBEDDING in plan.values():
+        moved += reduce(hidden)
+    if Cut.OUTPUT in plan.values():  # the loss
+        moved += reduce(hidden, labels) + Moved(reduce(3, labels, 4).bytes, 2 * math.ceil(labels / chunk_tokens))
+    return moved

@@ -5,7 +5,6 @@ Example: `peak(cfg, world_size=8, device="cuda").bytes["total"]`
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -28,12 +27,13 @@ from llava_fsdp.distributed.pipeline import Place, passes_of
 from llava_fsdp.distributed.precision import DTYPES
 from llava_fsdp.distributed.zero import SHARD_PLANS, ShardPlan
 from llava_fsdp.model.attention import grows_with_square
+from llava_fsdp.model.blocks import find_blocks
 from llava_fsdp.model.context_attention import plan_context
 from llava_fsdp.model.experts import check_shared_experts, find_experts, find_routers
 from llava_fsdp.model.flops import count_flops
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.pretrained import Parts
-from llava_fsdp.model.stages import StagePlan, plan_stages
+from llava_fsdp.model.stages import plan_stages
 from llava_fsdp.model.tensor_plan import tensor_plan
 from llava_fsdp.plan.activations import ActivationMeter, MicroBatch, Segment, stack_name
 from llava_fsdp.plan.divided_model import Moved, layer_volume
@@ -63,6 +63,7 @@ from llava_fsdp.plan.step_time import (
     volume,
 )
 from llava_fsdp.plan.workload import Samples, configured_split, samples_of
+from llava_fsdp.runtime.tensor_cut import Cut
 
 STREAMED = 2 * 128 * MIB
 """Bytes of the two device buffers through which the optimizer's offloaded moments are copied
@@ -132,12 +133,32 @@ class PlanRow:
 
 
 @dataclass(frozen=True)
-class Stages:
-    """How the model is divided among the groups of ranks of a pipeline."""
+class Group:
+    """What the ranks of one group of a pipeline have of the model; without a pipeline, all of it."""
 
-    plan: StagePlan
-    weights: list[list[Weight]]
-    """The properties of the parameters of each group."""
+    number: int
+    """Number of the group."""
+    weights: list[Weight]
+    """The properties of its parameters."""
+    stages: dict[int, range]
+    """Number of each of its stages -> numbers of the language model's blocks in it."""
+    num_stages: int
+    """Number of the stages of all groups."""
+    share: float = 1.0
+    """Share of the model's computation."""
+
+    @property
+    def blocks(self) -> set[int]:
+        """Numbers of the language model's blocks that it has."""
+        return {number for stage in self.stages.values() for number in stage}
+
+    @property
+    def has_first(self) -> bool:
+        return 0 in self.stages
+
+    @property
+    def has_last(self) -> bool:
+        return self.num_stages - 1 in self.stages
 
 
 class Planner:
@@ -185,8 +206,8 @@ class Planner:
         self.meters: dict[tuple[ActivationCheckpointing, int], ActivationMeter] = {}
         self.measured: dict[tuple[ActivationCheckpointing, MicroBatch], list[Segment]] = {}
         self.interpolated: dict[tuple[ActivationCheckpointing, MicroBatch], list[Segment]] = {}
-        self.divided: dict[bool, Stages] = {}
-        """Stages of a pipeline, with and without activation checkpointing."""
+        self.divided: dict[bool, list[Group]] = {}
+        """Groups of a pipeline, with and without activation checkpointing."""
 
     @cached_property
     def grows_with_square(self) -> bool:
@@ -267,16 +288,28 @@ class Planner:
             self.interpolated[key] = [interpolate(a, b, share) for a, b in zip(first, second, strict=True)]
         return self.interpolated[key]
 
-    def stages(self, choice: Choice) -> Stages:
-        """Return how the model is divided among the groups of ranks of a pipeline."""
+    def groups(self, choice: Choice) -> list[Group]:
+        """Return what each group of ranks of a pipeline has of the model; without a pipeline there is one group, which
+        has the whole model."""
+        parallel = self.cfg.parallel
+        if parallel.pipeline == 1:
+            return [Group(0, self.weights, {0: range(len(find_blocks(self.model.language_model)))}, 1)]
         recomputes = choice.activation_checkpointing.mode is not ActivationCheckpointing.none
         if recomputes not in self.divided:
-            samples, parallel = self.samples, self.cfg.parallel
-            counts = samples.tokens, samples.tokens**2 + samples.spread**2, samples.labels, samples.tiles
             flops = self.recomputing_flops if recomputes else self.flops
-            plan = plan_stages(self.model, flops, counts, parallel.num_stages)
-            groups = weights_of_groups(self.model, self.named_weights, plan, parallel)
-            self.divided[recomputes] = Stages(plan, groups)
+            plan = plan_stages(self.model, flops, self.samples.counts, parallel.num_stages, self.tensor)
+            weights = weights_of_groups(self.model, self.named_weights, plan, parallel)
+            places = (Place(index, parallel.pipeline, parallel.num_stages) for index in range(parallel.pipeline))
+            self.divided[recomputes] = [
+                Group(
+                    place.index,
+                    weights[place.index],
+                    {stage: plan.blocks[stage] for stage in place.own},
+                    parallel.num_stages,
+                    sum(plan.costs[stage] for stage in place.own) / sum(plan.costs),
+                )
+                for place in places
+            ]
         return self.divided[recomputes]
 
     def row(
@@ -287,47 +320,52 @@ class Planner:
         between: Sequence[MicroBatch] = (),
         rank: int | None = None,
     ) -> PlanRow:
-        """Predict the memory and time of one way to train. With a pipeline, memory is that of the group of ranks that
-        needs the most.
+        """Predict the memory and time of one way to train. With a pipeline, memory and communication are those of the
+        group of ranks that needs the most memory.
 
         Args:
             choice: the way to train: sharding strategy, activation checkpointing and offload.
             ranks: numbers of ranks: in all, per copy of the model, and per node.
             micros: the micro-batches that a rank runs in a step.
             between: smallest and largest micro-batch, measured to interpolate the others; if empty, all are measured.
-            rank: the rank whose memory is computed; None: rank 0, or the one of a pipeline that needs the most.
+            rank: the rank whose memory is computed; None: the first one of the group that needs the most.
         """
-        if self.cfg.parallel.pipeline > 1:
-            return self.row_of_pipeline(choice, ranks, micros, between, rank)
-        rank = rank or 0
-        precision, strategy, offload = self.cfg.precision, choice.strategy, choice.offload
-        own = Ranks(
-            ranks.world_size // self.tensor, ranks.shard_size, max(1, ranks.node_size // self.tensor)
-        )  # those that hold the same parts of layers
-        args = self.weights, strategy, precision, own.world_size, own.shard_size, rank // self.tensor, offload
+        parallel, precision, strategy, offload = self.cfg.parallel, self.cfg.precision, choice.strategy, choice.offload
+        world_size, of_group = ranks.world_size, ranks.world_size // parallel.pipeline
+        copies, node = of_group // self.tensor, max(1, min(ranks.node_size, of_group) // self.tensor)
+        own = Ranks(copies, min(ranks.shard_size, copies), node)  # those that hold the same parts of layers
+        place, groups = (rank or 0) % of_group // self.tensor, self.groups(choice)
+        ledgers = {
+            group: self.simulate(choice, own, micros, between, place, groups[group])
+            for group in (range(len(groups)) if rank is None else [rank // of_group])
+        }
+        number, ledger = max(ledgers.items(), key=lambda item: sum(item[1].worst.values()))
+        group = groups[number]
+        args = group.weights, strategy, precision, own.world_size, own.shard_size, place, offload
         at_rest = bytes_per_rank(*args, divided=self.tensor > 1)
-        ledger = self.simulate(choice, own, micros, between, rank // self.tensor)
         stored = bytes_per_rank(*args, padded=True, divided=self.tensor > 1)
         host, disk = self.off_device(offload, SHARD_PLANS[strategy], stored)
         if self.offloads_activations(choice):
             passes = self.passes(ActivationCheckpointing.full, micros, between)
             host += max(sum(inputs_of_blocks(one).values()) for one in passes)
-        world_size, trained = ranks.world_size, sum(w.numel for w in self.weights if w.trainable)
+        trained = sum(w.numel for w in group.weights if w.trainable)
         args = own.world_size, own.shard_size, own.node_size
-        sent = volume(self.weights, strategy, precision, *args, len(micros))
-        sent = self.with_experts(self.with_context(sent, choice, micros), choice, micros)
-        sent = self.with_layers(sent, choice, micros)
+        sent = volume(group.weights, strategy, precision, *args, len(micros))
+        sent = self.with_experts(self.with_context(sent, choice, micros, group), choice, micros, group)
+        sent = self.with_messages(self.with_layers(sent, choice, micros, group), micros, group)
         flops = sample_flops(self.flops, self.samples)
-        tower = self.flops.tile * self.samples.tiles  # that every rank computes
+        tower = self.flops.tile * self.samples.tiles  # that every rank of a layer computes
         of_rank = (flops - tower) / self.tensor + tower
         recomputed = self.recomputed_flops(choice) / self.tensor
-        samples_per_rank = self.cfg.global_batch_size / own.world_size
+        idle = (parallel.pipeline - 1) / (parallel.stages_per_rank * len(micros))  # arXiv 2104.04473, section 2.2
+        slowest = max(one.share for one in groups) * (1 + idle)
+        work = slowest * self.cfg.global_batch_size / own.world_size
         _, shards = mesh_shape(SHARD_PLANS[strategy], own.world_size, own.shard_size)
         step = step_time(
             self.machine,
             precision,
-            samples_per_rank * of_rank,
-            samples_per_rank * recomputed,
+            work * of_rank,
+            work * recomputed,
             sent,
             trainable=trained,
             local=trained / shards,
@@ -342,7 +380,7 @@ class Planner:
             own.shard_size,
             tuple(micros),
             {**ledger.worst, "total": sum(ledger.worst.values())},
-            ledger.moment,
+            ledger.moment + (f" (pipeline group {number} of {len(groups)})" if len(groups) > 1 else ""),
             {"parameters": at_rest.parameters, "gradients": at_rest.gradients, "optimizer": at_rest.optimizer},
             host,
             disk,
@@ -352,70 +390,6 @@ class Planner:
             samples_per_second=rate,
             tokens_per_second=rate * self.samples.tokens,
             mfu=rate * flops / (world_size * self.machine.peak(precision.param_dtype)),
-        )
-
-    def row_of_pipeline(
-        self,
-        choice: Choice,
-        ranks: Ranks,
-        micros: Sequence[MicroBatch],
-        between: Sequence[MicroBatch],
-        rank: int | None,
-    ) -> PlanRow:
-        """Predict the memory and time of one way to train with `parallel.pipeline`.
-
-        Args:
-            choice: the way to train: sharding strategy, activation checkpointing and offload.
-            ranks: numbers of ranks: in all, per copy of the model, and per node.
-            micros: the micro-batches that a rank runs in a step.
-            rank: the rank whose memory is computed; None: the one that needs the most.
-        """
-        parallel, precision, strategy = self.cfg.parallel, self.cfg.precision, choice.strategy
-        stages, size = self.stages(choice), ranks.world_size // parallel.pipeline
-        shard_size = min(ranks.shard_size, size)
-        in_stage, place = Ranks(size, shard_size, ranks.node_size), 0 if rank is None else rank % size
-        groups = range(parallel.pipeline) if rank is None else [rank // size]
-        found = {group: self.simulate_group(choice, in_stage, micros, between, group, place) for group in groups}
-        group, ledger = max(found.items(), key=lambda item: sum(item[1].worst.values()))
-        weights = stages.weights[group]
-        at_rest = bytes_per_rank(weights, strategy, precision, size, shard_size, place)
-        sent = volume(weights, strategy, precision, size, shard_size, ranks.node_size, len(micros))
-        sent = self.with_context(sent, choice, micros)
-        messages = 2 * (parallel.num_stages - 1) / parallel.pipeline  # of a micro-batch, forward and backward
-        received = messages * sum(map(self.hidden_bytes, micros))
-        sent = replace(sent, pipeline=received, messages=math.ceil(messages * len(micros)))
-        flops = sample_flops(self.flops, self.samples)
-        recomputed = self.recomputed_flops(choice)
-        costs = [
-            sum(stages.plan.costs[n] for n in Place(i, parallel.pipeline, parallel.num_stages).own)
-            for i in range(parallel.pipeline)
-        ]
-        slowest = max(costs) / sum(costs)
-        idle = (parallel.pipeline - 1) / (parallel.stages_per_rank * len(micros))  # arXiv 2104.04473, section 2.2
-        work = slowest * (1 + idle) * self.cfg.global_batch_size / size
-        trainable = sum(w.numel for w in weights if w.trainable)
-        _, shards = mesh_shape(SHARD_PLANS[strategy], size, shard_size)
-        step = step_time(
-            self.machine, precision, work * flops, work * recomputed, sent, trainable=trainable,
-            local=trainable / shards, micro_batches=len(micros), world_size=size, offload=choice.offload,
-        )  # fmt: skip
-        rate = self.cfg.global_batch_size / step.seconds
-        return PlanRow(
-            choice,
-            ranks.world_size,
-            ranks.shard_size,
-            tuple(micros),
-            {**ledger.worst, "total": sum(ledger.worst.values())},
-            f"{ledger.moment} (pipeline group {group} of {parallel.pipeline})",
-            {"parameters": at_rest.parameters, "gradients": at_rest.gradients, "optimizer": at_rest.optimizer},
-            0,
-            0,
-            self.machine.usable(ranks.world_size),
-            step,
-            sent,
-            samples_per_second=rate,
-            tokens_per_second=rate * self.samples.tokens,
-            mfu=rate * flops / (ranks.world_size * self.machine.peak(precision.param_dtype)),
         )
 
     def recomputed_flops(self, choice: Choice) -> float:
@@ -430,46 +404,51 @@ class Planner:
     def simulate_group(
         self,
         choice: Choice,
-        in_stage: Ranks,
+        ranks: Ranks,
         micros: Sequence[MicroBatch],
         between: Sequence[MicroBatch],
-        group: int,
-        place: int,
+        rank: int,
+        group: Group,
     ) -> Ledger:
         """Simulate the device memory of a rank of one group of a pipeline during a step. Return the bytes at the step's
         memory peak, by category.
 
         Args:
-            in_stage: numbers of ranks of the group.
-            group: number of the group.
-            place: number of the rank in its group.
+            ranks: numbers of ranks that hold the same parts of layers.
+            rank: number of the rank among them.
+            group: what the rank has of the model.
         """
         parallel, precision, plan = self.cfg.parallel, self.cfg.precision, SHARD_PLANS[choice.strategy]
-        stages = self.stages(choice)
         # after the pipeline is full, one micro-batch is like the other
         run = micros[: parallel.num_micro_batches(2 * parallel.num_stages)]
         stack, mode = stack_name(self.model), choice.activation_checkpointing.mode
         own = {
             (number, micro): segments_of_stage(
-                self.passes(mode, [micro], between)[0], stack, stages.plan.blocks[number], number == 0,
+                self.passes(mode, [micro], between)[0], stack, blocks, number == 0,
                 number == parallel.num_stages - 1, self.hidden_bytes(micro),
             )
-            for number in Place(group, parallel.pipeline, parallel.num_stages).own
+            for number, blocks in group.stages.items()
             for micro in set(run)
         }  # fmt: skip
-        weights = stages.weights[group]
-        world_size, shard_size = in_stage.world_size, in_stage.shard_size
-        stored = bytes_per_rank(weights, choice.strategy, precision, world_size, shard_size, place, padded=True)
+        args = group.weights, choice.strategy, precision, ranks.world_size, ranks.shard_size, rank
+        stored = bytes_per_rank(*args, padded=True, divided=self.tensor > 1)
         kept, _ = self.input_bytes(micros)
-        _, inputs = self.input_bytes(micros if group == 0 else [replace(m, tiles=0) for m in micros])
+        _, inputs = self.input_bytes(micros if group.has_first else [replace(m, tiles=0) for m in micros])
         buffers = self.buffer_bytes + kept
         states = States(stored.parameters, stored.gradients, stored.optimizer, buffers, inputs=(max(inputs),))
-        _, shards = mesh_shape(plan, world_size, shard_size)
-        units = units_of(weights, plan, precision, shards)
-        order = [(one, own[one.stage, run[one.micro_batch]]) for one in passes_of(parallel, group, len(run))]
+        _, shards = mesh_shape(plan, ranks.world_size, ranks.shard_size)
+        units = units_of(group.weights, plan, precision, shards)
+        order = [(one, own[one.stage, run[one.micro_batch]]) for one in passes_of(parallel, group.number, len(run))]
         return simulate_pipeline(order, units, plan, states, self.unit_names, self.cfg.sharding.prefetch)
 
-    def with_context(self, sent: Volume, choice: Choice, micros: Sequence[MicroBatch]) -> Volume:
+    def with_messages(self, sent: Volume, micros: Sequence[MicroBatch], group: Group) -> Volume:
+        """Return the volume of communication with that of hidden states and their gradients between stages."""
+        before = len(group.stages) - group.has_first
+        behind = len(group.stages) - group.has_last
+        received = (before + behind) * sum(map(self.hidden_bytes, micros))
+        return replace(sent, pipeline=received, messages=(before + behind) * len(micros))
+
+    def with_context(self, sent: Volume, choice: Choice, micros: Sequence[MicroBatch], group: Group) -> Volume:
         """Return the volume of communication with that of attention between ranks that process a row together."""
         size = self.cfg.parallel.num_context
         if size == 1:
@@ -482,27 +461,41 @@ class Planner:
             share = 0.0
         tokens = sum(micro.tokens for micro in micros)
         moved, count = context_volume(self.how, size, self.parts.language, width, tokens, share)
-        return replace(sent, context=moved, exchanges=count * len(micros), context_size=size)
+        part = len(group.blocks) / len(find_blocks(self.model.language_model))
+        exchanges = round(count * part) * len(micros)
+        # ranks that compute layers together have some of the heads each
+        return replace(sent, context=moved * part / self.tensor, exchanges=exchanges, context_size=size)
 
-    def with_layers(self, sent: Volume, choice: Choice, micros: Sequence[MicroBatch]) -> Volume:
+    def with_layers(self, sent: Volume, choice: Choice, micros: Sequence[MicroBatch], group: Group) -> Volume:
         """Return the volume of communication with that between ranks that compute layers together."""
         if self.tensor == 1:
             return sent
         share = recomputed_share(choice.activation_checkpointing)
         if choice.activation_checkpointing.mode is ActivationCheckpointing.selective:  # collectives run again
             share = 1.0
-        moved = Moved()
+        moved, plan = Moved(), self.plan_of(group)
         for micro in micros:
             args = micro.tokens, micro.labels, self.cfg.loss.chunk_tokens, share
-            moved += layer_volume(self.model, self.plan, self.tensor, *args)
+            moved += layer_volume(self.model, plan, len(group.blocks), self.tensor, *args)
         return replace(sent, tensor=moved.bytes, sums=moved.calls, tensor_size=self.tensor)
 
-    def with_experts(self, sent: Volume, choice: Choice, micros: Sequence[MicroBatch]) -> Volume:
+    def plan_of(self, group: Group) -> dict[str, Cut]:
+        """Return how the weights of a group are divided among the ranks that compute layers together, by full name."""
+        stack, ends = stack_name(self.model) + ".", {Cut.EMBEDDING: group.has_first, Cut.OUTPUT: group.has_last}
+        return {
+            name: cut
+            for name, cut in self.plan.items()
+            if ends.get(cut, True)
+            and (not name.startswith(stack) or int(name.removeprefix(stack).partition(".")[0]) in group.blocks)
+        }
+
+    def with_experts(self, sent: Volume, choice: Choice, micros: Sequence[MicroBatch], group: Group) -> Volume:
         """Return the volume of communication with that of tokens between ranks that share the experts of a mixture."""
         size, language = self.cfg.parallel.expert, self.model.language_model
         if size == 1:
             return sent
-        layers, (router, *_) = find_experts(language), find_routers(language)
+        stack, (router, *_) = find_blocks(language), find_routers(language)
+        layers = [found for number in sorted(group.blocks) for found in find_experts(stack[number])]
         width = DTYPES[self.cfg.precision.param_dtype].itemsize
         recomputed = int(choice.activation_checkpointing.mode is not ActivationCheckpointing.none)
         sizes = len(layers), router.experts, router.choices, self.parts.language.hidden_size, width
@@ -521,15 +514,20 @@ class Planner:
         micros: Sequence[MicroBatch],
         between: Sequence[MicroBatch],
         rank: int,
+        group: Group,
     ) -> Ledger:
-        """Simulate the device memory of rank `rank` during a step that runs the micro-batches `micros`. Return the
-        bytes at the step's memory peak, by category.
+        """Simulate the device memory of a rank during a step that runs the micro-batches `micros`. Return the bytes at
+        the step's memory peak, by category.
 
         Args:
             choice: the way to train: sharding strategy, activation checkpointing and offload.
-            ranks: numbers of ranks: in all, per copy of the model, and per node.
+            ranks: numbers of ranks that hold the same parts of layers: in all, per copy of the model, and per node.
             between: smallest and largest micro-batch, measured to interpolate the others; if empty, all are measured.
+            rank: number of the rank among them.
+            group: what the rank has of the model.
         """
+        if self.cfg.parallel.pipeline > 1:
+            return self.simulate_group(choice, ranks, micros, between, rank, group)
         mode = choice.activation_checkpointing.mode
         if mode is ActivationCheckpointing.budget:
             # the compiler's partitioner chooses what is kept: something between everything and the blocks' inputs

@@ -96,7 +96,7 @@ class Volume:
     expert_size: int = 1
     """Number of ranks that share experts."""
     pipeline: float = 0.0
-    """Bytes received from the ranks with the stages before and behind, on average over the groups of ranks."""
+    """Bytes received from the ranks with the stages before and behind."""
     messages: int = 0
     """Number of these messages."""
     shards: int = 1

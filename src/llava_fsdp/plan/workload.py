@@ -45,6 +45,12 @@ class Samples:
         """Mean number of image tokens of a sample of the dataset."""
         return self.tiles * self.tile_tokens
 
+    @property
+    def counts(self) -> tuple[float, float, float, float]:
+        """Mean number of tokens, pairs of tokens, labels and tiles of a sample, by which a model is divided into
+        stages."""
+        return self.tokens, self.tokens**2 + self.spread**2, self.labels, self.tiles
+
 
 def samples_of(cfg: Config, rule: ImageTokens) -> Samples:
     """Return mean sample sizes: from the dataset's report if there is one, else those of LLaVA's own data.

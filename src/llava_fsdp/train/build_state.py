@@ -244,10 +244,11 @@ def assemble(
         counts = counts or mean_counts(loader.steps.records)
         stages = OwnStages(model, cfg, place_of(meshes.pipeline, cfg.parallel), counts)
         log().log(logging.INFO if world.is_first else logging.DEBUG, "%s", stages.description)
-        stages.keep(model)
-    buffers, mesh = computed_buffers(model), meshes.states
     if meshes.tensor is not None:
         divide_layers(model, meshes.tensor, cfg)
+    if stages is not None:
+        stages.keep(model)
+    buffers, mesh = computed_buffers(model), meshes.states
     offload = Offload(cfg, world.device)
     warn_if_useless(cfg, world)
     compilations = Compilations() if compiling.on else None

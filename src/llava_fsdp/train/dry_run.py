@@ -113,10 +113,7 @@ def measure(cfg: Config, world: World, contents: Contents | None = None) -> dict
     contents = contents or fullest(cfg, shape, cut_of(cfg, world, model))
     planned = plan_of(cfg, world, contents)
     meter = PeakMeter(world.device)
-    rows = len(contents.lengths)
-    pairs = sum(length**2 for length in contents.lengths)
-    share = contents.context / rows
-    counts = contents.tokens * share, pairs / rows, contents.labels * share, contents.tiles * share
+    counts = samples_of(cfg, ImageTokens.of_config(cfg, model.parts.image_size, model.image_tokens)).counts
     state = assemble(model, SyntheticLoader(world.device, STEPS), draw_shards, cfg, world, plan, meshes, counts)
     held: dict[str, int] = {}
     state.optimizer.register_step_post_hook(lambda *_: held.update(held_bytes(state)))
