@@ -66,6 +66,9 @@ class ParallelConfig:
     schedule: PipelineSchedule = PipelineSchedule["1f1b"]
     """Order in which the groups of `parallel.pipeline` process micro-batches. 1f1b: each group has one stage of the
     model; interleaved: each has two, and waits less."""
+    search: bool = False
+    """Whether the planner chooses the numbers of context, tensor, expert and pipeline, where they are 1 or auto, and
+    the schedule: the fastest layout of ranks that fits into memory."""
 
     def __post_init__(self) -> None:
         at_least("parallel.tensor", self.tensor, 1)

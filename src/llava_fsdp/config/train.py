@@ -311,6 +311,7 @@ class Config:
             or self.activation_checkpointing.mode is ActivationCheckpointing.auto
             or self.plans_tokens
             or self.parallel.context == AUTO
+            or self.parallel.search
         )
 
     def __post_init__(self) -> None:

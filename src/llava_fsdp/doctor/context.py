@@ -81,21 +81,20 @@ class Context:
 
         from llava_fsdp.distributed.memory import ITEM_SIZE, checkpoint_bytes
         from llava_fsdp.distributed.mesh import World
-        from llava_fsdp.plan.auto import rows_for, settle_packing, smallest_context
+        from llava_fsdp.plan.auto import best_layout, settle_packing
         from llava_fsdp.plan.hardware import this_machine
         from llava_fsdp.plan.model_shapes import shapes_of
-        from llava_fsdp.plan.planner import Planner, PlanRow
+        from llava_fsdp.plan.planner import Planner
 
         parts = shapes_of(self.cfg.model)
         cfg, _ = settle_packing(self.cfg, parts.language)
         device = torch.device("cuda" if self.torch.devices else "cpu")
         world = World(0, self.ranks * self.cfg.nodes, 0, self.ranks, device)
 
-        def plan_with(tried: Config) -> tuple[Planner, list[PlanRow]]:
-            planner = Planner(tried, this_machine(self.ranks, device.type), parts=parts)
-            return planner, rows_for(planner, tried, world)
+        def planner_of(tried: Config) -> Planner:
+            return Planner(tried, this_machine(self.ranks, device.type), parts=parts)
 
-        planner, (row, *_) = smallest_context(cfg, world.size, parts.language, plan_with)
+        planner, (row, *_) = best_layout(cfg, world, parts.language, planner_of)
         export = sum(w.count for w in planner.whole_weights) * ITEM_SIZE[self.cfg.export.dtype]
         kept, inputs = planner.input_bytes(row.micro_batches)
         return Needs(

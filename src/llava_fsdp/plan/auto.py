@@ -1,17 +1,26 @@
 """Choose values for `pack`, `sharding`, `parallel.context`, `activation_checkpointing` and `tokens_per_micro_batch`
 where the configuration says `auto`."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import yaml
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from transformers import PretrainedConfig
 
-from llava_fsdp.config import AUTO, ActivationCheckpointing, ActivationCheckpointingConfig, Config, Strategy
+from llava_fsdp.config import (
+    AUTO,
+    ActivationCheckpointing,
+    ActivationCheckpointingConfig,
+    Config,
+    ParallelConfig,
+    PipelineSchedule,
+    Strategy,
+)
 from llava_fsdp.config.renamed import present_tree
 from llava_fsdp.distributed.compile import splits_blocks
 from llava_fsdp.distributed.context import check_torch
@@ -20,11 +29,14 @@ from llava_fsdp.distributed.zero import SHARD_PLANS, Mesh
 from llava_fsdp.model.attention import packing_refused
 from llava_fsdp.model.context_attention import plan_context
 from llava_fsdp.model.pretrained import Parts
+from llava_fsdp.plan.activations import MicroBatch
 from llava_fsdp.plan.hardware import Machine, this_machine
+from llava_fsdp.plan.layouts import Searcher, Ways
 from llava_fsdp.plan.planner import Choice, Planner, PlanRow, Ranks
 from llava_fsdp.plan.search import checkpointing_modes, distinct_strategies, is_allowed, plan_rows, splits_to_try
 from llava_fsdp.plan.workload import Samples
 from llava_fsdp.runtime.errors import ConfigError, LlavaFsdpError
+from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.safe_load import refuse_yaml_bombs
 
 C = TypeVar("C", bound=Config)
@@ -67,8 +79,8 @@ class Decision:
     activation_checkpointing: ActivationCheckpointingConfig
     tokens: int | None
     """Value for `tokens_per_micro_batch`; None stands for null."""
-    context: int
-    """Value for `parallel.context`."""
+    parallel: ParallelConfig
+    """Values of the keys of `parallel`."""
     reason: str
 
     def applied(self, cfg: Config) -> Config:
@@ -78,7 +90,7 @@ class Decision:
         return replace(
             cfg,
             sharding=replace(cfg.sharding, strategy=self.strategy, shard_size=shard_size),
-            parallel=replace(cfg.parallel, context=self.context),
+            parallel=self.parallel,
             activation_checkpointing=self.activation_checkpointing,
             tokens_per_micro_batch=self.tokens if cfg.plans_tokens else cfg.tokens_per_micro_batch,
         )
@@ -88,13 +100,25 @@ class Decision:
         values = []
         if cfg.sharding.strategy is Strategy.auto:
             values.append(f"sharding={SHARD_PLANS[self.strategy].zero}")
-        if cfg.parallel.context == AUTO:
-            values.append(f"parallel.context={self.context}")
+        values += chosen_kinds(cfg.parallel, self.parallel)
         if has_auto_checkpointing(cfg):
             values.append(f"activation_checkpointing={self.activation_checkpointing.mode.value}")
         if cfg.plans_tokens:
             values.append(f"tokens_per_micro_batch={'null' if self.tokens is None else self.tokens}")
         return f"auto: {', '.join(values)}: {self.reason}"
+
+
+def chosen_kinds(before: ParallelConfig, chosen: ParallelConfig) -> list[str]:
+    """Return the keys of `parallel` that the planner has chosen, as command-line overrides.
+
+    Args:
+        before: the configuration, with `auto` or `search`.
+        chosen: the chosen values.
+    """
+    searched = ["tensor", "expert", "pipeline"] * before.search
+    keys = [*["context"] * (before.search or before.context == AUTO), *searched]
+    found = [f"parallel.{key}={getattr(chosen, key)}" for key in keys]
+    return [*found, f"parallel.schedule={chosen.schedule.value}"] if before.search and chosen.pipeline > 1 else found
 
 
 def decide(cfg: Config, world: World, parts: Parts, samples: Samples, continues: bool = False) -> Decision:
@@ -112,50 +136,49 @@ def decide(cfg: Config, world: World, parts: Parts, samples: Samples, continues:
     """
     machine = with_margin(this_machine(world.local_size, world.device.type), cfg)
 
-    def plan(tried: Config) -> tuple[Planner, list[PlanRow]]:
-        planner = Planner(tried, machine, samples, parts)
-        return planner, rows_for(planner, tried, world)
+    def planner_of(tried: Config) -> Planner:
+        return Planner(tried, machine, samples, parts)
 
     before = recorded(cfg) if continues else None
-    if before is not None and keeps(before, cfg, world, parts, plan):
+    if before is not None and keeps(before, cfg, world, parts, planner_of):
         return before
     try:
-        planner, rows = smallest_context(cfg, world.size, parts.language, plan)
+        planner, rows = best_layout(cfg, world, parts.language, planner_of)
     except LlavaFsdpError:
         raise
     except Exception as error:  # a model that does not run on the meta device, such as a mixture of experts in fp32
         return without_plan(with_each_context(cfg, world.size, parts.language)[-1], error)
-    best, context = rows[0], planner.cfg.parallel.num_context
+    best, parallel = rows[0], planner.cfg.parallel
     if not best.fits:
+        sizes = {key: getattr(parallel, key) for key in ("context", "tensor", "expert", "pipeline")}
+        kinds = "".join(f", parallel.{key}={size}" for key, size in sizes.items() if size > 1)
         mode = best.choice.activation_checkpointing.mode.value
         shares = "parallel.context=auto, " * (cfg.can_share_rows and cfg.parallel.context != AUTO and world.size > 1)
         raise ConfigError(
             f"auto: the planner predicts that nothing fits; nearest is {best.choice.zero}, activation checkpointing "
             f"{mode}, {best.tokens:,} tokens in the largest micro-batch"
-            f"{f', parallel.context={context}' * (context > 1)}: {cost(best)}. {shares}activation_checkpointing=full, "
+            f"{kinds}: {cost(best)}. {shares}activation_checkpointing=full, "
             "offload=params, precision=bf16_pure or more ranks need less; sharding=zero3 and a number for "
             "tokens_per_micro_batch would try it all the same"
         )
     reason = f"{cost(best)}, as predicted; llava-fsdp plan compares all values"
     tokens = best.tokens if cfg.plans_tokens else None
-    return Decision(best.choice.strategy, best.choice.activation_checkpointing, tokens, context, reason)
+    return Decision(best.choice.strategy, best.choice.activation_checkpointing, tokens, parallel, reason)
 
 
-def keeps(
-    before: Decision, cfg: Config, world: World, parts: Parts, plan: Callable[[Config], tuple[Planner, list[PlanRow]]]
-) -> bool:
+def keeps(before: Decision, cfg: Config, world: World, parts: Parts, planner_of: Callable[[Config], Planner]) -> bool:
     """Return whether a resumed run keeps the values that it recorded when it began: they are possible with the present
     keys and number of ranks, and fit. Values that were chosen without a planner, because it cannot compute this model,
     are kept too.
 
     Args:
         before: the recorded values.
-        plan: makes the planner of a configuration and its rows, the best first.
+        planner_of: makes the planner of a configuration.
     """
     try:
         settled = before.applied(cfg)
         with_each_context(settled, world.size, parts.language)
-        _, rows = plan(settled)
+        rows = rows_for(planner_of(settled), settled, world)
     except ConfigError:  # a value contradicts the present keys; if the keys contradict each other, choosing raises it
         return False
     except LlavaFsdpError:
@@ -163,6 +186,33 @@ def keeps(
     except Exception:  # the planner cannot compute this model, so the values were chosen without it
         return True
     return rows[0].fits and (before.tokens is not None or not cfg.plans_tokens)
+
+
+def best_layout(
+    cfg: Config, world: World, language: PretrainedConfig, planner_of: Callable[[Config], Planner]
+) -> tuple[Planner, list[PlanRow]]:
+    """Plan with the layout of ranks that the configuration sets or lets the planner choose (`parallel.search`,
+    `parallel.context=auto`).
+
+    Args:
+        world: the number of ranks, and this rank's number and device.
+        language: configuration of the language model.
+        planner_of: makes the planner of a configuration.
+
+    Raises:
+        ConfigError: no layout is possible.
+    """
+
+    def plan(tried: Config) -> tuple[Planner, list[PlanRow]]:
+        planner = planner_of(tried)
+        return planner, rows_for(planner, tried, world)
+
+    if not cfg.parallel.search:
+        return smallest_context(cfg, world.size, language, plan)
+    searcher = Searcher(planner_of, lambda planner, tried: Ways(*ways_for(planner, tried, world)))
+    found = searcher.search(cfg, world.size, world.local_size)
+    log().log(logging.INFO if world.is_first else logging.DEBUG, "auto: %s", found)
+    return found.rows[0].planner, [one.row for one in found.rows]
 
 
 def smallest_context(
@@ -236,7 +286,7 @@ def without_plan(cfg: Config, error: Exception) -> Decision:
         checkpointing = ActivationCheckpointingConfig(mode=ActivationCheckpointing.full, budget=None)
     why = f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
     reason = f"the planner cannot compute this model ({why})"
-    return Decision(strategy, checkpointing, None, cfg.parallel.num_context, reason)
+    return Decision(strategy, checkpointing, None, replace(cfg.parallel, search=False), reason)
 
 
 def with_margin(machine: Machine, cfg: Config) -> Machine:
@@ -260,19 +310,25 @@ def expected_peak(cfg: Config, world: World, parts: Parts, samples: Samples) -> 
 
 def rows_for(planner: Planner, cfg: Config, world: World) -> list[PlanRow]:
     """Predict memory and time of training for every combination of values that the `auto` keys may take. The best comes
-    first.
+    first. Arguments are those of `ways_for`."""
+    return plan_rows(*ways_for(planner, cfg, world))
+
+
+def ways_for(
+    planner: Planner, cfg: Config, world: World
+) -> tuple[Planner, list[Choice], Ranks, list[list[MicroBatch]]]:
+    """Return the ways to train for every combination of values that the `auto` keys may take, as `plan_rows` takes
+    them.
 
     Args:
         planner: predicts memory and time of one way to train.
         world: the number of ranks, and this rank's number and device.
     """
-    of_node = max(1, world.local_size // cfg.parallel.tensor)
+    of_node, divides = max(1, world.local_size // cfg.parallel.tensor), cfg.parallel.tensor * cfg.parallel.pipeline
     ranks = Ranks(world.size, cfg.sharding.shard_size or of_node, world.local_size)
     strategies = [cfg.sharding.strategy]
     if cfg.sharding.strategy is Strategy.auto:
-        strategies = [
-            one for one in distinct_strategies(ranks, cfg.parallel.tensor) if is_allowed(cfg, one, cfg.offload.mode)
-        ]
+        strategies = [one for one in distinct_strategies(ranks, divides) if is_allowed(cfg, one, cfg.offload.mode)]
     modes = [cfg.activation_checkpointing]
     if has_auto_checkpointing(cfg):  # all modes but `budget`, which needs a compiler and changes numerical results
         modes = checkpointing_modes(cfg, planner.machine.device)
@@ -284,7 +340,7 @@ def rows_for(planner: Planner, cfg: Config, world: World) -> list[PlanRow]:
     if cfg.plans_tokens:  # micro_batch_size is the upper limit, as with null
         most = cfg.micro_batch_size * cfg.data.max_length
         splits = [split for split in splits if split[0].tokens * split[0].context <= most] or splits[-1:]
-    return plan_rows(planner, choices, ranks, splits)
+    return planner, choices, ranks, splits
 
 
 def recorded(cfg: Config) -> Decision | None:
@@ -305,17 +361,36 @@ def recorded(cfg: Config) -> Decision | None:
             budget = OmegaConf.select(tree, "activation_checkpointing.budget")
             activation_checkpointing = ActivationCheckpointingConfig(mode=mode, budget=budget)
         tokens = OmegaConf.select(tree, "tokens_per_micro_batch")
-        context = cfg.parallel.context
-        if context == AUTO:
-            context = OmegaConf.select(tree, "parallel.context") or 1
+        parallel = recorded_kinds(cfg.parallel, tree)
         has_auto = strategy is Strategy.auto or activation_checkpointing.mode is ActivationCheckpointing.auto
-        if has_auto or not isinstance(context, int) or not isinstance(tokens, int | None):
+        if has_auto or parallel is None or not isinstance(tokens, int | None):
             return None
         if cfg.sharding.strategy is not Strategy.auto:
             strategy = cfg.sharding.strategy
-        return Decision(strategy, activation_checkpointing, tokens, context, "as when this run began")
+        return Decision(strategy, activation_checkpointing, tokens, parallel, "as when this run began")
     except (OmegaConfBaseException, yaml.YAMLError, ConfigError, ValueError, OSError, AssertionError):
         return None  # resuming reports a damaged file
+
+
+def recorded_kinds(own: ParallelConfig, tree: DictConfig) -> ParallelConfig | None:
+    """Return the keys of `parallel` with the values that a run's config.yaml has for those that the planner chooses;
+    None if they cannot be used.
+
+    Args:
+        own: the present values.
+        tree: content of config.yaml.
+    """
+    found: dict[str, Any] = {"search": False}
+    for key, is_chosen in {
+        "context": own.search or own.context == AUTO, "tensor": own.search, "expert": own.search, "pipeline": own.search
+    }.items():  # fmt: skip
+        if is_chosen:
+            found[key] = OmegaConf.select(tree, f"parallel.{key}") or 1
+            if not isinstance(found[key], int):
+                return None
+    if own.search:
+        found["schedule"] = PipelineSchedule[OmegaConf.select(tree, "parallel.schedule") or "1f1b"]
+    return replace(own, **found)
 
 
 def has_auto_checkpointing(cfg: Config) -> bool:

@@ -12,19 +12,21 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from llava_fsdp.config import AUTO, DType, Format, OffloadMode, PlanConfig, SamplerName, Source
+from llava_fsdp.config import DType, Format, OffloadMode, ParallelConfig, PlanConfig, SamplerName, Source
 from llava_fsdp.distributed.zero import SHARD_PLANS, Mesh
 from llava_fsdp.model.pretrained import Parts
-from llava_fsdp.plan.auto import settle_packing, smallest_context
+from llava_fsdp.plan.auto import chosen_kinds, settle_packing, smallest_context
 from llava_fsdp.plan.hardware import Machine, machine_named
+from llava_fsdp.plan.layouts import Searcher, Ways
 from llava_fsdp.plan.longest import longest
 from llava_fsdp.plan.longest import write_page as write_longest
 from llava_fsdp.plan.model_shapes import shapes_of
 from llava_fsdp.plan.planner import Planner, PlanRow, Ranks
 from llava_fsdp.plan.scaling_page import scale, write_page
 from llava_fsdp.plan.search import choices, distinct_strategies, plan_rows, splits_to_try
-from llava_fsdp.plan.table import as_object, names, show_longest, show_plan
+from llava_fsdp.plan.table import as_object, names, search_object, show_longest, show_plan
 from llava_fsdp.runtime.console import TextConsole
 from llava_fsdp.runtime.errors import LlavaFsdpError, ModelError
 from llava_fsdp.runtime.log import log
@@ -65,29 +67,42 @@ def print_plan(cfg: PlanConfig, typed: Sequence[str]) -> None:
     if cfg.longest:
         return print_longest(cfg, machine, parts)
     warn_of_length(cfg, parts)
-    ranks = Ranks(cfg.gpus * cfg.nodes, cfg.sharding.shard_size or max(1, cfg.gpus // cfg.parallel.tensor), cfg.gpus)
+    world_size = cfg.gpus * cfg.nodes
     # every recipe sets micro_batch_size, so only a user who sets tokens_per_micro_batch has chosen a size
     is_free = not isinstance(cfg.tokens_per_micro_batch, int)
 
-    def plan_with(tried: PlanConfig) -> tuple[Planner, list[PlanRow]]:
-        planner = Planner(tried, machine, parts=parts)
-        splits = splits_to_try(planner, tried, ranks.world_size, is_free)
-        return planner, plan_rows(
-            planner, choices(tried, machine.device, distinct_strategies(ranks, cfg.parallel.tensor)), ranks, splits
-        )
+    def ways(planner: Planner, tried: PlanConfig) -> Ways:
+        tensor = tried.parallel.tensor
+        ranks = Ranks(world_size, tried.sharding.shard_size or max(1, cfg.gpus // tensor), cfg.gpus)
+        strategies = distinct_strategies(ranks, tensor * tried.parallel.pipeline)
+        splits = splits_to_try(planner, tried, world_size, is_free)
+        return Ways(planner, choices(tried, machine.device, strategies), ranks, splits)
 
-    planner, rows = smallest_context(cfg, ranks.world_size, parts.language, plan_with)
-    best = command(cfg, rows[0], typed) if rows[0].fits else None
-    more = {}
+    def planner_of(tried: PlanConfig) -> Planner:
+        return Planner(tried, machine, parts=parts)
+
+    def plan_with(tried: PlanConfig) -> tuple[Planner, list[PlanRow]]:
+        own = ways(planner_of(tried), tried)
+        return own.planner, plan_rows(own.planner, own.choices, own.ranks, own.splits)
+
+    more: dict[str, Any] = {}
+    search = None
+    if cfg.parallel.search:
+        search = Searcher(planner_of, ways).search(cfg, world_size, cfg.gpus, cfg.rows)
+        planner, rows = search.rows[0].planner, [one.row for one in search.rows]
+        more["search"] = search_object(search)
+    else:
+        planner, rows = smallest_context(cfg, world_size, parts.language, plan_with)
+    best = command(cfg, rows[0], planner.cfg.parallel, typed) if rows[0].fits else None
     if cfg.nodes > 1:
         points = scale(planner, cfg.gpus, cfg.nodes, is_free)
-        more = {"scaling": points, "page": str(write_page(points, planner, Path(cfg.page)))}
+        more |= {"scaling": points, "page": str(write_page(points, planner, Path(cfg.page)))}
     if cfg.format is Format.json:
         print(json.dumps(as_object(planner, rows, best, more)))
         return
     console = TextConsole(width=None if sys.stdout.isatty() else 160)
-    show_plan(console, planner, rows, cfg.rows, best)
-    if more:
+    show_plan(console, planner, rows, cfg.rows, best, search)
+    if "page" in more:
         console.print(f"tokens/s against nodes: {more['page']}")
 
 
@@ -137,25 +152,25 @@ def key_of(word: str) -> str:
     return word.partition("=")[0].lstrip("+~")
 
 
-def command(cfg: PlanConfig, row: PlanRow, typed: Sequence[str]) -> str:
+def command(cfg: PlanConfig, row: PlanRow, parallel: ParallelConfig, typed: Sequence[str]) -> str:
     """Return the shell command that trains in a way that was planned. FILE, DIR and HOST in it stand for values that
     the user has to fill in.
 
     Args:
         row: the planned way to train, with its sizes of micro-batches.
+        parallel: the values of the keys of `parallel` for which it was planned.
         typed: the user's command-line arguments, which the command repeats.
     """
     launch = f"llava-fsdp train --nproc-per-node {cfg.gpus}"
     if cfg.nodes > 1:
         launch += f" --nnodes {cfg.nodes} --rdzv-endpoint HOST:29500"
     chosen = CHOSEN | (set() if cfg.packs else {"micro_batch_size"})
-    own = OWN_KEYS | ({"parallel", "parallel.context"} if cfg.parallel.context == AUTO else set())
+    kinds = chosen_kinds(cfg.parallel, parallel)
+    own = OWN_KEYS | ({"parallel", "parallel.search", *(word.partition("=")[0] for word in kinds)} if kinds else set())
     kept = [word for word in typed if key_of(word) not in own and key_of(word).partition(".")[0] not in chosen]
     keys = {key_of(word) for word in kept}
     kept = [f"stage={cfg.stage.name}"] * ("stage" not in keys) + [shlex.quote(word) for word in kept]
-    planned = [names(row)]
-    if cfg.parallel.context == AUTO:
-        planned.append(f"parallel.context={row.micro_batches[0].context}")
+    planned = [names(row), *(word for word in kinds if not word.endswith("=1"))]
     if SHARD_PLANS[row.choice.strategy].mesh is Mesh.HYBRID and cfg.sharding.shard_size is not None:
         planned.append(f"sharding.shard_size={cfg.sharding.shard_size}")
     if row.choice.offload is OffloadMode.nvme and cfg.offload.folder is not None:

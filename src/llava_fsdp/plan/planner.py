@@ -5,9 +5,11 @@ Example: `peak(cfg, world_size=8, device="cuda").bytes["total"]`
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any, Self
 
 import torch
 
@@ -182,12 +184,30 @@ class Planner:
         bf16 = machine.gpu is not None and machine.gpu.bf16 is not None
         self.kernel = kernel_for(cfg, self.parts.language, machine.device, bf16)
         self.model = build_llava(self.parts, cfg.model, DTYPES[cfg.precision.param_dtype], self.kernel, cfg.loss)
-        whole, blocks = self.model.whole_while_frozen(), self.model.blocks()
-        per_unit = cfg.sharding.blocks_per_unit
+        self.unit_names = units_of_blocks(self.model, self.model.blocks(), cfg.sharding.blocks_per_unit)
+        self.divide()
+        quantized = sum(weight.statistics for weight in self.weights)  # counted with the parameters
+        self.buffer_bytes = sum(b.numel() * b.element_size() for b in self.model.buffers()) - quantized
+        self.flops = count_flops(self.model, activation_checkpointing=False)
+        self.recomputing_flops = count_flops(self.model, activation_checkpointing=True)
+        self.image_rule = ImageTokens.of_config(cfg, self.parts.image_size, self.model.image_tokens)
+        self.samples = samples or samples_of(cfg, self.image_rule)
+        self.meters: dict[Any, ActivationMeter] = {}
+        self.measured: dict[Any, list[Segment]] = {}
+        self.interpolated: dict[Any, list[Segment]] = {}
+
+    def divide(self) -> None:
+        """Divide the weights as the configuration's kinds of parallelism do.
+
+        Raises:
+            ConfigError: the model cannot be divided in this way.
+        """
+        cfg, language = self.cfg, self.model.language_model
         if cfg.parallel.expert > 1:
-            check_shared_experts(self.model.language_model, cfg.parallel.expert)
-        experts = list(find_experts(self.model.language_model).values()), cfg.parallel.expert
-        weights = weights_of(self.model, blocks, whole, cfg.precision, per_unit, *experts)
+            check_shared_experts(language, cfg.parallel.expert)
+        whole, blocks = self.model.whole_while_frozen(), self.model.blocks()
+        args = cfg.sharding.blocks_per_unit, list(find_experts(language).values()), cfg.parallel.expert
+        weights = weights_of(self.model, blocks, whole, cfg.precision, *args)
         self.whole_weights = list(weights.values())
         self.trainable = sum(w.numel for w in self.whole_weights if w.trainable)
         """Number of trainable parameters of the model that is planned for."""
@@ -196,18 +216,30 @@ class Planner:
         self.named_weights = divided_weights(weights, self.plan, self.tensor, 0)
         """Properties of the parameters, or of the parts of them that the first rank has with parallel.tensor."""
         self.weights = list(self.named_weights.values())
-        self.unit_names = units_of_blocks(self.model, blocks, per_unit)
-        quantized = sum(weight.statistics for weight in self.weights)  # counted with the parameters
-        self.buffer_bytes = sum(b.numel() * b.element_size() for b in self.model.buffers()) - quantized
-        self.flops = count_flops(self.model, activation_checkpointing=False)
-        self.recomputing_flops = count_flops(self.model, activation_checkpointing=True)
-        self.image_rule = ImageTokens.of_config(cfg, self.parts.image_size, self.model.image_tokens)
-        self.samples = samples or samples_of(cfg, self.image_rule)
-        self.meters: dict[tuple[ActivationCheckpointing, int], ActivationMeter] = {}
-        self.measured: dict[tuple[ActivationCheckpointing, MicroBatch], list[Segment]] = {}
-        self.interpolated: dict[tuple[ActivationCheckpointing, MicroBatch], list[Segment]] = {}
         self.divided: dict[bool, list[Group]] = {}
         """Groups of a pipeline, with and without activation checkpointing."""
+
+    def with_layout(self, cfg: Config) -> Self:
+        """Return a planner of the same model for a configuration with other numbers of the kinds of parallelism. Both
+        share what they measure.
+
+        Raises:
+            ConfigError: the model cannot be divided in this way.
+        """
+        other = copy.copy(self)
+        other.cfg = cfg
+        other.divide()
+        if cfg.parallel.num_context > 1:
+            assert other.how is not ContextHow.auto  # raises if the ranks cannot share rows
+        if cfg.parallel.pipeline > 1:
+            other.groups_of(recomputes=False)
+        return other
+
+    @property
+    def cut(self) -> tuple[int, int, int]:
+        """What decides which part of a layer's activations a rank has, beside the size of its micro-batch."""
+        parallel = self.cfg.parallel
+        return parallel.num_context, parallel.tensor, parallel.expert
 
     @cached_property
     def grows_with_square(self) -> bool:
@@ -244,9 +276,9 @@ class Planner:
             mode: the mode of activation checkpointing: `none`, `full` or `selective`.
             micro: sizes of the micro-batch.
         """
-        key = mode, micro
+        key = self.cut, mode, micro
         if key not in self.measured:
-            meter = mode, micro.part
+            meter = self.cut, mode, micro.part
             if meter not in self.meters:
                 activation_checkpointing = ActivationCheckpointingConfig(mode=mode, budget=None)
                 own = self.parts, self.cfg, activation_checkpointing, self.kernel, micro.part
@@ -278,7 +310,7 @@ class Planner:
             micro: sizes of the micro-batch.
             ends: sizes of a smaller and a larger micro-batch.
         """
-        key = mode, micro
+        key = self.cut, mode, micro
         small, large = ends
         first, second = (self.segments(mode, end) for end in ends)
         if key in self.measured or len(first) != len(second):
@@ -294,7 +326,11 @@ class Planner:
         parallel = self.cfg.parallel
         if parallel.pipeline == 1:
             return [Group(0, self.weights, {0: range(len(find_blocks(self.model.language_model)))}, 1)]
-        recomputes = choice.activation_checkpointing.mode is not ActivationCheckpointing.none
+        return self.groups_of(choice.activation_checkpointing.mode is not ActivationCheckpointing.none)
+
+    def groups_of(self, recomputes: bool) -> list[Group]:
+        """Return what each group of ranks of a pipeline has of the model, with or without activation checkpointing."""
+        parallel = self.cfg.parallel
         if recomputes not in self.divided:
             flops = self.recomputing_flops if recomputes else self.flops
             plan = plan_stages(self.model, flops, self.samples.counts, parallel.num_stages, self.tensor)
@@ -332,9 +368,8 @@ class Planner:
         """
         parallel, precision, strategy, offload = self.cfg.parallel, self.cfg.precision, choice.strategy, choice.offload
         world_size, of_group = ranks.world_size, ranks.world_size // parallel.pipeline
-        copies, node = of_group // self.tensor, max(1, min(ranks.node_size, of_group) // self.tensor)
-        own = Ranks(copies, min(ranks.shard_size, copies), node)  # those that hold the same parts of layers
-        place, groups = (rank or 0) % of_group // self.tensor, self.groups(choice)
+        own, groups = self.own_ranks(ranks), self.groups(choice)
+        place = (rank or 0) % of_group // self.tensor
         ledgers = {
             group: self.simulate(choice, own, micros, between, place, groups[group])
             for group in (range(len(groups)) if rank is None else [rank // of_group])
@@ -348,31 +383,10 @@ class Planner:
         if self.offloads_activations(choice):
             passes = self.passes(ActivationCheckpointing.full, micros, between)
             host += max(sum(inputs_of_blocks(one).values()) for one in passes)
-        trained = sum(w.numel for w in group.weights if w.trainable)
-        args = own.world_size, own.shard_size, own.node_size
-        sent = volume(group.weights, strategy, precision, *args, len(micros))
-        sent = self.with_experts(self.with_context(sent, choice, micros, group), choice, micros, group)
-        sent = self.with_messages(self.with_layers(sent, choice, micros, group), micros, group)
+        step, sent = self.step(choice, ranks, micros, group)
+        if rank is None:  # all groups wait for the slowest one
+            step = max((self.step(choice, ranks, micros, one)[0] for one in groups), key=lambda one: one.seconds)
         flops = sample_flops(self.flops, self.samples)
-        tower = self.flops.tile * self.samples.tiles  # that every rank of a layer computes
-        of_rank = (flops - tower) / self.tensor + tower
-        recomputed = self.recomputed_flops(choice) / self.tensor
-        idle = (parallel.pipeline - 1) / (parallel.stages_per_rank * len(micros))  # arXiv 2104.04473, section 2.2
-        slowest = max(one.share for one in groups) * (1 + idle)
-        work = slowest * self.cfg.global_batch_size / own.world_size
-        _, shards = mesh_shape(SHARD_PLANS[strategy], own.world_size, own.shard_size)
-        step = step_time(
-            self.machine,
-            precision,
-            work * of_rank,
-            work * recomputed,
-            sent,
-            trainable=trained,
-            local=trained / shards,
-            micro_batches=len(micros),
-            world_size=world_size,
-            offload=offload,
-        )
         rate = self.cfg.global_batch_size / step.seconds
         return PlanRow(
             choice,
@@ -391,6 +405,53 @@ class Planner:
             tokens_per_second=rate * self.samples.tokens,
             mfu=rate * flops / (world_size * self.machine.peak(precision.param_dtype)),
         )
+
+    def own_ranks(self, ranks: Ranks) -> Ranks:
+        """Return the numbers of the ranks that hold the same parts of layers."""
+        of_group = ranks.world_size // self.cfg.parallel.pipeline
+        copies, node = of_group // self.tensor, max(1, min(ranks.node_size, of_group) // self.tensor)
+        return Ranks(copies, min(ranks.shard_size, copies), node)
+
+    def seconds(self, choice: Choice, ranks: Ranks, micros: Sequence[MicroBatch]) -> float:
+        """Predict the seconds of a step of one way to train, without its memory. Arguments are those of `row`."""
+        return max(self.step(choice, ranks, micros, group)[0].seconds for group in self.groups(choice))
+
+    def step(self, choice: Choice, ranks: Ranks, micros: Sequence[MicroBatch], group: Group) -> tuple[Step, Volume]:
+        """Predict the time of a step, and what a rank receives in it, for the ranks of one group of a pipeline.
+
+        Args:
+            choice: the way to train: sharding strategy, activation checkpointing and offload.
+            ranks: numbers of ranks: in all, per copy of the model, and per node.
+            micros: the micro-batches that a rank runs in a step.
+            group: what the ranks have of the model.
+        """
+        parallel, precision, strategy = self.cfg.parallel, self.cfg.precision, choice.strategy
+        own = self.own_ranks(ranks)
+        trained = sum(w.numel for w in group.weights if w.trainable)
+        args = own.world_size, own.shard_size, own.node_size
+        sent = volume(group.weights, strategy, precision, *args, len(micros))
+        sent = self.with_experts(self.with_context(sent, choice, micros, group), choice, micros, group)
+        sent = self.with_messages(self.with_layers(sent, choice, micros, group), micros, group)
+        flops = sample_flops(self.flops, self.samples)
+        tower = self.flops.tile * self.samples.tiles  # that every rank of a layer computes
+        of_rank = (flops - tower) / self.tensor + tower
+        recomputed = self.recomputed_flops(choice) / self.tensor
+        idle = (parallel.pipeline - 1) / (parallel.stages_per_rank * len(micros))  # arXiv 2104.04473, section 2.2
+        work = group.share * (1 + idle) * self.cfg.global_batch_size / own.world_size
+        _, shards = mesh_shape(SHARD_PLANS[strategy], own.world_size, own.shard_size)
+        step = step_time(
+            self.machine,
+            precision,
+            work * of_rank,
+            work * recomputed,
+            sent,
+            trainable=trained,
+            local=trained / shards,
+            micro_batches=len(micros),
+            world_size=ranks.world_size,
+            offload=choice.offload,
+        )
+        return step, sent
 
     def recomputed_flops(self, choice: Choice) -> float:
         """Return the FLOPs of a sample that run again in the backward pass."""

@@ -45,12 +45,12 @@ def choices(cfg: Config, device: str, strategies: Sequence[Strategy]) -> list[Ch
     ]
 
 
-def distinct_strategies(ranks: Ranks, tensor: int = 1) -> list[Strategy]:
-    """Return the sharding strategies that differ from each other on these numbers of ranks, each `tensor` of which
-    compute layers together."""
-    if ranks.world_size == tensor:
+def distinct_strategies(ranks: Ranks, parts: int = 1) -> list[Strategy]:
+    """Return the sharding strategies that differ from each other on these numbers of ranks, each `parts` of which
+    divide the model among them."""
+    if ranks.world_size == parts:
         return [Strategy.FULL_SHARD]  # a single rank shards nothing, so all strategies are the same
-    hybrid = 1 < ranks.shard_size < ranks.world_size // tensor
+    hybrid = 1 < ranks.shard_size < ranks.world_size // parts
     return [s for s, plan in SHARD_PLANS.items() if hybrid or plan.mesh is not Mesh.HYBRID]
 
 

@@ -6,7 +6,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from llava_fsdp.config import ParallelConfig
 from llava_fsdp.distributed.memory import checkpoint_bytes
+from llava_fsdp.plan.layouts import Planned, Search, why_not
 from llava_fsdp.plan.longest import MOST_TOKENS
 from llava_fsdp.plan.planner import Planner, PlanRow
 from llava_fsdp.plan.published_formulas import formulas
@@ -14,7 +16,14 @@ from llava_fsdp.plan.published_formulas import formulas
 GB = 1e9
 
 
-def show_plan(console: Console, planner: Planner, rows: Sequence[PlanRow], shown: int, command: str | None) -> None:
+def show_plan(
+    console: Console,
+    planner: Planner,
+    rows: Sequence[PlanRow],
+    shown: int,
+    command: str | None,
+    search: Search | None = None,
+) -> None:
     """Print the recommended command, a table of ways to train with their predicted memory and time, and the published
     memory formulas.
 
@@ -23,6 +32,7 @@ def show_plan(console: Console, planner: Planner, rows: Sequence[PlanRow], shown
         rows: the ways to train, the best first.
         shown: number of ways that the table shows.
         command: the recommended command; None if no way to train fits into memory.
+        search: the search among layouts of ranks in which the ways were found; None: all have the same layout.
     """
     machine, samples = planner.machine, planner.samples
     world_size = rows[0].world_size
@@ -46,10 +56,15 @@ def show_plan(console: Console, planner: Planner, rows: Sequence[PlanRow], shown
     else:
         best = fitting[0]
         console.print(
-            f"\nUse {names(best)}: {best.bytes['total'] / GB:.1f} GB, "
+            f"\nUse {' '.join([names(best), *layout(planner.cfg.parallel)])}: {best.bytes['total'] / GB:.1f} GB, "
             f"{best.samples_per_second:.3g} samples/s, {best.step.seconds:.3g} s a step (predicted){off_device(best)}\n"
         )
         console.print(f"  {command}\n", soft_wrap=True)
+    if search is not None:
+        console.print(f"{search}")
+        console.print(search_table(search.rows[:shown]))
+        console.print(formula_table(planner, world_size))
+        return
     console.print(rows_table(rows[:shown]))
     hidden = [row for row in rows if row not in rows[:shown]]
     if hidden:
@@ -99,6 +114,51 @@ def rows_table(rows: Sequence[PlanRow]) -> Table:
             f"{row.sent.total / GB:.1f}",
         )
     return table
+
+
+def layout(parallel: ParallelConfig) -> list[str]:
+    """Return the kinds of parallelism of a layout of ranks as command-line overrides; empty if there are none."""
+    sizes = {key: getattr(parallel, key) for key in ("context", "tensor", "expert", "pipeline")}
+    found = [f"parallel.{key}={size}" for key, size in sizes.items() if size != 1]
+    return [*found, f"parallel.schedule={parallel.schedule.value}"] if parallel.pipeline > 1 else found
+
+
+def search_table(found: Sequence[Planned]) -> Table:
+    """Return a table of ways to train in different layouts of ranks, the chosen one first."""
+    table = Table(
+        "layout", "sharding", "activation_checkpointing", "offload", "tokens x micro-batches", "GB", "s/step", "waits",
+        "MFU", "why not", title="s/step: predicted seconds of a step; waits: seconds of communication that nothing "
+        "hides", title_justify="left",
+    )  # fmt: skip
+    for one in found:
+        row, words = one.row, layout(one.parallel)
+        table.add_row(
+            " ".join(word.removeprefix("parallel.") for word in words) or "sharding alone",
+            row.choice.zero,
+            row.choice.activation_checkpointing.mode.value,
+            row.choice.offload.value,
+            f"{row.tokens:,} x {len(row.micro_batches)}",
+            f"{row.bytes['total'] / GB:.1f}",
+            f"{row.step.seconds:.3g}",
+            f"{row.step.exposed:.2g}",
+            f"{row.mfu:.0%}",
+            "" if one is found[0] else why_not(one, found[0]),
+        )
+    return table
+
+
+def search_object(search: Search) -> dict[str, Any]:
+    """Return the size of a search among layouts of ranks, and the layout of each row, as a JSON object."""
+    keys = "context", "tensor", "expert", "pipeline"
+    rows = [
+        {
+            **{key: getattr(one.parallel, key) for key in keys},
+            "schedule": one.parallel.schedule.value,
+            "why_not": why_not(one, search.rows[0]) if number else None,
+        }
+        for number, one in enumerate(search.rows)
+    ]
+    return {"layouts": search.layouts, "ways": search.ways, "measured": search.measured, "rows": rows}
 
 
 def ranks_of_a_row(rows: Sequence[PlanRow]) -> str:

@@ -1,0 +1,221 @@
+"""Search the ways to divide a training among ranks (`parallel.search`): all products of the kinds of parallelism, with
+all sharding strategies, modes of activation checkpointing and sizes of micro-batches.
+
+Seconds are cheap to predict, and memory is not. So the ways are taken in the order of the fewest seconds that each may
+need, and memory is predicted only of those that may be among the fastest that fit.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
+
+from llava_fsdp.config import Config, ParallelConfig, PipelineSchedule
+from llava_fsdp.distributed.context import check_torch
+from llava_fsdp.plan.activations import MicroBatch
+from llava_fsdp.plan.planner import Choice, Planner, PlanRow, Ranks
+from llava_fsdp.plan.search import largest_that_fits, ways_to_share_experts
+from llava_fsdp.runtime.errors import ConfigError
+
+C = TypeVar("C", bound=Config)
+NEAR = 1.03
+"""Ways that take at most so many times the seconds of the fastest one count as equally fast: the time model is not
+more exact. Among these, the one with the fewest kinds of parallelism is chosen."""
+
+
+@dataclass(frozen=True)
+class Ways:
+    """The ways to train with one layout of ranks."""
+
+    planner: Planner
+    choices: Sequence[Choice]
+    ranks: Ranks
+    splits: Sequence[Sequence[MicroBatch]]
+    """Ways to split a rank's samples of a step into micro-batches, those with the largest micro-batches first."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A way to train, with the planner of its layout of ranks."""
+
+    planner: Planner
+    row: PlanRow
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        return self.planner.cfg.parallel
+
+    @property
+    def kinds(self) -> int:
+        """Number of kinds of parallelism beside sharding."""
+        own = self.parallel
+        return sum(size > 1 for size in (own.num_context, own.tensor, own.expert, own.pipeline))
+
+
+@dataclass(frozen=True)
+class Search:
+    """Result of a search."""
+
+    rows: list[Planned]
+    """The chosen way first, then the fastest others that fit, then ways that were found not to fit, the one that needs
+    the fewest bytes first."""
+    layouts: int
+    """Number of layouts of ranks."""
+    ways: int
+    """Number of combinations of a layout, a strategy, a mode of activation checkpointing and of offload, and a size of
+    micro-batches."""
+    measured: int
+    """Number of combinations, all sizes of micro-batches counted as one, of which memory was predicted."""
+
+    def __str__(self) -> str:
+        return (
+            f"searched {self.ways:,} ways to train in {self.layouts} layouts of ranks; predicted the memory of "
+            f"{self.measured}, in the order of the seconds they may need"
+        )
+
+
+@dataclass(frozen=True)
+class Searcher(Generic[C]):
+    """Makes the ways to train of each layout of ranks."""
+
+    planner_of: Callable[[C], Planner]
+    """Returns the planner of a configuration; called once."""
+    ways_of: Callable[[Planner, C], Ways]
+    """Returns the ways to train with a planner's layout."""
+
+    def search(self, cfg: C, world_size: int, node_size: int, count: int = 1) -> Search:
+        """Find the fastest ways to train that fit into memory.
+
+        Args:
+            cfg: the configuration. Kinds of parallelism whose number is above 1 are kept, the others are searched.
+            world_size: number of ranks.
+            node_size: number of ranks on one node; ranks that compute layers together are on one node.
+            count: number of ways that fit to find; fewer if there are not so many.
+
+        Raises:
+            ConfigError: no layout is possible with this configuration.
+        """
+        first, refused = self.planner_of(replace(cfg, parallel=alone(cfg.parallel))), None
+        found: list[Ways] = []
+        for tried in layouts(cfg, world_size, node_size):
+            try:
+                planner = first.with_layout(tried)
+                found.append(self.ways_of(planner, tried))
+            except ConfigError as error:  # this model cannot be divided in this way
+                refused = error
+        if not found:
+            raise refused or ConfigError(
+                f"parallel.search=true: no layout of {world_size} ranks is possible with the other keys of parallel"
+            )
+        return fastest(found, count)
+
+
+def alone(parallel: ParallelConfig) -> ParallelConfig:
+    """Return the configuration without any kind of parallelism beside sharding."""
+    return replace(parallel, context=1, tensor=1, expert=1, pipeline=1, schedule=PipelineSchedule["1f1b"])
+
+
+def layouts(cfg: C, world_size: int, node_size: int) -> list[C]:
+    """Return a configuration for each layout of ranks that the configuration's checks accept: products of the kinds of
+    parallelism, each of which has a number that divides the ranks."""
+    own = cfg.parallel
+
+    def sizes(key: str, size: int, most: int) -> list[int]:
+        if size > 1:
+            return [size]
+        found = [n for n in range(1, most + 1) if most % n == 0]
+        try:
+            check_torch(f"parallel.{key}")
+        except ConfigError:  # this torch is too old for it
+            return found[:1]
+        return found
+
+    found = []
+    for pipeline, tensor, expert, shared, schedule in itertools.product(
+        sizes("pipeline", own.pipeline, world_size),
+        sizes("tensor", own.tensor, node_size),
+        sizes("expert", own.expert, world_size),
+        sizes("context", own.num_context, world_size) if cfg.can_share_rows else [own.num_context],
+        dict.fromkeys((own.schedule, *PipelineSchedule)) if own.pipeline == 1 else (own.schedule,),
+    ):
+        if pipeline == 1 and schedule is PipelineSchedule.interleaved:
+            continue
+        try:
+            parallel = replace(
+                own, pipeline=pipeline, tensor=tensor, expert=expert, context=shared, schedule=schedule, search=False
+            )
+            parallel.check_divides(world_size)
+            tried = replace(cfg, parallel=parallel)
+        except ConfigError:
+            continue
+        if world_size // (pipeline * parallel.ranks_per_row) <= cfg.global_batch_size:  # no group without samples
+            found.append(tried)
+    return found
+
+
+def fastest(found: Sequence[Ways], count: int) -> Search:
+    """Return the `count` fastest ways to train that fit into memory, the chosen one first."""
+    order, waiting, total, measured = itertools.count(), [], 0, 0
+    for ways in found:
+        for choice in ways_to_share_experts(ways.planner.cfg, ways.choices, ways.ranks):
+            total += len(ways.splits)
+            least = min(ways.planner.seconds(choice, ways.ranks, split) for split in ways.splits)
+            waiting.append((least, next(order), ways, choice, None))
+    heapq.heapify(waiting)
+    fitting: list[Planned] = []
+    others: list[Planned] = []
+    while waiting:
+        seconds, _, ways, choice, row = heapq.heappop(waiting)
+        if len(fitting) >= count and seconds > NEAR * fitting[0].row.step.seconds:
+            break
+        if row is not None:
+            fitting.append(Planned(ways.planner, row))
+            continue
+        measured += 1
+        row = fastest_that_fits(ways, choice)
+        if row.fits:
+            heapq.heappush(waiting, (row.step.seconds, next(order), ways, choice, row))
+        else:
+            others.append(Planned(ways.planner, row))
+    if fitting:
+        near = [one for one in fitting if one.row.step.seconds <= NEAR * fitting[0].row.step.seconds]
+        chosen = min(near, key=lambda one: one.kinds)
+        row = chosen.row  # its memory is measured, as interpolated bytes may be a little too high
+        ranks = next(ways.ranks for ways in found if ways.planner is chosen.planner)
+        exact = replace(chosen, row=chosen.planner.row(row.choice, ranks, row.micro_batches))
+        fitting = [exact, *(one for one in fitting if one is not chosen)]
+    others.sort(key=lambda one: one.row.bytes["total"])
+    return Search([*fitting, *others], len(found), total, measured)
+
+
+def fastest_that_fits(ways: Ways, choice: Choice) -> PlanRow:
+    """Predict memory and time of one way to train, with the fastest of the sizes of micro-batches that fit; without a
+    pipeline, whose idle time is shorter with more micro-batches, this is the largest one."""
+    planner, ranks = ways.planner, ways.ranks
+    ends = planner.ends(ways.splits[-1][0], ways.splits[0][0])
+    row = largest_that_fits(planner, choice, ranks, ways.splits, ends)
+    if planner.cfg.parallel.pipeline == 1 or not row.fits:
+        return row
+    place = next(number for number, split in enumerate(ways.splits) if tuple(split) == row.micro_batches)
+    quickest = min(ways.splits[place:], key=lambda split: planner.seconds(choice, ranks, split))
+    return planner.row(choice, ranks, quickest, ends)
+
+
+def why_not(one: Planned, chosen: Planned) -> str:
+    """Return why a way to train was not chosen: what it lacks, or what takes longer."""
+    row, best = one.row, chosen.row
+    if not row.fits:
+        return f"needs {row.bytes['total'] / 1e9:.1f} of {row.usable / 1e9:.1f} GB"
+    more = row.step.seconds / best.step.seconds - 1
+    if more <= NEAR - 1 and one.kinds > chosen.kinds:
+        return "about as fast, with more kinds of parallelism"
+    parts = {
+        "computation and waiting for other stages": row.step.compute - best.step.compute,
+        "communication that nothing hides": row.step.exposed - best.step.exposed,
+        "copies of weights": row.step.copies - best.step.copies,
+        "the update": row.step.update - best.step.update,
+    }
+    return f"{more:.0%} slower: {max(parts, key=lambda part: parts[part])}"
