@@ -162,7 +162,7 @@ def fastest(found: Sequence[Ways], count: int) -> Search:
     for ways in found:
         for choice in ways_to_share_experts(ways.planner.cfg, ways.choices, ways.ranks):
             total += len(ways.splits)
-            least = min(ways.planner.seconds(choice, ways.ranks, split) for split in ways.splits)
+            least = quickest(ways, choice, ways.splits)[0]
             waiting.append((least, next(order), ways, choice, None))
     heapq.heapify(waiting)
     fitting: list[Planned] = []
@@ -200,8 +200,15 @@ def fastest_that_fits(ways: Ways, choice: Choice) -> PlanRow:
     if planner.cfg.parallel.pipeline == 1 or not row.fits:
         return row
     place = next(number for number, split in enumerate(ways.splits) if tuple(split) == row.micro_batches)
-    quickest = min(ways.splits[place:], key=lambda split: planner.seconds(choice, ranks, split))
-    return planner.row(choice, ranks, quickest, ends)
+    _, split = quickest(ways, choice, ways.splits[place:])
+    return planner.row(choice, ranks, split, ends)
+
+
+def quickest(ways: Ways, choice: Choice, splits: Sequence[Sequence[MicroBatch]]) -> tuple[float, Sequence[MicroBatch]]:
+    """Return the seconds of the fastest of some sizes of micro-batches, and these micro-batches. Without a pipeline it
+    is the first one, with the largest micro-batches."""
+    tried = splits if ways.planner.cfg.parallel.pipeline > 1 else splits[:1]
+    return min(((ways.planner.seconds(choice, ways.ranks, split), split) for split in tried), key=lambda one: one[0])
 
 
 def why_not(one: Planned, chosen: Planned) -> str:

@@ -6,6 +6,7 @@ Example: `peak(cfg, world_size=8, device="cuda").bytes["total"]`
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -535,9 +536,9 @@ class Planner:
         if choice.activation_checkpointing.mode is ActivationCheckpointing.selective:  # collectives run again
             share = 1.0
         moved, plan = Moved(), self.plan_of(group)
-        for micro in micros:
+        for micro, times in Counter(micros).items():
             args = micro.tokens, micro.labels, self.cfg.loss.chunk_tokens, share
-            moved += layer_volume(self.model, plan, len(group.blocks), self.tensor, *args)
+            moved += layer_volume(self.model, plan, len(group.blocks), self.tensor, *args) * times
         return replace(sent, tensor=moved.bytes, sums=moved.calls, tensor_size=self.tensor)
 
     def plan_of(self, group: Group) -> dict[str, Cut]:

@@ -1,0 +1,148 @@
+"""The search among layouts of ranks against trying everything, and what becomes of its choice."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from mixtures import mixture_parts
+from small import changed_parts, make_config
+from test_plan import of_parts, printed
+
+from llava_fsdp.config import Config
+from llava_fsdp.config.enums import PipelineSchedule
+from llava_fsdp.distributed.mesh import World
+from llava_fsdp.model.pretrained import find_parts
+from llava_fsdp.plan import auto
+from llava_fsdp.plan.auto import decide, ways_for
+from llava_fsdp.plan.hardware import Machine, machine_named
+from llava_fsdp.plan.layouts import NEAR, Planned, Searcher, Ways, alone, layouts
+from llava_fsdp.plan.planner import Planner
+from llava_fsdp.plan.workload import Samples
+from llava_fsdp.runtime.errors import ConfigError
+
+SAMPLES = Samples(120, 0.6, 12, 30, "test", 4)
+SIZES = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16, "hidden_size": 128}
+SIZES |= {"intermediate_size": 312, "num_hidden_layers": 4, "vocab_size": 611, "pad_token_id": 2}
+WORDS = (
+    "pack=true", "sharding.strategy=auto", "activation_checkpointing.mode=auto", "tokens_per_micro_batch=auto",
+    "global_batch_size=64", "micro_batch_size=8", "data.max_length=256",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def dense(parts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return changed_parts(parts, tmp_path_factory.mktemp("dense"), SIZES)
+
+
+@pytest.fixture(scope="module")
+def mixture(parts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return mixture_parts("qwen3_moe", parts, tmp_path_factory.mktemp("mixture") / "parts", 4)
+
+
+def machine_of(megabytes: float, ranks: int, network: float) -> Machine:
+    found = machine_named("h100", ranks)
+    assert found.gpu is not None
+    return replace(found, memory=int(megabytes * 1e6), gpu=replace(found.gpu, network=network))
+
+
+def searcher_of(machine: Machine, world: World) -> Searcher[Config]:
+    return Searcher(
+        lambda cfg: Planner(cfg, machine, SAMPLES), lambda planner, cfg: Ways(*ways_for(planner, cfg, world))
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("is_mixture", "ranks", "node", "megabytes", "network"), [
+    (False, 4, 4, 10**4, 5e10), (False, 4, 4, 7500, 5e10), (False, 8, 4, 6600, 5e10), (False, 8, 2, 6600, 1e6),
+    (True, 4, 4, 10**4, 5e10), (True, 4, 2, 6500, 1e7), (False, 2, 2, 6550, 5e10), (False, 16, 4, 6520, 1e7),
+])  # fmt: skip
+def test_a_search_finds_what_trying_everything_finds(
+    is_mixture: bool, ranks: int, node: int, megabytes: float, network: float, dense: Path, mixture: Path,
+    dataset: Path, tmp_path: Path,
+) -> None:  # fmt: skip
+    """The fastest way to train that fits, and of those that are about as fast one with the fewest kinds."""
+    cfg = make_config(mixture if is_mixture else dense, dataset, tmp_path, *WORDS, "parallel.search=true")
+    machine, world = machine_of(megabytes, ranks, network), World(0, ranks, 0, node, torch.device("cuda"))
+    found = searcher_of(machine, world).search(cfg, ranks, node)
+    first = Planner(replace(cfg, parallel=alone(cfg.parallel)), machine, SAMPLES)
+    everything = []
+    for tried in layouts(cfg, ranks, node):
+        try:
+            planner = first.with_layout(tried)
+            _, choices, own, splits = ways_for(planner, tried, world)
+        except ConfigError:
+            continue
+        for choice in choices:
+            for split in splits:
+                try:
+                    row = planner.row(choice, own, split, planner.ends(splits[-1][0], splits[0][0]))
+                except ConfigError:  # ranks cannot share experts under this strategy
+                    continue
+                everything.append(Planned(planner, row))
+    assert found.layouts == len({id(one.planner) for one in everything})
+    assert found.measured < found.ways == len(everything)
+    fitting = [one for one in everything if one.row.fits]
+    if not fitting:
+        assert not found.rows[0].row.fits
+        return
+    least = min(one.row.step.seconds for one in fitting)
+    chosen = found.rows[0]
+    assert chosen.row.fits and chosen.row.step.seconds <= NEAR * least
+    assert chosen.kinds == min(one.kinds for one in fitting if one.row.step.seconds <= NEAR * least)
+
+
+def test_layouts_are_products_of_divisors(dense: Path, dataset: Path, tmp_path: Path) -> None:
+    """Numbers that are set are kept; what the configuration refuses, or leaves ranks without samples, is left out."""
+
+    def found(*words: str, ranks: int = 8, node: int = 4) -> set[tuple[int, ...]]:
+        cfg = make_config(dense, dataset, tmp_path, "pack=true", "parallel.search=true", *words)
+        kinds = [one.parallel for one in layouts(cfg, ranks, node)]
+        assert all(not one.search for one in kinds)
+        return {
+            (k.pipeline, k.tensor, k.expert, k.num_context, k.schedule is PipelineSchedule.interleaved) for k in kinds
+        }
+
+    every = found("global_batch_size=64")
+    assert {(1, 1, 1, 1, False), (2, 4, 1, 1, False), (2, 2, 1, 2, True), (8, 1, 1, 1, False)} <= every
+    assert not any(tensor > 1 and expert > 1 for _, tensor, expert, *_ in every), "not supported together"
+    assert max(tensor for _, tensor, *_ in every) == 4, "ranks of a layer are on one node"
+    assert {one[1] for one in found("parallel.tensor=2", "global_batch_size=64")} == {2}
+    assert all(p * t * c >= 4 for p, t, _, c, _ in found("global_batch_size=2"))
+    assert found("offload=optimizer", "global_batch_size=64") == {(1, 1, 1, c, False) for c in (1, 2, 4, 8)}
+    padded = found("pack=false", "global_batch_size=64")
+    assert {context for *_, context, _ in padded} == {1}
+
+
+@pytest.mark.slow
+def test_the_choice_is_applied_and_kept_by_a_resumed_run(
+    dense: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg = make_config(dense, dataset, tmp_path, *WORDS, "parallel=auto")
+    assert cfg.parallel.search and cfg.has_auto
+    monkeypatch.setattr(auto, "this_machine", lambda *_: machine_of(6600, 4, 1e6))
+    world, parts = World(0, 4, 0, 2, torch.device("cuda")), find_parts(cfg.model)
+    decision = decide(cfg, world, parts, SAMPLES)
+    settled = decision.applied(cfg)
+    assert not settled.has_auto and not settled.parallel.search and settled.parallel == decision.parallel
+    text = (
+        "sharding: {strategy: FULL_SHARD}\nactivation_checkpointing: {mode: full, budget: null}\n"
+        "tokens_per_micro_batch: 256\n"
+        "parallel: {context: 1, tensor: 2, expert: 1, pipeline: 2, schedule: interleaved}\n"
+    )
+    (tmp_path / "config.yaml").write_text(text)
+    kept = decide(cfg, world, parts, SAMPLES, continues=True)
+    assert (kept.parallel.tensor, kept.parallel.pipeline, kept.parallel.num_stages) == (2, 2, 4)
+    (tmp_path / "config.yaml").write_text(text.replace("tensor: 2", "tensor: 3"))
+    assert decide(cfg, world, parts, SAMPLES, continues=True).parallel == decision.parallel, "3 do not divide 4 ranks"
+
+
+@pytest.mark.slow
+def test_a_plan_prints_the_layouts(dense: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = *of_parts(dense), "gpus=4", "gpu=h100", "data.max_length=256", "parallel=auto", "rows=10"
+    found = printed(capsys, *keys)
+    search = found["search"]
+    assert len(search["rows"]) == len(found["rows"]) >= 10 and search["rows"][0]["why_not"] is None
+    assert all(one["why_not"] for one in search["rows"][1:])
+    assert search["ways"] > search["layouts"] > 10
+    assert "parallel.search" not in found["recommended"]["command"]
