@@ -93,11 +93,14 @@ def test_only_the_images_that_show_are_read(parts: Path, dataset: Path, monkeypa
     assert 0 < len(read) == images < steps.facts(0, steps.sampler.samples(0)).images
 
 
-def test_ranks_of_a_row_have_the_same_records(parts: Path, dataset: Path) -> None:
-    steps = opened(parts, dataset, ContextCut(2, 1, paired=False)).steps
+@pytest.mark.parametrize("kind", ["context", "tensor"])
+def test_ranks_of_a_row_have_the_same_records(kind: str, parts: Path, dataset: Path) -> None:
+    """Consecutive ranks; and those of another stage of a pipeline, here from rank 4 on."""
+    cut = ContextCut(2, 1, paired=False) if kind == "context" else None
+    steps = opened(parts, dataset, cut, f"parallel.{kind}=2", "parallel.pipeline=2").steps
     steps.world_size = 2
-    first, second, third = (steps.records_of(0, [rank]) for rank in (0, 1, 2))
-    assert first == second != third and sorted(first + third) == sorted(steps.records_of(0, []))
+    first, second, third, *_, other = (steps.records_of(0, [rank]) for rank in (0, 1, 2, 3, 4))
+    assert first == second == other != third and sorted(first + third) == sorted(steps.records_of(0, []))
 
 
 def test_what_breaks_on_one_rank_is_left_out_on_all(parts: Path, dataset: Path, tmp_path: Path) -> None:
