@@ -14,6 +14,7 @@ from llava_fsdp.config import (
     ActivationCheckpointing,
     ActivationCheckpointingConfig,
     Config,
+    ParallelConfig,
     Strategy,
 )
 from llava_fsdp.distributed.mesh import World
@@ -64,9 +65,9 @@ def decided(parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.Monk
 def test_the_fewest_ranks_a_row_that_fit_are_taken(decided: Decide) -> None:
     """Also where more ranks need fewer bytes. The number of tokens is that of the row, if it is not configured."""
     found = decided({2: 60, 4: 50, 8: 10}, 8)
-    assert (found.context, found.tokens, found.strategy) == (4, None, Strategy.SHARD_GRAD_OP)
+    assert (found.parallel.num_context, found.tokens, found.strategy) == (4, None, Strategy.SHARD_GRAD_OP)
     assert found.activation_checkpointing == FULL
-    assert decided({2: 40, 4: 10, 8: 10}, 8).context == 2
+    assert decided({2: 40, 4: 10, 8: 10}, 8).parallel.num_context == 2
     assert decided({1: 40}, 4, "tokens_per_micro_batch=auto", "parallel.context=1").tokens == 1001
 
 
@@ -84,7 +85,7 @@ def test_recorded_values_are_kept_where_they_are_possible_and_fit(decided: Decid
 
     def found(ranks: int, needs: dict[int, int] = needs, *keys: str, continues: bool = True) -> tuple[int, Strategy]:
         decision = decided(needs, ranks, *keys, continues=continues)
-        return decision.context, decision.strategy
+        return decision.parallel.num_context, decision.strategy
 
     anew = 2, Strategy.SHARD_GRAD_OP
     assert found(8, continues=False) == found(8, needs | {4: 51}) == found(6) == anew
@@ -105,22 +106,22 @@ def test_a_kept_value_is_reported_as_such(decided: Decide, tmp_path: Path) -> No
     words = "parallel.context=1", "activation_checkpointing.mode=auto", "tokens_per_micro_batch=auto"
     kept = decided({1: 10}, 4, *words, "compile=true", continues=True)
     budget = ActivationCheckpointingConfig(mode=ActivationCheckpointing.budget, budget=0.3)
-    assert (kept.activation_checkpointing, kept.tokens, kept.context) == (budget, 277, 1)
+    assert (kept.activation_checkpointing, kept.tokens, kept.parallel.num_context) == (budget, 277, 1)
     assert kept.reason == "as when this run began"
 
 
 def test_every_chosen_value_is_printed(parts: Path, dataset: Path, tmp_path: Path) -> None:
     words = "activation_checkpointing.mode=auto", "tokens_per_micro_batch=auto"
     cfg = make_config(parts, dataset, tmp_path, *KEYS, *words)
-    chosen = auto.Decision(Strategy.HYBRID_SHARD, FULL, 640, 4, "why")
+    chosen = auto.Decision(Strategy.HYBRID_SHARD, FULL, 640, replace(cfg.parallel, context=4), "why")
     start = "auto: sharding=hybrid, parallel.context=4, activation_checkpointing=full, tokens_per_micro_batch="
     assert chosen.summary(cfg) == f"{start}640: why"
     assert replace(chosen, tokens=None).summary(cfg) == f"{start}null: why"
     applied = chosen.applied(cfg)
     assert (applied.parallel.num_context, applied.tokens_per_micro_batch) == (4, 640)
     plain = make_config(parts, dataset, tmp_path, "sharding.strategy=auto", "tokens_per_micro_batch=300")
-    assert replace(chosen, context=1).summary(plain) == "auto: sharding=hybrid: why"
-    kept = replace(chosen, context=1).applied(plain)
+    assert replace(chosen, parallel=plain.parallel).summary(plain) == "auto: sharding=hybrid: why"
+    kept = replace(chosen, parallel=plain.parallel).applied(plain)
     assert kept.tokens_per_micro_batch == 300 and kept.sharding.strategy is Strategy.HYBRID_SHARD
     sized = make_config(parts, dataset, tmp_path, "sharding.strategy=HYBRID_SHARD", "sharding.shard_size=2")
     assert chosen.applied(replace(sized, pack=True)).sharding.shard_size == 2
@@ -139,7 +140,11 @@ def test_a_model_that_cannot_be_planned_gets_what_needs_little(
     monkeypatch.setattr(auto, "Planner", fails)
     found = decided({}, 1, "parallel.context=1", "activation_checkpointing.mode=auto", "tokens_per_micro_batch=auto")
     assert found == auto.Decision(
-        Strategy.FULL_SHARD, FULL, None, 1, "the planner cannot compute this model (RuntimeError: no meta kernel)"
+        Strategy.FULL_SHARD,
+        FULL,
+        None,
+        ParallelConfig(),
+        "the planner cannot compute this model (RuntimeError: no meta kernel)",
     )
     own = decided({}, 1, "parallel.context=1", "tokens_per_micro_batch=256", "sharding.strategy=SHARD_OPTIMIZER")
     assert own.strategy is Strategy.SHARD_OPTIMIZER

@@ -104,7 +104,7 @@ def test_auto_shares_no_rows_with_an_old_torch(
         with_each_context(short, 8, find_parts(short.model).language)
 
 
-AUTO_KEYS = "parallel=auto", "pack=true", "sharding=auto", "tokens_per_micro_batch=auto"
+AUTO_KEYS = "parallel.context=auto", "pack=true", "sharding=auto", "tokens_per_micro_batch=auto"
 WORLD = World(0, 8, 0, 8, torch.device("cpu"))
 
 
@@ -130,10 +130,10 @@ def test_a_model_that_is_not_planned_resumes_as_it_started(
     monkeypatch.setattr(auto, "rows_for", fails)
     cfg = make_config(parts, dataset, tmp_path, *AUTO_KEYS)
     first = decided(cfg)
-    assert (first.context, first.strategy, first.tokens) == (8, Strategy.FULL_SHARD, None)
+    assert (first.parallel.num_context, first.strategy, first.tokens) == (8, Strategy.FULL_SHARD, None)
     write_recorded(tmp_path, 2, "null")
     kept = decided(cfg, continues=True)
-    assert (kept.context, kept.strategy, kept.tokens) == (2, Strategy.SHARD_GRAD_OP, None)
+    assert (kept.parallel.num_context, kept.strategy, kept.tokens) == (2, Strategy.SHARD_GRAD_OP, None)
 
 
 def test_recorded_values_that_are_not_possible_are_chosen_again(
@@ -148,7 +148,9 @@ def test_recorded_values_that_are_not_possible_are_chosen_again(
         write_recorded(tmp_path, context, tokens)
         found = decided(cfg, continues=True)
         assert found.tokens == (int(tokens) if keeps else 77)
-        assert (found.context, found.strategy) == ((2, Strategy.SHARD_GRAD_OP) if keeps else (1, Strategy.NO_SHARD))
+        assert (found.parallel.num_context, found.strategy) == (
+            (2, Strategy.SHARD_GRAD_OP) if keeps else (1, Strategy.NO_SHARD)
+        )
 
 
 def test_the_nearest_number_needs_the_fewest_bytes(parts: Path, dataset: Path, tmp_path: Path) -> None:
@@ -242,7 +244,7 @@ def test_budget_keeps_what_collectives_give(how: str, parts: Path, dataset: Path
 
 def test_a_plan_names_the_number_that_it_chose(parts: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Odd lengths of a part are planned as well."""
-    keys = *of_parts(parts), "gpus=4", "gpu=h100", "parallel=auto", "parallel.context_how=gather"
+    keys = *of_parts(parts), "gpus=4", "gpu=h100", "parallel.context=auto", "parallel.context_how=gather"
     found = printed(capsys, *keys, "data.max_length=257", "tokens_per_micro_batch=131")
     assert {row["context"] for row in found["rows"]} == {2}
     command = found["recommended"]["command"].split()

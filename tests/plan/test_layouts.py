@@ -16,7 +16,7 @@ from llava_fsdp.model.pretrained import find_parts
 from llava_fsdp.plan import auto
 from llava_fsdp.plan.auto import decide, ways_for
 from llava_fsdp.plan.hardware import Machine, machine_named
-from llava_fsdp.plan.layouts import NEAR, Planned, Searcher, Ways, alone, layouts
+from llava_fsdp.plan.layouts import NEAR, Planned, Searcher, Ways, layouts
 from llava_fsdp.plan.planner import Planner
 from llava_fsdp.plan.workload import Samples
 from llava_fsdp.runtime.errors import ConfigError
@@ -65,11 +65,10 @@ def test_a_search_finds_what_trying_everything_finds(
     cfg = make_config(mixture if is_mixture else dense, dataset, tmp_path, *WORDS, "parallel.search=true")
     machine, world = machine_of(megabytes, ranks, network), World(0, ranks, 0, node, torch.device("cuda"))
     found = searcher_of(machine, world).search(cfg, ranks, node)
-    first = Planner(replace(cfg, parallel=alone(cfg.parallel)), machine, SAMPLES)
     everything = []
     for tried in layouts(cfg, ranks, node):
         try:
-            planner = first.with_layout(tried)
+            planner = found.rows[0].planner.with_layout(tried)
             _, choices, own, splits = ways_for(planner, tried, world)
         except ConfigError:
             continue

@@ -190,8 +190,11 @@ def test_the_command_has_what_was_typed_and_what_was_planned() -> None:
 
     def command(typed: str, choice: Choice = plain, micro: tuple[int, int] = (1, 1), **change: Any) -> list[str]:
         rows, context = micro
+        cfg = replace(base, **change)
         row = a_row(choice=choice, micro_batches=(MicroBatch(rows, 3000, 2, 1, 9, 4, context),))
-        start, *words = main.command(replace(base, **change), row, shlex.split(typed)).split(" stage=", 1)
+        start, *words = main.command(cfg, row, replace(cfg.parallel, context=context), shlex.split(typed)).split(
+            " stage=", 1
+        )
         assert start.startswith("llava-fsdp train --nproc-per-node 3")
         return [start.removeprefix("llava-fsdp train --nproc-per-node 3").strip(), *shlex.split("".join(words))]
 
@@ -220,7 +223,9 @@ def test_the_command_has_what_was_typed_and_what_was_planned() -> None:
         "", "finetune", "parallel.context_how=gather", *ways, "parallel.context=2", tokens,
     ]  # fmt: skip
     toy = replace(base, data=replace(base.data, source=Source.shapes), model=replace(base.model, name="own"))
-    assert main.command(toy, a_row(choice=plain), []).endswith(" data=llava_json data.path=FILE.json data.images=DIR")
+    assert main.command(toy, a_row(choice=plain), toy.parallel, []).endswith(
+        " data=llava_json data.path=FILE.json data.images=DIR"
+    )
 
 
 def test_a_model_that_cannot_be_planned_is_an_error_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:

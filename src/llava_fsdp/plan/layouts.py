@@ -98,24 +98,24 @@ class Searcher(Generic[C]):
         Raises:
             ConfigError: no layout is possible with this configuration.
         """
-        first, refused = self.planner_of(replace(cfg, parallel=alone(cfg.parallel))), None
+        possible = layouts(cfg, world_size, node_size)
+        first: Planner | None = None
+        refused: ConfigError | None = None
         found: list[Ways] = []
-        for tried in layouts(cfg, world_size, node_size):
+        for tried in possible:
             try:
-                planner = first.with_layout(tried)
+                planner = self.planner_of(tried) if first is None else first.with_layout(tried)
+                first = first or planner
                 found.append(self.ways_of(planner, tried))
             except ConfigError as error:  # this model cannot be divided in this way
                 refused = error
         if not found:
             raise refused or ConfigError(
-                f"parallel.search=true: no layout of {world_size} ranks is possible with the other keys of parallel"
+                f"parallel.search=true: no layout of {world_size} ranks is possible with the other keys: each number of "
+                "parallel must divide the ranks, and a row must have room for a sample of data.max_length="
+                f"{cfg.data.max_length}"
             )
         return fastest(found, count)
-
-
-def alone(parallel: ParallelConfig) -> ParallelConfig:
-    """Return the configuration without any kind of parallelism beside sharding."""
-    return replace(parallel, context=1, tensor=1, expert=1, pipeline=1, schedule=PipelineSchedule["1f1b"])
 
 
 def layouts(cfg: C, world_size: int, node_size: int) -> list[C]:

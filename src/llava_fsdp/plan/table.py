@@ -55,8 +55,9 @@ def show_plan(
         )
     else:
         best = fitting[0]
+        chosen = [names(best), *(layout(planner.cfg.parallel) if search is not None else [])]
         console.print(
-            f"\nUse {' '.join([names(best), *layout(planner.cfg.parallel)])}: {best.bytes['total'] / GB:.1f} GB, "
+            f"\nUse {' '.join(chosen)}: {best.bytes['total'] / GB:.1f} GB, "
             f"{best.samples_per_second:.3g} samples/s, {best.step.seconds:.3g} s a step (predicted){off_device(best)}\n"
         )
         console.print(f"  {command}\n", soft_wrap=True)
