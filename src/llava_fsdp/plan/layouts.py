@@ -111,7 +111,7 @@ class Searcher(Generic[C]):
                 refused = error
         if not found:
             raise refused or ConfigError(
-                f"parallel.search=true: no layout of {world_size} ranks is possible with the other keys: each number of "
+                f"parallel.search=true: no layout of {world_size} ranks is possible: each number of the keys of "
                 "parallel must divide the ranks, and a row must have room for a sample of data.max_length="
                 f"{cfg.data.max_length}"
             )

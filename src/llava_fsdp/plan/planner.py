@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 
@@ -68,6 +68,7 @@ from llava_fsdp.plan.step_time import (
 from llava_fsdp.plan.workload import Samples, configured_split, samples_of
 from llava_fsdp.runtime.tensor_cut import Cut
 
+T = TypeVar("T")
 STREAMED = 2 * 128 * MIB
 """Bytes of the two device buffers through which the optimizer's offloaded moments are copied
 (`distributed/streamed_optimizer.py`)."""
@@ -219,6 +220,8 @@ class Planner:
         self.weights = list(self.named_weights.values())
         self.divided: dict[bool, list[Group]] = {}
         """Groups of a pipeline, with and without activation checkpointing."""
+        self.volumes: dict[Hashable, Any] = {}
+        """Volumes of communication by what they depend on."""
 
     def with_layout(self, cfg: Config) -> Self:
         """Return a planner of the same model for a configuration with other numbers of the kinds of parallelism. Both
@@ -429,8 +432,12 @@ class Planner:
         parallel, precision, strategy = self.cfg.parallel, self.cfg.precision, choice.strategy
         own = self.own_ranks(ranks)
         trained = sum(w.numel for w in group.weights if w.trainable)
-        args = own.world_size, own.shard_size, own.node_size
-        sent = volume(group.weights, strategy, precision, *args, len(micros))
+        sent = self.known(
+            (group.number, group.share, strategy, own, len(micros)),
+            lambda: volume(
+                group.weights, strategy, precision, own.world_size, own.shard_size, own.node_size, len(micros)
+            ),
+        )
         sent = self.with_experts(self.with_context(sent, choice, micros, group), choice, micros, group)
         sent = self.with_messages(self.with_layers(sent, choice, micros, group), micros, group)
         flops = sample_flops(self.flops, self.samples)
@@ -535,11 +542,18 @@ class Planner:
         share = recomputed_share(choice.activation_checkpointing)
         if choice.activation_checkpointing.mode is ActivationCheckpointing.selective:  # collectives run again
             share = 1.0
-        moved, plan = Moved(), self.plan_of(group)
+        moved, plan = Moved(), self.known((group.number, group.share, "plan"), lambda: self.plan_of(group))
         for micro, times in Counter(micros).items():
-            args = micro.tokens, micro.labels, self.cfg.loss.chunk_tokens, share
-            moved += layer_volume(self.model, plan, len(group.blocks), self.tensor, *args) * times
+            args = len(group.blocks), self.tensor, micro.tokens, micro.labels, self.cfg.loss.chunk_tokens, share
+            key = group.number, group.share, *args
+            moved += self.known(key, lambda args=args: layer_volume(self.model, plan, *args)) * times
         return replace(sent, tensor=moved.bytes, sums=moved.calls, tensor_size=self.tensor)
+
+    def known(self, key: Hashable, compute: Callable[[], T]) -> T:
+        """Return a value that has been computed for this layout of ranks, or compute it: a search asks for it often."""
+        if key not in self.volumes:
+            self.volumes[key] = compute()
+        return self.volumes[key]
 
     def plan_of(self, group: Group) -> dict[str, Cut]:
         """Return how the weights of a group are divided among the ranks that compute layers together, by full name."""
