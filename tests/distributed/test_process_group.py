@@ -91,6 +91,15 @@ def test_addresses_of_dead_ranks_are_not_read(
     assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE" in caplog.text) is warns
 
 
+def test_the_group_of_a_gpu_also_reduces_what_is_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Errors and counts of ranks are on the CPU, where NCCL reduces nothing."""
+    begun: list[Any] = []
+    monkeypatch.setattr(mesh.dist, "init_process_group", lambda backend, **given: begun.append((backend, given)))
+    join(replace(single_world(), device=torch.device("cuda", 0)), 77)
+    ((backend, given),) = begun
+    assert set(backend.split(",")) == {"cpu:gloo", "cuda:nccl"} and given["device_id"] == torch.device("cuda", 0)
+
+
 def shapes(world: World, configs: list[Config]) -> list[tuple[dict[str, int], ...]]:
     """Names and sizes of the meshes' dimensions with two ranks on each node."""
     found = []
