@@ -126,13 +126,13 @@ for module in hydra omegaconf rich safetensors PIL numpy; do
 done
 
 measure_memory() {
-    local sizes=() recomputed=(--model llava_v1_5_7b --ranks 8 --tokens 4096 --repetitions 4)
+    local sizes=(--timeout 100) recomputed=(--model llava_v1_5_7b --ranks 8 --tokens 4096 --repetitions 4)
     if [ "$dry" = --dry ] || [ "$gpus" -eq 0 ]; then
         sizes=(--tiny)
         recomputed=(--tiny --tokens 512 --ranks 8 --repetitions 2)
         [ "$gpus" -gt 0 ] || not_run "the real shape" "torch sees no GPU; tiny models run on the CPU instead"
     fi
-    part memory 440 "$python" benchmarks/memory.py "$out" --real --timeout 100 "${sizes[@]}"
+    part memory 440 "$python" benchmarks/memory.py "$out" --real "${sizes[@]}"
     part recompute 120 "$python" benchmarks/activation_checkpointing.py "$out" --modes full "${recomputed[@]}"
     has matplotlib || not_run "the pictures" "matplotlib is not installed"
 }

@@ -522,11 +522,7 @@ def process_group(world: World) -> Iterator[None]:
     with distributed(cfg):
         if world.size == 1:
             join(world, timeout_seconds=600)
-        yield
-    if world.size == 1:
-        dist.destroy_process_group()
-        gc.collect()
-        time.sleep(0.2)
+        yield  # `distributed` ends whatever group there is
 
 
 @contextlib.contextmanager
