@@ -140,7 +140,7 @@ measure_memory() {
 measure_speed() {
     local how=()
     if [ "$dry" = --dry ] || [ "$gpus" -eq 0 ]; then
-        how=(--tiny)
+        how=(--tiny --limit 300)
         [ "$gpus" -gt 0 ] || not_run "the real shape" "torch sees no GPU; tiny models run on the CPU instead"
     fi
     case $what in

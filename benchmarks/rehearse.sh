@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Tries, without a GPU, what the first hour on a machine with one will run:
 #
-#   benchmarks/rehearse.sh FOLDER       about a quarter of an hour on two cores; the folder is reused
+#   benchmarks/rehearse.sh FOLDER                  about a quarter of an hour on two idle cores; the folder is reused
+#   benchmarks/rehearse.sh FOLDER checks memory    these calls of gpu.sh alone
 #
 # The environment is what such a machine may have: torch, the oldest transformers that the project supports, and no
 # optional package. Everything else that the project and its tests need is built as wheels into FOLDER/wheels, some of
@@ -55,7 +56,9 @@ subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", str(folder / "wheels"
 PY
 
 failed=()
-for what in tests checks memory speed pretrain variants; do
+shift
+[[ $# -gt 0 ]] || set -- tests checks memory speed pretrain variants
+for what in "$@"; do
     say "gpu.sh $what"
     rm -rf "${folder:?}/$what"
     PYTHON="$bare" WHEELS="$folder/wheels" benchmarks/gpu.sh "$folder/$what" "$what" --dry || failed+=("$what")

@@ -145,7 +145,7 @@ def run_ours(work: Work, way: Way) -> dict[str, Any]:
 
 
 def our_step(number: int, work: Work, cfg: Config, model: Llava, device: torch.device) -> Step:
-    """The step's samples, packed as training packs them; for a GPU in pinned memory, as its loader delivers them."""
+    """The step's samples, packed as training packs them."""
     shape = shape_of(model)
     texts = samples_of_steps(work, shape.image_tokens, shape.vocab_size)[number]
     lengths = [shape.image_tokens + len(text) for text in texts]
@@ -159,7 +159,13 @@ def our_step(number: int, work: Work, cfg: Config, model: Llava, device: torch.d
     )  # fmt: skip
     sizes = shape.image_tokens, shape.image_size, labels
     rows = [packed([texts[i] for i in micro], *sizes) for micro in micros]
-    return Step(facts, [row.map(torch.Tensor.pin_memory) for row in rows] if device.type == "cuda" else rows)
+    return Step(facts, placed(rows, device))
+
+
+def placed(rows: list[MicroBatch], device: torch.device) -> list[MicroBatch]:
+    """Micro-batches as training's loader delivers them: for a GPU in pinned memory, so that no copy makes the host
+    wait."""
+    return [row.map(torch.Tensor.pin_memory) for row in rows] if device.type == "cuda" else rows
 
 
 def packed(texts: list[torch.Tensor], picture: int, side: int, labels: int) -> MicroBatch:
