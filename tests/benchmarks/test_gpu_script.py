@@ -75,7 +75,7 @@ def test_parts_after_one_that_hangs_run(machine: dict[str, str], tmp_path: Path)
 def test_a_script_that_is_killed_leaves_its_rows(machine: dict[str, str], tmp_path: Path) -> None:
     command = ["bash", str(ROOT / "benchmarks/gpu.sh"), str(tmp_path / "out"), "memory"]
     summary = tmp_path / "out" / "summary-memory.json"
-    with subprocess.Popen(command, env=machine, stdout=subprocess.PIPE, text=True, start_new_session=True) as script:
+    with subprocess.Popen(command, env=machine | {"LIMIT": "5"}, stdout=subprocess.PIPE, text=True, start_new_session=True) as script:
         assert script.stdout is not None
         for line in script.stdout:
             if line.startswith("== recompute"):  # which sleeps
