@@ -75,7 +75,9 @@ def test_parts_after_one_that_hangs_run(machine: dict[str, str], tmp_path: Path)
 def test_a_script_that_is_killed_leaves_its_rows(machine: dict[str, str], tmp_path: Path) -> None:
     command = ["bash", str(ROOT / "benchmarks/gpu.sh"), str(tmp_path / "out"), "memory"]
     summary = tmp_path / "out" / "summary-memory.json"
-    with subprocess.Popen(command, env=machine | {"LIMIT": "5"}, stdout=subprocess.PIPE, text=True, start_new_session=True) as script:
+    with subprocess.Popen(
+        command, env=machine | {"LIMIT": "5"}, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as script:
         assert script.stdout is not None
         for line in script.stdout:
             if line.startswith("== recompute"):  # which sleeps
@@ -244,7 +246,7 @@ def test_every_gpu_test_is_a_row_when_it_ends(
 
 
 def test_gpu_tests_import_no_optional_package_when_they_are_collected() -> None:
-    """Whatever the files of tests/gpu import at their top, directly or not, but for the project and its dependencies."""
+    """Neither do the files of tests and benchmarks that they import."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     names = {name.split(">")[0].split("=")[0].split("[")[0] for extra in extras.values() for name in extra}
     optional = {name.replace("-", "_") for name in names} - {"pytest"}
