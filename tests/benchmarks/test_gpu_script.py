@@ -91,6 +91,13 @@ class Stop(BaseException):
     """The process is killed here."""
 
 
+def result_in(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """The one result that a benchmark has written, and its name."""
+    paths = list(folder.glob("*.json"))
+    assert len(paths) == 1
+    return paths[0], json.loads(paths[0].read_text())
+
+
 def test_memory_writes_every_case_and_names_those_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = importlib.import_module("memory")
     plan = {"moment": "forward", "bytes": {"total": 90}}
@@ -105,8 +112,7 @@ def test_memory_writes_every_case_and_names_those_that_fail(tmp_path: Path, monk
     monkeypatch.setattr(sys, "argv", ["memory.py", str(tmp_path), "--cases", "0", "1", "2"])
     with pytest.raises(Stop):
         memory.main()
-    (path,) = tmp_path.glob("*.json")
-    report = json.loads(path.read_text())
+    _, report = result_in(tmp_path)
     assert [row.get("failed") for row in report["rows"]] == ["no memory", None]
     assert report["error"]["worst"] == pytest.approx(0.1)
 
@@ -147,8 +153,7 @@ def test_speed_writes_every_way_and_the_precision_of_all(
     monkeypatch.setattr(sys, "argv", ["speed.py", str(tmp_path), "--ways", "ours", "transformers"])
     with pytest.raises(Stop):
         speed.main()
-    (path,) = tmp_path.glob("*.json")
-    report = json.loads(path.read_text())
+    path, report = result_in(tmp_path)
     assert report["work"]["precision"] == precision and f"-{precision}-cuda" in path.name
     assert [row.get("failed") for row in report["ways"]] == ["not done", None]
 
@@ -159,8 +164,7 @@ def test_speed_says_what_ended_it_before_anything_was_timed(tmp_path: Path, monk
     monkeypatch.setattr(sys, "argv", ["speed.py", str(tmp_path), "--tiny"])
     with pytest.raises(SystemExit):
         speed.main()
-    (path,) = tmp_path.glob("*.json")
-    assert json.loads(path.read_text())["ceilings"] == {"failed": "ceilings"}
+    assert result_in(tmp_path)[1]["ceilings"] == {"failed": "ceilings"}
 
 
 def test_a_step_for_a_gpu_is_pinned_as_training_s_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,8 +198,7 @@ def test_a_mode_that_fails_leaves_the_others_and_a_row(tmp_path: Path, monkeypat
     options = argparse.Namespace(folder=tmp_path, model=None, tokens=512, repetitions=2)
     options.modes = ["none", "selective", "full"]
     measured.compare(options, tmp_path)
-    (path,) = tmp_path.glob("*.json")
-    rows = {row["mode"]: row for row in json.loads(path.read_text())["rows"]}
+    rows = {row["mode"]: row for row in result_in(tmp_path)[1]["rows"]}
     assert (
         rows["none"]["failed"] == "OutOfMemoryError: no room" and rows["selective"]["failed"] == "RuntimeError: broken"
     )

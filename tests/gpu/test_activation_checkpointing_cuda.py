@@ -1,6 +1,7 @@
 """Activation checkpointing and the loss on a CUDA GPU: streams, pinned memory, Triton, bytes of the device."""
 
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from llava_fsdp.config import ActivationCheckpointing, ActivationCheckpointingCo
 from llava_fsdp.distributed.activation_checkpoint import apply_activation_checkpointing
 from llava_fsdp.distributed.activation_offload import OffloadedTensor
 from llava_fsdp.distributed.compile import choose_compiling
+from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.loss import chunked_loss, whole_loss
 
 BLOCKS, ROWS, WIDTH = 8, 4096, 1024
@@ -124,7 +126,8 @@ def test_compiled_blocks_are_near_uncompiled_ones(
         )  # fmt: skip
         torch._dynamo.reset()
         state = build_run(cfg, device, None)
-        found = choose_compiling(cfg, device, state.model.kernel and state.model.kernel.attention)
+        kernel = cast(Llava, state.model).kernel
+        found = choose_compiling(cfg, device, kernel and kernel.attention)
         assert (state.compilations is not None) is found.on
         traces.append(run_steps(state, cfg))
     assert traces[1].losses == pytest.approx(traces[0].losses, rel=0.03)
