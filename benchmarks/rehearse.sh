@@ -18,7 +18,7 @@ cd "$ROOT"
 mkdir -p "${1:?usage: benchmarks/rehearse.sh FOLDER}"
 folder="$(cd "$1" && pwd)"
 bare="$folder/venv/bin/python"
-export PIP_DISABLE_PIP_VERSION_CHECK=1
+export PIP_DISABLE_PIP_VERSION_CHECK=1 OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 if [[ ! -x "$bare" ]]; then
     say "a bare environment in $folder/venv"

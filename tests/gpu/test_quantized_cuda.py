@@ -33,7 +33,9 @@ def test_bits_are_bitsandbytes_own(cfg: QuantizeConfig, dtype: torch.dtype, devi
     linear = nn.Linear(256, 192, bias=False, dtype=dtype)
     ours = packed_on(device, linear, cfg, dtype)
     theirs = bitsandbytes_layer(linear, cfg, device).train()
-    assert torch.equal(ours.weight.flatten().view(torch.uint8), theirs.weight.data.flatten().view(torch.uint8))
+    assert torch.equal(
+        ours.weight.flatten().view(torch.uint8), theirs.get_parameter("weight").data.flatten().view(torch.uint8)
+    )
     x = torch.randn(64, 256, dtype=dtype, device=device)
     found = []
     layers: list[nn.Module] = [ours, theirs]
@@ -64,8 +66,8 @@ def test_a_cpu_unpacks_the_same_weight(cfg: QuantizeConfig, device: torch.device
 
 @pytest.mark.parametrize("mode", ["nf4", "int8"])
 @pytest.mark.parametrize("compiled", ["false", "true"])
-def test_it_trains(mode: str, compiled: str, device: torch.device, tmp_path: Path) -> None:
+def test_it_trains(mode: str, compiled: str, cuda: torch.device, tmp_path: Path) -> None:
     keys = [f"model.quantize.mode={mode}", f"compile={compiled}", "precision=bf16"]
     cfg = embedded(tmp_path, *keys)
     draw_shapes(cfg.data)
-    trains_and_keeps_its_bits(cfg, device)
+    trains_and_keeps_its_bits(cfg, cuda)
