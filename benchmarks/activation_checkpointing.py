@@ -13,18 +13,19 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib.util
-import json
 import platform
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from capped import write_json
 from hydra import compose, initialize_config_dir
 from memory import MODELS, RESULTS, write_model
 from provenance import commit, machine
@@ -130,39 +131,60 @@ def clock(device: torch.device) -> float:
     return time.process_time()
 
 
-def compare(options: argparse.Namespace, work: Path) -> list[dict[str, Any]]:
-    """The rows of all modes.
+def compare(options: argparse.Namespace, work: Path) -> dict[str, Any]:
+    """Run all modes; return the result, which is written after each round of steps. A mode that fails takes no further
+    part, and its row has the reason.
 
     Raises:
         SystemExit: two modes that promise the same bits have other losses.
     """
     cfg = configure(options, work)
+    report, runs, failed = facts_of(options), {}, {}
+
+    def attempt(mode: str, action: Callable[[], Any]) -> None:
+        try:
+            action()
+        except Exception as error:
+            runs.pop(mode, None)
+            failed[mode] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"
+            print(f"{mode}: {failed[mode]}", file=sys.stderr)
+
     with distributed(cfg) as world:
         return_freed_memory()
-        runs = {mode: build(mode, cfg, world) for mode in options.modes}
+        for mode in options.modes:
+            attempt(mode, lambda mode=mode: runs.update({mode: build(mode, cfg, world)}))
         for repetition in range(options.repetitions):
             for mode in options.modes if repetition % 2 == 0 else options.modes[::-1]:
-                step(runs[mode], world)
+                if mode in runs:
+                    attempt(mode, lambda mode=mode: step(runs[mode], world))
+            report["rows"] = rows_of(runs, failed)
+            save(report, options)
+    return report
+
+
+def rows_of(runs: dict[str, Run], failed: dict[str, str]) -> list[dict[str, Any]]:
     exact = {mode: run.losses for mode, run in runs.items() if mode != "budget"}
     if len({tuple(losses) for losses in exact.values()}) > 1:
         raise SystemExit(f"losses differ: {exact}")
-    base = runs["none"]
-    rows = []
+    base = runs.get("none")
+    rows: list[dict[str, Any]] = [{"mode": mode, "failed": reason} for mode, reason in failed.items()]
     for mode, run in runs.items():
         peak = run.held + max(run.rises)
-        rows.append(
-            {
-                "mode": mode,
-                "held_bytes": run.held,
-                "rise_bytes": run.rises,
-                "peak_bytes": peak,
-                "seconds": run.seconds[1:],
+        row = {
+            "mode": mode,
+            "held_bytes": run.held,
+            "rise_bytes": run.rises,
+            "peak_bytes": peak,
+            "seconds": run.seconds[1:],
+        }
+        if base is not None:
+            row |= {
                 "memory_ratio": peak / (base.held + max(base.rises)),
                 "rise_ratio": max(run.rises) / max(base.rises),
                 "time_ratio": min(run.seconds[1:]) / min(base.seconds[1:]),
                 "median_time_ratio": statistics.median(run.seconds[1:]) / statistics.median(base.seconds[1:]),
             }
-        )
+        rows.append(row)
     return rows
 
 
@@ -181,13 +203,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="checkpointing-") as made:
         write_model(Path(made) / "deep", *MODELS["tiny" if options.tiny else "deep"])
         options.model = None if options.tiny else options.model
-        rows = compare(options, Path(made))
-    finish(rows, options)
+        finish(compare(options, Path(made)), options)
 
 
-def finish(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
+def facts_of(options: argparse.Namespace) -> dict[str, Any]:
     cuda = torch.cuda.is_available()
-    report = {
+    return {
         "question": "what does recomputation save, and what does it cost?",
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit(),
@@ -202,30 +223,39 @@ def finish(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
         "clock": "wall seconds, the device waited for" if cuda else "CPU seconds of the process",
         "rule_of_thumb": RULE_OF_THUMB,
         "losses": "equal to the bit",
-        "rows": rows,
+        "rows": [],
     }
-    options.folder.mkdir(parents=True, exist_ok=True)
-    name = f"{options.model}-" if options.model else ""
-    path = (
-        options.folder
-        / f"activation-checkpointing-{name}{'cuda' if cuda else 'cpu'}-{datetime.date.today().isoformat()}.json"
-    )
-    path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def save(report: dict[str, Any], options: argparse.Namespace) -> Path:
+    model = f"{options.model}-" if options.model else ""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return write_json(report, f"activation-checkpointing-{model}{device}", options.folder)
+
+
+def finish(report: dict[str, Any], options: argparse.Namespace) -> None:
+    path = save(report, options)
     console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
     console.print(table_of(report))
-    drawn = draw(report, path.with_suffix(".png"))
-    console.print(f"wrote {path}" + (f" and {path.with_suffix('.png')}" if drawn else "; no picture: no matplotlib"))
+    failed = any("failed" in row for row in report["rows"])
+    drawn = not failed and draw(report, path.with_suffix(".png"))
+    console.print(f"wrote {path}" + (f" and {path.with_suffix('.png')}" if drawn else "; no picture"))
+    if failed:
+        raise SystemExit(1)
 
 
 def table_of(report: dict[str, Any]) -> Table:
     heads = ["activation_checkpointing", "peak", "/ none", "held", "rise in a step", "/ none", "seconds", "/ none"]
     table = Table(*heads)
     for row in report["rows"]:
+        if "failed" in row:
+            table.add_row(row["mode"], f"FAILED: {row['failed']}")
+            continue
+        ratios = [f"{row[key]:.2f}" if key in row else "-" for key in ("memory_ratio", "rise_ratio", "time_ratio")]
         sizes = [f"{row[key] / 2**20:,.0f} MiB" for key in ("peak_bytes", "held_bytes")]
         table.add_row(
-            row["mode"], sizes[0], f"{row['memory_ratio']:.2f}", sizes[1],
-            f"{max(row['rise_bytes']) / 2**20:,.0f} MiB", f"{row['rise_ratio']:.2f}",
-            f"{min(row['seconds']):.2f}", f"{row['time_ratio']:.2f}",
+            row["mode"], sizes[0], ratios[0], sizes[1], f"{max(row['rise_bytes']) / 2**20:,.0f} MiB", ratios[1],
+            f"{min(row['seconds']):.2f}", ratios[2],
         )  # fmt: skip
     rule = report["rule_of_thumb"]
     table.caption = f"rule of thumb for full: {rule['memory']} of the memory, {rule['time']} of the time"

@@ -189,11 +189,19 @@ def without(arguments: list[str], *flags: str) -> list[str]:
     return [a for n, a in enumerate(kept) if a not in flags and (n == 0 or kept[n - 1] not in flags)]
 
 
-def write(report: dict[str, Any], name: str, folder: Path, draw: Callable[[Any, dict[str, Any]], None]) -> None:
-    """JSON, and a picture beside it where matplotlib is."""
+def write_json(report: dict[str, Any], name: str, folder: Path) -> Path:
+    """Write a result, or as much of it as there is so far: a benchmark may be killed before its end."""
     path = folder / f"{name}-{report['date'][:10]}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=1) + "\n")
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(report, indent=1) + "\n")
+    new.replace(path)
+    return path
+
+
+def write(report: dict[str, Any], name: str, folder: Path, draw: Callable[[Any, dict[str, Any]], None]) -> None:
+    """JSON, and a picture beside it where matplotlib is."""
+    path = write_json(report, name, folder)
     print(f"wrote {path}")
     with contextlib.suppress(ImportError):
         import matplotlib

@@ -1,29 +1,34 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in five calls of well under ten minutes each on one GPU:
+# Everything that needs a GPU, in six calls of under ten minutes each on one GPU:
 #
-#   benchmarks/gpu.sh OUT_FOLDER          the checks and figures
+#   benchmarks/gpu.sh OUT_FOLDER tests      tests/gpu
+#   benchmarks/gpu.sh OUT_FOLDER            checks: sharding strategies, a training of both stages and its answers
 #   benchmarks/gpu.sh OUT_FOLDER memory   what the planner says of LLaVA-1.5-7B, and recomputation, beside measurements;
 #                                         needs 80 GB
 #   benchmarks/gpu.sh OUT_FOLDER speed      steps of LLaVA-1.5-7B's second stage, ours beside transformers' and DeepSpeed's
 #   benchmarks/gpu.sh OUT_FOLDER pretrain   the same of its first stage
-#   benchmarks/gpu.sh OUT_FOLDER variants   ours, compiled or not, with each recomputation, in fp8, as one of 8 ranks
+#   benchmarks/gpu.sh OUT_FOLDER variants   ours, compiled or not, with each recomputation, in fp8, as a simulated rank
 #   ... --dry                             the smallest sizes of every part, to try the script itself, with or without a GPU
 #
-# Into OUT_FOLDER: gpu-tests.xml, strategies.json and .png, training.json; of memory: memory-7b-*.json and .png,
-# recompute-*.json and .png; of the other three: speed-*.json and .png; of all: summary.json and log.txt.
+# Into OUT_FOLDER: of tests: gpu-tests.jsonl; of checks: strategies.json and .png, training.json; of memory:
+# memory-7b-*.json and .png, activation-checkpointing-*.json and .png; of the other three: speed-*.json and .png; of
+# each call: summary-*.json and log-*.txt. All JSON files are written after every case, so that a call that is cut off
+# leaves what it has measured; a case that fails is a row with its reason.
 #
-# PYTHON   the interpreter (default: python)
+# PYTHON   the interpreter (default: the first of python, python3, python3.12 and python3.11 that has torch)
 # WHEELS   a folder of wheels that the machine lacks; they are installed beside it, without any index
+#          (benchmarks/rehearse.sh makes them)
+# LIMIT    seconds at most for each part, where that is less than the part's own limit
 #
 # Every part has a time limit; one that fails or is cut off does not stop the others, and the script then returns 1.
 set -uo pipefail
 
-usage="usage: benchmarks/gpu.sh OUT_FOLDER [memory|speed|pretrain|variants] [--dry]"
+usage="usage: benchmarks/gpu.sh OUT_FOLDER [tests|checks|memory|speed|pretrain|variants] [--dry]"
 out=${1:?$usage}
 what=checks dry=
 for argument in "${@:2}"; do
     case $argument in
-        memory | speed | pretrain | variants) what=$argument ;;
+        tests | checks | memory | speed | pretrain | variants) what=$argument ;;
         --dry) dry=--dry ;;
         *) echo "$usage"; exit 2 ;;
     esac
@@ -33,17 +38,58 @@ out=$(cd "$out" && pwd)
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-python=${PYTHON:-python}
+python=${PYTHON:-}
+for candidate in python python3 python3.12 python3.11; do
+    [ -z "$python" ] || break
+    "$candidate" -c 'import importlib.util as u, sys
+sys.exit(not u.find_spec("torch") or sys.version_info[:2] not in ((3, 11), (3, 12)))' > /dev/null 2>&1 && python=$candidate
+done
+[ -n "$python" ] || { echo "no Python 3.11 or 3.12 on PATH has torch; name one: PYTHON=/path/to/python"; exit 2; }
 export PYTHONPATH="$PWD/src:$work/site${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
-exec > >(tee "$out/log.txt") 2>&1
+exec > >(tee "$out/log-$what.txt") 2>&1
 failed=0
 parts="$work/parts.jsonl"
 : > "$parts"
+
+# Writes what there is so far: the script may be killed before its end.
+summarize() {
+    "$python" - "$work" "$out" "$what" "${1:-}" << 'PY'
+import json, pathlib, sys
+
+work, out = map(pathlib.Path, sys.argv[1:3])
+what, end = sys.argv[3:]
+
+
+def rows(path):
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+if what == "checks":
+    keys = ("step", "loss", "grad_norm", "tokens", "seconds", "tokens_per_second", "peak_memory_bytes")
+    training = {
+        stage: [{k: row[k] for k in keys if k in row} for row in rows(work / "out" / stage / "metrics.jsonl")]
+        for stage in ("pretrain", "finetune")
+    }
+    answers = work / "evaluate.txt"
+    said = [line for line in answers.read_text().splitlines() if line.startswith("{")] if answers.is_file() else []
+    training["evaluate"] = json.loads(said[-1].replace(f"{work}/", "")) if said else None
+    (out / "training.json").write_text(json.dumps(training, indent=1) + "\n")
+parts = rows(work / "parts.jsonl")
+(out / f"summary-{what}.json").write_text(json.dumps(parts, indent=1) + "\n")
+if end:
+    print("\nsummary")
+    for part in parts:
+        detail = part.get("reason") or f"{part['seconds']} s, exit code {part['exit_code']}"
+        print(f"  {part['state'].upper():15} {part['part']}: {detail}")
+PY
+}
 
 # part NAME SECONDS COMMAND...: run one part under its limit and note how it went.
 part() {
     local name=$1 limit=$2 started code state="done"
     shift 2
+    [ -z "$dry" ] || limit=$((3 * limit)) # a rehearsal may share its cores with other work
+    [ "${LIMIT:-$limit}" -ge "$limit" ] || limit=$LIMIT
     echo "== $name (at most $limit s): $*"
     started=$(date +%s)
     timeout --kill-after=10 "$limit" "$@"
@@ -53,12 +99,14 @@ part() {
     echo "== $name: $state, exit code $code, $(($(date +%s) - started)) s"
     printf '{"part": "%s", "state": "%s", "exit_code": %d, "seconds": %d}\n' \
         "$name" "$state" "$code" "$(($(date +%s) - started))" >> "$parts"
+    summarize
     return "$code"
 }
 
 not_run() {
     echo "NOT RUN: $1: $2"
     printf '{"part": "%s", "state": "not run", "reason": "%s"}\n' "$1" "$2" >> "$parts"
+    summarize
 }
 
 has() { "$python" -c "import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, sys.argv[1:])))" "$@"; }
@@ -79,13 +127,13 @@ for module in hydra omegaconf rich safetensors PIL numpy; do
 done
 
 measure_memory() {
-    local sizes=() recomputed=(--model llava_v1_5_7b --ranks 8 --tokens 4096 --repetitions 4)
+    local sizes=(--timeout 100) recomputed=(--model llava_v1_5_7b --ranks 8 --tokens 4096 --repetitions 4)
     if [ "$dry" = --dry ] || [ "$gpus" -eq 0 ]; then
         sizes=(--tiny)
         recomputed=(--tiny --tokens 512 --ranks 8 --repetitions 2)
         [ "$gpus" -gt 0 ] || not_run "the real shape" "torch sees no GPU; tiny models run on the CPU instead"
     fi
-    part memory 420 "$python" benchmarks/memory.py "$out" --real "${sizes[@]}"
+    part memory 440 "$python" benchmarks/memory.py "$out" --real "${sizes[@]}"
     part recompute 120 "$python" benchmarks/activation_checkpointing.py "$out" --modes full "${recomputed[@]}"
     has matplotlib || not_run "the pictures" "matplotlib is not installed"
 }
@@ -93,7 +141,7 @@ measure_memory() {
 measure_speed() {
     local how=()
     if [ "$dry" = --dry ] || [ "$gpus" -eq 0 ]; then
-        how=(--tiny)
+        how=(--tiny --limit 600)
         [ "$gpus" -gt 0 ] || not_run "the real shape" "torch sees no GPU; tiny models run on the CPU instead"
     fi
     case $what in
@@ -104,17 +152,26 @@ measure_speed() {
     has matplotlib || not_run "the pictures" "matplotlib is not installed"
 }
 
-run_checks() {
-    if [ "$gpus" -eq 0 ]; then
-        not_run "tests on CUDA" "torch sees no GPU, so that every test of tests/gpu is skipped"
-    fi
-    if has pytest; then
-        part gpu-tests 150 "$python" -m pytest tests/gpu -m gpu -q -p no:cacheprovider --junitxml "$out/gpu-tests.xml"
-    else
+run_tests() {
+    if ! has pytest; then
         not_run gpu-tests "pytest is not installed"
         failed=1
+        return
     fi
+    local how=(-m gpu)
+    if [ "$gpus" -eq 0 ]; then
+        how=(-m "slow and not gpu")
+        not_run "tests on CUDA" "torch sees no GPU; the tests of tests/gpu that need none run on the CPU instead"
+    fi
+    # the tests compile, each for itself, on the host
+    [ "$gpus" -eq 0 ] || ! has xdist || how+=(-n 4)
+    ! has pytest_timeout || how+=(--timeout 180)
+    rm -f "$out/gpu-tests.jsonl"
+    GPU_TESTS_ROWS="$out/gpu-tests.jsonl" part gpu-tests 560 "$python" -m pytest tests/gpu "${how[@]}" -v \
+        -p no:cacheprovider --continue-on-collection-errors
+}
 
+run_checks() {
     local sizes=(--hidden 1024 --layers 8 --rows 32 --repetitions 8 --threads 4)
     if [ "$dry" = --dry ] || [ "$gpus" -eq 0 ]; then
         sizes=(--rows 4 --repetitions 2 --threads 1)
@@ -131,12 +188,12 @@ run_checks() {
         asked=(limit=8 max_new_tokens=4)
         [ "$gpus" -gt 0 ] || not_run "training on CUDA" "torch sees no GPU; two small steps of each stage run on the CPU instead"
     fi
-    part pretrain 50 "$python" -m llava_fsdp.train stage=pretrain "output_dir=$work/out/pretrain" "${run[@]}" &&
-        part finetune 70 "$python" -m llava_fsdp.train stage=finetune "output_dir=$work/out/finetune" "${run[@]}"
+    part pretrain 110 "$python" -m llava_fsdp.train stage=pretrain "output_dir=$work/out/pretrain" "${run[@]}" &&
+        part finetune 110 "$python" -m llava_fsdp.train stage=finetune "output_dir=$work/out/finetune" "${run[@]}"
     if [ ! -d "$work/out/finetune/export" ]; then
         not_run evaluate "there is no trained model"
     elif has llava_fsdp.evaluate; then
-        part evaluate 40 "$python" -m llava_fsdp.evaluate "model.checkpoint=$work/out/finetune" "data.root=$work/shapes" \
+        part evaluate 60 "$python" -m llava_fsdp.evaluate "model.checkpoint=$work/out/finetune" "data.root=$work/shapes" \
             "${asked[@]}" format=json > "$work/evaluate.txt"
         cat "$work/evaluate.txt"
     else
@@ -152,35 +209,10 @@ run_checks() {
 }
 
 case $what in
+    tests) run_tests ;;
     memory) measure_memory ;;
     checks) run_checks ;;
     *) measure_speed ;;
 esac
-"$python" - "$work" "$out" "$what" << 'PY'
-import json, pathlib, sys
-
-work, out = map(pathlib.Path, sys.argv[1:3])
-
-
-def rows(path):
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
-
-
-keys = ("step", "loss", "grad_norm", "tokens", "seconds", "tokens_per_second", "peak_memory_bytes")
-training = {
-    stage: [{k: row[k] for k in keys if k in row} for row in rows(work / "out" / stage / "metrics.jsonl")]
-    for stage in ("pretrain", "finetune")
-}
-answers = work / "evaluate.txt"
-said = [line for line in answers.read_text().splitlines() if line.startswith("{")] if answers.is_file() else []
-training["evaluate"] = json.loads(said[-1].replace(f"{work}/", "")) if said else None
-if sys.argv[3] == "checks":
-    (out / "training.json").write_text(json.dumps(training, indent=1) + "\n")
-parts = rows(work / "parts.jsonl")
-(out / "summary.json").write_text(json.dumps(parts, indent=1) + "\n")
-print("\nsummary")
-for part in parts:
-    detail = part.get("reason") or f"{part['seconds']} s, exit code {part['exit_code']}"
-    print(f"  {part['state'].upper():15} {part['part']}: {detail}")
-PY
+summarize end
 exit "$failed"

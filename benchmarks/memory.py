@@ -29,6 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
+from capped import write_json
 from hydra import compose, initialize_config_dir
 from provenance import REPOSITORY, commit, machine
 from rich.console import Console
@@ -197,7 +198,7 @@ def run_case(case: Case, models: Path, is_tiny: bool) -> dict[str, Any] | None:
 
 
 def start_case(number: int, options: argparse.Namespace, work: Path) -> dict[str, Any]:
-    """A case in processes of its own."""
+    """A case in processes of its own: its report, or `failed` with the reason."""
     case = chosen(options)[number]
     command = [sys.executable]
     if case.real and case.ranks > 1:
@@ -205,9 +206,15 @@ def start_case(number: int, options: argparse.Namespace, work: Path) -> dict[str
     flags = [f"--{flag}" for flag in ("real", "tiny") if getattr(options, flag)]
     command += [str(Path(__file__).resolve()), str(work), "--case", str(number), *flags]
     threads = os.environ | {"OMP_NUM_THREADS": str(options.threads)}
-    done = subprocess.run(command, capture_output=True, text=True, env=threads, timeout=options.timeout, check=False)
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=threads, timeout=options.timeout, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return {"failed": f"not done within {options.timeout:g} s"}
     if done.returncode:
-        raise SystemExit(f"{case.name} failed:\n{done.stderr[-4000:]}")
+        print(done.stderr[-4000:], file=sys.stderr)
+        return {"failed": (done.stderr.strip().splitlines() or ["it printed nothing"])[-1][:300]}
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
@@ -230,11 +237,13 @@ def main() -> None:
         work = Path(made)
         for name, sizes in MODELS.items():
             write_model(work / name, *sizes)
-        rows = []
+        report = facts_of(options)
         for number in options.cases or range(len(chosen(options))):
-            rows.append(row_of(chosen(options)[number], start_case(number, options, work)))
-            print(f"{rows[-1]['name']}: {rows[-1]['error']:+.1%}", flush=True)
-    finish(rows, options)
+            row = row_of(chosen(options)[number], start_case(number, options, work))
+            report["rows"].append(row)
+            save(report, options)
+            print(f"{row['name']}: {row.get('failed') or format(row['error'], '+.1%')}", flush=True)
+    finish(report, options)
 
 
 def chosen(options: argparse.Namespace) -> list[Case]:
@@ -242,14 +251,15 @@ def chosen(options: argparse.Namespace) -> list[Case]:
 
 
 def row_of(case: Case, report: dict[str, Any]) -> dict[str, Any]:
+    row = {"name": case.name, "overrides": case.overrides, "real": case.real}
+    if "failed" in report:
+        return row | report
     measured, planned = next(iter(report["peak"].values())), report["peak"]["planned"]
-    row = {"name": case.name, "overrides": case.overrides, "real": case.real, "measured": measured, "planned": planned}
-    return row | {"error": planned / measured - 1, "report": report}
+    return row | {"measured": measured, "planned": planned, "error": planned / measured - 1, "report": report}
 
 
-def finish(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
-    errors = [abs(row["error"]) for row in rows]
-    report = {
+def facts_of(options: argparse.Namespace) -> dict[str, Any]:
+    return {
         "question": "is the plan's peak what a training step really takes?",
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit(),
@@ -259,23 +269,45 @@ def finish(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "options": {k: v for k, v in vars(options).items() if k not in ("folder", "case")},
-        "measure": next(iter(rows[0]["report"]["peak"])),
-        "error": {"mean": statistics.mean(errors), "worst": max(errors), "bounds": [MEAN_BOUND, WORST_BOUND]},
-        "rows": rows,
+        "rows": [],
     }
-    options.folder.mkdir(parents=True, exist_ok=True)
+
+
+def save(report: dict[str, Any], options: argparse.Namespace) -> Path:
+    """Write the result with the cases that were run so far."""
+    measured = rows_of(report)
+    if measured:
+        errors = [abs(row["error"]) for row in measured]
+        report["measure"] = next(iter(measured[0]["report"]["peak"]))
+        report["error"] = {"mean": statistics.mean(errors), "worst": max(errors), "bounds": [MEAN_BOUND, WORST_BOUND]}
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    path = options.folder / f"memory-{'7b-' if options.real else ''}{device}-{datetime.date.today().isoformat()}.json"
-    path.write_text(json.dumps(report, indent=1) + "\n")
+    return write_json(report, f"memory-{'7b-' if options.real else ''}{device}", options.folder)
+
+
+def rows_of(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of the cases that did not fail."""
+    return [row for row in report["rows"] if "failed" not in row]
+
+
+def finish(report: dict[str, Any], options: argparse.Namespace) -> None:
+    path = save(report, options)
     console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
-    console.print(table_of(report))
-    drawn = draw(report, path.with_suffix(".png"))
-    console.print(f"wrote {path}" + (f" and {path.with_suffix('.png')}" if drawn else "; no picture: no matplotlib"))
+    if rows_of(report):
+        console.print(table_of(report))
+        drawn = draw(report, path.with_suffix(".png"))
+        console.print(
+            f"wrote {path}" + (f" and {path.with_suffix('.png')}" if drawn else "; no picture: no matplotlib")
+        )
+    if len(rows_of(report)) < len(report["rows"]):
+        raise SystemExit(1)
 
 
 def table_of(report: dict[str, Any]) -> Table:
     table = Table("ranks, and what they do", "measured", "planned", "error", "worst moment of the plan")
     for row in report["rows"]:
+        if "failed" in row:
+            table.add_row(row["name"], f"FAILED: {row['failed']}")
+            continue
         sizes = [f"{row[key] / 2**20:,.0f} MiB" for key in ("measured", "planned")]
         table.add_row(row["name"], *sizes, f"{row['error']:+.1%}", row["report"]["plan"]["moment"])
     error = report["error"]
@@ -292,7 +324,7 @@ def draw(report: dict[str, Any], path: Path) -> bool:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    rows = report["rows"][::-1]
+    rows = rows_of(report)[::-1]
     figure, axes = pyplot.subplots(figsize=(11, 0.36 * len(rows) + 1.8), layout="constrained")
     left = [0.0] * len(rows)
     for number, kind in enumerate(k for k in rows[0]["report"]["plan"]["bytes"] if k != "total"):

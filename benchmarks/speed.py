@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from activation_checkpointing import drawn
 from capped import facts as known_facts
-from capped import write
+from capped import write, write_json
 from hydra import compose, initialize_config_dir
 from memory import write_model
 from provenance import REPOSITORY
@@ -90,11 +90,16 @@ VARIANTS = [
     Way("compiled, nothing again", None, ("compile=true", "activation_checkpointing=none", *FIXED)),
     Way("compiled, fp8", None, ("compile=true", "activation_checkpointing=full", "precision.linear=fp8", *FIXED),
          "torchao"),
-    Way("one of 8 ranks, zero3", None, ("dry_run=8", "sharding=zero3", "activation_checkpointing=none", *FIXED)),
+    Way("one of 8 simulated ranks, zero3: gathers are copies in the GPU's own memory, not NVLink", None,
+         ("dry_run=8", "sharding=zero3", "activation_checkpointing=none", *FIXED)),
 ]  # fmt: skip
 
 
 # Ours
+
+
+def precision_of(work: Work) -> str:
+    return "bf16" if work.has_masters else "bf16_pure"
 
 
 def configure(work: Work, overrides: tuple[str, ...]) -> Config:
@@ -104,7 +109,7 @@ def configure(work: Work, overrides: tuple[str, ...]) -> Config:
         *([f"model={work.model}"] if work.model else parts),
         "model.projector=random",
         f"data.max_length={work.longest}",
-        f"precision={'bf16' if work.has_masters else 'bf16_pure'}",
+        f"precision={precision_of(work)}",
         "optim.clip=1.0",
         f"global_batch_size={work.samples}",
         *(o.replace("8192", str(work.row)) for o in overrides),
@@ -120,7 +125,7 @@ def run_ours(work: Work, way: Way) -> dict[str, Any]:
         state, model = drawn(cfg, world)
         plan = SHARD_PLANS[cfg.sharding.strategy]
         used = utilization_of(model, cfg, world.device, 1)
-        steps = [our_step(n, work, cfg, model) for n in range(work.steps)]
+        steps = [our_step(n, work, cfg, model, world.device) for n in range(work.steps)]
 
         def run(number: int) -> float:
             return train_step(state, steps[number], plan, cfg, 0.0).loss
@@ -139,7 +144,7 @@ def run_ours(work: Work, way: Way) -> dict[str, Any]:
         return found | settled
 
 
-def our_step(number: int, work: Work, cfg: Config, model: Llava) -> Step:
+def our_step(number: int, work: Work, cfg: Config, model: Llava, device: torch.device) -> Step:
     """The step's samples, packed as training packs them."""
     shape = shape_of(model)
     texts = samples_of_steps(work, shape.image_tokens, shape.vocab_size)[number]
@@ -153,7 +158,14 @@ def our_step(number: int, work: Work, cfg: Config, model: Llava) -> Step:
         pairs=sum(n * n for n in lengths), tiles=len(texts),
     )  # fmt: skip
     sizes = shape.image_tokens, shape.image_size, labels
-    return Step(facts, [packed([texts[i] for i in micro], *sizes) for micro in micros])
+    rows = [packed([texts[i] for i in micro], *sizes) for micro in micros]
+    return Step(facts, placed(rows, device))
+
+
+def placed(rows: list[MicroBatch], device: torch.device) -> list[MicroBatch]:
+    """Micro-batches as training's loader delivers them: for a GPU in pinned memory, so that no copy makes the host
+    wait."""
+    return [row.map(torch.Tensor.pin_memory) for row in rows] if device.type == "cuda" else rows
 
 
 def packed(texts: list[torch.Tensor], picture: int, side: int, labels: int) -> MicroBatch:
@@ -233,7 +245,7 @@ def compare_losses(work: Work) -> dict[str, float]:
         with torch.no_grad():
             for name, value in weights.items():
                 named[name if name.startswith("lm_head") else f"model.{name}"].copy_(value)
-        step = our_step(0, small, cfg, model)
+        step = our_step(0, small, cfg, model, world.device)
         with torch.no_grad():
             ours = sum(
                 float(micro.scale * model(*micro.inputs)) for micro in map(state.loader.to_device, step.micro_batches)
@@ -268,14 +280,23 @@ def main() -> None:
         write_model(Path(folder), 64, 2, 512)
         work = work_of(options, Path(folder))
         report["work"] = {k: str(v) if isinstance(v, Path) else v for k, v in vars(work).items() if k != "models"}
-        report["ceilings"] = start("ceilings", work, options)
-        report["first_loss"] = start("losses", work, options)
-        ways = VARIANTS if options.variants else SIDE_BY_SIDE
-        report["ways"] = [timed(way, work, options) for way in ways if wanted(way, options)]
-    rate(report)
+        report["work"]["precision"] = precision_of(work)
+        report["ways"] = []
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        variants = "-variants" if options.variants else ""
+        name = f"speed-{options.stage}{variants}-{precision_of(work)}-{device}"
+        for what in ("ceilings", "first_loss"):
+            report[what] = start(what, work, options)
+            write_json(report, name, options.out)
+            if "failed" in report[what] or "not_run" in report[what]:
+                raise SystemExit(f"{what}: {report[what]}")
+        for way in VARIANTS if options.variants else SIDE_BY_SIDE:
+            if wanted(way, options):
+                report["ways"].append(timed(way, work, options))
+                rate(report)
+                write_json(report, name, options.out)
     Console(width=None if sys.stdout.isatty() else 140, highlight=False).print(table_of(report))
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    write(report, f"speed-{options.stage}{'-variants' if options.variants else ''}-{device}", options.out, draw)
+    write(report, name, options.out, draw)
     if any("failed" in row for row in report["ways"]):
         raise SystemExit(1)
 
@@ -318,8 +339,6 @@ def start(what: str, work: Work, options: argparse.Namespace, way: Way | None = 
     except subprocess.TimeoutExpired:
         return {"failed": f"not done within {options.limit:g} s"}
     if done.returncode:
-        if way is None:
-            raise SystemExit(f"{what}:\n{done.stderr[-4000:]}")
         said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1][:300]
         kind, _, reason = said.partition(": ")
         if kind.endswith(".ConfigError"):  # this machine cannot do it
@@ -334,7 +353,7 @@ def run_child(told: dict[str, Any]) -> dict[str, Any]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if told["what"] == "ceilings":
         return ceilings(device, told["tiny"])
-    if told["what"] == "losses":
+    if told["what"] == "first_loss":
         return compare_losses(work)
     name, peer, overrides, needs = told["way"]
     way = Way(name, peer, tuple(overrides), needs)
@@ -364,7 +383,18 @@ def rate(report: dict[str, Any]) -> None:
 
 
 def table_of(report: dict[str, Any]) -> Table:
-    table = Table("", "s / step", "samples / s", "TFLOPs / s", "MFU", "of measured product", "GB", "ours is faster by")
+    title = f"{report['work']['stage']}, {report['work']['precision']}"
+    table = Table(
+        "",
+        "s / step",
+        "samples / s",
+        "TFLOPs / s",
+        "MFU",
+        "of measured product",
+        "GB",
+        "ours is faster by",
+        title=title,
+    )
     for row in report["ways"]:
         if "flops_per_second" not in row:
             why = f"NOT RUN: {row['not_run']}" if "not_run" in row else f"FAILED: {row['failed']}"
@@ -389,7 +419,10 @@ def draw(pyplot: Any, report: dict[str, Any]) -> None:
     axes.set_yticks(range(len(rows)), [row["name"] for row in rows])
     axes.set_xlabel("TFLOPs a second that the real positions need")
     axes.legend(fontsize="small")
-    figure.suptitle(f"{report['machine']['device']}, torch {report['torch']}, {report['date'][:10]}", fontsize="medium")
+    figure.suptitle(
+        f"{report['work']['precision']}, {report['machine']['device']}, torch {report['torch']}, {report['date'][:10]}",
+        fontsize="medium",
+    )
 
 
 if __name__ == "__main__":

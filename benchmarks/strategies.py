@@ -26,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -50,7 +51,7 @@ from llava_fsdp.data.toy_shapes import ensure_shapes
 from llava_fsdp.distributed.activation_checkpoint import apply_activation_checkpointing, clean_name
 from llava_fsdp.distributed.comm_volume import KINDS, CollectiveBytes
 from llava_fsdp.distributed.local_shards import local_shards
-from llava_fsdp.distributed.mesh import Meshes, World, distributed, make_meshes, read_world
+from llava_fsdp.distributed.mesh import Meshes, World, distributed, join, make_meshes, read_world
 from llava_fsdp.distributed.precision import DTYPES, MasterWeights, store_weights
 from llava_fsdp.distributed.zero import SHARD_PLANS, Mesh, ShardPlan
 from llava_fsdp.model.init_weights import computed_buffers, restore_buffers
@@ -464,16 +465,20 @@ def main() -> None:
             write_language_model(work / "language", options)
             ensure_shapes(work / "shapes", train_pictures=CHECKED_STEPS * options.rows * world.size)
         dist.barrier()
-        rows, difference = [], 0.0
+        report = facts(options, world)
         for case in [Case(s, a) for s in options.stages for a in options.accumulations]:
-            found, differing = run_case(case, options, work, world)
-            rows += found
-            difference = max(difference, differing)
+            failure = measured_case(case, options, work, world, report)
             gc.collect()
             if world.is_first:
-                print(f"{case}: done after {time.perf_counter() - started:.0f} s", file=sys.stderr)
+                save(report, options, world)
+                state = f"failed, {failure}" if failure is not None else "done"
+                print(f"{case}: {state} after {time.perf_counter() - started:.0f} s", file=sys.stderr)
+            if failure is not None and world.size > 1:
+                raise failure  # the other ranks wait in a collective, or have failed as well
         if world.is_first:
-            finish(rows, difference, options, world)
+            finish(report, options, world)
+    if any("failed" in row for row in report["rows"]):
+        raise SystemExit(1)
 
 
 def parse() -> argparse.Namespace:
@@ -516,13 +521,8 @@ def process_group(world: World) -> Iterator[None]:
         cfg = load(Config, compose("train", ["deterministic=false"]))
     with distributed(cfg):
         if world.size == 1:
-            backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        yield
-    if world.size == 1:
-        dist.destroy_process_group()
-        gc.collect()
-        time.sleep(0.2)
+            join(world, timeout_seconds=600)
+        yield  # `distributed` ends whatever group there is
 
 
 @contextlib.contextmanager
@@ -548,22 +548,44 @@ def write_language_model(folder: Path, options: argparse.Namespace) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def finish(rows: list[dict], difference: float, options: argparse.Namespace, world: World) -> None:
+def measured_case(
+    case: Case, options: argparse.Namespace, work: Path, world: World, report: dict
+) -> Exception | SystemExit | None:
+    """Add the rows of a case to the result, or one row with the reason for which it failed, which is returned."""
+    try:
+        rows, difference = run_case(case, options, work, world)
+    except (Exception, SystemExit) as error:
+        traceback.print_exc()
+        failed = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"
+        report["rows"].append({"stage": case.stage, "accumulation": case.accumulation, "failed": failed})
+        return error.with_traceback(None)  # its frames hold the models
+    report["rows"] += rows
+    equality = report["equality"]
+    equality["fp32_largest_relative_difference"] = max(equality["fp32_largest_relative_difference"], difference)
+    return None
+
+
+def save(report: dict, options: argparse.Namespace, world: World) -> Path:
+    """Write the result with the cases that were run so far."""
+    path = options.out or default_path(world)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=1) + "\n")
+    return path
+
+
+def finish(report: dict, options: argparse.Namespace, world: World) -> None:
     console = Console(width=None if sys.stdout.isatty() else 160)
-    console.print(f"losses of all variants in fp32 are equal: they differ by at most {difference:.2g} (bound 1e-5)")
+    rows, difference = [r for r in report["rows"] if "failed" not in r], report["equality"]
+    console.print(
+        "losses of all variants in fp32 are equal: they differ by at most "
+        f"{difference['fp32_largest_relative_difference']:.2g} (bound {difference['bound']:g})"
+    )
     for case in dict.fromkeys((r["stage"], r["accumulation"]) for r in rows):
         console.print(table_of(case, [r for r in rows if (r["stage"], r["accumulation"]) == case]))
     for line in not_run(world):
         console.print(f"not run: {line}")
-    path = options.out or default_path(world)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    report = facts(options, world) | {
-        "equality": {"fp32_largest_relative_difference": difference, "bound": EQUAL_WITHIN, "steps": CHECKED_STEPS},
-        "not_run": not_run(world),
-        "rows": rows,
-    }
-    path.write_text(json.dumps(report, indent=1) + "\n")
-    drawn = draw(report, path.with_suffix(".png"))
+    path = save(report, options, world)
+    drawn = bool(rows) and draw(report | {"rows": rows}, path.with_suffix(".png"))
     console.print(f"wrote {path}" + (f" and {path.with_suffix('.png')}" if drawn else "; no picture: no matplotlib"))
 
 
@@ -598,6 +620,9 @@ def facts(options: argparse.Namespace, world: World) -> dict:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
+        "equality": {"fp32_largest_relative_difference": 0.0, "bound": EQUAL_WITHIN, "steps": CHECKED_STEPS},
+        "not_run": not_run(world),
+        "rows": [],
     }
 
 

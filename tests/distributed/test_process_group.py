@@ -1,9 +1,11 @@
 """How ranks learn who they are and how they meet, and what each learns of the others."""
 
 import os
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,6 +41,69 @@ def test_a_rank_is_who_torchrun_says(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
     assert read_world() == World(3, 4, 1, 2, CPU)
     assert not World(2, 4, 0, 2, CPU).is_first and World(0, 4, 0, 2, CPU).is_first
+
+
+def machine_with_gpus(count: int, patch: pytest.MonkeyPatch, **environment: str) -> None:
+    patch.setattr(torch.cuda, "is_available", lambda: True)
+    patch.setattr(torch.cuda, "device_count", lambda: count)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
+        patch.delenv(name, raising=False)
+    for name, value in environment.items():
+        patch.setenv(name, value)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "local_rank", "torchrun", "expected"),
+    [
+        (4, "3", True, World(7, 8, 3, 4, torch.device("cuda", 3))),
+        (1, "0", True, World(7, 8, 3, 4, torch.device("cuda", 0))),  # --virtual-local-rank
+        (1, "3", False, World(7, 8, 3, 4, torch.device("cuda", 0))),  # srun --gpus-per-task=1
+        (1, "3", True, None),
+        (2, "0", True, None),
+        (2, "3", False, None),
+    ],
+)
+def test_a_rank_may_see_its_own_gpu_alone(
+    gpus: int, local_rank: str, torchrun: bool, expected: World | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last of four ranks of the second of two machines."""
+    given = {"RANK": "7", "WORLD_SIZE": "8", "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": "4"}
+    machine_with_gpus(gpus, monkeypatch, **given, **({"TORCHELASTIC_RUN_ID": "none"} if torchrun else {}))
+    if expected is not None:
+        assert read_world() == expected
+        return
+    with pytest.raises(ConfigError, match=rf"4 ranks .* {gpus} GPUs"):
+        read_world()
+
+
+@pytest.mark.parametrize("last", ["c", "a"])
+def test_ranks_that_see_one_gpu_each_must_see_different_ones(last: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On every rank; the last of three may have the GPU of the first."""
+    machine_with_gpus(1, monkeypatch)
+    store, uuids = dist.HashStore(), dict(enumerate(("a", "b", last)))
+    begun: list[str] = []
+    monkeypatch.setattr(mesh.dist, "rendezvous", lambda *_, **__: iter([(store, 0, 3)]))
+    monkeypatch.setattr(mesh.dist, "init_process_group", lambda backend, **_: begun.append(backend))
+    results: list[Any] = []
+    own = threading.local()
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid=uuids[own.rank]))
+
+    def begin(number: int) -> None:
+        own.rank = number
+        try:
+            results.append(join(World(number, 3, number, 3, torch.device("cuda", 0)), 77))
+        except ConfigError as error:
+            results.append(str(error))
+
+    threads = [threading.Thread(target=begin, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    if last == "c":
+        assert results == [None] * 3 and len(begun) == 3
+    else:
+        assert len(results) == 3 and all("ranks 0 and 2" in str(found) for found in results) and not begun
 
 
 def test_a_simulated_rank_has_all_others_on_its_node() -> None:
@@ -89,6 +154,16 @@ def test_addresses_of_dead_ranks_are_not_read(
     assert (backend, given["store"], given["timeout"].seconds) == ("gloo", prefix, 77)
     assert (given["rank"], given["world_size"], given["device_id"]) == (0, 1, None)
     assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE" in caplog.text) is warns
+
+
+def test_the_group_of_a_gpu_also_reduces_what_is_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Errors and counts of ranks are on the CPU, where NCCL reduces nothing."""
+    machine_with_gpus(1, monkeypatch)
+    begun: list[Any] = []
+    monkeypatch.setattr(mesh.dist, "init_process_group", lambda backend, **given: begun.append((backend, given)))
+    join(replace(single_world(), device=torch.device("cuda", 0)), 77)
+    ((backend, given),) = begun
+    assert set(backend.split(",")) == {"cpu:gloo", "cuda:nccl"} and given["device_id"] == torch.device("cuda", 0)
 
 
 def shapes(world: World, configs: list[Config]) -> list[tuple[dict[str, int], ...]]:

@@ -10,8 +10,6 @@ import gc
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +26,7 @@ from transformers import LlavaForConditionalGeneration
 from llava_fsdp.config import Config
 from llava_fsdp.data.batching.batch import TENSORS
 from llava_fsdp.distributed.local_shards import whole
-from llava_fsdp.distributed.mesh import Meshes, World
+from llava_fsdp.distributed.mesh import Meshes, World, join
 from llava_fsdp.distributed.precision import GradientInto, MasterWeights
 from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.train import final_export
@@ -51,11 +49,9 @@ class Trace:
 
 
 @contextlib.contextmanager
-def one_rank_mesh(device: torch.device, folder: Path) -> Iterator[DeviceMesh]:
-    """A process group of this process alone, and its mesh."""
-    store = dist.FileStore(str(folder / "store"), 1)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timedelta(seconds=60))
+def one_rank_mesh(device: torch.device) -> Iterator[DeviceMesh]:
+    """A process group of this process alone, as `train` begins it, and its mesh."""
+    join(World(0, 1, 0, 1, device), timeout_seconds=60)
     try:
         yield init_device_mesh(device.type, (1,), mesh_dim_names=("shard",))
     finally:
@@ -88,9 +84,9 @@ def train_alone(cfg: Config, device: torch.device) -> Trace:
     return run_steps(state, cfg)
 
 
-def train_sharded(cfg: Config, device: torch.device, folder: Path) -> Trace:
+def train_sharded(cfg: Config, device: torch.device) -> Trace:
     """The same through `fully_shard`, on a mesh of one rank."""
-    with one_rank_mesh(device, folder) as mesh:
+    with one_rank_mesh(device) as mesh:
         return run_steps(build_run(cfg, device, mesh), cfg)
 
 
@@ -166,7 +162,7 @@ SAME_BITS_CASES = [
 @pytest.mark.ranks
 @pytest.mark.parametrize(("stage", "sharding", "activation_checkpointing"), slow_after(1, SAME_BITS_CASES))
 def test_one_rank_equals_fully_shard_bit_for_bit(
-    stage: str, sharding: str, activation_checkpointing: str, configure: Configure, tmp_path: Path
+    stage: str, sharding: str, activation_checkpointing: str, configure: Configure
 ) -> None:
     values = [*BF16, f"sharding={sharding}", f"activation_checkpointing={activation_checkpointing}"]
     if stage == "tower":
@@ -174,7 +170,7 @@ def test_one_rank_equals_fully_shard_bit_for_bit(
         values.append("model.train=[projector,language,vision]")
     cfg = configure(*values, stage=stage, to="run")
     assert cfg.global_batch_size // cfg.micro_batch_size == ACCUMULATION
-    assert_same_bits(train_alone(cfg, CPU), train_sharded(cfg, CPU, tmp_path))
+    assert_same_bits(train_alone(cfg, CPU), train_sharded(cfg, CPU))
 
 
 OTHER_PRECISIONS = {
@@ -188,9 +184,9 @@ OTHER_PRECISIONS = {
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", slow_after(1, OTHER_PRECISIONS))
-def test_one_rank_equals_fully_shard_in_other_precisions(name: str, configure: Configure, tmp_path: Path) -> None:
+def test_one_rank_equals_fully_shard_in_other_precisions(name: str, configure: Configure) -> None:
     cfg = configure(*BF16, *OTHER_PRECISIONS[name], to="run")
-    assert_same_bits(train_alone(cfg, CPU), train_sharded(cfg, CPU, tmp_path))
+    assert_same_bits(train_alone(cfg, CPU), train_sharded(cfg, CPU))
 
 
 @pytest.mark.slow

@@ -198,7 +198,7 @@ def test_which_templates_are_the_same(given: str, trained: str, same: bool) -> N
 
 def test_a_process_has_its_gpu_and_its_questions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks 2 and 3 of four, the first and second of their machine, which has two GPUs."""
-    chosen: list[int] = []
+    chosen: list[Any] = []
     monkeypatch.setattr(evaluate.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(evaluate.torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(evaluate.torch.cuda, "set_device", chosen.append)
@@ -208,9 +208,9 @@ def test_a_process_has_its_gpu_and_its_questions(monkeypatch: pytest.MonkeyPatch
         for key, value in here.items():
             monkeypatch.setenv(key, str(value))
         assert evaluate.open_shard(cfg) == Shard(rank, 4)
-    assert chosen == [0, 1]
+    assert [device.index for device in chosen] == [0, 1]
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    with pytest.raises(ConfigError, match="3 processes are more than the 2 GPUs"):
+    with pytest.raises(ConfigError, match="started 3 ranks on this machine, which has 2 GPUs"):
         evaluate.open_shard(cfg)
 
 

@@ -1,6 +1,7 @@
 """Activation checkpointing and the loss on a CUDA GPU: streams, pinned memory, Triton, bytes of the device."""
 
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -13,21 +14,11 @@ from llava_fsdp.config import ActivationCheckpointing, ActivationCheckpointingCo
 from llava_fsdp.distributed.activation_checkpoint import apply_activation_checkpointing
 from llava_fsdp.distributed.activation_offload import OffloadedTensor
 from llava_fsdp.distributed.compile import choose_compiling
+from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.loss import chunked_loss, whole_loss
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU, and torch sees none"),
-]
 BLOCKS, ROWS, WIDTH = 8, 4096, 1024
 INPUT = 4 * ROWS * WIDTH
-
-
-@pytest.fixture
-def cuda() -> torch.device:
-    device = torch.device("cuda", 0)
-    torch.cuda.set_device(device)
-    return device
 
 
 class Block(nn.Module):
@@ -55,13 +46,13 @@ def through(stack: nn.ModuleList, shown: torch.Tensor, busy: bool) -> torch.Tens
 
 
 @pytest.mark.parametrize("busy", [False, True])
-def test_inputs_on_the_host_give_the_same_bits(busy: bool, cuda: torch.device) -> None:
+def test_inputs_on_the_host_give_the_same_bits(busy: bool, device: torch.device) -> None:
     """Also where the computation is behind, so that copies wait for it and memory is asked for again early."""
     found = []
     for mode in (ActivationCheckpointing.full, ActivationCheckpointing.offload):
-        stack = stack_of(mode, cuda)
+        stack = stack_of(mode, device)
         for _ in range(3):
-            shown = torch.randn(ROWS, WIDTH, device=cuda, generator=torch.Generator(cuda).manual_seed(1))
+            shown = torch.randn(ROWS, WIDTH, device=device, generator=torch.Generator(device).manual_seed(1))
             through(stack, shown.requires_grad_(), busy).square().sum().backward()
         found.append([shown.grad, *(p.grad for p in stack.parameters())])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
@@ -89,13 +80,15 @@ def test_inputs_on_the_host_are_not_on_the_device(cuda: torch.device, monkeypatc
 
 @pytest.mark.parametrize("mode", ["full", "selective", "offload"])
 def test_training_gives_the_bits_of_none(
-    mode: str, cuda: torch.device, parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mode: str, device: torch.device, parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     try:
         traces = [
-            train_alone(make_config(parts, dataset, tmp_path / "run", *BF16, f"activation_checkpointing={name}"), cuda)
+            train_alone(
+                make_config(parts, dataset, tmp_path / "run", *BF16, f"activation_checkpointing={name}"), device
+            )
             for name in ("none", mode)
         ]
     finally:
@@ -121,7 +114,7 @@ def test_a_budget_is_near_none(pack: bool, cuda: torch.device, parts: Path, data
 @pytest.mark.parametrize("pack", [True, False])
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 def test_compiled_blocks_are_near_uncompiled_ones(
-    mode: str, pack: bool, cuda: torch.device, parts: Path, dataset: Path, tmp_path: Path
+    mode: str, pack: bool, device: torch.device, parts: Path, dataset: Path, tmp_path: Path
 ) -> None:
     """With Triton, and compiled once for the lengths of all steps."""
     traces = []
@@ -132,8 +125,9 @@ def test_compiled_blocks_are_near_uncompiled_ones(
             "micro_batch_size=3", "max_steps=3", f"compile={compiles}",
         )  # fmt: skip
         torch._dynamo.reset()
-        state = build_run(cfg, cuda, None)
-        found = choose_compiling(cfg, cuda, state.model.kernel and state.model.kernel.attention)
+        state = build_run(cfg, device, None)
+        kernel = cast(Llava, state.model).kernel
+        found = choose_compiling(cfg, device, kernel and kernel.attention)
         assert (state.compilations is not None) is found.on
         traces.append(run_steps(state, cfg))
     assert traces[1].losses == pytest.approx(traces[0].losses, rel=0.03)

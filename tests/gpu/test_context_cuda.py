@@ -39,7 +39,8 @@ def one_after_the_other(attend: Attend, size: int, how: str, row: PackedRow, *he
         key, value = (torch.cat([part[0, :, other].transpose(0, 1) for other in here]) for part in heads[1:])
         every = iter([key, value])
         gathered = GatheredKeys(attend, lambda _, every=every: next(every), size, parts)
-        out[:, own] = gathered(torch.nn.Module(), *(part[:, :, own] for part in heads), row)
+        query, *pair = (part[:, :, own] for part in heads)
+        out[:, own] = gathered(torch.nn.Module(), query, pair[0], pair[1], row)
     return out
 
 
@@ -55,7 +56,8 @@ def test_queries_are_the_last_tokens_of_their_keys(
     heads = [torch.randn(1, n, sum(LENGTHS), 64, device=cuda, dtype=dtype) for n in (8, 2, 2)]
     begins = torch.tensor([0, *itertools.accumulate(LENGTHS)], dtype=torch.int32, device=cuda)
     row = PackedRow(Boundaries(begins, Lengths(LENGTHS, max(LENGTHS))), form)
-    whole = each_alone(torch.nn.Module(), *(part.float() for part in heads), row)
+    query, key, value = (part.float() for part in heads)
+    whole = each_alone(torch.nn.Module(), query, key, value, row)
     for size in (2, 4):
         found = one_after_the_other(attend, size, "gather", row, *heads)
         assert (found.float() - whole).abs().max() < 0.03
@@ -66,10 +68,10 @@ def test_heads_are_exchanged_under_compile(compiled: bool, cuda: torch.device) -
     """One rank whose exchange returns what it sends: the row is its own part, in bf16."""
     attend = kernel(Attention.varlen)
     torch.manual_seed(0)
-    heads = [torch.randn(1, n, sum(LENGTHS), 64, device=cuda, dtype=torch.bfloat16) for n in (8, 2, 2)]
+    q, k, v = (torch.randn(1, n, sum(LENGTHS), 64, device=cuda, dtype=torch.bfloat16) for n in (8, 2, 2))
     begins = torch.tensor([0, *itertools.accumulate(LENGTHS)], dtype=torch.int32, device=cuda)
     row = PackedRow(Boundaries(begins, Lengths(LENGTHS, max(LENGTHS))), AttentionForm())
     shared = Ulysses(attend, ContextCut(1, 0, paired=False), torch.clone)
     run = torch.compile(shared) if compiled else shared
-    expected = attend(torch.nn.Module(), *heads, row)
-    assert torch.equal(run(torch.nn.Module(), *heads, row), expected)
+    expected = attend(torch.nn.Module(), q, k, v, row)
+    assert torch.equal(run(torch.nn.Module(), q, k, v, row), expected)

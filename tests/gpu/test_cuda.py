@@ -1,4 +1,4 @@
-"""What only a CUDA GPU can show. The bodies also run on the CPU, in tests/distributed/test_working_copy.py.
+"""What only a CUDA GPU can show.
 
 One GPU is enough for all of them; several ranks over NCCL need several.
 """
@@ -36,25 +36,13 @@ from llava_fsdp.distributed.fp8 import check_fp8
 from llava_fsdp.model.attention import Kernel, Lengths, choose_kernel, register_attention
 from llava_fsdp.runtime.errors import ConfigError
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU, and torch sees none"),
-]
-
-
-@pytest.fixture
-def cuda() -> torch.device:
-    device = torch.device("cuda", 0)
-    torch.cuda.set_device(device)
-    return device
-
 
 @pytest.mark.parametrize(("stage", "sharding", "activation_checkpointing"), SAME_BITS_CASES)
 def test_one_rank_equals_fully_shard_bit_for_bit(
     stage: str,
     sharding: str,
     activation_checkpointing: str,
-    cuda: torch.device,
+    device: torch.device,
     parts: Path,
     dataset: Path,
     tmp_path: Path,
@@ -73,23 +61,23 @@ def test_one_rank_equals_fully_shard_bit_for_bit(
     )
     torch.use_deterministic_algorithms(True)
     try:
-        assert_same_bits(train_alone(cfg, cuda), train_sharded(cfg, cuda, tmp_path))
+        assert_same_bits(train_alone(cfg, device), train_sharded(cfg, device))
     finally:
         torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("stage", ["pretrain", "finetune"])
 def test_bf16_on_cuda_is_near_fp32_on_the_cpu(
-    stage: str, cuda: torch.device, parts: Path, dataset: Path, tmp_path: Path
+    stage: str, device: torch.device, parts: Path, dataset: Path, tmp_path: Path
 ) -> None:
     exact = make_config(parts, dataset, tmp_path / "run", *BF16, "precision=fp32", stage=stage)
     cfg = make_config(parts, dataset, tmp_path / "run", *BF16, stage=stage)
-    assert_close_losses(train_alone(cfg, cuda), train_alone(exact, CPU), 0.03)
+    assert_close_losses(train_alone(cfg, device), train_alone(exact, CPU), 0.03)
 
 
-def test_fp32_on_cuda_is_fp32_on_the_cpu(cuda: torch.device, parts: Path, dataset: Path, tmp_path: Path) -> None:
+def test_fp32_on_cuda_is_fp32_on_the_cpu(device: torch.device, parts: Path, dataset: Path, tmp_path: Path) -> None:
     cfg = make_config(parts, dataset, tmp_path / "run", *BF16, "precision=fp32")
-    assert_close_losses(train_alone(cfg, cuda), train_alone(cfg, CPU), 1e-4)
+    assert_close_losses(train_alone(cfg, device), train_alone(cfg, CPU), 1e-4)
 
 
 def test_peak_memory_is_reported(
@@ -98,8 +86,9 @@ def test_peak_memory_is_reported(
     """The peak covers masters, gradients and both moments in fp32, and the working copies; it goes into the report."""
     before = torch.cuda.memory_allocated(cuda)
     torch.cuda.reset_peak_memory_stats(cuda)
-    state, _ = build_run(make_config(parts, dataset, tmp_path / "run", *BF16), cuda, None)
-    run_steps(state, make_config(parts, dataset, tmp_path / "run", *BF16))
+    cfg = make_config(parts, dataset, tmp_path / "run", *BF16)
+    state = build_run(cfg, cuda, None)
+    run_steps(state, cfg)
     peak = torch.cuda.max_memory_allocated(cuda) - before
     trained = sum(p.numel() for p in state.masters.named.values())
     record_property("peak_memory_bytes", peak)
@@ -108,10 +97,10 @@ def test_peak_memory_is_reported(
 
 
 def test_copies_that_nothing_waits_for_do_not_race(
-    cuda: torch.device, parts: Path, dataset: Path, tmp_path: Path
+    device: torch.device, parts: Path, dataset: Path, tmp_path: Path
 ) -> None:
     cfg = make_config(parts, dataset, tmp_path / "run", *BF16, "max_steps=12")
-    assert assert_transfers_whole(cfg, cuda) == 12 * ACCUMULATION
+    assert assert_transfers_whole(cfg, device) == 12 * ACCUMULATION
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -125,16 +114,16 @@ def test_steps_arrive_pinned(workers: int, cuda: torch.device, parts: Path, data
             assert all(t.is_pinned() for t in tensors if t.numel())
 
 
-def test_workers__steps_do_not_race(cuda: torch.device, parts: Path, dataset: Path, tmp_path: Path) -> None:
+def test_workers__steps_do_not_race(device: torch.device, parts: Path, dataset: Path, tmp_path: Path) -> None:
     cfg = make_config(parts, dataset, tmp_path / "run", *BF16, "data.workers=2", f"max_steps={STEPS}")
-    assert assert_transfers_whole(cfg, cuda) == STEPS * ACCUMULATION
+    assert assert_transfers_whole(cfg, device) == STEPS * ACCUMULATION
 
 
-def test_export_reloads_on_cuda(cuda: torch.device, parts: Path, dataset: Path, tmp_path: Path) -> None:
+def test_export_reloads_on_cuda(device: torch.device, parts: Path, dataset: Path, tmp_path: Path) -> None:
     cfg = make_config(
         parts, dataset, tmp_path / "run", f"max_steps={STEPS}", "export.enabled=true", "export.dtype=fp32"
     )
-    assert export_and_reload(cfg, cuda) < 1e-4
+    assert export_and_reload(cfg, device) < 1e-4
 
 
 HEADS = [pytest.param(8, 8, 64, id="heads of their own"), pytest.param(8, 2, 128, id="grouped heads")]
@@ -182,14 +171,14 @@ def test_attention_kernels_equal_sdpa_a_sample_at_a_time(
     assert not torch.equal(after[:, 1:301], got[0][:, 1:301])
 
 
-def test_packed_training_on_cuda_is_near_fp32(cuda: torch.device, parts: Path, dataset: Path, tmp_path: Path) -> None:
+def test_packed_training_on_cuda_is_near_fp32(device: torch.device, parts: Path, dataset: Path, tmp_path: Path) -> None:
     """bf16 with what `attention=auto` chooses, and fp32 with SDPA a sample at a time."""
     packed = ("precision=bf16", f"max_steps={STEPS}", "tokens_per_micro_batch=300")
     traces = []
-    for overrides, device in (((), cuda), (("precision=fp32",), cuda), (("precision=fp32", "pack=false"), CPU)):
+    for overrides, place in (((), device), (("precision=fp32",), device), (("precision=fp32", "pack=false"), CPU)):
         kept = [v for v in packed if "pack=false" not in overrides or not v.startswith("tokens")]
         cfg = make_config(parts, dataset, tmp_path / "run", *kept, *overrides)
-        traces.append(run_steps(build_run(cfg, device, None), cfg))
+        traces.append(run_steps(build_run(cfg, place, None), cfg))
     assert_close_losses(traces[0], traces[2], 0.03)
     assert_close_losses(traces[1], traces[2], 1e-3)
 
@@ -201,7 +190,7 @@ def test_wide_heads_choose_torchs_kernel(cuda: torch.device) -> None:
 
 @pytest.mark.parametrize("name", OTHER_PRECISIONS)
 def test_other_precisions_on_one_rank_equal_fully_shard(
-    name: str, cuda: torch.device, parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, device: torch.device, parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And come near to fp32."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -209,15 +198,15 @@ def test_other_precisions_on_one_rank_equal_fully_shard(
     exact = make_config(parts, dataset, tmp_path / "run", *BF16, "precision=fp32")
     torch.use_deterministic_algorithms(True)
     try:
-        alone = train_alone(cfg, cuda)
-        assert_same_bits(alone, train_sharded(cfg, cuda, tmp_path))
-        assert_same_bits(alone, train_alone(cfg, cuda))
+        alone = train_alone(cfg, device)
+        assert_same_bits(alone, train_sharded(cfg, device))
+        assert_same_bits(alone, train_alone(cfg, device))
     finally:
         torch.use_deterministic_algorithms(False)
     assert_close_losses(alone, train_alone(exact, CPU), 0.05)
 
 
-def test_fp16_overflows_are_skipped(cuda: torch.device, parts: Path, dataset: Path, tmp_path: Path) -> None:
+def test_fp16_overflows_are_skipped(device: torch.device, parts: Path, dataset: Path, tmp_path: Path) -> None:
     values = [
         "precision=fp16",
         f"max_steps={STEPS}",
@@ -225,7 +214,7 @@ def test_fp16_overflows_are_skipped(cuda: torch.device, parts: Path, dataset: Pa
         "precision.scaler.hysteresis=1",
     ]
     cfg = make_config(parts, dataset, tmp_path / "run", *BF16, *values)
-    state = build_run(cfg, cuda, None)
+    state = build_run(cfg, device, None)
     before = {name: p.detach().clone() for name, p in state.masters.named.items()}
     run_steps(state, cfg)
     assert state.scaler is not None and (state.skipped, state.scaler.scale) == (STEPS, 2.0 ** (40 - STEPS))
@@ -252,7 +241,7 @@ def test_fp8_is_near_bf16(fp8_device: torch.device, dataset: Path, tmp_path: Pat
     assert any("scaled_mm" in event.key for event in profile.key_averages())
     assert alone.losses != bf16.losses
     assert_close_losses(alone, bf16, 0.05)
-    assert_close_losses(train_sharded(cfg, fp8_device, tmp_path), bf16, 0.05)
+    assert_close_losses(train_sharded(cfg, fp8_device), bf16, 0.05)
 
 
 def test_fp8_is_refused_on_older_gpus(cuda: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,11 +19,6 @@ from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.train.build_state import build_state
 from llava_fsdp.train.state import TrainState
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU, and torch sees none"),
-]
-
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> torch.device:
@@ -34,7 +29,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     return device
 
 
-def run(cfg: Config, device: torch.device, folder: Path) -> tuple[Trace, TrainState]:
+def run(cfg: Config, device: torch.device) -> tuple[Trace, TrainState]:
     """Steps of one rank, as `train` builds it; on a mesh of one where offload needs it."""
     plan = SHARD_PLANS[cfg.sharding.strategy]
     world = World(0, 1, 0, 1, device)
@@ -44,7 +39,7 @@ def run(cfg: Config, device: torch.device, folder: Path) -> tuple[Trace, TrainSt
             state = build_state(cfg, world, plan, None)
             state.model.train()
             return run_steps(state, cfg), state
-        with one_rank_mesh(device, folder) as mesh:
+        with one_rank_mesh(device) as mesh:
             state = build_state(cfg, world, plan, Meshes(mesh))
             state.model.train()
             return run_steps(state, cfg), state
@@ -57,7 +52,7 @@ def configured(parts: Path, dataset: Path, folder: Path, mode: str, *values: str
 
 
 def test_moments_on_the_host_give_the_same_bits(cuda: torch.device, parts: Path, dataset: Path, tmp_path: Path) -> None:
-    traces = [run(configured(parts, dataset, tmp_path, mode), cuda, tmp_path) for mode in ("none", "optimizer")]
+    traces = [run(configured(parts, dataset, tmp_path, mode), cuda) for mode in ("none", "optimizer")]
     assert_same_bits(traces[0][0], traces[1][0])
     state = traces[1][1]
     for parameter in state.masters.named.values():
@@ -73,8 +68,8 @@ def test_states_leave_the_device(
 ) -> None:
     """Near the run without offload: the CPU's update and its norm have other last bits."""
     values = [f"sharding={sharding}"]
-    plain = run(configured(parts, dataset, tmp_path, "none", *values), cuda, tmp_path)[0]
-    trace, state = run(configured(parts, dataset, tmp_path, mode, *values), cuda, tmp_path)
+    plain = run(configured(parts, dataset, tmp_path, "none", *values), cuda)[0]
+    trace, state = run(configured(parts, dataset, tmp_path, mode, *values), cuda)
     assert_close_losses(trace, plain, 1e-3)
     for parameter in state.masters.named.values():
         moments = state.optimizer.state[parameter]
@@ -88,7 +83,7 @@ def test_frozen_shards_are_offloaded_with_the_rest(
     cuda: torch.device, parts: Path, dataset: Path, tmp_path: Path
 ) -> None:
     cfg = make_config(parts, dataset, tmp_path / "run", *BF16, "offload=params", "sharding=zero3", stage="pretrain")
-    _, state = run(cfg, cuda, tmp_path)
+    _, state = run(cfg, cuda)
     tower = state.model.get_submodule("vision_tower")
     assert all(p.device.type == "cuda" for p in tower.parameters())
     assert local(state.model.get_parameter("lm_head.weight")).device.type in ("cpu", "cuda")
@@ -130,7 +125,7 @@ def test_the_peak_falls_with_every_mode(cuda: torch.device, parts: Path, dataset
     for mode in (OffloadMode.none, OffloadMode.optimizer, OffloadMode.params):
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated(cuda)
-        trace, state = run(configured(parts, dataset, tmp_path, mode.value), cuda, tmp_path)
+        trace, state = run(configured(parts, dataset, tmp_path, mode.value), cuda)
         del trace
         peaks[mode] = torch.cuda.memory_allocated(cuda) - before
         del state

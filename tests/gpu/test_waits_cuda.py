@@ -12,11 +12,6 @@ from test_working_copy import build_run
 from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.train.loop import clip_gradients, train_step
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU, and torch sees none"),
-]
-
 
 @pytest.mark.parametrize("activation_checkpointing", ["none", "full", "selective"])
 @pytest.mark.parametrize("pack", ["true", "false"])

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-import bitsandbytes
 import numpy as np
 import pytest
 import torch
 from harness import CPU, RankPool, single_world
-from peft import LoraConfig, inject_adapter_in_model
 from safetensors.torch import load_file
 from small import make_config
 from torch.nn import functional
@@ -162,6 +160,8 @@ def quantize(module: torch.nn.Module, cfg: QuantizeConfig) -> None:
 
 def bitsandbytes_layer(linear: torch.nn.Linear, cfg: QuantizeConfig, device: torch.device = CPU) -> torch.nn.Module:
     """As transformers makes it of a loaded one; its weight takes part in no training."""
+    import bitsandbytes
+
     sizes = linear.in_features, linear.out_features, linear.bias is not None
     if cfg.mode is Quantizer.int8:
         layer = bitsandbytes.nn.Linear8bitLt(*sizes, has_fp16_weights=False)
@@ -185,6 +185,8 @@ class Adapters:
         self.place = (0, 0)
 
     def put_into(self, model: LlavaForConditionalGeneration, cfg: Config) -> None:
+        from peft import LoraConfig, inject_adapter_in_model
+
         lora = cfg.model.lora
         modules = {n.rpartition(".lora_A")[0] for n in self.first if ".lora_A" in n}
         inside = [n for n, _ in model.named_modules() if ours(f"{n}.weight").removesuffix(".weight") in modules]

@@ -179,19 +179,54 @@ def rank_identities() -> list[tuple[int, str, int]]:
 
 
 def read_world() -> World:
-    """Read this rank's number, the number of ranks and this rank's device from torchrun's environment variables. Raises
-    ConfigError if torchrun has started more ranks on this machine than the machine has GPUs."""
+    """Read this rank's number, the number of ranks and this rank's device from torchrun's environment variables.
+
+    A launcher may show each rank a single GPU, its own, which is then device 0 of every rank. `join` checks that these
+    are different GPUs.
+
+    Raises:
+        ConfigError: torchrun has started more ranks on this machine than the machine has GPUs.
+    """
     env = os.environ
     rank, size = env_rank(), int(env.get("WORLD_SIZE", "1"))
     local_rank, local_size = int(env.get("LOCAL_RANK", "0")), int(env.get("LOCAL_WORLD_SIZE", "1"))
     if not torch.cuda.is_available():
         return World(rank, size, local_rank, local_size, torch.device("cpu"))
-    if local_size > torch.cuda.device_count():
-        raise ConfigError(
-            f"torchrun started {local_size} ranks on this machine, which has {torch.cuda.device_count()} GPUs; "
-            f"use --nproc-per-node {torch.cuda.device_count()}"
-        )
-    return World(rank, size, local_rank, local_size, torch.device("cuda", local_rank))
+    gpus = torch.cuda.device_count()
+    if max(local_size, local_rank + 1) <= gpus:
+        return World(rank, size, local_rank, local_size, torch.device("cuda", local_rank))
+    if gpus == 1 and "TORCHELASTIC_RUN_ID" not in env:  # srun --gpus-per-task=1
+        return World(rank, size, local_rank, local_size, torch.device("cuda", 0))
+    if gpus == 1 and local_rank == 0:  # torchrun --virtual-local-rank calls every rank the first of its machine
+        return World(rank, size, rank % local_size, local_size, torch.device("cuda", 0))
+    raise ConfigError(
+        f"torchrun started {local_size} ranks on this machine, which has {gpus} GPUs; use --nproc-per-node {gpus}"
+    )
+
+
+def check_own_gpus(store: dist.Store, world: World) -> None:
+    """Check that no two ranks have the same GPU, where each rank sees a single one. NCCL fails later in that case, on
+    some ranks alone. Collective: all ranks must call it.
+
+    Args:
+        store: the store in which the ranks meet.
+        world: this rank's number and device, and the number of ranks.
+
+    Raises:
+        ConfigError: two ranks have the same GPU; raised on every rank.
+    """
+    keys = [f"gpu of rank {rank}" for rank in range(world.size)]
+    own = f"{socket.gethostname()} {torch.cuda.get_device_properties(world.device).uuid}"
+    store.set(keys[world.rank], own)
+    first: dict[bytes, int] = {}
+    for rank, gpu in enumerate(store.multi_get(keys)):
+        other = first.setdefault(gpu, rank)
+        if other != rank:
+            host, _, uuid = gpu.decode().partition(" ")
+            raise ConfigError(
+                f"ranks {other} and {rank} on {host} both see only the GPU {uuid}; start one rank for each GPU, or "
+                "show each rank another GPU (srun --gpus-per-task=1, CUDA_VISIBLE_DEVICES)"
+            )
 
 
 def world_of_group() -> World:
@@ -242,10 +277,13 @@ def join(world: World, timeout_seconds: int) -> None:
     timeout = timedelta(seconds=timeout_seconds)
     store = dist.HashStore() if world.size == 1 else next(dist.rendezvous("env://", timeout=timeout))[0]
 
+    store = dist.PrefixStore(f"attempt_{attempt() if shared else 'new'}", store)
+    if world.device.type == "cuda" and world.local_size > torch.cuda.device_count():
+        check_own_gpus(store, world)
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
     dist.init_process_group(
         backend,
-        store=dist.PrefixStore(f"attempt_{attempt() if shared else 'new'}", store),
+        store=store,
         rank=world.rank,
         world_size=world.size,
         timeout=timeout,

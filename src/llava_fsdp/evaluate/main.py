@@ -26,6 +26,7 @@ from llava_fsdp.data.text.conversation import asking
 from llava_fsdp.data.text.jinja_template import OWN, is_own
 from llava_fsdp.data.text.templates import IMAGE_TAG, template
 from llava_fsdp.data.toy_shapes import draw_shapes
+from llava_fsdp.distributed.mesh import read_world
 from llava_fsdp.evaluate.answers_file import AnswersFile, Shard, blank_file, storage_errors
 from llava_fsdp.evaluate.check_images import check_images, folder_of
 from llava_fsdp.evaluate.question import BenchmarkQuestion
@@ -91,11 +92,9 @@ def open_shard(cfg: EvaluateConfig) -> Shard:
     shard = Shard(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
     if shard.size > 1 and cfg.answers is None:
         raise ConfigError(f"{shard.size} processes collect their answers in a file; name it with answers=FILE.jsonl")
-    if torch.cuda.is_available():
-        processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
-        if processes > gpus:
-            raise ConfigError(f"{processes} processes are more than the {gpus} GPUs of this machine; start {gpus}")
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    device = read_world().device
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     return shard
 
 

@@ -1,0 +1,280 @@
+"""benchmarks/gpu.sh and what it runs keep what they have measured, whatever fails, hangs or is killed."""
+
+import argparse
+import ast
+import importlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+STUB = """#!/bin/bash
+case "$*" in
+    *benchmarks/memory.py*) echo broken >&2; exit 3 ;;
+    *benchmarks/activation_checkpointing.py*) exec sleep 60 ;;
+    *benchmarks/strategies.py*) exec sleep 60 ;;
+    *benchmarks/* | *llava_fsdp* | *pytest*) exit 0 ;;
+esac
+exec {python} "$@"
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder_of_benchmarks() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "benchmarks")
+        yield
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> dict[str, str]:
+    """An environment with two interpreters: `python` lacks torch, `python3` has a torch that is nothing but a name."""
+    programs, modules = tmp_path / "bin", tmp_path / "modules"
+    programs.mkdir()
+    modules.mkdir()
+    (programs / "python").write_text("#!/bin/bash\nexit 1\n")
+    (programs / "python3").write_text(STUB.format(python=sys.executable))
+    for program in programs.iterdir():
+        program.chmod(0o755)
+    cuda = "class cuda:\n    is_available = staticmethod(lambda: False)\n    device_count = staticmethod(lambda: 0)\n"
+    (modules / "torch.py").write_text(f"__version__ = '2.13'\n{cuda}")
+    (modules / "transformers.py").write_text("__version__ = '5.17'\n")
+    kept = {key: value for key, value in os.environ.items() if key not in ("PYTHON", "WHEELS", "LIMIT")}
+    return kept | {"PATH": f"{programs}:/usr/bin:/bin", "PYTHONPATH": str(modules)}
+
+
+def run_script(machine: dict[str, str], out: Path, what: str, **variables: str) -> tuple[int, dict[str, Any]]:
+    command = ["bash", str(ROOT / "benchmarks/gpu.sh"), str(out), what]
+    done = subprocess.run(command, env=machine | variables, capture_output=True, text=True, timeout=60, check=False)
+    parts = json.loads((out / f"summary-{what}.json").read_text())
+    return done.returncode, {part["part"]: (part["state"], part.get("exit_code")) for part in parts}
+
+
+def test_a_part_that_fails_and_one_that_hangs_are_rows(machine: dict[str, str], tmp_path: Path) -> None:
+    code, parts = run_script(machine, tmp_path / "out", "memory", LIMIT="1")
+    assert code == 1
+    assert parts["memory"] == ("failed", 3) and parts["recompute"] == ("over its limit", 124)
+
+
+def test_parts_after_one_that_hangs_run(machine: dict[str, str], tmp_path: Path) -> None:
+    code, parts = run_script(machine, tmp_path / "out", "checks", LIMIT="1")
+    assert code == 1
+    assert [parts[name][0] for name in ("strategies", "pretrain", "finetune")] == ["over its limit", "done", "done"]
+
+
+def test_a_script_that_is_killed_leaves_its_rows(machine: dict[str, str], tmp_path: Path) -> None:
+    command = ["bash", str(ROOT / "benchmarks/gpu.sh"), str(tmp_path / "out"), "memory"]
+    summary = tmp_path / "out" / "summary-memory.json"
+    with subprocess.Popen(
+        command, env=machine | {"LIMIT": "5"}, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as script:
+        assert script.stdout is not None
+        for line in script.stdout:
+            if line.startswith("== recompute"):  # which sleeps
+                break
+        os.killpg(script.pid, 9)
+        script.stdout.read()
+    assert [part["part"] for part in json.loads(summary.read_text())] == ["the real shape", "memory"]
+
+
+class Stop(BaseException):
+    """The process is killed here."""
+
+
+def result_in(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """The one result that a benchmark has written, and its name."""
+    paths = list(folder.glob("*.json"))
+    assert len(paths) == 1
+    return paths[0], json.loads(paths[0].read_text())
+
+
+def test_memory_writes_every_case_and_names_those_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = importlib.import_module("memory")
+    plan = {"moment": "forward", "bytes": {"total": 90}}
+    results = iter([{"failed": "no memory"}, {"peak": {"peak_resident": 100, "planned": 90}, "plan": plan}])
+
+    def start_case(*_: object) -> dict[str, Any]:
+        for result in results:
+            return result
+        raise Stop
+
+    monkeypatch.setattr(memory, "start_case", start_case)
+    monkeypatch.setattr(sys, "argv", ["memory.py", str(tmp_path), "--cases", "0", "1", "2"])
+    with pytest.raises(Stop):
+        memory.main()
+    _, report = result_in(tmp_path)
+    assert [row.get("failed") for row in report["rows"]] == ["no memory", None]
+    assert report["error"]["worst"] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(("program", "timeout", "reason"), [("/bin/false", 60, "nothing"), ("sleep", 0.2, "0.2 s")])
+def test_a_case_of_memory_that_fails_or_hangs_is_a_row(
+    program: str, timeout: float, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = importlib.import_module("memory")
+    sleeper = tmp_path / "sleeper"
+    sleeper.write_text("#!/bin/sh\nexec sleep 60\n")
+    sleeper.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", program if program != "sleep" else str(sleeper))
+    options = argparse.Namespace(real=True, tiny=True, threads=1, timeout=timeout)
+    found = memory.start_case(0, options, tmp_path)
+    assert list(found) == ["failed"] and reason in found["failed"]
+    assert memory.row_of(memory.CASES_OF_REAL[0], found)["failed"] == found["failed"]
+
+
+@pytest.mark.parametrize(("total", "precision"), [(80e9, "bf16_pure"), (141e9, "bf16")])
+def test_speed_writes_every_way_and_the_precision_of_all(
+    total: float, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A card of 80 GB has no room for fp32 masters of 7B: its result has another name, so that neither replaces the
+    other."""
+    speed = importlib.import_module("speed")
+    given = iter([{"products": {"a": 1.0}}, {"relative": 0.0}, {"failed": "not done"}, {"seconds": [1.0] * 4}])
+
+    def start(*_: object) -> dict[str, Any]:
+        for result in given:
+            return result
+        raise Stop
+
+    monkeypatch.setattr(speed, "start", start)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=total))
+    monkeypatch.setattr(sys, "argv", ["speed.py", str(tmp_path), "--ways", "ours", "transformers"])
+    with pytest.raises(Stop):
+        speed.main()
+    path, report = result_in(tmp_path)
+    assert report["work"]["precision"] == precision and f"-{precision}-cuda" in path.name
+    assert [row.get("failed") for row in report["ways"]] == ["not done", None]
+
+
+def test_speed_says_what_ended_it_before_anything_was_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    speed = importlib.import_module("speed")
+    monkeypatch.setattr(speed, "start", lambda what, *_: {"failed": what})
+    monkeypatch.setattr(sys, "argv", ["speed.py", str(tmp_path), "--tiny"])
+    with pytest.raises(SystemExit):
+        speed.main()
+    assert result_in(tmp_path)[1]["ceilings"] == {"failed": "ceilings"}
+
+
+def test_a_step_for_a_gpu_is_pinned_as_training_s_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the copies of ours would wait for the host, while the peers' samples lie on the device."""
+    speed = importlib.import_module("speed")
+    rows = [SimpleNamespace(map=lambda function: function)]
+    assert speed.placed(rows, torch.device("cpu")) == rows
+    assert speed.placed(rows, torch.device("cuda")) == [torch.Tensor.pin_memory]
+
+
+def test_a_mode_that_fails_leaves_the_others_and_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first mode fails where it is built, another in a step."""
+    measured = importlib.import_module("activation_checkpointing")
+
+    def build(mode: str, *_: object) -> Any:
+        if mode == "none":
+            raise torch.OutOfMemoryError("no room\nat all")
+        return measured.Run(None, None, mode, held=7, losses=[1.0], seconds=[1.0], rises=[3])
+
+    def step(run: Any, _: object) -> None:
+        if run.shape == "selective":
+            raise RuntimeError("broken")
+        run.losses.append(1.0)
+        run.seconds.append(2.0)
+        run.rises.append(5)
+
+    monkeypatch.setattr(measured, "build", build)
+    monkeypatch.setattr(measured, "step", step)
+    monkeypatch.setattr(measured, "configure", lambda *_: SimpleNamespace())
+    monkeypatch.setattr(measured, "distributed", lambda _: pytest.MonkeyPatch.context())
+    options = argparse.Namespace(folder=tmp_path, model=None, tokens=512, repetitions=2)
+    options.modes = ["none", "selective", "full"]
+    measured.compare(options, tmp_path)
+    rows = {row["mode"]: row for row in result_in(tmp_path)[1]["rows"]}
+    assert (
+        rows["none"]["failed"] == "OutOfMemoryError: no room" and rows["selective"]["failed"] == "RuntimeError: broken"
+    )
+    assert rows["full"]["peak_bytes"] == 12 and rows["full"]["seconds"] == [2.0, 2.0]
+
+
+def test_a_case_of_strategies_that_fails_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    strategies = importlib.import_module("strategies")
+    results: list[Any] = [SystemExit("losses differ"), ([{"variant": "ddp"}], 2e-6)]
+
+    def run_case(*_: object) -> Any:
+        result = results.pop(0)
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    monkeypatch.setattr(strategies, "run_case", run_case)
+    report: dict[str, Any] = {"rows": [], "equality": {"fp32_largest_relative_difference": 0.0}}
+    case = strategies.Case("pretrain", 4)
+    found = [strategies.measured_case(case, None, None, None, report) for _ in range(2)]
+    assert isinstance(found[0], SystemExit) and found[1] is None
+    failed = {"stage": "pretrain", "accumulation": 4, "failed": "SystemExit: losses differ"}
+    assert report["rows"] == [failed, {"variant": "ddp"}]
+    assert report["equality"]["fp32_largest_relative_difference"] == 2e-6
+
+
+@pytest.fixture
+def gpu_conftest() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("gpu_conftest", ROOT / "tests/gpu/conftest.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_gpu_test_is_a_row_when_it_ends(
+    gpu_conftest: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    monkeypatch.setenv("GPU_TESTS_ROWS", str(rows))
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    phases = [("setup", "passed", ""), ("call", "failed", "it broke"), ("teardown", "passed", "")]
+    for when, outcome, reason in phases:
+        report = pytest.TestReport("a::b", ("a", 0, "b"), {}, outcome, reason, when, duration=1.25)  # type: ignore[arg-type]
+        gpu_conftest.pytest_runtest_logreport(report)
+    (row,) = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert (row["test"], row["outcome"], row["reason"], row["seconds"]) == ("a::b", "failed", "it broke", 1.25)
+
+
+def test_gpu_tests_import_no_optional_package_when_they_are_collected() -> None:
+    """Neither do the files of tests and benchmarks that they import."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    names = {name.split(">")[0].split("=")[0].split("[")[0] for extra in extras.values() for name in extra}
+    optional = {name.replace("-", "_") for name in names} - {"pytest"}
+    assert {"bitsandbytes", "torchao", "peft", "flash_attn"} <= optional
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    folders = [ROOT / "tests", *(ROOT / path for path in settings["pythonpath"])]
+    waiting = [ROOT / "tests/conftest.py", *(ROOT / "tests/gpu").glob("*.py")]
+    seen: set[Path] = set()
+    found: list[tuple[str, str]] = []
+    while waiting:
+        path = waiting.pop()
+        seen.add(path)
+        for name in top_imports(path):
+            found += [(path.name, name)] if name in optional else []
+            files = [folder / f"{name}.py" for folder in folders]
+            waiting += [file for file in files if file.is_file() and file not in seen]
+    assert len(seen) > 15 and not found
+
+
+def top_imports(path: Path) -> set[str]:
+    """The packages that importing a file imports: not those that its functions import."""
+    names: set[str] = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Import):
+            names |= {one.name.partition(".")[0] for one in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module.partition(".")[0])
+    return names
