@@ -71,25 +71,26 @@ def measure(steps: int, rounds: int, seconds: float) -> list[dict[str, Any]]:
 
 
 def time_steps(page: LivePage, kind: str, seconds: float) -> dict[str, list[float]]:
-    """Run steps for some seconds, and until the page is written. Return the milliseconds of each step (`step_ms`), and
-    of the gap behind it, in which its metrics are passed to the page (`gap_ms`)."""
-    steps, gaps = [], []
+    """Run steps for some seconds, and until the page is written. Return the milliseconds of each step (`step_ms`) and
+    of the gap behind it, in which its metrics are passed to the page (`gap_ms`, and `gap_cpu_ms` of the thread)."""
+    steps, gaps, cpu = [], [], []
     weight = torch.randn(384, 384)
     page.due = math.inf
     ends = time.perf_counter() + seconds
     while time.perf_counter() < ends or page.process is not None:
         began = time.perf_counter()
         take_step(weight)
-        ended = time.perf_counter()
+        ended, cpu_ended = time.perf_counter(), time.thread_time()
         is_due = len(steps) == DUE - 1
         if is_due and kind == BY_PROCESS:
             page.due = 0.0
         page.add(row_of(page.run.history.step + 1))
         if is_due and kind == BY_THREAD:
             page.write()
-        steps.append(round(1000 * (ended - began), 3))
+        cpu.append(round(1000 * (time.thread_time() - cpu_ended), 3))
         gaps.append(round(1000 * (time.perf_counter() - ended), 3))
-    return {"step_ms": steps, "gap_ms": gaps}
+        steps.append(round(1000 * (ended - began), 3))
+    return {"step_ms": steps, "gap_ms": gaps, "gap_cpu_ms": cpu}
 
 
 def take_step(weight: torch.Tensor) -> None:
@@ -113,12 +114,14 @@ def row_of(step: int) -> dict[str, Any]:
 
 
 def summary(kind: str, series: list[dict[str, list[float]]]) -> dict[str, Any]:
-    """Return the longest gap of each round and the median step, with the raw times behind them."""
-    longest = sorted(max(own["gap_ms"][DUE - 1 :]) for own in series)
+    """Return the longest gap, that of the median round, and the median step, with the raw times behind them."""
+    longest, cpu = ([max(own[name][DUE - 1 :]) for own in series] for name in ("gap_ms", "gap_cpu_ms"))
     return {
         "kind": kind,
-        "longest_gap_ms": longest[-1],
+        "longest_gap_ms": max(longest),
         "median_of_longest_gap_ms": statistics.median(longest),
+        "longest_gap_cpu_ms": max(cpu),
+        "median_of_longest_gap_cpu_ms": statistics.median(cpu),
         "median_gap_ms": statistics.median(ms for own in series for ms in own["gap_ms"]),
         "median_step_ms": statistics.median(ms for own in series for ms in own["step_ms"]),
         "longest_step_ms": max(ms for own in series for ms in own["step_ms"]),
