@@ -128,20 +128,22 @@ def test_one_norm_clips_gradients_of_several_meshes(scale: float, pools: dict[in
 
 
 def clipped_by_both(world: World, placements: list[Placement]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Norms and clipped gradients of random weights of odd sizes on a (2, 2) mesh: torch's and ours."""
+    """Norms, and clipped gradients, of 16 times 5 random weights of odd sizes on a (2, 2) mesh: torch's and ours."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
     draw = torch.Generator().manual_seed(7)
-    weights: list[dict[str, nn.Parameter]] = [{}, {}]
-    for number in range(40):
-        values = distribute_tensor(torch.randn(5 + number % 3, 7, generator=draw), mesh, placements)
-        for own in weights:
-            own[f"{number}"] = nn.Parameter(torch.zeros_like(values))
-            own[f"{number}"].grad = values.clone()
-    theirs, ours = weights
-    norm = torch.nn.utils.clip_grad_norm_(theirs.values(), 1.5)
-    assert isinstance(norm, DTensor)
-    pairs = [(norm.full_tensor(), clip_gradients(MasterWeights(ours, torch.float32), 1.5))]
-    return pairs + [(whole(a.grad), whole(b.grad)) for a, b in zip(theirs.values(), ours.values(), strict=True)]  # type: ignore[arg-type]
+    pairs = []
+    for _ in range(16):
+        theirs, ours = {}, {}
+        for number in range(5):
+            values = distribute_tensor(torch.randn(5 + number % 3, 7, generator=draw), mesh, placements)
+            for weights in (theirs, ours):
+                weights[f"{number}"] = nn.Parameter(torch.zeros_like(values))
+                weights[f"{number}"].grad = values.clone()
+        norm = torch.nn.utils.clip_grad_norm_(theirs.values(), 1.5)
+        assert isinstance(norm, DTensor)
+        pairs.append((norm.full_tensor(), clip_gradients(MasterWeights(ours, torch.float32), 1.5)))
+        pairs += [(whole(theirs[name].grad), whole(ours[name].grad)) for name in theirs]
+    return pairs
 
 
 @pytest.mark.ranks
@@ -153,7 +155,7 @@ def clipped_by_both(world: World, placements: list[Placement]) -> list[tuple[tor
 def test_norm_and_clipping_are_torchs_to_the_bit(placements: list[Placement], pools: dict[int, RankPool]) -> None:
     """Although ours multiply plain shards, and torch's DTensors."""
     for pairs in pools[4].run(clipped_by_both, placements):
-        assert len(pairs) == 41
+        assert len(pairs) == 96
         for number, (theirs, ours) in enumerate(pairs):
             assert torch.equal(theirs, ours), number
 
