@@ -77,7 +77,7 @@ def time_steps(page: LivePage, kind: str, seconds: float) -> dict[str, list[floa
     weight = torch.randn(384, 384)
     page.due = math.inf
     ends = time.perf_counter() + seconds
-    while time.perf_counter() < ends or page.process is not None:
+    while time.perf_counter() < ends or len(steps) < DUE or page.process is not None:
         began = time.perf_counter()
         take_step(weight)
         ended, cpu_ended = time.perf_counter(), time.thread_time()
