@@ -9,7 +9,7 @@ from small import Configure
 from tiers import slow_after
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -125,6 +125,39 @@ def test_one_norm_clips_gradients_of_several_meshes(scale: float, pools: dict[in
         assert of_rank == pytest.approx(norm, rel=1e-6)
         for gradient, values in zip(gradients, expected, strict=True):
             torch.testing.assert_close(gradient, values * (1.5 / norm), rtol=1e-5, atol=0)
+
+
+def clipped_by_both(world: World, placements: list[Placement]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Norms, and clipped gradients, of 16 times 5 random weights of odd sizes on a (2, 2) mesh: torch's and ours."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+    draw = torch.Generator().manual_seed(7)
+    pairs = []
+    for _ in range(16):
+        theirs, ours = {}, {}
+        for number in range(5):
+            values = distribute_tensor(torch.randn(5 + number % 3, 7, generator=draw), mesh, placements)
+            for weights in (theirs, ours):
+                weights[f"{number}"] = nn.Parameter(torch.zeros_like(values))
+                weights[f"{number}"].grad = values.clone()
+        norm = torch.nn.utils.clip_grad_norm_(theirs.values(), 1.5)
+        assert isinstance(norm, DTensor)
+        pairs.append((norm.full_tensor(), clip_gradients(MasterWeights(ours, torch.float32), 1.5)))
+        pairs += [(whole(theirs[name].grad), whole(ours[name].grad)) for name in theirs]
+    return pairs
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "placements",
+    [[Replicate(), Shard(0)], [Shard(0), Shard(1)], [Shard(1), Shard(0)], [Replicate(), Replicate()]],
+    ids=["hybrid", "rows_and_columns", "columns_and_rows", "whole"],
+)
+def test_norm_and_clipping_are_torchs_to_the_bit(placements: list[Placement], pools: dict[int, RankPool]) -> None:
+    """Although ours multiply plain shards, and torch's DTensors."""
+    for pairs in pools[4].run(clipped_by_both, placements):
+        assert len(pairs) == 96
+        for number, (theirs, ours) in enumerate(pairs):
+            assert torch.equal(theirs, ours), number
 
 
 class Alone(nn.Module):

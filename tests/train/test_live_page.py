@@ -2,8 +2,13 @@
 
 import itertools
 import json
+import signal
 import stat
+import subprocess
+import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,26 +58,110 @@ def live(parts: Path, dataset: Path, folder: Path, first_step: int = 0) -> LiveP
     return LivePage(make_config(parts, dataset, folder), first_step, {"time": 1.0, "total_steps": 9})
 
 
-@pytest.mark.parametrize(("seconds", "between"), [(2, 202), (0.0625, 10.0625)])
+@pytest.mark.parametrize(("seconds", "between"), [(2, 203), (0.03125, 10)])
 def test_pages_take_a_hundredth_of_the_time(
     seconds: float, between: float, parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By an imagined clock: if one takes 2 seconds, the next one waits for 200; and it waits for 10 at least."""
-    clock, written = [1000.0], []
+    """By an imagined clock, with a step a second: if a process takes 2 CPU seconds, and 3 seconds by the clock,
+    the next one starts 200 seconds after its end; and it starts 10 after the start of the one before at least."""
+    clock, started = [1000.0], []
 
-    def draw(*_: Any) -> str:
-        clock[0] += seconds
-        written.append(clock[0])
-        return "page"
+    def start(_: Path) -> SimpleNamespace:
+        started.append(clock[0])
+        return SimpleNamespace(pid=7)
+
+    def wait4(pid: int, _: int) -> tuple[int, int, SimpleNamespace]:
+        is_ended = clock[0] >= started[-1] + 3
+        return (pid if is_ended else 0), 0, SimpleNamespace(ru_utime=0.75 * seconds, ru_stime=0.25 * seconds)
 
     monkeypatch.setattr(live_page.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(live_page, "report_page", draw)
+    monkeypatch.setattr(live_page, "start_process", start)
+    monkeypatch.setattr(live_page.os, "wait4", wait4)
     page = live(parts, dataset, tmp_path / "run")
     for step in range(1, 1001):
         clock[0] += 1
         page.add({"step": step, "loss": 1.0})
-    assert [b - a for a, b in itertools.pairwise(written)] == [between] * (len(written) - 1)
-    assert len(written) >= 6
+    assert started[0] == 1010
+    assert [b - a for a, b in itertools.pairwise(started)] == [between] * (len(started) - 1)
+    assert len(started) >= 5 and not page.failed
+
+
+def test_no_step_builds_a_page(parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process does, from the files; the steps take part in nothing but its start and its end."""
+    folder = tmp_path / "run"
+    page, here = live(parts, dataset, folder), []
+    monkeypatch.setattr(live_page, "report_page", lambda *_: here.append("built") or "")
+    monkeypatch.setattr(live_page, "put_page", lambda *_: here.append("written"))
+    page.due = 0.0
+    lines(folder / "metrics.jsonl", ({"step": step, "loss": 1.0} for step in (1, 2)))
+    page.add({"step": 1, "loss": 1.0})
+    process, ends = page.process, time.monotonic() + 60
+    assert here == [] and process is not None
+    while page.process is not None and time.monotonic() < ends:
+        page.add({"step": 2, "loss": 1.0})
+        time.sleep(0.05)
+    assert process.returncode == 0 and not page.failed and here == []
+    assert "<b>2</b><span>of 9 steps" in (folder / "report.html").read_text()
+
+
+def test_the_last_page_is_the_complete_one(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """A process that still writes an earlier one is ended before, even if it does not end by itself."""
+    page = live(parts, dataset, tmp_path / "run")
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
+    process = subprocess.Popen([sys.executable, "-c", deaf], stdout=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline()
+    page.process = process
+    page.add({"step": 5, "loss": 1.0})
+    page.write()
+    assert process.returncode == -signal.SIGKILL and page.process is None and not page.failed
+    assert "<b>5</b><span>of 9 steps" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_a_process_that_is_ended_leaves_no_part_of_a_page(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """It is interrupted while it writes."""
+    folder = tmp_path / "run"
+    live(parts, dataset, folder)
+    before = (folder / "report.html").read_text()
+    interrupted = """
+import os, signal, sys
+from llava_fsdp.train import live_page
+from llava_fsdp.runtime.durable_files import replacing
+
+def write_half(path, page, *folders):
+    with replacing(path) as file:
+        file.write(page[:99].encode())
+        os.kill(os.getpid(), signal.SIGTERM)
+
+live_page.put_page = write_half
+sys.argv[1:] = [str(os.getppid()), sys.argv[1]]
+live_page.main()
+"""
+    assert subprocess.run([sys.executable, "-c", interrupted, folder], check=False).returncode == 1
+    assert (folder / "report.html").read_text() == before and not list(folder.glob("*.tmp"))
+
+
+def test_a_process_that_fails_is_one_warning(
+    parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And so is one that cannot be started; later ones are tried all the same."""
+    started = []
+
+    def start(_: Path) -> subprocess.Popen[bytes]:
+        started.append(subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"]))
+        if len(started) == 2:
+            raise OSError("no more processes")
+        return started[-1]
+
+    monkeypatch.setattr(live_page, "start_process", start)
+    monkeypatch.setattr(live_page, "PAUSE", 0.0)
+    monkeypatch.setattr(live_page, "SHARE", 1e9)
+    page, ends = live(parts, dataset, tmp_path / "run"), time.monotonic() + 60
+    while len(started) < 4 and time.monotonic() < ends:
+        page.add({"step": 1, "loss": 1.0})
+    page.end_process()
+    started[1].wait()
+    assert len(started) == 4 and started[0].returncode == 3
+    assert len([r for r in caplog.records if "report.html cannot be written" in r.message]) == 1
 
 
 def test_a_page_that_can_never_be_written_is_one_warning(
@@ -95,27 +184,16 @@ def test_every_start_is_kept_up_to_the_step_that_the_run_continues_from(
         assert [row["step"] for row in rows_of(file)] == kept
 
 
-def test_validations_are_read_as_they_come(parts: Path, dataset: Path, tmp_path: Path) -> None:
-    page, told = live(parts, dataset, tmp_path / "run"), []
-    page.on_validation = lambda row: told.append(row["step"])
+def test_the_page_has_the_validations_so_far(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """Not those of later steps, which a resumed run does again; a line that cannot be read is counted once."""
+    page = live(parts, dataset, tmp_path / "run")
     for step in (2, 4):
         page.add({"step": step, "loss": 1.0})
-        lines(tmp_path / "run" / "validation.jsonl", (validation(s, [None], ("a",)) for s in range(2, step + 1, 2)))
+        lines(tmp_path / "run" / "validation.jsonl", (validation(s, [None], ("a",)) for s in range(2, step + 3, 2)))
+        with (tmp_path / "run" / "validation.jsonl").open("a") as file:
+            file.write("no object\n")
         page.write()
         page.write()
-    assert told == [2, 4]
+        assert [row["step"] for row in page.run.validations] == list(range(2, step + 1, 2))
+    assert page.run.unread == {"validation.jsonl": 1}
     assert "Sample answers, step 4" in (tmp_path / "run" / "report.html").read_text()
-
-
-def test_a_validation_that_was_owed_is_told(parts: Path, dataset: Path, tmp_path: Path) -> None:
-    """Of the step that a run continues from; what an earlier start told is no news."""
-    for owed in (False, True):
-        run = tmp_path / str(owed)
-        run.mkdir()
-        lines(run / "metrics.jsonl", ({"step": step, "loss": 1.0} for step in (1, 2, 3, 4)))
-        lines(run / "validation.jsonl", (validation(step, [None], ("a",)) for step in ([2] if owed else [2, 4])))
-        page, told = live(parts, dataset, run, 4), []
-        page.on_validation = lambda row, told=told: told.append(row["step"])
-        lines(run / "validation.jsonl", (validation(step, [None], ("a",)) for step in (2, 4)))
-        page.write()
-        assert told == ([4] if owed else [])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -186,14 +187,16 @@ def test_training_is_the_same_to_the_bit(
     assert all(torch.equal(weights[name], expected_weights[name]) for name in weights)
 
 
-def open_state(world: World, cfg: Config) -> tuple[TrainState, Validation]:
+def open_state(
+    world: World, cfg: Config, on_result: Callable[[dict[str, Any]], None] = lambda _: None
+) -> tuple[TrainState, Validation]:
     plan = SHARD_PLANS[cfg.sharding.strategy]
     state = train.build_state(cfg, world, plan, make_meshes(world, plan, cfg))
     assert state.held_out is not None
     Path(cfg.output_dir).mkdir(exist_ok=True)
     state.model.train()
     pauses = Pauses()
-    return state, Validation(state, state.held_out, cfg, 4, Watchdog(), pauses, lambda _: None)
+    return state, Validation(state, state.held_out, cfg, 4, Watchdog(), pauses, lambda _: None, on_result)
 
 
 class Pauses:
@@ -253,6 +256,14 @@ def test_leaves_nothing_behind(configure: Configure, held: Path, pools: dict[int
     """Where it is cut short by a stop too."""
     cfg = configure(*keys(held, "sharding=zero3", "global_batch_size=6"))
     pools[2].run(leave_nothing, cfg)
+
+
+def test_results_are_passed_on_as_they_are_written(configure: Configure, held: Path, tmp_path: Path) -> None:
+    told: list[dict[str, Any]] = []
+    cfg = configure(*keys(held, "val.answers=0", "val.limit=3"), to="run")
+    _, validation = open_state(single_world(), cfg, told.append)
+    validation.measure()
+    assert told == rows(tmp_path / "run") and len(told) == 1
 
 
 @pytest.mark.slow

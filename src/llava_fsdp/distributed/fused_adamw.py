@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from llava_fsdp.distributed.local_shards import unwrapped
+from llava_fsdp.distributed.local_shards import plain_shard
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Names of Adam's two moments in an optimizer's state."""
@@ -54,17 +53,16 @@ class FusedAdamW(torch.optim.AdamW):
         for group in self.param_groups:
             updated = [p for p in group["params"] if p.grad is not None]
             if updated:
-                for parameter in updated:
-                    if not self.state.get(parameter):
-                        self.state[parameter] = self.new_state(parameter)
                 states = [self.state[parameter] for parameter in updated]
-                tensors = [
-                    [plain_shard(tensor) for tensor in (p, p.grad, *(state[name] for name in MOMENTS))]
-                    for p, state in zip(updated, states, strict=True)
-                ]
+                for parameter, state in zip(updated, states, strict=True):
+                    if not state:
+                        state.update(self.new_state(parameter))
+                gradients = [p.grad for p in updated if p.grad is not None]
+                columns = updated, gradients, *([state[name] for state in states] for name in MOMENTS)
+                tensors = [[plain_shard(tensor) for tensor in column] for column in columns]
                 steps = [state["step"] for state in states]
-                torch._foreach_add_(steps, 1)
-                fused_adamw(tensors, steps, group)
+                torch._foreach_add_(steps, 1.0)  # a whole number would be converted for each tensor on a CPU
+                fused_adamw(list(zip(*tensors, strict=True)), steps, group)
 
     def new_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         """Return the initial AdamW state of a parameter: zero moments, which are sharded like the parameter, and a step
@@ -73,18 +71,12 @@ class FusedAdamW(torch.optim.AdamW):
         return {"step": torch.zeros((), dtype=torch.float32, device=parameter.device), **moments}
 
 
-def plain_shard(tensor: torch.Tensor) -> torch.Tensor:
-    # not `local`, which detaches and so takes longer; nor does `unwrapped` search a plain tensor
-    shard = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return shard if type(shard) is torch.Tensor else unwrapped(shard)
-
-
 def check_layout(tensors: Sequence[torch.Tensor]) -> None:
     """Assert that all tensors are contiguous and have the shape and dtype of the first one, as the fused AdamW kernel
     needs."""
-    first = tensors[0]
+    shape, dtype = tensors[0].shape, tensors[0].dtype
     for tensor in tensors:
-        assert tensor.is_contiguous() and tensor.shape == first.shape and tensor.dtype == first.dtype, (
+        assert tensor.is_contiguous() and tensor.shape == shape and tensor.dtype == dtype, (
             f"the fused AdamW reads contiguous tensors of one shape and dtype, but got {tuple(tensor.shape)} "
-            f"with strides {tensor.stride()} in {tensor.dtype}, beside weights of {tuple(first.shape)} in {first.dtype}"
+            f"with strides {tensor.stride()} in {tensor.dtype}, beside weights of {tuple(shape)} in {dtype}"
         )

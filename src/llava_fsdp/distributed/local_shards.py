@@ -72,6 +72,13 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return unwrapped(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
 
 
+def plain_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that holds this rank's shard of a weight, gradient or moment, for operations in place. It costs
+    the host a tenth of the time of `local`, which detaches. `DTensor.to_local` makes a new view of a parameter."""
+    shard = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return shard if type(shard) in (torch.Tensor, nn.Parameter) else unwrapped(shard)
+
+
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     """Return the full-precision tensor inside torchao's wrapper of a weight that is gathered in fp8. Any other tensor
     is returned unchanged."""

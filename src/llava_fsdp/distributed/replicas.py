@@ -5,12 +5,13 @@ computes wrong sums) changes the gradients of all ranks, and is exported if that
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from xxhash import xxh3_64_intdigest
 
@@ -210,15 +211,29 @@ def outvoted(name: str, values: dict[int, int | None]) -> Difference | None:
     return Difference(name, ranks, has_majority)
 
 
-def same_on_every_rank(norm: DTensor) -> torch.Tensor:
-    """Return the full value of a sharded gradient norm, float32 [], with the same bits on all ranks. Collective: all
-    ranks must call it.
+def sharded_norm(norms: torch.Tensor, mesh: DeviceMesh, sharded: Sequence[int]) -> torch.Tensor:
+    """Return the norm of several sharded gradients together, float32 []. Collective: all ranks of the mesh must call
+    it.
+
+    Args:
+        norms: for each gradient the norm of this rank's shard, float32 [gradients].
+        mesh: the mesh of the gradients.
+        sharded: dimensions of the mesh over which the gradients are sharded.
+    """
+    for dimension in (n for n in sharded if mesh.size(n) > 1):
+        norms = norms.square()  # in these steps and in this order, as torch reduces the norms of DTensors
+        dist.all_reduce(norms, group=mesh.get_group(dimension))
+        norms = norms.sqrt()
+    return torch.linalg.vector_norm(norms)
+
+
+def same_on_every_rank(norms: torch.Tensor, mesh: DeviceMesh, sharded: Sequence[int]) -> torch.Tensor:
+    """Return `sharded_norm`, with the same bits on all ranks. Collective: all ranks must call it.
 
     Each replica sums over its own shards, and the order of summation may depend on a machine's network links. Replicas
     that clip gradients by norms with different bits would drift apart. Therefore all ranks get the largest norm.
     """
-    value = norm.full_tensor()
-    mesh = norm.device_mesh
+    value = sharded_norm(norms, mesh, sharded)
     if sum(size > 1 for size in mesh.shape) > 1 or mesh.size() < dist.get_world_size():
         dist.all_reduce(value, dist.ReduceOp.MAX)
     return value

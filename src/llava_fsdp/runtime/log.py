@@ -18,7 +18,7 @@ NOISE = {
 }
 """Name of a logger -> beginning of irrelevant messages that it logs. These messages are about torchao's kernels for
 other GPUs, torchao's use of deprecated torch functions, an optional bitsandbytes kernel, and two collectives in a row
-for the norm of gradients or an exported weight, where weights are sharded over two dimensions of a mesh."""
+for an exported weight that is sharded over two dimensions of a mesh."""
 
 
 class WithoutNoise(logging.Filter):

@@ -1,9 +1,16 @@
-"""Write the HTML page `report.html` of a training, at intervals while it runs and at its end. Only rank 0 does this."""
+"""Write the HTML page `report.html` of a training, at intervals while it runs and at its end. Only rank 0 does this.
 
+While steps run, a process of its own (this module's `main`) reads the run's files and writes the page, because building
+it takes a good part of a second. A thread of rank 0 would take Python's lock from the steps for as long.
+"""
+
+import contextlib
 import json
 import os
+import signal
+import subprocess
+import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,29 +25,31 @@ from llava_fsdp.report.run_reader import (
     VALIDATION_FILE,
     Run,
     check_start,
-    check_validation,
     name_of,
     put_page,
     read_metrics,
     read_rows,
     read_run,
+    read_validations,
     thinned,
-    validations_until,
 )
 from llava_fsdp.runtime.jsonl import replace_lines
 from llava_fsdp.runtime.log import log
+from llava_fsdp.runtime.process_end import end_with
 from llava_fsdp.runtime.redact import redact_values, secrets_of
 from llava_fsdp.runtime.status_file import read_status
 
 PAUSE = 10
 """Minimum number of seconds between two versions of the page."""
 SHARE = 0.01
-"""Maximum share of the training's time that may be spent on writing the page."""
+"""Maximum share of one CPU core's time that the processes which write the page may take."""
+PATIENCE = 2
+"""Seconds that the end of a run waits for such a process, which is asked to end, before it kills the process."""
 
 
 class LivePage:
-    """Collects the curves of a training and writes its HTML page `report.html`, so seldom that writing takes at most a
-    hundredth of the training's time.
+    """Collects the curves of a training and writes its HTML page `report.html`: itself when the run begins and ends,
+    and by a process of its own after steps, so seldom that these processes take at most a hundredth of a core's time.
 
     If the page cannot be written, a warning is logged the first time, and training continues.
     """
@@ -48,15 +57,9 @@ class LivePage:
     def __init__(self, cfg: Config, first_step: int, about: dict[str, Any]):
         self.run = Run(Path(cfg.output_dir), name_of(Path(cfg.output_dir)))
         self.path = self.run.folder / REPORT_FILE
-        self.seen: tuple[int, int] | None = None
-        """File size and modification time of `validation.jsonl` when it was last read."""
-        self.last_reported = self.last_validated(first_step)
-        """The last step whose validation has been passed to `on_validation`."""
-        self.on_validation: Callable[[dict[str, Any]], None] = lambda row: None
-        """Called with each new row of `validation.jsonl`."""
         self.failed = False
-        self.due = 0.0
-        """Time, by the monotonic clock, at which the page may be written again."""
+        self.process: subprocess.Popen[bytes] | None = None
+        """The process that writes the page now, if there is one."""
         try:
             self.run.config = redact_values(values_of(cfg), secrets_of())
             read_metrics(self.run)
@@ -64,16 +67,8 @@ class LivePage:
         except Exception as error:
             self.warn(error)
         self.write()
-
-    def last_validated(self, first_step: int) -> int:
-        """Return the last step, up to `first_step` (the number of steps that were finished when this process started),
-        whose validation is on disk; -1 if there is none. The trackers (TensorBoard, Weights & Biases) get only the
-        validations of later steps."""
-        try:
-            rows = read_rows(self.run, VALIDATION_FILE, check_validation)
-        except Exception:
-            return first_step
-        return max((row["step"] for row in rows if row["step"] <= first_step), default=-1)
+        self.due = time.monotonic() + PAUSE
+        """Time, by the monotonic clock, from which the page may be written again."""
 
     def begin(self, first_step: int, start: dict[str, Any]) -> None:
         """Write `starts.jsonl`, which has a row for each start of the run (it is started again when it resumes): first
@@ -87,43 +82,52 @@ class LivePage:
         replace_lines(self.run.folder / STARTS_FILE, map(json.dumps, self.run.starts))
 
     def add(self, row: dict[str, Any]) -> None:
-        """Add the metrics of a step, a row of `metrics.jsonl`, to the training's curves, and write the page
-        `report.html` if it is due."""
+        """Add the metrics of a step, a row of `metrics.jsonl`, to the training's curves. If the page `report.html` is
+        due, start a process that writes it."""
         try:
             self.run.history.add(row)
+            if self.process is not None:
+                self.look_at_process(self.process)
+            elif time.monotonic() >= self.due:
+                self.due = time.monotonic() + PAUSE
+                self.process = start_process(self.run.folder)
         except Exception as error:
             self.warn(error)
-        if time.monotonic() >= self.due:
-            self.write()
+
+    def look_at_process(self, process: subprocess.Popen[bytes]) -> None:
+        """If the process that writes the page has ended, choose the time from which the next one may start, by the CPU
+        seconds that it took. `Popen.poll` does not tell these."""
+        pid, status, usage = os.wait4(process.pid, os.WNOHANG)
+        if pid == 0:
+            return
+        self.process = None
+        process.returncode = os.waitstatus_to_exitcode(status)
+        self.due = max(self.due, time.monotonic() + (usage.ru_utime + usage.ru_stime) / SHARE)
+        if process.returncode:
+            why = f"its process ended with {process.returncode}; `llava-fsdp report {self.run.folder}` shows the error"
+            self.warn(RuntimeError(why))
 
     def write(self) -> None:
-        """Write the page `report.html`, and choose the time at which it may be written again."""
-        started = time.monotonic()
+        """Write the page `report.html`, complete. A process that writes an earlier version is ended before."""
         try:
-            self.look_at_validations()
+            self.end_process()
             self.run.status = read_status(self.run.folder) or {}
+            self.run.unread.pop(VALIDATION_FILE, None)  # the file is read from its beginning again
+            self.run.validations = thinned(read_validations(self.run))
             put_page(self.path, report_page(self.run, thumbnail), self.run.folder)
         except Exception as error:
             self.warn(error)
-        ended = time.monotonic()
-        self.due = ended + max(PAUSE, (ended - started) / SHARE)
 
-    def look_at_validations(self) -> None:
-        """Read the results of validations in `validation.jsonl` if the file has changed, and pass new rows to the
-        trackers (TensorBoard, Weights & Biases)."""
-        try:
-            found = os.stat(self.run.folder / VALIDATION_FILE)
-        except OSError:
+    def end_process(self) -> None:
+        """End the process that writes the page, if there is one, so that it cannot replace a later version."""
+        if self.process is None:
             return
-        if (found.st_mtime_ns, found.st_size) == self.seen:
-            return
-        self.seen = found.st_mtime_ns, found.st_size
-        rows = validations_until(read_rows(self.run, VALIDATION_FILE, check_validation), self.run.history.step)
-        for row in rows:
-            if row["step"] > self.last_reported:
-                self.on_validation(row)
-                self.last_reported = row["step"]
-        self.run.validations = thinned(rows)
+        self.process.terminate()  # it removes its temporary file
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(PATIENCE)
+        self.process.kill()
+        self.process.wait()
+        self.process = None
 
     def warn(self, error: Exception) -> None:
         """Log a warning with `error` that the page `report.html` cannot be written, but only the first time."""
@@ -141,3 +145,27 @@ def rewrite_page(folder: Path) -> None:
         put_page(folder / REPORT_FILE, report_page(read_run(folder, is_own=True), thumbnail), folder)
     except Exception as error:
         log().warning("%s cannot be written (%s: %s)", folder / REPORT_FILE, type(error).__name__, error)
+
+
+def start_process(folder: Path) -> subprocess.Popen[bytes]:
+    """Start a process that writes the HTML page `report.html` of a training run from the files in the run's folder. It
+    prints nothing, and ends with this process."""
+    command = [sys.executable, "-m", "llava_fsdp.train.live_page", str(os.getpid()), str(folder)]
+    # in a session of its own: Ctrl-C in a terminal reaches all processes of the terminal's session
+    return subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+
+
+def main() -> None:
+    """Write the page: `python -m llava_fsdp.train.live_page PARENT FOLDER`, with the process id of the training's rank
+    0, and the run's folder."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # as an exception, which removes the temporary file
+    end_with(int(sys.argv[1]))
+    os.nice(10)  # the data workers of the training come first
+    folder = Path(sys.argv[2])
+    put_page(folder / REPORT_FILE, report_page(read_run(folder, is_own=True), thumbnail), folder)
+
+
+if __name__ == "__main__":
+    main()

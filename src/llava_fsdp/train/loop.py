@@ -8,14 +8,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from llava_fsdp.config import Config
 from llava_fsdp.data.batching.batch import MicroBatch, Step, StepFacts
 from llava_fsdp.distributed.compile import is_compiler_error
 from llava_fsdp.distributed.consensus import rank_and_size
+from llava_fsdp.distributed.local_shards import plain_shard
 from llava_fsdp.distributed.precision import MasterWeights
-from llava_fsdp.distributed.replicas import same_on_every_rank
+from llava_fsdp.distributed.replicas import same_on_every_rank, sharded_norm
 from llava_fsdp.distributed.zero import ShardPlan, begin_micro_batch
 from llava_fsdp.model.loss import LossCollector
 from llava_fsdp.runtime.errors import Stopped
@@ -28,6 +30,9 @@ from llava_fsdp.train.gc_schedule import scheduled_gc
 from llava_fsdp.train.pipeline_step import run_pipeline
 from llava_fsdp.train.profiler import NoProfiler
 from llava_fsdp.train.state import StepResult, TrainState
+
+Reduction = tuple[DeviceMesh, tuple[int, ...]]
+"""Over which ranks a norm is reduced: a mesh, and the dimensions of the mesh."""
 
 
 def fit(
@@ -276,22 +281,25 @@ def clip_gradients(
     Returns:
         float32 []: norm of all gradients over all ranks, after the division by `scale` and before clipping.
     """
-    parameters = [p for p in masters.named.values() if p.grad is not None]
-    norm = gradient_norm([p.grad for p in parameters if p.grad is not None], line)
-    of_meshes: dict[Any, list[torch.Tensor]] = {}  # one multiplication cannot take DTensors of several meshes
-    for parameter in parameters:
-        of_meshes.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+    gradients = [gradient for p in masters.named.values() if (gradient := p.grad) is not None]
+    shards = [plain_shard(gradient) for gradient in gradients]
+    norm = gradient_norm(gradients, shards, line)
     if scale != 1.0:
         norm = norm / scale
-        for group in of_meshes.values():
-            torch._foreach_mul_([p.grad for p in group if p.grad is not None], 1 / scale)
+        torch._foreach_mul_(shards, 1 / scale)
     if largest is not None:
-        for group in of_meshes.values():
-            torch.nn.utils.clip_grads_with_norm_(group, largest, norm)
+        factor = torch.clamp(largest / (norm + 1e-6), max=1.0)  # that of torch.nn.utils.clip_grads_with_norm_
+        of_kinds: dict[Any, list[torch.Tensor]] = {}
+        for shard in shards:  # one kernel for all tensors of a kind
+            of_kinds.setdefault((shard.device, shard.dtype), []).append(shard)
+        for (device, _), of_kind in of_kinds.items():
+            torch._foreach_mul_(of_kind, factor.to(device))
     return norm
 
 
-def gradient_norm(gradients: list[torch.Tensor], line: dist.ProcessGroup | None = None) -> torch.Tensor:
+def gradient_norm(
+    gradients: list[torch.Tensor], shards: list[torch.Tensor], line: dist.ProcessGroup | None = None
+) -> torch.Tensor:
     """Return the norm of all gradients over all ranks, float32 [], with the same bits on every rank. Collective: all
     ranks must call it.
 
@@ -299,17 +307,24 @@ def gradient_norm(gradients: list[torch.Tensor], line: dist.ProcessGroup | None 
     copies of these gradients, which count once, or have other stages of the model.
 
     Args:
+        shards: this rank's shards of the gradients, as plain tensors: a DTensor costs the host ten times as long.
         line: the ranks that have the other stages of the model; None: each rank has the whole model.
     """
-    groups: dict[Any, list[torch.Tensor]] = {}
+    groups: dict[Reduction | None, list[torch.Tensor]] = {}
+    of_kinds: dict[Any, list[torch.Tensor]] = {}  # the same lists, by what is found faster than a mesh
     # the norm is computed in fp32 also for bf16 gradients, so that it is not rounded to bf16
-    for norm in torch._foreach_norm(gradients, 2, dtype=torch.float32):
-        key = (norm.device_mesh, norm.placements) if isinstance(norm, DTensor) else None
-        groups.setdefault(key, []).append(norm)  # those that are reduced over the same ranks are reduced together
-    norms = [torch.linalg.vector_norm(torch.stack(group)) for group in groups.values()]
+    for gradient, norm in zip(gradients, torch._foreach_norm(shards, 2, dtype=torch.float32), strict=True):
+        kind = (id(gradient.device_mesh), gradient.placements) if isinstance(gradient, DTensor) else None
+        if kind not in of_kinds:  # those that are reduced over the same ranks are reduced together
+            of_kinds[kind] = groups.setdefault(reduction(gradient), [])
+        of_kinds[kind].append(norm)
+    norm_of = same_on_every_rank if line is None else sharded_norm
+    whole = [
+        torch.linalg.vector_norm(torch.stack(norms)) if own is None else norm_of(torch.stack(norms), *own)
+        for own, norms in groups.items()
+    ]
     if line is not None:
-        return norm_over_stages([n.full_tensor() if isinstance(n, DTensor) else n for n in norms], line)
-    whole = [same_on_every_rank(norm) if isinstance(norm, DTensor) else norm for norm in norms]
+        return norm_over_stages(whole, line)
     return whole[0] if len(whole) == 1 else torch.linalg.vector_norm(torch.stack(whole))
 
 
@@ -327,6 +342,14 @@ def norm_over_stages(norms: list[torch.Tensor], line: dist.ProcessGroup) -> torc
     norm = square.sqrt()
     dist.all_reduce(norm, dist.ReduceOp.MAX)  # other lines may have added in another order
     return norm
+
+
+def reduction(gradient: torch.Tensor) -> Reduction | None:
+    """Return over which ranks the norm of a gradient is reduced, which are those over which it is sharded; None if it
+    is not a DTensor."""
+    if not isinstance(gradient, DTensor):
+        return None
+    return gradient.device_mesh, tuple(n for n, own in enumerate(gradient.placements) if not own.is_replicate())
 
 
 def summed(value: torch.Tensor) -> torch.Tensor:

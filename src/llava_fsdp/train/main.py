@@ -127,7 +127,9 @@ def train(cfg: Config, parts: RunParts | None = None) -> None:
 
         profiler = open_profiler(cfg, world.rank, world.device, state.step, last_step)
         controller = RunController(state, saver, cfg, last_step, watchdog, parts.dir_lock)
-        validation = open_validation(state, cfg, last_step, watchdog, controller.between_steps, reporter.note)
+        validation = open_validation(
+            state, cfg, last_step, watchdog, controller.between_steps, reporter.note, reporter.validated
+        )
         first_step = state.step
 
         def after_step(result: StepResult) -> None:

@@ -94,7 +94,6 @@ class Reporter:
         about = {**(about or {}), "run": run, "total_steps": total_steps}
         self.page = LivePage(cfg, first_step, about)
         self.trackers = Trackers(cfg, first_step, run, about, self.page.run.config)
-        self.page.on_validation = self.trackers.validation
         if sys.stderr.isatty():
             columns = *Progress.get_default_columns(), TextColumn("{task.fields[shown]}")
             self.progress = Progress(*columns, console=TextConsole(on_stderr=True))
@@ -139,6 +138,11 @@ class Reporter:
             self.skipped_records.add({"step": row["step"], "record": where, "kind": "no_labels", "reason": "no label"})
         self.warn(result)
         self.show(row)
+
+    def validated(self, row: dict[str, Any]) -> None:
+        """Pass the results of a validation, a row of `validation.jsonl`, to the trackers (TensorBoard, Weights &
+        Biases). Called on rank 0; the HTML page has the results from the file."""
+        self.trackers.validation(row)
 
     def warn_of_compiling(self, result: StepResult) -> None:
         """Log a warning if torch.compile compiled graphs again in the training step whose result is given. Any rank may

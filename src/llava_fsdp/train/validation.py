@@ -63,6 +63,7 @@ class Validation:
         watchdog: Watchdog,
         pause: Callable[[], None],
         note: Callable[[str], None],
+        on_result: Callable[[dict[str, Any]], None],
     ):
         """Prepare the validation of a training.
 
@@ -72,6 +73,7 @@ class Validation:
             watchdog: knows whether this rank was requested to stop, and is told what the rank does.
             pause: called by all ranks between two batches. It saves or stops the run if this was requested on any rank.
             note: function that shows a text about the progress.
+            on_result: called on rank 0 with the results of each validation, a row of `validation.jsonl`.
         """
         self.state = state
         self.held_out = held_out
@@ -79,6 +81,7 @@ class Validation:
         self.last_step = last_step
         self.watchdog = watchdog
         self.note = note
+        self.on_result = on_result
         self.pause_run = pause
         self.rows = Rows(Path(cfg.output_dir) / VALIDATION_FILE)
         model = state.model if state.pipeline is None else DividedModel(state.model, state.pipeline)
@@ -164,6 +167,7 @@ class Validation:
         answered = [as_object(self.held_out.questions[own.number], own) for own in answers[: self.cfg.val.shown]]
         row |= {"metric": self.cfg.val.metric.value if self.held_out.questions else None, "answers": answered}
         self.rows.add(row)
+        self.on_result(row)
         log().info("%s", as_line(row))
         if row["loss"] is None:
             log().warning("validation after step %d: the loss is no number", self.state.step)
@@ -216,6 +220,7 @@ def open_validation(
     watchdog: Watchdog,
     pause: Callable[[], None],
     note: Callable[[str], None],
+    on_result: Callable[[dict[str, Any]], None],
 ) -> Validation | None:
     """Create the validation of a training; None with `val.every=null`.
 
@@ -224,6 +229,7 @@ def open_validation(
         watchdog: knows whether this rank was requested to stop, and is told what the rank does.
         pause: called by all ranks between two batches. It saves or stops the run if this was requested on any rank.
         note: function that shows a text about the progress.
+        on_result: called on rank 0 with the results of each validation, a row of `validation.jsonl`.
 
     Raises:
         ConfigError: the model cannot generate answers.
@@ -233,4 +239,4 @@ def open_validation(
         if cfg.val.is_named and own_rank() == 0:
             log().warning("held-out records are given, but with val.every=null they are not used; set val.every=STEPS")
         return None
-    return Validation(state, state.held_out, cfg, last_step, watchdog, pause, note)
+    return Validation(state, state.held_out, cfg, last_step, watchdog, pause, note, on_result)
