@@ -1,7 +1,7 @@
 """Build the state of a training: data, model, shards, weights and optimizer."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -45,6 +45,7 @@ from llava_fsdp.runtime.context_cut import ContextCut
 from llava_fsdp.runtime.errors import DataError
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.progress import watch_loading
+from llava_fsdp.runtime.tensor_cut import Cut
 from llava_fsdp.train.build_model import mean_counts, shape_of
 from llava_fsdp.train.loss_scaler import build_scaler
 from llava_fsdp.train.optimizer import build_optimizer
@@ -182,10 +183,15 @@ def check_same_records(loader: Loader, keys: str = "data.path, data.images") -> 
         )
 
 
-def divide_layers(model: Llava, mesh: DeviceMesh, cfg: Config) -> None:
-    """Divide the layers of a meta-device model among the ranks of a mesh of one dimension, in place."""
+def divide_layers(model: Llava, plan: Mapping[str, Cut], mesh: DeviceMesh, cfg: Config) -> None:
+    """Divide the layers of a meta-device model among the ranks of a mesh of one dimension, in place.
+
+    Args:
+        plan: how the whole model is divided; the model may be a part of it.
+    """
     size, index = mesh.size(), mesh.get_local_rank()
-    cuts = tensor_plan(model, size)
+    names = {name for name, _ in (*model.named_modules(), *model.named_parameters())}
+    cuts = {name: cut for name, cut in plan.items() if name in names}
     first, _ = own_rows(model.parts.language.vocab_size, mesh)
     part = VocabularyPart(first, reduction(mesh, "max"), reduction(mesh, "sum"))
     label_loss = partial(chunked_loss, chunk_tokens=cfg.loss.chunk_tokens, part=part)
@@ -244,11 +250,12 @@ def assemble(
         counts = counts or mean_counts(loader.steps.records)
         stages = OwnStages(model, cfg, place_of(meshes.pipeline, cfg.parallel), counts)
         log().log(logging.INFO if world.is_first else logging.DEBUG, "%s", stages.description)
-    if meshes.tensor is not None:
-        divide_layers(model, meshes.tensor, cfg)
+    cuts = tensor_plan(model, meshes.tensor.size()) if meshes.tensor is not None else {}  # of the whole model
     if stages is not None:
         stages.keep(model)
     buffers, mesh = computed_buffers(model), meshes.states
+    if meshes.tensor is not None:
+        divide_layers(model, cuts, meshes.tensor, cfg)
     offload = Offload(cfg, world.device)
     warn_if_useless(cfg, world)
     compilations = Compilations() if compiling.on else None
