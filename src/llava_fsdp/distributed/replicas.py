@@ -217,8 +217,17 @@ def same_on_every_rank(norm: DTensor) -> torch.Tensor:
     Each replica sums over its own shards, and the order of summation may depend on a machine's network links. Replicas
     that clip gradients by norms with different bits would drift apart. Therefore all ranks get the largest norm.
     """
-    value = norm.full_tensor()
+    value = whole_norm(norm)
     mesh = norm.device_mesh
     if sum(size > 1 for size in mesh.shape) > 1 or mesh.size() < dist.get_world_size():
         dist.all_reduce(value, dist.ReduceOp.MAX)
     return value
+
+
+def whole_norm(norm: DTensor) -> torch.Tensor:
+    """Return the full value of a sharded gradient norm, float32 []. Collective: all ranks of its mesh must call it."""
+    placements = list(norm.placements)
+    for dimension in range(norm.device_mesh.ndim):  # at once for all, torch logs a warning on every rank
+        placements[dimension] = Replicate()
+        norm = norm.redistribute(placements=placements)
+    return norm.to_local()

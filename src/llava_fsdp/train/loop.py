@@ -15,7 +15,7 @@ from llava_fsdp.data.batching.batch import MicroBatch, Step, StepFacts
 from llava_fsdp.distributed.compile import is_compiler_error
 from llava_fsdp.distributed.consensus import rank_and_size
 from llava_fsdp.distributed.precision import MasterWeights
-from llava_fsdp.distributed.replicas import same_on_every_rank
+from llava_fsdp.distributed.replicas import same_on_every_rank, whole_norm
 from llava_fsdp.distributed.zero import ShardPlan, begin_micro_batch
 from llava_fsdp.model.loss import LossCollector
 from llava_fsdp.runtime.errors import Stopped
@@ -308,7 +308,7 @@ def gradient_norm(gradients: list[torch.Tensor], line: dist.ProcessGroup | None 
         groups.setdefault(key, []).append(norm)  # those that are reduced over the same ranks are reduced together
     norms = [torch.linalg.vector_norm(torch.stack(group)) for group in groups.values()]
     if line is not None:
-        return norm_over_stages([n.full_tensor() if isinstance(n, DTensor) else n for n in norms], line)
+        return norm_over_stages([whole_norm(n) if isinstance(n, DTensor) else n for n in norms], line)
     whole = [same_on_every_rank(norm) if isinstance(norm, DTensor) else norm for norm in norms]
     return whole[0] if len(whole) == 1 else torch.linalg.vector_norm(torch.stack(whole))
 
