@@ -55,7 +55,9 @@ def decide(run: Run) -> Overrides:
     """Return all Hydra overrides with which llava_fsdp does the training `run` of another system: value by
     configuration key. They include those that only repeat defaults; `command.drop_defaults` removes these."""
     found = model(run) | data(run) if run.launch.is_original else other_program(run)
-    found |= writing(run) | tracking(run) | sharding(run) | parallel(run) | offload(run) | precision(run) | compiling(run)
+    found |= (
+        writing(run) | tracking(run) | sharding(run) | parallel(run) | offload(run) | precision(run) | compiling(run)
+    )
     checkpointing = (
         run.trainer_value("gradient_checkpointing") or plain(run.launched("fsdp_activation_checkpointing")) is True
     )
