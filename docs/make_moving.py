@@ -51,6 +51,7 @@ DEEPSPEED_EXAMPLES: Mapping[str, object] = {
     "zero_optimization.offload_param.*": 1, "zero_optimization.offload_optimizer.*": 1,
     "aio.*": 1,
     "fp16.*": 2,
+    "tensor_parallel.autotp_size": 2, "autotp_size": 2, "sequence_parallel_size": 2,
 }  # fmt: skip
 ACCELERATE_EXAMPLES: Mapping[str, object] = {
     "distributed_type": "FSDP", "mixed_precision": "bf16", "zero_stage": 3, "gradient_accumulation_steps": 1,

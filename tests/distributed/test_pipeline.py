@@ -6,11 +6,12 @@ import random
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from harness import RankPool, single_world
+from harness import CPU, RankPool, single_world
 from mixtures import mixture_parts
 from reference import (
     EXPORTED,
@@ -37,7 +38,9 @@ from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.pretrained import find_parts
 from llava_fsdp.model.stages import check_can_be_divided, divide
 from llava_fsdp.runtime.errors import ConfigError
+from llava_fsdp.train import main as train
 from llava_fsdp.train.build_state import build_state
+from llava_fsdp.train.preflight import preflight
 
 BATCH = "global_batch_size=16"
 HYBRID = ("hybrid", "hybrid2")
@@ -261,16 +264,31 @@ def test_models_that_do_more_than_run_their_blocks_are_refused(
     model = build_llava(find_parts(cfg.model), cfg.model, torch.float32)
     if kind == "granite":
         with pytest.raises(ConfigError, match=kind):
-            check_can_be_divided(model)
+            check_can_be_divided(model, 3)
     else:
-        check_can_be_divided(model)
+        check_can_be_divided(model, 3)
 
 
-def test_tied_embeddings_are_refused(parts: Path, dataset: Path, tmp_path: Path) -> None:
-    changed = changed_parts(parts, tmp_path / "parts", {"tie_word_embeddings": True})
-    cfg = make_config(changed, dataset, tmp_path / "out")
-    with pytest.raises(ConfigError, match="tie_word_embeddings"):
-        check_can_be_divided(build_llava(find_parts(cfg.model), cfg.model, torch.float32))
+@pytest.mark.parametrize(
+    ("values", "stages", "word"),
+    [
+        ({"tie_word_embeddings": True}, ["parallel.pipeline=2"], "tie_word_embeddings"),
+        ({}, ["parallel.pipeline=4"], "3 blocks"),
+        ({}, ["parallel.pipeline=2", "parallel.schedule=interleaved"], "3 blocks"),
+    ],
+)
+def test_models_that_cannot_be_divided_are_refused_before_records_are_read(
+    values: dict, stages: list[str], word: str, parts: Path, dataset: Path, tmp_path: Path
+) -> None:
+    """Although the planner chooses values from the records. The commands that start no training say so, too."""
+    changed = changed_parts(parts, tmp_path / "parts", values)
+    index = tmp_path / "index"
+    more = (*stages, "pack=true", "tokens_per_micro_batch=auto", f"data.index={index}")
+    cfg = make_config(changed, dataset, tmp_path / "out", *more)
+    for command in (partial(preflight, cfg, CPU), partial(train.train, cfg)):
+        with pytest.raises(ConfigError, match=word):
+            command()
+    assert not index.exists()
 
 
 @pytest.mark.parametrize(

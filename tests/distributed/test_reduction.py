@@ -1,5 +1,6 @@
 """Gradients with every strategy are sums over micro-batches and ranks, and their norm is of the whole."""
 
+import logging
 from collections.abc import Callable
 
 import pytest
@@ -20,7 +21,7 @@ from llava_fsdp.distributed.offload import Offload
 from llava_fsdp.distributed.parallelize import parallelize
 from llava_fsdp.distributed.precision import MasterWeights
 from llava_fsdp.distributed.zero import SHARD_PLANS, begin_micro_batch
-from llava_fsdp.train.loop import clip_gradients, summed
+from llava_fsdp.train.loop import clip_gradients, gradient_norm, summed
 
 MICRO_BATCHES = 3
 
@@ -189,3 +190,23 @@ def test_gradients_in_bf16_are_added_in_fp32(row: str, configure: Configure, poo
     cfg = configure("precision=bf16", f"sharding={row}", f"sharding.shard_size={size}")
     for gradient in pools[4].run(added_in_bf16, cfg):
         assert torch.equal(gradient, torch.full((7, 5), 267.0))
+
+
+def norm_and_warnings(world: World) -> tuple[float, int]:
+    """The norm of a gradient whose rows and columns are divided, and how many messages torch logs about it."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+    gradient = distribute_tensor(torch.arange(24.0).view(4, 6), mesh, [Shard(0), Shard(1)])
+    logger, records = logging.getLogger("torch.distributed.tensor"), logging.Handler(logging.WARNING)
+    seen: list[logging.LogRecord] = []
+    records.emit = seen.append  # type: ignore[method-assign]
+    logger.addHandler(records)
+    try:
+        return float(gradient_norm([gradient] * 2, [gradient.to_local()] * 2)), len(seen)
+    finally:
+        logger.removeHandler(records)
+
+
+@pytest.mark.ranks
+def test_torch_has_nothing_to_say_about_the_norm_of_divided_rows_and_columns(pools: dict[int, RankPool]) -> None:
+    expected = float(torch.linalg.vector_norm(torch.arange(24.0)) * 2**0.5)
+    assert pools[4].run(norm_and_warnings) == [(pytest.approx(expected), 0)] * 4

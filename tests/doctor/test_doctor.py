@@ -14,14 +14,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from commands import command
+from harness import RankPool, RanksFailed
 from hydra import compose, initialize_config_dir
 
 from llava_fsdp.config import DoctorConfig, Format, config_dir, load
 from llava_fsdp.data.batching.workers import lock_bytes
+from llava_fsdp.distributed.mesh import World
 from llava_fsdp.doctor import collectives, config_checks, disk, gpus, host, network, software, torch_probe
 from llava_fsdp.doctor.checks import CHECKS, Check, run_check
-from llava_fsdp.doctor.collectives_worker import expect
+from llava_fsdp.doctor.collectives_worker import check_exchange, check_messages, expect
 from llava_fsdp.doctor.context import Context, Needs
 from llava_fsdp.doctor.findings import Finding, Level, fail, ok, output_of, result_and_cure, warn
 from llava_fsdp.doctor.gpus import TorchFacts, parse_links, parse_smi
@@ -667,7 +670,8 @@ def test_ranks_that_agree_print_nothing(tmp_path: Path) -> None:
     start = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
     done = command(*start, "llava_fsdp.doctor.collectives_worker", str(tmp_path), cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    assert "measured" in (tmp_path / "rank-1").read_text()
+    stages = [line.split()[0] for line in (tmp_path / "rank-1").read_text().splitlines()]
+    assert stages == [stage for stage in collectives.STUCK if stage]
 
 
 @pytest.mark.parametrize(("on_gpus", "seen"), [(False, ""), (True, "0,3")])
@@ -695,6 +699,8 @@ def test_who_is_stuck() -> None:
     assert "every rank waits in its first all_reduce" in collectives.stuck("2 ranks", ["joined"] * 2, 60, True).result
     assert "every rank does not end" in collectives.stuck("2 ranks", ["measured 5e9", "measured 4e9"], 60, True).result
     assert "rank 1, 2 has not started" in collectives.stuck("3 ranks", ["joined", "", ""], 60, True).result
+    assert "rank 0 waits in all_to_all" in collectives.stuck("2 ranks", ["scattered", "exchanged"], 60, True).result
+    assert "rank 1 waits for a message" in collectives.stuck("2 ranks", ["passed", "exchanged"], 60, True).result
     on_cpu, on_gpus = (collectives.stuck("2 ranks", ["joined"] * 2, 60, on_gpus).cure for on_gpus in (False, True))
     assert "GLOO" in on_cpu and "NCCL" in on_gpus
     assert (
@@ -707,6 +713,34 @@ def test_one_wrong_number_of_a_collective_is_an_error() -> None:
     expect(torch.tensor([3.0, 3.0]), 3.0, "all_reduce")
     with pytest.raises(RuntimeError, match="all_gather"):
         expect(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0]), "all_gather")
+
+
+def exchange_and_pass(world: World) -> None:
+    check_exchange(world)
+    check_messages(world)
+
+
+def exchange_wrongly(world: World) -> None:
+    """One number of what rank 1 gets is that of another rank."""
+    exchange = dist.all_to_all_single
+
+    def wrong(received: torch.Tensor, sent: torch.Tensor) -> None:
+        exchange(received, sent)
+        received[0] += world.rank == 1
+
+    dist.all_to_all_single = wrong
+    try:
+        check_exchange(world)
+    finally:
+        dist.all_to_all_single = exchange
+
+
+@pytest.mark.ranks
+def test_ranks_exchange_numbers_and_send_messages(pools: dict[int, RankPool]) -> None:
+    pools[3].run(exchange_and_pass)
+    with pytest.raises(RanksFailed, match="all_to_all returned") as failed:
+        pools[3].run(exchange_wrongly)
+    assert len(failed.value.kinds) == 1
 
 
 @pytest.mark.parametrize(("major", "bf16"), [(7, False), (8, True), (9, True)])

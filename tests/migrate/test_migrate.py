@@ -641,6 +641,31 @@ def test_zero_and_offload_make_a_whole_configuration(block: dict, expected: dict
     )
 
 
+SHARED_SAMPLES = [
+    ({"tensor_parallel": {"autotp_size": 2}}, {"parallel.tensor": 2}, 16),
+    ({"autotp_size": "4"}, {"parallel.tensor": 4}, 8),
+    ({"sequence_parallel_size": 8}, {"parallel.context": 8}, 4),
+    ({"tensor_parallel": {"autotp_size": 2}, "sequence_parallel_size": 2},
+     {"parallel.tensor": 2, "parallel.context": 2}, 8),
+    ({"tensor_parallel": {"autotp_size": 3}, "sequence_parallel_size": True}, {}, 32),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("zero", "expected", "batch"), SHARED_SAMPLES, ids=str)
+def test_gpus_that_share_samples(zero: dict, expected: dict, batch: int, tmp_path: Path) -> None:
+    """4 samples of a micro-batch, on 8 GPUs; those that share samples count once."""
+    done = finetune(tmp_path, zero=ZERO2 | {"train_batch_size": batch} | zero)
+    assert {k: v for k, v in done.decided.items() if k.startswith("parallel")} == expected
+    assert done.decided["global_batch_size"] == batch and row(done, "train_batch_size").verdict is mapped
+
+
+@pytest.mark.slow
+def test_gpus_that_share_samples_make_a_whole_configuration(tmp_path: Path) -> None:
+    zero = {"tensor_parallel": {"autotp_size": 2}, "sequence_parallel_size": 2}
+    cfg = composes(finetune(tmp_path, zero=ZERO2 | zero))
+    assert (cfg.parallel.tensor, cfg.parallel.context, cfg.global_batch_size) == (2, 2, 8)
+
+
 def test_deepspeed_optimizer_has_one_group(tmp_path: Path) -> None:
     """It bypasses LLaVA's own group for the projector, and keys that it leaves out have DeepSpeed's defaults."""
     params = {"lr": "auto", "betas": [0.9, 0.999], "eps": "auto", "torch_adam": "true"}
@@ -703,7 +728,18 @@ DEEPSPEED_VERDICTS = [
     ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "none", "pipeline": True}}}, implied),
     ({"zero_optimization": {"stage": 3}, "aio": {"block_size": 1}}, no_effect),
     ({"tensor_parallel": {"autotp_size": 1}}, implied),
-    ({"tensor_parallel": {"autotp_size": 4}}, unsupported),
+    ({"tensor_parallel": {"autotp_size": 4}}, mapped),
+    ({"tensor_parallel": {"autotp_size": "2", "tp_overlap_comm": True}}, implied),
+    ({"tensor_parallel": {"tp_overlap_comm": True}}, implied),
+    ({"tensor_parallel": {"autotp_size": 3}}, unsupported),
+    ({"autotp_size": 2}, mapped),
+    ({"autotp_size": 0}, implied),
+    ({"sequence_parallel_size": 8}, mapped),
+    ({"sequence_parallel_size": 1}, implied),
+    ({"sequence_parallel_size": 16}, unsupported),
+    ({"tensor_parallel": {"autotp_size": 4}, "sequence_parallel_size": 4}, unsupported),
+    ({"graph_harvesting": True}, unsupported),
+    ({"pipeline": {"stages": 2}}, no_effect),
     ({"tensorboard": {"enabled": True, "job_name": "y"}}, unsupported),
     ({"wandb": {"enabled": False, "project": "x"}}, implied),
     ({"flops_profiler": {"enabled": False, "detailed": True}}, implied),

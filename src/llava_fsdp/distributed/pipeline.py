@@ -16,9 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import PipelineStage, _utils
 from torch.distributed.pipelining._backward import stage_backward
-from torch.distributed.pipelining._utils import _StageMeta, _TensorMeta
 from torch.distributed.pipelining.schedules import FORWARD, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.pipelining.stage import _RecvInfo
 
@@ -101,7 +100,7 @@ class PackedStage(PipelineStage):
         number: int,
         place: Place,
         plan: ShardPlan,
-        hidden: _TensorMeta,
+        hidden: _utils._TensorMeta,
         device: torch.device,
         group: dist.ProcessGroup,
     ):
@@ -133,7 +132,9 @@ class PackedStage(PipelineStage):
         metas = [meta_of((*shape, self.hidden.shape[-1]), self.hidden.dtype) for shape in shapes]
         first = () if self.is_first else (metas[0],)
         self.chunks, self.has_backward = len(shapes), True
-        self._stage_meta = _StageMeta(inputs=first, outputs=(metas[0],), input_grads=first, output_grads=(metas[0],))
+        self._stage_meta = _utils._StageMeta(
+            inputs=first, outputs=(metas[0],), input_grads=first, output_grads=(metas[0],)
+        )
         before, behind = self.stage_index - 1, self.stage_index + 1
         self.act_send_info = {0: [] if self.is_last else [behind]}
         self.grad_send_info = [] if self.is_first else [before]
@@ -201,10 +202,10 @@ class PackedStage(PipelineStage):
         """Do nothing: no pass was run to find shapes."""
 
 
-def meta_of(shape: Sequence[int], dtype: torch.dtype) -> _TensorMeta:
+def meta_of(shape: Sequence[int], dtype: torch.dtype) -> _utils._TensorMeta:
     """Describe contiguous hidden states of a shape and dtype."""
     strides = torch.empty(shape, device="meta").stride()
-    return _TensorMeta(shape=torch.Size(shape), stride=strides, dtype=dtype, requires_grad=True)
+    return _utils._TensorMeta(shape=torch.Size(shape), stride=strides, dtype=dtype, requires_grad=True)
 
 
 def allocate(infos: Sequence[_RecvInfo], device: torch.device) -> None:

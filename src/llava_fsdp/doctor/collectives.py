@@ -31,7 +31,9 @@ STUCK = {
     ),
     "summed": ("waits in all_gather", MORE, LOOPBACK),
     "gathered": ("waits in reduce_scatter", MORE, LOOPBACK),
-    "scattered": ("waits in a large all_reduce", MORE, LOOPBACK),
+    "scattered": ("waits in all_to_all", MORE, LOOPBACK),
+    "exchanged": ("waits for a message of another rank", MORE, LOOPBACK),
+    "passed": ("waits in a large all_reduce", MORE, LOOPBACK),
     "measured": ("does not end", MORE, LOOPBACK),
 }
 """Last stage that a rank has reached -> (where it hangs, advice on GPUs, advice on the CPU)."""

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from llava_fsdp.distributed.mesh import join, read_world
+from llava_fsdp.distributed.mesh import World, join, read_world
 from llava_fsdp.runtime.process_end import end_with
 
 MIB = 1 << 20
@@ -49,9 +49,34 @@ def main() -> None:
     dist.reduce_scatter_tensor(part, torch.ones(world.size * 4, device=world.device))
     expect(part, world.size, "reduce_scatter")
     reached("scattered")
+    check_exchange(world)
+    reached("exchanged")
+    check_messages(world)
+    reached("passed")
     reached("measured", f"{speed(world.device, world.size):.6g}")
     dist.barrier()
     dist.destroy_process_group()
+
+
+def check_exchange(world: World) -> None:
+    """Send each rank one number by an all-to-all, as experts on several ranks exchange tokens, and check what this rank
+    gets."""
+    ranks = torch.arange(world.size, device=world.device)
+    received = torch.empty_like(ranks)
+    dist.all_to_all_single(received, world.rank * world.size + ranks)
+    expect(received, ranks * world.size + world.rank, "all_to_all")
+
+
+def check_messages(world: World) -> None:
+    """Send numbers to the next rank, the last rank to the first, as the stages of a pipeline do, and check what this
+    rank gets."""
+    sent = torch.full((4,), float(world.rank), device=world.device)
+    received = torch.empty_like(sent)
+    after, before = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    operations = [dist.P2POp(dist.isend, sent, after), dist.P2POp(dist.irecv, received, before)]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    expect(received, before, "a message of another rank")
 
 
 def expect(found: torch.Tensor, wanted: torch.Tensor | float, what: str) -> None:

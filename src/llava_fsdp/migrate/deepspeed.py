@@ -35,10 +35,8 @@ METRICS = implied("metrics.jsonl has loss, tokens, seconds and memory of every s
 ADAMW = implied("PyTorch's own AdamW, fused; moments in precision.moment_dtype")
 NO_SETTING = unsupported("AdamW and the schedules have no such setting")
 FP32_SUMS = "gradients are added and reduced in fp32 (precision.reduce_dtype)"
-ZERO3 = (
-    "not taken over: sharding=zero3 for models that do not fit one GPU, parallel.context=N for long samples, "
-    "parallel.tensor=N for divided layers"
-)
+NOT_A_DIVISOR = "no number that divides the GPUs: DeepSpeed needs one"
+LAYERS = "transformers' plan of each model says how its layers are divided"
 NONE = "it has no equivalent here"
 # Keys of the block `fp16` except `enabled`, with DeepSpeed's default values, which are also those of precision.scaler.
 LOSS_SCALE = {
@@ -115,7 +113,7 @@ class Switched:
 
 def train_batch_size(context: Context, value: object) -> Outcome:
     text = context.tell("global_batch_size")
-    return compared(value, context.run.batch, text, "micro-batch x accumulation x GPUs")
+    return compared(value, context.run.batch, text, "micro-batch x accumulation x GPUs with samples of their own")
 
 
 def optimizer_type(context: Context, value: object) -> Outcome:
@@ -278,13 +276,19 @@ DEEPSPEED: Mapping[str, Rule] = {
     "vocabulary_size": implied("taken from the model's configuration"),
     "elasticity.*": Switched("global_batch_size stays the same; NNODES=MIN:MAX launch/multinode.sh"),
     "autotuning.*": Switched("llava-fsdp sweep runs the configurations that you name"),
-    "tensor_parallel.*": Switched(ZERO3, "autotp_size"),
-    **rules(only_off(ZERO3, 0, 1), "autotp_size sequence_parallel_size graph_harvesting"),
+    **rules(IfDecided("parallel.tensor", only_off(NOT_A_DIVISOR, 0, 1), LAYERS),
+            "tensor_parallel.autotp_size autotp_size"),
+    "tensor_parallel.*": implied(LAYERS),
+    "sequence_parallel_size": IfDecided("parallel.context", only_off(NOT_A_DIVISOR, 0, 1)),
+    "graph_harvesting": only_off(NONE, 0),
+    "pipeline.*": no_effect(
+        "DeepSpeed reads these keys for models that are written as a PipelineModule, which those of these programs are "
+        "not; here parallel.pipeline=N divides the layers of a model among groups of GPUs"),
     **rules(Switched(NONE), """
         data_efficiency.* curriculum_learning.* curriculum_params_legacy.* expert_parallel.* hybrid_engine.*
         compression_training.* quantize_training.* progressive_layer_drop.* eigenvalue.* nebula.*"""),
     **rules(unsupported(NONE), """
-        pipeline.* sparse_attention.* inference.* data_parallel_group weight_quantization.* zero_optimization.zenflow.*
+        sparse_attention.* inference.* data_parallel_group weight_quantization.* zero_optimization.zenflow.*
         zero_optimization.zeropp_loco_param.* seq_parallel_communication_data_type
         use_data_before_expert_parallelism"""),
 }  # fmt: skip

@@ -55,7 +55,9 @@ def decide(run: Run) -> Overrides:
     """Return all Hydra overrides with which llava_fsdp does the training `run` of another system: value by
     configuration key. They include those that only repeat defaults; `command.drop_defaults` removes these."""
     found = model(run) | data(run) if run.launch.is_original else other_program(run)
-    found |= writing(run) | tracking(run) | sharding(run) | offload(run) | precision(run) | compiling(run)
+    found |= (
+        writing(run) | tracking(run) | sharding(run) | parallel(run) | offload(run) | precision(run) | compiling(run)
+    )
     checkpointing = (
         run.trainer_value("gradient_checkpointing") or plain(run.launched("fsdp_activation_checkpointing")) is True
     )
@@ -210,6 +212,13 @@ def sharding(run: Run) -> Overrides:
         stage = run.ds_or_default("zero_optimization.stage")
         return {"sharding": STAGES[stage]} if isinstance(stage, int) and stage in STAGES else {}
     return {"sharding": fsdp_strategy(run) or "zero0"}
+
+
+def parallel(run: Run) -> Overrides:
+    """Return the Hydra overrides for kinds of parallelism other than the sharding of states that DeepSpeed's
+    configuration of the training to migrate, `run`, switches on."""
+    sizes = {"parallel.tensor": run.tensor, "parallel.context": run.context}
+    return {key: size for key, size in sizes.items() if size > 1}
 
 
 def offload(run: Run) -> Overrides:

@@ -195,16 +195,40 @@ class Run:
         ranks = self.ranks
         return ranks.per_node * ranks.nodes if ranks.per_node and ranks.nodes else None
 
+    def ranks_for_one_sample(self, key: str, gpus: int) -> int:
+        """Return the number of GPUs among which DeepSpeed divides the work for a sample by the value of a key. It is 1
+        if the key is not set, or if its value does not divide the number of GPUs.
+
+        Args:
+            key: dotted key of DeepSpeed's configuration.
+            gpus: number of GPUs that can be divided.
+        """
+        size = self.ds(key)
+        return size if isinstance(size, int) and size > 1 and gpus % size == 0 else 1
+
+    @property
+    def tensor(self) -> int:
+        """Number of GPUs among which DeepSpeed divides each layer of the training to migrate (AutoTP); 1: none."""
+        nested, plain_key = (
+            self.ranks_for_one_sample(key, self.gpus or 1) for key in ("tensor_parallel.autotp_size", "autotp_size")
+        )
+        return nested if nested > 1 else plain_key
+
+    @property
+    def context(self) -> int:
+        """Number of GPUs among which DeepSpeed divides the tokens of a sample (Ulysses); 1: they are not divided."""
+        return self.ranks_for_one_sample("sequence_parallel_size", (self.gpus or 1) // self.tensor)
+
     @property
     def batch(self) -> int:
         """Number of samples in an optimizer step of the training to migrate: micro-batch size x gradient accumulation
-        steps x number of GPUs."""
+        steps x number of GPUs that process samples of their own."""
         micro, accumulation = (
             self.trainer_value("per_device_train_batch_size"),
             self.trainer_value("gradient_accumulation_steps"),
         )
         assert isinstance(micro, int) and isinstance(accumulation, int) and self.gpus  # read_run checks gpus
-        return micro * accumulation * self.gpus
+        return micro * accumulation * (self.gpus // (self.tensor * self.context))
 
     @property
     def bits(self) -> int | None:

@@ -76,17 +76,12 @@ def plan_stages(model: Llava, flops: Flops, counts: Sequence[float], stages: int
     Raises:
         ConfigError: the model has fewer blocks than stages, or cannot be divided.
     """
-    check_can_be_divided(model)
+    check_can_be_divided(model, stages)
     blocks = find_blocks(model.language_model)
     active = getattr(model.language_model.config, "num_experts_per_tok", None)
     weights = [matrix_weights(block, active=active) for block in blocks]
     tokens, pairs, labels, tiles = counts
     of_block = [flops.token * tokens * own / max(1, sum(weights)) + flops.pair * pairs / len(blocks) for own in weights]
-    if len(blocks) < stages:
-        raise ConfigError(
-            f"the language model has {len(blocks)} blocks, which cannot be divided among {stages} stages; set "
-            "parallel.pipeline (times 2 with parallel.schedule=interleaved) to at most that number"
-        )
     tower, loss = flops.tile * tiles * tensor, flops.label * labels
     parts = divide(of_block, tower, loss, stages)
     costs = [sum(of_block[number] for number in part) for part in parts]
@@ -120,9 +115,9 @@ def divide(costs: Sequence[float], first: float, last: float, parts: int) -> lis
     return [range(begin, end) for begin, end in itertools.pairwise(best[count][2])]
 
 
-def check_can_be_divided(model: Llava) -> None:
-    """Raise ConfigError if the stages of a model, which is on the meta device, would not compute what the model
-    computes.
+def check_can_be_divided(model: Llava, stages: int) -> None:
+    """Raise ConfigError if a model, which is on the meta device, has fewer blocks than `stages`, or if its stages would
+    not compute what the model computes.
 
     The language model runs without its blocks and without other modules that have weights, which are found by trying:
     what is left must return its input unchanged, and must call the blocks in order and then the other modules.
@@ -143,6 +138,11 @@ def check_can_be_divided(model: Llava) -> None:
     if names is None:
         raise refusal
     skeleton, stack = twin_of(model.language_model), find_blocks(model.language_model)
+    if len(stack) < stages:
+        raise ConfigError(
+            f"parallel.pipeline: the language model has {len(stack)} blocks, which cannot be divided among {stages} "
+            "stages; set parallel.pipeline (times 2 with parallel.schedule=interleaved) to at most that number"
+        )
     expected = [str(number) for number in range(len(stack))]
     passed = (Passed(block, calls, number) for number, block in zip(expected, stack, strict=True))
     setattr(skeleton, names.blocks, nn.ModuleList(passed))

@@ -16,6 +16,7 @@ from llava_fsdp.model.flops import count_flops
 from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.pretrained import Parts
 from llava_fsdp.model.quantization import check_quantizer
+from llava_fsdp.model.stages import check_can_be_divided
 from llava_fsdp.model.tensor_plan import tensor_plan
 
 
@@ -39,6 +40,8 @@ def build_model(cfg: Config, parts: Parts, device: torch.device) -> Llava:
         tensor_plan(model, cfg.parallel.tensor)  # raises an error if the model cannot be divided
     if cfg.parallel.expert > 1:
         check_shared_experts(model.language_model, cfg.parallel.expert)
+    if cfg.parallel.pipeline > 1:
+        check_can_be_divided(model, cfg.parallel.num_stages)
     return model
 
 

@@ -18,9 +18,7 @@ from llava_fsdp.distributed import mesh as ranks
 from llava_fsdp.distributed.consensus import on_first_rank
 from llava_fsdp.distributed.mesh import World, distributed, gather_lists, make_meshes
 from llava_fsdp.distributed.offload import explained_memory_errors
-from llava_fsdp.distributed.precision import DTYPES
 from llava_fsdp.distributed.zero import SHARD_PLANS
-from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.pretrained import find_parts
 from llava_fsdp.plan.auto import Decision, decide, settle_packing
 from llava_fsdp.plan.workload import samples_in
@@ -33,6 +31,7 @@ from llava_fsdp.runtime.run_dir import FOLDER, claimed, restored_umask
 from llava_fsdp.runtime.run_dir_watch import RunDirLock
 from llava_fsdp.runtime.watchdog import Run, Watchdog
 from llava_fsdp.train import final_export
+from llava_fsdp.train.build_model import build_model
 from llava_fsdp.train.build_state import build_state, open_data
 from llava_fsdp.train.dry_run import dry_run
 from llava_fsdp.train.live_page import rewrite_page
@@ -176,7 +175,7 @@ def settle_auto(cfg: Config, world: World) -> Config:
         log().info("auto: data.template=%s, for the language model %s", cfg.data.template, parts.language.model_type)
     if not cfg.has_auto:
         return cfg
-    shapes = build_llava(parts, cfg.model, DTYPES[cfg.precision.param_dtype])
+    shapes = build_model(cfg, parts, world.device)  # refuses what the model does not support before records are read
     steps = open_data(replace(cfg, tokens_per_micro_batch=None), world, shapes).steps
 
     def choose() -> Decision:
