@@ -186,7 +186,7 @@ def test_a_tensor_is_summed_in_pieces_as_in_one(monkeypatch: pytest.MonkeyPatch)
 def test_shards_without_replicas_are_not_read() -> None:
     """Only what several ranks hold costs anything."""
     plain = torch.zeros(3)
-    of_mesh, everywhere = shared_tensors({"a": plain})
+    of_mesh, everywhere = shared_tensors({"a": plain}, 1)
     assert not of_mesh and list(everywhere) == ["a"] and everywhere["a"].data_ptr() == plain.data_ptr()
     assert checksums({}) == {}
 

@@ -148,7 +148,15 @@ def test_dropout_and_sources_are_of_the_samples_that_are_kept() -> None:
         "collate": lambda rows, facts, total, seeds, sources: given.append((rows, total, seeds, sources)),
     }
     vars(steps).update(
-        stand_ins, rank=0, world_size=3, seed=5, drops=True, sources=["a", "b"], ends=np.array([2, 3]), cut=None
+        stand_ins,
+        rank=0,
+        world_size=3,
+        seed=5,
+        drops=True,
+        sources=["a", "b"],
+        ends=np.array([2, 3]),
+        cut=None,
+        rounded=int,
     )
     assert steps.prepare(7).facts.skipped == [out]
     seeds = [derive("dropout", 5, 7, number) % 2**31 for number in (2, 0)]
@@ -164,7 +172,9 @@ def test_only_a_record_that_broke_since_counts_against_the_limit() -> None:
     records = SimpleNamespace(index=range(10), out=1)
     own = loader.Loader.__new__(loader.Loader)
     own.gather, own.broken, own.data = list, {4, 5}, data  # pyright: ignore[reportAttributeAccessIssue]
-    own.steps = SimpleNamespace(records=records, cut=None, collate=SimpleNamespace(normalize=Normalize.step))  # pyright: ignore
+    own.steps = SimpleNamespace(  # pyright: ignore[reportAttributeAccessIssue]
+        records=records, cut=None, shares_rows=False, collate=SimpleNamespace(normalize=Normalize.step)
+    )
 
     def agreed(*numbers: int) -> int:
         facts = StepFacts(

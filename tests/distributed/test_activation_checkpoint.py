@@ -131,6 +131,7 @@ def test_inputs_of_blocks_come_back_a_block_ahead(monkeypatch: pytest.MonkeyPatc
         def __init__(self, number: int):
             super().__init__()
             self.number = number
+            self.weight = nn.Parameter(torch.ones(()))  # a block without weights is one of another stage
 
         def forward(self, shown: torch.Tensor) -> torch.Tensor:
             told.append(("run", self.number))

@@ -41,7 +41,7 @@ def test_how_far_an_export_may_be_from_its_model(
     model = Echo()
     micro = SimpleNamespace(inputs=(expected, None), images=torch.zeros(0))
     loader = SimpleNamespace(steps=SimpleNamespace(probe=lambda: (micro, [])), to_device=lambda own: own)
-    state: Any = SimpleNamespace(model=model, loader=loader)
+    state: Any = SimpleNamespace(model=model, loader=loader, pipeline=None, roots=[model])
     cfg: Any = SimpleNamespace(
         model=SimpleNamespace(quantize=SimpleNamespace(mode=Quantizer.none)),
         export=SimpleNamespace(dtype=dtype),

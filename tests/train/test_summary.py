@@ -175,9 +175,7 @@ def run_of(cfg: Any) -> tuple[dict[str, Any], Any]:
         "config": resume.jsonable(resume.asdict(cfg)), "fingerprints": dict.fromkeys(FINGERPRINTS, "same"),
         "trainable": ["a", "b"],
     }  # fmt: skip
-    return facts, SimpleNamespace(
-        fingerprints=dict(facts["fingerprints"]), masters=SimpleNamespace(named={"a": 1, "b": 2})
-    )
+    return facts, SimpleNamespace(fingerprints=dict(facts["fingerprints"]), trained=["a", "b"])
 
 
 @pytest.mark.parametrize("name", FINGERPRINTS)
@@ -199,10 +197,10 @@ def test_what_is_another_than_in_the_checkpoint_is_named(name: str, cfg: Config,
 def test_other_parameters_and_another_seed_are_named_once(cfg: Config, tmp_path: Path) -> None:
     cfg = changed(cfg, model__random_weights=True, seed=3)
     facts, state = run_of(cfg)
-    state.masters.named = {"b": 1, "d": 2, "c": 3}
+    state.trained = ["b", "d", "c"]
     with pytest.raises(resume.CheckpointError, match=r"model\.train: 3 parameters were added or removed, such as a\n"):
         refuse_changes(facts, cfg, state, tmp_path)
-    state.masters.named = {"a": 1, "b": 2}
+    state.trained = ["a", "b"]
     state.fingerprints["model"] = "other"
     for seed, lines in ((3, ["model: "]), (4, ["seed: 4 -> 3"])):
         facts["config"]["seed"] = seed
