@@ -78,7 +78,7 @@ def test_a_search_finds_what_trying_everything_finds(
                     row = planner.row(choice, own, split, planner.ends(splits[-1][0], splits[0][0]))
                 except ConfigError:  # ranks cannot share experts under this strategy
                     continue
-                everything.append(Planned(planner, row))
+                everything.append(Planned(planner, own, row))
     assert found.layouts == len({id(one.planner) for one in everything})
     assert found.measured < found.ways == len(everything)
     fitting = [one for one in everything if one.row.fits]
@@ -102,6 +102,7 @@ def test_layouts_are_products_of_divisors(dense: Path, dataset: Path, tmp_path: 
             (k.pipeline, k.tensor, k.expert, k.num_context, k.schedule is PipelineSchedule.interleaved) for k in kinds
         }
 
+    assert {k[0] for k in found("global_batch_size=48", ranks=24, node=8)} >= {1, 2, 3, 8, 24}
     every = found("global_batch_size=64")
     assert {(1, 1, 1, 1, False), (2, 4, 1, 1, False), (2, 2, 1, 2, True), (8, 1, 1, 1, False)} <= every
     assert not any(tensor > 1 and expert > 1 for _, tensor, expert, *_ in every), "not supported together"
@@ -134,6 +135,21 @@ def test_the_choice_is_applied_and_kept_by_a_resumed_run(
     assert (kept.parallel.tensor, kept.parallel.pipeline, kept.parallel.num_stages) == (2, 2, 4)
     (tmp_path / "config.yaml").write_text(text.replace("tensor: 2", "tensor: 3"))
     assert decide(cfg, world, parts, SAMPLES, continues=True).parallel == decision.parallel, "3 do not divide 4 ranks"
+
+
+def test_layouts_without_a_possible_way_are_left_out(mixture: Path, dataset: Path, tmp_path: Path) -> None:
+    """Three nodes of eight ranks: with two stages, twelve ranks cannot shard within eight."""
+    words = "pack=true", "parallel.search=true", "global_batch_size=48"
+    world = World(0, 24, 0, 8, torch.device("cuda"))
+    for sharding in ("auto", "HYBRID_SHARD"):
+        cfg = make_config(mixture, dataset, tmp_path, *words, f"sharding.strategy={sharding}")
+        found = searcher_of(machine_of(10**5, 24, 5e10), world).search(cfg, 24, 8)
+        assert found.rows[0].row.fits
+        kinds = {one.parallel.pipeline for one in found.rows}
+        assert kinds and all(24 % pipeline == 0 for pipeline in kinds)
+    with pytest.raises(ConfigError, match="3 does not divide 8,"):
+        cfg = make_config(mixture, dataset, tmp_path, *words, "parallel.tensor=3")
+        searcher_of(machine_of(10**5, 8, 5e10), world).search(cfg, 8, 8)
 
 
 @pytest.mark.slow

@@ -42,6 +42,7 @@ class Planned:
     """A way to train, with the planner of its layout of ranks."""
 
     planner: Planner
+    ranks: Ranks
     row: PlanRow
 
     @property
@@ -72,8 +73,8 @@ class Search:
 
     def __str__(self) -> str:
         return (
-            f"searched {self.ways:,} ways to train in {self.layouts} layouts of ranks; predicted the memory of "
-            f"{self.measured}, in the order of the seconds they may need"
+            f"compared the seconds of {self.ways:,} ways to train in {self.layouts} layouts of ranks, and predicted "
+            f"the memory of {self.measured} combinations of layout, strategy, activation checkpointing and offload"
         )
 
 
@@ -82,7 +83,7 @@ class Searcher(Generic[C]):
     """Makes the ways to train of each layout of ranks."""
 
     planner_of: Callable[[C], Planner]
-    """Returns the planner of a configuration; called once."""
+    """Returns the planner of a configuration; called until it succeeds once."""
     ways_of: Callable[[Planner, C], Ways]
     """Returns the ways to train with a planner's layout."""
 
@@ -93,26 +94,27 @@ class Searcher(Generic[C]):
             cfg: the configuration. Kinds of parallelism whose number is above 1 are kept, the others are searched.
             world_size: number of ranks.
             node_size: number of ranks on one node; ranks that compute layers together are on one node.
-            count: number of ways that fit to find; fewer if there are not so many.
+            count: number of ways that fit to find; fewer if there are not so many. The result may have more, and also
+                ways that do not fit.
 
         Raises:
             ConfigError: no layout is possible with this configuration.
         """
-        possible = layouts(cfg, world_size, node_size)
+        cfg.parallel.check_divides(world_size)
         first: Planner | None = None
         refused: ConfigError | None = None
-        found: list[Ways] = []
-        for tried in possible:
+        found: list[Candidate] = []
+        for tried in layouts(cfg, world_size, node_size):
             try:
                 planner = self.planner_of(tried) if first is None else first.with_layout(tried)
                 first = first or planner
-                found.append(self.ways_of(planner, tried))
+                found += candidates(self.ways_of(planner, tried))
             except ConfigError as error:  # this model cannot be divided in this way
-                refused = error
+                refused = refused or error
         if not found:
             raise refused or ConfigError(
-                f"parallel.search=true: no layout of {world_size} ranks is possible: each number of the keys of "
-                "parallel must divide the ranks, and a row must have room for a sample of data.max_length="
+                f"parallel=auto: no layout of {world_size} ranks is possible: each rank needs a sample of "
+                f"global_batch_size={cfg.global_batch_size}, and a row room for a sample of data.max_length="
                 f"{cfg.data.max_length}"
             )
         return fastest(found, count)
@@ -156,14 +158,33 @@ def layouts(cfg: C, world_size: int, node_size: int) -> list[C]:
     return found
 
 
-def fastest(found: Sequence[Ways], count: int) -> Search:
+@dataclass(frozen=True)
+class Candidate:
+    """A way to train, all sizes of micro-batches counted as one, whose memory is not known."""
+
+    ways: Ways
+    choice: Choice
+    least: float
+    """Seconds of a step with the fastest size of micro-batches."""
+
+
+def candidates(ways: Ways) -> list[Candidate]:
+    """Return the ways to train with a layout.
+
+    Raises:
+        ConfigError: there are none, or the ranks cannot be arranged in this way.
+    """
+    planner = ways.planner
+    possible = ways_to_share_experts(planner.cfg, ways.choices, planner.own_ranks(ways.ranks))
+    return [Candidate(ways, choice, quickest(ways, choice, ways.splits)[0]) for choice in possible]
+
+
+def fastest(found: Sequence[Candidate], count: int) -> Search:
     """Return the `count` fastest ways to train that fit into memory, the chosen one first."""
-    order, waiting, total, measured = itertools.count(), [], 0, 0
-    for ways in found:
-        for choice in ways_to_share_experts(ways.planner.cfg, ways.choices, ways.ranks):
-            total += len(ways.splits)
-            least = quickest(ways, choice, ways.splits)[0]
-            waiting.append((least, next(order), ways, choice, None))
+    order, measured = itertools.count(), 0
+    waiting: list[tuple[float, int, Ways, Choice, PlanRow | None]] = [
+        (one.least, next(order), one.ways, one.choice, None) for one in found
+    ]
     heapq.heapify(waiting)
     fitting: list[Planned] = []
     others: list[Planned] = []
@@ -172,23 +193,23 @@ def fastest(found: Sequence[Ways], count: int) -> Search:
         if len(fitting) >= count and seconds > NEAR * fitting[0].row.step.seconds:
             break
         if row is not None:
-            fitting.append(Planned(ways.planner, row))
+            fitting.append(Planned(ways.planner, ways.ranks, row))
             continue
         measured += 1
         row = fastest_that_fits(ways, choice)
         if row.fits:
             heapq.heappush(waiting, (row.step.seconds, next(order), ways, choice, row))
         else:
-            others.append(Planned(ways.planner, row))
+            others.append(Planned(ways.planner, ways.ranks, row))
     if fitting:
         near = [one for one in fitting if one.row.step.seconds <= NEAR * fitting[0].row.step.seconds]
         chosen = min(near, key=lambda one: one.kinds)
         row = chosen.row  # its memory is measured, as interpolated bytes may be a little too high
-        ranks = next(ways.ranks for ways in found if ways.planner is chosen.planner)
-        exact = replace(chosen, row=chosen.planner.row(row.choice, ranks, row.micro_batches))
+        exact = replace(chosen, row=chosen.planner.row(row.choice, chosen.ranks, row.micro_batches))
         fitting = [exact, *(one for one in fitting if one is not chosen)]
     others.sort(key=lambda one: one.row.bytes["total"])
-    return Search([*fitting, *others], len(found), total, measured)
+    layouts = len({id(one.ways.planner) for one in found})
+    return Search([*fitting, *others], layouts, sum(len(one.ways.splits) for one in found), measured)
 
 
 def fastest_that_fits(ways: Ways, choice: Choice) -> PlanRow:
@@ -219,6 +240,8 @@ def why_not(one: Planned, chosen: Planned) -> str:
     more = row.step.seconds / best.step.seconds - 1
     if more <= NEAR - 1 and one.kinds > chosen.kinds:
         return "about as fast, with more kinds of parallelism"
+    if more < 0.005:
+        return "as fast"
     parts = {
         "computation and waiting for other stages": row.step.compute - best.step.compute,
         "communication that nothing hides": row.step.exposed - best.step.exposed,

@@ -233,8 +233,8 @@ class Planner:
         other = copy.copy(self)
         other.cfg = cfg
         other.divide()
-        if cfg.parallel.num_context > 1:
-            assert other.how is not ContextHow.auto  # raises if the ranks cannot share rows
+        parallel = cfg.parallel
+        plan_context(parallel.context_how, self.parts.language, parallel.num_context, 0, other.tensor)
         if cfg.parallel.pipeline > 1:
             other.groups_of(recomputes=False)
         return other
@@ -387,9 +387,9 @@ class Planner:
         if self.offloads_activations(choice):
             passes = self.passes(ActivationCheckpointing.full, micros, between)
             host += max(sum(inputs_of_blocks(one).values()) for one in passes)
-        step, sent = self.step(choice, ranks, micros, group)
-        if rank is None:  # all groups wait for the slowest one
-            step = max((self.step(choice, ranks, micros, one)[0] for one in groups), key=lambda one: one.seconds)
+        _, sent = self.step(choice, ranks, micros, group)
+        # all groups wait for the slowest one
+        step = max((self.step(choice, ranks, micros, one)[0] for one in groups), key=lambda one: one.seconds)
         flops = sample_flops(self.flops, self.samples)
         rate = self.cfg.global_batch_size / step.seconds
         return PlanRow(
@@ -445,7 +445,7 @@ class Planner:
         of_rank = (flops - tower) / self.tensor + tower
         recomputed = self.recomputed_flops(choice) / self.tensor
         idle = (parallel.pipeline - 1) / (parallel.stages_per_rank * len(micros))  # arXiv 2104.04473, section 2.2
-        work = group.share * (1 + idle) * self.cfg.global_batch_size / own.world_size
+        work = group.share * self.cfg.global_batch_size / own.world_size
         _, shards = mesh_shape(SHARD_PLANS[strategy], own.world_size, own.shard_size)
         step = step_time(
             self.machine,
@@ -459,7 +459,8 @@ class Planner:
             world_size=ranks.world_size,
             offload=choice.offload,
         )
-        return step, sent
+        # behind `step_time`, because idle time hides no communication
+        return replace(step, compute=step.compute * (1 + idle)), sent
 
     def recomputed_flops(self, choice: Choice) -> float:
         """Return the FLOPs of a sample that run again in the backward pass."""
@@ -488,8 +489,10 @@ class Planner:
             group: what the rank has of the model.
         """
         parallel, precision, plan = self.cfg.parallel, self.cfg.precision, SHARD_PLANS[choice.strategy]
-        # after the pipeline is full, one micro-batch is like the other
-        run = micros[: parallel.num_micro_batches(2 * parallel.num_stages)]
+        # As many micro-batches as fill the pipeline twice: those that follow each other and have the most tokens.
+        most = parallel.num_micro_batches(2 * parallel.num_stages)
+        windows = (micros[begin : begin + most] for begin in range(max(1, len(micros) - most + 1)))
+        run = max(windows, key=lambda window: sum(micro.tokens for micro in window))
         stack, mode = stack_name(self.model), choice.activation_checkpointing.mode
         own = {
             (number, micro): segments_of_stage(

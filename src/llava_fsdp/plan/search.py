@@ -48,9 +48,11 @@ def choices(cfg: Config, device: str, strategies: Sequence[Strategy]) -> list[Ch
 def distinct_strategies(ranks: Ranks, parts: int = 1) -> list[Strategy]:
     """Return the sharding strategies that differ from each other on these numbers of ranks, each `parts` of which
     divide the model among them."""
-    if ranks.world_size == parts:
+    own = ranks.world_size // parts
+    if own == 1:
         return [Strategy.FULL_SHARD]  # a single rank shards nothing, so all strategies are the same
-    hybrid = 1 < ranks.shard_size < ranks.world_size // parts
+    shards = min(ranks.shard_size, own)
+    hybrid = 1 < shards < own and (parts == 1 or own % shards == 0)
     return [s for s, plan in SHARD_PLANS.items() if hybrid or plan.mesh is not Mesh.HYBRID]
 
 
@@ -80,6 +82,9 @@ def is_allowed(cfg: Config, strategy: Strategy, mode: OffloadMode) -> bool:
 
 def ways_to_share_experts(cfg: Config, ways: Sequence[Choice], ranks: Ranks) -> list[Choice]:
     """Return the ways to train under which ranks can share experts as configured (`parallel.expert`).
+
+    Args:
+        ranks: numbers of ranks that hold the same parts of layers (`Planner.own_ranks`).
 
     Raises:
         ConfigError: they can under none.
@@ -115,7 +120,7 @@ def plan_rows(
             For each way to train, the first one that fits is used.
     """
     ends = planner.ends(splits[-1][0], splits[0][0])
-    ways = ways_to_share_experts(planner.cfg, ways, ranks)
+    ways = ways_to_share_experts(planner.cfg, ways, planner.own_ranks(ranks))
     rows = [largest_that_fits(planner, choice, ranks, splits, ends) for choice in ways]
     # if two are equally fast, the one with less recomputation comes first, then the one with fewer bytes
     modes = list(ActivationCheckpointing)

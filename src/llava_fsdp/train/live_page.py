@@ -97,7 +97,11 @@ class LivePage:
     def look_at_process(self, process: subprocess.Popen[bytes]) -> None:
         """If the process that writes the page has ended, choose the time from which the next one may start, by the CPU
         seconds that it took. `Popen.poll` does not tell these."""
-        pid, status, usage = os.wait4(process.pid, os.WNOHANG)
+        try:
+            pid, status, usage = os.wait4(process.pid, os.WNOHANG)
+        except ChildProcessError:  # something else in this process has waited for it
+            self.process = None
+            return
         if pid == 0:
             return
         self.process = None
