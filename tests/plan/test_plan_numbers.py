@@ -385,7 +385,7 @@ def test_the_best_way_comes_first_and_is_measured_again() -> None:
         return row(choice if isinstance(choice, str) else choice.name, *rest)
 
     cfg = SimpleNamespace(parallel=SimpleNamespace(expert=1))
-    planner: Any = SimpleNamespace(row=again, ends=lambda *micros: list(micros), cfg=cfg)
+    planner: Any = SimpleNamespace(row=again, ends=lambda *micros: list(micros), cfg=cfg, own_ranks=lambda ranks: ranks)
     found: Any = plan_rows(planner, cast(Any, list(speeds)), cast(Any, None), cast(Any, [["large"], ["small"]]))
     assert [own.choice.name for own in found] == ["d", "b", "a", "c"]
     assert found[0].ends is None and found[1].ends == ["small", "large"]
