@@ -22,7 +22,7 @@ from llava_fsdp.train.build_model import build_model, shape_of
 from llava_fsdp.train.build_state import cut_of
 from llava_fsdp.train.dry_run import measure, plan_of
 
-CLOSE, LESS_CLOSE = 0.05, 0.08
+CLOSE, LESS_CLOSE = 0.05, 0.1
 """Shares of the most bytes alive."""
 LESS_CLOSELY_PLANNED = [
     ("hybrid2", "none", ("tensor=2", "context=2")),
