@@ -9,11 +9,12 @@ from mixtures import mixture_parts
 from small import changed_parts, make_config
 from test_plan import of_parts, printed
 
-from llava_fsdp.config import Config
+from llava_fsdp.config import ActivationCheckpointing, Config
 from llava_fsdp.config.enums import PipelineSchedule
 from llava_fsdp.distributed.mesh import World
 from llava_fsdp.model.pretrained import find_parts
 from llava_fsdp.plan import auto
+from llava_fsdp.plan.activations import MicroBatch
 from llava_fsdp.plan.auto import decide, ways_for
 from llava_fsdp.plan.hardware import Machine, machine_named
 from llava_fsdp.plan.layouts import NEAR, Planned, Searcher, Ways, layouts
@@ -89,6 +90,19 @@ def test_a_search_finds_what_trying_everything_finds(
     chosen = found.rows[0]
     assert chosen.row.fits and chosen.row.step.seconds <= NEAR * least
     assert chosen.kinds == min(one.kinds for one in fitting if one.row.step.seconds <= NEAR * least)
+
+
+def test_what_one_layout_measures_does_not_change_another(dense: Path, dataset: Path, tmp_path: Path) -> None:
+    """Attention between ranks of a row, measured before and after that of whole rows."""
+    cfg = make_config(dense, dataset, tmp_path, "pack=true", "data.max_length=256")
+    shared = replace(cfg, parallel=replace(cfg.parallel, context=2))
+    machine, mode = machine_of(10**4, 4, 5e10), ActivationCheckpointing.none
+    first = Planner(cfg, machine, SAMPLES)
+    second = first.with_layout(shared)
+    one, two, three = MicroBatch(1, 128, 2, 1, 9, 4), *(MicroBatch(1, n, 2, 1, 9, 4, 2, 1) for n in (128, 192))
+    second.segments(mode, two)
+    first.segments(mode, one)
+    assert second.segments(mode, three) == Planner(shared, machine, SAMPLES).segments(mode, three)
 
 
 def test_layouts_are_products_of_divisors(dense: Path, dataset: Path, tmp_path: Path) -> None:

@@ -138,7 +138,8 @@ class ActivationMeter:
         attention = kernel or (
             Kernel(Attention.sdpa, "padded rows") if packing_refused(parts.language) is None else None
         )
-        model = build_llava(short, cfg.model, DTYPES[cfg.precision.param_dtype], attention, cfg.loss)
+        # a copy, because a model writes its attention into its configuration, and other meters have other attention
+        model = build_llava(copy.deepcopy(short), cfg.model, DTYPES[cfg.precision.param_dtype], attention, cfg.loss)
         if cfg.parallel.tensor > 1:
             divide_on_meta(model, cfg.parallel.tensor, cfg.loss.chunk_tokens)
         store_weights(model, cfg.precision, sharded=False)
