@@ -353,7 +353,7 @@ def make_meshes(world: World, plan: ShardPlan, cfg: Config) -> Meshes:
         root = root_of(sizes, names)
         return root[names] if outer or inner else root
 
-    # FSDP needs a mesh that is a part of the same mesh as that of the divided weights
+    # FSDP2 requires that its mesh and the mesh of divided layers are slices of one mesh
     dense = root_of(shape, names)
     return Meshes(
         dense[names] if outer or inner else dense,

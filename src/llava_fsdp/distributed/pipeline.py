@@ -1,8 +1,8 @@
 """Pipeline parallelism: groups of ranks have different stages of a model and pass micro-batches on to each other.
 
-torch.distributed.pipelining gives the order of forward and backward passes. Its own stage takes all micro-batches to
-have the same shape, reduces gradients once a step, and keeps weights gathered; `PackedStage` does neither, so that all
-sharding strategies work within a stage as they do without a pipeline.
+torch.distributed.pipelining gives the order of forward and backward passes. torch's `PipelineStage` assumes that all
+micro-batches have the same shape, reduces gradients once a step, and keeps weights gathered. `PackedStage` does none of
+these, so that all sharding strategies work within a stage as they do without a pipeline.
 """
 
 from __future__ import annotations
@@ -159,8 +159,10 @@ class PackedStage(PipelineStage):
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         assert self.work is not None
         hidden = args[0] if args else None
-        # else the backward pass of one micro-batch would gather the last unit again for that of another, and free it
-        forget_order(self.units if self.has_run else [])
+        if self.has_run:
+            # FSDP lists its units in the order of forward passes. Two forward passes may run before a backward pass,
+            # which would then gather units of the other micro-batch again, and free them.
+            forget_order(self.units)
         output = self.checked(self.work.forward(self.root, kwargs["number"], hidden))
         self.has_run = True  # FSDP makes its list in the first forward pass
         return output
@@ -322,7 +324,7 @@ class Pipeline:
         for stage in self.stages:
             stage.end_step()
 
-    def forward(self, shape: tuple[int, int], work: ForwardWork, number: int = 0) -> torch.Tensor | None:
+    def forward(self, shape: tuple[int, int], work: ForwardWork) -> torch.Tensor | None:
         """Run the forward pass of one micro-batch without gradients. Collective: all ranks must call it.
 
         Args:
@@ -337,7 +339,7 @@ class Pipeline:
             if not stage.is_first:
                 hidden = torch.empty((*shape, self.width), dtype=self.dtype, device=self.device)
                 dist.recv(hidden, group=self.group, group_src=(stage.stage_index - 1) % self.place.size)
-            output = stage.checked(work.forward(stage.root, number, hidden))
+            output = stage.checked(work.forward(stage.root, 0, hidden))
             if not stage.is_last:
                 dist.send(output.contiguous(), group=self.group, group_dst=(stage.stage_index + 1) % self.place.size)
         return output if self.has_last else None
