@@ -172,7 +172,7 @@ def candidates(ways: Ways) -> list[Candidate]:
     """Return the ways to train with a layout.
 
     Raises:
-        ConfigError: there are none, or the ranks cannot be arranged in this way.
+        ConfigError: no way is possible, or the ranks cannot be arranged in this way.
     """
     planner = ways.planner
     possible = ways_to_share_experts(planner.cfg, ways.choices, planner.own_ranks(ways.ranks))

@@ -118,7 +118,7 @@ def rows_table(rows: Sequence[PlanRow]) -> Table:
 
 
 def layout(parallel: ParallelConfig) -> list[str]:
-    """Return the kinds of parallelism of a layout of ranks as command-line overrides; empty if there are none."""
+    """Return the kinds of parallelism of a layout of ranks as command-line overrides; empty for sharding alone."""
     sizes = {key: getattr(parallel, key) for key in ("context", "tensor", "expert", "pipeline")}
     found = [f"parallel.{key}={size}" for key, size in sizes.items() if size != 1]
     return [*found, f"parallel.schedule={parallel.schedule.value}"] if parallel.pipeline > 1 else found
