@@ -1,7 +1,7 @@
 """Write the HTML page `report.html` of a training, at intervals while it runs and at its end. Only rank 0 does this.
 
 While steps run, a process of its own (this module's `main`) reads the run's files and writes the page, because building
-it takes a good part of a second. A thread of rank 0 would take Python's lock from the steps for as long.
+it takes a good part of a second. A thread of rank 0 would hold the GIL for as long, and delay steps.
 """
 
 import contextlib

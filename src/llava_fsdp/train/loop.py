@@ -248,7 +248,7 @@ def run_micro_batches(
     Args:
         plan: the FSDP2 settings of the sharding strategy.
         scale: the loss scale.
-        sources, experts: get the sums of the step.
+        sources, experts: sums of the step, to which these micro-batches are added.
         profiler: names the parts of the step in a profile.
     """
     loss_sum = torch.zeros((), device=state.loader.device)

@@ -35,7 +35,7 @@ class TrainingWork:
 
         Args:
             scale: the loss scale.
-            sources, experts: get the sums of the step.
+            sources, experts: sums of the step, to which these micro-batches are added.
             profiler: names the parts of the step in a profile.
         """
         self.loader = state.loader
@@ -150,7 +150,7 @@ def run_pipeline(
     Args:
         pipeline: this rank's stages.
         scale: the loss scale.
-        sources, experts: get the sums of the step.
+        sources, experts: sums of the step, to which these micro-batches are added.
         profiler: names the parts of the step in a profile.
     """
     work = TrainingWork(state, step.micro_batches, scale, sources, experts, profiler)
