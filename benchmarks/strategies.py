@@ -196,7 +196,7 @@ def build(variant: str, cfg: Config, world: World) -> Run:
 def build_whole(cfg: Config, world: World) -> TrainState:
     """What `build_state` builds, without anything of FSDP."""
     parts = find_parts(cfg.model)
-    model = build_llava(parts, cfg.model, DTYPES[cfg.precision.param_dtype], loss=cfg.loss)
+    model = build_llava(parts, cfg.model, DTYPES[cfg.precision.param_dtype])  # the chunked loss allows no autocast
     loader = open_data(cfg, world, model)
     sources = find_weights(model, parts, cfg.model, None, cfg.seed)
     buffers = computed_buffers(model)

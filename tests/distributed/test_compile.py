@@ -230,7 +230,14 @@ def test_rare_shapes_run_uncompiled(shape: tuple[int, ...], one_row: bool, gradi
     hidden = torch.zeros(shape).view(shape)
     with torch.set_grad_enabled(gradients):
         found = compile.run_block(
-            nn.Identity(), partial(forward, "plain"), compiled, contextlib.nullcontext(), one_row, hidden, 5, key=6
+            nn.Identity(),
+            partial(forward, "plain"),
+            compiled,
+            (contextlib.nullcontext(), contextlib.nullcontext()),
+            one_row,
+            hidden,
+            5,
+            key=6,
         )
     assert found == ("compiled" if compiles else "plain")
     assert seen[0].shape == shape and seen[0]._is_view() is not compiles

@@ -27,7 +27,7 @@ from llava_fsdp.config import Config
 from llava_fsdp.data.batching.batch import TENSORS
 from llava_fsdp.distributed.local_shards import whole
 from llava_fsdp.distributed.mesh import Meshes, World, join
-from llava_fsdp.distributed.precision import GradientInto, MasterWeights
+from llava_fsdp.distributed.precision import COLUMNS, GradientInto, MasterWeights, gradient_adder
 from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.train import final_export
 from llava_fsdp.train.build_state import build_state
@@ -159,15 +159,20 @@ SAME_BITS_CASES = [
 ]
 
 
+def same_bits_values(stage: str, sharding: str, activation_checkpointing: str) -> tuple[str, list[str]]:
+    """The stage and the values of one of SAME_BITS_CASES; `tower` is the second stage with a trained vision tower."""
+    values = [*BF16, f"sharding={sharding}", f"activation_checkpointing={activation_checkpointing}"]
+    if stage == "tower":
+        return "finetune", [*values, "model.train=[projector,language,vision]"]
+    return stage, values
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize(("stage", "sharding", "activation_checkpointing"), slow_after(1, SAME_BITS_CASES))
 def test_one_rank_equals_fully_shard_bit_for_bit(
     stage: str, sharding: str, activation_checkpointing: str, configure: Configure
 ) -> None:
-    values = [*BF16, f"sharding={sharding}", f"activation_checkpointing={activation_checkpointing}"]
-    if stage == "tower":
-        stage = "finetune"
-        values.append("model.train=[projector,language,vision]")
+    stage, values = same_bits_values(stage, sharding, activation_checkpointing)
     cfg = configure(*values, stage=stage, to="run")
     assert cfg.global_batch_size // cfg.micro_batch_size == ACCUMULATION
     assert_same_bits(train_alone(cfg, CPU), train_sharded(cfg, CPU))
@@ -234,7 +239,20 @@ def test_a_gradient_is_added_in_fp32_without_a_copy() -> None:
         moved = BytesMoved()
         weight.grad = gradient.clone()
         with moved, torch.no_grad():
-            GradientInto(masters.named["w"])(weight)
+            GradientInto(masters.named["w"], gradient_adder(compiled=False))(weight)
         assert moved.total == weight.numel() * (10 if number else 6) and weight.grad is None
         expected += gradient.float()
     assert torch.equal(masters.named["w"].grad, expected)
+
+
+@pytest.mark.parametrize("shape", [(COLUMNS, 3), (5, 2, COLUMNS), (33, 7), (COLUMNS,)])
+def test_a_compiled_kernel_adds_the_same_bits(shape: tuple[int, ...]) -> None:
+    """Also sizes that it leaves to torch's own kernel, and gradients that are not contiguous."""
+    dice = torch.Generator().manual_seed(0)
+    total = torch.randn(shape, generator=dice)
+    gradient = torch.randn(shape, generator=dice).bfloat16()
+    add = gradient_adder(compiled=True)
+    for given in (gradient, gradient.t().contiguous().t() if len(shape) == 2 else gradient):
+        found, expected = total.clone(), total + given.float()
+        add(found, given)
+        assert torch.equal(found, expected)

@@ -66,6 +66,7 @@ def test_inputs_on_the_host_are_not_on_the_device(cuda: torch.device, monkeypatc
         OffloadedTensor, "copy", lambda self, *a: (pinned.append(self.host.is_pinned()), copy(self, *a))[1]
     )
     held = {}
+    through(stack_of(ActivationCheckpointing.full, cuda), torch.randn(ROWS, WIDTH, device=cuda), busy=False)  # cuBLAS
     for mode in (ActivationCheckpointing.full, ActivationCheckpointing.offload):
         stack = stack_of(mode, cuda)
         shown = torch.randn(ROWS, WIDTH, device=cuda).requires_grad_()
@@ -149,7 +150,7 @@ def test_the_loss_takes_what_its_formula_says(chunk: int, trains: bool, cuda: to
     torch.cuda.reset_peak_memory_stats(cuda)
     found = chunked_loss(hidden, weight, ids, chunk)
     peak, held = loss_bytes(labels, vocabulary, width, 2, trains, chunk)
-    slack = 2 << 20
+    slack = 3 << 20  # the allocator rounds large blocks up to 2 MiB
     assert abs(torch.cuda.max_memory_allocated(cuda) - before - peak) < slack
     assert abs(torch.cuda.memory_allocated(cuda) - before - held) < slack
     assert found.item() == pytest.approx(whole_loss(hidden, weight, ids).item(), rel=1e-5)

@@ -24,6 +24,7 @@ from test_working_copy import (
     build_run,
     export_and_reload,
     run_steps,
+    same_bits_values,
     train_alone,
     train_sharded,
 )
@@ -50,15 +51,8 @@ def test_one_rank_equals_fully_shard_bit_for_bit(
 ) -> None:
     """With kernels that repeat themselves: scattered additions on CUDA otherwise differ from run to run."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    cfg = make_config(
-        parts,
-        dataset,
-        tmp_path / "run",
-        *BF16,
-        f"sharding={sharding}",
-        f"activation_checkpointing={activation_checkpointing}",
-        stage=stage,
-    )
+    stage, values = same_bits_values(stage, sharding, activation_checkpointing)
+    cfg = make_config(parts, dataset, tmp_path / "run", *values, stage=stage)
     torch.use_deterministic_algorithms(True)
     try:
         assert_same_bits(train_alone(cfg, device), train_sharded(cfg, device))

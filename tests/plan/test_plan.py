@@ -386,11 +386,3 @@ def test_real_models_are_planned_by_default_and_the_tiny_one_is_not() -> None:
         cfg = config_of([f"model={model}"])
         assert cfg.plans_tokens and auto.has_auto_checkpointing(cfg) and cfg.sharding.strategy is Strategy.FULL_SHARD
     assert not config_of([]).has_auto
-
-
-def test_auto_leaves_a_margin_for_compiled_blocks() -> None:
-    gpu = machine_named("h100", 8)
-    assert auto.with_margin(gpu, config_of([])).memory == int(gpu.memory * (1 - auto.COMPILED_MARGIN))
-    assert auto.with_margin(gpu, config_of(["compile=false"])) == gpu
-    cpu = Machine(None, "test", 1 << 30, 1e9)
-    assert auto.with_margin(cpu, config_of([])) == cpu

@@ -44,9 +44,11 @@ class HostInputs:
 
     def pack(self, tensor: torch.Tensor) -> OffloadedTensor | torch.Tensor:
         """Hook that autograd calls with each tensor that it saves, here the inputs of blocks: begin to copy the tensor
-        to host memory, and return an object that holds the copy. A parameter, or a tensor that is not contiguous or not
-        floating-point, is returned unchanged."""
-        if not tensor.is_floating_point() or not tensor.is_contiguous() or isinstance(tensor, nn.Parameter):
+        to host memory, and return an object that holds the copy. A parameter, or a tensor that is empty, not contiguous
+        or not floating-point, is returned unchanged. torch's checkpoint saves an empty tensor with each block's
+        input."""
+        is_data = tensor.is_floating_point() and tensor.is_contiguous() and tensor.numel() > 0
+        if not is_data or isinstance(tensor, nn.Parameter):
             return tensor
         before = self._last() if self._last is not None else None
         offloaded = OffloadedTensor(self, tensor.detach(), before)

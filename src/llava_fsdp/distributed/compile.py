@@ -44,39 +44,56 @@ def choose_compiling(cfg: Config, device: torch.device, attention: Attention | N
             settings.
     """
     mode = cfg.activation_checkpointing.mode
+    chosen = compiling_of_settings(cfg, mode, attention, device.type)
     if mode is ActivationCheckpointing.budget:
         check_compiler(device, "activation_checkpointing=budget")
+    elif cfg.compile is True:
+        check_compiler(device, "compile=true")
+        if not chosen.on:
+            raise ConfigError(
+                f"compile=true: {chosen.reason}; choose activation_checkpointing=none or full, pack=false, or "
+                "compile=auto"
+            )
+    elif chosen.on:
+        lack = compiler_missing(device)
+        return Compiling(True, "Triton is here") if lack is None else Compiling(False, lack)
+    return chosen
+
+
+def compiling_of_settings(
+    cfg: Config, mode: ActivationCheckpointing, attention: Attention | None, device: str
+) -> Compiling:
+    """Decide whether to compile the language model's blocks on a machine that has the compiler, as the planner does for
+    machines other than this one.
+
+    Args:
+        mode: the mode of activation checkpointing, instead of the configuration's.
+        attention: the attention kernel for rows in which several samples are packed; None if rows are padded instead.
+        device: type of the device, `cuda` or `cpu`.
+    """
+    if mode is ActivationCheckpointing.budget:
         return Compiling(True, "activation_checkpointing=budget is the compiler's choice")
     if cfg.compile is False:
         return Compiling(False, "as configured")
-    cut = splits_blocks(mode, attention)
-    why_cut = (
-        "activation_checkpointing=selective needs a block in one piece, and SDPA a sample at a time cuts it in two"
-    )
-    if cfg.compile is True:
-        check_compiler(device, "compile=true")
-        if cut:
-            raise ConfigError(
-                f"compile=true: {why_cut}; choose activation_checkpointing=none or full, pack=false, or compile=auto"
-            )
-        return Compiling(True, "as configured")
-    assert cfg.compile == AUTO
-    if cfg.model.balance_loss:
-        return Compiling(False, "model.balance_loss needs what routers return inside of a block")
-    if cfg.parallel.tensor > 1:
-        return Compiling(False, "with parallel.tensor it has not been tested")
-    if cfg.parallel.expert > 1:
-        return Compiling(False, "with parallel.expert the host waits for the number of tokens of each expert")
-    if cfg.parallel.pipeline > 1:
-        return Compiling(False, "with parallel.pipeline it has not been tested")
-    if device.type != "cuda":
-        return Compiling(False, f"on {device.type} compiling takes longer than it saves")
-    lack = compiler_missing(device)
-    if lack is not None:
-        return Compiling(False, lack)
-    if cfg.deterministic:
-        return Compiling(False, "the compiler times kernels and takes the fastest, which deterministic=true forbids")
-    return Compiling(False, why_cut) if cut else Compiling(True, "Triton is here")
+    why_not: str | None = None
+    if cfg.compile == AUTO:
+        if cfg.model.balance_loss:
+            why_not = "model.balance_loss needs what routers return inside of a block"
+        elif cfg.parallel.tensor > 1:
+            why_not = "with parallel.tensor it has not been tested"
+        elif cfg.parallel.expert > 1:
+            why_not = "with parallel.expert the host waits for the number of tokens of each expert"
+        elif cfg.parallel.pipeline > 1:
+            why_not = "with parallel.pipeline it has not been tested"
+        elif device != "cuda":
+            why_not = f"on {device} compiling takes longer than it saves"
+        elif cfg.deterministic:
+            why_not = "the compiler times kernels and takes the fastest, which deterministic=true forbids"
+    if why_not is None and splits_blocks(mode, attention):
+        why_not = (
+            "activation_checkpointing=selective needs a block in one piece, and SDPA a sample at a time cuts it in two"
+        )
+    return Compiling(why_not is None, why_not or "as configured")
 
 
 def splits_blocks(mode: ActivationCheckpointing, attention: Attention | None) -> bool:
@@ -135,7 +152,15 @@ class Compilations:
     the warm-up are counted so that this problem is noticed before it happens.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, partition_only: bool = False) -> None:
+        """Begin to count at 0.
+
+        Args:
+            partition_only: whether graphs are only divided into a forward and a backward graph, as Inductor divides
+                them, and then run operation by operation on any device. The planner measures their memory on the meta
+                device, for which there are no kernels.
+        """
+        self.partition_only = partition_only
         self.total = 0
         self._steps = 0
         self._expected = 0
@@ -169,21 +194,24 @@ def compile_blocks(
     """
     backend = inductor_with(budget, count or Compilations())
     by_class: dict[type, Callable[..., Any]] = {}
-    # without duck shapes, torch does not assume that two lengths which are equal at the compilation stay equal
+    # Without duck shapes, torch does not assume that two lengths which are equal at the compilation stay equal.
     lengths_apart = shapes.patch(use_duck_shape=False)  # pyright: ignore[reportAttributeAccessIssue]
+    # Numbers such as the epsilon of a norm are constants. By default torch takes them for variables, and then compiles
+    # everything a second time with constants.
+    constants = torch._dynamo.config.patch(specialize_float=True)  # pyright: ignore[reportAttributeAccessIssue]
     for block in stack:
         forward = type(block).forward
         compiled = by_class.setdefault(
             type(block), torch.compile(with_own_code(forward), backend=backend, dynamic=True)
         )
-        block.forward = partial(run_block, block, block.forward, compiled, lengths_apart, one_row)
+        block.forward = partial(run_block, block, block.forward, compiled, (lengths_apart, constants), one_row)
 
 
 def run_block(
     block: nn.Module,
     plain: Callable[..., Any],
     compiled: Callable[..., Any],
-    lengths_apart: Any,
+    settings: tuple[Any, Any],
     one_row: bool,
     hidden: torch.Tensor,
     *args: Any,
@@ -196,7 +224,7 @@ def run_block(
         block: a block (layer) of the language model.
         plain: the block's uncompiled forward.
         compiled: the compiled forward of the block's class, which also takes the block.
-        lengths_apart: context manager in which torch compiles equal lengths as lengths that may differ.
+        settings: two context managers, which set how torch compiles.
         one_row: whether every batch has exactly one row.
         hidden: the block's input, [rows, length, channels].
         args, kwargs: further arguments of the block's forward.
@@ -209,7 +237,7 @@ def run_block(
         return plain(hidden, *args, **kwargs)
     if hidden._is_view():  # only the first block's input is a view, for which torch would compile again
         hidden = torch.ops.aten._unsafe_view(hidden, hidden.shape)
-    with lengths_apart:
+    with settings[0], settings[1]:
         return compiled(block, hidden, *args, **kwargs)
 
 
@@ -243,6 +271,26 @@ def inductor_with(budget: float | None, count: Compilations) -> Callable[..., An
         count.total += 1
         settings = {} if budget is None else {"activation_memory_budget": budget}
         with functorch.patch(settings):
-            return compile_fx(graph, inputs)
+            return partitioned(graph, inputs) if count.partition_only else compile_fx(graph, inputs)
 
     return compiled
+
+
+def partitioned(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+    """Divide a graph into a forward and a backward graph, which keep the same tensors for the backward pass as with
+    Inductor, and return a function that runs them operation by operation."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+
+    def as_it_is(part: torch.fx.GraphModule, _: Any) -> Any:
+        return make_boxed_func(part.forward)
+
+    divide = aot_autograd(
+        fw_compiler=as_it_is,
+        bw_compiler=as_it_is,
+        partition_fn=min_cut_rematerialization_partition,
+        decompositions=select_decomp_table(),
+    )
+    return divide(graph, inputs)

@@ -84,7 +84,8 @@ def parallelize(
             shard(root, own, mesh, plan, cfg, ignored, offload, shared)
     materialize(model, offload.materialize, roots)
     trainable = {clean_name(n): p for n, p in model.named_parameters() if p.requires_grad}
-    return MasterWeights(trainable, MASTERS[cfg.precision.master_dtype], model if in_fp8 else None)
+    master = MASTERS[cfg.precision.master_dtype]
+    return MasterWeights(trainable, master, model if in_fp8 else None, compiled=count is not None)
 
 
 def materialize(model: nn.Module, allocate: Callable[[nn.Module], object], roots: Sequence[nn.Module] = ()) -> None:

@@ -1,6 +1,8 @@
 """Set the dtypes in which weights are stored, the dtypes in which they are used in the forward and backward pass, and
 the dtypes in which the optimizer updates them."""
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -77,6 +79,7 @@ class MasterWeights:
         trainable: dict[str, nn.Parameter],
         master: torch.dtype = torch.float32,
         in_fp8: nn.Module | None = None,
+        compiled: bool = False,
     ):
         """Create a separate master weight (which the optimizer updates) for each trainable parameter that needs one,
         and register a hook that adds the parameter's gradient to the master weight's gradient.
@@ -85,10 +88,12 @@ class MasterWeights:
             trainable: the model's trainable parameters by name.
             master: dtype of the master weights, except those of parameters in fp32, which are in fp32.
             in_fp8: the model, if some of its layers multiply in fp8; else None.
+            compiled: whether torch.compile makes the kernel that adds gradients.
         """
         self.named: dict[str, nn.Parameter] = {}
         self._copies: list[tuple[nn.Parameter, nn.Parameter]] = []
         self._in_fp8 = in_fp8
+        add = gradient_adder(compiled)
         for name, parameter in trainable.items():
             if parameter.dtype in (torch.float32, master):
                 self.named[name] = parameter
@@ -96,7 +101,7 @@ class MasterWeights:
             kept = nn.Parameter(torch.empty_like(parameter, dtype=master))
             self.named[name] = kept
             self._copies.append((parameter, kept))
-            parameter.register_post_accumulate_grad_hook(GradientInto(kept))
+            parameter.register_post_accumulate_grad_hook(GradientInto(kept, add))
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -112,14 +117,44 @@ class GradientInto:
     """Gradient hook of a parameter that is a low-precision copy of a master weight: adds the parameter's gradient to
     the gradient of the master weight, in the master's dtype, and then frees the parameter's gradient."""
 
-    def __init__(self, master: nn.Parameter):
+    def __init__(self, master: nn.Parameter, add: Callable[[torch.Tensor, torch.Tensor], None]):
         self.master = master
+        self.add = add
 
     def __call__(self, parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
         if self.master.grad is None:
             self.master.grad = parameter.grad.to(self.master.dtype)
         else:
-            # one kernel casts and adds: bit for bit a cast gradient added, without the memory and traffic of the cast
-            self.master.grad.add_(parameter.grad)
+            self.add(self.master.grad, parameter.grad)
         parameter.grad = None
+
+
+COLUMNS = 1024
+"""Width of the matrices as which gradients are added by a compiled kernel. With it one kernel is enough for all
+gradients, and it knows that their sizes are multiples of what a GPU loads at once."""
+
+
+def gradient_adder(compiled: bool) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """Return a function that adds a gradient in 16 bits to a sum in float32, in place. One kernel casts and adds: bit
+    for bit a cast gradient added, without the memory and the traffic of the cast.
+
+    torch's own kernel for two dtypes does not use the whole bandwidth of a GPU: the gradients of a 7B model took 26 ms
+    on an H200, where 17 ms are possible, and they are added in every micro-batch.
+
+    Args:
+        compiled: whether torch.compile makes the kernel, for gradients whose size is a multiple of COLUMNS.
+    """
+
+    def add(total: torch.Tensor, gradient: torch.Tensor) -> None:
+        total.add_(gradient)
+
+    kernel = torch.compile(add) if compiled else add
+
+    def add_whole(total: torch.Tensor, gradient: torch.Tensor) -> None:
+        if total.numel() % COLUMNS == 0 and total.is_contiguous() and gradient.is_contiguous():
+            kernel(total.view(-1, COLUMNS), gradient.view(-1, COLUMNS))
+        else:
+            add(total, gradient)
+
+    return add_whole

@@ -217,6 +217,12 @@ class NothingPacked(TorchDispatchMode):
             return True
         return func(*args, **(kwargs or {}))
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return true: compiled functions may be compiled and run while this mode is active. torch would otherwise run
+        them uncompiled."""
+        return True
+
 
 def attention_of_transformers(language: PretrainedConfig) -> str:
     """Return the name of transformers' own attention implementation for a language model, given by its configuration:

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from llava_fsdp.config import ActivationCheckpointingConfig, Attention, Config
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.distributed.activation_checkpoint import apply_activation_checkpointing
+from llava_fsdp.distributed.compile import Compilations
 from llava_fsdp.distributed.expert_parallel import share_experts_on_meta
 from llava_fsdp.distributed.parallelize import block_names
 from llava_fsdp.distributed.precision import DTYPES, MASTERS, compute_norms_in_fp32, store_weights
@@ -127,11 +128,14 @@ class ActivationMeter:
         activation_checkpointing: ActivationCheckpointingConfig,
         kernel: Kernel | None,
         part: int = 0,
+        compiled: bool = False,
     ):
         """Build the model.
 
         Args:
             part: number of the rank among those that process a row together.
+            compiled: whether the training compiles the language model's blocks. They then keep for the backward pass
+                what the compiler keeps.
         """
         short = with_depth(parts, MEASURED_BLOCKS)
         # padded rows use this package's SDPA: the mask of transformers' depends on values, which meta tensors lack
@@ -144,7 +148,10 @@ class ActivationMeter:
             divide_on_meta(model, cfg.parallel.tensor, cfg.loss.chunk_tokens)
         store_weights(model, cfg.precision, sharded=False)
         compute_norms_in_fp32(model, cfg.precision)
-        apply_activation_checkpointing(model.blocks(), activation_checkpointing, torch.device("meta"))
+        count = Compilations(partition_only=True) if compiled else None
+        one_row = kernel is not None or cfg.micro_batch_size == 1
+        device = torch.device("meta")
+        apply_activation_checkpointing(model.blocks(), activation_checkpointing, device, count, one_row)
         model.train()
         if cfg.parallel.num_context > 1 and kernel is not None:
             share_attention_on_meta(model, kernel, cfg, part)

@@ -30,7 +30,7 @@ from llava_fsdp.model.attention import packing_refused
 from llava_fsdp.model.context_attention import plan_context
 from llava_fsdp.model.pretrained import Parts
 from llava_fsdp.plan.activations import MicroBatch
-from llava_fsdp.plan.hardware import Machine, this_machine
+from llava_fsdp.plan.hardware import this_machine
 from llava_fsdp.plan.layouts import Searcher, Ways
 from llava_fsdp.plan.planner import Choice, Planner, PlanRow, Ranks
 from llava_fsdp.plan.search import checkpointing_modes, distinct_strategies, is_allowed, plan_rows, splits_to_try
@@ -41,9 +41,6 @@ from llava_fsdp.runtime.safe_load import refuse_yaml_bombs
 
 C = TypeVar("C", bound=Config)
 GB = 1e9
-COMPILED_MARGIN = 0.1
-"""Share of a GPU's memory that is left free when values for `auto` are chosen and blocks may be compiled. The planner
-measures uncompiled blocks; compiled ones may keep other activations."""
 
 
 def settle_packing(cfg: C, language: PretrainedConfig) -> tuple[C, str | None]:
@@ -134,7 +131,7 @@ def decide(cfg: Config, world: World, parts: Parts, samples: Samples, continues:
     Raises:
         ConfigError: the planner predicts that no values fit into memory.
     """
-    machine = with_margin(this_machine(world.local_size, world.device.type), cfg)
+    machine = this_machine(world.local_size, world.device.type)
 
     def planner_of(tried: Config) -> Planner:
         return Planner(tried, machine, samples, parts)
@@ -287,13 +284,6 @@ def without_plan(cfg: Config, error: Exception) -> Decision:
     why = f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
     reason = f"the planner cannot compute this model ({why})"
     return Decision(strategy, checkpointing, None, replace(cfg.parallel, search=False), reason)
-
-
-def with_margin(machine: Machine, cfg: Config) -> Machine:
-    """Return the machine with less memory (by the share `COMPILED_MARGIN`), if it has a GPU and blocks may be compiled:
-    compiled blocks may need more memory than the planner predicts."""
-    margin = COMPILED_MARGIN if machine.device == "cuda" and cfg.compile is not False else 0.0
-    return replace(machine, memory=int(machine.memory * (1 - margin)))
 
 
 def expected_peak(cfg: Config, world: World, parts: Parts, samples: Samples) -> int:

@@ -68,6 +68,12 @@ class LiveBytes(TorchDispatchMode):
                 self.see(tensor)
         return made
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return true: compiled functions may be compiled and run while this mode is active. torch would otherwise run
+        them uncompiled."""
+        return True
+
     def see(self, tensor: torch.Tensor) -> int | None:
         """Return the id that the tensor's storage has in the trace of memory events; None if the storage existed before
         the trace began. A storage that is new gets the next free id and is recorded as allocated."""

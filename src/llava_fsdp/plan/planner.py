@@ -23,6 +23,7 @@ from llava_fsdp.config import (
     Strategy,
 )
 from llava_fsdp.data.images.image_tokens import ImageTokens
+from llava_fsdp.distributed.compile import compiling_of_settings
 from llava_fsdp.distributed.memory import Bytes, Weight, bytes_per_rank, divided_weights
 from llava_fsdp.distributed.mesh import mesh_shape
 from llava_fsdp.distributed.parallelize import units_of_blocks, weights_of
@@ -272,6 +273,12 @@ class Planner:
         """Return the two micro-batches between which others may be interpolated; none if each must be measured."""
         return [] if self.grows_with_square or small == large else [small, large]
 
+    def compiles(self, mode: ActivationCheckpointing) -> bool:
+        """Return whether the training compiles the language model's blocks with this mode of activation checkpointing,
+        if the planned machine has a compiler."""
+        attention = self.kernel and self.kernel.attention
+        return compiling_of_settings(self.cfg, mode, attention, self.machine.device).on
+
     def segments(self, mode: ActivationCheckpointing, micro: MicroBatch) -> list[Segment]:
         """Measure the activation memory of a micro-batch's forward and backward pass. Return it in segments (a block,
         or everything between two blocks). Results are cached.
@@ -280,13 +287,13 @@ class Planner:
             mode: the mode of activation checkpointing: `none`, `full` or `selective`.
             micro: sizes of the micro-batch.
         """
-        key = self.cut, mode, micro
+        key = self.cut, self.compiles(mode), mode, micro
         if key not in self.measured:
-            meter = self.cut, mode, micro.part
+            meter = *key[:-1], micro.part
             if meter not in self.meters:
                 activation_checkpointing = ActivationCheckpointingConfig(mode=mode, budget=None)
                 own = self.parts, self.cfg, activation_checkpointing, self.kernel, micro.part
-                self.meters[meter] = ActivationMeter(*own)
+                self.meters[meter] = ActivationMeter(*own, compiled=self.compiles(mode))
             self.measured[key] = self.meters[meter].segments(micro)
         return self.measured[key]
 
@@ -314,7 +321,7 @@ class Planner:
             micro: sizes of the micro-batch.
             ends: sizes of a smaller and a larger micro-batch.
         """
-        key = self.cut, mode, micro
+        key = self.cut, self.compiles(mode), mode, micro
         small, large = ends
         first, second = (self.segments(mode, end) for end in ends)
         if key in self.measured or len(first) != len(second):

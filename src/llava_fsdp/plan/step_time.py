@@ -37,6 +37,9 @@ HOP, HOP_BETWEEN = 3e-6, 8e-6
 """Seconds of latency from one rank of a ring to the next, within a node and between nodes."""
 COPIED = 38
 """Bytes of memory traffic for each parameter and micro-batch: FSDP's casts and copies in and out of flat buffers."""
+ADDED = 10
+"""Bytes of memory traffic for each parameter and micro-batch on one rank, where nothing is copied: the gradient, in 16
+bits, is added to the float32 sum."""
 UPDATED = 28
 """Bytes of memory traffic of AdamW's update for each parameter of a rank's shards: it reads 16 and writes 12."""
 CPU_LINK = 2e9
@@ -339,7 +342,7 @@ def step_time(
     seconds = sent.seconds(link, network)
     waiting = sent.attention_seconds(link, network) + sent.expert_seconds(link, network)
     exposed = max(0.0, seconds - OVERLAP * compute) + waiting
-    copies = COPIED * trainable * micro_batches / bandwidth if world_size > 1 else 0.0
+    copies = (COPIED if world_size > 1 else ADDED) * trainable * micro_batches / bandwidth
     update = UPDATED * local / bandwidth
     pcie = gpu.pcie if gpu else CPU_BANDWIDTH
     if offload is OffloadMode.optimizer:
