@@ -148,6 +148,26 @@ def pictures() -> str:
     return f"{table(head, rows, 'lrrr')}\n\n{origin(path, report)}"
 
 
+def gpu() -> str:
+    path, report = newest("planner-7b-cuda")
+    speed_path, speed = newest("speed-finetune-bf16-cuda")
+    (ours,) = (row for row in speed["ways"] if row["name"] == "ours")
+    rows = [
+        [code(f"activation_checkpointing={row['activation_checkpointing']}"), f"{row['tokens_per_micro_batch']:,}",
+         f"{median(row['seconds']):.2f}", f"{row['mfu']:.1%}", f"{row['planned_bytes'] / 1e9:.1f}",
+         f"{row['max_memory_allocated'] / 1e9:.1f}"] for row in report["rows"]
+    ]  # fmt: skip
+    planned = {row["tokens_per_micro_batch"]: row["planned_bytes"] for row in report["rows"]}
+    rows.append([
+        f"`activation_checkpointing=auto`, which chose `{ours['activation_checkpointing']}`; gradients added by a "
+        "compiled kernel", f"{ours['tokens_per_micro_batch']:,}", f"{median(ours['seconds']):.2f}",
+        f"{ours['mfu']:.1%}", f"{planned[ours['tokens_per_micro_batch']] / 1e9:.1f}",
+        f"{ours['max_memory_allocated'] / 1e9:.1f}",
+    ])  # fmt: skip
+    head = ("", "tokens of a micro-batch", "seconds a step", "MFU", "planned, GB", "measured, GB")
+    return f"{table(head, rows, 'lrrrrr')}\n\n{origin(path, report)} Last row: {origin(speed_path, speed)}"
+
+
 CURVES = {"pictures": "images", "imagined": "simulated ranks"}
 
 
@@ -166,7 +186,7 @@ TABLES = {
     "devices": devices, "stored": stored, "packing": packing, "activation_checkpointing": activation_checkpointing,
     "strategies": strategies,
     "limited": limited, "planner": planner, "checkpoints": checkpoints, "pictures": pictures,
-    "scaling": scaling,
+    "scaling": scaling, "gpu": gpu,
 }  # fmt: skip
 
 

@@ -3,14 +3,21 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from harness import CPU
 from small import make_config
 from tiers import slow_after
+from torch.utils._pytree import tree_map_only
 
 from llava_fsdp.config import ActivationCheckpointing, ActivationCheckpointingConfig
+from llava_fsdp.distributed.activation_checkpoint import apply_activation_checkpointing
+from llava_fsdp.distributed.compile import Compilations
+from llava_fsdp.model.llava import build_llava
 from llava_fsdp.plan import activations
-from llava_fsdp.plan.activations import ActivationMeter, MicroBatch
+from llava_fsdp.plan.activations import ActivationMeter, MicroBatch, inputs_of
 from llava_fsdp.plan.model_shapes import kernel_for, shapes_of
 from llava_fsdp.plan.simulate import inputs_of_blocks, inputs_on_host, interpolate
 
@@ -79,3 +86,42 @@ def test_inputs_of_every_stack_go_to_the_host(make_meter: MakeMeter) -> None:
     last, kept = (next(s for s in each if s.backward and s.unit) for each in (moved, segments))
     assert kept.begin.activations - last.begin.activations == sum(inputs.values()) - 2 * size
     assert moved[-1] == segments[-1] and min(s.begin.activations for s in moved) >= 0
+
+
+@pytest.mark.parametrize("mode", ["none", "selective"])
+def test_compiled_blocks_keep_what_inductor_keeps(mode: str, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """Bytes to the last one, of padded rows of an odd length."""
+    cfg = make_config(parts, dataset, tmp_path, "pack=false", f"activation_checkpointing={mode}", "micro_batch_size=3")
+    shapes = shapes_of(cfg.model)
+    meter = ActivationMeter(shapes, cfg, cfg.activation_checkpointing, None, compiled=True)
+    micro = MicroBatch(rows=3, length=37, samples=3, tiles=3, labels=40, image_tokens=3 * meter.model.image_tokens)
+    planned = [s.end - s.begin for s in meter.segments(micro) if not s.backward and s.unit.startswith("language_model")]
+
+    torch._dynamo.reset()
+    model = build_llava(shapes, cfg.model, torch.float32, None, cfg.loss)
+    apply_activation_checkpointing(model.blocks(), cfg.activation_checkpointing, CPU, Compilations())
+    model.to_empty(device=CPU).train()
+    for tensor in [*model.parameters(), *model.buffers()]:
+        tensor.detach().zero_()
+    inputs = tree_map_only(torch.Tensor, lambda t: torch.zeros_like(t, device=CPU), inputs_of(model, micro, False))
+    weights = {p.untyped_storage()._cdata for p in [*model.parameters(), *model.buffers()]}
+    kept = [
+        sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in node.saved_tensors
+             if t.untyped_storage()._cdata not in weights}.values())
+        for node in nodes_of(model(*inputs).grad_fn) if "Compiled" in node.name()
+    ]  # fmt: skip
+    first, *others = kept[::-1]
+    assert [each.activations for each in planned[1:]] == others and len(others) == 2
+    assert first >= planned[0].activations  # it also keeps what all blocks share, such as rotary embeddings
+
+
+def nodes_of(node: Any) -> list[Any]:
+    """All nodes of an autograd graph, the last operation's first."""
+    found: list[Any] = []
+    waiting = [node]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in found:
+            found.append(node)
+            waiting += [following for following, _ in node.next_functions]
+    return found

@@ -179,9 +179,10 @@ def test_what_a_step_waits_for() -> None:
     assert steps[OffloadMode.params].update == pytest.approx(28 * 5e8 / 12e9)
     assert steps[OffloadMode.nvme].update == pytest.approx(28 * 5e8 / 12e9 + 40 * 5e8 / 2e9)
     slow = Volume(sharded=1e12, shards=4)
+    added = pytest.approx(10 * 1e9 * 3 / (0.8 * 2039e9))
     waits = step_time(machine, precision(), 2e14, 0.0, slow, 1e9, 5e8, 3, 4, OffloadMode.none)
     assert waits.exposed == pytest.approx(slow.seconds(300e9, 25e9) - 0.9 * waits.compute)
-    assert step_time(machine, precision(), 1.0, 0.0, Volume(), 1e9, 5e8, 3, 1, OffloadMode.none).copies == 0
+    assert step_time(machine, precision(), 1.0, 0.0, Volume(), 1e9, 5e8, 3, 1, OffloadMode.none).copies == added
     assert {mode.name: share for mode, share in RECOMPUTED.items()} == {
         "none": 0.0, "full": 1.0, "selective": 0.15, "offload": 1.0,
     }  # fmt: skip

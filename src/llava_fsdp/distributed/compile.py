@@ -152,15 +152,13 @@ class Compilations:
     the warm-up are counted so that this problem is noticed before it happens.
     """
 
-    def __init__(self, partition_only: bool = False) -> None:
+    def __init__(self, compiler: Callable[[torch.fx.GraphModule, list[torch.Tensor]], Any] | None = None) -> None:
         """Begin to count at 0.
 
         Args:
-            partition_only: whether graphs are only divided into a forward and a backward graph, as Inductor divides
-                them, and then run operation by operation on any device. The planner measures their memory on the meta
-                device, for which there are no kernels.
+            compiler: makes a function of a graph and examples of its inputs; None: Inductor.
         """
-        self.partition_only = partition_only
+        self.compiler = compiler
         self.total = 0
         self._steps = 0
         self._expected = 0
@@ -271,26 +269,6 @@ def inductor_with(budget: float | None, count: Compilations) -> Callable[..., An
         count.total += 1
         settings = {} if budget is None else {"activation_memory_budget": budget}
         with functorch.patch(settings):
-            return partitioned(graph, inputs) if count.partition_only else compile_fx(graph, inputs)
+            return (count.compiler or compile_fx)(graph, inputs)
 
     return compiled
-
-
-def partitioned(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
-    """Divide a graph into a forward and a backward graph, which keep the same tensors for the backward pass as with
-    Inductor, and return a function that runs them operation by operation."""
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch.aot_autograd import make_boxed_func
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
-    from torch._inductor.decomposition import select_decomp_table
-
-    def as_it_is(part: torch.fx.GraphModule, _: Any) -> Any:
-        return make_boxed_func(part.forward)
-
-    divide = aot_autograd(
-        fw_compiler=as_it_is,
-        bw_compiler=as_it_is,
-        partition_fn=min_cut_rematerialization_partition,
-        decompositions=select_decomp_table(),
-    )
-    return divide(graph, inputs)

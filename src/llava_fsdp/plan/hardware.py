@@ -52,7 +52,8 @@ class Gpu:
 A100 = "NVIDIA A100 datasheet, June 2021; DGX A100: one 200 Gb/s port a GPU"
 HOPPER = "NVIDIA H100 and H200 datasheets (SXM); DGX H100: one 400 Gb/s port a GPU"
 # Efficiency. A100: llm-foundry trains 7B and 13B with FSDP at 58 to 62 % of the peak (scripts/train/benchmarking).
-# H100: 45 % there, 30 to 35 % in torchtitan and fms-fsdp; H200: the same arithmetic with faster memory. The others are
+# H100: 45 % there, 30 to 35 % in torchtitan and fms-fsdp. H200: measured here, compiled blocks of a 7B
+# (benchmarks/results/planner-7b-cuda-2026-11-26.json). The others are
 # estimates from these: memory bandwidth keeps small GPUs busy more easily than B200.
 GPUS: dict[str, Gpu] = {
     gpu.name: gpu
@@ -61,7 +62,7 @@ GPUS: dict[str, Gpu] = {
         Gpu("a100-40gb", 40960 * MIB, 19.5e12, 312e12, 312e12, None, 1555e9, 300e9, 32e9, 25e9, 0.60, A100),
         Gpu("a100-80gb", 81920 * MIB, 19.5e12, 312e12, 312e12, None, 2039e9, 300e9, 32e9, 25e9, 0.60, A100),
         Gpu("h100", 81559 * MIB, 67e12, 989e12, 989e12, 1979e12, 3350e9, 450e9, 64e9, 50e9, 0.45, HOPPER),
-        Gpu("h200", 143771 * MIB, 67e12, 989e12, 989e12, 1979e12, 4800e9, 450e9, 64e9, 50e9, 0.48, HOPPER),
+        Gpu("h200", 143771 * MIB, 67e12, 989e12, 989e12, 1979e12, 4800e9, 450e9, 64e9, 50e9, 0.57, HOPPER),
         Gpu(
             "b200", 183359 * MIB, 75e12, 2250e12, 2250e12, 4500e12, 7700e9, 900e9, 64e9, 50e9, 0.40,
             "NVIDIA DGX B200 datasheet: 72 PFLOPs fp8 with sparsity for 8 GPUs; NVLink 5",

@@ -7,7 +7,7 @@ inside itself is not seen. `torch.distributed._tools.mem_tracker` does the same,
 """
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -111,26 +111,64 @@ class GroupedProduct(torch.autograd.Function):
         )
 
 
-class FusedKernels(TorchFunctionMode):
-    """Function mode that replaces kernels on the meta device: `torch._grouped_mm` by one that takes all dtypes, and
-    `scaled_dot_product_attention` by a fused kernel, because torch would otherwise trace the unfused one, which needs
-    more memory.
+def fused_attention(*args: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Stand for `scaled_dot_product_attention` on the meta device, where torch would trace the unfused kernel, which
+    needs more memory.
 
     All fused kernels keep the same tensors for the backward pass: queries, keys, values, the output, and a float32 for
     each head and token (FlashAttention, arXiv 2205.14135, section 3.1).
     """
+    mask = options.get("attn_mask")
+    if mask is not None and mask.dtype is torch.bool:  # it is converted, and kept for the backward pass
+        mask = args[0].new_zeros(mask.shape)
+    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return fused(*args[:3], 0.0, bool(options.get("is_causal")), attn_mask=mask)[0]
+
+
+def grouped_product(*args: torch.Tensor, **_: Any) -> torch.Tensor:
+    """Stand for `torch._grouped_mm` on the meta device."""
+    return GroupedProduct.apply(*args[:2])
+
+
+STAND_INS: dict[Any, Callable[..., torch.Tensor]] = {
+    nn.functional.scaled_dot_product_attention: fused_attention,
+    torch._grouped_mm: grouped_product,
+}
+"""Functions that are replaced on the meta device."""
+
+
+class FusedKernels(TorchFunctionMode):
+    """Function mode that replaces the functions in STAND_INS."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is nn.functional.scaled_dot_product_attention:
-            fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-            options = kwargs or {}
-            mask = options.get("attn_mask")
-            if mask is not None and mask.dtype is torch.bool:  # it is converted, and kept for the backward pass
-                mask = args[0].new_zeros(mask.shape)
-            return fused(*args[:3], 0.0, bool(options.get("is_causal")), attn_mask=mask)[0]
-        if func is torch._grouped_mm:
-            return GroupedProduct.apply(*args[:2])
-        return func(*args, **(kwargs or {}))
+        return (STAND_INS.get(func) or func)(*args, **(kwargs or {}))
+
+
+def divided(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+    """Divide a graph of torch.compile into a forward and a backward graph, which keep the same tensors for the backward
+    pass as with Inductor, and return a function that runs them operation by operation, on any device."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+
+    # function modes do not reach the parts of a graph that torch's checkpoint runs again
+    for part in graph.modules():
+        if isinstance(part, torch.fx.GraphModule):
+            for node in part.graph.nodes:
+                node.target = STAND_INS.get(node.target, node.target)
+            part.recompile()
+
+    def as_it_is(part: torch.fx.GraphModule, _: Any) -> Any:
+        return make_boxed_func(part.forward)
+
+    divide = aot_autograd(
+        fw_compiler=as_it_is,
+        bw_compiler=as_it_is,
+        partition_fn=min_cut_rematerialization_partition,
+        decompositions=select_decomp_table(),
+    )
+    return divide(graph, inputs)
 
 
 @contextmanager
