@@ -12,6 +12,7 @@ import ctypes
 import faulthandler
 import gc
 import importlib
+import io
 import json
 import logging
 import os
@@ -82,7 +83,7 @@ class Nursery:
         self.pid = os.fork()
         if self.pid == 0:
             try:
-                forget_parent(theirs.fileno())
+                forget_parent(theirs)
                 serve(theirs)
             finally:
                 os._exit(0)
@@ -102,11 +103,17 @@ class Nursery:
         os.waitpid(self.pid, 0)
 
 
-def forget_parent(kept: int) -> None:
+def forget_parent(kept: socket.socket) -> None:
     """Leave behind what a process that was started would not have: files, signals' handlers, records of children."""
     faulthandler.disable()
-    os.closerange(3, kept)
-    os.closerange(kept + 1, os.sysconf("SC_OPEN_MAX"))
+    open_streams(unbuffered=False)  # pytest's have files of their own
+    for logger in [logging.getLogger(), *logging.getLogger().manager.loggerDict.values()]:
+        for handler in getattr(logger, "handlers", [])[:]:
+            if type(handler).__module__ == "_pytest.logging":
+                logger.removeHandler(handler)
+    close_files([own for own in open_files() if own is not kept])
+    os.closerange(3, kept.fileno())
+    os.closerange(kept.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
     os.chdir("/")
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
@@ -126,17 +133,35 @@ def forget_parent(kept: int) -> None:
     warnings.filterwarnings("ignore", ".* found in sys.modules after import of package", RuntimeWarning)
 
 
+def open_files() -> list[io.FileIO | socket.socket]:
+    """Python's files and sockets, but for standard input, output and error."""
+    gc.unfreeze()  # what is frozen is not listed
+    found = [own for own in gc.get_objects() if issubclass(type(own), (io.FileIO, socket.socket))]
+    gc.freeze()
+    return [own for own in found if not getattr(own, "closed", False) and own.fileno() > 2]
+
+
+def close_files(files: list[io.FileIO | socket.socket]) -> None:
+    """Close files as Python's objects, so that none of them writes to, or closes, what gets its number later.
+
+    A message in the log of a rank would otherwise go into a connection between ranks, which then wait forever.
+    """
+    for own in files:
+        with contextlib.suppress(OSError):
+            own.close()
+
+
 def serve(orders: socket.socket) -> None:
     """Start what is ordered, until the process that orders has ended."""
     Popen.nursery = None
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    imported = False
+    opened: list[io.FileIO | socket.socket] | None = None
     while True:
         message, files, _, _ = socket.recv_fds(orders, LARGEST, 3)
         if not message:
             return
-        if not imported:
-            imported = import_all()
+        if opened is None:
+            opened = import_all()
         answer, told = os.pipe()
         between = os.fork()
         if between == 0:
@@ -144,7 +169,7 @@ def serve(orders: socket.socket) -> None:
             if child == 0:
                 while os.getppid() == between:
                     time.sleep(0.0005)
-                become(json.loads(message), files)
+                become(json.loads(message), files, opened)
             os.write(told, str(child).encode())
             os._exit(0)
         os.waitpid(between, 0)
@@ -153,20 +178,21 @@ def serve(orders: socket.socket) -> None:
             os.close(file)
 
 
-def import_all() -> bool:
+def import_all() -> list[io.FileIO | socket.socket]:
+    """Import what commands need; the files that are open then."""
     for name in MODULES:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     importlib.import_module("torch").set_num_threads(1)  # a forked process must not inherit a pool of threads
     gc.collect()
-    gc.freeze()
-    return True
+    return open_files()
 
 
-def become(order: dict[str, Any], files: list[int]) -> None:
-    """Run a command to its end, as its own process."""
+def become(order: dict[str, Any], files: list[int], opened: list[io.FileIO | socket.socket]) -> None:
+    """Run a command to its end, as its own process, without the files that this one has opened."""
     code = 1
     try:
+        close_files(opened)
         for number, file in enumerate(files):
             os.dup2(file, number)
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))
