@@ -2,6 +2,7 @@
 
     python benchmarks/memory.py                    # into benchmarks/results; some minutes on two idle cores
     python benchmarks/memory.py FOLDER --real      # the shape of LLaVA-1.5-7B on a GPU of 80 GB, random weights
+    python benchmarks/memory.py FOLDER --compiled  # blocks compiled by torch.compile
     python benchmarks/memory.py FOLDER --tiny      # smallest sizes, to try the script itself
 
 Real steps of models of about a gigabyte, each configuration in a process of its own, one rank, two over gloo, or one of
@@ -22,7 +23,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,15 @@ CASES = [
 ]  # fmt: skip
 
 
+PADDED = ("pack=false", "micro_batch_size=4")
+CASES_COMPILED = [
+    *(replace(one, overrides=(*one.overrides, "compile=true")) for one in CASES
+      if "activation_checkpointing=selective" not in one.overrides),
+    *(case(*ONE, "deep", f"precision={precision}", f"activation_checkpointing={mode}", "compile=true", *PADDED)
+      for precision, mode in (("fp32", "selective"), ("fp32", "none"), ("bf16", "full"))),
+]  # fmt: skip
+"""Packed rows, in which attention cuts a compiled block on a CPU; and padded ones, which are compiled in one piece."""
+
 REAL = "llava_v1_5_7b"
 CASES_OF_REAL = [
     case(*IMAGINED, REAL, "sharding=zero3", "activation_checkpointing=full", "tokens_per_micro_batch=8192"),
@@ -172,7 +182,7 @@ def configure(case: Case, models: Path, model: str) -> Config:
         "global_batch_size=1",
         *([] if case.real else [f"dry_run={case.ranks}"]),
         *case.overrides,
-        *(["tokens_per_micro_batch=512"] if model == "tiny" else []),
+        *(["tokens_per_micro_batch=512"] if model == "tiny" and PADDED[0] not in case.overrides else []),
     ]
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
         return load(Config, compose("train", overrides))
@@ -203,7 +213,7 @@ def start_case(number: int, options: argparse.Namespace, work: Path) -> dict[str
     command = [sys.executable]
     if case.real and case.ranks > 1:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(case.ranks)]
-    flags = [f"--{flag}" for flag in ("real", "tiny") if getattr(options, flag)]
+    flags = [f"--{flag}" for flag in ("real", "tiny", "compiled") if getattr(options, flag)]
     command += [str(Path(__file__).resolve()), str(work), "--case", str(number), *flags]
     threads = os.environ | {"OMP_NUM_THREADS": str(options.threads)}
     try:
@@ -225,6 +235,7 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=900, help="seconds that one configuration may take")
     parser.add_argument("--tiny", action="store_true", help="models of a few megabytes")
     parser.add_argument("--real", action="store_true", help="the shape of LLaVA-1.5-7B, for a GPU of 80 GB")
+    parser.add_argument("--compiled", action="store_true", help="blocks are compiled")
     parser.add_argument("--cases", type=int, nargs="*", help="numbers of the configurations to run; all")
     parser.add_argument("--case", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -247,6 +258,8 @@ def main() -> None:
 
 
 def chosen(options: argparse.Namespace) -> list[Case]:
+    if options.compiled:
+        return CASES_COMPILED
     return CASES_OF_REAL if options.real else CASES
 
 
@@ -281,7 +294,8 @@ def save(report: dict[str, Any], options: argparse.Namespace) -> Path:
         report["measure"] = next(iter(measured[0]["report"]["peak"]))
         report["error"] = {"mean": statistics.mean(errors), "worst": max(errors), "bounds": [MEAN_BOUND, WORST_BOUND]}
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return write_json(report, f"memory-{'7b-' if options.real else ''}{device}", options.folder)
+    kind = "7b-" if options.real else "compiled-" if options.compiled else ""
+    return write_json(report, f"memory-{kind}{device}", options.folder)
 
 
 def rows_of(report: dict[str, Any]) -> list[dict[str, Any]]:

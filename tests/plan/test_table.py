@@ -23,13 +23,14 @@ from llava_fsdp.config import (
 from llava_fsdp.model.pretrained import Parts
 from llava_fsdp.plan import hardware, longest, main, scaling_page, table
 from llava_fsdp.plan.activations import MicroBatch, with_depth
-from llava_fsdp.plan.hardware import GPUS, Machine
+from llava_fsdp.plan.hardware import GPUS, Machine, machine_named
+from llava_fsdp.plan.layouts import Planned
 from llava_fsdp.plan.longest import MOST_TOKENS
 from llava_fsdp.plan.model_shapes import kernel_for
 from llava_fsdp.plan.planner import Choice, PlanRow, Ranks
 from llava_fsdp.plan.step_time import Step, Volume
 from llava_fsdp.plan.workload import Samples
-from llava_fsdp.runtime.errors import ModelError
+from llava_fsdp.runtime.errors import ConfigError, ModelError
 
 SAMPLES = Samples(tokens=1000.0, tiles=1.5, labels=200.0, spread=10.0, source="", tile_tokens=400.0)
 GB = 10**9
@@ -155,14 +156,16 @@ def test_speed_against_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     monkeypatch.setattr(scaling_page, "plan_rows", rows)
     monkeypatch.setattr(scaling_page, "splits_to_try", lambda *_: [])
     cfg = config_of(["global_batch_size=16", "micro_batch_size=1"])
-    planner: Any = SimpleNamespace(cfg=cfg, machine=SimpleNamespace(device="cuda", name="gpu"))
+    machine = SimpleNamespace(device="cuda", name="gpu", gpu=None)
+    planner: Any = SimpleNamespace(cfg=cfg, machine=machine, samples=Samples(9, 1, 2, 3, "guessed", 4))
     points = scaling_page.scale(planner, 8, 4, True)
     assert [(p["nodes"], p["sharding"]) for p in points] == [(1, "zero3"), (2, "zero3"), (2, "hybrid")]
     assert tried == [(Ranks(8, 8, 8), "zero3"), (Ranks(16, 8, 8), "zero3"), (Ranks(16, 8, 8), "hybrid")]
     assert points[2] == {
-        "nodes": 2, "sharding": "hybrid", "activation_checkpointing": "budget", "fits": True,
+        "nodes": 2, "sharding": "hybrid", "layout": "", "activation_checkpointing": "budget", "fits": True,
         "tokens_per_second": 16_000.0, "step_seconds": 3.75, "communication_seconds": 4.0, "exposed_seconds": 2.0,
     }  # fmt: skip
+
     drawn: list[Any] = []
     monkeypatch.setattr(scaling_page, "write_chart", lambda *args: drawn.extend(args))
     scaling_page.write_page([*points, points[1] | {"nodes": 4, "fits": False}], planner, tmp_path / "p.html")
@@ -179,6 +182,32 @@ def test_speed_against_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
         7,
         None,
     ]
+
+
+def test_the_fastest_layout_against_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where no layout is possible there is no point, and zero3 needs a sample for each rank."""
+
+    def search(ranks: int) -> Planned:
+        if ranks == 16:
+            raise ConfigError("no layout")
+        cfg = config_of([f"parallel.tensor={ranks // 4}", "parallel.context=2"])
+        planner: Any = SimpleNamespace(cfg=cfg)
+        return Planned(planner, Ranks(ranks, 8, 8), a_row(tokens_per_second=float(ranks)))
+
+    monkeypatch.setattr(scaling_page, "plan_rows", lambda *_: [a_row(tokens_per_second=1.0)])
+    monkeypatch.setattr(scaling_page, "splits_to_try", lambda *_: [])
+    cfg = config_of(["global_batch_size=8", "micro_batch_size=1"])
+    machine = machine_named("h100", 8)
+    planner: Any = SimpleNamespace(cfg=cfg, machine=machine, samples=Samples(9, 1, 2, 3, "guessed", 4))
+    points = scaling_page.scale(planner, 8, 4, True, search)
+    found = [(p["nodes"], p["sharding"], p["layout"], p["tokens_per_second"]) for p in points]
+    zero = a_row().choice.zero
+    assert found == [
+        (1, "zero3", "", 1.0), (1, scaling_page.SEARCHED, f"{zero}, context 2, tensor 2", 8.0),
+        (4, scaling_page.SEARCHED, f"{zero}, context 2, tensor 8", 32.0),
+    ]  # fmt: skip
+    page = scaling_page.write_page(points, planner, tmp_path / "p.html").read_text()
+    assert all(line in page for line in ("Assumptions", "450 GB/s", "context 2, tensor 8"))
 
 
 def test_the_command_has_what_was_typed_and_what_was_planned() -> None:

@@ -10,6 +10,6 @@ def find_blocks(model: nn.Module) -> nn.ModuleList:
     config = model.config
     assert isinstance(config, PretrainedConfig)
     layers = config.num_hidden_layers
-    stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == layers]
-    assert stacks, f"{type(model).__name__} has no list of {layers} layers"
-    return stacks[0]
+    stack = next((m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == layers), None)
+    assert stack is not None, f"{type(model).__name__} has no list of {layers} layers"
+    return stack

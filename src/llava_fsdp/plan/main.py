@@ -11,6 +11,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from llava_fsdp.distributed.zero import SHARD_PLANS, Mesh
 from llava_fsdp.model.pretrained import Parts
 from llava_fsdp.plan.auto import chosen_kinds, settle_packing, smallest_context
 from llava_fsdp.plan.hardware import Machine, machine_named
-from llava_fsdp.plan.layouts import Searcher, Ways
+from llava_fsdp.plan.layouts import Planned, Searcher, Ways
 from llava_fsdp.plan.longest import longest
 from llava_fsdp.plan.longest import write_page as write_longest
 from llava_fsdp.plan.model_shapes import shapes_of
@@ -71,7 +72,7 @@ def print_plan(cfg: PlanConfig, typed: Sequence[str]) -> None:
     # every recipe sets micro_batch_size, so only a user who sets tokens_per_micro_batch has chosen a size
     is_free = not isinstance(cfg.tokens_per_micro_batch, int)
 
-    def ways(planner: Planner, tried: PlanConfig) -> Ways:
+    def ways(planner: Planner, tried: PlanConfig, world_size: int = world_size) -> Ways:
         tensor = tried.parallel.tensor
         ranks = Ranks(world_size, tried.sharding.shard_size or max(1, cfg.gpus // tensor), cfg.gpus)
         strategies = distinct_strategies(ranks, tensor * tried.parallel.pipeline)
@@ -80,6 +81,10 @@ def print_plan(cfg: PlanConfig, typed: Sequence[str]) -> None:
 
     def planner_of(tried: PlanConfig) -> Planner:
         return Planner(tried, machine, parts=parts)
+
+    def fastest_on(first: Planner, world_size: int) -> Planned:
+        searcher = Searcher(first.with_layout, partial(ways, world_size=world_size))
+        return searcher.search(cfg, world_size, cfg.gpus).rows[0]
 
     def plan_with(tried: PlanConfig) -> tuple[Planner, list[PlanRow]]:
         own = ways(planner_of(tried), tried)
@@ -95,7 +100,11 @@ def print_plan(cfg: PlanConfig, typed: Sequence[str]) -> None:
         planner, rows = smallest_context(cfg, world_size, parts.language, plan_with)
     best = command(cfg, rows[0], planner.cfg.parallel, typed) if rows[0].fits else None
     if cfg.nodes > 1:
-        points = scale(planner, cfg.gpus, cfg.nodes, is_free)
+        searched = partial(fastest_on, planner) if search is not None else None
+        if search is not None:  # the curves of single strategies have only the kinds that the configuration sets
+            alone = replace(cfg.parallel, search=False, context=cfg.parallel.num_context)
+            planner = planner.with_layout(replace(cfg, parallel=alone))
+        points = scale(planner, cfg.gpus, cfg.nodes, is_free, searched)
         more |= {"scaling": points, "page": str(write_page(points, planner, Path(cfg.page)))}
     if cfg.format is Format.json:
         print(json.dumps(as_object(planner, rows, best, more)))

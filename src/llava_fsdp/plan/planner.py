@@ -336,7 +336,7 @@ class Planner:
         has the whole model."""
         parallel = self.cfg.parallel
         if parallel.pipeline == 1:
-            return [Group(0, self.weights, {0: range(len(find_blocks(self.model.language_model)))}, 1)]
+            return [Group(0, self.weights, {0: range(self.parts.language.num_hidden_layers)}, 1)]
         return self.groups_of(choice.activation_checkpointing.mode is not ActivationCheckpointing.none)
 
     def groups_of(self, recomputes: bool) -> list[Group]:
@@ -438,13 +438,14 @@ class Planner:
         """
         parallel, precision, strategy = self.cfg.parallel, self.cfg.precision, choice.strategy
         own = self.own_ranks(ranks)
-        trained = sum(w.numel for w in group.weights if w.trainable)
-        sent = self.known(
-            (group.number, group.share, strategy, own, len(micros)),
-            lambda: volume(
-                group.weights, strategy, precision, own.world_size, own.shard_size, own.node_size, len(micros)
-            ),
+        trained = self.known(
+            (group.number, group.share, "trained"), lambda: sum(w.numel for w in group.weights if w.trainable)
         )
+        args = group.weights, strategy, precision, own.world_size, own.shard_size, own.node_size
+        one, two = self.known(
+            (group.number, group.share, strategy, own), lambda: [volume(*args, micro_batches=n) for n in (1, 2)]
+        )
+        sent = one.with_more(two, len(micros) - 1)
         sent = self.with_experts(self.with_context(sent, choice, micros, group), choice, micros, group)
         sent = self.with_messages(self.with_layers(sent, choice, micros, group), micros, group)
         flops = sample_flops(self.flops, self.samples)
@@ -540,7 +541,7 @@ class Planner:
             share = 0.0
         tokens = sum(micro.tokens for micro in micros)
         moved, count = context_volume(self.how, size, self.parts.language, width, tokens, share)
-        part = len(group.blocks) / len(find_blocks(self.model.language_model))
+        part = len(group.blocks) / self.parts.language.num_hidden_layers
         exchanges = round(count * part) * len(micros)
         # ranks that compute layers together have some of the heads each
         return replace(sent, context=moved * part / self.tensor, exchanges=exchanges, context_size=size)

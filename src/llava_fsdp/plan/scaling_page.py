@@ -1,25 +1,35 @@
 """Write an HTML page with predicted tokens per second on 1, 2, 4, ... nodes, for zero3 over all ranks and for hybrid
 sharding, which shards within each node."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from html import escape
 from pathlib import Path
 from typing import Any
 
 from llava_fsdp.config import OffloadMode, Strategy
-from llava_fsdp.plan.planner import Choice, Planner, Ranks
+from llava_fsdp.plan.hardware import Machine
+from llava_fsdp.plan.layouts import Planned
+from llava_fsdp.plan.planner import Choice, Planner, PlanRow, Ranks
 from llava_fsdp.plan.search import checkpointing_modes, plan_rows, splits_to_try
+from llava_fsdp.plan.step_time import HOP, HOP_BETWEEN, LATENCY, LINK_EFFICIENCY, OVERLAP
+from llava_fsdp.plan.workload import Samples
 from llava_fsdp.report.downsample import Point
 from llava_fsdp.report.html import heading, section, table, whole_page
 from llava_fsdp.report.svg import COLOURS, Chart, Line, draw
 from llava_fsdp.runtime.errors import ConfigError
 
 STRATEGIES = {"zero3": Strategy.FULL_SHARD, "hybrid": Strategy.HYBRID_SHARD}
+SEARCHED = "fastest layout"
+"""Name of the curve with the fastest of all layouts of ranks."""
 
 
-def scale(planner: Planner, gpus: int, nodes: int, is_free: bool) -> list[dict[str, Any]]:
-    """Predict the fastest training that fits into memory on 1, 2, 4, ... and `nodes` nodes, with zero3 and with hybrid
-    sharding. A step has the same number of samples for every number of nodes. Return a dict (nodes, sharding, tokens
-    per second, ...) for each number of nodes and each sharding.
+def scale(
+    planner: Planner, gpus: int, nodes: int, is_free: bool, search: Callable[[int], Planned] | None = None
+) -> list[dict[str, Any]]:
+    """Predict the fastest training that fits into memory on 1, 2, 4, ... and `nodes` nodes, with zero3, with hybrid
+    sharding and, if `search` is given, with the fastest layout of ranks. A step has the same number of samples for
+    every number of nodes. Return a dict (nodes, sharding, tokens per second, ...) for each number of nodes and each
+    curve.
 
     With zero3, the rings of collectives go through all nodes and use all network ports of each node. With hybrid
     sharding, weights are gathered within a node, and once a step each GPU sends its shard of the gradients to the other
@@ -29,34 +39,59 @@ def scale(planner: Planner, gpus: int, nodes: int, is_free: bool) -> list[dict[s
         planner: predicts memory and time of one way to train.
         gpus: number of GPUs of a node.
         is_free: whether to try micro-batches of all sizes; if false, only those that the configuration sets.
+        search: finds the fastest way to train on a number of ranks (`parallel=auto`), and raises ConfigError if there
+            is no layout of so many.
     """
     points = []
     for count in node_counts(nodes):
-        world_size, context = gpus * count, planner.cfg.parallel.num_context
-        if world_size % context:
-            continue
-        if count > 1 and world_size > planner.cfg.global_batch_size * context:
-            break  # more rows than samples
-        for name, strategy in STRATEGIES.items():
-            if count == 1 and name == "hybrid":
-                continue  # within one node hybrid is the same as zero3
-            modes = checkpointing_modes(planner.cfg, planner.machine.device)
-            choices = [Choice(strategy, mode, OffloadMode.none) for mode in modes]
-            splits = splits_to_try(planner, planner.cfg, world_size, is_free)
-            row = plan_rows(planner, choices, Ranks(world_size, gpus, gpus), splits)[0]
-            points.append(
-                {
-                    "nodes": count,
-                    "sharding": name,
-                    "activation_checkpointing": row.choice.activation_checkpointing.mode.value,
-                    "fits": row.fits,
-                    "tokens_per_second": row.tokens_per_second,
-                    "step_seconds": row.step.seconds,
-                    "communication_seconds": row.step.communication,
-                    "exposed_seconds": row.step.exposed,
-                }
-            )
+        for name, row in plain_ways(planner, gpus, count, is_free):
+            points.append(point(count, name, row))
+        if search is not None:
+            try:
+                found = search(gpus * count)
+            except ConfigError:
+                continue
+            own = found.parallel
+            sizes = {key: getattr(own, key) for key in ("context", "tensor", "expert", "pipeline")}
+            layout = [found.row.choice.zero, *(f"{key} {size}" for key, size in sizes.items() if size > 1)]
+            points.append(point(count, SEARCHED, found.row, ", ".join(layout)))
     return points
+
+
+def plain_ways(planner: Planner, gpus: int, count: int, is_free: bool) -> Iterator[tuple[str, PlanRow]]:
+    """Return the name and the fastest way of each strategy that is possible on `count` nodes. Arguments are those of
+    `scale`."""
+    world_size, context = gpus * count, planner.cfg.parallel.num_context
+    too_many = count > 1 and world_size > planner.cfg.global_batch_size * context  # more rows than samples
+    if world_size % context or too_many:
+        return
+    for name, strategy in STRATEGIES.items():
+        if count == 1 and name == "hybrid":
+            continue  # within one node hybrid is the same as zero3
+        modes = checkpointing_modes(planner.cfg, planner.machine.device)
+        choices = [Choice(strategy, mode, OffloadMode.none) for mode in modes]
+        splits = splits_to_try(planner, planner.cfg, world_size, is_free)
+        yield name, plan_rows(planner, choices, Ranks(world_size, gpus, gpus), splits)[0]
+
+
+def point(nodes: int, name: str, row: PlanRow, layout: str = "") -> dict[str, Any]:
+    """Return a point of a curve as an object for JSON.
+
+    Args:
+        name: name of the curve.
+        layout: strategy and kinds of parallelism of the fastest layout.
+    """
+    return {
+        "nodes": nodes,
+        "sharding": name,
+        "layout": layout,
+        "activation_checkpointing": row.choice.activation_checkpointing.mode.value,
+        "fits": row.fits,
+        "tokens_per_second": row.tokens_per_second,
+        "step_seconds": row.step.seconds,
+        "communication_seconds": row.step.communication,
+        "exposed_seconds": row.step.exposed,
+    }
 
 
 def node_counts(nodes: int) -> list[int]:
@@ -83,8 +118,10 @@ def write_page(points: Sequence[dict[str, Any]], planner: Planner, path: Path) -
         ConfigError: the file cannot be written.
     """
     lines = []
-    for colour, name in enumerate(STRATEGIES):
+    for colour, name in enumerate((*STRATEGIES, SEARCHED)):
         fitting = [p for p in points if p["sharding"] == name and p["fits"]]
+        if not fitting and name == SEARCHED:
+            continue
         values = [Point(p["nodes"], *[p["tokens_per_second"]] * 3) for p in fitting]
         lines.append(Line(name, values, colour, dots=True))
     if points[0]["fits"]:
@@ -94,22 +131,55 @@ def write_page(points: Sequence[dict[str, Any]], planner: Planner, path: Path) -
     chart = Chart("Tokens a second against nodes", lines, "predicted", logs=True, wide=True, along="nodes")
     names = [name for name in points[0] if name != "fits"]
     rows = [[shown(p[n]) for n in names] for p in points if p["fits"]]
-    return write_chart(path, title, chart, "Fastest way to train on each", names, rows)
+    assumed = assumptions(planner.machine, planner.samples)
+    return write_chart(path, title, chart, "Fastest way to train on each", names, rows, assumed)
+
+
+def assumptions(machine: Machine, samples: Samples) -> list[str]:
+    """Return, one per line, what the predictions assume about the machine and the data."""
+    lines = [
+        f"Samples have {samples.tokens:,.0f} tokens on average, {samples.image_tokens:,.0f} of them image tokens and "
+        f"{samples.labels:,.0f} labels ({samples.source})."
+    ]
+    if machine.gpu is not None:
+        gpu = machine.gpu
+        lines += [
+            f"Blocks reach {gpu.efficiency:.0%} of the peak FLOPs ({gpu.source}).",
+            f"Two GPUs of a node exchange {gpu.link / 1e9:g} GB/s in each direction, and each GPU sends "
+            f"{gpu.network / 1e9:g} GB/s to other nodes; collectives reach {LINK_EFFICIENCY:.0%} of that.",
+        ]
+    return [
+        *lines,
+        f"A collective takes {LATENCY * 1e6:g} us to start and {HOP * 1e6:g} us for each rank of its ring, or "
+        f"{HOP_BETWEEN * 1e6:g} us for each node.",
+        f"Collectives of weights and gradients overlap with {OVERLAP:.0%} of the computation; those in layers with "
+        "nothing.",
+        "All ranks have equal work, data is never waited for, and no node is slower than another.",
+    ]
 
 
 def write_chart(
-    path: Path, title: str, chart: Chart, table_title: str, names: Sequence[str], rows: Sequence[Sequence[object]]
+    path: Path,
+    title: str,
+    chart: Chart,
+    table_title: str,
+    names: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    assumed: Sequence[str] = (),
 ) -> Path:
     """Write an HTML page with a chart and a table below it.
 
     Args:
         names: names of the table's columns, with underscores for spaces.
+        assumed: what the values assume, one sentence or more for each line.
 
     Raises:
         ConfigError: the file cannot be written.
     """
     values = table([name.replace("_", " ") for name in names], rows)
     body = heading("plan", title) + draw(chart) + section(table_title, values)
+    if assumed:
+        body += section("Assumptions", "<ul>", *(f"<li>{escape(line)}</li>" for line in assumed), "</ul>")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(whole_page(title, body))

@@ -4,9 +4,11 @@ not hide.
 The estimate uses the rates in the table of GPUs. It is good enough to compare ways to train, but not exact.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from transformers import PretrainedConfig
 
@@ -107,6 +109,11 @@ class Volume:
     node_size: int = 1
     """Number of ranks on one node; a group that computes layers together counts as one."""
 
+    def with_more(self, other: Volume, times: int) -> Volume:
+        """Return this volume with `times` times what `other` has more in collectives of weights and gradients."""
+        more = {key: getattr(self, key) + times * (getattr(other, key) - getattr(self, key)) for key in OF_WEIGHTS}
+        return replace(self, **more)
+
     @property
     def total(self) -> float:
         return self.sharded + self.replicated + self.context + self.tensor + self.experts + self.pipeline
@@ -165,6 +172,11 @@ class Volume:
         """
         within = network if self.nodes > 1 and self.node_size * self.tensor_size % span else link
         return calls * (LATENCY + HOP * (size - 1)) + received / within / LINK_EFFICIENCY
+
+
+OF_WEIGHTS = ("sharded", "replicated", "gathers", "reductions")
+"""Names of the fields of Volume that count collectives of weights and gradients. They grow by equal amounts with each
+micro-batch."""
 
 
 def volume(
