@@ -386,3 +386,24 @@ def test_real_models_are_planned_by_default_and_the_tiny_one_is_not() -> None:
         cfg = config_of([f"model={model}"])
         assert cfg.plans_tokens and auto.has_auto_checkpointing(cfg) and cfg.sharding.strategy is Strategy.FULL_SHARD
     assert not config_of([]).has_auto
+
+
+@pytest.mark.parametrize(
+    ("keys", "mode", "device", "compiles"),
+    [
+        ([], "none", "h100", True),
+        ([], "full", "h100", True),
+        ([], "none", "cpu", False),
+        (["compile=true"], "none", "cpu", True),
+        (["compile=true"], "selective", "cpu", False),  # SDPA a sample at a time cuts a block
+        (["compile=false"], "none", "h100", False),
+        (["deterministic=true"], "none", "h100", False),
+        (["parallel.tensor=2"], "none", "h100", False),
+    ],
+)
+def test_what_is_planned_as_compiled(keys: list[str], mode: str, device: str, compiles: bool) -> None:
+    machine = Machine(None, "test", 1 << 34, 1e9) if device == "cpu" else machine_named(device, 8)
+    planner = Planner(config_of(keys), machine)
+    assert planner.compiles(ActivationCheckpointing(mode)) is compiles
+    planner.machine = replace(machine, has_compiler=False)
+    assert not planner.compiles(ActivationCheckpointing(mode))

@@ -222,7 +222,7 @@ def run_block(
         block: a block (layer) of the language model.
         plain: the block's uncompiled forward.
         compiled: the compiled forward of the block's class, which also takes the block.
-        settings: two context managers, which set how torch compiles.
+        settings: two context managers with torch's settings under which graphs are compiled, see `compile_blocks`.
         one_row: whether every batch has exactly one row.
         hidden: the block's input, [rows, length, channels].
         args, kwargs: further arguments of the block's forward.

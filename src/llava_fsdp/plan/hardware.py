@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from llava_fsdp.config import DType, LinearKind, PrecisionConfig
+from llava_fsdp.distributed.compile import compiler_missing
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.host import read_host
 
@@ -133,6 +134,8 @@ class Machine:
     """Bytes of memory for each rank."""
     flops: float
     """FLOPs per second of a rank's CPU cores; 0 with a GPU, whose FLOPs for each dtype are in `gpu`."""
+    has_compiler: bool = True
+    """Whether torch.compile works there, as far as that is known."""
 
     @property
     def device(self) -> str:
@@ -205,4 +208,5 @@ def this_machine(ranks: int, device: str = "cuda") -> Machine:
     has_bf16 = gpu_here.major >= 8
     alike = fitting or [gpu for gpu in GPUS.values() if (gpu.bf16 is not None) == has_bf16]
     nearest = min(alike, key=lambda gpu: abs(gpu.memory - gpu_here.total_memory))
-    return Machine(nearest, f"{gpu_here.name}, {relation} {nearest.name}", gpu_here.total_memory, 0.0)
+    compiles = compiler_missing(torch.device("cuda", 0)) is None
+    return Machine(nearest, f"{gpu_here.name}, {relation} {nearest.name}", gpu_here.total_memory, 0.0, compiles)

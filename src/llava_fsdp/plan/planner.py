@@ -274,10 +274,10 @@ class Planner:
         return [] if self.grows_with_square or small == large else [small, large]
 
     def compiles(self, mode: ActivationCheckpointing) -> bool:
-        """Return whether the training compiles the language model's blocks with this mode of activation checkpointing,
-        if the planned machine has a compiler."""
+        """Return whether the training compiles the language model's blocks with this mode of activation
+        checkpointing."""
         attention = self.kernel and self.kernel.attention
-        return compiling_of_settings(self.cfg, mode, attention, self.machine.device).on
+        return self.machine.has_compiler and compiling_of_settings(self.cfg, mode, attention, self.machine.device).on
 
     def segments(self, mode: ActivationCheckpointing, micro: MicroBatch) -> list[Segment]:
         """Measure the activation memory of a micro-batch's forward and backward pass. Return it in segments (a block,
