@@ -113,8 +113,8 @@ def limited() -> str:
     return f"{table(head, rows, 'lrrr')}\n\n{origin(path, report)}"
 
 
-def planner() -> str:
-    path, report = newest("memory-cpu")
+def planner(name: str = "memory-cpu") -> str:
+    path, report = newest(name)
     rows = [
         [cell(row["name"]), f"{row['planned'] / 2**20:,.0f}", f"{row['measured'] / 2**20:,.0f}", f"{row['error']:+.1%}"]
         for row in report["rows"]
@@ -186,7 +186,7 @@ TABLES = {
     "devices": devices, "stored": stored, "packing": packing, "activation_checkpointing": activation_checkpointing,
     "strategies": strategies,
     "limited": limited, "planner": planner, "checkpoints": checkpoints, "pictures": pictures,
-    "scaling": scaling, "gpu": gpu,
+    "scaling": scaling, "gpu": gpu, "compiled": lambda: planner("memory-compiled-cpu"),
 }  # fmt: skip
 
 
