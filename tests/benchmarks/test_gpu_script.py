@@ -126,7 +126,7 @@ def test_a_case_of_memory_that_fails_or_hangs_is_a_row(
     sleeper.write_text("#!/bin/sh\nexec sleep 60\n")
     sleeper.chmod(0o755)
     monkeypatch.setattr(sys, "executable", program if program != "sleep" else str(sleeper))
-    options = argparse.Namespace(real=True, tiny=True, threads=1, timeout=timeout)
+    options = argparse.Namespace(real=True, tiny=True, compiled=False, threads=1, timeout=timeout)
     found = memory.start_case(0, options, tmp_path)
     assert list(found) == ["failed"] and reason in found["failed"]
     assert memory.row_of(memory.CASES_OF_REAL[0], found)["failed"] == found["failed"]

@@ -14,7 +14,9 @@ from imagined import imagine, lines
 
 from llava_fsdp.data.images.thumbnails import tile_thumbnail
 from llava_fsdp.plan import scaling_page
+from llava_fsdp.plan.hardware import machine_named
 from llava_fsdp.plan.planner import Planner
+from llava_fsdp.plan.workload import Samples
 from llava_fsdp.report import main as report
 from llava_fsdp.report.compare_page import best_of, comparison_page
 from llava_fsdp.report.dataset_page import badness, dataset_page, most_of
@@ -99,7 +101,8 @@ def pages(sweep: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
     report.write([str(run), str(sweep / "0"), f"out={paths['comparison']}"])
     report.write([str(sweep), f"out={paths['sweep']}"])
     cfg = SimpleNamespace(model=SimpleNamespace(name="llava_v1_5_13b"), global_batch_size=128)
-    planner = cast(Planner, SimpleNamespace(cfg=cfg, machine=SimpleNamespace(name="a100-80gb")))
+    machine, samples = machine_named("a100-80gb", 8), Samples(841, 1, 180, 200, "guessed", 541)
+    planner = cast(Planner, SimpleNamespace(cfg=cfg, machine=machine, samples=samples))
     scaling_page.write_page(scaling(), planner, paths["plan"])
     return paths
 
