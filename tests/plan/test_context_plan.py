@@ -244,7 +244,14 @@ def test_budget_keeps_what_collectives_give(how: str, parts: Path, dataset: Path
 
 def test_a_plan_names_the_number_that_it_chose(parts: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Odd lengths of a part are planned as well."""
-    keys = *of_parts(parts), "gpus=4", "gpu=h100", "parallel.context=auto", "parallel.context_how=gather"
+    keys = (
+        *of_parts(parts),
+        "gpus=4",
+        "gpu=h100",
+        "parallel.context=auto",
+        "parallel.context_how=gather",
+        "compile=false",
+    )
     found = printed(capsys, *keys, "data.max_length=257", "tokens_per_micro_batch=131")
     assert {row["context"] for row in found["rows"]} == {2}
     command = found["recommended"]["command"].split()
