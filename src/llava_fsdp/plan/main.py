@@ -100,12 +100,12 @@ def print_plan(cfg: PlanConfig, typed: Sequence[str]) -> None:
         planner, rows = smallest_context(cfg, world_size, parts.language, plan_with)
     best = command(cfg, rows[0], planner.cfg.parallel, typed) if rows[0].fits else None
     if cfg.nodes > 1:
-        searched = partial(fastest_on, planner) if search is not None else None
+        plain, searched = planner, partial(fastest_on, planner) if search is not None else None
         if search is not None:  # the curves of single strategies have only the kinds that the configuration sets
             alone = replace(cfg.parallel, search=False, context=cfg.parallel.num_context)
-            planner = planner.with_layout(replace(cfg, parallel=alone))
-        points = scale(planner, cfg.gpus, cfg.nodes, is_free, searched)
-        more |= {"scaling": points, "page": str(write_page(points, planner, Path(cfg.page)))}
+            plain = planner.with_layout(replace(cfg, parallel=alone))
+        points = scale(plain, cfg.gpus, cfg.nodes, is_free, searched)
+        more |= {"scaling": points, "page": str(write_page(points, plain, Path(cfg.page)))}
     if cfg.format is Format.json:
         print(json.dumps(as_object(planner, rows, best, more)))
         return

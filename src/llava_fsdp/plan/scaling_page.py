@@ -144,13 +144,13 @@ def assumptions(machine: Machine, samples: Samples) -> list[str]:
     if machine.gpu is not None:
         gpu = machine.gpu
         lines += [
-            f"Blocks reach {gpu.efficiency:.0%} of the peak FLOPs ({gpu.source}).",
+            f"Blocks reach {gpu.efficiency:.0%} of the peak FLOPs. Peaks and links: {gpu.source}.",
             f"Two GPUs of a node exchange {gpu.link / 1e9:g} GB/s in each direction, and each GPU sends "
             f"{gpu.network / 1e9:g} GB/s to other nodes; collectives reach {LINK_EFFICIENCY:.0%} of that.",
         ]
     return [
         *lines,
-        f"A collective takes {LATENCY * 1e6:g} us to start and {HOP * 1e6:g} us for each rank of its ring, or "
+        f"A collective takes {LATENCY * 1e6:g} us to start and {HOP * 1e6:g} us for each rank of its ring, and "
         f"{HOP_BETWEEN * 1e6:g} us for each node.",
         f"Collectives of weights and gradients overlap with {OVERLAP:.0%} of the computation; those in layers with "
         "nothing.",
