@@ -336,8 +336,10 @@ def start(what: str, work: Work, options: argparse.Namespace, way: Way | None = 
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=options.limit, check=False, env=environment
         )
-    except subprocess.TimeoutExpired:
-        return {"failed": f"not done within {options.limit:g} s"}
+    except subprocess.TimeoutExpired as error:
+        progress = bytes(error.stderr or b"").decode(errors="replace").strip().splitlines()
+        print(*progress[-30:], sep="\n", file=sys.stderr)
+        return {"failed": f"not done within {options.limit:g} s", "progress": progress[-30:]}
     if done.returncode:
         said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1][:300]
         kind, _, reason = said.partition(": ")

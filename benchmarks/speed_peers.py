@@ -6,6 +6,7 @@ Nothing of this project is imported here: what is timed is theirs.
 from __future__ import annotations
 
 import random
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -79,6 +80,7 @@ def time_steps(work: Work, device: torch.device, run: Callable[[int], float]) ->
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - started)
         processor.append(time.process_time() - busy)
+        print(f"step {number}: {seconds[-1]:.3f} s", file=sys.stderr, flush=True)
     return {
         "seconds": seconds[work.warmup :],
         "cpu_seconds": processor[work.warmup :],
@@ -200,7 +202,7 @@ def tuned(work: Work, language: Any, vision: Any, device: torch.device) -> dict[
             found = loop(work, model, prepared(work, model, by_length, rows, device), device)
             return found | {"rows": rows, "activation_checkpointing": again}
         except torch.OutOfMemoryError:
-            pass
+            print(f"{rows} rows do not fit, activation checkpointing {again}", file=sys.stderr, flush=True)
         for parameter in model.parameters():
             parameter.grad = None
         torch.cuda.empty_cache()

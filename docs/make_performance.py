@@ -168,6 +168,25 @@ def gpu() -> str:
     return f"{table(head, rows, 'lrrrrr')}\n\n{origin(path, report)} Last row: {origin(speed_path, speed)}"
 
 
+def gpu_peers() -> str:
+    """Seconds of a step on one GPU, each beside ours in the same stage and precision."""
+    sources = [newest("speed-finetune-bf16-cuda"), newest("speed-ways-cuda")]
+    ways = [{"stage": "finetune"} | row for _, report in sources for row in report["ways"] if "seconds" in row]
+    rows = []
+    for way in sorted(ways, key=lambda row: row["stage"]):
+        ours = next(row for row in ways if row["stage"] == way["stage"] and row["name"] == "ours")
+        seconds = [median(row["seconds"]) for row in (way, ours)]
+        share = median(f / s for f, s in zip(ours["flops"][-len(way["seconds"]) :], way["seconds"], strict=True))
+        size = f"{way['rows']} rows" if "rows" in way else f"{way.get('tokens_per_micro_batch', 0):,} tokens"
+        rows.append([
+            way["stage"], way["name"], "16 rows" if size == "0 tokens" else size, f"{seconds[0]:.2f}",
+            f"{share / ours['peak_flops']:.1%}", f"{way['max_memory_allocated'] / 1e9:.0f}",
+            f"{seconds[0] / seconds[1]:.2f}",
+        ])  # fmt: skip
+    head = ("stage", "", "micro-batch", "seconds a step", "MFU", "peak, GB", "seconds, ours = 1")
+    return f"{table(head, rows, 'lllrrrr')}\n\n" + " ".join(origin(*source) for source in sources)
+
+
 CURVES = {"pictures": "images", "imagined": "simulated ranks"}
 
 
@@ -186,7 +205,7 @@ TABLES = {
     "devices": devices, "stored": stored, "packing": packing, "activation_checkpointing": activation_checkpointing,
     "strategies": strategies,
     "limited": limited, "planner": planner, "checkpoints": checkpoints, "pictures": pictures,
-    "scaling": scaling, "gpu": gpu, "compiled": lambda: planner("memory-compiled-cpu"),
+    "scaling": scaling, "gpu": gpu, "gpu_peers": gpu_peers, "compiled": lambda: planner("memory-compiled-cpu"),
 }  # fmt: skip
 
 
