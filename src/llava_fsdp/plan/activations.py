@@ -6,9 +6,11 @@ the middle one stands for every block between the first and the last.
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -55,6 +57,20 @@ class MicroBatch:
     @property
     def tokens(self) -> int:
         return self.rows * self.length
+
+
+class MicroBatches(tuple[MicroBatch, ...]):
+    """The micro-batches that a rank runs in a step, with sums over them. A search for the fastest way to train asks for
+    the sums often, so each is computed once."""
+
+    @cached_property
+    def tokens(self) -> int:
+        return sum(micro.tokens for micro in self)
+
+    @cached_property
+    def labels(self) -> Counter[int]:
+        """Number of labels -> number of micro-batches with so many."""
+        return Counter(micro.labels for micro in self)
 
 
 @dataclass(frozen=True)

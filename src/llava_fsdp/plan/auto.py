@@ -29,7 +29,7 @@ from llava_fsdp.distributed.zero import SHARD_PLANS, Mesh
 from llava_fsdp.model.attention import packing_refused
 from llava_fsdp.model.context_attention import plan_context
 from llava_fsdp.model.pretrained import Parts
-from llava_fsdp.plan.activations import MicroBatch
+from llava_fsdp.plan.activations import MicroBatches
 from llava_fsdp.plan.hardware import this_machine
 from llava_fsdp.plan.layouts import Searcher, Ways
 from llava_fsdp.plan.planner import Choice, Planner, PlanRow, Ranks
@@ -304,9 +304,7 @@ def rows_for(planner: Planner, cfg: Config, world: World) -> list[PlanRow]:
     return plan_rows(*ways_for(planner, cfg, world))
 
 
-def ways_for(
-    planner: Planner, cfg: Config, world: World
-) -> tuple[Planner, list[Choice], Ranks, list[list[MicroBatch]]]:
+def ways_for(planner: Planner, cfg: Config, world: World) -> tuple[Planner, list[Choice], Ranks, list[MicroBatches]]:
     """Return the ways to train for every combination of values that the `auto` keys may take, as `plan_rows` takes
     them.
 

@@ -1,11 +1,8 @@
 """Divide the layers of a model on the meta device as tensor parallelism does (`distributed/tensor_parallel.py`),
-without other ranks: collectives only allocate what real ones would. And count what they move."""
+without other ranks: collectives only allocate what real ones would."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -104,68 +101,3 @@ class OwnPart(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         return torch.cat([grad_outputs[0]] * ctx.size, -1), None
-
-
-@dataclass(frozen=True)
-class Moved:
-    """Bytes that a rank receives in collectives, and the number of these collectives."""
-
-    bytes: float = 0.0
-    calls: float = 0.0
-
-    def __add__(self, other: Moved) -> Moved:
-        return Moved(self.bytes + other.bytes, self.calls + other.calls)
-
-    def __mul__(self, times: float) -> Moved:
-        return Moved(self.bytes * times, self.calls * times)
-
-
-def layer_volume(
-    model: Llava, plan: Mapping[str, Cut], blocks: int, size: int, tokens: int, labels: int, chunk_tokens: int,
-    recomputed: float,
-) -> Moved:  # fmt: skip
-    """Count what ranks that compute layers together exchange in the forward and backward pass of a micro-batch.
-
-    Args:
-        model: the model on the meta device, not divided.
-        plan: how the weights that these ranks have are divided.
-        blocks: number of the language model's blocks that they have.
-        size: number of ranks.
-        tokens: positions of the micro-batch.
-        labels: labels of the micro-batch.
-        chunk_tokens: number of labels whose logits the loss computes at a time.
-        recomputed: share of the blocks' forward pass that runs again in the backward pass.
-    """
-    width = model.compute_dtype.itemsize
-
-    def gather(channels: int, rows: int = tokens, item: int = width) -> Moved:
-        return Moved((size - 1) / size * rows * channels * item, 1)
-
-    def reduce(channels: int, rows: int = tokens, item: int = width) -> Moved:
-        return Moved(2 * gather(channels, rows, item).bytes, 1)
-
-    forward, backward = Moved(), Moved()
-    for name, cut in plan.items():
-        layer: Any = model.get_submodule(name) if cut is not Cut.PARAMETER else None
-        if cut in (Cut.ROWWISE, Cut.ROWWISE_SPLIT):
-            forward += reduce(layer.out_features)
-        if cut is Cut.ROWWISE_SPLIT:
-            backward += gather(layer.in_features)
-        if cut is Cut.COLWISE_GATHERED:
-            forward += gather(layer.out_features)
-        if cut is Cut.COLWISE and "lora_" in name:
-            backward += reduce(layer.in_features)
-        if cut is Cut.SUMMED and any(p.requires_grad for p in layer.parameters()):
-            backward += reduce(1, sum(p.numel() for p in layer.parameters()))
-    for siblings in siblings_of(model, plan):
-        first: Any = siblings[0]
-        backward += reduce(first.in_features)
-    hidden = model.parts.language.hidden_size
-    # the last sum of a block does not run again, because nothing needs it but an adapter, which comes behind it
-    last = reduce(hidden) * (0 if model.adapted else blocks)
-    moved = forward + backward + (forward + last * -1) * recomputed
-    if Cut.EMBEDDING in plan.values():
-        moved += reduce(hidden)
-    if Cut.OUTPUT in plan.values():  # the loss
-        moved += reduce(hidden, labels) + Moved(reduce(3, labels, 4).bytes, 2 * math.ceil(labels / chunk_tokens))
-    return moved

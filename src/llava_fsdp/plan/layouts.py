@@ -2,7 +2,8 @@
 all sharding strategies, modes of activation checkpointing and sizes of micro-batches.
 
 Seconds are cheap to predict, and memory is not. So the ways are taken in the order of the fewest seconds that each may
-need, and memory is predicted only of those that may be among the fastest that fit.
+need, and memory is predicted only of those that may be among the fastest that fit. The seconds of each size of
+micro-batches are likewise predicted only of those that a lower bound leaves.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Generic, TypeVar
 
 from llava_fsdp.config import Config, ParallelConfig, PipelineSchedule
 from llava_fsdp.distributed.context import check_torch
-from llava_fsdp.plan.activations import MicroBatch
+from llava_fsdp.plan.activations import MicroBatches
 from llava_fsdp.plan.planner import Choice, Planner, PlanRow, Ranks
 from llava_fsdp.plan.search import largest_that_fits, ways_to_share_experts
 from llava_fsdp.runtime.errors import ConfigError
@@ -33,7 +34,7 @@ class Ways:
     planner: Planner
     choices: Sequence[Choice]
     ranks: Ranks
-    splits: Sequence[Sequence[MicroBatch]]
+    splits: Sequence[MicroBatches]
     """Ways to split a rank's samples of a step into micro-batches, those with the largest micro-batches first."""
 
 
@@ -164,8 +165,15 @@ class Candidate:
 
     ways: Ways
     choice: Choice
-    least: float
-    """Seconds of a step with the fastest size of micro-batches."""
+
+    bound: float
+    """Seconds of a step at least: communication and copies of the largest micro-batches, which are the fewest, and the
+    idle time of a pipeline with the smallest ones, which are the most."""
+
+    @property
+    def least(self) -> float:
+        """Seconds of a step with the fastest size of micro-batches."""
+        return quickest(self.ways, self.choice, self.ways.splits)[0]
 
 
 def candidates(ways: Ways) -> list[Candidate]:
@@ -176,31 +184,39 @@ def candidates(ways: Ways) -> list[Candidate]:
     """
     planner = ways.planner
     possible = ways_to_share_experts(planner.cfg, ways.choices, planner.own_ranks(ways.ranks))
-    return [Candidate(ways, choice, quickest(ways, choice, ways.splits)[0]) for choice in possible]
+    most = len(ways.splits[-1])
+    return [
+        Candidate(ways, choice, planner.seconds(choice, ways.ranks, ways.splits[0], most=most)) for choice in possible
+    ]
 
 
 def fastest(found: Sequence[Candidate], count: int) -> Search:
     """Return the `count` fastest ways to train that fit into memory, the chosen one first."""
     order, measured = itertools.count(), 0
-    waiting: list[tuple[float, int, Ways, Choice, PlanRow | None]] = [
-        (one.least, next(order), one.ways, one.choice, None) for one in found
+    # seconds at least, number in which it was put in, whether these are the seconds of the fastest size of
+    # micro-batches, and the plan of the way if its memory is known
+    waiting: list[tuple[float, int, Candidate, bool, PlanRow | None]] = [
+        (one.bound, next(order), one, False, None) for one in found
     ]
     heapq.heapify(waiting)
     fitting: list[Planned] = []
     others: list[Planned] = []
     while waiting:
-        seconds, _, ways, choice, row = heapq.heappop(waiting)
+        seconds, _, one, is_exact, row = heapq.heappop(waiting)
+        ways = one.ways
         if len(fitting) >= count and seconds > NEAR * fitting[0].row.step.seconds:
             break
         if row is not None:
             fitting.append(Planned(ways.planner, ways.ranks, row))
-            continue
-        measured += 1
-        row = fastest_that_fits(ways, choice)
-        if row.fits:
-            heapq.heappush(waiting, (row.step.seconds, next(order), ways, choice, row))
+        elif not is_exact:
+            heapq.heappush(waiting, (one.least, next(order), one, True, None))
         else:
-            others.append(Planned(ways.planner, ways.ranks, row))
+            measured += 1
+            row = fastest_that_fits(ways, one.choice)
+            if row.fits:
+                heapq.heappush(waiting, (row.step.seconds, next(order), one, True, row))
+            else:
+                others.append(Planned(ways.planner, ways.ranks, row))
     if fitting:
         near = [one for one in fitting if one.row.step.seconds <= NEAR * fitting[0].row.step.seconds]
         chosen = min(near, key=lambda one: one.kinds)
@@ -225,7 +241,7 @@ def fastest_that_fits(ways: Ways, choice: Choice) -> PlanRow:
     return planner.row(choice, ranks, split, ends)
 
 
-def quickest(ways: Ways, choice: Choice, splits: Sequence[Sequence[MicroBatch]]) -> tuple[float, Sequence[MicroBatch]]:
+def quickest(ways: Ways, choice: Choice, splits: Sequence[MicroBatches]) -> tuple[float, MicroBatches]:
     """Return the seconds of the fastest of some sizes of micro-batches, and these micro-batches. Without a pipeline it
     is the first one, with the largest micro-batches."""
     tried = splits if ways.planner.cfg.parallel.pipeline > 1 else splits[:1]

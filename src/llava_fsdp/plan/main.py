@@ -9,7 +9,7 @@ command predicts that training with every sharding strategy and every mode of ac
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -82,10 +82,6 @@ def print_plan(cfg: PlanConfig, typed: Sequence[str]) -> None:
     def planner_of(tried: PlanConfig) -> Planner:
         return Planner(tried, machine, parts=parts)
 
-    def fastest_on(first: Planner, world_size: int) -> Planned:
-        searcher = Searcher(first.with_layout, partial(ways, world_size=world_size))
-        return searcher.search(cfg, world_size, cfg.gpus).rows[0]
-
     def plan_with(tried: PlanConfig) -> tuple[Planner, list[PlanRow]]:
         own = ways(planner_of(tried), tried)
         return own.planner, plan_rows(own.planner, own.choices, own.ranks, own.splits)
@@ -100,7 +96,10 @@ def print_plan(cfg: PlanConfig, typed: Sequence[str]) -> None:
         planner, rows = smallest_context(cfg, world_size, parts.language, plan_with)
     best = command(cfg, rows[0], planner.cfg.parallel, typed) if rows[0].fits else None
     if cfg.nodes > 1:
-        plain, searched = planner, partial(fastest_on, planner) if search is not None else None
+        plain, searched = (
+            planner,
+            partial(fastest_on, cfg=cfg, known=search.rows[0], ways=ways) if search is not None else None,
+        )
         if search is not None:  # the curves of single strategies have only the kinds that the configuration sets
             alone = replace(cfg.parallel, search=False, context=cfg.parallel.num_context)
             plain = planner.with_layout(replace(cfg, parallel=alone))
@@ -113,6 +112,22 @@ def print_plan(cfg: PlanConfig, typed: Sequence[str]) -> None:
     show_plan(console, planner, rows, cfg.rows, best, search)
     if "page" in more:
         console.print(f"tokens/s against nodes: {more['page']}")
+
+
+def fastest_on(world_size: int, cfg: PlanConfig, known: Planned, ways: Callable[..., Ways]) -> Planned:
+    """Return the fastest way to train on `world_size` GPUs.
+
+    Args:
+        known: the fastest way on all GPUs of `cfg`.
+        ways: returns the ways to train of a planner and a configuration on `world_size` GPUs.
+
+    Raises:
+        ConfigError: no layout of so many ranks is possible.
+    """
+    if world_size == known.ranks.world_size:
+        return known
+    searcher = Searcher(known.planner.with_layout, partial(ways, world_size=world_size))
+    return searcher.search(cfg, world_size, cfg.gpus).rows[0]
 
 
 def warn_of_length(cfg: PlanConfig, parts: Parts) -> None:

@@ -6,7 +6,6 @@ Example: `peak(cfg, world_size=8, device="cuda").bytes["total"]`
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -39,10 +38,10 @@ from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.pretrained import Parts
 from llava_fsdp.model.stages import plan_stages
 from llava_fsdp.model.tensor_plan import tensor_plan
-from llava_fsdp.plan.activations import ActivationMeter, MicroBatch, Segment, stack_name
-from llava_fsdp.plan.divided_model import Moved, layer_volume
+from llava_fsdp.plan.activations import ActivationMeter, MicroBatch, MicroBatches, Segment, stack_name
 from llava_fsdp.plan.fsdp_units import units_of
 from llava_fsdp.plan.hardware import MIB, Machine, machine_for
+from llava_fsdp.plan.layer_volume import layer_volume
 from llava_fsdp.plan.model_shapes import kernel_for, shapes_of
 from llava_fsdp.plan.simulate import (
     Ledger,
@@ -137,7 +136,7 @@ class PlanRow:
         return max(micro.tokens for micro in self.micro_batches)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Group:
     """What the ranks of one group of a pipeline have of the model; without a pipeline, all of it."""
 
@@ -165,6 +164,12 @@ class Group:
     def has_last(self) -> bool:
         return self.num_stages - 1 in self.stages
 
+    @cached_property
+    def kind(self) -> Hashable:
+        """What the time of a step depends on; groups of equal kinds take equally long."""
+        counts = [(w.numel, w.trainable) for w in self.weights]
+        return round(self.share, 9), len(self.blocks), len(self.stages), self.has_first, self.has_last, *sorted(counts)
+
 
 class Planner:
     """Predicts memory and time of training one configuration's model on one machine. Activation memory is measured once
@@ -188,6 +193,8 @@ class Planner:
         self.kernel = kernel_for(cfg, self.parts.language, machine.device, bf16)
         self.model = build_llava(self.parts, cfg.model, DTYPES[cfg.precision.param_dtype], self.kernel, cfg.loss)
         self.unit_names = units_of_blocks(self.model, self.model.blocks(), cfg.sharding.blocks_per_unit)
+        self.known_values: dict[Hashable, Any] = {}
+        """Values that do not depend on more than their key, for all layouts of ranks."""
         self.divide()
         quantized = sum(weight.statistics for weight in self.weights)  # counted with the parameters
         self.buffer_bytes = sum(b.numel() * b.element_size() for b in self.model.buffers()) - quantized
@@ -205,24 +212,32 @@ class Planner:
         Raises:
             ConfigError: the model cannot be divided in this way.
         """
-        cfg, language = self.cfg, self.model.language_model
-        if cfg.parallel.expert > 1:
-            check_shared_experts(language, cfg.parallel.expert)
-        whole, blocks = self.model.whole_while_frozen(), self.model.blocks()
-        args = cfg.sharding.blocks_per_unit, list(find_experts(language).values()), cfg.parallel.expert
-        weights = weights_of(self.model, blocks, whole, cfg.precision, *args)
+        self.tensor, experts = self.cfg.parallel.tensor, self.cfg.parallel.expert
+        weights = self.known(("weights", experts), lambda: self.weights_with_shared_experts(experts))
         self.whole_weights = list(weights.values())
         self.trainable = sum(w.numel for w in self.whole_weights if w.trainable)
         """Number of trainable parameters of the model that is planned for."""
-        self.tensor = cfg.parallel.tensor
-        self.plan = tensor_plan(self.model, self.tensor) if self.tensor > 1 else {}
-        self.named_weights = divided_weights(weights, self.plan, self.tensor, 0)
+        self.plan = self.known(
+            ("plan", self.tensor), lambda: tensor_plan(self.model, self.tensor) if self.tensor > 1 else {}
+        )
+        self.named_weights = self.known(
+            ("divided", self.tensor, experts), lambda: divided_weights(weights, self.plan, self.tensor, 0)
+        )
         """Properties of the parameters, or of the parts of them that the first rank has with parallel.tensor."""
         self.weights = list(self.named_weights.values())
-        self.divided: dict[bool, list[Group]] = {}
-        """Groups of a pipeline, with and without activation checkpointing."""
-        self.volumes: dict[Hashable, Any] = {}
-        """Volumes of communication by what they depend on."""
+
+    def weights_with_shared_experts(self, experts: int) -> dict[str, Weight]:
+        """Return the properties of the parameters, by name, if `experts` ranks share the experts of a mixture.
+
+        Raises:
+            ConfigError: so many ranks cannot share them.
+        """
+        language, cfg = self.model.language_model, self.cfg
+        if experts > 1:
+            check_shared_experts(language, experts)
+        whole, blocks = self.model.whole_while_frozen(), self.model.blocks()
+        args = cfg.sharding.blocks_per_unit, list(find_experts(language).values()), experts
+        return weights_of(self.model, blocks, whole, cfg.precision, *args)
 
     def with_layout(self, cfg: Config) -> Self:
         """Return a planner of the same model for a configuration with other numbers of the kinds of parallelism. Both
@@ -236,8 +251,7 @@ class Planner:
         other.divide()
         parallel = cfg.parallel
         plan_context(parallel.context_how, self.parts.language, parallel.num_context, 0, other.tensor)
-        if cfg.parallel.pipeline > 1:
-            other.groups_of(recomputes=False)
+        other.groups_of(recomputes=False)
         return other
 
     @property
@@ -334,30 +348,32 @@ class Planner:
     def groups(self, choice: Choice) -> list[Group]:
         """Return what each group of ranks of a pipeline has of the model; without a pipeline there is one group, which
         has the whole model."""
-        parallel = self.cfg.parallel
-        if parallel.pipeline == 1:
-            return [Group(0, self.weights, {0: range(self.parts.language.num_hidden_layers)}, 1)]
         return self.groups_of(choice.activation_checkpointing.mode is not ActivationCheckpointing.none)
 
     def groups_of(self, recomputes: bool) -> list[Group]:
         """Return what each group of ranks of a pipeline has of the model, with or without activation checkpointing."""
+        own = self.cfg.parallel
+        key = "groups", own.tensor, own.expert, own.pipeline, own.num_stages, recomputes
+        return self.known(key, lambda: self.make_groups(recomputes))
+
+    def make_groups(self, recomputes: bool) -> list[Group]:
         parallel = self.cfg.parallel
-        if recomputes not in self.divided:
-            flops = self.recomputing_flops if recomputes else self.flops
-            plan = plan_stages(self.model, flops, self.samples.counts, parallel.num_stages, self.tensor)
-            weights = weights_of_groups(self.model, self.named_weights, plan, parallel)
-            places = (Place(index, parallel.pipeline, parallel.num_stages) for index in range(parallel.pipeline))
-            self.divided[recomputes] = [
-                Group(
-                    place.index,
-                    weights[place.index],
-                    {stage: plan.blocks[stage] for stage in place.own},
-                    parallel.num_stages,
-                    sum(plan.costs[stage] for stage in place.own) / sum(plan.costs),
-                )
-                for place in places
-            ]
-        return self.divided[recomputes]
+        if parallel.pipeline == 1:
+            return [Group(0, self.weights, {0: range(self.parts.language.num_hidden_layers)}, 1)]
+        flops = self.recomputing_flops if recomputes else self.flops
+        plan = plan_stages(self.model, flops, self.samples.counts, parallel.num_stages, self.tensor)
+        weights = weights_of_groups(self.model, self.named_weights, plan, parallel)
+        places = (Place(index, parallel.pipeline, parallel.num_stages) for index in range(parallel.pipeline))
+        return [
+            Group(
+                place.index,
+                weights[place.index],
+                {stage: plan.blocks[stage] for stage in place.own},
+                parallel.num_stages,
+                sum(plan.costs[stage] for stage in place.own) / sum(plan.costs),
+            )
+            for place in places
+        ]
 
     def row(
         self,
@@ -380,7 +396,7 @@ class Planner:
         parallel, precision, strategy, offload = self.cfg.parallel, self.cfg.precision, choice.strategy, choice.offload
         world_size, of_group = ranks.world_size, ranks.world_size // parallel.pipeline
         own, groups = self.own_ranks(ranks), self.groups(choice)
-        place = (rank or 0) % of_group // self.tensor
+        place, micros = (rank or 0) % of_group // self.tensor, MicroBatches(micros)
         ledgers = {
             group: self.simulate(choice, own, micros, between, place, groups[group])
             for group in (range(len(groups)) if rank is None else [rank // of_group])
@@ -403,7 +419,7 @@ class Planner:
             choice,
             world_size,
             own.shard_size,
-            tuple(micros),
+            micros,
             {**ledger.worst, "total": sum(ledger.worst.values())},
             ledger.moment + (f" (pipeline group {number} of {len(groups)})" if len(groups) > 1 else ""),
             {"parameters": at_rest.parameters, "gradients": at_rest.gradients, "optimizer": at_rest.optimizer},
@@ -423,11 +439,16 @@ class Planner:
         copies, node = of_group // self.tensor, max(1, min(ranks.node_size, of_group) // self.tensor)
         return Ranks(copies, min(ranks.shard_size, copies), node)
 
-    def seconds(self, choice: Choice, ranks: Ranks, micros: Sequence[MicroBatch]) -> float:
-        """Predict the seconds of a step of one way to train, without its memory. Arguments are those of `row`."""
-        return max(self.step(choice, ranks, micros, group)[0].seconds for group in self.groups(choice))
+    def seconds(self, choice: Choice, ranks: Ranks, micros: MicroBatches, most: int | None = None) -> float:
+        """Predict the seconds of a step of one way to train, without its memory. Arguments are those of `row` and
+        `step`."""
+        groups = self.groups(choice)  # the list is the same object for the same groups
+        kinds = self.known(("kinds", id(groups)), lambda: list({one.kind: one for one in groups}.values()))
+        return max(self.step(choice, ranks, micros, group, most)[0].seconds for group in kinds)
 
-    def step(self, choice: Choice, ranks: Ranks, micros: Sequence[MicroBatch], group: Group) -> tuple[Step, Volume]:
+    def step(
+        self, choice: Choice, ranks: Ranks, micros: MicroBatches, group: Group, most: int | None = None
+    ) -> tuple[Step, Volume]:
         """Predict the time of a step, and what a rank receives in it, for the ranks of one group of a pipeline.
 
         Args:
@@ -435,16 +456,14 @@ class Planner:
             ranks: numbers of ranks: in all, per copy of the model, and per node.
             micros: the micro-batches that a rank runs in a step.
             group: what the ranks have of the model.
+            most: number of micro-batches from which the idle time of a pipeline is computed; None: that of `micros`.
+                The result is then less than with any number between.
         """
         parallel, precision, strategy = self.cfg.parallel, self.cfg.precision, choice.strategy
         own = self.own_ranks(ranks)
-        trained = self.known(
-            (group.number, group.share, "trained"), lambda: sum(w.numel for w in group.weights if w.trainable)
-        )
+        trained = self.known((group, "trained"), lambda: sum(w.numel for w in group.weights if w.trainable))
         args = group.weights, strategy, precision, own.world_size, own.shard_size, own.node_size
-        one, two = self.known(
-            (group.number, group.share, strategy, own), lambda: [volume(*args, micro_batches=n) for n in (1, 2)]
-        )
+        one, two = self.known((group, strategy, own), lambda: [volume(*args, micro_batches=n) for n in (1, 2)])
         sent = one.with_more(two, len(micros) - 1)
         sent = self.with_experts(self.with_context(sent, choice, micros, group), choice, micros, group)
         sent = self.with_messages(self.with_layers(sent, choice, micros, group), micros, group)
@@ -452,7 +471,8 @@ class Planner:
         tower = self.flops.tile * self.samples.tiles  # that every rank of a layer computes
         of_rank = (flops - tower) / self.tensor + tower
         recomputed = self.recomputed_flops(choice) / self.tensor
-        idle = (parallel.pipeline - 1) / (parallel.stages_per_rank * len(micros))  # arXiv 2104.04473, section 2.2
+        # arXiv 2104.04473, section 2.2
+        idle = (parallel.pipeline - 1) / (parallel.stages_per_rank * (most or len(micros)))
         work = group.share * self.cfg.global_batch_size / own.world_size
         _, shards = mesh_shape(SHARD_PLANS[strategy], own.world_size, own.shard_size)
         step = step_time(
@@ -475,8 +495,9 @@ class Planner:
         share, flops = recomputed_share(choice.activation_checkpointing), sample_flops(self.flops, self.samples)
         return share * (sample_flops(self.recomputing_flops, self.samples) - flops)
 
-    def hidden_bytes(self, micro: MicroBatch) -> int:
-        """Return the bytes of the hidden states of a micro-batch that one stage sends to the next."""
+    def hidden_bytes(self, micro: MicroBatch | MicroBatches) -> int:
+        """Return the bytes of the hidden states of a micro-batch, or of all of a step, that one stage sends to the
+        next."""
         return micro.tokens * self.parts.language.hidden_size * DTYPES[self.cfg.precision.param_dtype].itemsize
 
     def simulate_group(
@@ -521,14 +542,14 @@ class Planner:
         order = [(one, own[one.stage, run[one.micro_batch]]) for one in passes_of(parallel, group.number, len(run))]
         return simulate_pipeline(order, units, plan, states, self.unit_names, self.cfg.sharding.prefetch)
 
-    def with_messages(self, sent: Volume, micros: Sequence[MicroBatch], group: Group) -> Volume:
+    def with_messages(self, sent: Volume, micros: MicroBatches, group: Group) -> Volume:
         """Return the volume of communication with that of hidden states and their gradients between stages."""
         before = len(group.stages) - group.has_first
         behind = len(group.stages) - group.has_last
-        received = (before + behind) * sum(map(self.hidden_bytes, micros))
+        received = (before + behind) * self.hidden_bytes(micros)
         return replace(sent, pipeline=received, messages=(before + behind) * len(micros))
 
-    def with_context(self, sent: Volume, choice: Choice, micros: Sequence[MicroBatch], group: Group) -> Volume:
+    def with_context(self, sent: Volume, choice: Choice, micros: MicroBatches, group: Group) -> Volume:
         """Return the volume of communication with that of attention between ranks that process a row together."""
         size = self.cfg.parallel.num_context
         if size == 1:
@@ -539,32 +560,32 @@ class Planner:
             share = 1.0
         elif mode is ActivationCheckpointing.budget:  # the compiler keeps the results of all collectives
             share = 0.0
-        tokens = sum(micro.tokens for micro in micros)
+        tokens = micros.tokens
         moved, count = context_volume(self.how, size, self.parts.language, width, tokens, share)
         part = len(group.blocks) / self.parts.language.num_hidden_layers
         exchanges = round(count * part) * len(micros)
         # ranks that compute layers together have some of the heads each
         return replace(sent, context=moved * part / self.tensor, exchanges=exchanges, context_size=size)
 
-    def with_layers(self, sent: Volume, choice: Choice, micros: Sequence[MicroBatch], group: Group) -> Volume:
+    def with_layers(self, sent: Volume, choice: Choice, micros: MicroBatches, group: Group) -> Volume:
         """Return the volume of communication with that between ranks that compute layers together."""
         if self.tensor == 1:
             return sent
         share = recomputed_share(choice.activation_checkpointing)
         if choice.activation_checkpointing.mode is ActivationCheckpointing.selective:  # collectives run again
             share = 1.0
-        moved, plan = Moved(), self.known((group.number, group.share, "plan"), lambda: self.plan_of(group))
-        for micro, times in Counter(micros).items():
-            args = len(group.blocks), self.tensor, micro.tokens, micro.labels, self.cfg.loss.chunk_tokens, share
-            key = group.number, group.share, *args
-            moved += self.known(key, lambda args=args: layer_volume(self.model, plan, *args)) * times
+        args = len(group.blocks), self.tensor, share
+        key = group, "layers", share
+        volume = self.known(key, lambda: layer_volume(self.model, self.plan_of(group), *args))
+        moved = volume.of(micros, self.cfg.loss.chunk_tokens)
         return replace(sent, tensor=moved.bytes, sums=moved.calls, tensor_size=self.tensor)
 
     def known(self, key: Hashable, compute: Callable[[], T]) -> T:
-        """Return a value that has been computed for this layout of ranks, or compute it: a search asks for it often."""
-        if key not in self.volumes:
-            self.volumes[key] = compute()
-        return self.volumes[key]
+        """Return the value of `key`, and compute it the first time: a search asks for it often. All layouts of ranks
+        share these values, so that the key must have all that differs between layouts and changes the value."""
+        if key not in self.known_values:
+            self.known_values[key] = compute()
+        return self.known_values[key]
 
     def plan_of(self, group: Group) -> dict[str, Cut]:
         """Return how the weights of a group are divided among the ranks that compute layers together, by full name."""
@@ -576,7 +597,7 @@ class Planner:
             and (not name.startswith(stack) or int(name.removeprefix(stack).partition(".")[0]) in group.blocks)
         }
 
-    def with_experts(self, sent: Volume, choice: Choice, micros: Sequence[MicroBatch], group: Group) -> Volume:
+    def with_experts(self, sent: Volume, choice: Choice, micros: MicroBatches, group: Group) -> Volume:
         """Return the volume of communication with that of tokens between ranks that share the experts of a mixture."""
         size, language = self.cfg.parallel.expert, self.model.language_model
         if size == 1:
@@ -586,7 +607,7 @@ class Planner:
         width = DTYPES[self.cfg.precision.param_dtype].itemsize
         recomputed = int(choice.activation_checkpointing.mode is not ActivationCheckpointing.none)
         sizes = len(layers), router.experts, router.choices, self.parts.language.hidden_size, width
-        moved, calls = expert_volume(size, *sizes, [micro.tokens for micro in micros], recomputed)
+        moved, calls = expert_volume(size, *sizes, micros.tokens, len(micros), recomputed)
         return replace(sent, experts=moved, expert_exchanges=calls, expert_size=size)
 
     def offloads_activations(self, choice: Choice) -> bool:

@@ -16,7 +16,7 @@ from llava_fsdp.config import (
 )
 from llava_fsdp.distributed.mesh import mesh_shape, shape_of_experts
 from llava_fsdp.distributed.zero import SHARD_PLANS, Mesh
-from llava_fsdp.plan.activations import MicroBatch
+from llava_fsdp.plan.activations import MicroBatch, MicroBatches
 from llava_fsdp.plan.planner import Choice, Planner, PlanRow, Ranks
 from llava_fsdp.plan.workload import configured_split, possible_splits
 from llava_fsdp.runtime.errors import ConfigError
@@ -135,7 +135,7 @@ def plan_rows(
     return rows
 
 
-def splits_to_try(planner: Planner, cfg: Config, world_size: int, is_free: bool) -> list[list[MicroBatch]]:
+def splits_to_try(planner: Planner, cfg: Config, world_size: int, is_free: bool) -> list[MicroBatches]:
     """Return the ways to split a rank's samples of a step into micro-batches, those with the largest micro-batches
     first. If `is_free` is false, return only the split that the configuration sets.
 
@@ -146,7 +146,8 @@ def splits_to_try(planner: Planner, cfg: Config, world_size: int, is_free: bool)
     args = cfg, planner.samples, world_size
     # each packed row of this sampler has micro_batch_size samples
     is_fixed = cfg.packs and cfg.sampler.name is SamplerName.llava_v1_5
-    return possible_splits(*args) if is_free and not is_fixed else [configured_split(*args)]
+    splits = possible_splits(*args) if is_free and not is_fixed else [configured_split(*args)]
+    return [MicroBatches(split) for split in splits]
 
 
 def largest_that_fits(

@@ -279,7 +279,15 @@ def context_volume(
 
 
 def expert_volume(
-    size: int, layers: int, experts: int, choices: int, hidden: int, width: int, tokens: Sequence[int], recomputed: int
+    size: int,
+    layers: int,
+    experts: int,
+    choices: int,
+    hidden: int,
+    width: int,
+    tokens: int,
+    micro_batches: int,
+    recomputed: int,
 ) -> tuple[float, int]:
     """Count what ranks that share the experts of a mixture exchange in a step, if all experts have the same load. In
     the forward pass of a layer, a token is sent to each of its experts and back, and the numbers of tokens are
@@ -292,15 +300,16 @@ def expert_volume(
         choices: number of experts that a token is sent to.
         hidden: width of a token.
         width: bytes of a value.
-        tokens: positions that the rank processes, for each micro-batch.
+        tokens: positions that the rank processes in a step, in all its micro-batches.
+        micro_batches: number of micro-batches of the step.
         recomputed: how often the forward pass runs again in the backward pass, 0 or 1.
 
     Returns:
         The bytes that a rank receives, and the number of collectives.
     """
-    counts = (1 + recomputed) * len(tokens) * experts * 8
-    moved = (2 + recomputed) * 2 * sum(tokens) * choices * hidden * width
-    calls = layers * len(tokens) * (3 * (1 + recomputed) + 2)
+    counts = (1 + recomputed) * micro_batches * experts * 8
+    moved = (2 + recomputed) * 2 * tokens * choices * hidden * width
+    calls = layers * micro_batches * (3 * (1 + recomputed) + 2)
     return layers * (counts + moved) * (size - 1) / size, calls
 
 

@@ -1,0 +1,99 @@
+"""Count what ranks that compute layers together (`parallel.tensor`) exchange in a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from llava_fsdp.distributed.tensor_parallel import siblings_of
+from llava_fsdp.model.llava import Llava
+from llava_fsdp.plan.activations import MicroBatches
+from llava_fsdp.runtime.tensor_cut import Cut
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Bytes that a rank receives in collectives, and the number of these collectives."""
+
+    bytes: float = 0.0
+    calls: float = 0.0
+
+    def __add__(self, other: Moved) -> Moved:
+        return Moved(self.bytes + other.bytes, self.calls + other.calls)
+
+    def __mul__(self, times: float) -> Moved:
+        return Moved(self.bytes * times, self.calls * times)
+
+
+@dataclass(frozen=True)
+class LayerVolume:
+    """What ranks that compute layers together exchange in the forward and backward pass of a micro-batch."""
+
+    of_token: float
+    """Bytes for each position."""
+    of_label: float
+    """Bytes for each label."""
+    of_pass: Moved
+    """Bytes and collectives for each micro-batch, whatever its size."""
+
+    def of(self, micros: MicroBatches, chunk_tokens: int) -> Moved:
+        """Return what the ranks exchange in a step.
+
+        Args:
+            micros: the step's micro-batches.
+            chunk_tokens: number of labels whose logits the loss computes at a time.
+        """
+        labels = sum(labels * times for labels, times in micros.labels.items())
+        chunks = sum(math.ceil(labels / chunk_tokens) * times for labels, times in micros.labels.items())
+        sized = Moved(micros.tokens * self.of_token + labels * self.of_label, 2 * chunks * (self.of_label > 0))
+        return sized + self.of_pass * len(micros)
+
+
+def layer_volume(
+    model: Llava, plan: Mapping[str, Cut], blocks: int, size: int, recomputed: float
+) -> LayerVolume:  # fmt: skip
+    """Count what ranks that compute layers together exchange.
+
+    Args:
+        model: the model on the meta device, not divided.
+        plan: how the weights that these ranks have are divided.
+        blocks: number of the language model's blocks that they have.
+        size: number of ranks.
+        recomputed: share of the blocks' forward pass that runs again in the backward pass.
+    """
+    width = model.compute_dtype.itemsize
+
+    def gather(channels: int, item: int = width) -> Moved:
+        return Moved((size - 1) / size * channels * item, 1)
+
+    def reduce(channels: int, item: int = width) -> Moved:
+        return Moved(2 * gather(channels, item).bytes, 1)
+
+    forward, backward, summed = Moved(), Moved(), Moved()  # the last one is of no position
+    for name, cut in plan.items():
+        layer: Any = model.get_submodule(name) if cut is not Cut.PARAMETER else None
+        if cut in (Cut.ROWWISE, Cut.ROWWISE_SPLIT):
+            forward += reduce(layer.out_features)
+        if cut is Cut.ROWWISE_SPLIT:
+            backward += gather(layer.in_features)
+        if cut is Cut.COLWISE_GATHERED:
+            forward += gather(layer.out_features)
+        if cut is Cut.COLWISE and "lora_" in name:
+            backward += reduce(layer.in_features)
+        if cut is Cut.SUMMED and any(p.requires_grad for p in layer.parameters()):
+            summed += reduce(sum(p.numel() for p in layer.parameters()))
+    for siblings in siblings_of(model, plan):
+        first: Any = siblings[0]
+        backward += reduce(first.in_features)
+    hidden = model.parts.language.hidden_size
+    # the last sum of a block does not run again, because nothing needs it but an adapter, which comes behind it
+    last = reduce(hidden) * (0 if model.adapted else blocks)
+    moved = forward + backward + (forward + last * -1) * recomputed
+    if Cut.EMBEDDING in plan.values():
+        moved += reduce(hidden)
+    of_label, calls = 0.0, moved.calls + summed.calls
+    if Cut.OUTPUT in plan.values():  # the loss
+        of_label, calls = reduce(hidden).bytes + reduce(3, item=4).bytes, calls + 1
+    return LayerVolume(moved.bytes, of_label, Moved(summed.bytes, calls))
