@@ -164,7 +164,7 @@ def test_what_is_tried_for_auto(parts: Path, dataset: Path, tmp_path: Path, monk
     splits = [[SimpleNamespace(tokens=tokens, context=1)] for tokens in (700, 600, 512, 400)]
     monkeypatch.setattr(auto, "splits_to_try", lambda planner, cfg, size, is_free: splits if is_free else splits[:1])
     kernel = SimpleNamespace(attention=None)
-    planner = cast(Any, SimpleNamespace(machine=SimpleNamespace(device="cuda"), kernel=kernel))
+    planner = cast(Any, SimpleNamespace(machine=SimpleNamespace(device="cuda", has_compiler=True), kernel=kernel))
     world = World(0, 8, 0, 4, torch.device("cuda"))
 
     def tried(*words: str) -> Any:

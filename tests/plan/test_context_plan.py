@@ -225,7 +225,13 @@ def test_masks_and_scores_grow_with_the_square(
 @pytest.mark.parametrize("how", ["ulysses", "gather"])
 def test_budget_keeps_what_collectives_give(how: str, parts: Path, dataset: Path, tmp_path: Path) -> None:
     """torch's partitioner runs no collective again, so that even a budget of 0 keeps more than the blocks' inputs."""
-    words = "pack=true", "tokens_per_micro_batch=128", "parallel.context=2", f"parallel.context_how={how}"
+    words = (
+        "pack=true",
+        "tokens_per_micro_batch=128",
+        "parallel.context=2",
+        f"parallel.context_how={how}",
+        "compile=true",
+    )
     cfg = make_config(parts, dataset, tmp_path, *words, "global_batch_size=4")
     planner = Planner(cfg, machine_named("h100", 8))
     split = configured_split(cfg, planner.samples, 2)

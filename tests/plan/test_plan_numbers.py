@@ -15,6 +15,7 @@ from llava_fsdp.config import (
     AspectRatio,
     ContextHow,
     DType,
+    MasterDType,
     OffloadMode,
     PatchMerge,
     PrecisionConfig,
@@ -27,12 +28,20 @@ from llava_fsdp.distributed.memory import Weight
 from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.plan.activations import Live, MicroBatch, Segment
 from llava_fsdp.plan.fsdp_units import Unit, unit_of
-from llava_fsdp.plan.hardware import CONTEXT, DEVICES, GPUS, MIB, NCCL, PROCESS, Machine
+from llava_fsdp.plan.hardware import CONTEXT, DEVICES, GPUS, MIB, NCCL, PROCESS, Machine, machine_for, machine_named
 from llava_fsdp.plan.planner import Ranks
 from llava_fsdp.plan.scaling_page import node_counts
 from llava_fsdp.plan.search import checkpointing_modes, choices, distinct_strategies, largest_that_fits, plan_rows
 from llava_fsdp.plan.simulate import States, simulate_step, simulate_unsharded_step
-from llava_fsdp.plan.step_time import RECOMPUTED, Volume, context_volume, recomputed_share, step_time, volume
+from llava_fsdp.plan.step_time import (
+    RECOMPUTED,
+    Volume,
+    added_bytes,
+    context_volume,
+    recomputed_share,
+    step_time,
+    volume,
+)
 from llava_fsdp.plan.workload import (
     Samples,
     configured_split,
@@ -44,6 +53,7 @@ from llava_fsdp.plan.workload import (
 )
 from llava_fsdp.runtime.errors import ConfigError
 
+CPU, H100 = machine_for("cpu", 1), machine_named("h100", 8)
 SAMPLES = Samples(tokens=100.0, tiles=0.5, labels=30.0, spread=10.0, source="", tile_tokens=24.0)
 
 
@@ -179,7 +189,7 @@ def test_what_a_step_waits_for() -> None:
     assert steps[OffloadMode.params].update == pytest.approx(28 * 5e8 / 12e9)
     assert steps[OffloadMode.nvme].update == pytest.approx(28 * 5e8 / 12e9 + 40 * 5e8 / 2e9)
     slow = Volume(sharded=1e12, shards=4)
-    added = pytest.approx(10 * 1e9 * 3 / (0.8 * 2039e9))
+    added = pytest.approx((6 + 2 * 10) * 1e9 / (0.8 * 2039e9))
     waits = step_time(machine, precision(), 2e14, 0.0, slow, 1e9, 5e8, 3, 4, OffloadMode.none)
     assert waits.exposed == pytest.approx(slow.seconds(300e9, 25e9) - 0.9 * waits.compute)
     assert step_time(machine, precision(), 1.0, 0.0, Volume(), 1e9, 5e8, 3, 1, OffloadMode.none).copies == added
@@ -355,14 +365,17 @@ def test_which_strategies_differ_and_which_modes_there_are() -> None:
     assert names[1] == names[8] == ["zero0", "zero1", "zero2", "zero3"]
     assert names[2] == [*names[1], "hybrid", "hybrid2"] and distinct_strategies(Ranks(1, 1, 1)) == [Strategy.FULL_SHARD]
     cfg = config_of([])
-    assert {mode.mode.value for mode in checkpointing_modes(cfg, "cpu")} == {"none", "selective", "full"}
-    budgets = {mode.mode.value: mode.budget for mode in checkpointing_modes(cfg, "cuda")}
+    assert {mode.mode.value for mode in checkpointing_modes(cfg, CPU)} == {"none", "selective", "full"}
+    assert {mode.mode.value for mode in checkpointing_modes(cfg, replace(H100, has_compiler=False))} == {
+        "none", "selective", "full", "offload",
+    }  # fmt: skip
+    budgets = {mode.mode.value: mode.budget for mode in checkpointing_modes(cfg, H100)}
     assert budgets == {"none": None, "selective": None, "full": None, "budget": 0.5, "offload": None}
     own = ActivationCheckpointingConfig(mode=ActivationCheckpointing.budget, budget=0.2)
     own = replace(cfg, activation_checkpointing=own, compile=True)
-    assert {m.budget for m in checkpointing_modes(own, "cuda")} == {None, 0.2}
-    modes = {choice.offload.value for choice in choices(cfg, "cpu", [Strategy.FULL_SHARD])}
-    assert modes == {"none", "nvme"} and len(choices(cfg, "cuda", [Strategy.FULL_SHARD])) == 5 * 4
+    assert {m.budget for m in checkpointing_modes(own, H100)} == {None, 0.2}
+    modes = {choice.offload.value for choice in choices(cfg, CPU, [Strategy.FULL_SHARD])}
+    assert modes == {"none", "nvme"} and len(choices(cfg, H100, [Strategy.FULL_SHARD])) == 5 * 4
 
 
 def test_the_best_way_comes_first_and_is_measured_again() -> None:
@@ -390,3 +403,18 @@ def test_the_best_way_comes_first_and_is_measured_again() -> None:
     found: Any = plan_rows(planner, cast(Any, list(speeds)), cast(Any, None), cast(Any, [["large"], ["small"]]))
     assert [own.choice.name for own in found] == ["d", "b", "a", "c"]
     assert found[0].ends is None and found[1].ends == ["small", "large"]
+
+
+@pytest.mark.parametrize(
+    ("param", "master", "one", "three"),
+    [
+        (DType.bf16, MasterDType.fp32, 2 + 4, 2 + 4 + 2 * (4 + 2 + 4)),
+        (DType.fp16, MasterDType.fp32, 2 + 4, 2 + 4 + 2 * (4 + 2 + 4)),
+        (DType.fp32, MasterDType.fp32, 0, 2 * (4 + 4 + 4)),
+        (DType.bf16, MasterDType.bf16, 0, 2 * (2 + 2 + 2)),
+    ],
+)
+def test_bytes_that_adding_gradients_moves(param: DType, master: MasterDType, one: int, three: int) -> None:
+    """Reads of the gradient and of the sum, and the write of the sum; the first gradient is only cast."""
+    precision = replace(config_of([]).precision, param_dtype=param, master_dtype=master)
+    assert [added_bytes(precision, count) for count in (1, 3)] == [one, three]

@@ -156,7 +156,7 @@ def test_speed_against_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     monkeypatch.setattr(scaling_page, "plan_rows", rows)
     monkeypatch.setattr(scaling_page, "splits_to_try", lambda *_: [])
     cfg = config_of(["global_batch_size=16", "micro_batch_size=1"])
-    machine = SimpleNamespace(device="cuda", name="gpu", gpu=None)
+    machine = SimpleNamespace(device="cuda", name="gpu", gpu=None, has_compiler=True)
     planner: Any = SimpleNamespace(cfg=cfg, machine=machine, samples=Samples(9, 1, 2, 3, "guessed", 4))
     points = scaling_page.scale(planner, 8, 4, True)
     assert [(p["nodes"], p["sharding"]) for p in points] == [(1, "zero3"), (2, "zero3"), (2, "hybrid")]
@@ -172,7 +172,7 @@ def test_speed_against_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     lines = {line.name: [(point.step, point.mean) for point in line.points] for line in drawn[2].lines}
     assert lines == {
         "zero3": [(1, 8000.0), (2, 16_000.0)], "hybrid": [(2, 16_000.0)],
-        "as many times one node": [(1, 8000.0), (2, 16_000.0), (4, 32_000.0)],
+        "in proportion to the nodes": [(1, 8000.0), (2, 16_000.0), (4, 32_000.0)],
     }  # fmt: skip
     assert len(drawn[5]) == 3 and "fits" not in drawn[4] and drawn[1] == "tiny, gpu, 16 samples a step"
     assert [scaling_page.shown(value) for value in (999.94, 1000.4, -2000.6, 7, None)] == [

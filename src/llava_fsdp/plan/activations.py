@@ -145,6 +145,7 @@ class ActivationMeter:
         kernel: Kernel | None,
         part: int = 0,
         compiled: bool = False,
+        one_row: bool = True,
     ):
         """Build the model.
 
@@ -152,6 +153,7 @@ class ActivationMeter:
             part: number of the rank among those that process a row together.
             compiled: whether the training compiles the language model's blocks. They then keep for the backward pass
                 what the compiler keeps.
+            one_row: whether the measured micro-batches have one row, as those of the training that is planned.
         """
         short = with_depth(parts, MEASURED_BLOCKS)
         # padded rows use this package's SDPA: the mask of transformers' depends on values, which meta tensors lack
@@ -165,7 +167,6 @@ class ActivationMeter:
         store_weights(model, cfg.precision, sharded=False)
         compute_norms_in_fp32(model, cfg.precision)
         count = Compilations(compiler=divided) if compiled else None
-        one_row = kernel is not None or cfg.micro_batch_size == 1
         device = torch.device("meta")
         apply_activation_checkpointing(model.blocks(), activation_checkpointing, device, count, one_row)
         model.train()

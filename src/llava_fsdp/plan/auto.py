@@ -319,7 +319,7 @@ def ways_for(planner: Planner, cfg: Config, world: World) -> tuple[Planner, list
         strategies = [one for one in distinct_strategies(ranks, divides) if is_allowed(cfg, one, cfg.offload.mode)]
     modes = [cfg.activation_checkpointing]
     if has_auto_checkpointing(cfg):  # all modes but `budget`, which needs a compiler and changes numerical results
-        modes = checkpointing_modes(cfg, planner.machine.device)
+        modes = checkpointing_modes(cfg, planner.machine)
         modes = [one for one in modes if one.mode is not ActivationCheckpointing.budget]
         if cfg.compile is True:  # compile=true fails with modes whose blocks cannot compile
             modes = [one for one in modes if not splits_blocks(one.mode, planner.kernel and planner.kernel.attention)]

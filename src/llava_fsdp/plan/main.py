@@ -25,7 +25,7 @@ from llava_fsdp.plan.longest import longest
 from llava_fsdp.plan.longest import write_page as write_longest
 from llava_fsdp.plan.model_shapes import shapes_of
 from llava_fsdp.plan.planner import Planner, PlanRow, Ranks
-from llava_fsdp.plan.scaling_page import scale, write_page
+from llava_fsdp.plan.scaling_page import assumptions, scale, write_page
 from llava_fsdp.plan.search import choices, distinct_strategies, plan_rows, splits_to_try
 from llava_fsdp.plan.table import as_object, names, search_object, show_longest, show_plan
 from llava_fsdp.runtime.console import TextConsole
@@ -77,7 +77,7 @@ def print_plan(cfg: PlanConfig, typed: Sequence[str]) -> None:
         ranks = Ranks(world_size, tried.sharding.shard_size or max(1, cfg.gpus // tensor), cfg.gpus)
         strategies = distinct_strategies(ranks, tensor * tried.parallel.pipeline)
         splits = splits_to_try(planner, tried, world_size, is_free)
-        return Ways(planner, choices(tried, machine.device, strategies), ranks, splits)
+        return Ways(planner, choices(tried, machine, strategies), ranks, splits)
 
     def planner_of(tried: PlanConfig) -> Planner:
         return Planner(tried, machine, parts=parts)
@@ -104,7 +104,8 @@ def print_plan(cfg: PlanConfig, typed: Sequence[str]) -> None:
             alone = replace(cfg.parallel, search=False, context=cfg.parallel.num_context)
             plain = planner.with_layout(replace(cfg, parallel=alone))
         points = scale(plain, cfg.gpus, cfg.nodes, is_free, searched)
-        more |= {"scaling": points, "page": str(write_page(points, plain, Path(cfg.page)))}
+        assumed = assumptions(plain.machine, plain.samples)
+        more |= {"scaling": points, "assumptions": assumed, "page": str(write_page(points, plain, Path(cfg.page)))}
     if cfg.format is Format.json:
         print(json.dumps(as_object(planner, rows, best, more)))
         return

@@ -293,26 +293,33 @@ class Planner:
         attention = self.kernel and self.kernel.attention
         return self.machine.has_compiler and compiling_of_settings(self.cfg, mode, attention, self.machine.device).on
 
-    def segments(self, mode: ActivationCheckpointing, micro: MicroBatch) -> list[Segment]:
+    def segments(self, mode: ActivationCheckpointing, micro: MicroBatch, compiled: bool | None = None) -> list[Segment]:
         """Measure the activation memory of a micro-batch's forward and backward pass. Return it in segments (a block,
         or everything between two blocks). Results are cached.
 
         Args:
             mode: the mode of activation checkpointing: `none`, `full` or `selective`.
             micro: sizes of the micro-batch.
+            compiled: whether blocks are compiled; None: as the training does with this mode.
         """
-        key = self.cut, self.compiles(mode), mode, micro
+        compiled = self.compiles(mode) if compiled is None else compiled
+        key = self.cut, compiled, mode, micro
         if key not in self.measured:
-            meter = *key[:-1], micro.part
+            one_row = micro.rows == 1
+            meter = *key[:-1], micro.part, one_row
             if meter not in self.meters:
                 activation_checkpointing = ActivationCheckpointingConfig(mode=mode, budget=None)
-                own = self.parts, self.cfg, activation_checkpointing, self.kernel, micro.part
-                self.meters[meter] = ActivationMeter(*own, compiled=self.compiles(mode))
+                own = self.parts, self.cfg, activation_checkpointing, self.kernel, micro.part, compiled, one_row
+                self.meters[meter] = ActivationMeter(*own)
             self.measured[key] = self.meters[meter].segments(micro)
         return self.measured[key]
 
     def passes(
-        self, mode: ActivationCheckpointing, micros: Sequence[MicroBatch], between: Sequence[MicroBatch]
+        self,
+        mode: ActivationCheckpointing,
+        micros: Sequence[MicroBatch],
+        between: Sequence[MicroBatch],
+        compiled: bool | None = None,
     ) -> list[Pass]:
         """Return the activation memory of the forward and backward pass of each of a step's micro-batches. Repeated
         micro-batches of one size are left out.
@@ -321,11 +328,16 @@ class Planner:
             mode: the mode of activation checkpointing: `none`, `full` or `selective`.
             micros: sizes of the step's micro-batches.
             between: two micro-batches that are measured to interpolate the others; if empty, each is measured.
+            compiled: whether blocks are compiled; None: as the training does with this mode.
         """
-        get = self.segments if not between else lambda mode, micro: self.between(mode, micro, between)
-        return [get(mode, micro) for micro in without_repeats(micros)]
+        compiled = self.compiles(mode) if compiled is None else compiled
+        if not between:
+            return [self.segments(mode, micro, compiled) for micro in without_repeats(micros)]
+        return [self.between(mode, micro, between, compiled) for micro in without_repeats(micros)]
 
-    def between(self, mode: ActivationCheckpointing, micro: MicroBatch, ends: Sequence[MicroBatch]) -> list[Segment]:
+    def between(
+        self, mode: ActivationCheckpointing, micro: MicroBatch, ends: Sequence[MicroBatch], compiled: bool
+    ) -> list[Segment]:
         """Interpolate the activation memory of a micro-batch's forward and backward pass between those of two other
         micro-batches. Measure it instead if the passes of these have different numbers of segments (a block, or
         everything between two blocks).
@@ -334,12 +346,13 @@ class Planner:
             mode: the mode of activation checkpointing: `none`, `full` or `selective`.
             micro: sizes of the micro-batch.
             ends: sizes of a smaller and a larger micro-batch.
+            compiled: whether blocks are compiled.
         """
-        key = self.cut, self.compiles(mode), mode, micro
+        key = self.cut, compiled, mode, micro
         small, large = ends
-        first, second = (self.segments(mode, end) for end in ends)
+        first, second = (self.segments(mode, end, compiled) for end in ends)
         if key in self.measured or len(first) != len(second):
-            return self.segments(mode, micro)
+            return self.segments(mode, micro, compiled)
         if key not in self.interpolated:
             share = (micro.tokens - small.tokens) / (large.tokens - small.tokens)
             self.interpolated[key] = [interpolate(a, b, share) for a, b in zip(first, second, strict=True)]
@@ -464,7 +477,7 @@ class Planner:
         trained = self.known((group, "trained"), lambda: sum(w.numel for w in group.weights if w.trainable))
         args = group.weights, strategy, precision, own.world_size, own.shard_size, own.node_size
         one, two = self.known((group, strategy, own), lambda: [volume(*args, micro_batches=n) for n in (1, 2)])
-        sent = one.with_more(two, len(micros) - 1)
+        sent = one.extrapolated(two, len(micros) - 1)
         sent = self.with_experts(self.with_context(sent, choice, micros, group), choice, micros, group)
         sent = self.with_messages(self.with_layers(sent, choice, micros, group), micros, group)
         flops = sample_flops(self.flops, self.samples)
@@ -640,7 +653,7 @@ class Planner:
         if mode is ActivationCheckpointing.budget:
             # the compiler's partitioner chooses what is kept: something between everything and the blocks' inputs
             most, least = (
-                self.simulate_passes(choice, ranks, micros, self.passes(end, micros, between), rank)
+                self.simulate_passes(choice, ranks, micros, self.passes(end, micros, between, compiled=True), rank)
                 for end in (ActivationCheckpointing.none, ActivationCheckpointing.full)
             )
             # but it never runs a collective again

@@ -68,10 +68,15 @@ def plain_ways(planner: Planner, gpus: int, count: int, is_free: bool) -> Iterat
     for name, strategy in STRATEGIES.items():
         if count == 1 and name == "hybrid":
             continue  # within one node hybrid is the same as zero3
-        modes = checkpointing_modes(planner.cfg, planner.machine.device)
-        choices = [Choice(strategy, mode, OffloadMode.none) for mode in modes]
-        splits = splits_to_try(planner, planner.cfg, world_size, is_free)
-        yield name, plan_rows(planner, choices, Ranks(world_size, gpus, gpus), splits)[0]
+        choices = [
+            Choice(strategy, mode, OffloadMode.none) for mode in checkpointing_modes(planner.cfg, planner.machine)
+        ]
+        try:
+            splits = splits_to_try(planner, planner.cfg, world_size, is_free)
+            rows = plan_rows(planner, choices, Ranks(world_size, gpus, gpus), splits)
+        except ConfigError:  # impossible with so many ranks
+            continue
+        yield name, rows[0]
 
 
 def point(nodes: int, name: str, row: PlanRow, layout: str = "") -> dict[str, Any]:
@@ -125,8 +130,8 @@ def write_page(points: Sequence[dict[str, Any]], planner: Planner, path: Path) -
         values = [Point(p["nodes"], *[p["tokens_per_second"]] * 3) for p in fitting]
         lines.append(Line(name, values, colour, dots=True))
     if points[0]["fits"]:
-        one, counts = points[0]["tokens_per_second"], sorted({p["nodes"] for p in points})
-        lines.append(Line("as many times one node", [Point(n, *[one * n] * 3) for n in counts], 7 + COLOURS))
+        one, counts = points[0]["tokens_per_second"] / points[0]["nodes"], sorted({p["nodes"] for p in points})
+        lines.append(Line("in proportion to the nodes", [Point(n, *[one * n] * 3) for n in counts], 7 + COLOURS))
     title = f"{planner.cfg.model.name}, {planner.machine.name}, {planner.cfg.global_batch_size} samples a step"
     chart = Chart("Tokens a second against nodes", lines, "predicted", logs=True, wide=True, along="nodes")
     names = [name for name in points[0] if name != "fits"]
@@ -152,8 +157,8 @@ def assumptions(machine: Machine, samples: Samples) -> list[str]:
         *lines,
         f"A collective takes {LATENCY * 1e6:g} us to start and {HOP * 1e6:g} us for each rank of its ring, and "
         f"{HOP_BETWEEN * 1e6:g} us for each node.",
-        f"Collectives of weights and gradients overlap with {OVERLAP:.0%} of the computation; those in layers with "
-        "nothing.",
+        f"Collectives of weights and gradients overlap with {OVERLAP:.0%} of the computation; those within layers "
+        "do not overlap.",
         "All ranks have equal work, data is never waited for, and no node is slower than another.",
     ]
 

@@ -17,6 +17,7 @@ from llava_fsdp.config import (
 from llava_fsdp.distributed.mesh import mesh_shape, shape_of_experts
 from llava_fsdp.distributed.zero import SHARD_PLANS, Mesh
 from llava_fsdp.plan.activations import MicroBatch, MicroBatches
+from llava_fsdp.plan.hardware import Machine
 from llava_fsdp.plan.planner import Choice, Planner, PlanRow, Ranks
 from llava_fsdp.plan.workload import configured_split, possible_splits
 from llava_fsdp.runtime.errors import ConfigError
@@ -26,20 +27,20 @@ BUDGET = 0.5
 sets none."""
 
 
-def choices(cfg: Config, device: str, strategies: Sequence[Strategy]) -> list[Choice]:
+def choices(cfg: Config, machine: Machine, strategies: Sequence[Strategy]) -> list[Choice]:
     """Return all combinations of a sharding strategy, a mode of activation checkpointing and a mode of offload that the
     configuration's checks accept.
 
     Args:
-        device: cuda or cpu.
+        machine: what each rank would train on.
         strategies: the sharding strategies to combine with the modes.
     """
     # on a CPU machine host memory is the device's, so that only files save memory
-    modes = list(OffloadMode) if device != "cpu" else [OffloadMode.none, OffloadMode.nvme]
+    modes = list(OffloadMode) if machine.device != "cpu" else [OffloadMode.none, OffloadMode.nvme]
     return [
         Choice(strategy, activation_checkpointing, mode)
         for strategy in strategies
-        for activation_checkpointing in checkpointing_modes(cfg, device)
+        for activation_checkpointing in checkpointing_modes(cfg, machine)
         for mode in modes
         if is_allowed(cfg, strategy, mode)
     ]
@@ -56,11 +57,12 @@ def distinct_strategies(ranks: Ranks, parts: int = 1) -> list[Strategy]:
     return [s for s, plan in SHARD_PLANS.items() if hybrid or plan.mesh is not Mesh.HYBRID]
 
 
-def checkpointing_modes(cfg: Config, device: str) -> list[ActivationCheckpointingConfig]:
+def checkpointing_modes(cfg: Config, machine: Machine) -> list[ActivationCheckpointingConfig]:
     modes = [ActivationCheckpointing.none, ActivationCheckpointing.selective, ActivationCheckpointing.full]
     divides = max(cfg.parallel.tensor, cfg.parallel.expert, cfg.parallel.pipeline) > 1
-    if device != "cpu":  # on a CPU machine host memory is the device's, and compiling takes longer than it saves
-        modes += [ActivationCheckpointing.budget] * (not divides)
+    # on a CPU machine host memory is the device's, and compiling takes longer than it saves
+    if machine.device != "cpu":
+        modes += [ActivationCheckpointing.budget] * (machine.has_compiler and not divides)
         modes += [ActivationCheckpointing.offload] * (cfg.parallel.pipeline == 1)
     configured = cfg.activation_checkpointing
     budget = configured.budget if configured.mode is ActivationCheckpointing.budget else BUDGET

@@ -16,11 +16,12 @@ from llava_fsdp.config import (
     ActivationCheckpointing,
     ActivationCheckpointingConfig,
     ContextHow,
+    MasterDType,
     OffloadMode,
     PrecisionConfig,
     Strategy,
 )
-from llava_fsdp.distributed.memory import Weight
+from llava_fsdp.distributed.memory import ITEM_SIZE, Weight
 from llava_fsdp.distributed.mesh import mesh_shape
 from llava_fsdp.distributed.zero import SHARD_PLANS, Sync
 from llava_fsdp.model.flops import Flops
@@ -39,9 +40,6 @@ HOP, HOP_BETWEEN = 3e-6, 8e-6
 """Seconds of latency from one rank of a ring to the next, within a node and between nodes."""
 COPIED = 38
 """Bytes of memory traffic for each parameter and micro-batch: FSDP's casts and copies in and out of flat buffers."""
-ADDED = 10
-"""Bytes of memory traffic for each parameter and micro-batch on one rank, where nothing is copied: the gradient, in 16
-bits, is added to the float32 sum."""
 UPDATED = 28
 """Bytes of memory traffic of AdamW's update for each parameter of a rank's shards: it reads 16 and writes 12."""
 CPU_LINK = 2e9
@@ -109,9 +107,9 @@ class Volume:
     node_size: int = 1
     """Number of ranks on one node; a group that computes layers together counts as one."""
 
-    def with_more(self, other: Volume, times: int) -> Volume:
+    def extrapolated(self, other: Volume, times: int) -> Volume:
         """Return this volume with `times` times what `other` has more in collectives of weights and gradients."""
-        more = {key: getattr(self, key) + times * (getattr(other, key) - getattr(self, key)) for key in OF_WEIGHTS}
+        more = {key: getattr(self, key) + times * (getattr(other, key) - getattr(self, key)) for key in GROWING_FIELDS}
         return replace(self, **more)
 
     @property
@@ -174,7 +172,7 @@ class Volume:
         return calls * (LATENCY + HOP * (size - 1)) + received / within / LINK_EFFICIENCY
 
 
-OF_WEIGHTS = ("sharded", "replicated", "gathers", "reductions")
+GROWING_FIELDS = ("sharded", "replicated", "gathers", "reductions")
 """Names of the fields of Volume that count collectives of weights and gradients. They grow by equal amounts with each
 micro-batch."""
 
@@ -330,6 +328,18 @@ class Step:
         return self.compute + self.copies + self.exposed + self.update
 
 
+def added_bytes(precision: PrecisionConfig, micro_batches: int) -> int:
+    """Return the bytes of memory traffic for each parameter in a step on one rank, where FSDP copies nothing. The first
+    micro-batch's gradient is cast to the dtype of the master weights, or taken as it is if that is its own. Those of
+    later ones are added.
+
+    Args:
+        micro_batches: number of micro-batches of the step.
+    """
+    own, master = ITEM_SIZE[precision.param_dtype], 2 if precision.master_dtype is MasterDType.bf16 else 4
+    return (master + own) * (own != master) + (2 * master + own) * (micro_batches - 1)
+
+
 def step_time(
     machine: Machine,
     precision: PrecisionConfig,
@@ -363,7 +373,8 @@ def step_time(
     seconds = sent.seconds(link, network)
     waiting = sent.attention_seconds(link, network) + sent.expert_seconds(link, network)
     exposed = max(0.0, seconds - OVERLAP * compute) + waiting
-    copies = (COPIED if world_size > 1 else ADDED) * trainable * micro_batches / bandwidth
+    moved = COPIED * micro_batches if world_size > 1 else added_bytes(precision, micro_batches)
+    copies = moved * trainable / bandwidth
     update = UPDATED * local / bandwidth
     pcie = gpu.pcie if gpu else CPU_BANDWIDTH
     if offload is OffloadMode.optimizer:

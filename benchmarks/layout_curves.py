@@ -1,0 +1,99 @@
+"""How fast would a training be on 8 to 1,024 GPUs, with the fastest layout of ranks and with sharding alone?
+
+    python benchmarks/layout_curves.py [OUT] [--models 7B 13B ...] [--nodes 128]       # half an hour of one core
+
+Runs `llava-fsdp plan parallel=auto` for models of five sizes, each with CLIP's ViT-L/14-336 and 1,024 samples a step.
+Nothing is measured: all values are predictions. How to read them is in benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from capped import facts, write
+from provenance import REPOSITORY
+from transformers import CLIPVisionConfig, LlamaConfig, MixtralConfig, PretrainedConfig, Qwen2Config
+
+QUESTION = "how fast would a training be on 8 to 1,024 GPUs, with each layout of ranks, by the planner?"
+TOWER = CLIPVisionConfig(
+    hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, num_attention_heads=16, image_size=336,
+    patch_size=14, projection_dim=768,
+)  # fmt: skip
+
+
+def decoder(kind: Any, hidden: int, inner: int, layers: int, heads: int, keys: int, ids: int) -> Any:
+    return kind(
+        hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=keys, vocab_size=ids, max_position_embeddings=4096,
+    )  # fmt: skip
+
+
+MODELS = {
+    "7B": decoder(LlamaConfig, 4096, 11008, 32, 32, 32, 32000),  # Vicuna
+    "13B": decoder(LlamaConfig, 5120, 13824, 40, 40, 40, 32000),
+    "34B": decoder(LlamaConfig, 7168, 20480, 60, 56, 8, 64000),  # Yi
+    "72B": decoder(Qwen2Config, 8192, 29568, 80, 64, 8, 152064),
+    "8x7B": decoder(MixtralConfig, 4096, 14336, 32, 32, 8, 32000),
+}
+"""Name -> configuration of the language model, in the sizes of published ones."""
+
+
+def planned(config: PretrainedConfig, folder: Path, nodes: int, gpu: str) -> dict[str, Any]:
+    """Return the plan of training a language model on so many nodes of 8 GPUs."""
+    for part, own in (("language", config), ("vision", TOWER)):
+        (folder / part).mkdir()
+        (folder / part / "config.json").write_text(json.dumps(own.to_dict(), default=str))
+    keys = [
+        "stage=finetune", f"model.language={folder / 'language'}", f"model.vision={folder / 'vision'}",
+        "model.projector=random", "global_batch_size=1024", "parallel=auto", "gpus=8", f"nodes={nodes}", f"gpu={gpu}",
+        f"page={folder / 'page.html'}", "format=json",
+    ]  # fmt: skip
+    command = [sys.executable, "-m", "llava_fsdp.plan", *keys]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{done.stderr[-2000:]}\nllava-fsdp plan failed")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", nargs="?", type=Path, default=REPOSITORY / "benchmarks" / "results")
+    parser.add_argument("--models", nargs="*", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--nodes", type=int, default=128, help="of 8 GPUs")
+    parser.add_argument("--gpu", default="h100")
+    options = parser.parse_args()
+    report = facts(QUESTION, options) | {"models": {}}
+    for name in options.models:
+        with tempfile.TemporaryDirectory() as made:
+            plan = planned(MODELS[name], Path(made), options.nodes, options.gpu)
+        report["assumptions"] = plan["assumptions"]
+        report["models"][name] = {"points": plan["scaling"], "search": plan["search"]["layouts"]}
+        write(report, f"layout-curves-{options.gpu}", options.out, draw)
+        for point in plan["scaling"]:
+            if point["fits"]:
+                print(
+                    name, 8 * point["nodes"], point["sharding"], point["layout"], f"{point['tokens_per_second']:,.0f}"
+                )
+
+
+def draw(pyplot: Any, report: dict[str, Any]) -> None:
+    _, axes = pyplot.subplots(figsize=(10, 6), layout="constrained")
+    styles = {"fastest layout": "-o", "zero3": "--", "hybrid": ":"}
+    for colour, (name, model) in enumerate(report["models"].items()):
+        for sharding, style in styles.items():
+            points = [p for p in model["points"] if p["sharding"] == sharding and p["fits"]]
+            label = name if sharding == "fastest layout" else None
+            places = [8 * p["nodes"] for p in points], [p["tokens_per_second"] / 8 / p["nodes"] for p in points]
+            axes.plot(*places, style, color=f"C{colour}", label=label)
+    axes.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="tokens a second and GPU, predicted")
+    axes.legend(title="line: fastest layout; dashed: zero3; dotted: hybrid")
+
+
+if __name__ == "__main__":
+    main()
