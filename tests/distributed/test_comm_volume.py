@@ -3,10 +3,13 @@
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from harness import RankPool
 from small import make_config
 from steps import begin
 from tiers import slow_after
+from torch.distributed import _functional_collectives
 
 from llava_fsdp.config import Config
 from llava_fsdp.distributed.comm_volume import KINDS, CollectiveBytes
@@ -86,3 +89,24 @@ def test_a_step_moves_what_the_table_says(
             volume = 3 * whole - (whole - blocks) if row == "zero3" else 2 * whole
             sent = sum(moved[kind]["sent"] for kind in KINDS)
             assert sent == pytest.approx(volume * (ranks - 1) / ranks, abs=30)
+
+
+def refused(_: World, is_functional: bool) -> bool:
+    """Whether a collective that is not in the table ends the count."""
+    own, everyone = torch.zeros(3), dist.group.WORLD
+    assert everyone is not None
+    try:
+        with CollectiveBytes():
+            if is_functional:
+                _functional_collectives.broadcast(own, 0, everyone)
+            else:
+                dist.broadcast(own, 0)
+    except AssertionError:
+        return True
+    return False
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("is_functional", [False, True])
+def test_no_collective_is_left_out_of_the_count(is_functional: bool, pools: dict[int, RankPool]) -> None:
+    assert pools[2].run(refused, is_functional) == [True, True]

@@ -19,6 +19,7 @@ from steps import begin, run_steps
 from test_adapters import EVERY_ROW, LORA
 from tiers import slow_after
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModel, MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
@@ -191,6 +192,15 @@ def experts_alone(world: World, tokens: list[int], choices: list[list[int]]) -> 
     return tuple(t.detach() for t in (out, hidden.grad, weights.grad, *(local(p.grad) for p in experts.parameters())))
 
 
+def held_frozen(world: World, shards_frozen: bool) -> tuple[int, list[tuple[str, ...] | None]]:
+    """How many modules of frozen experts FSDP will shard, and which dimensions of the mesh divide each weight now."""
+    experts, _ = some_experts([0, 0], [[0, 1], [0, 1]])
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("shard", "expert"))
+    model = SimpleNamespace(set_experts_implementation=str)
+    shared = share_experts(model, [experts.requires_grad_(False)], mesh, shards_frozen)
+    return len(shared.modules), [p.device_mesh.mesh_dim_names for p in experts.parameters() if isinstance(p, DTensor)]
+
+
 def some_experts(tokens: list[int], choices: list[list[int]]) -> tuple[MixtralExperts, list[tuple[Any, Any, Any]]]:
     torch.manual_seed(0)
     config = MixtralConfig(hidden_size=8, intermediate_size=12, num_local_experts=4, experts_implementation="eager")
@@ -225,6 +235,12 @@ def test_experts_of_two_ranks_are_those_of_one(
         expected += tuple(gradient_of(parameter).chunk(2)[rank] for parameter in experts.parameters())
         for ours, theirs in zip((out, of_hidden, of_weights, *of_experts), expected, strict=True):
             assert ours.shape == theirs.shape and torch.allclose(ours, theirs, atol=1e-5)
+
+
+@pytest.mark.ranks
+def test_frozen_experts_are_sharded_where_frozen_weights_are(pools: dict[int, RankPool]) -> None:
+    assert pools[2].run(held_frozen, True) == [(1, [("expert",)] * 2)] * 2
+    assert pools[2].run(held_frozen, False) == [(0, [("shard", "expert")] * 2)] * 2
 
 
 def gradient_of(tensor: torch.Tensor) -> torch.Tensor:

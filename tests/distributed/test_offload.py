@@ -192,6 +192,23 @@ def test_any_elementwise_optimizer_in_pieces_is_the_same_to_the_bit(
             assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True)), name
 
 
+def test_weights_and_gradients_in_files_are_read_ahead_like_moments(tmp_path: Path) -> None:
+    """`each` is called with what is read ahead and what is removed from memory: two moments, a weight, its gradient."""
+    shards, gradients = (Arena(PAGE, tmp_path) for _ in range(2))
+    weight = nn.Parameter(shards.take((9,), torch.float32))
+    weight.grad = gradients.take((9,), torch.float32)
+    optimizer = StreamedOptimizer(
+        torch.optim.AdamW([weight]),
+        lambda size: Arena(size, tmp_path),
+        lambda made: FileStaging(made, [shards, gradients]),
+    )
+    staging = optimizer.staging
+    assert isinstance(staging, FileStaging)
+    seen: list[Arena] = []
+    staging.each(0, lambda arena, tensor: seen.append(arena))
+    assert seen == [optimizer.arena, optimizer.arena, shards, gradients]
+
+
 @pytest.mark.parametrize("bucket", [1, 256, 2048, 2304, 4096, 1 << 20])
 def test_buckets_hold_every_element_once_and_are_filled_up_to_their_bound(bucket: int) -> None:
     """256 elements of 8 bytes are the least that is moved; sizes at, below and above multiples of it."""

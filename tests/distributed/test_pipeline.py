@@ -5,9 +5,12 @@ import json
 import random
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -27,20 +30,24 @@ from reference import (
 )
 from saves import interrupted
 from small import Configure, changed_parts, make_config
+from steps import begin, run_steps
 from test_adapters import EVERY_ROW, LORA
 from tiers import slow_after
 
 from llava_fsdp.config import Config, ParallelConfig, PipelineSchedule
 from llava_fsdp.distributed.local_shards import local
 from llava_fsdp.distributed.mesh import World, make_meshes, row_group
+from llava_fsdp.distributed.pipeline import PackedStage
 from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.pretrained import find_parts
 from llava_fsdp.model.stages import check_can_be_divided, divide
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.train import main as train
+from llava_fsdp.train import pipeline_step
 from llava_fsdp.train.build_state import build_state
 from llava_fsdp.train.preflight import preflight
+from llava_fsdp.train.profiler import NoProfiler
 
 BATCH = "global_batch_size=16"
 HYBRID = ("hybrid", "hybrid2")
@@ -221,12 +228,62 @@ def test_each_rank_has_a_part_of_its_stage(
         assert sum(held for _, held, _ in pair) == pair[0][2] and all(held < 0.6 * pair[0][2] for _, held, _ in pair)
 
 
+def buffers_left(world: World, cfg: Config) -> list[bool]:
+    """For each message that this rank receives in a step: whether its buffer is still kept after the last pass."""
+    state, _ = begin(world, cfg)
+    assert state.pipeline is not None
+    (stage,) = state.pipeline.stages
+    left: list[bool] = []
+
+    def end() -> None:
+        infos = [info for own in (stage.args_recv_info, stage.grad_recv_info) for part in own.values() for info in part]
+        left.extend(info.buffer is not None for info in infos)
+        PackedStage.end_step(stage)
+
+    stage.end_step = end
+    run_steps(state, cfg)
+    return left
+
+
+@pytest.mark.ranks
+def test_a_message_s_memory_is_freed_with_its_micro_batch(
+    model: Path, dataset: Path, tmp_path: Path, pools: dict[int, RankPool]
+) -> None:
+    """The last rank receives hidden states, the first one their gradients."""
+    cfg = make_config(model, dataset, tmp_path, BATCH, "sharding=zero3", "parallel.pipeline=2", "max_steps=1")
+    for left in pools[2].run(buffers_left, cfg):
+        assert len(left) > 1 and not any(left)
+
+
 @pytest.mark.parametrize(("size", "pipeline", "context"), [(6, 2, 1), (6, 3, 2), (8, 2, 2), (4, 4, 1)])
 def test_ranks_with_other_stages_process_the_same_rows(size: int, pipeline: int, context: int) -> None:
     parallel = ParallelConfig(pipeline=pipeline, context=context)
     groups = [row_group(replace(single_world(), rank=rank, size=size), parallel) for rank in range(size)]
     rows = size // pipeline // context
     assert groups == [(group, rows) for group in range(rows) for _ in range(context)] * pipeline
+
+
+class FirstStage(torch.nn.Module):
+    """The first stage of two; it returns the hidden states that it is given."""
+
+    is_first, is_last = True, False
+    token_keys = SimpleNamespace(language=None, vision=None)
+
+    def forward(self, hidden: torch.Tensor, collector: None) -> torch.Tensor:
+        return hidden
+
+
+def test_the_balance_loss_of_every_stage_has_the_loss_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-in of `ExpertSums` multiplies the hidden states by the scale that it is given."""
+    monkeypatch.setattr(pipeline_step, "Llava", FirstStage)
+    state: Any = SimpleNamespace(loader=SimpleNamespace(device=CPU, to_device=lambda micro: micro))
+    micro: Any = SimpleNamespace(inputs=())
+    experts: Any = SimpleNamespace(
+        keep=lambda: nullcontext([]), add_to_hidden=lambda micro, kept, output, scale: output * scale
+    )
+    sources: Any = None
+    work = pipeline_step.TrainingWork(state, [micro], 512.0, sources, experts, NoProfiler())
+    assert work.forward(FirstStage(), 0, torch.ones(2)).tolist() == [512, 512]
 
 
 def test_blocks_are_divided_by_cost() -> None:

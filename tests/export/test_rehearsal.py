@@ -169,6 +169,8 @@ def test_a_parameter_that_transformers_has_no_place_for_is_named(source: Callabl
     check_names(config, values)
     with pytest.raises(ModelError, match=r"language_model\.norm\.weight"):
         check_names(config, {name for name in values if name != "language_model.norm.weight"})
+    with pytest.raises(ModelError, match=r"language_model\.norm\.bias"):
+        check_names(config, {*values, "language_model.norm.bias"})
 
 
 def test_an_image_of_another_length_is_refused(source: Callable[..., SourceModel], parts: Path, tmp_path: Path) -> None:

@@ -12,8 +12,16 @@ from llava_fsdp.data.images.image_tokens import MAX_TILES
 from llava_fsdp.data.images.video import VideoSampling
 from llava_fsdp.export import source_model
 from llava_fsdp.export.main import check_target
-from llava_fsdp.export.source_model import aspect_of, choice_of, default_template, open_run, source_of_folder
+from llava_fsdp.export.source_model import (
+    aspect_of,
+    choice_of,
+    default_template,
+    open_run,
+    open_source,
+    source_of_folder,
+)
 from llava_fsdp.runtime.errors import CheckpointError, ConfigError, DamagedModel, ModelError
+from llava_fsdp.runtime.run_dir import FOLDER, list_checkpoints
 
 MODEL: Any = SimpleNamespace(parts=SimpleNamespace(grid_pinpoints=None, max_tiles=None))
 PARTS: Any = SimpleNamespace(language="its language", vision="its tower")
@@ -114,6 +122,13 @@ def test_which_of_a_run_s_folders_is_opened(tmp_path: Path, monkeypatch: pytest.
         assert opened() == "checkpoint"
     notes["export"] = "damaged"
     assert opened() == "checkpoint"
+
+
+def test_the_user_says_how_a_checkpoint_s_images_are_fitted(noise: Path, tmp_path: Path) -> None:
+    checkpoint = list_checkpoints(noise / FOLDER)[-1]
+    for aspect in (AspectRatio.pad, AspectRatio.square):
+        cfg = conversion(checkpoint, tmp_path / "to", f"image_aspect_ratio={aspect.value}")
+        assert open_source(cfg).source.aspect is aspect
 
 
 def test_the_template_of_a_folder_that_names_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

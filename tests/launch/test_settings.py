@@ -34,7 +34,8 @@ def test_other_arguments_are_named_and_other_places_are_not(
         if own.name in ("path", "images", "root", "index")
     }
     assert len(dataset_places) == 7
-    places = dataset_places | {"model.language", "model.vision", "offload.folder"}
+    models = {f"model.{key}" for key in ("language", "vision", "checkpoint", "projector", "lora.checkpoint")}
+    places = dataset_places | models | {"offload.folder"}
     assert not places & own.keys() and not any("/here" in value for value in own.values())
     assert "model.lora.r" in own and "data.max_length" in own
     with pytest.raises(ConfigError, match=rf"rank 1 has NNODES=3, seed=7, rank 0 has NNODES=2, seed={cfg.seed}: start"):

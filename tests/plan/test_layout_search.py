@@ -3,6 +3,8 @@
 import contextlib
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from mixtures import mixture_parts
 from small import changed_parts, make_config
 from test_plan import of_parts, printed
 
-from llava_fsdp.config import ActivationCheckpointing, Config
+from llava_fsdp.config import ActivationCheckpointing, Config, ParallelConfig
 from llava_fsdp.config.enums import PipelineSchedule
 from llava_fsdp.distributed.mesh import World
 from llava_fsdp.model.pretrained import find_parts
@@ -18,7 +20,7 @@ from llava_fsdp.plan import auto
 from llava_fsdp.plan.activations import MicroBatch
 from llava_fsdp.plan.auto import decide, ways_for
 from llava_fsdp.plan.hardware import Machine, machine_named
-from llava_fsdp.plan.layouts import NEAR, Planned, Searcher, Ways, layouts
+from llava_fsdp.plan.layouts import NEAR, Planned, Searcher, Ways, fastest_that_fits, layouts
 from llava_fsdp.plan.planner import Planner
 from llava_fsdp.plan.workload import Samples
 from llava_fsdp.runtime.errors import ConfigError
@@ -107,6 +109,21 @@ def test_what_one_layout_measures_does_not_change_another(mixture: Path, dataset
     with contextlib.suppress(RuntimeError):  # torch's, where a whole row's attention gets a part of it
         found = second.segments(mode, three)
     assert found == Planner(shared, machine, SAMPLES).segments(mode, three)
+
+
+@pytest.mark.parametrize(("sign", "expected"), [(1, (2, 2, 2, 2)), (-1, (1,) * 8)])
+def test_a_pipeline_s_micro_batches_fit_however_fast_larger_ones_are(sign: int, expected: tuple[int, ...]) -> None:
+    """Micro-batches of one and two samples fit. The seconds grow with their number, or fall (`sign` -1)."""
+    splits: Any = [[8], [4] * 2, [2] * 4, [1] * 8]
+    planner: Any = SimpleNamespace(
+        cfg=SimpleNamespace(parallel=ParallelConfig(pipeline=2)),
+        ends=lambda small, large: [],
+        seconds=lambda choice, ranks, split: sign * len(split),
+        row=lambda choice, ranks, split, ends: SimpleNamespace(fits=max(split) <= 2, micro_batches=tuple(split)),
+    )
+    nothing: Any = None
+    found: Any = fastest_that_fits(Ways(planner, [], nothing, splits), nothing)
+    assert found.fits and found.micro_batches == expected
 
 
 def test_layouts_are_products_of_divisors(dense: Path, dataset: Path, tmp_path: Path) -> None:

@@ -111,3 +111,11 @@ def test_the_end_of_a_line_decays(configure: Configure) -> None:
     decayed = decayed_names(state.model)
     assert "image_newline" in decayed
     assert decayed <= {name for name, _ in state.model.named_parameters()}
+
+
+@pytest.mark.parametrize("part", ["projector", "language"])
+def test_the_end_of_a_line_trains_with_the_projector(part: str, configure: Configure) -> None:
+    tiled = ["data.image_aspect_ratio=anyres", "model.patch_merge=spatial_unpad"]
+    cfg = configure(*tiled, f"model.train=[{part}]", to="run")
+    state = train.build_state(cfg, single_world(), SHARD_PLANS[cfg.sharding.strategy], None)
+    assert ("image_newline" in state.masters.named) is (part == "projector")

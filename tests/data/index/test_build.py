@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import gzip
 import json
 import multiprocessing
 import os
@@ -432,11 +433,16 @@ def test_workers_do_without_torch() -> None:
 
 
 @pytest.mark.usefixtures("chunks")
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl.gz"])
 def test_a_file_that_changes_meanwhile_leaves_nothing(
-    parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "a.json"
-    path.write_bytes((dataset / "text.json").read_bytes())
+    """What was made from it is deleted, and of a compressed file also the unpacked copy."""
+    path = tmp_path / name
+    content = (dataset / "text.json").read_bytes()
+    if name == "a.jsonl.gz":
+        content = gzip.compress("".join(json.dumps(row) + "\n" for row in json.loads(content)).encode())
+    path.write_bytes(content)
     cfg = make_config(parts, dataset, tmp_path, f"data.path={path}", "data.images=null")
     for step in ("join_positions", "encoded_facts"):
         with monkeypatch.context() as patch:
@@ -444,7 +450,7 @@ def test_a_file_that_changes_meanwhile_leaves_nothing(
             patch.setattr(index_module, step, lambda *a, own=own: (os.utime(path, (1, 1)), own(*a))[1])
             with pytest.raises(SourceError, match="changed while being read; run it again"):
                 open_again(cfg, parts)
-        index = tmp_path / "a.json.index"
+        index = tmp_path / f"{name}.index"
         assert not [p for p in index.rglob("*") if p.is_file() and p.parent != index]
         os.utime(path)
     assert len(open_again(cfg, parts)) == 20
