@@ -245,7 +245,10 @@ def test_a_gradient_is_added_in_fp32_without_a_copy() -> None:
     assert torch.equal(masters.named["w"].grad, expected)
 
 
-@pytest.mark.parametrize("shape", [(COLUMNS, 3), (5, 2, COLUMNS), (33, 7), (COLUMNS,)])
+ADDED_SHAPES = [(33, 7), (COLUMNS, 3), (5, 2, COLUMNS), (COLUMNS,)]
+
+
+@pytest.mark.parametrize("shape", slow_after(1, map(pytest.param, ADDED_SHAPES)))
 def test_a_compiled_kernel_adds_the_same_bits(shape: tuple[int, ...]) -> None:
     """Also sizes that it leaves to torch's own kernel, and gradients that are not contiguous."""
     dice = torch.Generator().manual_seed(0)

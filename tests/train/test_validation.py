@@ -457,5 +457,5 @@ def test_blocks_run_as_they_are_without_gradients() -> None:
 
     hidden = torch.zeros(1, 7, 4)
     with torch.no_grad():
-        ran = run_block(torch.nn.Identity(), lambda x: x + 1, refuse, None, True, hidden)
+        ran = run_block(torch.nn.Identity(), lambda x: x + 1, refuse, True, hidden)
     assert torch.equal(ran, hidden + 1)

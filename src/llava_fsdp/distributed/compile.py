@@ -7,7 +7,8 @@ one image, for transformers' hooks on its layers, and for frozen layers among tr
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -192,24 +193,18 @@ def compile_blocks(
     """
     backend = inductor_with(budget, count or Compilations())
     by_class: dict[type, Callable[..., Any]] = {}
-    # Without duck shapes, torch does not assume that two lengths which are equal at the compilation stay equal.
-    lengths_apart = shapes.patch(use_duck_shape=False)  # pyright: ignore[reportAttributeAccessIssue]
-    # Numbers such as the epsilon of a norm are constants. By default torch takes them for variables, and then compiles
-    # everything a second time with constants.
-    constants = torch._dynamo.config.patch(specialize_float=True)  # pyright: ignore[reportAttributeAccessIssue]
     for block in stack:
         forward = type(block).forward
         compiled = by_class.setdefault(
             type(block), torch.compile(with_own_code(forward), backend=backend, dynamic=True)
         )
-        block.forward = partial(run_block, block, block.forward, compiled, (lengths_apart, constants), one_row)
+        block.forward = partial(run_block, block, block.forward, compiled, one_row)
 
 
 def run_block(
     block: nn.Module,
     plain: Callable[..., Any],
     compiled: Callable[..., Any],
-    settings: tuple[Any, Any],
     one_row: bool,
     hidden: torch.Tensor,
     *args: Any,
@@ -222,7 +217,6 @@ def run_block(
         block: a block (layer) of the language model.
         plain: the block's uncompiled forward.
         compiled: the compiled forward of the block's class, which also takes the block.
-        settings: two context managers with torch's settings under which graphs are compiled, see `compile_blocks`.
         one_row: whether every batch has exactly one row.
         hidden: the block's input, [rows, length, channels].
         args, kwargs: further arguments of the block's forward.
@@ -235,8 +229,20 @@ def run_block(
         return plain(hidden, *args, **kwargs)
     if hidden._is_view():  # only the first block's input is a view, for which torch would compile again
         hidden = torch.ops.aten._unsafe_view(hidden, hidden.shape)
-    with settings[0], settings[1]:
+    with compiler_settings():
         return compiled(block, hidden, *args, **kwargs)
+
+
+@contextmanager
+def compiler_settings() -> Iterator[None]:
+    """Context manager with torch's settings under which blocks are compiled."""
+    # Without duck shapes, torch does not assume that two lengths which are equal at the compilation stay equal.
+    lengths_apart = shapes.patch(use_duck_shape=False)  # pyright: ignore[reportAttributeAccessIssue]
+    # Numbers such as the epsilon of a norm are constants. By default torch takes them for variables, and then compiles
+    # everything a second time with constants.
+    constants = torch._dynamo.config.patch(specialize_float=True)  # pyright: ignore[reportAttributeAccessIssue]
+    with lengths_apart, constants:
+        yield
 
 
 def with_own_code(forward: Callable[..., Any]) -> Callable[..., Any]:

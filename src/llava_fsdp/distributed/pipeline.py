@@ -47,7 +47,7 @@ class StageWork(ForwardWork, Protocol):
         ...
 
 
-class Held(Protocol):
+class GroupTensor(Protocol):
     """A tensor that only one group of ranks has."""
 
     @property
@@ -361,7 +361,7 @@ class Pipeline:
         dist.all_gather_object(values, items, group=self.stage_group)
         return [item for of_rank in values for item in of_rank]
 
-    def to_first(self, value: torch.Tensor | None, elsewhere: Held | None) -> torch.Tensor:
+    def on_rank_0(self, value: torch.Tensor | None, elsewhere: GroupTensor | None) -> torch.Tensor:
         """Return a tensor on rank 0, which one group of ranks has; the result on other ranks is not used. All ranks
         must call it.
 

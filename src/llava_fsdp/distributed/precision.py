@@ -149,7 +149,9 @@ def gradient_adder(compiled: bool) -> Callable[[torch.Tensor, torch.Tensor], Non
     def add(total: torch.Tensor, gradient: torch.Tensor) -> None:
         total.add_(gradient)
 
-    kernel = torch.compile(add) if compiled else add
+    if not compiled:
+        return add
+    kernel = torch.compile(add)
 
     def add_whole(total: torch.Tensor, gradient: torch.Tensor) -> None:
         if total.numel() % COLUMNS == 0 and total.is_contiguous() and gradient.is_contiguous():

@@ -31,7 +31,7 @@ from llava_fsdp.model.experts import find_experts
 from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.pretrained import Parts
 from llava_fsdp.plan.divided_model import divide_on_meta
-from llava_fsdp.plan.meta_trace import Event, FusedKernels, LiveBytes, Trace, collect_gradients, divided
+from llava_fsdp.plan.meta_trace import Event, FusedKernels, LiveBytes, Trace, collect_gradients, split_like_inductor
 
 MEASURED_BLOCKS = 3
 
@@ -166,7 +166,7 @@ class ActivationMeter:
             divide_on_meta(model, cfg.parallel.tensor, cfg.loss.chunk_tokens)
         store_weights(model, cfg.precision, sharded=False)
         compute_norms_in_fp32(model, cfg.precision)
-        count = Compilations(compiler=divided) if compiled else None
+        count = Compilations(compiler=split_like_inductor) if compiled else None
         device = torch.device("meta")
         apply_activation_checkpointing(model.blocks(), activation_checkpointing, device, count, one_row)
         model.train()

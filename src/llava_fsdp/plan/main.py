@@ -96,13 +96,11 @@ def print_plan(cfg: PlanConfig, typed: Sequence[str]) -> None:
         planner, rows = smallest_context(cfg, world_size, parts.language, plan_with)
     best = command(cfg, rows[0], planner.cfg.parallel, typed) if rows[0].fits else None
     if cfg.nodes > 1:
-        plain, searched = (
-            planner,
-            partial(fastest_on, cfg=cfg, known=search.rows[0], ways=ways) if search is not None else None,
-        )
+        plain, searched = planner, None
         if search is not None:  # the curves of single strategies have only the kinds that the configuration sets
-            alone = replace(cfg.parallel, search=False, context=cfg.parallel.num_context)
-            plain = planner.with_layout(replace(cfg, parallel=alone))
+            unsearched = replace(cfg.parallel, search=False, context=cfg.parallel.num_context)
+            plain = planner.with_layout(replace(cfg, parallel=unsearched))
+            searched = partial(fastest_on, cfg=cfg, known=search.rows[0], ways=ways)
         points = scale(plain, cfg.gpus, cfg.nodes, is_free, searched)
         assumed = assumptions(plain.machine, plain.samples)
         more |= {"scaling": points, "assumptions": assumed, "page": str(write_page(points, plain, Path(cfg.page)))}

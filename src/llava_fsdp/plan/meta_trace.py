@@ -144,8 +144,8 @@ class FusedKernels(TorchFunctionMode):
         return (STAND_INS.get(func) or func)(*args, **(kwargs or {}))
 
 
-def divided(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
-    """Divide a graph of torch.compile into a forward and a backward graph, which keep the same tensors for the backward
+def split_like_inductor(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+    """Split a graph of torch.compile into a forward and a backward graph, which keep the same tensors for the backward
     pass as with Inductor, and return a function that runs them operation by operation, on any device."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.aot_autograd import make_boxed_func
@@ -159,12 +159,12 @@ def divided(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
                 node.target = STAND_INS.get(node.target, node.target)
             part.recompile()
 
-    def as_it_is(part: torch.fx.GraphModule, _: Any) -> Any:
+    def run_uncompiled(part: torch.fx.GraphModule, _: Any) -> Any:
         return make_boxed_func(part.forward)
 
     divide = aot_autograd(
-        fw_compiler=as_it_is,
-        bw_compiler=as_it_is,
+        fw_compiler=run_uncompiled,
+        bw_compiler=run_uncompiled,
         partition_fn=min_cut_rematerialization_partition,
         decompositions=select_decomp_table(),
     )

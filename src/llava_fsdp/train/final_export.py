@@ -174,7 +174,7 @@ def parameter_values(name: str, state: TrainState, is_first_rank: bool) -> torch
     master = state.masters.named.get(name)
     full = whole(master) if master is not None else None
     if state.pipeline is not None and (full is not None or name in state.elsewhere):
-        full = state.pipeline.to_first(full, state.elsewhere.get(name))
+        full = state.pipeline.on_rank_0(full, state.elsewhere.get(name))
     if full is not None:
         return full.cpu() if is_first_rank else full
     source = state.sources[name]

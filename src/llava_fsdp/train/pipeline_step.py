@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -73,17 +74,20 @@ class TrainingWork:
 class EvaluationWork:
     """Computes this rank's stages for one micro-batch, without gradients."""
 
-    def __init__(self, loader: Any, micro: MicroBatch, return_logits: bool = False):
-        self.loader = loader
-        self.micro = micro
+    def __init__(self, inputs_of: Callable[[nn.Module], tuple[Any, ...]], return_logits: bool):
+        """Take what the stages need.
+
+        Args:
+            inputs_of: returns the arguments of a stage for the micro-batch.
+        """
+        self.inputs_of = inputs_of
         self.return_logits = return_logits
 
     def forward(self, stage: nn.Module, number: int, hidden: torch.Tensor | None) -> torch.Tensor:
-        micro = to_device(self.loader, stage, self.micro)
-        return stage(*micro.inputs, hidden=hidden, return_logits=self.return_logits)
+        return stage(*self.inputs_of(stage), hidden=hidden, return_logits=self.return_logits)
 
 
-class DividedModel:
+class PipelinedModel:
     """A model whose stages different ranks have. It has the arguments and results of a Llava that returns logits, on
     all ranks that process the same rows."""
 
@@ -115,18 +119,8 @@ class DividedModel:
         assert return_logits
         inputs = input_ids, segments, image_positions, image_rows, images, seeds, label_positions
         rows, length = input_ids.shape
-        found = self.pipeline.forward((rows, length), LogitsWork(inputs))
+        found = self.pipeline.forward((rows, length), EvaluationWork(lambda _: inputs, return_logits))
         return self.pipeline.from_last(found, (len(label_positions), self.parts.language.vocab_size))
-
-
-class LogitsWork:
-    """Computes this rank's stages for given inputs, without gradients."""
-
-    def __init__(self, inputs: tuple[Any, ...]):
-        self.inputs = inputs
-
-    def forward(self, stage: nn.Module, number: int, hidden: torch.Tensor | None) -> torch.Tensor:
-        return stage(*self.inputs, hidden=hidden, return_logits=True)
 
 
 def to_device(loader: Any, stage: nn.Module, micro: MicroBatch) -> MicroBatch:
@@ -169,7 +163,8 @@ def evaluate(
     """
     loader = loader if loader is not None else state.loader
     if state.pipeline is not None:
-        return state.pipeline.forward(shape_of(micro), EvaluationWork(loader, micro, return_logits))
+        work = EvaluationWork(lambda stage: to_device(loader, stage, micro).inputs, return_logits)
+        return state.pipeline.forward(shape_of(micro), work)
     return state.model(*loader.to_device(micro).inputs, return_logits=return_logits)
 
 

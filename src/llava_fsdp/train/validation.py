@@ -30,7 +30,7 @@ from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.watchdog import Watchdog
 from llava_fsdp.train.loop import summed
 from llava_fsdp.train.metrics import drop_later_rows, finite, rows_of, storage_errors
-from llava_fsdp.train.pipeline_step import DividedModel, evaluate
+from llava_fsdp.train.pipeline_step import PipelinedModel, evaluate
 from llava_fsdp.train.state import TrainState
 from llava_fsdp.train.validation_answers import Answered, AnswerGenerator
 
@@ -84,7 +84,7 @@ class Validation:
         self.on_result = on_result
         self.pause_run = pause
         self.rows = Rows(Path(cfg.output_dir) / VALIDATION_FILE)
-        model = state.model if state.pipeline is None else DividedModel(state.model, state.pipeline)
+        model = state.model if state.pipeline is None else PipelinedModel(state.model, state.pipeline)
         self.generator = AnswerGenerator(model, held_out, cfg, watchdog.wants_stop, self.pause)
         self.done = on_first_rank(self.begin_file, f"cannot begin {self.rows.path}")
         if held_out.questions:

@@ -21,7 +21,7 @@ from llava_fsdp.model.generation import Sampling, write_tokens
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.runtime.errors import ImageError
 from llava_fsdp.runtime.log import log
-from llava_fsdp.train.pipeline_step import DividedModel
+from llava_fsdp.train.pipeline_step import PipelinedModel
 
 SCORES = {Metric.exact: exact_match, Metric.vqa: vqa_accuracy}
 
@@ -47,7 +47,7 @@ class AnswerGenerator:
 
     def __init__(
         self,
-        model: nn.Module | DividedModel,
+        model: nn.Module | PipelinedModel,
         held_out: HeldOut,
         cfg: Config,
         wants_stop: Callable[[], bool],
@@ -61,7 +61,7 @@ class AnswerGenerator:
             wants_stop: returns whether this rank was requested to stop.
             pause: called by all ranks between two batches. It saves or stops the run if this was requested on any rank.
         """
-        assert isinstance(model, Llava | DividedModel)  # FSDP replaces the model's class by a subclass
+        assert isinstance(model, Llava | PipelinedModel)  # FSDP replaces the model's class by a subclass
         self.model = model
         self.language = model.parts.language
         self.loader = held_out.loader
@@ -91,7 +91,7 @@ class AnswerGenerator:
         more and `data.bad_records=fail`."""
         if not self.questions:
             return []
-        divided = self.model if isinstance(self.model, DividedModel) else None
+        divided = self.model if isinstance(self.model, PipelinedModel) else None
         rank, size = divided.holders if divided is not None else rank_and_size()
         together = self.cfg.parallel.tensor
         is_copy = rank % together > 0 or (divided is not None and not divided.has_first)
