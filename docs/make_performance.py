@@ -157,11 +157,15 @@ def gpu() -> str:
          f"{median(row['seconds']):.2f}", f"{row['mfu']:.1%}", f"{row['planned_bytes'] / 1e9:.1f}",
          f"{row['max_memory_allocated'] / 1e9:.1f}"] for row in report["rows"]
     ]  # fmt: skip
-    planned = {row["tokens_per_micro_batch"]: row["planned_bytes"] for row in report["rows"]}
+    planned = {
+        (row["activation_checkpointing"], row["tokens_per_micro_batch"]): f"{row['planned_bytes'] / 1e9:.1f}"
+        for row in report["rows"]
+    }
     rows.append([
         f"`activation_checkpointing=auto`, which chose `{ours['activation_checkpointing']}`; gradients added by a "
         "compiled kernel", f"{ours['tokens_per_micro_batch']:,}", f"{median(ours['seconds']):.2f}",
-        f"{ours['mfu']:.1%}", f"{planned[ours['tokens_per_micro_batch']] / 1e9:.1f}",
+        f"{ours['mfu']:.1%}",
+        planned.get((ours["activation_checkpointing"], ours["tokens_per_micro_batch"]), "not noted"),
         f"{ours['max_memory_allocated'] / 1e9:.1f}",
     ])  # fmt: skip
     head = ("", "tokens of a micro-batch", "seconds a step", "MFU", "planned, GB", "measured, GB")
@@ -187,6 +191,24 @@ def gpu_peers() -> str:
     return f"{table(head, rows, 'lllrrrr')}\n\n" + " ".join(origin(*source) for source in sources)
 
 
+def layout_curves() -> str:
+    """Predicted tokens a second and GPU of the fastest layout of ranks, beside sharding alone."""
+    path, report = newest("layout-curves-h100")
+    rows = []
+    for model, found in report["models"].items():
+        for nodes in (1, 8, 32, 128):
+            at = {p["sharding"]: p for p in found["points"] if p["nodes"] == nodes and p["fits"]}
+            fastest = at.get("fastest layout")
+            if fastest is not None:
+                rates = [
+                    f"{at[name]['tokens_per_second'] / 8 / nodes:,.0f}" if name in at else "does not fit"
+                    for name in ("fastest layout", "zero3", "hybrid")
+                ]
+                rows.append([model, f"{8 * nodes:,}", fastest["layout"], fastest["activation_checkpointing"], *rates])
+    head = ("model", "GPUs", "fastest layout", "activation checkpointing", "its tokens/s and GPU", "zero3", "hybrid")
+    return f"{table(head, rows, 'lrllrrr')}\n\n{origin(path, report)}"
+
+
 CURVES = {"pictures": "images", "imagined": "simulated ranks"}
 
 
@@ -205,7 +227,8 @@ TABLES = {
     "devices": devices, "stored": stored, "packing": packing, "activation_checkpointing": activation_checkpointing,
     "strategies": strategies,
     "limited": limited, "planner": planner, "checkpoints": checkpoints, "pictures": pictures,
-    "scaling": scaling, "gpu": gpu, "gpu_peers": gpu_peers, "compiled": lambda: planner("memory-compiled-cpu"),
+    "scaling": scaling, "gpu": gpu, "gpu_peers": gpu_peers, "layout_curves": layout_curves,
+    "compiled": lambda: planner("memory-compiled-cpu"),
 }  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import torch
 from mixtures import mixture_parts
 from small import changed_parts, make_config
 from test_plan import of_parts, printed
+from tiers import slow_after
 
 from llava_fsdp.config import ActivationCheckpointing, Config, ParallelConfig
 from llava_fsdp.config.enums import PipelineSchedule
@@ -20,7 +21,7 @@ from llava_fsdp.plan import auto
 from llava_fsdp.plan.activations import MicroBatch
 from llava_fsdp.plan.auto import decide, ways_for
 from llava_fsdp.plan.hardware import Machine, machine_named
-from llava_fsdp.plan.layouts import NEAR, Planned, Searcher, Ways, fastest_that_fits, layouts
+from llava_fsdp.plan.layouts import NEAR, Planned, Searcher, Ways, candidates, fastest_that_fits, layouts
 from llava_fsdp.plan.planner import Planner
 from llava_fsdp.plan.workload import Samples
 from llava_fsdp.runtime.errors import ConfigError
@@ -124,6 +125,26 @@ def test_a_pipeline_s_micro_batches_fit_however_fast_larger_ones_are(sign: int, 
     nothing: Any = None
     found: Any = fastest_that_fits(Ways(planner, [], nothing, splits), nothing)
     assert found.fits and found.micro_batches == expected
+
+
+@pytest.mark.parametrize("is_mixture", slow_after(1, [False, True]))
+def test_a_bound_is_below_the_seconds_of_all_sizes_of_micro_batches(
+    is_mixture: bool, dense: Path, mixture: Path, dataset: Path, tmp_path: Path
+) -> None:
+    """On a slow network, where communication counts most."""
+    cfg = make_config(mixture if is_mixture else dense, dataset, tmp_path, *WORDS, "parallel.search=true")
+    machine, world = machine_of(10**4, 8, 1e6), World(0, 8, 0, 2, torch.device("cuda"))
+    whole, sizes = Planner(cfg, machine, SAMPLES), set()
+    for tried in layouts(cfg, 8, 2):
+        try:
+            found = candidates(Ways(*ways_for(whole.with_layout(tried), tried, world)))
+        except ConfigError:  # the model cannot be divided in this way
+            continue
+        for one in found:
+            seconds = [one.ways.planner.seconds(one.choice, one.ways.ranks, split) for split in one.ways.splits]
+            assert one.bound <= min(seconds) * (1 + 1e-9), (tried.parallel, one.choice)
+            sizes.add((tried.parallel.pipeline, len(seconds)))
+    assert {1, 2} <= {pipeline for pipeline, count in sizes if count > 2}
 
 
 def test_layouts_are_products_of_divisors(dense: Path, dataset: Path, tmp_path: Path) -> None:

@@ -175,6 +175,9 @@ def test_speed_against_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
         "in proportion to the nodes": [(1, 8000.0), (2, 16_000.0), (4, 32_000.0)],
     }  # fmt: skip
     assert len(drawn[5]) == 3 and "fits" not in drawn[4] and drawn[1] == "tiny, gpu, 16 samples a step"
+    drawn.clear()
+    scaling_page.write_page([points[1]], planner, tmp_path / "p.html")
+    assert [(point.step, point.mean) for point in drawn[2].lines[-1].points] == [(2, 16_000.0)]
     assert [scaling_page.shown(value) for value in (999.94, 1000.4, -2000.6, 7, None)] == [
         "999.9",
         1000,
@@ -194,6 +197,9 @@ def test_the_fastest_layout_against_nodes(monkeypatch: pytest.MonkeyPatch, tmp_p
         planner: Any = SimpleNamespace(cfg=cfg)
         return Planned(planner, Ranks(ranks, 8, 8), a_row(tokens_per_second=float(ranks)))
 
+    def refused(*_: object) -> list[PlanRow]:
+        raise ConfigError("no such sharding")
+
     monkeypatch.setattr(scaling_page, "plan_rows", lambda *_: [a_row(tokens_per_second=1.0)])
     monkeypatch.setattr(scaling_page, "splits_to_try", lambda *_: [])
     cfg = config_of(["global_batch_size=8", "micro_batch_size=1"])
@@ -206,6 +212,8 @@ def test_the_fastest_layout_against_nodes(monkeypatch: pytest.MonkeyPatch, tmp_p
         (1, "zero3", "", 1.0), (1, scaling_page.SEARCHED, f"{zero}, context 2, tensor 2", 8.0),
         (4, scaling_page.SEARCHED, f"{zero}, context 2, tensor 8", 32.0),
     ]  # fmt: skip
+    monkeypatch.setattr(scaling_page, "plan_rows", refused)
+    assert scaling_page.scale(planner, 8, 2, True) == []
     page = scaling_page.write_page(points, planner, tmp_path / "p.html").read_text()
     assert all(line in page for line in ("Assumptions", "450 GB/s", "context 2, tensor 8"))
 

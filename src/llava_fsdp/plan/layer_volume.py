@@ -51,9 +51,7 @@ class LayerVolume:
         return sized + self.of_pass * len(micros)
 
 
-def layer_volume(
-    model: Llava, plan: Mapping[str, Cut], blocks: int, size: int, recomputed: float
-) -> LayerVolume:  # fmt: skip
+def layer_volume(model: Llava, plan: Mapping[str, Cut], blocks: int, size: int, recomputed: float) -> LayerVolume:
     """Count what ranks that compute layers together exchange.
 
     Args:
@@ -71,7 +69,8 @@ def layer_volume(
     def reduce(channels: int, item: int = width) -> Moved:
         return Moved(2 * gather(channels, item).bytes, 1)
 
-    forward, backward, summed = Moved(), Moved(), Moved()  # the last one is of no position
+    forward, backward = Moved(), Moved()  # for each position
+    summed = Moved()  # for each micro-batch
     for name, cut in plan.items():
         layer: Any = model.get_submodule(name) if cut is not Cut.PARAMETER else None
         if cut in (Cut.ROWWISE, Cut.ROWWISE_SPLIT):

@@ -165,10 +165,9 @@ class Candidate:
 
     ways: Ways
     choice: Choice
-
     bound: float
-    """Seconds of a step at least: communication and copies of the largest micro-batches, which are the fewest, and the
-    idle time of a pipeline with the smallest ones, which are the most."""
+    """Seconds of a step at least: with the fewest tokens and micro-batches of all sizes, and with the idle time of a
+    pipeline that has the most micro-batches."""
 
     @property
     def least(self) -> float:
@@ -184,17 +183,24 @@ def candidates(ways: Ways) -> list[Candidate]:
     """
     planner = ways.planner
     possible = ways_to_share_experts(planner.cfg, ways.choices, planner.own_ranks(ways.ranks))
-    most = len(ways.splits[-1])
-    return [
-        Candidate(ways, choice, planner.seconds(choice, ways.ranks, ways.splits[0], most=most)) for choice in possible
-    ]
+    fewest, most = least_work(ways.splits), max(map(len, ways.splits))
+    return [Candidate(ways, choice, planner.seconds(choice, ways.ranks, fewest, most)) for choice in possible]
+
+
+def least_work(splits: Sequence[MicroBatches]) -> MicroBatches:
+    """Return micro-batches that are as few, and have as few tokens and labels together, as those of any of these splits
+    of a step."""
+    count = min(map(len, splits))
+    tokens = min(split.tokens for split in splits)
+    labels = min(sum(micro.labels for micro in split) for split in splits)
+    return MicroBatches([replace(splits[0][0], rows=1, length=tokens // count, labels=labels // count)] * count)
 
 
 def fastest(found: Sequence[Candidate], count: int) -> Search:
     """Return the `count` fastest ways to train that fit into memory, the chosen one first."""
     order, measured = itertools.count(), 0
-    # seconds at least, number in which it was put in, whether these are the seconds of the fastest size of
-    # micro-batches, and the plan of the way if its memory is known
+    # (seconds, order of insertion, candidate, whether the seconds are those of its fastest size of micro-batches and
+    # not only a lower bound, its plan if its memory is known)
     waiting: list[tuple[float, int, Candidate, bool, PlanRow | None]] = [
         (one.bound, next(order), one, False, None) for one in found
     ]
