@@ -1,8 +1,9 @@
 """Plant each bug of `bugs.toml` in a copy of the tree, and check that the test that its row names fails.
 
-    python tests/mutants/run_bugs.py [PATTERN] [--table FILE]
+    python tests/mutants/run_bugs.py [PATTERN] [--minutes M] [--table FILE]
 
-PATTERN chooses rows: a regular expression for their area, path, test and description. FILE is another table.
+PATTERN chooses rows: a regular expression for their area, path, test and description. FILE is another table. After M
+minutes no further bug is planted; 0 sets no limit. Bugs of all files take turns, so that each file has had some.
 The working tree is only read.
 Two rows run at a time, each in its own copy of the tree and its own process. Processes are forked when torch and
 transformers are imported, and nothing of this project is. A bug is caught if the test fails by an assertion or by one
@@ -25,7 +26,7 @@ import sys
 import tempfile
 import time
 import types
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -195,8 +196,19 @@ class Slot:
         self.job = None
 
 
-def run_all(jobs: list[Job], slots: list[Slot]) -> list[str]:
-    """Run jobs side by side, print how each went, and return what is wrong."""
+def in_turns(bugs: list[Bug]) -> list[Bug]:
+    """Return the bugs in another order: the first one of each file, then the second ones, and so on."""
+    seen: Counter[str] = Counter()
+    places = []
+    for bug in bugs:
+        places.append(seen[bug.path])
+        seen[bug.path] += 1
+    return [bug for _, bug in sorted(zip(places, bugs, strict=True), key=lambda one: one[0])]
+
+
+def run_all(jobs: list[Job], slots: list[Slot], end: float = float("inf")) -> tuple[int, list[str]]:
+    """Run jobs side by side until `end`, a time of `time.monotonic()`, and print how each went. Return how many ran,
+    and what is wrong."""
     waiting, troubles = deque(jobs), []
 
     def report(job: Job) -> None:
@@ -207,8 +219,11 @@ def run_all(jobs: list[Job], slots: list[Slot]) -> list[str]:
 
     try:
         while waiting or any(slot.job for slot in slots):
+            late = time.monotonic() > end
+            if late and not any(slot.job for slot in slots):
+                break
             for slot in slots:
-                if slot.job is None and waiting:
+                if slot.job is None and waiting and not late:
                     job = waiting.popleft()
                     if not slot.begin(job):
                         report(job)
@@ -218,7 +233,7 @@ def run_all(jobs: list[Job], slots: list[Slot]) -> list[str]:
     finally:
         for slot in slots:
             slot.close()
-    return troubles
+    return len(jobs) - len(waiting), troubles
 
 
 def warm_up() -> None:
@@ -230,7 +245,7 @@ def warm_up() -> None:
     assert not [name for name in sys.modules if name.split(".")[0] == "llava_fsdp"], "it would replace the copy"
 
 
-def main(pattern: str, table: Path) -> int:
+def main(pattern: str, table: Path, minutes: float) -> int:
     bugs = [bug for bug in read_bugs(table) if re.search(pattern, f"{bug.area} {bug.path} {bug.test} {bug.bug}")]
     if not bugs:
         print(f"no row of {table} matches {pattern!r}", file=sys.stderr)
@@ -244,14 +259,16 @@ def main(pattern: str, table: Path) -> int:
         files.setdefault(bug.test_file, set()).add(bug.test)
     with tempfile.TemporaryDirectory(prefix="mutants-") as scratch:
         slots = [Slot(copy_tree(Path(scratch, str(number)))) for number in range(AT_ONCE)]
-        troubles = run_all([Job(sorted(nodes)) for nodes in files.values()], slots)
+        count, (_, troubles) = 0, run_all([Job(sorted(nodes)) for nodes in files.values()], slots)
         if troubles:
             print(f"{len(troubles)} test files do not pass without a bug; no bug was planted")
         else:
-            troubles = run_all([Job([bug.test], bug) for bug in bugs], slots)
+            end = started + 60 * minutes if minutes else float("inf")
+            count, troubles = run_all([Job([bug.test], bug) for bug in in_turns(bugs)], slots, end)
     for trouble in troubles:
         print(f"WRONG: {trouble}")
-    print(f"{len(bugs)} planted bugs, {len(troubles)} wrong, {time.monotonic() - started:.0f} s")
+    left = f" ({len(bugs) - count} rows not planted; --minutes 0 plants all)" if 0 < count < len(bugs) else ""
+    print(f"{count} planted bugs, {len(troubles)} wrong, {time.monotonic() - started:.0f} s{left}")
     return 1 if troubles else 0
 
 
@@ -259,5 +276,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Plant bugs, and check that tests fail.")
     parser.add_argument("pattern", nargs="?", default="", help="a regular expression that chooses rows")
     parser.add_argument("--table", type=Path, default=TABLE)
+    parser.add_argument("--minutes", type=float, default=28, help="after which no further bug is planted; 0: no limit")
     given = parser.parse_args()
-    sys.exit(main(given.pattern, given.table))
+    sys.exit(main(given.pattern, given.table, given.minutes))
