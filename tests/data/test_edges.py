@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import pickle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -138,12 +139,13 @@ def test_every_count_of_a_step_is_without_what_is_left_out() -> None:
 def test_dropout_and_sources_are_of_the_samples_that_are_kept() -> None:
     """Of three samples the middle one, which has another source, turns out broken."""
     given: list[tuple[Any, ...]] = []
+    ahead: list[set[int]] = []
     out = SkippedSample(1, "r", "url", "", StepFacts(0))
     steps = Steps.__new__(Steps)
     stand_ins = {
         "sampler": SimpleNamespace(samples=lambda step: [2, 1, 0], assignment=lambda step: [[[2, 1], [0]]]),
         "facts": lambda step, numbers: StepFacts(step),
-        "records": SimpleNamespace(fetch_ahead=lambda numbers: None),
+        "records": SimpleNamespace(fetch_ahead=ahead.append),
         "read": lambda number: out if number == 1 else f"row {number}",
         "collate": lambda rows, facts, total, seeds, sources: given.append((rows, total, seeds, sources)),
     }
@@ -159,6 +161,7 @@ def test_dropout_and_sources_are_of_the_samples_that_are_kept() -> None:
         rounded=int,
     )
     assert steps.prepare(7).facts.skipped == [out]
+    assert ahead == [{0, 1, 2}], "the images of all micro-batches are downloaded together"
     seeds = [derive("dropout", 5, 7, number) % 2**31 for number in (2, 0)]
     assert given == [(["row 2"], 6, seeds[:1], [1]), (["row 0"], 6, seeds[1:], [0])]
     vars(steps).update(drops=False, sources=["a"])
@@ -199,6 +202,25 @@ def test_a_step_without_labels_has_a_scale() -> None:
     assert step.without(out, Normalize.micro_batch).micro_batches[0].scale == 0.25
 
 
+def test_labels_of_skipped_records_take_along_all_that_is_said_of_them() -> None:
+    """Of a row that several ranks process, labels are taken out with their positions, sources and records."""
+    none = torch.zeros(0)
+    fields = {"label_positions": [3, 4, 5], "label_ids": [7, 8, 9], "label_sources": [0, 1, 0]}
+    tensors = {name: torch.tensor(values) for name, values in fields.items()}
+    micro = MicroBatch(none, none, none, none, scale=0.25, **tensors, label_records=torch.tensor([20, 30, 20]))
+    lacks = StepFacts(0, label_tokens=1)
+    found = Step(StepFacts(0, label_tokens=3), [micro]).without(
+        [SkippedSample(30, "r", "url", "", lacks)], Normalize.step
+    )
+    (rest,) = found.micro_batches
+    assert {name: getattr(rest, name).tolist() for name in (*fields, "label_records")} == {
+        "label_positions": [3, 5], "label_ids": [7, 9], "label_sources": [0, 0], "label_records": [20, 20],
+    }  # fmt: skip
+    assert rest.scale == 1 / 2
+    bare = dataclasses.replace(micro, label_sources=torch.zeros(0, dtype=torch.int64))
+    assert not len(bare.without_labels([20]).label_sources), "there is a single source"
+
+
 @pytest.mark.parametrize("pack", [True, False])
 def test_a_micro_batch_of_nothing_is_one_position_without_a_label(pack: bool) -> None:
     reader = ImageReader(None, CLIP, ImageTokens(AspectRatio.pad, CLIP.size, 4), Pixels.exact)
@@ -207,6 +229,7 @@ def test_a_micro_batch_of_nothing_is_one_position_without_a_label(pack: bool) ->
     assert (made.lengths, made.cu_seqlens.tolist()) == (((1,), [0, 1]) if pack else ((), []))
     assert made.scale == 0.5 and made.images.shape == (0, 3, 28, 28)
     assert made.seeds.shape == (1, 1), "without dropout no seeds are copied to the device"
+    assert made.sample_lengths.tolist() == [0], "its only position is of no sample"
 
 
 def test_tiles_have_seeds_of_their_own_below_the_bound() -> None:
@@ -366,6 +389,10 @@ def test_a_record_of_exactly_the_most_bytes_is_read(tmp_path: Path) -> None:
         with pytest.raises(DataError) as caught:
             store.read(1)
         assert caught.value.kind == Kind.record_too_large
+    for videos in (True, False):
+        sent = pickle.loads(pickle.dumps(RecordStore(folder, videos, CacheFolder(tmp_path, 2))))
+        assert (sent.videos, sent.cache, len(sent)) == (videos, CacheFolder(tmp_path, 2), 2), "in another process"
+        assert sent.data_files.cache == sent.cache
     store = RecordStore(folder)
     store.size = np.array([0, 9], dtype=np.int32)
     with pytest.raises(DamagedError):
