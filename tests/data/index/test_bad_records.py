@@ -18,6 +18,7 @@ from llava_fsdp.data.index import dataset
 from llava_fsdp.data.index import record_store as texts_module
 from llava_fsdp.data.index.bad_records import open_records, refuse_bad_records, remarks
 from llava_fsdp.data.index.dataset import Records
+from llava_fsdp.data.index.statistics import PAGE
 from llava_fsdp.data.index.worker_pool import open_column
 from llava_fsdp.data.records.problems import BITS, PROBLEMS, Kind, is_kept, mask
 from llava_fsdp.runtime.errors import ConfigError, DataError
@@ -207,6 +208,7 @@ def test_bad_pictures_are_looked_at_again_once(parts: Path, tmp_path: Path, monk
         with pytest.raises(DataError, match="records are wrong"):
             open_records(cfg, plan.encoder, plan.reader, watch_silently)
         assert len(looks) == expected
+        (cfg.data.index_folder / PAGE).unlink()  # the report that the message names
     index_module.open_index(plan, watch_silently, look_again=True, since=before)
     assert len(looks) == 1, "who came before it and waited"
     monkeypatch.setattr(index_module, "locked", denied)
