@@ -360,6 +360,25 @@ def test_percentiles_of_lengths(block: int, tmp_path: Path, monkeypatch: pytest.
     assert [bar["records"] for bar in found["histogram"]] == [4, *[5] * 19, 1]
 
 
+def test_what_maximum_lengths_cost_is_added_up_for_each_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over the chunks of all its files, and over all sources."""
+    chunks = {Path(name): np.arange(8) + 10 * n for n, name in enumerate("abc")}
+    monkeypatch.setattr(build, "column", lambda path, name: chunks[path])
+    sources = [SimpleNamespace(name=name) for name in ("x", "y")]
+    parts = {0: SimpleNamespace(source=0), 5: SimpleNamespace(source=1), 7: SimpleNamespace(source=1)}
+    task: Any = SimpleNamespace(
+        limits=[512, 1024], store=SimpleNamespace(sources=sources, part=parts.__getitem__), file_begins=[0, 5, 7]
+    )
+    facts = build.encoded_facts(task, list(chunks), Path())
+    second = [[30 + 2 * n for n in range(4)], [38 + 2 * n for n in range(4)]]
+    assert facts == {"limits": [512, 1024], "losses": [[[0, 1, 2, 3], [4, 5, 6, 7]], second]}
+    index: Any = SimpleNamespace(store=task.store, limits=facts["limits"], losses=np.array(facts["losses"]))
+    for row, own in enumerate(statistics.describe_losses(index)):
+        found = {name: list(values.values()) for name, values in own["sources"].items()}
+        assert found == {"x": facts["losses"][0][row], "y": second[row]}
+        assert list(own.values())[1:5] == [a + b for a, b in zip(*found.values(), strict=True)]
+
+
 @pytest.mark.parametrize("key", ["record", "id", "kind", "reason"])
 def test_a_problem_without_one_of_its_keys_is_damage(key: str, tmp_path: Path) -> None:
     row: dict[str, int] = dict.fromkeys(("record", "id", "kind", "reason"), 1)

@@ -104,6 +104,12 @@ def test_a_question_of_validation_is_the_first_one() -> None:
     assert (found.sample.input_ids == IMAGE_ID).sum() == 4 and (found.sample.labels == IGNORE).all()
     plain = dataclasses.replace(RECORD, turns=(Turn("human", "what <image>"), Turn("gpt", "red")))
     assert ask(plain, encoder, reader, cfg).question == "what <image>"
+    markers = "<im_start>", "<im_end>"
+    for is_on in (True, False):
+        own = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, image_start_end=is_on))
+        tokenizer = open_tokenizer(TINY, extra=markers)
+        made = ask(record, exact(tokenizer, 99, TooLong.fail), reader, own).sample.input_ids.tolist()
+        assert [made.count(tokenizer.special(marker)) for marker in markers] == [is_on, is_on]
     wrong = dataclasses.replace(RECORD, turns=(Turn("human", "what"), Turn("human", "red")))
     with pytest.raises(DataError):
         ask(wrong, encoder, reader, cfg)

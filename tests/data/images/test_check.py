@@ -358,6 +358,6 @@ def test_an_image_in_a_container_keeps_the_kind_of_its_problem(monkeypatch: pyte
 
 
 def test_a_path_that_no_file_can_have(tmp_path: Path) -> None:
-    with pytest.raises(ImageError) as caught:
+    with pytest.raises((ImageError, ValueError)) as caught:
         examining.read_file(tmp_path / "a\0.png", "record 5")
-    assert caught.value.kind == Kind.image_unreadable
+    assert isinstance(caught.value, ImageError) and caught.value.kind == Kind.image_unreadable

@@ -208,7 +208,9 @@ def test_bad_pictures_are_looked_at_again_once(parts: Path, tmp_path: Path, monk
         with pytest.raises(DataError, match="records are wrong"):
             open_records(cfg, plan.encoder, plan.reader, watch_silently)
         assert len(looks) == expected
-        (cfg.data.index_folder / PAGE).unlink()  # the report that the message names
+        report = cfg.data.index_folder / PAGE
+        assert report.is_file(), "the message names it"
+        report.unlink()
     index_module.open_index(plan, watch_silently, look_again=True, since=before)
     assert len(looks) == 1, "who came before it and waited"
     monkeypatch.setattr(index_module, "locked", denied)

@@ -32,7 +32,7 @@ from llava_fsdp.data.index.record_store import Part, RecordStore, SourceFile, so
 from llava_fsdp.data.index.token_pass import check_cut, tell_special
 from llava_fsdp.data.records.problems import BITS, Kind
 from llava_fsdp.data.records.record import Record, Turn
-from llava_fsdp.runtime.errors import ConfigError, DataError
+from llava_fsdp.runtime.errors import ConfigError, DataError, ImageError
 
 CACHE = CacheFolder(Path(), 0)
 TURNS = (Turn("human", "<image> what"), Turn("gpt", "a"))
@@ -158,7 +158,12 @@ def test_a_sample_opens_the_records_of_its_images(tmp_path: Path) -> None:
 
 def test_an_image_without_a_folder_is_not_looked_for(tmp_path: Path) -> None:
     """That its folder is not set was told when its record was read. A video must lie in a local folder."""
-    task = with_store(pictures_pass(tmp_path, Examine.decode, True, [1]), SimpleNamespace(data_files=None, parts=[]))
+
+    def missing(location: ImageLocation) -> bytes:
+        raise ImageError("gone", Kind.image_missing)
+
+    store = SimpleNamespace(data_files=SimpleNamespace(read=missing), parts=[])
+    task = with_store(pictures_pass(tmp_path, Examine.decode, True, [1]), store)
     assert task.look(None, "a.png", True, None) == ImageFacts(0, 0, 0)
     found = task.look("s3://bucket/films", "a.mp4", True, None)
     assert isinstance(found, ImageProblem) and found.kind == Kind.image_unreadable
