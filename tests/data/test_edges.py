@@ -124,6 +124,24 @@ def test_only_a_sample_that_had_labels_can_be_left_without(tokenizer: Tokenizer)
     assert task.losses(dataclasses.replace(made, whole=unlabelled))[0, 3] == 0
 
 
+def test_which_images_are_too_narrow(tokenizer: Tokenizer) -> None:
+    """Several images of a LLaVA-OneVision sample are padded, which takes the square of the long side. A video, and an
+    image that is cut into tiles, may have any shape."""
+    tokens = ImageTokens(AspectRatio.anyres_max, 28, 4, ((28, 56),))
+    reader = ImageReader(None, CLIP, tokens, Pixels.exact)
+    task = EncodeRecords(
+        Path(), 1, None, CacheFolder(Path(), 0), Path(), Path(), exact(tokenizer, 99, TooLong.truncate), reader
+    )
+    vars(task)["sizes"] = SimpleNamespace(of=lambda number, place: (4, 40_000, 40_000))
+    for names, is_refused in ((("a.mp4",), False), (("a.png",), False), (("a.png", "b.png"), True)):
+        kinds = []
+        try:
+            task.check_shapes(dataclasses.replace(RECORD, images=names, folder=Path("x")), 0)
+        except ImageError as error:
+            kinds.append(error.kind)
+        assert kinds == [Kind.image_shape] * is_refused
+
+
 def test_every_count_of_a_step_is_without_what_is_left_out() -> None:
     names = [f.name for f in dataclasses.fields(StepFacts) if f.type == "int" and f.name != "step"]
     assert len(names) == 8

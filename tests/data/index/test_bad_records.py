@@ -300,6 +300,14 @@ def test_tags_of_media_in_questions(text: str, is_media: bool, parts: Path, data
     assert kinds_found(records) == [{"media_not_read"} if is_media else set(), set()]
 
 
+def test_a_duplicate_keeps_its_other_problems(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    rows = [{"id": "a", "conversations": turns("what")} for _ in range(2)]
+    rows[1] |= MEDIA["video"][0]
+    write_json(tmp_path / "a.json", rows)
+    records = open_again(config(parts, tmp_path / "a.json", f"data.images={dataset / 'images'}"), parts)
+    assert kinds_found(records) == [set(), {"media_not_read", "duplicate_id"}]
+
+
 @pytest.mark.parametrize("suffix", ["json", "jsonl"])
 def test_a_record_that_is_too_large_is_never_parsed(
     suffix: str, parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
