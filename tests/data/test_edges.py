@@ -221,7 +221,7 @@ def test_a_step_without_labels_has_a_scale() -> None:
 
 
 def test_labels_of_skipped_records_take_along_all_that_is_said_of_them() -> None:
-    """Of a row that several ranks process, labels are taken out with their positions, sources and records."""
+    """Labels of a row that several ranks process are taken out with their positions, sources and records."""
     none = torch.zeros(0)
     fields = {"label_positions": [3, 4, 5], "label_ids": [7, 8, 9], "label_sources": [0, 1, 0]}
     tensors = {name: torch.tensor(values) for name, values in fields.items()}

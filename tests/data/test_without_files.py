@@ -134,7 +134,7 @@ def validated(answers: int, ranks: int = 1) -> Any:
 
 
 def test_which_questions_are_asked_at_a_validation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the whole validation set, evenly; and the answer must fit behind each, where ranks share rows on one rank."""
+    """Evenly, of the whole validation set; and the answer must fit behind each, where ranks share rows on one rank."""
     assert questions_of(validated(5), 1, monkeypatch) == [0, 2, 4, 6, 8]
     assert questions_of(validated(0), 1, monkeypatch) == [] and len(questions_of(validated(99), 1, monkeypatch)) == 10
     for ranks, most in ((1, 93), (2, 33)):

@@ -103,7 +103,7 @@ def test_ranges_that_are_fetched_ahead(tmp_path: Path) -> None:
 
 
 def test_files_of_the_step_before_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of images in a folder, the sizes are asked for once, before they are read; and anew for the next step. The sizes
+    """The sizes of images in a folder are asked for once, before they are read; and anew for the next step. The sizes
     of files of records are known."""
     asked: list[list[str]] = []
     events: list[str] = []

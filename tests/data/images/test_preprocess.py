@@ -159,7 +159,7 @@ def test_an_image_of_one_tile_is_prepared_as_its_model_does(aspect: AspectRatio)
 
 
 def test_sizes_and_folders_are_those_of_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an image whose size the index does not have, the file tells it. Several images of a record may have one size,
+    """If the index does not have the size of an image, the file tells it. Several images of a record may have one size,
     and one image may come twice."""
     for number, name in enumerate(("own", "all")):
         (tmp_path / name).mkdir()
