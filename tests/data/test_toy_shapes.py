@@ -1,6 +1,7 @@
 """The built-in data set of coloured shapes is drawn once, whole, and always the same."""
 
 import contextlib
+import itertools
 import json
 import os
 from pathlib import Path
@@ -8,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from llava_fsdp.config import Source
 from llava_fsdp.data import toy_shapes
@@ -44,6 +46,14 @@ def test_what_is_drawn(tmp_path: Path) -> None:
     ensure_shapes(tmp_path / "c", seed=1, **SMALL)
     assert content(tmp_path / "b") == own and content(tmp_path / "c")["captions.json"] != own["captions.json"]
     assert (tmp_path / "a").stat().st_mode & 0o777 == 0o755, "other users may read it"
+
+
+def test_no_image_is_drawn_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither among those that are trained on nor among those that are held out, even if chance repeats them."""
+    pictures = itertools.count()
+    monkeypatch.setattr(toy_shapes, "draw_picture", lambda *_: Image.new("RGB", (4, 4), (next(pictures) // 2, 0, 0)))
+    ensure_shapes(tmp_path / "a", **SMALL)
+    assert len({data for name, data in content(tmp_path / "a").items() if name.endswith(".png")}) == 16
 
 
 def test_an_existing_folder_is_only_compared(tmp_path: Path) -> None:
