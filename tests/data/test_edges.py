@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import pickle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -123,6 +124,24 @@ def test_only_a_sample_that_had_labels_can_be_left_without(tokenizer: Tokenizer)
     assert task.losses(dataclasses.replace(made, whole=unlabelled))[0, 3] == 0
 
 
+def test_which_images_are_too_narrow(tokenizer: Tokenizer) -> None:
+    """Several images of a LLaVA-OneVision sample are padded, which takes the square of the long side. A video, and an
+    image that is cut into tiles, may have any shape."""
+    tokens = ImageTokens(AspectRatio.anyres_max, 28, 4, ((28, 56),))
+    reader = ImageReader(None, CLIP, tokens, Pixels.exact)
+    task = EncodeRecords(
+        Path(), 1, None, CacheFolder(Path(), 0), Path(), Path(), exact(tokenizer, 99, TooLong.truncate), reader
+    )
+    vars(task)["sizes"] = SimpleNamespace(of=lambda number, place: (4, 40_000, 40_000))
+    for names, is_refused in ((("a.mp4",), False), (("a.png",), False), (("a.png", "b.png"), True)):
+        kinds = []
+        try:
+            task.check_shapes(dataclasses.replace(RECORD, images=names, folder=Path("x")), 0)
+        except ImageError as error:
+            kinds.append(error.kind)
+        assert kinds == [Kind.image_shape] * is_refused
+
+
 def test_every_count_of_a_step_is_without_what_is_left_out() -> None:
     names = [f.name for f in dataclasses.fields(StepFacts) if f.type == "int" and f.name != "step"]
     assert len(names) == 8
@@ -138,12 +157,13 @@ def test_every_count_of_a_step_is_without_what_is_left_out() -> None:
 def test_dropout_and_sources_are_of_the_samples_that_are_kept() -> None:
     """Of three samples the middle one, which has another source, turns out broken."""
     given: list[tuple[Any, ...]] = []
+    ahead: list[set[int]] = []
     out = SkippedSample(1, "r", "url", "", StepFacts(0))
     steps = Steps.__new__(Steps)
     stand_ins = {
         "sampler": SimpleNamespace(samples=lambda step: [2, 1, 0], assignment=lambda step: [[[2, 1], [0]]]),
         "facts": lambda step, numbers: StepFacts(step),
-        "records": SimpleNamespace(fetch_ahead=lambda numbers: None),
+        "records": SimpleNamespace(fetch_ahead=ahead.append),
         "read": lambda number: out if number == 1 else f"row {number}",
         "collate": lambda rows, facts, total, seeds, sources: given.append((rows, total, seeds, sources)),
     }
@@ -159,6 +179,7 @@ def test_dropout_and_sources_are_of_the_samples_that_are_kept() -> None:
         rounded=int,
     )
     assert steps.prepare(7).facts.skipped == [out]
+    assert ahead == [{0, 1, 2}], "the images of all micro-batches are downloaded together"
     seeds = [derive("dropout", 5, 7, number) % 2**31 for number in (2, 0)]
     assert given == [(["row 2"], 6, seeds[:1], [1]), (["row 0"], 6, seeds[1:], [0])]
     vars(steps).update(drops=False, sources=["a"])
@@ -199,6 +220,25 @@ def test_a_step_without_labels_has_a_scale() -> None:
     assert step.without(out, Normalize.micro_batch).micro_batches[0].scale == 0.25
 
 
+def test_labels_of_skipped_records_take_along_all_that_is_said_of_them() -> None:
+    """Labels of a row that several ranks process are taken out with their positions, sources and records."""
+    none = torch.zeros(0)
+    fields = {"label_positions": [3, 4, 5], "label_ids": [7, 8, 9], "label_sources": [0, 1, 0]}
+    tensors = {name: torch.tensor(values) for name, values in fields.items()}
+    micro = MicroBatch(none, none, none, none, scale=0.25, **tensors, label_records=torch.tensor([20, 30, 20]))
+    lacks = StepFacts(0, label_tokens=1)
+    found = Step(StepFacts(0, label_tokens=3), [micro]).without(
+        [SkippedSample(30, "r", "url", "", lacks)], Normalize.step
+    )
+    (rest,) = found.micro_batches
+    assert {name: getattr(rest, name).tolist() for name in (*fields, "label_records")} == {
+        "label_positions": [3, 5], "label_ids": [7, 9], "label_sources": [0, 0], "label_records": [20, 20],
+    }  # fmt: skip
+    assert rest.scale == 1 / 2
+    bare = dataclasses.replace(micro, label_sources=torch.zeros(0, dtype=torch.int64))
+    assert not len(bare.without_labels([20]).label_sources), "there is a single source"
+
+
 @pytest.mark.parametrize("pack", [True, False])
 def test_a_micro_batch_of_nothing_is_one_position_without_a_label(pack: bool) -> None:
     reader = ImageReader(None, CLIP, ImageTokens(AspectRatio.pad, CLIP.size, 4), Pixels.exact)
@@ -207,6 +247,7 @@ def test_a_micro_batch_of_nothing_is_one_position_without_a_label(pack: bool) ->
     assert (made.lengths, made.cu_seqlens.tolist()) == (((1,), [0, 1]) if pack else ((), []))
     assert made.scale == 0.5 and made.images.shape == (0, 3, 28, 28)
     assert made.seeds.shape == (1, 1), "without dropout no seeds are copied to the device"
+    assert made.sample_lengths.tolist() == [0], "its only position is of no sample"
 
 
 def test_tiles_have_seeds_of_their_own_below_the_bound() -> None:
@@ -337,6 +378,25 @@ def test_percentiles_of_lengths(block: int, tmp_path: Path, monkeypatch: pytest.
     assert [bar["records"] for bar in found["histogram"]] == [4, *[5] * 19, 1]
 
 
+def test_what_maximum_lengths_cost_is_added_up_for_each_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over the chunks of all its files, and over all sources."""
+    chunks = {Path(name): np.arange(8) + 10 * n for n, name in enumerate("abc")}
+    monkeypatch.setattr(build, "column", lambda path, name: chunks[path])
+    sources = [SimpleNamespace(name=name) for name in ("x", "y")]
+    parts = {0: SimpleNamespace(source=0), 5: SimpleNamespace(source=1), 7: SimpleNamespace(source=1)}
+    task: Any = SimpleNamespace(
+        limits=[512, 1024], store=SimpleNamespace(sources=sources, part=parts.__getitem__), file_begins=[0, 5, 7]
+    )
+    facts = build.encoded_facts(task, list(chunks), Path())
+    second = [[30 + 2 * n for n in range(4)], [38 + 2 * n for n in range(4)]]
+    assert facts == {"limits": [512, 1024], "losses": [[[0, 1, 2, 3], [4, 5, 6, 7]], second]}
+    index: Any = SimpleNamespace(store=task.store, limits=facts["limits"], losses=np.array(facts["losses"]))
+    for row, own in enumerate(statistics.describe_losses(index)):
+        found = {name: list(values.values()) for name, values in own["sources"].items()}
+        assert found == {"x": facts["losses"][0][row], "y": second[row]}
+        assert list(own.values())[1:5] == [a + b for a, b in zip(*found.values(), strict=True)]
+
+
 @pytest.mark.parametrize("key", ["record", "id", "kind", "reason"])
 def test_a_problem_without_one_of_its_keys_is_damage(key: str, tmp_path: Path) -> None:
     row: dict[str, int] = dict.fromkeys(("record", "id", "kind", "reason"), 1)
@@ -366,6 +426,10 @@ def test_a_record_of_exactly_the_most_bytes_is_read(tmp_path: Path) -> None:
         with pytest.raises(DataError) as caught:
             store.read(1)
         assert caught.value.kind == Kind.record_too_large
+    for videos in (True, False):
+        sent = pickle.loads(pickle.dumps(RecordStore(folder, videos, CacheFolder(tmp_path, 2))))
+        assert (sent.videos, sent.cache, len(sent)) == (videos, CacheFolder(tmp_path, 2), 2), "in another process"
+        assert sent.data_files.cache == sent.cache
     store = RecordStore(folder)
     store.size = np.array([0, 9], dtype=np.int32)
     with pytest.raises(DamagedError):

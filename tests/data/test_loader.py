@@ -12,14 +12,19 @@ from harness import CPU
 from loaders import agreed_steps
 from small import make_config, write_json
 
+from llava_fsdp.config import AspectRatio, Config
+from llava_fsdp.data import loader as module
 from llava_fsdp.data.batching.batch import SkippedSample, Step
-from llava_fsdp.data.loader import Loader, ModelShape, build_loader
+from llava_fsdp.data.batching.step_dataset import Steps
+from llava_fsdp.data.loader import Loader, ModelShape, build_loader, open_encoding
 from llava_fsdp.data.records.record import Turn
 from llava_fsdp.data.records.record_file import RecordFile
 from llava_fsdp.data.text.conversation import asked_turns
+from llava_fsdp.data.text.encode import OriginalEncoder
+from llava_fsdp.data.text.tokenizer import open_tokenizer
 from llava_fsdp.data.validation_prompts import ask
 from llava_fsdp.model.llava import Llava
-from llava_fsdp.runtime.errors import ConfigError, DataError, ImageError
+from llava_fsdp.runtime.errors import ConfigError, DataError, ImageError, SourceError
 from llava_fsdp.train.validation_answers import AnswerGenerator
 
 
@@ -281,3 +286,208 @@ def test_v0_beside_the_originals_labels_is_v1(parts: Path, dataset: Path) -> Non
 def test_images_without_a_folder_are_refused(parts: Path, dataset: Path) -> None:
     with pytest.raises(DataError, match=r"has image .*, but data\.images is not set"):
         open_loader(parts, dataset, "data.images=null")
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_one_rank_alone_remarks_on_the_dataset(
+    is_first: bool, parts: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    record = {"id": "same", "conversations": [{"from": "human", "value": "what"}, ANSWER]}
+    write_json(tmp_path / "a.json", [record, record])
+    cfg = make_config(parts, tmp_path, tmp_path, f"data.path={tmp_path / 'a.json'}", "data.images=null")
+    shape = ModelShape(image_tokens=4, image_size=28, max_length=512, vocab_size=10_000)
+    with caplog.at_level("WARNING"):
+        build_loader(cfg, parts / "language", parts / "vision", shape, 0, 1, CPU, is_first=is_first)
+    assert [row.levelname for row in caplog.records] == ["WARNING"] * is_first
+
+
+def test_data_workers_are_divided_among_the_ranks_of_a_machine(
+    parts: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "read_host", lambda: SimpleNamespace(data_workers=lambda ranks: 12 // ranks))
+    found = []
+    for ranks in ("3", "4", None):
+        monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+        if ranks is not None:
+            monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        found.append(open_loader(parts, dataset, "data.workers=null").status.workers)
+    assert found == [4, 3, 12]
+
+
+def with_data(cfg: Config, **values: Any) -> Config:
+    return replace(cfg, data=replace(cfg.data, **values))
+
+
+def encoding(cfg: Config, parts: Path, **shape: Any) -> tuple[Any, Any]:
+    fits = ModelShape(**{"image_tokens": 4, "image_size": 28, "max_length": 512, "vocab_size": 10_000, **shape})
+    return open_encoding(cfg, parts / "language", parts / "vision", fits)
+
+
+def test_settings_reach_what_encodes_records_and_reads_images(
+    parts: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exact, original = (make_config(parts, dataset, Path("unused"), f"labels={n}") for n in ("exact", "llava_v1_5"))
+    for is_allowed in (True, False):
+        assert encoding(with_data(exact, allow_links=is_allowed), parts)[1].allow_links is is_allowed
+    markers = "<im_start>", "<im_end>"
+    for names in (markers, markers[:1], markers[1:]):
+        tokenizer = open_tokenizer(parts / "language", extra=names)
+        monkeypatch.setattr(module, "open_tokenizer", lambda *_, own=tokenizer: own)
+        for cfg in (exact, original):
+            marked = replace(cfg, model=replace(cfg.model, image_start_end=True))
+            if names != markers:
+                with pytest.raises(ConfigError):
+                    encoding(marked, parts)
+                continue
+            for own in (marked, cfg):
+                encoder, _ = encoding(own, parts)
+                made = encoder.own if isinstance(encoder, OriginalEncoder) else encoder
+                assert made.start_end is own.model.image_start_end
+
+
+def test_a_onevision_model_is_trained_with_its_own_tiles(parts: Path, dataset: Path) -> None:
+    """The way of cutting and the number of tiles must both be its own, and so must the sizes. A model that was trained
+    in another way may be continued as a LLaVA-OneVision model, with any sizes."""
+    grid, other = [[28, 56], [56, 28]], [[28, 84]]
+    cfg = make_config(
+        parts, dataset, Path("unused"), "data.image_aspect_ratio=anyres_max", "model.patch_merge=spatial_unpad",
+        "data.max_length=512", "data.grid_pinpoints=[[28,56],[56,28]]", "data.max_tiles=2",
+    )  # fmt: skip
+    _, reader = encoding(cfg, parts, max_tiles=2, grid_pinpoints=grid)
+    assert (reader.tokens.aspect, reader.tokens.max_tiles) == (AspectRatio.anyres_max, 2)
+    tiles = make_config(parts, dataset, Path("unused"), ANYRES, "data.grid_pinpoints=[[28,56],[56,28]]")
+    for wrong in (with_data(cfg, max_tiles=3), with_data(tiles, max_tiles=2)):
+        with pytest.raises(ConfigError):
+            encoding(wrong, parts, max_tiles=2, grid_pinpoints=grid)
+    with pytest.raises(ConfigError):
+        encoding(cfg, parts, max_tiles=2, grid_pinpoints=other)
+    encoding(cfg, parts, grid_pinpoints=other)
+    with pytest.raises(ConfigError):
+        encoding(tiles, parts, grid_pinpoints=other)
+    with pytest.raises(ConfigError):
+        encoding(tiles, parts, image_tokens=5)
+    plain = with_data(tiles, image_aspect_ratio=AspectRatio.pad, grid_pinpoints=[])
+    encoding(plain, parts, grid_pinpoints=other, image_tokens=5)  # both only matter where images are cut into tiles
+
+
+def test_micro_batches_are_rounded_up_as_a_pipeline_needs_them(parts: Path, dataset: Path) -> None:
+    """With a loss that is normalised over micro-batches, those that are added are empty, and no weight changes."""
+    for normalize in ("step", "micro_batch"):
+        loader = open_loader(parts, dataset, "pack=false", "micro_batch_size=5", f"loss.normalize={normalize}")
+        steps = loader.steps
+        steps.rounded = lambda count: count + -count % 4
+        assert loader.num_micro_batches == 4
+        micros = steps.prepare(0).micro_batches
+        assert len(micros) == 4
+        held = [micro for micro in micros if len(micro.label_ids)]
+        assert len(held) == (4 if normalize == "step" else 3)
+        if normalize == "micro_batch":
+            assert [micro.scale for micro in held] == [pytest.approx(1 / (3 * len(m.label_ids))) for m in held]
+
+
+@pytest.mark.parametrize(
+    ("layout", "shares"), [((), False), (("parallel.pipeline=2",), True), (("parallel.tensor=2",), True)]
+)
+def test_which_layouts_have_several_ranks_read_a_row(
+    layout: tuple[str, ...], shares: bool, parts: Path, dataset: Path
+) -> None:
+    assert open_loader(parts, dataset, *layout).steps.shares_rows is shares
+
+
+def test_a_resumed_run_compares_dataset_encoding_and_order(parts: Path, dataset: Path) -> None:
+    """Each has a text of its own, which changes with it alone."""
+    steps = open_loader(parts, dataset).steps
+    first = steps.fingerprints()
+
+    def changed(other: Steps) -> list[str]:
+        found = other.fingerprints()
+        assert found.keys() == first.keys() == {"dataset", "encoding", "order"}
+        return [key for key in first if found[key] != first[key]]
+
+    assert changed(open_loader(parts, dataset, "sampler=computed_shuffle").steps) == ["order"]
+    assert changed(open_loader(parts, dataset, f"data.path={dataset / 'text.json'}").steps) == ["dataset"]
+    other: Any = SimpleNamespace(tokenizer=SimpleNamespace(fingerprint="another tokenizer"))
+    steps.encoder = other
+    assert changed(steps) == ["encoding"]
+
+
+def test_errors_of_a_step_are_those_of_one_rank(parts: Path, dataset: Path) -> None:
+    """The others read other samples, and may not know of it."""
+    steps = open_loader(parts, dataset).steps
+    steps.records.lengths = steps.records.lengths + 1
+    error = steps[0]
+    assert isinstance(error, DataError) and not error.on_every_rank
+
+
+@pytest.mark.parametrize("how", ["decode", "head"])
+def test_an_image_that_breaks_in_training_is_told_with_its_record(
+    how: str, parts: Path, dataset: Path, tmp_path: Path
+) -> None:
+    """Advice to decode all images before training is given only where this one was not decoded."""
+    record = {"id": "p", "image": "own.png", "conversations": [{"from": "human", "value": "<image>"}, ANSWER]}
+    write_json(tmp_path / "a.json", [record])
+    image = tmp_path / "own.png"
+    image.write_bytes((dataset / "images" / "1.png").read_bytes())
+    here = f"data.path={tmp_path / 'a.json'}", f"data.images={tmp_path}", f"data.examine={how}"
+    steps = open_loader(parts, dataset, *here).steps
+    image.write_bytes(image.read_bytes()[:-30])
+    with pytest.raises(ImageError) as caught:
+        steps.load(0)
+    assert caught.value.kind == "image_truncated" and caught.value.culprit.get("record") == steps.records[0].where
+    assert ("data.examine=decode" in str(caught.value)) is (how == "head")
+
+
+def test_only_errors_about_a_record_are_said_to_be_changes_of_it(parts: Path, dataset: Path) -> None:
+    """An error without a kind, such as that of a file system, stays what it is."""
+    steps = open_loader(parts, dataset).steps
+    raised: list[DataError] = [SourceError("gone"), DataError("wrong", "not_json")]
+
+    class Broken:
+        index = steps.records.index
+
+        def __getitem__(self, number: int) -> None:
+            raise raised[number]
+
+    steps.records = cast(Any, Broken())
+    with pytest.raises(SourceError) as same:
+        steps.parse(0)
+    assert same.value is raised[0]
+    with pytest.raises(DataError) as other:
+        steps.parse(1)
+    assert other.value.kind is None and other.value.__cause__ is raised[1]
+
+
+def test_a_step_counts_what_is_cut_and_names_records_without_labels(parts: Path, dataset: Path) -> None:
+    steps = open_loader(parts, dataset).steps
+    records = steps.records
+    records.positions_cut, records.labels_cut = (np.zeros(44, dtype=np.int32) for _ in range(2))
+    records.labels = records.labels.copy()
+    records.positions_cut[[1, 2, 3]], records.labels_cut[2], records.labels[[4, 5]] = 7, 5, 0
+    facts = steps.facts(3, [0, 1, 2, 5])
+    assert (facts.step, facts.samples, facts.truncated, facts.labels_cut) == (3, 4, 2, 5)
+    assert facts.unlabelled == [records.where(5)]
+    assert facts.images == records.images[[0, 1, 2, 5]].sum() and facts.tiles == records.tiles[[0, 1, 2, 5]].sum()
+
+
+def test_samples_that_compare_two_models(parts: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One with an image and one without, whole if there are such, none with a video, and none that cannot be read."""
+    steps = open_loader(parts, dataset).steps
+    records, numbers = steps.records, steps.sampler.samples(0)
+    pictured = [n for n in numbers if records.images[n]]
+    plain = [n for n in numbers if not records.images[n]]
+    records.positions_cut = np.zeros(44, dtype=np.int32)
+    records.positions_cut[pictured[0]] = 3
+    read, parse = steps.read, steps.parse
+    seen: list[int] = []
+
+    def note(number: int) -> Any:
+        seen.append(number)
+        return SkippedSample(number, "r", "url", "", steps.facts(0, [])) if number == plain[0] else read(number)
+
+    monkeypatch.setattr(steps, "read", note)
+    film = pictured[1]
+    monkeypatch.setattr(steps, "parse", lambda n: replace(parse(n), images=("a.mp4",)) if n == film else parse(n))
+    micro, sizes = steps.probe()
+    assert set(seen) == {pictured[2], *plain[:2]}
+    assert micro.input_ids.shape[0] == 2 and len(sizes) == records.images[pictured[2]]
+    assert micro.label_positions.tolist() == list(range(micro.input_ids.numel()))

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from small import config_of
 from test_edges import CLIP, RECORD, TINY, exact
 
 from llava_fsdp.config import AspectRatio, Config, Normalize, Pixels, TooLong
+from llava_fsdp.data import validation_set
 from llava_fsdp.data.batching.collate import Collator
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.images.preprocess import ImageReader
@@ -25,7 +27,7 @@ from llava_fsdp.data.text.encode import Sample
 from llava_fsdp.data.text.tokenizer import open_tokenizer
 from llava_fsdp.data.validation_prompts import ask, lay_out_prompts
 from llava_fsdp.runtime.context_cut import ContextCut
-from llava_fsdp.runtime.errors import DataError, SourceError
+from llava_fsdp.runtime.errors import ConfigError, DataError, SourceError
 
 SHAPE = ModelShape(image_tokens=9, image_size=28, max_length=512, vocab_size=10_000)
 
@@ -102,9 +104,63 @@ def test_a_question_of_validation_is_the_first_one() -> None:
     assert (found.sample.input_ids == IMAGE_ID).sum() == 4 and (found.sample.labels == IGNORE).all()
     plain = dataclasses.replace(RECORD, turns=(Turn("human", "what <image>"), Turn("gpt", "red")))
     assert ask(plain, encoder, reader, cfg).question == "what <image>"
+    markers = "<im_start>", "<im_end>"
+    for is_on in (True, False):
+        own = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, image_start_end=is_on))
+        tokenizer = open_tokenizer(TINY, extra=markers)
+        made = ask(record, exact(tokenizer, 99, TooLong.fail), reader, own).sample.input_ids.tolist()
+        assert [made.count(tokenizer.special(marker)) for marker in markers] == [is_on, is_on]
     wrong = dataclasses.replace(RECORD, turns=(Turn("human", "what"), Turn("human", "red")))
     with pytest.raises(DataError):
         ask(wrong, encoder, reader, cfg)
+
+
+def questions_of(cfg: Any, length: int, monkeypatch: pytest.MonkeyPatch, most: int = 100) -> list[int]:
+    """Numbers of the records that are asked about, of two sources with 4 and 6 records in steps of three, when the
+    question of each has so many tokens."""
+    monkeypatch.setattr(
+        validation_set, "ask",
+        lambda number, *_: SimpleNamespace(record=number, sample=SimpleNamespace(input_ids=range(length))),
+    )  # fmt: skip
+    loader: Any = SimpleNamespace(steps=SimpleNamespace(records=range(10), encoder=None, image_reader=None))
+    sampler = validation_set.held_out_sampler([4, 6], None, 3)
+    return [own.record for own in validation_set.choose_questions(loader, sampler, cfg, most)]  # type: ignore[misc]
+
+
+def validated(answers: int, ranks: int = 1) -> Any:
+    """A configuration in which answers have at most 7 tokens, and a rank has 40 of a row."""
+    val = SimpleNamespace(answers=answers, max_new_tokens=7)
+    return SimpleNamespace(val=val, parallel=SimpleNamespace(num_context=ranks, context=ranks), rank_tokens=40)
+
+
+def test_which_questions_are_asked_at_a_validation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evenly, of the whole validation set; and the answer must fit behind each, where ranks share rows on one rank."""
+    assert questions_of(validated(5), 1, monkeypatch) == [0, 2, 4, 6, 8]
+    assert questions_of(validated(0), 1, monkeypatch) == [] and len(questions_of(validated(99), 1, monkeypatch)) == 10
+    for ranks, most in ((1, 93), (2, 33)):
+        assert questions_of(validated(1, ranks), most, monkeypatch) == [0]
+        with pytest.raises(ConfigError):
+            questions_of(validated(1, ranks), most + 1, monkeypatch)
+
+
+def test_a_validation_set_is_opened_with_its_own_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And with its limit for each source and the size of its steps; errors about its files name the keys of val."""
+    made: list[Any] = []
+    data = SimpleNamespace(source_names=["a", "b"])
+    held = SimpleNamespace(data=data)
+    cfg: Any = SimpleNamespace(held_out=held, val=SimpleNamespace(limit=2), global_batch_size=3)
+
+    def open_loader(own: Any, choose: Any) -> Any:
+        assert own is held
+        sampler = choose(SimpleNamespace(source_counts=[5, 4]))
+        return SimpleNamespace(steps=SimpleNamespace(sampler=sampler))
+
+    monkeypatch.setattr(validation_set, "sources_of", lambda *given: made.append(given))
+    monkeypatch.setattr(validation_set, "choose_questions", lambda loader, sampler, own, most: [own is held, most])
+    found = validation_set.open_held_out(cfg, open_loader, 77)
+    assert made == [(data, "val")] and found.names == ["a", "b"] and found.questions == [True, 77]
+    assert found.sampler.steps == ((0, [0, 2]), (1, [5, 7]))
+    assert [found.sampler.source(n) for n in range(found.sampler.per_epoch)] == [0, 1]
 
 
 def test_prompts_are_padded_on_the_left() -> None:

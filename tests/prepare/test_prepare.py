@@ -140,3 +140,20 @@ def test_bad_records_are_said_and_no_error(
     monkeypatch.setattr(module, "write_report", full)
     with pytest.raises(ConfigError, match=r"report cannot be written to .*report=DIR"):
         module.examine(cfg, ("encoder", "reader"), tmp_path)  # type: ignore[arg-type]
+
+
+def test_a_dataset_is_examined_as_it_would_be_trained_on(
+    tmp_path: Path, calls: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the template that a training chooses for the model. Bundled data is written first, then paths are checked,
+    and what a training would refuse is told of the keys that were typed."""
+    typed, chosen = config(tmp_path), config(tmp_path, val=SimpleNamespace(every=None))
+    done: list[tuple[str, Any]] = []
+    for name in ("draw_shapes", "check_paths", "warn_if_refused"):
+        monkeypatch.setattr(module, name, lambda given, name=name: done.append((name, given)))
+    monkeypatch.setattr(module, "with_template", lambda cfg, parts: chosen)
+    monkeypatch.setattr(module, "open_encoding", lambda cfg, *_: done.append(("open_encoding", cfg)))
+    monkeypatch.setattr(module, "examine", lambda cfg, *_: done.append(("examine", cfg)) or {})
+    module.prepare(typed)
+    assert [name for name, _ in done] == ["draw_shapes", "check_paths", "open_encoding", "warn_if_refused", "examine"]
+    assert [given for _, given in done] == [typed.data, typed, chosen, typed, chosen]

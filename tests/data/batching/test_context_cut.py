@@ -3,6 +3,7 @@
 import hashlib
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -89,8 +90,34 @@ def test_only_the_images_that_show_are_read(parts: Path, dataset: Path, monkeypa
         return tiles(record, number, place)
 
     monkeypatch.setattr(steps, "tiles", noted)
+    ahead: list[dict[int, set[str]]] = []
+    monkeypatch.setattr(steps.records, "fetch_ahead", lambda numbers, names: ahead.append(names) or list(numbers))
     images = sum(len(micro.images) for micro in steps.prepare(0).micro_batches)
+    downloaded = {(number, name) for names in ahead for number, own in names.items() for name in own}
+    assert downloaded == {(number, steps.records[number].images[place]) for number, place in read}
     assert 0 < len(read) == images < steps.facts(0, steps.sampler.samples(0)).images
+
+
+def test_an_image_of_a_record_that_is_twice_in_a_row_is_downloaded(
+    parts: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This rank has the first half of the row, in which the record comes with its image; it needs not the second."""
+    steps = opened(parts, dataset, ContextCut(2, 0, paired=False)).steps
+    number = next(n for n in range(len(steps.records)) if steps.records.images[n] == 1)
+    twice: Any = SimpleNamespace(samples=lambda step: [number] * 2, assignment=lambda step: [[[number] * 2]])
+    steps.sampler = twice
+    ahead: list[dict[int, set[str]]] = []
+    monkeypatch.setattr(steps.records, "fetch_ahead", lambda numbers, names: ahead.append(names))
+    (micro,) = steps.prepare(0).micro_batches
+    assert len(micro.images) == 1 and ahead == [{number: set(steps.records[number].images)}]
+
+
+@pytest.mark.parametrize("bad", ["skip", "fail"])
+def test_labels_know_their_records_only_where_these_may_be_skipped(bad: str, parts: Path, dataset: Path) -> None:
+    (micro, *_) = (
+        opened(parts, dataset, ContextCut(2, 0, paired=False), f"data.bad_records={bad}").steps.prepare(0).micro_batches
+    )
+    assert len(micro.label_records) == (len(micro.label_ids) if bad == "skip" else 0)
 
 
 @pytest.mark.parametrize("kind", ["context", "tensor"])

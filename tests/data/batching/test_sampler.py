@@ -4,6 +4,7 @@ import hashlib
 import math
 import tracemalloc
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -179,6 +180,13 @@ def test_the_sampler_is_chosen_by_name_and_is_one_on_all_ranks() -> None:
         assert made[0] == made[1] == made[2] and type(made[0]) is kind
         assert (made[0].count, made[0].seed, made[0].global_batch_size) == (100, 3, cfg.global_batch_size)
         assert [share.samples for share in made[0].shares] == [60, 120]
+        assert kind is ComputedShuffle or made[0].folder == Path("index") / "orders", "all processes share it"
+    original = config_of(["compat=llava_v1_5", "seed=3"])
+    for grouped in (True, False):
+        cfg = replace(original, sampler=replace(original.sampler, group_by_modality_length=grouped))
+        order: Any = open_sampler(records_of([600]), cfg, 1)
+        assert (type(order), order.grouped) == (LlavaSampler, grouped)
+        assert order.batch_size * order.accumulation * order.world_size == cfg.global_batch_size
     assert Shuffle.shape == "" and ComputedShuffle.shape == "computed_shuffle, version 1"
 
 

@@ -120,6 +120,10 @@ def test_a_smaller_bound_is_kept_from_the_next_entry_on(tmp_path: Path) -> None:
     cache.put("c", 20, RAW[:SIZE])
     assert bytes_in(tmp_path) <= 8 * 2 * BLOCK
     assert cache.path("c", 20, SIZE).exists()
+    assert int((tmp_path / "total").read_text()) == bytes_in(tmp_path)
+    (tmp_path / "total").write_text("9" * 20)  # many more digits than the total that replaces it
+    cache.put("c", 21, RAW[:SIZE])
+    assert int((tmp_path / "total").read_text()) == bytes_in(tmp_path)
 
 
 def test_bytes_wait_for_a_total_that_another_process_holds(tmp_path: Path) -> None:

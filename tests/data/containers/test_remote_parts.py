@@ -3,6 +3,8 @@
 import asyncio
 import logging
 import os
+import pickle
+from concurrent.futures import Future
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -16,6 +18,7 @@ from llava_fsdp.data.containers.hub_client import HubClient
 from llava_fsdp.data.containers.location import ImageLocation, Page
 from llava_fsdp.data.containers.object_store import GsClient, found_files, s3_failure
 from llava_fsdp.data.containers.range_cache import RangeCache
+from llava_fsdp.data.containers.read_ahead import ReadAhead
 from llava_fsdp.data.containers.remote_file import Failure, RemoteFile, check_answer, check_length, failure
 from llava_fsdp.runtime.errors import RemoteAway, RemoteChanged, RemoteForbidden, RemoteGone
 
@@ -97,6 +100,81 @@ def test_ranges_that_are_fetched_ahead(tmp_path: Path) -> None:
     assert asked == [(FILE, 0, 100), (FILE, 40, 20)]
     location = ImageLocation("s3://b/1.png", size=64)
     assert [within(location, RemoteFile("s3://b/1.png", size, "")).size for size in (63, 65)] == [63, 64]
+
+
+def test_files_of_the_step_before_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sizes of images in a folder are asked for once, before they are read; and anew for the next step. The sizes
+    of files of records are known."""
+    asked: list[list[str]] = []
+    events: list[str] = []
+    urls = [f"s3://b/images/{name}.png" for name in "abc"]
+    made = {url: RemoteFile(url, 9, "etag:2") for url in urls[:2]}
+
+    def stat_files(names: Any) -> dict[str, RemoteFile | None]:
+        asked.append(list(names))
+        return {name: made.get(name) for name in asked[-1]}
+
+    def refuse(url: str) -> RemoteFile:
+        raise AssertionError(url)
+
+    storage = SimpleNamespace(stat_files=stat_files, stat=refuse)
+    files = DataFiles({FILE.name: FILE}, CacheFolder(Path("there"), 3))
+    vars(files)["_ahead"] = SimpleNamespace(
+        forget=lambda: events.append("forget"), storage=storage, read=lambda file, offset, size: b"x" * size,
+        fetch_ahead=lambda ranges: events.append(" ".join(f"{file.name[-5:]}:{size}" for file, _, size in ranges)),
+    )  # fmt: skip
+    files.fetch_ahead([ImageLocation("local.png"), ImageLocation(FILE.name, 0, 5), *map(ImageLocation, urls[::2])])
+    assert events == ["forget", "a.tar:5 a.png:9"] and asked == [urls[::2]]
+    assert files.read(ImageLocation(urls[0])) == b"x" * 9 and files._found == {urls[0]: made[urls[0]], urls[2]: None}
+    files.fetch_ahead([ImageLocation(urls[1])])
+    assert events[2:] == ["forget", "b.png:9"] and list(files._found) == [urls[1]]
+    files.fetch_ahead([ImageLocation("local.png")])
+    assert len(events) == 4, "nothing is asked for, and nothing forgotten"
+    sent = pickle.loads(pickle.dumps(files))
+    assert (sent.remote, sent.cache) == (files.remote, files.cache) and "_ahead" not in vars(sent)
+    store = pickle.loads(pickle.dumps(remote.RemoteStorage(3.0, 2.0, 1)))
+    assert (store.deadline, store.idle, store.in_flight) == (3.0, 2.0, 1)
+
+
+def test_no_more_is_fetched_ahead_than_fits_in_memory() -> None:
+    """What was begun earlier counts. A range that is read twice is kept for the second time, and what is forgotten is
+    no longer waited for."""
+    begun: list[tuple[Any, ...]] = []
+    futures: list[Future[bytes]] = []
+
+    def submit(function: Any, *wanted: Any) -> Future[bytes]:
+        begun.append(wanted[1:])
+        futures.append(Future())
+        return futures[-1]
+
+    storage: Any = SimpleNamespace(submit=submit, read_range=lambda file, offset, size: b"later")
+    ahead = ReadAhead(storage, None, most_ahead=30)
+    ahead.fetch_ahead([(FILE, 0, 10), (FILE, 0, 10), (FILE, 10, 10)])
+    ahead.fetch_ahead([(FILE, 20, 10), (FILE, 30, 10)])
+    assert begun == [(0, 10), (10, 10), (20, 10)]
+    futures[0].set_result(b"first")
+    assert [ahead.read(FILE, 0, 10) for _ in range(3)] == [b"first", b"first", b"later"]
+    assert ahead.read(FILE, 30, 10) == b"later"
+    ahead.forget()
+    assert [future.cancelled() for future in futures] == [False, True, True]
+    assert ahead.read(FILE, 10, 10) == b"later"
+    ahead.fetch_ahead([(FILE, 10, 10)])
+    assert len(begun) == 4 and ahead._uses == {(FILE, 10, 10): 1}
+
+
+def test_what_is_read_is_cached_by_its_content(tmp_path: Path) -> None:
+    """By whichever file it comes from, and in another process."""
+    asked: list[str] = []
+
+    def read_range(file: RemoteFile, offset: int, size: int) -> bytes:
+        asked.append(file.name)
+        return bytes([offset]) * size
+
+    storage: Any = SimpleNamespace(read_range=read_range)
+    same = [RemoteFile(name, 100, "sha256:1") for name in ("s3://b/a", "s3://b/c")]
+    for file in same:
+        assert ReadAhead(storage, RangeCache(tmp_path, 1)).read(file, 3, 5) == b"\x03" * 5
+    assert asked == ["s3://b/a"]
 
 
 @pytest.mark.parametrize(("gib", "is_cached"), [(0, False), (0.5, True)])

@@ -8,6 +8,8 @@ import pickle
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +23,7 @@ from llava_fsdp.data.images.check import ImageInContainer, check_links, examine,
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.images.preprocess import ImageReader, read_preprocessor
 from llava_fsdp.data.images.truncation import ends_early, video_ends_early
+from llava_fsdp.data.records.problems import Kind
 from llava_fsdp.data.records.record import Record
 from llava_fsdp.runtime.errors import ImageError
 
@@ -330,3 +333,31 @@ def test_which_orientations_turn(orientation: int, is_turned: bool, tmp_path: Pa
     PICTURE.save(tmp_path / "a.jpg", exif=exif)
     facts = examine(tmp_path / "a.jpg", "x", full=False)
     assert (facts.size, facts.stored_height, facts.digest) == ((70, 90) if is_turned else (90, 70), 70, 0)
+
+
+def test_an_image_in_a_container_keeps_the_kind_of_its_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is too large is not read at all; one without bytes is empty."""
+    read: list[ImageLocation] = []
+
+    def missing(location: ImageLocation) -> bytes:
+        read.append(location)
+        raise ImageError("gone", Kind.image_missing)
+
+    files: Any = SimpleNamespace(read=missing)
+    monkeypatch.setattr(examining, "MAX_BYTES", 9)
+    for size, kind in ((10, Kind.image_bomb), (9, Kind.image_missing), (None, Kind.image_missing)):
+        image = examining.ImageInContainer(ImageLocation("a.tar", 0, size), files)
+        with pytest.raises(ImageError) as caught:
+            examining.read_file(image, "record 5")
+        assert caught.value.kind == kind and "record 5" in str(caught.value)
+    assert [location.size for location in read] == [9, None]
+    files.read = lambda location: b""
+    with pytest.raises(ImageError) as caught:
+        examining.read_file(examining.ImageInContainer(ImageLocation("a.tar", 0, 0), files), "record 5")
+    assert caught.value.kind == Kind.image_empty
+
+
+def test_a_path_that_no_file_can_have(tmp_path: Path) -> None:
+    with pytest.raises((ImageError, ValueError)) as caught:
+        examining.read_file(tmp_path / "a\0.png", "record 5")
+    assert isinstance(caught.value, ImageError) and caught.value.kind == Kind.image_unreadable

@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,16 +16,20 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from llava_fsdp.config import AspectRatio, Pixels
 from llava_fsdp.data.images.check import opened, read_size, to_rgb
 from llava_fsdp.data.images.fast_resize import decode
+from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.images.preprocess import (
+    ImageReader,
     Preprocessor,
     load_image,
     open_image,
     pad_to_square,
+    parse_preprocessor,
     read_preprocessor,
     resize_padded,
 )
 from llava_fsdp.data.images.thumbnails import LARGEST, SIDE, thumbnail, tile_thumbnail
 from llava_fsdp.data.loader import normalize
+from llava_fsdp.data.records.record import Record
 from llava_fsdp.runtime.errors import DataError, ImageError, ModelError
 
 SHAPES = [(64, 48), (48, 64), (200, 31), (28, 28), (29, 300), (333, 500)]
@@ -119,14 +124,73 @@ def test_folder_without_preprocessor(tmp_path: Path) -> None:
         read_preprocessor(tmp_path)
 
 
+def test_a_crop_that_is_not_made_has_no_size(folder: Path) -> None:
+    """Nor has one that a preprocessor names which squeezes images."""
+    values = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "crop_size": 28}
+    for crops in ({}, {"do_center_crop": False}):
+        found = parse_preprocessor({**values, **crops, "size": {"shortest_edge": 56}}, folder)
+        assert (found.size, found.keep_ratio) == (56, True)
+    squeezed = {**values, "do_center_crop": True, "size": {"height": 42, "width": 42}}
+    found = parse_preprocessor(squeezed, folder)
+    assert (found.size, found.keep_ratio) == (42, False)
+
+
+@pytest.mark.parametrize("name", ["preprocessor_config.json", "processor_config.json"])
+def test_a_preprocessor_with_code_of_its_own_is_refused(name: str, folder: Path, tmp_path: Path) -> None:
+    fields = json.loads((folder / "preprocessor_config.json").read_text())
+    code = {"auto_map": {"AutoImageProcessor": "own.Processor"}}
+    (tmp_path / name).write_text(json.dumps({**fields, "image_processor": fields, **code}))
+    with pytest.raises(ModelError):
+        read_preprocessor(tmp_path)
+
+
+CLIP = Preprocessor(28, True, Image.Resampling.BILINEAR, (0.5,) * 3, (0.5,) * 3)
+
+
+@pytest.mark.parametrize("aspect", AspectRatio)
+def test_an_image_of_one_tile_is_prepared_as_its_model_does(aspect: AspectRatio) -> None:
+    """LLaVA-OneVision pads it, and has a filter of its own."""
+    reader = ImageReader(None, CLIP, ImageTokens(aspect, 28, 4, ((28, 56),)), Pixels.exact)
+    if aspect is AspectRatio.anyres_max:
+        squeezed = replace(CLIP, keep_ratio=False, resample=Image.Resampling.BICUBIC)
+        assert (reader.one_tile, reader.one_tile_preprocessor) == (AspectRatio.pad, squeezed)
+    else:
+        assert (reader.one_tile, reader.one_tile_preprocessor) == (aspect, CLIP)
+
+
+def test_sizes_and_folders_are_those_of_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the index does not have the size of an image, the file tells it. Several images of a record may have one size,
+    and one image may come twice."""
+    for number, name in enumerate(("own", "all")):
+        (tmp_path / name).mkdir()
+        Image.new("RGB", (30 + number, 40)).save(tmp_path / name / "a.png")
+    reader = ImageReader(tmp_path / "all", CLIP, ImageTokens(AspectRatio.anyres, 28, 4, ((28, 56),)), Pixels.exact)
+    record = Record("a.json", 0, "x", ("a.png", "b.png", "a.png"), (), True, sizes=((1, 2), (0, 0), (5, 6)))
+    own = replace(record, folder=tmp_path / "own", sizes=((0, 0), (3, 4), (5, 6)))
+    assert [reader.size(own, number) for number in range(3)] == [(30, 40), (3, 4), (5, 6)]
+    assert reader.size(replace(record, sizes=None), 0) == (31, 40)
+    strict = replace(reader, allow_links=False)
+    for made, name in ((record, "all"), (own, "own")):
+        assert strict.checked_path(made, "a.png") == tmp_path / name / "a.png"
+    given: list[tuple[int, set[tuple[int, int]]]] = []
+    monkeypatch.setattr(
+        ImageReader, "load", lambda self, path, where, images, sizes: given.append((images, sizes)) or np.zeros(1)
+    )
+    reader.tiles(record, "a.png")
+    assert given == [(3, {(1, 2), (5, 6)})]
+
+
+@pytest.mark.parametrize("pixels", [Pixels.exact, Pixels.fast])
 @pytest.mark.parametrize("aspect", [AspectRatio.square, AspectRatio.pad])
-def test_narrow_picture_that_would_fill_the_memory(aspect: AspectRatio, folder: Path, tmp_path: Path) -> None:
+def test_narrow_picture_that_would_fill_the_memory(
+    aspect: AspectRatio, pixels: Pixels, folder: Path, tmp_path: Path
+) -> None:
     Image.new("L", (1, 65000)).save(tmp_path / "thin.png")
     assert (tmp_path / "thin.png").stat().st_size < 1000
     with pytest.raises(
         ImageError, match=r"thin\.png is 1 x 65000; with data\.image_aspect_ratio=(square|pad) it would need"
     ):
-        load_image(tmp_path / "thin.png", read_preprocessor(folder), aspect, "record 5")
+        load_image(tmp_path / "thin.png", read_preprocessor(folder), aspect, "record 5", pixels)
 
 
 def test_sixteen_bit_grey_is_not_clipped_to_white(folder: Path, tmp_path: Path) -> None:

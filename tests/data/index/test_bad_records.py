@@ -18,6 +18,7 @@ from llava_fsdp.data.index import dataset
 from llava_fsdp.data.index import record_store as texts_module
 from llava_fsdp.data.index.bad_records import open_records, refuse_bad_records, remarks
 from llava_fsdp.data.index.dataset import Records
+from llava_fsdp.data.index.statistics import PAGE
 from llava_fsdp.data.index.worker_pool import open_column
 from llava_fsdp.data.records.problems import BITS, PROBLEMS, Kind, is_kept, mask
 from llava_fsdp.runtime.errors import ConfigError, DataError
@@ -207,6 +208,9 @@ def test_bad_pictures_are_looked_at_again_once(parts: Path, tmp_path: Path, monk
         with pytest.raises(DataError, match="records are wrong"):
             open_records(cfg, plan.encoder, plan.reader, watch_silently)
         assert len(looks) == expected
+        report = cfg.data.index_folder / PAGE
+        assert report.is_file(), "the message names it"
+        report.unlink()
     index_module.open_index(plan, watch_silently, look_again=True, since=before)
     assert len(looks) == 1, "who came before it and waited"
     monkeypatch.setattr(index_module, "locked", denied)
@@ -294,6 +298,14 @@ def test_tags_of_media_in_questions(text: str, is_media: bool, parts: Path, data
     write_json(tmp_path / "a.json", [{"conversations": turns(text)}, {"conversations": answer}])
     records = open_again(config(parts, tmp_path / "a.json", f"data.images={dataset / 'images'}"), parts)
     assert kinds_found(records) == [{"media_not_read"} if is_media else set(), set()]
+
+
+def test_a_duplicate_keeps_its_other_problems(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    rows = [{"id": "a", "conversations": turns("what")} for _ in range(2)]
+    rows[1] |= MEDIA["video"][0]
+    write_json(tmp_path / "a.json", rows)
+    records = open_again(config(parts, tmp_path / "a.json", f"data.images={dataset / 'images'}"), parts)
+    assert kinds_found(records) == [set(), {"media_not_read", "duplicate_id"}]
 
 
 @pytest.mark.parametrize("suffix", ["json", "jsonl"])

@@ -13,6 +13,8 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,9 +29,10 @@ from llava_fsdp.data.index import duplicate_ids, record_store, worker_pool
 from llava_fsdp.data.index.build import Index, Plan, is_foreign, open_index
 from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.index.duplicate_ids import duplicates
+from llava_fsdp.data.index.record_store import SourceFile
 from llava_fsdp.data.index.worker_pool import chunk_file, chunk_files, join, run_chunks
 from llava_fsdp.data.loader import ModelShape, open_encoding
-from llava_fsdp.runtime.errors import ConfigError, SourceError, WorkerError
+from llava_fsdp.runtime.errors import ConfigError, DataError, SourceError, WorkerError
 from llava_fsdp.runtime.progress import watch_silently
 
 FITS = ModelShape(image_tokens=4, image_size=28, max_length=512, vocab_size=10_000)
@@ -417,6 +420,33 @@ def test_without_room_for_locks_no_worker_is_started(tmp_path: Path, monkeypatch
     assert done == [0, 1, 1, 1] and chunk_file(tmp_path, 2).is_file()
 
 
+def test_what_a_killed_process_left_is_no_obstacle(tmp_path: Path) -> None:
+    """Half-written files are deleted, and a folder that was half joined is joined again."""
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    (folder / "left.npz.123.tmp").write_bytes(b"half")
+    run_chunks(lambda chunk: {"a": np.array([chunk])}, chunk_files(folder, 2), 1, lambda _: None)
+    assert sorted(path.name for path in folder.iterdir()) == [path.name for path in chunk_files(folder, 2)]
+    staged = tmp_path / "whole.tmp"
+    staged.mkdir()
+    (staged / "a.npy").write_bytes(b"half")
+    with contextlib.suppress(FileExistsError):
+        join(chunk_files(folder, 2), [0, 0], tmp_path / "whole", lambda _: {})
+    assert (tmp_path / "whole" / "a.npy").is_file()
+    assert np.load(tmp_path / "whole" / "a.npy").tolist() == [0, 1] and not staged.exists()
+
+
+def test_threads_of_libraries_are_limited_for_workers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the user has set is set again afterwards, and what was not set is not."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+    before = dict(os.environ)
+    with contextlib.suppress(KeyError), worker_pool.one_thread_each():
+        assert {name: os.environ[name] for name in worker_pool.ONE_THREAD} == worker_pool.ONE_THREAD
+        raise KeyError
+    assert dict(os.environ) == before
+
+
 def test_whose_fault_an_error_of_the_system_is(tmp_path: Path) -> None:
     assert is_foreign(PermissionError(13, "denied", "/data/a.json"), tmp_path)
     assert not is_foreign(PermissionError(13, "denied", str(tmp_path / "lock")), tmp_path)
@@ -430,6 +460,46 @@ def test_workers_do_without_torch() -> None:
     names = "index.worker_pool", "index.examine_passes", "index.token_pass", "index.duplicate_ids", "records.parquet"
     code = f"import sys, {', '.join(f'llava_fsdp.data.{name}' for name in names)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_rows_of_a_killed_process_are_deleted(tmp_path: Path) -> None:
+    """The copy of a whole Parquet file is there, and beside it parts that it was joined from."""
+    (tmp_path / "key").mkdir(parents=True)
+    for name in ("rows.jsonl", "00000000-00000001.jsonl", "00000000-00000001.npz"):
+        (tmp_path / "rows" / "key").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "rows" / "key" / name).write_text("{}")
+    plan: Any = SimpleNamespace(cfg=SimpleNamespace(index_folder=tmp_path), workers=1)
+    (text,) = index_module.write_record_texts([SourceFile("a", "a.parquet", None)], ["key"], plan, watch_silently)
+    assert text.path == tmp_path / "rows" / "key" / "rows.jsonl" and text.key == "key"
+    assert [path.name for path in text.path.parent.iterdir()] == ["rows.jsonl"]
+
+
+def test_an_error_of_the_index_is_that_of_the_rank_which_makes_it(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """The others wait for its lock."""
+    (tmp_path / "a.json").write_text("[]")
+    cfg = make_config(parts, dataset, tmp_path, f"data.path={tmp_path / 'a.json'}", "data.images=null")
+    with pytest.raises(DataError) as caught:
+        open_again(cfg, parts)
+    assert not caught.value.on_every_rank
+
+
+def test_of_a_file_that_changes_meanwhile_what_was_made_before_stays(
+    parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second file is added to an index, and changes while it is read: nothing of the first one is made again."""
+    rows = json.loads((dataset / "text.json").read_text())
+    first, second = tmp_path / "a.jsonl.gz", tmp_path / "b.jsonl.gz"
+    for path in (first, second):
+        path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows[:3]).encode()))
+    values = f"data.index={tmp_path / 'index'}", "data.images=null"
+    open_again(make_config(parts, dataset, tmp_path, f"data.path={first}", *values), parts)
+    before = {path for path in (tmp_path / "index").rglob("*") if path.is_file()}
+    own = index_module.join_positions
+    monkeypatch.setattr(index_module, "join_positions", lambda *a: (os.utime(second, (1, 1)), own(*a))[1])
+    with pytest.raises(SourceError):
+        open_again(make_config(parts, dataset, tmp_path, f"data.path='{first},{second}'", *values), parts)
+    after = {path for path in (tmp_path / "index").rglob("*") if path.is_file()}
+    assert before == after
 
 
 @pytest.mark.usefixtures("chunks")

@@ -1,5 +1,6 @@
 """What is cached has another name, or another fingerprint, for each thing that it depends on."""
 
+import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,15 +15,20 @@ from small import make_config
 from test_build import plan_of
 
 from llava_fsdp.config import AspectRatio, Examine, PatchMerge, Pixels, SpecialTokens, TooLong
+from llava_fsdp.data.containers.data_files import CacheFolder
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.images.preprocess import ImageReader, Preprocessor
+from llava_fsdp.data.images.video import VideoSampling
+from llava_fsdp.data.index import build, source_state
 from llava_fsdp.data.index.build import Plan, encoded_name, newest, pictures_name
 from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.index.record_store import DataSource, SourceFile
 from llava_fsdp.data.index.source_state import find_state, short, stamp
+from llava_fsdp.data.index.token_pass import EncodeRecords
 from llava_fsdp.data.text.encode import ExactEncoder, OriginalEncoder
 from llava_fsdp.data.text.llava_v1_5 import Original
 from llava_fsdp.data.text.templates import template
+from llava_fsdp.runtime.errors import SourceError
 from llava_fsdp.runtime.progress import watch_silently
 
 
@@ -81,6 +87,8 @@ READER = ImageReader(Path("a"), CLIP, ImageTokens(AspectRatio.square, CLIP.size,
 def test_pixels_depend_on_each_of_these(change: dict[str, Any]) -> None:
     limited = replace(READER, tokens=replace(READER.tokens, aspect=AspectRatio.anyres_max))
     assert replace(limited, tokens=replace(limited.tokens, max_tiles=4)).fingerprint != limited.fingerprint
+    films = [replace(limited, sampling=own).fingerprint for own in (None, VideoSampling(1.0, 8), VideoSampling(1.0, 9))]
+    assert len({*films}) == 3, "which frames of a video are taken"
     assert replace(READER, **change).fingerprint != READER.fingerprint
     assert replace(READER, folder=Path("b")).fingerprint == READER.fingerprint, "what is in it counts"
 
@@ -123,6 +131,29 @@ def test_names_of_images_are_those_of_earlier_versions(plan: Plan) -> None:
         assert pictures_name(own) == f"pictures-{short(how.value, False, True)}"
 
 
+def test_lengths_are_of_the_version_that_counted_them(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = encoded_name(plan, Path("pictures.0"))
+    monkeypatch.setattr(build, "ENCODED_FORMAT", build.ENCODED_FORMAT + 1)
+    assert encoded_name(plan, Path("pictures.0")) != before
+
+
+@pytest.mark.parametrize("column", ["width", "height", "stored_height", "frames", "rate"])
+def test_token_counts_of_a_chunk_depend_on_what_was_found_of_its_images(column: str, tmp_path: Path) -> None:
+    """And not on that of others: the image of a record outside of the chunk has changed."""
+    np.save(tmp_path / "first_picture.npy", np.array([0, 1, 2]))
+    columns = {name: np.array([7, 8]) for name in ("width", "height", "stored_height", "frames", "rate")}
+
+    def keys(**values: list[int]) -> list[str]:
+        for name, own in (columns | {name: np.array(own) for name, own in values.items()}).items():
+            np.save(tmp_path / f"{name}.npy", own)
+        task = EncodeRecords(Path(), 1, None, CacheFolder(Path(), 0), tmp_path, tmp_path, EXACT, READER)
+        task.__dict__["store"] = SimpleNamespace(part=lambda number: SimpleNamespace(key="key"))
+        return [task.key_of(range(n, n + 1)) for n in range(2)]
+
+    before, after = keys(), keys(**{column: [7, 9]})
+    assert before[0] == after[0] and before[1] != after[1]
+
+
 def test_lengths_depend_on_each_of_these(plan: Plan) -> None:
     folder = Path(pictures_name(plan) + ".0")
     assert isinstance(plan.encoder, ExactEncoder)
@@ -160,7 +191,39 @@ def test_a_state_is_of_its_sources_and_of_the_largest_record(case: str, source: 
     assert stamp(of(other), 100) != stamp(of(source), 100) != stamp(of(source), 99)
     made = [find_state(of(s), tmp_path, most, watch_silently, True) for s, most in ((source, 100), (other, 100))]
     assert made[0].key != made[1].key and made[0].fingerprint == made[1].fingerprint
-    assert find_state(of(source), tmp_path, 99, watch_silently, True).key != made[0].key
+    third = find_state(of(source), tmp_path, 99, watch_silently, True)
+    assert third.key != made[0].key
+    assert len({own.file_keys[0] for own in (*made, third)}) == 3, "the results of single files are named by these"
+
+
+def test_a_file_that_changes_while_its_checksum_is_made_is_refused(
+    source: SourceFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is known of it afterwards, whatever it is when it has changed back. A file that is gone has changed."""
+    path, own = Path(source.path), source_state.digest
+    for change in (lambda: os.utime(path, ns=(10**18, 10**18 + 7)), path.unlink):
+        with monkeypatch.context() as patch:
+            patch.setattr(source_state, "digest", lambda file, change=change: (own(file), change())[0])
+            with pytest.raises(SourceError):
+                find_state(of(source), tmp_path, 100, watch_silently, False)
+        assert not (tmp_path / "known.json").exists()
+        (tmp_path / "digests.json").unlink()
+
+
+def test_checksums_are_kept_while_others_are_made(
+    source: SourceFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of files that are read later are still stored when the process is killed at an earlier one; and those of
+    files that are no longer in the dataset are forgotten at the end."""
+    files = [replace(source, path=source.path.replace("a.json", f"{n}.json")) for n in range(3)]
+    for file in files:
+        Path(file.path).write_text(f"[{file.path!r}]")
+    first = source_state.digests_of(files, tmp_path, watch_silently, False)
+    monkeypatch.setattr(source_state, "STORED_EVERY", 1)
+    written: list[dict[str, Any]] = []
+    monkeypatch.setattr(source_state, "replace_file", lambda path, text: written.append(json.loads(text)))
+    assert source_state.digests_of(files[:2], tmp_path, watch_silently, False) == first[:2]
+    assert [len(own) for own in written] == [3, 3, 2]
 
 
 def test_a_state_is_of_size_time_and_content(source: SourceFile, tmp_path: Path) -> None:

@@ -11,15 +11,16 @@ import pytest
 from llava_fsdp.config import AspectRatio, BadRecords, DataConfig, Examine, Pixels, SpecialTokens, TooLong
 from llava_fsdp.data.containers.data_files import CacheFolder
 from llava_fsdp.data.containers.location import ImageLocation
-from llava_fsdp.data.images.check import HEAD_BYTES
+from llava_fsdp.data.images.check import HEAD_BYTES, ImageFacts
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.images.video import VideoSampling
-from llava_fsdp.data.index import build
+from llava_fsdp.data.index import build, record_store
 from llava_fsdp.data.index.bad_records import refuse_bad_records, remarks, same_files
 from llava_fsdp.data.index.build import Plan, encoding_of, is_part, last_look, note_look, pictures_name
 from llava_fsdp.data.index.examine_passes import (
     ExaminePictures,
     Findings,
+    ImageProblem,
     PictureNames,
     PictureSizes,
     ReadRecords,
@@ -31,7 +32,7 @@ from llava_fsdp.data.index.record_store import Part, RecordStore, SourceFile, so
 from llava_fsdp.data.index.token_pass import check_cut, tell_special
 from llava_fsdp.data.records.problems import BITS, Kind
 from llava_fsdp.data.records.record import Record, Turn
-from llava_fsdp.runtime.errors import ConfigError, DataError
+from llava_fsdp.runtime.errors import ConfigError, DataError, ImageError
 
 CACHE = CacheFolder(Path(), 0)
 TURNS = (Turn("human", "<image> what"), Turn("gpt", "a"))
@@ -153,6 +154,19 @@ def test_a_sample_opens_the_records_of_its_images(tmp_path: Path) -> None:
     assert list(task.opened(range(2, 4), frozenset({1, 3}))) == [2, 3]
     keys = [task.key_of(range(3)), task.key_of(range(1, 3))]
     assert len({*keys, "key0"}) == 3 and all(key.startswith("key0-") for key in keys)
+
+
+def test_an_image_without_a_folder_is_not_looked_for(tmp_path: Path) -> None:
+    """That its folder is not set was told when its record was read. A video must lie in a local folder."""
+
+    def missing(location: ImageLocation) -> bytes:
+        raise ImageError("gone", Kind.image_missing)
+
+    store = SimpleNamespace(data_files=SimpleNamespace(read=missing), parts=[])
+    task = with_store(pictures_pass(tmp_path, Examine.decode, True, [1]), store)
+    assert task.look(None, "a.png", True, None) == ImageFacts(0, 0, 0)
+    found = task.look("s3://bucket/films", "a.mp4", True, None)
+    assert isinstance(found, ImageProblem) and found.kind == Kind.image_unreadable
 
 
 def test_sizes_of_images_and_lengths_of_videos(tmp_path: Path) -> None:
@@ -314,6 +328,22 @@ def test_sources_keep_their_settings(tmp_path: Path) -> None:
         sources_of(data_config(**{**values, "sources": named}), "val")
 
 
+def test_every_file_of_records_must_be_readable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packages that a file needs are asked for when the sources are opened, for each file of each source."""
+    names = ["a.json", "b.jsonl", "c.json"]
+    for name in names:
+        (tmp_path / name).write_text("[]")
+    found: dict[str, list[str]] = {"check_installed": [], "check_unpacks": []}
+    for check, asked in found.items():
+        monkeypatch.setattr(record_store, check, lambda path, asked=asked: asked.append(Path(path).name))
+    sources = {
+        "x": SimpleNamespace(path=f"{tmp_path}/a.json,{tmp_path}/b.jsonl", images=None),
+        "y": SimpleNamespace(path=f"{tmp_path}/c.json", images=None),
+    }
+    sources_of(data_config(sources=sources))
+    assert list(found.values()) == [names, names]
+
+
 def test_what_records_of_a_file_depend_on(tmp_path: Path) -> None:
     """A new commit need not change a file; a folder of images is the same by whatever link it is named."""
     hub = SourceFile("a", "hf://datasets/o/n@abc/data/a.json", "hf://datasets/o/n@abc/images", size=3, pin="x")
@@ -323,6 +353,10 @@ def test_what_records_of_a_file_depend_on(tmp_path: Path) -> None:
     local = SourceFile("a", "a.json", str(tmp_path))
     assert local.identity == replace(local, images=str(tmp_path / "link")).identity
     assert local.identity != replace(local, question="q").identity != replace(local, answer="q").identity
+    assert (
+        local.identity != replace(local, name="b").identity
+        and replace(local, image_column="i").identity != local.identity
+    )
     assert hub.remote is not None and (hub.remote.size, hub.remote.pin) == (3, "x") and local.remote is None
 
 
@@ -382,6 +416,9 @@ def test_what_is_remarked() -> None:
     assert "of 100 records, 7 have the id of an earlier one" in noted and "2 " not in noted
     assert "no record of a.json has an image, but images is set" in remarks(records_with(pictures=np.zeros(90)))
     assert "no record" not in remarks(records_with(pictures=np.zeros(90), source_counts=[0, 90]))
+    last = records_with()
+    last.index.store.sources[1] = SourceFile("b", "b.json", "images")
+    assert "no record of b.json has an image" in remarks(last), "those of the source before do not count"
     records = records_with()
     assert same_files(records) == ""
     records.index.store.parts.append(SimpleNamespace(file=SourceFile("c", "./a.json", None)))

@@ -1,8 +1,10 @@
 """A data source of many files of records: the same samples as one file, and only new files are examined."""
 
+import errno
 import gzip
 import json
 import os
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,7 @@ from tiers import slow_after
 from llava_fsdp.config import Config
 from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.index.find_files import find_files
+from llava_fsdp.data.records.packed_text import copy_name, is_copied, refused
 from llava_fsdp.runtime.errors import ConfigError, DataError, SourceError
 
 COLUMNS = ("lengths", "labels", "images", "pictures", "tiles", "words")
@@ -221,3 +224,32 @@ def test_a_damaged_or_hostile_compressed_file_is_named(suffix: str, parts: Path,
         with pytest.raises(DataError, match=f"{name}.jsonl.* (cannot be unpacked|unpacks to more than 200 times)"):
             open_again(config(parts, dataset, tmp_path / name, path), parts)
         assert not list((tmp_path / name / "index").glob("rows/*/*.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("path", "is_text", "name"),
+    [
+        ("a.jsonl.gz", True, "copy.jsonl"), ("A.JSONL.ZST", True, "copy.jsonl"), ("s3://b/a.JSON", True, "copy.json"),
+        ("gs://b/a.jsonl", True, "copy.jsonl"), ("hf://datasets/o/n/a.jsonl.gz", True, "copy.jsonl"),
+        ("a.json", False, "copy.json"), ("s3://b/a.parquet", False, "copy.jsonl"),
+    ],
+)  # fmt: skip
+def test_which_text_files_are_copied_into_the_index(path: str, is_text: bool, name: str) -> None:
+    """Those that are compressed, and those that are far away; the suffix says how the copy is read."""
+    assert (is_copied(path), copy_name(path)) == (is_text, name)
+
+
+@pytest.mark.parametrize("error", [gzip.BadGzipFile("x"), EOFError("x"), zlib.error("x"), OSError("pyarrow's own")])
+def test_errors_of_unpacking_name_the_file(error: Exception) -> None:
+    """Those of the system, such as of a full disk, stay what they are."""
+    raised: Exception | None = None
+    try:
+        with refused("a.jsonl.gz"):
+            raise error
+    except Exception as own:
+        raised = own
+    assert isinstance(raised, DataError) and "a.jsonl.gz" in str(raised)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(OSError, match="No space") as caught, refused("a.jsonl.gz"):
+        raise full
+    assert caught.value is full

@@ -20,13 +20,14 @@ from test_build import FITS, open_again, plan_of
 
 from llava_fsdp.config import Task
 from llava_fsdp.data.batching.step_dataset import Steps
+from llava_fsdp.data.containers.location import ImageLocation, Page
 from llava_fsdp.data.images import check
 from llava_fsdp.data.images.check import ImageBytes, inline_images, read_size
 from llava_fsdp.data.index.verify import verify_index
 from llava_fsdp.data.loader import build_loader
-from llava_fsdp.data.records.forms import FORMS, GIVEN_AS, RecordKeys, parse_record
+from llava_fsdp.data.records.forms import FORMS, GIVEN_AS, RecordKeys, RecordReader, parse_record
 from llava_fsdp.data.records.problems import BITS, Kind
-from llava_fsdp.data.records.record import Record, Turn
+from llava_fsdp.data.records.record import INLINE, LOCATION, Record, Turn
 from llava_fsdp.data.records.record_file import RecordFile
 from llava_fsdp.data.text.conversation import check_turns
 from llava_fsdp.evaluate.check_images import check_images
@@ -505,3 +506,19 @@ def test_questions_of_every_form_are_asked(parts: Path, dataset: Path, tmp_path:
         check_images([question], make_config(parts, dataset, tmp_path, "data.images=null").data)
         (file,) = with_paths(question, Path(".")).images
         assert isinstance(file, ImageBytes) and read_size(file, "here") == (29, 41)
+
+
+def test_images_of_two_compressed_pages_are_two() -> None:
+    """Also if they lie at the same place of their pages and have the same size."""
+    reader = RecordReader("record 3", "a.parquet")
+    places = [ImageLocation("a.parquet", 4, 9, Page(offset, 20, "ZSTD", 30)) for offset in (100, 300)]
+    places += [ImageLocation("a.parquet", 4, 9), ImageLocation("a.parquet", 4, 8), ImageLocation("a.parquet", 5, 9)]
+    names = [reader.image("image", {LOCATION: place.to_json()}) for place in places]
+    assert len({*names}) == 5 and [reader.inline[name] for name in names] == places
+    assert all(name.startswith(INLINE) for name in names)
+
+
+def test_the_key_of_images_that_is_named_is_read_once() -> None:
+    assert RecordKeys().images == RecordKeys(image="images").images == ("image", "images")
+    assert RecordKeys(image="photo").images == ("image", "images", "photo")
+    assert RecordKeys("q", None).pair is None and RecordKeys("q", "a").pair == ("q", "a")

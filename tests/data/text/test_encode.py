@@ -15,7 +15,7 @@ from llava_fsdp.data.records.forms import parse_record
 from llava_fsdp.data.records.problems import Kind
 from llava_fsdp.data.records.record import Record, Turn
 from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
-from llava_fsdp.data.text.conversation import IM_END, IM_START, prompt
+from llava_fsdp.data.text.conversation import IM_END, IM_START, opening_question, prompt
 from llava_fsdp.data.text.encode import ExactEncoder, OriginalEncoder, Sample, are_supervised, encode_prompt
 from llava_fsdp.data.text.llava_v1_5 import Original, check_like_original
 from llava_fsdp.data.text.templates import CURIOUS_USER, TEMPLATES, template
@@ -142,6 +142,30 @@ def test_every_image_takes_as_many_positions_as_it_has(tokenizer: Tokenizer) -> 
 def test_tag_without_a_picture_is_text(tokenizer: Tokenizer) -> None:
     sample = encoder(tokenizer)(record("what is <image> for", "red"))
     assert sample is not None and IMAGE_ID not in sample.input_ids
+
+
+def test_a_tag_is_only_wrong_where_the_record_has_images(tokenizer: Tokenizer) -> None:
+    """Else it is text, in an answer and in a system turn too."""
+    plain = record("what", "a <image> tag")
+    for made in (plain, with_system("of <image>", plain)):
+        sample = encoder(tokenizer)(made)
+        assert sample is not None and IMAGE_ID not in sample.input_ids
+        with pytest.raises(DataError) as caught:
+            encoder(tokenizer)(replace(made, images=("1.png",)))
+        assert caught.value.kind == Kind.image_count
+
+
+def test_the_first_question_has_the_images_of_its_tags(tokenizer: Tokenizer) -> None:
+    texts = "see <image>, <image>", "red", "<image>?", "blue"
+    for made in (
+        record(*texts, images=("1", "2", "3")),
+        record(*texts, images=("1", "2")),
+        record(*texts, images=("1",)),
+    ):
+        assert opening_question(made) == (None, texts[0], min(2, len(made.images)), "red")
+    assert opening_question(record(*texts)) == (None, texts[0], 0, "red"), "tags are text"
+    three = record(*texts, images=("1", "2", "3"))
+    assert opening_question(with_system("be brief", three)) == ("be brief", texts[0], 2, "red")
 
 
 @pytest.mark.parametrize("cut", [-1, -3])
