@@ -173,6 +173,22 @@ def test_what_does_not_fit_is_told(tmp_path: Path) -> None:
         plan()
 
 
+@pytest.mark.parametrize("held", ["lm_head.weight", "model.embed_tokens.weight"])
+def test_a_tied_weight_is_found_under_either_of_its_names(held: str, tmp_path: Path) -> None:
+    """Files may have it under one name; the source is the same for both."""
+    config = text("llama")
+    config.tie_word_embeddings = True
+    made = filled(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+    names = {"lm_head.weight", "model.embed_tokens.weight"}
+    tensors = {n: v.clone() for n, v in made.state_dict().items() if n == held or n not in names}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    plan = plan_load(lambda: language_model_of(config), open_tensors(tmp_path), tmp_path)
+    assert plan.sources.keys() == made.state_dict().keys() and not plan.unused
+    for name in names:
+        source = plan.sources[name]
+        assert torch.equal(source.rows(0, source.shape[0]), tensors[held])
+
+
 def test_files_of_two_dtypes_and_pickled_ones(tmp_path: Path) -> None:
     tensors = save(filled(AutoModelForCausalLM.from_config(text("mixtral"), dtype=torch.float32)), tmp_path)
     for file in tmp_path.glob("*.safetensors*"):
