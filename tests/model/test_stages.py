@@ -1,5 +1,6 @@
 """Which blocks and parameters each stage of a divided model has, and what it costs."""
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from llava_fsdp.config import (
 from llava_fsdp.model.flops import Flops, count_flops
 from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.pretrained import find_parts
-from llava_fsdp.model.stages import Passed, children_of, plan_of_stages, plan_stages, stage_of
+from llava_fsdp.model.stages import Passed, children_of, plan_of_stages, plan_stages, remove_others, stage_of
 from llava_fsdp.runtime.errors import ConfigError
 
 TILED = ("data.image_aspect_ratio=anyres", "model.patch_merge=spatial_unpad")
@@ -86,6 +87,9 @@ def test_each_parameter_is_in_one_stage(model: Llava) -> None:
     assert all(name.startswith("language_model.layers.1.") for name in found[1])
     assert [(stage.is_first, stage.is_last) for stage in stages] == [(True, False), (False, False), (False, True)]
     assert {name for name, _ in model.named_parameters()} == names and model.is_first and model.is_last
+    cut = copy.deepcopy(model)
+    remove_others(cut, children, {1}, has_first=False, has_last=False)
+    assert {name for name, _ in cut.named_parameters()} == found[1], "a rank keeps no more in place"
     assert not any(isinstance(module, Passed) for module in model.modules())
     own = dict(model.named_parameters())
     assert all(parameter is own[name] for stage in stages for name, parameter in stage.named_parameters())
@@ -98,5 +102,9 @@ def test_a_module_of_another_stage_returns_its_input() -> None:
     calls: list[str] = []
     passed = Passed(block, calls, "3")
     x = torch.ones(1, 2)
-    assert passed(x, 7, mask=None) is x and calls == ["3"] and passed.attention_type == "sliding_attention"
+    assert (
+        passed(x, 7, mask=None) is x
+        and calls == ["3"]
+        and getattr(passed, "attention_type", None) == "sliding_attention"
+    )
     assert not hasattr(Passed(torch.nn.Identity()), "attention_type") and not list(passed.parameters())
