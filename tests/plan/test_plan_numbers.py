@@ -1,5 +1,6 @@
 """Arithmetic of a plan: sizes of samples, splits of a step, what machines have, and what moves."""
 
+import contextlib
 import json
 from dataclasses import replace
 from functools import partial
@@ -131,7 +132,9 @@ def test_a_plan_takes_the_report_of_an_index_if_it_can(damage: dict, tmp_path: P
     assert samples_of(read, ONE_TILE) == means and means.labels == 180
     assert (samples_of(captions, ONE_TILE).tokens, samples_of(captions, ONE_TILE).labels) == (20 + 24, 20)
     (tmp_path / "report.json").write_text(json.dumps(report))
-    found = samples_of(read, ONE_TILE)
+    found: Any = None
+    with contextlib.suppress(ArithmeticError):
+        found = samples_of(read, ONE_TILE)
     assert found == means if damage else (found.tokens, found.labels, found.tiles) == (20, 8, 0.6)
     assert samples_of(replace(cfg, data=replace(cfg.data, index=str(tmp_path))), ONE_TILE) == means
     (tmp_path / "report.json").write_text("{")
