@@ -24,8 +24,10 @@ from llava_fsdp.config import (
     Format,
     HeldOutConfig,
     LoraConfig,
+    ParallelConfig,
     Parity,
     Part,
+    PipelineSchedule,
     PlanConfig,
     PrepareConfig,
     PrepareKeys,
@@ -270,6 +272,9 @@ TOGETHER: list[tuple[dict[str, Any], bool]] = [
     ({"model.lora.r": 7}, True),
     ({"profile": True, "max_steps": 7, "profile_steps": [1, 8]}, True),
     ({"profile": False, "max_steps": 7, "profile_steps": [1, 8]}, False),
+    *(({"parallel.pipeline": 2, **more}, refused)
+      for more, refused in (({}, False), ({"precision.moment_dtype": "int8"}, False), ({"parallel.expert": 2}, False),
+                            ({"loss.kernel": "torch"}, False), ({"parallel.schedule": "interleaved"}, False))),
     ({"export.enabled": True, "model.projector_type": "linear"}, True),
     ({"export.enabled": False, "model.projector_type": "linear"}, False),
     ({"export.enabled": True, "model.projector_type": "pixel_shuffle2x_mlp2x_gelu"}, False),
@@ -295,7 +300,8 @@ TOGETHER: list[tuple[dict[str, Any], bool]] = [
     ({"precision.param_dtype": "fp16", "precision.linear": "fp8"}, True),
     ({"precision.linear": "fp8", "model.train": [Part.projector]}, True),
     ({"precision.scaler": ScalerConfig(window=7)}, True),
-    ({"activation_checkpointing.budget": 0.5}, True),
+    *(({"activation_checkpointing.mode": mode, "activation_checkpointing.budget": 0.5}, True)
+      for mode in ("none", "selective", "full", "offload", "auto")),
     ({"offload.mode": "optimizer", "precision.moment_dtype": "int8"}, True),
 ]  # fmt: skip
 
@@ -371,6 +377,11 @@ def test_what_a_training_makes_of_its_keys() -> None:
     assert wide.row_tokens == 3 * cfg.data.max_length and not wide.has_auto
     either = changed(cfg, "parallel.context", "auto")
     assert either.has_auto and either.parallel.num_context == 1
+    assert wide.rank_tokens == cfg.data.max_length and wide.can_share_rows
+    assert changed(cfg, "parallel.search", True).has_auto
+    orders = {"sampler.name": "llava_v1_5", "global_batch_size": 6, "micro_batch_size": 3}
+    for other in (with_values(cfg, {"tokens_per_micro_batch": None, **orders}), replace(cfg, pack=False)):
+        assert not other.can_share_rows
     originals = {"labels": Parity.llava_v1_5}
     templates = [
         replace(changed(cfg, "data.template", name), **own) for name in ("v0", "v1") for own in ({}, originals)
@@ -388,6 +399,23 @@ def test_what_a_training_makes_of_its_keys() -> None:
     assert changed(cfg, "activation_checkpointing.mode", ActivationCheckpointing.auto).has_auto
     assert replace(cfg, tokens_per_micro_batch=None, micro_batch_size=3).row_tokens == 3 * cfg.data.max_length
     assert replace(LORA, r=16, alpha=24).scaling == 1.5 and replace(LORA, r=16, alpha=24, use_rslora=True).scaling == 6
+
+
+def test_each_number_of_ranks_that_divides_them_is_checked() -> None:
+    """Ranks of a row and of a layer are within one group of a pipeline, and so are those that share experts."""
+    kinds = {"pipeline": 2, "tensor": 3, "context": 2}
+    ParallelConfig(**kinds).check_divides(12)
+    ParallelConfig(**kinds, expert=6).check_divides(12)
+    for more, ranks in (
+        ({"pipeline": 5}, 12), ({"tensor": 4}, 12), ({"context": 4}, 12), ({"expert": 4}, 12), ({}, 6), ({}, 1),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=r"does not divide"):
+            ParallelConfig(**(kinds | more)).check_divides(ranks)
+    ParallelConfig(expert=4).check_divides(12)
+    with pytest.raises(ConfigError, match=r"parallel\.expert=4 does not divide 6"):
+        ParallelConfig(pipeline=2, expert=4).check_divides(12)
+    shared = ParallelConfig(context=3, tensor=2, pipeline=4, schedule=PipelineSchedule.interleaved)
+    assert (shared.ranks_per_row, shared.num_stages) == (6, 8) and replace(shared, context="auto").ranks_per_row == 2
 
 
 def test_of_held_out_records_nothing_of_the_training_is_read() -> None:

@@ -22,7 +22,7 @@ from hydra import compose, initialize_config_dir
 from llava_fsdp.config import DoctorConfig, Format, config_dir, load
 from llava_fsdp.data.batching.workers import lock_bytes
 from llava_fsdp.distributed.mesh import World
-from llava_fsdp.doctor import collectives, config_checks, disk, gpus, host, network, software, torch_probe
+from llava_fsdp.doctor import checks, collectives, config_checks, disk, gpus, host, network, software, torch_probe
 from llava_fsdp.doctor.checks import CHECKS, Check, run_check
 from llava_fsdp.doctor.collectives_worker import check_exchange, check_messages, expect
 from llava_fsdp.doctor.context import Context, Needs
@@ -411,8 +411,8 @@ def test_what_doctor_prints(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         fail("c", "gone", "look for it"),
         fail("d", "none", "buy"),
     ]
-    checks = [Check("g", "x", lambda _: rows[:3]), Check("h", "y", lambda _: rows[3:])]
-    monkeypatch.setattr("llava_fsdp.doctor.main.CHECKS", checks)
+    own = [Check("g", "x", lambda _: rows[:3]), Check("h", "y", lambda _: rows[3:])]
+    monkeypatch.setattr("llava_fsdp.doctor.main.CHECKS", own)
     cfg = config()
     with pytest.raises(ConfigError, match=r"^2 of 4 checks fail: c, d$"):
         doctor(replace(cfg, format=Format.json))
@@ -421,7 +421,7 @@ def test_what_doctor_prints(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     assert [(row["group"], row["name"], row["level"]) for row in printed["checks"]] == [
         ("g", "a", "OK"), ("g", "b", "WARN"), ("g", "c", "FAIL"), ("h", "d", "FAIL"),
     ]  # fmt: skip
-    checks[:] = [Check("g", "x", lambda _: rows[:2])]
+    own[:] = [Check("g", "x", lambda _: rows[:2])]
     doctor(cfg)
     shown = capsys.readouterr().out
     assert "-> be patient" in shown and "1 OK, 1 WARN, 0 FAIL" in shown
@@ -484,6 +484,22 @@ def test_the_dataset_is_read(tmp_path: Path) -> None:
     assert len(found) == 3
     only(disk.judge_images("data.images", found), Level.OK)
     only(disk.judge_images("data.images", [images / "gone.jpg"]), Level.FAIL)
+
+
+def test_missing_paths_are_told_before_those_that_are_written(tmp_path: Path) -> None:
+    """Those of validation only if there is one. An output folder is compared when all paths are there."""
+    (tmp_path / "images").mkdir()
+    (tmp_path / "records.json").write_text("[]")
+    there = f"data.path={tmp_path}/records.json", f"data.images={tmp_path}/images"
+    cfg = config("data=llava_json", *there, "val.path=gone.json", f"model.language={tmp_path}", "output_dir=out")
+    assert levels(config_checks.judge_paths(cfg)) == {"places": "OK"}
+    within = replace(cfg, output_dir=str(tmp_path / "run"))
+    assert levels(config_checks.judge_paths(within)) == {"places": "FAIL"}
+    validated = replace(within, val=replace(cfg.val, every=1))
+    assert levels(config_checks.judge_paths(validated)) == {"val.path": "FAIL"}
+    both = replace(validated, data=replace(cfg.data, images="/nowhere"))
+    assert levels(config_checks.judge_paths(both)) == {"data.images": "FAIL", "val.path": "FAIL"}
+    assert config_checks.data_paths(both) == ({"data.path": tmp_path / "records.json"}, {})
 
 
 @pytest.mark.slow
@@ -600,6 +616,120 @@ def test_network_and_links_are_judged_apart(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(network, "read_interfaces", lambda: ETHERNET[:1])
     assert {"interfaces", "host name"} <= {row.name for row in rows_of("interfaces", context_of())}
     assert rows_of("links", context_of(torch=SimpleNamespace(devices=[]))) == []
+
+
+def test_ranks_are_tried_on_the_gpus_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two on GPUs only if there are two; more than two all together. One GPU has no links."""
+    tried: list[tuple[int, bool]] = []
+    monkeypatch.setattr(checks, "try_ranks", lambda count, on_gpus: tried.append((count, on_gpus)) or [])
+    monkeypatch.setattr(checks, "output_of", lambda *_: NVLINK)
+    links, context = [], context_of()
+    for count in range(4):
+        context.torch = torch_of(*[A100] * count)
+        assert rows_of("2 ranks", context) == rows_of("all GPUs", context) == []
+        links.append({row.name for row in rows_of("links", context)})
+    assert tried == [(2, False), (2, False), (2, True), (2, True), (3, True)]
+    assert links == [set(), set(), {"links", "P2P"}, {"links", "P2P"}]
+
+
+def test_a_folder_that_cannot_be_written_is_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its room and its speed are not judged. Else the speed is that for a checkpoint of this training."""
+    asked: list[Any] = []
+    monkeypatch.setattr(disk, "judge_speed", lambda name, folder, size: asked.append((folder, size)) or [])
+    row: Any = None
+    refused = context_of("output_dir=/proc/none", known_needs=Needs(row, "", 7, 8, 9))
+    assert levels(rows_of("output_dir", refused)) == {"output_dir": "FAIL"}
+    context = context_of(f"output_dir={tmp_path}/not/yet", known_needs=Needs(row, "", 7, 8, 9))
+    assert levels(rows_of("output_dir", context)) == {"room in output_dir": "OK"}
+    assert rows_of("speed of output_dir", context) == [] and asked == [(tmp_path, 7)]
+    context.__dict__["known_needs"] = None
+    assert rows_of("speed of output_dir", context) == [] and asked[1:] == [(tmp_path, 0)]
+
+
+def test_a_training_is_tried_only_if_its_paths_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Warnings of the training, and of a dataset of few steps, are warnings here."""
+    monkeypatch.setattr("llava_fsdp.train.preflight.preflight", lambda cfg, device: [f"slow on {device.type}; wait"])
+    monkeypatch.setattr("llava_fsdp.train.preflight.few_steps", lambda cfg, steps: [f"{steps} steps are few; add"])
+    words = "data=llava_json", f"data.path={tmp_path}/records.json", "data.images=null"
+    context = context_of(*words, torch=torch_of(A100))
+    assert "FAIL" in levels(rows_of("places", context)).values() and context.is_missing
+    assert rows_of("train", context) == []
+    (tmp_path / "records.json").write_text(json.dumps([{"id": "a", "conversations": []}]))
+    context = context_of(*words, "epochs=3", torch=torch_of(A100))
+    assert not any(row.level is Level.FAIL for row in rows_of("places", context)) and not context.is_missing
+    assert [(row.level, row.result) for row in rows_of("train", context)] == [
+        (Level.WARN, "slow on cuda"), (Level.WARN, "3 steps are few"), (Level.OK, "takes this configuration"),
+    ]  # fmt: skip
+    context.torch = torch_of()
+    monkeypatch.setattr(config_checks, "count_steps", lambda cfg: None)
+    assert [row.result for row in rows_of("train", context)] == ["slow on cpu", "takes this configuration"]
+
+
+def test_each_gpu_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second one without bf16; one that torch sees and nvidia-smi does not."""
+    found = only(config_checks.judge_bf16(config(), [A100, V100]), Level.FAIL)
+    assert "GPU 1 (Tesla V100" in found.result
+    assert levels(gpus.judge_gpus([], torch_of(A100))) == {}
+    broken = torch_of(A100, {**A100, "error": "it computes wrong products"})
+    assert levels(gpus.judge_gpus([], broken)) == {"GPU 1 in use": "FAIL"}
+    assert gpus.seen_gpus(parse_smi(SMI), "GPU-d,GPU-d,GPU-a,unknown", None)[0].index == 3
+    assert levels(software.judge_environment(dict.fromkeys(software.SLOW, "1"))) == dict.fromkeys(software.SLOW, "WARN")
+    off = dict(zip(software.SLOW, ("", "0", "Off", "FALSE", "INFO", "false"), strict=True))
+    assert levels(software.judge_environment(off)) == {"environment": "OK"}
+
+
+@pytest.mark.parametrize(
+    ("value", "level"), [("1", "FAIL"), ("yes", "FAIL"), ("0", "WARN"), ("False", "WARN"), ("", "WARN")]
+)
+@pytest.mark.parametrize("variable", ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"])
+def test_downloads_that_are_forbidden(variable: str, value: str, level: str, tmp_path: Path) -> None:
+    cfg: Any = SimpleNamespace(model=SimpleNamespace(language="a/b", vision="package:tiny-clip", checkpoint=None))
+    found = levels(config_checks.judge_model(cfg, {variable: value}, tmp_path))
+    assert found == {"model.language": level, "model.vision": "OK"}
+    cfg.model.checkpoint = "a/c"
+    assert levels(config_checks.judge_model(cfg, {variable: value}, tmp_path)) == {"model.checkpoint": level}
+
+
+def test_images_are_looked_for_and_read_for_a_short_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    for folder in ("a", "b", "c"):
+        (tmp_path / folder).mkdir()
+        for number in range(2):
+            (tmp_path / folder / f"{number}.jpg").write_bytes(b"x")
+    assert len(disk.images_in(tmp_path)) == 6 and len(disk.images_in(tmp_path, max_files=5)) == 5
+    walk = os.walk
+
+    def slowly(folder: Path) -> Iterable[Any]:
+        for found in walk(folder):
+            clock[0] += 0.8
+            yield found
+
+    monkeypatch.setattr(disk, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(disk.os, "walk", slowly)
+    assert len(disk.images_in(tmp_path)) == 4, "of the folder and two below it"
+
+    class File:
+        def read_bytes(self) -> bytes:
+            clock[0] += 1.5
+            return b"x"
+
+    files: Any = (File() for _ in range(100))
+    assert "1 files a second" in only(disk.judge_images("data.images", files), Level.WARN).result
+    assert len(list(files)) == 98
+
+
+def test_ranks_that_take_too_long_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they wrote says where they are; one of them has not begun."""
+    python = tmp_path / "python"
+    python.write_text(
+        f"#!/bin/sh\nfor folder; do :; done\necho joined > $folder/rank-0\necho $$ > {tmp_path}/pid\nexec sleep 60\n"
+    )
+    python.chmod(0o700)
+    monkeypatch.setattr("sys.executable", str(python))
+    found = only(collectives.try_ranks(2, False, limit=0.3), Level.FAIL)
+    assert found.name == "2 ranks, gloo" and "rank 1 has not started" in found.result
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
 def test_text_of_sizes_errors_and_programs() -> None:

@@ -22,6 +22,7 @@ from llava_fsdp.model.conversions import (
     whole_model_of,
 )
 from llava_fsdp.model.lazy_tensor import LazyTensor, whole
+from llava_fsdp.model.load_weights import language_model
 from llava_fsdp.model.tensor_files import StoredTensor, open_tensors
 from llava_fsdp.runtime.errors import ModelError
 
@@ -171,6 +172,62 @@ def test_what_does_not_fit_is_told(tmp_path: Path) -> None:
     del tensors[f"{expert}.up_proj.weight"]
     with pytest.raises(ModelError, match=str(tmp_path)):
         plan()
+
+
+@pytest.mark.parametrize("held", ["lm_head.weight", "model.embed_tokens.weight"])
+def test_a_tied_weight_is_found_under_either_of_its_names(held: str, tmp_path: Path) -> None:
+    """Files may have it under one name; the source is the same for both."""
+    config = text("llama")
+    config.tie_word_embeddings = True
+    made = filled(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+    names = {"lm_head.weight", "model.embed_tokens.weight"}
+    tensors = {n: v.clone() for n, v in made.state_dict().items() if n == held or n not in names}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    plan = plan_load(lambda: language_model_of(config), open_tensors(tmp_path), tmp_path)
+    assert plan.sources.keys() == made.state_dict().keys() and not plan.unused
+    for name in names:
+        source = plan.sources[name]
+        assert torch.equal(source.rows(0, source.shape[0]), tensors[held])
+
+
+def test_weights_that_a_language_model_has_no_place_for_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """But for buffers that are computed. What our model lacks, or has in another shape, is refused."""
+    made = filled(AutoModelForCausalLM.from_config(text("llama"), dtype=torch.float32))
+    ours = nn.ModuleDict({"language_model": made.model, "lm_head": made.lm_head})
+    tensors = {name: value.clone() for name, value in made.state_dict().items()}
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(3)
+
+    def found(model: nn.Module = ours) -> dict[str, Any]:
+        save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+        return language_model(open_tensors(tmp_path), text("llama"), tmp_path, model)
+
+    names = {name for name, _ in ours.named_parameters()}
+    assert found().keys() == names and caplog.records == []
+    tensors["extra.weight"] = torch.ones(2)
+    assert found().keys() == names and len(caplog.records) == 1
+    assert "extra.weight" in caplog.text and "1 weights" in caplog.text
+    with pytest.raises(ModelError, match="lm_head"):
+        found(nn.ModuleDict({"language_model": made.model}))
+    tensors["model.norm.weight"] = torch.ones(19)
+    with pytest.raises(ModelError, match=r"model\.norm\.weight has shape \[19\]"):
+        found()
+
+
+def test_of_a_whole_model_s_weights_the_language_model_takes_its_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a warning of the tower's, whose shapes do not matter."""
+    made = filled(AutoModelForImageTextToText.from_config(composite("llava_next"), dtype=torch.float32))
+    tensors = save(made, tmp_path)
+    for file in tmp_path.glob("*.safetensors*"):
+        file.unlink()
+    tensors["multi_modal_projector.linear_1.weight"] = torch.ones(3)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    ours = nn.ModuleDict({"language_model": made.model.language_model, "lm_head": made.lm_head})
+    found = language_model(open_tensors(tmp_path), composite("llava_next"), tmp_path, ours)
+    assert found.keys() == {name for name, _ in ours.named_parameters()} and caplog.records == []
 
 
 def test_files_of_two_dtypes_and_pickled_ones(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Load of experts and load-balance loss, against plain loops over samples and experts."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from mixtures import MIXTURES, mixture_parts
 from small import Configure, make_config
 from tiers import slow_after
 from transformers import AutoConfig, AutoModel
+from transformers.utils.output_capturing import OutputRecorder
 
 from llava_fsdp.data.batching.batch import MicroBatch
 from llava_fsdp.distributed.zero import SHARD_PLANS
@@ -17,6 +19,7 @@ from llava_fsdp.model.experts import (
     Router,
     RouterHook,
     RouterOutput,
+    RouterOutputs,
     balance_loss,
     count_choices,
     find_routers,
@@ -192,3 +195,45 @@ def test_outputs_are_kept_from_one_pass(with_gradients: bool) -> None:
     assert kept.logits.requires_grad is with_gradients
     module(x)
     assert (hook.outputs is None) is with_gradients
+
+
+class TwoRouters(torch.nn.Module):
+    """A model with a router in each of its layers, which declares them as transformers' models do."""
+
+    def __init__(self, *experts: int):
+        super().__init__()
+        with torch.device("meta"):
+            self.layers = torch.nn.ModuleList(TopRouter(count) for count in experts)
+        self._can_record_outputs = {"router_logits": OutputRecorder(TopRouter, index=0)}
+        self.config = SimpleNamespace(hidden_size=6)
+
+
+class TopRouter(torch.nn.Module):
+    def __init__(self, experts: int):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(experts, 6))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = x @ self.weight.t()
+        return logits, logits.topk(2, dim=-1).indices
+
+
+def test_routers_with_unlike_numbers_of_experts_are_not_watched() -> None:
+    """Their loads have no common table."""
+    assert [router.experts for router in find_routers(TwoRouters(5, 5))] == [5, 5]
+    assert find_routers(TwoRouters(5, 4)) == [] and find_routers(TwoRouters()) == []
+
+
+def test_a_stage_watches_its_own_routers_and_counts_all() -> None:
+    model = TwoRouters(5, 5, 5)
+    routers = find_routers(model)
+    outputs = RouterOutputs(routers, False, inside=model.layers[1])
+    assert (outputs.count, outputs.experts) == (3, 5)
+    assert [outputs.places[router.name] for router in outputs.routers] == [1] and len(outputs.hooks) == 1
+    whole = RouterOutputs(routers, False)
+    assert len(whole.hooks) == 3 and list(whole.places.values()) == [0, 1, 2]
+    with pytest.raises(ZeroDivisionError), whole.keep() as kept:
+        model.layers[2](torch.empty(2, 6, device="meta"))
+        raise ZeroDivisionError
+    assert [output.router.name for output in kept] == ["layers.2"], "also after an error"
+    assert all(hook.outputs is None for hook in whole.hooks)

@@ -9,7 +9,8 @@ import torch
 from transformers import DynamicCache, LlamaConfig
 
 from llava_fsdp.data.text.detokenize import PENDING, AnswerText, stops_of
-from llava_fsdp.model.generation import PrefixCache, Sampling, choose
+from llava_fsdp.model.generation import PrefixCache, Sampling, check_answers, choose, write_tokens
+from llava_fsdp.runtime.errors import ConfigError
 
 
 def tokenizer(**words: list[int]) -> Any:
@@ -103,3 +104,52 @@ def test_a_cache_that_cannot_be_cropped_is_used_as_a_whole_or_not_at_all(monkeyp
     monkeypatch.setattr("llava_fsdp.model.generation.can_be_cropped", lambda _: False)
     assert filled([5, 6, 7], (3, 3)).reuse(MODEL, [5, 6, 7, 8])[1] == 3
     assert filled([5, 6, 7], (3, 3)).reuse(MODEL, [5, 6, 8, 8])[1] == 0
+
+
+def test_what_the_model_reads_for_each_token() -> None:
+    """The prompt after a cached token, one row padded on the left; then each chosen token, without images."""
+    calls: list[dict[str, Any]] = []
+
+    def model(ids: Any, cached: Any, places: Any, rows: Any, images: Any, seeds: Any, last: Any, **more: Any) -> Any:
+        own = {"ids": ids, "positions": cached.position_ids, "mask": cached.mask.int(), "places": places, "last": last}
+        calls.append({name: value.tolist() for name, value in own.items()} | {"images": images, **more})
+        logits = torch.zeros(2, 9)
+        logits[0, len(calls)], logits[1, len(calls) + 4] = 1, 1
+        return logits
+
+    ids, mask = torch.tensor([[0, 0, 3], [4, 5, 6]]), torch.tensor([[0, 0, 0, 1], [1, 1, 1, 1]]).bool()
+    images: Any = torch.tensor([5]), torch.tensor([0]), torch.ones(1)
+    cache = DynamicCache(config=LANGUAGE)
+    found = [one.tolist() for one in write_tokens(model, ids, mask, images, cache, Sampling(3))]
+    assert found == [[1, 5], [2, 6], [3, 7]]
+    assert [call["ids"] for call in calls] == [ids.tolist(), [[1], [5]], [[2], [6]]]
+    assert [call["positions"] for call in calls] == [[[0, 0, 0], [1, 2, 3]], [[1], [4]], [[2], [5]]]
+    assert [call["mask"] for call in calls] == [
+        [[0, 0, 0, 1, *[1] * n], [1, 1, 1, 1, *[1] * n]] for n in range(3)
+    ]  # fmt: skip
+    assert [call["last"] for call in calls] == [[2, 5], [0, 1], [0, 1]]
+    assert [call["places"] for call in calls] == [[5], [], []]
+    assert calls[0]["images"] is images[2] and calls[1]["images"] is calls[2]["images"] is None
+    assert all(call["return_logits"] for call in calls)
+
+
+@pytest.mark.parametrize("kind", [TypeError, AttributeError, NotImplementedError, ValueError, None])
+@pytest.mark.parametrize("call", [1, 2])
+def test_a_language_model_that_cannot_answer_is_refused(kind: type[Exception] | None, call: int) -> None:
+    """Whether the first token fails, or the second, for which the cache is read."""
+    calls = 0
+
+    def model(ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if kind is not None and calls == call:
+            raise kind("no cache")
+        return torch.zeros(1, 9)
+
+    found = None
+    try:
+        check_answers(model, LANGUAGE, torch.device("cpu"), 28)
+    except Exception as error:
+        found = type(error)
+    assert found is (None if kind is None else ConfigError)
+    assert calls == (call if kind is not None else 2)

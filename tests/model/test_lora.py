@@ -3,6 +3,7 @@
 import itertools
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 from llava_fsdp.config import LoraConfig
 from llava_fsdp.data.batching.collate import boundaries
+from llava_fsdp.model import load_weights
 from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.load_weights import find_weights
 from llava_fsdp.model.lora import check_gradients
@@ -68,6 +70,17 @@ def test_what_can_never_learn_is_refused(parts: Path, dataset: Path, tmp_path: P
     model.vision_tower.get_parameter(lost).requires_grad_(True)
     with pytest.raises(ConfigError, match=f"vision_tower.{lost} and 0 other parameters .* never receive a gradient"):
         check_gradients(model)
+
+
+def test_a_check_of_gradients_leaves_the_model_as_it_was(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """Dropout is turned off for the check alone."""
+    model = built(parts, dataset, tmp_path, "model.lora.dropout=0.5")
+    dropouts = [module for module in model.modules() if isinstance(module, SampleDropout)]
+    assert model.training and len(dropouts) == len(model.adapted)
+    for trains in (False, True):
+        model.train(trains)
+        check_gradients(model)
+        assert {model.training, *(module.training for module in dropouts)} == {trains}
 
 
 def test_adapters_without_linear_layers_are_refused(parts: Path, dataset: Path, tmp_path: Path) -> None:
@@ -259,3 +272,42 @@ def test_a_tower_without_a_picture_has_one_blank_tile() -> None:
     blank = keys.vision
     keys.set(torch.tensor([6]), torch.zeros(1, dtype=torch.int64), torch.Size((1, 3)), None, 4)
     assert torch.equal(blank, keys.vision)
+
+
+def test_a_projector_beside_an_adapter_is_read_unless_another_is_given(
+    parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that continues an adapter; biases beside the adapter are read in any case."""
+    cfg = make_config(parts, dataset, tmp_path, *LORA, f"model.lora.checkpoint={tmp_path}").model
+    found = find_parts(cfg)
+    model = build_llava(found, cfg, torch.float32)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    projector = {name for name in shapes if name.startswith("multi_modal_projector.")}
+    stored: dict[str, Any] = {
+        name: MemoryTensor(torch.zeros(shape))
+        for name, shape in shapes.items()
+        if name in projector or is_adapter(name) or name == "language_model.norm.weight"
+    }
+    own = MemoryTensor(torch.ones(1))
+    monkeypatch.setattr(load_weights, "find_adapter", lambda *_: tmp_path)
+    monkeypatch.setattr(load_weights, "open_adapter", lambda _: None)
+    monkeypatch.setattr(load_weights, "started_from", lambda *_: dict(stored))
+    monkeypatch.setattr(
+        load_weights, "projector_alone", lambda _: {n: MemoryTensor(torch.ones(shapes[n])) for n in projector}
+    )
+
+    def sources(kind: str, path: Path | None = None) -> dict[str, Any]:
+        return find_weights(model, found, replace(cfg, projector=kind), path, 0)
+
+    def kinds(sources: dict[str, Any]) -> set[str]:
+        return {"beside" if sources[n] is stored.get(n) else type(sources[n]).__name__ for n in projector}
+
+    beside, drawn, given = sources("auto"), sources("random"), sources("auto", tmp_path)
+    assert (kinds(beside), kinds(drawn), kinds(given)) == ({"beside"}, {"Drawn"}, {type(own).__name__})
+    for one in (beside, drawn, given):
+        assert all(one[n] is stored[n] for n in stored if n not in projector)
+    for name in projector:
+        del stored[name]
+    with pytest.raises(ModelError, match="has no projector"):
+        sources("auto")
+    assert kinds(sources("random")) == {"Drawn"} and kinds(sources("auto", tmp_path)) == {type(own).__name__}

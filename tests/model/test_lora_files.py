@@ -14,11 +14,15 @@ from llava_fsdp.config import LoraBias, LoraConfig
 from llava_fsdp.export.adapter_folder import is_projector, prove_adapter
 from llava_fsdp.model.lora_files import (
     AdapterFolder,
+    check_changed,
     check_fits,
     check_kind,
     check_meaning,
     check_strangers,
+    open_adapter,
     read_lora,
+    unchanged_modules,
+    without_idle_tower,
 )
 from llava_fsdp.runtime.errors import ModelError
 from llava_fsdp.train.final_export import MemoryTensor
@@ -149,3 +153,57 @@ def test_an_adapter_that_is_read_again_is_what_was_written(tmp_path: Path) -> No
     torch.save({newline: held["image_newline"] + 1}, tmp_path / "non_lora_trainables.bin")
     with pytest.raises(ModelError):
         prove_adapter(tmp_path, expected)
+
+
+def adapters_of(**values: float) -> dict[str, Any]:
+    """The two matrices of an adapter for each module; those of B have this value in one place."""
+    tensors: dict[str, Any] = {}
+    for name, value in values.items():
+        b = torch.zeros(7, 3)
+        b[4, 1] = value
+        module = name.replace("__", ".")
+        tensors[f"{module}.lora_A.default.weight"] = MemoryTensor(torch.ones(3, 5))
+        tensors[f"{module}.lora_B.default.weight"] = MemoryTensor(b)
+    return tensors
+
+
+def test_which_adapters_training_has_changed(caplog: pytest.LogCaptureFixture) -> None:
+    """None at all is an error, and some of them are a warning."""
+    check_changed(adapters_of(a=1.0, b=-1e-30), "x", "train")
+    assert caplog.records == []
+    some = adapters_of(a=1.0, b=0.0, c=0.0)
+    assert unchanged_modules(some) == ["b", "c"]
+    check_changed(some, "x", "train")
+    assert len(caplog.records) == 1 and "2 of 3 modules" in caplog.text
+    with pytest.raises(ModelError, match="all 2 adapted modules"):
+        check_changed(adapters_of(a=0.0, b=0.0), "x", "train")
+
+
+def test_only_idle_adapters_of_a_tower_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With all their matrices; a bias that trained beside them stays."""
+    tensors = adapters_of(vision_tower__a=0.0, vision_tower__b=1.0, language_model__c=0.0)
+    bias = "vision_tower.a.base_layer.bias"
+    opened = AdapterFolder(tmp_path, {}, found(tmp_path).lora, {**tensors, bias: MemoryTensor(torch.ones(7))})
+    kept = without_idle_tower(opened)
+    assert kept.modules == ["language_model.c", "vision_tower.b"] and bias in kept.tensors
+    assert len(kept.tensors) == len(opened.tensors) - 2 and len(caplog.records) == 1
+    assert without_idle_tower(kept) is kept and len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_a_folder_has_its_adapters_and_what_trained_beside_them(kind: str, tmp_path: Path) -> None:
+    layer = "base_model.model.model.layers.0.self_attn.q_proj"
+    save = save_file if kind == "safetensors" else torch.save
+    write_json(tmp_path / "adapter_config.json", PLAIN)
+    with pytest.raises(ModelError, match="adapter_model"):
+        open_adapter(tmp_path)
+    save({"base_model.model.model.image_newline": torch.ones(5)}, tmp_path / f"adapter_model.{kind}")
+    with pytest.raises(ModelError, match="no LoRA weights"):
+        open_adapter(tmp_path)
+    pair = {f"{layer}.lora_A.weight": torch.ones(3, 5), f"{layer}.lora_B.weight": torch.ones(7, 3)}
+    save(pair, tmp_path / f"adapter_model.{kind}")
+    assert open_adapter(tmp_path).tensors.keys() == {A, B}
+    save({"base_model.model.model.image_newline": torch.ones(5)}, tmp_path / f"non_lora_trainables.{kind}")
+    opened = open_adapter(tmp_path)
+    assert opened.tensors.keys() == {A, B, "image_newline"} and opened.modules == [MODULE]
+    assert opened.lora.r == 3 and opened.settings == PLAIN

@@ -1,22 +1,29 @@
 """What the configuration of a model folder may say, to the last number that is allowed."""
 
+import contextlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from small import write_json
+from transformers import CLIPVisionConfig, LlavaConfig, LlavaNextConfig, LlavaOnevisionConfig
 
-from llava_fsdp.config import Feature
+from llava_fsdp.config import Feature, PatchMerge
 from llava_fsdp.model import pretrained
 from llava_fsdp.model.pretrained import (
     NoProjector,
+    Parts,
+    artifacts_of,
     check_named_language,
     check_same_model,
     check_selection,
     check_sizes,
     find_folder,
+    find_parts,
     find_projector,
+    grids_of,
+    max_tiles_of,
     resolve_model,
     trained_vocabulary,
 )
@@ -206,3 +213,76 @@ def test_where_the_projector_of_a_training_is(tmp_path: Path) -> None:
     assert found() == found(str(run)) == run / "export" and found(random_weights=True) == run / "export"
     with pytest.raises(ConfigError, match=r"trained for model\.vision=v, not w"):
         found(vision="w")
+
+
+def test_weights_that_would_not_be_read_are_refused(tmp_path: Path) -> None:
+    """With random weights: of the language model as of the tower, in each form."""
+    names = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json"
+    for part in ("language", "vision"):
+        write_json(tmp_path / part / "config.json", {"model_type": "llama"})
+    cfg: Any = SimpleNamespace(
+        checkpoint=None, language=f"{tmp_path}/language", vision=f"{tmp_path}/vision", random_weights=True
+    )
+    find_parts(cfg)
+    for part in ("language", "vision"):
+        for name in names:
+            (tmp_path / part / name).write_text("")
+            with pytest.raises(ConfigError, match=rf"model\.{part}="):
+                find_parts(cfg)
+            find_parts(SimpleNamespace(**(vars(cfg) | {"random_weights": False})))  # pyright: ignore
+            (tmp_path / part / name).unlink()
+
+
+def test_everything_that_weights_are_read_from_is_compared_with_its_notes(tmp_path: Path) -> None:
+    """Each folder once: the parts of a whole model are in its own folder."""
+    write_json(tmp_path / "run" / "adapter" / "adapter_config.json", {})
+    language, vision, whole = (tmp_path / name for name in ("language", "vision", "whole"))
+    nothing: Any = None
+    plain: Any = SimpleNamespace(lora=SimpleNamespace(checkpoint=None))
+    adapted: Any = SimpleNamespace(lora=SimpleNamespace(checkpoint=str(tmp_path / "run")))
+    apart = Parts(language, vision, nothing, nothing, None)
+    assert artifacts_of(apart, None, plain) == [language, vision]
+    assert artifacts_of(apart, tmp_path / "p", adapted) == [language, vision, tmp_path / "p", tmp_path / "run/adapter"]
+    assert artifacts_of(Parts(whole, whole, nothing, nothing, whole), None, plain) == [whole]
+    assert artifacts_of(Parts(whole, vision, nothing, nothing, whole), None, plain) == [whole, vision]
+
+
+@pytest.mark.parametrize(
+    ("kind", "merge", "fits"),
+    [
+        (LlavaConfig, PatchMerge.flat, True), (LlavaConfig, PatchMerge.spatial_unpad, True),
+        (LlavaNextConfig, PatchMerge.spatial_unpad, True), (LlavaNextConfig, PatchMerge.flat, False),
+        (LlavaNextConfig, PatchMerge.spatial, False), (LlavaOnevisionConfig, PatchMerge.flat, False),
+        (LlavaOnevisionConfig, PatchMerge.spatial_unpad, True),
+    ],
+)  # fmt: skip
+def test_tiles_are_joined_as_the_checkpoint_s_were(kind: Any, merge: PatchMerge, fits: bool, tmp_path: Path) -> None:
+    """A model of one tile may be trained further with several."""
+    tower = CLIPVisionConfig(image_size=42, patch_size=14)
+    config = kind(vision_config=tower, vision_feature_layer=-2, vision_feature_select_strategy="full")
+    cfg: Any = SimpleNamespace(
+        select_layer=-2, select_feature=Feature.full, projector_type="mlp2x_gelu", shuffle_factor=1, patch_merge=merge
+    )
+    with contextlib.nullcontext() if fits else pytest.raises(ConfigError, match=r"model\.patch_merge"):
+        check_selection(config, cfg, tmp_path)
+    cfg.projector_type = "linear"
+    with pytest.raises(ConfigError, match=r"model\.projector_type=linear"):
+        check_selection(config, cfg, tmp_path)
+
+
+def test_tiles_and_their_sizes_of_a_checkpoint(tmp_path: Path) -> None:
+    """Width and height are the other way round in its file."""
+    plain, tiled, limited = LlavaConfig(), LlavaNextConfig(), LlavaOnevisionConfig(vision_aspect_ratio="anyres_max_12")
+    for config in (tiled, limited):
+        config.image_grid_pinpoints = [[28, 56], (84, 28)]
+        assert grids_of(config, tmp_path) == [[56, 28], [28, 84]]
+        for wrong in ([], [28, 56], [[28, 56], [28]], [[28, 0]], [[28, True]], [[28, 56.0]], [[28, 56, 84]]):
+            config.image_grid_pinpoints = wrong
+            with pytest.raises(ModelError, match="image_grid_pinpoints"):
+                grids_of(config, tmp_path)
+    assert grids_of(plain, tmp_path) is max_tiles_of(plain, tmp_path) is max_tiles_of(tiled, tmp_path) is None
+    assert max_tiles_of(limited, tmp_path) == 12
+    for wrong in ("anyres", "anyres_max_", "anyres_max_9x", "xanyres_max_9"):
+        limited.vision_aspect_ratio = wrong
+        with pytest.raises(ModelError, match="vision_aspect_ratio"):
+            max_tiles_of(limited, tmp_path)

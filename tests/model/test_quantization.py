@@ -1,5 +1,6 @@
 """Packed weights are bitsandbytes' own, bit for bit, and so is what is computed with them."""
 
+import contextlib
 import sys
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from llava_fsdp.config import Config, Part, QuantizeConfig, Quantizer
-from llava_fsdp.distributed.local_shards import local_shards
+from llava_fsdp.distributed.local_shards import LocalShard, local_shards
 from llava_fsdp.distributed.precision import MasterWeights
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.load_weights import find_weights, fingerprint, frozen_digests, load_weights
@@ -26,6 +27,7 @@ from llava_fsdp.model.quantization import (
     weight_shape,
 )
 from llava_fsdp.runtime.errors import ConfigError, ModelError
+from llava_fsdp.train.final_export import MemoryTensor
 
 KINDS = [QuantizeConfig(mode=m, double=d) for m in (Quantizer.nf4, Quantizer.fp4) for d in (True, False)]
 KINDS += [QuantizeConfig(mode=Quantizer.int8)]
@@ -257,6 +259,43 @@ def test_a_gpu_without_kernels_is_refused(
     monkeypatch.setattr(bitsandbytes.cextension.lib, "compiled_with_cuda", False)
     with pytest.raises(ConfigError, match=rf"quantize\.mode=int8.*{message}.*set model\.quantize\.mode=none"):
         check_quantizer(KINDS[4], torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "refused"),
+    [((6, 0), None, False), ((9, 0), None, False), ((5, 9), None, True), ((5, 9), "6.2", False)],
+)
+def test_a_gpu_with_kernels_is_taken(
+    capability: tuple[int, int], hip: str | None, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers of AMD's GPUs mean something else."""
+    import bitsandbytes
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Some GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(bitsandbytes.cextension.lib, "compiled_with_cuda", True)
+    with pytest.raises(ConfigError) if refused else contextlib.nullcontext():
+        check_quantizer(KINDS[0], torch.device("cuda", 0))
+
+
+def test_every_tensor_of_a_shard_gets_its_rows_and_columns() -> None:
+    """A master weight beside the model's own, in another dtype; a packed weight is read whole."""
+    weight = torch.arange(20.0).view(4, 5)
+    source = MemoryTensor(weight)
+    for columns, expected in ((None, weight[1:3]), ((2, 4), weight[1:3, 2:4])):
+        held = [torch.zeros_like(expected), torch.zeros_like(expected, dtype=torch.bfloat16)]
+        load_weights({"a": source}, {"a": LocalShard(1, 3, held, columns)})
+        assert torch.equal(held[0], expected) and torch.equal(held[1], expected.bfloat16())
+    _, packed, _ = layers(KINDS[0], torch.float32)
+    whole = torch.randn(OUTPUTS, FEATURES)
+    bits = packed.pack(whole)
+    part = torch.zeros(5, 1)
+    sources = {"a": source, "b": MemoryTensor(whole)}
+    plain = torch.zeros(4, 5)
+    shards = {"a": LocalShard(0, 4, [plain]), "b": LocalShard(2, 7, [part])}
+    load_weights(sources, shards, packed={"b": packed})
+    assert torch.equal(part.view(torch.uint8), bits[2:7].view(torch.uint8)) and torch.equal(plain, weight)
 
 
 def test_targets_are_the_adapters_own(parts: Path, dataset: Path, tmp_path: Path) -> None:

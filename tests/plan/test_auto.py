@@ -8,13 +8,16 @@ from typing import Any, cast
 
 import pytest
 import torch
+import yaml
 from small import make_config
 
 from llava_fsdp.config import (
     ActivationCheckpointing,
     ActivationCheckpointingConfig,
+    Attention,
     Config,
     ParallelConfig,
+    PipelineSchedule,
     Strategy,
 )
 from llava_fsdp.distributed.mesh import World
@@ -108,6 +111,55 @@ def test_a_kept_value_is_reported_as_such(decided: Decide, tmp_path: Path) -> No
     budget = ActivationCheckpointingConfig(mode=ActivationCheckpointing.budget, budget=0.3)
     assert (kept.activation_checkpointing, kept.tokens, kept.parallel.num_context) == (budget, 277, 1)
     assert kept.reason == "as when this run began"
+    (tmp_path / "config.yaml").write_text(recorded)
+    assert decided({1: 10}, 4, *words, "compile=true", continues=True).activation_checkpointing == FULL, (
+        "no number of tokens is recorded, and one is to be chosen"
+    )
+
+
+def test_the_recorded_layout_of_a_search_is_kept(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """All kinds of parallelism and the schedule; without a search, the number of ranks a row alone."""
+    recorded = {
+        "sharding": {"strategy": "FULL_SHARD"},
+        "activation_checkpointing": {"mode": "full", "budget": None},
+        "tokens_per_micro_batch": 256,
+        "parallel": {"context": 3, "tensor": 2, "expert": 1, "pipeline": 2, "schedule": "interleaved"},
+    }
+    modes = "activation_checkpointing.mode=auto", "tokens_per_micro_batch=auto"
+    searching = make_config(parts, dataset, tmp_path, *KEYS, *modes, "parallel.context=1", "parallel.search=true")
+    sharing = make_config(parts, dataset, tmp_path, *KEYS, "sharding.strategy=NO_SHARD", "parallel.tensor=4")
+
+    def found(cfg: Config, **changes: Any) -> auto.Decision | None:
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump(recorded | changes))
+        return auto.recorded(cfg)
+
+    own = found(searching)
+    assert own is not None
+    interleaved = PipelineSchedule.interleaved
+    assert own.parallel == ParallelConfig(context=3, tensor=2, pipeline=2, schedule=interleaved)
+    assert (own.strategy, own.activation_checkpointing, own.tokens) == (Strategy.FULL_SHARD, FULL, 256)
+    plain = found(searching, parallel={})
+    assert plain is not None and plain.parallel == ParallelConfig()
+    own = found(sharing)
+    assert own is not None and own.parallel == replace(sharing.parallel, context=3)
+    assert own.strategy is Strategy.NO_SHARD and own.activation_checkpointing == sharing.activation_checkpointing
+    for damaged in (
+        {"parallel": {"tensor": "two"}}, {"parallel": {"context": "auto"}}, {"parallel": {"schedule": "zigzag"}},
+        {"tokens_per_micro_batch": "auto"}, {"activation_checkpointing": {"mode": "auto"}},
+    ):  # fmt: skip
+        assert found(searching, **damaged) is None
+
+
+def test_which_kinds_of_parallelism_were_chosen() -> None:
+    shared = ParallelConfig(context=2)
+    piped = ParallelConfig(context=2, tensor=4, pipeline=2, schedule=PipelineSchedule.interleaved)
+    names = ["parallel.context=2", "parallel.tensor=4", "parallel.expert=1", "parallel.pipeline=2"]
+    assert auto.chosen_kinds(ParallelConfig(search=True), piped) == [*names, "parallel.schedule=interleaved"]
+    assert auto.chosen_kinds(ParallelConfig(search=True), replace(shared, tensor=4)) == [
+        *names[:3], "parallel.pipeline=1",
+    ]  # fmt: skip
+    assert auto.chosen_kinds(replace(piped, context="auto"), piped) == names[:1]
+    assert auto.chosen_kinds(piped, piped) == []
 
 
 def test_every_chosen_value_is_printed(parts: Path, dataset: Path, tmp_path: Path) -> None:
@@ -146,6 +198,9 @@ def test_a_model_that_cannot_be_planned_gets_what_needs_little(
         ParallelConfig(),
         "the planner cannot compute this model (RuntimeError: no meta kernel)",
     )
+    assert decided({}, 8).parallel == ParallelConfig(context=8), "the largest number of ranks a row"
+    searched = decided({}, 1, "parallel.context=1", "tokens_per_micro_batch=256", "parallel.search=true")
+    assert searched.parallel == ParallelConfig()
     own = decided({}, 1, "parallel.context=1", "tokens_per_micro_batch=256", "sharding.strategy=SHARD_OPTIMIZER")
     assert own.strategy is Strategy.SHARD_OPTIMIZER
     assert own.activation_checkpointing.mode is ActivationCheckpointing.none
@@ -182,6 +237,21 @@ def test_what_is_tried_for_auto(parts: Path, dataset: Path, tmp_path: Path, monk
     )
     assert [(c.zero, c.activation_checkpointing.mode.value) for c in choices] == [("hybrid", "none")]
     assert (ranks.shard_size, len(lengths)) == (2, 1)
+    assert tried("parallel.tensor=2")[1].shard_size == 2, "two ranks of each node hold the same parts of layers"
+    splits[:] = [[SimpleNamespace(tokens=tokens, context=2)] for tokens in (300, 256, 200)]
+    shared = *words, "pack=true", "micro_batch_size=2", "data.max_length=256", "parallel.context=2"
+    assert [split[0].tokens for split in tried(*shared)[2]] == [256, 200], "of a row, all its ranks count"
+    kernel.attention = Attention.sdpa
+    for compiled, modes in (
+        ("compile=false", {"none", "selective", "full", "offload"}),
+        ("compile=true", {"none", "full", "offload"}),
+    ):
+        choices, _, _ = tried(*words, compiled)
+        assert {c.activation_checkpointing.mode.value for c in choices} == modes
+    choices, _, _ = tried(*words, "offload=optimizer")
+    assert {(c.zero, c.offload.value) for c in choices} == {
+        (zero, "optimizer") for zero in ("zero1", "zero2", "zero3", "hybrid", "hybrid2")
+    }
 
 
 def test_packing_that_a_model_refuses_is_left_out(

@@ -4,7 +4,7 @@ import contextlib
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,7 +21,19 @@ from llava_fsdp.plan import auto
 from llava_fsdp.plan.activations import MicroBatch
 from llava_fsdp.plan.auto import decide, ways_for
 from llava_fsdp.plan.hardware import Machine, machine_named
-from llava_fsdp.plan.layouts import NEAR, Planned, Searcher, Ways, candidates, fastest_that_fits, layouts
+from llava_fsdp.plan.layouts import (
+    NEAR,
+    Candidate,
+    Planned,
+    Search,
+    Searcher,
+    Ways,
+    candidates,
+    fastest,
+    fastest_that_fits,
+    layouts,
+    why_not,
+)
 from llava_fsdp.plan.planner import Planner
 from llava_fsdp.plan.workload import Samples
 from llava_fsdp.runtime.errors import ConfigError
@@ -147,7 +159,72 @@ def test_a_bound_is_below_the_seconds_of_all_sizes_of_micro_batches(
     assert {1, 2} <= {pipeline for pipeline, count in sizes if count > 2}
 
 
-def test_layouts_are_products_of_divisors(dense: Path, dataset: Path, tmp_path: Path) -> None:
+def imagined(
+    name: str, seconds: tuple[float, ...], fits: tuple[bool, ...], total: int, bound: float = 0.0, **kinds: int
+) -> Candidate:
+    """A way to train whose micro-batches take `seconds`, the largest first, with the layout of ranks `kinds`."""
+    splits: Any = [(len(seconds) - n,) * (n + 1) for n in range(len(seconds))]
+
+    def row(choice: Any, ranks: Any, split: Any, ends: Any = None) -> Any:
+        number = len(split) - 1
+        return SimpleNamespace(
+            choice=choice, micro_batches=tuple(split), fits=fits[number], bytes={"total": total}, usable=10 * 10**9,
+            is_exact=ends is None, step=SimpleNamespace(seconds=seconds[number]),
+        )  # fmt: skip
+
+    planner: Any = SimpleNamespace(
+        cfg=SimpleNamespace(parallel=ParallelConfig(**kinds)),
+        ends=lambda small, large: [small, large],
+        seconds=lambda choice, ranks, split: seconds[len(split) - 1],
+        row=row,
+    )
+    nothing: Any = None
+    choice: Any = name
+    return Candidate(Ways(planner, [choice], nothing, splits), choice, bound)
+
+
+def names_of(search: Search) -> list[Any]:
+    return [one.row.choice for one in search.rows]
+
+
+def test_of_about_equally_fast_ways_the_one_with_the_fewest_kinds_is_chosen() -> None:
+    fast = imagined("fast", (1.0,), (True,), 5, context=2, tensor=2)
+    near = imagined("near", (1.02,), (True,), 5, tensor=2)
+    plain = imagined("plain", (1.025,), (True,), 5, tensor=4)
+    slow = imagined("slow", (1.04,), (True,), 5)
+    found = fastest([slow, near, plain, fast], 1)
+    assert names_of(found) == ["near", "fast", "plain"]
+    assert [cast(Any, one.row).is_exact for one in found.rows] == [True, False, False]
+    assert (found.layouts, found.ways, found.measured) == (4, 4, 3)
+    assert names_of(fastest([slow, near, plain, fast], 4)) == ["near", "fast", "plain", "slow"]
+
+
+def test_ways_that_do_not_fit_come_last_the_smallest_first() -> None:
+    large = imagined("large", (1.0, 2.0), (False, False), 30)
+    small = imagined("small", (1.5,), (False,), 20)
+    fits = imagined("fits", (3.0,), (True,), 5)
+    assert names_of(fastest([large, small, fits], 1)) == ["fits", "small", "large"]
+    assert names_of(fastest([large, small], 1)) == ["small", "large"]
+
+
+def test_a_way_whose_bound_is_low_is_measured_only_if_it_may_be_fast() -> None:
+    """Its own seconds count, with the largest micro-batches, or in a pipeline with the fastest."""
+    misled = imagined("misled", (9.0,), (True,), 5, bound=0.1)
+    fits = imagined("fits", (2.0,), (True,), 5, bound=1.9)
+    far = imagined("far", (8.0,), (True,), 5, bound=7.0)
+    found = fastest([misled, fits, far], 1)
+    assert names_of(found) == ["fits"] and found.measured == 1
+    piped = imagined("piped", (9.0, 1.0), (True, True), 5, pipeline=2)
+    alone = imagined("alone", (3.0, 0.5), (True, True), 5)
+    found = fastest([alone, piped], 2)
+    assert [(one.row.choice, one.row.step.seconds) for one in found.rows] == [("piped", 1.0), ("alone", 3.0)]
+    full = imagined("full", (4.0, 5.0), (False, True), 5, pipeline=2)
+    assert fastest([full], 1).rows[0].row.step.seconds == 5.0
+
+
+def test_layouts_are_products_of_divisors(
+    dense: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Numbers that are set are kept; what the configuration refuses, or leaves ranks without samples, is left out."""
 
     def found(*words: str, ranks: int = 8, node: int = 4) -> set[tuple[int, ...]]:
@@ -168,6 +245,17 @@ def test_layouts_are_products_of_divisors(dense: Path, dataset: Path, tmp_path: 
     assert found("offload=optimizer", "global_batch_size=64") == {(1, 1, 1, c, False) for c in (1, 2, 4, 8)}
     padded = found("pack=false", "global_batch_size=64")
     assert {context for *_, context, _ in padded} == {1}
+    assert {one[4] for one in found("parallel.pipeline=2", "global_batch_size=64")} == {False}
+    kept = found("parallel.pipeline=2", "parallel.schedule=interleaved", "global_batch_size=64")
+    assert {one[4] for one in kept} == {True}
+    assert (8, 1, 1, 1, False) in found("global_batch_size=1"), "all groups of a pipeline process the same samples"
+
+    def refuse(setting: str = "") -> None:
+        raise ConfigError("this torch is too old")
+
+    monkeypatch.setattr("llava_fsdp.plan.layouts.check_torch", refuse)
+    assert found("global_batch_size=64") == {(1, 1, 1, 1, False)}
+    assert {one[1:4] for one in found("parallel.tensor=2", "global_batch_size=64")} == {(2, 1, 1)}
 
 
 @pytest.mark.slow
@@ -217,3 +305,22 @@ def test_a_plan_prints_the_layouts(dense: Path, capsys: pytest.CaptureFixture[st
     assert all(one["why_not"] for one in search["rows"][1:])
     assert search["ways"] > search["layouts"] > 10
     assert "parallel.search" not in found["recommended"]["command"]
+
+
+def test_why_a_way_to_train_was_not_chosen() -> None:
+    def planned(fits: bool = True, kinds: int = 0, **seconds: float) -> Any:
+        parts = {"compute": 10.0, "exposed": 0.0, "copies": 0.0, "update": 0.0} | seconds
+        step = SimpleNamespace(seconds=sum(parts.values()), **parts)
+        row = SimpleNamespace(fits=fits, bytes={"total": 30 * 10**9}, usable=20 * 10**9, step=step)
+        return SimpleNamespace(row=row, kinds=kinds)
+
+    chosen = planned(kinds=1)
+    assert why_not(planned(fits=False), chosen) == "needs 30.0 of 20.0 GB"
+    assert why_not(planned(kinds=2, exposed=0.2), chosen) == "about as fast, with more kinds of parallelism"
+    assert why_not(planned(kinds=1), chosen) == "as fast"
+    for part, said in (
+        ("compute", "computation"), ("exposed", "communication"), ("copies", "copies"), ("update", "the update"),
+    ):  # fmt: skip
+        seconds = {"exposed": 0.1, "copies": 0.1, "update": 0.1} | {part: 12.0 if part == "compute" else 2.0}
+        assert said in why_not(planned(kinds=1, **seconds), chosen)
+    assert why_not(planned(kinds=1, exposed=0.2), chosen).startswith("2% slower: communication")

@@ -1,5 +1,7 @@
 """Arithmetic of a plan: sizes of samples, splits of a step, what machines have, and what moves."""
 
+import contextlib
+import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,9 +19,11 @@ from llava_fsdp.config import (
     DType,
     MasterDType,
     OffloadMode,
+    Part,
     PatchMerge,
     PrecisionConfig,
     SamplerName,
+    Source,
     Strategy,
 )
 from llava_fsdp.data.images.anyres import grid_sizes
@@ -107,6 +111,34 @@ def test_samples_without_a_dataset_have_photos() -> None:
     tokens = 729 + 40 * (54 + 1)  # a photo fills 3 quarters of the height of 2 x 2 tiles, 40 of 54 lines
     assert tiled.tiles == pytest.approx(0.94 * 5) and tiled.tokens == pytest.approx(300 + 0.94 * tokens)
     assert tiled.image_tokens == pytest.approx(0.94 * tokens) and tiled.spread == plain.spread
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {}, {"kept": 0}, {"kept": "8"}, {"lengths": {}}, {"lengths": {"histogram": [{"from": 1}]}}, {"sources": None},
+        {"sources": [{"tokens": 1}]},
+    ],
+)  # fmt: skip
+def test_a_plan_takes_the_report_of_an_index_if_it_can(damage: dict, tmp_path: Path) -> None:
+    """Else it takes the means of LLaVA's data, for captions those of captions; the embedded dataset has no report."""
+    sources = [{"tokens": 100, "pictures": 3, "label_tokens": 40}]
+    report = {"kept": 5, "lengths": {"histogram": []}, "sources": sources} | damage
+    cfg = config_of(["data.max_length=300"])
+    data = replace(cfg.data, source=Source.llava_json, index=str(tmp_path))
+    read = replace(cfg, data=data)
+    captions = replace(read, model=replace(cfg.model, train=[Part.projector]))
+    means = samples_of(cfg, ONE_TILE)
+    assert samples_of(read, ONE_TILE) == means and means.labels == 180
+    assert (samples_of(captions, ONE_TILE).tokens, samples_of(captions, ONE_TILE).labels) == (20 + 24, 20)
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    found: Any = None
+    with contextlib.suppress(ArithmeticError):
+        found = samples_of(read, ONE_TILE)
+    assert found == means if damage else (found.tokens, found.labels, found.tiles) == (20, 8, 0.6)
+    assert samples_of(replace(cfg, data=replace(cfg.data, index=str(tmp_path))), ONE_TILE) == means
+    (tmp_path / "report.json").write_text("{")
+    assert samples_of(read, ONE_TILE) == means
 
 
 def test_a_shrunk_image_has_more_tiles_than_its_tokens_fill() -> None:

@@ -356,7 +356,7 @@ def recorded(cfg: Config) -> Decision | None:
         if cfg.sharding.strategy is not Strategy.auto:
             strategy = cfg.sharding.strategy
         return Decision(strategy, activation_checkpointing, tokens, parallel, "as when this run began")
-    except (OmegaConfBaseException, yaml.YAMLError, ConfigError, ValueError, OSError, AssertionError):
+    except (OmegaConfBaseException, yaml.YAMLError, ConfigError, ValueError, LookupError, OSError, AssertionError):
         return None  # resuming reports a damaged file
 
 
