@@ -102,6 +102,16 @@ def test_as_many_skips_as_are_allowed_go_on(make: Make, tmp_path: Path) -> None:
     assert "those of step 8 on rank 0: record 7.0." in said and caught.value.culprit["records"] == ["record 7.0"]
 
 
+def test_a_checkpoint_under_way_is_waited_for_before_a_run_is_given_up(make: Make) -> None:
+    """The message names the last checkpoint, and one that could not be written is told first."""
+    controller = make()
+    controller.state.step, controller.state.consecutive = 8, 3
+    saver: Any = controller.saver
+    saver.failed = True
+    with pytest.raises(CheckpointError):
+        controller.after_step(RESULT)
+
+
 def test_a_request_is_answered_once_and_nothing_is_saved_twice(make: Make) -> None:
     controller = make(step=4)
     watchdog = controller.watchdog

@@ -137,6 +137,8 @@ def test_saves_and_data_in_words(cfg: Config) -> None:
         (None, {"model__checkpoint": "c"}, "of the checkpoint"),
         ("a/b", {"model__checkpoint": "c"}, "of the checkpoint"),
         (None, {"model__lora": LoraConfig(enabled=True, checkpoint="d")}, "of the adapter d"),
+        (None, {"model__lora": LoraConfig(enabled=True)}, "random (no stage=pretrain run beside output_dir)"),
+        ("a/b", {"model__lora": LoraConfig(enabled=True, checkpoint="d")}, "a/b"),
     ],
 )
 def test_the_projector_in_words(path: str | None, values: dict[str, Any], expected: str, cfg: Config) -> None:
@@ -145,13 +147,16 @@ def test_the_projector_in_words(path: str | None, values: dict[str, Any], expect
 
 
 def test_ranks_with_other_records_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    loader: Any = SimpleNamespace(steps=SimpleNamespace(fingerprints=lambda: {"dataset": "a"}))
-    same, other = {"dataset": "a"}, {"dataset": "b"}
+    same = {"dataset": "a", "encoding": "b", "order": "c"}
+    loader: Any = SimpleNamespace(steps=SimpleNamespace(fingerprints=lambda: dict(same)))
     monkeypatch.setattr(build_state, "gather_lists", lambda own: [*own, same, same])
     build_state.check_same_records(loader)
-    monkeypatch.setattr(build_state, "gather_lists", lambda own: [*own, same, other, same, other])
-    with pytest.raises(DataError, match=r"ranks \[2, 4\] have other .* than rank 0: are val\.path and"):
-        build_state.check_same_records(loader, "val.path")
+    for name in same:
+        other = {**same, name: "other"}
+        gathered = [same, other, same, other]
+        monkeypatch.setattr(build_state, "gather_lists", lambda own, gathered=gathered: [*own, *gathered])
+        with pytest.raises(DataError, match=r"ranks \[2, 4\] have other .* than rank 0: are val\.path and"):
+            build_state.check_same_records(loader, "val.path")
 
 
 def test_the_command_of_a_rank_is_torchruns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,6 +213,12 @@ def test_other_parameters_and_another_seed_are_named_once(cfg: Config, tmp_path:
             refuse_changes(facts, cfg, state, tmp_path)
         found = [line.strip() for line in str(caught.value).splitlines() if line.startswith("  ")]
         assert len(found) == 1 and found[0].startswith(lines[0]), "drawn weights are others with another seed"
+    cfg = changed(cfg, model__random_weights=False)
+    facts["config"]["model"]["random_weights"] = False
+    with pytest.raises(resume.CheckpointError) as caught:
+        refuse_changes(facts, cfg, state, tmp_path)
+    found = [line.strip().partition(":")[0] for line in str(caught.value).splitlines() if line.startswith("  ")]
+    assert found == ["seed", "model"], "weights that were read from files do not depend on the seed"
 
 
 @pytest.mark.parametrize(
