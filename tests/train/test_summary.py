@@ -1,5 +1,6 @@
 """The numbers on a training's first screen, and what is refused while it is built."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from small import config_of
 from llava_fsdp.config import Config, DType, LoraBias, LoraConfig, QuantizeConfig, Quantizer, ScalerConfig
 from llava_fsdp.distributed.memory import Weight
 from llava_fsdp.model.lora_names import LORA_A, LORA_B
-from llava_fsdp.runtime.errors import DataError
+from llava_fsdp.runtime.errors import ConfigError, DataError
 from llava_fsdp.train import build_state, resume, run_info, summary
 from llava_fsdp.train.resume import continues, refuse_changes
 
@@ -219,6 +220,29 @@ def test_other_parameters_and_another_seed_are_named_once(cfg: Config, tmp_path:
         refuse_changes(facts, cfg, state, tmp_path)
     found = [line.strip().partition(":")[0] for line in str(caught.value).splitlines() if line.startswith("  ")]
     assert found == ["seed", "model"], "weights that were read from files do not depend on the seed"
+
+
+def test_settings_are_compared_with_the_checkpoint_that_a_run_continues_from(cfg: Config, tmp_path: Path) -> None:
+    """With the newest one, or with the one that is named; with none if the run starts over."""
+    tree = resume.jsonable(resume.asdict(cfg))
+    run, newest, other = tmp_path / "run", tmp_path / "run/checkpoints/step-000004", tmp_path / "other/step-000003"
+    for folder, seed in ((run / "checkpoints/step-000002", 7), (newest, cfg.seed), (other, 8)):
+        folder.mkdir(parents=True)
+        (folder / "state.json").write_text(json.dumps({"config": {**tree, "seed": seed}}))
+
+    def check(value: str) -> None:
+        resume.check_settings(changed(cfg, output_dir=str(run), checkpoint__resume=value))
+
+    check("auto")
+    check(str(newest))
+    with pytest.raises(ConfigError) as caught:
+        check(str(other))
+    assert caught.value.culprit["keys"] == ["seed"]
+    (newest / "state.json").write_text(json.dumps({"config": {**tree, "seed": 9, "global_batch_size": 1}}))
+    with pytest.raises(ConfigError) as caught:
+        check("auto")
+    assert caught.value.culprit["keys"] == ["global_batch_size", "seed"]
+    check("never")
 
 
 @pytest.mark.parametrize(
