@@ -61,6 +61,12 @@ def test_every_fact_is_restored(configure: Configure, tmp_path: Path, monkeypatc
     assert resume(resumed, cfg) is not None
     assert facts_of(resumed, cfg) == facts
     assert begun_at(tmp_path, "auto") is None
+    saved.scaler, saved.step = None, 4  # as with another precision
+    saver = open_saver(saved, cfg, None)
+    saver.save()
+    saver.close()
+    assert resume(resumed, cfg) is not None and resumed.step == 4
+    assert resumed.scaler is not None and resumed.scaler.state() == SCALER, "nothing is known of another scale"
     (tmp_path / "checkpoints" / "step-000009").mkdir()
     named = tmp_path / "checkpoints" / "step-000003"
     cfg = replace(cfg, checkpoint=replace(cfg.checkpoint, resume=str(named)))

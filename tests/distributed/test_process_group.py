@@ -3,7 +3,7 @@
 import os
 import threading
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +28,7 @@ from llava_fsdp.distributed.mesh import (
     rank_identities,
     read_world,
     row_group,
+    shorten_timeout,
     simulated_world,
 )
 from llava_fsdp.distributed.zero import SHARD_PLANS
@@ -191,6 +192,38 @@ def test_a_hybrid_shards_within_a_node_unless_told_otherwise(configure: Configur
     ]
     for found in pools[4].run(shapes, ways):
         assert found == [({"replicate": 2, "shard": 2},), ({"shard": 4}, {"data": 1, "context": 4})]
+
+
+def groups_of_divided(world: World, configs: list[Config]) -> list[tuple[str, ...]]:
+    """Names of the meshes of each configuration, whose groups are all known, counted and given a shorter timeout."""
+    found = []
+    for cfg in configs:
+        made = make_meshes(world, SHARD_PLANS[cfg.sharding.strategy], cfg)
+        meshes = {field.name: mesh for field in fields(made) if (mesh := getattr(made, field.name)) is not None}
+        own = {id(group): group for mesh in meshes.values() for group in mesh.get_all_groups()}
+        assert {*map(id, groups_of(made))} == {id(dist.group.WORLD), *own}
+        shorten_timeout(made, 77 + len(found))
+        timeouts = {group._get_backend(CPU).options._timeout.seconds for group in (dist.group.WORLD, *own.values())}
+        assert timeouts == {77 + len(found)}
+        count = num_collectives(made)
+        before = count()
+        for group in own.values():
+            dist.barrier(group=group)
+        of_groups = count() - before
+        before = count()
+        dist.barrier()
+        assert count() == before + 1
+        assert of_groups == (0 if made.pipeline is not None else len(own)), "other stages start other collectives"
+        found.append(tuple(meshes))
+    return found
+
+
+@pytest.mark.ranks
+def test_the_groups_of_all_meshes_are_known(configure: Configure, pools: dict[int, RankPool]) -> None:
+    cfg = configure("sharding=zero3")
+    ways = [ParallelConfig(**values) for values in ({"tensor": 2}, {"expert": 2}, {"context": 2}, {"pipeline": 2})]
+    for found in pools[4].run(groups_of_divided, [replace(cfg, parallel=way, pack=True) for way in ways]):
+        assert found == [("states", "tensor"), ("states", "experts"), ("states", "context"), ("states", "pipeline")]
 
 
 def exchanged(world: World, folder: Path) -> dict[str, Any]:
