@@ -51,6 +51,9 @@ def test_every_fact_is_restored(configure: Configure, tmp_path: Path, monkeypatc
     saved.loader.broken = set(FACTS["broken"])
     assert saved.scaler is not None
     saved.scaler.restore(SCALER)
+    with torch.no_grad():
+        for weight in saved.masters.named.values():
+            weight.add_(1)
     prepare_moments(saved.optimizer)
     facts = facts_of(saved, cfg)
     saver = open_saver(saved, cfg, None)
@@ -60,6 +63,9 @@ def test_every_fact_is_restored(configure: Configure, tmp_path: Path, monkeypatc
     assert {name for name in facts if facts[name] != before[name]} == {*FACTS, "scaler"}
     assert resume(resumed, cfg) is not None
     assert facts_of(resumed, cfg) == facts
+    assert all(torch.equal(weight, saved.masters.named[name]) for name, weight in resumed.masters.named.items())
+    copies = [(p, resumed.masters.named[name]) for name, p in resumed.model.named_parameters() if p.requires_grad]
+    assert len(copies) > 9 and all(torch.equal(own, weight.to(own.dtype)) for own, weight in copies)
     assert begun_at(tmp_path, "auto") is None
     saved.scaler, saved.step = None, 4  # as with another precision
     saver = open_saver(saved, cfg, None)
