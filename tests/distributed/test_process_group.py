@@ -32,7 +32,7 @@ from llava_fsdp.distributed.mesh import (
     simulated_world,
 )
 from llava_fsdp.distributed.zero import SHARD_PLANS
-from llava_fsdp.runtime.errors import ConfigError, LlavaFsdpError
+from llava_fsdp.runtime.errors import CommunicationError, ConfigError, LlavaFsdpError
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
@@ -113,9 +113,52 @@ def test_a_simulated_rank_has_all_others_on_its_node() -> None:
         simulated_world(8, World(0, 2, 0, 2, CPU))
 
 
-@pytest.mark.parametrize(("rank", "context", "expected"), [(5, 2, (2, 4)), (5, 4, (1, 2)), (5, 1, (5, 8))])
-def test_neighbours_share_rows(rank: int, context: int, expected: tuple[int, int]) -> None:
-    assert row_group(World(rank, 8, rank, 8, CPU), ParallelConfig(context=context)) == expected
+@pytest.mark.parametrize(
+    ("rank", "values", "expected"),
+    [
+        (5, {"context": 2}, (2, 4)),
+        (5, {"context": 4}, (1, 2)),
+        (5, {"context": 1}, (5, 8)),
+        (5, {"tensor": 2}, (2, 4)),
+        (5, {"context": 2, "tensor": 2}, (1, 2)),
+        (5, {"pipeline": 2}, (1, 4)),
+        (6, {"pipeline": 2, "tensor": 2}, (1, 2)),
+    ],
+)
+def test_neighbours_share_rows(rank: int, values: dict[str, int], expected: tuple[int, int]) -> None:
+    """Ranks of a row are consecutive; those with other stages of the model process the same rows."""
+    assert row_group(World(rank, 8, rank, 8, CPU), ParallelConfig(**values)) == expected
+
+
+@pytest.mark.parametrize(("offload", "dry_run", "joins"), [("none", "null", None), ("params", "null", "join"),
+    ("none", "4", "join_fake"), ("none", "1", None), ("params", "1", "join_fake")])  # fmt: skip
+def test_when_ranks_meet(
+    offload: str, dry_run: str, joins: str | None, configure: Configure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A single rank has a process group where FSDP moves its weights; a dry run has one without other ranks, and keeps
+    the allocator's settings. After an error the group is left as it is, and a lost connection has an error of its
+    own."""
+    told: list[str] = []
+    for name in ("join", "join_fake", "keep_freed_memory", "limit_kernel_cache"):
+        monkeypatch.setattr(mesh, name, lambda *_, name=name: told.append(name))
+    monkeypatch.setattr(mesh, "read_world", single_world)
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda on: told.append(f"deterministic {on}"))
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    cfg = configure("sharding=zero3", f"offload={offload}", f"dry_run={dry_run}")
+    with mesh.distributed(cfg) as world:
+        assert world.size == (4 if dry_run == "4" else 1)
+    kept = ["keep_freed_memory", "limit_kernel_cache"] if dry_run == "null" else []
+    assert told == [*kept, *([joins] if joins else [])]
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    told.clear()
+    with mesh.distributed(replace(cfg, deterministic=True)):
+        assert told[0] == "deterministic True" and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    with pytest.raises(CommunicationError), mesh.distributed(cfg):
+        raise RuntimeError("Connection reset by peer")
+    with pytest.raises(ZeroDivisionError), mesh.distributed(cfg):
+        raise ZeroDivisionError
 
 
 @pytest.mark.parametrize(

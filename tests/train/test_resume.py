@@ -44,13 +44,18 @@ def whole_run(parts: Path, dataset: Path, tmp_path_factory: pytest.TempPathFacto
         NOTED.setdefault("shortened", []).append(seconds)
 
     cfg = NOTED["cfg"] = make_config(parts, dataset, folder, *OFTEN)
+    calls = NOTED["calls"] = []
     with pytest.MonkeyPatch.context() as patch:
+        for name in CHECKS:
+            check = getattr(train, name)
+            patch.setattr(train, name, lambda *given, name=name, check=check: calls.append(name) or check(*given))
         patch.setattr(train, "Watchdog", NotedWatchdog)
         patch.setattr(train.ranks, "shorten_timeout", shorten)
         train.train(cfg)
     return folder
 
 
+CHECKS = ("check_run", "check_same_software", "check_same_settings", "check_replicas")
 NOTED: dict[str, Any] = {}
 """What the whole run has made and told."""
 
@@ -60,6 +65,11 @@ def test_steps_after_the_first_one_have_a_shorter_timeout(whole_run: Path) -> No
     comm = NOTED["cfg"].comm
     assert comm.timeout != comm.init_timeout
     assert NOTED["shortened"] == [comm.timeout] and NOTED["watchdog"].limit == comm.timeout
+
+
+def test_ranks_are_compared_before_the_first_step(whole_run: Path) -> None:
+    """Their software and settings before a model is built, and their weights when these are loaded."""
+    assert NOTED["calls"] == list(CHECKS)
 
 
 def test_what_a_private_run_writes_is_read_by_its_user_alone(whole_run: Path) -> None:

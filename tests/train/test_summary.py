@@ -160,6 +160,23 @@ def test_ranks_with_other_records_are_named(monkeypatch: pytest.MonkeyPatch) -> 
             build_state.check_same_records(loader, "val.path")
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_held_out_records_are_compared_between_ranks(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of the training are; the first rank also looks for records that are trained on."""
+    told: list[Any] = []
+    held_out = SimpleNamespace(loader="held-out")
+    monkeypatch.setattr(build_state, "open_held_out", lambda cfg, open_loader, longest: held_out)
+    monkeypatch.setattr(build_state, "check_same_records", lambda loader, keys: told.append((loader, keys)))
+    monkeypatch.setattr(build_state, "warn_of_trained", told.append)
+    language = SimpleNamespace(max_position_embeddings=8)
+    model: Any = SimpleNamespace(parts=SimpleNamespace(language=language))
+    cfg: Any = "cfg"
+    world: Any = SimpleNamespace(is_first=rank == 0)
+    assert build_state.open_held_out_data(cfg, world, model) is held_out
+    (loader, keys), *warned = told
+    assert loader == "held-out" and "val.path" in keys and warned == (["cfg"] if rank == 0 else [])
+
+
 def test_the_command_of_a_rank_is_torchruns(monkeypatch: pytest.MonkeyPatch) -> None:
     """With as many ranks; the nodes where there are several, and no secret."""
     monkeypatch.setattr(run_info.sys, "argv", ["x", "a=b c", "hub_token=hf_1"])
