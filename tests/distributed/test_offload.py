@@ -452,10 +452,11 @@ def test_advice_against_full_memory_can_be_followed(
 def test_a_machine_without_a_gpu_is_told_that_nothing_is_saved(
     configure: Configure, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cfg = configure("offload=optimizer")
+    cfg = configure("offload=optimizer", "max_steps=1")
     with caplog.at_level("WARNING"):
         train.build_state(cfg, single_world(), SHARD_PLANS[cfg.sharding.strategy], None)
     assert "this saves nothing" in caplog.text
+    assert "will hardly change the model" in caplog.text, "what else is wrong with a run is told too"
 
 
 def test_cures_are_those_that_are_left(configure: Configure) -> None:
