@@ -114,7 +114,7 @@ def test_torchs_kernel_updates_what_is_in_fp32_alone(
     master: MasterDType, moment: MomentDType, configure: Configure
 ) -> None:
     """Weights or moments of fewer bits need another optimizer, which is told the dtype of moments and the seed."""
-    cfg = configure("seed=7")
+    cfg = configure("seed=7", "precision=bf16")
     cfg = replace(cfg, precision=replace(cfg.precision, master_dtype=master, moment_dtype=moment))
     layer = nn.Linear(2, 2)
     masters = MasterWeights(dict(layer.named_parameters()))
