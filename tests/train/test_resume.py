@@ -41,10 +41,11 @@ def whole_run(parts: Path, dataset: Path, tmp_path_factory: pytest.TempPathFacto
             NOTED["watchdog"] = self
 
     def shorten(meshes: Meshes, seconds: int) -> None:
-        NOTED.setdefault("shortened", []).append(seconds)
+        NOTED["shortened"].append(seconds)
 
     cfg = NOTED["cfg"] = make_config(parts, dataset, folder, *OFTEN)
-    calls = NOTED["calls"] = []
+    calls, NOTED["shortened"] = [], []
+    NOTED["calls"] = calls
     with pytest.MonkeyPatch.context() as patch:
         for name in CHECKS:
             check = getattr(train, name)
