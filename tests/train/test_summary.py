@@ -173,8 +173,7 @@ def test_held_out_records_are_compared_between_ranks(rank: int, monkeypatch: pyt
     cfg: Any = "cfg"
     world: Any = SimpleNamespace(is_first=rank == 0)
     assert build_state.open_held_out_data(cfg, world, model) is held_out
-    (loader, keys), *warned = told
-    assert loader == "held-out" and "val.path" in keys and warned == (["cfg"] if rank == 0 else [])
+    assert told == [("held-out", "val.path, val.images"), *(["cfg"] if rank == 0 else [])]
 
 
 def test_the_command_of_a_rank_is_torchruns(monkeypatch: pytest.MonkeyPatch) -> None:
