@@ -24,6 +24,7 @@ from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.runtime import durable_files
 from llava_fsdp.runtime.durable_files import FILES
 from llava_fsdp.runtime.errors import CheckpointError
+from llava_fsdp.runtime.run_dir import begun_at, list_checkpoints
 from llava_fsdp.train import loop
 from llava_fsdp.train import main as train
 from llava_fsdp.train.checkpoint_contents import facts_of
@@ -39,7 +40,9 @@ FACTS: dict[str, Any] = {"step": 3, "samples": 35, "skipped": 2, "consecutive": 
 SCALER = {"scale": 32.0, "hysteresis": 1, "steps": 9, "last_overflow": 5}
 
 
-def test_every_fact_is_restored(configure: Configure) -> None:
+def test_every_fact_is_restored(configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that continues from a named checkpoint notes that it has begun there, and sets later ones aside."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run7")
     cfg = configure("precision=fp16", "checkpoint.every=1")
     plan = SHARD_PLANS[cfg.sharding.strategy]
     saved, resumed = (train.build_state(cfg, single_world(), plan, None) for _ in range(2))
@@ -48,6 +51,9 @@ def test_every_fact_is_restored(configure: Configure) -> None:
     saved.loader.broken = set(FACTS["broken"])
     assert saved.scaler is not None
     saved.scaler.restore(SCALER)
+    with torch.no_grad():
+        for weight in saved.masters.named.values():
+            weight.add_(1)
     prepare_moments(saved.optimizer)
     facts = facts_of(saved, cfg)
     saver = open_saver(saved, cfg, None)
@@ -57,6 +63,22 @@ def test_every_fact_is_restored(configure: Configure) -> None:
     assert {name for name in facts if facts[name] != before[name]} == {*FACTS, "scaler"}
     assert resume(resumed, cfg) is not None
     assert facts_of(resumed, cfg) == facts
+    assert all(torch.equal(weight, saved.masters.named[name]) for name, weight in resumed.masters.named.items())
+    copies = [(p, resumed.masters.named[name]) for name, p in resumed.model.named_parameters() if p.requires_grad]
+    assert len(copies) > 9 and all(torch.equal(own, weight.to(own.dtype)) for own, weight in copies)
+    assert begun_at(tmp_path, "auto") is None
+    saved.scaler, saved.step = None, 4  # as with another precision
+    saver = open_saver(saved, cfg, None)
+    saver.save()
+    saver.close()
+    assert resume(resumed, cfg) is not None and resumed.step == 4
+    assert resumed.scaler is not None and resumed.scaler.state() == SCALER, "nothing is known of another scale"
+    (tmp_path / "checkpoints" / "step-000009").mkdir()
+    named = tmp_path / "checkpoints" / "step-000003"
+    cfg = replace(cfg, checkpoint=replace(cfg.checkpoint, resume=str(named)))
+    assert resume(resumed, cfg) == named
+    assert begun_at(tmp_path, str(named)) == 3, "ranks that are started again continue what is saved from now on"
+    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step-000003"]
 
 
 def test_the_optimizer_waits_for_the_copy_of_a_save_before_it_changes_a_weight(
@@ -121,6 +143,9 @@ def test_a_key_of_one_side_alone_has_changed() -> None:
     for key, then, now in (("model.select_feature", "full", "patch"), ("data.template", "v1", "chatml")):
         assert changed_settings({key: then}, {key: now})
         assert not changed_settings({key: then}, {key: "auto"}), "it may mean the same"
+        assert not changed_settings({key: "auto"}, {key: now})
+    assert not changed_settings({"data.template": "chat_template-1"}, {"data.template": "chat_template"})
+    assert changed_settings({"model.select_feature": "patch"}, {"model.select_feature": "chat_template"})
     older = settings_then({"model": {"name": "a", "lora": {"r": 7}}})
     assert (
         older["model.lora.r"] == 7 and older["model.lora.enabled"] is False and older["model.quantize.mode"] == "none"

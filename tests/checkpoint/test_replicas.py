@@ -1,7 +1,10 @@
 """Replicas that differ in a bit: which rank and tensor, under every strategy, and nothing of it is saved."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from steps import begin
 from tiers import slow_after
 
 from llava_fsdp.config import Config
+from llava_fsdp.distributed import replicas
 from llava_fsdp.distributed.local_shards import local
 from llava_fsdp.distributed.mesh import World
 from llava_fsdp.distributed.replicas import (
@@ -231,3 +235,20 @@ def test_an_error_names_the_ranks_that_are_outvoted(tmp_path: Path) -> None:
     many = describe([Difference(f"t{n}", tuple(range(SHOWN + 2)), True) for n in range(SHOWN + 1)], hosts, 7, tmp_path)
     assert f"(host{SHOWN - 1}) and 2 more differ from their replicas" in str(many)
     assert f"t{SHOWN - 1}. Memory" in str(many) and len(many.culprit["tensors"]) == SHOWN + 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "reduces"),
+    [((8,), False), ((1, 8), False), ((8, 1), False), ((2, 4), True), ((4,), True), ((1, 4), True)],
+)
+def test_ranks_that_may_add_in_another_order_take_the_largest_norm(
+    shape: tuple[int, ...], reduces: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of eight ranks: where a mesh has two dimensions, or does not contain all ranks."""
+    operations: list[object] = []
+    monkeypatch.setattr(replicas, "sharded_norm", lambda norms, mesh, sharded: norms.sum())
+    monkeypatch.setattr(replicas.dist, "get_world_size", lambda: 8)
+    monkeypatch.setattr(replicas.dist, "all_reduce", lambda value, operation: operations.append(operation))
+    mesh: Any = SimpleNamespace(shape=shape, size=lambda: math.prod(shape))
+    assert float(replicas.same_on_every_rank(torch.tensor([1.0, 2.0]), mesh, (0,))) == 3
+    assert operations == ([replicas.dist.ReduceOp.MAX] if reduces else [])

@@ -10,6 +10,7 @@ from small import Configure
 
 from llava_fsdp.checkpoint.retention import set_aside_later
 from llava_fsdp.runtime import status_file
+from llava_fsdp.runtime.errors import CheckpointError
 from llava_fsdp.runtime.run_dir import FOLDER, mark_begun
 from llava_fsdp.train.resume import choose
 
@@ -52,6 +53,21 @@ def test_a_requeued_job_goes_on_with_what_it_began(
     monkeypatch.setattr(status_file, "started", lambda _: time.time() + 1)
     found = choose(cfg)
     assert (found is not None) == goes_on and (tmp_path / "old-1").exists() != goes_on
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_damaged_newest_checkpoint_is_passed_over_unless_told_otherwise(
+    strict: bool, configure: Configure, tmp_path: Path
+) -> None:
+    save_steps(single_world(), tmp_path / FOLDER, [2, 4])
+    (tmp_path / FOLDER / "step-000004" / "state.json").unlink()
+    cfg = configure(f"checkpoint.strict={str(strict).lower()}")
+    if strict:
+        with pytest.raises(CheckpointError):
+            choose(cfg)
+    else:
+        found = choose(cfg)
+        assert found is not None and found.folder == tmp_path / FOLDER / "step-000002"
 
 
 def test_a_branch_begins_once(launch: None, configure: Configure, tmp_path: Path) -> None:

@@ -11,11 +11,12 @@ from small import changed_parts, make_config
 from steps import Trace, traces
 from tiers import slow_after
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from llava_fsdp.config import ActivationCheckpointing, ActivationCheckpointingConfig, Config
-from llava_fsdp.distributed import compile
+from llava_fsdp.distributed import activation_checkpoint, compile
 from llava_fsdp.distributed.activation_checkpoint import apply_activation_checkpointing, keep_products_and_attention
 from llava_fsdp.distributed.activation_offload import HostInputs, OffloadedTensor
 
@@ -163,6 +164,32 @@ def test_nothing_of_an_abandoned_forward_pass_stays() -> None:
     assert host._last() is None
     number = torch.zeros(3, dtype=torch.int64)
     assert host.pack(number) is number and host.unpack(number) is number
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+@pytest.mark.parametrize("mode", [own for own in ActivationCheckpointing if own is not ActivationCheckpointing.auto])
+def test_which_blocks_are_wrapped_and_compiled(
+    mode: ActivationCheckpointing, compiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compiled block is wrapped, and only with `selective` is the wrapper compiled. With a budget the compiler
+    chooses for the language model, and the tower is wrapped. A block of another stage has no weights and stays."""
+    told: list[tuple[nn.ModuleList, float | None, bool, bool]] = []
+
+    def compile_blocks(stack: nn.ModuleList, budget: float | None, count: object, one_row: bool) -> None:
+        told.append((stack, budget, one_row, isinstance(stack[0], ActivationWrapper)))
+
+    monkeypatch.setattr(activation_checkpoint, "compile_blocks", compile_blocks)
+    language, tower = (nn.ModuleList([nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)]) for _ in range(2))
+    of_budget = mode is ActivationCheckpointing.budget
+    cfg = ActivationCheckpointingConfig(mode=mode, budget=0.25 if of_budget else None)
+    count = compile.Compilations() if compiles else None
+    apply_activation_checkpointing([language, tower], cfg, CPU, count, one_row=True)
+    wrapped = [[isinstance(block, ActivationWrapper) for block in stack] for stack in (language, tower)]
+    whole, none = [True, False, True], [False] * 3
+    expected = [none, none] if mode is ActivationCheckpointing.none else [none if of_budget else whole, whole]
+    assert wrapped == expected
+    within = mode is ActivationCheckpointing.selective
+    assert told == ([(language, cfg.budget, True, within)] if compiles or of_budget else [])
 
 
 def test_the_budget_holds_while_it_compiles_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,6 +169,10 @@ def test_products_that_selective_keeps_do_not_run_again(
         ([], "cuda", Attention.sdpa, True, "Triton"),
         (["activation_checkpointing=selective"], "cuda", Attention.varlen, True, "Triton"),
         (["model.balance_loss=0.1"], "cuda", Attention.varlen, False, "model.balance_loss"),
+        (["parallel.tensor=2"], "cuda", Attention.varlen, False, "parallel.tensor"),
+        (["parallel.expert=2"], "cuda", Attention.varlen, False, "parallel.expert"),
+        (["parallel.pipeline=2"], "cuda", Attention.varlen, False, "parallel.pipeline"),
+        (["compile=true", "deterministic=true"], "cuda", Attention.varlen, True, "as configured"),
     ],
 )
 def test_what_is_compiled_and_why(

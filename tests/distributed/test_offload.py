@@ -98,8 +98,13 @@ def where_states_lie(world: World, cfg: Config) -> dict[str, bool]:
     """After a step: whether every shard, gradient and moment is in the arena made for it, and what else is."""
     plan = SHARD_PLANS[cfg.sharding.strategy]
     held: dict[str, bool] = {}
+    released: list[Arena] = []
+    release_all = Arena.release_all
+    Arena.release_all = lambda arena: released.append(arena) or release_all(arena)  # type: ignore[method-assign]
     with train.distributed(cfg) as world:
         state = train.build_state(cfg, world, plan, make_meshes(world, plan, cfg))
+        Arena.release_all = release_all  # type: ignore[method-assign]
+        assert released == [state_arenas(state)[1]], "the weights have been loaded into the memory of this process"
         state.model.train()
         for name, parameter in state.model.named_parameters():
             if local(parameter).numel():
@@ -207,6 +212,90 @@ def test_weights_and_gradients_in_files_are_read_ahead_like_moments(tmp_path: Pa
     seen: list[Arena] = []
     staging.each(0, lambda arena, tensor: seen.append(arena))
     assert seen == [optimizer.arena, optimizer.arena, shards, gradients]
+
+
+def three_buckets(make_arena: Any, make_staging: Any) -> StreamedOptimizer:
+    """An optimizer of three weights, each of which fills a bucket, with a gradient of ones."""
+    weights = [nn.Parameter(torch.ones(256)) for _ in range(3)]
+    for weight in weights:
+        weight.grad = torch.ones(256)
+    made = StreamedOptimizer(torch.optim.AdamW(weights, lr=0.1), make_arena, make_staging, bucket_bytes=2048)
+    assert [len(bucket) for bucket in made.buckets] == [1, 1, 1]
+    return made
+
+
+def test_moments_in_a_file_are_read_a_bucket_ahead_and_leave_memory_after_their_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the update of a bucket runs, the next one has been asked for; nothing is read or removed twice."""
+    optimizer = three_buckets(lambda size: Arena(size, tmp_path), lambda made: FileStaging(made, []))
+    number_of = {
+        moment.data_ptr(): number
+        for number, (piece,) in enumerate(optimizer.buckets)
+        for moment in optimizer.moments(piece).values()
+    }
+    events: list[tuple[str, int]] = []
+    for name in ("fetch", "release"):
+        act = getattr(Arena, name)
+
+        def noted(arena: Arena, tensor: torch.Tensor, name: str = name, act: Any = act) -> None:
+            act(arena, tensor)
+            events.append((name, number_of[tensor.data_ptr()]))
+
+        monkeypatch.setattr(Arena, name, noted)
+    for _ in range(2):
+        events.clear()
+        optimizer.step()
+        for name in ("fetch", "release"):
+            assert [number for own, number in events if own == name] == [0, 0, 1, 1, 2, 2]
+        staging = optimizer.staging
+        assert isinstance(staging, FileStaging) and staging.ahead is None
+    submitted: list[int] = []
+    monkeypatch.setattr(staging, "each", lambda number, act: submitted.append(number))
+    staging.begin()
+    staging.fetch(0)
+    staging.end()
+    assert submitted == [0, 1]
+
+
+def test_buffers_on_the_device_are_there_during_a_step_alone() -> None:
+    """Two of them, each as large as the largest bucket; one if there is a single bucket."""
+    optimizer = three_buckets(Arena, lambda made: DeviceStaging(made, CPU))
+    staging = optimizer.staging
+    assert isinstance(staging, DeviceStaging)
+    staging.begin()
+    assert [len(buffer) for buffer in staging.buffers] == [2048, 2048]
+    staging.staged.clear()
+    for _ in range(2):
+        optimizer.step()
+        assert not staging.buffers and not staging.staged
+    optimizer.buckets = optimizer.buckets[:1]
+    single = DeviceStaging(optimizer, CPU)
+    single.begin()
+    assert len(single.buffers) == 1
+
+
+def test_the_inner_optimizer_keeps_nothing_of_a_step() -> None:
+    """Its states are views of buffers, which would stay in memory; its groups are the whole ones again."""
+    optimizer = three_buckets(Arena, lambda made: DeviceStaging(made, CPU))
+    assert not optimizer.inner.state, "what it kept was found out with a parameter of its own"
+    optimizer.step()
+    assert not optimizer.inner.state
+    assert [len(group["params"]) for group in optimizer.inner.param_groups] == [3]
+
+
+def test_a_mapped_file_has_no_descriptor_but_that_of_its_mapping(tmp_path: Path) -> None:
+    """Neither does one for which there is no room."""
+
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    before = descriptors()
+    arena = Arena(PAGE, tmp_path)
+    assert descriptors() <= before + 1
+    with pytest.raises(OffloadError):
+        Arena(1 << 55, tmp_path)
+    assert arena.is_file_backed and descriptors() <= before + 1
 
 
 @pytest.mark.parametrize("bucket", [1, 256, 2048, 2304, 4096, 1 << 20])
@@ -363,10 +452,11 @@ def test_advice_against_full_memory_can_be_followed(
 def test_a_machine_without_a_gpu_is_told_that_nothing_is_saved(
     configure: Configure, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cfg = configure("offload=optimizer")
+    cfg = configure("offload=optimizer", "max_steps=1")
     with caplog.at_level("WARNING"):
         train.build_state(cfg, single_world(), SHARD_PLANS[cfg.sharding.strategy], None)
     assert "this saves nothing" in caplog.text
+    assert "will hardly change the model" in caplog.text, "what else is wrong with a run is told too"
 
 
 def test_cures_are_those_that_are_left(configure: Configure) -> None:

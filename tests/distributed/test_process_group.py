@@ -3,7 +3,7 @@
 import os
 import threading
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,10 +28,11 @@ from llava_fsdp.distributed.mesh import (
     rank_identities,
     read_world,
     row_group,
+    shorten_timeout,
     simulated_world,
 )
 from llava_fsdp.distributed.zero import SHARD_PLANS
-from llava_fsdp.runtime.errors import ConfigError, LlavaFsdpError
+from llava_fsdp.runtime.errors import CommunicationError, ConfigError, LlavaFsdpError
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
@@ -112,9 +113,52 @@ def test_a_simulated_rank_has_all_others_on_its_node() -> None:
         simulated_world(8, World(0, 2, 0, 2, CPU))
 
 
-@pytest.mark.parametrize(("rank", "context", "expected"), [(5, 2, (2, 4)), (5, 4, (1, 2)), (5, 1, (5, 8))])
-def test_neighbours_share_rows(rank: int, context: int, expected: tuple[int, int]) -> None:
-    assert row_group(World(rank, 8, rank, 8, CPU), ParallelConfig(context=context)) == expected
+@pytest.mark.parametrize(
+    ("rank", "values", "expected"),
+    [
+        (5, {"context": 2}, (2, 4)),
+        (5, {"context": 4}, (1, 2)),
+        (5, {"context": 1}, (5, 8)),
+        (5, {"tensor": 2}, (2, 4)),
+        (5, {"context": 2, "tensor": 2}, (1, 2)),
+        (5, {"pipeline": 2}, (1, 4)),
+        (6, {"pipeline": 2, "tensor": 2}, (1, 2)),
+    ],
+)
+def test_neighbours_share_rows(rank: int, values: dict[str, int], expected: tuple[int, int]) -> None:
+    """Ranks of a row are consecutive; those with other stages of the model process the same rows."""
+    assert row_group(World(rank, 8, rank, 8, CPU), ParallelConfig(**values)) == expected
+
+
+@pytest.mark.parametrize(("offload", "dry_run", "joins"), [("none", "null", None), ("params", "null", "join"),
+    ("none", "4", "join_fake"), ("none", "1", None), ("params", "1", "join_fake")])  # fmt: skip
+def test_when_ranks_meet(
+    offload: str, dry_run: str, joins: str | None, configure: Configure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A single rank has a process group where FSDP moves its weights; a dry run has one without other ranks, and keeps
+    the allocator's settings. After an error the group is left as it is, and a lost connection has an error of its
+    own."""
+    told: list[str] = []
+    for name in ("join", "join_fake", "keep_freed_memory", "limit_kernel_cache"):
+        monkeypatch.setattr(mesh, name, lambda *_, name=name: told.append(name))
+    monkeypatch.setattr(mesh, "read_world", single_world)
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda on: told.append(f"deterministic {on}"))
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    cfg = configure("sharding=zero3", f"offload={offload}", f"dry_run={dry_run}")
+    with mesh.distributed(cfg) as world:
+        assert world.size == (4 if dry_run == "4" else 1)
+    kept = ["keep_freed_memory", "limit_kernel_cache"] if dry_run == "null" else []
+    assert told == [*kept, *([joins] if joins else [])]
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    told.clear()
+    with mesh.distributed(replace(cfg, deterministic=True)):
+        assert told[0] == "deterministic True" and os.environ.get("CUBLAS_WORKSPACE_CONFIG") == ":4096:8"
+    for error, kind in ((RuntimeError("Connection reset by peer"), CommunicationError), (KeyError("x"), KeyError)):
+        with pytest.raises(Exception) as caught, mesh.distributed(cfg):
+            raise error
+        assert caught.type is kind
 
 
 @pytest.mark.parametrize(
@@ -191,6 +235,38 @@ def test_a_hybrid_shards_within_a_node_unless_told_otherwise(configure: Configur
     ]
     for found in pools[4].run(shapes, ways):
         assert found == [({"replicate": 2, "shard": 2},), ({"shard": 4}, {"data": 1, "context": 4})]
+
+
+def groups_of_divided(world: World, configs: list[Config]) -> list[tuple[str, ...]]:
+    """Names of the meshes of each configuration, whose groups are all known, counted and given a shorter timeout."""
+    found = []
+    for cfg in configs:
+        made = make_meshes(world, SHARD_PLANS[cfg.sharding.strategy], cfg)
+        meshes = {field.name: mesh for field in fields(made) if (mesh := getattr(made, field.name)) is not None}
+        own = {id(group): group for mesh in meshes.values() for group in mesh.get_all_groups()}
+        assert {*map(id, groups_of(made))} == {id(dist.group.WORLD), *own}
+        shorten_timeout(made, 77 + len(found))
+        timeouts = {group._get_backend(CPU).options._timeout.seconds for group in (dist.group.WORLD, *own.values())}
+        assert timeouts == {77 + len(found)}
+        count = num_collectives(made)
+        before = count()
+        for group in own.values():
+            dist.barrier(group=group)
+        of_groups = count() - before
+        before = count()
+        dist.barrier()
+        assert count() == before + 1
+        assert of_groups == (0 if made.pipeline is not None else len(own)), "other stages start other collectives"
+        found.append(tuple(meshes))
+    return found
+
+
+@pytest.mark.ranks
+def test_the_groups_of_all_meshes_are_known(configure: Configure, pools: dict[int, RankPool]) -> None:
+    cfg = configure("sharding=zero3")
+    ways = [ParallelConfig(**values) for values in ({"tensor": 2}, {"expert": 2}, {"context": 2}, {"pipeline": 2})]
+    for found in pools[4].run(groups_of_divided, [replace(cfg, parallel=way, pack=True) for way in ways]):
+        assert found == [("states", "tensor"), ("states", "experts"), ("states", "context"), ("states", "pipeline")]
 
 
 def exchanged(world: World, folder: Path) -> dict[str, Any]:

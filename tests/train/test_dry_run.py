@@ -1,5 +1,6 @@
 """A dry run holds what the ranks of a real run hold, moves what they move, and leaves nothing behind."""
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -8,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from harness import single_world
 from small import make_config
 from tiers import slow_after
 
 from llava_fsdp.config import Config
 from llava_fsdp.distributed.memory import bytes_per_rank
+from llava_fsdp.distributed.mesh import World
 from llava_fsdp.distributed.parallelize import weights_of
 from llava_fsdp.distributed.precision import DTYPES
 from llava_fsdp.distributed.zero import SHARD_PLANS
@@ -133,6 +136,31 @@ def test_the_table_is_printed_and_a_run_that_is_there_stays_as_it_is(
     assert "auto" not in said and any(strategy.value in said for strategy in SHARD_PLANS)
     assert [f.name for f in tmp_path.rglob("*")] == ["run", "run_status.json"]
     assert (run / "run_status.json").read_text() == "as it was"
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_files_of_offloaded_states_are_in_a_folder_that_goes_again(
+    named: bool, parts: Path, dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Not in the folder of a run, and in the named folder if there is one. What is printed is as the format says."""
+    (tmp_path / "disk").mkdir()
+    seen: list[Config] = []
+
+    def measure(cfg: Config, world: World) -> dict[str, int]:
+        seen.append(cfg)
+        assert Path(cfg.offload.folder or "").is_dir()
+        return {"ranks": 8}
+
+    monkeypatch.setattr(dry_run, "measure", measure)
+    monkeypatch.setattr(dry_run, "warn_if_refused", lambda cfg: None)
+    monkeypatch.setattr(dry_run, "distributed", lambda cfg: contextlib.nullcontext(single_world()))
+    more = [f"offload.folder={tmp_path / 'disk'}"] if named else []
+    dry_run.dry_run(config(parts, dataset, tmp_path, "offload=nvme", "sharding=zero3", "format=json", *more))
+    assert json.loads(capsys.readouterr().out) == {"ranks": 8}
+    folder = Path(seen[0].offload.folder or "")
+    assert folder.exists() is named and (folder == tmp_path / "disk") is named
+    assert not (tmp_path / "run").exists()
 
 
 def test_refusals(parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
-from llava_fsdp.data.batching.batch import StepFacts
+from llava_fsdp.data.batching.batch import SkippedSample, StepFacts
 from llava_fsdp.model.flops import Flops
 from llava_fsdp.plan.mfu import Utilization
 from llava_fsdp.report.downsample import MOST_SKIPS, MOST_SOURCES, SUMS, VALUES, WINDOW, History, mean_loss
@@ -229,6 +229,29 @@ def reporter(log_every: int = 5, sigma: float | None = 6.0) -> Reporter:
         output_dir="", log_every=log_every, numeric=SimpleNamespace(spike_sigma=sigma), stage=SimpleNamespace(name="s")
     )
     return Reporter(cfg, 0, 12, is_first_rank=False)
+
+
+def test_every_record_that_a_step_lacks_has_a_row(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Those that are skipped, of which a warning is logged, and those without a label; other ranks write nothing."""
+    metrics.log().propagate = True
+    own, seen = reporter(), []
+    own.metrics, own.skipped_records = Rows(tmp_path / "metrics.jsonl"), Rows(tmp_path / "skipped_records.jsonl")
+    own.page, own.trackers = (SimpleNamespace(add=seen.append, step=seen.append) for _ in range(2))  # type: ignore[assignment]
+    lacks = StepFacts(6, samples=1)
+    skipped = [SkippedSample(number, f"r{number}", "image_missing", f"reason {number}", lacks) for number in (4, 9)]
+    facts = StepFacts(6, samples=5, tokens=9, label_tokens=5, skipped=skipped, unlabelled=["a", "b"])
+    result = StepResult(facts, 1.0, 0.1, 1.5, 1.0)
+    own(result)
+    assert seen == [] and not list(tmp_path.iterdir())
+    own.enabled = True
+    own(result)
+    (row,) = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert seen == [row, row] and (row["step"], row["skipped_records"], row["unlabelled"]) == (7, 2, 2)
+    rows = [json.loads(line) for line in (tmp_path / "skipped_records.jsonl").read_text().splitlines()]
+    assert [(own["step"], own["record"], own["kind"]) for own in rows] == [
+        (7, "r4", "image_missing"), (7, "r9", "image_missing"), (7, "a", "no_labels"), (7, "b", "no_labels"),
+    ]  # fmt: skip
+    assert len([said for said in dict.fromkeys(caplog.messages) if "reason" in said]) == 2
 
 
 ROW: dict[str, Any] = {

@@ -1,6 +1,7 @@
 """Schedules are the ones they are named after; parameter groups are LLaVA's."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,10 +14,14 @@ from transformers.optimization import (
     get_linear_schedule_with_warmup,
 )
 
-from llava_fsdp.config import Schedule
+from llava_fsdp.config import MasterDType, MomentDType, Schedule
+from llava_fsdp.distributed.fused_adamw import FusedAdamW
+from llava_fsdp.distributed.lowbit_adamw import LowBitAdamW
+from llava_fsdp.distributed.precision import MasterWeights
 from llava_fsdp.distributed.zero import SHARD_PLANS
+from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.train import main as train
-from llava_fsdp.train.optimizer import SCHEDULES, decayed_names
+from llava_fsdp.train.optimizer import SCHEDULES, build_optimizer, decayed_names, prepare_moments
 
 THEIRS = {
     Schedule.cosine: get_cosine_schedule_with_warmup,
@@ -101,6 +106,45 @@ def test_a_learning_rate_of_zero_is_one(configure: Configure) -> None:
     rates = {id(p): group["base_lr"] for group in state.optimizer.param_groups for p in group["params"]}
     by_part = {name.partition(".")[0]: rates[id(p)] for name, p in state.masters.named.items()}
     assert by_part == {"language_model": 1e-3, "lm_head": 1e-3, "vision_tower": 1e-3, "multi_modal_projector": 0.0}
+
+
+@pytest.mark.parametrize("master", MasterDType)
+@pytest.mark.parametrize("moment", MomentDType)
+def test_torchs_kernel_updates_what_is_in_fp32_alone(
+    master: MasterDType, moment: MomentDType, configure: Configure
+) -> None:
+    """Weights or moments of fewer bits need another optimizer, which is told the dtype of moments and the seed."""
+    cfg = configure("seed=7", "precision=bf16")
+    cfg = replace(cfg, precision=replace(cfg.precision, master_dtype=master, moment_dtype=moment))
+    layer = nn.Linear(2, 2)
+    masters = MasterWeights(dict(layer.named_parameters()))
+    optimizer, _ = build_optimizer(layer, masters, cfg, 5)
+    if (master, moment) == (MasterDType.fp32, MomentDType.fp32):
+        assert type(optimizer) is FusedAdamW
+    else:
+        assert type(optimizer) is LowBitAdamW and (optimizer.moments, optimizer.seed) == (moment, 7)
+
+
+def test_only_a_part_of_a_model_may_train_nothing(configure: Configure) -> None:
+    cfg, layer, nothing = configure(), nn.Linear(2, 2), MasterWeights({})
+    optimizer, _ = build_optimizer(layer, nothing, cfg, 5, is_part=True)
+    optimizer.step()
+    assert [group["params"] for group in optimizer.param_groups] == [[]]
+    with pytest.raises(ConfigError):
+        build_optimizer(layer, nothing, cfg, 5)
+
+
+def test_moments_that_exist_are_kept(configure: Configure) -> None:
+    """Only those are made that do not exist yet, as after steps in which a weight had no gradient."""
+    layer = nn.Linear(2, 2)
+    optimizer, _ = build_optimizer(layer, MasterWeights(dict(layer.named_parameters())), configure(), 5)
+    layer.weight.grad = torch.ones(2, 2)
+    optimizer.step()
+    before = optimizer.state[layer.weight]["exp_avg"]
+    assert before.all() and not optimizer.state[layer.bias]
+    prepare_moments(optimizer)
+    assert optimizer.state[layer.weight]["exp_avg"] is before
+    assert not optimizer.state[layer.bias]["exp_avg"].any() and float(optimizer.state[layer.bias]["step"]) == 0
 
 
 def test_the_end_of_a_line_decays(configure: Configure) -> None:

@@ -4,6 +4,7 @@ import json
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,11 +17,12 @@ from small import Configure, make_config
 from llava_fsdp.checkpoint.snapshot import Snapshot
 from llava_fsdp.config import Config
 from llava_fsdp.data.batching.sampler import ComputedShuffle
-from llava_fsdp.distributed.mesh import World, make_meshes
+from llava_fsdp.distributed.mesh import Meshes, World, make_meshes
 from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.model.weight_names import ours
 from llava_fsdp.runtime.errors import CheckpointError, ConfigError
 from llava_fsdp.runtime.run_dir import list_checkpoints
+from llava_fsdp.runtime.watchdog import Watchdog
 from llava_fsdp.train import main as train
 from llava_fsdp.train import preflight
 from llava_fsdp.train.resume import resume
@@ -32,8 +34,50 @@ OFTEN = ["max_steps=6", "checkpoint.every=2", "checkpoint.keep=9", *EXPORTED]
 def whole_run(parts: Path, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Six steps on one rank, with a checkpoint after every second; an epoch is four steps."""
     folder = tmp_path_factory.mktemp("whole")
-    train.train(make_config(parts, dataset, folder, *OFTEN))
+
+    class NotedWatchdog(Watchdog):
+        def __init__(self, *given: Any):
+            super().__init__(*given)
+            NOTED["watchdog"] = self
+
+    def shorten(meshes: Meshes, seconds: int) -> None:
+        NOTED["shortened"].append(seconds)
+
+    cfg = NOTED["cfg"] = make_config(parts, dataset, folder, *OFTEN)
+    calls, NOTED["shortened"] = [], []
+    NOTED["calls"] = calls
+    with pytest.MonkeyPatch.context() as patch:
+        for name in CHECKS:
+            check = getattr(train, name)
+            patch.setattr(train, name, lambda *given, name=name, check=check: calls.append(name) or check(*given))
+        patch.setattr(train, "Watchdog", NotedWatchdog)
+        patch.setattr(train.ranks, "shorten_timeout", shorten)
+        train.train(cfg)
     return folder
+
+
+CHECKS = ("check_run", "check_same_software", "check_same_settings", "check_replicas")
+NOTED: dict[str, Any] = {}
+"""What the whole run has made and told."""
+
+
+def test_steps_after_the_first_one_have_a_shorter_timeout(whole_run: Path) -> None:
+    """In the first one weights are loaded and kernels compiled."""
+    comm = NOTED["cfg"].comm
+    assert comm.timeout != comm.init_timeout
+    assert NOTED["shortened"] == [comm.timeout] and NOTED["watchdog"].limit == comm.timeout
+
+
+def test_ranks_are_compared_before_the_first_step(whole_run: Path) -> None:
+    """Their software and settings before a model is built, and their weights when these are loaded."""
+    assert NOTED["calls"] == list(CHECKS)
+
+
+def test_what_a_private_run_writes_is_read_by_its_user_alone(whole_run: Path) -> None:
+    assert NOTED["cfg"].private
+    for name in ("checkpoints", "export", "metrics.jsonl", "config.yaml"):
+        for path in (whole_run / name, *(whole_run / name).rglob("*")):
+            assert not path.stat().st_mode & 0o077, path
 
 
 @pytest.mark.ranks

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from llava_fsdp.config import OffloadMode
 from llava_fsdp.runtime.errors import CheckpointError, NumericError, Stopped
 from llava_fsdp.runtime.heartbeat import Phase
 from llava_fsdp.runtime.watchdog import Watchdog
@@ -102,6 +103,16 @@ def test_as_many_skips_as_are_allowed_go_on(make: Make, tmp_path: Path) -> None:
     assert "those of step 8 on rank 0: record 7.0." in said and caught.value.culprit["records"] == ["record 7.0"]
 
 
+def test_a_checkpoint_under_way_is_waited_for_before_a_run_is_given_up(make: Make) -> None:
+    """The message names the last checkpoint, and one that could not be written is told first."""
+    controller = make()
+    controller.state.step, controller.state.consecutive = 8, 3
+    saver: Any = controller.saver
+    saver.failed = True
+    with pytest.raises(CheckpointError):
+        controller.after_step(RESULT)
+
+
 def test_a_request_is_answered_once_and_nothing_is_saved_twice(make: Make) -> None:
     controller = make(step=4)
     watchdog = controller.watchdog
@@ -155,3 +166,35 @@ def test_a_stop_in_the_last_step_is_one_where_an_export_is_left(
         controller.close()
     assert saver.is_closed and controller.saver is None
     controller.close()
+
+
+@pytest.mark.parametrize(
+    ("resumed", "good"),
+    [(None, []), ("run/checkpoints/step-000004", ["step-000004"]), ("other/checkpoints/step-000004", [])],
+)
+def test_a_checkpoint_of_this_run_that_was_read_counts_as_good(
+    resumed: str | None, good: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of another run is not of those that are kept and deleted here. Replicas are compared before each save, and
+    offloaded states in files are written in place."""
+    made: list[dict[str, Any]] = []
+    compared: list[tuple[Any, Path]] = []
+
+    def saver(*given: Any, **more: Any) -> Any:
+        made.append(more)
+        return SimpleNamespace(before_update=lambda: None)
+
+    monkeypatch.setattr(module, "Saver", saver)
+    monkeypatch.setattr(module, "check_replicas", lambda state, parent: compared.append((state, parent)))
+    optimizer = SimpleNamespace(param_groups=[], register_step_pre_hook=lambda hook: None)
+    pipeline = SimpleNamespace(holders=(1, 2))
+    for mode, stages in ((OffloadMode.nvme, None), (OffloadMode.params, pipeline)):
+        state: Any = SimpleNamespace(optimizer=optimizer, pipeline=stages)
+        offload = SimpleNamespace(mode=mode)
+        cfg: Any = SimpleNamespace(output_dir=str(tmp_path / "run"), checkpoint="settings", offload=offload)
+        module.open_saver(state, cfg, None if resumed is None else tmp_path / resumed)
+        assert [path.name for path in made[-1]["good"]] == good
+        assert made[-1]["in_place"] is (mode is OffloadMode.nvme)
+        assert made[-1]["holders"] == (None if stages is None else (1, 2))
+        made[-1]["check"]()
+        assert compared.pop() == (state, tmp_path / "run" / "checkpoints")

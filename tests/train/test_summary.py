@@ -1,5 +1,6 @@
 """The numbers on a training's first screen, and what is refused while it is built."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from small import config_of
 from llava_fsdp.config import Config, DType, LoraBias, LoraConfig, QuantizeConfig, Quantizer, ScalerConfig
 from llava_fsdp.distributed.memory import Weight
 from llava_fsdp.model.lora_names import LORA_A, LORA_B
-from llava_fsdp.runtime.errors import DataError
+from llava_fsdp.runtime.errors import ConfigError, DataError
 from llava_fsdp.train import build_state, resume, run_info, summary
 from llava_fsdp.train.resume import continues, refuse_changes
 
@@ -137,6 +138,8 @@ def test_saves_and_data_in_words(cfg: Config) -> None:
         (None, {"model__checkpoint": "c"}, "of the checkpoint"),
         ("a/b", {"model__checkpoint": "c"}, "of the checkpoint"),
         (None, {"model__lora": LoraConfig(enabled=True, checkpoint="d")}, "of the adapter d"),
+        (None, {"model__lora": LoraConfig(enabled=True)}, "random (no stage=pretrain run beside output_dir)"),
+        ("a/b", {"model__lora": LoraConfig(enabled=True, checkpoint="d")}, "a/b"),
     ],
 )
 def test_the_projector_in_words(path: str | None, values: dict[str, Any], expected: str, cfg: Config) -> None:
@@ -145,13 +148,32 @@ def test_the_projector_in_words(path: str | None, values: dict[str, Any], expect
 
 
 def test_ranks_with_other_records_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    loader: Any = SimpleNamespace(steps=SimpleNamespace(fingerprints=lambda: {"dataset": "a"}))
-    same, other = {"dataset": "a"}, {"dataset": "b"}
+    same = {"dataset": "a", "encoding": "b", "order": "c"}
+    loader: Any = SimpleNamespace(steps=SimpleNamespace(fingerprints=lambda: dict(same)))
     monkeypatch.setattr(build_state, "gather_lists", lambda own: [*own, same, same])
     build_state.check_same_records(loader)
-    monkeypatch.setattr(build_state, "gather_lists", lambda own: [*own, same, other, same, other])
-    with pytest.raises(DataError, match=r"ranks \[2, 4\] have other .* than rank 0: are val\.path and"):
-        build_state.check_same_records(loader, "val.path")
+    for name in same:
+        other = {**same, name: "other"}
+        gathered = [same, other, same, other]
+        monkeypatch.setattr(build_state, "gather_lists", lambda own, gathered=gathered: [*own, *gathered])
+        with pytest.raises(DataError, match=r"ranks \[2, 4\] have other .* than rank 0: are val\.path and"):
+            build_state.check_same_records(loader, "val.path")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_held_out_records_are_compared_between_ranks(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of the training are; the first rank also looks for records that are trained on."""
+    told: list[Any] = []
+    held_out = SimpleNamespace(loader="held-out")
+    monkeypatch.setattr(build_state, "open_held_out", lambda cfg, open_loader, longest: held_out)
+    monkeypatch.setattr(build_state, "check_same_records", lambda loader, keys: told.append((loader, keys)))
+    monkeypatch.setattr(build_state, "warn_of_trained", told.append)
+    language = SimpleNamespace(max_position_embeddings=8)
+    model: Any = SimpleNamespace(parts=SimpleNamespace(language=language))
+    cfg: Any = "cfg"
+    world: Any = SimpleNamespace(is_first=rank == 0)
+    assert build_state.open_held_out_data(cfg, world, model) is held_out
+    assert told == [("held-out", "val.path, val.images"), *(["cfg"] if rank == 0 else [])]
 
 
 def test_the_command_of_a_rank_is_torchruns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,6 +230,35 @@ def test_other_parameters_and_another_seed_are_named_once(cfg: Config, tmp_path:
             refuse_changes(facts, cfg, state, tmp_path)
         found = [line.strip() for line in str(caught.value).splitlines() if line.startswith("  ")]
         assert len(found) == 1 and found[0].startswith(lines[0]), "drawn weights are others with another seed"
+    cfg = changed(cfg, model__random_weights=False)
+    facts["config"]["model"]["random_weights"] = False
+    with pytest.raises(resume.CheckpointError) as caught:
+        refuse_changes(facts, cfg, state, tmp_path)
+    found = [line.strip().partition(":")[0] for line in str(caught.value).splitlines() if line.startswith("  ")]
+    assert found == ["seed", "model"], "weights that were read from files do not depend on the seed"
+
+
+def test_settings_are_compared_with_the_checkpoint_that_a_run_continues_from(cfg: Config, tmp_path: Path) -> None:
+    """With the newest one, or with the one that is named; with none if the run starts over."""
+    tree = resume.jsonable(resume.asdict(cfg))
+    run, newest, other = tmp_path / "run", tmp_path / "run/checkpoints/step-000004", tmp_path / "other/step-000003"
+    for folder, seed in ((run / "checkpoints/step-000002", 7), (newest, cfg.seed), (other, 8)):
+        folder.mkdir(parents=True)
+        (folder / "state.json").write_text(json.dumps({"config": {**tree, "seed": seed}}))
+
+    def check(value: str) -> None:
+        resume.check_settings(changed(cfg, output_dir=str(run), checkpoint__resume=value))
+
+    check("auto")
+    check(str(newest))
+    with pytest.raises(ConfigError) as caught:
+        check(str(other))
+    assert caught.value.culprit["keys"] == ["seed"]
+    (newest / "state.json").write_text(json.dumps({"config": {**tree, "seed": 9, "global_batch_size": 1}}))
+    with pytest.raises(ConfigError) as caught:
+        check("auto")
+    assert caught.value.culprit["keys"] == ["global_batch_size", "seed"]
+    check("never")
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,71 @@ def records_of(content: bytes) -> Iterator[bytes]:
             piece = b""
 
 
+class FakeWandb:
+    """Notes what Weights & Biases is told."""
+
+    def __init__(self) -> None:
+        self.begun: dict[str, Any] = {}
+        self.told: list[tuple[Any, ...]] = []
+        self.Settings = SimpleNamespace
+
+    def init(self, **given: Any) -> "FakeWandb":
+        self.begun = given
+        return self
+
+    def define_metric(self, name: str, step_metric: str | None = None) -> None:
+        self.told.append(("metric", name, step_metric))
+
+    def log(self, values: dict[str, Any], step: int | None = None) -> None:
+        self.told.append(("log", values, step))
+
+    def finish(self, exit_code: int) -> None:
+        self.told.append(("finish", exit_code))
+
+    def teardown(self) -> None:
+        self.told.append(("teardown",))
+
+
+@pytest.mark.parametrize(("mode", "resumes"), [("online", "allow"), ("offline", None)])
+def test_weights_and_biases_is_told_of_steps_in_order(
+    mode: str, resumes: str | None, cfg: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Online a run that resumes is the same run. A validation has its own step; the end has the run's exit code."""
+    wandb = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    found = follow(cfg(f"track.wandb={mode}", "track.project=seen"), 2, 3)
+    found.validation({"step": 3, "loss": 1.5, "score": None, "sources": {}})
+    found.close(exit_code=7)
+    begun = wandb.begun
+    assert (begun["id"], begun["project"], begun["name"], begun["mode"]) == ("abc123", "seen", "run", mode)
+    assert begun["resume"] == resumes
+    assert begun["settings"].x_disable_meta is True and begun["config"]["optim.lr"] == 0.1
+    assert SECRET not in str(begun) and "pass-word-7" not in str(begun)
+    assert [own for own in wandb.told if own[0] == "metric"] == [
+        ("metric", "validation/step", None),
+        ("metric", "validation*", "validation/step"),
+    ]
+    (_, step_values, step), (_, values, none) = [own for own in wandb.told if own[0] == "log"]
+    assert (step, step_values["train/loss"]) == (3, 23.0)
+    assert none is None and values == {"validation/step": 3, "validation/loss": 1.5}
+    assert wandb.told[-2:] == [("finish", 7), ("teardown",)]
+
+
+def test_a_tracker_that_fails_leaves_the_other_one(
+    cfg: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Unopened:
+        def __init__(self, run: Trackers):
+            raise OSError("no folder")
+
+    monkeypatch.setattr(trackers, "TensorBoard", Unopened)
+    wandb = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    follow(cfg("track.tensorboard=true", "track.wandb=offline"), 0, 2).close()
+    assert [step for kind, _, step in (own for own in wandb.told if own[0] == "log")] == [1, 2]
+    assert [r.levelname for r in caplog.records] == ["WARNING"]
+
+
 def test_what_a_tracker_raises_is_a_warning(
     cfg: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -159,8 +224,10 @@ def test_a_tracker_that_hangs_holds_nothing_up(
 
     monkeypatch.setattr(trackers, "TensorBoard", Stuck)
     monkeypatch.setattr(trackers, "MOST_WAITING", 3)
-    follow(cfg("track.tensorboard=true"), 0, 10).close(patience=0.2)
+    found = follow(cfg("track.tensorboard=true"), 0, 10)
+    found.close(patience=0.2)
     assert "3 rows behind" in caplog.text and "not finished" in caplog.text
+    assert found.dropped == 7 and len(caplog.records) == 2, "each is told once"
 
 
 def test_the_end_has_one_deadline(cfg: Any) -> None:

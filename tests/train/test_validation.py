@@ -17,7 +17,7 @@ from packed import write_every_kind
 from reference import TOLERANCE, open_steps, run_ranks, trained_weights
 from small import Configure, config_of, make_config, write_json
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import functional
 from transformers import DynamicCache, LlavaConfig, LlavaForConditionalGeneration
 
@@ -233,6 +233,27 @@ def leave_nothing(world: World, cfg: Config) -> None:
         assert not own._comm_ctx.post_forward_order
         group = own._fsdp_param_group
         assert group is None or (not group._post_forward_indices and group.is_sharded)
+
+
+def state_after_an_evaluation(world: World) -> tuple[bool, bool, int, int]:
+    """Whether weights are gathered during an evaluation and behind it, and how many units FSDP lists behind it."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model[0], reshard_after_forward=False)
+    fully_shard(model, reshard_after_forward=False)
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    groups = [group for unit in units if (group := unit._get_fsdp_state()._fsdp_param_group) is not None]
+    with evaluating(model, torch.device("cpu")):
+        model(torch.ones(2, 4))
+        during = any(not group.is_sharded for group in groups)
+    listed = len(units[0]._get_fsdp_state()._comm_ctx.post_forward_order)
+    indices = sum(len(group._post_forward_indices) for group in groups)
+    return during, any(not group.is_sharded for group in groups), listed, indices
+
+
+@pytest.mark.ranks
+def test_fsdp_frees_and_forgets_what_an_evaluation_has_gathered(pools: dict[int, RankPool]) -> None:
+    """Otherwise the next backward pass would gather these weights a second time."""
+    assert pools[2].run(state_after_an_evaluation) == [(True, False, 0, 0)] * 2
 
 
 def test_a_model_in_the_middle_of_its_training_is_only_looked_at() -> None:

@@ -1,14 +1,19 @@
 """The row of a validation: means over label tokens, and what is null."""
 
+import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from llava_fsdp.config import Metric
+from llava_fsdp.runtime.jsonl import Rows
+from llava_fsdp.train import validation, validation_answers
 from llava_fsdp.train.validation import LossSum, Validation, as_line, as_object, row_of
+from llava_fsdp.train.validation_answers import Answered, AnswerGenerator
 
 
 def test_a_loss_is_the_mean_over_all_label_tokens() -> None:
@@ -75,3 +80,97 @@ def test_an_answer_has_the_first_picture_of_its_question() -> None:
     }  # fmt: skip
     question.images = [b"inside of a container", Path("b.png")]
     assert as_object(question, answered)["picture"] is None
+
+
+@pytest.mark.parametrize(
+    ("batch", "tokens", "expected"),
+    [(8, 640, 8), (8, 639, 7), (8, 160, 2), (8, 159, 1), (8, 79, 1), (8, 10, 1), (3, 640, 3)],
+)
+def test_questions_and_answers_have_half_of_the_tokens_of_a_training_row(
+    batch: int, tokens: int, expected: int
+) -> None:
+    """The longest question has 30 tokens, and an answer up to 10; at least one question is answered at a time."""
+    questions = [SimpleNamespace(sample=SimpleNamespace(input_ids=[0] * length)) for length in (5, 30, 7)]
+    val = SimpleNamespace(batch_size=batch, max_new_tokens=10)
+    generator: Any = SimpleNamespace(questions=questions, cfg=SimpleNamespace(val=val, rank_tokens=tokens))
+    rows: Any = AnswerGenerator.rows
+    assert rows.fget(generator) == expected
+
+
+def test_a_validation_that_is_reported_shows_some_answers_and_their_metric(tmp_path: Path) -> None:
+    """The score is of all answers, also of those that are not shown; without questions there is no metric."""
+    question: Any = SimpleNamespace(record="r", question="q", reference="x", images=[])
+    held_out = SimpleNamespace(names=["a", "b"], questions=[question] * 3)
+    passed: list[dict[str, Any]] = []
+    held: Any = SimpleNamespace(
+        state=SimpleNamespace(step=7), held_out=held_out, rows=Rows(tmp_path / "validation.jsonl"),
+        cfg=SimpleNamespace(val=SimpleNamespace(shown=2, metric=Metric.vqa)), on_result=passed.append,
+    )  # fmt: skip
+    answers = [Answered(number, f"answer {number}", score) for number, score in ((0, 1.0), (1, 0.5), (2, 0.0))]
+    losses = [LossSum(6.0, 3), LossSum(1.0, 4)]
+    Validation.report(held, losses, answers, 1.5)
+    (row,) = passed
+    assert [own["answer"] for own in row["answers"]] == ["answer 0", "answer 1"]
+    assert (row["metric"], row["score"], row["questions"]) == ("vqa", 0.5, 3)
+    assert {name: own["loss"] for name, own in row["sources"].items()} == {"a": 2.0, "b": 0.25}
+    held_out.questions = []
+    Validation.report(held, losses, [], 1.5)
+    assert (passed[1]["metric"], passed[1]["answers"]) == (None, [])
+    assert [json.loads(line) for line in (tmp_path / "validation.jsonl").read_text().splitlines()] == passed
+
+
+def test_losses_are_summed_by_source_and_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks compute each layer together; a rank without the last stage of a pipeline has no loss."""
+    monkeypatch.setattr(validation, "evaluate", lambda state, micro, loader: micro)
+    of_micro = [[4.0, None], [10.0], [2.0, 8.0]]
+    steps = [
+        SimpleNamespace(
+            micro_batches=[None if own is None else torch.tensor(own) for own in each],
+            facts=SimpleNamespace(label_tokens=3 + number, skipped=[]),
+        )
+        for number, each in enumerate(of_micro)
+    ]
+    paused: list[int] = []
+    loader = SimpleNamespace(
+        device=torch.device("cpu"), prepared=lambda first, stops: iter(steps[first:]), agree=lambda step: step
+    )
+    held: Any = SimpleNamespace(
+        state=None, note=lambda text: None, pause=lambda: paused.append(1), watchdog=SimpleNamespace(wants_stop=bool),
+        held_out=SimpleNamespace(
+            loader=loader, names=["a", "b"],
+            sampler=SimpleNamespace(source=lambda number: (0, 1, 0)[number], per_epoch=3),
+        ),
+        cfg=SimpleNamespace(parallel=SimpleNamespace(tensor=2)),
+    )  # fmt: skip
+    assert Validation.losses(held) == [LossSum(7.0, 8), LossSum(5.0, 4)] and len(paused) == 3
+
+
+@pytest.mark.parametrize(("ranks", "together"), [(1, 1), (3, 1), (4, 2), (6, 2)])
+def test_every_question_is_answered_once(ranks: int, together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The longest first, two at a time on a rank; ranks that compute layers together answer the same, and one of them
+    reports it. Every rank runs the same number of batches."""
+    monkeypatch.setattr(validation_answers, "gather_lists", lambda own: own)
+    questions = [SimpleNamespace(sample=SimpleNamespace(input_ids=[0] * (number % 5))) for number in range(11)]
+    answered: list[list[list[int]]] = []
+    reported: list[int] = []
+    for rank in range(ranks):
+        monkeypatch.setattr(validation_answers, "rank_and_size", lambda rank=rank: (rank, ranks))
+        batches: list[list[int]] = []
+
+        def answer(numbers: list[int], batches: list[list[int]] = batches) -> list[Answered]:
+            batches.append(numbers)
+            return [Answered(number, "", 0.0) for number in numbers]
+
+        held: Any = SimpleNamespace(
+            questions=questions, model=None, rows=2, pause=lambda: None, answer=answer,
+            cfg=SimpleNamespace(parallel=SimpleNamespace(tensor=together)),
+        )  # fmt: skip
+        own = [found.number for found in AnswerGenerator.answers(held)]
+        assert own == sorted(own)
+        reported += own
+        answered.append(batches)
+    assert sorted(reported) == list(range(11))
+    assert len({len(batches) for batches in answered}) == 1
+    assert all(len(numbers) <= 2 for batches in answered for numbers in batches)
+    assert all(answered[rank] == answered[rank // together * together] for rank in range(ranks))
+    assert answered[0][0][0] == 4, "the first of the longest ones"
