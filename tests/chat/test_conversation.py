@@ -315,3 +315,46 @@ def test_where_the_page_is_and_what_it_reads(monkeypatch: pytest.MonkeyPatch) ->
     prepare_environment("/folder")
     assert "GRADIO_SHARE" not in environment and environment["HOME"] == "/h"
     assert (environment["GRADIO_TEMP_DIR"], environment["GRADIO_ANALYTICS_ENABLED"]) == ("/folder", "False")
+
+
+def test_in_which_dtype_a_model_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In 16 bits on a GPU, and on a CPU as its memory allows."""
+    own: Any = None
+    monkeypatch.setattr(open_model, "compute_dtype", lambda _: torch.float32)
+    for has_bf16, dtype in ((True, torch.bfloat16), (False, torch.float16)):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda has_bf16=has_bf16: has_bf16)
+        assert open_model.choose_dtype(own, torch.device("cuda", 1)) is dtype
+        assert open_model.choose_dtype(own, torch.device("cpu")) is torch.float32
+
+
+def test_answers_of_a_batch_end_where_its_longest_prompt_leaves_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[tuple[Any, Any]] = []
+
+    def write(model: Any, inputs: Any, mask: torch.Tensor, images: Any, cache: Any, sampling: Sampling) -> list[Any]:
+        given.append((sampling.max_new_tokens, mask.tolist()))
+        return []
+
+    monkeypatch.setattr(module, "write_tokens", write)
+    monkeypatch.setattr(module, "DynamicCache", lambda **_: None)
+    monkeypatch.setattr(module, "AnswerText", lambda *_: SimpleNamespace(close=lambda: "", text="", ended=False))
+    own: Any = SimpleNamespace(
+        encode=lambda turns, images, where: np.arange(len(turns)), max_tokens=9, tokenizer=None,
+        template=SimpleNamespace(stop=""), stops=None, to_device=lambda ids, images, blank: (ids, ()),
+        device=torch.device("cpu"), model=SimpleNamespace(language_model=SimpleNamespace(config=None)),
+    )  # fmt: skip
+    turn = Turn("human", "a")
+    asked = [module.Question([turn] * turns, [], "here") for turns in (1, 3)]
+    for most in (5, 6, 7):
+        assert Assistant.answers(own, asked, most) == ["", ""]
+    mask = [[False, False, True], [True, True, True]]
+    assert given == [(5, mask), (6, mask), (6, mask)]
+
+
+def test_tokens_of_an_image_are_its_own() -> None:
+    """In the beginning of a conversation: neither those of another image, nor others of the same."""
+    first, other = (LoadedImage(number, Path("a"), np.zeros(0), np.arange(2)) for number in (0, 1))
+    tokens = np.array([7, IMAGE_ID, IMAGE_ID, 8, IMAGE_ID, IMAGE_ID])
+    found = module.with_image_numbers(tokens, [first, other])
+    assert (found[0], found[3]) == (7, 8) and len({*found}) == 6 and max(found[1], found[2], *found[4:]) < 0
+    assert module.with_image_numbers(tokens, [first, first])[:3] == found[:3] != found[3:]
+    assert tokens[1] == IMAGE_ID and module.with_image_numbers(np.array([7, 8]), []) == [7, 8]

@@ -24,10 +24,10 @@ from llava_fsdp.evaluate.question import (
     with_image_tag,
     with_suffix,
 )
-from llava_fsdp.evaluate.read_questions import read_row
+from llava_fsdp.evaluate.read_questions import read_file, read_row
 from llava_fsdp.evaluate.references import answers_in_entry
 from llava_fsdp.evaluate.results import groups_of, number_text, score_all, submission_of, table_of
-from llava_fsdp.evaluate.scienceqa_files import annotate_problems
+from llava_fsdp.evaluate.scienceqa_files import annotate_problems, read_choice_record
 from llava_fsdp.evaluate.vqa_files import annotate_textvqa, annotate_vqa, bare_question, check_ten, read_vqa_questions
 from llava_fsdp.runtime.digests import digest_of_file
 from llava_fsdp.runtime.errors import CommunicationError, ConfigError, DataError, StorageError
@@ -395,3 +395,41 @@ def test_ten_people_answer_a_question_of_textvqa(count: int, fits: bool) -> None
     else:
         with pytest.raises(DataError, match=f"q 1 has {count} right answers in file; task=textvqa needs 10"):
             check_ten(questions, "file")
+
+
+def test_an_answer_in_a_file_is_a_text(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    own = answers(path, Shard())
+    row = json.loads(own.line(own.questions[0], "yes"))
+    for text in (5, None, ["yes"]):
+        path.write_text(json.dumps(row | {"text": text}) + "\n")
+        with pytest.raises(ConfigError):
+            answers(path, Shard())
+
+
+def choice_record(*turns: tuple[str, str], **more: Any) -> BenchmarkQuestion:
+    said = [{"from": who, "value": text} for who, text in turns]
+    return read_choice_record(Path("q.json"), 3, None, {"id": "9", "conversations": said, **more})
+
+
+def test_a_record_of_scienceqa_is_a_question_with_choices() -> None:
+    """Its image stands first, and its answer is right if it names a choice."""
+    found = choice_record(("human", "Which? <image>\n"), ("gpt", "The answer is B."), image="1.png")
+    assert (found.number, found.id, found.prompt, found.text) == (3, "9", "<image>\nWhich?", "<image>\nWhich?")
+    assert (found.images, found.references, found.choices) == (("1.png",), ("B",), 5)
+    found = choice_record(("human", "Why?"), ("gpt", "I do not know."))
+    assert (found.prompt, found.images, found.references) == ("Why?", (), ())
+    assert choice_record(("human", "Why?")).references == ()
+    with pytest.raises(DataError):
+        choice_record(("gpt", "The answer is B."))
+
+
+def test_questions_of_vqav2_are_known_by_their_form(tmp_path: Path) -> None:
+    """Whatever the case of the file's ending; other tasks have no such files."""
+    content = {"data_subtype": "val2014", "questions": [{"image_id": 1, "question_id": 2, "question": "Is it?"}]}
+    for name in ("q.json", "q.JSON"):
+        (tmp_path / name).write_text("\n " + json.dumps(content))
+        [found] = read_file(tmp_path / name, Task.vqa, 1 << 20)
+        assert (found.id, found.prompt) == (2, "Is it?")
+        with pytest.raises(DataError):
+            list(read_file(tmp_path / name, Task.textvqa, 1 << 20))

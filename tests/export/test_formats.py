@@ -15,13 +15,15 @@ from transformers import AutoConfig
 
 from llava_fsdp.config import AspectRatio, PatchMerge, Pixels, SpecialTokens
 from llava_fsdp.data.images.preprocess import read_preprocessor
-from llava_fsdp.export import weights_writer
+from llava_fsdp.export import formats, weights_writer
 from llava_fsdp.export.formats import (
     SourceModel,
     begin_projector,
     check_hf,
     config_of_original,
+    copy_or_convert_tokenizer,
     source_of_run,
+    write_configs,
     write_notes,
 )
 from llava_fsdp.export.processor import as_older_release, write_preprocessor, write_tokenizer
@@ -252,3 +254,52 @@ def test_an_error_of_one_file_is_raised_with_it_and_no_value_is_lost(tmp_path: P
     with pytest.raises(ModelError, match="a have 4 values, and transformers' model takes 2"):
         write_shards(own, tmp_path, first_row, (), 2, 2)
     assert given == ["a", "b"] and not list(tmp_path.glob("*.safetensors"))
+
+
+TOKENIZER = (
+    "tokenizer.model",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
+
+
+@pytest.mark.parametrize("inside", ["", "original"])
+def test_an_originals_tokenizer_is_copied_with_all_of_its_files(
+    inside: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it was kept in a folder for transformers; without one the language model's is converted."""
+    converted: list[Path] = []
+    monkeypatch.setattr(formats, "convert_tokenizer_to_original", lambda folder, *_: converted.append(folder))
+    whole, staged = tmp_path / "whole", tmp_path / "staged"
+    staged.mkdir()
+    write_json(whole / inside / "config.json", {"model_type": "llava_llama", "mm_vision_tower": "first"})
+    copy_or_convert_tokenizer(source(whole), staged)
+    assert converted == [whole] and not list(staged.iterdir())
+    for name in (*TOKENIZER, "other.json"):
+        (whole / inside / name).write_text(name)
+    copy_or_convert_tokenizer(source(whole), staged)
+    assert {path.name for path in staged.iterdir()} == {*TOKENIZER} and converted == [whole]
+
+
+def test_generation_is_configured_as_in_the_originals_folder(tmp_path: Path) -> None:
+    """And as the language model's tokens are, where that folder says nothing; the tower's folder is beside it."""
+    whole = tmp_path / "whole"
+    write_json(whole / "config.json", {"model_type": "llava_llama", "mm_vision_tower": "first"})
+    found = []
+    for number in range(2):
+        own = source(whole)
+        own.model.parts.vision = AutoConfig.for_model("clip_vision_model", image_size=28)  # type: ignore[misc]
+        own.model.parts.vision_folder = tmp_path  # type: ignore[misc]
+        own.model.parts.language = SimpleNamespace(  # type: ignore[misc]
+            vocab_size=77, bos_token_id=3, eos_token_id=4, pad_token_id=5
+        )
+        staged = tmp_path / str(number)
+        staged.mkdir()
+        write_configs(own, torch.float16, staged)
+        found.append(json.loads((staged / "generation_config.json").read_text())["eos_token_id"])
+        assert json.loads((staged / "vision_tower" / "config.json").read_text())["image_size"] == 28
+        assert not (staged / "vision_tower" / "preprocessor_config.json").exists()
+        write_json(whole / "generation_config.json", {"eos_token_id": 9})
+    assert found == [4, 9]

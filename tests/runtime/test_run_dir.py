@@ -25,6 +25,7 @@ from llava_fsdp.runtime.run_dir import (
     claimed,
     is_known_free,
     is_locked_by_other_launch,
+    list_checkpoints,
     mark_begun,
     refuse_in_use,
 )
@@ -496,3 +497,41 @@ def test_a_report_whose_exit_code_is_none_is_not_read(code: int, tmp_path: Path,
     for number in (255, 256, -1):
         path.write_text(json.dumps({**json.loads(path.read_text()), "exit_code": number}))
         assert (read_status(tmp_path) is None) is (number != 255)
+
+
+def test_checkpoints_are_in_the_order_of_their_steps(tmp_path: Path) -> None:
+    """Also where a step has more digits than another; other names are no checkpoints."""
+    for name in ("step-1000000", "step-000002", "step-999999", "step-0000003", "step-4", "step-000005.tmp"):
+        (tmp_path / name).mkdir()
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-000002", "step-999999", "step-1000000"]
+    assert list_checkpoints(tmp_path / "absent") == []
+
+
+def test_no_secret_is_in_what_is_recorded_of_an_end(tmp_path: Path, launched, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither for the other ranks nor for the user."""
+    launched(rank=1)
+    monkeypatch.setenv("HF_TOKEN", "a-value-that-nobody-may-read")
+    write_ending(tmp_path, ending("config", "data.path=a-value-that-nobody-may-read is not a file"))
+    for name in (status_file.STATUS_FILE, status_file.FIRST_FAILURE):
+        reason = json.loads((tmp_path / name).read_text())["reason"]
+        assert reason == "data.path=*** is not a file"
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_one_rank_is_the_first_that_failed(
+    has_links: bool, tmp_path: Path, launched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also on a file system without hard links; nothing else is left in the folder."""
+
+    def refused(*_: object) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    if not has_links:
+        monkeypatch.setattr(os, "link", refused)
+    launched(rank=1)
+    assert status_file.write_first_failure(tmp_path, ending("data", "record 7"))
+    launched(rank=2)
+    assert not status_file.write_first_failure(tmp_path, ending("bug", "of its own"))
+    found = first_failure(tmp_path) or {}
+    assert (found["rank"], found["class"], found["reason"]) == (1, "data", "record 7")
+    assert os.listdir(tmp_path) == [status_file.FIRST_FAILURE]

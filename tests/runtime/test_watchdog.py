@@ -304,3 +304,50 @@ def test_who_is_told_to_end(
     told.clear()
     end_agent()
     assert told == [(os.getppid(), signal.SIGTERM)] * agent
+
+
+def test_a_rank_that_watches_the_first_alone_looks_for_all_before_it_gives_up(
+    make: Make, clock: Clock, tmp_path: Path
+) -> None:
+    """Rank 2 is late; rank 1 stands where rank 0 stands."""
+    put(tmp_path, 0, 1)
+    put(tmp_path, 2, step=3)
+    own = make(1)
+    own.beat()
+    clock.now += 60
+    put(tmp_path, 0, 1, count=2)
+    put(tmp_path, 2, step=3, count=2)
+    own.beat()
+    assert [outcome.culprit["rank"] for outcome in ends(own)] == [2]
+
+
+def test_stacks_and_warnings_begin_anew_with_progress(
+    make: Make, clock: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each place where a rank waits has its stacks, and is reported at once."""
+    module.log().propagate = True
+    own = make(limit=1000)
+    for place in (1, 2):
+        own.step += 1
+        put(tmp_path, 1, 2, step=3, count=2 * place)
+        own.beat()
+        clock.now += 21
+        put(tmp_path, 1, 2, step=3, count=2 * place + 1)
+        own.beat()
+        size = os.fstat(own.stacks.fileno()).st_size
+        assert size > (place - 1) * 100 and len(caplog.messages) == 2 * place, "two late ranks"
+        if place == 1:
+            first = size
+    assert size > first
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("phase", [Phase.DATA, Phase.COMPUTE])
+def test_what_a_heartbeat_says(size: int, phase: Phase, make: Make, tmp_path: Path) -> None:
+    """The record that is waited for only where data are; collectives only where there are other ranks."""
+    own = make(size=size)
+    own.run.data_position = lambda: "record 5"
+    own.at(phase)
+    beat = own.write_beat()
+    assert beat == read_beat(tmp_path, 0) and (beat.pid, beat.host, beat.step) == (os.getpid(), HERE, 4)
+    assert (beat.detail, beat.work) == ("record 5" if phase is Phase.DATA else "", 9 if size > 1 else 0)
