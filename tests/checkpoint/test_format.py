@@ -50,7 +50,7 @@ def test_safetensors_reads_what_is_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize("length", range(1, 9))
 def test_every_tensor_begins_where_its_dtype_is_aligned(length: int) -> None:
     """Whatever the length of the names, which changes that of the header."""
-    dtypes = (torch.uint8, torch.bfloat16, torch.float64, torch.float32, torch.int8)
+    dtypes = (torch.uint8, torch.bfloat16, torch.float64, torch.float32)
     head, order = build_header({f"{n}" * length: (dtype, (3,)) for n, dtype in enumerate(dtypes)})
     assert len(head) % 8 == 0 and int.from_bytes(head[:8], "little") == len(head) - 8
     places = json.loads(head[8:])

@@ -25,7 +25,7 @@ from llava_fsdp.checkpoint import saver as saver_module
 from llava_fsdp.checkpoint.retention import prune
 from llava_fsdp.checkpoint.saver import Saver
 from llava_fsdp.checkpoint.snapshot import Snapshot
-from llava_fsdp.checkpoint.verify import verify
+from llava_fsdp.checkpoint.verify import newest_alone, verify
 from llava_fsdp.config import OnSaveError
 from llava_fsdp.distributed.mesh import World, is_lost_peer
 from llava_fsdp.runtime.errors import CheckpointError, NumericError
@@ -585,3 +585,26 @@ def test_a_checkpoint_that_was_found_damaged_is_read_again(tmp_path: Path) -> No
     path.write_bytes(content)
     assert is_good(folder) and folder.name in saver.committer.good
     saver.close()
+
+
+def test_adapters_are_on_the_disk_before_the_list_of_all_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of their files, and each folder of them."""
+    seen: list[str] = []
+    fsync = os.fsync
+
+    def forced(descriptor: int) -> None:
+        seen.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", forced)
+    save_steps(single_world(), tmp_path, [2], with_adapter=True)
+    before = seen[: seen.index("manifest.json")]
+    assert {"adapter_model.safetensors", "config.json", "vision_tower", "adapter"} <= {*before}
+
+
+def test_a_checkpoint_put_aside_is_continued_from(tmp_path: Path) -> None:
+    """By a run, which gives it its name back; a reader changes nothing."""
+    save_steps(single_world(), tmp_path, [2])
+    os.rename(tmp_path / "step-000002", tmp_path / "step-000002.replaced.tmp")
+    assert newest_alone(tmp_path) is None and names(tmp_path) == ["latest", "step-000002.replaced.tmp"]
+    assert loaded_alone(tmp_path) == 2 and names(tmp_path) == ["latest", "step-000002"]

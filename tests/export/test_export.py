@@ -10,7 +10,7 @@ import pytest
 import torch
 from forged import forge_facts, forge_notes, swap_in_exports
 from reference import EXPORTED, outcome
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from small import conversion, make_config, write_json, write_parts
 from tiers import slow_after
 from transformers import AutoProcessor, LlavaForConditionalGeneration
@@ -465,7 +465,10 @@ def test_a_projector_in_another_dtype(llava: Path, tmp_path: Path) -> None:
     """Both files of it, and what is said beside them."""
     made = export(conversion(llava, tmp_path / "made", "format=projector", "dtype=bf16", "verify=false"))
     whole = {n: t for n, t in weights(llava).items() if "mm_projector" in n}
-    for stored in (torch.load(made / "mm_projector.bin", weights_only=True), weights(made)):
+    for stored in (
+        torch.load(made / "mm_projector.bin", weights_only=True),
+        load_file(made / "mm_projector.safetensors"),
+    ):
         assert stored.keys() == whole.keys()
         assert all(t.dtype == torch.bfloat16 and torch.equal(t, whole[n].bfloat16()) for n, t in stored.items())
     assert json.loads((made / "config.json").read_text())["torch_dtype"] == "bfloat16"

@@ -318,7 +318,7 @@ def test_a_rank_that_watches_the_first_alone_looks_for_all_before_it_gives_up(
     put(tmp_path, 0, 1, count=2)
     put(tmp_path, 2, step=3, count=2)
     own.beat()
-    assert [outcome.culprit["rank"] for outcome in ends(own)] == [2]
+    assert [outcome.culprit.get("rank") for outcome in ends(own)] == [2]
 
 
 def test_stacks_and_warnings_begin_anew_with_progress(
