@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Generator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,11 +15,14 @@ from llava_fsdp.chat import assistant as module
 from llava_fsdp.chat import main, open_model
 from llava_fsdp.chat.assistant import Assistant, LoadedImage, images_after
 from llava_fsdp.chat.conversation import Conversation
-from llava_fsdp.config import ChatConfig
+from llava_fsdp.config import AspectRatio, ChatConfig, ConversionConfig, Pixels, SpecialTokens
 from llava_fsdp.data.records.record import Turn
 from llava_fsdp.data.text.constants import IMAGE_ID
 from llava_fsdp.data.text.templates import IMAGE_TAG
+from llava_fsdp.export.formats import SourceModel
+from llava_fsdp.export.source_model import Opened
 from llava_fsdp.model.generation import PrefixCache, Sampling
+from llava_fsdp.model.llava import Llava
 from llava_fsdp.runtime.errors import DataError, OutOfMemory
 
 HOW = Sampling(max_new_tokens=5)
@@ -358,3 +361,25 @@ def test_tokens_of_an_image_are_its_own() -> None:
     assert (found[0], found[3]) == (7, 8) and len({*found}) == 6 and max(found[1], found[2], *found[4:]) < 0
     assert module.with_image_numbers(tokens, [first, first])[:3] == found[:3] != found[3:]
     assert tokens[1] == IMAGE_ID and module.with_image_numbers(np.array([7, 8]), []) == [7, 8]
+
+
+@pytest.mark.parametrize(("is_exported", "says_padding"), [(True, True), (True, False), (False, True)])
+def test_which_folder_is_asked_and_how_its_images_are_fitted(
+    is_exported: bool, says_padding: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The export of a run, if it has one; what the folder does not say is as it is asked for."""
+    own = SourceModel(
+        model=cast(Llava, None), template="plain", aspect=AspectRatio.square, grid_pinpoints=[], max_tiles=1,
+        pixels=Pixels.exact, special_tokens=SpecialTokens.text, max_length=9, language="", vision="",
+        renamed_tower=None, history={},
+    )  # fmt: skip
+    asked: list[ConversionConfig] = []
+    monkeypatch.setattr(open_model, "open_source", lambda cfg: asked.append(cfg) or Opened(own, {}, tmp_path))
+    monkeypatch.setattr(open_model, "lacks_padding", lambda _: not says_padding)
+    if is_exported:
+        write_json(tmp_path / "export" / "config.json", {})
+    opened = open_model.open_model(str(tmp_path), "v0", AspectRatio.pad)
+    assert opened.source.aspect is (AspectRatio.square if says_padding else AspectRatio.pad)
+    (cfg,) = asked
+    assert (cfg.source, cfg.template) == (str(tmp_path / "export" if is_exported else tmp_path), "v0")
+    assert cfg.image_aspect_ratio is None and cfg.vision is None and not cfg.accept

@@ -608,3 +608,16 @@ def test_a_checkpoint_put_aside_is_continued_from(tmp_path: Path) -> None:
     os.rename(tmp_path / "step-000002", tmp_path / "step-000002.replaced.tmp")
     assert newest_alone(tmp_path) is None and names(tmp_path) == ["latest", "step-000002.replaced.tmp"]
     assert loaded_alone(tmp_path) == 2 and names(tmp_path) == ["latest", "step-000002"]
+
+
+def test_a_disk_without_room_for_another_checkpoint_has_nothing_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver = saver_of(tmp_path, whole_tensors(1))
+    saver.save_step(1)
+    saver.wait()
+    monkeypatch.setattr("llava_fsdp.runtime.durable_files.free_bytes", lambda _: 0)
+    saver.save_step(2)
+    with pytest.raises(CheckpointError):
+        saver.close()
+    assert names(tmp_path) == ["latest", "step-000001"]

@@ -109,13 +109,15 @@ def test_what_answers_depend_on_is_kept_with_them(monkeypatch: pytest.MonkeyPatc
     """All that changes an answer to the same question: else a file of other answers would be continued."""
     monkeypatch.setattr(evaluate, "model_digest", lambda _: "digest")
     own = SimpleNamespace(source=SimpleNamespace(template="v1", aspect=AspectRatio.pad))
-    monkeypatch.setattr(evaluate, "open_model", lambda *_: own)
+    asked: list[Any] = []
+    monkeypatch.setattr(evaluate, "open_model", lambda *given: asked.extend(given) or own)
     monkeypatch.setattr(evaluate, "folder_of", lambda _: Path("images"))
     data = SimpleNamespace(template="auto", image_aspect_ratio=AspectRatio.square)
     cfg: Any = SimpleNamespace(answers="a.jsonl", max_new_tokens=9, data=data, model=SimpleNamespace(checkpoint="m"))
     assert evaluate.AnswerGenerator(cfg, [], Shard()).settings == {
         "model": "digest", "max_new_tokens": 9, "template": "v1", "image_aspect_ratio": "pad",
     }  # fmt: skip
+    assert asked == ["m", "auto", AspectRatio.square], "what a folder does not say"
     assert [evaluate.asks_blank(SimpleNamespace(task=task, blank=None)) for task in Task] == [  # pyright: ignore
         task is Task.conversations for task in Task
     ]
@@ -433,3 +435,16 @@ def test_questions_of_vqav2_are_known_by_their_form(tmp_path: Path) -> None:
         assert (found.id, found.prompt) == (2, "Is it?")
         with pytest.raises(DataError):
             list(read_file(tmp_path / name, Task.textvqa, 1 << 20))
+
+
+def test_answers_that_were_written_in_another_order_are_put_in_theirs(tmp_path: Path) -> None:
+    """Where one process has all of them, too; a file that is in order is not written again."""
+    path = tmp_path / "a.jsonl"
+    own = answers(path, Shard())
+    with own.writing() as add:
+        add(own.questions[::-1], [f"{number}" for number in reversed(range(7))])
+    again = answers(path, Shard())
+    assert again.finish() == [f"{number}" for number in range(7)]
+    assert [json.loads(line)["text"] for line in path.read_text().splitlines()] == [f"{n}" for n in range(7)]
+    before = path.stat().st_ino
+    assert answers(path, Shard()).finish() == again.finish() and path.stat().st_ino == before

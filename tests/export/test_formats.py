@@ -15,6 +15,7 @@ from transformers import AutoConfig
 
 from llava_fsdp.config import AspectRatio, PatchMerge, Pixels, SpecialTokens
 from llava_fsdp.data.images.preprocess import read_preprocessor
+from llava_fsdp.data.images.video import VideoSampling
 from llava_fsdp.export import formats, weights_writer
 from llava_fsdp.export.formats import (
     SourceModel,
@@ -303,3 +304,11 @@ def test_generation_is_configured_as_in_the_originals_folder(tmp_path: Path) -> 
         assert not (staged / "vision_tower" / "preprocessor_config.json").exists()
         write_json(whole / "generation_config.json", {"eos_token_id": 9})
     assert found == [4, 9]
+
+
+def test_notes_say_how_frames_of_videos_are_chosen(tmp_path: Path) -> None:
+    """Of a model that takes videos alone."""
+    for aspect, video in ((AspectRatio.anyres_max, {"video_fps": 2.5, "video_frames": 11}), (AspectRatio.pad, {})):
+        write_notes(replace(source(), aspect=aspect, video_sampling=VideoSampling(2.5, 11)), tmp_path, {})
+        found = json.loads((tmp_path / "llava_fsdp.json").read_text())
+        assert {key: value for key, value in found.items() if key.startswith("video")} == video

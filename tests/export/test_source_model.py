@@ -132,7 +132,10 @@ def test_the_user_says_how_a_checkpoint_s_images_are_fitted(noise: Path, tmp_pat
     checkpoint = list_checkpoints(noise / FOLDER)[-1]
     for aspect in (AspectRatio.pad, AspectRatio.square):
         cfg = conversion(checkpoint, tmp_path / "to", f"image_aspect_ratio={aspect.value}")
-        assert open_source(cfg).source.aspect is aspect
+        opened = open_source(cfg).source
+        assert opened.aspect is aspect and opened.renamed_tower is None and opened.vision
+    named = open_source(conversion(checkpoint, tmp_path / "to", "vision=mine")).source
+    assert (named.vision, named.renamed_tower) == ("mine", "mine")
 
 
 def test_the_template_of_a_folder_that_names_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -351,3 +351,37 @@ def test_what_a_heartbeat_says(size: int, phase: Phase, make: Make, tmp_path: Pa
     beat = own.write_beat()
     assert beat == read_beat(tmp_path, 0) and (beat.pid, beat.host, beat.step) == (os.getpid(), HERE, 4)
     assert (beat.detail, beat.work) == ("record 5" if phase is Phase.DATA else "", 9 if size > 1 else 0)
+
+
+@pytest.mark.parametrize("failure", [None, {"class": "data", "exit_code": 2, "rank": 1}])
+def test_a_signal_of_torchrun_because_of_another_rank_is_no_request_to_stop(
+    failure: dict | None, make: Make, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The report of the other rank may come a moment after the signal."""
+    own, begun = make(rank=1), clock.now
+
+    def wait(seconds: float) -> None:
+        clock.now += seconds
+
+    monkeypatch.setattr(own, "wait", wait)
+    monkeypatch.setattr(module, "first_failure", lambda _: failure if clock.now > begun + 0.1 else None)
+    own.ending, own.stepping = module.threading.Event(), True
+    own.handle_signal(signal.SIGTERM)
+    assert own.was_signalled and own.wants_stop() is (failure is None) and not ends(own)
+
+
+def test_processes_of_this_machine_are_watched(make: Make) -> None:
+    """A process of another machine may have the number of any process of this one; an error leaves them watched."""
+    own = make(size=1)
+    ranks = [(0, HERE, os.getpid()), (1, HERE, os.getppid()), (2, "elsewhere", os.getppid()), (3, HERE, 1 << 22)]
+    try:
+        with own.watching_peers(ranks):
+            assert own.size == 4 and [*own.peers.values()] == [(1, os.getppid())]
+        assert own.size == 1
+        with pytest.raises(Ended), own.watching_peers(ranks[:1]):
+            own.size = 4
+            raise Ended
+        assert own.size == 4
+    finally:
+        for handle in own.peers:
+            os.close(handle)
