@@ -1,6 +1,8 @@
 """Turns and images of a conversation, the page's sessions and its guard, without a model."""
 
 import asyncio
+import signal
+import threading
 from collections.abc import Generator
 from pathlib import Path
 from types import SimpleNamespace
@@ -383,3 +385,47 @@ def test_which_folder_is_asked_and_how_its_images_are_fitted(
     (cfg,) = asked
     assert (cfg.source, cfg.template) == (str(tmp_path / "export" if is_exported else tmp_path), "v0")
     assert cfg.image_aspect_ratio is None and cfg.vision is None and not cfg.accept
+
+
+def terminal(talk: Conversation) -> main.Terminal:
+    return main.Terminal(talk, command_config(ChatConfig, "chat"))
+
+
+def test_errors_of_a_line_are_told_and_the_next_one_is_read(
+    talk: Conversation, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Until a command ends the program, or there are no more lines; a space makes a command a question."""
+    lines = iter(["one", "  ", "fail", "/nonsense", " /undo ", "/quit", "never asked", "last"])
+
+    def typed(_: str) -> str:
+        for line in lines:
+            return line
+        raise EOFError
+
+    monkeypatch.setattr("builtins.input", typed)
+    with caplog.at_level("ERROR", "llava_fsdp"):
+        terminal(talk).run()
+    assert [turn.text for turn in talk.turns[::2]] == ["one", "/undo"] and len(caplog.records) == 2
+    assert next(lines) == "never asked"
+    terminal(talk).run()
+    assert [turn.text for turn in talk.turns[::2]] == ["one", "/undo", "last"]
+
+
+def test_an_answer_that_is_stopped_stays_as_far_as_it_came(
+    talk: Conversation, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stopped = threading.Event()
+    terminal(talk).answer("one", stopped)
+    stopped.set()
+    terminal(talk).answer("two", stopped)
+    assert [turn.text for turn in talk.turns[1::2]] == ["one", "t"] and capsys.readouterr().out == "one\nt\n"
+
+
+def test_the_first_interrupt_stops_an_answer_and_the_second_the_program() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), main.stop_on_interrupt() as stopped:
+        assert not stopped.is_set()
+        signal.raise_signal(signal.SIGINT)
+        assert stopped.is_set()
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before

@@ -188,12 +188,12 @@ def test_what_transformers_is_given_of_images(
     token = 91 if sizes is None else 90
     assert given["input_ids"].tolist() == [[1, token, 3], [4, 5, token]] and micro.input_ids[0, 1] == 2
     expected = {"input_ids"} | ({"pixel_values_videos"} if sizes is None else {"pixel_values"} if tiles else set())
+    expected |= {"image_sizes"} if sizes and kind != "llava" else set()
+    expected |= {"batch_num_images"} if sizes and kind == "llava_onevision" else set()
+    assert given.keys() == expected
     if sizes and kind != "llava":
-        expected.add("image_sizes")
         assert given["image_sizes"].tolist() == [[height, width] for width, height in sizes]
     if sizes and kind == "llava_onevision":
-        expected.add("batch_num_images")
         assert given["batch_num_images"].tolist() == [count]
-    assert given.keys() == expected
     shown = given.get("pixel_values_videos", given.get("pixel_values"))
     assert shown is None or (shown.dtype, shown.numel()) == (torch.bfloat16, tiles * 48)

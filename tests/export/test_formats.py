@@ -23,6 +23,7 @@ from llava_fsdp.export.formats import (
     check_hf,
     config_of_original,
     copy_or_convert_tokenizer,
+    hf_config,
     source_of_run,
     write_configs,
     write_notes,
@@ -312,3 +313,46 @@ def test_notes_say_how_frames_of_videos_are_chosen(tmp_path: Path) -> None:
         write_notes(replace(source(), aspect=aspect, video_sampling=VideoSampling(2.5, 11)), tmp_path, {})
         found = json.loads((tmp_path / "llava_fsdp.json").read_text())
         assert {key: value for key, value in found.items() if key.startswith("video")} == video
+
+
+def described(aspect: AspectRatio, vision: str, shuffle: int = 1, layer: int = -2, drops: bool = True) -> SourceModel:
+    """A model whose tower has three layers and whose vocabulary has 77 tokens."""
+    parts = SimpleNamespace(
+        vision=AutoConfig.for_model(vision, num_hidden_layers=3), image_size=28,
+        language=AutoConfig.for_model("llama", vocab_size=77, use_cache=False, tie_word_embeddings=drops),
+    )  # fmt: skip
+    cfg = SimpleNamespace(select_layer=layer, shuffle_factor=shuffle, patch_merge=PatchMerge.spatial_unpad)
+    probe = SimpleNamespace(drops_cls=drops, layers=3)
+    model: Any = SimpleNamespace(parts=parts, cfg=cfg, probe=probe, image_tokens=4)
+    return replace(source(), model=model, aspect=aspect)
+
+
+@pytest.mark.parametrize(
+    ("aspect", "kind"),
+    [(AspectRatio.pad, "llava"), (AspectRatio.anyres, "llava_next"), (AspectRatio.anyres_max, "llava_onevision")],
+)
+@pytest.mark.parametrize("drops", [True, False])
+def test_transformers_configuration_of_a_model(aspect: AspectRatio, kind: str, drops: bool) -> None:
+    """Its class is by how images are cut into tiles; grids are heights before widths."""
+    config: Any = hf_config(described(aspect, "clip_vision_model", drops=drops), torch.bfloat16, 128)
+    text = config.text_config
+    assert (config.model_type, text.vocab_size, text.use_cache) == (kind, 128, True)
+    assert config.vision_feature_select_strategy == ("default" if drops else "full")
+    assert (config.vision_feature_layer, config.tie_word_embeddings) == (-2, drops)
+    assert str(config.dtype).removeprefix("torch.") == "bfloat16"
+    if kind != "llava":
+        assert [list(size) for size in config.image_grid_pinpoints] == [[56, 28]]
+    if kind == "llava_onevision":
+        assert config.vision_aspect_ratio == "anyres_max_5"
+
+
+@pytest.mark.parametrize(
+    ("layer", "pools", "expected"), [(-1, False, 3), (-1, True, -1), (-2, False, -2), (3, False, 3)]
+)
+def test_transformers_configuration_of_a_pixel_shuffle(layer: int, pools: bool, expected: int) -> None:
+    """Its InternVL applies the tower's last norm to layer -1, which training does not."""
+    own = described(AspectRatio.square, "internvl_vision", shuffle=2, layer=layer)
+    own.model.parts.vision.use_mean_pooling = pools
+    config: Any = hf_config(own, torch.float32, 128)
+    assert (config.model_type, config.vision_feature_layer, config.downsample_ratio) == ("internvl", expected, 0.5)
+    assert config.image_seq_length == 4
