@@ -385,3 +385,34 @@ def test_processes_of_this_machine_are_watched(make: Make) -> None:
     finally:
         for handle in own.peers:
             os.close(handle)
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_frozen_ranks_are_killed_before_a_process_ends(
+    is_own: bool, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Because of itself or because of another rank: torchrun would wait for them."""
+    own, done = make(), list[object]()
+    monkeypatch.setattr(module, "PATIENCE", 0)
+    monkeypatch.setattr(module, "write_ending", lambda *_: None)
+    monkeypatch.setattr(module, "first_failure", lambda _: {"class": "bug", "exit_code": 1, "rank": 1})
+    monkeypatch.setattr(own, "kill_frozen", lambda: done.append("killed"))
+    monkeypatch.setattr(own, "exit", done.append)
+    if is_own:
+        Watchdog.end(own, Outcome(ENDINGS["data"], "a record"))
+    else:
+        own.end_after_failure()
+    assert done == ["killed", ExitCode.USER if is_own else 1]
+
+
+def test_a_report_that_fails_does_not_keep_a_process(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, done = make(), list[object]()
+
+    def report() -> None:
+        done.append("reported")
+        raise ValueError("a page cannot be made")
+
+    own.run.report_end = report
+    monkeypatch.setattr(module.os, "_exit", done.append)
+    Watchdog.exit(own, 5)
+    assert done == ["reported", 5]
