@@ -1,10 +1,12 @@
 """Turns and images of a conversation, the page's sessions and its guard, without a model."""
 
 import asyncio
+import signal
+import threading
 from collections.abc import Generator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,11 +17,14 @@ from llava_fsdp.chat import assistant as module
 from llava_fsdp.chat import main, open_model
 from llava_fsdp.chat.assistant import Assistant, LoadedImage, images_after
 from llava_fsdp.chat.conversation import Conversation
-from llava_fsdp.config import ChatConfig
+from llava_fsdp.config import AspectRatio, ChatConfig, ConversionConfig, Pixels, SpecialTokens
 from llava_fsdp.data.records.record import Turn
 from llava_fsdp.data.text.constants import IMAGE_ID
 from llava_fsdp.data.text.templates import IMAGE_TAG
+from llava_fsdp.export.formats import SourceModel
+from llava_fsdp.export.source_model import Opened
 from llava_fsdp.model.generation import PrefixCache, Sampling
+from llava_fsdp.model.llava import Llava
 from llava_fsdp.runtime.errors import DataError, OutOfMemory
 
 HOW = Sampling(max_new_tokens=5)
@@ -315,3 +320,112 @@ def test_where_the_page_is_and_what_it_reads(monkeypatch: pytest.MonkeyPatch) ->
     prepare_environment("/folder")
     assert "GRADIO_SHARE" not in environment and environment["HOME"] == "/h"
     assert (environment["GRADIO_TEMP_DIR"], environment["GRADIO_ANALYTICS_ENABLED"]) == ("/folder", "False")
+
+
+def test_in_which_dtype_a_model_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In 16 bits on a GPU, and on a CPU as its memory allows."""
+    own: Any = None
+    monkeypatch.setattr(open_model, "compute_dtype", lambda _: torch.float32)
+    for has_bf16, dtype in ((True, torch.bfloat16), (False, torch.float16)):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda has_bf16=has_bf16: has_bf16)
+        assert open_model.choose_dtype(own, torch.device("cuda", 1)) is dtype
+        assert open_model.choose_dtype(own, torch.device("cpu")) is torch.float32
+
+
+def test_answers_of_a_batch_end_where_its_longest_prompt_leaves_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[tuple[Any, Any]] = []
+
+    def write(model: Any, inputs: Any, mask: torch.Tensor, images: Any, cache: Any, sampling: Sampling) -> list[Any]:
+        given.append((sampling.max_new_tokens, mask.tolist()))
+        return []
+
+    monkeypatch.setattr(module, "write_tokens", write)
+    monkeypatch.setattr(module, "DynamicCache", lambda **_: None)
+    monkeypatch.setattr(module, "AnswerText", lambda *_: SimpleNamespace(close=lambda: "", text="", ended=False))
+    own: Any = SimpleNamespace(
+        encode=lambda turns, images, where: np.arange(len(turns)), max_tokens=9, tokenizer=None,
+        template=SimpleNamespace(stop=""), stops=None, to_device=lambda ids, images, blank: (ids, ()),
+        device=torch.device("cpu"), model=SimpleNamespace(language_model=SimpleNamespace(config=None)),
+    )  # fmt: skip
+    turn = Turn("human", "a")
+    asked = [module.Question([turn] * turns, [], "here") for turns in (1, 3)]
+    for most in (5, 6, 7):
+        assert Assistant.answers(own, asked, most) == ["", ""]
+    mask = [[False, False, True], [True, True, True]]
+    assert given == [(5, mask), (6, mask), (6, mask)]
+
+
+def test_tokens_of_an_image_are_its_own() -> None:
+    """In the beginning of a conversation: neither those of another image, nor others of the same."""
+    first, other = (LoadedImage(number, Path("a"), np.zeros(0), np.arange(2)) for number in (0, 1))
+    tokens = np.array([7, IMAGE_ID, IMAGE_ID, 8, IMAGE_ID, IMAGE_ID])
+    found = module.with_image_numbers(tokens, [first, other])
+    assert (found[0], found[3]) == (7, 8) and len({*found}) == 6 and max(found[1], found[2], *found[4:]) < 0
+    assert module.with_image_numbers(tokens, [first, first])[:3] == found[:3] != found[3:]
+    assert tokens[1] == IMAGE_ID and module.with_image_numbers(np.array([7, 8]), []) == [7, 8]
+
+
+@pytest.mark.parametrize(("is_exported", "says_padding"), [(True, True), (True, False), (False, True)])
+def test_which_folder_is_asked_and_how_its_images_are_fitted(
+    is_exported: bool, says_padding: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The export of a run, if it has one; what the folder does not say is as it is asked for."""
+    own = SourceModel(
+        model=cast(Llava, None), template="plain", aspect=AspectRatio.square, grid_pinpoints=[], max_tiles=1,
+        pixels=Pixels.exact, special_tokens=SpecialTokens.text, max_length=9, language="", vision="",
+        renamed_tower=None, history={},
+    )  # fmt: skip
+    asked: list[ConversionConfig] = []
+    monkeypatch.setattr(open_model, "open_source", lambda cfg: asked.append(cfg) or Opened(own, {}, tmp_path))
+    monkeypatch.setattr(open_model, "lacks_padding", lambda _: not says_padding)
+    if is_exported:
+        write_json(tmp_path / "export" / "config.json", {})
+    opened = open_model.open_model(str(tmp_path), "v0", AspectRatio.pad)
+    assert opened.source.aspect is (AspectRatio.square if says_padding else AspectRatio.pad)
+    (cfg,) = asked
+    assert (cfg.source, cfg.template) == (str(tmp_path / "export" if is_exported else tmp_path), "v0")
+    assert cfg.image_aspect_ratio is None and cfg.vision is None and not cfg.accept
+
+
+def terminal(talk: Conversation) -> main.Terminal:
+    return main.Terminal(talk, command_config(ChatConfig, "chat"))
+
+
+def test_errors_of_a_line_are_told_and_the_next_one_is_read(
+    talk: Conversation, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Until a command ends the program, or there are no more lines; a space makes a command a question."""
+    lines = iter(["one", "  ", "fail", "/nonsense", " /undo ", "/quit", "never asked", "last"])
+
+    def typed(_: str) -> str:
+        for line in lines:
+            return line
+        raise EOFError
+
+    monkeypatch.setattr("builtins.input", typed)
+    with caplog.at_level("ERROR", "llava_fsdp"):
+        terminal(talk).run()
+    assert [turn.text for turn in talk.turns[::2]] == ["one", "/undo"] and len(caplog.records) == 2
+    assert next(lines) == "never asked"
+    terminal(talk).run()
+    assert [turn.text for turn in talk.turns[::2]] == ["one", "/undo", "last"]
+
+
+def test_an_answer_that_is_stopped_stays_as_far_as_it_came(
+    talk: Conversation, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stopped = threading.Event()
+    terminal(talk).answer("one", stopped)
+    stopped.set()
+    terminal(talk).answer("two", stopped)
+    assert [turn.text for turn in talk.turns[1::2]] == ["one", "t"] and capsys.readouterr().out == "one\nt\n"
+
+
+def test_the_first_interrupt_stops_an_answer_and_the_second_the_program() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), main.stop_on_interrupt() as stopped:
+        assert not stopped.is_set()
+        signal.raise_signal(signal.SIGINT)
+        assert stopped.is_set()
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before

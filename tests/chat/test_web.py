@@ -308,21 +308,33 @@ def test_without_the_package(noise: Path, monkeypatch: pytest.MonkeyPatch) -> No
         chat(configured(f"model.checkpoint={noise}", "serve=true"))
 
 
+def may_ask(headers: dict[str, str], host: str = "127.0.0.1") -> bool:
+    try:
+        check_names(headers, host)
+    except RequestRefused:
+        return False
+    return True
+
+
 def test_who_may_ask() -> None:
     """By the names that other sites can give themselves, and those that they cannot."""
     link = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate", "sec-fetch-dest": "document"}
     for headers in (
         {"host": "localhost:7860"}, {"host": "127.0.0.1:9000", "origin": "http://127.0.0.1:9000"},
         {"host": "[::1]:7860", "sec-fetch-site": "same-origin"}, {"host": "localhost", **link},
-        {"host": "10.0.0.7:7860", "origin": "https://10.0.0.7:7860"},
+        {"host": "10.0.0.7:7860", "origin": "https://10.0.0.7:7860"}, {"host": f"{socket.gethostname().upper()}:7860"},
+        {"host": "LOCALHOST", "sec-fetch-site": "none"},
     ):  # fmt: skip
-        check_names(headers, "127.0.0.1")
+        assert may_ask(headers), headers
+    assert may_ask({"host": "my.page:7860"}, "My.Page") and not may_ask({"host": "my.page:7860"})
     for headers in (
         {}, {"host": "evil.example:7860"}, {"host": "localhost.evil.example"}, {"host": "localhost@evil.example"},
         {"host": "localhost:7860", "origin": "http://evil.example"}, {"host": "localhost:7860", "origin": "null"},
         {"host": "localhost:7860", "origin": "http://localhost:8888"},
         {"host": "localhost:7860", "sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"},
         {"host": "localhost", **link, "sec-fetch-dest": "iframe"},
+        {"host": "localhost", **link, "sec-fetch-mode": "cors"},
+        {"host": "localhost:7860", "sec-fetch-site": "same-site", "sec-fetch-mode": "cors"},
     ):  # fmt: skip
         with pytest.raises(RequestRefused) as refusal:
             check_names(headers, "127.0.0.1")
@@ -394,6 +406,8 @@ def test_the_guard_answers_for_the_application(tmp_path: Path) -> None:
     for length, refused in ((b"", 411), (b"-1", 411), (b"%d" % ((1 << 20) + 1), 413)):
         headers = [(b"host", b"localhost"), (b"content-length", length)]
         assert call(headers=headers, **upload)[0]["status"] == refused
+    headers = [(b"host", b"localhost"), (b"content-length", b"2"), (b"transfer-encoding", b"chunked")]
+    assert call(headers=headers, **upload)[0]["status"] == 411, "the length that is given does not count"
     assert call("websocket") == [] and arrived == [b"{}"]
 
 

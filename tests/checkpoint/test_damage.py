@@ -99,6 +99,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
             "a huge shape": {"shape": [1, 1 << 61, 1 << 61]},
             "a negative row": {"pieces": [[RANK_0, -1, 1]]},
             "a piece in no file of tensors": {"pieces": [["state.json", 0, 1]]},
+            "a piece in the file of a rank that is not listed": {"pieces": [["rank-00009.safetensors", 0, 1]]},
             "a piece outside": {"pieces": [["..", 0, 1]]},
             "rows in a file beside": {"pieces": [[BESIDE_FILE, 0, 1]]},
         }.items()

@@ -1,5 +1,6 @@
 """The files of a checkpoint, and where the rows of every tensor lie in them."""
 
+import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,9 +14,9 @@ from tiers import slow_after
 from xxhash import xxh3_128
 
 from llava_fsdp.checkpoint import safetensors_stream
-from llava_fsdp.checkpoint.manifest import Manifest, RowRange, TensorEntry, parse, render
+from llava_fsdp.checkpoint.manifest import Manifest, RowRange, TensorEntry, parse, parse_size, render
 from llava_fsdp.checkpoint.reader import SavedTensor, fill, load
-from llava_fsdp.checkpoint.safetensors_stream import CHUNK, CODES, Digest, write_tensors
+from llava_fsdp.checkpoint.safetensors_stream import CHUNK, CODES, Digest, build_header, read_header, write_tensors
 from llava_fsdp.checkpoint.verify import verify
 from llava_fsdp.runtime.errors import CheckpointError, NumericError
 
@@ -44,6 +45,53 @@ def test_safetensors_reads_what_is_written(tmp_path: Path) -> None:
     assert write(tmp_path / "empty.safetensors", {}).bytes == (tmp_path / "empty.safetensors").stat().st_size
     with safe_open(tmp_path / "empty.safetensors", "pt") as file:
         assert not list(file.keys())
+
+
+@pytest.mark.parametrize("length", range(1, 9))
+def test_every_tensor_begins_where_its_dtype_is_aligned(length: int) -> None:
+    """Whatever the length of the names, which changes that of the header."""
+    dtypes = (torch.uint8, torch.bfloat16, torch.float64, torch.float32)
+    head, order = build_header({f"{n}" * length: (dtype, (3,)) for n, dtype in enumerate(dtypes)})
+    assert len(head) % 8 == 0 and int.from_bytes(head[:8], "little") == len(head) - 8
+    places = json.loads(head[8:])
+    begins = [places[name]["data_offsets"][0] for name in order]
+    assert all(begin % dtypes[int(name[0])].itemsize == 0 for begin, name in zip(begins, order, strict=True))
+    assert begins == sorted(begins) and begins[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "size", "fits"),
+    [
+        ([0, 8], [8, 12], 12, True), ([0, 8], [12, 16], 16, False), ([0, 8], [4, 8], 8, False),
+        ([4, 12], [12, 16], 16, False), ([0, 8], [8, 16], 16, False), ([0, 8], [8, 12], 13, False),
+        ([0, 8], [8, 12], 11, False), ([4, 12], [0, 4], 12, True),
+    ],
+)  # fmt: skip
+def test_tensors_fill_their_file_without_a_hole(
+    first: list[int], second: list[int], size: int, fits: bool, tmp_path: Path
+) -> None:
+    """A header that leaves bytes out, or counts some twice, is refused."""
+    places = {"a": {"dtype": "F32", "shape": [2], "data_offsets": first}}
+    places["b"] = {"dtype": "F32", "shape": [1], "data_offsets": second}
+    text = json.dumps(places).encode()
+    (tmp_path / "file").write_bytes(len(text).to_bytes(8, "little") + text + bytes(size))
+    with (tmp_path / "file").open("rb") as file:
+        if fits:
+            assert {name: place.shape for name, place in read_header(file.fileno(), "file").items()} == {
+                "a": (2,), "b": (1,),
+            }  # fmt: skip
+        else:
+            with pytest.raises(CheckpointError):
+                read_header(file.fileno(), "file")
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\x02", b"\x02" + bytes(7) + b"{", bytes(8) + b"{}", b"\x01" + bytes(7) + b"{"]
+)
+def test_a_file_without_a_whole_header_is_refused(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(content)
+    with (tmp_path / "file").open("rb") as file, pytest.raises(CheckpointError):
+        read_header(file.fileno(), "file")
 
 
 @pytest.mark.parametrize("chunk", [8, 24])
@@ -166,6 +214,20 @@ def test_columns_that_are_nowhere_or_twice_are_never_committed(pieces: list[tupl
     own = tuple(RowRange("rank-00000.safetensors", b, e, (c[0], c[1]) if c else None) for b, e, *c in pieces)
     with pytest.raises(CheckpointError, match=r"a: (rows|columns)"):
         render(Manifest(3, GOOD.files, {"a": TensorEntry(torch.float32, (4, 5), own)}))
+
+
+@pytest.mark.parametrize("file", ["rank-00001.safetensors", "state.json"])
+def test_rows_lie_in_a_listed_file_of_a_rank(file: str) -> None:
+    own = TensorEntry(torch.float32, (4, 2), (RowRange(file, 0, 4),))
+    with pytest.raises(CheckpointError):
+        parse(render(Manifest(3, GOOD.files, {"a": own})))
+
+
+@pytest.mark.parametrize("value", [True, False, 1.0, -1, 1 << 62, "1", None])
+def test_what_is_no_size(value: object) -> None:
+    assert [parse_size(size) for size in (0, 1, (1 << 62) - 1)] == [0, 1, (1 << 62) - 1]
+    with pytest.raises(ValueError):
+        parse_size(value)
 
 
 COLUMNS = (("rank-00000.safetensors", 0, 4, (0, 2)), ("rank-00001.safetensors", 0, 1, (2, 5)),

@@ -75,3 +75,16 @@ def test_each_value_of_divided_weights_is_written_once(pools: dict[int, RankPool
 )
 def test_meshes_side_by_side_are_numbered(ranks: tuple[int, ...], found: tuple[int, int]) -> None:
     assert copy_of_mesh(ranks, 8) == found
+
+
+@pytest.mark.parametrize("holders", [1, 2, 3])
+def test_ranks_with_the_same_tensors_share_the_writing(holders: int) -> None:
+    """Rows, and numbers without rows: each is written once, and no rank writes all of them."""
+    tensors = {f"number {n}": torch.tensor(float(n)) for n in range(6)} | {"rows": torch.arange(12.0).view(6, 2)}
+    found = [written_rows(tensors, f"file {rank}", (rank, holders)) for rank in range(holders)]
+    for rank, (entries, values) in enumerate(found):
+        assert sum(name.startswith("number") for name in values) == 6 // holders
+        (rows,) = entries["rows"].ranges
+        assert rows == RowRange(f"file {rank}", 6 // holders * rank, 6 // holders * (rank + 1))
+        assert values["rows"].equal(tensors["rows"][rows.begin : rows.end])
+    assert sorted(name for _, values in found for name in values) == sorted([*tensors, *["rows"] * (holders - 1)])

@@ -10,6 +10,8 @@ import stat
 import subprocess
 import threading
 import time
+from concurrent.futures import wait
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,12 +20,12 @@ import torch
 from harness import RankPool, single_world
 from saves import CONFIG, cut, facts, is_busy, loaded, loaded_alone, save_steps, saver_of, whole_tensors
 
+from llava_fsdp.checkpoint import commit, snapshot
 from llava_fsdp.checkpoint import saver as saver_module
-from llava_fsdp.checkpoint import snapshot
 from llava_fsdp.checkpoint.retention import prune
 from llava_fsdp.checkpoint.saver import Saver
 from llava_fsdp.checkpoint.snapshot import Snapshot
-from llava_fsdp.checkpoint.verify import verify
+from llava_fsdp.checkpoint.verify import newest_alone, verify
 from llava_fsdp.config import OnSaveError
 from llava_fsdp.distributed.mesh import World, is_lost_peer
 from llava_fsdp.runtime.errors import CheckpointError, NumericError
@@ -498,3 +500,124 @@ def test_a_pointer_that_cannot_be_written_costs_no_checkpoint(tmp_path: Path, mo
     monkeypatch.setattr("llava_fsdp.checkpoint.commit.write_latest", refused)
     save_steps(single_world(), tmp_path, [1, 2, 3])
     assert names(tmp_path) == ["step-000002", "step-000003"] and loaded_alone(tmp_path) == 3
+
+
+@pytest.mark.parametrize(
+    ("asynchronous", "in_place", "fits", "copies"),
+    [(True, False, True, True), (False, False, True, False), (True, True, True, False), (True, False, False, False)],
+)
+def test_whether_a_checkpoint_is_written_from_a_copy(
+    asynchronous: bool, in_place: bool, fits: bool, copies: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the background alone, of tensors in memory, where there is room; the copy is freed at the end."""
+    monkeypatch.setattr(saver_module, "fits", lambda *_: fits)
+    cfg, tensors = replace(CONFIG, asynchronous=asynchronous), whole_tensors(3)
+    saver = Saver(tmp_path, cfg, lambda: tensors, lambda: facts(3), in_place=in_place)
+    assert (saver.snapshot is not None) is copies
+    saver.save()
+    assert saver.under_way is None or copies, "without a copy, training waits until the checkpoint is written"
+    saver.close()
+    assert saver.snapshot is None and loaded_alone(tmp_path) == 3
+
+
+@pytest.mark.parametrize(("policy", "code", "fails"), [(OnSaveError["raise"], 28, True), (WARN, 28, False)])
+def test_a_failed_save_is_known_before_the_next_one(
+    policy: OnSaveError, code: int, fails: bool, tmp_path: Path
+) -> None:
+    """While it is being written nothing has failed; nobody waits for it."""
+    gate = Gate("made")
+
+    def at(point: str) -> None:
+        gate(point)
+        if point == "file written":
+            raise OSError(code, "No space left on device", str(tmp_path))
+
+    saver = saver_of(tmp_path, whole_tensors(2), at=at, on_save_error=policy)
+    saver.save_step(2)
+    assert gate.reached.wait(20) and not saver.failed
+    gate.opened.set()
+    assert saver.under_way is not None
+    wait([saver.under_way])
+    assert saver.failed is fails
+    with pytest.raises(CheckpointError) if fails else contextlib.nullcontext():
+        saver.close()
+
+
+def test_an_update_does_not_wait_for_a_copy_that_failed() -> None:
+    copy = Snapshot({"a": torch.zeros(3)})
+    copy.begin()
+    assert not copy.filled.is_set()
+    with pytest.raises(RuntimeError):
+        copy.fill({"a": torch.zeros(4)})
+    assert copy.filled.is_set()
+
+
+def test_which_checkpoints_are_read_to_see_if_they_are_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each once, and none that this process has written or that it began from."""
+    read: list[str] = []
+    monkeypatch.setattr(commit, "verify", lambda folder: read.append(folder.name) or verify(folder))
+    save_steps(single_world(), tmp_path, [1, 2, 3], keep=4)
+    assert not read
+    cfg, step = replace(CONFIG, keep=4), [4]
+    begun_from = [tmp_path / folder_name(3)]
+    saver = Saver(tmp_path, cfg, lambda: whole_tensors(step[0]), lambda: facts(step[0]), good=begun_from)
+    saver.save()
+    saver.wait()
+    assert read == [folder_name(2), folder_name(1)]
+    step[0] = 5
+    saver.save()
+    saver.close()
+    assert len(read) == 2 and saver.committer.good == {folder_name(number) for number in (2, 3, 4, 5)}
+
+
+def test_a_checkpoint_that_was_found_damaged_is_read_again(tmp_path: Path) -> None:
+    """Before that, only the sizes of its files are looked at."""
+    saver = saver_of(tmp_path, whole_tensors(1))
+    saver.save_step(1)
+    saver.wait()
+    folder, is_good = tmp_path / folder_name(1), saver.committer.is_good
+    path = folder / "state.json"
+    content = path.read_bytes()
+    path.write_bytes(content[:-1])
+    assert not is_good(folder)
+    path.write_bytes(content[:-1] + b" ")
+    assert not is_good(folder)
+    path.write_bytes(content)
+    assert is_good(folder) and folder.name in saver.committer.good
+    saver.close()
+
+
+def test_adapters_are_on_the_disk_before_the_list_of_all_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of their files, and each folder of them."""
+    seen: list[str] = []
+    fsync = os.fsync
+
+    def forced(descriptor: int) -> None:
+        seen.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", forced)
+    save_steps(single_world(), tmp_path, [2], with_adapter=True)
+    before = seen[: seen.index("manifest.json")]
+    assert {"adapter_model.safetensors", "config.json", "vision_tower", "adapter"} <= {*before}
+
+
+def test_a_checkpoint_put_aside_is_continued_from(tmp_path: Path) -> None:
+    """By a run, which gives it its name back; a reader changes nothing."""
+    save_steps(single_world(), tmp_path, [2])
+    os.rename(tmp_path / "step-000002", tmp_path / "step-000002.replaced.tmp")
+    assert newest_alone(tmp_path) is None and names(tmp_path) == ["latest", "step-000002.replaced.tmp"]
+    assert loaded_alone(tmp_path) == 2 and names(tmp_path) == ["latest", "step-000002"]
+
+
+def test_a_disk_without_room_for_another_checkpoint_has_nothing_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver = saver_of(tmp_path, whole_tensors(1))
+    saver.save_step(1)
+    saver.wait()
+    monkeypatch.setattr("llava_fsdp.runtime.durable_files.free_bytes", lambda _: 0)
+    saver.save_step(2)
+    with pytest.raises(CheckpointError):
+        saver.close()
+    assert names(tmp_path) == ["latest", "step-000001"]

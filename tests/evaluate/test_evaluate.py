@@ -112,6 +112,13 @@ def test_vqav2s_own_questions(keys: list[str], tmp_path: Path) -> None:
     assert asked.text == f"<image>\nIs it?\n{SHORT}" and asked.id == 42000 and asked.references == ()
 
 
+def test_a_limit_leaves_questions_of_a_file_out(keys: list[str], tmp_path: Path) -> None:
+    """The first of them are asked; without a limit all are."""
+    words = [*keys, "task=vqa", f"questions={questions(tmp_path)}"]
+    assert [asked.id for asked in read_questions(config(*words, "limit=2"))] == [100, 101]
+    assert len(read_questions(config(*words))) == 5
+
+
 def test_textvqa_is_found_by_image_and_question(reply: Reply, keys: list[str], tmp_path: Path) -> None:
     """The original's ids are those of images: two questions have one."""
     rows = [

@@ -24,10 +24,10 @@ from llava_fsdp.evaluate.question import (
     with_image_tag,
     with_suffix,
 )
-from llava_fsdp.evaluate.read_questions import read_row
+from llava_fsdp.evaluate.read_questions import read_file, read_row
 from llava_fsdp.evaluate.references import answers_in_entry
 from llava_fsdp.evaluate.results import groups_of, number_text, score_all, submission_of, table_of
-from llava_fsdp.evaluate.scienceqa_files import annotate_problems
+from llava_fsdp.evaluate.scienceqa_files import annotate_problems, read_choice_record
 from llava_fsdp.evaluate.vqa_files import annotate_textvqa, annotate_vqa, bare_question, check_ten, read_vqa_questions
 from llava_fsdp.runtime.digests import digest_of_file
 from llava_fsdp.runtime.errors import CommunicationError, ConfigError, DataError, StorageError
@@ -109,13 +109,15 @@ def test_what_answers_depend_on_is_kept_with_them(monkeypatch: pytest.MonkeyPatc
     """All that changes an answer to the same question: else a file of other answers would be continued."""
     monkeypatch.setattr(evaluate, "model_digest", lambda _: "digest")
     own = SimpleNamespace(source=SimpleNamespace(template="v1", aspect=AspectRatio.pad))
-    monkeypatch.setattr(evaluate, "open_model", lambda *_: own)
+    asked: list[Any] = []
+    monkeypatch.setattr(evaluate, "open_model", lambda *given: asked.extend(given) or own)
     monkeypatch.setattr(evaluate, "folder_of", lambda _: Path("images"))
     data = SimpleNamespace(template="auto", image_aspect_ratio=AspectRatio.square)
     cfg: Any = SimpleNamespace(answers="a.jsonl", max_new_tokens=9, data=data, model=SimpleNamespace(checkpoint="m"))
     assert evaluate.AnswerGenerator(cfg, [], Shard()).settings == {
         "model": "digest", "max_new_tokens": 9, "template": "v1", "image_aspect_ratio": "pad",
     }  # fmt: skip
+    assert asked == ["m", "auto", AspectRatio.square], "what a folder does not say"
     assert [evaluate.asks_blank(SimpleNamespace(task=task, blank=None)) for task in Task] == [  # pyright: ignore
         task is Task.conversations for task in Task
     ]
@@ -395,3 +397,54 @@ def test_ten_people_answer_a_question_of_textvqa(count: int, fits: bool) -> None
     else:
         with pytest.raises(DataError, match=f"q 1 has {count} right answers in file; task=textvqa needs 10"):
             check_ten(questions, "file")
+
+
+def test_an_answer_in_a_file_is_a_text(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    own = answers(path, Shard())
+    row = json.loads(own.line(own.questions[0], "yes"))
+    for text in (5, None, ["yes"]):
+        path.write_text(json.dumps(row | {"text": text}) + "\n")
+        with pytest.raises(ConfigError):
+            answers(path, Shard())
+
+
+def choice_record(*turns: tuple[str, str], **more: Any) -> BenchmarkQuestion:
+    said = [{"from": who, "value": text} for who, text in turns]
+    return read_choice_record(Path("q.json"), 3, None, {"id": "9", "conversations": said, **more})
+
+
+def test_a_record_of_scienceqa_is_a_question_with_choices() -> None:
+    """Its image stands first, and its answer is right if it names a choice."""
+    found = choice_record(("human", "Which? <image>\n"), ("gpt", "The answer is B."), image="1.png")
+    assert (found.number, found.id, found.prompt, found.text) == (3, "9", "<image>\nWhich?", "<image>\nWhich?")
+    assert (found.images, found.references, found.choices) == (("1.png",), ("B",), 5)
+    found = choice_record(("human", "Why?"), ("gpt", "I do not know."))
+    assert (found.prompt, found.images, found.references) == ("Why?", (), ())
+    assert choice_record(("human", "Why?")).references == ()
+    with pytest.raises(DataError):
+        choice_record(("gpt", "The answer is B."))
+
+
+def test_questions_of_vqav2_are_known_by_their_form(tmp_path: Path) -> None:
+    """Whatever the case of the file's ending; other tasks have no such files."""
+    content = {"data_subtype": "val2014", "questions": [{"image_id": 1, "question_id": 2, "question": "Is it?"}]}
+    for name in ("q.json", "q.JSON"):
+        (tmp_path / name).write_text("\n " + json.dumps(content))
+        [found] = read_file(tmp_path / name, Task.vqa, 1 << 20)
+        assert (found.id, found.prompt) == (2, "Is it?")
+        with pytest.raises(DataError):
+            list(read_file(tmp_path / name, Task.textvqa, 1 << 20))
+
+
+def test_answers_that_were_written_in_another_order_are_put_in_theirs(tmp_path: Path) -> None:
+    """Where one process has all of them, too; a file that is in order is not written again."""
+    path = tmp_path / "a.jsonl"
+    own = answers(path, Shard())
+    with own.writing() as add:
+        add(own.questions[::-1], [f"{number}" for number in reversed(range(7))])
+    again = answers(path, Shard())
+    assert again.finish() == [f"{number}" for number in range(7)]
+    assert [json.loads(line)["text"] for line in path.read_text().splitlines()] == [f"{n}" for n in range(7)]
+    before = path.stat().st_ino
+    assert answers(path, Shard()).finish() == again.finish() and path.stat().st_ino == before

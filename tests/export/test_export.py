@@ -10,7 +10,7 @@ import pytest
 import torch
 from forged import forge_facts, forge_notes, swap_in_exports
 from reference import EXPORTED, outcome
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from small import conversion, make_config, write_json, write_parts
 from tiers import slow_after
 from transformers import AutoProcessor, LlavaForConditionalGeneration
@@ -108,6 +108,9 @@ def test_original_format_of_a_run(llava: Path, run: Path, parts: Path, tmp_path:
     assert same(weights(llava), cut)
     back = export(conversion(llava, tmp_path / "back"))
     assert same(weights(back), weights(run / "export"))
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        kept = back / "original" / name
+        assert kept.is_file() and kept.read_bytes() == (llava / name).read_bytes(), "for the way back"
 
 
 @pytest.mark.slow
@@ -457,3 +460,41 @@ def test_what_is_written_first_replaces_nothing_of_the_users(llava: Path, tmp_pa
     with pytest.raises(ConfigError, match=r"would replace .*other\.tmp, which holds source="):
         export(conversion(tmp_path / "other.tmp", tmp_path / "other"))
     assert (tmp_path / "other.tmp" / "config.json").is_file()
+
+
+def test_a_projector_in_another_dtype(llava: Path, tmp_path: Path) -> None:
+    """Both files of it, and what is said beside them."""
+    made = export(conversion(llava, tmp_path / "made", "format=projector", "dtype=bf16", "verify=false"))
+    whole = {n: t for n, t in weights(llava).items() if "mm_projector" in n}
+    for stored in (
+        torch.load(made / "mm_projector.bin", weights_only=True),
+        load_file(made / "mm_projector.safetensors"),
+    ):
+        assert stored.keys() == whole.keys()
+        assert all(t.dtype == torch.bfloat16 and torch.equal(t, whole[n].bfloat16()) for n, t in stored.items())
+    assert json.loads((made / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    assert json.loads((made / "llava_fsdp.json").read_text())["dtype"] == "bf16"
+
+
+def test_a_checkpoint_without_what_its_run_trained_is_refused(run: Path, tmp_path: Path) -> None:
+    """A weight that is trained, and that no file of the checkpoint has, would be that of the base."""
+    step = tmp_path / "step-000002"
+    shutil.copytree(run / "checkpoints" / "step-000002", step)
+    forge_facts(step, lambda facts: facts["trainable"].append("vision_tower.embeddings.class_embedding"))
+    with pytest.raises(CheckpointError):
+        export(conversion(step, tmp_path / "made", "verify=false"))
+
+
+def test_nothing_is_left_of_an_export_that_fails(llava: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it is being written; what was there before stays."""
+
+    def fails(form: object, source: object, weights: object, staged: Path, notes: object) -> None:
+        staged.mkdir()
+        (staged / "half").write_text("x")
+        raise ModelError("a weight cannot be read")
+
+    monkeypatch.setattr("llava_fsdp.export.main.write_folder", fails)
+    write_json(tmp_path / "made" / "config.json", {})
+    with pytest.raises(ModelError):
+        export(conversion(llava, tmp_path / "made", "overwrite=true"))
+    assert [path.name for path in tmp_path.iterdir()] == ["made"] and (tmp_path / "made" / "config.json").is_file()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from llava_fsdp.config import AspectRatio, DType, FolderFormat, LinearKind, Quantizer
 from llava_fsdp.data.images.image_tokens import ImageTokens
@@ -152,3 +153,47 @@ def test_both_files_of_a_projector_have_all_of_it(tmp_path: Path) -> None:
     torch.save(weights, tmp_path / "mm_projector.bin")
     with pytest.raises(ModelError, match="was written, but has"):
         verify_logits.replace_projector(model, tmp_path / "mm_projector.bin")
+
+
+@pytest.mark.parametrize("kind", ["llava", "llava_next", "llava_onevision"])
+@pytest.mark.parametrize(
+    ("tiles", "sizes", "count"),
+    [(3, [(28, 37)], 1), (1, [(28, 37)], 2), (2, [(28, 37), (9, 8)], 2), (3, [(1, 2)] * 3, 3), (0, [], None),
+     (2, None, None)],
+)  # fmt: skip
+def test_what_transformers_is_given_of_images(
+    kind: str, tiles: int, sizes: list[tuple[int, int]] | None, count: int | None
+) -> None:
+    """LLaVA-NeXT's sizes are height and width; LLaVA-OneVision cuts an image into tiles if it is the only one."""
+    given: dict[str, torch.Tensor] = {}
+
+    class Model:
+        config = AutoConfig.for_model(
+            kind, image_token_id=90, **({"video_token_id": 91} if kind[6:] == "onevision" else {})
+        )
+        dtype = torch.bfloat16
+
+        def __call__(self, **inputs: torch.Tensor) -> Any:
+            given.update(inputs)
+            return SimpleNamespace(logits=torch.arange(12.0).view(2, 3, 2).bfloat16())
+
+    if sizes is None and kind != "llava_onevision":
+        return
+    micro: Any = SimpleNamespace(
+        input_ids=torch.tensor([[1, 2, 3], [4, 5, 6]]), image_positions=torch.tensor([1, 5]),
+        label_positions=torch.tensor([0, 4]),
+    )  # fmt: skip
+    found = verify_logits.exported_logits(Model(), micro, torch.ones(tiles, 3, 4, 4), sizes)
+    assert found.dtype == torch.float32 and found.tolist() == [[0, 1], [8, 9]]
+    token = 91 if sizes is None else 90
+    assert given["input_ids"].tolist() == [[1, token, 3], [4, 5, token]] and micro.input_ids[0, 1] == 2
+    expected = {"input_ids"} | ({"pixel_values_videos"} if sizes is None else {"pixel_values"} if tiles else set())
+    expected |= {"image_sizes"} if sizes and kind != "llava" else set()
+    expected |= {"batch_num_images"} if sizes and kind == "llava_onevision" else set()
+    assert given.keys() == expected
+    if sizes and kind != "llava":
+        assert given["image_sizes"].tolist() == [[height, width] for width, height in sizes]
+    if sizes and kind == "llava_onevision":
+        assert given["batch_num_images"].tolist() == [count]
+    shown = given.get("pixel_values_videos", given.get("pixel_values"))
+    assert shown is None or (shown.dtype, shown.numel()) == (torch.bfloat16, tiles * 48)

@@ -15,13 +15,17 @@ from transformers import AutoConfig
 
 from llava_fsdp.config import AspectRatio, PatchMerge, Pixels, SpecialTokens
 from llava_fsdp.data.images.preprocess import read_preprocessor
-from llava_fsdp.export import weights_writer
+from llava_fsdp.data.images.video import VideoSampling
+from llava_fsdp.export import formats, weights_writer
 from llava_fsdp.export.formats import (
     SourceModel,
     begin_projector,
     check_hf,
     config_of_original,
+    copy_or_convert_tokenizer,
+    hf_config,
     source_of_run,
+    write_configs,
     write_notes,
 )
 from llava_fsdp.export.processor import as_older_release, write_preprocessor, write_tokenizer
@@ -252,3 +256,103 @@ def test_an_error_of_one_file_is_raised_with_it_and_no_value_is_lost(tmp_path: P
     with pytest.raises(ModelError, match="a have 4 values, and transformers' model takes 2"):
         write_shards(own, tmp_path, first_row, (), 2, 2)
     assert given == ["a", "b"] and not list(tmp_path.glob("*.safetensors"))
+
+
+TOKENIZER = (
+    "tokenizer.model",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
+
+
+@pytest.mark.parametrize("inside", ["", "original"])
+def test_an_originals_tokenizer_is_copied_with_all_of_its_files(
+    inside: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it was kept in a folder for transformers; without one the language model's is converted."""
+    converted: list[Path] = []
+    monkeypatch.setattr(formats, "convert_tokenizer_to_original", lambda folder, *_: converted.append(folder))
+    whole, staged = tmp_path / "whole", tmp_path / "staged"
+    staged.mkdir()
+    write_json(whole / inside / "config.json", {"model_type": "llava_llama", "mm_vision_tower": "first"})
+    copy_or_convert_tokenizer(source(whole), staged)
+    assert converted == [whole] and not list(staged.iterdir())
+    for name in (*TOKENIZER, "other.json"):
+        (whole / inside / name).write_text(name)
+    copy_or_convert_tokenizer(source(whole), staged)
+    assert {path.name for path in staged.iterdir()} == {*TOKENIZER} and converted == [whole]
+
+
+def test_generation_is_configured_as_in_the_originals_folder(tmp_path: Path) -> None:
+    """And as the language model's tokens are, where that folder says nothing; the tower's folder is beside it."""
+    whole = tmp_path / "whole"
+    write_json(whole / "config.json", {"model_type": "llava_llama", "mm_vision_tower": "first"})
+    found = []
+    for number in range(2):
+        own = source(whole)
+        own.model.parts.vision = AutoConfig.for_model("clip_vision_model", image_size=28)  # type: ignore[misc]
+        own.model.parts.vision_folder = tmp_path  # type: ignore[misc]
+        own.model.parts.language = SimpleNamespace(  # type: ignore[misc]
+            vocab_size=77, bos_token_id=3, eos_token_id=4, pad_token_id=5
+        )
+        staged = tmp_path / str(number)
+        staged.mkdir()
+        write_configs(own, torch.float16, staged)
+        found.append(json.loads((staged / "generation_config.json").read_text())["eos_token_id"])
+        assert json.loads((staged / "vision_tower" / "config.json").read_text())["image_size"] == 28
+        assert not (staged / "vision_tower" / "preprocessor_config.json").exists()
+        write_json(whole / "generation_config.json", {"eos_token_id": 9})
+    assert found == [4, 9]
+
+
+def test_notes_say_how_frames_of_videos_are_chosen(tmp_path: Path) -> None:
+    """Of a model that takes videos alone."""
+    for aspect, video in ((AspectRatio.anyres_max, {"video_fps": 2.5, "video_frames": 11}), (AspectRatio.pad, {})):
+        write_notes(replace(source(), aspect=aspect, video_sampling=VideoSampling(2.5, 11)), tmp_path, {})
+        found = json.loads((tmp_path / "llava_fsdp.json").read_text())
+        assert {key: value for key, value in found.items() if key.startswith("video")} == video
+
+
+def described(aspect: AspectRatio, vision: str, shuffle: int = 1, layer: int = -2, drops: bool = True) -> SourceModel:
+    """A model whose tower has three layers and whose vocabulary has 77 tokens."""
+    parts = SimpleNamespace(
+        vision=AutoConfig.for_model(vision, num_hidden_layers=3), image_size=28,
+        language=AutoConfig.for_model("llama", vocab_size=77, use_cache=False, tie_word_embeddings=drops),
+    )  # fmt: skip
+    cfg = SimpleNamespace(select_layer=layer, shuffle_factor=shuffle, patch_merge=PatchMerge.spatial_unpad)
+    probe = SimpleNamespace(drops_cls=drops, layers=3)
+    model: Any = SimpleNamespace(parts=parts, cfg=cfg, probe=probe, image_tokens=4)
+    return replace(source(), model=model, aspect=aspect)
+
+
+@pytest.mark.parametrize(
+    ("aspect", "kind"),
+    [(AspectRatio.pad, "llava"), (AspectRatio.anyres, "llava_next"), (AspectRatio.anyres_max, "llava_onevision")],
+)
+@pytest.mark.parametrize("drops", [True, False])
+def test_transformers_configuration_of_a_model(aspect: AspectRatio, kind: str, drops: bool) -> None:
+    """Its class is by how images are cut into tiles; grids are heights before widths."""
+    config: Any = hf_config(described(aspect, "clip_vision_model", drops=drops), torch.bfloat16, 128)
+    text = config.text_config
+    assert (config.model_type, text.vocab_size, text.use_cache) == (kind, 128, True)
+    assert config.vision_feature_select_strategy == ("default" if drops else "full")
+    assert (config.vision_feature_layer, config.tie_word_embeddings) == (-2, drops)
+    assert str(config.dtype).removeprefix("torch.") == "bfloat16"
+    if kind != "llava":
+        assert [list(size) for size in config.image_grid_pinpoints] == [[56, 28]]
+    if kind == "llava_onevision":
+        assert config.vision_aspect_ratio == "anyres_max_5"
+
+
+@pytest.mark.parametrize(
+    ("layer", "pools", "expected"), [(-1, False, 3), (-1, True, -1), (-2, False, -2), (3, False, 3)]
+)
+def test_transformers_configuration_of_a_pixel_shuffle(layer: int, pools: bool, expected: int) -> None:
+    """Its InternVL applies the tower's last norm to layer -1, which training does not."""
+    own = described(AspectRatio.square, "internvl_vision", shuffle=2, layer=layer)
+    own.model.parts.vision.use_mean_pooling = pools
+    config: Any = hf_config(own, torch.float32, 128)
+    assert (config.model_type, config.vision_feature_layer, config.downsample_ratio) == ("internvl", expected, 0.5)
+    assert config.image_seq_length == 4

@@ -1,5 +1,6 @@
 """The export of a small copy of a model, before the first step: what passes, and what is refused."""
 
+import contextlib
 import json
 import logging
 import shutil
@@ -7,6 +8,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +20,10 @@ from small import Configure, make_config
 from tiers import slow_after
 from transformers import AutoConfig, AutoModel, PretrainedConfig
 
+from llava_fsdp.export import rehearsal
 from llava_fsdp.export.formats import SourceModel, begin_hf, hf_config, source_of_run
 from llava_fsdp.export.processor import check_image_tokens
-from llava_fsdp.export.rehearsal import CannotBeExported, check_names, rehearse_hf, write_hf
+from llava_fsdp.export.rehearsal import CannotBeExported, check_names, compare, prepare_copy, rehearse_hf, write_hf
 from llava_fsdp.export.small_copy import count_layers, shrink, shrink_image, shrink_layer, small_copy
 from llava_fsdp.export.weights_writer import Weights
 from llava_fsdp.model.llava import build_llava
@@ -277,3 +280,74 @@ def test_all_ranks_refuse_it(parts: Path, dataset: Path, pools: dict[int, RankPo
     with pytest.raises(RanksFailed) as caught:
         pools[2].run(run_ranks, make_config(folder, dataset, tmp_path / "run", *UNEQUAL))
     assert [kinds[0] for kinds in caught.value.kinds] == ["CannotBeExported"] * 2
+
+
+@pytest.mark.parametrize("takes_videos", [True, False])
+def test_a_model_of_videos_is_tried_with_one(takes_videos: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And with an image, as every model; logits that are not finite show nothing."""
+    values = [torch.ones(2), torch.ones(3)]
+    rule = SimpleNamespace(of_video=lambda frames: f"tokens of {frames} frames")
+    small = SimpleNamespace(
+        model=SimpleNamespace(adapted=[]), image_tokens=rule, sampling=object() if takes_videos else None
+    )
+    monkeypatch.setattr(rehearsal, "small_copy", lambda _: (small, {}))
+    monkeypatch.setattr(rehearsal, "load_copy", lambda *_: None)
+    monkeypatch.setattr(rehearsal, "random_rows", lambda *_: ("an image", [(1, 2)]))
+    monkeypatch.setattr(rehearsal, "random_micro_batch", lambda model, rule, tokens, frames: (tokens, frames))
+    monkeypatch.setattr(rehearsal, "logits", lambda _, micro: values[0] if micro == "an image" else values[1])
+    own: Any = None
+    _, _, inputs, expected = prepare_copy(own)
+    video = ((f"tokens of {rehearsal.FRAMES} frames", rehearsal.FRAMES), None)
+    assert inputs == [("an image", [(1, 2)]), video][: 1 + takes_videos]
+    assert all(found is wanted for found, wanted in zip(expected, values[: 1 + takes_videos], strict=True))
+    values[takes_videos] = torch.tensor([1.0, float("inf")])
+    with pytest.raises(ModelError):
+        prepare_copy(own)
+
+
+@pytest.mark.parametrize(("wrong", "is_close"), [(0.0, True), (0.9e-4, True), (1.1e-4, False), (float("nan"), False)])
+def test_logits_of_a_small_copy_are_compared_for_each_input(
+    wrong: float, is_close: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a share of the largest; tokens that the export has added have no equal."""
+    ours = torch.tensor([[2.0, -4.0], [1.0, 0.0]])
+    theirs = torch.cat([ours, torch.full((2, 3), 9.0)], dim=1)
+    theirs[1, 1] += 4 * wrong
+    found = iter([torch.cat([ours, ours], dim=1), theirs])
+    monkeypatch.setattr(rehearsal, "open_export", lambda *_: None)
+    monkeypatch.setattr(rehearsal, "exported_logits", lambda *_: next(found))
+    micro: Any = SimpleNamespace(images=None)
+    with contextlib.nullcontext() if is_close else pytest.raises(ModelError):
+        compare(tmp_path, [(micro, []), (micro, None)], [ours, ours])
+
+
+def test_what_cannot_be_tried_with_values_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no small copy; and where its export cannot be read, since a plan may say more clearly why."""
+    planned: list[int] = []
+    monkeypatch.setattr(rehearsal, "rehearse_on_meta", lambda model, dtype, rows: planned.append(rows))
+    monkeypatch.setattr(rehearsal, "begin_hf", lambda *_: 70)
+    monkeypatch.setattr(rehearsal, "has_tokenizer", lambda _: False)
+    monkeypatch.setattr(rehearsal, "hf_config", lambda *_: None)
+    monkeypatch.setattr(rehearsal, "check_names", lambda *_: None)
+    part = SimpleNamespace(model_type="llama")
+    model = SimpleNamespace(
+        parts=SimpleNamespace(language=part, vision=part, language_folder=None),
+        cfg=SimpleNamespace(
+            projector_type="linear",
+            patch_merge=SimpleNamespace(value="flat"),
+            shuffle_factor=1,
+            lora=SimpleNamespace(enabled=False),
+        ),
+    )
+    own: Any = SimpleNamespace(model=model, vocabulary=67)
+
+    def fails(*_: object) -> Any:
+        raise ModelError("too deep")
+
+    monkeypatch.setattr(rehearsal, "prepare_copy", fails)
+    rehearse_hf(own, torch.bfloat16)
+    assert planned == [70]
+    monkeypatch.setattr(rehearsal, "prepare_copy", lambda _: (own, SimpleNamespace(shapes={}), [], []))
+    with pytest.raises(CannotBeExported):
+        rehearse_hf(own, torch.bfloat16, fails)
+    assert planned == [70, 70]

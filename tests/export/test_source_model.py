@@ -1,5 +1,6 @@
 """What the folder of a model says of itself, where it says it, and what stands where it says nothing."""
 
+import contextlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,6 +39,9 @@ def test_whether_pictures_are_padded(tmp_path: Path) -> None:
     write_json(tmp_path / "preprocessor_config.json", {"do_pad": True})
     assert aspect_of(tmp_path, {}, {}) is AspectRatio.pad
     assert aspect_of(tmp_path, {"model_type": "llava_next"}, {}) is AspectRatio.anyres
+    assert aspect_of(tmp_path, {"model_type": "llava_onevision"}, {}) is AspectRatio.anyres_max
+    assert aspect_of(tmp_path, {**original, "image_aspect_ratio": "anyres_max_9"}, {}) is AspectRatio.anyres_max
+    assert aspect_of(tmp_path, {"model_type": "llava_next"}, {"image_aspect_ratio": "pad"}) is AspectRatio.pad
     del original["image_aspect_ratio"]
     assert aspect_of(tmp_path, original, {}) is AspectRatio.square
     with pytest.raises(ModelError):
@@ -128,7 +132,10 @@ def test_the_user_says_how_a_checkpoint_s_images_are_fitted(noise: Path, tmp_pat
     checkpoint = list_checkpoints(noise / FOLDER)[-1]
     for aspect in (AspectRatio.pad, AspectRatio.square):
         cfg = conversion(checkpoint, tmp_path / "to", f"image_aspect_ratio={aspect.value}")
-        assert open_source(cfg).source.aspect is aspect
+        opened = open_source(cfg).source
+        assert opened.aspect is aspect and opened.renamed_tower is None and opened.vision
+    named = open_source(conversion(checkpoint, tmp_path / "to", "vision=mine")).source
+    assert (named.vision, named.renamed_tower) == ("mine", "mine")
 
 
 def test_the_template_of_a_folder_that_names_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,3 +151,17 @@ def test_the_template_of_a_folder_that_names_none(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(source_model, "usable_name", lambda _: None)
     parts = SimpleNamespace(grid_pinpoints=[[1, 2]], language_folder=tmp_path)
     assert default_template(conversion(tmp_path, tmp_path / "to"), parts) == "v1"
+
+
+@pytest.mark.parametrize("name", ["config.json", "adapter_config.json", "mm_projector.safetensors", "notes.json"])
+def test_which_folders_may_be_replaced(name: str, tmp_path: Path) -> None:
+    """Those of a model, an adapter and a projector, if the user says so; an empty one always."""
+    final, staged = tmp_path / "to", tmp_path / "to.tmp"
+    final.mkdir()
+    check_target(final, staged, conversion(tmp_path / "other", final))
+    (final / name).write_text("{}")
+    with pytest.raises(ConfigError):
+        check_target(final, staged, conversion(tmp_path / "other", final))
+    overwriting = conversion(tmp_path / "other", final, "overwrite=true")
+    with pytest.raises(ConfigError) if name == "notes.json" else contextlib.nullcontext():
+        check_target(final, staged, overwriting)

@@ -12,7 +12,15 @@ from traps import no_network
 
 from llava_fsdp.config import Config, cli, load
 from llava_fsdp.runtime.errors import ConfigError
-from llava_fsdp.runtime.redact import HIDDEN, has_secret, is_secret_name, is_secret_variable, redact
+from llava_fsdp.runtime.redact import (
+    HIDDEN,
+    has_secret,
+    is_secret_name,
+    is_secret_variable,
+    redact,
+    redact_values,
+    secrets_of,
+)
 
 CANARY = "canary0123456789abcdef"
 SECRETS = {
@@ -122,3 +130,29 @@ def test_secrets_are_hidden(text: str) -> None:
 def test_what_the_environment_holds_is_hidden() -> None:
     assert redact(f"found {CANARY}", [CANARY]) == f"found {HIDDEN}"
     assert is_secret_variable("HF_TOKEN") and not is_secret_variable("TOKENIZERS_PARALLELISM")
+
+
+def test_secrets_in_the_values_of_a_configuration_are_hidden() -> None:
+    """Whole, where the key says so, also the end of a key; what holds no text stays."""
+    values = {
+        "hub_token": "plain", "tracker.api_key": ["plain", 7, None], "password": "", "data.token_id": "plain",
+        "note": f"found {CANARY} here", "names": (f"found {CANARY}", "plain", 3), "steps": 4, "flag": False,
+    }  # fmt: skip
+    assert redact_values(values, iter([CANARY])) == {
+        "hub_token": HIDDEN, "tracker.api_key": [HIDDEN, 7, None], "password": "", "data.token_id": "plain",
+        "note": f"found {HIDDEN} here", "names": [f"found {HIDDEN}", "plain", 3], "steps": 4, "flag": False,
+    }  # fmt: skip
+
+
+def test_which_values_of_the_environment_are_secrets() -> None:
+    """The longest first, as one may begin with another; short ones are words that stand anywhere."""
+    found = secrets_of(
+        {"A_TOKEN": "12345678", "B_SECRET": "12345678abc", "C_TOKEN": "1234567", "PATH": "/usr/local/bin"}
+    )
+    assert found == ["12345678abc", "12345678"]
+    assert redact("12345678abc", found) == HIDDEN
+    assert [redact(f"token={word}") for word in ("None", "null", "abc")] == [
+        "token=None",
+        "token=null",
+        f"token={HIDDEN}",
+    ]

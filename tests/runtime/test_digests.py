@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 from xxhash import xxh3_128
 
+from llava_fsdp.export.check_folders import check_artifacts
 from llava_fsdp.runtime import digests
 from llava_fsdp.runtime.digests import Digest, digest_of, digest_of_file, share
 from llava_fsdp.runtime.errors import DamagedModel
-from llava_fsdp.runtime.provenance import checked_name, files_of, is_older, read_digest, refuse_strangers
+from llava_fsdp.runtime.provenance import checked_name, files_of, is_older, read_digest, refuse_strangers, seal
 
 
 def test_every_file_is_digested_once_and_bytes_are_even() -> None:
@@ -78,3 +79,43 @@ def test_notes_of_an_earlier_version(tmp_path: Path) -> None:
     older, entry = {"files": {"a": "0" * 32}}, {"bytes": 3, "xxh128": "0" * 32}
     assert is_older(older) and is_older({}) and not is_older({**older, "digest": "0"})
     assert not is_older({"files": {"b": "0" * 32, "a": entry}}), "its digest of itself was taken out"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors", "mm_projector.bin"):
+        (folder / name).write_text(name)
+    seal(folder, {"step": 3})
+    return folder
+
+
+def is_whole(*paths: Path, rank: int = 0, size: int = 1) -> bool:
+    try:
+        check_artifacts(paths, rank, size)
+    except DamagedModel:
+        return False
+    return True
+
+
+def test_what_is_compared_of_a_model(model: Path) -> None:
+    """Of a file that alone is given that one; of a folder each file, and that none is missing or was added."""
+    one, other = model / "model.safetensors", model / "mm_projector.bin"
+    assert is_whole(model) and is_whole(one, other)
+    one.write_text("Model.safetensors")
+    assert not is_whole(one) and not is_whole(model) and not is_whole(other, one) and is_whole(other)
+    one.unlink()
+    assert not is_whole(model) and is_whole(other)
+    one.write_text("model.safetensors")
+    assert is_whole(model)
+    (model / "model.safetensors.index.json").write_text("{}")
+    assert not is_whole(model) and is_whole(one, other)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "mm_projector.bin"])
+def test_ranks_of_a_machine_compare_each_file_once(name: str, model: Path) -> None:
+    assert [is_whole(model, rank=rank, size=2) for rank in range(2)] == [True, True]
+    content = (model / name).read_bytes()
+    (model / name).write_bytes(content.swapcase())
+    assert sorted(is_whole(model, rank=rank, size=2) for rank in range(2)) == [False, True]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from llava_fsdp.checkpoint import snapshot
-from llava_fsdp.runtime.host import Host, cgroups, limit_of, quota_of, read_host
+from llava_fsdp.runtime.host import Host, cgroups, limit_of, quota_of, read_host, used_of
 
 
 def machine(**more: Any) -> Host:
@@ -70,3 +70,19 @@ def test_limits_of_both_versions_of_cgroups(tmp_path: Path) -> None:
     assert limit_of(old) == 4096
     listed = "5:memory:/x\n3:pids:/y\n1:name=systemd:/z\n"
     assert cgroups(listed, tmp_path) == [old / "x", old, tmp_path]
+    assert cgroups("4:cpu,cpuacct:/x/y\n", tmp_path) == [
+        tmp_path / "cpu" / "x" / "y", tmp_path / "cpu" / "x", tmp_path / "cpu", tmp_path,
+    ]  # fmt: skip
+    (old / "memory.usage_in_bytes").write_text("900\n")
+    for lines, used in (("total_inactive_file 300\ninactive_file 100\n", 600), ("inactive_file 100\n", 800), ("", 900)):
+        (old / "memory.stat").write_text(lines)
+        assert used_of(old) == used, "of version 1, a total counts the groups within"
+    for group, quota in (("", "300000"), ("inner", "250000"), ("inner/most", "-1")):
+        (tmp_path / "cpu" / group).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "cpu" / group / "cpu.cfs_quota_us").write_text(quota)
+        (tmp_path / "cpu" / group / "cpu.cfs_period_us").write_text("100000")
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    (tmp_path / "proc" / "self" / "cgroup").write_text("4:cpu,cpuacct:/inner/most\n")
+    (tmp_path / "proc" / "meminfo").write_text("MemTotal: 3 kB\n")
+    here = read_host(tmp_path / "proc", tmp_path)
+    assert (here.quota, here.memory, here.available, here.limit) == (2.5, 3072, 3072, None)

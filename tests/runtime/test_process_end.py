@@ -11,7 +11,7 @@ import pytest
 from lives import TELLS_ALWAYS
 
 from llava_fsdp.runtime.launch import incarnation, launch_id, started
-from llava_fsdp.runtime.process_end import AGENT, ending_of, without_launcher
+from llava_fsdp.runtime.process_end import AGENT, end_with, ending_of, without_launcher
 
 UNKNOWN = "ended without a report; the kernel kills processes when memory runs out (see dmesg)"
 
@@ -81,3 +81,16 @@ def test_when_a_process_has_started() -> None:
         assert abs(started(process.pid) - began) < 5 and started(os.getpid()) < began
         process.kill()
     assert started(process.pid) == 0.0
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux alone can tell")
+@pytest.mark.parametrize("is_orphan", [True, False])
+def test_a_process_whose_parent_has_already_ended_ends_at_once(is_orphan: bool) -> None:
+    parent = os.getpid()
+    child = os.fork()
+    if not child:
+        try:
+            end_with(1 << 22 if is_orphan else parent)
+        finally:
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == is_orphan

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from llava_fsdp import status
-from llava_fsdp.runtime import errors, launch, run_dir, status_file
+from llava_fsdp.runtime import errors, launch, run_dir, run_dir_watch, status_file
 from llava_fsdp.runtime.errors import FolderInUse
 from llava_fsdp.runtime.exit_codes import ENDINGS, ExitCode
 from llava_fsdp.runtime.heartbeat import FOLDER as HEARTBEATS
@@ -25,9 +25,11 @@ from llava_fsdp.runtime.run_dir import (
     claimed,
     is_known_free,
     is_locked_by_other_launch,
+    list_checkpoints,
     mark_begun,
     refuse_in_use,
 )
+from llava_fsdp.runtime.run_dir_watch import RunDirLock
 from llava_fsdp.runtime.status_file import Outcome, final_status, first_failure, put_status, read_status, write_ending
 from llava_fsdp.runtime.watchdog import Watchdog, open_new
 
@@ -496,3 +498,85 @@ def test_a_report_whose_exit_code_is_none_is_not_read(code: int, tmp_path: Path,
     for number in (255, 256, -1):
         path.write_text(json.dumps({**json.loads(path.read_text()), "exit_code": number}))
         assert (read_status(tmp_path) is None) is (number != 255)
+
+
+def test_checkpoints_are_in_the_order_of_their_steps(tmp_path: Path) -> None:
+    """Also where a step has more digits than another; other names are no checkpoints."""
+    for name in ("step-1000000", "step-000002", "step-999999", "step-0000003", "step-4", "step-000005.tmp"):
+        (tmp_path / name).mkdir()
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-000002", "step-999999", "step-1000000"]
+    assert list_checkpoints(tmp_path / "absent") == []
+
+
+def test_no_secret_is_in_what_is_recorded_of_an_end(tmp_path: Path, launched, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither for the other ranks nor for the user."""
+    launched(rank=1)
+    monkeypatch.setenv("HF_TOKEN", "a-value-that-nobody-may-read")
+    write_ending(tmp_path, ending("config", "data.path=a-value-that-nobody-may-read is not a file"))
+    for name in (status_file.STATUS_FILE, status_file.FIRST_FAILURE):
+        reason = json.loads((tmp_path / name).read_text())["reason"]
+        assert reason == "data.path=*** is not a file"
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_one_rank_is_the_first_that_failed(
+    has_links: bool, tmp_path: Path, launched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also on a file system without hard links; nothing else is left in the folder."""
+
+    def refused(*_: object) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    if not has_links:
+        monkeypatch.setattr(os, "link", refused)
+    launched(rank=1)
+    assert status_file.write_first_failure(tmp_path, ending("data", "record 7"))
+    launched(rank=2)
+    assert not status_file.write_first_failure(tmp_path, ending("bug", "of its own"))
+    found = first_failure(tmp_path) or {}
+    assert (found["rank"], found["class"], found["reason"]) == (1, "data", "record 7")
+    assert os.listdir(tmp_path) == [status_file.FIRST_FAILURE]
+
+
+@pytest.mark.parametrize("error", [BlockingIOError(errno.EAGAIN, "held"), PermissionError(errno.EACCES, "held")])
+def test_a_lock_of_another_process_has_two_errors(
+    error: OSError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As POSIX allows: neither of them means that a file system has no locks."""
+    with claimed(tmp_path, 0) as handle:
+        assert handle is not None
+        hold = RunDirLock(tmp_path, handle)
+
+        def refused(*_: object) -> None:
+            raise error
+
+        monkeypatch.setattr(run_dir.fcntl, "lockf", refused)
+        assert run_dir.look_at_lock(tmp_path)[0] is True and not is_known_free(tmp_path)
+        with pytest.raises(FolderInUse):
+            run_dir.lock(handle, tmp_path)
+        assert hold.lock_again() is not None
+        monkeypatch.undo()
+    assert is_known_free(tmp_path)
+
+
+def test_a_folder_that_is_shown_late_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a network file system; one that stays away is."""
+    folder, away = tmp_path / "out", [0]
+    stat_of = os.stat
+
+    def late(path: object, **more: object) -> os.stat_result:
+        if path == folder and away[0]:
+            away[0] -= 1
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(folder))
+        return stat_of(path, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(run_dir_watch, "AGAIN", 0)
+    with claimed(folder, 0) as handle:
+        assert handle is not None
+        hold = RunDirLock(folder, handle)
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "stat", late)
+            for times, is_lost in ((1, False), (2, True)):
+                away[0] = times
+                change = hold.check_folder()
+                assert (change is not None) is is_lost and (change is None or change.can_be_remade)

@@ -312,3 +312,18 @@ def test_errors_of_the_disk_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(os_errors.os, "statvfs", lambda path: asked.append(path) or status)
     assert free_bytes(tmp_path / "a" / "b") == 7 * 4096 and free_inodes(tmp_path / "a") == 4
     assert asked == [tmp_path] * 2, "the nearest folder that exists"
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_a_folder_that_is_made_again_is_as_private_as_before(private: bool, tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        with claimed(tmp_path / "out", 0, private) as lock:
+            assert lock is not None
+            hold = RunDirLock(tmp_path / "out", lock, private)
+            shutil.rmtree(tmp_path / "out")
+            hold.remake()
+    finally:
+        os.umask(before)
+    modes = [path.stat().st_mode & 0o777 for path in (tmp_path / "out", tmp_path / "out" / "run_status.json")]
+    assert modes == ([0o700, 0o600] if private else [0o755, 0o644])

@@ -6,7 +6,14 @@ from pathlib import Path
 import pytest
 
 from llava_fsdp.runtime.errors import ConfigError, DamagedModel, ModelError
-from llava_fsdp.runtime.safe_load import foreign, is_open_to_others, read_json, read_text
+from llava_fsdp.runtime.safe_load import (
+    file_beside,
+    foreign,
+    is_open_to_others,
+    read_json,
+    read_text,
+    refuse_model_code,
+)
 
 PanicException = type("PanicException", (BaseException,), {})
 """As the Rust library of tokenizers raises it: no subclass of Exception."""
@@ -47,3 +54,21 @@ def test_folders_where_everybody_may_write(mode: int, is_open: bool, tmp_path: P
     os.chmod(tmp_path, mode)
     assert is_open_to_others(tmp_path) is is_open
     assert not is_open_to_others(tmp_path / "absent")
+
+
+@pytest.mark.parametrize("key", ["auto_map", "custom_pipelines", "custom_generate"])
+def test_code_of_a_model_is_never_run(key: str, tmp_path: Path) -> None:
+    refuse_model_code({"model_type": "llama", key: {}}, tmp_path / "config.json")
+    with pytest.raises(ModelError):
+        refuse_model_code({"model_type": "llama", key: {"AutoModel": "modeling.Model"}}, tmp_path / "config.json")
+
+
+@pytest.mark.parametrize(
+    "name", ["../a.bin", "inner/a.bin", "/a.bin", "..", ".", "", "a\0.bin", "a.bin\n", 7, None, ["a"]]
+)
+def test_a_file_that_another_one_names_lies_beside_it(name: object, tmp_path: Path) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    for plain in ("model-00001-of-00002.safetensors", "a b+c=d.bin", ".hidden"):
+        assert file_beside(index, plain) == tmp_path / plain
+    with pytest.raises(ModelError):
+        file_beside(index, name)

@@ -304,3 +304,115 @@ def test_who_is_told_to_end(
     told.clear()
     end_agent()
     assert told == [(os.getppid(), signal.SIGTERM)] * agent
+
+
+def test_a_rank_that_watches_the_first_alone_looks_for_all_before_it_gives_up(
+    make: Make, clock: Clock, tmp_path: Path
+) -> None:
+    """Rank 2 is late; rank 1 stands where rank 0 stands."""
+    put(tmp_path, 0, 1)
+    put(tmp_path, 2, step=3)
+    own = make(1)
+    own.beat()
+    clock.now += 60
+    put(tmp_path, 0, 1, count=2)
+    put(tmp_path, 2, step=3, count=2)
+    own.beat()
+    assert [outcome.culprit.get("rank") for outcome in ends(own)] == [2]
+
+
+def test_stacks_and_warnings_begin_anew_with_progress(
+    make: Make, clock: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each place where a rank waits has its stacks, and is reported at once."""
+    module.log().propagate = True
+    own = make(limit=1000)
+    for place in (1, 2):
+        own.step += 1
+        put(tmp_path, 1, 2, step=3, count=2 * place)
+        own.beat()
+        clock.now += 21
+        put(tmp_path, 1, 2, step=3, count=2 * place + 1)
+        own.beat()
+        size = os.fstat(own.stacks.fileno()).st_size
+        assert size > (place - 1) * 100 and len(caplog.messages) == 2 * place, "two late ranks"
+        if place == 1:
+            first = size
+    assert size > first
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("phase", [Phase.DATA, Phase.COMPUTE])
+def test_what_a_heartbeat_says(size: int, phase: Phase, make: Make, tmp_path: Path) -> None:
+    """The record that is waited for only where data are; collectives only where there are other ranks."""
+    own = make(size=size)
+    own.run.data_position = lambda: "record 5"
+    own.at(phase)
+    beat = own.write_beat()
+    assert beat == read_beat(tmp_path, 0) and (beat.pid, beat.host, beat.step) == (os.getpid(), HERE, 4)
+    assert (beat.detail, beat.work) == ("record 5" if phase is Phase.DATA else "", 9 if size > 1 else 0)
+
+
+@pytest.mark.parametrize("failure", [None, {"class": "data", "exit_code": 2, "rank": 1}])
+def test_a_signal_of_torchrun_because_of_another_rank_is_no_request_to_stop(
+    failure: dict | None, make: Make, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The report of the other rank may come a moment after the signal."""
+    own, begun = make(rank=1), clock.now
+
+    def wait(seconds: float) -> None:
+        clock.now += seconds
+
+    monkeypatch.setattr(own, "wait", wait)
+    monkeypatch.setattr(module, "first_failure", lambda _: failure if clock.now > begun + 0.1 else None)
+    own.ending, own.stepping = module.threading.Event(), True
+    own.handle_signal(signal.SIGTERM)
+    assert own.was_signalled and own.wants_stop() is (failure is None) and not ends(own)
+
+
+def test_processes_of_this_machine_are_watched(make: Make) -> None:
+    """A process of another machine may have the number of any process of this one; an error leaves them watched."""
+    own = make(size=1)
+    ranks = [(0, HERE, os.getpid()), (1, HERE, os.getppid()), (2, "elsewhere", os.getppid()), (3, HERE, 1 << 22)]
+    try:
+        with own.watching_peers(ranks):
+            assert own.size == 4 and [*own.peers.values()] == [(1, os.getppid())]
+        assert own.size == 1
+        with pytest.raises(Ended), own.watching_peers(ranks[:1]):
+            own.size = 4
+            raise Ended
+        assert own.size == 4
+    finally:
+        for handle in own.peers:
+            os.close(handle)
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_frozen_ranks_are_killed_before_a_process_ends(
+    is_own: bool, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Because of itself or because of another rank: torchrun would wait for them."""
+    own, done = make(), list[object]()
+    monkeypatch.setattr(module, "PATIENCE", 0)
+    monkeypatch.setattr(module, "write_ending", lambda *_: None)
+    monkeypatch.setattr(module, "first_failure", lambda _: {"class": "bug", "exit_code": 1, "rank": 1})
+    monkeypatch.setattr(own, "kill_frozen", lambda: done.append("killed"))
+    monkeypatch.setattr(own, "exit", done.append)
+    if is_own:
+        Watchdog.end(own, Outcome(ENDINGS["data"], "a record"))
+    else:
+        own.end_after_failure()
+    assert done == ["killed", ExitCode.USER if is_own else 1]
+
+
+def test_a_report_that_fails_does_not_keep_a_process(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, done = make(), list[object]()
+
+    def report() -> None:
+        done.append("reported")
+        raise ValueError("a page cannot be made")
+
+    own.run.report_end = report
+    monkeypatch.setattr(module.os, "_exit", done.append)
+    Watchdog.exit(own, 5)
+    assert done == ["reported", 5]

@@ -315,3 +315,12 @@ def test_what_is_unlike_the_steps_before_is_told(caplog: pytest.LogCaptureFixtur
         own.warn_of_compiling(result_of(20, recompiles=recompiles))
         assert (len(caplog.messages) > before) is (told is not None)
         assert told is None or caplog.messages[-1].startswith(f"step 21: {told} were compiled again")
+
+
+def test_lines_that_a_crash_has_left_are_passed_over(tmp_path: Path) -> None:
+    """And what is no object; a file that is not there has no rows."""
+    path = tmp_path / "rows.jsonl"
+    assert jsonl.read_rows(path) == []
+    lines = ['{"step": 1}', "[1]", '{"step"', "7", "null", "[" * 100_000, '{"step": 2}', '{"step": 3']
+    path.write_bytes("\n".join(lines).encode() + b"\xff")
+    assert jsonl.read_rows(path) == [{"step": 1}, {"step": 2}]
