@@ -49,6 +49,12 @@ def test_what_is_no_json_object_is_refused(tmp_path: Path) -> None:
             read_text(wrong)
 
 
+def test_a_byte_order_mark_is_no_part_of_json(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_bytes(b'\xef\xbb\xbf{"a": 1}')
+    assert read_json(path) == {"a": 1}
+
+
 @pytest.mark.parametrize(("mode", "is_open"), [(0o777, True), (0o1777, True), (0o775, False), (0o702, True)])
 def test_folders_where_everybody_may_write(mode: int, is_open: bool, tmp_path: Path) -> None:
     os.chmod(tmp_path, mode)

@@ -43,7 +43,7 @@ def read_json(path: Path, error: type[LlavaFsdpError] = ModelError, largest: int
     `largest` bytes, or contains no object."""
     text = read_text(path, error, largest)
     try:
-        found = json.loads(text)  # accepts NaN and repeated keys, like transformers
+        found = json.loads(text.removeprefix("\ufeff"))  # accepts NaN and repeated keys, like transformers
     except ValueError as problem:
         raise error(f"{path} cannot be read: it is not JSON: {problem}; was the download interrupted?") from problem
     except RecursionError as problem:
