@@ -90,7 +90,8 @@ def test_inputs_of_every_stack_go_to_the_host(make_meter: MakeMeter) -> None:
     assert moved[-1] == segments[-1] and min(s.begin.activations for s in moved) >= 0
 
 
-@pytest.mark.parametrize("mode", slow_after(1, ["selective", "none"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["selective", "none"])
 def test_compiled_blocks_keep_what_inductor_keeps(mode: str, parts: Path, dataset: Path, tmp_path: Path) -> None:
     """Bytes to the last one, of padded rows of an odd length, although the configuration has one row."""
     own = "pack=false", "micro_batch_size=1", "compile=true", f"activation_checkpointing={mode}"

@@ -403,6 +403,8 @@ def test_which_strategies_differ_and_which_modes_there_are() -> None:
     }  # fmt: skip
     budgets = {mode.mode.value: mode.budget for mode in checkpointing_modes(cfg, H100)}
     assert budgets == {"none": None, "selective": None, "full": None, "budget": 0.5, "offload": None}
+    uncompiled = checkpointing_modes(config_of(["compile=false"]), H100)
+    assert {mode.mode.value for mode in uncompiled} == {"none", "selective", "full", "offload"}
     own = ActivationCheckpointingConfig(mode=ActivationCheckpointing.budget, budget=0.2)
     own = replace(cfg, activation_checkpointing=own, compile=True)
     assert {m.budget for m in checkpointing_modes(own, H100)} == {None, 0.2}

@@ -652,8 +652,9 @@ class Planner:
         mode = choice.activation_checkpointing.mode
         if mode is ActivationCheckpointing.budget:
             # the compiler's partitioner chooses what is kept: something between everything and the blocks' inputs
+            compiled = self.machine.has_compiler  # whatever the configuration says of the other modes
             most, least = (
-                self.simulate_passes(choice, ranks, micros, self.passes(end, micros, between, compiled=True), rank)
+                self.simulate_passes(choice, ranks, micros, self.passes(end, micros, between, compiled), rank)
                 for end in (ActivationCheckpointing.none, ActivationCheckpointing.full)
             )
             # but it never runs a collective again

@@ -59,12 +59,13 @@ def distinct_strategies(ranks: Ranks, parts: int = 1) -> list[Strategy]:
 
 def checkpointing_modes(cfg: Config, machine: Machine) -> list[ActivationCheckpointingConfig]:
     modes = [ActivationCheckpointing.none, ActivationCheckpointing.selective, ActivationCheckpointing.full]
+    configured = cfg.activation_checkpointing
+    may_compile = cfg.compile is not False or configured.mode is ActivationCheckpointing.budget
     divides = max(cfg.parallel.tensor, cfg.parallel.expert, cfg.parallel.pipeline) > 1
     # on a CPU machine host memory is the device's, and compiling takes longer than it saves
     if machine.device != "cpu":
-        modes += [ActivationCheckpointing.budget] * (machine.has_compiler and not divides)
+        modes += [ActivationCheckpointing.budget] * (machine.has_compiler and may_compile and not divides)
         modes += [ActivationCheckpointing.offload] * (cfg.parallel.pipeline == 1)
-    configured = cfg.activation_checkpointing
     budget = configured.budget if configured.mode is ActivationCheckpointing.budget else BUDGET
     return [
         ActivationCheckpointingConfig(mode=mode, budget=budget if mode is ActivationCheckpointing.budget else None)
