@@ -3,7 +3,8 @@
     python tests/mutants/run_bugs.py [PATTERN] [--minutes M] [--table FILE]
 
 PATTERN chooses rows: a regular expression for their area, path, test and description. FILE is another table. After M
-minutes no further bug is planted; 0 sets no limit. Bugs of all files take turns, so that each file has had some.
+minutes no further bug is planted; 0 sets no limit. With a limit, the first bug of each file is planted before the
+second ones, and so on.
 The working tree is only read.
 Two rows run at a time, each in its own copy of the tree and its own process. Processes are forked when torch and
 transformers are imported, and nothing of this project is. A bug is caught if the test fails by an assertion or by one
@@ -196,14 +197,16 @@ class Slot:
         self.job = None
 
 
-def in_turns(bugs: list[Bug]) -> list[Bug]:
-    """Return the bugs in another order: the first one of each file, then the second ones, and so on."""
+def in_rounds(bugs: list[Bug]) -> list[list[Bug]]:
+    """Return the bugs in lists: the first one of each file, then the second ones, and so on."""
     seen: Counter[str] = Counter()
-    places = []
+    rounds: list[list[Bug]] = []
     for bug in bugs:
-        places.append(seen[bug.path])
+        if seen[bug.path] == len(rounds):
+            rounds.append([])
+        rounds[seen[bug.path]].append(bug)
         seen[bug.path] += 1
-    return [bug for _, bug in sorted(zip(places, bugs, strict=True), key=lambda one: one[0])]
+    return rounds
 
 
 def run_all(jobs: list[Job], slots: list[Slot], end: float = float("inf")) -> tuple[int, list[str]]:
@@ -254,17 +257,22 @@ def main(pattern: str, table: Path, minutes: float) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that processes are killed and copies deleted
     warm_up()
     started = time.monotonic()
-    files: dict[str, set[str]] = {}
-    for bug in bugs:
-        files.setdefault(bug.test_file, set()).add(bug.test)
+    end = started + 60 * minutes if minutes else float("inf")
+    rounds = in_rounds(bugs) if minutes else [bugs]
+    count, troubles = 0, []
     with tempfile.TemporaryDirectory(prefix="mutants-") as scratch:
         slots = [Slot(copy_tree(Path(scratch, str(number)))) for number in range(AT_ONCE)]
-        count, (_, troubles) = 0, run_all([Job(sorted(nodes)) for nodes in files.values()], slots)
-        if troubles:
-            print(f"{len(troubles)} test files do not pass without a bug; no bug was planted")
-        else:
-            end = started + 60 * minutes if minutes else float("inf")
-            count, troubles = run_all([Job([bug.test], bug) for bug in in_turns(bugs)], slots, end)
+        for some in rounds:
+            files: dict[str, set[str]] = {}
+            for bug in some:
+                files.setdefault(bug.test_file, set()).add(bug.test)
+            _, wrong = run_all([Job(sorted(nodes)) for nodes in files.values()], slots, end)
+            if wrong:
+                print(f"{len(wrong)} test files do not pass without a bug; no further bug was planted")
+                troubles += wrong
+                break
+            planted_now, wrong = run_all([Job([bug.test], bug) for bug in some], slots, end)
+            count, troubles = count + planted_now, troubles + wrong
     for trouble in troubles:
         print(f"WRONG: {trouble}")
     left = f" ({len(bugs) - count} rows not planted; --minutes 0 plants all)" if 0 < count < len(bugs) else ""
