@@ -201,7 +201,7 @@ def layout_curves() -> str:
             fastest = at.get("fastest layout")
             if fastest is not None:
                 rates = [
-                    f"{at[name]['tokens_per_second'] / 8 / nodes:,.0f}" if name in at else "does not fit"
+                    f"{at[name]['tokens_per_second'] / 8 / nodes:,.0f}" if name in at else "not predicted"
                     for name in ("fastest layout", "zero3", "hybrid")
                 ]
                 rows.append([model, f"{8 * nodes:,}", fastest["layout"], fastest["activation_checkpointing"], *rates])
