@@ -1,5 +1,6 @@
 """Compiled blocks give the numbers of uncompiled ones, and are compiled once."""
 
+import contextlib
 from functools import partial
 from typing import Any
 
@@ -236,6 +237,7 @@ def test_rare_shapes_run_uncompiled(shape: tuple[int, ...], one_row: bool, gradi
             nn.Identity(),
             partial(forward, "plain"),
             compiled,
+            contextlib.nullcontext(),
             one_row,
             hidden,
             5,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -478,5 +479,5 @@ def test_blocks_run_as_they_are_without_gradients() -> None:
 
     hidden = torch.zeros(1, 7, 4)
     with torch.no_grad():
-        ran = run_block(torch.nn.Identity(), lambda x: x + 1, refuse, True, hidden)
+        ran = run_block(torch.nn.Identity(), lambda x: x + 1, refuse, nullcontext(), True, hidden)
     assert torch.equal(ran, hidden + 1)

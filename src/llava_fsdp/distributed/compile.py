@@ -7,8 +7,8 @@ one image, for transformers' hooks on its layers, and for frozen layers among tr
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -193,18 +193,20 @@ def compile_blocks(
     """
     backend = inductor_with(budget, count or Compilations())
     by_class: dict[type, Callable[..., Any]] = {}
+    settings = CompilerSettings()
     for block in stack:
         forward = type(block).forward
         compiled = by_class.setdefault(
             type(block), torch.compile(with_own_code(forward), backend=backend, dynamic=True)
         )
-        block.forward = partial(run_block, block, block.forward, compiled, one_row)
+        block.forward = partial(run_block, block, block.forward, compiled, settings, one_row)
 
 
 def run_block(
     block: nn.Module,
     plain: Callable[..., Any],
     compiled: Callable[..., Any],
+    settings: AbstractContextManager[Any],
     one_row: bool,
     hidden: torch.Tensor,
     *args: Any,
@@ -217,6 +219,7 @@ def run_block(
         block: a block (layer) of the language model.
         plain: the block's uncompiled forward.
         compiled: the compiled forward of the block's class, which also takes the block.
+        settings: context manager under which the compiled forward runs.
         one_row: whether every batch has exactly one row.
         hidden: the block's input, [rows, length, channels].
         args, kwargs: further arguments of the block's forward.
@@ -229,20 +232,28 @@ def run_block(
         return plain(hidden, *args, **kwargs)
     if hidden._is_view():  # only the first block's input is a view, for which torch would compile again
         hidden = torch.ops.aten._unsafe_view(hidden, hidden.shape)
-    with compiler_settings():
+    with settings:
         return compiled(block, hidden, *args, **kwargs)
 
 
-@contextmanager
-def compiler_settings() -> Iterator[None]:
-    """Context manager with torch's settings under which blocks are compiled."""
-    # Without duck shapes, torch does not assume that two lengths which are equal at the compilation stay equal.
-    lengths_apart = shapes.patch(use_duck_shape=False)  # pyright: ignore[reportAttributeAccessIssue]
-    # Numbers such as the epsilon of a norm are constants. By default torch takes them for variables, and then compiles
-    # everything a second time with constants.
-    constants = torch._dynamo.config.patch(specialize_float=True)  # pyright: ignore[reportAttributeAccessIssue]
-    with lengths_apart, constants:
-        yield
+class CompilerSettings:
+    """Context manager with torch's settings under which blocks are compiled. One object is entered for every block,
+    because making the settings takes twice as long as entering them."""
+
+    def __init__(self) -> None:
+        # Without duck shapes, torch does not assume that two lengths which are equal at the compilation stay equal.
+        self.lengths_apart = shapes.patch(use_duck_shape=False)  # pyright: ignore[reportAttributeAccessIssue]
+        # Numbers such as the epsilon of a norm are constants. By default torch takes them for variables, and then
+        # compiles everything a second time with constants.
+        self.constants = torch._dynamo.config.patch(specialize_float=True)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def __enter__(self) -> None:
+        self.lengths_apart.__enter__()
+        self.constants.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self.constants.__exit__(*error)
+        self.lengths_apart.__exit__(*error)
 
 
 def with_own_code(forward: Callable[..., Any]) -> Callable[..., Any]:

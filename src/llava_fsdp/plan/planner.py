@@ -194,7 +194,7 @@ class Planner:
         self.model = build_llava(self.parts, cfg.model, DTYPES[cfg.precision.param_dtype], self.kernel, cfg.loss)
         self.unit_names = units_of_blocks(self.model, self.model.blocks(), cfg.sharding.blocks_per_unit)
         self.known_values: dict[Hashable, Any] = {}
-        """Values that do not depend on more than their key, for all layouts of ranks."""
+        """Values that `known` has computed, by key; planners of other layouts of ranks share them."""
         self.divide()
         quantized = sum(weight.statistics for weight in self.weights)  # counted with the parameters
         self.buffer_bytes = sum(b.numel() * b.element_size() for b in self.model.buffers()) - quantized
