@@ -3,9 +3,9 @@
 #   default   the fast tier of the tests
 #   --full    all tests that this machine can run
 #   --faults  tests/faults alone, with its full tier: crashes, corruption, bad input and hostile files, for real
-#   --mutants [PATTERN] [--minutes 0]  bugs that are planted in copies of the tree, one at a time, for at most 28 minutes
-#             or without a limit (tests/mutants): the test that each
-#             names must fail; alone, without the other checks. PATTERN, a regular expression, chooses some of them
+#   --mutants [PATTERN] [--minutes 0]  bugs that are planted in copies of the tree, one at a time (tests/mutants): the test
+#             that each names must fail; alone, without the other checks. PATTERN, a regular expression, chooses some of
+#             them. No bug is planted after 28 minutes, or with 0 there is no limit
 # Sets up .venv on first use. Runs everything, says what could not run here, and fails if anything failed.
 set -euo pipefail
 

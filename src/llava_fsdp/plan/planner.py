@@ -469,8 +469,8 @@ class Planner:
             ranks: numbers of ranks: in all, per copy of the model, and per node.
             micros: the micro-batches that a rank runs in a step.
             group: what the ranks have of the model.
-            most: number of micro-batches from which the idle time of a pipeline is computed; None: that of `micros`.
-                The result is then less than with any number between.
+            most: number of micro-batches from which the idle time of a pipeline is computed; None: that of `micros`. A
+                larger one gives a lower bound for all numbers of micro-batches up to it.
         """
         parallel, precision, strategy = self.cfg.parallel, self.cfg.precision, choice.strategy
         own = self.own_ranks(ranks)
