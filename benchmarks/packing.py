@@ -103,7 +103,7 @@ GROUPED = "padded, grouped by modality and length"
 TIMED = (GROUPED, *PADDED, PACKED)
 
 
-def grouped(tail: str, ranks: int = RANKS) -> tuple[list[tuple[int, bool]], list[list[int]]]:
+def grouped(tail: str, ranks: int = RANKS, rows: int = ROWS) -> tuple[list[tuple[int, bool]], list[list[int]]]:
     """An epoch's lengths, and its micro-batches by the original's `group_by_modality_length`, as in its second stage.
 
     It sorts a megabatch, which is a step, by words and deals it over the ranks, so that each has long and short ones.
@@ -111,9 +111,9 @@ def grouped(tail: str, ranks: int = RANKS) -> tuple[list[tuple[int, bool]], list
     lengths = draw_lengths(tail, SAMPLES * STEPS, seed=0)
     words = [length - PICTURE if shown else -length for length, shown in lengths]
     dice = [torch.Generator().manual_seed(seed) for seed in range(2)]
-    kept = len(words) - 2 * ranks * ROWS  # the last two steps are set aside, mixed
-    order = modality_grouped(words, ROWS, ranks, *dice)[:kept]
-    return lengths, chunked(order, ROWS)
+    kept = len(words) - 2 * ranks * rows  # the last two steps are set aside, mixed
+    order = modality_grouped(words, rows, ranks, *dice)[:kept]
+    return lengths, chunked(order, rows)
 
 
 def step_of_original(tail: str, samples: int) -> list[tuple[int, bool]]:

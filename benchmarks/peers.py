@@ -1,10 +1,11 @@
 """How many real tokens does a CPU second train, beside every peer, on the same weights, samples and steps?
 
     python benchmarks/peers.py [FOLDER]
+    python benchmarks/peers.py [FOLDER] --against packed
     python benchmarks/peers.py --readme RESULT.json     # the table between README.md's markers, of a stored result
 
-Each peer is a torchrun of two CPU ranks, all of them there at once and waiting but for the one whose round it is. What
-is compared and how to read the result is in benchmarks/README.md; the peers are in peers_rank.py.
+Each peer is a torchrun of CPU ranks; some exist at once, and all but the one whose round it is wait. What is compared
+and how to read the result is in benchmarks/README.md; the peers are in peers_rank.py and peers_packed.py.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from typing import Any
 
 import torch
 from capped import facts, write
-from packing import ROWS
-from peers_data import DATA, PADDED_LAYOUTS, RANKS, RATE, lengths_of, write_start
+from peers_data import DATA, PADDED_LAYOUTS, RATE, lengths_of, write_start
+from peers_environments import CANNOT_RUN, FOREIGN, environment_of
 from peers_table import draw, printed, rewrite_readme
 from provenance import REPOSITORY
 from rich.console import Console
@@ -49,31 +51,55 @@ PEERS = {
     "zero2": "DeepSpeed ZeRO-2, transformers' model, padded",
     "zero3": "DeepSpeed ZeRO-3, transformers' model, padded",
     "original": "LLaVA's own way: DeepSpeed ZeRO-3, padded, everything recomputed",
+    "rows": "the loop by hand around transformers' model, packed: rows of several samples, with its own mask",
+    "row": "the same, all samples in one row, SDPA a sample at a time",
+    "row, labels": "the same, logits at labels alone",
+    "row, labels, our cut": "the same, each rank with the samples that our packing gives it",
+    "trl": "TRL's SFTTrainer, packed (best fit, padding-free); on a CPU it is DDP",
+    "automodel": "NeMo Automodel's Llama, packing and collator; FSDP2 by hand",
 }
 OURS, SAME_MODEL = "ours packed", "by hand, our model"
 PADDED_PEERS = ("by hand", "hf", "zero2", "zero3", "original")
+PACKED_PEERS = ("rows", "row", "trl", "automodel")
+"""Those that somebody else would use: the others show where the difference to them comes from."""
+TEXT_PEERS = ("trl", "automodel")
+"""They train on text alone."""
+AGAINST: dict[str, dict[str, Any]] = {
+    "padded": {
+        "ranks": 2, "rows": 16, "steps": 1, "repeats": 5, "data": ["mixed", "equal"],
+        "peers": [OURS, "ours padded", SAME_MODEL, *PADDED_PEERS],
+    },
+    "packed": {
+        "ranks": 4, "rows": 4, "steps": 8, "repeats": 3, "data": list(DATA),
+        "peers": [OURS, "row", "rows", SAME_MODEL, "row, labels", "row, labels, our cut", "by hand", *TEXT_PEERS],
+    },
+}  # fmt: skip
+"""What is compared if nothing else is asked for."""
+WARM_UP = 2
+"""Steps of a peer's first round, which is not timed."""
 
 
 class Peer:
     """One torchrun, and the lines to its ranks."""
 
-    def __init__(self, name: str, process: subprocess.Popen, log: Path):
+    def __init__(self, name: str, data: list[str], process: subprocess.Popen, log: Path):
         self.name = name
+        self.data = data
         self.process = process
         self.log = log
         self.lines: dict[int, Connection] = {}
-        self.seen: dict[str, list[dict[str, Any]]] = {data: [] for data in DATA}
+        self.seen: dict[str, list[dict[str, Any]]] = {name: [] for name in data}
         """Rounds of each data set, the warm-up first."""
 
     def fail(self, problem: str) -> SystemExit:
         return SystemExit(f"{last_of(self.log)}\n{self.name}: {problem}; the end of its output is above")
 
-    def run_round(self, data: str, timeout: float) -> None:
-        """All steps of a data set, once; seconds are of a step, CPU seconds of all ranks together."""
+    def run_round(self, data: str, steps: int, timeout: float) -> None:
+        """The first steps of a data set, once; seconds are of a step, CPU seconds of all ranks together."""
         for line in self.lines.values():
-            line.send(data)
+            line.send((data, steps))
         found = [self.answer(line, timeout) for line in self.lines.values()]
-        steps = len(found[0]["losses"])
+        assert len(found[0]["losses"]) == steps
         self.seen[data].append({
             "cpu": sum(f["cpu"] for f in found) / steps,
             "wall": max(f["wall"] for f in found) / steps,
@@ -102,54 +128,57 @@ def missing(peer: str) -> str | None:
     """Why a peer cannot run here; None where it can."""
     if peer in ("zero2", "zero3", "original"):
         return deepspeed_missing()
-    if peer == "hf" and importlib.util.find_spec("accelerate") is None:
+    if peer in ("hf", "trl") and importlib.util.find_spec("accelerate") is None:
         return "accelerate, which transformers' Trainer needs, is not installed here: pip install -e '.[bench]'"
     return None
 
 
-def plan_of(peer: str, work: Path, listener: Listener, options: argparse.Namespace) -> dict[str, Any]:
+def plan_of(peer: str, data: list[str], work: Path, listener: Listener, options: argparse.Namespace) -> dict[str, Any]:
     zero = 2 if peer == "zero2" else 3
     return {
         "peer": peer,
         "address": listener.address,
         "key": options.key,
         "work": str(work),
-        "data": list(DATA),
-        "rounds": (1 + options.repeats) * len(DATA),
+        "data": data,
+        "rounds": (1 + options.repeats) * len(data),
         "timeout": options.timeout,
         "adamw": ADAMW,
         "clip": CLIP,
-        "options": {name: getattr(options, name) for name in ("steps", "hidden", "layers", "padded")},
-        "deepspeed": deepspeed_config(zero, False, options.hidden, ROWS, 1, CLIP),
+        "options": {name: getattr(options, name) for name in ("steps", "hidden", "layers", "padded", "ranks", "rows")},
+        "deepspeed": deepspeed_config(zero, False, options.hidden, options.rows, 1, CLIP),
     }
 
 
-def start_peers(names: list[str], work: Path, listener: Listener, options: argparse.Namespace) -> list[Peer]:
+def start_peers(
+    names: list[str], data: list[str], work: Path, listener: Listener, options: argparse.Namespace
+) -> list[Peer]:
     """One after the other, so that none waits for a core while its libraries time out."""
     peers = []
     try:
         for number, name in enumerate(names):
             plan = work / f"plan{number}.json"
-            plan.write_text(json.dumps(plan_of(name, work, listener, options)))
+            plan.write_text(json.dumps(plan_of(name, data, work, listener, options)))
             log = work / f"log{number}.txt"
             script = str(Path(__file__).with_name("peers_rank.py"))
-            peers.append(Peer(name, start([script, str(plan)], RANKS, log), log))
-            meet(peers[-1], listener, options.timeout)
+            python = environment_of(name, options.environments)
+            peers.append(Peer(name, data, start([script, str(plan)], options.ranks, log, python=python), log))
+            meet(peers[-1], listener, options)
     except BaseException:
         end_all(peers)
         raise
     return peers
 
 
-def meet(peer: Peer, listener: Listener, timeout: float) -> None:
+def meet(peer: Peer, listener: Listener, options: argparse.Namespace) -> None:
     """Wait for its ranks' calls, which they make once they are built.
 
     Raises:
         SystemExit: it has ended instead, or takes too long.
     """
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + options.timeout
     socket: Any = listener._listener._socket  # type: ignore[attr-defined]  # a Listener alone cannot be waited for
-    while len(peer.lines) < RANKS:
+    while len(peer.lines) < options.ranks:
         if wait([socket], 0.5):
             line = listener.accept()
             name, rank = line.recv()
@@ -158,7 +187,7 @@ def meet(peer: Peer, listener: Listener, timeout: float) -> None:
         elif peer.process.poll() is not None:
             raise peer.fail(f"ended with exit code {peer.process.returncode}")
         elif time.monotonic() > deadline:
-            raise peer.fail(f"was not ready after {timeout} s (--timeout)")
+            raise peer.fail(f"was not ready after {options.timeout} s (--timeout)")
 
 
 def end_all(peers: list[Peer]) -> None:
@@ -170,32 +199,41 @@ def end_all(peers: list[Peer]) -> None:
 # Measuring
 
 
-def groups(names: list[str]) -> list[list[str]]:
-    """Who runs in turn: not all are held in memory at once. The first is in every group, so that each is beside it."""
-    first, *others = names
-    return [[first, *others[n : n + AT_ONCE]] for n in range(0, len(others), AT_ONCE)] or [[first]]
+def groups(names: list[str], data: list[str]) -> list[tuple[list[str], list[str]]]:
+    """Who runs in turn, and on what: not all are held in memory at once. The first is in every group, so that each is
+    beside it. Text has groups of its own, because some peers begin with it and all must begin with the same weights."""
+    found = []
+    for own, left_out in ((without(data, ["text"]), TEXT_PEERS), ([d for d in data if d == "text"], PADDED_PEERS)):
+        first, *others = without(names, left_out)
+        parts = [[first, *others[n : n + AT_ONCE]] for n in range(0, len(others), AT_ONCE)] or [[first]]
+        found += [(part, own) for part in parts if own]
+    return found
+
+
+def without(names: list[str], left_out: Iterable[str]) -> list[str]:
+    return [name for name in names if name not in left_out]
 
 
 def measure(peers: list[Peer], options: argparse.Namespace, console: Console) -> None:
     """A round of each to warm up, which must all come to the same; then the timed ones, forwards and backwards."""
     for peer in peers:
-        for data in DATA:
-            peer.run_round(data, options.timeout)
+        for data in peer.data:
+            peer.run_round(data, min(WARM_UP, options.steps), options.timeout)
     differences = check_equal({peer.name: peer.seen for peer in peers})
     console.print(f"{', '.join(peer.name for peer in peers)}: equal before anything is timed: {differences}")
     for repeat in range(options.repeats):
         for peer in peers if repeat % 2 == 0 else peers[::-1]:
-            for data in DATA:
-                peer.run_round(data, options.timeout)
+            for data in peer.data:
+                peer.run_round(data, options.steps, options.timeout)
         console.print(f"round {repeat + 1} of {options.repeats}")
 
 
 def merge(seen: dict[str, dict[str, list[dict[str, Any]]]], peers: list[Peer]) -> None:
     """A peer of several groups has the rounds of all; the warm-up, which only the first round of a start is, once."""
     for peer in peers:
-        known = seen.setdefault(peer.name, {data: peer.seen[data][:1] for data in DATA})
-        for data in DATA:
-            known[data] += peer.seen[data][1:]
+        known = seen.setdefault(peer.name, {})
+        for data in peer.data:
+            known.setdefault(data, peer.seen[data][:1]).extend(peer.seen[data][1:])
 
 
 def check_equal(seen: dict[str, dict[str, list[dict[str, Any]]]]) -> dict[str, float]:
@@ -210,17 +248,18 @@ def check_equal(seen: dict[str, dict[str, list[dict[str, Any]]]]) -> dict[str, f
     differences: dict[str, float] = {}
     first = next(iter(seen))
     for name, rounds in seen.items():
-        for data in DATA:
+        begin = next(iter(rounds))
+        for data in rounds:
             mine, other = rounds[data][0], seen[first][data][0]
             for what in ("losses", "norms"):
                 if not mine[what] or not other[what]:  # a peer need not tell its norm
                     continue
                 apart = [abs(a - b) / abs(b) for a, b in zip(mine[what], other[what], strict=True)]
-                if data == DATA[0]:
+                if data == begin:
                     differences[f"first {what}"] = max(differences.get(f"first {what}", 0), apart[0])
                 differences[f"all {what}"] = max(differences.get(f"all {what}", 0), *apart)
                 bound = EQUAL_WITHIN if what == "losses" else 10 * EQUAL_WITHIN
-                checked = apart if what == "losses" else apart[:1] if data == DATA[0] else []
+                checked = apart if what == "losses" else apart[:1] if data == begin else []
                 if not all(a <= bound for a in checked):
                     raise SystemExit(
                         f"{name}, {data}: {what} {mine[what]} are not those of {first}, {other[what]} (bound {bound:g})"
@@ -235,9 +274,11 @@ def rows_of(
     seen: dict[str, dict[str, list[dict[str, Any]]]], work: Path, options: argparse.Namespace
 ) -> list[dict[str, Any]]:
     rows = []
-    for data in DATA:
-        real, computed = tokens_of(work / "samples" / data, options.steps)
+    for data in options.data:
+        real, computed = tokens_of(work / "samples" / data, options)
         for name, rounds in seen.items():
+            if data not in rounds:
+                continue
             timed = rounds[data][1:]
             cpu, wall = ([r[clock] for r in timed] for clock in ("cpu", "wall"))
             rows.append({
@@ -255,14 +296,17 @@ def rows_of(
     return rows
 
 
-def tokens_of(folder: Path, steps: int) -> tuple[float, float]:
-    """Mean of a step: positions of samples, and positions that the padded peers compute."""
+def tokens_of(folder: Path, options: argparse.Namespace) -> tuple[float, float]:
+    """Mean of a step: positions of samples, and positions that the padded peers compute. A row without a label is no
+    sample."""
     real = computed = 0
-    for rank in range(RANKS):
+    for rank in range(options.ranks):
         tensors = load_file(folder / f"rank{rank}.safetensors")
-        masks = [tensors[f"{number}.0.attention_mask"] for number in range(steps)]
-        real, computed = real + sum(int(m.sum()) for m in masks), computed + sum(m.numel() for m in masks)
-    return real / steps, computed / steps
+        for number in range(options.steps):
+            mask, labels = (tensors[f"{number}.0.{name}"] for name in ("attention_mask", "labels"))
+            real += int(mask[(labels >= 0).any(1)].sum())
+            computed += mask.numel()
+    return real / options.steps, computed / options.steps
 
 
 def goals_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -276,7 +320,9 @@ def goals_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             value = rate[data, ours] / max(known)
             found.append({"what": what, "value": value, "goal": least, "met": value >= least})
 
-    everybody = [p for p in PEERS if p not in (OURS, SAME_MODEL)]
+    everybody = [*PADDED_PEERS, "ours padded"]
+    for data, least in (("mixed", 1.2), ("equal", 1.0), ("text", 1.0)):
+        goal(f"{data}: ours packed / the best packed peer", data, OURS, list(PACKED_PEERS), least)
     goal("mixed lengths: ours packed / the best padded peer", "mixed", OURS, list(PADDED_PEERS), 1.6)
     goal("mixed lengths: ours packed / the best of all others", "mixed", OURS, everybody, 1.0)
     goal("equal lengths: ours packed / FSDP2 by hand", "equal", OURS, ["by hand"], 0.99)
@@ -289,10 +335,10 @@ def goals_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def versions() -> dict[str, str]:
     found = {}
-    for name in ("torch", "transformers", "deepspeed", "accelerate"):
+    for name in ("torch", "transformers", "deepspeed", "accelerate", "trl"):
         if importlib.util.find_spec(name) is not None:
             found[name] = importlib.metadata.version(name)
-    return found
+    return found | {name: version for known in FOREIGN.values() for name, version in known.items()}
 
 
 # The whole
@@ -310,13 +356,17 @@ def main() -> None:
     options.key = secrets.token_hex(16)
     console = Console(width=140)
     not_run = {name: why for name in options.peers if (why := missing(name)) is not None}
+    if options.against == "packed":
+        not_run |= CANNOT_RUN
     with tempfile.TemporaryDirectory(prefix="peers-") as folder:
         work = Path(folder)
         write_start(work, options)
-        with Listener(str(work / "line"), "AF_UNIX", backlog=RANKS, authkey=bytes.fromhex(options.key)) as listener:
+        with Listener(
+            str(work / "line"), "AF_UNIX", backlog=options.ranks, authkey=bytes.fromhex(options.key)
+        ) as listener:
             seen: dict[str, dict[str, list[dict[str, Any]]]] = {}
-            for names in groups([p for p in options.peers if p not in not_run]):
-                peers = start_peers(names, work, listener, options)
+            for names, data in groups(without(options.peers, not_run), options.data):
+                peers = start_peers(names, data, work, listener, options)
                 try:
                     measure(peers, options, console)
                     for peer in peers:
@@ -327,11 +377,11 @@ def main() -> None:
         differences = check_equal(seen)
         rows = rows_of(seen, work, options)
     report |= {
-        "ranks": RANKS,
-        "rows_of_a_micro_batch": ROWS,
+        "ranks": options.ranks,
+        "rows_of_a_micro_batch": options.rows,
         "precision": "fp32",
         "versions": versions(),
-        "samples": {data: len(lengths_of(data, options.steps)) for data in DATA},
+        "samples": {data: len(lengths_of(data, options)) for data in options.data},
         "peers": {name: PEERS[name] for name in options.peers},
         "not_run": not_run | {"GPU": "never: torch has seen none"},
         "equality": differences | {"bound": EQUAL_WITHIN},
@@ -343,15 +393,26 @@ def main() -> None:
         console.print(
             f"{goal['what']}: {goal['value']:.3f}, goal {goal['goal']:.2f}: {'met' if goal['met'] else 'MISSED'}"
         )
-    write(report, "peers-cpu", options.folder, draw)
+    name = "peers-cpu" if options.against == "padded" else f"packed-peers-{options.hidden}-cpu"
+    write(report, name, options.folder, draw)
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="How many real tokens does a CPU second train, beside every peer?")
     parser.add_argument("folder", nargs="?", type=Path, default=REPOSITORY / "benchmarks" / "results")
-    parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
-    parser.add_argument("--repeats", type=int, default=5, help="timed rounds of every peer")
-    parser.add_argument("--steps", type=int, default=1, help="steps of a round, of each data set")
+    parser.add_argument(
+        "--against", choices=AGAINST, default="padded", help="the peers, data sets and sizes; also one by one"
+    )
+    parser.add_argument("--peers", nargs="+", choices=PEERS, help="who is beside ours")
+    parser.add_argument("--data", nargs="+", choices=DATA, help="lengths of samples")
+    parser.add_argument("--repeats", type=int, help="timed rounds of every peer")
+    parser.add_argument("--steps", type=int, help="steps of a round, of each data set")
+    parser.add_argument("--ranks", type=int, help="CPU processes of a peer")
+    parser.add_argument("--rows", type=int, help="samples of a rank in a step")
+    parser.add_argument(
+        "--environments", type=Path, default=REPOSITORY / ".peers",
+        help="folder where peers that need other libraries get an environment each",
+    )  # fmt: skip
     parser.add_argument("--hidden", type=int, default=512, help="width of the language model, a multiple of 32")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument(
@@ -362,12 +423,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a small model, one step, two rounds")
     parser.add_argument("--readme", type=Path, metavar="RESULT", help="write a stored result's table into README.md")
     options = parser.parse_args()
+    for name, value in AGAINST[options.against].items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
     if options.quick:
         options.hidden, options.layers, options.steps, options.repeats = 64, 2, 1, 2
     if options.hidden % 32:
         parser.error(f"--hidden {options.hidden} must be a multiple of 32, the width of a head")
-    if options.repeats < 1 or options.steps < 1:
-        parser.error("--repeats and --steps must be at least 1")
+    if min(options.repeats, options.steps, options.ranks, options.rows) < 1:
+        parser.error("--repeats, --steps, --ranks and --rows must be at least 1")
     return options
 
 

@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
-from packing import MEAN_TEXT, PICTURE, ROWS, grouped, write_model, write_records
+from packing import MEAN_TEXT, PICTURE, grouped, write_model, write_records
+from safetensors.torch import load_file, save_file
 from starts import write_llava, write_samples
 
 from llava_fsdp.config import Config, config_dir, load
 from llava_fsdp.data.batching.packing import Assignment
 
-RANKS = 2
 SCALE = 4
 """Samples are as many times shorter than LLaVA's, so that a step takes a few seconds."""
 SIDE = 12
 """Patches on a side: PICTURE / SCALE positions for a picture."""
 VOCABULARY = 2048
-DATA = ("mixed", "equal")
+DATA = ("mixed", "equal", "text")
 PADDED_LAYOUTS = ("grouped", "sorted")
 RATE = 1e-4
 
@@ -35,6 +35,9 @@ class Fixed:
     steps: int
     layout: str
     """grouped: as the original's sampler deals a step's samples; otherwise left to `packing.py`."""
+    ranks: int
+    rows: int
+    """Samples of a rank in a step."""
 
     @property
     def per_epoch(self) -> int:
@@ -45,8 +48,8 @@ class Fixed:
         return f"{self.steps} steps, {self.layout}"
 
     def samples(self, step: int) -> list[int]:
-        begin = step * RANKS * ROWS
-        return list(range(begin, begin + RANKS * ROWS))
+        samples = self.ranks * self.rows
+        return list(range(step * samples, (step + 1) * samples))
 
     def draw(self, steps: int) -> None:
         """Nothing is drawn."""
@@ -55,20 +58,22 @@ class Fixed:
         if self.layout != "grouped":
             return None
         numbers = self.samples(step)
-        return [[numbers[rank * ROWS : (rank + 1) * ROWS]] for rank in range(RANKS)]
+        return [[numbers[rank * self.rows : (rank + 1) * self.rows]] for rank in range(self.ranks)]
 
 
-def lengths_of(data: str, steps: int) -> list[tuple[int, bool]]:
+def lengths_of(data: str, options: argparse.Namespace) -> list[tuple[int, bool]]:
     """(positions, has a picture) of every sample, at LLaVA's own scale, in the order of the original's sampler.
 
     mixed: the guess of packing.py with the medium tail, and of its epoch the first steps with pictures: a step of the
-    original's is of one modality, and 19 of 20 have them. equal: all of the mean length.
+    original's is of one modality, and 19 of 20 have them. equal: all of the mean length. text: the lengths of mixed,
+    all of it text.
     """
+    steps, ranks, rows = options.steps, options.ranks, options.rows
     if data == "equal":
-        return [(PICTURE + MEAN_TEXT, True)] * (steps * RANKS * ROWS)
-    lengths, order = grouped("medium", RANKS)
+        return [(PICTURE + MEAN_TEXT, True)] * (steps * ranks * rows)
+    lengths, order = grouped("medium", ranks, rows)
     shown = [micro for micro in order if lengths[micro[0]][1]]
-    return [lengths[i] for micro in shown[: steps * RANKS] for i in micro]
+    return [(lengths[i][0], data == "mixed") for micro in shown[: steps * ranks] for i in micro]
 
 
 def configure(work: Path, data: str, pack: bool, options: argparse.Namespace) -> Config:
@@ -86,8 +91,8 @@ def configure(work: Path, data: str, pack: bool, options: argparse.Namespace) ->
         "precision=fp32",
         "activation_checkpointing=none",
         f"pack={str(pack).lower()}",
-        f"micro_batch_size={ROWS}",
-        f"global_batch_size={ROWS * RANKS}",
+        f"micro_batch_size={options.rows}",
+        f"global_batch_size={options.rows * options.ranks}",
         "max_steps=100000",
         f"optim.lr={RATE}",
         "optim.projector_lr=null",
@@ -103,17 +108,30 @@ def configure(work: Path, data: str, pack: bool, options: argparse.Namespace) ->
         return load(Config, compose("train", overrides))
 
 
+def write_language(weights: Path, drawn: Path, folder: Path) -> None:
+    """The language model of a LLaVA's weights as a model of its own, for who trains on text alone."""
+    shutil.copytree(drawn, folder)
+    language = "model.language_model."
+    own = {
+        name.replace(language, "model."): value
+        for name, value in load_file(weights).items()
+        if name.startswith((language, "lm_head."))
+    }
+    save_file(own, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 def write_start(work: Path, options: argparse.Namespace) -> None:
-    """Weights, records, and for transformers' side the micro-batches of every step as tensors."""
+    """Weights, records, and for transformers' side the micro-batches of every step as tensors: padded, and packed."""
     parts = work / "parts"
     write_model(parts, options.hidden, options.layers, SIDE, VOCABULARY)
-    for data in DATA:
-        write_records(work / data, lengths_of(data, options.steps), SIDE * SIDE, SCALE, captions=True)
+    for data in options.data:
+        write_records(work / data, lengths_of(data, options), SIDE * SIDE, SCALE, captions=True)
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
         named = [f"model.language={parts / 'language'}", f"model.vision={parts / 'vision'}", "model.projector=random"]
         drawn = load(Config, compose("train", ["stage=finetune", *named]))
     write_llava(work / "weights", drawn, parts / "language", parts / "vision")
-    shutil.rmtree(parts)
-    for data in DATA:
-        cfg, order = configure(work, data, False, options), Fixed(options.steps, options.padded)
-        write_samples(work / "samples" / data, cfg, RANKS, options.steps, 1, order)
+    write_language(work / "weights" / "model.safetensors", parts / "language", work / "language")
+    for data in options.data:
+        for folder, pack, layout in (("samples", False, options.padded), ("packed", True, "ours")):
+            cfg, order = configure(work, data, pack, options), Fixed(options.steps, layout, options.ranks, options.rows)
+            write_samples(work / folder / data, cfg, options.ranks, options.steps, 1, order)

@@ -46,7 +46,8 @@ class Line:
             steps: of each data set.
         """
         for _ in range(self.rounds):
-            own = steps[self.client.recv()]
+            data, count = self.client.recv()
+            own = steps[data][:count]
             gc.collect()
             dist.barrier()
             cpu, wall = time.process_time(), time.perf_counter()
@@ -108,11 +109,11 @@ def ours_configured(plan: dict[str, Any], pack: bool) -> tuple[Any, dict[str, An
     """Our configuration, and that of each data set."""
     import argparse
 
-    from peers_data import DATA, configure
+    from peers_data import configure
 
     options = argparse.Namespace(**plan["options"])
-    cfgs = {data: configure(Path(plan["work"]), data, pack, options) for data in DATA}
-    return cfgs[DATA[0]], cfgs
+    cfgs = {data: configure(Path(plan["work"]), data, pack, options) for data in plan["data"]}
+    return cfgs[plan["data"][0]], cfgs
 
 
 def prepared_steps(cfgs: dict[str, Any], world: Any, model: Any, plan: dict[str, Any]) -> dict[str, list[Any]]:
@@ -121,11 +122,11 @@ def prepared_steps(cfgs: dict[str, Any], world: Any, model: Any, plan: dict[str,
 
     from llava_fsdp.train.build_state import open_data
 
-    prepared = {}
+    prepared, steps = {}, plan["options"]["steps"]
     for data, cfg in cfgs.items():
         loader = open_data(cfg, world, model)
-        loader.steps.sampler = Fixed(plan["options"]["steps"], "ours")
-        prepared[data] = [loader.steps.prepare(n) for n in range(plan["options"]["steps"])]
+        loader.steps.sampler = Fixed(steps, "ours", plan["options"]["ranks"], plan["options"]["rows"])
+        prepared[data] = [loader.steps.prepare(n) for n in range(steps)]
     return prepared
 
 
@@ -215,12 +216,14 @@ def loop_by_hand(plan: dict[str, Any], model: Any, line: Line, steps: dict[str, 
 # transformers' model
 
 
-def transformers_model(plan: dict[str, Any]) -> Any:
-    """In fp32, SDPA; the tower is frozen."""
+def transformers_model(plan: dict[str, Any], attention: str = "sdpa") -> Any:
+    """In fp32; the tower is frozen, and has SDPA."""
     from transformers import LlavaForConditionalGeneration
 
     model = LlavaForConditionalGeneration.from_pretrained(
-        str(Path(plan["work"]) / "weights"), dtype=torch.float32, attn_implementation="sdpa"
+        str(Path(plan["work"]) / "weights"),
+        dtype=torch.float32,
+        attn_implementation={"text_config": attention, "vision_config": "sdpa"},
     )
     model.model.vision_tower.requires_grad_(False)
     return model
@@ -326,6 +329,17 @@ def leave() -> None:
     time.sleep(0.2)  # gloo's thread may abort the interpreter otherwise (pytorch#179291)
 
 
+def packed(name: str, **options: Any) -> Any:
+    """A function of peers_packed.py, which imports this module."""
+
+    def run(plan: dict[str, Any]) -> None:
+        import peers_packed
+
+        getattr(peers_packed, f"run_{name}")(plan, **options)
+
+    return run
+
+
 PEERS = {
     "ours packed": lambda plan: run_ours(plan, pack=True),
     "ours padded": lambda plan: run_ours(plan, pack=False),
@@ -335,6 +349,12 @@ PEERS = {
     "zero2": run_deepspeed,
     "zero3": run_deepspeed,
     "original": lambda plan: run_deepspeed(plan, activation_checkpointing=True),
+    "rows": packed("rows"),
+    "row": packed("row"),
+    "row, labels": packed("row", at_labels=True),
+    "row, labels, our cut": packed("row", at_labels=True, our_cut=True),
+    "trl": packed("trl"),
+    "automodel": packed("automodel"),
 }
 
 

@@ -12,9 +12,11 @@ import sys
 from pathlib import Path
 
 
-def start(command: list[str], ranks: int, log: Path, more: dict[str, str] | None = None) -> subprocess.Popen:
+def start(
+    command: list[str], ranks: int, log: Path, more: dict[str, str] | None = None, python: str = sys.executable
+) -> subprocess.Popen:
     """torchrun with that many CPU ranks of one thread each, writing into `log`; `more` is added to its environment."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    torchrun = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     env = os.environ | {
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",

@@ -209,6 +209,41 @@ def layout_curves() -> str:
     return f"{table(head, rows, 'lrllrrr')}\n\n{origin(path, report)}"
 
 
+def packed_peers() -> str:
+    """Real tokens a CPU second beside trainers that pack, for each width that was measured."""
+    parts = []
+    for width in (512, 1024):
+        path, report = newest(f"packed-peers-{width}-cpu")
+        found = {(row["peer"], row["data"]): row for row in report["rows"]}
+        sets = report["options"]["data"]
+        lines = []
+        for peer, what in report["peers"].items():
+            cells = []
+            for data in sets:
+                row = found.get((peer, data))
+                cells += [beside(row, found["ours packed", data]), spread(row)] if row else ["", ""]
+            lines.append([what, *cells])
+        lines += [[f"{name}: NOT RUN, {cell(why)}", *[""] * 2 * len(sets)] for name, why in report["not_run"].items()]
+        head = ["", *(name for data in sets for name in (f"{data}: CPU seconds, ours = 1", "rounds"))]
+        options, versions = report["options"], report["versions"]
+        parts.append(
+            f"Width {width}, {options['layers']} layers, {options['rows']} samples a rank, {options['steps']} steps a "
+            f"round, {options['repeats']} rounds; first losses agree within {report['equality']['first losses']:.0e}:\n\n"
+            f"{table(head, lines, 'l' + 'r' * 2 * len(sets))}\n\n{origin(path, report)} "
+            + ", ".join(f"{name} {version}" for name, version in versions.items())
+        )
+    return "\n\n".join(parts)
+
+
+def beside(row: Report, ours: Report) -> str:
+    return f"{row['cpu_seconds']['median'] / ours['cpu_seconds']['median']:.2f}"
+
+
+def spread(row: Report) -> str:
+    """Seconds of a step in the fastest and the slowest round."""
+    return f"{min(row['cpu_seconds']['all']):.2f} to {max(row['cpu_seconds']['all']):.2f} s"
+
+
 CURVES = {"pictures": "images", "imagined": "simulated ranks"}
 
 
@@ -228,6 +263,7 @@ TABLES = {
     "strategies": strategies,
     "limited": limited, "planner": planner, "checkpoints": checkpoints, "pictures": pictures,
     "scaling": scaling, "gpu": gpu, "gpu_peers": gpu_peers, "layout_curves": layout_curves,
+    "packed_peers": packed_peers,
     "compiled": lambda: planner("memory-compiled-cpu"),
 }  # fmt: skip
 

@@ -5,12 +5,16 @@ import copy
 import importlib
 import importlib.util
 import json
+import subprocess
+import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 ROUND = {"cpu": 2.0, "wall": 1.0, "losses": [3.0, 2.0], "norms": [1.0, 0.5]}
@@ -30,6 +34,16 @@ def peers() -> Iterator[ModuleType]:
 @pytest.fixture(scope="module")
 def table() -> Iterator[ModuleType]:
     yield from imported("peers_table")
+
+
+@pytest.fixture(scope="module")
+def packed() -> Iterator[ModuleType]:
+    yield from imported("peers_packed")
+
+
+@pytest.fixture(scope="module")
+def environments() -> Iterator[ModuleType]:
+    yield from imported("peers_environments")
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +94,7 @@ def test_goals_are_of_the_fastest_peer_that_ran(peers: ModuleType) -> None:
 
 @pytest.mark.parametrize("layout", ["grouped", "ours"])
 def test_every_layout_has_the_samples_of_the_step(data: ModuleType, layout: str) -> None:
-    order = data.Fixed(2, layout)
+    order = data.Fixed(2, layout, 2, 16)
     for step in range(2):
         numbers = order.samples(step)
         assert numbers == list(range(step * 32, step * 32 + 32))
@@ -90,8 +104,10 @@ def test_every_layout_has_the_samples_of_the_step(data: ModuleType, layout: str)
 
 
 def test_lengths_are_llavas_and_equal_ones_have_nothing_to_pad(data: ModuleType) -> None:
-    mixed, equal = data.lengths_of("mixed", 3), data.lengths_of("equal", 3)
-    assert len(mixed) == len(equal) == 3 * 32
+    options = argparse.Namespace(steps=3, ranks=4, rows=5)
+    mixed, equal, text = (data.lengths_of(name, options) for name in ("mixed", "equal", "text"))
+    assert len(mixed) == len(equal) == 3 * 20
+    assert text == [(length, False) for length, _ in mixed]
     assert all(shown for _, shown in mixed) and len(set(equal)) == 1
     mean = sum(n for n, _ in mixed) / len(mixed)
     assert mean == pytest.approx(equal[0][0], rel=0.1)
@@ -105,8 +121,9 @@ def result(**changed: Any) -> dict[str, Any]:
     ]
     return {
         "rows": rows, "peers": {"ours packed": "ours", "by hand": "a loop", "zero3": "DeepSpeed"},
-        "not_run": {"zero3": "not installed"}, "options": {"hidden": 512, "layers": 8, "repeats": 6, "steps": 3,
-        "padded": "grouped"}, "machine": {"device": "a processor"}, "versions": {"torch": "2.13.0"}, "ranks": 2,
+        "not_run": {"zero3": "not installed"}, "options": {"hidden": 512, "layers": 8, "repeats": 6,
+        "steps": 3, "padded": "grouped", "data": ["mixed", "equal"]}, "machine": {"device": "a processor"},
+        "versions": {"torch": "2.13.0"}, "ranks": 2,
         "precision": "fp32", "command": "python benchmarks/peers.py", "commit": "0123456789abcdef",
         "equality": {"first losses": 2e-7}, "torch": "2.13.0", "date": "2026-01-01",
     } | changed  # fmt: skip
@@ -163,6 +180,68 @@ def test_options_are_checked(peers: ModuleType, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("sys.argv", ["peers.py", "--quick"])
     options = peers.parse()
     assert isinstance(options, argparse.Namespace) and (options.hidden, options.steps) == (64, 1)
+    assert options.data == ["mixed", "equal"] and "row" not in options.peers
+    monkeypatch.setattr("sys.argv", ["peers.py", "--against", "packed", "--rows", "3"])
+    options = peers.parse()
+    assert (options.ranks, options.rows, options.data) == (4, 3, ["mixed", "equal", "text"])
+    assert {"row", "trl"} < {*options.peers}
+
+
+def test_text_is_trained_in_groups_of_its_own(peers: ModuleType) -> None:
+    """All peers of a group begin with the same data, hence with the same weights."""
+    names = ["ours packed", "row", "by hand", "trl"]
+    assert peers.groups(names, ["mixed", "equal", "text"]) == [
+        (["ours packed", "row", "by hand"], ["mixed", "equal"]),
+        (["ours packed", "row", "trl"], ["text"]),
+    ]
+    assert peers.groups([*names, "rows", "row, labels"], ["text"]) == [
+        (["ours packed", "row", "trl", "rows"], ["text"]),
+        (["ours packed", "row, labels"], ["text"]),
+    ]
+    assert peers.groups(["ours packed"], ["equal"]) == [(["ours packed"], ["equal"])]
+
+
+def test_samples_are_packed_as_they_would_be_by_hand(packed: ModuleType) -> None:
+    """Ids, labels and positions of each sample are the same in a padded micro-batch, in filled rows and in one row."""
+    ids = torch.tensor([[5, 6, 7, 8, 9], [3, 4, 0, 0, 0], [2, 1, 0, 0, 0], [9, 9, 9, 9, 9]])
+    labels = torch.where(ids > 5, ids, -100)
+    labels[1, 1], labels[2, 1] = 4, 1
+    labels[3] = -100  # a row of a blank picture
+    mask = (ids > 0).long()
+    samples = packed.samples_of({"0.0.input_ids": ids, "0.0.labels": labels, "0.0.attention_mask": mask}, 0)
+    assert [s["input_ids"].tolist() for s in samples] == [[5, 6, 7, 8, 9], [3, 4], [2, 1]]
+    assert all(int(s["labels"][0]) == -100 for s in samples)
+    row = packed.in_one_row(samples)
+    assert row["position_ids"].tolist() == [[0, 1, 2, 3, 4, 0, 1, 0, 1]] and row["cu_seqlens"].tolist() == [0, 5, 7, 9]
+    rows = packed.filled_rows(samples)
+    assert rows["input_ids"].tolist() == [[5, 6, 7, 8, 9], [3, 4, 2, 1, 0]]
+    assert rows["labels"].tolist() == [[-100, 6, 7, 8, 9], [-100, 4, -100, 1, -100]]
+    assert rows["position_ids"].tolist() == [[0, 1, 2, 3, 4], [0, 1, 0, 1, 0]]
+
+
+def test_an_environment_is_made_once_and_cannot_replace_torch(
+    environments: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert environments.environment_of("row", tmp_path) == sys.executable and not [*tmp_path.iterdir()]
+    notes = "tiny-1.dist-info"
+    with zipfile.ZipFile(tmp_path / "tiny-1-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("tiny.py", "")
+        wheel.writestr(f"{notes}/METADATA", "Metadata-Version: 2.1\nName: tiny\nVersion: 1\nRequires-Dist: torch<2\n")
+        wheel.writestr(f"{notes}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{notes}/RECORD", "")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    monkeypatch.setattr(environments, "FOREIGN", {"other": {"tiny": "1"}})
+    python = environments.environment_of("other", tmp_path)
+    run = [python, "-c", "import tiny, sys, importlib.util as u; print(u.find_spec('torch').origin, sys.prefix)"]
+    where, prefix = subprocess.check_output(run, text=True).split()
+    assert (where, prefix) == (torch.__file__, str(tmp_path / "other"))
+    (tmp_path / "other" / "kept").touch()
+    assert environments.environment_of("other", tmp_path) == python and (tmp_path / "other" / "kept").exists()
+    monkeypatch.setattr(environments, "FOREIGN", {"other": {"tiny": "2"}})
+    with pytest.raises(SystemExit, match=r"other: .* failed"):
+        environments.environment_of("other", tmp_path)
+    assert not (tmp_path / "other" / "installed").exists()
 
 
 @pytest.mark.slow

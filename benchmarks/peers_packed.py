@@ -1,0 +1,259 @@
+"""The peers of peers.py that pack: transformers' model with an FSDP2 loop, TRL, and NeMo Automodel's model and packing.
+
+Nothing of this project is imported here. `peers_rank.py` calls the `run_` functions, each in every rank of a torchrun.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from peers_rank import Line, leave, loop_by_hand, shard_by_hand, transformers_model
+from safetensors.torch import load_file
+from torch.nn import functional
+
+IGNORE = -100
+EACH_SAMPLE = "sdpa_each_sample"
+
+
+def samples_of(tensors: dict[str, torch.Tensor], number: int) -> list[dict[str, torch.Tensor]]:
+    """The samples of a padded micro-batch, without padding; a blank row that has no label is left out."""
+    rows = zip(*(tensors[f"{number}.0.{name}"] for name in ("input_ids", "labels", "attention_mask")), strict=True)
+    found = []
+    for ids, labels, mask in rows:
+        length = int(mask.sum())
+        if not bool((labels != IGNORE).any()):
+            continue
+        own = labels[:length].clone()
+        own[0] = IGNORE  # predicted from nothing; in a row of several samples it would be from the sample before
+        found.append({"input_ids": ids[:length], "labels": own})
+    return found
+
+
+def read(plan: dict[str, Any], data: str, folder: str = "samples") -> dict[str, torch.Tensor]:
+    return load_file(Path(plan["work"]) / folder / data / f"rank{dist.get_rank()}.safetensors")
+
+
+def pictures(tensors: dict[str, torch.Tensor], number: int, data: str) -> dict[str, torch.Tensor]:
+    """The argument `pixel_values`; none for text alone, whose padded rows have a blank one."""
+    return {} if data == "text" else {"pixel_values": tensors[f"{number}.0.pixel_values"]}
+
+
+def in_one_row(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Samples one behind the other: ids, labels and position ids [1, tokens], and the samples' boundaries."""
+    lengths = torch.tensor([len(sample["input_ids"]) for sample in samples])
+    return {
+        "input_ids": torch.cat([sample["input_ids"] for sample in samples])[None],
+        "labels": torch.cat([sample["labels"] for sample in samples])[None],
+        "position_ids": torch.cat([torch.arange(int(length)) for length in lengths])[None],
+        "cu_seqlens": functional.pad(lengths.cumsum(0), (1, 0)).int(),
+    }
+
+
+# transformers' model and a loop by hand
+
+
+def run_rows(plan: dict[str, Any]) -> None:
+    """Rows as long as the longest sample, each filled with samples; transformers makes the mask of `position_ids`."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=plan["timeout"]))
+    steps: dict[str, list[dict[str, Any]]] = {}
+    for data in plan["data"]:
+        tensors = read(plan, data)
+        steps[data] = [
+            {
+                **filled_rows(samples_of(tensors, number)),
+                **pictures(tensors, number, data),
+                "num_items_in_batch": tensors[f"{number}.label_tokens"],
+                "use_cache": False,
+            }
+            for number in range(plan["options"]["steps"])
+        ]
+    model = sharded(plan, "sdpa")
+    loop_by_hand(plan, model, Line(plan), steps, lambda step: iter([model(**step).loss]))
+    leave()
+
+
+def filled_rows(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """First fit into rows of the longest sample's length. A picture's features are taken in the order of the rows: all
+    pictures of a benchmark are the same one."""
+    room = max(len(sample["input_ids"]) for sample in samples)
+    rows: list[list[dict[str, torch.Tensor]]] = []
+    for sample in sorted(samples, key=lambda s: -len(s["input_ids"])):
+        length = len(sample["input_ids"])
+        fitting = [row for row in rows if sum(len(s["input_ids"]) for s in row) + length <= room]
+        fitting[0].append(sample) if fitting else rows.append([sample])
+    fields: dict[str, list[torch.Tensor]] = {"input_ids": [], "labels": [], "position_ids": []}
+    for row in rows:
+        packed = in_one_row(row)
+        missing = room - packed["input_ids"].shape[1]
+        for name, fill in (("input_ids", 0), ("labels", IGNORE)):
+            fields[name].append(functional.pad(packed[name], (0, missing), value=fill))
+        fields["position_ids"].append(torch.cat([packed["position_ids"], torch.arange(missing)[None]], 1))
+    return {name: torch.cat(rows) for name, rows in fields.items()}
+
+
+def run_row(plan: dict[str, Any], at_labels: bool = False, our_cut: bool = False) -> None:
+    """One row of all samples, and torch's SDPA a sample at a time.
+
+    Args:
+        at_labels: compute logits at labels alone (`logits_to_keep`).
+        our_cut: give the ranks the samples that our packing gives them, instead of those of the original's sampler.
+    """
+    dist.init_process_group("gloo", timeout=timedelta(seconds=plan["timeout"]))
+    steps: dict[str, list[tuple[dict[str, Any], torch.Tensor, torch.Tensor]]] = {}
+    for data in plan["data"]:
+        padded, ours = read(plan, data), read(plan, data, "packed")
+        steps[data] = []
+        for number in range(plan["options"]["steps"]):
+            row = (
+                {
+                    name.removeprefix(f"{number}.0."): value
+                    for name, value in ours.items()
+                    if name.startswith(f"{number}.0.")
+                }
+                if our_cut
+                else in_one_row(samples_of(padded, number)) | pictures(padded, number, data)
+            )
+            labels, ends = row.pop("labels"), row.pop("cu_seqlens")
+            inputs = row | {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "use_cache": False}
+            steps[data].append((inputs, labels, padded[f"{number}.label_tokens"]))
+    transformers_each_sample()
+    model = sharded(plan, EACH_SAMPLE)
+
+    def losses(step: tuple[dict[str, Any], torch.Tensor, torch.Tensor]) -> Iterator[torch.Tensor]:
+        inputs, labels, count = step
+        if not at_labels:
+            yield model(**inputs, labels=labels, num_items_in_batch=count).loss
+            return
+        where = (labels[0, 1:] != IGNORE).nonzero().flatten()
+        logits = model(**inputs, logits_to_keep=where).logits
+        yield functional.cross_entropy(logits[0], labels[0, where + 1], reduction="sum") / count
+
+    loop_by_hand(plan, model, Line(plan), steps, losses)
+    leave()
+
+
+def sharded(plan: dict[str, Any], attention: str) -> Any:
+    """transformers' LLaVA under `fully_shard`, with that attention in its language model."""
+    model = transformers_model(plan, attention)
+    shard_by_hand(model, model.model.language_model.layers, set(model.model.vision_tower.parameters()))
+    return model
+
+
+def transformers_each_sample() -> None:
+    """Make `EACH_SAMPLE` known to transformers: no mask, and SDPA for each sample between two of `cu_seq_lens_q`."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    def each_sample(
+        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
+        scaling: float | None = None, cu_seq_lens_q: torch.Tensor | None = None, **_: Any,
+    ) -> tuple[torch.Tensor, None]:  # fmt: skip
+        """[1, heads, tokens, size] each; returns [1, tokens, heads, size]."""
+        assert cu_seq_lens_q is not None and attention_mask is None
+        lengths = cu_seq_lens_q.diff().tolist()
+        parts = zip(*(tensor.split(lengths, 2) for tensor in (query, key, value)), strict=True)
+        found = [functional.scaled_dot_product_attention(*qkv, is_causal=True, scale=scaling) for qkv in parts]
+        return torch.cat(found, 2).transpose(1, 2), None
+
+    AttentionInterface.register(EACH_SAMPLE, each_sample)
+    AttentionMaskInterface.register(EACH_SAMPLE, lambda *_, **__: None)
+
+
+# Other libraries, on text alone
+
+
+def run_trl(plan: dict[str, Any]) -> None:
+    """TRL's SFTTrainer with its own packing (best fit, padding-free) and collator. It is DDP on a CPU, and its rows of
+    a micro-batch become one row, with a mask that transformers makes of `position_ids`."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import SFTConfig, SFTTrainer
+    from trl.data_utils import pack_dataset
+
+    folder, optimizer = str(Path(plan["work"]) / "language"), plan["adamw"]
+    steps = plan["options"]["steps"]
+    arguments = SFTConfig(
+        output_dir=str(Path(plan["work"]) / "runs" / "trl"), use_cpu=True, bf16=False, packing=True,
+        packing_strategy="bfd", max_length=1024, per_device_train_batch_size=plan["options"]["rows"],
+        gradient_checkpointing=False, max_steps=plan["rounds"] * steps + 1, learning_rate=optimizer["lr"],
+        lr_scheduler_type="constant", adam_beta1=optimizer["betas"][0], adam_beta2=optimizer["betas"][1],
+        adam_epsilon=optimizer["eps"], weight_decay=optimizer["weight_decay"], optim="adamw_torch_fused",
+        max_grad_norm=plan["clip"], logging_strategy="no", save_strategy="no", report_to=[], disable_tqdm=True,
+        ddp_find_unused_parameters=False, ddp_broadcast_buffers=False, dataloader_pin_memory=False,
+    )  # fmt: skip
+    line_of: list[Line] = []
+
+    class Watched(SFTTrainer):
+        def get_train_dataloader(self) -> Any:
+            stream = line_of[0].steps(self.collated)
+
+            class Stream(torch.utils.data.IterableDataset):
+                def __iter__(self) -> Iterator[Any]:
+                    return stream
+
+            return torch.utils.data.DataLoader(Stream(), batch_size=None)  # cut over the ranks already
+
+        def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            loss = super().training_step(*args, **kwargs)
+            line_of[0].losses.append(loss)  # of this rank, times the ranks
+            return loss
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, pad_token="<unk>")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+    some = Dataset.from_list([{"input_ids": [1, 2], "labels": [IGNORE, 2]}])
+    trainer = Watched(model, arguments, train_dataset=some, processing_class=tokenizer)
+    trainer.collated = {}
+    for data in plan["data"]:
+        tensors = read(plan, data)
+        as_lists = [[{k: v.tolist() for k, v in s.items()} for s in samples_of(tensors, n)] for n in range(steps)]
+        packed = [pack_dataset(Dataset.from_list(samples), arguments.max_length, "bfd") for samples in as_lists]
+        trainer.collated[data] = [trainer.data_collator(list(rows)) for rows in packed]
+    line_of.append(Line(plan))
+    trainer.train()
+    leave()
+
+
+def run_automodel(plan: dict[str, Any]) -> None:
+    """NeMo Automodel's Llama, its packing and its collator; `fully_shard` and the loop by hand, because its recipe
+    needs a GPU (train_ft.py:561)."""
+    from datasets import Dataset
+    from nemo_automodel.components.datasets.llm.neat_packing import neat_pack_dataset
+    from nemo_automodel.components.datasets.utils import neat_packed_collater
+    from nemo_automodel.components.loss.masked_ce import MaskedCrossEntropy
+    from nemo_automodel.components.models.common import BackendConfig
+    from nemo_automodel.components.models.llama.model import LlamaForCausalLM
+    from transformers import AutoConfig
+
+    dist.init_process_group("gloo", timeout=timedelta(seconds=plan["timeout"]))
+    folder = Path(plan["work"]) / "language"
+    config = AutoConfig.from_pretrained(str(folder), attn_implementation="sdpa", dtype=torch.float32)
+    model = LlamaForCausalLM(config, BackendConfig(attn="sdpa", linear="torch", rms_norm="torch", rope_fusion=False))
+    model.load_state_dict(load_file(folder / "model.safetensors"))
+    shard_by_hand(model, model.model.layers, set())
+    steps: dict[str, list[tuple[dict[str, Any], int]]] = {}
+    for data in plan["data"]:
+        tensors = read(plan, data)
+        steps[data] = []
+        for number in range(plan["options"]["steps"]):
+            samples = samples_of(tensors, number)
+            room = max(len(sample["input_ids"]) for sample in samples)
+            shifted = [
+                {"input_ids": s["input_ids"].tolist(), "labels": [*s["labels"][1:].tolist(), IGNORE]} for s in samples
+            ]
+            rows = neat_pack_dataset({"train": Dataset.from_list(shifted)}, "train", room)
+            inputs = neat_packed_collater(list(rows), "sdpa")
+            inputs.pop("_packed_seq_ids", None)  # for kernels of variable length
+            steps[data].append((inputs, int(tensors[f"{number}.label_tokens"])))
+    loss_of = MaskedCrossEntropy()
+
+    def losses(step: tuple[dict[str, Any], int]) -> Iterator[torch.Tensor]:
+        inputs, count = step
+        given = {name: value for name, value in inputs.items() if name != "labels"}
+        yield loss_of(model(**given, use_cache=False).logits, inputs["labels"], num_label_tokens=count)
+
+    loop_by_hand(plan, model, Line(plan), steps, losses)
+    leave()
