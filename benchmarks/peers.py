@@ -311,7 +311,7 @@ def tokens_of(folder: Path, options: argparse.Namespace) -> tuple[float, float]:
 
 def goals_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What this project wants to reach, and whether it has; without the peer that a goal needs there is none."""
-    rate = {(r["data"], r["peer"]): r["real_tokens_per_cpu_second"] for r in rows}
+    rate = {(r["data"], r["peer"]): r["real_tokens_per_cpu_second_median"] for r in rows}
     found: list[dict[str, Any]] = []
 
     def goal(what: str, data: str, ours: str, others: list[str], least: float) -> None:
