@@ -228,7 +228,8 @@ def packed_peers() -> str:
         options, versions = report["options"], report["versions"]
         parts.append(
             f"Width {width}, {options['layers']} layers, {options['rows']} samples a rank, {options['steps']} steps a "
-            f"round, {options['repeats']} rounds; first losses agree within {report['equality']['first losses']:.0e}:\n\n"
+            f"round, {options['repeats']} rounds; first losses agree within "
+            f"{report['equality']['first losses']:.0e}:\n\n"
             f"{table(head, lines, 'l' + 'r' * 2 * len(sets))}\n\n{origin(path, report)} "
             + ", ".join(f"{name} {version}" for name, version in versions.items())
         )

@@ -286,6 +286,31 @@ def test_the_balance_loss_of_every_stage_has_the_loss_scale(monkeypatch: pytest.
     assert work.forward(FirstStage(), 0, torch.ones(2)).tolist() == [512, 512]
 
 
+def test_a_backward_pass_has_the_dropout_of_its_own_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline_step, "Llava", FirstStage)
+    state: Any = SimpleNamespace(loader=SimpleNamespace(device=CPU))
+    nothing: Any = None
+    work = pipeline_step.TrainingWork(state, [], 1.0, nothing, nothing, NoProfiler())
+    stage = FirstStage()
+    work.keys = {(stage, number): (torch.tensor(number), None) for number in range(3)}
+    for number in (1, 0, 2):
+        work.before_backward(stage, number)
+        assert stage.token_keys.language == number
+    assert not work.keys
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_backward_pass_has_the_settings_of_the_sharding_strategy(last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told whether it is the last one, after which `zero1` reduces gradients."""
+    heard: list[Any] = []
+    monkeypatch.setattr("llava_fsdp.distributed.pipeline.begin_micro_batch", lambda *given: heard.append(given))
+    monkeypatch.setattr("llava_fsdp.distributed.pipeline.stage_backward", lambda *_: (None,))
+    stage: Any = SimpleNamespace(root=torch.nn.Module(), plan=object())
+    inputs = dict.fromkeys(("stage_output", "output_grads", "input_values"))
+    assert PackedStage.backward_maybe_with_nosync(stage, "full", inputs, last) == ((None,), None)
+    assert heard == [(stage.root, stage.plan, last)]
+
+
 def test_blocks_are_divided_by_cost() -> None:
     assert divide([1.0] * 6, 0, 0, 3) == [range(2), range(2, 4), range(4, 6)]
     assert divide([1.0] * 7, 2.5, 1.0, 2) == [range(3), range(3, 7)]
