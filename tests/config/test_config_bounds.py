@@ -191,7 +191,7 @@ TOGETHER: list[tuple[dict[str, Any], bool]] = [
     ({"model.train": [Part.projector], "model.quantize.mode": "nf4"}, False),
     ({"model.lora": LORA, "model.quantize.mode": "int8"}, False),
     ({"model.lora": LoraConfig(enabled=True, use_dora=True), "model.quantize.mode": "int8"}, True),
-    ({"model.lora": LORA, "precision.linear": "fp8"}, True),
+    *(({"model.lora": LORA, "precision.linear": name}, True) for name in ("fp8", "int8_mixed")),
     ({"model.lora": LORA, "model.quantize.mode": "nf4", "offload.mode": "optimizer"}, False),
     ({"model.lora": LORA, "model.quantize.mode": "nf4", "offload.mode": "params"}, True),
     ({"model.lora": LORA, "model.quantize.mode": "nf4", "offload.mode": "nvme"}, True),
@@ -202,6 +202,8 @@ TOGETHER: list[tuple[dict[str, Any], bool]] = [
     *(({"offload.mode": mode, key: "bf16"}, refused)
       for mode, refused in (("none", False), ("optimizer", True), ("params", False), ("nvme", True))
       for key in ("precision.master_dtype", "precision.moment_dtype")),
+    *(({"offload.mode": mode, "precision.linear": "int8_mixed"}, False)
+      for mode in ("none", "optimizer", "params", "nvme")),
     *(({"offload.mode": mode, "precision.linear": "fp8"}, refused)
       for mode, refused in (("none", False), ("optimizer", False), ("params", True), ("nvme", True))),
     ({"offload.mode": "nvme", "offload.folder": "disk"}, False),
@@ -228,6 +230,7 @@ TOGETHER: list[tuple[dict[str, Any], bool]] = [
       for more, refused in (({}, False), ({"compile": "auto"}, False), ({"compile": True}, True),
                             ({"compile": "auto", "activation_checkpointing": BUDGET}, True),
                             ({"offload.mode": "optimizer"}, True), ({"precision.linear": "fp8"}, True),
+                            ({"precision.linear": "int8_mixed"}, True),
                             ({"model.balance_loss": 0.01}, False), ({"parallel.context": 2}, False),
                             ({"model.lora": LORA}, False), ({"model.lora": LORA, "model.quantize.mode": "nf4"}, True))),
     ({"compile": False, "activation_checkpointing": BUDGET}, True),
@@ -297,8 +300,8 @@ TOGETHER: list[tuple[dict[str, Any], bool]] = [
     *(({"precision.param_dtype": name, "precision.norm_dtype": "bf16"}, True) for name in ("fp16", "fp32")),
     *(({"precision.param_dtype": name, "precision.master_dtype": "bf16"}, True) for name in ("fp16", "fp32")),
     ({"precision.reduce_dtype": "fp16"}, True),
-    ({"precision.param_dtype": "fp16", "precision.linear": "fp8"}, True),
-    ({"precision.linear": "fp8", "model.train": [Part.projector]}, True),
+    *(({"precision.param_dtype": "fp16", "precision.linear": name}, True) for name in ("fp8", "int8_mixed")),
+    *(({"precision.linear": name, "model.train": [Part.projector]}, True) for name in ("fp8", "int8_mixed")),
     ({"precision.scaler": ScalerConfig(window=7)}, True),
     *(({"activation_checkpointing.mode": mode, "activation_checkpointing.budget": 0.5}, True)
       for mode in ("none", "selective", "full", "offload", "auto")),

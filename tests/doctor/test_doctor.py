@@ -313,6 +313,8 @@ def test_each_need_of_a_configuration_is_checked() -> None:
     assert found["compile"].startswith("no: ") and found.keys() == {"compile", "attention"}
     (found,) = software.judge_needs({"fp8": software.needs_of(config("precision=fp8"))["fp8"]})
     assert found.level is Level.FAIL and "needs a CUDA GPU" in found.result and "precision=bf16" in found.cure
+    (found,) = software.judge_needs({"int8": software.needs_of(config("precision=int8_mixed"))["int8_mixed"]})
+    assert found.level is Level.OK and "torchao" in found.result
 
 
 def test_this_machine_can_be_read(tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ def test_which_software_must_be_the_same(configure: Configure) -> None:
     adapters = ("pack=false", "model.lora.enabled=true")
     assert more(*adapters) == {"peft"}
     assert more(*adapters, "model.quantize.mode=nf4") == {"peft", "bitsandbytes"}
-    assert more("pack=false", "precision=fp8") == {"torchao"}
+    assert more("pack=false", "precision=fp8") == more("pack=false", "precision=int8_mixed") == {"torchao"}
 
 
 def test_which_files_are_the_packages_own() -> None:

@@ -139,7 +139,7 @@ def check_divided(cfg: Config) -> None:
         "compile=true": (cfg.compile is True, "compile=auto"),
         "activation_checkpointing=budget": (is_budget, "activation_checkpointing=selective"),
         f"offload={cfg.offload.mode.value}": (cfg.offload.mode is not OffloadMode.none, "offload=none"),
-        "precision.linear=fp8": (precision.linear is LinearKind.fp8, "precision=bf16"),
+        f"precision.linear={precision.linear.value}": (precision.linear is not LinearKind.same, "precision=bf16"),
         f"model.quantize.mode={quantizer.value}": (quantizer is not Quantizer.none, "model.quantize.mode=none"),
     }
     with_tensor = {
@@ -166,22 +166,22 @@ def check_divided(cfg: Config) -> None:
 
 
 def check_base(cfg: Config) -> None:
-    """Raise ConfigError for settings that contradict a frozen or quantized language model: fp8 matrix products
-    (`precision.linear=fp8`) if its weights are frozen, and moving its weights to the host if they are quantized."""
-    mode = cfg.model.quantize.mode
-    if cfg.model.lora.enabled and cfg.precision.linear is LinearKind.fp8:
+    """Raise ConfigError for settings that contradict a frozen or quantized language model: matrix products of 8 bits
+    (`precision.linear`) if its weights are frozen, and moving its weights to the host if they are quantized."""
+    mode, linear = cfg.model.quantize.mode, cfg.precision.linear
+    if cfg.model.lora.enabled and linear is not LinearKind.same:
         raise ConfigError(
-            "precision.linear=fp8 is for weights that train, and model.lora.enabled=true freezes them; choose "
-            "precision=bf16"
+            f"precision.linear={linear.value} is for weights that train, and model.lora.enabled=true freezes them; "
+            "choose precision=bf16"
         )
     if mode is not Quantizer.none and cfg.offload.mode.moves_weights:
         raise ConfigError(
             f"offload={cfg.offload.mode.value} with model.quantize.mode={mode.value} would send quantized weights "
             "through the host at every step; choose offload=optimizer or none"
         )
-    if cfg.precision.linear is LinearKind.fp8 and Part.language not in cfg.model.train:
+    if linear is not LinearKind.same and Part.language not in cfg.model.train:
         raise ConfigError(
-            f"precision.linear=fp8 is for a language model that trains, and model.train="
+            f"precision.linear={linear.value} is for a language model that trains, and model.train="
             f"{[part.value for part in cfg.model.train]} freezes it; choose precision=bf16"
         )
 

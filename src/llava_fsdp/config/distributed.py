@@ -190,9 +190,11 @@ class PrecisionConfig:
                 f"precision.master_dtype=bf16 keeps no more than bf16 of a weight, so computing in "
                 f"param_dtype={self.param_dtype.value} gains nothing; choose precision=bf16_pure, or master_dtype=fp32"
             )
-        if self.linear is LinearKind.fp8 and self.param_dtype is not DType.bf16:
+        linear = self.linear.value
+        if self.linear is not LinearKind.same and self.param_dtype is not DType.bf16:
             raise ConfigError(
-                f"precision.linear=fp8 is for param_dtype=bf16, not for {self.param_dtype.value}; choose precision=fp8"
+                f"precision.linear={linear} is for param_dtype=bf16, not for {self.param_dtype.value}; choose "
+                f"precision={linear}"
             )
         if self.param_dtype is not DType.fp16 and self.scaler != ScalerConfig():
             raise ConfigError(

@@ -166,6 +166,7 @@ class LinearKind(Enum):
     same = "same"
     """The products are in precision.param_dtype."""
     fp8 = "fp8"
+    int8_mixed = "int8_mixed"
 
 
 class ActivationCheckpointing(Enum):

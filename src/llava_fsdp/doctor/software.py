@@ -93,6 +93,7 @@ def needs_of(cfg: Config) -> dict[str, Callable[[], str]]:
     from llava_fsdp.config import Attention, LinearKind, Quantizer
     from llava_fsdp.distributed.compile import choose_compiling
     from llava_fsdp.distributed.fp8 import check_fp8
+    from llava_fsdp.distributed.int8_mixed import check_int8_mixed
     from llava_fsdp.distributed.precision import DTYPES
     from llava_fsdp.model.attention import choose_kernel
     from llava_fsdp.model.lora import import_peft
@@ -126,8 +127,9 @@ def needs_of(cfg: Config) -> dict[str, Callable[[], str]]:
         check_quantizer(cfg.model.quantize, device)
         return f"{cfg.model.quantize.mode.value} with bitsandbytes {version_of('bitsandbytes')}"
 
-    def fp8() -> str:
-        check_fp8(device)
+    def linear() -> str:
+        check = {LinearKind.fp8: check_fp8, LinearKind.int8_mixed: check_int8_mixed}[cfg.precision.linear]
+        check(device)
         return f"torchao {version_of('torchao')}"
 
     needs: dict[str, Callable[[], str]] = {"compile": compiling}
@@ -137,8 +139,8 @@ def needs_of(cfg: Config) -> dict[str, Callable[[], str]]:
         needs["adapters"] = peft
     if cfg.model.quantize.mode is not Quantizer.none:
         needs["quantized base"] = quantizer
-    if cfg.precision.linear is LinearKind.fp8:
-        needs["fp8"] = fp8
+    if cfg.precision.linear is not LinearKind.same:
+        needs[cfg.precision.linear.value] = linear
     return needs
 
 

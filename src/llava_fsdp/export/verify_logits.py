@@ -39,9 +39,9 @@ CLOSE_BF16 = 0.05
 CLOSE_EXPERTS = 0.3
 """Largest accepted difference, relative to the largest logit, of a mixture of experts in 16 bits: another rounding may
 send a token to other experts."""
-CLOSE_FP8 = 0.3
-"""Largest accepted difference, relative to the largest logit, between a run that computes in fp8 and its export, which
-computes in bf16."""
+CLOSE_8_BIT = 0.3
+"""Largest accepted difference, relative to the largest logit, between a run whose products are in fp8 or int8 and its
+export, which computes in bf16."""
 TEXT = 24
 """Number of text tokens beside the image in the micro-batch for which logits are compared."""
 

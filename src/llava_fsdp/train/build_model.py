@@ -9,6 +9,7 @@ from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.loader import ModelShape
 from llava_fsdp.distributed.compile import choose_compiling
 from llava_fsdp.distributed.fp8 import check_fp8
+from llava_fsdp.distributed.int8_mixed import check_int8_mixed
 from llava_fsdp.distributed.precision import DTYPES
 from llava_fsdp.model.attention import choose_kernel
 from llava_fsdp.model.experts import check_shared_experts
@@ -31,6 +32,8 @@ def build_model(cfg: Config, parts: Parts, device: torch.device) -> Llava:
     """
     if cfg.precision.linear is LinearKind.fp8:
         check_fp8(device)
+    elif cfg.precision.linear is LinearKind.int8_mixed:
+        check_int8_mixed(device)
     check_quantizer(cfg.model.quantize, device)
     compute_dtype = DTYPES[cfg.precision.param_dtype]
     kernel = choose_kernel(cfg.attention, parts.language, device, compute_dtype) if cfg.packs else None

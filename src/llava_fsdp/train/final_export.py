@@ -28,7 +28,7 @@ from llava_fsdp.export.adapter_folder import (
 )
 from llava_fsdp.export.formats import history, source_of_run, write_folder
 from llava_fsdp.export.verify_logits import (
-    CLOSE_FP8,
+    CLOSE_8_BIT,
     Adapted,
     bound_in,
     compute_dtype,
@@ -216,7 +216,7 @@ def verify(state: TrainState, cfg: Config, staged: Path, adapted: Adapted | None
         difference = relative_difference(reloaded[:, : ours.shape[1]], ours)
         in_fp32 = (cfg.export.dtype, cfg.precision.param_dtype) == (DType.fp32, DType.fp32)
         bound = bound_in(torch.float32 if in_fp32 else torch.bfloat16, whole_model(state))
-        bound = CLOSE_FP8 if cfg.precision.linear is LinearKind.fp8 else bound
+        bound = bound if cfg.precision.linear is LinearKind.same else CLOSE_8_BIT
         log().info("export: logits after reloading differ by %.2g of the largest (bound %.2g)", difference, bound)
         if not difference <= bound:
             raise ModelError(

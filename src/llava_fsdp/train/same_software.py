@@ -67,7 +67,7 @@ def must_agree(cfg: Config) -> dict[str, Callable[[], str]]:
     used = {
         "peft": cfg.model.lora.enabled,
         "bitsandbytes": cfg.model.quantize.mode is not Quantizer.none,
-        "torchao": cfg.precision.linear is LinearKind.fp8,
+        "torchao": cfg.precision.linear is not LinearKind.same,
         "flash-attn": cfg.packs and cfg.attention in (Attention.auto, Attention.flash),
     }
     return {

@@ -1,0 +1,168 @@
+"""What do 8 and 4 bits cost or save beside bf16, on the same steps of the embedded tiny model?
+
+    python benchmarks/low_precision.py [FOLDER]         # into benchmarks/results; --steps, --quick
+
+Each way trains all weights of the language model and the projector, or adapters over a frozen base, in one process.
+The ways take turns, ten steps each, on the same samples from the same random weights. See benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from capped import facts, write
+from hydra import compose, initialize_config_dir
+from provenance import REPOSITORY
+from rich.console import Console
+from rich.table import Table
+
+from llava_fsdp.config import Config, config_dir, load
+from llava_fsdp.distributed.mesh import World, distributed, make_meshes
+from llava_fsdp.distributed.zero import SHARD_PLANS
+from llava_fsdp.runtime.errors import ConfigError
+from llava_fsdp.train.build_state import build_state
+from llava_fsdp.train.dry_run import held_bytes
+from llava_fsdp.train.loop import train_step
+from llava_fsdp.train.peak_memory import PeakMeter
+from llava_fsdp.train.state import TrainState
+
+WAYS = {
+    "bf16": (["stage=finetune", "precision=bf16"], None),
+    "int8_mixed": (["stage=finetune", "precision=int8_mixed"], "bf16"),
+    "fp8": (["stage=finetune", "precision=fp8"], "bf16"),
+    "LoRA, base in bf16": (["stage=finetune_lora", "precision=bf16"], None),
+    "LoRA, base in 4 bits": (["stage=finetune_qlora", "precision=bf16"], "LoRA, base in bf16"),
+}
+"""Overrides of each way, and the way that it is compared with."""
+TURN = 10
+LAST = 20
+"""Steps at the end whose mean loss is compared."""
+
+
+@dataclass
+class Way:
+    """A way's run, and what its steps took."""
+
+    cfg: Config
+    state: TrainState
+    held: int
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    rises: list[int] = field(default_factory=list)
+
+
+def configure(overrides: list[str], folder: Path, steps: int) -> Config:
+    """The tiny model, and images of coloured shapes."""
+    more = [f"output_dir={folder}", f"max_steps={steps}", "model.projector=random", "optim.schedule=constant"]
+    more += ["global_batch_size=4", "micro_batch_size=4", "checkpoint.every=null"]
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        return load(Config, compose("train", [*overrides, *more]))
+
+
+def begin(cfg: Config, world: World) -> Way:
+    """Build a run.
+
+    Raises:
+        ConfigError: this machine lacks what it needs.
+    """
+    plan = SHARD_PLANS[cfg.sharding.strategy]
+    torch.manual_seed(cfg.seed)
+    state = build_state(cfg, world, plan, make_meshes(world, plan, cfg))
+    state.model.train()
+    return Way(cfg, state, sum(held_bytes(state).values()))
+
+
+def take_turn(way: Way, first: int, last: int, world: World) -> None:
+    for number in range(first, last):
+        step = way.state.loader.steps.prepare(number)
+        meter, started = PeakMeter(world.device), time.process_time()
+        result = train_step(way.state, step, SHARD_PLANS[way.cfg.sharding.strategy], way.cfg, way.cfg.optim.lr)
+        way.seconds.append(time.process_time() - started)
+        way.rises.append(next(iter(meter.read().values())))
+        way.losses.append(result.loss)
+
+
+def row_of(name: str, way: Way, tokens: float, beside: Way | None) -> dict[str, Any]:
+    last = statistics.mean(way.losses[-LAST:])
+    row = {
+        "way": name,
+        "losses": way.losses,
+        "cpu_seconds": way.seconds,
+        "last_loss": last,
+        "tokens_per_cpu_second": tokens / statistics.median(way.seconds),
+        "held_bytes": way.held,
+        "rise_bytes": statistics.median(way.rises),
+    }
+    if beside is not None:
+        row["loss_beside"] = last / statistics.mean(beside.losses[-LAST:]) - 1
+        row["time_beside"] = statistics.median(way.seconds) / statistics.median(beside.seconds)
+    return row
+
+
+def printed(report: dict[str, Any]) -> Table:
+    table = Table(title=f"{report['options']['steps']} steps of the tiny model", title_justify="left")
+    for head in ("way", "last loss", "beside", "tokens / CPU s", "time beside", "held MiB", "rise MiB"):
+        table.add_column(head, justify="left" if head == "way" else "right")
+    for row in report["rows"]:
+        beside = [f"{row['loss_beside']:+.2%}", f"{row['time_beside']:.2f} x"] if "loss_beside" in row else ["", ""]
+        table.add_row(
+            row["way"], f"{row['last_loss']:.4f}", beside[0], f"{row['tokens_per_cpu_second']:,.0f}", beside[1],
+            f"{row['held_bytes'] / 2**20:.1f}", f"{row['rise_bytes'] / 2**20:.1f}",
+        )  # fmt: skip
+    return table
+
+
+def draw(pyplot: Any, report: dict[str, Any]) -> None:
+    _, axes = pyplot.subplots(figsize=(9, 4), layout="constrained")
+    for row in report["rows"]:
+        axes.plot(row["losses"], label=row["way"], linewidth=1)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss")
+    axes.legend(fontsize="small")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What do 8 and 4 bits cost or save beside bf16?")
+    parser.add_argument("folder", nargs="?", type=Path, default=REPOSITORY / "benchmarks" / "results")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--quick", action="store_true", help="20 steps")
+    options = parser.parse_args()
+    options.steps = 20 if options.quick else options.steps
+    torch.set_num_threads(1)
+    report = facts("what do 8 and 4 bits cost or save beside bf16, on the same steps?", options)
+    ways: dict[str, Way] = {}
+    not_run: dict[str, str] = {}
+    with tempfile.TemporaryDirectory(prefix="low-precision-") as folder:
+        configs = {
+            name: configure(own, Path(folder, str(number)), options.steps)
+            for number, (name, (own, _)) in enumerate(WAYS.items())
+        }
+        with distributed(next(iter(configs.values()))) as world:
+            for name, cfg in configs.items():
+                try:
+                    ways[name] = begin(cfg, world)
+                except ConfigError as error:
+                    not_run[name] = str(error)
+            for first in range(0, options.steps, TURN):
+                for way in ways.values():
+                    take_turn(way, first, min(first + TURN, options.steps), world)
+            steps = next(iter(ways.values())).state.loader.steps
+            tokens = statistics.mean(steps.prepare(number).facts.tokens for number in range(options.steps))
+    rows = [row_of(name, way, tokens, ways.get(WAYS[name][1] or "")) for name, way in ways.items()]
+    report |= {"rows": rows, "not_run": not_run, "tokens_of_a_step": tokens, "last": LAST}
+    console = Console(width=140)
+    console.print(printed(report))
+    for name, why in not_run.items():
+        console.print(f"NOT RUN: {name}: {why}")
+    write(report, "low-precision-cpu", options.folder, draw)
+
+
+if __name__ == "__main__":
+    main()

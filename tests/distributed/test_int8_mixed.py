@@ -1,0 +1,133 @@
+"""Linear layers that multiply in int8: which they are, what they compute, and that they train."""
+
+import importlib.util
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from harness import RankPool, single_world
+from small import Configure, make_config, write_wide_parts
+from test_presets import Trace, steps
+from torch import nn
+
+from llava_fsdp.distributed.int8_mixed import check_int8_mixed, multiply_in_int8
+from llava_fsdp.model.llava import build_llava
+from llava_fsdp.model.pretrained import find_parts
+from llava_fsdp.runtime.errors import ConfigError
+from llava_fsdp.train import main as train
+
+INT8 = ["precision=int8_mixed", "global_batch_size=4", "micro_batch_size=1", "max_steps=5", "optim.schedule=constant"]
+
+pytest.importorskip("torchao", reason="torchao is not installed")
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_wide_parts(tmp_path_factory.mktemp("wide"))
+
+
+def test_refused_without_torchao_before_anything_is_read(
+    wide: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torchao" else find_spec(name))
+    cfg = make_config(wide, dataset, tmp_path / "run", *INT8, "data.path=nowhere.json")
+    with pytest.raises(ConfigError, match=r"linear=int8_mixed needs torchao.*choose precision=bf16"):
+        train.train(cfg)
+
+
+def test_refused_without_the_prototype_and_on_old_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_int8_mixed(torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "T4")
+    with pytest.raises(ConfigError, match="T4 is older"):
+        check_int8_mixed(torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    check_int8_mixed(torch.device("cuda"))
+    monkeypatch.setitem(sys.modules, "torchao.prototype.quantized_training", None)
+    with pytest.raises(ConfigError, match="prototype of torchao"):
+        check_int8_mixed(torch.device("cpu"))
+
+
+def test_refused_where_no_layer_fits(configure: Configure) -> None:
+    with pytest.raises(ConfigError, match="no linear layer of the language model has sizes"):
+        steps(single_world(), configure(*INT8))
+
+
+def test_what_multiplies_in_int8(wide: Path, dataset: Path, tmp_path: Path) -> None:
+    """The linear layers of the language model's blocks that train and fit; parameters keep names and classes."""
+    cfg = make_config(wide, dataset, tmp_path, *INT8, "model.train=[projector,language,vision]")
+    model = build_llava(find_parts(cfg.model), cfg.model, torch.bfloat16)
+    before = {name: type(p) for name, p in model.named_parameters()}
+    model.language_model.layers[0].mlp.up_proj.requires_grad_(False)
+    expected = {n for n, m in model.named_modules() if isinstance(m, nn.Linear) and ".layers." in n}
+    expected = {n for n in expected if n.startswith("language_model.")} - {"language_model.layers.0.mlp.up_proj"}
+    expected -= {n for n in expected if n.endswith(("k_proj", "v_proj"))}  # three heads of 8 are no multiple of 16
+    multiply_in_int8(model.blocks()[0])
+    assert {n for n, m in model.named_modules() if "Int8" in type(m).__name__} == expected
+    assert {name: type(p) for name, p in model.named_parameters()} == before
+
+
+def rounded(matrix: torch.Tensor) -> torch.Tensor:
+    """A matrix whose rows are rounded to 255 equal steps, in float64."""
+    scale = matrix.float().abs().amax(1, keepdim=True) / 127
+    return (matrix.float() / scale).round().double() * scale.double()
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 33])
+def test_the_three_products_are_of_rounded_rows(tokens: int) -> None:
+    """Both factors of a product are rounded along the dimension that is summed; bf16 holds the result within 2**-8."""
+    layer = nn.Linear(48, 32, bias=False, dtype=torch.bfloat16)
+    multiply_in_int8(nn.ModuleList([layer]))
+    torch.manual_seed(0)
+    x = torch.randn(tokens, 48, dtype=torch.bfloat16, requires_grad=True)
+    grad = torch.randn(tokens, 32, dtype=torch.bfloat16)
+    out = layer(x)
+    out.backward(grad)
+    weight = layer.weight.detach()
+    wanted = {
+        "output": (out, rounded(x.detach()) @ rounded(weight).T),
+        "gradient of the input": (x.grad, rounded(grad) @ rounded(weight.T).T),
+        "gradient of the weight": (layer.weight.grad, rounded(grad.T) @ rounded(x.detach().T).T),
+    }
+    for name, (found, reference) in wanted.items():
+        assert found is not None and found.dtype == torch.bfloat16
+        difference = (found.double() - reference).abs().max() / reference.abs().max()
+        assert difference < 0.01, f"{name}: {difference}"
+
+
+def test_losses_are_near_those_of_bf16(wide: Path, dataset: Path, tmp_path: Path) -> None:
+    found = [
+        steps(single_world(), make_config(wide, dataset, tmp_path / name, *INT8, f"precision={name}", "max_steps=3"))
+        for name in ("int8_mixed", "bf16")
+    ]
+    assert found[0].losses == pytest.approx(found[1].losses, rel=0.02) and found[0] != found[1]
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize("sharding", ["zero2", "zero3"])
+def test_trains_repeats_and_continues(
+    sharding: str, wide: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
+) -> None:
+    """The same with and without activation checkpointing, and in a run that is continued, also in bf16."""
+    values = [*INT8, f"sharding={sharding}"]
+    runs: dict[str, list[Trace]] = {}
+    for name, precision, activation_checkpointing in (
+        ("none", "int8_mixed", "none"),
+        ("full", "int8_mixed", "full"),
+        ("continued", "int8_mixed", "none"),
+        ("continued in bf16", "bf16", "none"),
+    ):
+        if name.startswith("continued"):
+            shutil.copytree(tmp_path / "none" / "checkpoints", tmp_path / name / "checkpoints")
+        more = [f"activation_checkpointing={activation_checkpointing}", f"precision={precision}"]
+        runs[name] = pools[2].run(steps, make_config(wide, dataset, tmp_path / name, *values, *more))
+    first = runs["none"]
+    assert len(first[0].losses) == 5 and first[0].losses[-1] < first[0].losses[0]
+    assert runs["full"] == first
+    for rank, trace in enumerate(runs["continued"]):
+        assert trace == Trace(first[rank].losses[3:], first[rank].digest)
+    assert runs["continued in bf16"][0].losses == pytest.approx(first[0].losses[3:], rel=0.02)
