@@ -245,6 +245,33 @@ def spread(row: Report) -> str:
     return f"{min(row['cpu_seconds']['all']):.2f} to {max(row['cpu_seconds']['all']):.2f} s"
 
 
+def first_step() -> str:
+    """CPU seconds of a training of one step, beside other trainers."""
+    path, report = newest("first-step-cpu")
+    rows = [
+        [row["way"], f"{median(row['cpu_seconds']):.1f}",
+         f"{min(row['cpu_seconds']):.1f} to {max(row['cpu_seconds']):.1f}", f"{median(row['wall_seconds']):.1f}"]
+        for row in report["rows"]
+    ]  # fmt: skip
+    first = report["first_command"]
+    rows.append(["this project's first command, with images and index", f"{first['cpu_seconds']:.1f}", "", f"{first['wall_seconds']:.1f}"])
+    head = ("a command that trains one step", "CPU seconds, median", "all", "seconds")
+    return f"{table(head, rows, 'lrrr')}\n\n{origin(path, report)}"
+
+
+def low_precision() -> str:
+    """Losses, CPU seconds and memory of products and bases of few bits, each beside its like in bf16."""
+    path, report = newest("low-precision-cpu")
+    rows = [
+        [row["way"], f"{row['last_loss']:.4f}", *(
+            [f"{row['loss_beside']:+.2%}", f"{row['time_beside']:.2f}"] if "loss_beside" in row else ["", ""]
+        ), f"{row['held_bytes'] / 2**20:.1f}", f"{row['rise_bytes'] / 2**20:.1f}"] for row in report["rows"]
+    ]  # fmt: skip
+    rows += [[f"{name}: NOT RUN, {cell(why)}", *[""] * 5] for name, why in report["not_run"].items()]
+    head = ("", f"loss of the last {report['last']} steps", "beside bf16", "CPU seconds, bf16 = 1", "held, MiB", "rise, MiB")
+    return f"{table(head, rows, 'lrrrrr')}\n\n{origin(path, report)}"
+
+
 CURVES = {"pictures": "images", "imagined": "simulated ranks"}
 
 
@@ -264,7 +291,7 @@ TABLES = {
     "strategies": strategies,
     "limited": limited, "planner": planner, "checkpoints": checkpoints, "pictures": pictures,
     "scaling": scaling, "gpu": gpu, "gpu_peers": gpu_peers, "layout_curves": layout_curves,
-    "packed_peers": packed_peers,
+    "packed_peers": packed_peers, "low_precision": low_precision, "first_step": first_step,
     "compiled": lambda: planner("memory-compiled-cpu"),
 }  # fmt: skip
 
