@@ -229,8 +229,12 @@ def measure(peers: list[Peer], options: argparse.Namespace, console: Console) ->
 
 
 def merge(seen: dict[str, dict[str, list[dict[str, Any]]]], peers: list[Peer]) -> None:
-    """A peer of several groups has the rounds of all; the warm-up, which only the first round of a start is, once."""
+    """A peer of several groups has the rounds of all; the warm-up, which only the first round of a start is, once. Each
+    round is compared with the same round of the group's first peer, which is ours."""
     for peer in peers:
+        for data, rounds in peer.seen.items():
+            for own, first in zip(rounds, peers[0].seen[data], strict=True):
+                own["times_first"] = own["cpu"] / first["cpu"]
         known = seen.setdefault(peer.name, {})
         for data in peer.data:
             known.setdefault(data, peer.seen[data][:1]).extend(peer.seen[data][1:])
@@ -286,6 +290,7 @@ def rows_of(
                 "peer": name,
                 "cpu_seconds": {"min": min(cpu), "median": statistics.median(cpu), "all": cpu},
                 "wall_seconds": {"min": min(wall), "median": statistics.median(wall), "all": wall},
+                "times_ours": [r["times_first"] for r in timed],
                 "real_tokens": real,
                 "computed_positions": computed if name in PADDED_PEERS else None,
                 "real_tokens_per_cpu_second": real / min(cpu),
@@ -311,7 +316,7 @@ def tokens_of(folder: Path, options: argparse.Namespace) -> tuple[float, float]:
 
 def goals_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What this project wants to reach, and whether it has; without the peer that a goal needs there is none."""
-    rate = {(r["data"], r["peer"]): r["real_tokens_per_cpu_second_median"] for r in rows}
+    rate = {(r["data"], r["peer"]): 1 / statistics.median(r["times_ours"]) for r in rows}
     found: list[dict[str, Any]] = []
 
     def goal(what: str, data: str, ours: str, others: list[str], least: float) -> None:

@@ -221,7 +221,7 @@ def packed_peers() -> str:
             cells = []
             for data in sets:
                 row = found.get((peer, data))
-                cells += [beside(row, found["ours packed", data]), spread(row)] if row else ["", ""]
+                cells += [beside(row), spread(row)] if row else ["", ""]
             lines.append([what, *cells])
         lines += [[f"{name}: NOT RUN, {cell(why)}", *[""] * 2 * len(sets)] for name, why in report["not_run"].items()]
         head = ["", *(name for data in sets for name in (f"{data}: CPU seconds, ours = 1", "rounds"))]
@@ -236,13 +236,14 @@ def packed_peers() -> str:
     return "\n\n".join(parts)
 
 
-def beside(row: Report, ours: Report) -> str:
-    return f"{row['cpu_seconds']['median'] / ours['cpu_seconds']['median']:.2f}"
+def beside(row: Report) -> str:
+    """CPU seconds of a round over those of our round beside it, the median."""
+    return f"{median(row['times_ours']):.2f}"
 
 
 def spread(row: Report) -> str:
-    """Seconds of a step in the fastest and the slowest round."""
-    return f"{min(row['cpu_seconds']['all']):.2f} to {max(row['cpu_seconds']['all']):.2f} s"
+    """The lowest and the highest of the rounds."""
+    return f"{min(row['times_ours']):.2f} to {max(row['times_ours']):.2f}"
 
 
 def first_step() -> str:
@@ -254,7 +255,14 @@ def first_step() -> str:
         for row in report["rows"]
     ]  # fmt: skip
     first = report["first_command"]
-    rows.append(["this project's first command, with images and index", f"{first['cpu_seconds']:.1f}", "", f"{first['wall_seconds']:.1f}"])
+    rows.append(
+        [
+            "this project's first command, with images and index",
+            f"{first['cpu_seconds']:.1f}",
+            "",
+            f"{first['wall_seconds']:.1f}",
+        ]
+    )
     head = ("a command that trains one step", "CPU seconds, median", "all", "seconds")
     return f"{table(head, rows, 'lrrr')}\n\n{origin(path, report)}"
 
@@ -268,7 +276,14 @@ def low_precision() -> str:
         ), f"{row['held_bytes'] / 2**20:.1f}", f"{row['rise_bytes'] / 2**20:.1f}"] for row in report["rows"]
     ]  # fmt: skip
     rows += [[f"{name}: NOT RUN, {cell(why)}", *[""] * 5] for name, why in report["not_run"].items()]
-    head = ("", f"loss of the last {report['last']} steps", "beside bf16", "CPU seconds, bf16 = 1", "held, MiB", "rise, MiB")
+    head = (
+        "",
+        f"loss of the last {report['last']} steps",
+        "beside bf16",
+        "CPU seconds, bf16 = 1",
+        "held, MiB",
+        "rise, MiB",
+    )
     return f"{table(head, rows, 'lrrrrr')}\n\n{origin(path, report)}"
 
 

@@ -79,7 +79,7 @@ def test_who_cannot_run_is_said(peers: ModuleType, monkeypatch: pytest.MonkeyPat
 def test_goals_are_of_the_fastest_peer_that_ran(peers: ModuleType) -> None:
     speeds = {"ours packed": 16.0, "ours padded": 12.0, "by hand": 10.0, "zero3": 8.0, "by hand, our model": 16.5}
     rows = [
-        {"data": data, "peer": peer, "real_tokens_per_cpu_second_median": speed}
+        {"data": data, "peer": peer, "times_ours": [16 / speed, 99.0, 0.0]}
         for data in ("mixed", "equal")
         for peer, speed in speeds.items()
     ]
@@ -185,6 +185,17 @@ def test_options_are_checked(peers: ModuleType, monkeypatch: pytest.MonkeyPatch)
     options = peers.parse()
     assert (options.ranks, options.rows, options.data) == (4, 3, ["mixed", "equal", "text"])
     assert {"row", "trl"} < {*options.peers}
+
+
+def test_a_round_is_compared_with_ours_beside_it(peers: ModuleType) -> None:
+    """Not with those of another group, which ran at another time."""
+    seen: dict[str, Any] = {}
+    for ours, other in ((2.0, 3.0), (8.0, 4.0)):
+        both = [argparse.Namespace(name=name, data=["text"], seen={"text": [{"cpu": 1.0}, {"cpu": cpu}]})
+                for name, cpu in (("ours packed", ours), ("row", other))]  # fmt: skip
+        peers.merge(seen, both)
+    assert [r["times_first"] for r in seen["row"]["text"][1:]] == [1.5, 0.5]
+    assert [r["times_first"] for r in seen["ours packed"]["text"][1:]] == [1.0, 1.0]
 
 
 def test_text_is_trained_in_groups_of_its_own(peers: ModuleType) -> None:
