@@ -211,7 +211,7 @@ def layout_curves() -> str:
 
 def packed_peers() -> str:
     """Real tokens a CPU second beside trainers that pack, for each width that was measured."""
-    parts = []
+    parts = [""]
     for width in (512, 1024):
         path, report = newest(f"packed-peers-{width}-cpu")
         found = {(row["peer"], row["data"]): row for row in report["rows"]}
@@ -223,8 +223,7 @@ def packed_peers() -> str:
                 row = found.get((peer, data))
                 cells += [beside(row), spread(row)] if row else ["", ""]
             lines.append([what, *cells])
-        lines += [[f"{name}: NOT RUN, {cell(why)}", *[""] * 2 * len(sets)] for name, why in report["not_run"].items()]
-        head = ["", *(name for data in sets for name in (f"{data}: CPU seconds, ours = 1", "rounds"))]
+        head = ["", *(name for data in sets for name in (f"{data}: CPU seconds, ours = 1", "lowest to highest"))]
         options, versions = report["options"], report["versions"]
         parts.append(
             f"Width {width}, {options['layers']} layers, {options['rows']} samples a rank, {options['steps']} steps a "
@@ -233,7 +232,10 @@ def packed_peers() -> str:
             f"{table(head, lines, 'l' + 'r' * 2 * len(sets))}\n\n{origin(path, report)} "
             + ", ".join(f"{name} {version}" for name, version in versions.items())
         )
-    return "\n\n".join(parts)
+        parts[0] = "Not run, because they need a GPU:\n\n" + "\n".join(
+            f"- {name}: {why}" for name, why in report["not_run"].items() if name != "GPU"
+        )
+    return "\n\n".join([*parts[1:], parts[0]])
 
 
 def beside(row: Report) -> str:
