@@ -61,7 +61,7 @@ class Way:
 def configure(overrides: list[str], folder: Path, steps: int) -> Config:
     """The tiny model, and images of coloured shapes."""
     more = [f"output_dir={folder}", f"max_steps={steps}", "model.projector=random", "optim.schedule=constant"]
-    more += ["global_batch_size=4", "micro_batch_size=4", "checkpoint.every=null"]
+    more += ["global_batch_size=4", "micro_batch_size=4", "checkpoint.every=null", f"data.root={folder.parent}/shapes"]
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
         return load(Config, compose("train", [*overrides, *more]))
 
@@ -153,6 +153,7 @@ def main() -> None:
             for first in range(0, options.steps, TURN):
                 for way in ways.values():
                     take_turn(way, first, min(first + TURN, options.steps), world)
+                print(f"{min(first + TURN, options.steps)} of {options.steps} steps of each way", flush=True)
             steps = next(iter(ways.values())).state.loader.steps
             tokens = statistics.mean(steps.prepare(number).facts.tokens for number in range(options.steps))
     rows = [row_of(name, way, tokens, ways.get(WAYS[name][1] or "")) for name, way in ways.items()]

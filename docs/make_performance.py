@@ -212,7 +212,7 @@ def layout_curves() -> str:
 def packed_peers() -> str:
     """Real tokens a CPU second beside trainers that pack, for each width that was measured."""
     parts = [""]
-    for width in (512, 1024):
+    for width in sorted({int(path.name.split("-")[2]) for path in RESULTS.glob("packed-peers-*-cpu-*.json")}):
         path, report = newest(f"packed-peers-{width}-cpu")
         found = {(row["peer"], row["data"]): row for row in report["rows"]}
         sets = report["options"]["data"]
@@ -221,7 +221,7 @@ def packed_peers() -> str:
             cells = []
             for data in sets:
                 row = found.get((peer, data))
-                cells += [beside(row), spread(row)] if row else ["", ""]
+                cells += beside(row, found["ours packed", data]) if row else ["", ""]
             lines.append([what, *cells])
         head = ["", *(name for data in sets for name in (f"{data}: CPU seconds, ours = 1", "lowest to highest"))]
         options, versions = report["options"], report["versions"]
@@ -238,14 +238,11 @@ def packed_peers() -> str:
     return "\n\n".join([*parts[1:], parts[0]])
 
 
-def beside(row: Report) -> str:
-    """CPU seconds of a round over those of our round beside it, the median."""
-    return f"{median(row['times_ours']):.2f}"
-
-
-def spread(row: Report) -> str:
-    """The lowest and the highest of the rounds."""
-    return f"{min(row['times_ours']):.2f} to {max(row['times_ours']):.2f}"
+def beside(row: Report, ours: Report) -> list[str]:
+    """CPU seconds of each round over those of our round beside it: the median, and the lowest and highest."""
+    pairs = zip(row["cpu_seconds"]["all"], ours["cpu_seconds"]["all"], strict=False)
+    times = row.get("times_ours") or [own / our for own, our in pairs]
+    return [f"{median(times):.2f}", f"{min(times):.2f} to {max(times):.2f}"]
 
 
 def first_step() -> str:

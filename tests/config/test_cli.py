@@ -391,7 +391,11 @@ def test_words_with_unknown_names(words: list[str], said: str | None) -> None:
         (["--cfg", "job", "x"], "x has no key"),
     ],
 )  # fmt: skip
-def test_words_without_a_key(words: list[str], said: str | None) -> None:
+def test_words_without_a_key(
+    words: list[str], said: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Words that name no file or folder: in a checkout, `outputs` may be one."""
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=said) if said is not None else contextlib.nullcontext():
         cli.refuse_bare_words(words, "train")
 
