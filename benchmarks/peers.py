@@ -52,9 +52,9 @@ PEERS = {
     "zero3": "DeepSpeed ZeRO-3, transformers' model, padded",
     "original": "LLaVA's own way: DeepSpeed ZeRO-3, padded, everything recomputed",
     "rows": "the loop by hand around transformers' model, packed: rows of several samples, with its own mask",
-    "row": "the same, all samples in one row, SDPA a sample at a time",
-    "row, labels": "the same, logits at labels alone",
-    "row, labels, our cut": "the same, each rank with the samples that our packing gives it",
+    "row": "the loop by hand around transformers' model, packed: one row, SDPA a sample at a time",
+    "row, labels": "as `row`, logits at labels alone",
+    "row, labels, our cut": "as `row, labels`, each rank with the samples that our packing gives it",
     "trl": "TRL's SFTTrainer, packed (best fit, padding-free); on a CPU it is DDP",
     "automodel": "NeMo Automodel's Llama, packing and collator; FSDP2 by hand",
 }

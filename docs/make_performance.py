@@ -209,6 +209,19 @@ def layout_curves() -> str:
     return f"{table(head, rows, 'lrllrrr')}\n\n{origin(path, report)}"
 
 
+PACKED = {
+    "ours packed": "this project",
+    "by hand, our model": "FSDP2 by hand around this project's model",
+    "by hand": "FSDP2 by hand, transformers' model, padded",
+    "rows": "FSDP2 by hand, transformers' model, rows of several samples with its own mask",
+    "row": "FSDP2 by hand, transformers' model, one row, SDPA a sample at a time",
+    "row, labels": "as above, logits at labels alone",
+    "row, labels, our cut": "as above, the samples of a rank chosen as here",
+    "trl": "TRL's SFTTrainer, DDP",
+    "automodel": "NeMo Automodel's Llama, packing and collator, FSDP2 by hand",
+}
+
+
 def packed_peers() -> str:
     """Real tokens a CPU second beside trainers that pack, for each width that was measured."""
     parts = [""]
@@ -217,12 +230,12 @@ def packed_peers() -> str:
         found = {(row["peer"], row["data"]): row for row in report["rows"]}
         sets = report["options"]["data"]
         lines = []
-        for peer, what in report["peers"].items():
+        for peer in [name for name in PACKED if name in report["peers"]]:
             cells = []
             for data in sets:
                 row = found.get((peer, data))
                 cells += beside(row, found["ours packed", data]) if row else ["", ""]
-            lines.append([what, *cells])
+            lines.append([PACKED[peer], *cells])
         head = ["", *(name for data in sets for name in (f"{data}: CPU seconds, ours = 1", "lowest to highest"))]
         options, versions = report["options"], report["versions"]
         parts.append(
