@@ -131,3 +131,18 @@ def test_trains_repeats_and_continues(
     for rank, trace in enumerate(runs["continued"]):
         assert trace == Trace(first[rank].losses[3:], first[rank].digest)
     assert runs["continued in bf16"][0].losses == pytest.approx(first[0].losses[3:], rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize("mode", ["optimizer", "params", "nvme"])
+def test_moving_weights_to_the_host_changes_no_bit(
+    mode: str, wide: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
+) -> None:
+    (tmp_path / "disk").mkdir()
+    more = [f"offload={mode}"] + ([f"offload.folder={tmp_path}/disk"] if mode == "nvme" else [])
+    found = [
+        pools[2].run(steps, make_config(wide, dataset, tmp_path / name, *INT8, "sharding=zero3", "max_steps=3", *own))
+        for name, own in (("device", []), ("host", more))
+    ]
+    assert found[0][0].losses == found[1][0].losses
