@@ -12,11 +12,13 @@ import argparse
 import importlib.util
 import os
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +27,16 @@ from provenance import REPOSITORY
 PEER = Path(__file__).with_name("first_step_peer.py")
 TRAIN = (
     "-m", "llava_fsdp.train", "stage=finetune", "model.projector=random", "max_steps=1", "global_batch_size=16",
-    "micro_batch_size=16", "export.enabled=false", "checkpoint.every=null",
+    "micro_batch_size=16", "export.enabled=false", "checkpoint.every=null", "output_dir=out",
 )  # fmt: skip
 
 
-def ways_of(work: Path, before: str | None) -> dict[str, tuple[list[str], Path]]:
+def ways_of(work: Path, before: str | None) -> dict[str, tuple[Sequence[str], Path]]:
     """Each way's arguments for Python, and the folder of the sources that it imports."""
     ours = REPOSITORY / "src"
     ways = {
         "imports of torch and transformers' models alone": ([str(PEER), "imports"], ours),
-        "this project": ([*TRAIN, f"output_dir={work}/again"], ours),
+        "this project": (TRAIN, ours),
         "transformers' Trainer": ([str(PEER), "trainer"], ours),
     }
     if importlib.util.find_spec("deepspeed") is not None:
@@ -42,11 +44,11 @@ def ways_of(work: Path, before: str | None) -> dict[str, tuple[list[str], Path]]
     if before is not None:
         old = work / "before"
         subprocess.run(["git", "-C", str(REPOSITORY), "worktree", "add", "--detach", str(old), before], check=True)
-        ways[f"this project at {before}"] = ([*TRAIN, f"output_dir={work}/old"], old / "src")
+        ways[f"this project at {before}"] = (TRAIN, old / "src")
     return ways
 
 
-def run(arguments: list[str], sources: Path, work: Path) -> tuple[float, float]:
+def run(arguments: Sequence[str], sources: Path, work: Path) -> tuple[float, float]:
     """Return the CPU seconds and the wall-clock seconds of a process and its children.
 
     Raises:
@@ -54,12 +56,14 @@ def run(arguments: list[str], sources: Path, work: Path) -> tuple[float, float]:
     """
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(sources), "DS_ACCELERATOR": "cpu"}
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
+    shutil.rmtree(work / "out", ignore_errors=True)  # a run that has ended is not trained again
     started, wall = spent(), time.perf_counter()
     done = subprocess.run(
         [sys.executable, *arguments], env=env, cwd=work, check=False, stdin=subprocess.DEVNULL, capture_output=True
     )
     if done.returncode != 0:
         raise SystemExit(f"{done.stderr.decode()[-3000:]}\n{arguments} failed with exit code {done.returncode}")
+    assert arguments is not TRAIN or '"step": 1,' in (work / "out" / "metrics.jsonl").read_text(), "no step was trained"
     return spent() - started, time.perf_counter() - wall
 
 
@@ -83,7 +87,7 @@ def main() -> None:
         work = Path(folder)
         ways = ways_of(work, options.before)
         try:
-            first = run([*TRAIN, f"output_dir={work}/first"], REPOSITORY / "src", work)  # also builds data and index
+            first = run(TRAIN, REPOSITORY / "src", work)  # also builds data and index
             for round_number in range(options.rounds + 1):
                 for name, (arguments, sources) in ways.items():
                     cpu, wall = run(arguments, sources, work)

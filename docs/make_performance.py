@@ -275,7 +275,7 @@ def first_step() -> str:
             f"{first['wall_seconds']:.1f}",
         ]
     )
-    head = ("a command that trains one step", "CPU seconds, median", "all", "seconds")
+    head = ("a command that trains one step", "CPU seconds, median", "lowest to highest", "wall-clock seconds")
     return f"{table(head, rows, 'lrrr')}\n\n{origin(path, report)}"
 
 

@@ -13,6 +13,8 @@ from llava_fsdp.distributed.mesh import is_lost_peer
 from llava_fsdp.distributed.offload import NO_ROOM
 
 PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear", "aten::_scaled_mm"}
+PRODUCTS |= {"aten::_int_mm"}
+OF_TORCHAO = {"torchao::scaled_int8_mm"}
 OF_PACKED_ROWS = {
     "torch_attn::_varlen_attn", "torch_attn::_varlen_attn_out", "flash_attn::_flash_attn_varlen_forward",
 }  # fmt: skip
@@ -27,7 +29,7 @@ def test_every_product_and_every_attention_of_torch_is_kept() -> None:
         if name.startswith("aten::_scaled_dot_product_") and "math" not in name and not name.endswith("_backward")
     }
     assert len(attention) >= 5 and PRODUCTS <= known
-    assert set(KEPT) == PRODUCTS | OF_PACKED_ROWS | attention
+    assert set(KEPT) == PRODUCTS | OF_TORCHAO | OF_PACKED_ROWS | attention
 
 
 SAID = (
@@ -95,6 +97,7 @@ def test_layers_that_fp8_products_take(inward: int, outward: int, trains: bool, 
     layer.weight.requires_grad_(trains)
     assert takes_fp8(layer) is expected
     assert not takes_fp8(nn.Embedding(inward, outward))
+    assert not takes_fp8(type("Router", (nn.Linear,), {})(inward, outward))
 
 
 def test_what_is_compiled_behind_the_first_steps_is_counted() -> None:

@@ -166,7 +166,9 @@ class LinearKind(Enum):
     same = "same"
     """The products are in precision.param_dtype."""
     fp8 = "fp8"
+    """Their factors are cast to fp8, and the products are in param_dtype."""
     int8_mixed = "int8_mixed"
+    """Their factors are cast to int8, and the products are in param_dtype."""
 
 
 class ActivationCheckpointing(Enum):

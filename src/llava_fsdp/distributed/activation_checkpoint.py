@@ -25,6 +25,7 @@ WRAPPED = "_checkpoint_wrapped_module."
 KEPT = (
     # matrix products
     "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear", "aten::_scaled_mm",
+    "aten::_int_mm", "torchao::scaled_int8_mm",
     # attention, by every kernel that scaled_dot_product_attention chooses from
     "aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_efficient_attention",
     "aten::_scaled_dot_product_cudnn_attention", "aten::_scaled_dot_product_flash_attention_for_cpu",

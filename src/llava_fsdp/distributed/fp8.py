@@ -75,9 +75,10 @@ def weights_in_fp8(blocks: nn.ModuleList) -> set[torch.Tensor]:
 
 
 def takes_fp8(module: nn.Module) -> bool:
-    """Return whether a module is a trainable linear layer whose sizes are multiples of 16, as fp8 products need."""
+    """Return whether a module is a trainable linear layer whose sizes are multiples of 16, as fp8 products need. A
+    class derived from `nn.Linear`, such as a router, may compute something else, and is not taken."""
     return (
-        isinstance(module, nn.Linear)
+        type(module) is nn.Linear
         and module.weight.requires_grad
         and module.in_features % MULTIPLE == 0
         and module.out_features % MULTIPLE == 0

@@ -1,15 +1,16 @@
-"""Replace linear layers by torchao's layers for INT8 mixed-precision training, which multiply in int8.
+"""Replace linear layers by layers that multiply in int8, through torchao's INT8 mixed-precision training.
 
-Scaling is dynamic, one scale per row: before each of a layer's three products (output, gradient of the input, gradient
-of the weight) both factors are cast to int8, and the product is cast back to bf16. Weights stay bf16 between the
-products, so that FSDP gathers them as for any other layer. Master weights, gradients and Adam's moments keep their
-dtypes. Source: torchao/prototype/quantized_training/int8_mixed_precision.py.
+Before each of a layer's three products (output, gradient of the input, gradient of the weight) both factors are cast to
+int8, with a scale for each row along the dimension that is summed, and the product is cast to bf16. Weights stay bf16
+between the products, so that FSDP gathers them as for any other layer. Master weights, gradients and Adam's moments
+keep their dtypes. Source: torchao/prototype/quantized_training/int8_mixed_precision.py.
 """
 
 import importlib.util
 
 import torch
 from torch import nn
+from torch.utils._triton import has_triton
 
 from llava_fsdp.distributed.fp8 import CURE, MULTIPLE, takes_fp8
 from llava_fsdp.runtime.errors import ConfigError
@@ -17,21 +18,47 @@ from llava_fsdp.runtime.errors import ConfigError
 
 def check_int8_mixed(device: torch.device) -> None:
     """Raise ConfigError if this machine cannot train with int8 products on `device`: torchao or its prototype is
-    missing, or the GPU has no int8 tensor cores."""
+    missing, the GPU is older than compute capability 8.0, or torchao's kernel is for the other device. Where torchao
+    finds Triton and a GPU it uses a kernel for GPUs alone, and elsewhere torch's `_int_mm`, which on a GPU refuses
+    most numbers of tokens.
+    """
+    key = "precision.linear=int8_mixed"
     if importlib.util.find_spec("torchao") is None:
-        raise ConfigError(f"precision.linear=int8_mixed needs torchao: pip install llava-fsdp[fp8], or {CURE}")
+        raise ConfigError(f"{key} needs torchao: pip install llava-fsdp[fp8], or {CURE}")
     try:
         from torchao.prototype.quantized_training import int8_mixed_precision  # noqa: F401
     except ImportError as error:
         raise ConfigError(
-            f"precision.linear=int8_mixed needs a prototype of torchao (prototype.quantized_training), which the "
-            f"installed version lacks: {error}; pip install 'torchao>=0.18,<0.20', or {CURE}"
+            f"{key} needs a prototype of torchao (prototype.quantized_training), which the installed version lacks: "
+            f"{error}; pip install 'torchao>=0.18,<0.20', or {CURE}"
         ) from error
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+    if device.type == "cpu" and has_triton():
         raise ConfigError(
-            f"precision.linear=int8_mixed needs a GPU of compute capability 8.0 (A100, RTX 30 or later), and "
+            f"{key}: torchao uses a kernel for GPUs where it finds Triton and a GPU, and this run is on the CPU; set "
+            f"CUDA_VISIBLE_DEVICES= (empty), or {CURE}"
+        )
+    if device.type != "cuda":
+        return
+    if not has_triton():
+        raise ConfigError(f"{key} on a GPU needs Triton: pip install triton, or {CURE}")
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        raise ConfigError(
+            f"{key} needs a GPU of compute capability 8.0 (A100, RTX 30 or later), and "
             f"{torch.cuda.get_device_name(device)} is older; {CURE}"
         )
+
+
+class Int8Linear(nn.Linear):
+    """A linear layer that multiplies in int8, forwards and backwards. A single token is multiplied in the weight's
+    dtype: torchao's kernel for GPUs does not take it."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        from torchao.prototype.quantized_training import int8_mixed_precision as torchao_int8
+
+        if input.numel() == self.in_features:
+            return super().forward(input)
+        settings = torchao_int8.Int8MixedPrecisionTrainingConfig()
+        return torchao_int8._Int8MixedPrecisionTrainingLinearFunction.apply(input, self.weight, self.bias, settings)
 
 
 def multiply_in_int8(blocks: nn.ModuleList) -> None:
@@ -43,12 +70,11 @@ def multiply_in_int8(blocks: nn.ModuleList) -> None:
     Raises:
         ConfigError: no layer can be replaced.
     """
-    from torchao.prototype.quantized_training import Int8MixedPrecisionTrainingConfig
-    from torchao.quantization import quantize_
-
-    if not any(takes_fp8(module) for module in blocks.modules()):
+    layers = [module for module in blocks.modules() if takes_fp8(module)]
+    if not layers:
         raise ConfigError(
             f"precision.linear=int8_mixed: no linear layer of the language model has sizes that are multiples of "
             f"{MULTIPLE}; {CURE}"
         )
-    quantize_(blocks, Int8MixedPrecisionTrainingConfig(module_swap=True), filter_fn=lambda module, _: takes_fp8(module))
+    for layer in layers:
+        layer.__class__ = Int8Linear  # its parameters stay: a new module would have to be put into its parent

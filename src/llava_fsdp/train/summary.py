@@ -203,7 +203,8 @@ def describe_precision(precision: PrecisionConfig) -> str:
     found = f"weights {precision.master_dtype.value}, moments {precision.moment_dtype.value}, norms "
     found += f"{precision.norm_dtype.value}, gradients added in {precision.reduce_dtype.value}"
     if precision.linear is not LinearKind.same:
-        found += f"; linear layers of the language model's blocks multiply in {precision.linear.value}"
+        number = precision.linear.value.removesuffix("_mixed")
+        found += f"; linear layers of the language model's blocks multiply in {number}"
     if precision.param_dtype is DType.fp16:
         fixed = precision.scaler.scale
         found += f"; loss scale {f'2**{precision.scaler.initial_power}, dynamic' if fixed is None else f'{fixed:g}'}"
