@@ -61,7 +61,7 @@ PEERS = {
 OURS, SAME_MODEL = "ours packed", "by hand, our model"
 PADDED_PEERS = ("by hand", "hf", "zero2", "zero3", "original")
 PACKED_PEERS = ("rows", "row", "trl", "automodel")
-"""Those that somebody else would use: the others show where the difference to them comes from."""
+"""What somebody would use instead of this project. The other peers that pack differ from `row` in one thing each."""
 TEXT_PEERS = ("trl", "automodel")
 """They train on text alone."""
 AGAINST: dict[str, dict[str, Any]] = {
@@ -200,8 +200,9 @@ def end_all(peers: list[Peer]) -> None:
 
 
 def groups(names: list[str], data: list[str]) -> list[tuple[list[str], list[str]]]:
-    """Who runs in turn, and on what: not all are held in memory at once. The first is in every group, so that each is
-    beside it. Text has groups of its own, because some peers begin with it and all must begin with the same weights."""
+    """Divide peers into groups that fit into memory: their names, and their data sets. The first peer, ours, is in
+    every group, so that each is timed beside it. Text has groups of its own, because some peers begin with it and all
+    must begin with the same weights."""
     found = []
     for own, left_out in ((without(data, ["text"]), TEXT_PEERS), ([d for d in data if d == "text"], PADDED_PEERS)):
         first, *others = without(names, left_out)
@@ -229,12 +230,12 @@ def measure(peers: list[Peer], options: argparse.Namespace, console: Console) ->
 
 
 def merge(seen: dict[str, dict[str, list[dict[str, Any]]]], peers: list[Peer]) -> None:
-    """A peer of several groups has the rounds of all; the warm-up, which only the first round of a start is, once. Each
-    round is compared with the same round of the group's first peer, which is ours."""
+    """Add a group's rounds to those of the groups before. A peer's warm-up round is kept once. Each round is compared
+    with the same round of the group's first peer, which is ours."""
     for peer in peers:
         for data, rounds in peer.seen.items():
             for own, first in zip(rounds, peers[0].seen[data], strict=True):
-                own["times_first"] = own["cpu"] / first["cpu"]
+                own["times_ours"] = own["cpu"] / first["cpu"]
         known = seen.setdefault(peer.name, {})
         for data in peer.data:
             known.setdefault(data, peer.seen[data][:1]).extend(peer.seen[data][1:])
@@ -290,7 +291,7 @@ def rows_of(
                 "peer": name,
                 "cpu_seconds": {"min": min(cpu), "median": statistics.median(cpu), "all": cpu},
                 "wall_seconds": {"min": min(wall), "median": statistics.median(wall), "all": wall},
-                "times_ours": [r["times_first"] for r in timed],
+                "times_ours": [r["times_ours"] for r in timed],
                 "real_tokens": real,
                 "computed_positions": computed if name in PADDED_PEERS else None,
                 "real_tokens_per_cpu_second": real / min(cpu),
@@ -338,12 +339,13 @@ def goals_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def versions() -> dict[str, str]:
+def versions(peers: Iterable[str]) -> dict[str, str]:
+    """Of the packages that all have in common, and of the peers' own."""
     found = {}
     for name in ("torch", "transformers", "deepspeed", "accelerate", "trl"):
         if importlib.util.find_spec(name) is not None:
             found[name] = importlib.metadata.version(name)
-    return found | {name: version for known in FOREIGN.values() for name, version in known.items()}
+    return found | {name: version for peer in peers if peer in FOREIGN for name, version in FOREIGN[peer].items()}
 
 
 # The whole
@@ -385,7 +387,7 @@ def main() -> None:
         "ranks": options.ranks,
         "rows_of_a_micro_batch": options.rows,
         "precision": "fp32",
-        "versions": versions(),
+        "versions": versions(seen),
         "samples": {data: len(lengths_of(data, options)) for data in options.data},
         "peers": {name: PEERS[name] for name in options.peers},
         "not_run": not_run | {"GPU": "never: torch has seen none"},

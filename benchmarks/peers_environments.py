@@ -18,7 +18,7 @@ CANNOT_RUN = {
     "lmms-engine 0.1.4": 'calls init_device_mesh("cuda") (process_group_manager.py:62); needs transformers < 5.9',
     "VeOmni 0.1.12": "knows no backend for the device type cpu (utils/device.py:88)",
 }
-"""Packed trainers that need a GPU, and where each says so."""
+"""Packed trainers that need a GPU, and the line that needs it."""
 
 
 def environment_of(peer: str, folder: Path) -> str:

@@ -29,7 +29,7 @@ def samples_of(tensors: dict[str, torch.Tensor], number: int) -> list[dict[str, 
         if not bool((labels != IGNORE).any()):
             continue
         own = labels[:length].clone()
-        own[0] = IGNORE  # predicted from nothing; in a row of several samples it would be from the sample before
+        own[0] = IGNORE  # no token of its own sample comes before it
         found.append({"input_ids": ids[:length], "labels": own})
     return found
 
@@ -38,7 +38,7 @@ def read(plan: dict[str, Any], data: str, folder: str = "samples") -> dict[str, 
     return load_file(Path(plan["work"]) / folder / data / f"rank{dist.get_rank()}.safetensors")
 
 
-def pictures(tensors: dict[str, torch.Tensor], number: int, data: str) -> dict[str, torch.Tensor]:
+def image_inputs(tensors: dict[str, torch.Tensor], number: int, data: str) -> dict[str, torch.Tensor]:
     """The argument `pixel_values`; none for text alone, whose padded rows have a blank one."""
     return {} if data == "text" else {"pixel_values": tensors[f"{number}.0.pixel_values"]}
 
@@ -66,7 +66,7 @@ def run_rows(plan: dict[str, Any]) -> None:
         steps[data] = [
             {
                 **filled_rows(samples_of(tensors, number)),
-                **pictures(tensors, number, data),
+                **image_inputs(tensors, number, data),
                 "num_items_in_batch": tensors[f"{number}.label_tokens"],
                 "use_cache": False,
             }
@@ -78,8 +78,8 @@ def run_rows(plan: dict[str, Any]) -> None:
 
 
 def filled_rows(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """First fit into rows of the longest sample's length. A picture's features are taken in the order of the rows: all
-    pictures of a benchmark are the same one."""
+    """First fit into rows of the longest sample's length. The order of the images stays as it was: all images of this
+    benchmark are the same one."""
     room = max(len(sample["input_ids"]) for sample in samples)
     rows: list[list[dict[str, torch.Tensor]]] = []
     for sample in sorted(samples, key=lambda s: -len(s["input_ids"])):
@@ -116,7 +116,7 @@ def run_row(plan: dict[str, Any], at_labels: bool = False, our_cut: bool = False
                     if name.startswith(f"{number}.0.")
                 }
                 if our_cut
-                else in_one_row(samples_of(padded, number)) | pictures(padded, number, data)
+                else in_one_row(samples_of(padded, number)) | image_inputs(padded, number, data)
             )
             labels, ends = row.pop("labels"), row.pop("cu_seqlens")
             inputs = row | {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "use_cache": False}

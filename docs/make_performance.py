@@ -224,7 +224,7 @@ PACKED = {
 
 def packed_peers() -> str:
     """Real tokens a CPU second beside trainers that pack, for each width that was measured."""
-    parts = [""]
+    parts, not_run = [], {}
     for width in sorted({int(path.name.split("-")[2]) for path in RESULTS.glob("packed-peers-*-cpu-*.json")}):
         path, report = newest(f"packed-peers-{width}-cpu")
         found = {(row["peer"], row["data"]): row for row in report["rows"]}
@@ -245,10 +245,9 @@ def packed_peers() -> str:
             f"{table(head, lines, 'l' + 'r' * 2 * len(sets))}\n\n{origin(path, report)} "
             + ", ".join(f"{name} {version}" for name, version in versions.items())
         )
-        parts[0] = "Not run, because they need a GPU:\n\n" + "\n".join(
-            f"- {name}: {why}" for name, why in report["not_run"].items() if name != "GPU"
-        )
-    return "\n\n".join([*parts[1:], parts[0]])
+        not_run |= report["not_run"]
+    lines = [f"- {name}: {why}" for name, why in not_run.items() if name != "GPU"]
+    return "\n\n".join([*parts, "Not run, because they need a GPU:", "\n".join(lines)])
 
 
 def beside(row: Report, ours: Report) -> list[str]:

@@ -194,8 +194,8 @@ def test_a_round_is_compared_with_ours_beside_it(peers: ModuleType) -> None:
         both = [argparse.Namespace(name=name, data=["text"], seen={"text": [{"cpu": 1.0}, {"cpu": cpu}]})
                 for name, cpu in (("ours packed", ours), ("row", other))]  # fmt: skip
         peers.merge(seen, both)
-    assert [r["times_first"] for r in seen["row"]["text"][1:]] == [1.5, 0.5]
-    assert [r["times_first"] for r in seen["ours packed"]["text"][1:]] == [1.0, 1.0]
+    assert [r["times_ours"] for r in seen["row"]["text"][1:]] == [1.5, 0.5]
+    assert [r["times_ours"] for r in seen["ours packed"]["text"][1:]] == [1.0, 1.0]
 
 
 def test_text_is_trained_in_groups_of_its_own(peers: ModuleType) -> None:
@@ -217,7 +217,7 @@ def test_samples_are_packed_as_they_would_be_by_hand(packed: ModuleType) -> None
     ids = torch.tensor([[5, 6, 7, 8, 9], [3, 4, 0, 0, 0], [2, 1, 0, 0, 0], [9, 9, 9, 9, 9]])
     labels = torch.where(ids > 5, ids, -100)
     labels[1, 1], labels[2, 1] = 4, 1
-    labels[3] = -100  # a row of a blank picture
+    labels[3] = -100  # a row of a blank image
     mask = (ids > 0).long()
     samples = packed.samples_of({"0.0.input_ids": ids, "0.0.labels": labels, "0.0.attention_mask": mask}, 0)
     assert [s["input_ids"].tolist() for s in samples] == [[5, 6, 7, 8, 9], [3, 4], [2, 1]]

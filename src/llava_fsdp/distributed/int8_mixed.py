@@ -7,6 +7,8 @@ keep their dtypes. Source: torchao/prototype/quantized_training/int8_mixed_preci
 """
 
 import importlib.util
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -52,13 +54,15 @@ class Int8Linear(nn.Linear):
     """A linear layer that multiplies in int8, forwards and backwards. A single token is multiplied in the weight's
     dtype: torchao's kernel for GPUs does not take it."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        from torchao.prototype.quantized_training import int8_mixed_precision as torchao_int8
+    product: Callable[..., torch.Tensor]
+    """torchao's differentiable function of (input, weight, bias, settings)."""
+    settings: Any
+    """torchao's choice of the products that are in int8: all three."""
 
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
         if input.numel() == self.in_features:
             return super().forward(input)
-        settings = torchao_int8.Int8MixedPrecisionTrainingConfig()
-        return torchao_int8._Int8MixedPrecisionTrainingLinearFunction.apply(input, self.weight, self.bias, settings)
+        return self.product(input, self.weight, self.bias, self.settings)
 
 
 def multiply_in_int8(blocks: nn.ModuleList) -> None:
@@ -70,6 +74,8 @@ def multiply_in_int8(blocks: nn.ModuleList) -> None:
     Raises:
         ConfigError: no layer can be replaced.
     """
+    from torchao.prototype.quantized_training import int8_mixed_precision as torchao_int8
+
     layers = [module for module in blocks.modules() if takes_fp8(module)]
     if not layers:
         raise ConfigError(
@@ -78,3 +84,6 @@ def multiply_in_int8(blocks: nn.ModuleList) -> None:
         )
     for layer in layers:
         layer.__class__ = Int8Linear  # its parameters stay: a new module would have to be put into its parent
+        assert isinstance(layer, Int8Linear)
+        layer.product = torchao_int8._Int8MixedPrecisionTrainingLinearFunction.apply
+        layer.settings = torchao_int8.Int8MixedPrecisionTrainingConfig()
