@@ -58,10 +58,11 @@ from llava_fsdp.model.init_weights import computed_buffers, restore_buffers
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.load_weights import find_weights, load_weights
 from llava_fsdp.model.pretrained import find_parts
+from llava_fsdp.runtime.host import process_memory
 from llava_fsdp.train.build_state import build_state, open_data
 from llava_fsdp.train.loop import clip_gradients, summed, train_step
 from llava_fsdp.train.optimizer import build_optimizer
-from llava_fsdp.train.peak_memory import process_memory, reset_peak_memory
+from llava_fsdp.train.peak_memory import reset_peak_memory
 from llava_fsdp.train.state import TrainState
 
 STRATEGIES = {plan.zero: strategy for strategy, plan in SHARD_PLANS.items()}

@@ -154,7 +154,7 @@ def test_a_key_of_one_side_alone_has_changed() -> None:
 
 WHOLE: dict[str, Any] = {
     "format": 6, "run": "r", "step": 3, "samples": 24, "skipped": 0, "consecutive": 0, "seed": 5,
-    "scaler": SCALER, "broken": [4],
+    "scaler": SCALER, "dynamic": {"blocks": [1], "sizes": [22]}, "broken": [4],
     "fingerprints": dict.fromkeys(("dataset", "encoding", "order", "model"), "f"), "trainable": ["a"], "versions": {},
     "written_by": {}, "config": {},
 }  # fmt: skip
@@ -168,6 +168,8 @@ WHOLE: dict[str, Any] = {
     *({"fingerprints": {k: v for k, v in WHOLE["fingerprints"].items() if k != name}}
       for name in WHOLE["fingerprints"]),
     {"fingerprints": {**WHOLE["fingerprints"], "more": "f"}},
+    {"dynamic": {"blocks": [1]}}, {"dynamic": {"blocks": [1], "sizes": ["22"]}}, {"dynamic": {"blocks": 1, "sizes": 2}},
+    {"dynamic": {"blocks": [1, 2], "sizes": [22]}},
 ], ids=str)  # fmt: skip
 def test_facts_of_another_form_are_refused(change: dict[str, Any]) -> None:
     manifest = Manifest(3, {}, {})
@@ -175,8 +177,8 @@ def test_facts_of_another_form_are_refused(change: dict[str, Any]) -> None:
     assert parse_facts(render_facts(WHOLE | {"scaler": None}), manifest)["scaler"] is None
     with pytest.raises(CheckpointError):
         parse_facts(render_facts(WHOLE | change), manifest)
-    older = {key: value for key, value in WHOLE.items() if key != "consecutive"}
-    assert parse_facts(render_facts(older), manifest) == WHOLE
+    older = {key: value for key, value in WHOLE.items() if key not in ("consecutive", "dynamic")}
+    assert parse_facts(render_facts(older), manifest) == WHOLE | {"dynamic": None}
     for key in older:
         with pytest.raises(CheckpointError):
             parse_facts(render_facts({k: v for k, v in WHOLE.items() if k != key}), manifest)

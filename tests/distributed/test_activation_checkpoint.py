@@ -181,7 +181,8 @@ def test_which_blocks_are_wrapped_and_compiled(
     monkeypatch.setattr(activation_checkpoint, "compile_blocks", compile_blocks)
     language, tower = (nn.ModuleList([nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)]) for _ in range(2))
     of_budget = mode is ActivationCheckpointing.budget
-    cfg = ActivationCheckpointingConfig(mode=mode, budget=0.25 if of_budget else None)
+    has_share = of_budget or mode is ActivationCheckpointing.dynamic
+    cfg = ActivationCheckpointingConfig(mode=mode, budget=0.25 if has_share else None)
     count = compile.Compilations() if compiles else None
     apply_activation_checkpointing([language, tower], cfg, CPU, count, one_row=True)
     wrapped = [[isinstance(block, ActivationWrapper) for block in stack] for stack in (language, tower)]
@@ -189,7 +190,7 @@ def test_which_blocks_are_wrapped_and_compiled(
     expected = [none, none] if mode is ActivationCheckpointing.none else [none if of_budget else whole, whole]
     assert wrapped == expected
     within = mode is ActivationCheckpointing.selective
-    assert told == ([(language, cfg.budget, True, within)] if compiles or of_budget else [])
+    assert told == ([(language, 0.25 if of_budget else None, True, within)] if compiles or of_budget else [])
 
 
 def test_the_budget_holds_while_it_compiles_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,7 +60,8 @@ def cut(tensors: Tensors, world: World, layout: str) -> Tensors:
 def facts(step: int) -> dict[str, Any]:
     return {
         "format": 6, "run": "one", "step": step, "samples": 12 * step, "skipped": 0, "consecutive": 0, "seed": 0,
-        "scaler": None, "broken": [], "fingerprints": dict.fromkeys(("dataset", "encoding", "order", "model"), "same"),
+        "scaler": None, "dynamic": None, "broken": [],
+        "fingerprints": dict.fromkeys(("dataset", "encoding", "order", "model"), "same"),
         "trainable": ["a.weight", "a.bias", "b"], "versions": {}, "written_by": {}, "config": {},
     }  # fmt: skip
 

@@ -11,7 +11,8 @@ from llava_fsdp.runtime.small_json import parse_object
 TYPES: dict[str, tuple[type, ...]] = {
     "format": (int,), "run": (str,), "step": (int,), "samples": (int,), "skipped": (int,),
     "consecutive": (int,), "seed": (int,),
-    "scaler": (dict, type(None)), "broken": (list,), "fingerprints": (dict,), "trainable": (list,),
+    "scaler": (dict, type(None)), "dynamic": (dict, type(None)),
+    "broken": (list,), "fingerprints": (dict,), "trainable": (list,),
     "versions": (dict,), "written_by": (dict,), "config": (dict,),
 }  # fmt: skip
 """Allowed types of the values in `state.json`, by key."""
@@ -32,10 +33,18 @@ def parse_facts(content: bytes, manifest: Manifest) -> dict[str, Any]:
     that its step is that of the checkpoint's manifest. Raises CheckpointError, and no other error, for any invalid
     content."""
     try:
-        facts: dict[str, Any] = {"consecutive": 0} | parse_object(content)  # absent in older checkpoints
+        facts: dict[str, Any] = {"consecutive": 0, "dynamic": None} | parse_object(
+            content
+        )  # absent in older checkpoints
         require_types(facts, TYPES)
         if facts["scaler"] is not None:
             require_types(facts["scaler"], SCALER)
+        if facts["dynamic"] is not None:
+            require_types(facts["dynamic"], dict.fromkeys(("blocks", "sizes"), (list,)))
+            if not all(type(number) is int for numbers in facts["dynamic"].values() for number in numbers):
+                raise TypeError("dynamic has an item that is not a number")
+            if len(facts["dynamic"]["blocks"]) != len(facts["dynamic"]["sizes"]):
+                raise ValueError("dynamic has not one size for each block")
         require_types(facts["fingerprints"], dict.fromkeys(FINGERPRINTS, (str,)))
         if not all(type(name) is str for name in facts["trainable"]):
             raise TypeError("trainable has an item that is not a name")

@@ -121,6 +121,11 @@ def check_context(cfg: Config) -> None:
             f"{context} with sampler=llava_v1_5: the original LLaVA gives every rank rows of its own; set "
             "sampler=shuffle, or parallel.context=1"
         )
+    if cfg.activation_checkpointing.mode is ActivationCheckpointing.dynamic:
+        raise ConfigError(
+            f"{context} with activation_checkpointing=dynamic is not supported; set activation_checkpointing=auto, or "
+            "parallel.context=1"
+        )
     if cfg.model.balance_loss:
         raise ConfigError(
             f"{context} with model.balance_loss={cfg.model.balance_loss}: this loss needs all tokens of a sample on "
@@ -134,10 +139,12 @@ def check_divided(cfg: Config) -> None:
     (`parallel.pipeline`)."""
     parallel, precision = cfg.parallel, cfg.precision
     quantizer, mode = cfg.model.quantize.mode, cfg.activation_checkpointing.mode
+    is_dynamic = mode is ActivationCheckpointing.dynamic
     is_budget = mode is ActivationCheckpointing.budget
     all_kinds = {
         "compile=true": (cfg.compile is True, "compile=auto"),
         "activation_checkpointing=budget": (is_budget, "activation_checkpointing=selective"),
+        "activation_checkpointing=dynamic": (is_dynamic, "activation_checkpointing=auto"),
         f"offload={cfg.offload.mode.value}": (cfg.offload.mode is not OffloadMode.none, "offload=none"),
         f"precision.linear={precision.linear.value}": (precision.linear is not LinearKind.same, "precision=bf16"),
         f"model.quantize.mode={quantizer.value}": (quantizer is not Quantizer.none, "model.quantize.mode=none"),

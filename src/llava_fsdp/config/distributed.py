@@ -208,20 +208,21 @@ class ActivationCheckpointingConfig:
     mode: ActivationCheckpointing
     """Which activations a transformer block keeps for the backward pass."""
     budget: float | None
-    """budget only: share of a compiled block's activations that is kept, from 0 (only the block's input) to 1
-    (everything that saves recomputation)."""
+    """budget: share of a compiled block's activations that is kept, from 0 (only the block's input) to 1 (everything
+    that saves recomputation). dynamic: share of the memory that is left which activations may take. Else null."""
 
     def __post_init__(self) -> None:
-        is_budget = self.mode is ActivationCheckpointing.budget
-        if is_budget and (self.budget is None or not 0 <= self.budget <= 1):
+        meanings = {
+            ActivationCheckpointing.budget: "the share of a block's activations that is kept",
+            ActivationCheckpointing.dynamic: "the share of the memory that is left which activations may take",
+        }
+        meaning = meanings.get(self.mode)
+        if meaning is not None and (self.budget is None or not 0 <= self.budget <= 1):
+            raise ConfigError(f"activation_checkpointing.budget={self.budget} must be {meaning}, 0 to 1")
+        if meaning is None and self.budget is not None:
             raise ConfigError(
-                f"activation_checkpointing.budget={self.budget} must be the share of a block's activations that is "
-                "kept, 0 to 1"
-            )
-        if not is_budget and self.budget is not None:
-            raise ConfigError(
-                f"activation_checkpointing.budget={self.budget} is for activation_checkpointing=budget, not for "
-                f"{self.mode.value}: set it to null"
+                f"activation_checkpointing.budget={self.budget} is for activation_checkpointing=budget or dynamic, not "
+                f"for {self.mode.value}: set it to null"
             )
 
 

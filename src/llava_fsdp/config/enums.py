@@ -186,6 +186,9 @@ class ActivationCheckpointing(Enum):
     compiled."""
     offload = "offload"
     """Keeps the block's input in host memory; the whole block is computed again."""
+    dynamic = "dynamic"
+    """Begins as `full`. After three steps, blocks that were measured keep all their activations, as many as the memory
+    that is left has room for."""
     auto = "auto"
     """The planner (`llava-fsdp plan`) chooses a mode when a training begins, and the run records the choice."""
 

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext,
 from llava_fsdp.config import ActivationCheckpointing, ActivationCheckpointingConfig
 from llava_fsdp.distributed.activation_offload import BlockFromHost, HostInputs
 from llava_fsdp.distributed.compile import Compilations, compile_blocks
+from llava_fsdp.distributed.dynamic_checkpoint import DynamicBlock
 
 WRAPPED = "_checkpoint_wrapped_module."
 """Text that torch's checkpoint wrapper adds to the names of parameters and modules in a wrapped block."""
@@ -66,11 +67,13 @@ def apply_activation_checkpointing(
         ActivationCheckpointing.full: checkpoint_wrapper,
         ActivationCheckpointing.selective: selective,
         ActivationCheckpointing.offload: partial(BlockFromHost, host=host),
+        ActivationCheckpointing.dynamic: partial(DynamicBlock, device=device),
         ActivationCheckpointing.budget: selective,  # for the stacks that are not compiled
     }
     compiles = count is not None or mode is ActivationCheckpointing.budget
     if compiles and mode is not ActivationCheckpointing.selective:
-        compile_blocks(stacks[0], cfg.budget, count, one_row)
+        share = cfg.budget if mode is ActivationCheckpointing.budget else None
+        compile_blocks(stacks[0], share, count, one_row)
     if wrapper := wrappers.get(mode):
         for stack in stacks[1:] if mode is ActivationCheckpointing.budget else stacks:
             for index, block in enumerate(stack):

@@ -26,8 +26,9 @@ class Utilization:
 
     flops: Flops
     language: PretrainedConfig
-    recomputed: Flops
-    """FLOPs that activation checkpointing computes again in the backward pass."""
+    recomputed: Flops | None
+    """FLOPs that activation checkpointing computes again in the backward pass; None with the mode `dynamic`, in which
+    they change in the run."""
     peak: float | None
     """Peak FLOPs per second of all ranks together; None if the device is unknown."""
     source: str
@@ -35,7 +36,7 @@ class Utilization:
 
     def of(self, facts: StepFacts, seconds: float) -> dict[str, float | None]:
         """Return the FLOPs of a training step on all ranks together (`flops`), and its MFU and HFU, from 0 to 1 (`mfu`,
-        `hfu`; None if the peak is unknown).
+        `hfu`; None if the peak or, for `hfu`, what is recomputed is unknown).
 
         Args:
             facts: numbers of tokens, samples and images in the step.
@@ -45,10 +46,11 @@ class Utilization:
         counts = facts.tokens, pairs, facts.label_tokens, facts.tiles
         needed = self.flops.of(*counts)
         most = None if self.peak is None else self.peak * seconds
+        again = None if self.recomputed is None else self.recomputed.of(*counts)
         return {
             "flops": needed,
             "mfu": None if most is None else needed / most,
-            "hfu": None if most is None else (needed + self.recomputed.of(*counts)) / most,
+            "hfu": None if most is None or again is None else (needed + again) / most,
         }
 
 
@@ -62,6 +64,8 @@ def utilization_of(model: Llava, cfg: Config, device: torch.device, world_size: 
     recomputed = Flops(*(share * (more - less) for more, less in zip(everything, needed, strict=True)))
     # in fp16 the loss runs again, under any activation checkpointing
     recomputed = recomputed._replace(label=everything.label - needed.label)
+    if cfg.activation_checkpointing.mode is ActivationCheckpointing.dynamic:
+        recomputed = None
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
     peak, source = peak_of(name, cfg.precision.param_dtype)
     return Utilization(needed, model.parts.language, recomputed, None if peak is None else peak * world_size, source)

@@ -663,7 +663,9 @@ class Planner:
             share = choice.activation_checkpointing.budget or 0.0
             worst = {n: int(share * most.worst[n] + (1 - share) * least.worst[n]) for n in most.worst}
             return Ledger(held=least.held, worst=worst, moment=least.moment)
-        measured = ActivationCheckpointing.full if mode is ActivationCheckpointing.offload else mode
+        # `dynamic` begins as `full`, and takes only memory that is left then
+        are_full = ActivationCheckpointing.offload, ActivationCheckpointing.dynamic
+        measured = ActivationCheckpointing.full if mode in are_full else mode
         passes = self.passes(measured, micros, between)
         if self.offloads_activations(choice):
             passes = [inputs_on_host(one) for one in passes]

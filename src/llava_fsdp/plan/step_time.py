@@ -51,9 +51,11 @@ RECOMPUTED = {
     ActivationCheckpointing.full: 1.0,
     ActivationCheckpointing.selective: 0.15,
     ActivationCheckpointing.offload: 1.0,
+    ActivationCheckpointing.dynamic: 1.0,
 }
 """Share of the time of a block's forward pass that runs again in the backward pass. With `selective` these are norms,
-rotary embeddings and activation functions, which are memory traffic and few FLOPs."""
+rotary embeddings and activation functions, which are memory traffic and few FLOPs. `dynamic` is counted as it begins,
+with every block recomputed."""
 HOST_UPDATE = 12e9
 """Bytes per second and rank that the CPU's fused AdamW reads and writes."""
 DISK = 2e9

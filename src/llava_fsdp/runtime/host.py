@@ -1,6 +1,7 @@
 """Read how many CPU cores and how much memory this process may use: those of the machine, or less if a container
 (cgroup) limits them."""
 
+import contextlib
 import math
 import os
 from dataclasses import dataclass
@@ -78,6 +79,15 @@ def read_host(proc: Path = Path("/proc"), root: Path = Path("/sys/fs/cgroup")) -
         limit=limit,
         used=used,
     )
+
+
+def process_memory(key: str) -> int:
+    """Return the value of an entry of /proc/self/status, such as VmRSS, in bytes; 0 if there is no such entry."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith(key + ":"):
+                return int(line.split()[1]) * 1024
+    return 0
 
 
 def cgroups(listed: str, root: Path) -> list[Path]:

@@ -19,6 +19,7 @@ from llava_fsdp.distributed.activation_checkpoint import clean_name
 from llava_fsdp.distributed.compile import Compilations, choose_compiling
 from llava_fsdp.distributed.consensus import on_first_rank
 from llava_fsdp.distributed.context import exchange_in, gather_in
+from llava_fsdp.distributed.dynamic_checkpoint import DynamicCheckpointing
 from llava_fsdp.distributed.expert_parallel import share_experts
 from llava_fsdp.distributed.local_shards import local_shards
 from llava_fsdp.distributed.mesh import Meshes, World, first_rank_first, gather_lists, row_group
@@ -278,6 +279,8 @@ def assemble(
     optimizer = offload.optimizer(optimizer)
     scaler = build_scaler(cfg.precision.scaler) if cfg.precision.param_dtype is DType.fp16 else None
     others: dict[str, Any] = {"scaler": scaler, "compilations": compilations, "routers": watched}
+    if cfg.activation_checkpointing.mode is ActivationCheckpointing.dynamic:
+        others["dynamic"] = DynamicCheckpointing(model.blocks(), cfg.activation_checkpointing, world)
     if stages is not None and meshes.pipeline is not None:
         width, dtype = model.parts.language.hidden_size, model.compute_dtype
         pipeline = Pipeline(list(stages.roots), meshes.pipeline, cfg.parallel, plan, width, dtype, world.device)

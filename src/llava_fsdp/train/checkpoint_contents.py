@@ -37,6 +37,7 @@ def facts_of(state: TrainState, cfg: Config) -> dict[str, Any]:
         "consecutive": state.consecutive,
         "seed": cfg.seed,
         "scaler": state.scaler.state() if state.scaler is not None else None,
+        "dynamic": state.dynamic.state() if state.dynamic is not None else None,
         "broken": sorted(state.loader.broken),
         "fingerprints": dict(state.fingerprints),
         "trainable": state.trained,

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 
+from llava_fsdp.runtime.host import process_memory
+
 
 class PeakMeter:
     """Measures the peak memory since its construction, minus the memory that was in use then: on CUDA the allocated and
@@ -51,12 +53,3 @@ def reset_peak_memory() -> None:
     if that is permitted."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
-
-
-def process_memory(key: str) -> int:
-    """Return the value of an entry of /proc/self/status, such as VmRSS, in bytes; 0 if there is no such entry."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith(key + ":"):
-                return int(line.split()[1]) * 1024
-    return 0

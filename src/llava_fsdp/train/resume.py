@@ -24,7 +24,7 @@ from llava_fsdp.runtime.errors import CheckpointError, ConfigError
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.run_dir import FOLDER, begun_at, list_checkpoints, mark_begun, step_of
 from llava_fsdp.runtime.small_json import parse_object
-from llava_fsdp.train.checkpoint_contents import tensors
+from llava_fsdp.train.checkpoint_contents import facts_of, tensors
 from llava_fsdp.train.optimizer import prepare_moments
 from llava_fsdp.train.state import TrainState
 
@@ -61,6 +61,9 @@ def resume(state: TrainState, cfg: Config) -> Path | None:
     state.consecutive = facts["consecutive"]
     if state.scaler is not None and facts["scaler"] is not None:
         state.scaler.restore(facts["scaler"])
+    written_by = facts_of(state, cfg)["written_by"]
+    if state.dynamic is not None and facts["dynamic"] is not None and facts["written_by"] == written_by:
+        state.dynamic.restore(facts["dynamic"])  # with other ranks or another strategy, other memory is left
     state.loader.broken = set(facts["broken"])
     output = Path(cfg.output_dir)
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from llava_fsdp.data.loader import Loader
     from llava_fsdp.data.validation_set import HeldOut
     from llava_fsdp.distributed.compile import Compilations
+    from llava_fsdp.distributed.dynamic_checkpoint import DynamicCheckpointing
     from llava_fsdp.distributed.pipeline import Pipeline
     from llava_fsdp.distributed.precision import MasterWeights
     from llava_fsdp.model.experts import RouterOutputs
@@ -72,6 +73,8 @@ class TrainState:
     """Description of this start of the run, for `starts.jsonl` and the report. Empty on all ranks except rank 0."""
     compilations: Compilations | None = None
     """The counter of compiled graphs; None if the model's blocks are not compiled."""
+    dynamic: DynamicCheckpointing | None = None
+    """Chooses which blocks are recomputed; None unless `activation_checkpointing=dynamic`."""
     held_out: HeldOut | None = None
     routers: RouterOutputs | None = None
     """Keeps what the routers of a mixture of experts return; None: there are none, or they are not watched."""

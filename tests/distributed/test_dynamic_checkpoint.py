@@ -1,0 +1,251 @@
+"""Activation checkpointing chosen from measurements: what is measured and chosen, and that it changes no bit."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import RankPool, single_world
+from small import make_config
+from steps import begin, held_masters
+from torch import nn
+
+from llava_fsdp.config import ActivationCheckpointing, ActivationCheckpointingConfig, Config
+from llava_fsdp.distributed import dynamic_checkpoint
+from llava_fsdp.distributed.activation_checkpoint import apply_activation_checkpointing
+from llava_fsdp.distributed.dynamic_checkpoint import (
+    LARGER,
+    DynamicBlock,
+    DynamicCheckpointing,
+    Kept,
+    Measured,
+    choose,
+    worst_of,
+)
+from llava_fsdp.distributed.mesh import World
+from llava_fsdp.train.loop import fit
+from llava_fsdp.train.main import train
+from llava_fsdp.train.state import StepResult
+
+WIDTH = 7
+TRAINED = ["compile=false", "sharding=zero3", "micro_batch_size=3", "global_batch_size=12", "optim.warmup_ratio=0"]
+
+
+class Feed(nn.Module):
+    """A block that keeps, beyond its input, its inner products and their activations."""
+
+    def __init__(self, inner: int, dropout: float = 0.0):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, inner), nn.Linear(inner, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, hidden: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        found = self.down(nn.functional.silu(self.up(self.dropout(hidden))))
+        return found if scale is None else found * scale
+
+
+def dynamic(stack: nn.ModuleList, share: float = 1.0) -> DynamicCheckpointing:
+    cfg = ActivationCheckpointingConfig(mode=ActivationCheckpointing.dynamic, budget=share)
+    apply_activation_checkpointing([stack], cfg, torch.device("cpu"))
+    return DynamicCheckpointing([stack], cfg, single_world())
+
+
+def step(stack: nn.ModuleList, rows: int) -> None:
+    hidden = torch.ones(rows, WIDTH, requires_grad=True)
+    for block in stack:
+        hidden = block(hidden)
+    hidden.sum().backward()
+
+
+def test_a_block_measures_what_it_keeps_beyond_its_arguments_and_its_result() -> None:
+    """The input, the weights and the result are there in every mode; so is an argument that several blocks share."""
+    block = DynamicBlock(Feed(5), torch.device("cpu"))
+    block.measures = True
+    for rows in (3, 11):
+        hidden = torch.ones(rows, WIDTH, requires_grad=True)
+        block(hidden, scale=torch.full((rows, WIDTH), 2.0)).sum().backward()
+    sizes = [size for size, _, _ in block.runs]
+    assert sizes == [3 * WIDTH, 11 * WIDTH]
+    inner, product = 2 * 5 * 4, WIDTH * 4  # silu's input and result; the product that `scale` multiplies
+    assert [nbytes for _, nbytes, _ in block.runs] == [rows * (inner + 0 * product) for rows in (3, 11)]
+    found = block.measured()
+    assert found.size == 11 * WIDTH and found.nbytes == inner / WIDTH and found.seconds > 0
+    assert block.measured() == Measured(0, 0.0, 0.0), "measurements are read once"
+
+
+def test_measuring_draws_no_random_numbers_and_changes_no_gradient() -> None:
+    gradients = []
+    for measures in (False, True):
+        torch.manual_seed(0)
+        block = DynamicBlock(Feed(5, dropout=0.5), torch.device("cpu"))
+        block.measures = measures
+        hidden = torch.randn(4, WIDTH, requires_grad=True)
+        block(hidden).square().sum().backward()
+        gradients.append([hidden.grad, *(p.grad for p in block.parameters()), torch.rand(3)])
+        assert len(block.runs) == measures
+    for plain, measured in zip(*gradients, strict=True):
+        assert plain is not None and measured is not None and torch.equal(plain, measured)
+
+
+def test_those_that_take_longest_for_their_bytes_are_chosen() -> None:
+    slow, quick, wide = Measured(10, 4.0, 8e-6), Measured(10, 4.0, 2e-6), Measured(10, 400.0, 9e-6)
+    never, free = Measured(0, 0.0, 0.0), Measured(10, 0.0, 1e-6)
+    blocks = [quick, slow, wide, never, slow, quick, free]
+    each = 4 * int(10 * LARGER)
+
+    def chosen(room: float) -> tuple[int, ...]:
+        found = choose(blocks, room)
+        assert found.sizes == (11,) * len(found.blocks)
+        return found.blocks
+
+    assert chosen(each - 1) == ()
+    assert chosen(each) == (4,), "the later one of two equal ones"
+    assert chosen(2 * each) == (1, 4)
+    assert chosen(3 * each) == (1, 4, 5)
+    assert chosen(4 * each + 1) == (0, 1, 4, 5)
+    assert chosen(1e9) == (0, 1, 2, 4, 5)
+    assert worst_of([slow, wide, never]) == Measured(10, 400.0, 9e-6)
+
+
+def test_blocks_measure_in_two_steps_and_larger_inputs_are_still_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
+    stack = nn.ModuleList([Feed(5), Feed(50), Feed(5)])
+    chooser = dynamic(stack, share=0.5)
+    blocks: list[Any] = list(stack)
+    each = 2 * 5 * 4 / WIDTH * int(LARGER * 20 * WIDTH)
+    monkeypatch.setattr(dynamic_checkpoint, "memory_left", lambda world: 2 * (2 * each + 1))
+    measured = []
+    for rows in (19, 20, 20):
+        step(stack, rows)
+        measured.append([len(block.runs) for block in blocks])
+        assert chooser.kept is None and chooser.state() is None
+        chooser.after_step()
+    assert measured == [[0] * 3, [1] * 3, [2] * 3]
+    assert chooser.kept == Kept((0, 2), (int(LARGER * 20 * WIDTH),) * 2), "half of what is left has room for two"
+    assert not any(block.measures for block in blocks)
+    for rows, again in ((20, 1), (22, 1), (23, 3)):
+        runs: list[int] = []
+        hooks = [block.up.register_forward_hook(lambda *_, runs=runs: runs.append(1)) for block in blocks]
+        step(stack, rows)
+        for hook in hooks:
+            hook.remove()
+        assert len(runs) == 3 + again, rows
+    chooser.after_step()
+    assert chooser.kept == Kept((0, 2), (154, 154)), "the choice stays"
+    other = dynamic(nn.ModuleList([Feed(5), Feed(50), Feed(5)]))
+    other.restore(json.loads(json.dumps(chooser.state())))
+    assert other.kept == chooser.kept and [block.kept_size for block in other.blocks] == [154, 0, 154]
+    other.after_step()
+    assert not other.blocks[1].measures, "nothing is measured after a choice was restored"
+
+
+def test_a_share_of_zero_keeps_nothing() -> None:
+    chooser = dynamic(nn.ModuleList([Feed(5)]), share=0.0)
+    for _ in range(3):
+        step(nn.ModuleList(chooser.blocks), 4)
+        chooser.after_step()
+    assert chooser.kept == Kept((), ()) and chooser.blocks[0].kept_size == 0
+
+
+def test_memory_left_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks share the host, and each needs again what it had at its peak."""
+    found = {"VmHWM": 900, "VmRSS": 300}
+    host = replace(dynamic_checkpoint.read_host(), available=10_000, limit=None)
+    monkeypatch.setattr(dynamic_checkpoint, "process_memory", found.__getitem__)
+    monkeypatch.setattr(dynamic_checkpoint, "read_host", lambda: host)
+    world = replace(single_world(), local_size=4)
+    assert dynamic_checkpoint.memory_left(world) == 10_000 / 4 - 600
+    found["VmHWM"] = 9_000
+    assert dynamic_checkpoint.memory_left(world) == 0
+
+
+def fitted(world: World, configs: list[Config], lefts: list[float | None]) -> list[Any]:
+    """Losses, norms, weights and the choice of each configuration's run; `lefts`: memory that is said to be left."""
+    found = []
+    own = dynamic_checkpoint.memory_left
+    for cfg, left in zip(configs, lefts, strict=True):
+        # ranks differ, and the least counts
+        dynamic_checkpoint.memory_left = own if left is None else lambda world, left=left: left * (1 + world.rank)
+        state, plan = begin(world, cfg)
+        results: list[StepResult] = []
+        fit(state, plan, cfg, results.append)
+        kept = state.dynamic.kept if state.dynamic is not None else None
+        found.append(([r.loss for r in results], [r.grad_norm for r in results], held_masters(state), kept))
+    dynamic_checkpoint.memory_left = own
+    return found
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("size", "overrides"),
+    [
+        (1, ["precision=bf16", "model.train=[projector,language,vision]"]),
+        (2, ["precision=bf16"]),
+        (2, ["precision=fp32", "pack=false", "model.train=[projector,language,vision]"]),
+    ],
+)
+def test_bits_are_those_of_none(
+    size: int, overrides: list[str], parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
+) -> None:
+    """With all blocks kept, with one of two, and with none; every rank chooses the same blocks."""
+    common = [*TRAINED, "max_steps=5", *overrides]
+    none = make_config(parts, dataset, tmp_path, "activation_checkpointing=none", *common)
+    every = make_config(parts, dataset, tmp_path, "activation_checkpointing=dynamic", *common)
+    run: Any = [none, every, every, every], [None, 1e12, 1.5e6, 0.0]
+    by_rank = [fitted(single_world(), *run)] if size == 1 else pools[size].run(fitted, *run, timeout=120)
+    counts = {tuple(len(kept.blocks) for *_, kept in others) for _, *others in by_rank}
+    assert len(counts) == 1, "every rank chooses the same"
+    ((most, some, least),) = counts
+    assert most > some > least == 0
+    for exact, *others in by_rank:
+        for other in others:
+            assert other[:2] == exact[:2]
+            assert all(torch.equal(other[2][n], exact[2][n]) for n in exact[2])
+
+
+def test_a_resumed_run_takes_the_recorded_choice(
+    parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it ends before it could choose again; with another strategy it measures anew."""
+
+    def recorded(steps: int) -> Any:
+        return json.loads((tmp_path / f"checkpoints/step-{steps:06d}/state.json").read_text())["dynamic"]
+
+    def run(steps: int, left: float, *overrides: str) -> Any:
+        monkeypatch.setattr(dynamic_checkpoint, "memory_left", lambda world: left)
+        common = ["activation_checkpointing=dynamic", "export.enabled=false", *TRAINED]
+        train(make_config(parts, dataset, tmp_path, *common, f"max_steps={steps}", *overrides))
+        return recorded(steps)
+
+    assert run(2, 1e12) is None
+    first = run(5, 1e12)
+    assert first["blocks"] and len(first["sizes"]) == len(first["blocks"])
+    assert run(9, 0.0) == first
+    assert run(12, 0.0, "sharding=zero2") == {"blocks": [], "sizes": []}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_compiled_blocks_are_measured_too(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """What a compiled block keeps is the compiler's choice: less than all that autograd keeps of an uncompiled one."""
+    common = ["precision=fp32", *TRAINED, "max_steps=5"]
+    configs = [
+        make_config(parts, dataset, tmp_path, f"activation_checkpointing={mode}", *common, f"compile={compiles}")
+        for mode, compiles in (("none", "true"), ("dynamic", "true"), ("dynamic", "false"))
+    ]
+    found: list[list[Measured]] = []
+    own = dynamic_checkpoint.choose
+
+    def noted(blocks: Any, room: float) -> Kept:
+        found.append(blocks)
+        return own(blocks, room)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dynamic_checkpoint, "choose", noted)
+        none, compiled, plain = fitted(single_world(), configs, [None, 1e12, 1e12])
+    assert compiled[3].blocks == plain[3].blocks != ()
+    assert compiled[0] == pytest.approx(none[0], rel=1e-5) and compiled[1] == pytest.approx(none[1], rel=1e-5)
+    (of_compiled, *_), (of_plain, *_) = found
+    assert of_compiled.size == of_plain.size and 0 < of_compiled.nbytes < of_plain.nbytes
