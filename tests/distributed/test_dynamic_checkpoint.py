@@ -111,10 +111,10 @@ def test_those_that_take_longest_for_their_bytes_are_chosen() -> None:
 
 def test_blocks_measure_in_two_steps_and_larger_inputs_are_still_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
     stack = nn.ModuleList([Feed(5), Feed(50), Feed(5)])
-    chooser = dynamic(stack, share=0.5)
+    chooser = dynamic(stack, share=0.1)
     blocks: list[Any] = list(stack)
     each = 2 * 5 * 4 / WIDTH * int(LARGER * 20 * WIDTH)
-    monkeypatch.setattr(dynamic_checkpoint, "memory_left", lambda world: 2 * (2 * each + 1))
+    monkeypatch.setattr(dynamic_checkpoint, "memory_left", lambda world: 10 * (2 * each + 1))
     measured = []
     for rows in (19, 20, 20):
         step(stack, rows)
@@ -122,7 +122,7 @@ def test_blocks_measure_in_two_steps_and_larger_inputs_are_still_recomputed(monk
         assert chooser.kept is None and chooser.state() is None
         chooser.after_step()
     assert measured == [[0] * 3, [1] * 3, [2] * 3]
-    assert chooser.kept == Kept((0, 2), (int(LARGER * 20 * WIDTH),) * 2), "half of what is left has room for two"
+    assert chooser.kept == Kept((0, 2), (int(LARGER * 20 * WIDTH),) * 2), "a tenth of what is left has room for two, and all of it for three"
     assert not any(block.measures for block in blocks)
     for rows, again in ((20, 1), (22, 1), (23, 3)):
         runs: list[int] = []
