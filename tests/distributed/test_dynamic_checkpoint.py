@@ -122,7 +122,9 @@ def test_blocks_measure_in_two_steps_and_larger_inputs_are_still_recomputed(monk
         assert chooser.kept is None and chooser.state() is None
         chooser.after_step()
     assert measured == [[0] * 3, [1] * 3, [2] * 3]
-    assert chooser.kept == Kept((0, 2), (int(LARGER * 20 * WIDTH),) * 2), "a tenth of what is left has room for two, and all of it for three"
+    assert chooser.kept == Kept((0, 2), (int(LARGER * 20 * WIDTH),) * 2), (
+        "a tenth of what is left has room for two, and all of it for three"
+    )
     assert not any(block.measures for block in blocks)
     for rows, again in ((20, 1), (22, 1), (23, 3)):
         runs: list[int] = []

@@ -179,11 +179,12 @@ class TwoOutputs(torch.nn.Module):
         return x * 2, x.long()
 
 
-@pytest.mark.parametrize("with_gradients", [True, False])
-def test_outputs_are_kept_from_one_pass(with_gradients: bool) -> None:
-    """With gradients not those of the backward pass, in which a block runs again; the latest ones are returned."""
+@pytest.mark.parametrize(("with_gradients", "compiled"), [(True, False), (False, False), (False, True)])
+def test_outputs_are_kept_from_one_pass(with_gradients: bool, compiled: bool) -> None:
+    """Not those of the backward pass, in which a block runs again, unless blocks are compiled; the latest ones are
+    returned."""
     module = TwoOutputs()
-    hook = RouterHook(Router("router", module, 0, 2, 1, returns_choices=True), with_gradients)
+    hook = RouterHook(Router("router", module, 0, 2, 1, returns_choices=True), with_gradients, compiled)
     x = torch.ones(1, 2, requires_grad=True)
     module(x * 5)
     hook.open()
@@ -194,7 +195,7 @@ def test_outputs_are_kept_from_one_pass(with_gradients: bool) -> None:
     assert kept is not None and kept.logits.tolist() == [[6, 6]] and kept.chosen.tolist() == [[3, 3]]
     assert kept.logits.requires_grad is with_gradients
     module(x)
-    assert (hook.outputs is None) is with_gradients
+    assert (hook.outputs is None) is not compiled
 
 
 class TwoRouters(torch.nn.Module):

@@ -27,12 +27,10 @@ from llava_fsdp.train.build_model import build_model, shape_of
 from llava_fsdp.train.dry_run import measure, plan_of
 from llava_fsdp.train.state import TrainState
 
-CLOSE, LESS_CLOSE = 0.05, 0.08
+CLOSE = 0.05
+"""Share of the most bytes alive."""
 CASES = [("zero3", 2, "none"), ("zero3", 2, "full"), ("zero2", 2, "none"), ("zero0", 4, "full"), ("zero1", 2, "none"),
          ("zero3", 4, "full"), ("hybrid", 2, "full"), ("hybrid2", 4, "none")]  # fmt: skip
-
-# where all ranks share the experts under zero3, this small model needs 4 to 6 % more than is planned
-CLOSELY_PLANNED = [case for case in CASES if case != ("zero3", 4, "full")]
 
 
 def configure(
@@ -90,16 +88,15 @@ def measure_equal_loads(world: World, cfg: Config) -> tuple[int, list[MicroBatch
 
 @pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.parametrize(("strategy", "expert", "mode"), CLOSELY_PLANNED)
+@pytest.mark.parametrize(("strategy", "expert", "mode"), CASES)
 def test_the_worst_moment_is_that_of_real_steps(
     strategy: str, expert: int, mode: str, wide_parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
 ) -> None:
     """Of steps in which all experts have the same load."""
     cfg = configure(strategy, expert, mode, wide_parts, dataset, tmp_path, "precision=fp32")
-    for rank, (most, micros) in enumerate(pools[4].run(measure_equal_loads, cfg)[:2]):
+    for rank, (most, micros) in enumerate(pools[4].run(measure_equal_loads, cfg)):
         planned = peak(cfg, 4, "cpu", micros, rank)
-        close = LESS_CLOSE if (strategy, expert, mode) == ("zero3", 2, "full") else CLOSE
-        assert planned.bytes["total"] == pytest.approx(most, rel=close), (rank, planned.moment)
+        assert planned.bytes["total"] == pytest.approx(most, rel=CLOSE), (rank, planned.moment)
 
 
 def test_sharing_experts_saves_their_part(parts: Path, dataset: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import weakref
 from typing import Any
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -36,6 +37,8 @@ class AllAlive(TorchDispatchMode):
 
     def see(self, tensor: torch.Tensor) -> None:
         tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        # a wrapper of a collective's result, or of a view of it, has a storage without memory
+        tensor = tensor.elem if isinstance(tensor, AsyncCollectiveTensor) else tensor
         storage = tensor.untyped_storage()
         key = id(storage)
         if key not in self.storages:

@@ -91,7 +91,9 @@ def probe(name: str, module: nn.Module, index: int, config: Any) -> Router | Non
 class RouterOutputs:
     """Keeps what the routers of a language model return in a forward pass, by hooks on the routers."""
 
-    def __init__(self, routers: list[Router], with_gradients: bool, inside: nn.Module | None = None):
+    def __init__(
+        self, routers: list[Router], with_gradients: bool, inside: nn.Module | None = None, compiled: bool = False
+    ):
         """Install the hooks.
 
         Args:
@@ -99,7 +101,9 @@ class RouterOutputs:
             with_gradients: whether a loss of the outputs will be trained. Then blocks must not be compiled.
             inside: the part of the language model that this rank has, whose routers alone are watched; None: the whole
                 language model.
+            compiled: whether blocks are compiled.
         """
+        assert not (compiled and with_gradients), "checked by the configuration"
         self.count, self.experts = len(routers), routers[0].experts
         """Number of routers of the whole language model, and number of experts of each."""
         self.places = {router.name: place for place, router in enumerate(routers)}
@@ -109,7 +113,7 @@ class RouterOutputs:
             routers = [router for router in routers if router.module in present]
         self.routers = routers
         self.with_gradients = with_gradients
-        self.hooks = [RouterHook(router, with_gradients) for router in routers]
+        self.hooks = [RouterHook(router, with_gradients, compiled) for router in routers]
 
     @contextmanager
     def keep(self) -> Iterator[list[RouterOutput]]:
@@ -127,13 +131,13 @@ class RouterOutputs:
 class RouterHook:
     """Forward hook of one router, which keeps its last output."""
 
-    def __init__(self, router: Router, with_gradients: bool):
+    def __init__(self, router: Router, with_gradients: bool, compiled: bool):
         self.router = router
         self.with_gradients = with_gradients
-        self.is_on = not with_gradients
+        self.stays_on = self.is_on = compiled
         """Whether outputs are kept. Activation checkpointing runs a block again in the backward pass, in which outputs
-        with gradients must not be kept, because they would hold the block's activations. Outputs without gradients are
-        always kept: a compiled block must be the same graph both times."""
+        need not be kept: they take memory, and with gradients they would hold the block's activations. They always are
+        if blocks are compiled, because a block must be the same graph both times."""
         self.outputs: tuple[torch.Tensor, ...] | None = None
         router.module.register_forward_hook(self.hook)
 
@@ -145,7 +149,7 @@ class RouterHook:
     def close(self) -> RouterOutput | None:
         """Return what the router returned since `open`; None if it did not run."""
         outputs, self.outputs = self.outputs, None
-        self.is_on = not self.with_gradients
+        self.is_on = self.stays_on
         return RouterOutput(self.router, outputs[self.router.index], outputs[-1]) if outputs is not None else None
 
     def hook(self, module: nn.Module, args: Any, outputs: tuple[torch.Tensor, ...]) -> None:

@@ -31,6 +31,9 @@ class Unit:
     """Bytes of the reduce-scatter's input, held until the next unit's reduce-scatter begins."""
     reduce_output: int
     """Bytes of the reduce-scatter's output and, if weights are not sharded, of the copy that FSDP2 makes of it."""
+    waiting_output: int
+    """Bytes of the reduce-scatter's output that a hybrid strategy keeps until the last micro-batch, whose output is
+    reduced over replicas together with it."""
     shard_gradients: int
     """Bytes of the gradients of this rank's shards; 0 if these gradients are offloaded from the device."""
     widened: tuple[int, ...]
@@ -79,6 +82,7 @@ def unit_of(
         cast=cast_bytes(weights, precision, shards, passes_through),
         reduce_input=reduced * own,
         reduce_output=reduced * (2 if own == 1 else 1) + (0 if kept == reduced else kept),
+        waiting_output=reduced,
         shard_gradients=0 if is_away else kept,
         widened=tuple(w.reduce_size(precision) * w.gathered for w in trainable),
         narrow=tuple(w.item_size(precision) * w.gathered for w in trainable),

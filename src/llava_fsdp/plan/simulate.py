@@ -338,7 +338,7 @@ class FsdpRank:
         self.ledger.compare(moment, reducing=unit.reduce_output)
         waits = self.plan.gradient_sync is Sync.SCATTER_EVERY_REDUCE_LAST and not is_last
         held = self.shards.get(name, 0)
-        self.shards[name] = unit.reduce_output if waits else unit.shard_gradients
+        self.shards[name] = unit.waiting_output if waits else unit.shard_gradients
         self.ledger.add(moment, gradients=self.shards[name] - held)
 
     def widen(self, name: str, added: int, moment: str) -> None:

@@ -261,7 +261,7 @@ def assemble(
     warn_if_useless(cfg, world)
     compilations = Compilations() if compiling.on else None
     has_balance = cfg.model.balance_loss > 0
-    watched = RouterOutputs(routers, has_balance, model.language_model) if routers else None
+    watched = RouterOutputs(routers, has_balance, model.language_model, compiling.on) if routers else None
     share = None
     if meshes.experts is not None:
         found = list(find_experts(model.language_model).values())

@@ -51,7 +51,8 @@ class ExpertSums:
         """Add one forward pass to the sums, and return the loss to train: `loss` plus the load-balance loss.
 
         Args:
-            kept: what the routers returned in this forward pass.
+            kept: what the routers returned in this forward pass. The list is emptied, so that it takes no memory in the
+                backward pass.
             loss: the loss of the labels.
         """
         if self.outputs is None:
@@ -68,7 +69,7 @@ class ExpertSums:
         backward pass also trains the load-balance loss.
 
         Args:
-            kept: what the routers of the stage returned in this forward pass.
+            kept: what the routers of the stage returned in this forward pass. The list is emptied.
             hidden: output of the stage.
             scale: the loss scale.
         """
@@ -80,9 +81,10 @@ class ExpertSums:
         if it is not trained.
 
         Args:
-            kept: what the routers returned in a forward pass.
+            kept: what the routers returned in a forward pass. The list is emptied.
         """
         assert self.outputs is not None
+        is_trained = self.coefficient > 0 and bool(kept)
         lengths = micro.sample_lengths
         samples = samples_of_tokens(lengths, micro.input_ids.shape, bool(micro.lengths))
         total = torch.zeros_like(self.total)
@@ -92,8 +94,9 @@ class ExpertSums:
                 total = total + balance_loss(output, samples, lengths, counts)
                 self.loads[self.outputs.places[output.router.name]] += counts[:-1].sum(0)
             total = total * self.share
+        kept.clear()
         self.total += total.detach()
-        return self.coefficient * total if self.coefficient > 0 and kept else None
+        return self.coefficient * total if is_trained else None
 
     def summed(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Sum over all ranks. A collective if there are routers.
