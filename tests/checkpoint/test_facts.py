@@ -154,7 +154,7 @@ def test_a_key_of_one_side_alone_has_changed() -> None:
 
 WHOLE: dict[str, Any] = {
     "format": 6, "run": "r", "step": 3, "samples": 24, "skipped": 0, "consecutive": 0, "seed": 5,
-    "scaler": SCALER, "dynamic": {"blocks": [1], "sizes": [22]}, "broken": [4],
+    "scaler": SCALER, "dynamic": {"device": "d", "limits": [[1, 22, 3]]}, "broken": [4],
     "fingerprints": dict.fromkeys(("dataset", "encoding", "order", "model"), "f"), "trainable": ["a"], "versions": {},
     "written_by": {}, "config": {},
 }  # fmt: skip
@@ -168,8 +168,8 @@ WHOLE: dict[str, Any] = {
     *({"fingerprints": {k: v for k, v in WHOLE["fingerprints"].items() if k != name}}
       for name in WHOLE["fingerprints"]),
     {"fingerprints": {**WHOLE["fingerprints"], "more": "f"}},
-    {"dynamic": {"blocks": [1]}}, {"dynamic": {"blocks": [1], "sizes": ["22"]}}, {"dynamic": {"blocks": 1, "sizes": 2}},
-    {"dynamic": {"blocks": [1, 2], "sizes": [22]}},
+    {"dynamic": {"limits": []}}, {"dynamic": {"device": "d", "limits": [[1, 22]]}},
+    {"dynamic": {"device": "d", "limits": [[1, 22, "3"]]}}, {"dynamic": {"device": "d", "limits": [1]}},
 ], ids=str)  # fmt: skip
 def test_facts_of_another_form_are_refused(change: dict[str, Any]) -> None:
     manifest = Manifest(3, {}, {})

@@ -17,9 +17,10 @@ from llava_fsdp.distributed import dynamic_checkpoint
 from llava_fsdp.distributed.activation_checkpoint import apply_activation_checkpointing
 from llava_fsdp.distributed.dynamic_checkpoint import (
     LARGER,
+    OFTEN,
     DynamicBlock,
     DynamicCheckpointing,
-    Kept,
+    Limit,
     Measured,
     choose,
     worst_of,
@@ -66,13 +67,42 @@ def test_a_block_measures_what_it_keeps_beyond_its_arguments_and_its_result() ->
     for rows in (3, 11):
         hidden = torch.ones(rows, WIDTH, requires_grad=True)
         block(hidden, scale=torch.full((rows, WIDTH), 2.0)).sum().backward()
-    sizes = [size for size, _, _ in block.runs]
-    assert sizes == [3 * WIDTH, 11 * WIDTH]
-    inner, product = 2 * 5 * 4, WIDTH * 4  # silu's input and result; the product that `scale` multiplies
-    assert [nbytes for _, nbytes, _ in block.runs] == [rows * (inner + 0 * product) for rows in (3, 11)]
+    assert [tuple(shape) for shape, _, _ in block.runs] == [(3, WIDTH), (11, WIDTH)]
+    inner = 2 * 5 * 4  # silu's input and its result, of each row
+    assert [nbytes for _, nbytes, _ in block.runs] == [3 * inner, 11 * inner]
     found = block.measured()
-    assert found.size == 11 * WIDTH and found.nbytes == inner / WIDTH and found.seconds > 0
-    assert block.measured() == Measured(0, 0.0, 0.0), "measurements are read once"
+    assert (found.size, found.length, found.nbytes) == (11 * WIDTH, 11, inner / WIDTH) and found.seconds > 0
+    assert block.measured() == Measured(0, 0, 0.0, 0.0), "measurements are read once"
+
+
+class Halves(torch.Tensor):
+    """A tensor of a class that wraps two others, as weights are that are cast to fp8."""
+
+    @staticmethod
+    def __new__(cls, first: torch.Tensor, second: torch.Tensor) -> "Halves":
+        return torch.Tensor._make_wrapper_subclass(cls, first.shape, dtype=first.dtype)
+
+    def __init__(self, first: torch.Tensor, second: torch.Tensor):
+        self.first, self.second = first, second
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["first", "second"], None
+
+    @staticmethod
+    def __tensor_unflatten__(parts: dict[str, torch.Tensor], context: None, size: Any, stride: Any) -> "Halves":
+        return Halves(parts["first"], parts["second"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError
+
+
+def test_memory_of_a_tensor_that_wraps_others() -> None:
+    first, second = torch.zeros(3), torch.zeros(5, dtype=torch.int8)
+    found = dynamic_checkpoint.storages_of(Halves(first, second))
+    assert found == {first.untyped_storage().data_ptr(): 12, second.untyped_storage().data_ptr(): 5}
+    view = first[1:]
+    assert dynamic_checkpoint.storages_of(view) == dynamic_checkpoint.storages_of(first)
 
 
 def test_measuring_draws_no_random_numbers_and_changes_no_gradient() -> None:
@@ -90,15 +120,15 @@ def test_measuring_draws_no_random_numbers_and_changes_no_gradient() -> None:
 
 
 def test_those_that_take_longest_for_their_bytes_are_chosen() -> None:
-    slow, quick, wide = Measured(10, 4.0, 8e-6), Measured(10, 4.0, 2e-6), Measured(10, 400.0, 9e-6)
-    never, free = Measured(0, 0.0, 0.0), Measured(10, 0.0, 1e-6)
+    slow, quick, wide = Measured(10, 5, 4.0, 8e-6), Measured(10, 5, 4.0, 2e-6), Measured(10, 5, 400.0, 9e-6)
+    never, free = Measured(0, 0, 0.0, 0.0), Measured(10, 5, 0.0, 1e-6)
     blocks = [quick, slow, wide, never, slow, quick, free]
     each = 4 * int(10 * LARGER)
 
     def chosen(room: float) -> tuple[int, ...]:
         found = choose(blocks, room)
-        assert found.sizes == (11,) * len(found.blocks)
-        return found.blocks
+        assert set(found.values()) <= {Limit(11, 5)}
+        return tuple(found)
 
     assert chosen(each - 1) == ()
     assert chosen(each) == (4,), "the later one of two equal ones"
@@ -106,7 +136,7 @@ def test_those_that_take_longest_for_their_bytes_are_chosen() -> None:
     assert chosen(3 * each) == (1, 4, 5)
     assert chosen(4 * each + 1) == (0, 1, 4, 5)
     assert chosen(1e9) == (0, 1, 2, 4, 5)
-    assert worst_of([slow, wide, never]) == Measured(10, 400.0, 9e-6)
+    assert worst_of([slow, wide, never, Measured(7, 6, 1.0, 1e-6)]) == Measured(10, 6, 400.0, 9e-6)
 
 
 def test_blocks_measure_in_two_steps_and_larger_inputs_are_still_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,11 +150,12 @@ def test_blocks_measure_in_two_steps_and_larger_inputs_are_still_recomputed(monk
         step(stack, rows)
         measured.append([len(block.runs) for block in blocks])
         assert chooser.kept is None and chooser.state() is None
-        chooser.after_step()
+        chooser.after_step(skipped=False)
     assert measured == [[0] * 3, [1] * 3, [2] * 3]
-    assert chooser.kept == Kept((0, 2), (int(LARGER * 20 * WIDTH),) * 2), (
-        "a tenth of what is left has room for two, and all of it for three"
-    )
+    limit = Limit(int(LARGER * 20 * WIDTH), 22)
+    two = {0: limit, 2: limit}
+    assert chooser.kept is not None
+    assert chooser.kept.limits == two, "a tenth of what is left has room for two blocks, and all of it for three"
     assert not any(block.measures for block in blocks)
     for rows, again in ((20, 1), (22, 1), (23, 3)):
         runs: list[int] = []
@@ -133,21 +164,52 @@ def test_blocks_measure_in_two_steps_and_larger_inputs_are_still_recomputed(monk
         for hook in hooks:
             hook.remove()
         assert len(runs) == 3 + again, rows
-    chooser.after_step()
-    assert chooser.kept == Kept((0, 2), (154, 154)), "the choice stays"
+    chooser.after_step(skipped=False)
+    assert chooser.kept.limits == two, "the choice stays"
     other = dynamic(nn.ModuleList([Feed(5), Feed(50), Feed(5)]))
     other.restore(json.loads(json.dumps(chooser.state())))
-    assert other.kept == chooser.kept and [block.kept_size for block in other.blocks] == [154, 0, 154]
-    other.after_step()
+    assert other.kept == chooser.kept and [block.limit for block in other.blocks] == [limit, Limit(0, 0), limit]
+    other.after_step(skipped=False)
     assert not other.blocks[1].measures, "nothing is measured after a choice was restored"
+    other = dynamic(nn.ModuleList([Feed(5), Feed(50), Feed(5)]))
+    state = chooser.state()
+    assert state is not None
+    other.restore(state | {"device": "another, with less memory"})
+    assert other.kept is None
+
+
+def test_a_row_longer_than_measured_is_recomputed() -> None:
+    """Also where the input has no more elements, because some attention keeps bytes for each pair of tokens."""
+    block = DynamicBlock(Feed(5), torch.device("cpu"))
+    block.limit = Limit(12 * WIDTH, 6)
+    for rows, length, is_kept in ((2, 6, True), (1, 6, True), (1, 7, False), (3, 6, False)):
+        block.had_larger = False
+        block(torch.ones(rows, length, WIDTH))
+        assert block.had_larger is not is_kept
+
+
+def test_skipped_steps_do_not_count_and_larger_inputs_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Before the first update there may be no optimizer states, which then need memory."""
+    chooser = dynamic(nn.ModuleList([Feed(5)]))
+    stack = nn.ModuleList(chooser.blocks)
+    for skipped in (True, True, False, True, False, False):
+        assert chooser.kept is None
+        step(stack, 4)
+        chooser.after_step(skipped)
+    assert chooser.kept is not None and chooser.kept.limits
+    for number in range(OFTEN + 5):
+        step(stack, 9)
+        chooser.after_step(skipped=False)
+        warned = [record for record in caplog.records if record.levelname == "WARNING"]
+        assert len(warned) == (number >= OFTEN - 1)
 
 
 def test_a_share_of_zero_keeps_nothing() -> None:
     chooser = dynamic(nn.ModuleList([Feed(5)]), share=0.0)
     for _ in range(3):
         step(nn.ModuleList(chooser.blocks), 4)
-        chooser.after_step()
-    assert chooser.kept == Kept((), ()) and chooser.blocks[0].kept_size == 0
+        chooser.after_step(skipped=False)
+    assert chooser.kept is not None and chooser.kept.limits == {} and chooser.blocks[0].limit.size == 0
 
 
 def test_memory_left_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +259,7 @@ def test_bits_are_those_of_none(
     every = make_config(parts, dataset, tmp_path, "activation_checkpointing=dynamic", *common)
     run: Any = [none, every, every, every], [None, 1e12, 1.5e6, 0.0]
     by_rank = [fitted(single_world(), *run)] if size == 1 else pools[size].run(fitted, *run, timeout=120)
-    counts = {tuple(len(kept.blocks) for *_, kept in others) for _, *others in by_rank}
+    counts = {tuple(len(kept.limits) for *_, kept in others) for _, *others in by_rank}
     assert len(counts) == 1, "every rank chooses the same"
     ((most, some, least),) = counts
     assert most > some > least == 0
@@ -210,7 +272,7 @@ def test_bits_are_those_of_none(
 def test_a_resumed_run_takes_the_recorded_choice(
     parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where it ends before it could choose again; with another strategy it measures anew."""
+    """Also where it ends before it could choose again; with another share of the memory it measures anew."""
 
     def recorded(steps: int) -> Any:
         return json.loads((tmp_path / f"checkpoints/step-{steps:06d}/state.json").read_text())["dynamic"]
@@ -223,9 +285,9 @@ def test_a_resumed_run_takes_the_recorded_choice(
 
     assert run(2, 1e12) is None
     first = run(5, 1e12)
-    assert first["blocks"] and len(first["sizes"]) == len(first["blocks"])
+    assert first["limits"]
     assert run(9, 0.0) == first
-    assert run(12, 0.0, "sharding=zero2") == {"blocks": [], "sizes": []}
+    assert run(12, 0.0, "activation_checkpointing.budget=0.5")["limits"] == []
 
 
 @pytest.mark.slow
@@ -240,14 +302,14 @@ def test_compiled_blocks_are_measured_too(parts: Path, dataset: Path, tmp_path: 
     found: list[list[Measured]] = []
     own = dynamic_checkpoint.choose
 
-    def noted(blocks: Any, room: float) -> Kept:
+    def noted(blocks: Any, room: float) -> dict[int, Limit]:
         found.append(blocks)
         return own(blocks, room)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dynamic_checkpoint, "choose", noted)
         none, compiled, plain = fitted(single_world(), configs, [None, 1e12, 1e12])
-    assert compiled[3].blocks == plain[3].blocks != ()
+    assert compiled[3].limits.keys() == plain[3].limits.keys() != set()
     assert compiled[0] == pytest.approx(none[0], rel=1e-5) and compiled[1] == pytest.approx(none[1], rel=1e-5)
     (of_compiled, *_), (of_plain, *_) = found
     assert of_compiled.size == of_plain.size and 0 < of_compiled.nbytes < of_plain.nbytes

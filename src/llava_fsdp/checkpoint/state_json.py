@@ -40,11 +40,10 @@ def parse_facts(content: bytes, manifest: Manifest) -> dict[str, Any]:
         if facts["scaler"] is not None:
             require_types(facts["scaler"], SCALER)
         if facts["dynamic"] is not None:
-            require_types(facts["dynamic"], dict.fromkeys(("blocks", "sizes"), (list,)))
-            if not all(type(number) is int for numbers in facts["dynamic"].values() for number in numbers):
-                raise TypeError("dynamic has an item that is not a number")
-            if len(facts["dynamic"]["blocks"]) != len(facts["dynamic"]["sizes"]):
-                raise ValueError("dynamic has not one size for each block")
+            require_types(facts["dynamic"], {"device": (str,), "limits": (list,)})
+            for limit in facts["dynamic"]["limits"]:
+                if type(limit) is not list or [type(number) for number in limit] != [int] * 3:
+                    raise TypeError("dynamic has a limit that is not a block's number, a size and a length")
         require_types(facts["fingerprints"], dict.fromkeys(FINGERPRINTS, (str,)))
         if not all(type(name) is str for name in facts["trainable"]):
             raise TypeError("trainable has an item that is not a name")

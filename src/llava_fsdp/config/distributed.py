@@ -209,16 +209,19 @@ class ActivationCheckpointingConfig:
     """Which activations a transformer block keeps for the backward pass."""
     budget: float | None
     """budget: share of a compiled block's activations that is kept, from 0 (only the block's input) to 1 (everything
-    that saves recomputation). dynamic: share of the memory that is left which activations may take. Else null."""
+    that saves recomputation). dynamic: share of the free memory that activations may take. Else null."""
 
     def __post_init__(self) -> None:
         meanings = {
             ActivationCheckpointing.budget: "the share of a block's activations that is kept",
-            ActivationCheckpointing.dynamic: "the share of the memory that is left which activations may take",
+            ActivationCheckpointing.dynamic: "the share of the free memory that activations may take",
         }
         meaning = meanings.get(self.mode)
         if meaning is not None and (self.budget is None or not 0 <= self.budget <= 1):
-            raise ConfigError(f"activation_checkpointing.budget={self.budget} must be {meaning}, 0 to 1")
+            raise ConfigError(
+                f"activation_checkpointing.budget={self.budget} must be {meaning}, 0 to 1; "
+                f"activation_checkpointing={self.mode.value} sets one"
+            )
         if meaning is None and self.budget is not None:
             raise ConfigError(
                 f"activation_checkpointing.budget={self.budget} is for activation_checkpointing=budget or dynamic, not "

@@ -1,23 +1,24 @@
 """Activation checkpointing that is chosen block by block from measurements (`activation_checkpointing=dynamic`).
 
-Training begins with every block recomputed, as in the mode `full`. The first step compiles kernels and allocates the
-optimizer's states. In the next two steps each block measures, in the backward pass, the bytes that it would keep and
-the seconds that its recomputation takes. Then the blocks whose recomputation takes the longest for their bytes keep
-their activations, as many as the memory that is left has room for. Every rank makes the same choice. It is saved in
-checkpoints, so that a resumed run makes it again without measuring.
+Training begins with every block recomputed, as in the mode `full`. The first step that updates weights compiles kernels
+and allocates the optimizer's states. In the next two such steps each block measures, in the backward pass, the bytes
+that it would keep and the seconds of its forward pass. Then the blocks whose forward pass takes the longest for their
+bytes keep their activations, as many as the memory that is left has room for. Every rank makes the same choice. It is
+saved in checkpoints, so that a run that resumes with the same settings makes it again without measuring.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import checkpoint
 
 from llava_fsdp.config import ActivationCheckpointingConfig
@@ -27,11 +28,13 @@ from llava_fsdp.runtime.host import process_memory, read_host
 from llava_fsdp.runtime.log import log
 
 FIRST, LAST = 2, 3
-"""The steps of a process in which blocks measure, counted from 1. Both are needed: in the second step the compiler may
-compile a block again for rows of another length, and the fastest run counts."""
+"""The steps in which blocks measure. Steps of this process that update weights count, from 1. Two are needed: in the
+second one the compiler may compile a block again for rows of another length, and the fastest run counts."""
 LARGER = 1.1
-"""A block that keeps its activations does so for inputs of at most this many times the largest measured size. Larger
-inputs are recomputed, so that they need no more memory than with every block recomputed."""
+"""A block that keeps its activations does so for inputs of at most this many times the largest measured size and row
+length. With larger inputs it is recomputed."""
+OFTEN = 10
+"""Number of steps with larger inputs after which a warning is printed."""
 GB = 1e9
 
 
@@ -41,20 +44,32 @@ class Measured:
 
     size: int
     """Number of elements of the largest measured input; 0 if the block has not run backward."""
+    length: int
+    """Length of the longest row of a measured input. Some attention keeps bytes for each pair of tokens in a row."""
     nbytes: float
     """Bytes kept for each element of the input, beyond the input itself: the most that was measured."""
     seconds: float
     """Seconds of the block's forward pass for each element of the input: the least that was measured."""
 
 
+class Limit(NamedTuple):
+    """The largest input for which a block keeps its activations."""
+
+    size: int
+    """Number of elements; 0: activations are never kept."""
+    length: int
+    """Length of a row."""
+
+
 @dataclass(frozen=True)
 class Kept:
     """The blocks that keep their activations, the same on every rank."""
 
-    blocks: tuple[int, ...]
-    """Numbers of the blocks, in the order of `model.blocks()`: the language model's first."""
-    sizes: tuple[int, ...]
-    """For each of these blocks the number of elements of its input up to which it keeps its activations."""
+    limits: dict[int, Limit]
+    """Number of a block -> the largest input for which it keeps its activations. Blocks are numbered in the order of
+    `model.blocks()`: the language model's first."""
+    device: str
+    """Name and memory of the device on which the choice was made."""
 
 
 class DynamicBlock(ActivationWrapper):
@@ -64,17 +79,21 @@ class DynamicBlock(ActivationWrapper):
     def __init__(self, block: nn.Module, device: torch.device):
         super().__init__(block)
         self.device = device
-        self.kept_size = 0
-        """The largest number of elements of an input for which the activations are kept; 0: they are recomputed."""
+        self.limit = Limit(0, 0)
+        self.had_larger = False
+        """Whether an input was larger than the limit since this was last reset."""
         self.measures = False
         """Whether recomputations are measured."""
-        self.runs: list[tuple[int, int, Callable[[], float]]] = []
-        """For each measured run: number of elements of the input, bytes kept, and a function that returns the seconds,
-        which waits for the device."""
+        self.runs: list[tuple[torch.Size, int, Callable[[], float]]] = []
+        """For each measured run: shape of the input, bytes kept, and a function that returns the seconds, which waits
+        for the device."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if 0 < input_of(args, kwargs).numel() <= self.kept_size:
-            return self._checkpoint_wrapped_module(*args, **kwargs)
+        if self.limit.size:
+            shape = input_of(args, kwargs).shape
+            if shape.numel() <= self.limit.size and row_length(shape) <= self.limit.length:
+                return self._checkpoint_wrapped_module(*args, **kwargs)
+            self.had_larger = True
         if not self.measures:
             return checkpoint(self._checkpoint_wrapped_module, *args, use_reentrant=False, **kwargs)
         is_forward = True
@@ -91,32 +110,38 @@ class DynamicBlock(ActivationWrapper):
     def measure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run the block once more, in the backward pass just before it is recomputed, and discard the result. So the
         measurement needs no more memory than the recomputation, and FSDP has gathered the block's weights."""
-        given = {storage_of(tensor) for tensor in (*tensors_in((args, kwargs)), *self.parameters())}
+        block = self._checkpoint_wrapped_module
+        given: dict[int, int] = {}
+        for tensor in (*tensors_in((args, kwargs)), *block.parameters(), *block.buffers()):
+            given |= storages_of(tensor)
         saved: dict[int, int] = {}
 
         def note(tensor: torch.Tensor) -> torch.Tensor:
-            if not isinstance(tensor, nn.Parameter) and (place := storage_of(tensor)) not in given:
-                saved[place] = tensor.untyped_storage().nbytes()
+            saved.update(storages_of(tensor))
             return tensor
 
-        block = self._checkpoint_wrapped_module
         on_cuda = self.device.type == "cuda"
         with torch.random.fork_rng([self.device] if on_cuda else []), saved_tensors_hooks(note, lambda tensor: tensor):
             seconds = stopwatch(self.device)
             output = block(*args, **kwargs)
             took = seconds()
         for tensor in tensors_in(output):  # the next block's input, which is kept in every mode
-            saved.pop(storage_of(tensor), None)
-        self.runs.append((input_of(args, kwargs).numel(), sum(saved.values()), took))
+            given |= storages_of(tensor)
+        nbytes = sum(size for place, size in saved.items() if place not in given)
+        self.runs.append((input_of(args, kwargs).shape, nbytes, took))
 
     def measured(self) -> Measured:
         """Return the measurements, and forget them. Waits for the device."""
-        runs = [(size, nbytes / size, took() / size) for size, nbytes, took in self.runs if size]
+        runs = [(shape.numel(), row_length(shape), nbytes, took()) for shape, nbytes, took in self.runs]
         self.runs.clear()
         if not runs:
-            return Measured(0, 0.0, 0.0)
-        sizes, nbytes, seconds = zip(*runs, strict=True)
-        return Measured(max(sizes), max(nbytes), min(seconds))
+            return Measured(0, 0, 0.0, 0.0)
+        return Measured(
+            max(size for size, *_ in runs),
+            max(length for _, length, *_ in runs),
+            max(nbytes / size for size, _, nbytes, _ in runs),
+            min(seconds / size for size, *_, seconds in runs),
+        )
 
 
 class DynamicCheckpointing:
@@ -134,15 +159,22 @@ class DynamicCheckpointing:
         self.blocks = [block for stack in stacks for block in stack if isinstance(block, DynamicBlock)]
         self.share, self.world = cfg.budget, world
         self.steps = 0
-        """Number of finished steps of this process."""
+        """Number of steps of this process that have updated weights."""
+        self.steps_with_larger = 0
+        """Number of steps in which a block that keeps its activations had a larger input, on this rank."""
         self.kept: Kept | None = None
         """The choice; None until it is made."""
 
-    def after_step(self) -> None:
-        """To be called after each step: let the blocks measure, or choose. Collective: all ranks must call it."""
-        self.steps += 1
-        if self.kept is not None or self.steps > LAST:
+    def after_step(self, skipped: bool) -> None:
+        """To be called after each step: let the blocks measure, or choose. Collective: all ranks must call it.
+
+        Args:
+            skipped: whether the step did not update the weights, so that optimizer states may not exist yet.
+        """
+        if self.kept is not None:
+            self.warn_of_larger()
             return
+        self.steps += not skipped
         for block in self.blocks:
             block.measures = FIRST <= self.steps + 1 <= LAST
         if self.steps == LAST:
@@ -150,30 +182,51 @@ class DynamicCheckpointing:
             ranks = gathered(own)
             blocks = [worst_of(of_ranks) for of_ranks in zip(*(found for found, _ in ranks), strict=True)]
             room = self.share * min(left for _, left in ranks)
-            kept = choose(blocks, room)
-            self.keep(kept)
-            log().info("%s", describe(blocks, kept, room))
+            limits = choose(blocks, room)
+            self.keep(Kept(limits, device_of(self.world)))
+            log().info("%s", describe(blocks, limits, room))
+
+    def warn_of_larger(self) -> None:
+        """Warn once if blocks that keep their activations often have inputs larger than those that were measured."""
+        larger = [block for block in self.blocks if block.had_larger]
+        for block in larger:
+            block.had_larger = False
+        self.steps_with_larger += bool(larger)
+        if larger and self.steps_with_larger == OFTEN:
+            log().warning(
+                "activation_checkpointing=dynamic: in %d steps inputs were larger than in the steps that were "
+                "measured, and blocks that could keep their activations were recomputed; a run that resumes with "
+                "another activation_checkpointing.budget measures again",
+                OFTEN,
+            )
 
     def keep(self, kept: Kept) -> None:
         """Make the chosen blocks keep their activations, and all others recompute them."""
         self.kept = kept
-        sizes = dict(zip(kept.blocks, kept.sizes, strict=True))
         for number, block in enumerate(self.blocks):
-            block.kept_size = sizes.get(number, 0)
+            block.limit = kept.limits.get(number, Limit(0, 0))
 
-    def state(self) -> dict[str, list[int]] | None:
+    def state(self) -> dict[str, Any] | None:
         """Return the choice for a checkpoint; None if it is not made yet."""
-        return {"blocks": [*self.kept.blocks], "sizes": [*self.kept.sizes]} if self.kept is not None else None
+        if self.kept is None:
+            return None
+        return {"device": self.kept.device, "limits": [[number, *limit] for number, limit in self.kept.limits.items()]}
 
-    def restore(self, state: dict[str, list[int]]) -> None:
-        """Make the choice that a checkpoint contains."""
-        self.keep(Kept(tuple(state["blocks"]), tuple(state["sizes"])))
+    def restore(self, state: dict[str, Any]) -> None:
+        """Make the choice that a checkpoint contains, if it was made on a device like this one."""
+        if state["device"] != device_of(self.world):
+            return
+        self.keep(Kept({number: Limit(size, length) for number, size, length in state["limits"]}, state["device"]))
+        log().info(
+            "activation_checkpointing=dynamic: %d of %d blocks keep their activations, as in the checkpoint",
+            len(state["limits"]), len(self.blocks),
+        )  # fmt: skip
 
 
-def choose(blocks: Sequence[Measured], room: float) -> Kept:
-    """Choose the blocks that keep their activations: those whose recomputation takes the longest for their bytes, as
-    many as there is room for. Among equal blocks, later ones come first, because they keep their activations for a
-    shorter time.
+def choose(blocks: Sequence[Measured], room: float) -> dict[int, Limit]:
+    """Choose the blocks that keep their activations, and return for each the largest input for which it does, by its
+    number. They are those whose forward pass takes the longest for their bytes, as many as there is room for. Among
+    equal blocks, later ones come first, because they keep their activations for a shorter time.
 
     Args:
         room: bytes that the activations of these blocks may take together.
@@ -182,35 +235,46 @@ def choose(blocks: Sequence[Measured], room: float) -> Kept:
     places.sort(key=lambda number: (blocks[number].seconds / blocks[number].nbytes, number), reverse=True)
     found = {}
     for number in places:
-        size = int(LARGER * blocks[number].size)
-        if (needed := size * blocks[number].nbytes) <= room:
-            found[number] = size
+        limit = Limit(int(LARGER * blocks[number].size), int(LARGER * blocks[number].length))
+        if (needed := limit.size * blocks[number].nbytes) <= room:
+            found[number] = limit
             room -= needed
-    return Kept(tuple(sorted(found)), tuple(size for _, size in sorted(found.items())))
+    return dict(sorted(found.items()))
 
 
 def worst_of(of_ranks: Sequence[Measured]) -> Measured:
     """Combine the measurements of one block on all ranks: the largest input, the most bytes, the most seconds."""
     return Measured(
-        max(one.size for one in of_ranks), max(one.nbytes for one in of_ranks), max(one.seconds for one in of_ranks)
+        max(one.size for one in of_ranks),
+        max(one.length for one in of_ranks),
+        max(one.nbytes for one in of_ranks),
+        max(one.seconds for one in of_ranks),
     )
 
 
-def describe(blocks: Sequence[Measured], kept: Kept, room: float) -> str:
+def describe(blocks: Sequence[Measured], limits: Mapping[int, Limit], room: float) -> str:
     """Say in words which blocks keep their activations, for the log.
 
     Args:
         room: bytes that their activations could take together.
     """
     ran = [block for block in blocks if block.size]
-    taken = sum(size * blocks[number].nbytes for number, size in zip(kept.blocks, kept.sizes, strict=True))
+    taken = sum(limit.size * blocks[number].nbytes for number, limit in limits.items())
     forward = sum(block.size * block.seconds for block in ran)
-    saved = sum(blocks[number].size * blocks[number].seconds for number in kept.blocks)
+    saved = sum(blocks[number].size * blocks[number].seconds for number in limits)
     return (
-        f"activation_checkpointing=dynamic: {len(kept.blocks)} of {len(ran)} blocks keep their activations, at most "
-        f"{taken / GB:.3g} of {room / GB:.3g} GB; the others are recomputed, which takes "
-        f"{(forward - saved) * 1e3:.3g} instead of {forward * 1e3:.3g} ms for the largest micro-batch"
+        f"activation_checkpointing=dynamic: {len(limits)} of the {len(ran)} blocks that run backward keep their "
+        f"activations, {taken / GB:.3g} GB at most, and there is room for {room / GB:.3g}; in the largest micro-batch "
+        f"{(forward - saved) * 1e3:.3g} ms of forward passes are recomputed instead of {forward * 1e3:.3g}"
     )
+
+
+def device_of(world: World) -> str:
+    """Return the name and the memory of this rank's device, as text."""
+    if world.device.type != "cuda":
+        return f"CPU, {read_host().usable_memory} bytes, {world.local_size} ranks"
+    found = torch.cuda.get_device_properties(world.device)
+    return f"{found.name}, {found.total_memory} bytes"
 
 
 def memory_left(world: World) -> float:
@@ -255,7 +319,14 @@ def stopwatch(device: torch.device) -> Callable[[], Callable[[], float]]:
 
 def input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """Return the hidden states among a block's arguments, which are its first tensor."""
-    return next(tensors_in((args, kwargs)))
+    found = next(tensors_in((args, kwargs)), None)
+    assert found is not None, "a block without a tensor among its arguments"
+    return found
+
+
+def row_length(shape: torch.Size) -> int:
+    """Return the number of tokens in a row of hidden states, [rows, tokens, channels] or [tokens, channels]."""
+    return shape[-2] if len(shape) > 1 else 1
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -267,6 +338,11 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(item)
 
 
-def storage_of(tensor: torch.Tensor) -> int:
-    """Return the address of a tensor's memory, which its views share."""
-    return tensor.untyped_storage().data_ptr()
+def storages_of(tensor: torch.Tensor) -> dict[int, int]:
+    """Return the memory of a tensor, which its views share: address -> bytes. A tensor of a class that wraps others,
+    such as a weight that is cast to fp8, has the memory of these."""
+    if is_traceable_wrapper_subclass(tensor):
+        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        return {place: size for part in parts for place, size in storages_of(part).items()}
+    storage = tensor.untyped_storage()
+    return {storage.data_ptr(): storage.nbytes()}

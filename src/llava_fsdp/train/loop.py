@@ -73,7 +73,7 @@ def fit(
                 watchdog.at(Phase.COMPUTE)
                 result = train_step(state, state.loader.agree(step), plan, cfg, started, watchdog, profiler)
                 if state.dynamic is not None:
-                    state.dynamic.after_step()
+                    state.dynamic.after_step(result.skipped)
                 # the phase counts as progress in the next step, so that a rank that hangs here counts as late
                 watchdog.at(Phase.REPORT, state.step)
                 after_step(replace(result, data_seconds=waited))

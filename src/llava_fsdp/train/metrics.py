@@ -190,7 +190,8 @@ class Reporter:
             log().warning("step %d: %d of %d samples have no label", row["step"], row["unlabelled"], row["samples"])
         self.recent.append(row["seconds"])
         shown = f"loss {number(row['loss'], '.4f')}  {row['tokens_per_second']:,.0f} tokens/s"
-        shown += "" if row["mfu"] is None else f"  MFU {row['mfu']:.1%}, HFU {row['hfu']:.1%}"
+        used = [f"{name.upper()} {row[name]:.1%}" for name in ("mfu", "hfu") if row[name] is not None]
+        shown += f"  {', '.join(used)}" if used else ""
         shown += f"  {row['skipped_steps']} skipped" if row["skipped_steps"] else ""
         if self.progress is not None:
             self.progress.update(self.task, completed=row["step"], shown=shown)

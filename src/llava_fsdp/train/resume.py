@@ -30,6 +30,11 @@ from llava_fsdp.train.state import TrainState
 
 FIXED_KEYS = ("seed", "global_batch_size", "model", "loss", "optim", "data", "labels", "sampler")
 """Configuration keys, or sections of keys, whose values must stay the same when a run continues, except `FREE_KEYS`."""
+MEMORY_KEYS = (
+    "activation_checkpointing", "attention", "compile", "data", "loss", "micro_batch_size", "model", "offload", "optim",
+    "pack", "precision", "sampler", "sharding", "tokens_per_micro_batch",
+)  # fmt: skip
+"""Configuration keys, or sections of keys, on which the memory of a step depends."""
 STORED_AS = ("precision.master_dtype", "precision.moment_dtype")
 """Configuration keys with the dtypes of a checkpoint's tensors, which must stay the same when a run continues."""
 FREE_KEYS = {
@@ -61,9 +66,8 @@ def resume(state: TrainState, cfg: Config) -> Path | None:
     state.consecutive = facts["consecutive"]
     if state.scaler is not None and facts["scaler"] is not None:
         state.scaler.restore(facts["scaler"])
-    written_by = facts_of(state, cfg)["written_by"]
-    if state.dynamic is not None and facts["dynamic"] is not None and facts["written_by"] == written_by:
-        state.dynamic.restore(facts["dynamic"])  # with other ranks or another strategy, other memory is left
+    if state.dynamic is not None and facts["dynamic"] is not None and has_same_memory(facts, facts_of(state, cfg)):
+        state.dynamic.restore(facts["dynamic"])
     state.loader.broken = set(facts["broken"])
     output = Path(cfg.output_dir)
 
@@ -74,6 +78,18 @@ def resume(state: TrainState, cfg: Config) -> Path | None:
 
     on_first_rank(begin, "cannot set checkpoints aside")
     return found.folder
+
+
+def has_same_memory(then: dict[str, Any], now: dict[str, Any]) -> bool:
+    """Return whether a run needs as much memory as the one that wrote a checkpoint, as far as its settings, its number
+    of ranks and torch's version tell.
+
+    Args:
+        then: content of the checkpoint's `state.json`.
+        now: the same of the present run.
+    """
+    same_settings = all(then["config"].get(key) == now["config"][key] for key in MEMORY_KEYS)
+    return same_settings and all(then[key] == now[key] for key in ("written_by", "versions"))
 
 
 def tensors_elsewhere(own: dict[str, torch.Tensor]) -> dict[str, Described]:

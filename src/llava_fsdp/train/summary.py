@@ -233,7 +233,7 @@ def describe_activation_checkpointing(cfg: Config, world: World) -> str:
     if mode is ActivationCheckpointing.budget:
         return f"{mode.value} {cfg.activation_checkpointing.budget:g}"
     if mode is ActivationCheckpointing.dynamic:
-        return f"{mode.value}: as full for three steps, and then less"
+        return f"{mode.value}: every block is recomputed for three steps, and then as few as there is memory for"
     if mode is ActivationCheckpointing.offload and world.device.type == "cpu":
         return f"{mode.value}: as full; without a GPU the host's memory is the device's, and this saves nothing more"
     return mode.value
