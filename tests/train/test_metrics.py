@@ -46,6 +46,8 @@ def test_a_row_has_every_number_of_its_step(monkeypatch: pytest.MonkeyPatch) -> 
     assert metrics_row(result) == row
     known = Utilization(Flops(1, 0, 0, 0), LlamaConfig(), Flops(1, 0, 0, 0), 400.0, "")
     assert metrics_row(result, known) == row | {"flops": 300, "mfu": 0.5, "hfu": 1.0}
+    changing = Utilization(Flops(1, 0, 0, 0), LlamaConfig(), None, 400.0, "")
+    assert metrics_row(result, changing) == row | {"flops": 300, "mfu": 0.5, "hfu": None}
 
 
 def put(path: Path, *steps: int) -> None:
@@ -272,6 +274,7 @@ def test_a_step_is_shown_every_so_often_and_the_last(caplog: pytest.LogCaptureFi
     caplog.set_level("INFO", "llava_fsdp")
     own = reporter()
     assert [step for step in range(1, 13) if shown(caplog, own, step=step)] == [5, 10, 12]
+    assert "tokens/s  MFU 50.0%  lr" in shown(caplog, own, mfu=0.5, hfu=None)
     own.recent.clear()
     line = shown(caplog, own, mfu=0.5, hfu=0.625, skipped_steps=3)
     assert line.startswith(
