@@ -1,6 +1,8 @@
 """Activation checkpointing chosen from measurements: what is measured and chosen, and that it changes no bit."""
 
+import gc
 import json
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,8 @@ from llava_fsdp.config import ActivationCheckpointing, ActivationCheckpointingCo
 from llava_fsdp.distributed import dynamic_checkpoint
 from llava_fsdp.distributed.activation_checkpoint import apply_activation_checkpointing
 from llava_fsdp.distributed.dynamic_checkpoint import (
-    LARGER,
-    OFTEN,
+    SIZE_MARGIN,
+    WARN_AFTER,
     DynamicBlock,
     DynamicCheckpointing,
     Limit,
@@ -75,6 +77,25 @@ def test_a_block_measures_what_it_keeps_beyond_its_arguments_and_its_result() ->
     assert block.measured() == Measured(0, 0, 0.0, 0.0), "measurements are read once"
 
 
+def test_a_measured_pass_leaves_nothing_behind() -> None:
+    """Also where an operation saves its own output, whose graph it would keep alive."""
+    outputs: list[weakref.ref[torch.Tensor]] = []
+
+    class Softmax(nn.Module):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            found = hidden.softmax(-1)
+            outputs.append(weakref.ref(found))
+            return found * hidden
+
+    block = DynamicBlock(Softmax(), torch.device("cpu"))
+    block.measures = True
+    for rows in (0, 3):
+        block(torch.ones(rows, WIDTH, requires_grad=True)).sum().backward()
+    gc.collect()
+    assert len(outputs) == 6 and [found() for found in outputs] == [None] * 6
+    assert block.measured().size == 3 * WIDTH, "an empty input is not measured"
+
+
 class Halves(torch.Tensor):
     """A tensor of a class that wraps two others, as weights are that are cast to fp8."""
 
@@ -123,7 +144,7 @@ def test_those_that_take_longest_for_their_bytes_are_chosen() -> None:
     slow, quick, wide = Measured(10, 5, 4.0, 8e-6), Measured(10, 5, 4.0, 2e-6), Measured(10, 5, 400.0, 9e-6)
     never, free = Measured(0, 0, 0.0, 0.0), Measured(10, 5, 0.0, 1e-6)
     blocks = [quick, slow, wide, never, slow, quick, free]
-    each = 4 * int(10 * LARGER)
+    each = 4 * int(10 * SIZE_MARGIN)
 
     def chosen(room: float) -> tuple[int, ...]:
         found = choose(blocks, room)
@@ -143,7 +164,7 @@ def test_blocks_measure_in_two_steps_and_larger_inputs_are_still_recomputed(monk
     stack = nn.ModuleList([Feed(5), Feed(50), Feed(5)])
     chooser = dynamic(stack, share=0.1)
     blocks: list[Any] = list(stack)
-    each = 2 * 5 * 4 / WIDTH * int(LARGER * 20 * WIDTH)
+    each = 2 * 5 * 4 / WIDTH * int(SIZE_MARGIN * 20 * WIDTH)
     monkeypatch.setattr(dynamic_checkpoint, "memory_left", lambda world: 10 * (2 * each + 1))
     measured = []
     for rows in (19, 20, 20):
@@ -152,7 +173,7 @@ def test_blocks_measure_in_two_steps_and_larger_inputs_are_still_recomputed(monk
         assert chooser.kept is None and chooser.state() is None
         chooser.after_step(skipped=False)
     assert measured == [[0] * 3, [1] * 3, [2] * 3]
-    limit = Limit(int(LARGER * 20 * WIDTH), 22)
+    limit = Limit(int(SIZE_MARGIN * 20 * WIDTH), 22)
     two = {0: limit, 2: limit}
     assert chooser.kept is not None
     assert chooser.kept.limits == two, "a tenth of what is left has room for two blocks, and all of it for three"
@@ -184,6 +205,9 @@ def test_a_row_longer_than_measured_is_recomputed() -> None:
     block.limit = Limit(12 * WIDTH, 6)
     for rows, length, is_kept in ((2, 6, True), (1, 6, True), (1, 7, False), (3, 6, False)):
         block.had_larger = False
+        with torch.no_grad():
+            block(torch.ones(rows, length, WIDTH))
+        assert not block.had_larger, "a validation recomputes nothing"
         block(torch.ones(rows, length, WIDTH))
         assert block.had_larger is not is_kept
 
@@ -197,11 +221,11 @@ def test_skipped_steps_do_not_count_and_larger_inputs_are_warned_of_once(caplog:
         step(stack, 4)
         chooser.after_step(skipped)
     assert chooser.kept is not None and chooser.kept.limits
-    for number in range(OFTEN + 5):
+    for number in range(WARN_AFTER + 5):
         step(stack, 9)
         chooser.after_step(skipped=False)
         warned = [record for record in caplog.records if record.levelname == "WARNING"]
-        assert len(warned) == (number >= OFTEN - 1)
+        assert len(warned) == (number >= WARN_AFTER - 1)
 
 
 def test_a_share_of_zero_keeps_nothing() -> None:

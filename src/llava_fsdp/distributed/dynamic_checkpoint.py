@@ -28,19 +28,19 @@ from llava_fsdp.runtime.host import process_memory, read_host
 from llava_fsdp.runtime.log import log
 
 FIRST, LAST = 2, 3
-"""The steps in which blocks measure. Steps of this process that update weights count, from 1. Two are needed: in the
-second one the compiler may compile a block again for rows of another length, and the fastest run counts."""
-LARGER = 1.1
+"""Blocks measure after the first update of the weights, until the third. Two steps are needed, because in the second
+one the compiler may compile a block again for rows of another length; the fastest run counts."""
+SIZE_MARGIN = 1.1
 """A block that keeps its activations does so for inputs of at most this many times the largest measured size and row
 length. With larger inputs it is recomputed."""
-OFTEN = 10
+WARN_AFTER = 10
 """Number of steps with larger inputs after which a warning is printed."""
 GB = 1e9
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What one block would keep, and how long its recomputation takes, for each element of its input."""
+    """Bytes that one block would keep and seconds of its forward pass, for each element of its input."""
 
     size: int
     """Number of elements of the largest measured input; 0 if the block has not run backward."""
@@ -49,7 +49,8 @@ class Measured:
     nbytes: float
     """Bytes kept for each element of the input, beyond the input itself: the most that was measured."""
     seconds: float
-    """Seconds of the block's forward pass for each element of the input: the least that was measured."""
+    """Seconds of the block's forward pass for each element of the input: the minimum over runs, and then the maximum
+    over ranks."""
 
 
 class Limit(NamedTuple):
@@ -62,7 +63,7 @@ class Limit(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptBlocks:
     """The blocks that keep their activations, the same on every rank."""
 
     limits: dict[int, Limit]
@@ -73,8 +74,8 @@ class Kept:
 
 
 class DynamicBlock(ActivationWrapper):
-    """Wrapper around a model's block that either recomputes it in the backward pass or keeps its activations, and that
-    can measure both."""
+    """Wrapper around a model's block that recomputes it in the backward pass or keeps its activations. It can measure
+    the bytes of the activations and the time of the block's forward pass."""
 
     def __init__(self, block: nn.Module, device: torch.device):
         super().__init__(block)
@@ -83,7 +84,7 @@ class DynamicBlock(ActivationWrapper):
         self.had_larger = False
         """Whether an input was larger than the limit since this was last reset."""
         self.measures = False
-        """Whether recomputations are measured."""
+        """Whether one more forward pass is measured before each recomputation."""
         self.runs: list[tuple[torch.Size, int, Callable[[], float]]] = []
         """For each measured run: shape of the input, bytes kept, and a function that returns the seconds, which waits
         for the device."""
@@ -93,7 +94,7 @@ class DynamicBlock(ActivationWrapper):
             shape = input_of(args, kwargs).shape
             if shape.numel() <= self.limit.size and row_length(shape) <= self.limit.length:
                 return self._checkpoint_wrapped_module(*args, **kwargs)
-            self.had_larger = True
+            self.had_larger |= torch.is_grad_enabled()
         if not self.measures:
             return checkpoint(self._checkpoint_wrapped_module, *args, use_reentrant=False, **kwargs)
         is_forward = True
@@ -111,28 +112,32 @@ class DynamicBlock(ActivationWrapper):
         """Run the block once more, in the backward pass just before it is recomputed, and discard the result. So the
         measurement needs no more memory than the recomputation, and FSDP has gathered the block's weights."""
         block = self._checkpoint_wrapped_module
-        given: dict[int, int] = {}
+        excluded: dict[int, int] = {}
         for tensor in (*tensors_in((args, kwargs)), *block.parameters(), *block.buffers()):
-            given |= storages_of(tensor)
+            excluded |= storages_of(tensor)
         saved: dict[int, int] = {}
 
         def note(tensor: torch.Tensor) -> torch.Tensor:
             saved.update(storages_of(tensor))
-            return tensor
+            return tensor.detach()  # the tensor itself would keep the graph alive if an operation saves its own output
 
         on_cuda = self.device.type == "cuda"
         with torch.random.fork_rng([self.device] if on_cuda else []), saved_tensors_hooks(note, lambda tensor: tensor):
             seconds = stopwatch(self.device)
             output = block(*args, **kwargs)
-            took = seconds()
+            read_seconds = seconds()
         for tensor in tensors_in(output):  # the next block's input, which is kept in every mode
-            given |= storages_of(tensor)
-        nbytes = sum(size for place, size in saved.items() if place not in given)
-        self.runs.append((input_of(args, kwargs).shape, nbytes, took))
+            excluded |= storages_of(tensor)
+        nbytes = sum(size for address, size in saved.items() if address not in excluded)
+        self.runs.append((input_of(args, kwargs).shape, nbytes, read_seconds))
 
     def measured(self) -> Measured:
         """Return the measurements, and forget them. Waits for the device."""
-        runs = [(shape.numel(), row_length(shape), nbytes, took()) for shape, nbytes, took in self.runs]
+        runs = [
+            (shape.numel(), row_length(shape), nbytes, read_seconds())
+            for shape, nbytes, read_seconds in self.runs
+            if shape.numel()
+        ]
         self.runs.clear()
         if not runs:
             return Measured(0, 0, 0.0, 0.0)
@@ -162,7 +167,7 @@ class DynamicCheckpointing:
         """Number of steps of this process that have updated weights."""
         self.steps_with_larger = 0
         """Number of steps in which a block that keeps its activations had a larger input, on this rank."""
-        self.kept: Kept | None = None
+        self.kept: KeptBlocks | None = None
         """The choice; None until it is made."""
 
     def after_step(self, skipped: bool) -> None:
@@ -183,7 +188,7 @@ class DynamicCheckpointing:
             blocks = [worst_of(of_ranks) for of_ranks in zip(*(found for found, _ in ranks), strict=True)]
             room = self.share * min(left for _, left in ranks)
             limits = choose(blocks, room)
-            self.keep(Kept(limits, device_of(self.world)))
+            self.keep(KeptBlocks(limits, device_of(self.world)))
             log().info("%s", describe(blocks, limits, room))
 
     def warn_of_larger(self) -> None:
@@ -192,15 +197,14 @@ class DynamicCheckpointing:
         for block in larger:
             block.had_larger = False
         self.steps_with_larger += bool(larger)
-        if larger and self.steps_with_larger == OFTEN:
+        if larger and self.steps_with_larger == WARN_AFTER:
             log().warning(
-                "activation_checkpointing=dynamic: in %d steps inputs were larger than in the steps that were "
-                "measured, and blocks that could keep their activations were recomputed; a run that resumes with "
-                "another activation_checkpointing.budget measures again",
-                OFTEN,
+                "activation_checkpointing=dynamic: in %d steps inputs were larger than those that were measured, and "
+                "blocks were recomputed. To measure again, resume with another activation_checkpointing.budget",
+                WARN_AFTER,
             )
 
-    def keep(self, kept: Kept) -> None:
+    def keep(self, kept: KeptBlocks) -> None:
         """Make the chosen blocks keep their activations, and all others recompute them."""
         self.kept = kept
         for number, block in enumerate(self.blocks):
@@ -213,10 +217,13 @@ class DynamicCheckpointing:
         return {"device": self.kept.device, "limits": [[number, *limit] for number, limit in self.kept.limits.items()]}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Make the choice that a checkpoint contains, if it was made on a device like this one."""
-        if state["device"] != device_of(self.world):
+        """Make the choice that a checkpoint contains, if it was made on devices like those of all ranks. Collective:
+        all ranks must call it."""
+        if set(gathered(device_of(self.world))) != {state["device"]}:
             return
-        self.keep(Kept({number: Limit(size, length) for number, size, length in state["limits"]}, state["device"]))
+        self.keep(
+            KeptBlocks({number: Limit(size, length) for number, size, length in state["limits"]}, state["device"])
+        )
         log().info(
             "activation_checkpointing=dynamic: %d of %d blocks keep their activations, as in the checkpoint",
             len(state["limits"]), len(self.blocks),
@@ -235,7 +242,7 @@ def choose(blocks: Sequence[Measured], room: float) -> dict[int, Limit]:
     places.sort(key=lambda number: (blocks[number].seconds / blocks[number].nbytes, number), reverse=True)
     found = {}
     for number in places:
-        limit = Limit(int(LARGER * blocks[number].size), int(LARGER * blocks[number].length))
+        limit = Limit(int(SIZE_MARGIN * blocks[number].size), int(SIZE_MARGIN * blocks[number].length))
         if (needed := limit.size * blocks[number].nbytes) <= room:
             found[number] = limit
             room -= needed
@@ -264,8 +271,8 @@ def describe(blocks: Sequence[Measured], limits: Mapping[int, Limit], room: floa
     saved = sum(blocks[number].size * blocks[number].seconds for number in limits)
     return (
         f"activation_checkpointing=dynamic: {len(limits)} of the {len(ran)} blocks that run backward keep their "
-        f"activations, {taken / GB:.3g} GB at most, and there is room for {room / GB:.3g}; in the largest micro-batch "
-        f"{(forward - saved) * 1e3:.3g} ms of forward passes are recomputed instead of {forward * 1e3:.3g}"
+        f"activations, about {taken / GB:.3g} of {room / GB:.3g} GB; recomputation takes an estimated "
+        f"{(forward - saved) * 1e3:.3g} ms instead of {forward * 1e3:.3g} ms for the largest micro-batch"
     )
 
 
@@ -278,14 +285,14 @@ def device_of(world: World) -> str:
 
 
 def memory_left(world: World) -> float:
-    """Return the bytes of the device's memory that no process has allocated, even at the peak of the steps so far. On a
-    CPU it is this rank's equal share of the host's free memory.
+    """Return the bytes of the device's free memory, which exclude all that torch's allocator has reserved so far. On a
+    CPU it is this rank's equal share of the host's free memory, minus what the steps so far read_seconds for a time.
 
     Args:
         world: the device, and the number of ranks on this machine.
     """
     if world.device.type == "cuda":
-        # torch's allocator keeps the memory of the peak, so what is free now was free then
+        # torch's allocator does not return memory after the peak
         return float(torch.cuda.mem_get_info(world.device)[0])
     until_peak = process_memory("VmHWM") - process_memory("VmRSS")
     return max(0.0, read_host().free / world.local_size - until_peak)
@@ -343,6 +350,6 @@ def storages_of(tensor: torch.Tensor) -> dict[int, int]:
     such as a weight that is cast to fp8, has the memory of these."""
     if is_traceable_wrapper_subclass(tensor):
         parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-        return {place: size for part in parts for place, size in storages_of(part).items()}
+        return {address: size for part in parts for address, size in storages_of(part).items()}
     storage = tensor.untyped_storage()
     return {storage.data_ptr(): storage.nbytes()}

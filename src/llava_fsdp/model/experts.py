@@ -129,15 +129,15 @@ class RouterOutputs:
 
 
 class RouterHook:
-    """Forward hook of one router, which keeps its last output."""
+    """Forward hook of one router, which stores the router's latest output."""
 
     def __init__(self, router: Router, with_gradients: bool, compiled: bool):
         self.router = router
         self.with_gradients = with_gradients
         self.stays_on = self.is_on = compiled
         """Whether outputs are kept. Activation checkpointing runs a block again in the backward pass, in which outputs
-        need not be kept: they take memory, and with gradients they would hold the block's activations. They always are
-        if blocks are compiled, because a block must be the same graph both times."""
+        need not be kept: they take memory, and with gradients they would hold the block's activations. If
+        blocks are compiled, they always are: otherwise the recomputation would compile another graph."""
         self.outputs: tuple[torch.Tensor, ...] | None = None
         router.module.register_forward_hook(self.hook)
 

@@ -27,7 +27,8 @@ def tensors(state: TrainState) -> dict[str, torch.Tensor]:
 
 def facts_of(state: TrainState, cfg: Config) -> dict[str, Any]:
     """Return all values of a checkpoint other than tensors (counters, configuration, ...), the content of its
-    `state.json`. The entries `versions` and `written_by` are only for human readers."""
+    `state.json`. The entries `versions` and `written_by` are for human readers and for `has_same_memory`
+    (train/resume.py)."""
     return {
         "format": FORMAT,
         "run": state.run,

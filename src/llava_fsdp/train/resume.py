@@ -31,10 +31,11 @@ from llava_fsdp.train.state import TrainState
 FIXED_KEYS = ("seed", "global_batch_size", "model", "loss", "optim", "data", "labels", "sampler")
 """Configuration keys, or sections of keys, whose values must stay the same when a run continues, except `FREE_KEYS`."""
 MEMORY_KEYS = (
-    "activation_checkpointing", "attention", "compile", "data", "loss", "micro_batch_size", "model", "offload", "optim",
-    "pack", "precision", "sampler", "sharding", "tokens_per_micro_batch",
+    "activation_checkpointing", "attention", "compile", "data", "deterministic", "loss", "micro_batch_size", "model",
+    "offload", "optim", "pack", "precision", "sampler", "sharding", "tokens_per_micro_batch",
 )  # fmt: skip
-"""Configuration keys, or sections of keys, on which the memory of a step depends."""
+"""Configuration keys, or sections of keys, on which the memory of a step depends. If one of them changes, a run with
+`activation_checkpointing=dynamic` measures again."""
 STORED_AS = ("precision.master_dtype", "precision.moment_dtype")
 """Configuration keys with the dtypes of a checkpoint's tensors, which must stay the same when a run continues."""
 FREE_KEYS = {
@@ -82,7 +83,7 @@ def resume(state: TrainState, cfg: Config) -> Path | None:
 
 def has_same_memory(then: dict[str, Any], now: dict[str, Any]) -> bool:
     """Return whether a run needs as much memory as the one that wrote a checkpoint, as far as its settings, its number
-    of ranks and torch's version tell.
+    of ranks and the versions of torch and of this package tell.
 
     Args:
         then: content of the checkpoint's `state.json`.
