@@ -126,7 +126,7 @@ def test_a_step_knows_how_long_it_waited_for_its_data(monkeypatch: pytest.Monkey
     monkeypatch.setattr(loop, "train_step", step)
     loader = SimpleNamespace(prepared=prepared, agree=lambda step: -step)
     roots = [nn.Linear(1, 1).eval() for _ in range(2)]
-    state: Any = SimpleNamespace(step=4, roots=roots, loader=loader, compilations=None)
+    state: Any = SimpleNamespace(step=4, roots=roots, loader=loader, compilations=None, dynamic=None)
     waited: list[float] = []
 
     def after(result: StepResult) -> None:
