@@ -115,7 +115,7 @@ class Halves(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise NotImplementedError
+        return NotImplemented
 
 
 def test_memory_of_a_tensor_that_wraps_others() -> None:
@@ -307,11 +307,10 @@ def test_a_resumed_run_takes_the_recorded_choice(
         train(make_config(parts, dataset, tmp_path, *common, f"max_steps={steps}", *overrides))
         return recorded(steps)
 
-    assert run(2, 1e12) is None
-    first = run(5, 1e12)
+    first = run(3, 1e12)
     assert first["limits"]
-    assert run(9, 0.0) == first
-    assert run(12, 0.0, "activation_checkpointing.budget=0.5")["limits"] == []
+    assert run(4, 0.0) == first
+    assert run(7, 0.0, "activation_checkpointing.budget=0.5")["limits"] == []
 
 
 @pytest.mark.slow

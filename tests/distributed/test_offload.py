@@ -445,8 +445,14 @@ def test_advice_against_full_memory_can_be_followed(
 ) -> None:
     """A row must have room for the longest sample, and only some rows can be shared by more ranks."""
     found = cures(configure("pack=true", "data.max_length=256", *keys), CPU)
+    assert not any("activation_checkpointing.budget" in cure for cure in found)
     assert any("tokens_per_micro_batch" in cure for cure in found) == smaller
     assert any("parallel.context" in cure for cure in found) == shared
+
+
+def test_a_smaller_share_is_advised_where_activations_fill_the_memory(configure: Configure) -> None:
+    assert "activation_checkpointing.budget" in cures(configure("activation_checkpointing=dynamic"), CPU)[0]
+    assert cures(configure("activation_checkpointing=none"), CPU)[0] == "activation_checkpointing=full"
 
 
 def test_a_machine_without_a_gpu_is_told_that_nothing_is_saved(

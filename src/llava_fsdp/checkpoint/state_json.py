@@ -33,9 +33,8 @@ def parse_facts(content: bytes, manifest: Manifest) -> dict[str, Any]:
     that its step is that of the checkpoint's manifest. Raises CheckpointError, and no other error, for any invalid
     content."""
     try:
-        facts: dict[str, Any] = {"consecutive": 0, "dynamic": None} | parse_object(
-            content
-        )  # absent in older checkpoints
+        missing_in_older = {"consecutive": 0, "dynamic": None}
+        facts: dict[str, Any] = missing_in_older | parse_object(content)
         require_types(facts, TYPES)
         if facts["scaler"] is not None:
             require_types(facts["scaler"], SCALER)

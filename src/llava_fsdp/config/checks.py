@@ -121,7 +121,7 @@ def check_context(cfg: Config) -> None:
             f"{context} with sampler=llava_v1_5: the original LLaVA gives every rank rows of its own; set "
             "sampler=shuffle, or parallel.context=1"
         )
-    if cfg.activation_checkpointing.mode is ActivationCheckpointing.dynamic:
+    if cfg.parallel.num_context > 1 and cfg.activation_checkpointing.mode is ActivationCheckpointing.dynamic:
         raise ConfigError(
             f"{context} with activation_checkpointing=dynamic is not supported; set activation_checkpointing=auto, or "
             "parallel.context=1"

@@ -224,9 +224,11 @@ def explained_memory_errors(cfg: Callable[[], Config], device: torch.device) -> 
 def cures(cfg: Config, device: torch.device) -> list[str]:
     """Return settings, as `key=value`, with which a training on `device` needs less memory than with `cfg`. The
     settings that slow it down least come first."""
-    found = (
-        ["activation_checkpointing=full"] if cfg.activation_checkpointing.mode is ActivationCheckpointing.none else []
-    )
+    by_mode = {
+        ActivationCheckpointing.none: ["activation_checkpointing=full"],
+        ActivationCheckpointing.dynamic: ["a smaller activation_checkpointing.budget"],
+    }
+    found = by_mode.get(cfg.activation_checkpointing.mode, [])
     if not cfg.packs:
         found.append("a smaller micro_batch_size")
     elif cfg.plans_tokens or cfg.row_tokens > cfg.data.max_length:  # else a row just holds the longest sample
