@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -87,9 +87,15 @@ VARIANTS = [
     Way("compiled", None, ("compile=true", "activation_checkpointing=full", *FIXED)),
     Way("not compiled", None, ("compile=false", "activation_checkpointing=full", *FIXED)),
     Way("compiled, selective", None, ("compile=true", "activation_checkpointing=selective", *FIXED)),
+    Way("compiled, dynamic", None, ("compile=true", "activation_checkpointing=dynamic", *FIXED)),
     Way("compiled, nothing again", None, ("compile=true", "activation_checkpointing=none", *FIXED)),
     Way("compiled, fp8", None, ("compile=true", "activation_checkpointing=full", "precision.linear=fp8", *FIXED),
          "torchao"),
+    Way("compiled, nothing again, int8", None,
+        ("compile=true", "activation_checkpointing=none", "precision=int8_mixed", *FIXED),
+         "torchao"),
+    Way("auto", None, AUTO),
+    Way("auto, fp8", None, ("precision.linear=fp8", *AUTO), "torchao"),
     Way("one of 8 simulated ranks, zero3: gathers are copies in the GPU's own memory, not NVLink", None,
          ("dry_run=8", "sharding=zero3", "activation_checkpointing=none", *FIXED)),
 ]  # fmt: skip
@@ -128,8 +134,14 @@ def run_ours(work: Work, way: Way) -> dict[str, Any]:
         steps = [our_step(n, work, cfg, model, world.device) for n in range(work.steps)]
 
         def run(number: int) -> float:
-            return train_step(state, steps[number], plan, cfg, 0.0).loss
+            result = train_step(state, steps[number], plan, cfg, 0.0)
+            if state.dynamic is not None:
+                state.dynamic.after_step(result.skipped)
+            return result.loss
 
+        if state.dynamic is not None:  # it measures in its first three steps
+            for number in (0, 1):
+                run(number)
         found = time_steps(work, world.device, run)
         kernel = model.kernel.attention.value if model.kernel else "sdpa"
         settled = {
@@ -268,6 +280,7 @@ def main() -> None:
     parser.add_argument("--stage", choices=["finetune", "pretrain"], default="finetune")
     parser.add_argument("--variants", action="store_true", help="ours in several ways, and nobody else")
     parser.add_argument("--tiny", action="store_true", help="a small model and short steps")
+    parser.add_argument("--row", type=int, help="tokens of a micro-batch of the ways whose number is fixed (8192)")
     parser.add_argument("--limit", type=float, default=110, help="seconds that one way may take")
     parser.add_argument("--ways", nargs="*", help="only these, by the beginning of their names")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -279,6 +292,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="speed-") as folder:
         write_model(Path(folder), 64, 2, 512)
         work = work_of(options, Path(folder))
+        work = replace(work, row=options.row or work.row)
         report["work"] = {k: str(v) if isinstance(v, Path) else v for k, v in vars(work).items() if k != "models"}
         report["work"]["precision"] = precision_of(work)
         report["ways"] = []

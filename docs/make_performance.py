@@ -191,6 +191,24 @@ def gpu_peers() -> str:
     return f"{table(head, rows, 'lllrrrr')}\n\n" + " ".join(origin(*source) for source in sources)
 
 
+def gpu_ways() -> str:
+    """Seconds of a step of several ways of ours on one GPU, each beside `auto` in bf16."""
+    sources = [newest("speed-variants-bf16-cuda"), newest("speed-variants-int8-cuda")]
+    ways = [row for _, report in sources for row in report["ways"] if "seconds" in row]
+    auto = next(row for row in ways if row["name"] == "auto")
+    rows = []
+    for way in sorted(ways, key=lambda row: median(row["seconds"])):
+        seconds = median(way["seconds"])
+        rows.append([
+            way["name"], code(way["activation_checkpointing"]), f"{way['tokens_per_micro_batch']:,}", f"{seconds:.2f}",
+            f"{min(way['seconds']):.2f} to {max(way['seconds']):.2f}", f"{way['mfu']:.1%}",
+            f"{way['max_memory_allocated'] / 1e9:.0f}", f"{seconds / median(auto['seconds']):.2f}",
+        ])  # fmt: skip
+    head = ("", "activation checkpointing", "tokens of a micro-batch", "seconds a step", "four steps", "MFU",
+            "peak, GB", "seconds, auto = 1")  # fmt: skip
+    return f"{table(head, rows, 'llrrrrrr')}\n\n" + " ".join(origin(*source) for source in sources)
+
+
 def layout_curves() -> str:
     """Predicted tokens a second and GPU of the fastest layout of ranks, beside sharding alone."""
     path, report = newest("layout-curves-h100")
@@ -316,7 +334,7 @@ TABLES = {
     "devices": devices, "stored": stored, "packing": packing, "activation_checkpointing": activation_checkpointing,
     "strategies": strategies,
     "limited": limited, "planner": planner, "checkpoints": checkpoints, "pictures": pictures,
-    "scaling": scaling, "gpu": gpu, "gpu_peers": gpu_peers, "layout_curves": layout_curves,
+    "scaling": scaling, "gpu": gpu, "gpu_peers": gpu_peers, "gpu_ways": gpu_ways, "layout_curves": layout_curves,
     "packed_peers": packed_peers, "low_precision": low_precision, "first_step": first_step,
     "compiled": lambda: planner("memory-compiled-cpu"),
 }  # fmt: skip

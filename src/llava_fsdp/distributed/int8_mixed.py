@@ -7,7 +7,6 @@ keep their dtypes. Source: torchao/prototype/quantized_training/int8_mixed_preci
 """
 
 import importlib.util
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +15,10 @@ from torch.utils._triton import has_triton
 
 from llava_fsdp.distributed.fp8 import CURE, MULTIPLE, takes_fp8
 from llava_fsdp.runtime.errors import ConfigError
+
+PADDED_TO = {"cuda": 512, "cpu": 1}
+"""Device type -> number of tokens to whose multiple a layer's input is padded. For each new number of tokens torchao's
+kernel for GPUs times 27 variants of itself, which takes seconds, and packed rows have any number of tokens."""
 
 
 def check_int8_mixed(device: torch.device) -> None:
@@ -50,32 +53,71 @@ def check_int8_mixed(device: torch.device) -> None:
         )
 
 
+class Int8Products(torch.autograd.Function):
+    """Multiply by a transposed matrix in int8, forwards and backwards.
+
+    The three products are those of torchao's own function, which torch.compile cannot trace: it would divide a block's
+    graph at each linear layer, and cast to int8 in separate kernels.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Args: x: (tokens, in). weight: (out, in). Returns: (tokens, out)."""
+        ctx.save_for_backward(x, weight)
+        return int8_product(x, weight.T)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        x, weight = ctx.saved_tensors
+        of_x = int8_product(grad, weight) if ctx.needs_input_grad[0] else None
+        return of_x, int8_product(grad.T, x) if ctx.needs_input_grad[1] else None
+
+
+def int8_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Multiply two matrices that are cast to int8, with a scale for each row of `left` and each column of `right`.
+
+    Args:
+        left: (m, k).
+        right: (k, n).
+    """
+    from torchao.prototype.quantized_training.int8_mixed_precision import quantize_int8_rowwise, scaled_int8_mm
+
+    rows, row_scale = quantize_int8_rowwise(left)
+    columns, column_scale = quantize_int8_rowwise(right.T)
+    # The second matrix column by column in memory: int8 products are fastest so.
+    return scaled_int8_mm(rows.contiguous(), columns.contiguous().T, row_scale.contiguous(), column_scale.contiguous())
+
+
 class Int8Linear(nn.Linear):
     """A linear layer that multiplies in int8, forwards and backwards. A single token is multiplied in the weight's
     dtype: torchao's kernel for GPUs does not take it."""
 
-    product: Callable[..., torch.Tensor]
-    """torchao's differentiable function of (input, weight, bias, settings)."""
-    settings: Any
-    """torchao's choice of the products that are in int8: all three."""
+    padded_to: int
+    """The input is padded with zeros to a multiple of this many tokens."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if input.numel() == self.in_features:
+        tokens = input.numel() // self.in_features
+        if tokens == 1:
             return super().forward(input)
-        return self.product(input, self.weight, self.bias, self.settings)
+        x = input.reshape(tokens, self.in_features)
+        if self.padded_to > 1:
+            x = nn.functional.pad(x, (0, 0, 0, -tokens % self.padded_to))
+        output = Int8Products.apply(x, self.weight)[:tokens].reshape(*input.shape[:-1], self.out_features)
+        return output if self.bias is None else output + self.bias
 
 
-def multiply_in_int8(blocks: nn.ModuleList) -> None:
+def multiply_in_int8(blocks: nn.ModuleList, padded_to: int) -> None:
     """Replace the linear layers of a stack of blocks on the meta device by int8 layers, in place. Parameters keep their
     names.
 
     Layers whose weight is frozen, or has a size that is not a multiple of 16, are not replaced.
 
+    Args:
+        padded_to: number of tokens to whose multiple inputs are padded, see `PADDED_TO`. It changes no result.
+
     Raises:
         ConfigError: no layer can be replaced.
     """
-    from torchao.prototype.quantized_training import int8_mixed_precision as torchao_int8
-
     layers = [module for module in blocks.modules() if takes_fp8(module)]
     if not layers:
         raise ConfigError(
@@ -85,5 +127,4 @@ def multiply_in_int8(blocks: nn.ModuleList) -> None:
     for layer in layers:
         layer.__class__ = Int8Linear  # its parameters stay: a new module would have to be put into its parent
         assert isinstance(layer, Int8Linear)
-        layer.product = torchao_int8._Int8MixedPrecisionTrainingLinearFunction.apply
-        layer.settings = torchao_int8.Int8MixedPrecisionTrainingConfig()
+        layer.padded_to = padded_to

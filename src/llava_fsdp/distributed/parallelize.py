@@ -19,7 +19,7 @@ from llava_fsdp.distributed.activation_checkpoint import apply_activation_checkp
 from llava_fsdp.distributed.compile import Compilations
 from llava_fsdp.distributed.expert_parallel import SharedExperts
 from llava_fsdp.distributed.fp8 import multiply_in_fp8, weights_in_fp8
-from llava_fsdp.distributed.int8_mixed import multiply_in_int8
+from llava_fsdp.distributed.int8_mixed import PADDED_TO, multiply_in_int8
 from llava_fsdp.distributed.memory import Weight, unit_of_experts
 from llava_fsdp.distributed.offload import Offload
 from llava_fsdp.distributed.precision import (
@@ -73,7 +73,7 @@ def parallelize(
     if in_fp8:
         multiply_in_fp8(stacks[0], sharded=mesh is not None)
     elif cfg.precision.linear is LinearKind.int8_mixed:
-        multiply_in_int8(stacks[0])
+        multiply_in_int8(stacks[0], PADDED_TO[offload.device.type])
     experts = share() if share is not None else None
     one_row = cfg.packs or cfg.micro_batch_size == 1
     apply_activation_checkpointing(stacks, cfg.activation_checkpointing, offload.device, count, one_row)
