@@ -305,6 +305,9 @@ def test_a_plan_prints_the_layouts(dense: Path, capsys: pytest.CaptureFixture[st
     assert all(one["why_not"] for one in search["rows"][1:])
     assert search["ways"] > search["layouts"] > 10
     assert "parallel.search" not in found["recommended"]["command"]
+    for mode in ("dynamic", "budget"):  # which some layouts refuse
+        again = printed(capsys, *keys, f"activation_checkpointing={mode}")
+        assert again["search"] == search and again["recommended"] == found["recommended"]
 
 
 def test_why_a_way_to_train_was_not_chosen() -> None:

@@ -15,7 +15,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llava_fsdp.config import DType, Format, OffloadMode, ParallelConfig, PlanConfig, SamplerName, Source
+from llava_fsdp.config import (
+    ActivationCheckpointing,
+    ActivationCheckpointingConfig,
+    DType,
+    Format,
+    OffloadMode,
+    ParallelConfig,
+    PlanConfig,
+    SamplerName,
+    Source,
+)
 from llava_fsdp.distributed.zero import SHARD_PLANS, Mesh
 from llava_fsdp.model.pretrained import Parts
 from llava_fsdp.plan.auto import chosen_kinds, settle_packing, smallest_context
@@ -77,7 +87,7 @@ def print_plan(cfg: PlanConfig, typed: Sequence[str]) -> None:
         ranks = Ranks(world_size, tried.sharding.shard_size or max(1, cfg.gpus // tensor), cfg.gpus)
         strategies = distinct_strategies(ranks, tensor * tried.parallel.pipeline)
         splits = splits_to_try(planner, tried, world_size, is_free)
-        return Ways(planner, choices(tried, machine, strategies), ranks, splits)
+        return Ways(planner, choices(tried, machine, strategies, cfg.activation_checkpointing), ranks, splits)
 
     def planner_of(tried: PlanConfig) -> Planner:
         return Planner(tried, machine, parts=parts)
@@ -88,8 +98,11 @@ def print_plan(cfg: PlanConfig, typed: Sequence[str]) -> None:
 
     more: dict[str, Any] = {}
     search = None
+    # All modes are compared, so a mode that the configuration sets must not rule out kinds of parallelism.
+    in_any_mode = ActivationCheckpointingConfig(mode=ActivationCheckpointing.auto, budget=None)
+    searched_cfg = replace(cfg, activation_checkpointing=in_any_mode)
     if cfg.parallel.search:
-        search = Searcher(planner_of, ways).search(cfg, world_size, cfg.gpus, cfg.rows)
+        search = Searcher(planner_of, ways).search(searched_cfg, world_size, cfg.gpus, cfg.rows)
         planner, rows = search.rows[0].planner, [one.row for one in search.rows]
         more["search"] = search_object(search)
     else:
@@ -100,7 +113,7 @@ def print_plan(cfg: PlanConfig, typed: Sequence[str]) -> None:
         if search is not None:  # the curves of single strategies have only the kinds that the configuration sets
             unsearched = replace(cfg.parallel, search=False, context=cfg.parallel.num_context)
             plain = planner.with_layout(replace(cfg, parallel=unsearched))
-            searched = partial(fastest_on, cfg=cfg, known=search.rows[0], ways=ways)
+            searched = partial(fastest_on, cfg=searched_cfg, known=search.rows[0], ways=ways)
         points = scale(plain, cfg.gpus, cfg.nodes, is_free, searched)
         assumed = assumptions(plain.machine, plain.samples)
         more |= {"scaling": points, "assumptions": assumed, "page": str(write_page(points, plain, Path(cfg.page)))}

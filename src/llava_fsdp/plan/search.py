@@ -27,20 +27,26 @@ BUDGET = 0.5
 sets none."""
 
 
-def choices(cfg: Config, machine: Machine, strategies: Sequence[Strategy]) -> list[Choice]:
+def choices(
+    cfg: Config,
+    machine: Machine,
+    strategies: Sequence[Strategy],
+    configured: ActivationCheckpointingConfig | None = None,
+) -> list[Choice]:
     """Return all combinations of a sharding strategy, a mode of activation checkpointing and a mode of offload that the
     configuration's checks accept.
 
     Args:
         machine: what each rank would train on.
         strategies: the sharding strategies to combine with the modes.
+        configured: the user's activation checkpointing, whose budget the mode `budget` has; None: that of `cfg`.
     """
     # on a CPU machine host memory is the device's, so that only files save memory
     modes = list(OffloadMode) if machine.device != "cpu" else [OffloadMode.none, OffloadMode.nvme]
     return [
         Choice(strategy, activation_checkpointing, mode)
         for strategy in strategies
-        for activation_checkpointing in checkpointing_modes(cfg, machine)
+        for activation_checkpointing in checkpointing_modes(cfg, machine, configured)
         for mode in modes
         if is_allowed(cfg, strategy, mode)
     ]
@@ -57,9 +63,11 @@ def distinct_strategies(ranks: Ranks, parts: int = 1) -> list[Strategy]:
     return [s for s, plan in SHARD_PLANS.items() if hybrid or plan.mesh is not Mesh.HYBRID]
 
 
-def checkpointing_modes(cfg: Config, machine: Machine) -> list[ActivationCheckpointingConfig]:
+def checkpointing_modes(
+    cfg: Config, machine: Machine, configured: ActivationCheckpointingConfig | None = None
+) -> list[ActivationCheckpointingConfig]:
     modes = [ActivationCheckpointing.none, ActivationCheckpointing.selective, ActivationCheckpointing.full]
-    configured = cfg.activation_checkpointing
+    configured = configured or cfg.activation_checkpointing
     may_compile = cfg.compile is not False or configured.mode is ActivationCheckpointing.budget
     divides = max(cfg.parallel.tensor, cfg.parallel.expert, cfg.parallel.pipeline) > 1
     # on a CPU machine host memory is the device's, and compiling takes longer than it saves
