@@ -120,7 +120,8 @@ set_up() {
     if [[ "$(cat "$stamp_file" 2>/dev/null)" != "$(wanted_stamp)" ]]; then
         [[ $gpus -gt 0 ]] || packages+=("$TORCH_WITHOUT_GPU")
         say "installing llava_fsdp${extras:+ with $extras} into .venv"
-        "$VENV/bin/python" -m pip install --disable-pip-version-check --constraint "$ROOT/constraints.txt" \
+        # Python compiles a module when it is first imported. To compile all, most of which nothing imports, takes a minute.
+        "$VENV/bin/python" -m pip install --no-compile --disable-pip-version-check --constraint "$ROOT/constraints.txt" \
             ${packages[@]+"${packages[@]}"} --editable "$ROOT${extras:+[$extras]}"
         wanted_stamp >"$stamp_file"
     fi

@@ -37,7 +37,8 @@ set_up "dev,bench"
 failed=()
 not_run=()
 log="$(mktemp)"
-trap 'rm -f "$log"' EXIT
+types="$(mktemp)"
+trap 'rm -f "$log" "$types"' EXIT
 
 # check NAME COMMAND...: runs it, and remembers where it failed.
 check() {
@@ -74,13 +75,23 @@ run_tests() {
     return "$status"
 }
 
+# Waits for the check of types, and prints what it found.
+finish_types() {
+    local status=0
+    wait "$checker" || status=$?
+    cat "$types"
+    return "$status"
+}
+
 check "format" ruff format --check .
 check "lint" ruff check .
-check "types" pyright
 check "import contracts" lint-imports
 check "spelling" codespell --skip '*.json,*.jsonl,*.safetensors,.venv,outputs'
 check "shell scripts" shellcheck --external-sources launch/*.sh launch/*/*.sh launch/slurm.sbatch .ci/run
+pyright >"$types" 2>&1 & # takes two minutes, in which the tests often wait
+checker=$!
 check "tests" run_tests "$@"
+check "types" finish_types
 
 echo
 for line in ${not_run[@]+"${not_run[@]}"}; do
