@@ -3,6 +3,7 @@
     python benchmarks/speed.py OUT                      # stage 2: ours, transformers' model, DeepSpeed
     python benchmarks/speed.py OUT --stage pretrain     # stage 1
     python benchmarks/speed.py OUT --variants           # ours: compiled or not, recomputation, fp8, one of eight ranks
+    python benchmarks/speed.py OUT --sweep              # ours on a CPU: planned size of micro-batches, and eight others
     python benchmarks/speed.py OUT --tiny               # a small model, to try the script itself; a CPU will do
 
 Nothing is downloaded: weights are random, of the real shapes, samples are drawn once from a seed and are the same for
@@ -99,6 +100,14 @@ VARIANTS = [
     Way("one of 8 simulated ranks, zero3: gathers are copies in the GPU's own memory, not NVLink", None,
          ("dry_run=8", "sharding=zero3", "activation_checkpointing=none", *FIXED)),
 ]  # fmt: skip
+
+SIZES = (1024, 1280, 1536, 1792, 2048, 2560, 3072, 4096)
+"""Tokens of a micro-batch in the sweep; the smallest has room for the longest sample."""
+SWEPT = ("compile=true", "activation_checkpointing=none")
+SWEEP = [
+    Way("the planner's choice", None, (*SWEPT, "tokens_per_micro_batch=auto")),
+    *(Way(f"{size:,} tokens", None, (*SWEPT, f"tokens_per_micro_batch={size}")) for size in SIZES),
+]
 
 
 # Ours
@@ -279,6 +288,7 @@ def main() -> None:
     parser.add_argument("out", nargs="?", type=Path, default=REPOSITORY / "benchmarks" / "results")
     parser.add_argument("--stage", choices=["finetune", "pretrain"], default="finetune")
     parser.add_argument("--variants", action="store_true", help="ours in several ways, and nobody else")
+    parser.add_argument("--sweep", action="store_true", help="ours with eight sizes of micro-batches, twice; a CPU")
     parser.add_argument("--tiny", action="store_true", help="a small model and short steps")
     parser.add_argument("--row", type=int, help="tokens of a micro-batch of the ways whose number is fixed (8192)")
     parser.add_argument("--limit", type=float, default=110, help="seconds that one way may take")
@@ -290,29 +300,42 @@ def main() -> None:
         return
     report = known_facts(QUESTION, options)
     with tempfile.TemporaryDirectory(prefix="speed-") as folder:
-        write_model(Path(folder), 64, 2, 512)
+        write_model(Path(folder), *((448, 5, 4001) if options.sweep else (64, 2, 512)))
         work = work_of(options, Path(folder))
         work = replace(work, row=options.row or work.row)
         report["work"] = {k: str(v) if isinstance(v, Path) else v for k, v in vars(work).items() if k != "models"}
         report["work"]["precision"] = precision_of(work)
         report["ways"] = []
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        variants = "-variants" if options.variants else ""
+        variants = "-variants" if options.variants else "-sweep" if options.sweep else ""
         name = f"speed-{options.stage}{variants}-{precision_of(work)}-{device}"
         for what in ("ceilings", "first_loss"):
             report[what] = start(what, work, options)
             write_json(report, name, options.out)
             if "failed" in report[what] or "not_run" in report[what]:
                 raise SystemExit(f"{what}: {report[what]}")
-        for way in VARIANTS if options.variants else SIDE_BY_SIDE:
+        ways = VARIANTS if options.variants else [*SWEEP, *SWEEP[::-1]] if options.sweep else SIDE_BY_SIDE
+        for way in ways:
             if wanted(way, options):
                 report["ways"].append(timed(way, work, options))
                 rate(report)
                 write_json(report, name, options.out)
+    if options.sweep:
+        report["chosen_beside_best"] = beside_best(report["ways"])
+        print(f"CPU seconds of the planner's choice beside the best size: {report['chosen_beside_best']:.3f}")
     Console(width=None if sys.stdout.isatty() else 140, highlight=False).print(table_of(report))
     write(report, name, options.out, draw)
     if any("failed" in row for row in report["ways"]):
         raise SystemExit(1)
+
+
+def beside_best(rows: list[dict[str, Any]]) -> float:
+    """CPU seconds of a step of the planner's choice over those of the fastest size, medians of both runs."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        found.setdefault(row["name"], []).extend(row["cpu_seconds"])
+    medians = {name: statistics.median(seconds) for name, seconds in found.items()}
+    return medians[SWEEP[0].name] / min(medians[way.name] for way in SWEEP[1:])
 
 
 def wanted(way: Way, options: argparse.Namespace) -> bool:
@@ -321,6 +344,8 @@ def wanted(way: Way, options: argparse.Namespace) -> bool:
 
 def work_of(options: argparse.Namespace, models: Path) -> Work:
     large = torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory > LARGE
+    if options.sweep:
+        return Work("finetune", None, models, 20, 4, 6, 2, 1024, 1024, 160, True)
     if options.tiny:
         return Work(options.stage, None, models, 8, 4, 3, 1, 160, 320, 40, True)
     if options.stage == "pretrain":
@@ -342,7 +367,7 @@ def timed(way: Way, work: Work, options: argparse.Namespace) -> dict[str, Any]:
 
 def start(what: str, work: Work, options: argparse.Namespace, way: Way | None = None) -> dict[str, Any]:
     """In a process of its own, so that nothing of one is left for the next."""
-    told = {"what": what, "work": {**vars(work), "models": str(work.models)}, "tiny": options.tiny}
+    told = {"what": what, "work": {**vars(work), "models": str(work.models)}, "tiny": options.tiny or options.sweep}
     told["way"] = None if way is None else [way.name, way.peer, list(way.overrides), way.needs]
     command = [sys.executable, str(Path(__file__).resolve()), "--child", json.dumps(told)]
     environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
