@@ -290,7 +290,7 @@ def main() -> None:
     parser.add_argument("--variants", action="store_true", help="ours in several ways, and nobody else")
     parser.add_argument("--sweep", action="store_true", help="ours with eight sizes of micro-batches, twice; a CPU")
     parser.add_argument("--tiny", action="store_true", help="a small model and short steps")
-    parser.add_argument("--row", type=int, help="tokens of a micro-batch of the ways whose number is fixed (8192)")
+    parser.add_argument("--row", type=int, help="tokens of a micro-batch instead of 8192, where it is not planned")
     parser.add_argument("--limit", type=float, default=110, help="seconds that one way may take")
     parser.add_argument("--ways", nargs="*", help="only these, by the beginning of their names")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -322,20 +322,22 @@ def main() -> None:
                 write_json(report, name, options.out)
     if options.sweep:
         report["chosen_beside_best"] = beside_best(report["ways"])
-        print(f"CPU seconds of the planner's choice beside the best size: {report['chosen_beside_best']:.3f}")
+        print(f"CPU seconds of the planner's choice beside the best size: {report['chosen_beside_best']}")
     Console(width=None if sys.stdout.isatty() else 140, highlight=False).print(table_of(report))
     write(report, name, options.out, draw)
     if any("failed" in row for row in report["ways"]):
         raise SystemExit(1)
 
 
-def beside_best(rows: list[dict[str, Any]]) -> float:
-    """CPU seconds of a step of the planner's choice over those of the fastest size, medians of both runs."""
+def beside_best(rows: list[dict[str, Any]]) -> float | None:
+    """CPU seconds of a step of the planner's choice over those of the fastest size, medians of both runs; None if one
+    of them did not run."""
     found: dict[str, list[float]] = {}
     for row in rows:
-        found.setdefault(row["name"], []).extend(row["cpu_seconds"])
-    medians = {name: statistics.median(seconds) for name, seconds in found.items()}
-    return medians[SWEEP[0].name] / min(medians[way.name] for way in SWEEP[1:])
+        found.setdefault(row["name"], []).extend(row.get("cpu_seconds", []))
+    medians = {name: statistics.median(seconds) for name, seconds in found.items() if seconds}
+    chosen = medians.pop(SWEEP[0].name, None)
+    return chosen / min(medians.values()) if chosen is not None and medians else None
 
 
 def wanted(way: Way, options: argparse.Namespace) -> bool:

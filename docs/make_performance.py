@@ -25,9 +25,10 @@ def origin(path: Path, report: Report) -> str:
     device, threads = report["machine"]["device"], report["machine"]["cpus"]
     ranks = f", {report['ranks']} ranks" if "ranks" in report else ""
     plot = path.with_suffix(".png").name
+    changed = " with changes" if report["commit"].endswith("with changes") else ""
     seen = f", [plot](../benchmarks/results/{plot})" if path.with_suffix(".png").exists() else ""
     return (
-        f"{device}, {threads} cores{ranks}, commit {report['commit'][:12]}, {report['date'][:10]} "
+        f"{device}, {threads} cores{ranks}, commit {report['commit'][:12]}{changed}, {report['date'][:10]} "
         f"([result](../benchmarks/results/{path.name}){seen})."
     )
 
@@ -204,7 +205,7 @@ def gpu_ways() -> str:
             f"{min(way['seconds']):.2f} to {max(way['seconds']):.2f}", f"{way['mfu']:.1%}",
             f"{way['max_memory_allocated'] / 1e9:.0f}", f"{seconds / median(auto['seconds']):.2f}",
         ])  # fmt: skip
-    head = ("", "activation checkpointing", "tokens of a micro-batch", "seconds a step", "four steps", "MFU",
+    head = ("", "activation checkpointing", "tokens of a micro-batch", "seconds a step", "fastest to slowest", "MFU",
             "peak, GB", "seconds, auto = 1")  # fmt: skip
     return f"{table(head, rows, 'llrrrrrr')}\n\n" + " ".join(origin(*source) for source in sources)
 

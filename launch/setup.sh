@@ -109,7 +109,7 @@ print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())'
 # The plain torch of the Python package index brings gigabytes of CUDA libraries. A machine without a GPU needs
 # none of them: set PIP_EXTRA_INDEX_URL to the index of CPU builds that pytorch.org names before the first run.
 set_up() {
-    local extras="$1" gpus stamp_file packages=()
+    local extras="$1" gpus stamp_file packages=() options=()
     gpus="$(count_gpus)"
     if [[ -e "$VENV" ]]; then
         is_right_python "$VENV/bin/python" || die "$VENV is no working Python 3.11 or 3.12; delete it and run again"
@@ -120,9 +120,11 @@ set_up() {
     if [[ "$(cat "$stamp_file" 2>/dev/null)" != "$(wanted_stamp)" ]]; then
         [[ $gpus -gt 0 ]] || packages+=("$TORCH_WITHOUT_GPU")
         say "installing llava_fsdp${extras:+ with $extras} into .venv"
-        # Python compiles a module when it is first imported. To compile all, most of which nothing imports, takes a minute.
-        "$VENV/bin/python" -m pip install --no-compile --disable-pip-version-check --constraint "$ROOT/constraints.txt" \
-            ${packages[@]+"${packages[@]}"} --editable "$ROOT${extras:+[$extras]}"
+        # To compile all modules, most of which the tests never import, takes a minute. An environment for training is
+        # compiled: its ranks may not be able to write there.
+        [[ -z "$extras" ]] || options+=(--no-compile)
+        "$VENV/bin/python" -m pip install --disable-pip-version-check --constraint "$ROOT/constraints.txt" \
+            ${options[@]+"${options[@]}"} ${packages[@]+"${packages[@]}"} --editable "$ROOT${extras:+[$extras]}"
         wanted_stamp >"$stamp_file"
     fi
     use_venv

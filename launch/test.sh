@@ -38,7 +38,9 @@ failed=()
 not_run=()
 log="$(mktemp)"
 types="$(mktemp)"
-trap 'rm -f "$log" "$types"' EXIT
+checker=""
+# without it an interrupted run would leave pyright behind: such a script's children ignore an interrupt
+trap '[[ -z "$checker" ]] || kill "$checker" 2>/dev/null || true; rm -f "$log" "$types"' EXIT
 
 # check NAME COMMAND...: runs it, and remembers where it failed.
 check() {

@@ -89,7 +89,7 @@ def test_table_equals_plain_loop(
     reference, start = references(variant)
     by_order_of_sums: dict[object, Outcome] = {}
     for (strategy, size), accumulation in product(cases, accumulations):
-        # both settings of checkpointing meet every strategy, number of ranks and accumulation over the table
+        # both settings of checkpointing meet every strategy, number of ranks and accumulation over a slow table
         both = (SHARDED + HYBRID).index(strategy) % 2 == accumulation % 2
         modes = ("none", "full") if both else ("full",)
         for checkpointing in modes[:1] if cases is FAST_CASES else modes:

@@ -12,6 +12,7 @@ from small import Configure, make_config, write_wide_parts
 from test_presets import Trace, steps
 from torch import nn
 from torch._dynamo.testing import CompileCounter
+from torch.autograd.graph import saved_tensors_hooks
 
 from llava_fsdp.checkpoint.reader import saved_weights
 from llava_fsdp.checkpoint.verify import verify
@@ -152,6 +153,24 @@ def test_padding_to_a_multiple_changes_no_bit(tokens: int, monkeypatch: pytest.M
     assert products == [shape for n in multiples for shape in ((n, 48, 32), (n, 32, 48), (32, n, 48))]
     for plain, padded in zip(*found, strict=True):
         assert plain is not None and padded is not None and torch.equal(plain, padded)
+
+
+def test_layers_with_one_input_keep_it_once() -> None:
+    """For their backward passes, although each pads it."""
+    layers = nn.ModuleList(nn.Linear(48, 32, bias=False, dtype=torch.bfloat16) for _ in range(3))
+    multiply_in_int8(layers, 16)
+    x = torch.randn(5, 48, dtype=torch.bfloat16, requires_grad=True)
+    weights = {layer.weight.untyped_storage().data_ptr() for layer in layers}
+    kept: set[int] = set()
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        kept.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    with saved_tensors_hooks(note, lambda tensor: tensor):
+        outputs = [layer(x) for layer in layers]
+    assert kept - weights == {x.untyped_storage().data_ptr()}
+    sum(outputs).sum().backward()
 
 
 def test_a_compiled_layer_is_one_graph_for_all_numbers_of_tokens() -> None:

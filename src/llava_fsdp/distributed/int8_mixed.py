@@ -61,16 +61,30 @@ class Int8Products(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Args: x: (tokens, in). weight: (out, in). Returns: (tokens, out)."""
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, padded_to: int) -> torch.Tensor:
+        """Return the product, (tokens, out).
+
+        Args:
+            x: (tokens, in).
+            weight: (out, in).
+            padded_to: number of tokens to whose multiple `x` is padded with zeros for the products. Padded copies are
+                not kept for the backward pass: layers that read the same input would each keep one.
+        """
         ctx.save_for_backward(x, weight)
-        return int8_product(x, weight.T)
+        ctx.padded_to = padded_to
+        return int8_product(padded(x, padded_to), weight.T)[: len(x)]
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         x, weight = ctx.saved_tensors
-        of_x = int8_product(grad, weight) if ctx.needs_input_grad[0] else None
-        return of_x, int8_product(grad.T, x) if ctx.needs_input_grad[1] else None
+        grad = padded(grad, ctx.padded_to)
+        of_x = int8_product(grad, weight)[: len(x)] if ctx.needs_input_grad[0] else None
+        return of_x, int8_product(grad.T, padded(x, ctx.padded_to)) if ctx.needs_input_grad[1] else None, None
+
+
+def padded(rows: torch.Tensor, multiple: int) -> torch.Tensor:
+    """Return a matrix with zeros after its last row, so that the number of its rows is a multiple."""
+    return nn.functional.pad(rows, (0, 0, 0, -len(rows) % multiple)) if multiple > 1 else rows
 
 
 def int8_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -100,9 +114,7 @@ class Int8Linear(nn.Linear):
         if tokens == 1:
             return super().forward(input)
         x = input.reshape(tokens, self.in_features)
-        if self.padded_to > 1:
-            x = nn.functional.pad(x, (0, 0, 0, -tokens % self.padded_to))
-        output = Int8Products.apply(x, self.weight)[:tokens].reshape(*input.shape[:-1], self.out_features)
+        output = Int8Products.apply(x, self.weight, self.padded_to).reshape(*input.shape[:-1], self.out_features)
         return output if self.bias is None else output + self.bias
 
 
