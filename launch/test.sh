@@ -85,13 +85,13 @@ finish_types() {
     return "$status"
 }
 
+pyright >"$types" 2>&1 & # takes two minutes, beside checks of one process and tests that often wait
+checker=$!
 check "format" ruff format --check .
 check "lint" ruff check .
 check "import contracts" lint-imports
 check "spelling" codespell --skip '*.json,*.jsonl,*.safetensors,.venv,outputs'
 check "shell scripts" shellcheck --external-sources launch/*.sh launch/*/*.sh launch/slurm.sbatch .ci/run
-pyright >"$types" 2>&1 & # takes two minutes, in which the tests often wait
-checker=$!
 check "tests" run_tests "$@"
 check "types" finish_types
 

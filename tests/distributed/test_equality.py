@@ -59,7 +59,7 @@ def references(parts: Path, dataset: Path, tmp_path_factory: pytest.TempPathFact
 
 CASES = [(s, w) for s in SHARDED for w in (1, 2, 4)] + [(s, 4) for s in HYBRID]
 FEW_CASES = [(s, 2) for s in SHARDED] + [("zero2", 1), ("hybrid", 4)]
-FAST_CASES = [("zero0", 2), ("zero3", 2), ("hybrid", 4)]
+FAST_CASES = [("zero3", 2), ("hybrid", 4)]
 COVERING = [*FEW_CASES, ("zero3", 4), ("hybrid2", 4)]
 
 ALL = (1, 2, 4)
@@ -107,7 +107,7 @@ def test_table_equals_plain_loop(
             first = by_order_of_sums.setdefault(key, got)
             assert first.losses == got.losses, which
             assert all(torch.equal(first.weights[n], got.weights[n]) for n in got.weights), which
-    assert len(by_order_of_sums) >= (3 if cases is FAST_CASES else 4 if cases is FEW_CASES else 5)
+    assert len(by_order_of_sums) >= (2 if cases is FAST_CASES else 4 if cases is FEW_CASES else 5)
 
 
 def order_of_sums(strategy: str, size: int, accumulation: int) -> object:

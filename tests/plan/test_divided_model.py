@@ -89,6 +89,7 @@ def test_a_dry_run_moves_what_the_arithmetic_says(
     assert calls == wanted.sums + 3 and 0 <= sent - wanted.tensor < 200
 
 
+@pytest.mark.slow
 def test_a_plan_divides_layers(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
     keys = *of_parts(model("llama")), "gpus=4", "gpu=h100", "data.max_length=256", "compile=false"
     one, two = (printed(capsys, *keys, f"parallel.tensor={tensor}") for tensor in (1, 2))
