@@ -103,7 +103,7 @@ VARIANTS = [
 
 SIZES = (1024, 1280, 1536, 1792, 2048, 2560, 3072, 4096)
 """Tokens of a micro-batch in the sweep; the smallest has room for the longest sample."""
-SWEPT = ("compile=true", "activation_checkpointing=none")
+SWEPT = ("precision=fp32", "compile=true", "activation_checkpointing=none")
 SWEEP = [
     Way("the planner's choice", None, (*SWEPT, "tokens_per_micro_batch=auto")),
     *(Way(f"{size:,} tokens", None, (*SWEPT, f"tokens_per_micro_batch={size}")) for size in SIZES),
