@@ -304,11 +304,11 @@ def main() -> None:
         work = work_of(options, Path(folder))
         work = replace(work, row=options.row or work.row)
         report["work"] = {k: str(v) if isinstance(v, Path) else v for k, v in vars(work).items() if k != "models"}
-        report["work"]["precision"] = precision_of(work)
+        report["work"]["precision"] = precision = "fp32" if options.sweep else precision_of(work)
         report["ways"] = []
         device = "cuda" if torch.cuda.is_available() else "cpu"
         variants = "-variants" if options.variants else "-sweep" if options.sweep else ""
-        name = f"speed-{options.stage}{variants}-{precision_of(work)}-{device}"
+        name = f"speed-{options.stage}{variants}-{precision}-{device}"
         for what in ("ceilings", "first_loss"):
             report[what] = start(what, work, options)
             write_json(report, name, options.out)

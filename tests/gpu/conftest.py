@@ -6,10 +6,15 @@ in the full tier, so that a mistake in it is found before a GPU is hired. A test
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+
+from llava_fsdp.distributed.fp8 import check_fp8
+from llava_fsdp.distributed.int8_mixed import check_int8_mixed
+from llava_fsdp.runtime.errors import ConfigError
 
 HAS_GPU = torch.cuda.is_available()
 
@@ -24,6 +29,25 @@ def cuda() -> torch.device:
 @pytest.fixture
 def device(request: pytest.FixtureRequest) -> torch.device:
     return request.getfixturevalue("cuda") if HAS_GPU else torch.device("cpu")
+
+
+def or_skip(device: torch.device, check: Callable[[torch.device], None]) -> torch.device:
+    """Return the device; skip the test if `check` raises ConfigError: the machine lacks what the test needs."""
+    try:
+        check(device)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    return device
+
+
+@pytest.fixture
+def fp8_device(cuda: torch.device) -> torch.device:
+    return or_skip(cuda, check_fp8)
+
+
+@pytest.fixture
+def int8_device(cuda: torch.device) -> torch.device:
+    return or_skip(cuda, check_int8_mixed)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects tests by their marks

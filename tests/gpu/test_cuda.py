@@ -215,15 +215,6 @@ def test_fp16_overflows_are_skipped(device: torch.device, parts: Path, dataset: 
     assert all(torch.equal(before[name], p) for name, p in state.masters.named.items())
 
 
-@pytest.fixture
-def fp8_device(cuda: torch.device) -> torch.device:
-    try:
-        check_fp8(cuda)
-    except ConfigError as error:
-        pytest.skip(str(error))
-    return cuda
-
-
 def test_fp8_is_near_bf16(fp8_device: torch.device, dataset: Path, tmp_path: Path) -> None:
     """In products of any number of tokens, alone and with fp8 all-gather; by fp8 kernels, not in emulation."""
     wide = write_wide_parts(tmp_path / "wide")

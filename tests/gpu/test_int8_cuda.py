@@ -8,18 +8,6 @@ from small import make_config, write_wide_parts
 from test_int8_mixed import assert_products_are_of_rounded_rows
 from test_working_copy import BF16, assert_close_losses, train_alone, train_sharded
 
-from llava_fsdp.distributed.int8_mixed import check_int8_mixed
-from llava_fsdp.runtime.errors import ConfigError
-
-
-@pytest.fixture
-def int8_device(cuda: torch.device) -> torch.device:
-    try:
-        check_int8_mixed(cuda)
-    except ConfigError as error:
-        pytest.skip(str(error))
-    return cuda
-
 
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("tokens", [2, 7, 33, 1029])

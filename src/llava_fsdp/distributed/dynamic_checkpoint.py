@@ -286,8 +286,8 @@ def device_of(world: World) -> str:
 
 def memory_left(world: World) -> float:
     """Return the bytes of the device's free memory, which exclude all that torch's allocator has reserved so far. On a
-    CPU it is this rank's equal share of the host's free memory, minus the memory that the steps
-    so far took only for a time.
+    CPU it is this rank's equal share of the host's free memory, minus the memory that the steps so far took only for a
+    time.
 
     Args:
         world: the device, and the number of ranks on this machine.
