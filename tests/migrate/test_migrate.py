@@ -1,5 +1,6 @@
 """Moving over: scripts of other systems are read as their shell and their parser read them."""
 
+import contextlib
 import io
 import json
 import os
@@ -12,10 +13,11 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from small import config_of
+from small import compose_quickly, config_of
 from tiers import slow_after
 
 from llava_fsdp.data.text.templates import template
+from llava_fsdp.migrate import command
 from llava_fsdp.migrate import main as entry
 from llava_fsdp.migrate.accelerate import ACCELERATE
 from llava_fsdp.migrate.accelerate import rule_of as accelerate_rule
@@ -56,6 +58,13 @@ def read(
             paths.append(str(folder / name))
     (run,) = read_runs(paths, {}, gpus)
     return run
+
+
+@pytest.fixture(autouse=True)
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands are composed as everywhere in the tests: each set of choices is read from files once."""
+    monkeypatch.setattr(command, "compose", compose_quickly)
+    monkeypatch.setattr(command, "initialize_config_dir", lambda *_, **__: contextlib.nullcontext())
 
 
 def table_of(run: Run) -> Migration:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from hydra import compose, initialize_config_dir
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 from PIL import Image
@@ -165,12 +166,17 @@ def config_of(overrides: list[str], name: str = "train") -> Config:
 
 
 def command_config(kind: type, name: str, *overrides: str) -> Any:
-    """The configuration of the command `name` with these keys on its command line.
+    """The configuration of the command `name` with these keys on its command line."""
+    return load(kind, compose_quickly(name, list(overrides)))
+
+
+def compose_quickly(name: str, overrides: list[str]) -> DictConfig:
+    """What Hydra makes of a command line.
 
     Files are read once for each set of choices: Hydra takes longer for that than a small training for a step.
     """
     choices, values = [], []
-    for override in OverridesParser.create().parse_overrides(list(overrides)):
+    for override in map(parsed, overrides):
         is_choice = override.key_or_group.startswith("hydra.") or (config_dir() / override.key_or_group).is_dir()
         (choices if is_choice else values).append(override)
     node = copy.deepcopy(composed(name, tuple(override.input_line for override in choices)))
@@ -178,8 +184,13 @@ def command_config(kind: type, name: str, *overrides: str) -> Any:
         ConfigLoaderImpl._apply_overrides_to_config(values, node)
     except HydraException:  # so that its message is the one of the command
         with initialize_config_dir(str(config_dir()), version_base="1.3"):
-            node = compose(name, list(overrides))
-    return load(kind, node)
+            node = compose(name, overrides)
+    return node
+
+
+@functools.cache
+def parsed(override: str) -> Override:
+    return OverridesParser.create().parse_override(override)
 
 
 @functools.cache

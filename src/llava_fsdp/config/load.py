@@ -1,12 +1,13 @@
 """Convert a configuration that Hydra has composed to typed objects, with clear errors for wrong keys and values."""
 
 import difflib
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
@@ -43,7 +44,7 @@ def load(schema: type[T], node: DictConfig) -> T:
     refuse_calls(node)
     refuse_unknown_keys(schema, node)
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(schema), without_hydra(node))
+        merged = OmegaConf.merge(node_of(schema), without_hydra(node))
         missing = sorted(OmegaConf.missing_keys(merged))
         if missing:
             raise ConfigError(f"{missing[0]} is not set; give it on the command line: {missing[0]}=VALUE")
@@ -57,6 +58,18 @@ def load(schema: type[T], node: DictConfig) -> T:
                 f"{name} holds a secret (a token, or a password in an address), and is written to files: take it out"
             )
     return config
+
+
+@functools.cache
+def node_of(schema: type) -> DictConfig:
+    """Return OmegaConf's node of a dataclass, with the nodes of the dataclasses in it, none of which has values. Do not
+    change it: it is made once, because that takes longer than to copy it."""
+    node = OmegaConf.structured(schema)
+    for name, kind in get_type_hints(schema).items():
+        if is_dataclass(kind) and OmegaConf.is_missing(node, name):
+            node[name] = node_of(kind)  # a copy
+    assert isinstance(node, DictConfig)
+    return node
 
 
 def refuse_calls(node: DictConfig) -> None:
@@ -74,6 +87,9 @@ def refuse_calls(node: DictConfig) -> None:
 
 
 def without_hydra(node: DictConfig) -> DictConfig:
+    """Return a composed configuration without Hydra's own keys; the same object if it has none."""
+    if "hydra" not in node:
+        return node
     kept = OmegaConf.masked_copy(node, [str(key) for key in node if key != "hydra"])
     assert isinstance(kept, DictConfig)
     return kept
