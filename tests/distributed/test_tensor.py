@@ -301,7 +301,7 @@ def of_embedding(world: World, rows: int, padding: int, ids: list[int]) -> torch
     """The gradient of a divided embedding, whose parts lie on two ranks."""
     mesh = init_device_mesh("cpu", (2,))
     model = torch.nn.ModuleDict({"tokens": embedding(rows, padding)})
-    cut_model(model, {"tokens": Cut.EMBEDDING}, mesh)
+    cut_model(model, {"tokens": Cut.EMBEDDING}, mesh, ())
     (model["tokens"](torch.tensor(ids)) * torch.arange(1.0, 4)).sum().backward()
     return whole(model["tokens"].weight.grad)
 

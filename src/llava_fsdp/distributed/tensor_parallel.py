@@ -1,10 +1,10 @@
 """Tensor parallelism: several ranks compute each layer together, each with a part of its weights (arXiv 1909.08053).
 
 The weights are DTensors of torch's own styles (`parallelize_module`), to which `fully_shard` adds its dimension. What
-the layers between them see are plain tensors: a rank's own heads, or all channels.
+the layers between them see are plain tensors: a rank's own heads, or all channels of its own positions.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,19 +20,23 @@ from llava_fsdp.runtime.tensor_cut import Cut
 LINEAR: dict[Cut, Callable[[], ParallelStyle]] = {
     Cut.COLWISE: ColwiseParallel,
     Cut.COLWISE_GATHERED: lambda: ColwiseParallel(output_layouts=Replicate()),
-    Cut.ROWWISE: RowwiseParallel,
-    Cut.ROWWISE_SPLIT: lambda: RowwiseParallel(input_layouts=Replicate()),
+    Cut.ROWWISE: lambda: RowwiseParallel(output_layouts=Shard(1)),
+    Cut.ROWWISE_SPLIT: lambda: RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
 }
-"""torch's styles of linear layers."""
+"""torch's styles of linear layers. Where outputs are summed, each rank gets the sums of its own positions."""
 
 
-def cut_model(model: nn.Module, plan: Mapping[str, Cut], mesh: DeviceMesh) -> None:
-    """Divide the weights of a meta-device model among the ranks of a mesh, in place. Tied parameters stay tied.
+def cut_model(
+    model: nn.Module, plan: Mapping[str, Cut], mesh: DeviceMesh, runs: Sequence[Sequence[nn.Module]]
+) -> None:
+    """Divide the weights of a meta-device model among the ranks of a mesh, and the positions between its layers, in
+    place. Tied parameters stay tied.
 
     Args:
         model: the model, with `requires_grad` set.
         plan: style by the full name of a module or parameter.
         mesh: mesh with one dimension, the ranks that compute each layer together.
+        runs: the language model's blocks that this rank has, in lists of consecutive ones.
     """
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -47,7 +51,7 @@ def cut_model(model: nn.Module, plan: Mapping[str, Cut], mesh: DeviceMesh) -> No
             parallelize_module(module, mesh, LINEAR[cut](), src_data_rank=None)
             module.register_forward_hook(wait_for_output)
         elif cut is Cut.SUMMED:
-            divide(module, {leaf: Replicate() for leaf, _ in module.named_parameters()}, mesh)
+            divide(module, {leaf: Replicate() for leaf, _ in module.named_parameters(recurse=False)}, mesh)
         elif cut is Cut.EMBEDDING:
             cut_embedding(module, mesh)
         else:
@@ -57,21 +61,18 @@ def cut_model(model: nn.Module, plan: Mapping[str, Cut], mesh: DeviceMesh) -> No
         for other in others:
             parent, _, leaf = other.rpartition(".")
             model.get_submodule(parent).register_parameter(leaf, model.get_parameter(first))
-    for siblings in siblings_of(model, plan):
-        shared = SharedInput(lambda own: DTensor.from_local(own, mesh, [Replicate()], run_check=False), len(siblings))
-        for module in siblings:
-            module.register_forward_pre_hook(shared, prepend=True)
+    divide_positions(Positions(mesh), runs, siblings_of(model, plan))
 
 
-def siblings_of(model: nn.Module, plan: Mapping[str, Cut]) -> list[list[nn.Module]]:
-    """Return the linear layers that are divided by outputs, in lists of those that belong to one module, such as the
-    layers of queries, keys and values."""
-    found: dict[str, list[nn.Module]] = {}
+def siblings_of(model: nn.Module, plan: Mapping[str, Cut]) -> dict[nn.Module, list[nn.Module]]:
+    """Return the linear layers that are divided by outputs, such as the layers of queries, keys and values, by the
+    module to which they belong."""
+    found: dict[nn.Module, list[nn.Module]] = {}
     for name, cut in plan.items():
         if cut in (Cut.COLWISE, Cut.COLWISE_GATHERED) and "lora_" not in name:
             parent = name.removesuffix(".base_layer").rpartition(".")[0]
-            found.setdefault(parent, []).append(model.get_submodule(name))
-    return list(found.values())
+            found.setdefault(model.get_submodule(parent), []).append(model.get_submodule(name))
+    return found
 
 
 def wait_for_output(module: nn.Module, args: object, output: torch.Tensor) -> None:
@@ -85,32 +86,108 @@ def wait_for_output(module: nn.Module, args: object, output: torch.Tensor) -> No
         output.trigger_wait()
 
 
-class SharedInput:
-    """Forward pre-hook of the linear layers of a module that read the same tensor, such as those of queries, keys and
-    values. The gradients that they compute for this tensor are parts; they are added before they are summed over the
-    ranks, so that there is one collective and not one for each layer."""
+class Positions:
+    """Divides the positions of hidden states among the ranks, wherever a block computes position by position: norms and
+    residuals (sequence parallelism, arXiv 2205.05198). Attention and the MLP get all positions.
 
-    def __init__(self, share: Callable[[torch.Tensor], torch.Tensor], layers: int):
-        """Create the hook of all layers of one module.
+    Ranks have ceil(length / ranks) positions each; the last ones may have fewer, or none.
+    """
+
+    def __init__(self, mesh: DeviceMesh):
+        self.mesh = mesh
+        self.length = 0
+        """Number of positions of the rows that the current block processes."""
+
+    def own(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return this rank's positions of hidden states, [rows, own positions, channels]. The gradient of the whole is
+        gathered.
 
         Args:
-            share: returns the tensor that all layers read; its gradient is summed over ranks.
-            layers: number of the layers.
+            whole: [rows, positions, channels], the same on all ranks.
         """
-        self.share = share
-        self.layers = layers
-        self.left = 0
-        self.given: torch.Tensor | None = None
-        self.shared: torch.Tensor | None = None
+        found = DTensor.from_local(whole, self.mesh, [Replicate()], run_check=False)
+        return found.redistribute(placements=[Shard(1)]).to_local()
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        if self.given is not args[0] or self.shared is None:
-            self.given, self.left, self.shared = args[0], self.layers, self.share(args[0])
-        shared = self.shared
-        self.left -= 1
-        if not self.left:  # keeps no activation alive
-            self.given = self.shared = None
-        return (shared, *args[1:])
+    def gathered(self, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return all positions of hidden states twice: as a plain tensor, whose gradient must be the same on all ranks,
+        and as one for layers that are divided by outputs, whose gradient is summed over the ranks.
+
+        Args:
+            own: [rows, own positions, channels].
+        """
+        shape = torch.Size((own.shape[0], self.length, own.shape[2]))
+        stride = torch.empty(shape, device="meta").stride()
+        parts = DTensor.from_local(own, self.mesh, [Shard(1)], run_check=False, shape=shape, stride=stride)
+        whole = parts.redistribute(placements=[Replicate()])
+        return whole.to_local(), whole
+
+    def note_length(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.length = kwargs["position_ids"].shape[-1]
+
+    def take_own(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return with_hidden(args, kwargs, self.own(hidden_of(args, kwargs)))
+
+    def give_whole(self, block: nn.Module, args: object, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (self.gathered(output[0])[0], *output[1:])
+        return self.gathered(output)[0]
+
+
+def divide_positions(
+    positions: Positions, runs: Sequence[Sequence[nn.Module]], parents: Mapping[nn.Module, Sequence[nn.Module]]
+) -> None:
+    """Register hooks that divide the positions before the first of consecutive blocks, gather them for the modules that
+    need all, and gather them behind the last block.
+
+    Args:
+        runs: the language model's blocks, in lists of consecutive ones.
+        parents: module that needs all positions -> its layers that read its input.
+    """
+    for blocks in runs:
+        for block in blocks:
+            block.register_forward_pre_hook(positions.note_length, with_kwargs=True)
+        blocks[0].register_forward_pre_hook(positions.take_own, with_kwargs=True)
+        blocks[-1].register_forward_hook(positions.give_whole)
+    for parent, layers in parents.items():
+        gathered = GatheredInput(positions)
+        parent.register_forward_pre_hook(gathered.before, with_kwargs=True)
+        parent.register_forward_hook(gathered.after, always_call=True)
+        for layer in layers:
+            layer.register_forward_pre_hook(gathered.read, prepend=True)
+
+
+class GatheredInput:
+    """Forward hooks of a module that needs all positions, and of its layers that read its input. Each of these layers
+    computes a part of the input's gradient; the parts are added before they are summed over the ranks, so that there is
+    one collective and not one for each layer."""
+
+    def __init__(self, positions: Positions):
+        self.positions = positions
+        self.given: tuple[torch.Tensor, torch.Tensor] | None = None
+        """The module's input, as `Positions.gathered` returns it; None outside the module's forward pass."""
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.given = self.positions.gathered(hidden_of(args, kwargs))
+        return with_hidden(args, kwargs, self.given[0])
+
+    def read(self, layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        if self.given is not None and args[0] is self.given[0]:
+            return (self.given[1], *args[1:])
+        return args
+
+    def after(self, module: nn.Module, args: object, output: object) -> None:
+        self.given = None
+
+
+def hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
+    """Return the hidden states among the arguments of a block or of one of its modules."""
+    hidden: torch.Tensor = args[0] if args else kwargs["hidden_states"]
+    return hidden
+
+
+def with_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: torch.Tensor) -> tuple[Any, dict[str, Any]]:
+    """Return arguments with other hidden states."""
+    return ((hidden, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": hidden})
 
 
 def divide(module: nn.Module, placements: Mapping[str, Placement], mesh: DeviceMesh) -> None:

@@ -2,8 +2,8 @@
 about the model (`base_model_tp_plan` of its configuration).
 
 Outputs of the first linear layers of attention and of an MLP are divided, so that a rank computes some of the heads and
-of the intermediate channels; the last linear layer sums. Everything between the layers (residuals, norms) and the
-other parts (vision tower, projector) is computed by every rank.
+of the intermediate channels; the last linear layer sums. Between them (residuals, norms) a rank computes its own
+positions of each row. The other parts (vision tower, projector, last norm) are computed by every rank.
 """
 
 import math
@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from torch import nn
 from transformers import PretrainedConfig
 
+from llava_fsdp.model.blocks import find_blocks
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.lora_names import ADAPTER
 from llava_fsdp.model.sample_dropout import SampleDropout
@@ -48,6 +49,7 @@ def tensor_plan(model: Llava, size: int) -> dict[str, Cut]:
             check_sizes(name, modules[name], style, size)
             found |= {LANGUAGE + own: cut for own, cut in with_adapter(name, modules[name], style).items()}
     refuse_forgotten(language, found, size)
+    found |= between_layers(language, found, size)
     embedding = language.get_input_embeddings()
     check_vocabulary(model.parts.language.vocab_size, size)
     names = {module: name for name, module in modules.items()}
@@ -135,8 +137,41 @@ def with_adapter(name: str, module: nn.Module, style: Cut) -> dict[str, Cut]:
     found = {f"{name}.base_layer": style}
     if style is Cut.COLWISE:
         found[f"{name}.lora_B.{ADAPTER}"] = style
-    if style is Cut.ROWWISE:
-        found[f"{name}.lora_A.{ADAPTER}"] = style
+    if style in (Cut.ROWWISE, Cut.ROWWISE_SPLIT):
+        found |= {f"{name}.lora_A.{ADAPTER}": style, f"{name}.lora_B.{ADAPTER}": Cut.SUMMED}
+    return found
+
+
+def between_layers(language: nn.Module, plan: Mapping[str, Cut], size: int) -> dict[str, Cut]:
+    """Return the style of the weights of blocks that are used outside of attention and the MLP, by the full names of
+    their modules. A rank computes there with its own positions, and so has a part of the gradient.
+
+    Args:
+        language: the language model.
+        plan: the styles of the other weights by full name.
+        size: number of ranks.
+
+    Raises:
+        ConfigError: a weight there is a matrix: its module may need all positions.
+    """
+    parents = {
+        owner(name.removesuffix(".base_layer"))
+        for name, cut in plan.items()
+        if cut in (Cut.COLWISE, Cut.COLWISE_GATHERED) and "lora_" not in name
+    }
+    blocks = set(find_blocks(language))
+    found = {}
+    for block_name, block in language.named_modules():
+        for name, module in block.named_modules(prefix=LANGUAGE + block_name) if block in blocks else ():
+            own = list(module.parameters(recurse=False))
+            if not own or any(f"{name}.".startswith(f"{parent}.") for parent in parents):
+                continue
+            if any(weight.dim() > 1 for weight in own):
+                raise ConfigError(
+                    f"parallel.tensor={size}: transformers' plan does not say how {name} is divided, and it may need "
+                    "all positions of a row; set parallel.tensor=1"
+                )
+            found[name] = Cut.SUMMED
     return found
 
 

@@ -3,6 +3,7 @@ without other ranks: collectives only allocate what real ones would."""
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -10,9 +11,10 @@ import torch
 from torch import nn
 
 from llava_fsdp.distributed.memory import Weight, divided_weights
-from llava_fsdp.distributed.tensor_parallel import SharedInput, siblings_of
+from llava_fsdp.distributed.tensor_parallel import Positions, divide_positions, siblings_of
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.loss import VocabularyPart, chunked_loss
+from llava_fsdp.model.stages import runs_of_blocks
 from llava_fsdp.model.tensor_plan import tensor_plan
 from llava_fsdp.runtime.tensor_cut import Cut
 
@@ -41,16 +43,57 @@ def divide_on_meta(model: Llava, size: int, chunk_tokens: int) -> None:
         module = model.get_submodule(name)
         if cut is Cut.ROWWISE_SPLIT:
             module.register_forward_pre_hook(lambda _, args: (OwnPart.apply(args[0], size), *args[1:]))
-        if cut in (Cut.ROWWISE, Cut.ROWWISE_SPLIT, Cut.EMBEDDING):
+        if cut in (Cut.ROWWISE, Cut.ROWWISE_SPLIT):
+            module.register_forward_hook(lambda _, args, output: OwnPositions.apply(output, size))
+        if cut is Cut.EMBEDDING:
             module.register_forward_hook(lambda _, args, output: Sum.apply(output))
         if cut in (Cut.COLWISE_GATHERED, Cut.OUTPUT):
             module.register_forward_hook(lambda _, args, output: Gather.apply(output, size))
-    for siblings in siblings_of(model, plan):
-        shared = SharedInput(SumOfGradients.apply, len(siblings))
-        for module in siblings:
-            module.register_forward_pre_hook(shared, prepend=True)
+    divide_positions(MetaPositions(size), runs_of_blocks(model), siblings_of(model, plan))
     part = VocabularyPart(0, torch.clone, torch.clone)
     model.label_loss = partial(chunked_loss, chunk_tokens=chunk_tokens, part=part)
+
+
+class MetaPositions(Positions):
+    """The first rank's positions, without other ranks."""
+
+    def __init__(self, size: int):
+        self.size = size
+        self.length = 0
+
+    def own(self, whole: torch.Tensor) -> torch.Tensor:
+        return OwnPositions.apply(whole, self.size)
+
+    def gathered(self, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        whole = AllPositions.apply(own, self.length)
+        return whole, whole
+
+
+class OwnPositions(torch.autograd.Function):
+    """The first rank's positions of [rows, positions, channels]; the gradient has the positions of all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor, size: int) -> torch.Tensor:
+        ctx.length = whole.shape[1]
+        return whole[:, : math.ceil(ctx.length / size)].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        rows, _, channels = grad_outputs[0].shape
+        return grad_outputs[0].new_empty(rows, ctx.length, channels), None
+
+
+class AllPositions(torch.autograd.Function):
+    """All ranks' positions, [rows, positions, channels]; the gradient is that of the first rank's."""
+
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor, length: int) -> torch.Tensor:
+        ctx.own = own.shape[1]
+        return own.new_empty(own.shape[0], length, own.shape[2])
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        return grad_outputs[0][:, : ctx.own].contiguous(), None
 
 
 class Sum(torch.autograd.Function):
@@ -63,18 +106,6 @@ class Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         return grad_outputs[0]
-
-
-class SumOfGradients(torch.autograd.Function):
-    """The identity, whose gradient is a sum over ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, own: torch.Tensor) -> torch.Tensor:
-        return own.view_as(own)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        return grad_outputs[0].clone()
 
 
 class Gather(torch.autograd.Function):

@@ -51,13 +51,16 @@ class LayerVolume:
         return sized + self.of_pass * len(micros)
 
 
-def layer_volume(model: Llava, plan: Mapping[str, Cut], blocks: int, size: int, recomputed: float) -> LayerVolume:
+def layer_volume(
+    model: Llava, plan: Mapping[str, Cut], blocks: int, runs: int, size: int, recomputed: float
+) -> LayerVolume:
     """Count what ranks that compute layers together exchange.
 
     Args:
         model: the model on the meta device, not divided.
         plan: how the weights that these ranks have are divided.
         blocks: number of the language model's blocks that they have.
+        runs: number of series of consecutive blocks that they have.
         size: number of ranks.
         recomputed: share of the blocks' forward pass that runs again in the backward pass.
     """
@@ -74,7 +77,8 @@ def layer_volume(model: Llava, plan: Mapping[str, Cut], blocks: int, size: int, 
     for name, cut in plan.items():
         layer: Any = model.get_submodule(name) if cut is not Cut.PARAMETER else None
         if cut in (Cut.ROWWISE, Cut.ROWWISE_SPLIT):
-            forward += reduce(layer.out_features)
+            forward += gather(layer.out_features)
+            backward += gather(layer.out_features)
         if cut is Cut.ROWWISE_SPLIT:
             backward += gather(layer.in_features)
         if cut is Cut.COLWISE_GATHERED:
@@ -83,13 +87,15 @@ def layer_volume(model: Llava, plan: Mapping[str, Cut], blocks: int, size: int, 
             backward += reduce(layer.in_features)
         if cut is Cut.SUMMED and any(p.requires_grad for p in layer.parameters()):
             summed += reduce(sum(p.numel() for p in layer.parameters()))
-    for siblings in siblings_of(model, plan):
+    for siblings in siblings_of(model, plan).values():
         first: Any = siblings[0]
-        backward += reduce(first.in_features)
+        forward += gather(first.in_features)
+        backward += gather(first.in_features)
     hidden = model.parts.language.hidden_size
     # the last sum of a block does not run again, because nothing needs it but an adapter, which comes behind it
-    last = reduce(hidden) * (0 if model.adapted else blocks)
+    last = gather(hidden) * (0 if model.adapted else blocks)
     moved = forward + backward + (forward + last * -1) * recomputed
+    moved += gather(hidden) * (2 * runs)  # before and behind blocks that follow one another
     if Cut.EMBEDDING in plan.values():
         moved += reduce(hidden)
     of_label, calls = 0.0, moved.calls + summed.calls

@@ -587,7 +587,8 @@ class Planner:
         share = recomputed_share(choice.activation_checkpointing)
         if choice.activation_checkpointing.mode is ActivationCheckpointing.selective:  # collectives run again
             share = 1.0
-        args = len(group.blocks), self.tensor, share
+        runs = sum(number - 1 not in group.blocks for number in group.blocks)
+        args = len(group.blocks), runs, self.tensor, share
         key = group, "layers", share
         volume = self.known(key, lambda: layer_volume(self.model, self.plan_of(group), *args))
         moved = volume.of(micros, self.cfg.loss.chunk_tokens)

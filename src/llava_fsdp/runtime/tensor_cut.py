@@ -12,11 +12,13 @@ class Cut(Enum):
     COLWISE_GATHERED = "colwise_gather_output"
     """As COLWISE, and the outputs are gathered: every rank gets all of them."""
     ROWWISE = "rowwise"
-    """Each rank has the columns of a linear layer's weight for the inputs that it holds; the outputs are summed."""
+    """Each rank has the columns of a linear layer's weight for the inputs that it holds; the outputs are summed, and
+    each rank gets those of its positions."""
     ROWWISE_SPLIT = "rowwise_split_input"
     """As ROWWISE, but every rank holds all inputs, and takes those for its columns."""
     SUMMED = "replicated_with_grad_allreduce"
-    """Every rank has the whole weight, but computes a part of its gradient: norms of the heads of queries and keys."""
+    """Every rank has the whole weight, but computes a part of its gradient: norms, of the rank's own positions or
+    heads."""
     OWNER = "local_params"
     """A module with parameters of its own that are divided (`PARAMETER`)."""
     PARAMETER = "parameter"
