@@ -207,6 +207,35 @@ def shapes_at_rest(world: World, cfg: Config) -> dict[str, tuple[int, ...]]:
     return {name: tuple(local(tensor).shape) for name, tensor in tensors(state).items()}
 
 
+def positions_seen(world: World, cfg: Config, count: int) -> tuple[dict[str, int], int]:
+    """The number of positions that modules of a block get in a row of `count` tokens, and of the model's output."""
+    state, _ = begin(world, cfg)
+    language = state.model.language_model
+    seen = {}
+    for name in ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp"):
+
+        def note(module: Any, args: Any, kwargs: Any, name: str = name) -> None:
+            seen[name] = (args[0] if args else kwargs["hidden_states"]).shape[1]
+
+        language.layers[1].get_submodule(name).register_forward_pre_hook(note, with_kwargs=True)
+    with torch.no_grad():
+        output = language(inputs_embeds=torch.ones(1, count, 36)).last_hidden_state
+    return seen, output.shape[1]
+
+
+@pytest.mark.ranks
+def test_positions_between_layers_are_divided(
+    model: Path, dataset: Path, tmp_path: Path, pools: dict[int, RankPool]
+) -> None:
+    """Also of rows that are no multiple of the ranks, and of a single token, as in generation."""
+    cfg = make_config(model, dataset, tmp_path, BATCH, "parallel.tensor=2", "pack=false", "sharding=zero0")
+    for count, own in ((12, (6, 6)), (13, (7, 6)), (1, (1, 0))):
+        found = pools[2].run(positions_seen, cfg, count)
+        for (seen, output), mine in zip(found, own, strict=True):
+            assert seen["input_layernorm"] == seen["post_attention_layernorm"] == mine
+            assert seen["self_attn"] == seen["mlp"] == output == count
+
+
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("how", ["ulysses", "gather"])

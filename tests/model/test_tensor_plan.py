@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from small import changed_parts, make_config
 
@@ -9,7 +10,8 @@ from llava_fsdp.data.batching.collate import boundaries
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.pretrained import find_parts
 from llava_fsdp.model.sample_dropout import SampleDropout
-from llava_fsdp.model.tensor_plan import divide_dropout, tensor_plan
+from llava_fsdp.model.tensor_plan import between_layers, divide_dropout, tensor_plan
+from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.tensor_cut import Cut
 
 LORA = "model.lora.enabled=true", "model.lora.r=4", "model.lora.dropout=0.4"
@@ -44,4 +46,20 @@ def test_an_adapter_is_divided_on_the_side_on_which_its_layer_is(parts: Path, da
     assert found == {
         **{f"{n}_proj.{part}": Cut.COLWISE for n in "qkv" for part in ("base_layer", "lora_B.default")},
         **{f"o_proj.{part}": Cut.ROWWISE for part in ("base_layer", "lora_A.default")},
+        "o_proj.lora_B.default": Cut.SUMMED,
     }
+
+
+def test_weights_between_layers_are_summed_and_matrices_there_are_refused(
+    parts: Path, dataset: Path, tmp_path: Path
+) -> None:
+    even = changed_parts(parts, tmp_path / "parts", {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 6})
+    cfg = make_config(even, dataset, tmp_path / "run")
+    model = build_llava(find_parts(cfg.model), cfg.model, torch.float32)
+    plan = tensor_plan(model, 2)
+    names = {name for name, cut in plan.items() if cut is Cut.SUMMED}
+    norms = ("input_layernorm", "post_attention_layernorm")
+    assert names == {f"language_model.layers.{n}.{norm}" for n in range(len(model.blocks()[0])) for norm in norms}
+    without_mlp = {name: cut for name, cut in plan.items() if ".mlp." not in name}
+    with pytest.raises(ConfigError, match=r"layers\.0\.mlp\.gate_proj"):
+        between_layers(model.language_model, without_mlp, 2)

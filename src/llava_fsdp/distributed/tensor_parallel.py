@@ -26,9 +26,7 @@ LINEAR: dict[Cut, Callable[[], ParallelStyle]] = {
 """torch's styles of linear layers. Where outputs are summed, each rank gets the sums of its own positions."""
 
 
-def cut_model(
-    model: nn.Module, plan: Mapping[str, Cut], mesh: DeviceMesh, runs: Sequence[Sequence[nn.Module]]
-) -> None:
+def cut_model(model: nn.Module, plan: Mapping[str, Cut], mesh: DeviceMesh, runs: Sequence[Sequence[nn.Module]]) -> None:
     """Divide the weights of a meta-device model among the ranks of a mesh, and the positions between its layers, in
     place. Tied parameters stay tied.
 

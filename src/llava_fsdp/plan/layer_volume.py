@@ -86,7 +86,8 @@ def layer_volume(
         if cut is Cut.COLWISE and "lora_" in name:
             backward += reduce(layer.in_features)
         if cut is Cut.SUMMED and any(p.requires_grad for p in layer.parameters()):
-            summed += reduce(sum(p.numel() for p in layer.parameters()))
+            item = width if "lora_" in name else 4  # norms compute in fp32
+            summed += reduce(sum(p.numel() for p in layer.parameters(recurse=False)), item)
     for siblings in siblings_of(model, plan).values():
         first: Any = siblings[0]
         forward += gather(first.in_features)
