@@ -126,9 +126,9 @@ class Positions:
         return with_hidden(args, kwargs, self.own(hidden_of(args, kwargs)))
 
     def give_whole(self, block: nn.Module, args: object, output: Any) -> Any:
-        if isinstance(output, tuple):
-            return (self.gathered(output[0])[0], *output[1:])
-        return self.gathered(output)[0]
+        own, others = (output[0], output[1:]) if isinstance(output, tuple) else (output, None)
+        whole = self.gathered(own)[0].clone()  # FSDP warns of modules that return a view
+        return whole if others is None else (whole, *others)
 
 
 def divide_positions(
