@@ -207,20 +207,24 @@ def shapes_at_rest(world: World, cfg: Config) -> dict[str, tuple[int, ...]]:
     return {name: tuple(local(tensor).shape) for name, tensor in tensors(state).items()}
 
 
-def positions_seen(world: World, cfg: Config, count: int) -> tuple[dict[str, int], int]:
-    """The number of positions that modules of a block get in a row of `count` tokens, and of the model's output."""
+def positions_seen(world: World, cfg: Config, counts: list[int]) -> list[dict[str, int]]:
+    """The number of positions that modules of a block, and the last norm, get in a row of each number of tokens."""
     state, _ = begin(world, cfg)
-    language = state.model.language_model
-    seen = {}
-    for name in ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp"):
+    language, found = state.model.language_model, []
+    seen: dict[str, int] = {}
+    for name in ("layers.1.input_layernorm", "layers.1.self_attn", "layers.1.post_attention_layernorm", "norm"):
 
         def note(module: Any, args: Any, kwargs: Any, name: str = name) -> None:
             seen[name] = (args[0] if args else kwargs["hidden_states"]).shape[1]
 
-        language.layers[1].get_submodule(name).register_forward_pre_hook(note, with_kwargs=True)
-    with torch.no_grad():
-        output = language(inputs_embeds=torch.ones(1, count, 36)).last_hidden_state
-    return seen, output.shape[1]
+        language.get_submodule(name).register_forward_pre_hook(note, with_kwargs=True)
+    none = torch.zeros(0, dtype=torch.int64)
+    for count in counts:
+        ids = torch.ones(1, count, dtype=torch.int64)
+        with torch.no_grad():
+            state.model(ids, None, none, none, None, (none, none), torch.tensor([count - 1]), return_logits=True)
+        found.append({name.rpartition(".")[2]: count for name, count in seen.items()})
+    return found
 
 
 @pytest.mark.ranks
@@ -229,11 +233,11 @@ def test_positions_between_layers_are_divided(
 ) -> None:
     """Also of rows that are no multiple of the ranks, and of a single token, as in generation."""
     cfg = make_config(model, dataset, tmp_path, BATCH, "parallel.tensor=2", "pack=false", "sharding=zero0")
-    for count, own in ((12, (6, 6)), (13, (7, 6)), (1, (1, 0))):
-        found = pools[2].run(positions_seen, cfg, count)
-        for (seen, output), mine in zip(found, own, strict=True):
-            assert seen["input_layernorm"] == seen["post_attention_layernorm"] == mine
-            assert seen["self_attn"] == seen["mlp"] == output == count
+    own = {12: (6, 6), 13: (7, 6), 1: (1, 0)}
+    for rank, found in enumerate(pools[2].run(positions_seen, cfg, list(own))):
+        for (count, mine), seen in zip(own.items(), found, strict=True):
+            assert seen["input_layernorm"] == seen["post_attention_layernorm"] == mine[rank]
+            assert seen["self_attn"] == seen["norm"] == count
 
 
 @pytest.mark.slow
