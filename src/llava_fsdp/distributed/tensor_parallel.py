@@ -106,6 +106,14 @@ class Positions:
         found = DTensor.from_local(whole, self.mesh, [Replicate()], run_check=False)
         return found.redistribute(placements=[Shard(1)]).to_local()
 
+    def whole(self, own: torch.Tensor) -> torch.Tensor:
+        """Return all positions of hidden states, whose gradient must be the same on all ranks.
+
+        Args:
+            own: [rows, own positions, channels].
+        """
+        return self.gathered(own)[0]
+
     def gathered(self, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return all positions of hidden states twice: as a plain tensor, whose gradient must be the same on all ranks,
         and as one for layers that are divided by outputs, whose gradient is summed over the ranks.
@@ -127,7 +135,7 @@ class Positions:
 
     def give_whole(self, block: nn.Module, args: object, output: Any) -> Any:
         own, others = (output[0], output[1:]) if isinstance(output, tuple) else (output, None)
-        whole = self.gathered(own)[0].clone()  # FSDP warns of modules that return a view
+        whole = self.whole(own).clone()  # FSDP warns of modules that return a view
         return whole if others is None else (whole, *others)
 
 

@@ -44,7 +44,7 @@ def divide_on_meta(model: Llava, size: int, chunk_tokens: int) -> None:
         if cut is Cut.ROWWISE_SPLIT:
             module.register_forward_pre_hook(lambda _, args: (OwnPart.apply(args[0], size), *args[1:]))
         if cut in (Cut.ROWWISE, Cut.ROWWISE_SPLIT):
-            module.register_forward_hook(lambda _, args, output: OwnPositions.apply(output, size))
+            module.register_forward_hook(lambda _, args, output: OwnPositions.apply(output, size, True))
         if cut is Cut.EMBEDDING:
             module.register_forward_hook(lambda _, args, output: Sum.apply(output))
         if cut in (Cut.COLWISE_GATHERED, Cut.OUTPUT):
@@ -62,38 +62,62 @@ class MetaPositions(Positions):
         self.length = 0
 
     def own(self, whole: torch.Tensor) -> torch.Tensor:
-        return OwnPositions.apply(whole, self.size)
+        return OwnPositions.apply(whole, self.size, False)
+
+    def whole(self, own: torch.Tensor) -> torch.Tensor:
+        return AllPositions.apply(own, self.length, False)
 
     def gathered(self, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        whole = AllPositions.apply(own, self.length)
+        whole = AllPositions.apply(own, self.length, True)
         return whole, whole
 
 
 class OwnPositions(torch.autograd.Function):
-    """The first rank's positions of [rows, positions, channels]; the gradient has the positions of all ranks."""
+    """The first rank's positions of [rows, positions, channels], which are summed over ranks if `is_sum`; the gradient
+    has the positions of all ranks."""
 
     @staticmethod
-    def forward(ctx: Any, whole: torch.Tensor, size: int) -> torch.Tensor:
+    def forward(ctx: Any, whole: torch.Tensor, size: int, is_sum: bool) -> torch.Tensor:
         ctx.length = whole.shape[1]
-        return whole[:, : math.ceil(ctx.length / size)].contiguous()
+        return take(whole, math.ceil(ctx.length / size), is_sum)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        rows, _, channels = grad_outputs[0].shape
-        return grad_outputs[0].new_empty(rows, ctx.length, channels), None
+        return collect(grad_outputs[0], ctx.length), None, None
 
 
 class AllPositions(torch.autograd.Function):
-    """All ranks' positions, [rows, positions, channels]; the gradient is that of the first rank's."""
+    """All ranks' positions, [rows, positions, channels]; the gradient is that of the first rank's, which is summed over
+    ranks if `is_sum`."""
 
     @staticmethod
-    def forward(ctx: Any, own: torch.Tensor, length: int) -> torch.Tensor:
-        ctx.own = own.shape[1]
-        return own.new_empty(own.shape[0], length, own.shape[2])
+    def forward(ctx: Any, own: torch.Tensor, length: int, is_sum: bool) -> torch.Tensor:
+        ctx.own, ctx.is_sum = own.shape[1], is_sum
+        return collect(own, length)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        return grad_outputs[0][:, : ctx.own].contiguous(), None
+        return take(grad_outputs[0], ctx.own, ctx.is_sum), None, None
+
+
+def take(whole: torch.Tensor, own: int, is_sum: bool) -> torch.Tensor:
+    """Return the first `own` positions, in the same memory or, if they are summed over ranks, in new memory. A
+    reduce-scatter of positions copies the whole tensor first, in order of the ranks."""
+    if not is_sum:
+        return whole[:, :own].contiguous()
+    copy = torch.empty_like(whole)
+    found = whole[:, :own].clone()
+    del copy
+    return found
+
+
+def collect(own: torch.Tensor, length: int) -> torch.Tensor:
+    """Return new memory for all positions. An all-gather collects them in order of the ranks, and copies them then into
+    the order of the rows."""
+    gathered = own.new_empty(own.shape[0], length, own.shape[2])
+    found = torch.empty_like(gathered)
+    del gathered
+    return found
 
 
 class Sum(torch.autograd.Function):
