@@ -26,7 +26,9 @@ LINEAR: dict[Cut, Callable[[], ParallelStyle]] = {
 """torch's styles of linear layers. Where outputs are summed, each rank gets the sums of its own positions."""
 
 
-def cut_model(model: nn.Module, plan: Mapping[str, Cut], mesh: DeviceMesh, runs: Sequence[Sequence[nn.Module]]) -> None:
+def cut_model(
+    model: nn.Module, plan: Mapping[str, Cut], mesh: DeviceMesh, chains: Sequence[Sequence[nn.Module]]
+) -> None:
     """Divide the weights of a meta-device model among the ranks of a mesh, and the positions between its layers, in
     place. Tied parameters stay tied.
 
@@ -34,7 +36,7 @@ def cut_model(model: nn.Module, plan: Mapping[str, Cut], mesh: DeviceMesh, runs:
         model: the model, with `requires_grad` set.
         plan: style by the full name of a module or parameter.
         mesh: mesh with one dimension, the ranks that compute each layer together.
-        runs: the language model's blocks that this rank has, in lists of consecutive ones.
+        chains: the language model's blocks that this rank has, in lists of consecutive ones.
     """
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -59,7 +61,7 @@ def cut_model(model: nn.Module, plan: Mapping[str, Cut], mesh: DeviceMesh, runs:
         for other in others:
             parent, _, leaf = other.rpartition(".")
             model.get_submodule(parent).register_parameter(leaf, model.get_parameter(first))
-    divide_positions(Positions(mesh), runs, siblings_of(model, plan))
+    divide_positions(Positions(mesh), chains, siblings_of(model, plan))
 
 
 def siblings_of(model: nn.Module, plan: Mapping[str, Cut]) -> dict[nn.Module, list[nn.Module]]:
@@ -115,8 +117,9 @@ class Positions:
         return self.gathered(own)[0]
 
     def gathered(self, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return all positions of hidden states twice: as a plain tensor, whose gradient must be the same on all ranks,
-        and as one for layers that are divided by outputs, whose gradient is summed over the ranks.
+        """Return all positions of hidden states twice. The first tensor is for code that every rank runs alike: its
+        gradient is taken as equal on all ranks. The second is for layers that are divided by outputs: each rank's
+        gradient is a part, and the parts are summed.
 
         Args:
             own: [rows, own positions, channels].
@@ -128,7 +131,8 @@ class Positions:
         return whole.to_local(), whole
 
     def note_length(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.length = kwargs["position_ids"].shape[-1]
+        ids = kwargs.get("position_ids")  # some models compute the embeddings from ids that blocks do not get
+        self.length = ids.shape[-1] if ids is not None else kwargs["position_embeddings"][0].shape[-2]
 
     def take_own(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return with_hidden(args, kwargs, self.own(hidden_of(args, kwargs)))
@@ -140,16 +144,16 @@ class Positions:
 
 
 def divide_positions(
-    positions: Positions, runs: Sequence[Sequence[nn.Module]], parents: Mapping[nn.Module, Sequence[nn.Module]]
+    positions: Positions, chains: Sequence[Sequence[nn.Module]], parents: Mapping[nn.Module, Sequence[nn.Module]]
 ) -> None:
     """Register hooks that divide the positions before the first of consecutive blocks, gather them for the modules that
     need all, and gather them behind the last block.
 
     Args:
-        runs: the language model's blocks, in lists of consecutive ones.
+        chains: the language model's blocks, in lists of consecutive ones.
         parents: module that needs all positions -> its layers that read its input.
     """
-    for blocks in runs:
+    for blocks in chains:
         for block in blocks:
             block.register_forward_pre_hook(positions.note_length, with_kwargs=True)
         blocks[0].register_forward_pre_hook(positions.take_own, with_kwargs=True)

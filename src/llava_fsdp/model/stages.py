@@ -248,15 +248,15 @@ def remove_others(model: Llava, children: Children, blocks: set[int], has_first:
             setattr(language, name, Passed(language.get_submodule(name)))
 
 
-def runs_of_blocks(model: Llava) -> list[list[nn.Module]]:
+def chains_of_blocks(model: Llava) -> list[list[nn.Module]]:
     """Return the language model's blocks that this rank has, in lists of those that follow one another."""
-    runs: list[list[nn.Module]] = [[]]
+    chains: list[list[nn.Module]] = [[]]
     for block in find_blocks(model.language_model):
         if isinstance(block, Passed):
-            runs.append([])
+            chains.append([])
         else:
-            runs[-1].append(block)
-    return [run for run in runs if run]
+            chains[-1].append(block)
+    return [chain for chain in chains if chain]
 
 
 def plan_of_stages(cfg: Config, model: Llava, counts: Sequence[float]) -> StagePlan:

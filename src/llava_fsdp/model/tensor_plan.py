@@ -39,6 +39,7 @@ def tensor_plan(model: Llava, size: int) -> dict[str, Cut]:
             divided, or weights that the plan does not mention.
     """
     language = model.language_model
+    refuse_dropout(model.parts.language, size)
     modules = dict(language.named_modules())
     parameters = dict(language.named_parameters())
     found: dict[str, Cut] = {}
@@ -79,7 +80,7 @@ def styles_of(
     known = {cut.value: cut for cut in Cut if cut not in (Cut.PARAMETER, Cut.EMBEDDING, Cut.OUTPUT)}
     found: dict[str, Cut] = {}
     for name in (*modules, *parameters):
-        style = plan.get(re.sub(r"\d+", "*", name))
+        style = plan.get(re.sub(r"(?<![^.])\d+(?![^.])", "*", name))  # whole numbers between points, not those of `fc1`
         if style is None:
             continue
         if style not in known:
@@ -91,6 +92,17 @@ def styles_of(
     if any(cut is Cut.COLWISE and name.endswith(KEYS) for name, cut in found.items()):
         check_heads(config, size)
     return found
+
+
+def refuse_dropout(config: PretrainedConfig, size: int) -> None:
+    """Raise ConfigError if blocks drop parts of hidden states between layers: of these each rank has its own positions,
+    and would drop others than a single rank."""
+    for key in ("residual_dropout", "resid_pdrop", "hidden_dropout"):
+        if value := getattr(config, key, None):
+            raise ConfigError(
+                f"parallel.tensor={size}: {key}={value} of the language model is not supported, because each rank has "
+                f"some of the positions; set {key} to 0 in its config.json, or parallel.tensor=1"
+            )
 
 
 def check_heads(config: PretrainedConfig, size: int) -> None:
@@ -130,8 +142,8 @@ def check_vocabulary(vocabulary: int, size: int) -> None:
 
 def with_adapter(name: str, module: nn.Module, style: Cut) -> dict[str, Cut]:
     """Return how a module and its LoRA adapter are divided, by name. The adapter's matrix on the divided side of the
-    layer is divided like the layer; its other matrix, between them only the adapter's rank, is computed by every
-    rank."""
+    layer is divided like the layer. The other matrix is whole on every rank; behind a layer whose outputs are summed,
+    it gets the rank's own positions."""
     if not hasattr(module, "base_layer"):
         return {name: style}
     found = {f"{name}.base_layer": style}
@@ -168,8 +180,8 @@ def between_layers(language: nn.Module, plan: Mapping[str, Cut], size: int) -> d
                 continue
             if any(weight.dim() > 1 for weight in own):
                 raise ConfigError(
-                    f"parallel.tensor={size}: transformers' plan does not say how {name} is divided, and it may need "
-                    "all positions of a row; set parallel.tensor=1"
+                    f"parallel.tensor={size}: {name} has a matrix that transformers' plan does not mention. It would "
+                    "get a part of each row's tokens, and it may mix tokens; set parallel.tensor=1"
                 )
             found[name] = Cut.SUMMED
     return found

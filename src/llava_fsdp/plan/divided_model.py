@@ -14,7 +14,7 @@ from llava_fsdp.distributed.memory import Weight, divided_weights
 from llava_fsdp.distributed.tensor_parallel import Positions, divide_positions, siblings_of
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.loss import VocabularyPart, chunked_loss
-from llava_fsdp.model.stages import runs_of_blocks
+from llava_fsdp.model.stages import chains_of_blocks
 from llava_fsdp.model.tensor_plan import tensor_plan
 from llava_fsdp.runtime.tensor_cut import Cut
 
@@ -49,7 +49,7 @@ def divide_on_meta(model: Llava, size: int, chunk_tokens: int) -> None:
             module.register_forward_hook(lambda _, args, output: Sum.apply(output))
         if cut in (Cut.COLWISE_GATHERED, Cut.OUTPUT):
             module.register_forward_hook(lambda _, args, output: Gather.apply(output, size))
-    divide_positions(MetaPositions(size), runs_of_blocks(model), siblings_of(model, plan))
+    divide_positions(MetaPositions(size), chains_of_blocks(model), siblings_of(model, plan))
     part = VocabularyPart(0, torch.clone, torch.clone)
     model.label_loss = partial(chunked_loss, chunk_tokens=chunk_tokens, part=part)
 

@@ -52,7 +52,7 @@ class LayerVolume:
 
 
 def layer_volume(
-    model: Llava, plan: Mapping[str, Cut], blocks: int, runs: int, size: int, recomputed: float
+    model: Llava, plan: Mapping[str, Cut], blocks: int, chains: int, size: int, recomputed: float
 ) -> LayerVolume:
     """Count what ranks that compute layers together exchange.
 
@@ -60,7 +60,7 @@ def layer_volume(
         model: the model on the meta device, not divided.
         plan: how the weights that these ranks have are divided.
         blocks: number of the language model's blocks that they have.
-        runs: number of series of consecutive blocks that they have.
+        chains: number of lists of consecutive blocks that they have.
         size: number of ranks.
         recomputed: share of the blocks' forward pass that runs again in the backward pass.
     """
@@ -86,17 +86,18 @@ def layer_volume(
         if cut is Cut.COLWISE and "lora_" in name:
             backward += reduce(layer.in_features)
         if cut is Cut.SUMMED and any(p.requires_grad for p in layer.parameters()):
-            item = width if "lora_" in name else 4  # norms compute in fp32
+            item = width if "lora_" in name else 4  # norms compute in fp32 unless precision.norm_dtype says otherwise
             summed += reduce(sum(p.numel() for p in layer.parameters(recurse=False)), item)
     for siblings in siblings_of(model, plan).values():
         first: Any = siblings[0]
         forward += gather(first.in_features)
         backward += gather(first.in_features)
     hidden = model.parts.language.hidden_size
-    # the last sum of a block does not run again, because nothing needs it but an adapter, which comes behind it
+    # the last sum of a block does not run again, because nothing needs it but an adapter or a norm behind it; such
+    # norms, as in Gemma 2, are not counted here
     last = gather(hidden) * (0 if model.adapted else blocks)
     moved = forward + backward + (forward + last * -1) * recomputed
-    moved += gather(hidden) * (2 * runs)  # before and behind blocks that follow one another
+    moved += gather(hidden) * (2 * chains)  # before and behind consecutive blocks
     if Cut.EMBEDDING in plan.values():
         moved += reduce(hidden)
     of_label, calls = 0.0, moved.calls + summed.calls

@@ -513,6 +513,11 @@ class Planner:
         next."""
         return micro.tokens * self.parts.language.hidden_size * DTYPES[self.cfg.precision.param_dtype].itemsize
 
+    def own_hidden_bytes(self, micro: MicroBatch) -> int:
+        """Return the bytes of the first rank's positions of a micro-batch's hidden states, between layers."""
+        own = micro.rows * -(-micro.length // self.tensor)
+        return own * self.parts.language.hidden_size * DTYPES[self.cfg.precision.param_dtype].itemsize
+
     def simulate_group(
         self,
         choice: Choice,
@@ -539,7 +544,7 @@ class Planner:
         own = {
             (number, micro): segments_of_stage(
                 self.passes(mode, [micro], between)[0], stack, blocks, number == 0,
-                number == parallel.num_stages - 1, self.hidden_bytes(micro),
+                number == parallel.num_stages - 1, self.hidden_bytes(micro), self.own_hidden_bytes(micro),
             )
             for number, blocks in group.stages.items()
             for micro in set(run)
@@ -587,8 +592,8 @@ class Planner:
         share = recomputed_share(choice.activation_checkpointing)
         if choice.activation_checkpointing.mode is ActivationCheckpointing.selective:  # collectives run again
             share = 1.0
-        runs = sum(number - 1 not in group.blocks for number in group.blocks)
-        args = len(group.blocks), runs, self.tensor, share
+        chains = sum(number - 1 not in group.blocks for number in group.blocks)
+        args = len(group.blocks), chains, self.tensor, share
         key = group, "layers", share
         volume = self.known(key, lambda: layer_volume(self.model, self.plan_of(group), *args))
         moved = volume.of(micros, self.cfg.loss.chunk_tokens)

@@ -25,11 +25,13 @@ class StageSegments:
 
     forward: tuple[Segment, ...]
     backward: tuple[Segment, ...]
+    output: Live
+    """Bytes by which the stage's output is larger than that of a block inside a stage."""
 
     @property
     def kept(self) -> Live:
         """Bytes that the forward pass keeps for the backward pass."""
-        return self.forward[-1].end
+        return self.forward[-1].end + self.output
 
 
 def names_of_stages(model: Llava, plan: StagePlan) -> list[set[str]]:
@@ -59,7 +61,7 @@ def weights_of_groups(
 
 
 def segments_of_stage(
-    segments: Pass, stack: str, blocks: range, is_first: bool, is_last: bool, hidden: int
+    segments: Pass, stack: str, blocks: range, is_first: bool, is_last: bool, hidden: int, own: int
 ) -> StageSegments:
     """Return the segments that a stage runs, without the bytes that other stages hold.
 
@@ -69,6 +71,7 @@ def segments_of_stage(
         blocks: numbers of the stage's blocks.
         is_first, is_last: whether it is the first or the last stage.
         hidden: bytes of the hidden states that stages send to each other.
+        own: bytes of this rank's positions of them, which a block gives to the next one.
     """
     first, last = f"{stack}.{blocks.start}", f"{stack}.{blocks.stop - 1}"
 
@@ -82,8 +85,12 @@ def segments_of_stage(
     before = forward[0].begin
     shift = Live() if is_first else Live(hidden - before.activations, -before.logits)
     kept = Live() if is_last else Live(activations=hidden)  # a stage keeps its output until its backward pass ends
+    more = Live() if is_last else Live(activations=hidden - own)
+    # The last block's backward pass begins with the gradient of all positions.
     return StageSegments(
-        tuple(s.shifted(shift, s.unit) for s in forward), tuple(s.shifted(shift + kept, s.unit) for s in backward)
+        tuple(s.shifted(shift, s.unit) for s in forward),
+        tuple(s.shifted(shift + kept + (more if s.unit == last else Live()), s.unit) for s in backward),
+        more,
     )
 
 

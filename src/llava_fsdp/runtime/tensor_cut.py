@@ -17,8 +17,8 @@ class Cut(Enum):
     ROWWISE_SPLIT = "rowwise_split_input"
     """As ROWWISE, but every rank holds all inputs, and takes those for its columns."""
     SUMMED = "replicated_with_grad_allreduce"
-    """Every rank has the whole weight, but computes a part of its gradient: norms, of the rank's own positions or
-    heads."""
+    """Every rank has the whole weight, and computes a part of its gradient: norms, and the second matrix of an adapter
+    behind a sum."""
     OWNER = "local_params"
     """A module with parameters of its own that are divided (`PARAMETER`)."""
     PARAMETER = "parameter"

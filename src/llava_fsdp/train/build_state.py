@@ -39,7 +39,7 @@ from llava_fsdp.model.load_weights import fingerprint, frozen_digests, load_weig
 from llava_fsdp.model.loss import LossCollector, VocabularyPart, chunked_loss
 from llava_fsdp.model.pretrained import artifacts_of
 from llava_fsdp.model.quantization import quantized_weights
-from llava_fsdp.model.stages import children_of, plan_of_stages, remove_others, runs_of_blocks, stage_of
+from llava_fsdp.model.stages import chains_of_blocks, children_of, plan_of_stages, remove_others, stage_of
 from llava_fsdp.model.tensor_plan import divide_dropout, tensor_plan
 from llava_fsdp.plan.mfu import utilization_of
 from llava_fsdp.runtime.context_cut import ContextCut
@@ -204,7 +204,7 @@ def divide_layers(model: Llava, plan: Mapping[str, Cut], mesh: DeviceMesh, cfg: 
 
     model.label_loss = of_own_rows
     divide_dropout(model, cuts, size, index)
-    cut_model(model, cuts, mesh, runs_of_blocks(model))
+    cut_model(model, cuts, mesh, chains_of_blocks(model))
 
 
 def assemble(
