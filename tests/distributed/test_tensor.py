@@ -106,7 +106,7 @@ LANGUAGE: dict[str, dict[str, Any]] = {
     "starcoder2": {"use_bias": True}, "olmo2": {}, "phi3": {}, "cohere2": {"sliding_window": 9},
     "llama": {"attention_bias": True, "mlp_bias": True}, "mistral": {"sliding_window": 9}, "qwen2": {},
     "qwen3": {"tie_word_embeddings": True}, "gemma": {}, "gemma2": {"sliding_window": 9}, "smollm3": {}, "granite": {},
-    "glm4": {}, "exaone4": {}, "nemotron": {},
+    "glm4": {}, "exaone4": {}, "nemotron": {}, "gpt_neox": {},
 }  # fmt: skip
 """Language models: q/k norms, tied embeddings, sinks, windows, biases, gathered outputs, packed layers, soft caps."""
 
@@ -311,6 +311,7 @@ def test_what_does_not_go_together_is_refused(overrides: list[str], key: str, co
         ("llama", {"num_key_value_heads": 1}, 2, "num_key_value_heads=1"),
         ("llama", {"intermediate_size": 51}, 2, "mlp.gate_proj"),
         ("cohere", {"use_qk_norm": True}, 2, "q_norm"),
+        ("starcoder2", {"residual_dropout": 0.1}, 2, "residual_dropout"),
         ("llama", {"num_key_value_heads": 4, "vocab_size": 9}, 4, "vocabulary"),
     ],
 )

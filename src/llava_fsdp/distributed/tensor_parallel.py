@@ -131,8 +131,7 @@ class Positions:
         return whole.to_local(), whole
 
     def note_length(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        ids = kwargs.get("position_ids")  # some models compute the embeddings from ids that blocks do not get
-        self.length = ids.shape[-1] if ids is not None else kwargs["position_embeddings"][0].shape[-2]
+        self.length = kwargs["position_ids"].shape[-1]
 
     def take_own(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return with_hidden(args, kwargs, self.own(hidden_of(args, kwargs)))

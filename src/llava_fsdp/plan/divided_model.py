@@ -101,11 +101,9 @@ class AllPositions(torch.autograd.Function):
 
 
 def take(whole: torch.Tensor, own: int, is_sum: bool) -> torch.Tensor:
-    """Return the first `own` positions, in the same memory or, if they are summed over ranks, in new memory. A
-    reduce-scatter of positions copies the whole tensor first, in order of the ranks."""
-    if not is_sum:
-        return whole[:, :own].contiguous()
-    copy = torch.empty_like(whole)
+    """Return the first `own` positions in new memory. A reduce-scatter, which sums over ranks, copies the whole tensor
+    first, in order of the ranks."""
+    copy = torch.empty_like(whole) if is_sum else None
     found = whole[:, :own].clone()
     del copy
     return found

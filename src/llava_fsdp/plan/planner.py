@@ -541,10 +541,11 @@ class Planner:
         windows = (micros[begin : begin + most] for begin in range(max(1, len(micros) - most + 1)))
         run = max(windows, key=lambda window: sum(micro.tokens for micro in window))
         stack, mode = stack_name(self.model), choice.activation_checkpointing.mode
+        takes_own = self.tensor > 1 and mode is ActivationCheckpointing.none  # else it is computed again
         own = {
             (number, micro): segments_of_stage(
                 self.passes(mode, [micro], between)[0], stack, blocks, number == 0,
-                number == parallel.num_stages - 1, self.hidden_bytes(micro), self.own_hidden_bytes(micro),
+                number == parallel.num_stages - 1, self.hidden_bytes(micro), self.own_hidden_bytes(micro), takes_own,
             )
             for number, blocks in group.stages.items()
             for micro in set(run)

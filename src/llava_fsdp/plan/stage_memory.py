@@ -27,6 +27,8 @@ class StageSegments:
     backward: tuple[Segment, ...]
     output: Live
     """Bytes by which the stage's output is larger than that of a block inside a stage."""
+    sent: tuple[Live, Live]
+    """Bytes of the messages to other stages: the stage's output, and the gradient of its input."""
 
     @property
     def kept(self) -> Live:
@@ -61,8 +63,9 @@ def weights_of_groups(
 
 
 def segments_of_stage(
-    segments: Pass, stack: str, blocks: range, is_first: bool, is_last: bool, hidden: int, own: int
-) -> StageSegments:
+    segments: Pass, stack: str, blocks: range, is_first: bool, is_last: bool, hidden: int, own: int,
+    takes_own: bool = False,
+) -> StageSegments:  # fmt: skip
     """Return the segments that a stage runs, without the bytes that other stages hold.
 
     Args:
@@ -72,6 +75,7 @@ def segments_of_stage(
         is_first, is_last: whether it is the first or the last stage.
         hidden: bytes of the hidden states that stages send to each other.
         own: bytes of this rank's positions of them, which a block gives to the next one.
+        takes_own: whether the stage's first block keeps its positions of what the stage received for the backward pass.
     """
     first, last = f"{stack}.{blocks.start}", f"{stack}.{blocks.stop - 1}"
 
@@ -83,7 +87,7 @@ def segments_of_stage(
     forward = cut(False, "" if is_first else first, "" if is_last else last)
     backward = cut(True, "" if is_last else last, "" if is_first else first)
     before = forward[0].begin
-    shift = Live() if is_first else Live(hidden - before.activations, -before.logits)
+    shift = Live() if is_first else Live(hidden + own * takes_own - before.activations, -before.logits)
     kept = Live() if is_last else Live(activations=hidden)  # a stage keeps its output until its backward pass ends
     more = Live() if is_last else Live(activations=hidden - own)
     # The last block's backward pass begins with the gradient of all positions.
@@ -91,6 +95,7 @@ def segments_of_stage(
         tuple(s.shifted(shift, s.unit) for s in forward),
         tuple(s.shifted(shift + kept + (more if s.unit == last else Live()), s.unit) for s in backward),
         more,
+        (kept, Live() if is_first else Live(activations=hidden)),
     )
 
 
@@ -111,15 +116,42 @@ def simulate_pipeline(
     ledger = states.open_ledger()
     rank = FsdpRank(ledger, units, plan, unit_names, prefetch)
     left = Counter(one.stage for one, _ in order if not one.is_forward)
+    messages = kept_messages(order)
+    under_way = Live()
     states.begin_pass(ledger, 0)
-    for one, segments in order:
+    for (one, segments), kept in zip(order, messages, strict=True):
         if one.is_forward:
             rank.run_forward(segments.forward)
-            rank.under_way += segments.kept
+            under_way += segments.kept
         else:
             left[one.stage] -= 1
             rank.under_way -= segments.kept
             rank.run_backward(segments.backward, is_last=not left[one.stage])
+            under_way -= segments.kept
+        rank.under_way = under_way + kept
         ledger.set_live(rank.under_way)
     ledger.finish(states)
     return ledger
+
+
+def kept_messages(order: Sequence[tuple[StagePass, StageSegments]]) -> list[Live]:
+    """Return the bytes of messages that torch's schedule keeps after each pass, although other stages have received
+    them. With 1F1B (`Schedule1F1B._step_microbatches` in torch/distributed/pipelining/schedules.py) variables hold the
+    last gradient, and, until the last forward pass, the second-last output before the first backward pass. Those
+    that gloo keeps with the interleaved schedule, which waits for its sends when the step ends, are not counted.
+
+    Args:
+        order: as for `simulate_pipeline`.
+    """
+    if len({one.stage for one, _ in order}) > 1:
+        return [Live()] * len(order)
+    ahead = next(number for number, (one, _) in enumerate(order) if not one.is_forward)
+    last = max(number for number, (one, _) in enumerate(order) if one.is_forward)
+    found, output, gradient = [], Live(), Live()
+    for number, (one, segments) in enumerate(order):
+        if not one.is_forward:
+            gradient = segments.sent[1]
+            if one.micro_batch == ahead - 2:  # until then, it counts among what the backward pass needs
+                output = segments.sent[0]
+        found.append(gradient + (output if number <= last else Live()))
+    return found
