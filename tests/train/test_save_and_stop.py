@@ -187,7 +187,7 @@ def test_a_checkpoint_of_this_run_that_was_read_counts_as_good(
     monkeypatch.setattr(module, "Saver", saver)
     monkeypatch.setattr(module, "check_replicas", lambda state, parent: compared.append((state, parent)))
     optimizer = SimpleNamespace(param_groups=[], register_step_pre_hook=lambda hook: None)
-    pipeline = SimpleNamespace(holders=(1, 2))
+    pipeline = SimpleNamespace(equal_ranks=(1, 2))
     for mode, stages in ((OffloadMode.nvme, None), (OffloadMode.params, pipeline)):
         state: Any = SimpleNamespace(optimizer=optimizer, pipeline=stages)
         offload = SimpleNamespace(mode=mode)
@@ -195,6 +195,6 @@ def test_a_checkpoint_of_this_run_that_was_read_counts_as_good(
         module.open_saver(state, cfg, None if resumed is None else tmp_path / resumed)
         assert [path.name for path in made[-1]["good"]] == good
         assert made[-1]["in_place"] is (mode is OffloadMode.nvme)
-        assert made[-1]["holders"] == (None if stages is None else (1, 2))
+        assert made[-1]["equal_ranks"] == (None if stages is None else (1, 2))
         made[-1]["check"]()
         assert compared.pop() == (state, tmp_path / "run" / "checkpoints")

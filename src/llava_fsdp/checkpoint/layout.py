@@ -24,7 +24,7 @@ def held_rows(tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
 
 
 def written_rows(
-    tensors: Mapping[str, torch.Tensor], file: str, holders: tuple[int, int] | None = None
+    tensors: Mapping[str, torch.Tensor], file: str, equal_ranks: tuple[int, int] | None = None
 ) -> tuple[dict[str, TensorEntry], dict[str, torch.Tensor]]:
     """Choose the rows (slices of dimension 0) that this rank writes to a checkpoint. Rows that several ranks hold are
     divided evenly among these ranks.
@@ -33,7 +33,7 @@ def written_rows(
         tensors: all tensors of the checkpoint by name that this rank holds a part of. Ranks of the same stages of a
             model have the same names.
         file: name of this rank's file in the checkpoint.
-        holders: (i, n): this rank is number i of the n ranks with the same tensors; None: all ranks have the same.
+        equal_ranks: (i, n): this rank is number i of the n ranks with the same tensors; None: all ranks have the same.
 
     Returns:
         By tensor name, what the checkpoint's manifest records of the chosen rows (dtype and shape of the tensor,
@@ -43,7 +43,7 @@ def written_rows(
     entries, written = {}, {}
     for number, name in enumerate(sorted(tensors)):
         first, values = held_rows(tensors[name])
-        replica, replicas = replica_of(tensors[name], holders)
+        replica, replicas = replica_of(tensors[name], equal_ranks)
         if not values.ndim:  # each scalar is written by one rank; `number` distributes the scalars over the ranks
             begin, end = 0, int(number % replicas == replica)
         else:
@@ -56,16 +56,16 @@ def written_rows(
     return entries, written
 
 
-def replica_of(tensor: torch.Tensor, holders: tuple[int, int] | None = None) -> tuple[int, int]:
+def replica_of(tensor: torch.Tensor, equal_ranks: tuple[int, int] | None = None) -> tuple[int, int]:
     """Return (i, n): this rank is number i, from 0, of the n ranks that hold the same part of a tensor. A tensor that
     is not a DTensor is held by all ranks that have the same tensors. If the mesh of a DTensor does not contain all of
     these, other meshes of the same form hold copies of the tensor.
 
     Args:
-        holders: number of this rank among those that have the same tensors, which are consecutive ranks, and how many
-            there are; None: all ranks have the same tensors.
+        equal_ranks: number of this rank among those that have the same tensors, which are consecutive ranks, and their
+            number; None: all ranks have the same.
     """
-    own, size = holders or rank_and_size()
+    own, size = equal_ranks or rank_and_size()
     if not isinstance(tensor, DTensor):
         return own, size
     coordinate = tensor.device_mesh.get_coordinate()

@@ -48,7 +48,7 @@ class Saver:
         at: Callable[[str], None] = lambda point: None,
         adapter_folder: AdapterFolder | None = None,
         check: Callable[[], None] = lambda: None,
-        holders: tuple[int, int] | None = None,
+        equal_ranks: tuple[int, int] | None = None,
     ):
         """Prepare to save checkpoints: create their folder, start the threads that write them, and allocate the buffers
         for copies of the state.
@@ -64,12 +64,12 @@ class Saver:
             adapter_folder: how a folder with LoRA adapters is written into each checkpoint. None if the model has no
                 adapters, and on ranks other than 0.
             check: called on all ranks before each save; raises an error if the current state must not be saved.
-            holders: (i, n): this rank is number i of the n ranks that hold the same tensors; None: all ranks do.
+            equal_ranks: (i, n): this rank is number i of the n ranks that hold the same tensors; None: all ranks do.
 
         Raises:
             CheckpointError: the disk has no room for a checkpoint, or the folder is not writable.
         """
-        self.check, self.holders = check, holders
+        self.check, self.equal_ranks = check, equal_ranks
         self.cfg, self.tensors, self.facts = cfg, tensors, facts
         self.group: dist.ProcessGroup | None = None
         if dist.is_initialized():
@@ -96,7 +96,7 @@ class Saver:
     def rows_to_write(self) -> tuple[dict[str, TensorEntry], dict[str, torch.Tensor]]:
         """Return what this rank writes to a checkpoint: by tensor name, what the checkpoint's manifest records of this
         rank's rows (slices of dimension 0); and, by tensor name, the values of these rows."""
-        return written_rows(self.tensors(), rank_file(rank_and_size()[0]), self.holders)
+        return written_rows(self.tensors(), rank_file(rank_and_size()[0]), self.equal_ranks)
 
     @property
     def failed(self) -> bool:

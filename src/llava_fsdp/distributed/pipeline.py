@@ -278,7 +278,7 @@ class Pipeline:
         self.group = mesh.get_group("pipeline")
         """The ranks that process the same rows, one of each group."""
         self.stage_group = mesh.get_group("stage")
-        self.holders = mesh.get_local_rank("stage"), mesh["stage"].size()
+        self.equal_ranks = mesh.get_local_rank("stage"), mesh["stage"].size()
         """(i, n): this rank is number i of the n ranks with the same stages."""
         self.width, self.dtype, self.device = width, dtype, device
         hidden = meta_of((1, 1, width), dtype)
@@ -357,7 +357,7 @@ class Pipeline:
     def gather_in_stage(self, items: list[Any]) -> list[Any]:
         """Return the lists of the ranks with the same stages, concatenated in their order. Collective: all of them must
         call it."""
-        values: list[Any] = [None] * self.holders[1]
+        values: list[Any] = [None] * self.equal_ranks[1]
         dist.all_gather_object(values, items, group=self.stage_group)
         return [item for of_rank in values for item in of_rank]
 
@@ -369,7 +369,7 @@ class Pipeline:
             value: the tensor; None on ranks of other groups.
             elsewhere: which other group has it, on ranks of other groups; else None.
         """
-        is_first = self.holders[0] == 0
+        is_first = self.equal_ranks[0] == 0
         if value is not None:
             if self.place.index > 0 and is_first:
                 dist.send(value.contiguous(), group=self.group, group_dst=0)

@@ -100,7 +100,7 @@ class PipelinedModel:
         assert isinstance(model, Llava)
         self.parts = model.parts
         self.pipeline = pipeline
-        self.holders = pipeline.holders
+        self.equal_ranks = pipeline.equal_ranks
         self.has_first = pipeline.has_first
 
     def __call__(

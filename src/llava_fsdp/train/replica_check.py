@@ -47,7 +47,7 @@ def check_replicas(state: TrainState, parent: Path) -> None:
 def differences_in_stages(state: TrainState, pipeline: Pipeline) -> list[Difference]:
     """Return the tensors that differ between ranks with the same stages of the model, and the counters that differ
     between any ranks. Collective: all ranks must call it."""
-    number, size = pipeline.holders
+    number, size = pipeline.equal_ranks
     layouts = checksums_of_rank(all_tensors(state), {}, size)
     own = [found for layout in layouts for found in find_differences(layout, pipeline.gather_in_stage)]
     first = rank_and_size()[0] - number

@@ -92,7 +92,7 @@ class AnswerGenerator:
         if not self.questions:
             return []
         divided = self.model if isinstance(self.model, PipelinedModel) else None
-        rank, size = divided.holders if divided is not None else rank_and_size()
+        rank, size = divided.equal_ranks if divided is not None else rank_and_size()
         together = self.cfg.parallel.tensor
         is_copy = rank % together > 0 or (divided is not None and not divided.has_first)
         rank, size = rank // together, size // together
