@@ -66,10 +66,11 @@ def test_worst_moment_is_that_of_real_steps(
         assert planned.bytes["total"] == pytest.approx(most, rel=CLOSE_LORA if more else CLOSE), (rank, planned.moment)
 
 
-@pytest.mark.parametrize(("kind", "mode", "more"), slow_after(1, [
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "mode", "more"), [
     ("llama", "full", LORA), ("llama", "none", ()), ("llama", "full", ()), ("llama", "selective", ()),
     ("qwen3", "full", ()), ("phi3", "full", ()),
-]))  # fmt: skip
+])  # fmt: skip
 def test_a_dry_run_moves_what_the_arithmetic_says(
     kind: str, mode: str, more: tuple[str, ...], model: Any, dataset: Path, tmp_path: Path
 ) -> None:
