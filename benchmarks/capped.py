@@ -163,18 +163,19 @@ def largest(fits: Callable[[int], bool], start: int, most: int) -> int:
 
 
 def facts(question: str, options: argparse.Namespace) -> dict[str, Any]:
-    """What a reader needs to run it again; asked for at the beginning, while the code is that which runs."""
+    """What a reader needs to run it again, without folders of this machine; asked for at the beginning, while the code
+    is that which runs."""
+    folders = {str(value) for value in vars(options).values() if isinstance(value, Path)}
+    words = [word for word in without(sys.argv[1:], "--scratch", "--out", "--environments") if word not in folders]
     return {
         "question": question,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),
-        "command": shlex.join(
-            ["python", f"benchmarks/{Path(sys.argv[0]).name}", *without(sys.argv[1:], "--scratch", "--out")]
-        ),
+        "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *words]),
         "options": {
-            k: str(v) if isinstance(v, Path) else v
-            for k, v in vars(options).items()
-            if k not in ("out", "folder", "scratch", "attempt", "readme")
+            name: value
+            for name, value in vars(options).items()
+            if not isinstance(value, Path) and name not in ("attempt", "readme")
         },
         "machine": machine(torch.cuda.get_device_name() if torch.cuda.is_available() else None),
         "python": platform.python_version(),

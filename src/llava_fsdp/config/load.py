@@ -62,8 +62,8 @@ def load(schema: type[T], node: DictConfig) -> T:
 
 @functools.cache
 def node_of(schema: type) -> DictConfig:
-    """Return OmegaConf's node of a dataclass, with the nodes of the dataclasses in it, none of which has values. Do not
-    change it: it is made once, because that takes longer than to copy it."""
+    """Return OmegaConf's node of a dataclass, with the nodes of the dataclasses in it. Do not change it: it is made
+    once, because that takes longer than to copy it."""
     node = OmegaConf.structured(schema)
     for name, kind in get_type_hints(schema).items():
         if is_dataclass(kind) and OmegaConf.is_missing(node, name):

@@ -64,7 +64,7 @@ def weights_of_groups(
 
 def segments_of_stage(
     segments: Pass, stack: str, blocks: range, is_first: bool, is_last: bool, hidden: int, own: int,
-    takes_own: bool = False,
+    takes_own: bool,
 ) -> StageSegments:  # fmt: skip
     """Return the segments that a stage runs, without the bytes that other stages hold.
 
@@ -89,8 +89,8 @@ def segments_of_stage(
     before = forward[0].begin
     shift = Live() if is_first else Live(hidden + own * takes_own - before.activations, -before.logits)
     kept = Live() if is_last else Live(activations=hidden)  # a stage keeps its output until its backward pass ends
+    # the stage's last block returns all positions, and its backward pass begins with the gradient of all
     more = Live() if is_last else Live(activations=hidden - own)
-    # The last block's backward pass begins with the gradient of all positions.
     return StageSegments(
         tuple(s.shifted(shift, s.unit) for s in forward),
         tuple(s.shifted(shift + kept + (more if s.unit == last else Live()), s.unit) for s in backward),
