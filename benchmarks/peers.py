@@ -45,7 +45,7 @@ ADAMW = {"lr": RATE, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0, "f
 PEERS = {
     "ours packed": "this project, packed rows: `fit` with its reports, heartbeats and saver; zero3",
     "ours padded": "the same with `pack=false`: a step's samples sorted by length; zero3",
-    "by hand, our model": "an FSDP2 loop of ten lines around our model, on the packed rows of the first line",
+    "by hand, our model": "an FSDP2 loop of ten lines around our model, on the packed rows of the first peer",
     "by hand": "the same loop around transformers' model, padded",
     "hf": "transformers' Trainer, padded; on a CPU it is DDP, whatever is asked for",
     "zero2": "DeepSpeed ZeRO-2, transformers' model, padded",
@@ -80,14 +80,14 @@ WARM_UP = 2
 
 
 class Peer:
-    """One torchrun, and the lines to its ranks."""
+    """One torchrun, and the connections to its ranks."""
 
     def __init__(self, name: str, data: list[str], process: subprocess.Popen, log: Path):
         self.name = name
         self.data = data
         self.process = process
         self.log = log
-        self.lines: dict[int, Connection] = {}
+        self.connections: dict[int, Connection] = {}
         self.seen: dict[str, list[dict[str, Any]]] = {name: [] for name in data}
         """Rounds of each data set, the warm-up first."""
 
@@ -96,9 +96,9 @@ class Peer:
 
     def run_round(self, data: str, steps: int, timeout: float) -> None:
         """The first steps of a data set, once; seconds are of a step, CPU seconds of all ranks together."""
-        for line in self.lines.values():
-            line.send((data, steps))
-        found = [self.answer(line, timeout) for line in self.lines.values()]
+        for connection in self.connections.values():
+            connection.send((data, steps))
+        found = [self.answer(connection, timeout) for connection in self.connections.values()]
         assert len(found[0]["losses"]) == steps
         self.seen[data].append({
             "cpu": sum(f["cpu"] for f in found) / steps,
@@ -107,11 +107,11 @@ class Peer:
             "norms": mean_of_ranks([f["norms"] for f in found]),
         })  # fmt: skip
 
-    def answer(self, line: Connection, timeout: float) -> dict[str, Any]:
-        if not line.poll(timeout):
+    def answer(self, connection: Connection, timeout: float) -> dict[str, Any]:
+        if not connection.poll(timeout):
             raise self.fail(f"no answer within {timeout} s (--timeout)")
         try:
-            return line.recv()
+            return connection.recv()
         except EOFError as error:
             raise self.fail("a rank has ended") from error
 
@@ -178,12 +178,12 @@ def meet(peer: Peer, listener: Listener, options: argparse.Namespace) -> None:
     """
     deadline = time.monotonic() + options.timeout
     socket: Any = listener._listener._socket  # type: ignore[attr-defined]  # a Listener alone cannot be waited for
-    while len(peer.lines) < options.ranks:
+    while len(peer.connections) < options.ranks:
         if wait([socket], 0.5):
-            line = listener.accept()
-            name, rank = line.recv()
+            connection = listener.accept()
+            name, rank = connection.recv()
             assert name == peer.name
-            peer.lines[rank] = line
+            peer.connections[rank] = connection
         elif peer.process.poll() is not None:
             raise peer.fail(f"ended with exit code {peer.process.returncode}")
         elif time.monotonic() > deadline:
@@ -340,7 +340,7 @@ def goals_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def versions(peers: Iterable[str]) -> dict[str, str]:
-    """Of the packages that all have in common, and of the peers' own."""
+    """Versions of the packages that all peers have in common, and of those that a peer has to itself."""
     found = {}
     for name in ("torch", "transformers", "deepspeed", "accelerate", "trl"):
         if importlib.util.find_spec(name) is not None:
@@ -369,7 +369,7 @@ def main() -> None:
         work = Path(folder)
         write_start(work, options)
         with Listener(
-            str(work / "line"), "AF_UNIX", backlog=options.ranks, authkey=bytes.fromhex(options.key)
+            str(work / "socket"), "AF_UNIX", backlog=options.ranks, authkey=bytes.fromhex(options.key)
         ) as listener:
             seen: dict[str, dict[str, list[dict[str, Any]]]] = {}
             for names, data in groups(without(options.peers, not_run), options.data):

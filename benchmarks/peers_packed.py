@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from peers_rank import Line, leave, loop_by_hand, shard_by_hand, transformers_model
+from peers_rank import Rounds, end_process_group, loop_by_hand, shard_by_hand, transformers_model
 from safetensors.torch import load_file
 from torch.nn import functional
 
@@ -57,7 +57,7 @@ def in_one_row(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor
 # transformers' model and a loop by hand
 
 
-def run_rows(plan: dict[str, Any]) -> None:
+def run_filled_rows(plan: dict[str, Any]) -> None:
     """Rows as long as the longest sample, each filled with samples; transformers makes the mask of `position_ids`."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=plan["timeout"]))
     steps: dict[str, list[dict[str, Any]]] = {}
@@ -73,8 +73,8 @@ def run_rows(plan: dict[str, Any]) -> None:
             for number in range(plan["options"]["steps"])
         ]
     model = sharded(plan, "sdpa")
-    loop_by_hand(plan, model, Line(plan), steps, lambda step: iter([model(**step).loss]))
-    leave()
+    loop_by_hand(plan, model, Rounds(plan), steps, lambda step: iter([model(**step).loss]))
+    end_process_group()
 
 
 def filled_rows(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -96,7 +96,7 @@ def filled_rows(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tenso
     return {name: torch.cat(rows) for name, rows in fields.items()}
 
 
-def run_row(plan: dict[str, Any], at_labels: bool = False, our_cut: bool = False) -> None:
+def run_one_row(plan: dict[str, Any], at_labels: bool = False, our_cut: bool = False) -> None:
     """One row of all samples, and torch's SDPA a sample at a time.
 
     Args:
@@ -133,8 +133,8 @@ def run_row(plan: dict[str, Any], at_labels: bool = False, our_cut: bool = False
         logits = model(**inputs, logits_to_keep=where).logits
         yield functional.cross_entropy(logits[0], labels[0, where + 1], reduction="sum") / count
 
-    loop_by_hand(plan, model, Line(plan), steps, losses)
-    leave()
+    loop_by_hand(plan, model, Rounds(plan), steps, losses)
+    end_process_group()
 
 
 def sharded(plan: dict[str, Any], attention: str) -> Any:
@@ -185,11 +185,11 @@ def run_trl(plan: dict[str, Any]) -> None:
         max_grad_norm=plan["clip"], logging_strategy="no", save_strategy="no", report_to=[], disable_tqdm=True,
         ddp_find_unused_parameters=False, ddp_broadcast_buffers=False, dataloader_pin_memory=False,
     )  # fmt: skip
-    line_of: list[Line] = []
+    rounds_of: list[Rounds] = []
 
-    class Watched(SFTTrainer):
+    class MeasuredTrainer(SFTTrainer):
         def get_train_dataloader(self) -> Any:
-            stream = line_of[0].steps(self.collated)
+            stream = rounds_of[0].steps(self.collated)
 
             class Stream(torch.utils.data.IterableDataset):
                 def __iter__(self) -> Iterator[Any]:
@@ -199,22 +199,22 @@ def run_trl(plan: dict[str, Any]) -> None:
 
         def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
             loss = super().training_step(*args, **kwargs)
-            line_of[0].losses.append(loss)  # of this rank, times the ranks
+            rounds_of[0].losses.append(loss)  # of this rank, times the ranks
             return loss
 
     tokenizer = AutoTokenizer.from_pretrained(folder, pad_token="<unk>")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
     some = Dataset.from_list([{"input_ids": [1, 2], "labels": [IGNORE, 2]}])
-    trainer = Watched(model, arguments, train_dataset=some, processing_class=tokenizer)
+    trainer = MeasuredTrainer(model, arguments, train_dataset=some, processing_class=tokenizer)
     trainer.collated = {}
     for data in plan["data"]:
         tensors = read(plan, data)
         as_lists = [[{k: v.tolist() for k, v in s.items()} for s in samples_of(tensors, n)] for n in range(steps)]
         packed = [pack_dataset(Dataset.from_list(samples), arguments.max_length, "bfd") for samples in as_lists]
         trainer.collated[data] = [trainer.data_collator(list(rows)) for rows in packed]
-    line_of.append(Line(plan))
+    rounds_of.append(Rounds(plan))
     trainer.train()
-    leave()
+    end_process_group()
 
 
 def run_automodel(plan: dict[str, Any]) -> None:
@@ -255,5 +255,5 @@ def run_automodel(plan: dict[str, Any]) -> None:
         given = {name: value for name, value in inputs.items() if name != "labels"}
         yield loss_of(model(**given, use_cache=False).logits, inputs["labels"], num_label_tokens=count)
 
-    loop_by_hand(plan, model, Line(plan), steps, losses)
-    leave()
+    loop_by_hand(plan, model, Rounds(plan), steps, losses)
+    end_process_group()

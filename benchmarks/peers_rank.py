@@ -24,28 +24,28 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 
-class Line:
-    """The line to peers.py, which says what to run and is told what it took.
+class Rounds:
+    """Runs the rounds of steps that peers.py asks for, and sends it each round's seconds, losses and gradient norms.
 
-    A round is handed out as its steps, one by one: it begins when the first is asked for and has ended when one more
-    is, so that whatever a training does between two steps is in it.
+    A training takes a round's steps from an iterator. The round's clock starts when the first step is asked for and
+    stops when one more is, so that whatever a training does between two steps is counted.
     """
 
     def __init__(self, plan: dict[str, Any]):
         self.rank = dist.get_rank()
-        self.rounds = plan["rounds"]
+        self.number = plan["rounds"]
         self.losses: list[torch.Tensor | float] = []
         self.norms: list[torch.Tensor | float] = []
         self.client = Client(plan["address"], authkey=bytes.fromhex(plan["key"]))
         self.client.send((plan["peer"], self.rank))
 
     def steps(self, steps: dict[str, list[Any]]) -> Iterator[Any]:
-        """All steps of all rounds.
+        """The steps of every round, as they are asked for.
 
         Args:
-            steps: of each data set.
+            steps: of each data set, of which a round takes the first.
         """
-        for _ in range(self.rounds):
+        for _ in range(self.number):
             data, count = self.client.recv()
             own = steps[data][:count]
             gc.collect()
@@ -89,16 +89,16 @@ def run_ours(plan: dict[str, Any], pack: bool) -> None:
         state = build_state(cfg, world, shard_plan, ranks.make_meshes(world, shard_plan, cfg))
         last = state.loader.total_steps
         steps = prepared_steps(cfgs, world, state.model, plan)
-        line = Line(plan)
-        state.loader = kept(state.loader, line.steps(steps))
+        rounds = Rounds(plan)
+        state.loader = kept(state.loader, rounds.steps(steps))
         reporter = Reporter(cfg, 0, last, world.is_first)
         controller = RunController(state, open_saver(state, cfg), cfg, last, watchdog)
 
         def after_step(result: StepResult) -> None:
             reporter(result)
             controller.after_step(result)
-            line.losses.append(result.loss)
-            line.norms.append(result.grad_norm)
+            rounds.losses.append(result.loss)
+            rounds.norms.append(result.grad_norm)
 
         with watchdog.steps():
             fit(state, shard_plan, cfg, after_step, controller.between_steps, watchdog)
@@ -176,7 +176,7 @@ def run_by_hand_ours(plan: dict[str, Any]) -> None:
                 micro = loader.to_device(micro)
                 yield micro.scale * model(*micro.inputs)
 
-        loop_by_hand(plan, model, Line(plan), steps, losses)
+        loop_by_hand(plan, model, Rounds(plan), steps, losses)
 
 
 def run_by_hand(plan: dict[str, Any]) -> None:
@@ -184,8 +184,8 @@ def run_by_hand(plan: dict[str, Any]) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=plan["timeout"]))
     model = transformers_model(plan)
     shard_by_hand(model, model.model.language_model.layers, set(model.model.vision_tower.parameters()))
-    loop_by_hand(plan, model, Line(plan), transformers_steps(plan), lambda step: iter([model(**step).loss]))
-    leave()
+    loop_by_hand(plan, model, Rounds(plan), transformers_steps(plan), lambda step: iter([model(**step).loss]))
+    end_process_group()
 
 
 def shard_by_hand(model: Any, layers: Any, whole: set[torch.nn.Parameter]) -> None:
@@ -196,11 +196,11 @@ def shard_by_hand(model: Any, layers: Any, whole: set[torch.nn.Parameter]) -> No
     fully_shard(model, ignored_params=whole)
 
 
-def loop_by_hand(plan: dict[str, Any], model: Any, line: Line, steps: dict[str, list[Any]], losses: Any) -> None:
+def loop_by_hand(plan: dict[str, Any], model: Any, rounds: Rounds, steps: dict[str, list[Any]], losses: Any) -> None:
     model.train()
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, **plan["adamw"])
-    for step in line.steps(steps):
+    for step in rounds.steps(steps):
         total = torch.zeros(())
         for loss in losses(step):
             (loss * dist.get_world_size()).backward()  # FSDP2 averages over the ranks, and the step's loss is a sum
@@ -209,8 +209,8 @@ def loop_by_hand(plan: dict[str, Any], model: Any, line: Line, steps: dict[str, 
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         dist.all_reduce(total)
-        line.losses.append(float(total))
-        line.norms.append(float(norm.full_tensor()))
+        rounds.losses.append(float(total))
+        rounds.norms.append(float(norm.full_tensor()))
 
 
 # transformers' model
@@ -273,29 +273,29 @@ def run_hf(plan: dict[str, Any]) -> None:
         ddp_broadcast_buffers=False,
         dataloader_pin_memory=False,
     )
-    line = Line(plan)
-    steps = line.steps(transformers_steps(plan, with_count=False))
+    rounds = Rounds(plan)
+    steps = rounds.steps(transformers_steps(plan, with_count=False))
 
     class Stream(IterableDataset):
         def __iter__(self) -> Iterator[Any]:
             return steps
 
-    class Watched(Trainer):
+    class MeasuredTrainer(Trainer):
         def get_train_dataloader(self) -> Any:
             return torch.utils.data.DataLoader(Stream(), batch_size=None)  # cut over the ranks already
 
         def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
             loss = super().training_step(*args, **kwargs)
-            line.losses.append(loss)  # of this rank, times the ranks
+            rounds.losses.append(loss)  # of this rank, times the ranks
             return loss
 
         def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
             norm = super()._get_grad_norm(*args, **kwargs)
-            line.norms.append(norm)
+            rounds.norms.append(norm)
             return norm
 
-    Watched(transformers_model(plan), arguments).train()
-    leave()
+    MeasuredTrainer(transformers_model(plan), arguments).train()
+    end_process_group()
 
 
 def run_deepspeed(plan: dict[str, Any], activation_checkpointing: bool = False) -> None:
@@ -310,19 +310,20 @@ def run_deepspeed(plan: dict[str, Any], activation_checkpointing: bool = False) 
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, **plan["adamw"])
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=plan["deepspeed"])
-    line = Line(plan)
-    for step in line.steps(transformers_steps(plan)):
+    rounds = Rounds(plan)
+    for step in rounds.steps(transformers_steps(plan)):
         loss = engine(**step).loss
         engine.backward(loss * dist.get_world_size())  # it averages over the ranks
         engine.step()
         total = loss.detach().clone()
         dist.all_reduce(total)
-        line.losses.append(float(total))
-        line.norms.append(float(engine.get_global_grad_norm()))
-    leave()
+        rounds.losses.append(float(total))
+        rounds.norms.append(float(engine.get_global_grad_norm()))
+    end_process_group()
 
 
-def leave() -> None:
+def end_process_group() -> None:
+    """Close the process group once all ranks are done."""
     dist.barrier()
     dist.destroy_process_group()
     gc.collect()
@@ -349,10 +350,10 @@ PEERS = {
     "zero2": run_deepspeed,
     "zero3": run_deepspeed,
     "original": lambda plan: run_deepspeed(plan, activation_checkpointing=True),
-    "rows": packed("rows"),
-    "row": packed("row"),
-    "row, labels": packed("row", at_labels=True),
-    "row, labels, our cut": packed("row", at_labels=True, our_cut=True),
+    "rows": packed("filled_rows"),
+    "row": packed("one_row"),
+    "row, labels": packed("one_row", at_labels=True),
+    "row, labels, our cut": packed("one_row", at_labels=True, our_cut=True),
     "trl": packed("trl"),
     "automodel": packed("automodel"),
 }
