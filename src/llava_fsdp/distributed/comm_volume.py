@@ -84,6 +84,12 @@ class CollectiveBytes(TorchDispatchMode):
             assert not has_group(func), f"{name} is a collective that is not in the table"
         return result
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return true: compiled functions may be compiled and run while this mode is active. torch would otherwise run
+        them uncompiled."""
+        return True
+
 
 def ranks_of(func: Any, args: tuple) -> int:
     """Return the number of ranks in the process group of a collective.
