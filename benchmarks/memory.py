@@ -117,8 +117,8 @@ CASES_COMPILED = [
     *(case(*ONE, "deep", f"precision={precision}", f"activation_checkpointing={mode}", COMPILED, *PADDED)
       for precision, mode in (("fp32", "selective"), ("fp32", "none"), ("bf16", "full"))),
 ]  # fmt: skip
-"""Packed rows, in which attention cuts a compiled block on a CPU; and padded ones, which are compiled in one piece. Most
-are in fp32: products in bf16 take minutes on a CPU that has none."""
+"""Packed rows, in which attention cuts a compiled block on a CPU; and padded ones, which are compiled in one piece.
+Most are in fp32: a CPU without instructions for bf16 takes minutes for a step."""
 
 REAL = "llava_v1_5_7b"
 CASES_OF_REAL = [
