@@ -1,7 +1,8 @@
 """Tensor parallelism: several ranks compute each layer together, each with a part of its weights (arXiv 1909.08053).
 
-The weights are DTensors of torch's own styles (`parallelize_module`), to which `fully_shard` adds its dimension. What
-the layers between them see are plain tensors: a rank's own heads, or all channels of its own positions.
+The weights are DTensors, to which `fully_shard` adds its dimension. Layers compute with plain tensors: this rank's part
+of a weight, its own heads, or all channels of its own positions. torch's styles (`ColwiseParallel`, `RowwiseParallel`)
+compute with DTensors, which plan every operation anew for each length of a row.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,18 +13,12 @@ from torch import nn
 from torch.distributed import _functional_collectives
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import Placement
 
 from llava_fsdp.runtime.tensor_cut import Cut
 
-LINEAR: dict[Cut, Callable[[], ParallelStyle]] = {
-    Cut.COLWISE: ColwiseParallel,
-    Cut.COLWISE_GATHERED: lambda: ColwiseParallel(output_layouts=Replicate()),
-    Cut.ROWWISE: lambda: RowwiseParallel(output_layouts=Shard(1)),
-    Cut.ROWWISE_SPLIT: lambda: RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-}
-"""torch's styles of linear layers. Where outputs are summed, each rank gets the sums of its own positions."""
+BY_OUTPUTS = (Cut.COLWISE, Cut.COLWISE_GATHERED)
+BY_INPUTS = (Cut.ROWWISE, Cut.ROWWISE_SPLIT)
 
 
 def cut_model(
@@ -47,9 +42,10 @@ def cut_model(
             divide(model.get_submodule(parent), {leaf: Shard(0)}, mesh)
             continue
         module = model.get_submodule(name)
-        if cut in LINEAR:
-            parallelize_module(module, mesh, LINEAR[cut](), src_data_rank=None)
-            module.register_forward_hook(wait_for_output)
+        if cut in BY_OUTPUTS:
+            cut_by_outputs(module, mesh, is_gathered=cut is Cut.COLWISE_GATHERED, sums_gradient="lora_" in name)
+        elif cut in BY_INPUTS:
+            cut_by_inputs(module, mesh, takes_whole=cut is Cut.ROWWISE_SPLIT)
         elif cut is Cut.SUMMED:
             divide(module, {leaf: Replicate() for leaf, _ in module.named_parameters(recurse=False)}, mesh)
         elif cut is Cut.EMBEDDING:
@@ -69,21 +65,21 @@ def siblings_of(model: nn.Module, plan: Mapping[str, Cut]) -> dict[nn.Module, li
     module to which they belong."""
     found: dict[nn.Module, list[nn.Module]] = {}
     for name, cut in plan.items():
-        if cut in (Cut.COLWISE, Cut.COLWISE_GATHERED) and "lora_" not in name:
+        if cut in BY_OUTPUTS and "lora_" not in name:
             parent = name.removesuffix(".base_layer").rpartition(".")[0]
             found.setdefault(model.get_submodule(parent), []).append(model.get_submodule(name))
     return found
 
 
-def wait_for_output(module: nn.Module, args: object, output: torch.Tensor) -> None:
-    """Forward hook that waits for a collective whose result a layer returns.
+def awaited(output: torch.Tensor) -> torch.Tensor:
+    """Wait for the collective whose result `output` is, if it is one, and return `output`.
 
-    Without it, the first operation that reads the result would wait. Activation checkpointing may end its second
-    forward pass before such an operation, behind a layer with an adapter. torch would then keep the result until the
-    run ends.
+    Otherwise the first operation that reads the result would wait. Activation checkpointing may end its second forward
+    pass before such an operation, behind a layer with an adapter. torch would then keep the result until the run ends.
     """
     if isinstance(output, _functional_collectives.AsyncCollectiveTensor):
         output.trigger_wait()
+    return output
 
 
 class Positions:
@@ -116,6 +112,11 @@ class Positions:
         """
         return self.gathered(own)[0]
 
+    def summed(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return `whole`, which is the same on all ranks, for layers that are divided by outputs: each rank's gradient
+        is a part, and the parts are summed."""
+        return with_summed_gradient(whole, self.mesh)
+
     def gathered(self, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return all positions of hidden states twice. The first tensor is for code that every rank runs alike: its
         gradient is taken as equal on all ranks. The second is for layers that are divided by outputs: each rank's
@@ -128,7 +129,7 @@ class Positions:
         stride = torch.empty(shape, device="meta").stride()
         parts = DTensor.from_local(own, self.mesh, [Shard(1)], run_check=False, shape=shape, stride=stride)
         whole = parts.redistribute(placements=[Replicate()])
-        return whole.to_local(), whole
+        return awaited(whole.to_local()), awaited(whole.to_local(grad_placements=[Partial()]))
 
     def note_length(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.length = kwargs["position_ids"].shape[-1]
@@ -180,9 +181,8 @@ class GatheredInput:
         return with_hidden(args, kwargs, self.given[0])
 
     def read(self, layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        if self.given is not None and args[0] is self.given[0]:
-            return (self.given[1], *args[1:])
-        return args
+        is_given = self.given is not None and args[0] is self.given[0]
+        return (self.given[1] if is_given else self.positions.summed(args[0]), *args[1:])
 
     def after(self, module: nn.Module, args: object, output: object) -> None:
         self.given = None
@@ -199,14 +199,19 @@ def with_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: torch.Ten
     return ((hidden, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": hidden})
 
 
-def divide(module: nn.Module, placements: Mapping[str, Placement], mesh: DeviceMesh) -> None:
-    """Make some parameters of a module DTensors with the given placements, by name. In its forward pass, the module
-    sees this rank's part of each as a plain tensor. The gradient of a parameter that every rank has whole is a sum over
-    the ranks."""
+def place(module: nn.Module, placements: Mapping[str, Placement], mesh: DeviceMesh) -> None:
+    """Make some parameters of a module DTensors with the given placements, by name."""
     for name, placement in placements.items():
         parameter = getattr(module, name)
         whole = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
         module.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+
+
+def divide(module: nn.Module, placements: Mapping[str, Placement], mesh: DeviceMesh) -> None:
+    """Make some parameters of a module DTensors with the given placements, by name. In its forward pass, the module
+    sees this rank's part of each as a plain tensor. The gradient of a parameter that every rank has whole is a sum over
+    the ranks."""
+    place(module, placements, mesh)
 
     def before(module: nn.Module, args: object) -> None:
         for name, placement in placements.items():
@@ -219,6 +224,72 @@ def divide(module: nn.Module, placements: Mapping[str, Placement], mesh: DeviceM
             module.__dict__.pop(name, None)
 
     module.register_forward_pre_hook(before)
+    module.register_forward_hook(after, always_call=True)
+
+
+def with_summed_gradient(whole: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """Return `whole`, which is the same on all ranks of a mesh. Its gradient is the sum of the ranks' gradients."""
+    return DTensor.from_local(whole, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
+
+
+def cut_by_outputs(module: nn.Module, mesh: DeviceMesh, is_gathered: bool, sums_gradient: bool) -> None:
+    """Divide the outputs of a linear layer among ranks. Its input is the same on all ranks.
+
+    Args:
+        is_gathered: whether the layer returns all outputs on every rank.
+        sums_gradient: whether the gradient of the input, of which each rank computes a part, is summed here.
+    """
+    assert isinstance(module, nn.Linear)
+    divide(module, {name: Shard(0) for name, _ in module.named_parameters(recurse=False)}, mesh)
+    if sums_gradient:
+        module.register_forward_pre_hook(lambda _, args: (with_summed_gradient(args[0], mesh), *args[1:]))
+    if is_gathered:
+        gather_outputs(module, mesh)
+
+
+def gather_outputs(module: nn.Linear, mesh: DeviceMesh) -> None:
+    """Register a hook that returns all outputs of a layer whose outputs are divided among ranks."""
+    outputs = module.out_features
+
+    def after(module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
+        shape = torch.Size((*output.shape[:-1], outputs))
+        stride = torch.empty(shape, device="meta").stride()
+        parts = DTensor.from_local(output, mesh, [Shard(output.ndim - 1)], run_check=False, shape=shape, stride=stride)
+        return parts.full_tensor()
+
+    module.register_forward_hook(after)
+
+
+def cut_by_inputs(module: nn.Module, mesh: DeviceMesh, takes_whole: bool) -> None:
+    """Divide the inputs of a linear layer among ranks. The ranks' outputs are summed, each rank gets the sums of its
+    own positions, and adds the bias to them.
+
+    Args:
+        takes_whole: whether the layer is given all inputs on every rank, and not this rank's own.
+    """
+    assert isinstance(module, nn.Linear)
+    divide(module, {"weight": Shard(1)}, mesh)
+    has_bias = module.bias is not None
+    if has_bias:
+        place(module, {"bias": Replicate()}, mesh)
+
+    def before(module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        module.__dict__["bias"] = None  # hides the parameter, which would be added once by every rank
+        if not takes_whole:
+            return args
+        whole = DTensor.from_local(args[0], mesh, [Replicate()], run_check=False)
+        return (whole.redistribute(placements=[Shard(args[0].ndim - 1)]).to_local(), *args[1:])
+
+    def add(module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
+        parts = DTensor.from_local(output, mesh, [Partial()], run_check=False)
+        own = awaited(parts.redistribute(placements=[Shard(1)]).to_local())
+        return own + module._parameters["bias"].to_local(grad_placements=[Partial()]) if has_bias else own  # type: ignore[union-attr]
+
+    def after(module: nn.Module, args: object, output: object) -> None:
+        module.__dict__.pop("bias", None)
+
+    module.register_forward_pre_hook(before)
+    module.register_forward_hook(add)
     module.register_forward_hook(after, always_call=True)
 
 
@@ -249,16 +320,8 @@ def cut_output(module: nn.Module, mesh: DeviceMesh) -> None:
     """Divide the rows of the output layer among ranks. Called as a module, the layer returns all logits on every rank;
     the loss reads this rank's rows of its weight (`local_weight`)."""
     assert isinstance(module, nn.Linear) and module.bias is None
-    vocabulary = module.out_features
     divide(module, {"weight": Shard(0)}, mesh)
-
-    def after(module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
-        shape = torch.Size((*output.shape[:-1], vocabulary))
-        stride = torch.empty(shape, device="meta").stride()
-        parts = DTensor.from_local(output, mesh, [Shard(output.ndim - 1)], run_check=False, shape=shape, stride=stride)
-        return parts.full_tensor()
-
-    module.register_forward_hook(after)
+    gather_outputs(module, mesh)
 
 
 def local_weight(weight: torch.Tensor) -> torch.Tensor:

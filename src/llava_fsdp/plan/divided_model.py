@@ -67,6 +67,9 @@ class MetaPositions(Positions):
     def whole(self, own: torch.Tensor) -> torch.Tensor:
         return AllPositions.apply(own, self.length, False)
 
+    def summed(self, whole: torch.Tensor) -> torch.Tensor:
+        return whole
+
     def gathered(self, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         whole = AllPositions.apply(own, self.length, True)
         return whole, whole
