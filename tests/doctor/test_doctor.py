@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from commands import command
 from harness import RankPool, RanksFailed
-from hydra import compose, initialize_config_dir
+from small import command_config
 
-from llava_fsdp.config import DoctorConfig, Format, config_dir, load
+from llava_fsdp.config import DoctorConfig, Format
 from llava_fsdp.data.batching.workers import lock_bytes
 from llava_fsdp.distributed.mesh import World
 from llava_fsdp.doctor import checks, collectives, config_checks, disk, gpus, host, network, software, torch_probe
@@ -40,8 +40,7 @@ Judged = Callable[[], Iterable[Finding]]
 
 
 def config(*overrides: str) -> DoctorConfig:
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        return load(DoctorConfig, compose("doctor", list(overrides)))
+    return command_config(DoctorConfig, "doctor", *overrides)
 
 
 def context_of(*overrides: str, **known: Any) -> Context:

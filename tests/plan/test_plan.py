@@ -9,8 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from small import config_of, make_config
+from small import command_config, config_of, make_config
 from tiers import slow_after
 
 from llava_fsdp.config import (
@@ -22,7 +21,6 @@ from llava_fsdp.config import (
     SamplerName,
     Strategy,
     config_dir,
-    load,
 )
 from llava_fsdp.distributed.memory import bytes_per_rank
 from llava_fsdp.distributed.mesh import World
@@ -42,8 +40,7 @@ from llava_fsdp.train.launcher import split
 
 
 def plan_of(*overrides: str) -> PlanConfig:
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        return load(PlanConfig, compose("plan", list(overrides)))
+    return command_config(PlanConfig, "plan", *overrides)
 
 
 def printed(capsys: pytest.CaptureFixture[str], *overrides: str) -> dict:

@@ -16,12 +16,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from imagined import imagine
+from small import command_config
 from tiers import slow_after
 
-from llava_fsdp.config import SweepConfig, SweepMetric, config_dir, load
+from llava_fsdp.config import SweepConfig, SweepMetric
 from llava_fsdp.config.cli import quoted
 from llava_fsdp.report.results import Results, read_results
 from llava_fsdp.report.run_reader import JOB_FILE, runs_in
@@ -40,8 +40,7 @@ from llava_fsdp.sweep.stop import NOW, SAVE, StopRequest, supervise
 
 
 def config(*overrides: str) -> SweepConfig:
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        return load(SweepConfig, compose("sweep", overrides=list(overrides)))
+    return command_config(SweepConfig, "sweep", *overrides)
 
 
 def start_sweep(*arguments: str, cwd: Path, **more: str) -> subprocess.Popen[str]:

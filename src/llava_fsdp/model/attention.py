@@ -9,6 +9,7 @@ keyword arguments through the language model to the attention of every layer.
 from __future__ import annotations
 
 import copy
+import functools
 import importlib.util
 import inspect
 import itertools
@@ -24,6 +25,7 @@ from transformers import MODEL_MAPPING, AttentionInterface, AutoModel, Cache, Pr
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from llava_fsdp.config import Attention
+from llava_fsdp.model.config_key import ConfigKey
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.safe_load import foreign
 
@@ -627,23 +629,28 @@ def attention_arguments(segments: Segments | CachedRows | None, implementation: 
     return {"position_ids": position_ids, "cu_seqlens": cu_seqlens, "segment_lengths": Lengths(lengths, max(lengths))}
 
 
-def packing_refused(language: PretrainedConfig) -> str | None:
+def packing_refused(language: PretrainedConfig, attention: Attention = Attention.sdpa) -> str | None:
     """Return why a language model, given by its configuration, would mix samples that follow one another in a packed
     row; None if it keeps them apart.
 
-    The model's configuration is read, and the model runs once on the meta device.
+    The model's configuration is read, and the model runs once on the meta device. The answer is kept for the process.
+
+    Args:
+        attention: the attention implementation for packed rows.
 
     Raises:
         ModelError: transformers cannot build the model.
     """
-    reason = other_attention(language)
-    if reason is not None:
-        return reason
+    return other_attention(language) or found_out_of_reach(ConfigKey(language), attention)
+
+
+@functools.lru_cache(maxsize=64)
+def found_out_of_reach(language: ConfigKey, attention: Attention) -> str | None:
+    """Build a language model on the meta device, and return what `layers_out_of_reach` finds."""
     register_attention()
-    with torch.device("meta"), foreign(f"transformers cannot build a {language.model_type} model"):
-        model = AutoModel.from_config(
-            copy.deepcopy(language), attn_implementation=NAMES[Attention.sdpa], trust_remote_code=False
-        )
+    config = copy.deepcopy(language.config)
+    with torch.device("meta"), foreign(f"transformers cannot build a {config.model_type} model"):
+        model = AutoModel.from_config(config, attn_implementation=NAMES[attention], trust_remote_code=False)
     return layers_out_of_reach(model)
 
 

@@ -10,12 +10,13 @@ from llava_fsdp.model.attention import (
     Kernel,
     Segments,
     attention_arguments,
-    layers_out_of_reach,
     other_attention,
+    packing_refused,
     padded_attention,
     register_attention,
 )
 from llava_fsdp.model.blocks import find_blocks
+from llava_fsdp.model.config_key import ConfigKey
 from llava_fsdp.model.experts import find_routers
 from llava_fsdp.model.lora import add_adapters, check_gradients, linear_layers, trained_with_adapters
 from llava_fsdp.model.loss import LabelLoss, LossCollector, choose_loss, whole_loss
@@ -23,7 +24,7 @@ from llava_fsdp.model.pretrained import Parts
 from llava_fsdp.model.projector import Projector, check_can_be_shuffled
 from llava_fsdp.model.quantization import quantize_layers
 from llava_fsdp.model.sample_dropout import TokenKeys
-from llava_fsdp.model.vision_tower import build_vision_tower, hidden_state, probe_vision_tower
+from llava_fsdp.model.vision_tower import build_vision_tower, found_of_vision_tower, hidden_state
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.safe_load import foreign
 
@@ -66,7 +67,7 @@ class Llava(nn.Module):
         if parts.language.tie_word_embeddings:
             self.lm_head.weight = self.language_model.get_input_embeddings().weight
         feature = parts.trained_feature or cfg.select_feature
-        self.probe = probe_vision_tower(self.vision_tower, parts.vision, cfg.select_layer, feature)
+        self.probe = found_of_vision_tower(ConfigKey(parts.vision), cfg.select_layer, feature)
         check_can_be_shuffled(cfg, parts.vision, self.probe.features)
         self.is_first = self.is_last = True
         """Whether this is the first and the last stage of the model; both, if the model is not divided."""
@@ -278,7 +279,7 @@ def build_llava(
     with torch.device("meta"), foreign(f"config.json of {', '.join(folders)} describes no model that can be built"):
         model = Llava(parts, cfg, compute_dtype, kernel, label_loss)
         if kernel is not None:
-            refuse_packing(layers_out_of_reach(model.language_model))
+            refuse_packing(packing_refused(parts.language, kernel.attention))
     if cfg.balance_loss and not find_routers(model.language_model):
         raise ConfigError(
             f"model.balance_loss={cfg.balance_loss}: {type(model.language_model).__name__} has no router that chooses "

@@ -2,6 +2,7 @@
 it."""
 
 import copy
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ from torch import nn
 from transformers import MODEL_MAPPING, AutoModel, PretrainedConfig
 
 from llava_fsdp.config import Feature
+from llava_fsdp.model.config_key import ConfigKey
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 from llava_fsdp.runtime.safe_load import foreign
 
@@ -33,7 +35,7 @@ class Probe(NamedTuple):
     """Number of tokens that an image tile has in the vision tower."""
     drops_cls: bool
     """Whether the vision tower's first token, the CLS token, is left out."""
-    leftovers: list[str]
+    leftovers: tuple[str, ...]
     """Names of the parameters that are used only after the selected hidden state. They never get a gradient and are
     frozen; otherwise optimizers and checkpoints would disagree about them."""
     layers: int
@@ -132,6 +134,15 @@ def first_of(output: Any) -> Any:
     return output[0] if isinstance(output, tuple) else output
 
 
+@functools.lru_cache(maxsize=64)
+def found_of_vision_tower(vision: ConfigKey, select_layer: int, feature: Feature) -> Probe:
+    """Build a vision tower on the meta device, and return what `probe_vision_tower` finds. The answer is kept for the
+    process."""
+    with torch.device("meta"):
+        vision_tower = build_vision_tower(vision.config)
+    return probe_vision_tower(vision_tower, vision.config, select_layer, feature)
+
+
 def probe_vision_tower(vision_tower: nn.Module, vision: PretrainedConfig, select_layer: int, feature: Feature) -> Probe:
     """Run a meta-device vision tower once, to find which of its layers, tokens and parameters are used.
 
@@ -193,7 +204,7 @@ def probe_vision_tower(vision_tower: nn.Module, vision: PretrainedConfig, select
         features=tokens - drops_cls,
         tokens=tokens,
         drops_cls=drops_cls,
-        leftovers=[name for name, gradient in zip(names, gradients, strict=True) if gradient is None],
+        leftovers=tuple(name for name, gradient in zip(names, gradients, strict=True) if gradient is None),
         layers=select_layer % (depth + 1),
         last_layer=next((name for name, output in outputs.items() if output is features), None),
     )
