@@ -1,8 +1,8 @@
 """A small model and a small dataset, written to disk, and configurations that use them."""
 
-import copy
 import functools
 import json
+import pickle
 import random
 import shutil
 from pathlib import Path
@@ -179,7 +179,7 @@ def compose_quickly(name: str, overrides: list[str]) -> DictConfig:
     for override in map(parsed, overrides):
         is_choice = override.key_or_group.startswith("hydra.") or (config_dir() / override.key_or_group).is_dir()
         (choices if is_choice else values).append(override)
-    node = copy.deepcopy(composed(name, tuple(override.input_line for override in choices)))
+    node = pickle.loads(composed(name, tuple(override.input_line for override in choices)))
     try:
         ConfigLoaderImpl._apply_overrides_to_config(values, node)
     except HydraException:  # so that its message is the one of the command
@@ -194,9 +194,10 @@ def parsed(override: str) -> Override:
 
 
 @functools.cache
-def composed(name: str, choices: tuple[str, ...]) -> DictConfig:
+def composed(name: str, choices: tuple[str, ...]) -> bytes:
+    """A pickle, which is read faster than a configuration is copied."""
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        return compose(name, list(choices))
+        return pickle.dumps(compose(name, list(choices)))
 
 
 def conversion(source: Path | str, to: Path, *overrides: str) -> ConversionConfig:
