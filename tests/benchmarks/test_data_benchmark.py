@@ -46,6 +46,7 @@ def test_a_path_that_is_not_exact_is_not_timed(benchmark: ModuleType, tmp_path: 
         benchmark.compare(files, preprocessor, ways | {"exact": lambda file: np.roll(exact(file), 1)})
 
 
+@pytest.mark.slow
 def test_smallest_run(benchmark: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = ["--sizes", "64x48", "--pictures", "1", "--repeats", "1", "--workers", "1", "--batch", "2", "--steps", "2"]
     monkeypatch.setattr("sys.argv", ["data.py", str(tmp_path), *small, "--repeats-of-loader", "1"])

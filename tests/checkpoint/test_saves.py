@@ -336,6 +336,7 @@ def state_of(saver: Saver) -> tuple[int, int, int]:
     return descriptors(), threading.active_count(), saver.snapshot.arena.size
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_fifty_saves_leave_nothing_behind(pools: dict[int, RankPool], tmp_path: Path) -> None:
     for after_5, after_50, _, before, after in pools[2].run(many, tmp_path):

@@ -183,6 +183,7 @@ def test_a_compiled_layer_is_one_graph_for_all_numbers_of_tokens() -> None:
     assert counter.frame_count == 1
 
 
+@pytest.mark.slow
 def test_losses_are_near_those_of_bf16(wide: Path, dataset: Path, tmp_path: Path) -> None:
     found = [
         steps(single_world(), make_config(wide, dataset, tmp_path / name, *INT8, f"precision={name}", "max_steps=3"))

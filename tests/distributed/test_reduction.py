@@ -150,8 +150,15 @@ def clipped_by_both(world: World, placements: list[Placement]) -> list[tuple[tor
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "placements",
-    [[Replicate(), Shard(0)], [Shard(0), Shard(1)], [Shard(1), Shard(0)], [Replicate(), Replicate()]],
-    ids=["hybrid", "rows_and_columns", "columns_and_rows", "whole"],
+    slow_after(
+        2,
+        [
+            pytest.param([Replicate(), Shard(0)], id="hybrid"),
+            pytest.param([Shard(0), Shard(1)], id="rows_and_columns"),
+            pytest.param([Shard(1), Shard(0)], id="columns_and_rows"),
+            pytest.param([Replicate(), Replicate()], id="whole"),
+        ],
+    ),
 )
 def test_norm_and_clipping_are_torchs_to_the_bit(placements: list[Placement], pools: dict[int, RankPool]) -> None:
     """Although ours multiply plain shards, and torch's DTensors."""
