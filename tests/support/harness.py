@@ -7,7 +7,9 @@ hard time limit: a rank that hangs fails the test that made it hang, and the poo
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
+import itertools
 import multiprocessing
 import os
 import tempfile
@@ -20,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import debug
 
 from llava_fsdp.distributed.mesh import World
 
@@ -40,7 +43,7 @@ class RanksFailed(AssertionError):
 
 
 class RankPool:
-    """`size` forked processes that form one gloo process group."""
+    """`size` forked processes that are the ranks of a gloo process group."""
 
     def __init__(self, size: int):
         self.size = size
@@ -100,22 +103,37 @@ class RankPool:
 
 
 def serve(rank: int, size: int, store: Path, pipe: Any) -> None:
-    """What a forked rank does: join the group, then run what it is sent until it is killed."""
+    """What a forked rank does: run what it is sent until it is killed.
+
+    Each call has process groups of its own, which are destroyed behind it. A group has a thread that wakes a hundred
+    times a second (gloo's tcp/loop.cc), and the groups of all tests before would slow every later one.
+    """
     torch.set_num_threads(1)
     os.environ.pop("TORCHELASTIC_RUN_ID", None)
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(str(store), size), rank=rank, world_size=size, timeout=timedelta(seconds=60)
-    )
     world = World(rank=rank, size=size, local_rank=rank, local_size=size, device=CPU)
-    while True:
+    for number in itertools.count():
         try:
             function, args = pipe.recv()
         except EOFError:
             return
         try:
+            files = dist.FileStore(f"{store}-{number}", size)
+            dist.init_process_group("gloo", store=files, rank=rank, world_size=size, timeout=timedelta(seconds=60))
             with contextlib.redirect_stderr(io.StringIO()):
                 value = function(world, *args)
             pipe.send((True, value))
         except BaseException as error:  # whatever it is, the test must see it
             kind = [one.__name__ for one in type(error).__mro__]
             pipe.send((False, (kind, traceback.format_exc())))
+        function = args = value = files = None
+        forget_groups()
+
+
+def forget_groups() -> None:
+    """Destroy all process groups, and have DTensor forget what it planned for their meshes: for an equal mesh of the
+    next call it would use the old one's groups."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    for name in ("_clear_python_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache"):  # not in every torch
+        getattr(debug, name, lambda: None)()
+    gc.collect()  # meshes that refer to each other hold groups
