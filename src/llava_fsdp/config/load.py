@@ -2,7 +2,6 @@
 
 import difflib
 import functools
-import pickle
 import re
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
@@ -45,8 +44,7 @@ def load(schema: type[T], node: DictConfig) -> T:
     refuse_calls(node)
     refuse_unknown_keys(schema, node)
     try:
-        merged = pickle.loads(node_of(schema))
-        merged.merge_with(without_hydra(node))
+        merged = OmegaConf.merge(node_of(schema), without_hydra(node))
         missing = sorted(OmegaConf.missing_keys(merged))
         if missing:
             raise ConfigError(f"{missing[0]} is not set; give it on the command line: {missing[0]}=VALUE")
@@ -63,14 +61,15 @@ def load(schema: type[T], node: DictConfig) -> T:
 
 
 @functools.cache
-def node_of(schema: type) -> bytes:
-    """Return OmegaConf's node of a dataclass, with the nodes of the dataclasses in it, as a pickle. It is read faster
-    than a node is made or copied."""
+def node_of(schema: type) -> DictConfig:
+    """Return OmegaConf's node of a dataclass, with the nodes of the dataclasses in it. Do not change it: it is made
+    once, because that takes longer than to copy it."""
     node = OmegaConf.structured(schema)
     for name, kind in get_type_hints(schema).items():
         if is_dataclass(kind) and OmegaConf.is_missing(node, name):
-            node[name] = pickle.loads(node_of(kind))
-    return pickle.dumps(node)
+            node[name] = node_of(kind)  # a copy
+    assert isinstance(node, DictConfig)
+    return node
 
 
 def refuse_calls(node: DictConfig) -> None:
@@ -145,6 +144,7 @@ def refuse_unknown_keys(schema: Any, node: DictConfig) -> None:
     accepts any key in `+key=value`."""
     known = schema_keys(schema)
     groups = {key.rpartition(".")[0] for key in known}
+    """Names that have keys below them."""
 
     def visit(part: DictConfig, prefix: str) -> None:
         for key in part:
@@ -158,7 +158,9 @@ def refuse_unknown_keys(schema: Any, node: DictConfig) -> None:
                 inside = next(k for k in known if k.startswith(f"{name}."))
                 raise ConfigError(f"{name}={part[key]} is a group of keys, which are set one by one: {inside}=VALUE")
             if isinstance(child, DictConfig) and not child._is_missing() and not child._is_none():
-                known.extend(schema_keys(NAMED[prefix], name + ".") if prefix in NAMED else [])
+                below = schema_keys(NAMED[prefix], name + ".") if prefix in NAMED else []
+                known.extend(below)
+                groups.update(key.rpartition(".")[0] for key in below)
                 visit(child, name + ".")
 
     visit(node, "")

@@ -181,8 +181,9 @@ class GatheredInput:
         return with_hidden(args, kwargs, self.given[0])
 
     def read(self, layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        is_given = self.given is not None and args[0] is self.given[0]
-        return (self.given[1] if is_given else self.positions.summed(args[0]), *args[1:])
+        if self.given is not None and args[0] is self.given[0]:
+            return (self.given[1], *args[1:])
+        return (self.positions.summed(args[0]), *args[1:])
 
     def after(self, module: nn.Module, args: object, output: object) -> None:
         self.given = None
