@@ -108,17 +108,17 @@ CASES = [
 
 PADDED = ("pack=false", "micro_batch_size=4")
 COMPILED = "compile=true"
-CHOSEN = (0, 3, 4, 5, 6, 8, 1, 2, 15)
-"""Places in CASES of the cases of packed rows that also run compiled."""
+PACKED_COMPILED = (0, 3, 4, 5, 6, 8, 1, 2, 15)
+"""Indices into CASES of the cases with packed rows that are also run compiled, in fp32."""
 CASES_COMPILED = [
     *(replace(CASES[number], overrides=(
         *(o.replace("precision=bf16", "precision=fp32") for o in CASES[number].overrides), COMPILED)
-      ) for number in CHOSEN),
+      ) for number in PACKED_COMPILED),
     *(case(*ONE, "deep", f"precision={precision}", f"activation_checkpointing={mode}", COMPILED, *PADDED)
       for precision, mode in (("fp32", "selective"), ("fp32", "none"), ("bf16", "full"))),
 ]  # fmt: skip
-"""Packed rows, in which attention cuts a compiled block on a CPU; and padded ones, which are compiled in one piece.
-Most are in fp32: a CPU without instructions for bf16 takes minutes for a step."""
+"""Packed rows, for which attention splits a compiled block into two graphs on a CPU, and padded ones, for which a block
+is one graph. All but one are in fp32: a CPU without instructions for bf16 takes minutes for a step."""
 
 REAL = "llava_v1_5_7b"
 CASES_OF_REAL = [

@@ -27,8 +27,8 @@ from safetensors.torch import load_file
 class Rounds:
     """Runs the rounds of steps that peers.py asks for, and sends it each round's seconds, losses and gradient norms.
 
-    A training takes a round's steps from an iterator. The round's clock starts when the first step is asked for and
-    stops when one more is, so that whatever a training does between two steps is counted.
+    A training takes a round's steps from an iterator. The clock starts when all ranks are ready for the round's first
+    step, and stops when the training asks for a step after its last. So whatever it does between two steps is counted.
     """
 
     def __init__(self, plan: dict[str, Any]):
@@ -39,15 +39,15 @@ class Rounds:
         self.client = Client(plan["address"], authkey=bytes.fromhex(plan["key"]))
         self.client.send((plan["peer"], self.rank))
 
-    def steps(self, steps: dict[str, list[Any]]) -> Iterator[Any]:
+    def steps(self, prepared: dict[str, list[Any]]) -> Iterator[Any]:
         """The steps of every round, as they are asked for.
 
         Args:
-            steps: of each data set, of which a round takes the first.
+            prepared: the steps of each data set. A round takes as many as peers.py says, from the first.
         """
         for _ in range(self.number):
             data, count = self.client.recv()
-            own = steps[data][:count]
+            own = prepared[data][:count]
             gc.collect()
             dist.barrier()
             cpu, wall = time.process_time(), time.perf_counter()

@@ -34,12 +34,13 @@ def single_world() -> World:
 
 
 class RanksFailed(AssertionError):
-    """One rank raised, or did not answer in time."""
+    """At least one rank raised, died, or did not answer in time."""
 
     def __init__(self, message: str, kinds: list[list[str]]):
         super().__init__(message)
         self.kinds = kinds
-        """By rank that raised: the names of its error's class and of the classes above it."""
+        """One list for each rank that raised, in the order in which they did: the names of its error's class and of the
+        classes above it."""
 
 
 class RankPool:
@@ -67,7 +68,10 @@ class RankPool:
         while len(results) + len(errors) < self.size and not (errors and time.monotonic() > deadline):
             for rank, pipe in enumerate(self.pipes):
                 if rank not in results and pipe.poll(0.01):
-                    good, value = pipe.recv()
+                    try:
+                        good, value = pipe.recv()
+                    except EOFError:
+                        good, value = False, ([], "the process has died")
                     if good:
                         results[rank] = value
                     else:
@@ -130,8 +134,8 @@ def serve(rank: int, size: int, store: Path, pipe: Any) -> None:
 
 
 def forget_groups() -> None:
-    """Destroy all process groups, and have DTensor forget what it planned for their meshes: for an equal mesh of the
-    next call it would use the old one's groups."""
+    """Destroy all process groups, and clear DTensor's caches. These are keyed by mesh: an equal mesh of the next call
+    would get the groups that are destroyed here."""
     if dist.is_initialized():
         dist.destroy_process_group()
     for name in ("_clear_python_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache"):  # not in every torch

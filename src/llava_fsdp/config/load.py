@@ -143,8 +143,7 @@ def refuse_unknown_keys(schema: Any, node: DictConfig) -> None:
     """Raise ConfigError if a composed configuration has a key that the dataclass `schema` does not have. Hydra itself
     accepts any key in `+key=value`."""
     known = schema_keys(schema)
-    groups = {key.rpartition(".")[0] for key in known}
-    """Names that have keys below them."""
+    groups = {key.rpartition(".")[0] for key in known}  # names with keys below them
 
     def visit(part: DictConfig, prefix: str) -> None:
         for key in part:
@@ -154,13 +153,13 @@ def refuse_unknown_keys(schema: Any, node: DictConfig) -> None:
             if name not in known and prefix not in NAMED:
                 raise ConfigError(f"{name} is not a key of the configuration{did_you_mean(name, known)}")
             child = part._get_node(key)
-            if name in groups and not isinstance(child, DictConfig):
+            if name in groups and not isinstance(child, DictConfig) and not OmegaConf.is_interpolation(part, key):
                 inside = next(k for k in known if k.startswith(f"{name}."))
                 raise ConfigError(f"{name}={part[key]} is a group of keys, which are set one by one: {inside}=VALUE")
             if isinstance(child, DictConfig) and not child._is_missing() and not child._is_none():
-                below = schema_keys(NAMED[prefix], name + ".") if prefix in NAMED else []
-                known.extend(below)
-                groups.update(key.rpartition(".")[0] for key in below)
+                of_source = schema_keys(NAMED[prefix], name + ".") if prefix in NAMED else []
+                known.extend(of_source)
+                groups.update(one.rpartition(".")[0] for one in of_source)
                 visit(child, name + ".")
 
     visit(node, "")

@@ -72,10 +72,11 @@ def siblings_of(model: nn.Module, plan: Mapping[str, Cut]) -> dict[nn.Module, li
 
 
 def awaited(output: torch.Tensor) -> torch.Tensor:
-    """Wait for the collective whose result `output` is, if it is one, and return `output`.
+    """Wait for the collective that computes `output`, if there is one, and return `output`.
 
-    Otherwise the first operation that reads the result would wait. Activation checkpointing may end its second forward
-    pass before such an operation, behind a layer with an adapter. torch would then keep the result until the run ends.
+    torch keeps a collective's result until it is waited for, usually by the first operation that reads it. The second
+    forward pass of activation checkpointing may end before such an operation, for example behind a layer with an
+    adapter, and the result would be kept until the run ends.
     """
     if isinstance(output, _functional_collectives.AsyncCollectiveTensor):
         output.trigger_wait()
@@ -201,7 +202,7 @@ def with_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: torch.Ten
 
 
 def place(module: nn.Module, placements: Mapping[str, Placement], mesh: DeviceMesh) -> None:
-    """Make some parameters of a module DTensors with the given placements, by name."""
+    """Replace some parameters of a module by DTensors with the given placements, by name."""
     for name, placement in placements.items():
         parameter = getattr(module, name)
         whole = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
@@ -209,9 +210,9 @@ def place(module: nn.Module, placements: Mapping[str, Placement], mesh: DeviceMe
 
 
 def divide(module: nn.Module, placements: Mapping[str, Placement], mesh: DeviceMesh) -> None:
-    """Make some parameters of a module DTensors with the given placements, by name. In its forward pass, the module
-    sees this rank's part of each as a plain tensor. The gradient of a parameter that every rank has whole is a sum over
-    the ranks."""
+    """Replace some parameters of a module by DTensors with the given placements, by name, and let the module's forward
+    pass see this rank's part of each as a plain tensor. The gradient of a parameter that every rank has whole is summed
+    over the ranks."""
     place(module, placements, mesh)
 
     def before(module: nn.Module, args: object) -> None:
@@ -238,7 +239,8 @@ def cut_by_outputs(module: nn.Module, mesh: DeviceMesh, is_gathered: bool, sums_
 
     Args:
         is_gathered: whether the layer returns all outputs on every rank.
-        sums_gradient: whether the gradient of the input, of which each rank computes a part, is summed here.
+        sums_gradient: whether to sum the gradient of the input, of which each rank computes a part. Adapters need this;
+            for other layers, `GatheredInput` sums it once for all layers of a module.
     """
     assert isinstance(module, nn.Linear)
     divide(module, {name: Shard(0) for name, _ in module.named_parameters(recurse=False)}, mesh)
@@ -262,11 +264,11 @@ def gather_outputs(module: nn.Linear, mesh: DeviceMesh) -> None:
 
 
 def cut_by_inputs(module: nn.Module, mesh: DeviceMesh, takes_whole: bool) -> None:
-    """Divide the inputs of a linear layer among ranks. The ranks' outputs are summed, each rank gets the sums of its
-    own positions, and adds the bias to them.
+    """Divide the inputs of a linear layer among ranks. Their outputs, [rows, positions, channels], are summed. A rank
+    gets the sums of its own positions, and adds the bias to them.
 
     Args:
-        takes_whole: whether the layer is given all inputs on every rank, and not this rank's own.
+        takes_whole: whether the layer's input is whole on every rank; otherwise each rank's input is its part.
     """
     assert isinstance(module, nn.Linear)
     divide(module, {"weight": Shard(1)}, mesh)
@@ -282,6 +284,7 @@ def cut_by_inputs(module: nn.Module, mesh: DeviceMesh, takes_whole: bool) -> Non
         return (whole.redistribute(placements=[Shard(args[0].ndim - 1)]).to_local(), *args[1:])
 
     def add(module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
+        assert output.ndim == 3, "the second dimension is divided, which must be the positions"
         parts = DTensor.from_local(output, mesh, [Partial()], run_check=False)
         own = awaited(parts.redistribute(placements=[Shard(1)]).to_local())
         return own + module._parameters["bias"].to_local(grad_placements=[Partial()]) if has_bias else own  # type: ignore[union-attr]

@@ -633,7 +633,8 @@ def packing_refused(language: PretrainedConfig, attention: Attention = Attention
     """Return why a language model, given by its configuration, would mix samples that follow one another in a packed
     row; None if it keeps them apart.
 
-    The model's configuration is read, and the model runs once on the meta device. The answer is kept for the process.
+    The model's configuration is read, and the model runs on the meta device. The answers for the last 64 configurations
+    are cached.
 
     Args:
         attention: the attention implementation for packed rows.
@@ -646,7 +647,7 @@ def packing_refused(language: PretrainedConfig, attention: Attention = Attention
 
 @functools.lru_cache(maxsize=64)
 def found_out_of_reach(language: ConfigKey, attention: Attention) -> str | None:
-    """Build a language model on the meta device, and return what `layers_out_of_reach` finds."""
+    """Build a language model on the meta device, and return what `layers_out_of_reach` returns for it."""
     register_attention()
     config = copy.deepcopy(language.config)
     with torch.device("meta"), foreign(f"transformers cannot build a {config.model_type} model"):

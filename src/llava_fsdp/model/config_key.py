@@ -1,4 +1,4 @@
-"""Model configurations as keys of caches: what transformers' code does with a configuration is found out once."""
+"""Model configurations as keys of caches, so that a model is built and tried once for each configuration."""
 
 import json
 
@@ -6,11 +6,16 @@ from transformers import PretrainedConfig
 
 
 class ConfigKey:
-    """A model configuration that is hashed and compared by its class and values as they were when the key was made."""
+    """A model configuration that is hashed and compared by its class and values as they were when the key was made. The
+    attention implementation is not one of these values.
+
+    Use a key at once: `config` is not a copy.
+    """
 
     def __init__(self, config: PretrainedConfig):
         self.config = config
-        self.content = (type(config), json.dumps(config.to_dict(), sort_keys=True, default=str))
+        values = json.dumps(config.to_dict(), sort_keys=True, default=str)
+        self.content = type(config), values, str(getattr(config, "_experts_implementation", None))
 
     def __hash__(self) -> int:
         return hash(self.content)

@@ -136,8 +136,8 @@ def first_of(output: Any) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def found_of_vision_tower(vision: ConfigKey, select_layer: int, feature: Feature) -> Probe:
-    """Build a vision tower on the meta device, and return what `probe_vision_tower` finds. The answer is kept for the
-    process."""
+    """Build a vision tower on the meta device, and return what `probe_vision_tower` returns for it. The answers for the
+    last 64 configurations are cached."""
     with torch.device("meta"):
         vision_tower = build_vision_tower(vision.config)
     return probe_vision_tower(vision_tower, vision.config, select_layer, feature)
