@@ -153,7 +153,7 @@ def refuse_unknown_keys(schema: Any, node: DictConfig) -> None:
             if name not in known and prefix not in NAMED:
                 raise ConfigError(f"{name} is not a key of the configuration{did_you_mean(name, known)}")
             child = part._get_node(key)
-            if name in groups and not isinstance(child, DictConfig) and not OmegaConf.is_interpolation(part, key):
+            if name in groups and not isinstance(child, DictConfig) and not OmegaConf.is_interpolation(part, str(key)):
                 inside = next(k for k in known if k.startswith(f"{name}."))
                 raise ConfigError(f"{name}={part[key]} is a group of keys, which are set one by one: {inside}=VALUE")
             if isinstance(child, DictConfig) and not child._is_missing() and not child._is_none():
