@@ -287,7 +287,11 @@ def cut_by_inputs(module: nn.Module, mesh: DeviceMesh, takes_whole: bool) -> Non
         assert output.ndim == 3, "the second dimension is divided, which must be the positions"
         parts = DTensor.from_local(output, mesh, [Partial()], run_check=False)
         own = awaited(parts.redistribute(placements=[Shard(1)]).to_local())
-        return own + module._parameters["bias"].to_local(grad_placements=[Partial()]) if has_bias else own  # type: ignore[union-attr]
+        if not has_bias:
+            return own
+        bias = module._parameters["bias"]
+        assert isinstance(bias, DTensor)
+        return own + bias.to_local(grad_placements=[Partial()])
 
     def after(module: nn.Module, args: object, output: object) -> None:
         module.__dict__.pop("bias", None)

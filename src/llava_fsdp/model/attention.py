@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.func import functional_call
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import MODEL_MAPPING, AttentionInterface, AutoModel, Cache, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from llava_fsdp.config import Attention
 from llava_fsdp.model.config_key import ConfigKey
+from llava_fsdp.model.dispatch_mode import CompilingMode
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.safe_load import foreign
 
@@ -208,7 +208,7 @@ def padded_attention(language: PretrainedConfig) -> str:
     return PADDED
 
 
-class NothingPacked(TorchDispatchMode):
+class NothingPacked(CompilingMode):
     """Dispatch mode for running a language model with padded rows (one sample in each row) on the meta device: every
     conversion of a tensor to a Python bool gives True, although the tensor has no value. transformers makes such a
     conversion to find out whether the positions of a row are consecutive, so that the row has no packed samples
@@ -218,12 +218,6 @@ class NothingPacked(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype is torch.bool:
             return True
         return func(*args, **(kwargs or {}))
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Return true: compiled functions may be compiled and run while this mode is active. torch would otherwise run
-        them uncompiled."""
-        return True
 
 
 def attention_of_transformers(language: PretrainedConfig) -> str:
@@ -629,25 +623,26 @@ def attention_arguments(segments: Segments | CachedRows | None, implementation: 
     return {"position_ids": position_ids, "cu_seqlens": cu_seqlens, "segment_lengths": Lengths(lengths, max(lengths))}
 
 
-def packing_refused(language: PretrainedConfig, attention: Attention = Attention.sdpa) -> str | None:
+def packing_refused(language: PretrainedConfig) -> str | None:
     """Return why a language model, given by its configuration, would mix samples that follow one another in a packed
     row; None if it keeps them apart.
 
-    The model's configuration is read, and the model runs on the meta device. The answers for the last 64 configurations
-    are cached.
-
-    Args:
-        attention: the attention implementation for packed rows.
+    The model's configuration is read, and the model runs on the meta device.
 
     Raises:
         ModelError: transformers cannot build the model.
     """
-    return other_attention(language) or found_out_of_reach(ConfigKey(language), attention)
+    return other_attention(language) or found_out_of_reach(ConfigKey(language), Attention.sdpa)
 
 
 @functools.lru_cache(maxsize=64)
 def found_out_of_reach(language: ConfigKey, attention: Attention) -> str | None:
-    """Build a language model on the meta device, and return what `layers_out_of_reach` returns for it."""
+    """Build a language model on the meta device, and return what `layers_out_of_reach` returns for it. The answers for
+    the last 64 configurations are cached.
+
+    Args:
+        attention: the attention implementation for packed rows.
+    """
     register_attention()
     config = copy.deepcopy(language.config)
     with torch.device("meta"), foreign(f"transformers cannot build a {config.model_type} model"):

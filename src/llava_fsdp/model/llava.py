@@ -10,8 +10,8 @@ from llava_fsdp.model.attention import (
     Kernel,
     Segments,
     attention_arguments,
+    found_out_of_reach,
     other_attention,
-    packing_refused,
     padded_attention,
     register_attention,
 )
@@ -279,7 +279,7 @@ def build_llava(
     with torch.device("meta"), foreign(f"config.json of {', '.join(folders)} describes no model that can be built"):
         model = Llava(parts, cfg, compute_dtype, kernel, label_loss)
         if kernel is not None:
-            refuse_packing(packing_refused(parts.language, kernel.attention))
+            refuse_packing(found_out_of_reach(ConfigKey(parts.language), kernel.attention))
     if cfg.balance_loss and not find_routers(model.language_model):
         raise ConfigError(
             f"model.balance_loss={cfg.balance_loss}: {type(model.language_model).__name__} has no router that chooses "

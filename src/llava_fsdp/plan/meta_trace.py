@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from llava_fsdp.model.dispatch_mode import CompilingMode
 
 
 @dataclass
@@ -45,7 +46,7 @@ class Trace:
         self.events.append(Event(-1, 0, mark=text))
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(CompilingMode):
     """Dispatch mode that records in a trace every tensor storage allocated or freed while the mode is active."""
 
     def __init__(self, trace: Trace, known: Iterator[torch.Tensor]):
@@ -67,12 +68,6 @@ class LiveBytes(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor):
                 self.see(tensor)
         return made
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Return true: compiled functions may be compiled and run while this mode is active. torch would otherwise run
-        them uncompiled."""
-        return True
 
     def see(self, tensor: torch.Tensor) -> int | None:
         """Return the id that the tensor's storage has in the trace of memory events; None if the storage existed before
