@@ -1,6 +1,6 @@
 """Does the planner order layouts of ranks as they are on this machine?
 
-    python benchmarks/layouts.py            # eight layouts on 4 CPU ranks; about ten minutes on two idle cores
+    python benchmarks/layouts.py            # eight layouts on 4 CPU ranks; about fifteen minutes on two idle cores
 
 Trains the same samples with each layout through `llava_fsdp.train`, a short and a longer run, whose difference is the
 CPU seconds of a step, of all ranks together. Beside them stand the seconds that `llava-fsdp plan` predicts. How to read
@@ -38,7 +38,7 @@ LAYOUTS = {
     "zero2, pipeline 2": ["sharding=zero2", "parallel.pipeline=2"],
     "zero2, pipeline 2, tensor 2": ["sharding=zero2", "parallel.pipeline=2", "parallel.tensor=2"],
 }
-STEPS = (3, 11)
+STEPS = (3, 35)
 """Steps of the short and of the longer run."""
 
 
