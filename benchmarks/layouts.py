@@ -2,29 +2,31 @@
 
     python benchmarks/layouts.py            # eight layouts on 4 CPU ranks; about fifteen minutes on two idle cores
 
-Trains the same samples with each layout through `llava_fsdp.train`, a short and a longer run, whose difference is the
-CPU seconds of a step, of all ranks together. Beside them stand the seconds that `llava-fsdp plan` predicts. How to read
-the result is in benchmarks/README.md.
+Trains the same samples with each layout through `llava_fsdp.train`, and measures the CPU seconds of a step, of all
+ranks together. Beside them stand the seconds that `llava-fsdp plan` predicts. How to read the result is in
+benchmarks/README.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
-import resource
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 from capped import facts, write_json
 from provenance import REPOSITORY
 from rich.console import Console
 from rich.table import Table
-from torchruns import launch
+from torchruns import end, last_of, start
 
 QUESTION = "does the planner order layouts of ranks as they are on this machine?"
 RANKS = 4
@@ -38,8 +40,8 @@ LAYOUTS = {
     "zero2, pipeline 2": ["sharding=zero2", "parallel.pipeline=2"],
     "zero2, pipeline 2, tensor 2": ["sharding=zero2", "parallel.pipeline=2", "parallel.tensor=2"],
 }
-STEPS = (3, 35)
-"""Steps of the short and of the longer run."""
+STEPS = (3, 43)
+"""Steps after which CPU seconds are read."""
 
 
 def write_parts(folder: Path) -> None:
@@ -81,20 +83,44 @@ def predicted(keys: list[str], overrides: list[str]) -> float:
 
 
 def measured(name: str, keys: list[str], overrides: list[str], folder: Path) -> dict[str, Any]:
-    """CPU seconds of a step of all ranks, the median of its wall seconds, and the losses of the shorter run."""
-    spent, rows = [], []
-    for steps in STEPS:
-        output = folder / "out"
-        more = [f"output_dir={output}", f"max_steps={steps}", "checkpoint.resume=never", "export.enabled=false"]
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        launch(["-m", "llava_fsdp.train", *keys, *overrides, *more], name, folder / "log.txt", 600, RANKS)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        spent.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-        rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-        shutil.rmtree(output)
-    wall = statistics.median(row["seconds"] for row in rows[STEPS[0] :])
-    losses = [row["loss"] for row in rows]
+    """CPU seconds of a step of all ranks, the median of its wall seconds, and the losses.
+
+    CPU seconds are read from the ranks while they run. A start takes a hundred times as many as a step, and differs
+    from run to run by more than a step takes.
+    """
+    output = folder / "out"
+    more = [f"output_dir={output}", f"max_steps={STEPS[1] + 1}", "checkpoint.resume=never", "export.enabled=false"]
+    process = start(["-m", "llava_fsdp.train", *keys, *overrides, *more], RANKS, folder / "log.txt")
+    spent = []
+    try:
+        for steps in STEPS:
+            while len(rows := rows_in(output / "metrics.jsonl")) < steps:
+                if process.poll() is not None:
+                    raise SystemExit(f"{last_of(folder / 'log.txt')}\n{name}: ended too early; its output is above")
+                time.sleep(0.01)
+            spent.append(cpu_seconds(process.pid))
+    finally:
+        end(process)
+    shutil.rmtree(output)
+    wall = statistics.median(row["seconds"] for row in rows[STEPS[0] : STEPS[1]])
+    losses = [row["loss"] for row in rows[: STEPS[1]]]
     return {"cpu_seconds": (spent[1] - spent[0]) / (STEPS[1] - STEPS[0]), "wall_seconds": wall, "losses": losses}
+
+
+def rows_in(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a file of metrics; none if there is no file yet."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU seconds that a process and all that it has started have used until now."""
+    total = 0.0
+    for process in psutil.Process(pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            total += times.user + times.system
+    return total
 
 
 def order_of(rows: list[dict[str, Any]], key: str) -> list[int]:
