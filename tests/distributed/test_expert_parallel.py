@@ -294,15 +294,17 @@ def test_validation_is_that_of_one_process(
 
 
 @pytest.mark.parametrize(
-    ("shape", "size", "found"),
-    [((1, 8), 2, (1, 4)), ((1, 8), 8, (1, 1)), ((8, 1), 2, (4, 1)), ((2, 4), 2, (2, 2)), ((2, 4), 4, (2, 1)),
-     ((2, 4), 8, (1, 1)), ((3, 4), 6, None), ((2, 6), 4, None), ((4, 2), 4, (2, 1)), ((1, 6), 1, (1, 6))],
+    ("shape", "size", "tensor", "found"),
+    [((1, 8), 2, 1, (1, 4)), ((1, 8), 8, 1, (1, 1)), ((8, 1), 2, 1, (4, 1)), ((2, 4), 2, 1, (2, 2)),
+     ((2, 4), 4, 1, (2, 1)), ((2, 4), 8, 1, (1, 1)), ((3, 4), 6, 1, None), ((2, 6), 4, 1, None),
+     ((4, 2), 4, 1, (2, 1)), ((1, 6), 1, 1, (1, 6)), ((1, 4), 2, 2, (1, 4)), ((1, 1), 2, 4, (1, 2)),
+     ((2, 2), 4, 2, (2, 1)), ((4, 1), 2, 2, (4, 1)), ((2, 3), 4, 3, None)],
 )  # fmt: skip
 def test_ranks_with_the_same_experts_replicate_and_shard_them(
-    shape: tuple[int, int], size: int, found: tuple[int, int] | None
+    shape: tuple[int, int], size: int, tensor: int, found: tuple[int, int] | None
 ) -> None:
     with pytest.raises(ConfigError, match=r"parallel\.expert.*shard_size") if found is None else nullcontext():
-        assert shape_of_experts(shape, size) == found
+        assert shape_of_experts(shape, size, tensor) == found
 
 
 @pytest.mark.parametrize(
@@ -323,7 +325,7 @@ def test_a_weight_that_experts_have_in_common_is_refused(mixture: Mixture, tmp_p
     cfg = mixture("mixtral", tmp_path)
     with torch.device("meta"):
         model = AutoModel.from_config(AutoConfig.from_pretrained(cfg.model.language))
-    check_shared_experts(model, 2)
+    check_shared_experts(model, 2, 1)
     next(iter(find_experts(model).values())).norm = torch.nn.LayerNorm(4)
     with pytest.raises(ConfigError, match=r"experts\.norm\.weight"):
-        check_shared_experts(model, 2)
+        check_shared_experts(model, 2, 1)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from harness import RankPool, single_world
 from loaders import agreed_steps
+from mixtures import mixture_parts
 from reference import (
     EXPORTED,
     TOLERANCE,
@@ -124,6 +125,17 @@ def gradients(world: World, cfg: Config) -> tuple[dict[str, torch.Tensor], float
     return (found, float(loss.detach())) if world.is_first else None
 
 
+@pytest.mark.ranks
+@pytest.mark.parametrize("how", slow_after(1, ["full", "lora"]))
+@pytest.mark.parametrize("kind", slow_after(1, ["qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "glm4_moe"]))
+def test_every_gradient_of_mixtures(
+    kind: str, how: str, parts: Path, dataset: Path, tmp_path: Path, pools: dict[int, RankPool]
+) -> None:
+    """With experts that both ranks share, routers, and experts for all tokens."""
+    folder = mixture_parts(kind, parts, tmp_path / "parts", 4)
+    compare_gradients(folder, dataset, tmp_path, pools, how, "parallel.expert=", *(LORA if how == "lora" else ()))
+
+
 def language_of(kind: str, parts: Path, folder: Path) -> Path:
     shutil.copytree(parts, folder)
     AutoConfig.for_model(kind, **(TEXT | LANGUAGE[kind])).save_pretrained(folder / "language")
@@ -138,9 +150,21 @@ def test_every_gradient_of_every_architecture(
 ) -> None:
     folder = language_of(kind, parts, tmp_path / "parts")
     more = (*LORA, "model.lora.bias=lora_only", "model.lora.dropout=0.1") if how == "lora" else ()
+    compare_gradients(folder, dataset, tmp_path, pools, how, "parallel.tensor=", *more)
+
+
+def compare_gradients(
+    folder: Path, dataset: Path, tmp_path: Path, pools: dict[int, RankPool], how: str, key: str, *more: str
+) -> None:
+    """Compare every gradient of one rank with those of two that compute each layer together.
+
+    Args:
+        key: a key that also gets the number of ranks.
+    """
     found = []
     for size in (1, 2):
-        cfg = make_config(folder, dataset, tmp_path / str(size), "pack=auto", f"parallel.tensor={size}", *more)
+        both = f"parallel.tensor={size}", f"{key}{size}"
+        cfg = make_config(folder, dataset, tmp_path / str(size), "pack=auto", *both, *more)
         cfg, _ = settle_packing(cfg, find_parts(cfg.model).language)
         found.append(gradients(single_world(), cfg) if size == 1 else pools[2].run(gradients, cfg)[0])
     (wanted, loss), (got, other) = found
@@ -295,7 +319,6 @@ def test_validation_and_sources_are_those_of_one_rank(
         (["model.quantize.mode=nf4", *LORA], "quantize"),
         (["model.lora.use_dora=true", *LORA], "use_dora"),
         (["loss.kernel=torch"], "loss.kernel"),
-        (["parallel.expert=2"], "parallel.expert"),
     ],
 )
 def test_what_does_not_go_together_is_refused(overrides: list[str], key: str, configure: Configure) -> None:
@@ -307,7 +330,7 @@ def test_what_does_not_go_together_is_refused(overrides: list[str], key: str, co
     ("kind", "more", "size", "named"),
     [
         ("stablelm", {}, 2, "base_model_tp_plan"),
-        ("mixtral", {"num_local_experts": 4}, 2, "moe_tp_experts"),
+        ("mixtral", {"num_local_experts": 4}, 2, r"parallel\.expert=2"),
         ("llama", {"num_key_value_heads": 1}, 2, "num_key_value_heads=1"),
         ("llama", {"intermediate_size": 51}, 2, "mlp.gate_proj"),
         ("cohere", {"use_qk_norm": True}, 2, "q_norm"),

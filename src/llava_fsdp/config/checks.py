@@ -150,7 +150,6 @@ def check_divided(cfg: Config) -> None:
         f"model.quantize.mode={quantizer.value}": (quantizer is not Quantizer.none, "model.quantize.mode=none"),
     }
     with_tensor = {
-        f"parallel.expert={parallel.expert}": (parallel.expert > 1, "parallel.expert=1"),
         "precision.param_dtype=fp16": (precision.param_dtype is DType.fp16, "precision=bf16"),
         "precision.moment_dtype=int8": (precision.moment_dtype is MomentDType.int8, "precision.moment_dtype=bf16"),
         "model.lora.use_dora=true": (cfg.model.lora.use_dora, "model.lora.use_dora=false"),

@@ -42,6 +42,9 @@ class Weight:
     sharers: int = 1
     """Number of ranks that share the rows (experts) of the parameter evenly (`parallel.expert`). FSDP shards the part
     of one of them over the ranks that have the same part."""
+    tensor: int = 1
+    """Number of ranks that compute each layer together and all take part in sharding the parameter: such ranks have the
+    tokens of some positions each in a layer of experts. 1 for other parameters."""
 
     @property
     def numel(self) -> int:
@@ -88,12 +91,12 @@ class Weight:
 
     def own_shards(self, shards: int) -> int:
         """Return over how many ranks FSDP shards the parameter if it shards others over `shards` ranks."""
-        return max(1, shards // self.sharers)
+        return max(1, shards * self.tensor // self.sharers)
 
     def local(self, shards: int, rank: int) -> int:
         """Return the number of the parameter's elements on rank `rank` of the `shards` ranks over which FSDP shards
-        weights. FSDP splits dimension 0 like `torch.chunk`."""
-        shards, rank = self.own_shards(shards), rank // self.sharers
+        weights: on the first of those that compute layers together. FSDP splits dimension 0 like `torch.chunk`."""
+        shards, rank = self.own_shards(shards), rank * self.tensor // self.sharers
         if shards == 1:
             return self.gathered
         rows = self.shape[0] // self.sharers

@@ -64,8 +64,8 @@ class Meshes:
     ranks that hold the same parts of the weights. None: each rank computes whole layers."""
     experts: DeviceMesh | None = None
     """Dimensions (replicate, shard, expert) or (shard, expert). The `expert` ranks of a line share the experts of a
-    mixture; those that hold the same experts replicate and shard them like `states`. None: each rank has all
-    experts."""
+    mixture; those that hold the same experts replicate and shard them like `states`. Ranks that compute layers together
+    (`tensor`) take part as if they did not. None: each rank has all experts."""
 
 
 @contextmanager
@@ -344,44 +344,47 @@ def make_meshes(world: World, plan: ShardPlan, cfg: Config) -> Meshes:
     names = ("shard",) if plan.mesh is Mesh.SHARD else ("replicate", "shard")
     outer, inner = {"pipeline": stages} if stages > 1 else {}, {"tensor": tensor} if tensor > 1 else {}
 
-    def root_of(sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    def root_of(sizes: tuple[int, ...], names: tuple[str, ...], inner: dict[str, int]) -> DeviceMesh:
         """Return a mesh of all ranks, which also has the dimensions of ranks that divide the model."""
         whole = {**outer, **dict(zip(names, sizes[-len(names) :], strict=True)), **inner}
         return init_device_mesh(world.device.type, tuple(whole.values()), mesh_dim_names=tuple(whole))
 
-    def mesh_of(sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-        root = root_of(sizes, names)
+    def mesh_of(sizes: tuple[int, ...], names: tuple[str, ...], inner: dict[str, int]) -> DeviceMesh:
+        root = root_of(sizes, names, inner)
         return root[names] if outer or inner else root
 
     # FSDP2 requires that its mesh and the mesh of divided layers are slices of one mesh
-    dense = root_of(shape, names)
+    dense = root_of(shape, names, inner)
+    of_experts = shape_of_experts(shape, expert, tensor)
     return Meshes(
         dense[names] if outer or inner else dense,
-        mesh_of((copies // size, size), ("data", "context")) if size > 1 else None,
+        mesh_of((copies // size, size), ("data", "context"), inner) if size > 1 else None,
         pipeline=init_device_mesh(world.device.type, (stages, of_stage), mesh_dim_names=("pipeline", "stage"))
         if stages > 1
         else None,
         tensor=dense["tensor"] if tensor > 1 else None,
-        experts=mesh_of((*shape_of_experts(shape, expert), expert), (*names, "expert")) if expert > 1 else None,
+        experts=mesh_of((*of_experts, expert), (*names, "expert"), {}) if expert > 1 else None,
     )
 
 
-def shape_of_experts(shape: tuple[int, int], size: int) -> tuple[int, int]:
+def shape_of_experts(shape: tuple[int, int], size: int, tensor: int) -> tuple[int, int]:
     """Return the (replicate, shard) sizes of the mesh of ranks that hold the same experts.
 
     Args:
-        shape: (replicate, shard) sizes of the mesh of all ranks of a stage.
+        shape: (replicate, shard) sizes of the mesh of ranks that hold the same parts of layers.
         size: number of ranks that share the experts (`parallel.expert`): consecutive ranks, so that those which shard
             other weights together (`shard` of them) hold all experts, if there are enough of them.
+        tensor: number of ranks that compute each layer together. They take part as ranks that shard weights.
 
     Raises:
         ConfigError: neither `size` nor the number of ranks over which weights are sharded is a multiple of the other.
     """
-    replicas, shards = shape
+    replicas, shards = shape[0], shape[1] * tensor
     if size % shards and shards % size:
+        together = f"sharding.shard_size={shape[1]}" + f" x parallel.tensor={tensor}" * (tensor > 1)
         raise ConfigError(
-            f"parallel.expert={size} and sharding.shard_size={shards}: neither is a multiple of the other; set "
-            "parallel.expert to a divisor or a multiple of sharding.shard_size"
+            f"parallel.expert={size} and {together}: neither is a multiple of the other; set parallel.expert to a "
+            f"divisor or a multiple of {shards}"
         )
     own = max(1, shards // size)
     return replicas * shards // (own * size), own

@@ -272,6 +272,7 @@ def weights_of(
     blocks_per_unit: int = 1,
     experts: Sequence[nn.Module] = (),
     sharers: int = 1,
+    tensor: int = 1,
 ) -> dict[str, Weight]:
     """Return, for every parameter of a meta-device model, the properties from which the bytes that a rank holds are
     computed, by parameter name.
@@ -282,6 +283,7 @@ def weights_of(
         blocks_per_unit: number of consecutive blocks that form an FSDP unit.
         experts: modules with the experts of a mixture.
         sharers: number of ranks that share these experts.
+        tensor: number of ranks that compute each layer together.
     """
     in_fp8 = weights_in_fp8(stacks[0]) if precision.linear is LinearKind.fp8 else set()
     norms = norm_weights(model, precision)
@@ -298,7 +300,7 @@ def weights_of(
             block = next(name for block, name in names.items() if module in set(block.modules()))
             for leaf, _ in module.named_parameters():
                 name = f"{module_name}.{leaf}"
-                weights[name] = replace(weights[name], unit=unit_of_experts(block), sharers=sharers)
+                weights[name] = replace(weights[name], unit=unit_of_experts(block), sharers=sharers, tensor=tensor)
         if isinstance(module, Packed):
             name = f"{module_name}.weight"
             size = {"per_element": module.per_element, "statistics": module.statistics_bytes}

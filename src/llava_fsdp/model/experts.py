@@ -1,7 +1,8 @@
 """Routers of a mixture of experts: find them in a language model, keep what they return in a forward pass, count the
 load of each expert, and compute a loss that balances the loads."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +43,24 @@ class RouterOutput:
     def chosen(self) -> torch.Tensor:
         """Numbers of the experts that each token is sent to, int64 [tokens, choices]."""
         return self.last if self.router.returns_choices else self.logits.topk(self.router.choices, dim=-1).indices
+
+
+@dataclass(frozen=True)
+class OwnPositions:
+    """The positions of a micro-batch's rows whose tokens the routers of this rank get, if several ranks compute each
+    layer together (`parallel.tensor`): ceil(length / ranks) of each row; the last ranks may have fewer, or none."""
+
+    index: int
+    """Number of this rank among them."""
+    ranks: int
+    summed: Callable[[torch.Tensor], torch.Tensor]
+    """Sums a tensor over these ranks; a collective."""
+
+    def of(self, whole: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """Select this rank's positions of a value for each token, [rows * length] -> [rows * own positions]. `shape`
+        is [rows, length]."""
+        each = math.ceil(shape[1] / self.ranks)
+        return whole.view(shape)[:, each * self.index : each * (self.index + 1)].flatten()
 
 
 def find_routers(model: nn.Module) -> list[Router]:
@@ -92,7 +111,12 @@ class RouterOutputs:
     """Keeps what the routers of a language model return in a forward pass, by hooks on the routers."""
 
     def __init__(
-        self, routers: list[Router], with_gradients: bool, inside: nn.Module | None = None, compiled: bool = False
+        self,
+        routers: list[Router],
+        with_gradients: bool,
+        inside: nn.Module | None = None,
+        compiled: bool = False,
+        positions: OwnPositions | None = None,
     ):
         """Install the hooks.
 
@@ -102,6 +126,7 @@ class RouterOutputs:
             inside: the part of the language model that this rank has, whose routers alone are watched; None: the whole
                 language model.
             compiled: whether blocks are compiled.
+            positions: the positions whose tokens these routers get; None: all.
         """
         assert not (compiled and with_gradients), "checked by the configuration"
         self.count, self.experts = len(routers), routers[0].experts
@@ -113,6 +138,7 @@ class RouterOutputs:
             routers = [router for router in routers if router.module in present]
         self.routers = routers
         self.with_gradients = with_gradients
+        self.positions = positions
         self.hooks = [RouterHook(router, with_gradients, compiled) for router in routers]
 
     @contextmanager
@@ -164,9 +190,17 @@ def find_experts(model: nn.Module) -> dict[str, Any]:
     return {name: m for name, m in model.named_modules() if all(hasattr(m, mark) for mark in marks)}
 
 
-def check_shared_experts(model: nn.Module, size: int) -> None:
-    """Raise ConfigError if `size` ranks cannot share the experts of a language model that is on the meta device."""
+def check_shared_experts(model: nn.Module, size: int, tensor: int) -> None:
+    """Raise ConfigError if `size` ranks cannot share the experts of a language model that is on the meta device, or if
+    `tensor` ranks cannot compute its layers together."""
     kind, found = type(model).__name__, find_experts(model)
+    if size == 1:
+        if found and tensor > 1:
+            raise ConfigError(
+                f"parallel.tensor={tensor} does not divide the experts of {kind}; let ranks share them, for example "
+                f"with parallel.expert={tensor}, or set parallel.tensor=1"
+            )
+        return
     asked = f"parallel.expert={size}"
     if not found:
         reason = "runs its experts in a way that cannot be replaced" if find_routers(model) else "has no experts"
@@ -220,7 +254,8 @@ def count_choices(output: RouterOutput, samples: torch.Tensor, num_samples: int)
 def balance_loss(
     output: RouterOutput, samples: torch.Tensor, lengths: torch.Tensor, counts: torch.Tensor
 ) -> torch.Tensor:
-    """Return a router's load-balance loss, summed over the samples of a micro-batch, float32 [].
+    """Return a router's load-balance loss, summed over the samples of a micro-batch, float32 []; its part of the tokens
+    that the router got.
 
     For a sample of n tokens it is n * E * sum over experts e of f_e * P_e: E is the number of experts, f_e the share of
     the (token, choice) pairs that chose e, and P_e the mean probability of e (softmax of the logits). It is n if the
@@ -229,7 +264,7 @@ def balance_loss(
     Args:
         samples: number of each token's sample, as `samples_of_tokens` returns it.
         lengths: number of tokens of each sample, int64 [samples].
-        counts: how often each sample chose each expert (`count_choices`).
+        counts: how often each sample chose each expert (`count_choices`), with the tokens of all ranks.
     """
     pairs = output.router.choices * lengths.clamp(min=1)
     shares = counts[:-1] / pairs[:, None]  # f, float32 [samples, experts]

@@ -3,17 +3,19 @@ about the model (`base_model_tp_plan` of its configuration).
 
 Outputs of the first linear layers of attention and of an MLP are divided, so that a rank computes some of the heads and
 of the intermediate channels; the last linear layer sums. Between them (residuals, norms) a rank computes its own
-positions of each row. The other parts (vision tower, projector, last norm) are computed by every rank.
+positions of each row, and so it does in the layers of a mixture of experts (router, experts), each of which computes
+token by token. The other parts (vision tower, projector, last norm) are computed by every rank.
 """
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
 from transformers import PretrainedConfig
 
 from llava_fsdp.model.blocks import find_blocks
+from llava_fsdp.model.experts import find_experts
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.lora_names import ADAPTER
 from llava_fsdp.model.sample_dropout import SampleDropout
@@ -40,9 +42,10 @@ def tensor_plan(model: Llava, size: int) -> dict[str, Cut]:
     """
     language = model.language_model
     refuse_dropout(model.parts.language, size)
-    modules = dict(language.named_modules())
-    parameters = dict(language.named_parameters())
-    found: dict[str, Cut] = {}
+    mixtures = mixtures_of(language, size)
+    modules = {name: module for name, module in language.named_modules() if not is_inside(name, mixtures)}
+    parameters = {name: weight for name, weight in language.named_parameters() if not is_inside(name, mixtures)}
+    found = {LANGUAGE + name: cut for mixture in mixtures for name, cut in in_mixture(language, mixture, size).items()}
     for name, style in styles_of(model.parts.language, modules, parameters, size).items():
         if name in parameters:
             found[LANGUAGE + name] = Cut.PARAMETER
@@ -50,11 +53,56 @@ def tensor_plan(model: Llava, size: int) -> dict[str, Cut]:
             check_sizes(name, modules[name], style, size)
             found |= {LANGUAGE + own: cut for own, cut in with_adapter(name, modules[name], style).items()}
     refuse_forgotten(language, found, size)
-    found |= between_layers(language, found, size)
+    found |= between_layers(language, found, size, mixtures)
     embedding = language.get_input_embeddings()
     check_vocabulary(model.parts.language.vocab_size, size)
     names = {module: name for name, module in modules.items()}
     return found | {LANGUAGE + names[embedding]: Cut.EMBEDDING, "lm_head": Cut.OUTPUT}
+
+
+def mixtures_of(language: nn.Module, size: int) -> list[str]:
+    """Return the names of the modules that each hold the router and the experts of a layer.
+
+    Raises:
+        ConfigError: a block of the language model is such a module itself: its attention would not be divided.
+    """
+    found = list(dict.fromkeys(owner(name) for name in find_experts(language)))
+    blocks = set(find_blocks(language))
+    for name in found:
+        if language.get_submodule(name) in blocks:
+            raise ConfigError(
+                f"parallel.tensor={size}: the experts of {type(language).__name__} belong to {name}, which also has "
+                "attention; this is not supported, set parallel.tensor=1"
+            )
+    return found
+
+
+def is_inside(name: str, modules: Iterable[str]) -> bool:
+    """Return whether a module or parameter is inside one of some modules; all are given by name."""
+    return any(name.startswith(f"{module}.") for module in modules)
+
+
+def in_mixture(language: nn.Module, name: str, size: int) -> dict[str, Cut]:
+    """Return the style of the weights of a module with a router and experts, by the names of their modules in the
+    language model. The experts are not among them: other ranks share them (`parallel.expert`).
+
+    Args:
+        name: name of the module in the language model.
+
+    Raises:
+        ConfigError: an adapter in it has dropout, whose mask would be that of other positions than the rank's own.
+    """
+    experts = {module for module in find_experts(language).values()}
+    found = {}
+    for own, module in language.get_submodule(name).named_modules(prefix=name):
+        if isinstance(module, SampleDropout):
+            raise ConfigError(
+                f"parallel.tensor={size} with model.lora.dropout is not supported for adapters beside experts ({own}); "
+                "set model.lora.dropout=0, or parallel.tensor=1"
+            )
+        if module not in experts and list(module.parameters(recurse=False)):
+            found[own] = Cut.SUMMED
+    return found
 
 
 def styles_of(
@@ -154,7 +202,9 @@ def with_adapter(name: str, module: nn.Module, style: Cut) -> dict[str, Cut]:
     return found
 
 
-def between_layers(language: nn.Module, plan: Mapping[str, Cut], size: int) -> dict[str, Cut]:
+def between_layers(
+    language: nn.Module, plan: Mapping[str, Cut], size: int, mixtures: Sequence[str]
+) -> dict[str, Cut]:
     """Return the style of the weights of blocks that are used outside of attention and the MLP, by the full names of
     their modules. A rank computes there with its own positions, and so has a part of the gradient.
 
@@ -162,6 +212,7 @@ def between_layers(language: nn.Module, plan: Mapping[str, Cut], size: int) -> d
         language: the language model.
         plan: the styles of the other weights by full name.
         size: number of ranks.
+        mixtures: names of the modules that hold the router and the experts of a layer, which are left out.
 
     Raises:
         ConfigError: a weight there is a matrix: its module may need all positions.
@@ -176,7 +227,7 @@ def between_layers(language: nn.Module, plan: Mapping[str, Cut], size: int) -> d
     for block_name, block in language.named_modules():
         for name, module in block.named_modules(prefix=LANGUAGE + block_name) if block in blocks else ():
             own = list(module.parameters(recurse=False))
-            if not own or any(f"{name}.".startswith(f"{parent}.") for parent in parents):
+            if not own or is_inside(f"{name}.", [*parents, *(LANGUAGE + mixture for mixture in mixtures)]):
                 continue
             if any(weight.dim() > 1 for weight in own):
                 raise ConfigError(

@@ -58,6 +58,11 @@ class MicroBatch:
     def tokens(self) -> int:
         return self.rows * self.length
 
+    def own_tokens(self, tensor: int) -> int:
+        """Return the number of tokens that the first of `tensor` ranks, which compute layers together, has between
+        layers."""
+        return self.rows * math.ceil(self.length / tensor)
+
 
 class MicroBatches(tuple[MicroBatch, ...]):
     """The micro-batches that a rank runs in a step, with sums over them. A search for the fastest way to train asks for

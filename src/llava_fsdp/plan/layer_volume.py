@@ -35,6 +35,8 @@ class LayerVolume:
     """Bytes for each position."""
     of_label: float
     """Bytes for each label."""
+    of_sample: float
+    """Bytes for each sample, and once more for each micro-batch's padding."""
     of_pass: Moved
     """Bytes and collectives for each micro-batch, whatever its size."""
 
@@ -48,21 +50,23 @@ class LayerVolume:
         labels = sum(labels * times for labels, times in micros.labels.items())
         chunks = sum(math.ceil(labels / chunk_tokens) * times for labels, times in micros.labels.items())
         sized = Moved(micros.tokens * self.of_token + labels * self.of_label, 2 * chunks * (self.of_label > 0))
+        sized += Moved(sum(micro.samples + 1 for micro in micros) * self.of_sample)
         return sized + self.of_pass * len(micros)
 
 
 def layer_volume(
-    model: Llava, plan: Mapping[str, Cut], blocks: int, chains: int, size: int, recomputed: float
+    model: Llava, plan: Mapping[str, Cut], blocks: int, chains: int, size: int, recomputed: float, counted: int
 ) -> LayerVolume:
     """Count what ranks that compute layers together exchange.
 
     Args:
         model: the model on the meta device, not divided.
         plan: how the weights that these ranks have are divided.
-        blocks: number of the language model's blocks that they have.
+        blocks: number of the language model's blocks that they have and that end with a layer whose outputs are summed.
         chains: number of lists of consecutive blocks that they have.
         size: number of ranks.
         recomputed: share of the blocks' forward pass that runs again in the backward pass.
+        counted: number of experts, of all layers together, whose tokens are counted for each sample.
     """
     width = model.compute_dtype.itemsize
 
@@ -86,8 +90,10 @@ def layer_volume(
         if cut is Cut.COLWISE and "lora_" in name:
             backward += reduce(layer.in_features)
         if cut is Cut.SUMMED and any(p.requires_grad for p in layer.parameters()):
-            item = width if "lora_" in name else 4  # norms compute in fp32 unless precision.norm_dtype says otherwise
-            summed += reduce(sum(p.numel() for p in layer.parameters(recurse=False)), item)
+            own = list(layer.parameters(recurse=False))
+            # norms compute in fp32 unless precision.norm_dtype says otherwise
+            item = width if any(weight.dim() > 1 for weight in own) else 4
+            summed += reduce(sum(weight.numel() for weight in own), item)
     for siblings in siblings_of(model, plan).values():
         first: Any = siblings[0]
         forward += gather(first.in_features)
@@ -103,4 +109,5 @@ def layer_volume(
     of_label, calls = 0.0, moved.calls + summed.calls
     if Cut.OUTPUT in plan.values():  # the loss
         of_label, calls = reduce(hidden).bytes + reduce(3, item=4).bytes, calls + 1
-    return LayerVolume(moved.bytes, of_label, Moved(summed.bytes, calls))
+    of_sample = reduce(counted, item=4).bytes
+    return LayerVolume(moved.bytes, of_label, of_sample, Moved(summed.bytes, calls + (counted > 0)))

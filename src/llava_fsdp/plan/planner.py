@@ -32,7 +32,7 @@ from llava_fsdp.distributed.zero import SHARD_PLANS, ShardPlan
 from llava_fsdp.model.attention import grows_with_square
 from llava_fsdp.model.blocks import find_blocks
 from llava_fsdp.model.context_attention import plan_context
-from llava_fsdp.model.experts import check_shared_experts, find_experts, find_routers
+from llava_fsdp.model.experts import Router, check_shared_experts, find_experts, find_routers
 from llava_fsdp.model.flops import count_flops
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.pretrained import Parts
@@ -213,7 +213,8 @@ class Planner:
             ConfigError: the model cannot be divided in this way.
         """
         self.tensor, experts = self.cfg.parallel.tensor, self.cfg.parallel.expert
-        weights = self.known(("weights", experts), lambda: self.weights_with_shared_experts(experts))
+        sizes = experts, self.tensor
+        weights = self.known(("weights", *sizes), lambda: self.weights_with_shared_experts(*sizes))
         self.whole_weights = list(weights.values())
         self.trainable = sum(w.numel for w in self.whole_weights if w.trainable)
         """Number of trainable parameters of the model that is planned for."""
@@ -221,22 +222,23 @@ class Planner:
             ("plan", self.tensor), lambda: tensor_plan(self.model, self.tensor) if self.tensor > 1 else {}
         )
         self.named_weights = self.known(
-            ("divided", self.tensor, experts), lambda: divided_weights(weights, self.plan, self.tensor, 0)
+            ("divided", *sizes), lambda: divided_weights(weights, self.plan, self.tensor, 0)
         )
         """Properties of the parameters, or of the parts of them that the first rank has with parallel.tensor."""
         self.weights = list(self.named_weights.values())
 
-    def weights_with_shared_experts(self, experts: int) -> dict[str, Weight]:
-        """Return the properties of the parameters, by name, if `experts` ranks share the experts of a mixture.
+    def weights_with_shared_experts(self, experts: int, tensor: int) -> dict[str, Weight]:
+        """Return the properties of the parameters, by name, if `experts` ranks share the experts of a mixture, and
+        `tensor` ranks compute each layer together.
 
         Raises:
             ConfigError: so many ranks cannot share them.
         """
         language, cfg = self.model.language_model, self.cfg
-        if experts > 1:
-            check_shared_experts(language, experts)
+        if experts > 1 or tensor > 1:
+            check_shared_experts(language, experts, tensor)
         whole, blocks = self.model.whole_while_frozen(), self.model.blocks()
-        args = cfg.sharding.blocks_per_unit, list(find_experts(language).values()), experts
+        args = cfg.sharding.blocks_per_unit, list(find_experts(language).values()), experts, tensor
         return weights_of(self.model, blocks, whole, cfg.precision, *args)
 
     def with_layout(self, cfg: Config) -> Self:
@@ -515,8 +517,8 @@ class Planner:
 
     def own_hidden_bytes(self, micro: MicroBatch) -> int:
         """Return the bytes of the first rank's positions of a micro-batch's hidden states, between layers."""
-        own = micro.rows * -(-micro.length // self.tensor)
-        return own * self.parts.language.hidden_size * DTYPES[self.cfg.precision.param_dtype].itemsize
+        width = self.parts.language.hidden_size * DTYPES[self.cfg.precision.param_dtype].itemsize
+        return micro.own_tokens(self.tensor) * width
 
     def simulate_group(
         self,
@@ -594,11 +596,24 @@ class Planner:
         if choice.activation_checkpointing.mode is ActivationCheckpointing.selective:  # collectives run again
             share = 1.0
         chains = sum(number - 1 not in group.blocks for number in group.blocks)
-        args = len(group.blocks), chains, self.tensor, share
-        key = group, "layers", share
+        mixtures = self.mixtures(group)
+        counted = self.router.experts * mixtures if mixtures and self.cfg.parallel.num_context == 1 else 0
+        args = len(group.blocks) - mixtures, chains, self.tensor, share, counted
+        key = group, "layers", share, counted
         volume = self.known(key, lambda: layer_volume(self.model, self.plan_of(group), *args))
         moved = volume.of(micros, self.cfg.loss.chunk_tokens)
         return replace(sent, tensor=moved.bytes, sums=moved.calls, tensor_size=self.tensor)
+
+    def mixtures(self, group: Group) -> int:
+        """Return the number of layers of a group that have experts."""
+        stack = find_blocks(self.model.language_model)
+        key = group, "mixtures"
+        return self.known(key, lambda: sum(len(find_experts(stack[number])) for number in group.blocks))
+
+    @property
+    def router(self) -> Router:
+        """A router of the language model, which is a mixture of experts; the others have as many experts."""
+        return self.known("router", lambda: find_routers(self.model.language_model)[0])
 
     def known(self, key: Hashable, compute: Callable[[], T]) -> T:
         """Return the value of `key`, and compute it the first time: a search asks for it often. All layouts of ranks
@@ -619,15 +634,14 @@ class Planner:
 
     def with_experts(self, sent: Volume, choice: Choice, micros: MicroBatches, group: Group) -> Volume:
         """Return the volume of communication with that of tokens between ranks that share the experts of a mixture."""
-        size, language = self.cfg.parallel.expert, self.model.language_model
+        size = self.cfg.parallel.expert
         if size == 1:
             return sent
-        stack, (router, *_) = find_blocks(language), find_routers(language)
-        layers = [found for number in sorted(group.blocks) for found in find_experts(stack[number])]
         width = DTYPES[self.cfg.precision.param_dtype].itemsize
         recomputed = int(choice.activation_checkpointing.mode is not ActivationCheckpointing.none)
-        sizes = len(layers), router.experts, router.choices, self.parts.language.hidden_size, width
-        moved, calls = expert_volume(size, *sizes, micros.tokens, len(micros), recomputed)
+        sizes = self.mixtures(group), self.router.experts, self.router.choices, self.parts.language.hidden_size, width
+        tokens = sum(micro.own_tokens(self.tensor) for micro in micros)
+        moved, calls = expert_volume(size, *sizes, tokens, len(micros), recomputed)
         return replace(sent, experts=moved, expert_exchanges=calls, expert_size=size)
 
     def offloads_activations(self, choice: Choice) -> bool:

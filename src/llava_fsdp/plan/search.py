@@ -106,9 +106,8 @@ def ways_to_share_experts(cfg: Config, ways: Sequence[Choice], ranks: Ranks) -> 
     error: ConfigError | None = None
     for choice in ways:
         try:
-            shape_of_experts(
-                mesh_shape(SHARD_PLANS[choice.strategy], ranks.world_size, ranks.shard_size), cfg.parallel.expert
-            )
+            shape = mesh_shape(SHARD_PLANS[choice.strategy], ranks.world_size, ranks.shard_size)
+            shape_of_experts(shape, cfg.parallel.expert, cfg.parallel.tensor)
             found.append(choice)
         except ConfigError as refused:
             error = refused

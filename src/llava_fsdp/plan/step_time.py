@@ -194,12 +194,12 @@ def volume(
     Args:
         weights: the properties of every parameter of the model.
         strategy: the sharding strategy.
-        world_size: number of ranks.
+        world_size: number of ranks that hold the same parts of layers.
         shard_size: number of ranks over which hybrid strategies shard.
         node_size: number of ranks on one node.
         micro_batches: number of micro-batches of the step.
     """
-    if world_size == 1:
+    if world_size == 1 and all(weight.tensor == 1 for weight in weights):
         return Volume()
     plan = SHARD_PLANS[strategy]
     replicas, shards = mesh_shape(plan, world_size, shard_size)
@@ -213,7 +213,7 @@ def volume(
         return sum(others(w) * w.gathered_size(precision) for w in weights)
 
     def replicated(weight: Weight) -> float:
-        copies = world_size / (weight.sharers * weight.own_shards(shards))
+        copies = world_size * weight.tensor / (weight.sharers * weight.own_shards(shards))
         return 2 * (copies - 1) / copies * weight.padded(shards) * weight.reduce_size(precision)
 
     scattered = sum(others(w) * w.reduce_size(precision) for w in trainable)

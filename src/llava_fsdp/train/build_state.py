@@ -32,7 +32,7 @@ from llava_fsdp.distributed.zero import ShardPlan
 from llava_fsdp.export import adapter_folder
 from llava_fsdp.export.check_folders import check_artifacts
 from llava_fsdp.model.context_attention import ContextPlan, plan_context, share_attention
-from llava_fsdp.model.experts import RouterOutputs, find_experts, find_routers
+from llava_fsdp.model.experts import OwnPositions, RouterOutputs, find_experts, find_routers
 from llava_fsdp.model.init_weights import computed_buffers, restore_buffers
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.load_weights import fingerprint, frozen_digests, load_weights
@@ -80,7 +80,7 @@ def build_state(cfg: Config, world: World, plan: ShardPlan, meshes: Meshes | Non
     utilization = utilization_of(model, cfg, world.device, world.size)
     about: dict[str, Any] = {}
     if world.is_first:
-        experts = list(find_experts(model.language_model).values()), cfg.parallel.expert
+        experts = list(find_experts(model.language_model).values()), cfg.parallel.expert, cfg.parallel.tensor
         whole, per_unit = model.whole_while_frozen(), cfg.sharding.blocks_per_unit
         weights = weights_of(model, model.blocks(), whole, cfg.precision, per_unit, *experts)
         about = about_run(cfg, world, model, loader.steps.records, weights)
@@ -207,6 +207,11 @@ def divide_layers(model: Llava, plan: Mapping[str, Cut], mesh: DeviceMesh, cfg: 
     cut_model(model, cuts, mesh, chains_of_blocks(model))
 
 
+def own_positions(mesh: DeviceMesh) -> OwnPositions:
+    """Return which positions of rows the routers of this rank get, if the ranks of a mesh compute layers together."""
+    return OwnPositions(mesh.get_local_rank(), mesh.size(), reduction(mesh, "sum"))
+
+
 def assemble(
     model: Llava,
     loader: Loader,
@@ -261,7 +266,10 @@ def assemble(
     warn_if_useless(cfg, world)
     compilations = Compilations() if compiling.on else None
     has_balance = cfg.model.balance_loss > 0
-    watched = RouterOutputs(routers, has_balance, model.language_model, compiling.on) if routers else None
+    positions = own_positions(meshes.tensor) if meshes.tensor is not None else None
+    watched = None
+    if routers:
+        watched = RouterOutputs(routers, has_balance, model.language_model, compiling.on, positions)
     share = None
     if meshes.experts is not None:
         found = list(find_experts(model.language_model).values())

@@ -87,12 +87,18 @@ class ExpertSums:
         is_trained = self.coefficient > 0 and bool(kept)
         lengths = micro.sample_lengths
         samples = samples_of_tokens(lengths, micro.input_ids.shape, bool(micro.lengths))
+        positions = self.outputs.positions
+        if positions is not None:
+            samples = positions.of(samples, micro.input_ids.shape)
         total = torch.zeros_like(self.total)
         with torch.set_grad_enabled(self.coefficient > 0):
-            for output in kept:
-                counts = count_choices(output, samples, len(lengths))
-                total = total + balance_loss(output, samples, lengths, counts)
-                self.loads[self.outputs.places[output.router.name]] += counts[:-1].sum(0)
+            counts = [count_choices(output, samples, len(lengths)) for output in kept]
+            for output, own in zip(kept, counts, strict=True):
+                self.loads[self.outputs.places[output.router.name]] += own[:-1].sum(0)
+            if positions is not None and counts:
+                counts = list(positions.summed(torch.stack(counts)).unbind())
+            for output, of_samples in zip(kept, counts, strict=True):
+                total = total + balance_loss(output, samples, lengths, of_samples)
             total = total * self.share
         kept.clear()
         self.total += total.detach()
