@@ -35,8 +35,8 @@ MIXTURES = [
     ("zero2", 8, ("expert=2", "context=2")),
     ("zero3", 8, ("pipeline=2", "expert=2", "context=2")),
     ("zero3", 4, ("tensor=2", "expert=2")),
-    ("hybrid", 8, ("tensor=2", "expert=4")),
-    ("zero0", 8, ("tensor=4", "expert=2")),
+    ("hybrid", 8, ("tensor=2", "expert=2")),
+    ("zero0", 8, ("tensor=2", "expert=4")),
     ("zero2", 8, ("tensor=2", "expert=2", "context=2")),
     ("zero1", 8, ("pipeline=2", "tensor=2", "expert=2")),
 ]

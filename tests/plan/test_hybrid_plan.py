@@ -42,7 +42,7 @@ MIXTURES = [
     ("zero3", "full", ("tensor=2", "expert=2")),
     ("zero2", "none", ("tensor=2", "expert=4")),
     ("hybrid", "full", ("pipeline=2", "tensor=2", "expert=2")),
-    ("zero0", "none", ("tensor=4", "expert=2")),
+    ("zero0", "none", ("tensor=2", "expert=2")),
     ("zero3", "full", ("expert=2", "context=2")),
 ]
 SIZES = {"num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}

@@ -10,8 +10,10 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"decoder_sparse_step": 1, "mlp_only_layers": [0], "norm_topk_prob": True},
     "mixtral": {},
     "qwen2_moe": {"decoder_sparse_step": 1, "shared_expert_intermediate_size": 24},
-    "olmoe": {},
-    "glm4_moe": {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+    "olmoe": {"head_dim": 10},
+    "glm4_moe": {
+        "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+    },
     "gpt_oss": {"sliding_window": 9, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
     "llama4_text": {"intermediate_size_mlp": 50},
     "deepseek_v3": {

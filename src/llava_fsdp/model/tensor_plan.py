@@ -202,9 +202,7 @@ def with_adapter(name: str, module: nn.Module, style: Cut) -> dict[str, Cut]:
     return found
 
 
-def between_layers(
-    language: nn.Module, plan: Mapping[str, Cut], size: int, mixtures: Sequence[str]
-) -> dict[str, Cut]:
+def between_layers(language: nn.Module, plan: Mapping[str, Cut], size: int, mixtures: Sequence[str]) -> dict[str, Cut]:
     """Return the style of the weights of blocks that are used outside of attention and the MLP, by the full names of
     their modules. A rank computes there with its own positions, and so has a part of the gradient.
 

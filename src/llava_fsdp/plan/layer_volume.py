@@ -39,19 +39,23 @@ class LayerVolume:
     """Bytes for each sample, and once more for each micro-batch's padding."""
     of_pass: Moved
     """Bytes and collectives for each micro-batch, whatever its size."""
+    of_reduction: Moved
+    """Bytes and collectives whenever FSDP reduces gradients: then those of weights that every rank has whole are
+    summed."""
 
-    def of(self, micros: MicroBatches, chunk_tokens: int) -> Moved:
+    def of(self, micros: MicroBatches, chunk_tokens: int, reductions: int) -> Moved:
         """Return what the ranks exchange in a step.
 
         Args:
             micros: the step's micro-batches.
             chunk_tokens: number of labels whose logits the loss computes at a time.
+            reductions: how often FSDP reduces gradients in a step.
         """
         labels = sum(labels * times for labels, times in micros.labels.items())
         chunks = sum(math.ceil(labels / chunk_tokens) * times for labels, times in micros.labels.items())
         sized = Moved(micros.tokens * self.of_token + labels * self.of_label, 2 * chunks * (self.of_label > 0))
         sized += Moved(sum(micro.samples + 1 for micro in micros) * self.of_sample)
-        return sized + self.of_pass * len(micros)
+        return sized + self.of_pass * len(micros) + self.of_reduction * reductions
 
 
 def layer_volume(
@@ -77,7 +81,7 @@ def layer_volume(
         return Moved(2 * gather(channels, item).bytes, 1)
 
     forward, backward = Moved(), Moved()  # for each position
-    summed = Moved()  # for each micro-batch
+    summed = Moved()  # for each reduction of gradients
     for name, cut in plan.items():
         layer: Any = model.get_submodule(name) if cut is not Cut.PARAMETER else None
         if cut in (Cut.ROWWISE, Cut.ROWWISE_SPLIT):
@@ -106,8 +110,7 @@ def layer_volume(
     moved += gather(hidden) * (2 * chains)  # before and behind consecutive blocks
     if Cut.EMBEDDING in plan.values():
         moved += reduce(hidden)
-    of_label, calls = 0.0, moved.calls + summed.calls
+    of_label, calls = 0.0, moved.calls + (counted > 0)
     if Cut.OUTPUT in plan.values():  # the loss
         of_label, calls = reduce(hidden).bytes + reduce(3, item=4).bytes, calls + 1
-    of_sample = reduce(counted, item=4).bytes
-    return LayerVolume(moved.bytes, of_label, of_sample, Moved(summed.bytes, calls + (counted > 0)))
+    return LayerVolume(moved.bytes, of_label, reduce(counted, item=4).bytes, Moved(0, calls), summed)

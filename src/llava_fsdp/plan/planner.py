@@ -28,7 +28,7 @@ from llava_fsdp.distributed.mesh import mesh_shape
 from llava_fsdp.distributed.parallelize import units_of_blocks, weights_of
 from llava_fsdp.distributed.pipeline import Place, passes_of
 from llava_fsdp.distributed.precision import DTYPES
-from llava_fsdp.distributed.zero import SHARD_PLANS, ShardPlan
+from llava_fsdp.distributed.zero import SHARD_PLANS, ShardPlan, Sync
 from llava_fsdp.model.attention import grows_with_square
 from llava_fsdp.model.blocks import find_blocks
 from llava_fsdp.model.context_attention import plan_context
@@ -601,7 +601,8 @@ class Planner:
         args = len(group.blocks) - mixtures, chains, self.tensor, share, counted
         key = group, "layers", share, counted
         volume = self.known(key, lambda: layer_volume(self.model, self.plan_of(group), *args))
-        moved = volume.of(micros, self.cfg.loss.chunk_tokens)
+        is_last = SHARD_PLANS[choice.strategy].gradient_sync is Sync.LAST_MICRO_BATCH
+        moved = volume.of(micros, self.cfg.loss.chunk_tokens, 1 if is_last else len(micros))
         return replace(sent, tensor=moved.bytes, sums=moved.calls, tensor_size=self.tensor)
 
     def mixtures(self, group: Group) -> int:
