@@ -101,14 +101,35 @@ def test_training_is_that_of_one_process(
         f"sharding.shard_size={2 if strategy in HYBRID else 'null'}", f"activation_checkpointing={recompute}",
         *VARIANTS[variant],
     )  # fmt: skip
-    folder, one = train_on(size, cfg, pools), reference(kind, variant)
-    assert_near(trained(folder), trained(one), EVERY_ROW, f"{kind} {strategy}")
+    assert_same(train_on(size, cfg, pools), reference(kind, variant), f"{kind} {strategy}")
+
+
+def assert_same(folder: Path, one: Path, what: str) -> None:
+    """Compare what a training on several ranks has written into its folder with that of one process."""
+    assert_near(trained(folder), trained(one), EVERY_ROW, what)
     for ours, theirs in zip(rows_of(folder), rows_of(one), strict=True):
         assert [ours[key] for key in NUMBERS] == pytest.approx([theirs[key] for key in NUMBERS], rel=TOLERANCE)
     loads, others = (json.loads((path / "expert_load.json").read_text()) for path in (folder, one))
     assert loads == others
     tokens = rows_of(one)[-1]["tokens"]
     assert all(sum(own) == 2 * tokens for own in loads["loads"].values())
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("variant", "kind", "strategy", "more"), slow_after(1, [
+    ("full", "qwen2_moe", "zero3", ("pack=false", "micro_batch_size=3")),
+    ("lora", "qwen3_moe", "zero2", ("pack=true", "tokens_per_micro_batch=256")),
+    ("frozen", "qwen3_moe", "hybrid", ("pack=true", "tokens_per_micro_batch=256")),
+    ("full", "glm4_moe", "zero1", ("pack=true", "activation_checkpointing=selective", "tokens_per_micro_batch=256")),
+]))  # fmt: skip
+def test_ranks_that_compute_layers_together_share_experts(
+    variant: str, kind: str, strategy: str, more: tuple[str, ...], reference: Callable[[str, str], Path],
+    mixture: Mixture, tmp_path: Path, pools: dict[int, RankPool],
+) -> None:  # fmt: skip
+    """Each routes its own positions: of padded and of packed rows."""
+    keys = "parallel.tensor=2", "parallel.expert=2", f"sharding={strategy}", *more, *VARIANTS[variant]
+    folder = train_on(4, mixture(kind, tmp_path, *keys), pools)
+    assert_same(folder, reference(kind, variant), " ".join((kind, *keys)))
 
 
 @pytest.mark.slow
@@ -275,17 +296,20 @@ def test_a_run_continues_with_any_layout_of_experts(
 
 @pytest.mark.slow
 @pytest.mark.ranks
+@pytest.mark.parametrize("tensor", [1, 2])
 def test_validation_is_that_of_one_process(
-    mixture: Mixture, dataset: Path, tmp_path: Path, pools: dict[int, RankPool]
+    tensor: int, mixture: Mixture, dataset: Path, tmp_path: Path, pools: dict[int, RankPool]
 ) -> None:
-    """Losses on held-out records, and answers, also of a rank without questions."""
+    """Losses on held-out records, and answers, also of a rank without questions, and of one without tokens: the second
+    one of a layer, whenever a token is generated."""
     keys = (
         "pack=true", f"val.path={dataset / 'captions.json'}", f"val.images={dataset / 'images'}", "val.every=2",
         "val.answers=3", "val.max_new_tokens=5", "val.shown=3", "val.batch_size=1",
     )  # fmt: skip
     found = []
-    for size in (1, 2):
-        cfg = mixture("qwen3_moe", tmp_path / f"{size}", *keys, f"parallel.expert={size}", "sharding=zero3")
+    for size in (1, 2 * tensor):
+        kinds = f"parallel.expert={min(size, 2)}", f"parallel.tensor={min(size, tensor)}"
+        cfg = mixture("qwen3_moe", tmp_path / f"{size}", *keys, *kinds, "sharding=zero3")
         lines = (train_on(size, cfg, pools) / "validation.jsonl").read_text().splitlines()
         found.append([json.loads(line) for line in lines])
     for one, two in zip(*found, strict=True):

@@ -33,8 +33,10 @@ BACK = (1, "sharding=zero2")
 MIXTURE = [
     (2, "sharding=zero3 parallel.expert=2"),
     (4, "sharding=zero2 parallel.pipeline=2 parallel.expert=2"),
+    (4, "sharding=hybrid parallel.tensor=2 parallel.expert=2"),
     (3, "sharding=zero3"),
     (4, "sharding=zero0 parallel.expert=4"),
+    (4, "sharding=zero3 parallel.pipeline=2 parallel.tensor=2 parallel.expert=2"),
 ]
 CASES = {
     "first of the model": MODEL[:1],

@@ -26,6 +26,7 @@ LAYOUTS = {
     "mixture": [
         (2, "sharding=zero3 parallel.expert=2"),
         (4, "sharding=zero2 parallel.pipeline=2 parallel.expert=2"),
+        (4, "sharding=hybrid parallel.tensor=2 parallel.expert=2"),
         (4, "sharding=zero0 parallel.expert=4"),
         (4, "sharding=zero3 parallel.pipeline=2 parallel.expert=2 parallel.schedule=interleaved"),
     ],

@@ -7,13 +7,15 @@ inputs and with the same random numbers. All modes use torch's non-reentrant che
 need not require a gradient.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
 
 from llava_fsdp.config import ActivationCheckpointing, ActivationCheckpointingConfig
@@ -43,6 +45,7 @@ def apply_activation_checkpointing(
     device: torch.device,
     count: Compilations | None = None,
     one_row: bool = False,
+    has_units: bool = False,
 ) -> None:
     """Wrap every block of every stack in place for activation checkpointing, and compile the blocks of the first stack,
     the language model's.
@@ -57,12 +60,12 @@ def apply_activation_checkpointing(
         device: the device on which the model will run.
         count: counts the compiled graphs; None: blocks are not compiled, except with the mode `budget`.
         one_row: whether every batch has exactly one row.
+        has_units: whether blocks contain FSDP units of their own, such as experts that ranks share.
     """
     mode = cfg.mode
     host = HostInputs(device)  # one for all stacks, because the input that was offloaded last is fetched first
-    selective = partial(
-        checkpoint_wrapper, context_fn=partial(create_selective_checkpoint_contexts, keep_products_and_attention)
-    )
+    contexts = partial(create_selective_checkpoint_contexts, keep_products_and_attention)
+    selective = partial(checkpoint_wrapper, context_fn=partial(without_marks, contexts) if has_units else contexts)
     wrappers: dict[ActivationCheckpointing, Callable[[nn.Module], nn.Module]] = {
         ActivationCheckpointing.full: checkpoint_wrapper,
         ActivationCheckpointing.selective: selective,
@@ -81,6 +84,35 @@ def apply_activation_checkpointing(
                     stack[index] = wrapper(block)
     if compiles and mode is ActivationCheckpointing.selective:
         compile_blocks(stacks[0], None, count, one_row)
+
+
+def without_marks(
+    contexts: Callable[[], tuple[TorchDispatchMode, TorchDispatchMode]],
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return the two contexts of selective activation checkpointing, of the forward pass and of its repetition, as
+    contexts that do not see the profiler's marks.
+
+    torch compares how often each operation runs in both. FSDP sets a mark around each of its hooks. For a unit within a
+    block it sets one more in the repetition, where the unit's hooks run outside of the forward pass of the whole model.
+    """
+
+    @contextmanager
+    def below(mode: TorchDispatchMode) -> Iterator[None]:
+        with mode, Unmarked():
+            yield
+
+    forward, backward = contexts()
+    return below(forward), below(backward)
+
+
+class Unmarked(TorchDispatchMode):
+    """Dispatch mode that runs the profiler's marks, and hides them from the modes that were entered before it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func.namespace == "profiler":
+            with _disable_current_modes():
+                return func(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
 
 def clean_name(name: str) -> str:

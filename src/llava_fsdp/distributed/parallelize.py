@@ -76,7 +76,8 @@ def parallelize(
         multiply_in_int8(stacks[0], PADDED_TO[offload.device.type])
     experts = share() if share is not None else None
     one_row = cfg.packs or cfg.micro_batch_size == 1
-    apply_activation_checkpointing(stacks, cfg.activation_checkpointing, offload.device, count, one_row)
+    modes = cfg.activation_checkpointing, offload.device, count, one_row, experts is not None
+    apply_activation_checkpointing(stacks, *modes)
     roots = roots_of() if roots_of is not None else [model]
     if mesh is not None:
         ignored = frozen_left_whole(model, plan, [*whole, *norms_kept_in_fp32(model, cfg.precision)])
