@@ -43,8 +43,8 @@ class Weight:
     """Number of ranks that share the rows (experts) of the parameter evenly (`parallel.expert`). FSDP shards the part
     of one of them over the ranks that have the same part."""
     tensor: int = 1
-    """Number of ranks that compute each layer together and all take part in sharding the parameter: such ranks have the
-    tokens of some positions each in a layer of experts. 1 for other parameters."""
+    """Number of ranks that compute each layer together (`parallel.tensor`), if all of them take part in sharding the
+    parameter, as they do for experts that ranks share; 1 for other parameters."""
 
     @property
     def numel(self) -> int:
