@@ -179,7 +179,9 @@ def gradients(world: World, cfg: Config) -> tuple[dict[str, torch.Tensor], dict[
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("train_", slow_after(1, ["[projector,language]", "[projector]"]))
-@pytest.mark.parametrize("kind", slow_after(1, ["gpt_oss", "qwen3_moe", "mixtral", "deepseek_v3", "qwen2_moe"]))
+@pytest.mark.parametrize("kind", slow_after(1, [
+    "gpt_oss", "qwen3_moe", "mixtral", "deepseek_v3", "qwen2_moe", "olmoe", "glm4_moe", "ernie4_5_moe",
+]))  # fmt: skip
 def test_every_gradient_is_that_of_one_process(
     kind: str, train_: str, mixture: Mixture, tmp_path: Path, pools: dict[int, RankPool]
 ) -> None:

@@ -14,6 +14,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "glm4_moe": {
         "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
     },
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1, "moe_layer_start_index": 1},
     "gpt_oss": {"sliding_window": 9, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
     "llama4_text": {"intermediate_size_mlp": 50},
     "deepseek_v3": {

@@ -92,7 +92,7 @@ def in_mixture(language: nn.Module, name: str, size: int) -> dict[str, Cut]:
     Raises:
         ConfigError: an adapter in it has dropout, whose mask would be that of other positions than the rank's own.
     """
-    experts = {module for module in find_experts(language).values()}
+    experts = set(find_experts(language).values())
     found = {}
     for own, module in language.get_submodule(name).named_modules(prefix=name):
         if isinstance(module, SampleDropout):

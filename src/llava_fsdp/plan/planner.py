@@ -66,6 +66,7 @@ from llava_fsdp.plan.step_time import (
     volume,
 )
 from llava_fsdp.plan.workload import Samples, configured_split, samples_of
+from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.tensor_cut import Cut
 
 T = TypeVar("T")
@@ -214,6 +215,9 @@ class Planner:
         """
         self.tensor, experts = self.cfg.parallel.tensor, self.cfg.parallel.expert
         sizes = experts, self.tensor
+        refusal = self.known(("refused", *sizes), lambda: self.refusal(*sizes))
+        if refusal is not None:
+            raise refusal
         weights = self.known(("weights", *sizes), lambda: self.weights_with_shared_experts(*sizes))
         self.whole_weights = list(weights.values())
         self.trainable = sum(w.numel for w in self.whole_weights if w.trainable)
@@ -227,16 +231,19 @@ class Planner:
         """Properties of the parameters, or of the parts of them that the first rank has with parallel.tensor."""
         self.weights = list(self.named_weights.values())
 
+    def refusal(self, experts: int, tensor: int) -> ConfigError | None:
+        """Return the error if `experts` ranks cannot share the experts of a mixture while `tensor` ranks compute each
+        layer together. A search for the fastest layout asks often."""
+        try:
+            check_shared_experts(self.model.language_model, experts, tensor)
+        except ConfigError as error:
+            return error
+        return None
+
     def weights_with_shared_experts(self, experts: int, tensor: int) -> dict[str, Weight]:
         """Return the properties of the parameters, by name, if `experts` ranks share the experts of a mixture, and
-        `tensor` ranks compute each layer together.
-
-        Raises:
-            ConfigError: so many ranks cannot share them.
-        """
+        `tensor` ranks compute each layer together."""
         language, cfg = self.model.language_model, self.cfg
-        if experts > 1 or tensor > 1:
-            check_shared_experts(language, experts, tensor)
         whole, blocks = self.model.whole_while_frozen(), self.model.blocks()
         args = cfg.sharding.blocks_per_unit, list(find_experts(language).values()), experts, tensor
         return weights_of(self.model, blocks, whole, cfg.precision, *args)

@@ -41,8 +41,7 @@ def build_model(cfg: Config, parts: Parts, device: torch.device) -> Llava:
     model = build_llava(parts, cfg.model, compute_dtype, kernel, cfg.loss)
     if cfg.parallel.tensor > 1:
         tensor_plan(model, cfg.parallel.tensor)  # raises an error if the model cannot be divided
-    if cfg.parallel.expert > 1 or cfg.parallel.tensor > 1:
-        check_shared_experts(model.language_model, cfg.parallel.expert, cfg.parallel.tensor)
+    check_shared_experts(model.language_model, cfg.parallel.expert, cfg.parallel.tensor)
     if cfg.parallel.pipeline > 1:
         check_can_be_divided(model, cfg.parallel.num_stages)
     return model
