@@ -241,27 +241,38 @@ PACKED = {
 }
 
 
+def table_of_packed(report: Report) -> str:
+    """CPU seconds beside trainers that pack, of one result."""
+    found = {(row["peer"], row["data"]): row for row in report["rows"]}
+    sets = report["options"]["data"]
+    lines = []
+    for peer in [name for name in PACKED if name in report["peers"]]:
+        cells = []
+        for data in sets:
+            row = found.get((peer, data))
+            cells += beside(row, found["ours packed", data]) if row else ["", ""]
+        lines.append([PACKED[peer], *cells])
+    head = ["", *(name for data in sets for name in (f"{data}: CPU seconds, ours = 1", "lowest to highest"))]
+    return table(head, lines, "l" + "r" * 2 * len(sets))
+
+
+def isolated_peers() -> str:
+    """Where the gain beside one row with SDPA a sample at a time comes from."""
+    path, report = newest("isolated-peers-512-cpu")
+    return f"{table_of_packed(report)}\n\n{origin(path, report)}"
+
+
 def packed_peers() -> str:
     """Real tokens a CPU second beside trainers that pack, for each width that was measured."""
     parts, not_run = [], {}
     for width in sorted({int(path.name.split("-")[2]) for path in RESULTS.glob("packed-peers-*-cpu-*.json")}):
         path, report = newest(f"packed-peers-{width}-cpu")
-        found = {(row["peer"], row["data"]): row for row in report["rows"]}
-        sets = report["options"]["data"]
-        lines = []
-        for peer in [name for name in PACKED if name in report["peers"]]:
-            cells = []
-            for data in sets:
-                row = found.get((peer, data))
-                cells += beside(row, found["ours packed", data]) if row else ["", ""]
-            lines.append([PACKED[peer], *cells])
-        head = ["", *(name for data in sets for name in (f"{data}: CPU seconds, ours = 1", "lowest to highest"))]
         options, versions = report["options"], report["versions"]
         parts.append(
             f"Width {width}, {options['layers']} layers, {options['rows']} samples a rank, {options['steps']} steps a "
             f"round, {options['repeats']} rounds; first losses agree within "
             f"{report['equality']['first losses']:.0e}:\n\n"
-            f"{table(head, lines, 'l' + 'r' * 2 * len(sets))}\n\n{origin(path, report)} "
+            f"{table_of_packed(report)}\n\n{origin(path, report)} "
             + ", ".join(f"{name} {version}" for name, version in versions.items())
         )
         not_run |= report["not_run"]
@@ -336,7 +347,8 @@ TABLES = {
     "strategies": strategies,
     "limited": limited, "planner": planner, "checkpoints": checkpoints, "pictures": pictures,
     "scaling": scaling, "gpu": gpu, "gpu_peers": gpu_peers, "gpu_ways": gpu_ways, "layout_curves": layout_curves,
-    "packed_peers": packed_peers, "low_precision": low_precision, "first_step": first_step,
+    "packed_peers": packed_peers, "isolated_peers": isolated_peers,
+    "low_precision": low_precision, "first_step": first_step,
     "compiled": lambda: planner("memory-compiled-cpu"),
 }  # fmt: skip
 
