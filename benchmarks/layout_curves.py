@@ -1,6 +1,6 @@
 """How fast would a training be on 8 to 1,024 GPUs, with the fastest layout of ranks and with sharding alone?
 
-    python benchmarks/layout_curves.py [OUT] [--models 7B 13B ...] [--nodes 128]       # half an hour of one core
+    python benchmarks/layout_curves.py [OUT] [--models 7B 13B ...] [--nodes 128] [--jobs 2]   # an hour of one core
 
 Runs `llava-fsdp plan parallel=auto` for models of five sizes, each with CLIP's ViT-L/14-336 and 1,024 samples a step.
 Nothing is measured: all values are predictions. How to read them is in benchmarks/README.md.
@@ -13,6 +13,9 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +50,7 @@ MODELS = {
 def planned(config: PretrainedConfig, folder: Path, nodes: int, gpu: str) -> dict[str, Any]:
     """Return the plan of training a language model on so many nodes of 8 GPUs."""
     for part, own in (("language", config), ("vision", TOWER)):
-        (folder / part).mkdir()
+        (folder / part).mkdir(parents=True)
         (folder / part / "config.json").write_text(json.dumps(own.to_dict(), default=str))
     keys = [
         "stage=finetune", f"model.language={folder / 'language'}", f"model.vision={folder / 'vision'}",
@@ -67,11 +70,18 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--nodes", type=int, default=128, help="of 8 GPUs")
     parser.add_argument("--gpu", default="h100")
+    parser.add_argument("--jobs", type=int, default=1, help="models that are planned at the same time")
     options = parser.parse_args()
     report = facts(QUESTION, options) | {"models": {}}
-    for name in options.models:
-        with tempfile.TemporaryDirectory() as made:
-            plan = planned(MODELS[name], Path(made), options.nodes, options.gpu)
+    with ThreadPoolExecutor(options.jobs) as pool, tempfile.TemporaryDirectory() as made:
+        folders = [Path(made, name) for name in options.models]
+        args = [MODELS[name] for name in options.models], folders, repeat(options.nodes), repeat(options.gpu)
+        note(report, options, pool.map(planned, *args))
+
+
+def note(report: dict[str, Any], options: argparse.Namespace, plans: Iterable[dict[str, Any]]) -> None:
+    """Write the plans of all models into the result, each as soon as it and those before it are there."""
+    for name, plan in zip(options.models, plans, strict=True):
         report["assumptions"] = plan["assumptions"]
         report["models"][name] = {"points": plan["scaling"], "search": plan["search"]["layouts"]}
         write(report, f"layout-curves-{options.gpu}", options.out, draw)
