@@ -1,6 +1,6 @@
 """How fast would a training be on 8 to 1,024 GPUs, with the fastest layout of ranks and with sharding alone?
 
-    python benchmarks/layout_curves.py [OUT] [--models 7B 13B ...] [--nodes 128] [--jobs 2]   # an hour of one core
+    python benchmarks/layout_curves.py [OUT] [--models 7B 13B ...] [--nodes 128] [--jobs 2]   # half an hour of two
 
 Runs `llava-fsdp plan parallel=auto` for models of five sizes, each with CLIP's ViT-L/14-336 and 1,024 samples a step.
 Nothing is measured: all values are predictions. How to read them is in benchmarks/README.md.
@@ -73,7 +73,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="models that are planned at the same time")
     options = parser.parse_args()
     report = facts(QUESTION, options) | {"models": {}}
-    with ThreadPoolExecutor(options.jobs) as pool, tempfile.TemporaryDirectory() as made:
+    with tempfile.TemporaryDirectory() as made, ThreadPoolExecutor(options.jobs) as pool:
         folders = [Path(made, name) for name in options.models]
         args = [MODELS[name] for name in options.models], folders, repeat(options.nodes), repeat(options.gpu)
         note(report, options, pool.map(planned, *args))

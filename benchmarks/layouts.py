@@ -42,6 +42,8 @@ LAYOUTS = {
 }
 STEPS = (3, 43)
 """Steps after which CPU seconds are read."""
+LIMIT = 600
+"""Seconds that a training may take."""
 
 
 def write_parts(folder: Path) -> None:
@@ -91,13 +93,13 @@ def measured(name: str, keys: list[str], overrides: list[str], folder: Path) -> 
     output = folder / "out"
     more = [f"output_dir={output}", f"max_steps={STEPS[1] + 1}", "checkpoint.resume=never", "export.enabled=false"]
     process = start(["-m", "llava_fsdp.train", *keys, *overrides, *more], RANKS, folder / "log.txt")
-    spent = []
+    spent, begin = [], time.monotonic()
     try:
         for steps in STEPS:
             while len(rows := rows_in(output / "metrics.jsonl")) < steps:
-                if process.poll() is not None:
-                    raise SystemExit(f"{last_of(folder / 'log.txt')}\n{name}: ended too early; its output is above")
-                time.sleep(0.01)
+                if process.poll() is not None or time.monotonic() - begin > LIMIT:
+                    raise SystemExit(f"{last_of(folder / 'log.txt')}\n{name}: it ended or hangs; its output is above")
+                time.sleep(0.05)
             spent.append(cpu_seconds(process.pid))
     finally:
         end(process)

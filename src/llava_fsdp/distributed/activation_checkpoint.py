@@ -92,8 +92,8 @@ def without_marks(
     """Return the two contexts of selective activation checkpointing, of the forward pass and of its repetition, as
     contexts that do not see the profiler's marks.
 
-    torch compares how often each operation runs in both. FSDP sets a mark around each of its hooks. For a unit within a
-    block it sets one more in the repetition, where the unit's hooks run outside of the forward pass of the whole model.
+    torch ends the run if an operation runs more often in the repetition. FSDP sets a mark around each of its hooks, and
+    one more in the repetition for a unit within the block, which then is FSDP's root (`FSDP::root_pre_forward`).
     """
 
     @contextmanager
@@ -113,6 +113,12 @@ class Unmarked(TorchDispatchMode):
             with _disable_current_modes():
                 return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return true: compiled functions may be compiled and run while this mode is active. torch would otherwise run
+        them uncompiled."""
+        return True
 
 
 def clean_name(name: str) -> str:

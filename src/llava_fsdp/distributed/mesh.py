@@ -65,7 +65,7 @@ class Meshes:
     experts: DeviceMesh | None = None
     """Dimensions (replicate, shard, expert) or (shard, expert). The `expert` ranks of a line share the experts of a
     mixture; those that hold the same experts replicate and shard them like `states`. Ranks that compute layers together
-    (`tensor`) take part as if they did not. None: each rank has all experts."""
+    (`tensor`) hold different experts, or different shards of them. None: each rank has all experts."""
 
 
 @contextmanager
@@ -374,7 +374,7 @@ def shape_of_experts(shape: tuple[int, int], size: int, tensor: int) -> tuple[in
         shape: (replicate, shard) sizes of the mesh of ranks that hold the same parts of layers.
         size: number of ranks that share the experts (`parallel.expert`): consecutive ranks, so that those which shard
             other weights together (`shard` of them) hold all experts, if there are enough of them.
-        tensor: number of ranks that compute each layer together. They take part as ranks that shard weights.
+        tensor: number of ranks that compute each layer together. Experts are sharded over them, too.
 
     Raises:
         ConfigError: neither `size` nor the number of ranks over which weights are sharded is a multiple of the other.

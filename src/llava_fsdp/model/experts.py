@@ -46,7 +46,7 @@ class RouterOutput:
 
 
 @dataclass(frozen=True)
-class OwnPositions:
+class RankPositions:
     """The positions of a micro-batch's rows whose tokens the routers of this rank get, if several ranks compute each
     layer together (`parallel.tensor`): ceil(length / ranks) of each row; the last ranks may have fewer, or none."""
 
@@ -116,7 +116,7 @@ class RouterOutputs:
         with_gradients: bool,
         inside: nn.Module | None = None,
         compiled: bool = False,
-        positions: OwnPositions | None = None,
+        positions: RankPositions | None = None,
     ):
         """Install the hooks.
 
@@ -197,8 +197,8 @@ def check_shared_experts(model: nn.Module, size: int, tensor: int) -> None:
     if size == 1:
         if found and tensor > 1:
             raise ConfigError(
-                f"parallel.tensor={tensor} does not divide the experts of {kind}; let ranks share them, for example "
-                f"with parallel.expert={tensor}, or set parallel.tensor=1"
+                f"parallel.tensor={tensor} does not divide the experts of {kind}; let ranks share them "
+                "(parallel.expert above 1), or set parallel.tensor=1"
             )
         return
     asked = f"parallel.expert={size}"
@@ -254,8 +254,8 @@ def count_choices(output: RouterOutput, samples: torch.Tensor, num_samples: int)
 def balance_loss(
     output: RouterOutput, samples: torch.Tensor, lengths: torch.Tensor, counts: torch.Tensor
 ) -> torch.Tensor:
-    """Return a router's load-balance loss, summed over the samples of a micro-batch, float32 []; its part of the tokens
-    that the router got.
+    """Return a router's load-balance loss, summed over the samples of a micro-batch, float32 []. With
+    `parallel.tensor` it has the terms of this rank's tokens; the ranks' results add up to the loss.
 
     For a sample of n tokens it is n * E * sum over experts e of f_e * P_e: E is the number of experts, f_e the share of
     the (token, choice) pairs that chose e, and P_e the mean probability of e (softmax of the logits). It is n if the

@@ -143,9 +143,9 @@ def styles_of(
 
 
 def refuse_dropout(config: PretrainedConfig, size: int) -> None:
-    """Raise ConfigError if blocks drop parts of hidden states between layers: of these each rank has its own positions,
-    and would drop others than a single rank."""
-    for key in ("residual_dropout", "resid_pdrop", "hidden_dropout"):
+    """Raise ConfigError if blocks change hidden states at random between layers, or before a router: there each rank
+    has its own positions, and would draw other numbers for them than a single rank."""
+    for key in ("residual_dropout", "resid_pdrop", "hidden_dropout", "router_jitter_noise", "input_jitter_noise"):
         if value := getattr(config, key, None):
             raise ConfigError(
                 f"parallel.tensor={size}: {key}={value} of the language model is not supported, because each rank has "

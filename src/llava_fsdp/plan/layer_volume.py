@@ -66,7 +66,7 @@ def layer_volume(
     Args:
         model: the model on the meta device, not divided.
         plan: how the weights that these ranks have are divided.
-        blocks: number of the language model's blocks that they have and that end with a layer whose outputs are summed.
+        blocks: number of the language model's blocks that they have, without those that end with experts.
         chains: number of lists of consecutive blocks that they have.
         size: number of ranks.
         recomputed: share of the blocks' forward pass that runs again in the backward pass.

@@ -85,7 +85,7 @@ def print_plan(cfg: PlanConfig, typed: Sequence[str]) -> None:
     def ways(planner: Planner, tried: PlanConfig, world_size: int = world_size) -> Ways:
         tensor = tried.parallel.tensor
         ranks = Ranks(world_size, tried.sharding.shard_size or max(1, cfg.gpus // tensor), cfg.gpus)
-        strategies = distinct_strategies(ranks, tensor * tried.parallel.pipeline)
+        strategies = distinct_strategies(ranks, tensor * tried.parallel.pipeline, tried.parallel.expert > 1)
         splits = splits_to_try(planner, tried, world_size, is_free)
         return Ways(planner, choices(tried, machine, strategies, cfg.activation_checkpointing), ranks, splits)
 

@@ -215,30 +215,29 @@ class Planner:
         """
         self.tensor, experts = self.cfg.parallel.tensor, self.cfg.parallel.expert
         sizes = experts, self.tensor
-        refusal = self.known(("refused", *sizes), lambda: self.refusal(*sizes))
-        if refusal is not None:
-            raise refusal
+        self.plan = self.known(
+            ("plan", self.tensor), lambda: tensor_plan(self.model, self.tensor) if self.tensor > 1 else {}
+        )
+        if refusal := self.known(("refused", *sizes), lambda: self.refusal(*sizes)):
+            raise ConfigError(refusal)
         weights = self.known(("weights", *sizes), lambda: self.weights_with_shared_experts(*sizes))
         self.whole_weights = list(weights.values())
         self.trainable = sum(w.numel for w in self.whole_weights if w.trainable)
         """Number of trainable parameters of the model that is planned for."""
-        self.plan = self.known(
-            ("plan", self.tensor), lambda: tensor_plan(self.model, self.tensor) if self.tensor > 1 else {}
-        )
         self.named_weights = self.known(
             ("divided", *sizes), lambda: divided_weights(weights, self.plan, self.tensor, 0)
         )
         """Properties of the parameters, or of the parts of them that the first rank has with parallel.tensor."""
         self.weights = list(self.named_weights.values())
 
-    def refusal(self, experts: int, tensor: int) -> ConfigError | None:
-        """Return the error if `experts` ranks cannot share the experts of a mixture while `tensor` ranks compute each
-        layer together. A search for the fastest layout asks often."""
+    def refusal(self, experts: int, tensor: int) -> str:
+        """Return why `experts` ranks cannot share the experts of a mixture while `tensor` ranks compute each layer
+        together; empty if they can. A search for the fastest layout asks often."""
         try:
             check_shared_experts(self.model.language_model, experts, tensor)
         except ConfigError as error:
-            return error
-        return None
+            return str(error)
+        return ""
 
     def weights_with_shared_experts(self, experts: int, tensor: int) -> dict[str, Weight]:
         """Return the properties of the parameters, by name, if `experts` ranks share the experts of a mixture, and
@@ -483,7 +482,8 @@ class Planner:
         """
         parallel, precision, strategy = self.cfg.parallel, self.cfg.precision, choice.strategy
         own = self.own_ranks(ranks)
-        trained = self.known((group, "trained"), lambda: sum(w.numel for w in group.weights if w.trainable))
+        _, shards = mesh_shape(SHARD_PLANS[strategy], own.world_size, own.shard_size)
+        trained, local = self.known((group, "trained", shards), lambda: trained_numbers(group.weights, shards))
         args = group.weights, strategy, precision, own.world_size, own.shard_size, own.node_size
         one, two = self.known((group, strategy, own), lambda: [volume(*args, micro_batches=n) for n in (1, 2)])
         sent = one.extrapolated(two, len(micros) - 1)
@@ -496,7 +496,6 @@ class Planner:
         # arXiv 2104.04473, section 2.2
         idle = (parallel.pipeline - 1) / (parallel.stages_per_rank * (most or len(micros)))
         work = group.share * self.cfg.global_batch_size / own.world_size
-        _, shards = mesh_shape(SHARD_PLANS[strategy], own.world_size, own.shard_size)
         step = step_time(
             self.machine,
             precision,
@@ -504,7 +503,7 @@ class Planner:
             work * recomputed,
             sent,
             trainable=trained,
-            local=trained / shards,
+            local=local,
             micro_batches=len(micros),
             world_size=ranks.world_size,
             offload=choice.offload,
@@ -781,6 +780,17 @@ class Planner:
         if self.machine.device != "cpu":
             return 0, tuple(4 * pixels(m) + 8 * numbers(m) for m in run)
         return sum(pixels(m) + 8 * numbers(m) for m in micros), tuple(4 * pixels(m) for m in run)
+
+
+def trained_numbers(weights: Sequence[Weight], shards: int) -> tuple[int, float]:
+    """Return the number of trainable parameters that a rank has when FSDP has gathered them, and the number that it
+    updates.
+
+    Args:
+        shards: number of ranks over which FSDP shards weights, but for experts that ranks share.
+    """
+    trained = [weight for weight in weights if weight.trainable]
+    return sum(w.gathered for w in trained), sum(w.gathered / w.own_shards(shards) for w in trained)
 
 
 def without_repeats(micros: Sequence[MicroBatch]) -> list[MicroBatch]:

@@ -52,11 +52,11 @@ def choices(
     ]
 
 
-def distinct_strategies(ranks: Ranks, parts: int = 1) -> list[Strategy]:
+def distinct_strategies(ranks: Ranks, parts: int = 1, shares_experts: bool = False) -> list[Strategy]:
     """Return the sharding strategies that differ from each other on these numbers of ranks, each `parts` of which
-    divide the model among them."""
+    divide the model among them. Experts that ranks share are sharded over these parts, too."""
     own = ranks.world_size // parts
-    if own == 1:
+    if own == 1 and not shares_experts:
         return [Strategy.FULL_SHARD]  # a single rank shards nothing, so all strategies are the same
     shards = min(ranks.shard_size, own)
     hybrid = 1 < shards < own and (parts == 1 or own % shards == 0)

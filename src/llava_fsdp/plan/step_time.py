@@ -212,20 +212,24 @@ def volume(
     def gathered(weights: Sequence[Weight]) -> int:
         return sum(others(w) * w.gathered_size(precision) for w in weights)
 
+    def copies_of(weight: Weight) -> float:
+        return world_size * weight.tensor / (weight.sharers * weight.own_shards(shards))
+
     def replicated(weight: Weight) -> float:
-        copies = world_size * weight.tensor / (weight.sharers * weight.own_shards(shards))
+        copies = copies_of(weight)
         return 2 * (copies - 1) / copies * weight.padded(shards) * weight.reduce_size(precision)
 
     scattered = sum(others(w) * w.reduce_size(precision) for w in trainable)
     gathers = micro_batches if plan.reshard_every_micro_batch else 1
     reductions = 1 if plan.gradient_sync is Sync.LAST_MICRO_BATCH else micro_batches
     again = gathered([w for w in taking_part if w.unit and not w.fp32]) if plan.reshard_after_forward else 0
-    units, trained = len({w.unit for w in taking_part}), len({w.unit for w in trainable})
+    units = len({w.unit for w in taking_part if w.own_shards(shards) > 1})
+    trained = len({w.unit for w in trainable if w.own_shards(shards) > 1})
     return Volume(
         sharded=gathers * (gathered(taking_part) + again) + reductions * scattered,
         replicated=sum(map(replicated, trainable)),
-        gathers=0 if shards == 1 else units * gathers * (1 + plan.reshard_after_forward) + trained * reductions,
-        reductions=trained if replicas > 1 else 0,
+        gathers=units * gathers * (1 + plan.reshard_after_forward) + trained * reductions,
+        reductions=len({w.unit for w in trainable if copies_of(w) > 1}),
         shards=shards,
         replicas=replicas,
         node_size=node_size,

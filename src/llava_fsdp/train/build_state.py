@@ -32,7 +32,7 @@ from llava_fsdp.distributed.zero import ShardPlan
 from llava_fsdp.export import adapter_folder
 from llava_fsdp.export.check_folders import check_artifacts
 from llava_fsdp.model.context_attention import ContextPlan, plan_context, share_attention
-from llava_fsdp.model.experts import OwnPositions, RouterOutputs, find_experts, find_routers
+from llava_fsdp.model.experts import RankPositions, RouterOutputs, find_experts, find_routers
 from llava_fsdp.model.init_weights import computed_buffers, restore_buffers
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.load_weights import fingerprint, frozen_digests, load_weights
@@ -207,11 +207,6 @@ def divide_layers(model: Llava, plan: Mapping[str, Cut], mesh: DeviceMesh, cfg: 
     cut_model(model, cuts, mesh, chains_of_blocks(model))
 
 
-def own_positions(mesh: DeviceMesh) -> OwnPositions:
-    """Return which positions of rows the routers of this rank get, if the ranks of a mesh compute layers together."""
-    return OwnPositions(mesh.get_local_rank(), mesh.size(), reduction(mesh, "sum"))
-
-
 def assemble(
     model: Llava,
     loader: Loader,
@@ -266,10 +261,11 @@ def assemble(
     warn_if_useless(cfg, world)
     compilations = Compilations() if compiling.on else None
     has_balance = cfg.model.balance_loss > 0
-    positions = own_positions(meshes.tensor) if meshes.tensor is not None else None
-    watched = None
-    if routers:
-        watched = RouterOutputs(routers, has_balance, model.language_model, compiling.on, positions)
+    positions = None
+    if meshes.tensor is not None:
+        positions = RankPositions(meshes.tensor.get_local_rank(), meshes.tensor.size(), reduction(meshes.tensor, "sum"))
+    own = model.language_model, compiling.on, positions
+    watched = RouterOutputs(routers, has_balance, *own) if routers else None
     share = None
     if meshes.experts is not None:
         found = list(find_experts(model.language_model).values())
@@ -277,7 +273,8 @@ def assemble(
     roots_of = partial(stages.of, model) if stages is not None else None
     whole = model.whole_while_frozen()
     masters = parallelize(model, model.blocks(), mesh, plan, cfg, offload, whole, compilations, share, roots_of)
-    for message in useless_settings(cfg.sharding, model.blocks(), mesh["shard"].size() if mesh is not None else None):
+    sizes = [own["shard"].size() for own in (mesh, meshes.experts) if own is not None]
+    for message in useless_settings(cfg.sharding, model.blocks(), max(sizes, default=None)):
         log().log(logging.WARNING if world.is_first else logging.DEBUG, message)
     fill(model, masters)
     restore_buffers(model, buffers, clean_name)

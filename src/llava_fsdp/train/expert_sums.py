@@ -92,13 +92,12 @@ class ExpertSums:
             samples = positions.of(samples, micro.input_ids.shape)
         total = torch.zeros_like(self.total)
         with torch.set_grad_enabled(self.coefficient > 0):
-            counts = [count_choices(output, samples, len(lengths)) for output in kept]
-            for output, own in zip(kept, counts, strict=True):
-                self.loads[self.outputs.places[output.router.name]] += own[:-1].sum(0)
+            counts = of_all = [count_choices(output, samples, len(lengths)) for output in kept]
             if positions is not None and counts:
-                counts = list(positions.summed(torch.stack(counts)).unbind())
-            for output, of_samples in zip(kept, counts, strict=True):
-                total = total + balance_loss(output, samples, lengths, of_samples)
+                of_all = list(positions.summed(torch.stack(counts)).unbind())
+            for output, own, whole in zip(kept, counts, of_all, strict=True):
+                total = total + balance_loss(output, samples, lengths, whole)
+                self.loads[self.outputs.places[output.router.name]] += own[:-1].sum(0)
             total = total * self.share
         kept.clear()
         self.total += total.detach()
