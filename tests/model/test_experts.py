@@ -135,7 +135,7 @@ def test_routers_are_found(kind: str, parts: Path, tmp_path: Path) -> None:
     with torch.device("meta"):
         model = AutoModel.from_config(config)
     routers = find_routers(model)
-    layers = 2 if kind in ("qwen3_moe", "deepseek_v3", "glm4_moe") else 3
+    layers = 2 if kind in ("qwen3_moe", "deepseek_v3", "glm4_moe", "ernie4_5_moe") else 3
     assert [len(routers), {router.choices for router in routers}] == [layers, {CHOICES}]
     assert {router.experts for router in routers} == {4 if kind == "deepseek_v3" else 5}
     assert {router.returns_choices for router in routers} == {kind != "llama4_text"}

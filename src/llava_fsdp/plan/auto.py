@@ -316,11 +316,8 @@ def ways_for(planner: Planner, cfg: Config, world: World) -> tuple[Planner, list
     ranks = Ranks(world.size, cfg.sharding.shard_size or of_node, world.local_size)
     strategies = [cfg.sharding.strategy]
     if cfg.sharding.strategy is Strategy.auto:
-        strategies = [
-            one
-            for one in distinct_strategies(ranks, divides, cfg.parallel.expert > 1)
-            if is_allowed(cfg, one, cfg.offload.mode)
-        ]
+        distinct = distinct_strategies(ranks, divides, cfg.parallel.expert > 1)
+        strategies = [one for one in distinct if is_allowed(cfg, one, cfg.offload.mode)]
     modes = [cfg.activation_checkpointing]
     if has_auto_checkpointing(cfg):  # all modes but `budget`, which needs a compiler and changes numerical results
         modes = checkpointing_modes(cfg, planner.machine)
