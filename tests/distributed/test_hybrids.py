@@ -39,6 +39,7 @@ MIXTURES = [
     ("zero0", 8, ("tensor=2", "expert=4")),
     ("zero2", 8, ("tensor=2", "expert=2", "context=2")),
     ("zero1", 8, ("pipeline=2", "tensor=2", "expert=2")),
+    ("zero3", 8, ("pipeline=2", "tensor=2", "expert=2", "context=2")),
 ]
 
 

@@ -134,7 +134,7 @@ def test_every_gradient_of_mixtures(
     """With experts that both ranks share, routers, and experts for all tokens."""
     folder = mixture_parts(kind, parts, tmp_path / "parts", 4)
     more = (*LORA, "model.lora.dropout=0") if how == "lora" else ()
-    compare_gradients(folder, dataset, tmp_path, pools, how, "parallel.expert=", *more)
+    check_gradients(folder, dataset, tmp_path, pools, how, "parallel.expert=", *more)
 
 
 def language_of(kind: str, parts: Path, folder: Path) -> Path:
@@ -151,10 +151,10 @@ def test_every_gradient_of_every_architecture(
 ) -> None:
     folder = language_of(kind, parts, tmp_path / "parts")
     more = (*LORA, "model.lora.bias=lora_only", "model.lora.dropout=0.1") if how == "lora" else ()
-    compare_gradients(folder, dataset, tmp_path, pools, how, "parallel.tensor=", *more)
+    check_gradients(folder, dataset, tmp_path, pools, how, "parallel.tensor=", *more)
 
 
-def compare_gradients(
+def check_gradients(
     folder: Path, dataset: Path, tmp_path: Path, pools: dict[int, RankPool], how: str, key: str, *more: str
 ) -> None:
     """Compare every gradient of one rank with those of two that compute each layer together.

@@ -58,11 +58,6 @@ class MicroBatch:
     def tokens(self) -> int:
         return self.rows * self.length
 
-    def own_tokens(self, tensor: int) -> int:
-        """Return the number of tokens that the first of `tensor` ranks, which compute layers together, has between
-        layers."""
-        return self.rows * math.ceil(self.length / tensor)
-
 
 class MicroBatches(tuple[MicroBatch, ...]):
     """The micro-batches that a rank runs in a step, with sums over them. A search for the fastest way to train asks for
@@ -73,9 +68,23 @@ class MicroBatches(tuple[MicroBatch, ...]):
         return sum(micro.tokens for micro in self)
 
     @cached_property
+    def samples(self) -> int:
+        return sum(micro.samples for micro in self)
+
+    @cached_property
     def labels(self) -> Counter[int]:
         """Number of labels -> number of micro-batches with so many."""
         return Counter(micro.labels for micro in self)
+
+    @cached_property
+    def shapes(self) -> Counter[tuple[int, int]]:
+        """(Rows, tokens of a row) -> number of micro-batches of this shape."""
+        return Counter((micro.rows, micro.length) for micro in self)
+
+    def own_tokens(self, tensor: int) -> int:
+        """Return the number of tokens that the first of `tensor` ranks, which compute layers together, has between
+        layers."""
+        return sum(rows * math.ceil(length / tensor) * times for (rows, length), times in self.shapes.items())
 
 
 @dataclass(frozen=True)

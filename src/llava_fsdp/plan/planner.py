@@ -524,7 +524,7 @@ class Planner:
     def own_hidden_bytes(self, micro: MicroBatch) -> int:
         """Return the bytes of the first rank's positions of a micro-batch's hidden states, between layers."""
         width = self.parts.language.hidden_size * DTYPES[self.cfg.precision.param_dtype].itemsize
-        return micro.own_tokens(self.tensor) * width
+        return MicroBatches([micro]).own_tokens(self.tensor) * width
 
     def simulate_group(
         self,
@@ -647,7 +647,7 @@ class Planner:
         width = DTYPES[self.cfg.precision.param_dtype].itemsize
         recomputed = int(choice.activation_checkpointing.mode is not ActivationCheckpointing.none)
         sizes = self.mixtures(group), self.router.experts, self.router.choices, self.parts.language.hidden_size, width
-        tokens = sum(micro.own_tokens(self.tensor) for micro in micros)
+        tokens = micros.own_tokens(self.tensor)
         moved, calls = expert_volume(size, *sizes, tokens, len(micros), recomputed)
         return replace(sent, experts=moved, expert_exchanges=calls, expert_size=size)
 
