@@ -219,8 +219,10 @@ def test_masks_and_scores_grow_with_the_square(
 
     one, two, four = (activations(tokens) for tokens in (1024, 2048, 4096))
     assert (four - two > 2.5 * (two - one)) == grows == planner.grows_with_square
-    small, large = MicroBatch(1, 64, 1, 0, 1, 0, context), MicroBatch(1, 128, 1, 0, 1, 0, context)
-    assert planner.ends(small, large) == ([] if grows else [small, large]) and planner.ends(small, small) == []
+    small, large = MicroBatch(1, 64, 1, 0, 1, 0, context), MicroBatch(1, 300, 1, 0, 1, 0, context)
+    measured = [(micro.length, micro.samples, micro.context) for micro in planner.sizes_to_measure([[large], [small]])]
+    assert measured == ([] if grows else [(64, 1, context), (1024, 16, context)])
+    assert planner.sizes_to_measure([[small]]) == []
 
 
 @pytest.mark.parametrize("how", ["ulysses", "gather"])

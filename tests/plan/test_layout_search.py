@@ -92,7 +92,7 @@ def test_a_search_finds_what_trying_everything_finds(
         for choice in choices:
             for split in splits:
                 try:
-                    row = planner.row(choice, own, split, planner.ends(splits[-1][0], splits[0][0]))
+                    row = planner.row(choice, own, split, planner.sizes_to_measure(splits))
                 except ConfigError:  # ranks cannot share experts under this strategy
                     continue
                 everything.append(Planned(planner, own, row))
@@ -130,7 +130,7 @@ def test_a_pipeline_s_micro_batches_fit_however_fast_larger_ones_are(sign: int, 
     splits: Any = [[8], [4] * 2, [2] * 4, [1] * 8]
     planner: Any = SimpleNamespace(
         cfg=SimpleNamespace(parallel=ParallelConfig(pipeline=2)),
-        ends=lambda small, large: [],
+        sizes_to_measure=lambda splits: [],
         seconds=lambda choice, ranks, split: sign * len(split),
         row=lambda choice, ranks, split, ends: SimpleNamespace(fits=max(split) <= 2, micro_batches=tuple(split)),
     )
@@ -160,21 +160,29 @@ def test_a_bound_is_below_the_seconds_of_all_sizes_of_micro_batches(
 
 
 def imagined(
-    name: str, seconds: tuple[float, ...], fits: tuple[bool, ...], total: int, bound: float = 0.0, **kinds: int
+    name: str,
+    seconds: tuple[float, ...],
+    fits: tuple[bool, ...],
+    total: int,
+    bound: float = 0.0,
+    exact: bool = True,
+    **kinds: int,
 ) -> Candidate:
-    """A way to train whose micro-batches take `seconds`, the largest first, with the layout of ranks `kinds`."""
+    """A way to train whose micro-batches take `seconds`, the largest first, with the layout of ranks `kinds`. If
+    `exact` is false, it does not fit when its memory is measured."""
     splits: Any = [(len(seconds) - n,) * (n + 1) for n in range(len(seconds))]
 
     def row(choice: Any, ranks: Any, split: Any, ends: Any = None) -> Any:
         number = len(split) - 1
         return SimpleNamespace(
-            choice=choice, micro_batches=tuple(split), fits=fits[number], bytes={"total": total}, usable=10 * 10**9,
-            is_exact=ends is None, step=SimpleNamespace(seconds=seconds[number]),
+            choice=choice, micro_batches=tuple(split), fits=fits[number] and (exact or ends is not None),
+            bytes={"total": total}, usable=10 * 10**9, is_exact=ends is None,
+            step=SimpleNamespace(seconds=seconds[number]),
         )  # fmt: skip
 
     planner: Any = SimpleNamespace(
         cfg=SimpleNamespace(parallel=ParallelConfig(**kinds)),
-        ends=lambda small, large: [small, large],
+        sizes_to_measure=lambda splits: [splits[-1][0], splits[0][0]],
         seconds=lambda choice, ranks, split: seconds[len(split) - 1],
         row=row,
     )
@@ -205,6 +213,15 @@ def test_ways_that_do_not_fit_come_last_the_smallest_first() -> None:
     fits = imagined("fits", (3.0,), (True,), 5)
     assert names_of(fastest([large, small, fits], 1)) == ["fits", "small", "large"]
     assert names_of(fastest([large, small], 1)) == ["small", "large"]
+
+
+def test_a_way_that_does_not_fit_when_measured_is_not_chosen() -> None:
+    first = imagined("first", (1.0,), (True,), 30, exact=False)
+    near = imagined("near", (1.02,), (True,), 20, exact=False)
+    fits = imagined("fits", (2.0,), (True,), 5)
+    assert names_of(fastest([first, near, fits], 1)) == ["fits", "near", "first"]
+    found = fastest([first, near], 1)
+    assert names_of(found) == ["near", "first"] and not any(one.row.fits for one in found.rows)
 
 
 def test_a_way_whose_bound_is_low_is_measured_only_if_it_may_be_fast() -> None:

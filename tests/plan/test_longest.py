@@ -28,9 +28,7 @@ def test_the_longest_sample_that_fits_is_found() -> None:
             return SimpleNamespace(tokens=micro.tokens, fits=micro.tokens <= most * PIECE)
 
         parallel = SimpleNamespace(parallel=SimpleNamespace(num_context=context))
-        own: Any = SimpleNamespace(
-            cfg=parallel, samples=SAMPLES, kernel=None, row=row, ends=lambda *micros: list(micros)
-        )
+        own: Any = SimpleNamespace(cfg=parallel, samples=SAMPLES, kernel=None, row=row, grows_with_square=False)
         found = longest_row(own, cast(Any, None), cast(Any, None))
         assert (found.tokens if found else 0) == min(most, MOST_TOKENS // PIECE // context) * PIECE
 

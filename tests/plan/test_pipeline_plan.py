@@ -11,6 +11,7 @@ from tiers import slow_after
 
 from llava_fsdp.config import Config, ParallelConfig, PipelineSchedule
 from llava_fsdp.distributed.comm_volume import CollectiveBytes
+from llava_fsdp.distributed.local_shards import local
 from llava_fsdp.distributed.mesh import World
 from llava_fsdp.distributed.pipeline import passes_of
 from llava_fsdp.plan.activations import MicroBatch
@@ -117,3 +118,20 @@ def test_order_of_passes(schedule: str) -> None:
         if schedule == "1f1b":
             under_way = [sum(1 if one.is_forward else -1 for one in order[: place + 1]) for place in range(len(order))]
             assert max(under_way) == 3 - index
+
+
+def parameter_bytes(world: World, cfg: Config) -> int:
+    """Bytes of the parameters that this rank holds between steps."""
+    state, _ = begin(world, cfg)
+    return sum(local(p).nbytes for p in state.model.parameters())
+
+
+@pytest.mark.ranks
+def test_a_rank_with_stages_of_its_own_holds_shards_and_no_copies(
+    parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
+) -> None:
+    """FSDP gathers the weights in bf16, also on a single rank."""
+    words = "precision=bf16", "sharding=zero3", "pack=true", "parallel.pipeline=2", "tokens_per_micro_batch=256"
+    cfg = make_config(parts, dataset, tmp_path / "run", *words)
+    for rank, found in enumerate(pools[2].run(parameter_bytes, cfg)):
+        assert peak(cfg, 2, "cpu", [MicroBatch(1, 256, 2, 1, 9, 4)] * 2, rank).at_rest["parameters"] == found

@@ -417,8 +417,10 @@ def test_which_strategies_differ_and_which_modes_there_are() -> None:
 
 
 def test_the_best_way_comes_first_and_is_measured_again() -> None:
-    """What fits, then the fastest; of equally fast ones that which recomputes less, then that of fewer bytes."""
+    """What fits, then the fastest; of equally fast ones that which recomputes less, then that of fewer bytes. One that
+    does not fit when it is measured again does not come first."""
     speeds = {
+        "e": (True, 6, "none", 40),
         "a": (True, 5, "full", 10),
         "b": (True, 5, "none", 30),
         "c": (False, 9, "none", 1),
@@ -434,12 +436,16 @@ def test_the_best_way_comes_first_and_is_measured_again() -> None:
         )
 
     def again(choice: Any, *rest: Any) -> SimpleNamespace:
-        return row(choice if isinstance(choice, str) else choice.name, *rest)
+        found = row(choice if isinstance(choice, str) else choice.name, *rest)
+        found.fits = found.fits and (found.choice.name != "e" or found.ends is not None)
+        return found
 
     cfg = SimpleNamespace(parallel=SimpleNamespace(expert=1))
-    planner: Any = SimpleNamespace(row=again, ends=lambda *micros: list(micros), cfg=cfg, own_ranks=lambda ranks: ranks)
+    planner: Any = SimpleNamespace(
+        row=again, sizes_to_measure=lambda splits: ["small", "large"], cfg=cfg, own_ranks=lambda ranks: ranks
+    )
     found: Any = plan_rows(planner, cast(Any, list(speeds)), cast(Any, None), cast(Any, [["large"], ["small"]]))
-    assert [own.choice.name for own in found] == ["d", "b", "a", "c"]
+    assert [own.choice.name for own in found] == ["d", "b", "a", "c", "e"]
     assert found[0].ends is None and found[1].ends == ["small", "large"]
 
 

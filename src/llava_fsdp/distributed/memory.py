@@ -183,8 +183,8 @@ def bytes_per_rank(
         offload: what is offloaded; it matters only for one rank, which uses FSDP only to offload weights.
         padded: whether to count padding too. FSDP pads the parameters and gradients of a short shard to the size of a
             full shard (`FSDPParam.reset_sharded_param`, `foreach_reduce`). Moments have no padding.
-        divided: whether `weights` are parts, which ranks have under tensor parallelism; `world_size` is then the number
-            of ranks that hold the same parts. A single one uses FSDP, too.
+        divided: whether `weights` are a part of the model, which ranks have under tensor or pipeline parallelism;
+            `world_size` is then the number of ranks that have the same part. A single one uses FSDP, too.
     """
     plan = SHARD_PLANS[strategy]
     _, shards = mesh_shape(plan, world_size, shard_size)

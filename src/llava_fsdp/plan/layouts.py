@@ -207,28 +207,32 @@ def fastest(found: Sequence[Candidate], count: int) -> Search:
     heapq.heapify(waiting)
     fitting: list[Planned] = []
     others: list[Planned] = []
-    while waiting:
-        seconds, _, one, is_exact, row = heapq.heappop(waiting)
-        ways = one.ways
-        if len(fitting) >= count and seconds > NEAR * fitting[0].row.step.seconds:
-            break
-        if row is not None:
-            fitting.append(Planned(ways.planner, ways.ranks, row))
-        elif not is_exact:
-            heapq.heappush(waiting, (one.least, next(order), one, True, None))
-        else:
-            measured += 1
-            row = fastest_that_fits(ways, one.choice)
-            if row.fits:
-                heapq.heappush(waiting, (row.step.seconds, next(order), one, True, row))
+    while True:
+        while waiting and (len(fitting) < count or waiting[0][0] <= NEAR * fitting[0].row.step.seconds):
+            _, _, one, is_exact, row = heapq.heappop(waiting)
+            ways = one.ways
+            if row is not None:
+                fitting.append(Planned(ways.planner, ways.ranks, row))
+            elif not is_exact:
+                heapq.heappush(waiting, (one.least, next(order), one, True, None))
             else:
-                others.append(Planned(ways.planner, ways.ranks, row))
-    if fitting:
+                measured += 1
+                row = fastest_that_fits(ways, one.choice)
+                if row.fits:
+                    heapq.heappush(waiting, (row.step.seconds, next(order), one, True, row))
+                else:
+                    others.append(Planned(ways.planner, ways.ranks, row))
+        if not fitting:
+            break
         near = [one for one in fitting if one.row.step.seconds <= NEAR * fitting[0].row.step.seconds]
         chosen = min(near, key=lambda one: one.kinds)
-        row = chosen.row  # its memory is measured, as interpolated bytes may be a little too high
+        fitting.remove(chosen)
+        row = chosen.row  # its memory is measured, as interpolated bytes are not exact
         exact = replace(chosen, row=chosen.planner.row(row.choice, chosen.ranks, row.micro_batches))
-        fitting = [exact, *(one for one in fitting if one is not chosen)]
+        if exact.row.fits:
+            fitting.insert(0, exact)
+            break
+        others.append(exact)
     others.sort(key=lambda one: one.row.bytes["total"])
     layouts = len({id(one.ways.planner) for one in found})
     return Search([*fitting, *others], layouts, sum(len(one.ways.splits) for one in found), measured)
@@ -238,7 +242,7 @@ def fastest_that_fits(ways: Ways, choice: Choice) -> PlanRow:
     """Predict memory and time of one way to train, with the fastest of the sizes of micro-batches that fit; without a
     pipeline, whose idle time is shorter with more micro-batches, this is the largest one."""
     planner, ranks = ways.planner, ways.ranks
-    ends = planner.ends(ways.splits[-1][0], ways.splits[0][0])
+    ends = planner.sizes_to_measure(ways.splits)
     row = largest_that_fits(planner, choice, ranks, ways.splits, ends)
     if planner.cfg.parallel.pipeline == 1 or not row.fits:
         return row

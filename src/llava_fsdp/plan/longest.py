@@ -91,8 +91,8 @@ def sizes_of(cfg: PlanConfig, parts: Parts) -> list[int]:
 def longest_row(planner: Planner, choice: Choice, ranks: Ranks) -> PlanRow | None:
     """Return the prediction for the longest sample that fits into memory, found by bisection; None if none fits."""
     context = planner.cfg.parallel.num_context
-    lengths = (PIECE * context, MOST_TOKENS)
-    ends = planner.ends(*(one_sample(planner.samples, length, context) for length in lengths))
+    lengths = () if planner.grows_with_square else (PIECE * context, MOST_TOKENS)
+    ends = [one_sample(planner.samples, length, context) for length in lengths]
 
     def row(pieces: int) -> PlanRow:
         return planner.row(choice, ranks, [one_sample(planner.samples, PIECE * context * pieces, context)], ends)

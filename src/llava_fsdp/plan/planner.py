@@ -39,7 +39,7 @@ from llava_fsdp.model.pretrained import Parts
 from llava_fsdp.model.stages import plan_stages
 from llava_fsdp.model.tensor_plan import tensor_plan
 from llava_fsdp.plan.activations import ActivationMeter, MicroBatch, MicroBatches, Segment, stack_name
-from llava_fsdp.plan.fsdp_units import units_of
+from llava_fsdp.plan.fsdp_units import Unit, units_of
 from llava_fsdp.plan.hardware import MIB, Machine, machine_for
 from llava_fsdp.plan.layer_volume import layer_volume
 from llava_fsdp.plan.model_shapes import kernel_for, shapes_of
@@ -65,7 +65,7 @@ from llava_fsdp.plan.step_time import (
     step_time,
     volume,
 )
-from llava_fsdp.plan.workload import Samples, configured_split, samples_of
+from llava_fsdp.plan.workload import Samples, configured_split, micro_batch, samples_of
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.tensor_cut import Cut
 
@@ -291,9 +291,25 @@ class Planner:
         received = received_by_attention(self.how, size, self.parts.language, width, micro.tokens)
         return int(received * size / (size - 1))  # with the rank's own part
 
-    def ends(self, small: MicroBatch, large: MicroBatch) -> list[MicroBatch]:
-        """Return the two micro-batches between which others may be interpolated; none if each must be measured."""
-        return [] if self.grows_with_square or small == large else [small, large]
+    def sizes_to_measure(self, splits: Sequence[Sequence[MicroBatch]]) -> list[MicroBatch]:
+        """Return the sizes of micro-batches whose activation memory is measured to interpolate that of others: the
+        smallest one of all splits, and 16, 256, ... times as many samples, up to the largest one. Layouts of ranks
+        have most of them in common, so that a search measures few. Empty if each micro-batch must be measured.
+
+        Args:
+            splits: ways to split a rank's samples of a step into micro-batches, those with the largest micro-batches
+                first.
+        """
+        small, large = splits[-1][0], splits[0][0]
+        if self.grows_with_square or small == large:
+            return []
+        found, times = [small], 1
+        while found[-1].tokens < large.tokens:
+            times *= 16
+            rows, length = (1, times) if self.cfg.packs else (times, 1)
+            sizes = small.rows * rows, small.length * small.context * length, small.samples * times
+            found.append(micro_batch(self.samples, *sizes, small.context))
+        return found
 
     def compiles(self, mode: ActivationCheckpointing) -> bool:
         """Return whether the training compiles the language model's blocks with this mode of activation
@@ -335,7 +351,7 @@ class Planner:
         Args:
             mode: the mode of activation checkpointing: `none`, `full` or `selective`.
             micros: sizes of the step's micro-batches.
-            between: two micro-batches that are measured to interpolate the others; if empty, each is measured.
+            between: micro-batches that are measured to interpolate the others; if empty, each is measured.
             compiled: whether blocks are compiled; None: as the training does with this mode.
         """
         compiled = self.compiles(mode) if compiled is None else compiled
@@ -346,22 +362,25 @@ class Planner:
     def between(
         self, mode: ActivationCheckpointing, micro: MicroBatch, ends: Sequence[MicroBatch], compiled: bool
     ) -> list[Segment]:
-        """Interpolate the activation memory of a micro-batch's forward and backward pass between those of two other
-        micro-batches. Measure it instead if the passes of these have different numbers of segments (a block, or
-        everything between two blocks).
+        """Interpolate the activation memory of a micro-batch's forward and backward pass between those of the next
+        smaller and the next larger one of `ends`. Measure it instead if the passes of these have different numbers of
+        segments (a block, or everything between two blocks).
 
         Args:
             mode: the mode of activation checkpointing: `none`, `full` or `selective`.
             micro: sizes of the micro-batch.
-            ends: sizes of a smaller and a larger micro-batch.
+            ends: sizes of other micro-batches, the smallest first.
             compiled: whether blocks are compiled.
         """
         key = self.cut, compiled, mode, micro
-        small, large = ends
-        first, second = (self.segments(mode, end, compiled) for end in ends)
-        if key in self.measured or len(first) != len(second):
+        if micro in ends or key in self.measured:
             return self.segments(mode, micro, compiled)
         if key not in self.interpolated:
+            place = next(number for number, end in enumerate(ends) if end.tokens >= micro.tokens)
+            small, large = ends[place - 1], ends[place]
+            first, second = (self.segments(mode, end, compiled) for end in (small, large))
+            if len(first) != len(second):
+                return self.segments(mode, micro, compiled)
             share = (micro.tokens - small.tokens) / (large.tokens - small.tokens)
             self.interpolated[key] = [interpolate(a, b, share) for a, b in zip(first, second, strict=True)]
         return self.interpolated[key]
@@ -411,7 +430,7 @@ class Planner:
             choice: the way to train: sharding strategy, activation checkpointing and offload.
             ranks: numbers of ranks: in all, per copy of the model, and per node.
             micros: the micro-batches that a rank runs in a step.
-            between: smallest and largest micro-batch, measured to interpolate the others; if empty, all are measured.
+            between: micro-batches that are measured to interpolate the others; if empty, all are measured.
             rank: the rank whose memory is computed; None: the first one of the group that needs the most.
         """
         parallel, precision, strategy, offload = self.cfg.parallel, self.cfg.precision, choice.strategy, choice.offload
@@ -424,9 +443,7 @@ class Planner:
         }
         number, ledger = max(ledgers.items(), key=lambda item: sum(item[1].worst.values()))
         group = groups[number]
-        args = group.weights, strategy, precision, own.world_size, own.shard_size, place, offload
-        at_rest = bytes_per_rank(*args, divided=self.tensor > 1)
-        stored = bytes_per_rank(*args, padded=True, divided=self.tensor > 1)
+        at_rest, stored = (self.held(choice, own, place, group, padded) for padded in (False, True))
         host, disk = self.off_device(offload, SHARD_PLANS[strategy], stored)
         if self.offloads_activations(choice):
             passes = self.passes(ActivationCheckpointing.full, micros, between)
@@ -453,6 +470,31 @@ class Planner:
             tokens_per_second=rate * self.samples.tokens,
             mfu=rate * flops / (world_size * self.machine.peak(precision.param_dtype)),
         )
+
+    def held(self, choice: Choice, ranks: Ranks, rank: int, group: Group, padded: bool = True) -> Bytes:
+        """Return the bytes of parameters, gradients and optimizer state that a rank holds.
+
+        Args:
+            ranks: numbers of ranks that hold the same parts of layers.
+            rank: number of the rank among them.
+            group: what the rank has of the model.
+            padded: whether to count the padding of shards, too.
+        """
+        key = group, "held", choice.strategy, ranks, rank, choice.offload, padded
+        args = ranks.world_size, ranks.shard_size, rank, choice.offload, padded
+        divided = self.tensor > 1 or self.cfg.parallel.pipeline > 1
+        return self.known(
+            key, lambda: bytes_per_rank(group.weights, choice.strategy, self.cfg.precision, *args, divided)
+        )
+
+    def units(
+        self, group: Group, choice: Choice, shards: int, is_away: bool = False, passes_through: bool = False
+    ) -> dict[str, Unit]:
+        """Return the sizes of the FSDP units of what a group of ranks has of the model. Arguments are those of
+        `units_of`."""
+        plan, args = SHARD_PLANS[choice.strategy], (shards, is_away, passes_through)
+        key = group, "units", choice.strategy, *args
+        return self.known(key, lambda: units_of(group.weights, plan, self.cfg.precision, *args))
 
     def own_ranks(self, ranks: Ranks) -> Ranks:
         """Return the numbers of the ranks that hold the same parts of layers."""
@@ -543,7 +585,7 @@ class Planner:
             rank: number of the rank among them.
             group: what the rank has of the model.
         """
-        parallel, precision, plan = self.cfg.parallel, self.cfg.precision, SHARD_PLANS[choice.strategy]
+        parallel, plan = self.cfg.parallel, SHARD_PLANS[choice.strategy]
         # As many micro-batches as fill the pipeline twice: those that follow each other and have the most tokens.
         most = parallel.num_micro_batches(2 * parallel.num_stages)
         windows = (micros[begin : begin + most] for begin in range(max(1, len(micros) - most + 1)))
@@ -558,16 +600,19 @@ class Planner:
             for number, blocks in group.stages.items()
             for micro in set(run)
         }  # fmt: skip
-        args = group.weights, choice.strategy, precision, ranks.world_size, ranks.shard_size, rank
-        stored = bytes_per_rank(*args, padded=True, divided=self.tensor > 1)
+        stored = self.held(choice, ranks, rank, group)
         kept, _ = self.input_bytes(micros)
         _, inputs = self.input_bytes(micros if group.has_first else [replace(m, tiles=0) for m in micros])
         buffers = self.buffer_bytes + kept
         states = States(stored.parameters, stored.gradients, stored.optimizer, buffers, inputs=(max(inputs),))
         _, shards = mesh_shape(plan, ranks.world_size, ranks.shard_size)
-        units = units_of(group.weights, plan, precision, shards)
-        order = [(one, own[one.stage, run[one.micro_batch]]) for one in passes_of(parallel, group.number, len(run))]
-        return simulate_pipeline(order, units, plan, states, self.unit_names, self.cfg.sharding.prefetch)
+        units = self.units(group, choice, shards)
+        order = self.known(
+            ("passes", parallel.pipeline, parallel.schedule, group.number, len(run)),
+            lambda: passes_of(parallel, group.number, len(run)),
+        )
+        steps = [(one, own[one.stage, run[one.micro_batch]]) for one in order]
+        return simulate_pipeline(steps, units, plan, states, self.unit_names, self.cfg.sharding.prefetch)
 
     def with_messages(self, sent: Volume, micros: MicroBatches, group: Group) -> Volume:
         """Return the volume of communication with that of hidden states and their gradients between stages."""
@@ -671,7 +716,7 @@ class Planner:
         Args:
             choice: the way to train: sharding strategy, activation checkpointing and offload.
             ranks: numbers of ranks that hold the same parts of layers: in all, per copy of the model, and per node.
-            between: smallest and largest micro-batch, measured to interpolate the others; if empty, all are measured.
+            between: micro-batches that are measured to interpolate the others; if empty, all are measured.
             rank: number of the rank among them.
             group: what the rank has of the model.
         """
@@ -702,10 +747,10 @@ class Planner:
     def simulate_passes(
         self, choice: Choice, ranks: Ranks, micros: Sequence[MicroBatch], passes: Sequence[Pass], rank: int
     ) -> Ledger:
-        precision, plan = self.cfg.precision, SHARD_PLANS[choice.strategy]
+        plan = SHARD_PLANS[choice.strategy]
         world_size, shard_size = ranks.world_size, ranks.shard_size
-        args = self.weights, choice.strategy, precision, world_size, shard_size, rank, choice.offload
-        stored = bytes_per_rank(*args, padded=True, divided=self.tensor > 1)
+        group = self.groups(choice)[0]
+        stored = self.held(choice, ranks, rank, group)
         kept, inputs = self.input_bytes(micros)
         states = replace(self.on_device(choice.offload, plan, stored, self.buffer_bytes + kept), inputs=inputs)
         if world_size == 1 and self.tensor == 1 and not choice.offload.moves_weights:
@@ -713,7 +758,7 @@ class Planner:
         _, shards = mesh_shape(plan, world_size, shard_size)
         is_away = not states.gradients
         passes_through = is_away and self.machine.device != "cpu"
-        units = units_of(self.weights, plan, precision, shards, is_away, passes_through)
+        units = self.units(group, choice, shards, is_away, passes_through)
         return simulate_step(passes, units, plan, states, self.unit_names, self.cfg.sharding.prefetch)
 
     def on_device(self, offload: OffloadMode, plan: ShardPlan, stored: Bytes, buffers: int) -> States:

@@ -129,20 +129,22 @@ def plan_rows(
         splits: ways to split a rank's samples of a step into micro-batches, those with the largest micro-batches first.
             For each way to train, the first one that fits is used.
     """
-    ends = planner.ends(splits[-1][0], splits[0][0])
+    ends = planner.sizes_to_measure(splits)
     ways = ways_to_share_experts(planner.cfg, ways, planner.own_ranks(ranks))
     rows = [largest_that_fits(planner, choice, ranks, splits, ends) for choice in ways]
     # if two are equally fast, the one with less recomputation comes first, then the one with fewer bytes
     modes = list(ActivationCheckpointing)
-    rows.sort(
-        key=lambda r: (
-            0 if r.fits else r.bytes["total"], -r.samples_per_second,
-            modes.index(r.choice.activation_checkpointing.mode), r.bytes["total"]
-        )
-    )  # fmt: skip
-    best = rows[0]  # its memory is measured below, as interpolated bytes may be a little too high
-    rows[0] = planner.row(best.choice, ranks, best.micro_batches)
-    return rows
+
+    def place(row: PlanRow) -> tuple[float, ...]:
+        total, mode = row.bytes["total"], modes.index(row.choice.activation_checkpointing.mode)
+        return 0 if row.fits else total, -row.samples_per_second, mode, total
+
+    while True:
+        rows.sort(key=place)
+        best = rows[0]  # its memory is measured, as interpolated bytes are not exact
+        rows[0] = planner.row(best.choice, ranks, best.micro_batches)
+        if rows[0].fits or not best.fits:
+            return rows
 
 
 def splits_to_try(planner: Planner, cfg: Config, world_size: int, is_free: bool) -> list[MicroBatches]:
@@ -175,17 +177,18 @@ def largest_that_fits(
         ranks: numbers of ranks: in all, per copy of the model, and per node.
         splits: ways to split a rank's samples of a step into micro-batches, those with the largest micro-batches first.
             The first one that fits is found by bisection; if none fits, the last one is used.
-        ends: two micro-batches that are measured to interpolate the others; if empty, all are measured.
+        ends: micro-batches that are measured to interpolate the others; if empty, all are measured.
     """
 
     def row(split: Sequence[MicroBatch]) -> PlanRow:
         return planner.row(choice, ranks, split, ends)
 
-    first, last = 0, len(splits) - 1
-    while first < last:
+    found, first, last = row(splits[-1]), 0, len(splits) - 1
+    while found.fits and first < last:
         middle = (first + last) // 2
-        if row(splits[middle]).fits:
-            last = middle
+        tried = row(splits[middle])
+        if tried.fits:
+            found, last = tried, middle
         else:
             first = middle + 1
-    return row(splits[first])
+    return found

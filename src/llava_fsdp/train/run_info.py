@@ -57,7 +57,8 @@ def about_run(cfg: Config, world: World, model: Llava, records: Records, weights
     shard_size = cfg.sharding.shard_size or max(1, min(world.local_size, size) // tensor)
     ranks = size // tensor  # that hold the same parts of the weights
     args = cfg.sharding.strategy, cfg.precision, ranks, shard_size
-    of_groups = [bytes_per_rank(each, *args, offload=cfg.offload.mode, divided=tensor > 1) for each in groups]
+    divided = tensor > 1 or cfg.parallel.pipeline > 1
+    of_groups = [bytes_per_rank(each, *args, offload=cfg.offload.mode, divided=divided) for each in groups]
     held = max(of_groups, key=lambda own: own.parameters + own.gradients + own.optimizer)
     return {
         "time": time.time(),
