@@ -165,18 +165,18 @@ def imagined(
     fits: tuple[bool, ...],
     total: int,
     bound: float = 0.0,
-    exact: bool = True,
+    measured: tuple[bool, ...] = (),
     **kinds: int,
 ) -> Candidate:
     """A way to train whose micro-batches take `seconds`, the largest first, with the layout of ranks `kinds`. If
-    `exact` is false, it does not fit when its memory is measured."""
+    `measured` is given, it says whether they fit when their memory is measured."""
     splits: Any = [(len(seconds) - n,) * (n + 1) for n in range(len(seconds))]
 
-    def row(choice: Any, ranks: Any, split: Any, ends: Any = None) -> Any:
+    def row(choice: Any, ranks: Any, split: Any, sizes: Any = None) -> Any:
         number = len(split) - 1
         return SimpleNamespace(
-            choice=choice, micro_batches=tuple(split), fits=fits[number] and (exact or ends is not None),
-            bytes={"total": total}, usable=10 * 10**9, is_exact=ends is None,
+            choice=choice, micro_batches=tuple(split), bytes={"total": total}, usable=10 * 10**9,
+            fits=(fits if sizes is not None or not measured else measured)[number], is_measured=sizes is None,
             step=SimpleNamespace(seconds=seconds[number]),
         )  # fmt: skip
 
@@ -202,7 +202,7 @@ def test_of_about_equally_fast_ways_the_one_with_the_fewest_kinds_is_chosen() ->
     slow = imagined("slow", (1.04,), (True,), 5)
     found = fastest([slow, near, plain, fast], 1)
     assert names_of(found) == ["near", "fast", "plain"]
-    assert [cast(Any, one.row).is_exact for one in found.rows] == [True, False, False]
+    assert [cast(Any, one.row).is_measured for one in found.rows] == [True, False, False]
     assert (found.layouts, found.ways, found.measured) == (4, 4, 3)
     assert names_of(fastest([slow, near, plain, fast], 4)) == ["near", "fast", "plain", "slow"]
 
@@ -216,12 +216,14 @@ def test_ways_that_do_not_fit_come_last_the_smallest_first() -> None:
 
 
 def test_a_way_that_does_not_fit_when_measured_is_not_chosen() -> None:
-    first = imagined("first", (1.0,), (True,), 30, exact=False)
-    near = imagined("near", (1.02,), (True,), 20, exact=False)
+    first = imagined("first", (1.0,), (True,), 30, measured=(False,))
+    near = imagined("near", (1.02, 1.5, 2.5), (True,) * 3, 20, measured=(False, False, True))
     fits = imagined("fits", (2.0,), (True,), 5)
-    assert names_of(fastest([first, near, fits], 1)) == ["fits", "near", "first"]
+    assert names_of(fastest([first, near, fits], 1)) == ["fits", "first"]
     found = fastest([first, near], 1)
-    assert names_of(found) == ["near", "first"] and not any(one.row.fits for one in found.rows)
+    assert names_of(found) == ["near", "first"] and found.rows[0].row.micro_batches == (1, 1, 1)
+    found = fastest([first], 1)
+    assert names_of(found) == ["first"] and not found.rows[0].row.fits
 
 
 def test_a_way_whose_bound_is_low_is_measured_only_if_it_may_be_fast() -> None:

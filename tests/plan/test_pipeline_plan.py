@@ -1,6 +1,7 @@
 """Plans of trainings whose layers are divided among groups of ranks (`parallel.pipeline`)."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from harness import RankPool
@@ -120,10 +121,10 @@ def test_order_of_passes(schedule: str) -> None:
             assert max(under_way) == 3 - index
 
 
-def parameter_bytes(world: World, cfg: Config) -> int:
-    """Bytes of the parameters that this rank holds between steps."""
+def parameter_bytes(world: World, cfg: Config) -> tuple[int, Any]:
+    """Bytes of the parameters that this rank holds between steps, and what rank 0 says of them in the run's folder."""
     state, _ = begin(world, cfg)
-    return sum(local(p).nbytes for p in state.model.parameters())
+    return sum(local(p).nbytes for p in state.model.parameters()), state.about.get("at_rest")
 
 
 @pytest.mark.ranks
@@ -133,5 +134,7 @@ def test_a_rank_with_stages_of_its_own_holds_shards_and_no_copies(
     """FSDP gathers the weights in bf16, also on a single rank."""
     words = "precision=bf16", "sharding=zero3", "pack=true", "parallel.pipeline=2", "tokens_per_micro_batch=256"
     cfg = make_config(parts, dataset, tmp_path / "run", *words)
-    for rank, found in enumerate(pools[2].run(parameter_bytes, cfg)):
+    held, about = zip(*pools[2].run(parameter_bytes, cfg), strict=True)
+    for rank, found in enumerate(held):
         assert peak(cfg, 2, "cpu", [MicroBatch(1, 256, 2, 1, 9, 4)] * 2, rank).at_rest["parameters"] == found
+    assert about[0]["parameters"] == max(held)

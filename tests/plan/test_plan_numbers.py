@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from small import config_of
+from small import config_of, make_config
 
 from llava_fsdp.config import (
     ActivationCheckpointing,
@@ -33,10 +33,10 @@ from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.plan.activations import Live, MicroBatch, Segment
 from llava_fsdp.plan.fsdp_units import Unit, unit_of
 from llava_fsdp.plan.hardware import CONTEXT, DEVICES, GPUS, MIB, NCCL, PROCESS, Machine, machine_for, machine_named
-from llava_fsdp.plan.planner import Ranks
+from llava_fsdp.plan.planner import Planner, Ranks
 from llava_fsdp.plan.scaling_page import node_counts
 from llava_fsdp.plan.search import checkpointing_modes, choices, distinct_strategies, largest_that_fits, plan_rows
-from llava_fsdp.plan.simulate import States, simulate_step, simulate_unsharded_step
+from llava_fsdp.plan.simulate import States, interpolate, simulate_step, simulate_unsharded_step
 from llava_fsdp.plan.step_time import (
     RECOMPUTED,
     Volume,
@@ -418,35 +418,39 @@ def test_which_strategies_differ_and_which_modes_there_are() -> None:
 
 def test_the_best_way_comes_first_and_is_measured_again() -> None:
     """What fits, then the fastest; of equally fast ones that which recomputes less, then that of fewer bytes. One that
-    does not fit when it is measured again does not come first."""
+    does not fit when it is measured gets smaller micro-batches (`e`), or comes last (`f`)."""
     speeds = {
         "e": (True, 6, "none", 40),
+        "f": (True, 7, "none", 50),
         "a": (True, 5, "full", 10),
         "b": (True, 5, "none", 30),
         "c": (False, 9, "none", 1),
         "d": (True, 5, "none", 20),
     }
 
-    def row(way: str, ranks: Any, split: Any, ends: Any = None) -> SimpleNamespace:
+    def row(way: str, ranks: Any, split: Any, sizes: Any = None) -> SimpleNamespace:
         fits, speed, mode, total = speeds[way]
+        if sizes is None and (way == "f" or (way, split) == ("e", ("large",))):
+            fits = False
+        if split == ("small",):
+            speed -= 2
         checkpointing = SimpleNamespace(mode=ActivationCheckpointing(mode))
         choice = SimpleNamespace(activation_checkpointing=checkpointing, name=way)
         return SimpleNamespace(
-            fits=fits, samples_per_second=speed, choice=choice, bytes={"total": total}, micro_batches=split, ends=ends
+            fits=fits, samples_per_second=speed, choice=choice, bytes={"total": total}, micro_batches=split, sizes=sizes
         )
 
     def again(choice: Any, *rest: Any) -> SimpleNamespace:
-        found = row(choice if isinstance(choice, str) else choice.name, *rest)
-        found.fits = found.fits and (found.choice.name != "e" or found.ends is not None)
-        return found
+        return row(choice if isinstance(choice, str) else choice.name, *rest)
 
     cfg = SimpleNamespace(parallel=SimpleNamespace(expert=1))
     planner: Any = SimpleNamespace(
         row=again, sizes_to_measure=lambda splits: ["small", "large"], cfg=cfg, own_ranks=lambda ranks: ranks
     )
-    found: Any = plan_rows(planner, cast(Any, list(speeds)), cast(Any, None), cast(Any, [["large"], ["small"]]))
-    assert [own.choice.name for own in found] == ["d", "b", "a", "c", "e"]
-    assert found[0].ends is None and found[1].ends == ["small", "large"]
+    found: Any = plan_rows(planner, cast(Any, list(speeds)), cast(Any, None), cast(Any, [("large",), ("small",)]))
+    assert [own.choice.name for own in found] == ["d", "b", "a", "e", "c", "f"]
+    assert [own.micro_batches for own in found] == [("large",)] * 3 + [("small",)] * 3
+    assert found[0].sizes is None and found[1].sizes == ["small", "large"]
 
 
 @pytest.mark.parametrize(
@@ -462,3 +466,30 @@ def test_bytes_that_adding_gradients_moves(param: DType, master: MasterDType, on
     """Reads of the gradient and of the sum, and the write of the sum; the first gradient is only cast."""
     precision = replace(config_of([]).precision, param_dtype=param, master_dtype=master)
     assert [added_bytes(precision, count) for count in (1, 3)] == [one, three]
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_memory_is_measured_at_few_sizes(pack: bool, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """At 16 times the tokens of the one before; samples in a packed row are as many as the mean length gives."""
+    cfg = make_config(parts, dataset, tmp_path, f"pack={str(pack).lower()}", "data.max_length=256")
+    planner = Planner(cfg, machine_named("h100", 8), Samples(100.0, 0.6, 12, 30.0, "test", 4))
+    sizes = planner.sizes_to_measure([[MicroBatch(17, 256, 17, 9, 90, 36)], [MicroBatch(1, 256, 3, 2, 33, 8)]])
+    found = [(size.rows, size.length, size.samples) for size in sizes]
+    assert found[0] == (1, 256, 3)
+    assert found[1:] == ([(1, 4096, 41), (1, 65536, 655)] if pack else [(16, 256, 16), (256, 256, 256)])
+    assert planner.sizes_to_measure([[MicroBatch(1, 256, 2, 1, 9, 4)], [MicroBatch(1, 256, 1, 1, 9, 4)]]) == []
+
+
+def test_memory_is_interpolated_between_the_nearest_sizes(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    planner = Planner(make_config(parts, dataset, tmp_path, "pack=true"), machine_named("h100", 8))
+    sizes = [MicroBatch(1, length, 1, 0, length, 0) for length in (256, 4096, 65536)]
+    mode = ActivationCheckpointing.full
+    measured = [planner.segments(mode, size, False) for size in sizes]
+    for length, (small, large) in {1216: (0, 1), 20480: (1, 2)}.items():
+        share = (length - sizes[small].length) / (sizes[large].length - sizes[small].length)
+        [found] = planner.passes(mode, [MicroBatch(1, length, 1, 0, length, 0)], sizes, False)
+        pairs = zip(measured[small], measured[large], strict=True)
+        assert found == [interpolate(first, second, share) for first, second in pairs]
+    for length in (128, 4096, 70000):
+        micro = MicroBatch(1, length, 1, 0, length, 0)
+        assert planner.passes(mode, [micro], sizes, False) == [planner.segments(mode, micro, False)]

@@ -18,7 +18,7 @@ from llava_fsdp.config import Config, ParallelConfig, PipelineSchedule
 from llava_fsdp.distributed.context import check_torch
 from llava_fsdp.plan.activations import MicroBatches
 from llava_fsdp.plan.planner import Choice, Planner, PlanRow, Ranks
-from llava_fsdp.plan.search import largest_that_fits, ways_to_share_experts
+from llava_fsdp.plan.search import largest_that_fits, place_of, ways_to_share_experts
 from llava_fsdp.runtime.errors import ConfigError
 
 C = TypeVar("C", bound=Config)
@@ -62,8 +62,8 @@ class Search:
     """Result of a search."""
 
     rows: list[Planned]
-    """The chosen way first, then the fastest others that fit, then ways that were found not to fit, the one that needs
-    the fewest bytes first."""
+    """The chosen way first, whose memory is measured, then the fastest others that fit by interpolation, then ways that
+    were found not to fit, the one that needs the fewest bytes first."""
     layouts: int
     """Number of layouts of ranks."""
     ways: int
@@ -205,14 +205,14 @@ def fastest(found: Sequence[Candidate], count: int) -> Search:
         (one.bound, next(order), one, False, None) for one in found
     ]
     heapq.heapify(waiting)
-    fitting: list[Planned] = []
+    fitting: list[tuple[Candidate, Planned]] = []
     others: list[Planned] = []
     while True:
-        while waiting and (len(fitting) < count or waiting[0][0] <= NEAR * fitting[0].row.step.seconds):
+        while waiting and (len(fitting) < count or waiting[0][0] <= NEAR * fitting[0][1].row.step.seconds):
             _, _, one, is_exact, row = heapq.heappop(waiting)
             ways = one.ways
             if row is not None:
-                fitting.append(Planned(ways.planner, ways.ranks, row))
+                fitting.append((one, Planned(ways.planner, ways.ranks, row)))
             elif not is_exact:
                 heapq.heappush(waiting, (one.least, next(order), one, True, None))
             else:
@@ -224,31 +224,36 @@ def fastest(found: Sequence[Candidate], count: int) -> Search:
                     others.append(Planned(ways.planner, ways.ranks, row))
         if not fitting:
             break
-        near = [one for one in fitting if one.row.step.seconds <= NEAR * fitting[0].row.step.seconds]
-        chosen = min(near, key=lambda one: one.kinds)
-        fitting.remove(chosen)
-        row = chosen.row  # its memory is measured, as interpolated bytes are not exact
-        exact = replace(chosen, row=chosen.planner.row(row.choice, chosen.ranks, row.micro_batches))
-        if exact.row.fits:
-            fitting.insert(0, exact)
+        near = [own for own in fitting if own[1].row.step.seconds <= NEAR * fitting[0][1].row.step.seconds]
+        one, chosen = min(near, key=lambda own: own[1].kinds)
+        fitting.remove((one, chosen))
+        ways, micros = one.ways, chosen.row.micro_batches
+        chosen = replace(chosen, row=ways.planner.row(one.choice, ways.ranks, micros))  # it was interpolated
+        if chosen.row.fits:
+            fitting.insert(0, (one, chosen))
             break
-        others.append(exact)
+        if rest := ways.splits[place_of(ways.splits, chosen.row) + 1 :]:
+            one = replace(one, ways=replace(ways, splits=rest))
+            heapq.heappush(waiting, (one.least, next(order), one, True, None))
+        else:
+            others.append(chosen)
     others.sort(key=lambda one: one.row.bytes["total"])
     layouts = len({id(one.ways.planner) for one in found})
-    return Search([*fitting, *others], layouts, sum(len(one.ways.splits) for one in found), measured)
+    return Search(
+        [*(own for _, own in fitting), *others], layouts, sum(len(one.ways.splits) for one in found), measured
+    )
 
 
 def fastest_that_fits(ways: Ways, choice: Choice) -> PlanRow:
     """Predict memory and time of one way to train, with the fastest of the sizes of micro-batches that fit; without a
     pipeline, whose idle time is shorter with more micro-batches, this is the largest one."""
     planner, ranks = ways.planner, ways.ranks
-    ends = planner.sizes_to_measure(ways.splits)
-    row = largest_that_fits(planner, choice, ranks, ways.splits, ends)
+    sizes = planner.sizes_to_measure(ways.splits)
+    row = largest_that_fits(planner, choice, ranks, ways.splits, sizes)
     if planner.cfg.parallel.pipeline == 1 or not row.fits:
         return row
-    place = next(number for number, split in enumerate(ways.splits) if tuple(split) == row.micro_batches)
-    _, split = quickest(ways, choice, ways.splits[place:])
-    return planner.row(choice, ranks, split, ends)
+    _, split = quickest(ways, choice, ways.splits[place_of(ways.splits, row) :])
+    return planner.row(choice, ranks, split, sizes)
 
 
 def quickest(ways: Ways, choice: Choice, splits: Sequence[MicroBatches]) -> tuple[float, MicroBatches]:

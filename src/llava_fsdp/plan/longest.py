@@ -19,7 +19,7 @@ from llava_fsdp.plan.activations import MicroBatch
 from llava_fsdp.plan.hardware import Machine
 from llava_fsdp.plan.planner import Choice, Planner, PlanRow, Ranks
 from llava_fsdp.plan.scaling_page import shown, write_chart
-from llava_fsdp.plan.workload import Samples, micro_batch
+from llava_fsdp.plan.workload import Samples, packed_row
 from llava_fsdp.report.downsample import Point
 from llava_fsdp.report.svg import Chart, Line
 from llava_fsdp.runtime.errors import ConfigError
@@ -92,10 +92,10 @@ def longest_row(planner: Planner, choice: Choice, ranks: Ranks) -> PlanRow | Non
     """Return the prediction for the longest sample that fits into memory, found by bisection; None if none fits."""
     context = planner.cfg.parallel.num_context
     lengths = () if planner.grows_with_square else (PIECE * context, MOST_TOKENS)
-    ends = [one_sample(planner.samples, length, context) for length in lengths]
+    sizes = [one_sample(planner.samples, length, context) for length in lengths]
 
     def row(pieces: int) -> PlanRow:
-        return planner.row(choice, ranks, [one_sample(planner.samples, PIECE * context * pieces, context)], ends)
+        return planner.row(choice, ranks, [one_sample(planner.samples, PIECE * context * pieces, context)], sizes)
 
     first, last = 0, MOST_TOKENS // (PIECE * context)
     while first < last:
@@ -114,7 +114,7 @@ def one_sample(samples: Samples, tokens: int, context: int) -> MicroBatch:
         samples: mean sizes of the dataset's samples, whose shares of image and label tokens the sample has.
         context: number of ranks that process the sample together.
     """
-    return replace(micro_batch(samples, 1, tokens, max(1, round(tokens / samples.tokens)), context), samples=1)
+    return replace(packed_row(samples, tokens, context), samples=1)
 
 
 def write_page(points: Sequence[dict[str, Any]], title: str, path: Path) -> Path:

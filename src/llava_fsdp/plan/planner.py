@@ -6,6 +6,7 @@ Example: `peak(cfg, world_size=8, device="cuda").bytes["total"]`
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -65,7 +66,7 @@ from llava_fsdp.plan.step_time import (
     step_time,
     volume,
 )
-from llava_fsdp.plan.workload import Samples, configured_split, micro_batch, samples_of
+from llava_fsdp.plan.workload import Samples, configured_split, micro_batch, packed_row, samples_of
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.tensor_cut import Cut
 
@@ -293,22 +294,25 @@ class Planner:
 
     def sizes_to_measure(self, splits: Sequence[Sequence[MicroBatch]]) -> list[MicroBatch]:
         """Return the sizes of micro-batches whose activation memory is measured to interpolate that of others: the
-        smallest one of all splits, and 16, 256, ... times as many samples, up to the largest one. Layouts of ranks
-        have most of them in common, so that a search measures few. Empty if each micro-batch must be measured.
+        smallest one of all splits, and 16, 256, ... times as many tokens, until one has at least as many as the largest
+        split. Layouts of ranks have most of these sizes in common, so that a search measures few. Empty if each
+        micro-batch must be measured.
 
         Args:
             splits: ways to split a rank's samples of a step into micro-batches, those with the largest micro-batches
                 first.
         """
         small, large = splits[-1][0], splits[0][0]
-        if self.grows_with_square or small == large:
+        if self.grows_with_square or small.tokens == large.tokens:
             return []
         found, times = [small], 1
         while found[-1].tokens < large.tokens:
             times *= 16
-            rows, length = (1, times) if self.cfg.packs else (times, 1)
-            sizes = small.rows * rows, small.length * small.context * length, small.samples * times
-            found.append(micro_batch(self.samples, *sizes, small.context))
+            rows, length = small.rows, small.length * small.context
+            if self.cfg.packs:
+                found.append(packed_row(self.samples, times * length, small.context))
+            else:
+                found.append(micro_batch(self.samples, times * rows, length, times * rows))
         return found
 
     def compiles(self, mode: ActivationCheckpointing) -> bool:
@@ -360,30 +364,31 @@ class Planner:
         return [self.between(mode, micro, between, compiled) for micro in without_repeats(micros)]
 
     def between(
-        self, mode: ActivationCheckpointing, micro: MicroBatch, ends: Sequence[MicroBatch], compiled: bool
+        self, mode: ActivationCheckpointing, micro: MicroBatch, sizes: Sequence[MicroBatch], compiled: bool
     ) -> list[Segment]:
         """Interpolate the activation memory of a micro-batch's forward and backward pass between those of the next
-        smaller and the next larger one of `ends`. Measure it instead if the passes of these have different numbers of
-        segments (a block, or everything between two blocks).
+        smaller and the next larger one of `sizes`. Measure it instead if there are no such two, or if their passes have
+        different numbers of segments (a block, or everything between two blocks).
 
         Args:
             mode: the mode of activation checkpointing: `none`, `full` or `selective`.
             micro: sizes of the micro-batch.
-            ends: sizes of other micro-batches, the smallest first.
+            sizes: micro-batches that are measured, the smallest first.
             compiled: whether blocks are compiled.
         """
         key = self.cut, compiled, mode, micro
-        if micro in ends or key in self.measured:
+        around = [(a, b) for a, b in itertools.pairwise(sizes) if a.tokens < micro.tokens < b.tokens]
+        if not around or key in self.measured:
             return self.segments(mode, micro, compiled)
-        if key not in self.interpolated:
-            place = next(number for number, end in enumerate(ends) if end.tokens >= micro.tokens)
-            small, large = ends[place - 1], ends[place]
-            first, second = (self.segments(mode, end, compiled) for end in (small, large))
+        [(small, large)] = around
+        place = *key, small, large
+        if place not in self.interpolated:
+            first, second = (self.segments(mode, size, compiled) for size in (small, large))
             if len(first) != len(second):
                 return self.segments(mode, micro, compiled)
             share = (micro.tokens - small.tokens) / (large.tokens - small.tokens)
-            self.interpolated[key] = [interpolate(a, b, share) for a, b in zip(first, second, strict=True)]
-        return self.interpolated[key]
+            self.interpolated[place] = [interpolate(a, b, share) for a, b in zip(first, second, strict=True)]
+        return self.interpolated[place]
 
     def groups(self, choice: Choice) -> list[Group]:
         """Return what each group of ranks of a pipeline has of the model; without a pipeline there is one group, which
@@ -490,8 +495,8 @@ class Planner:
     def units(
         self, group: Group, choice: Choice, shards: int, is_away: bool = False, passes_through: bool = False
     ) -> dict[str, Unit]:
-        """Return the sizes of the FSDP units of what a group of ranks has of the model. Arguments are those of
-        `units_of`."""
+        """Return the sizes of the FSDP units of what a group of ranks has of the model, under the strategy of `choice`.
+        The other arguments are those of `units_of`."""
         plan, args = SHARD_PLANS[choice.strategy], (shards, is_away, passes_through)
         key = group, "units", choice.strategy, *args
         return self.known(key, lambda: units_of(group.weights, plan, self.cfg.precision, *args))

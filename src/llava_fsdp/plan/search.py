@@ -129,9 +129,9 @@ def plan_rows(
         splits: ways to split a rank's samples of a step into micro-batches, those with the largest micro-batches first.
             For each way to train, the first one that fits is used.
     """
-    ends = planner.sizes_to_measure(splits)
+    sizes = planner.sizes_to_measure(splits)
     ways = ways_to_share_experts(planner.cfg, ways, planner.own_ranks(ranks))
-    rows = [largest_that_fits(planner, choice, ranks, splits, ends) for choice in ways]
+    rows = [largest_that_fits(planner, choice, ranks, splits, sizes) for choice in ways]
     # if two are equally fast, the one with less recomputation comes first, then the one with fewer bytes
     modes = list(ActivationCheckpointing)
 
@@ -139,12 +139,13 @@ def plan_rows(
         total, mode = row.bytes["total"], modes.index(row.choice.activation_checkpointing.mode)
         return 0 if row.fits else total, -row.samples_per_second, mode, total
 
-    while True:
+    rows.sort(key=place)
+    measured: list[PlanRow] = []
+    while not any(rows[0] is one for one in measured):  # interpolated bytes are not exact
+        measured.append(largest_measured(planner, rows[0], ranks, splits, sizes))
+        rows[0] = measured[-1]
         rows.sort(key=place)
-        best = rows[0]  # its memory is measured, as interpolated bytes are not exact
-        rows[0] = planner.row(best.choice, ranks, best.micro_batches)
-        if rows[0].fits or not best.fits:
-            return rows
+    return rows
 
 
 def splits_to_try(planner: Planner, cfg: Config, world_size: int, is_free: bool) -> list[MicroBatches]:
@@ -167,7 +168,7 @@ def largest_that_fits(
     choice: Choice,
     ranks: Ranks,
     splits: Sequence[Sequence[MicroBatch]],
-    ends: Sequence[MicroBatch],
+    sizes: Sequence[MicroBatch],
 ) -> PlanRow:
     """Predict memory and time of one way to train, with the largest micro-batches that fit into memory.
 
@@ -177,11 +178,11 @@ def largest_that_fits(
         ranks: numbers of ranks: in all, per copy of the model, and per node.
         splits: ways to split a rank's samples of a step into micro-batches, those with the largest micro-batches first.
             The first one that fits is found by bisection; if none fits, the last one is used.
-        ends: micro-batches that are measured to interpolate the others; if empty, all are measured.
+        sizes: micro-batches that are measured to interpolate the others; if empty, all are measured.
     """
 
     def row(split: Sequence[MicroBatch]) -> PlanRow:
-        return planner.row(choice, ranks, split, ends)
+        return planner.row(choice, ranks, split, sizes)
 
     found, first, last = row(splits[-1]), 0, len(splits) - 1
     while found.fits and first < last:
@@ -192,3 +193,25 @@ def largest_that_fits(
         else:
             first = middle + 1
     return found
+
+
+def largest_measured(
+    planner: Planner,
+    row: PlanRow,
+    ranks: Ranks,
+    splits: Sequence[Sequence[MicroBatch]],
+    sizes: Sequence[MicroBatch],
+) -> PlanRow:
+    """Measure the memory of a way to train (`row`), which may be interpolated. If it does not fit, as predicted, take
+    the largest smaller micro-batches that do. Arguments are those of `largest_that_fits`."""
+    while True:
+        measured = planner.row(row.choice, ranks, row.micro_batches)
+        rest = splits[place_of(splits, row) + 1 :]
+        if measured.fits or not row.fits or not rest:
+            return measured
+        row = largest_that_fits(planner, row.choice, ranks, rest, sizes)
+
+
+def place_of(splits: Sequence[Sequence[MicroBatch]], row: PlanRow) -> int:
+    """Return the place of a row's micro-batches among the splits of a step."""
+    return next(place for place, split in enumerate(splits) if tuple(split) == row.micro_batches)

@@ -179,6 +179,12 @@ def micro_batch(samples: Samples, rows: int, length: int, count: int, context: i
     return MicroBatch(rows, own, count, tiles, labels, image_tokens, context, context - 1)
 
 
+def packed_row(samples: Samples, tokens: int, context: int) -> MicroBatch:
+    """Estimate the sizes of a micro-batch of one row that is packed with samples. Arguments are those of `micro_batch`;
+    `tokens` is the row's length."""
+    return micro_batch(samples, 1, tokens, max(1, round(tokens / samples.tokens)), context)
+
+
 def possible_splits(cfg: Config, samples: Samples, world_size: int) -> list[list[MicroBatch]]:
     """Return all ways to split a rank's samples of a step into micro-batches of packed or padded rows, those with the
     largest micro-batches first. Ranks that process a row together share its samples.
@@ -209,7 +215,7 @@ def possible_splits(cfg: Config, samples: Samples, world_size: int) -> list[list
     most = max(cfg.data.max_length, most_tokens(samples, per_rank))
     for count in range(1, max(1, math.ceil(most / cfg.data.max_length)) + 1):
         tokens = max(cfg.data.max_length, 256 * math.ceil(most / count / 256))
-        micro = micro_batch(samples, 1, tokens, max(1, round(tokens / samples.tokens)), context)
+        micro = packed_row(samples, tokens, context)
         splits.setdefault(micro, [micro] * rounded(count))
     return list(splits.values())
 
@@ -235,4 +241,4 @@ def configured_split(cfg: Config, samples: Samples, world_size: int) -> list[Mic
     most = max(cfg.data.max_length, most_tokens(samples, per_rank))
     count = rounded(max(1, math.ceil(per_rank * samples.tokens / cfg.row_tokens)))
     tokens = min(cfg.row_tokens, max(cfg.data.max_length, math.ceil(most / count)))
-    return [micro_batch(samples, 1, tokens, max(1, round(tokens / samples.tokens)), context)] * count
+    return [packed_row(samples, tokens, context)] * count
