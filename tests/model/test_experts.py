@@ -7,7 +7,7 @@ import pytest
 import torch
 from harness import CPU, single_world
 from mixtures import MIXTURES, mixture_parts
-from small import Configure, make_config
+from small import Configure, changed_parts, make_config
 from tiers import slow_after
 from transformers import AutoConfig, AutoModel
 from transformers.utils.output_capturing import OutputRecorder
@@ -26,7 +26,7 @@ from llava_fsdp.model.experts import (
     samples_of_tokens,
 )
 from llava_fsdp.model.llava import Llava
-from llava_fsdp.runtime.errors import ConfigError
+from llava_fsdp.runtime.errors import ConfigError, ModelError
 from llava_fsdp.train import main as train
 from llava_fsdp.train.expert_sums import ExpertSums, expert_load
 from llava_fsdp.train.state import TrainState
@@ -139,6 +139,16 @@ def test_routers_are_found(kind: str, parts: Path, tmp_path: Path) -> None:
     assert [len(routers), {router.choices for router in routers}] == [layers, {CHOICES}]
     assert {router.experts for router in routers} == {4 if kind == "deepseek_v3" else 5}
     assert {router.returns_choices for router in routers} == {kind != "llama4_text"}
+
+
+@pytest.mark.parametrize("pack", ["true", "auto", "false"])
+def test_experts_that_torch_cannot_multiply_are_refused(pack: str, parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """They need sizes that are multiples of 8."""
+    mixture = mixture_parts("qwen3_moe", parts, tmp_path / "mixture")
+    parts = changed_parts(mixture, tmp_path / "parts", {"moe_intermediate_size": 36})
+    cfg = make_config(parts, dataset, tmp_path / "run", f"pack={pack}", "tokens_per_micro_batch=null")
+    with pytest.raises(ModelError, match=r"\b36\b"):
+        train.build_state(cfg, single_world(), SHARD_PLANS[cfg.sharding.strategy], None)
 
 
 def test_a_model_without_routers_is_refused(configure: Configure) -> None:

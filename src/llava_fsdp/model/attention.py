@@ -26,6 +26,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from llava_fsdp.config import Attention
 from llava_fsdp.model.config_key import ConfigKey
 from llava_fsdp.model.dispatch_mode import CompilingMode
+from llava_fsdp.model.experts import check_widths
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.safe_load import foreign
 
@@ -642,11 +643,15 @@ def found_out_of_reach(language: ConfigKey, attention: Attention) -> str | None:
 
     Args:
         attention: the attention implementation for packed rows.
+
+    Raises:
+        ModelError: transformers cannot build the model, or torch cannot multiply its experts.
     """
     register_attention()
     config = copy.deepcopy(language.config)
     with torch.device("meta"), foreign(f"transformers cannot build a {config.model_type} model"):
         model = AutoModel.from_config(config, attn_implementation=NAMES[attention], trust_remote_code=False)
+    check_widths(model)
     return layers_out_of_reach(model)
 
 

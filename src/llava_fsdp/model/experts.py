@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from llava_fsdp.runtime.errors import ConfigError
+from llava_fsdp.runtime.errors import ConfigError, ModelError
 
 
 @dataclass
@@ -188,6 +188,18 @@ def find_experts(model: nn.Module) -> dict[str, Any]:
     `use_experts_implementation` lets a registered function run."""
     marks = ("num_experts", "has_gate", "has_bias", "is_transposed")
     return {name: m for name, m in model.named_modules() if all(hasattr(m, mark) for mark in marks)}
+
+
+def check_widths(model: nn.Module) -> None:
+    """Raise ModelError if torch cannot multiply the experts of a language model: its grouped product (`_grouped_mm`)
+    needs rows of a multiple of 16 bytes, which are 8 numbers in bf16."""
+    for name, module in find_experts(model).items():
+        for leaf, weight in module.named_parameters(recurse=False):
+            if weight.ndim == 3 and any(size % 8 for size in weight.shape[1:]):
+                raise ModelError(
+                    f"{type(model).__name__}: the experts' weight {name}.{leaf} has the shape {list(weight.shape)}; "
+                    "torch multiplies experts only if their hidden and intermediate sizes are multiples of 8"
+                )
 
 
 def check_shared_experts(model: nn.Module, size: int, tensor: int) -> None:
