@@ -132,6 +132,45 @@ def test_ranks_that_compute_layers_together_share_experts(
     assert_same(folder, reference(kind, variant), " ".join((kind, *keys)))
 
 
+def shapes_of_experts(world: World, cfg: Config) -> dict[str, tuple[int, ...]]:
+    """The shape of this rank's part of each weight of experts of the first layer that has them."""
+    state, _ = begin(world, cfg)
+    found = {n: tuple(local(p).shape) for n, p in state.model.named_parameters() if ".experts." in n}
+    first = next(iter(found)).split(".experts.")[0]
+    return {name.split(".experts.")[1]: shape for name, shape in found.items() if name.startswith(first)}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("kind", "keys", "shapes"), slow_after(2, [
+    ("mixtral", ("sharding=zero3",), {"gate_up_proj": (2, 64, 40), "down_proj": (2, 10, 128)}),
+    ("gpt_oss", ("sharding=zero3", "parallel.expert=2"), {
+        "gate_up_proj": (1, 20, 256), "gate_up_proj_bias": (1, 256), "down_proj": (1, 64, 40),
+        "down_proj_bias": (1, 40),
+    }),
+    ("mixtral", ("sharding=zero2", "parallel.expert=2"), {"gate_up_proj": (1, 128, 40), "down_proj": (1, 20, 128)}),
+    ("mixtral", ("sharding=zero1", "parallel.tensor=2", "parallel.expert=2"), {
+        "gate_up_proj": (1, 128, 40), "down_proj": (1, 20, 128),
+    }),
+    ("mixtral", ("sharding=hybrid", "sharding.shard_size=4", "sharding.blocks_per_unit=2"), {
+        "gate_up_proj": (2, 64, 40), "down_proj": (2, 10, 128),
+    }),
+    ("qwen3_moe", ("sharding=hybrid2", "sharding.shard_size=4", "parallel.expert=2"), {
+        "gate_up_proj": (1, 128, 40), "down_proj": (1, 20, 128),
+    }),
+]))  # fmt: skip
+def test_fewer_experts_than_ranks_are_divided_by_columns(
+    kind: str, keys: tuple[str, ...], shapes: dict[str, tuple[int, ...]], parts: Path, dataset: Path, tmp_path: Path,
+    pools: dict[int, RankPool],
+) -> None:  # fmt: skip
+    """Two experts, over which four ranks shard the weights."""
+    folder, common = mixture_parts(kind, parts, tmp_path / "parts", 2, 128), (*BATCH, BALANCED)
+    one = make_config(folder, dataset, tmp_path / "one", *common, "pack=false")
+    packed = "pack=true", "tokens_per_micro_batch=256", "activation_checkpointing=full"
+    cfg = make_config(folder, dataset, tmp_path / "four", *common, *packed, *keys)
+    assert pools[4].run(shapes_of_experts, cfg)[0].items() >= shapes.items()
+    assert_same(train_on(4, cfg, pools), train_on(1, one, pools), f"{kind} {keys}")
+
+
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("more", [

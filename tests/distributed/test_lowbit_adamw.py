@@ -4,11 +4,16 @@ import os
 
 import pytest
 import torch
+from harness import RankPool
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from llava_fsdp.config import MomentDType
 from llava_fsdp.distributed import lowbit_adamw
+from llava_fsdp.distributed.local_shards import whole
 from llava_fsdp.distributed.lowbit_adamw import LowBitAdamW, dequantise, dynamic_map, quantise, store
+from llava_fsdp.distributed.mesh import World
 
 SETTINGS = {"lr": 1e-2, "weight_decay": 0.1}
 BETAS, EPS = (0.9, 0.99), 1e-8
@@ -200,6 +205,43 @@ def test_every_shard_of_every_parameter_is_rounded_by_itself(monkeypatch: pytest
     assert torch.equal(alone, second)
     other, same, _ = rounded([True] * 3, [5, 0, 0], monkeypatch)
     assert torch.equal(same, second) and not torch.equal(other, first)
+
+
+def rounded_columns(first_columns: list[int], monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """Equal bf16 shards of a parameter after a step; each begins at a column."""
+    found = []
+    for first in first_columns:
+        monkeypatch.setattr(lowbit_adamw, "local_columns", lambda own, first=first: (first, first + 30))
+        found += rounded([True], [0], monkeypatch)
+    return found
+
+
+def test_shards_of_the_same_rows_are_rounded_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, again = rounded_columns([0, 30, 0], monkeypatch)
+    assert torch.equal(first, again) and not torch.equal(first, second)
+
+
+def cut_moments(world: World, dimension: int) -> list[torch.Tensor]:
+    """int8 moments, and weights, after three steps of two matrices that ranks shard along a dimension; whole."""
+    mesh = init_device_mesh("cpu", (world.size,))
+    start = torch.randn(2, 6, 256, generator=torch.Generator().manual_seed(1))
+    parameter = nn.Parameter(distribute_tensor(start, mesh, [Shard(dimension)]))
+    optimizer = low_bit([parameter], MomentDType.int8)
+    for gradient in gradients((2, 6, 256), 3):
+        parameter.grad = distribute_tensor(gradient, mesh, [Shard(dimension)])
+        optimizer.step()
+    state = optimizer.state[parameter]
+    names = [name + end for name in lowbit_adamw.MOMENTS for end in ("", lowbit_adamw.SCALE)]
+    return [whole(parameter), *(whole(state[name]) for name in names)]
+
+
+@pytest.mark.ranks
+def test_int8_moments_do_not_depend_on_the_cut(pools: dict[int, RankPool]) -> None:
+    """Two matrices on two ranks, by rows, and on three, by columns."""
+    expected = pools[2].run(cut_moments, 0)[0]
+    assert expected[2].shape == (2, 6)
+    for found in pools[3].run(cut_moments, 1):
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
 
 
 def test_moments_of_vectors_and_scalars_are_whole_numbers_of_bits() -> None:

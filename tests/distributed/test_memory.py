@@ -1,12 +1,14 @@
 """The formulas give the bytes that ranks hold, to the byte, for every strategy."""
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from harness import RankPool, single_world
-from small import Configure
+from mixtures import mixture_parts
+from small import Configure, make_config
 from steps import begin
 from tiers import slow_after
 from torch import nn
@@ -14,11 +16,12 @@ from torch.distributed.fsdp import FSDPModule
 
 from llava_fsdp.config import Config
 from llava_fsdp.distributed.local_shards import local
-from llava_fsdp.distributed.memory import Bytes, Weight, bytes_per_rank
+from llava_fsdp.distributed.memory import Bytes, Weight, bytes_per_rank, sharded_dimension
 from llava_fsdp.distributed.mesh import World
 from llava_fsdp.distributed.parallelize import weights_of
 from llava_fsdp.distributed.precision import DTYPES, MasterWeights
 from llava_fsdp.distributed.zero import SHARD_PLANS, begin_micro_batch
+from llava_fsdp.model.experts import find_experts
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.pretrained import find_parts
 from llava_fsdp.model.quantization import quantized_weights
@@ -61,7 +64,8 @@ def held(model: nn.Module, masters: MasterWeights) -> tuple[int, int]:
 def shapes_of(cfg: Config) -> list[Weight]:
     """The parameters of a configuration's model, for the formulas."""
     model = build_llava(find_parts(cfg.model), cfg.model, DTYPES[cfg.precision.param_dtype])
-    return list(weights_of(model, model.blocks(), model.whole_while_frozen(), cfg.precision).values())
+    experts = list(find_experts(model.language_model).values()), cfg.parallel.expert
+    return list(weights_of(model, model.blocks(), model.whole_while_frozen(), cfg.precision, 1, *experts).values())
 
 
 def measure(world: World, cfg: Config) -> Bytes:
@@ -129,6 +133,24 @@ def test_bytes_equal_the_formulas(
             assert got == expected, (row, rank)
 
 
+@pytest.mark.ranks
+@pytest.mark.parametrize(("row", "expert", "precision"), slow_after(1, [
+    ("zero3", 2, INT8), ("zero1", 1, PURE), ("hybrid2", 1, INT8), ("hybrid", 2, "fp32"),
+]))  # fmt: skip
+def test_bytes_of_fewer_experts_than_ranks(
+    row: str, expert: int, precision: str, parts: Path, dataset: Path, tmp_path: Path, pools: dict[int, RankPool]
+) -> None:
+    """Two experts, which are cut by columns."""
+    values = (
+        *f"sharding={row} precision={precision} parallel.expert={expert} pack=false micro_batch_size=1".split(),
+        "global_batch_size=8", f"sharding.shard_size={4 if row.startswith('hybrid') else 'null'}",
+    )  # fmt: skip
+    cfg = make_config(mixture_parts("mixtral", parts, tmp_path / "parts", 2, 128), dataset, tmp_path / "run", *values)
+    weights = shapes_of(cfg)
+    for rank, got in enumerate(pools[4].run(measure, cfg)):
+        assert got == bytes_per_rank(weights, cfg.sharding.strategy, cfg.precision, 4, 4, rank), rank
+
+
 @pytest.mark.parametrize("precision", slow_after(2, [INT8, "bf16", "fp32", "bf16_pure", "fp16"]))
 def test_bytes_of_one_rank(precision: str, configure: Configure) -> None:
     values = f"precision={precision} pack=false micro_batch_size=4 global_batch_size=8".split()
@@ -154,3 +176,23 @@ def test_shards_are_those_of_torch_chunk() -> None:
         chunks = [chunk.numel() for chunk in torch.zeros(rows, 3).chunk(shards)]
         found = [weight.local(shards, rank) for rank in range(shards)]
         assert found == chunks + [0] * (shards - len(chunks)), (rows, shards)
+
+
+@pytest.mark.parametrize(
+    ("shape", "shards", "dimension"),
+    [
+        ((2, 128, 8), 4, 1), ((2, 64, 8), 4, 0), ((3, 384, 8), 4, 1), ((3, 384, 8), 5, 0), ((4, 128, 8), 4, 0),
+        ((4, 128, 8), 2, 0), ((1, 64, 8), 2, 1), ((0, 128, 8), 4, 0), ((2, 1024), 4, 0), ((2, 128, 8, 4), 4, 0), ((), 4, 0),
+        ((2, 256, 8), 1, 0),
+    ],
+)  # fmt: skip
+def test_matrices_that_are_fewer_than_shards_are_cut_by_columns(
+    shape: tuple[int, ...], shards: int, dimension: int
+) -> None:
+    """If dimension 1 is divided evenly, into whole blocks of 256 numbers."""
+    assert sharded_dimension(shape, shards) == dimension
+    weight = Weight(shape, trainable=True, whole=False, fp32=False)
+    if dimension:
+        assert {weight.local(shards, rank) for rank in range(shards)} == {weight.numel // shards}
+        shared = Weight((shape[0] * 5, *shape[1:]), True, False, False, sharers=5)
+        assert shared.local(5 * shards, 6) == weight.padded(shards) == weight.numel // shards

@@ -115,6 +115,7 @@ def serve(rank: int, size: int, store: Path, pipe: Any) -> None:
     torch.set_num_threads(1)
     os.environ.pop("TORCHELASTIC_RUN_ID", None)
     world = World(rank=rank, size=size, local_rank=rank, local_size=size, device=CPU)
+    forget_groups()  # of a dry run in the process that this one is a copy of
     for number in itertools.count():
         try:
             function, args = pipe.recv()

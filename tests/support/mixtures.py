@@ -26,11 +26,13 @@ MIXTURES: dict[str, dict[str, Any]] = {
 """Language models by transformers' `model_type`, with the values in which they differ from the tests' small Llama."""
 
 
-def mixture_parts(kind: str, parts: Path, folder: Path, experts: int = 5) -> Path:
-    """A copy of the small model's parts whose language model is a mixture, of whose experts a token gets two."""
+def mixture_parts(kind: str, parts: Path, folder: Path, experts: int = 5, width: int | None = None) -> Path:
+    """A copy of the small model's parts whose language model is a mixture, of whose experts a token gets two.
+    `width` is the intermediate size of dense layers and experts."""
     values = {
         "model_type": kind, "architectures": None, "hidden_size": 40, "intermediate_size": 56, "head_dim": 6,
         "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3,
     }  # fmt: skip
     counts = {"num_experts": experts, "num_local_experts": experts}
-    return changed_parts(parts, folder, language={**values, **counts, **SIZES, **MIXTURES[kind]})
+    widths = {} if width is None else {"intermediate_size": width, "moe_intermediate_size": width}
+    return changed_parts(parts, folder, language={**values, **counts, **SIZES, **MIXTURES[kind], **widths})

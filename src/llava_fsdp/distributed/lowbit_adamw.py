@@ -8,7 +8,7 @@ A few rows at a time are converted to fp32, updated by torch's own fused AdamW, 
   by about 1/256.
 - int8 moments are indices into a table of 256 values, dense around zero, with one scale for each block of 256 elements
   (dynamic block-wise quantisation, arXiv 2110.02861). A block never crosses a row, so that sharding by rows does not
-  change the blocks.
+  change the blocks. Nor does sharding along dimension 1, which cuts rows between blocks (`memory.sharded_dimension`).
 """
 
 import math
@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from llava_fsdp.config import MomentDType
 from llava_fsdp.distributed.fused_adamw import MOMENTS, fused_adamw
-from llava_fsdp.distributed.local_shards import local, local_rows
+from llava_fsdp.distributed.local_shards import local, local_columns, local_rows
 from llava_fsdp.runtime.seeds import derive
 
 BLOCK = 256
@@ -43,7 +43,7 @@ class LowBitAdamW(torch.optim.Optimizer):
         groups: parameter groups as `torch.optim.AdamW` takes them, with lr and weight_decay in each.
         moments: the dtype in which moments are stored. With int8, the moments of one-dimensional parameters are fp32.
         seed: seed of the stochastic rounding. Random numbers depend on the seed, the step, the parameter and the first
-            row of this rank's shard, so that replicas stay equal and a resumed run draws the same numbers.
+            row and column of this rank's shard, so that replicas stay equal and a resumed run draws the same numbers.
     """
 
     def __init__(
@@ -98,8 +98,8 @@ class LowBitAdamW(torch.optim.Optimizer):
         assert parameter.grad is not None
         weights, gradients = as_rows(parameter), as_rows(parameter.grad)
         stored = [StoredMoment(state, name) for name in MOMENTS]
-        begin, _ = local_rows(parameter)
-        generator = torch.Generator(weights.device).manual_seed(derive("rounding", self.seed, step, number, begin))
+        places = [part[0] for part in (local_rows(parameter), local_columns(parameter)) if part is not None]
+        generator = torch.Generator(weights.device).manual_seed(derive("rounding", self.seed, step, number, *places))
         steps = torch.full((), float(step), device=weights.device)
         for rows in row_chunks(weights):
             weight, moments = weights[rows].float(), [moment.read(rows) for moment in stored]
@@ -123,10 +123,14 @@ def is_quantised(shape: tuple[int, ...], moments: MomentDType) -> bool:
 def zero_scales(parameter: nn.Parameter) -> torch.Tensor:
     """Return the initial scales of a parameter's int8 moment, one for each block of 256 elements of a row: zeros,
     float32 [rows, blocks per row], sharded like the parameter."""
-    rows, blocks = parameter.shape[0], math.ceil(math.prod(parameter.shape[1:]) / BLOCK)
-    scales = torch.zeros((local(parameter).shape[0], blocks), dtype=torch.float32, device=parameter.device)
+
+    def shape_of(values: torch.Tensor) -> tuple[int, int]:
+        return values.shape[0], math.ceil(math.prod(values.shape[1:]) / BLOCK)
+
+    scales = torch.zeros(shape_of(local(parameter)), dtype=torch.float32, device=parameter.device)
     if not isinstance(parameter, DTensor):
         return scales
+    rows, blocks = shape_of(parameter)
     return DTensor.from_local(
         scales, parameter.device_mesh, parameter.placements, run_check=False, shape=torch.Size((rows, blocks)),
         stride=(blocks, 1),

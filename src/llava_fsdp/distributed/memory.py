@@ -2,11 +2,12 @@
 strategy (ZeRO stage).
 
 FSDP2 shards dimension 0 like `torch.chunk`: if n rows are sharded over s ranks, a rank holds at most ceil(n / s) rows,
-and the last ranks may hold fewer or none. Tests compare these formulas with the tensors that ranks really hold.
+and the last ranks may hold fewer or none. Experts that are fewer than the ranks are sharded along dimension 1
+(`sharded_dimension`). Tests compare these formulas with the tensors that ranks really hold.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from llava_fsdp.config import DType, MasterDType, MomentDType, OffloadMode, PrecisionConfig, Strategy
@@ -77,11 +78,13 @@ class Weight:
         """Return the bytes of both of Adam's moments of a shard.
 
         Args:
-            local: number of the parameter's elements in the shard, which consists of whole rows.
+            local: number of the parameter's elements in the shard, which consists of whole rows or, if the parameter is
+                sharded along dimension 1, of whole blocks.
         """
         if is_quantised(self.shape, precision.moment_dtype):
-            columns = math.prod(self.shape[1:])
-            return NUM_MOMENTS * (local + 4 * math.ceil(columns / BLOCK) * (local // columns if columns else 0))
+            rows, rest = divmod(local, max(1, math.prod(self.shape[1:])))
+            blocks = rows * math.ceil(math.prod(self.shape[1:]) / BLOCK) + rest // BLOCK
+            return NUM_MOMENTS * (local + 4 * blocks)
         return NUM_MOMENTS * (2 if precision.moment_dtype is MomentDType.bf16 else 4) * local
 
     @property
@@ -93,12 +96,20 @@ class Weight:
         """Return over how many ranks FSDP shards the parameter if it shards others over `shards` ranks."""
         return max(1, shards * self.tensor // self.sharers)
 
+    def is_cut_by_columns(self, shards: int) -> bool:
+        """Return whether FSDP shards the parameter along dimension 1, if it shards others over `shards` ranks."""
+        own = self.own_shards(shards)
+        return bool(self.shape and sharded_dimension((self.shape[0] // self.sharers, *self.shape[1:]), own))
+
     def local(self, shards: int, rank: int) -> int:
         """Return the number of the parameter's elements on rank `rank` of the `shards` ranks over which FSDP shards
         weights: on the first of those that compute layers together. FSDP splits dimension 0 like `torch.chunk`."""
+        is_cut_by_columns = self.is_cut_by_columns(shards)
         shards, rank = self.own_shards(shards), rank * self.tensor // self.sharers
         if shards == 1:
             return self.gathered
+        if is_cut_by_columns:
+            return self.gathered // shards
         rows = self.shape[0] // self.sharers
         chunk = math.ceil(rows / shards)
         held = max(0, min(chunk, rows - rank * chunk))
@@ -108,6 +119,22 @@ class Weight:
         """Return the number of the parameter's elements in the largest of `shards` shards, to whose size FSDP pads all
         shards."""
         return self.local(shards, 0)
+
+
+def sharded_dimension(shape: Sequence[int], shards: int) -> int:
+    """Return the dimension along which FSDP shards a parameter over `shards` ranks: 1 for a stack of matrices, such as
+    the experts of a layer, that are fewer than the ranks; otherwise 0, as is FSDP2's default.
+
+    Along dimension 0, each rank beyond the number of matrices would hold a whole matrix of padding. FSDP2 shards
+    dimension 1 only evenly. Each shard must have whole blocks of int8 moments, so that these do not depend on the
+    number of ranks; for simplicity that holds for all dtypes of moments.
+
+    Args:
+        shape: the parameter's shape [matrices, rows, columns], or any other.
+    """
+    if len(shape) != 3 or not 0 < shape[0] < shards or shape[1] % shards or shape[1] // shards * shape[2] % BLOCK:
+        return 0
+    return 1
 
 
 def divided_weights(weights: Mapping[str, Weight], plan: Mapping[str, Cut], size: int, index: int) -> dict[str, Weight]:

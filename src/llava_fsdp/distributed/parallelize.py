@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from llava_fsdp.config import Config, LinearKind, PrecisionConfig, ShardingConfig
 from llava_fsdp.distributed.activation_checkpoint import apply_activation_checkpointing, clean_name
@@ -20,7 +21,8 @@ from llava_fsdp.distributed.compile import Compilations
 from llava_fsdp.distributed.expert_parallel import SharedExperts
 from llava_fsdp.distributed.fp8 import multiply_in_fp8, weights_in_fp8
 from llava_fsdp.distributed.int8_mixed import PADDED_TO, multiply_in_int8
-from llava_fsdp.distributed.memory import Weight, unit_of_experts
+from llava_fsdp.distributed.local_shards import local
+from llava_fsdp.distributed.memory import Weight, sharded_dimension, unit_of_experts
 from llava_fsdp.distributed.offload import Offload
 from llava_fsdp.distributed.precision import (
     DTYPES,
@@ -149,6 +151,7 @@ def shard(
         cast_forward_inputs=False,  # the model casts images itself, with or without FSDP
     )
     common: dict[str, Any] = {"mesh": mesh, "ignored_params": ignored, "offload_policy": offload.policy}
+    common["shard_placement_fn"] = divide_over(mesh)
     norms = [m for m in norms_kept_in_fp32(model, cfg.precision) if set(m.parameters()) - ignored]
     together = GatheredFirst(norms) if norms else None
     if together is not None:
@@ -158,7 +161,7 @@ def shard(
         model.gathered_first = together
         common["ignored_params"] = ignored = ignored | set(together.parameters())
     if experts is not None:
-        own = {**common, "mesh": experts.mesh}
+        own = {**common, "mesh": experts.mesh, "shard_placement_fn": divide_over(experts.mesh)}
         for module in experts.modules:
             fully_shard(module, mp_policy=policy, reshard_after_forward=plan.reshard_after_forward, **own)
     units = []
@@ -181,6 +184,12 @@ def shard(
             # averaged. Neither setter acts on submodules, so both are called on every unit; gloo needs the second one.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def divide_over(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard]:
+    """Return the function that tells FSDP along which dimension it shards a parameter over the ranks of a mesh, whose
+    last dimension shards."""
+    return lambda parameter: Shard(sharded_dimension(local(parameter).shape, mesh.shape[-1]))
 
 
 def grouped(blocks: list[T], size: int) -> list[list[T]]:

@@ -40,6 +40,12 @@ class Unit:
     """Bytes of each weight's unsharded gradient in the reduction dtype, as it is kept for a later micro-batch."""
     narrow: tuple[int, ...]
     """Bytes of each weight's unsharded gradient in the dtype in which the backward pass produces it."""
+    regrouped: int
+    """Bytes of a second copy of the weights that are sharded along dimension 1, while they are gathered: an all-gather
+    puts the ranks' shards one after the other."""
+    by_columns: tuple[bool, ...]
+    """Whether each weight with a gradient is sharded along dimension 1. Its gradient is copied before a
+    reduce-scatter."""
 
 
 def units_of(
@@ -86,6 +92,8 @@ def unit_of(
         shard_gradients=0 if is_away else kept,
         widened=tuple(w.reduce_size(precision) * w.gathered for w in trainable),
         narrow=tuple(w.item_size(precision) * w.gathered for w in trainable),
+        regrouped=sum(w.gathered * w.gathered_size(precision) for w in weights if w.is_cut_by_columns(shards)),
+        by_columns=tuple(w.is_cut_by_columns(shards) for w in trainable),
     )
 
 

@@ -296,6 +296,7 @@ class FsdpRank:
         if unit is None or name in self.gathered:
             return
         self.gathered.add(name)
+        self.ledger.compare(moment, gathered=unit.gathered + unit.regrouped)
         self.ledger.add(moment, gathered=unit.gathered)
         if not keep:
             self.ledger.drop(gathered=self.buffers.pop(name))
@@ -333,9 +334,14 @@ class FsdpRank:
             return
         self.ledger.drop(reducing=self.reduce_input)
         self.reduce_input = unit.reduce_input
-        self.ledger.add(moment, reducing=unit.reduce_input)
+        sizes = unit.widened if name in self.waiting else unit.narrow
+        regrouped = [size for size, is_copied in zip(sizes, unit.by_columns, strict=True) if is_copied] or [0]
+        self.ledger.compare(moment, reducing=max(regrouped))
+        # `foreach_reduce` keeps the last gradient that it has copied until it returns
+        self.ledger.add(moment, reducing=unit.reduce_input + regrouped[-1])
         self.ledger.drop(reducing=added + self.waiting.pop(name, 0))
         self.ledger.compare(moment, reducing=unit.reduce_output)
+        self.ledger.drop(reducing=regrouped[-1])
         waits = self.plan.gradient_sync is Sync.SCATTER_EVERY_REDUCE_LAST and not is_last
         held = self.shards.get(name, 0)
         self.shards[name] = unit.waiting_output if waits else unit.shard_gradients
