@@ -157,6 +157,11 @@ def shapes_of_experts(world: World, cfg: Config) -> dict[str, tuple[int, ...]]:
     ("qwen3_moe", ("sharding=hybrid2", "sharding.shard_size=4", "parallel.expert=2"), {
         "gate_up_proj": (1, 128, 40), "down_proj": (1, 20, 128),
     }),
+    ("qwen3_moe", ("sharding=zero3", *LORA), {"down_proj": (2, 10, 128)}),
+    ("mixtral", ("sharding=zero3", "parallel.expert=2", "model.train=[projector]"), {"down_proj": (1, 20, 128)}),
+    ("mixtral", ("sharding=zero3", "offload=params"), {"down_proj": (2, 10, 128)}),
+    ("mixtral", ("sharding=zero2", "offload=optimizer"), {"down_proj": (2, 10, 128)}),
+    ("mixtral", ("sharding=zero3", "offload=nvme"), {"down_proj": (2, 10, 128)}),
 ]))  # fmt: skip
 def test_fewer_experts_than_ranks_are_divided_by_columns(
     kind: str, keys: tuple[str, ...], shapes: dict[str, tuple[int, ...]], parts: Path, dataset: Path, tmp_path: Path,
@@ -164,7 +169,8 @@ def test_fewer_experts_than_ranks_are_divided_by_columns(
 ) -> None:  # fmt: skip
     """Two experts, over which four ranks shard the weights."""
     folder, common = mixture_parts(kind, parts, tmp_path / "parts", 2, 128), (*BATCH, BALANCED)
-    one = make_config(folder, dataset, tmp_path / "one", *common, "pack=false")
+    same = [key for key in keys if key.startswith("model.")]
+    one = make_config(folder, dataset, tmp_path / "one", *common, *same, "pack=false")
     packed = "pack=true", "tokens_per_micro_batch=256", "activation_checkpointing=full"
     cfg = make_config(folder, dataset, tmp_path / "four", *common, *packed, *keys)
     assert pools[4].run(shapes_of_experts, cfg)[0].items() >= shapes.items()
