@@ -115,7 +115,10 @@ def serve(rank: int, size: int, store: Path, pipe: Any) -> None:
     torch.set_num_threads(1)
     os.environ.pop("TORCHELASTIC_RUN_ID", None)
     world = World(rank=rank, size=size, local_rank=rank, local_size=size, device=CPU)
-    forget_groups()  # of a dry run in the process that this one is a copy of
+    # This process is a copy of one that may have trained, or run a dry run. Its garbage must not be collected here: the
+    # end of a process group waits for threads that have not been copied.
+    gc.freeze()
+    clear_caches()
     for number in itertools.count():
         try:
             function, args = pipe.recv()
@@ -135,10 +138,15 @@ def serve(rank: int, size: int, store: Path, pipe: Any) -> None:
 
 
 def forget_groups() -> None:
-    """Destroy all process groups, and clear DTensor's caches. These are keyed by mesh: an equal mesh of the next call
-    would get the groups that are destroyed here."""
+    """Destroy all process groups, and clear DTensor's caches."""
     if dist.is_initialized():
         dist.destroy_process_group()
+    clear_caches()
+    gc.collect()  # meshes that refer to each other hold groups
+
+
+def clear_caches() -> None:
+    """Clear DTensor's caches. They are keyed by mesh: an equal mesh of another call, or of another rank, would get the
+    groups and the places of this one."""
     for name in ("_clear_python_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache"):  # not in every torch
         getattr(debug, name, lambda: None)()
-    gc.collect()  # meshes that refer to each other hold groups
