@@ -38,11 +38,20 @@ MIXTURE = [
     (4, "sharding=zero0 parallel.expert=4"),
     (4, "sharding=zero3 parallel.pipeline=2 parallel.tensor=2 parallel.expert=2"),
 ]
+COLUMNS = [
+    (4, "sharding=zero3 parallel.expert=2"),
+    (4, "sharding=hybrid sharding.shard_size=4"),
+    (2, "sharding=zero2 parallel.expert=2"),
+    (3, "sharding=zero3"),
+    (8, "sharding=zero1 parallel.pipeline=2"),
+]
+"""Two experts with int8 moments: sharded along dimension 1, along dimension 0, and by both."""
 CASES = {
     "first of the model": MODEL[:1],
     "model": [*MODEL, BACK],
     "adapters": [*MODEL, BACK],
     "mixture": [*MIXTURE, BACK],
+    "columns": [*COLUMNS, BACK],
 }
 
 
@@ -70,13 +79,14 @@ def test_bits_are_the_same_on_any_layout(
     kind: str, parts: Path, dataset: Path, tmp_path: Path, pools: dict[int, RankPool]
 ) -> None:
     """From one rank through the layouts, each of which loads what the one before has saved."""
-    if kind != "mixture":
+    settings = (*SETTINGS, *{"adapters": LORA, "columns": ("precision.moment_dtype=int8",)}.get(kind, ()))
+    if kind in ("mixture", "columns"):
+        sizes = (2, 128) if kind == "columns" else (4,)
+        small = mixture_parts("qwen3_moe", parts, tmp_path / "mixture", *sizes)
+        model = changed_parts(small, tmp_path / "deep", {"num_hidden_layers": 4})
+    else:
         sizes = {"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 4, "intermediate_size": 52}
         model = changed_parts(parts, tmp_path / "deep", {**sizes, "num_hidden_layers": 5, "vocab_size": 611})
-    else:
-        small = mixture_parts("qwen3_moe", parts, tmp_path / "mixture", 4)
-        model = changed_parts(small, tmp_path / "deep", {"num_hidden_layers": 4})
-    settings = (*SETTINGS, *(LORA if kind == "adapters" else ()))
     train.train(make_config(model, dataset, tmp_path / "first", *settings, "max_steps=2"))
     first = before = newest_alone(tmp_path / "first" / FOLDER)
     assert first is not None and before is not None
