@@ -52,7 +52,7 @@ def backward_alone(world: World, cfg: Config) -> Moved:
 def trained_bytes(cfg: Config, ranks: int, shards: int) -> tuple[int, int]:
     """fp32 bytes of all trainable parameters and of those in blocks, each padded to equal shards."""
     model = build_llava(find_parts(cfg.model), cfg.model, DTYPES[cfg.precision.param_dtype])
-    weights = weights_of(model, model.blocks(), model.whole_while_frozen(), cfg.precision)
+    weights = weights_of(model, model.blocks(), model.whole_while_frozen(), cfg.precision, output=model.output_layer())
     sizes = {name: 4 * w.padded(shards) * shards for name, w in weights.items() if w.trainable}
     return sum(sizes.values()), sum(size for name, size in sizes.items() if ".layers." in name)
 

@@ -58,7 +58,11 @@ def test_states_are_those_of_the_plan(
     cfg = config(parts, dataset, tmp_path, f"sharding={row}", f"sharding.shard_size={size}", f"pack={pack}")
     report = reported(cfg, capsys)
     model = build_llava(find_parts(cfg.model), cfg.model, DTYPES[cfg.precision.param_dtype])
-    weights = list(weights_of(model, model.blocks(), model.whole_while_frozen(), cfg.precision).values())
+    weights = list(
+        weights_of(
+            model, model.blocks(), model.whole_while_frozen(), cfg.precision, output=model.output_layer()
+        ).values()
+    )
     expected = bytes_per_rank(weights, cfg.sharding.strategy, cfg.precision, RANKS, shard_size or RANKS)
     held = (expected.parameters, expected.gradients, expected.optimizer)
     assert tuple(own["measured"] for own in report["bytes"].values()) == held

@@ -161,6 +161,10 @@ def divided_weights(weights: Mapping[str, Weight], plan: Mapping[str, Cut], size
     return found
 
 
+OUTPUT = "output layer"
+"""Name of the FSDP unit of the output layer."""
+
+
 def unit_of_experts(block: str) -> str:
     """Return the name of the FSDP unit of a block's experts, if ranks share them."""
     return f"experts of {block}"

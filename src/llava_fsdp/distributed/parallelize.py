@@ -22,7 +22,7 @@ from llava_fsdp.distributed.expert_parallel import SharedExperts
 from llava_fsdp.distributed.fp8 import multiply_in_fp8, weights_in_fp8
 from llava_fsdp.distributed.int8_mixed import PADDED_TO, multiply_in_int8
 from llava_fsdp.distributed.local_shards import local
-from llava_fsdp.distributed.memory import Weight, sharded_dimension, unit_of_experts
+from llava_fsdp.distributed.memory import OUTPUT, Weight, sharded_dimension, unit_of_experts
 from llava_fsdp.distributed.offload import Offload
 from llava_fsdp.distributed.precision import (
     DTYPES,
@@ -49,6 +49,7 @@ def parallelize(
     count: Compilations | None = None,
     share: Callable[[], SharedExperts] | None = None,
     roots_of: Callable[[], list[nn.Module]] | None = None,
+    output: nn.Module | None = None,
 ) -> MasterWeights:
     """Shard a meta-device model in place over the ranks, and allocate this rank's shards, uninitialised.
 
@@ -65,6 +66,7 @@ def parallelize(
         share: divides the experts of a mixture among ranks; None: each rank has all experts.
         roots_of: called after blocks are wrapped; returns the modules whose forward is called, each a part of the
             model. None: the model itself.
+        output: module that is called behind all blocks, an FSDP unit of its own; None: there is none.
 
     Returns:
         The master weights by parameter name: the tensors to load, to optimize and to save in checkpoints.
@@ -87,7 +89,8 @@ def parallelize(
             inside = set(root.modules())
             own = [nn.ModuleList(block for block in stack if block in inside) for stack in stacks]
             shared = experts and replace(experts, modules=[module for module in experts.modules if module in inside])
-            shard(root, own, mesh, plan, cfg, ignored, offload, shared)
+            last = output if output in inside else None
+            shard(root, own, mesh, plan, cfg, ignored, offload, shared, last)
     materialize(model, offload.materialize, roots)
     trainable = {clean_name(n): p for n, p in model.named_parameters() if p.requires_grad}
     master = MASTERS[cfg.precision.master_dtype]
@@ -130,11 +133,13 @@ def shard(
     ignored: set[nn.Parameter],
     offload: Offload,
     experts: SharedExperts | None = None,
+    output: nn.Module | None = None,
 ) -> None:
     """Apply `fully_shard` to the modules of experts that ranks share, to every group of blocks that has parameters to
-    shard, and then to the whole model, whose remaining parameters form the root unit.
+    shard, to the output layer, and then to the whole model, whose remaining parameters form the root unit.
 
-    The root unit is not freed after the forward pass, because the backward pass begins with it. All parameters of a
+    The root unit and the output layer are not freed after the forward pass, because the backward pass begins with
+    them. The output layer's gradient is reduced first, and the root unit's last. All parameters of a
     unit must have the same dtype. Therefore the trainable norms that compute in fp32 form a unit of their own, which is
     small and also stays gathered.
 
@@ -144,6 +149,7 @@ def shard(
         ignored: parameters that are not sharded.
         offload: says whether FSDP keeps the shards in host memory.
         experts: experts that ranks share, and their mesh; None: experts are sharded with their blocks.
+        output: the output layer; None: its weight is in another unit, or the model has none.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=DTYPES[cfg.precision.param_dtype],
@@ -172,6 +178,8 @@ def shard(
                 one = blocks[0] if len(blocks) == 1 else blocks
                 fully_shard(one, mp_policy=policy, reshard_after_forward=plan.reshard_after_forward, **common)
                 units.append(blocks[0])
+    if output is not None and set(output.parameters()) - ignored:
+        fully_shard(output, mp_policy=policy, reshard_after_forward=False, **common)
     if cfg.sharding.prefetch is not None:
         gather_ahead(units, cfg.sharding.prefetch)
     fully_shard(model, mp_policy=policy, reshard_after_forward=False, **common)
@@ -283,6 +291,7 @@ def weights_of(
     experts: Sequence[nn.Module] = (),
     sharers: int = 1,
     tensor: int = 1,
+    output: nn.Module | None = None,
 ) -> dict[str, Weight]:
     """Return, for every parameter of a meta-device model, the properties from which the bytes that a rank holds are
     computed, by parameter name.
@@ -294,6 +303,7 @@ def weights_of(
         experts: modules with the experts of a mixture.
         sharers: number of ranks that share these experts.
         tensor: number of ranks that compute each layer together.
+        output: the output layer, if it is an FSDP unit of its own.
     """
     in_fp8 = weights_in_fp8(stacks[0]) if precision.linear is LinearKind.fp8 else set()
     norms = norm_weights(model, precision)
@@ -301,6 +311,7 @@ def weights_of(
     names = block_names(model, stacks)
     unit_names = units_of_blocks(model, stacks, blocks_per_unit)
     units = {p: unit_names[names[block]] for block in names for p in block.parameters()}
+    units |= dict.fromkeys(output.parameters() if output is not None else (), OUTPUT)
     weights = {
         name: Weight(tuple(p.shape), p.requires_grad, p in kept_whole, p in norms, p in in_fp8, units.get(p, ""))
         for name, p in model.named_parameters()

@@ -251,10 +251,13 @@ def cut_by_outputs(module: nn.Module, mesh: DeviceMesh, is_gathered: bool, sums_
 
 
 def gather_outputs(module: nn.Linear, mesh: DeviceMesh) -> None:
-    """Register a hook that returns all outputs of a layer whose outputs are divided among ranks."""
+    """Register a hook that returns all outputs of a layer whose outputs are divided among ranks. A scalar is returned
+    unchanged."""
     outputs = module.out_features
 
     def after(module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
+        if not output.ndim:
+            return output
         shape = torch.Size((*output.shape[:-1], outputs))
         stride = torch.empty(shape, device="meta").stride()
         parts = DTensor.from_local(output, mesh, [Shard(output.ndim - 1)], run_check=False, shape=shape, stride=stride)
@@ -325,16 +328,11 @@ def cut_embedding(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def cut_output(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Divide the rows of the output layer among ranks. Called as a module, the layer returns all logits on every rank;
-    the loss reads this rank's rows of its weight (`local_weight`)."""
+    """Divide the rows of the output layer among ranks. Its logits are gathered on every rank; a loss, which is a
+    scalar, is returned as it is."""
     assert isinstance(module, nn.Linear) and module.bias is None
     divide(module, {"weight": Shard(0)}, mesh)
     gather_outputs(module, mesh)
-
-
-def local_weight(weight: torch.Tensor) -> torch.Tensor:
-    """Return this rank's rows of a divided weight, through which gradients flow."""
-    return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 def own_rows(rows: int, mesh: DeviceMesh) -> tuple[int, int]:

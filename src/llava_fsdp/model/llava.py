@@ -19,7 +19,7 @@ from llava_fsdp.model.blocks import find_blocks
 from llava_fsdp.model.config_key import ConfigKey
 from llava_fsdp.model.experts import find_routers
 from llava_fsdp.model.lora import add_adapters, check_gradients, linear_layers, trained_with_adapters
-from llava_fsdp.model.loss import LabelLoss, LossCollector, choose_loss, whole_loss
+from llava_fsdp.model.loss import LabelLoss, LossCollector, OutputLayer, choose_loss, whole_loss
 from llava_fsdp.model.pretrained import Parts
 from llava_fsdp.model.projector import Projector, check_can_be_shuffled
 from llava_fsdp.model.quantization import quantize_layers
@@ -51,7 +51,6 @@ class Llava(nn.Module):
         self.parts = parts
         self.compute_dtype = compute_dtype
         self.kernel = kernel
-        self.label_loss = label_loss
         self.vision_tower = build_vision_tower(parts.vision)
         hidden = parts.language.hidden_size
         self.multi_modal_projector = Projector(cfg.projector_type, parts.vision.hidden_size, hidden, cfg.shuffle_factor)
@@ -63,7 +62,7 @@ class Llava(nn.Module):
             parts.language, attn_implementation=self.attention, trust_remote_code=False
         )
         self.language_model.config.use_cache = False
-        self.lm_head = nn.Linear(hidden, parts.language.vocab_size, bias=False)
+        self.lm_head = OutputLayer(hidden, parts.language.vocab_size, label_loss)
         if parts.language.tie_word_embeddings:
             self.lm_head.weight = self.language_model.get_input_embeddings().weight
         feature = parts.trained_feature or cfg.select_feature
@@ -129,7 +128,7 @@ class Llava(nn.Module):
         if return_logits:
             return self.lm_head(labelled).float()
         assert label_ids is not None
-        return self.label_loss(labelled, self.lm_head.weight, label_ids, collector=collector)
+        return self.lm_head(labelled, label_ids, collector=collector)
 
     def embedded(
         self,
@@ -194,6 +193,12 @@ class Llava(nn.Module):
         if Part.vision in self.cfg.train and self.vision_tower is not None:
             stacks.append(find_blocks(self.vision_tower))
         return stacks
+
+    def output_layer(self) -> nn.Module | None:
+        """Return the output layer; None if the model is a stage without it, or if its weight is that of the
+        embeddings."""
+        tied = self.parts.language.tie_word_embeddings
+        return None if tied else self.lm_head
 
     def whole_while_frozen(self) -> list[nn.Module]:
         """Return the modules whose weights FSDP does not shard while they are frozen: the vision tower. If it is

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -67,6 +68,30 @@ class LabelLoss(Protocol):
             collector: gets the loss of every single label, if the function computes these losses.
         """
         ...
+
+
+class OutputLayer(nn.Linear):
+    """Linear layer from hidden states to the logits of all tokens of the vocabulary, which computes the loss, too. So
+    FSDP can gather its weight before the loss, and reduce its gradient while the gradients of blocks are computed.
+
+    Args:
+        hidden: width of the hidden states.
+        vocabulary: number of tokens of the vocabulary.
+        label_loss: function that computes the loss.
+    """
+
+    def __init__(self, hidden: int, vocabulary: int, label_loss: LabelLoss):
+        super().__init__(hidden, vocabulary, bias=False)
+        self.label_loss = label_loss
+
+    def forward(
+        self, hidden: torch.Tensor, label_ids: torch.Tensor | None = None, *, collector: LossCollector | None = None
+    ) -> torch.Tensor:
+        """Return the sum of the losses of all labels, float32 scalar or, without labels, the logits, [labels,
+        vocabulary]. The arguments are those of `LabelLoss`."""
+        if label_ids is None:
+            return super().forward(hidden)
+        return self.label_loss(hidden, self.weight, label_ids, collector=collector)
 
 
 def choose_loss(cfg: LossConfig, compute_dtype: torch.dtype) -> LabelLoss:

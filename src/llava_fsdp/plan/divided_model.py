@@ -47,11 +47,11 @@ def divide_on_meta(model: Llava, size: int, chunk_tokens: int) -> None:
             module.register_forward_hook(lambda _, args, output: OwnPositions.apply(output, size, True))
         if cut is Cut.EMBEDDING:
             module.register_forward_hook(lambda _, args, output: Sum.apply(output))
-        if cut in (Cut.COLWISE_GATHERED, Cut.OUTPUT):
+        if cut is Cut.COLWISE_GATHERED:
             module.register_forward_hook(lambda _, args, output: Gather.apply(output, size))
     divide_positions(MetaPositions(size), chains_of_blocks(model), siblings_of(model, plan))
     part = VocabularyPart(0, torch.clone, torch.clone)
-    model.label_loss = partial(chunked_loss, chunk_tokens=chunk_tokens, part=part)
+    model.lm_head.label_loss = partial(chunked_loss, chunk_tokens=chunk_tokens, part=part)
 
 
 class MetaPositions(Positions):

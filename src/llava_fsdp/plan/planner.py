@@ -246,7 +246,7 @@ class Planner:
         language, cfg = self.model.language_model, self.cfg
         whole, blocks = self.model.whole_while_frozen(), self.model.blocks()
         args = cfg.sharding.blocks_per_unit, list(find_experts(language).values()), experts, tensor
-        return weights_of(self.model, blocks, whole, cfg.precision, *args)
+        return weights_of(self.model, blocks, whole, cfg.precision, *args, self.model.output_layer())
 
     def with_layout(self, cfg: Config) -> Self:
         """Return a planner of the same model for a configuration with other numbers of the kinds of parallelism. Both

@@ -7,7 +7,7 @@ Gathers, frees and reductions happen in FSDP2's order: `pre_forward`, `wait_for_
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field, replace
 
-from llava_fsdp.distributed.memory import unit_of_experts
+from llava_fsdp.distributed.memory import OUTPUT, unit_of_experts
 from llava_fsdp.distributed.zero import ShardPlan, Sync
 from llava_fsdp.plan.activations import LEVELS, Live, Segment
 from llava_fsdp.plan.fsdp_units import NORMS, ROOT, Unit
@@ -176,8 +176,11 @@ class FsdpRank:
         for name in (ROOT, NORMS):
             self.gather(name, "root unit")
         blocks, order = self.order(segments)
-        for segment in segments:
+        last = max((n for n, segment in enumerate(segments) if segment.unit), default=-1)
+        for number, segment in enumerate(segments):
             unit = self.unit_names.get(segment.unit, "")
+            if number > last:
+                self.gather(OUTPUT, describe(segment))
             if blocks.get(unit, [""])[0] == segment.unit != "":
                 self.gather(unit, describe(segment))
                 for ahead in following(order, unit, self.prefetch_forward):
@@ -201,7 +204,8 @@ class FsdpRank:
             unit = self.unit_names.get(segment.unit, "")
             if unit not in blocks:
                 self.run(segment)
-                made = 0 if self.adds_in_place(ROOT) else segment.made
+                of_output = self.finish_output(segment, is_last) if segment is segments[0] else 0
+                made = 0 if self.adds_in_place(ROOT) else segment.made - of_output
                 self.root_made += made
                 self.ledger.add(describe(segment), reducing=made)
                 continue
@@ -225,6 +229,15 @@ class FsdpRank:
         self.ledger.drop(reducing=self.reduce_input)
         self.root_made = self.reduce_input = 0
         self.drop_buffers()
+
+    def finish_output(self, segment: Segment, is_last: bool) -> int:
+        """Simulate the reduction of the output layer's gradient, with which a backward pass begins. Return its bytes; 0
+        if the output layer is no FSDP unit of its own."""
+        if OUTPUT not in self.units:
+            return 0
+        made = sum(self.units[OUTPUT].narrow)
+        self.finish(OUTPUT, 0 if self.adds_in_place(OUTPUT) else made, is_last, describe(segment))
+        return made
 
     def run_with_experts(self, segment: Segment, is_last: bool) -> int:
         """Simulate the backward pass of one block, with the FSDP unit of its experts if ranks share them. Return the

@@ -21,7 +21,7 @@ from llava_fsdp.config import (
     PrecisionConfig,
     Strategy,
 )
-from llava_fsdp.distributed.memory import ITEM_SIZE, Weight
+from llava_fsdp.distributed.memory import ITEM_SIZE, OUTPUT, Weight
 from llava_fsdp.distributed.mesh import mesh_shape
 from llava_fsdp.distributed.zero import SHARD_PLANS, Sync
 from llava_fsdp.model.flops import Flops
@@ -222,7 +222,8 @@ def volume(
     scattered = sum(others(w) * w.reduce_size(precision) for w in trainable)
     gathers = micro_batches if plan.reshard_every_micro_batch else 1
     reductions = 1 if plan.gradient_sync is Sync.LAST_MICRO_BATCH else micro_batches
-    again = gathered([w for w in taking_part if w.unit and not w.fp32]) if plan.reshard_after_forward else 0
+    freed = [w for w in taking_part if w.unit not in ("", OUTPUT) and not w.fp32]
+    again = gathered(freed) if plan.reshard_after_forward else 0
     units = len({w.unit for w in taking_part if w.own_shards(shards) > 1})
     trained = len({w.unit for w in trainable if w.own_shards(shards) > 1})
     return Volume(

@@ -27,7 +27,7 @@ from llava_fsdp.distributed.offload import Offload, warn_if_useless
 from llava_fsdp.distributed.parallelize import parallelize, useless_settings, weights_of
 from llava_fsdp.distributed.pipeline import Pipeline, Place, place_of
 from llava_fsdp.distributed.precision import MasterWeights
-from llava_fsdp.distributed.tensor_parallel import cut_model, local_weight, own_rows, reduction
+from llava_fsdp.distributed.tensor_parallel import cut_model, own_rows, reduction
 from llava_fsdp.distributed.zero import ShardPlan
 from llava_fsdp.export import adapter_folder
 from llava_fsdp.export.check_folders import check_artifacts
@@ -195,14 +195,8 @@ def divide_layers(model: Llava, plan: Mapping[str, Cut], mesh: DeviceMesh, cfg: 
     cuts = {name: cut for name, cut in plan.items() if name in names}
     first, _ = own_rows(model.parts.language.vocab_size, mesh)
     part = VocabularyPart(first, reduction(mesh, "max"), reduction(mesh, "sum"))
-    label_loss = partial(chunked_loss, chunk_tokens=cfg.loss.chunk_tokens, part=part)
-
-    def of_own_rows(
-        hidden: torch.Tensor, weight: torch.Tensor, label_ids: torch.Tensor, *, collector: LossCollector | None = None
-    ) -> torch.Tensor:
-        return label_loss(hidden, local_weight(weight), label_ids, collector=collector)
-
-    model.label_loss = of_own_rows
+    if model.lm_head is not None:
+        model.lm_head.label_loss = partial(chunked_loss, chunk_tokens=cfg.loss.chunk_tokens, part=part)
     divide_dropout(model, cuts, size, index)
     cut_model(model, cuts, mesh, chains_of_blocks(model))
 
@@ -272,7 +266,8 @@ def assemble(
         share = partial(share_experts, model.language_model, found, meshes.experts, plan.shards_frozen)
     roots_of = partial(stages.of, model) if stages is not None else None
     whole = model.whole_while_frozen()
-    masters = parallelize(model, model.blocks(), mesh, plan, cfg, offload, whole, compilations, share, roots_of)
+    modules = model.blocks(), mesh, plan, cfg, offload, whole, compilations, share, roots_of
+    masters = parallelize(model, *modules, model.output_layer())
     sizes = [own["shard"].size() for own in (mesh, meshes.experts) if own is not None]
     for message in useless_settings(cfg.sharding, model.blocks(), max(sizes, default=None)):
         log().log(logging.WARNING if world.is_first else logging.DEBUG, message)
