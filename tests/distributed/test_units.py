@@ -1,10 +1,12 @@
 """How many blocks are gathered together, and how far ahead, changes when bytes travel and no bit of a training."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from harness import RankPool, single_world
 from loaders import agreed_steps
-from small import Configure
+from small import Configure, changed_parts
 from steps import begin
 from torch.distributed.fsdp import FSDPModule
 
@@ -53,6 +55,43 @@ def units(model: torch.nn.Module) -> list[list[str]]:
         if isinstance(module, FSDPModule):
             together.setdefault(id(module._get_fsdp_state()), []).append(name)
     return list(together.values())
+
+
+def reduced_before_blocks(world: World, configs: list[Config]) -> list[tuple[list[list[str]], set[str]]]:
+    """The units of each model, and which weights have a reduced gradient when the last block's backward pass begins."""
+    found = []
+    for cfg in configs:
+        state, plan = begin(world, cfg)
+        reduced: list[set[str]] = []
+
+        def note(block: torch.nn.Module, args: object, output: torch.Tensor) -> None:
+            named = state.masters.named  # noqa: B023  used before the next configuration
+            output.register_hook(lambda _: reduced.append({n for n, p in named.items() if p.grad is not None}))  # noqa: B023
+
+        state.model.blocks()[0][-1].register_forward_hook(note)
+        (micro, *_) = next(iter(agreed_steps(state.loader))).micro_batches
+        begin_micro_batch(state.model, plan, is_last=True)
+        state.model(*state.loader.to_device(micro).inputs).backward()
+        found.append((units(state.model), reduced[0]))
+    return found
+
+
+@pytest.mark.ranks
+def test_the_output_layer_is_reduced_first(
+    configure: Configure, pools: dict[int, RankPool], parts: Path, tmp_path: Path
+) -> None:
+    """Unless it is frozen, or has the weight of the embeddings."""
+    tied = changed_parts(parts, tmp_path / "tied", {"tie_word_embeddings": True})
+    zero3 = "sharding=zero3", "pack=true", "tokens_per_micro_batch=256"
+    configs = [
+        configure(*zero3), configure(*zero3, "model.train=[projector]"),
+        configure("sharding=zero2", *zero3[1:], "model.train=[projector]"),
+        configure(*zero3, f"model.language={tied / 'language'}"),
+    ]  # fmt: skip
+    for found in pools[2].run(reduced_before_blocks, configs):
+        assert [(["lm_head"] in of_model, reduced) for of_model, reduced in found] == [
+            (True, {"lm_head.weight"}), (True, set()), (False, set()), (False, set()),
+        ]  # fmt: skip
 
 
 def told(world: World, configs: list[Config]) -> list[list[str]]:

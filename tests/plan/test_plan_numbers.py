@@ -28,7 +28,7 @@ from llava_fsdp.config import (
 )
 from llava_fsdp.data.images.anyres import grid_sizes
 from llava_fsdp.data.images.image_tokens import ImageTokens
-from llava_fsdp.distributed.memory import Weight
+from llava_fsdp.distributed.memory import OUTPUT, Weight
 from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.plan.activations import Live, MicroBatch, Segment
 from llava_fsdp.plan.fsdp_units import Unit, unit_of
@@ -384,6 +384,32 @@ def test_worst_moment_of_a_step_on_imagined_units(
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("strategy", [Strategy.FULL_SHARD, Strategy.SHARD_GRAD_OP, Strategy.SHARD_OPTIMIZER])
+def test_the_output_layer_is_gathered_last_and_reduced_first(strategy: Strategy) -> None:
+    """In two micro-batches; its gradient, of 20 bytes, is not one of the root unit's, which has none."""
+    units = {name: unit(name, size, True) for size, name in enumerate(BLOCKS, 1)}
+    units |= {"": unit("", 0, True), OUTPUT: unit(OUTPUT, 1, True)}
+    rank = FsdpRank(Ledger(), units, SHARD_PLANS[strategy], {name: name for name in BLOCKS}, None)
+    segments = one_pass()
+    forward, backward = segments[:6], segments[6:]
+    backward[-1] = replace(backward[-1], made=0)
+    waits = strategy is Strategy.SHARD_OPTIMIZER
+    rank.run_forward(forward[:5])
+    assert OUTPUT not in rank.gathered
+    rank.run_forward(forward[5:])
+    assert OUTPUT in rank.gathered
+    made: list[int] = []
+    finish = rank.finish
+    rank.finish = lambda name, size, *more: made.append(size) if name == "" else finish(name, size, *more)  # type: ignore[method-assign]
+    for number, is_last in enumerate((False, True)):
+        rank.run_backward(backward, is_last)
+        assert (OUTPUT in rank.gathered) == (waits and not is_last)
+        assert rank.shards.get(OUTPUT, 0) == (0 if waits and not is_last else 12)
+        assert rank.waiting.get(OUTPUT, 0) == (40 if waits and not is_last else 0)
+        assert made == [0] * (number + 1)
+        rank.run_forward(forward)
+
+
 def test_worst_moment_of_a_step_without_fsdp() -> None:
     """Gradients are cast at once, to twice their bytes, and kept; a second micro-batch adds a quarter at a time."""
     states = States(1000, 448, 2000, buffers=5, updating=7, inputs=(100, 200))
@@ -427,6 +453,9 @@ def test_what_is_sent_counts_units_and_micro_batches() -> None:
     found = sent(Strategy.FULL_SHARD, 3)
     assert found.sharded == 3 * 3 / 4 * (2 * (32 + 16 + 8) + 4 * 8 + 2 * (32 + 16) + 4 * (32 + 8))
     assert (found.gathers, found.reductions) == (3 * 3 * 2 + 2 * 3, 0)
+    output = Weight((8, 4), True, False, False, unit=OUTPUT)  # not gathered again in the backward pass
+    more = volume([*weights, output], Strategy.FULL_SHARD, precision(), 4, 4, 4, 3)
+    assert more.sharded - found.sharded == 3 * 3 / 4 * (2 * 32 + 4 * 32)
     assert (
         sent(Strategy.SHARD_OPTIMIZER, 3).gathers == 2 + 2 and sent(Strategy.SHARD_GRAD_OP, 3).gathers == 2 * 3 + 2 * 3
     )

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -36,7 +35,7 @@ from llava_fsdp.model.experts import RankPositions, RouterOutputs, find_experts,
 from llava_fsdp.model.init_weights import computed_buffers, restore_buffers
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.load_weights import fingerprint, frozen_digests, load_weights
-from llava_fsdp.model.loss import LossCollector, VocabularyPart, chunked_loss
+from llava_fsdp.model.loss import VocabularyPart, chunked_loss
 from llava_fsdp.model.pretrained import artifacts_of
 from llava_fsdp.model.quantization import quantized_weights
 from llava_fsdp.model.stages import chains_of_blocks, children_of, plan_of_stages, remove_others, stage_of
