@@ -97,7 +97,8 @@ class Weight:
         return max(1, shards * self.tensor // self.sharers)
 
     def is_cut_by_columns(self, shards: int) -> bool:
-        """Return whether FSDP shards the parameter along dimension 1, if it shards others over `shards` ranks."""
+        """Return whether FSDP shards the parameter along dimension 1 (by columns), if it shards other parameters over
+        `shards` ranks."""
         own = self.own_shards(shards)
         return bool(self.shape and sharded_dimension((self.shape[0] // self.sharers, *self.shape[1:]), own))
 
@@ -123,14 +124,15 @@ class Weight:
 
 def sharded_dimension(shape: Sequence[int], shards: int) -> int:
     """Return the dimension along which FSDP shards a parameter over `shards` ranks: 1 for a stack of matrices, such as
-    the experts of a layer, that are fewer than the ranks; otherwise 0, as is FSDP2's default.
+    the experts of a layer, if there are fewer matrices than ranks; otherwise 0, which is FSDP2's default.
 
-    Along dimension 0, each rank beyond the number of matrices would hold a whole matrix of padding. FSDP2 shards
-    dimension 1 only evenly. Each shard must have whole blocks of int8 moments, so that these do not depend on the
-    number of ranks; for simplicity that holds for all dtypes of moments.
+    Along dimension 0, each rank beyond the number of matrices would hold a whole matrix of padding. There are two
+    conditions. FSDP2 shards dimension 1 only evenly. Each rank's part of a matrix must consist of whole blocks of int8
+    moments, so that the blocks do not depend on the number of ranks. The second condition applies to all dtypes of
+    moments, so that the dimension does not depend on the dtype.
 
     Args:
-        shape: the parameter's shape [matrices, rows, columns], or any other.
+        shape: the parameter's shape; that of experts is [experts, outputs, inputs] or [experts, inputs, outputs].
     """
     if len(shape) != 3 or not 0 < shape[0] < shards or shape[1] % shards or shape[1] // shards * shape[2] % BLOCK:
         return 0

@@ -66,7 +66,7 @@ def parallelize(
         share: divides the experts of a mixture among ranks; None: each rank has all experts.
         roots_of: called after blocks are wrapped; returns the modules whose forward is called, each a part of the
             model. None: the model itself.
-        output: module that is called behind all blocks, an FSDP unit of its own; None: there is none.
+        output: the output layer, which becomes an FSDP unit; None: its weight is in another unit.
 
     Returns:
         The master weights by parameter name: the tensors to load, to optimize and to save in checkpoints.
@@ -195,8 +195,8 @@ def shard(
 
 
 def divide_over(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard]:
-    """Return the function that tells FSDP along which dimension it shards a parameter over the ranks of a mesh, whose
-    last dimension shards."""
+    """Return a function that returns along which dimension FSDP shards a parameter. The last dimension of `mesh` has
+    the ranks that shard."""
     return lambda parameter: Shard(sharded_dimension(local(parameter).shape, mesh.shape[-1]))
 
 

@@ -71,8 +71,9 @@ class LabelLoss(Protocol):
 
 
 class OutputLayer(nn.Linear):
-    """Linear layer from hidden states to the logits of all tokens of the vocabulary, which computes the loss, too. So
-    FSDP can gather its weight before the loss, and reduce its gradient while the gradients of blocks are computed.
+    """Linear layer from hidden states to the logits of all tokens of the vocabulary, which also computes the loss. The
+    loss is computed inside of the module that has the weight, because FSDP gathers a weight before its module's forward
+    pass and reduces its gradient after the module's backward pass.
 
     Args:
         hidden: width of the hidden states.

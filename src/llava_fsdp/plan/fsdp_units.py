@@ -41,11 +41,11 @@ class Unit:
     narrow: tuple[int, ...]
     """Bytes of each weight's unsharded gradient in the dtype in which the backward pass produces it."""
     regrouped: int
-    """Bytes of a second copy of the weights that are sharded along dimension 1, while they are gathered: an all-gather
-    puts the ranks' shards one after the other."""
+    """Bytes of the weights that are sharded along dimension 1 (by columns). An all-gather makes one more copy of them,
+    with the ranks' shards one after the other, and frees it when the weights are complete."""
     by_columns: tuple[bool, ...]
-    """Whether each weight with a gradient is sharded along dimension 1. Its gradient is copied before a
-    reduce-scatter."""
+    """For each trainable weight, whether it is sharded along dimension 1. FSDP copies the gradient of such a weight
+    before a reduce-scatter."""
 
 
 def units_of(

@@ -231,8 +231,8 @@ class FsdpRank:
         self.drop_buffers()
 
     def finish_output(self, segment: Segment, is_last: bool) -> int:
-        """Simulate the reduction of the output layer's gradient, with which a backward pass begins. Return its bytes; 0
-        if the output layer is no FSDP unit of its own."""
+        """Simulate the reduction of the output layer's gradient, which is the first one of a backward pass. Return the
+        bytes of this gradient; 0 if the output layer is not an FSDP unit of its own."""
         if OUTPUT not in self.units:
             return 0
         made = sum(self.units[OUTPUT].narrow)
@@ -350,7 +350,7 @@ class FsdpRank:
         sizes = unit.widened if name in self.waiting else unit.narrow
         regrouped = [size for size, is_copied in zip(sizes, unit.by_columns, strict=True) if is_copied] or [0]
         self.ledger.compare(moment, reducing=max(regrouped))
-        # `foreach_reduce` keeps the last gradient that it has copied until it returns
+        # `foreach_reduce` copies gradients of weights that are sharded by columns, and keeps the last original
         self.ledger.add(moment, reducing=unit.reduce_input + regrouped[-1])
         self.ledger.drop(reducing=added + self.waiting.pop(name, 0))
         self.ledger.compare(moment, reducing=unit.reduce_output)
