@@ -13,7 +13,7 @@ from llava_fsdp.plan.activations import MicroBatch
 from llava_fsdp.plan.planner import peak
 
 CLOSE = 5e-3
-"""Share of the most bytes alive. The plan leaves out scalars and indices, some thousand bytes of megabytes, and lets the
+"""Share of the most bytes alive. The plan leaves out scalars and indices, some thousand bytes of megabytes. It lets the
 output layer's gradient be reduced behind the last norm's backward pass, which is a little too late."""
 
 Case = tuple[int, str, str, str, str]
