@@ -236,6 +236,9 @@ def whole_model(state: TrainState) -> torch.nn.Module:
     assert isinstance(state.model, Llava)
     # a second model would change the attention implementation in the configuration of the first
     parts = copy.deepcopy(state.model.parts)
+    # transformers' default instead of the function that exchanges tokens with other ranks, which are not on the meta
+    # device: `build_llava` runs the language model there
+    parts.language._experts_implementation = None
     return build_llava(parts, state.model.cfg, state.model.compute_dtype, state.model.kernel)
 
 
