@@ -40,12 +40,12 @@ MIXTURE = [
 ]
 COLUMNS = [
     (4, "sharding=zero3 parallel.expert=2"),
-    (4, "sharding=hybrid sharding.shard_size=4"),
+    (8, "sharding=hybrid sharding.shard_size=4"),
     (2, "sharding=zero2 parallel.expert=2"),
     (3, "sharding=zero3"),
     (8, "sharding=zero1 parallel.pipeline=2"),
 ]
-"""Two experts with int8 moments: sharded along dimension 1, along dimension 0, and by both."""
+"""Two experts with int8 moments. The layouts shard some weights along dimension 1 and others along dimension 0."""
 CASES = {
     "first of the model": MODEL[:1],
     "model": [*MODEL, BACK],

@@ -208,7 +208,7 @@ def test_every_shard_of_every_parameter_is_rounded_by_itself(monkeypatch: pytest
 
 
 def rounded_columns(first_columns: list[int], monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """Equal bf16 shards of a parameter after a step; each begins at a column."""
+    """Equal bf16 shards of a parameter after two steps; each begins at a column."""
     found = []
     for first in first_columns:
         monkeypatch.setattr(lowbit_adamw, "local_columns", lambda own, first=first: (first, first + 30))
@@ -216,13 +216,13 @@ def rounded_columns(first_columns: list[int], monkeypatch: pytest.MonkeyPatch) -
     return found
 
 
-def test_shards_of_the_same_rows_are_rounded_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_with_the_same_first_row_draw_different_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second, again = rounded_columns([0, 30, 0], monkeypatch)
     assert torch.equal(first, again) and not torch.equal(first, second)
 
 
 def cut_moments(world: World, dimension: int) -> list[torch.Tensor]:
-    """int8 moments, and weights, after three steps of two matrices that ranks shard along a dimension; whole."""
+    """The whole weights and int8 moments after three steps on two matrices that are sharded along `dimension`."""
     mesh = init_device_mesh("cpu", (world.size,))
     start = torch.randn(2, 6, 256, generator=torch.Generator().manual_seed(1))
     parameter = nn.Parameter(distribute_tensor(start, mesh, [Shard(dimension)]))

@@ -197,6 +197,23 @@ def test_any_elementwise_optimizer_in_pieces_is_the_same_to_the_bit(
             assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True)), name
 
 
+@pytest.mark.parametrize("kind", ["file", "memory"])
+@pytest.mark.parametrize("shapes", [[(0, 4), (300, 3)], [(0, 4)]])
+def test_steps_of_empty_shards_are_counted(kind: str, shapes: list[tuple[int, int]], tmp_path: Path) -> None:
+    """Also where a rank has nothing else."""
+    parameters = [nn.Parameter(torch.ones(shape)) for shape in shapes]
+    optimizer = StreamedOptimizer(
+        torch.optim.AdamW(parameters, fused=True),
+        lambda size: Arena(size, tmp_path if kind == "file" else None),
+        (lambda made: FileStaging(made, [])) if kind == "file" else (lambda made: DeviceStaging(made, CPU)),
+    )
+    for _ in range(3):
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    assert [float(optimizer.state[parameter]["step"]) for parameter in parameters] == [3.0] * len(shapes)
+
+
 def test_weights_and_gradients_in_files_are_read_ahead_like_moments(tmp_path: Path) -> None:
     """`each` is called with what is read ahead and what is removed from memory: two moments, a weight, its gradient."""
     shards, gradients = (Arena(PAGE, tmp_path) for _ in range(2))

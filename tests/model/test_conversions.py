@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from llava_fsdp.distributed.local_shards import LocalShard
 from llava_fsdp.model.conversions import (
     ConvertedTensor,
     LoadPlan,
@@ -22,7 +23,7 @@ from llava_fsdp.model.conversions import (
     whole_model_of,
 )
 from llava_fsdp.model.lazy_tensor import LazyTensor, whole
-from llava_fsdp.model.load_weights import language_model
+from llava_fsdp.model.load_weights import language_model, part_of
 from llava_fsdp.model.tensor_files import StoredTensor, open_tensors
 from llava_fsdp.runtime.errors import ModelError
 
@@ -243,6 +244,29 @@ def test_files_of_two_dtypes_and_pickled_ones(tmp_path: Path) -> None:
     expected = torch.cat([tensors[f"{prefix}.w1.weight"].float(), tensors[f"{prefix}.w3.weight"]])
     assert torch.equal(source.rows(2, 3)[0], expected)
     assert isinstance(plan.sources["model.norm.weight"], StoredTensor)
+
+
+def test_only_a_rank_s_columns_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an expert's weight that is put together from two tensors in files, and of one that is in a file as it is."""
+    save(filled(AutoModelForCausalLM.from_config(text("mixtral"), dtype=torch.float32)), tmp_path)
+    read = [0]
+    part = StoredTensor.part
+
+    def counted(stored: StoredTensor, box: Any) -> torch.Tensor:
+        values = part(stored, box)
+        read[0] += values.numel()
+        return values
+
+    monkeypatch.setattr(StoredTensor, "part", counted)
+    plan = plan_load(lambda: language_model_of(text("mixtral")), open_tensors(tmp_path), tmp_path)
+    for name in ("model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.self_attn.q_proj.weight"):
+        source = plan.sources[name]
+        assert isinstance(source, ConvertedTensor) == name.endswith("gate_up_proj")
+        columns = source.shape[1] // 2 - 3, source.shape[1] // 2 + 1  # of both tensors
+        expected = source.rows(1, 3)[:, slice(*columns)]
+        read[0] = 0
+        found = part_of(source, LocalShard(1, 3, [], columns))
+        assert torch.equal(found, expected) and read[0] == found.numel() > 0
 
 
 OPERATIONS: dict[str, Callable[[torch.Tensor], Any]] = {

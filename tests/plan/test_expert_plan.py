@@ -9,7 +9,7 @@ import torch
 from harness import RankPool
 from live import measure_step
 from mixtures import mixture_parts
-from small import make_config
+from small import changed_parts, make_config
 from tiers import slow_after
 
 from llava_fsdp.config import ActivationCheckpointing, Config
@@ -17,7 +17,9 @@ from llava_fsdp.data.synthetic import fullest
 from llava_fsdp.distributed.mesh import World, distributed
 from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.model.pretrained import find_parts
+from llava_fsdp.plan import fsdp_units
 from llava_fsdp.plan.activations import MicroBatch
+from llava_fsdp.plan.fsdp_units import unit_of
 from llava_fsdp.plan.hardware import machine_named
 from llava_fsdp.plan.planner import Choice, Ranks, peak
 from llava_fsdp.plan.search import checkpointing_modes, ways_to_share_experts
@@ -33,7 +35,7 @@ CASES = [("zero3", 2, "none"), ("zero3", 2, "full"), ("zero2", 2, "none"), ("zer
          ("zero3", 4, "full"), ("hybrid", 2, "full"), ("hybrid2", 4, "none")]  # fmt: skip
 FEWER = [("zero3", 2, "full"), ("zero3", 1, "none"), ("zero2", 2, "none"), ("zero1", 1, "full"), ("hybrid", 1, "none"),
          ("hybrid2", 1, "full")]  # fmt: skip
-"""Cases in which fewer experts than ranks are sharded."""
+"""Cases with fewer experts than ranks that shard them."""
 
 
 def configure(
@@ -118,6 +120,33 @@ def test_the_worst_moment_is_that_of_real_steps(
     for rank, (most, micros) in enumerate(pools[4].run(measure_equal_loads, cfg)):
         planned = peak(cfg, 4, "cpu", micros, rank)
         assert planned.bytes["total"] == pytest.approx(most, rel=CLOSE), (rank, planned.moment)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize(("strategy", "expert"), [("zero2", 1), ("zero3", 2)])
+def test_the_worst_moment_of_large_experts(
+    strategy: str, expert: int, parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Their weights are larger than the activations of so few tokens, so that FSDP's copies of weights and gradients
+    that are sharded along dimension 1 count at the worst moment."""
+    model = changed_parts(
+        mixture_parts("mixtral", parts, tmp_path / "parts", 2, 512), tmp_path / "large", {"hidden_size": 1024}
+    )
+    cfg = make_config(
+        model, dataset, tmp_path / "run", f"sharding={strategy}", f"parallel.expert={expert}", "pack=true",
+        "activation_checkpointing=full", "global_batch_size=4", "tokens_per_micro_batch=64", "data.max_length=64",
+        "data.bad_records=skip", "data.max_bad_records=20%",
+    )  # fmt: skip
+    ranks = pools[4].run(measure_equal_loads, cfg)
+    found = [(peak(cfg, 4, "cpu", micros, rank).bytes["total"], most) for rank, (most, micros) in enumerate(ranks)]
+    assert [planned for planned, _ in found] == pytest.approx([most for _, most in found], rel=4e-3)
+    monkeypatch.setattr(
+        fsdp_units, "unit_of",
+        lambda *args: replace(own := unit_of(*args), second_copy=0, by_columns=(False,) * len(own.by_columns)),
+    )  # fmt: skip
+    assert peak(cfg, 4, "cpu", ranks[0][1], 0).bytes["total"] < (1 - 2e-3) * ranks[0][0]
 
 
 def test_sharing_experts_saves_their_part(parts: Path, dataset: Path, tmp_path: Path) -> None:

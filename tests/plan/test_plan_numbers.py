@@ -214,13 +214,13 @@ def test_what_fsdp_allocates_for_experts_cut_by_columns() -> None:
     """Two experts of 128 x 8 on 4 ranks, and a bias of 7 numbers, which is cut as usual."""
     weights = [Weight((2, 128, 8), True, False, False, unit="a"), Weight((7,), True, False, False, unit="a")]
     found = unit_of("a", weights, precision(), 4, False, False)
-    assert found.gathered == found.buffer == 2 * (2048 + 8) and found.regrouped == 2 * 2048
+    assert found.gathered == found.buffer == 2 * (2048 + 8) and found.second_copy == 2 * 2048
     assert (found.reduce_input, found.shard_gradients) == (4 * (2048 + 8), 4 * (512 + 2))
     assert found.by_columns == (True, False)
-    assert unit_of("a", weights, precision(), 2, False, False).regrouped == 0
+    assert unit_of("a", weights, precision(), 2, False, False).second_copy == 0
     frozen = [replace(weight, trainable=False) for weight in weights]
     found = unit_of("a", frozen, precision(), 4, False, False)
-    assert (found.regrouped, found.by_columns) == (2 * 2048, ())
+    assert (found.second_copy, found.by_columns) == (2 * 2048, ())
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_weights_cut_by_columns_are_copied(
 ) -> None:
     """All of a unit in an all-gather; one gradient after the other before a reduce-scatter, of which the last stays."""
     sizes = {"narrow": narrow, "reduce_input": reduce_input, "reduce_output": reduce_output}
-    own = replace(unit("a", 1, True), regrouped=7, by_columns=(True, True), shard_gradients=0, **sizes)
+    own = replace(unit("a", 1, True), second_copy=7, by_columns=(True, True), shard_gradients=0, **sizes)
     rank = FsdpRank(Ledger(), {"a": own}, SHARD_PLANS[Strategy.FULL_SHARD], {"a": "a"}, None)
     rank.prefetch("a")
     rank.copy_out("a", "gather")
@@ -249,6 +249,15 @@ def test_weights_cut_by_columns_are_copied(
     rank.finish("a", 0, True, "reduce")
     last = narrow[1]
     assert rank.ledger.most == max(20 + last, 20 + reduce_input + last, reduce_input + reduce_output + last)
+
+
+@pytest.mark.parametrize(("sharded", "kept"), [(True, 5), (False, 0)])
+def test_the_last_gradient_of_a_unit_stays_until_the_end_of_its_reduction(sharded: bool, kept: int) -> None:
+    """If more than one rank shards: without another rank FSDP has no loop over gradients whose variable holds it."""
+    own = replace(unit("a", 1, sharded), reduce_input=1, reduce_output=100)
+    rank = FsdpRank(Ledger(), {"a": own}, SHARD_PLANS[Strategy.FULL_SHARD], {"a": "a"}, None)
+    rank.finish("a", 20, True, "reduce")
+    assert rank.ledger.most == 1 + 100 + kept and rank.ledger.held["reducing"] == 1
 
 
 def test_what_a_step_waits_for() -> None:
@@ -326,7 +335,7 @@ def unit(name: str, size: int, sharded: bool) -> Unit:
     return Unit(
         name, gathered=20 * size, buffer=20 * size * sharded, cast=10 * size, reduce_input=40 * size,
         reduce_output=11 * size, waiting_output=10 * size, shard_gradients=12 * size, widened=(30 * size, 10 * size),
-        narrow=(15 * size, 5 * size), regrouped=0, by_columns=(False, False),
+        narrow=(15 * size, 5 * size), second_copy=0, by_columns=(False, False),
     )  # fmt: skip
 
 

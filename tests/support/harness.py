@@ -115,8 +115,8 @@ def serve(rank: int, size: int, store: Path, pipe: Any) -> None:
     torch.set_num_threads(1)
     os.environ.pop("TORCHELASTIC_RUN_ID", None)
     world = World(rank=rank, size=size, local_rank=rank, local_size=size, device=CPU)
-    # This process is a copy of one that may have trained, or run a dry run. Its garbage must not be collected here: the
-    # end of a process group waits for threads that have not been copied.
+    # A fork copies the parent's memory, but not its threads. Collecting a process group of the parent would wait for
+    # threads that do not exist here.
     gc.freeze()
     clear_caches()
     for number in itertools.count():
@@ -147,6 +147,6 @@ def forget_groups() -> None:
 
 def clear_caches() -> None:
     """Clear DTensor's caches. They are keyed by mesh: an equal mesh of another call, or of another rank, would get the
-    groups and the places of this one."""
+    process groups and the rank coordinates of this one."""
     for name in ("_clear_python_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache"):  # not in every torch
         getattr(debug, name, lambda: None)()

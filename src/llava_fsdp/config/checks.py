@@ -229,7 +229,8 @@ def check_offload(cfg: Config) -> None:
     if mode in (OffloadMode.optimizer, OffloadMode.nvme) and not is_fp32:
         raise ConfigError(
             f"offload={mode.value} updates fp32 masters and moments, not precision.master_dtype={masters.value} with "
-            f"moment_dtype={moments.value}; choose offload=params, or precision=bf16"
+            f"moment_dtype={moments.value}; choose offload=params, or precision.master_dtype=fp32 and "
+            "precision.moment_dtype=fp32"
         )
     if mode.moves_weights and precision.linear is LinearKind.fp8:
         raise ConfigError(

@@ -7,8 +7,8 @@ A few rows at a time are converted to fp32, updated by torch's own fused AdamW, 
   the second moment would hardly change: beta2=0.999 changes it by 1/1000 per step, and neighbouring bf16 numbers differ
   by about 1/256.
 - int8 moments are indices into a table of 256 values, dense around zero, with one scale for each block of 256 elements
-  (dynamic block-wise quantisation, arXiv 2110.02861). A block never crosses a row, so that sharding by rows does not
-  change the blocks. Nor does sharding along dimension 1, which cuts rows between blocks (`memory.sharded_dimension`).
+  (dynamic block-wise quantisation, arXiv 2110.02861). A block never crosses a row, and FSDP shards only whole rows or
+  whole blocks (`memory.sharded_dimension`). So sharding does not change the blocks.
 """
 
 import math
@@ -42,8 +42,9 @@ class LowBitAdamW(torch.optim.Optimizer):
     Args:
         groups: parameter groups as `torch.optim.AdamW` takes them, with lr and weight_decay in each.
         moments: the dtype in which moments are stored. With int8, the moments of one-dimensional parameters are fp32.
-        seed: seed of the stochastic rounding. Random numbers depend on the seed, the step, the parameter and the first
-            row and column of this rank's shard, so that replicas stay equal and a resumed run draws the same numbers.
+        seed: seed of the stochastic rounding. Random numbers depend on the seed, the step, the parameter, and the
+            first row and the columns of this rank's shard, so that replicas stay equal and a resumed run draws the same
+            numbers.
     """
 
     def __init__(
@@ -98,8 +99,8 @@ class LowBitAdamW(torch.optim.Optimizer):
         assert parameter.grad is not None
         weights, gradients = as_rows(parameter), as_rows(parameter.grad)
         stored = [StoredMoment(state, name) for name in MOMENTS]
-        places = [part[0] for part in (local_rows(parameter), local_columns(parameter)) if part is not None]
-        generator = torch.Generator(weights.device).manual_seed(derive("rounding", self.seed, step, number, *places))
+        place = (local_rows(parameter)[0], *(local_columns(parameter) or ()))
+        generator = torch.Generator(weights.device).manual_seed(derive("rounding", self.seed, step, number, *place))
         steps = torch.full((), float(step), device=weights.device)
         for rows in row_chunks(weights):
             weight, moments = weights[rows].float(), [moment.read(rows) for moment in stored]

@@ -78,12 +78,13 @@ class Weight:
         """Return the bytes of both of Adam's moments of a shard.
 
         Args:
-            local: number of the parameter's elements in the shard, which consists of whole rows or, if the parameter is
-                sharded along dimension 1, of whole blocks.
+            local: number of the parameter's elements in the shard: whole slices of dimension 0 or, if the parameter is
+                sharded along dimension 1, whole blocks.
         """
         if is_quantised(self.shape, precision.moment_dtype):
-            rows, rest = divmod(local, max(1, math.prod(self.shape[1:])))
-            blocks = rows * math.ceil(math.prod(self.shape[1:]) / BLOCK) + rest // BLOCK
+            row = math.prod(self.shape[1:])
+            rows, rest = divmod(local, max(1, row))
+            blocks = rows * math.ceil(row / BLOCK) + rest // BLOCK
             return NUM_MOMENTS * (local + 4 * blocks)
         return NUM_MOMENTS * (2 if precision.moment_dtype is MomentDType.bf16 else 4) * local
 
@@ -99,21 +100,19 @@ class Weight:
     def is_cut_by_columns(self, shards: int) -> bool:
         """Return whether FSDP shards the parameter along dimension 1 (by columns), if it shards other parameters over
         `shards` ranks."""
-        own = self.own_shards(shards)
-        return bool(self.shape and sharded_dimension((self.shape[0] // self.sharers, *self.shape[1:]), own))
+        own = (self.shape[0] // self.sharers, *self.shape[1:]) if self.shape else ()
+        return sharded_dimension(own, self.own_shards(shards)) == 1
 
     def local(self, shards: int, rank: int) -> int:
         """Return the number of the parameter's elements on rank `rank` of the `shards` ranks over which FSDP shards
-        weights: on the first of those that compute layers together. FSDP splits dimension 0 like `torch.chunk`."""
-        is_cut_by_columns = self.is_cut_by_columns(shards)
-        shards, rank = self.own_shards(shards), rank * self.tensor // self.sharers
-        if shards == 1:
-            return self.gathered
-        if is_cut_by_columns:
-            return self.gathered // shards
+        weights: on the first of those that compute layers together. FSDP splits dimension 0 like `torch.chunk`, and
+        dimension 1 evenly."""
+        own, place = self.own_shards(shards), rank * self.tensor // self.sharers
+        if own == 1 or self.is_cut_by_columns(shards):
+            return self.gathered // own
         rows = self.shape[0] // self.sharers
-        chunk = math.ceil(rows / shards)
-        held = max(0, min(chunk, rows - rank * chunk))
+        chunk = math.ceil(rows / own)
+        held = max(0, min(chunk, rows - place * chunk))
         return self.gathered // rows * held if rows else 0
 
     def padded(self, shards: int) -> int:

@@ -157,7 +157,7 @@ def shard(
         cast_forward_inputs=False,  # the model casts images itself, with or without FSDP
     )
     common: dict[str, Any] = {"mesh": mesh, "ignored_params": ignored, "offload_policy": offload.policy}
-    common["shard_placement_fn"] = divide_over(mesh)
+    common["shard_placement_fn"] = placement_over(mesh)
     norms = [m for m in norms_kept_in_fp32(model, cfg.precision) if set(m.parameters()) - ignored]
     together = GatheredFirst(norms) if norms else None
     if together is not None:
@@ -167,7 +167,7 @@ def shard(
         model.gathered_first = together
         common["ignored_params"] = ignored = ignored | set(together.parameters())
     if experts is not None:
-        own = {**common, "mesh": experts.mesh, "shard_placement_fn": divide_over(experts.mesh)}
+        own = {**common, "mesh": experts.mesh, "shard_placement_fn": placement_over(experts.mesh)}
         for module in experts.modules:
             fully_shard(module, mp_policy=policy, reshard_after_forward=plan.reshard_after_forward, **own)
     units = []
@@ -194,9 +194,9 @@ def shard(
             module.set_force_sum_reduction_for_comms(True)
 
 
-def divide_over(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard]:
-    """Return a function that returns along which dimension FSDP shards a parameter. The last dimension of `mesh` has
-    the ranks that shard."""
+def placement_over(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard]:
+    """Return FSDP's `shard_placement_fn` for a mesh: a function from a parameter to the dimension along which it is
+    sharded. The last dimension of the mesh contains the ranks that shard."""
     return lambda parameter: Shard(sharded_dimension(local(parameter).shape, mesh.shape[-1]))
 
 

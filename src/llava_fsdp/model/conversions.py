@@ -63,6 +63,10 @@ class ConvertedTensor:
         the parts of the files that contain these values are read."""
         return self.lazy.rows(begin, end).to(self.dtype)
 
+    def part(self, box: Box) -> torch.Tensor:
+        """Read a part of the parameter, as `StoredTensor.part` does."""
+        return self.lazy.read(box).to(self.dtype)
+
 
 @dataclass(frozen=True)
 class LoadPlan:

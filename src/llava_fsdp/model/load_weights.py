@@ -1,4 +1,4 @@
-"""Load the weights of a sharded model, from files or randomly initialised: each rank reads only its own rows, one
+"""Load the weights of a sharded model, from files or randomly initialised: each rank reads only its own part, one
 parameter at a time. Compute hashes of weights, by which a resumed run recognizes them."""
 
 import copy
@@ -16,6 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from llava_fsdp.config import ModelConfig
 from llava_fsdp.model.conversions import (
+    ConvertedTensor,
     LoadPlan,
     is_vision_language_model,
     language_model_of,
@@ -487,8 +488,8 @@ def load_weights(
 ) -> None:
     """Copy the values of every parameter of a model from its source, such as a file, into this rank's shard.
 
-    A rank reads only its own rows. A weight that will be quantized is read whole, because its scales depend on the
-    whole weight.
+    A rank reads only its own rows and columns of files. A weight that will be quantized is read whole, because its
+    scales depend on the whole weight.
 
     Args:
         sources: where the values are read from, by parameter name.
@@ -501,10 +502,17 @@ def load_weights(
         shard = shards[name]
         layer = (packed or {}).get(name)
         if layer is None:
-            values = sources[name].rows(shard.begin, shard.end)
-            if shard.columns is not None:
-                values = values[:, slice(*shard.columns)]
+            values = part_of(sources[name], shard)
         else:
             values = layer.pack(sources[name].rows(0, layer.out_features))[shard.begin : shard.end]
         for tensor in shard.tensors:
             tensor.copy_(values)
+
+
+def part_of(source: Stored, shard: Shard) -> torch.Tensor:
+    """Read the part of a parameter that this rank holds. Of a tensor in files, only this part is read."""
+    if shard.columns is None:
+        return source.rows(shard.begin, shard.end)
+    if isinstance(source, (StoredTensor, ConvertedTensor)):
+        return source.part(((shard.begin, shard.end), shard.columns, *((0, size) for size in source.shape[2:])))
+    return source.rows(shard.begin, shard.end)[:, slice(*shard.columns)]

@@ -40,7 +40,7 @@ class Unit:
     """Bytes of each weight's unsharded gradient in the reduction dtype, as it is kept for a later micro-batch."""
     narrow: tuple[int, ...]
     """Bytes of each weight's unsharded gradient in the dtype in which the backward pass produces it."""
-    regrouped: int
+    second_copy: int
     """Bytes of the weights that are sharded along dimension 1 (by columns). An all-gather makes one more copy of them,
     with the ranks' shards one after the other, and frees it when the weights are complete."""
     by_columns: tuple[bool, ...]
@@ -92,7 +92,7 @@ def unit_of(
         shard_gradients=0 if is_away else kept,
         widened=tuple(w.reduce_size(precision) * w.gathered for w in trainable),
         narrow=tuple(w.item_size(precision) * w.gathered for w in trainable),
-        regrouped=sum(w.gathered * w.gathered_size(precision) for w in weights if w.is_cut_by_columns(shards)),
+        second_copy=sum(w.gathered * w.gathered_size(precision) for w in weights if w.is_cut_by_columns(shards)),
         by_columns=tuple(w.is_cut_by_columns(shards) for w in trainable),
     )
 

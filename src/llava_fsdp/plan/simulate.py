@@ -309,7 +309,7 @@ class FsdpRank:
         if unit is None or name in self.gathered:
             return
         self.gathered.add(name)
-        self.ledger.compare(moment, gathered=unit.gathered + unit.regrouped)
+        self.ledger.compare(moment, gathered=unit.gathered + unit.second_copy)
         self.ledger.add(moment, gathered=unit.gathered)
         if not keep:
             self.ledger.drop(gathered=self.buffers.pop(name))
@@ -348,13 +348,15 @@ class FsdpRank:
         self.ledger.drop(reducing=self.reduce_input)
         self.reduce_input = unit.reduce_input
         sizes = unit.widened if name in self.waiting else unit.narrow
-        regrouped = [size for size, is_copied in zip(sizes, unit.by_columns, strict=True) if is_copied] or [0]
-        self.ledger.compare(moment, reducing=max(regrouped))
-        # `foreach_reduce` copies gradients of weights that are sharded by columns, and keeps the last original
-        self.ledger.add(moment, reducing=unit.reduce_input + regrouped[-1])
+        copied = [size for size, is_copied in zip(sizes, unit.by_columns, strict=True) if is_copied] or [0]
+        self.ledger.compare(moment, reducing=max(copied))
+        # `foreach_reduce` copies gradients of weights that are sharded by columns. Until it returns, its variables hold
+        # the last original, and the unit's last gradient.
+        last = sizes[-1] if sizes and unit.buffer and not unit.by_columns[-1] else 0
+        self.ledger.add(moment, reducing=unit.reduce_input + copied[-1])
         self.ledger.drop(reducing=added + self.waiting.pop(name, 0))
-        self.ledger.compare(moment, reducing=unit.reduce_output)
-        self.ledger.drop(reducing=regrouped[-1])
+        self.ledger.compare(moment, reducing=unit.reduce_output + last)
+        self.ledger.drop(reducing=copied[-1])
         waits = self.plan.gradient_sync is Sync.SCATTER_EVERY_REDUCE_LAST and not is_last
         held = self.shards.get(name, 0)
         self.shards[name] = unit.waiting_output if waits else unit.shard_gradients
