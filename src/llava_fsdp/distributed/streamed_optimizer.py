@@ -212,9 +212,8 @@ def split_into_buckets(
     for group, parameter in ((i, p) for i, g in enumerate(groups) for p in g["params"]):
         item, count = max(1, item_sizes[parameter.dtype]), local(parameter).numel()
         largest = max(ALIGNMENT, bucket_bytes // item // ALIGNMENT * ALIGNMENT)
-        for begin in range(
-            0, max(1, count), largest
-        ):  # an empty shard has an empty piece, so that its steps are counted
+        # an empty shard has an empty piece, so that its steps are counted
+        for begin in range(0, max(1, count), largest):
             end = min(count, begin + largest)
             if bucket and filled + padded(end - begin) * item > bucket_bytes:
                 yield bucket
