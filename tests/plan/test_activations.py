@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 from llava_fsdp.config import ActivationCheckpointing, ActivationCheckpointingConfig
 from llava_fsdp.distributed.activation_checkpoint import apply_activation_checkpointing
 from llava_fsdp.distributed.compile import Compilations
+from llava_fsdp.distributed.memory import OUTPUT
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.plan import activations
 from llava_fsdp.plan.activations import ActivationMeter, MicroBatch, inputs_of
@@ -53,6 +54,19 @@ def test_deepened_is_what_the_whole_depth_gives(
     deepened = make_meter(mode, train).segments(MICRO)
     monkeypatch.setattr(activations, "MEASURED_BLOCKS", 99)
     assert deepened == make_meter(mode, train).segments(MICRO)
+
+
+@pytest.mark.parametrize("train", ["projector", "projector,language"])
+def test_the_output_layer_is_a_segment_also_if_it_is_frozen(train: str, make_meter: MakeMeter) -> None:
+    """Last of a forward pass and first of a backward pass; its gradient is that of its weight alone, in bf16."""
+    meter = make_meter("full", train)
+    segments = meter.segments(MICRO)
+    forward, backward = ([s for s in segments if s.unit and s.backward is there] for there in (False, True))
+    assert (forward[-1].unit, backward[0].unit) == (OUTPUT, OUTPUT)
+    weight = meter.model.get_parameter("lm_head.weight")
+    assert backward[0].made == (2 * weight.numel() if weight.requires_grad else 0)
+    blocks = inputs_of_blocks(segments)
+    assert blocks and OUTPUT not in blocks
 
 
 def test_recomputing_keeps_less(make_meter: MakeMeter) -> None:

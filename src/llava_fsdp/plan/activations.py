@@ -22,6 +22,7 @@ from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.distributed.activation_checkpoint import apply_activation_checkpointing
 from llava_fsdp.distributed.compile import Compilations
 from llava_fsdp.distributed.expert_parallel import share_experts_on_meta
+from llava_fsdp.distributed.memory import OUTPUT
 from llava_fsdp.distributed.parallelize import block_names
 from llava_fsdp.distributed.precision import DTYPES, MASTERS, compute_norms_in_fp32, store_weights
 from llava_fsdp.model.attention import Kernel, NothingPacked, packing_refused
@@ -110,11 +111,12 @@ class Live:
 
 @dataclass(frozen=True)
 class Segment:
-    """Part of a forward or backward pass (a block, or everything between two blocks), and the bytes of the tensors that
-    exist in it."""
+    """Part of a forward or backward pass (a block, the output layer, or everything between two of them), and the bytes
+    of the tensors that exist in it."""
 
     unit: str
-    """Name of the block; empty for a part between two blocks."""
+    """Name of the block, or `OUTPUT` for an output layer whose weight is not that of the embeddings; empty for
+    everything between them."""
     backward: bool
     begin: Live
     end: Live
@@ -198,7 +200,7 @@ class ActivationMeter:
 
     def segments(self, micro: MicroBatch) -> list[Segment]:
         """Measure the activation memory of a micro-batch's forward and backward pass, for micro-batches of the sizes
-        `micro`. Return it in segments (a block, or everything between two blocks) for all blocks of the model. Three
+        `micro`. Return it in segments (see `Segment`) for all blocks of the model. Three
         blocks are run; the middle one stands for those left out."""
         trace = run(self.model, inputs_of(self.model, micro, self.packed, self.blends))
         segments = split_into_segments(trace, self.model, self.vocabulary, self.master)
@@ -284,8 +286,8 @@ def run(model: Llava, inputs: tuple[Any, ...]) -> Trace:
 
 @contextmanager
 def mark_blocks(model: Llava, trace: Trace) -> Iterator[None]:
-    """Context manager that adds a mark to the trace of memory events wherever a block's forward or backward pass begins
-    or ends."""
+    """Context manager that adds a mark to the trace of memory events wherever the forward or backward pass of a block
+    or of the output layer begins or ends."""
     handles = []
 
     def hook(tensor: Any, text: str) -> None:
@@ -306,7 +308,11 @@ def mark_blocks(model: Llava, trace: Trace) -> Iterator[None]:
 
         return leave
 
-    for block, name in block_names(model, model.blocks()).items():
+    modules = dict(block_names(model, model.blocks()))
+    output = model.output_layer()
+    if output is not None:
+        modules[output] = OUTPUT
+    for block, name in modules.items():
         handles += [block.register_forward_pre_hook(before(name)), block.register_forward_hook(after(name))]
     try:
         yield
@@ -317,7 +323,7 @@ def mark_blocks(model: Llava, trace: Trace) -> Iterator[None]:
 
 class TraceReader:
     """Reads the trace of a forward and a backward pass event by event: counts the bytes alive, and splits the passes
-    into segments (a block, or everything between two blocks)."""
+    into segments (see `Segment`)."""
 
     def __init__(self, trace: Trace, vocabulary: int, weights: dict[str, nn.Parameter], master: torch.dtype):
         self.vocabulary = vocabulary
@@ -343,7 +349,7 @@ class TraceReader:
         self.is_empty = True
 
     def close(self, next_unit: str) -> None:
-        if not self.is_empty:
+        if self.unit or not self.is_empty:
             worst = (self.worst, self.worst_first, self.worst_later)
             made = (self.made, self.made_masters)
             self.segments.append(Segment(self.unit, self.backward, self.begin, self.level, *worst, *made))
@@ -416,8 +422,7 @@ def deepened(segments: list[Segment], stack: str, depth: int) -> list[Segment]:
     three blocks by repeating the middle block.
 
     Args:
-        segments: memory of the passes of the model with three blocks, in segments (a block, or everything between two
-            blocks).
+        segments: memory of the passes of the model with three blocks, in segments (see `Segment`).
         stack: name of the module list that holds the blocks.
     """
     deep: list[Segment] = []

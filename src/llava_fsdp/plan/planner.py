@@ -368,7 +368,7 @@ class Planner:
     ) -> list[Segment]:
         """Interpolate the activation memory of a micro-batch's forward and backward pass between those of the next
         smaller and the next larger one of `sizes`. Measure it instead if there are no such two, or if their passes have
-        different numbers of segments (a block, or everything between two blocks).
+        different numbers of segments (see `Segment`).
 
         Args:
             mode: the mode of activation checkpointing: `none`, `full` or `selective`.

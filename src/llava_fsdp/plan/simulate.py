@@ -84,8 +84,7 @@ class States:
 
 
 Pass = Sequence[Segment]
-"""Memory of the forward and backward pass of one micro-batch, as consecutive segments (a block, or everything between
-two blocks)."""
+"""Memory of the forward and backward pass of one micro-batch, as consecutive segments (see `Segment`)."""
 
 
 def simulate_unsharded_step(passes: Sequence[Pass], states: States) -> Ledger:
@@ -176,10 +175,9 @@ class FsdpRank:
         for name in (ROOT, NORMS):
             self.gather(name, "root unit")
         blocks, order = self.order(segments)
-        last = max((n for n, segment in enumerate(segments) if segment.unit), default=-1)
-        for number, segment in enumerate(segments):
+        for segment in segments:
             unit = self.unit_names.get(segment.unit, "")
-            if number > last:
+            if segment.unit == OUTPUT:
                 self.gather(OUTPUT, describe(segment))
             if blocks.get(unit, [""])[0] == segment.unit != "":
                 self.gather(unit, describe(segment))
@@ -204,8 +202,11 @@ class FsdpRank:
             unit = self.unit_names.get(segment.unit, "")
             if unit not in blocks:
                 self.run(segment)
-                of_output = self.finish_output(segment, is_last) if segment is segments[0] else 0
-                made = 0 if self.adds_in_place(ROOT) else segment.made - of_output
+                if segment.unit == OUTPUT and OUTPUT in self.units:
+                    made = 0 if self.adds_in_place(OUTPUT) else segment.made
+                    self.finish(OUTPUT, made, is_last, describe(segment))
+                    continue
+                made = 0 if self.adds_in_place(ROOT) else segment.made
                 self.root_made += made
                 self.ledger.add(describe(segment), reducing=made)
                 continue
@@ -229,15 +230,6 @@ class FsdpRank:
         self.ledger.drop(reducing=self.reduce_input)
         self.root_made = self.reduce_input = 0
         self.drop_buffers()
-
-    def finish_output(self, segment: Segment, is_last: bool) -> int:
-        """Simulate the reduction of the output layer's gradient, which is the first one of a backward pass. Return the
-        bytes of this gradient; 0 if the output layer is not an FSDP unit of its own."""
-        if OUTPUT not in self.units:
-            return 0
-        made = sum(self.units[OUTPUT].narrow)
-        self.finish(OUTPUT, 0 if self.adds_in_place(OUTPUT) else made, is_last, describe(segment))
-        return made
 
     def run_with_experts(self, segment: Segment, is_last: bool) -> int:
         """Simulate the backward pass of one block, with the FSDP unit of its experts if ranks share them. Return the
@@ -268,9 +260,10 @@ class FsdpRank:
         return blocks, list(blocks)
 
     def run(self, segment: Segment) -> None:
-        """Simulate one segment (a block, or everything between two blocks), and record its peak of device memory with
+        """Simulate one segment (see `Segment`), and record its peak of device memory with
         the bytes that FSDP holds at that moment."""
-        worst = segment.worst_later if self.adds_in_place(self.unit_names.get(segment.unit, ROOT)) else segment.worst
+        unit = OUTPUT if segment.unit == OUTPUT else self.unit_names.get(segment.unit, ROOT)
+        worst = segment.worst_later if self.adds_in_place(unit) else segment.worst
         self.ledger.set_live(worst + self.under_way)
         self.ledger.compare(describe(segment), reducing=worst.gradients)
         self.ledger.set_live(segment.end + self.under_way)
@@ -421,7 +414,7 @@ def inputs_of_blocks(segments: Pass) -> dict[str, int]:
         segments: memory of a forward and backward pass, block by block.
     """
     backward = {s.unit for s in segments if s.backward}
-    forward = [s for s in segments if s.unit in backward and s.unit and not s.backward]
+    forward = [s for s in segments if s.unit in backward - {"", OUTPUT} and not s.backward]
     return {s.unit: max(0, s.end.activations - s.begin.activations) for s in forward}
 
 
