@@ -13,10 +13,18 @@ from saves import LAYOUTS, loaded, loaded_alone, save_steps, whole_tensors
 from tiers import slow_after
 from xxhash import xxh3_128
 
-from llava_fsdp.checkpoint import safetensors_stream
+from llava_fsdp.checkpoint import reader, safetensors_stream
 from llava_fsdp.checkpoint.manifest import Manifest, RowRange, TensorEntry, parse, parse_size, render
 from llava_fsdp.checkpoint.reader import SavedTensor, fill, load
-from llava_fsdp.checkpoint.safetensors_stream import CHUNK, CODES, Digest, build_header, read_header, write_tensors
+from llava_fsdp.checkpoint.safetensors_stream import (
+    CHUNK,
+    CODES,
+    Digest,
+    build_header,
+    read_header,
+    read_rows,
+    write_tensors,
+)
 from llava_fsdp.checkpoint.verify import verify
 from llava_fsdp.runtime.errors import CheckpointError, NumericError
 
@@ -234,8 +242,13 @@ COLUMNS = (("rank-00000.safetensors", 0, 4, (0, 2)), ("rank-00001.safetensors", 
            ("rank-00002.safetensors", 1, 4, (2, 5)))  # fmt: skip
 
 
-def test_columns_are_read_from_any_other_ranges(tmp_path: Path) -> None:
-    """Whole rows, and every box of a tensor of which three files have boxes."""
+@pytest.mark.parametrize("large", [1, 17, 1 << 16])
+def test_columns_are_read_from_any_other_ranges(large: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole rows, and every box of a tensor of which three files have boxes. Columns of at least `large` bytes are read
+    alone."""
+    read: list[int] = []
+    monkeypatch.setattr(reader, "LARGE_READ", large)
+    monkeypatch.setattr(reader, "read_rows", lambda *args: read.append(args[-1].nbytes) or read_rows(*args))
     whole = torch.arange(40.0).view(4, 5, 2)
     ranges = tuple(RowRange(*each) for each in COLUMNS)
     for file, begin, end, (left, right) in COLUMNS:
@@ -248,8 +261,10 @@ def test_columns_are_read_from_any_other_ranges(tmp_path: Path) -> None:
         for left in range(5):
             for right in range(left + 1, 6):
                 box = torch.zeros(end - begin, right - left, 2)
+                read.clear()
                 fill(tmp_path, {"a": entry}, {"a": (begin, box, (left, right))})
                 assert torch.equal(box, whole[begin:end, left:right])
+                assert sum(read) == box.nbytes or large > 1
 
 
 @pytest.mark.parametrize("contiguous", [True, False])

@@ -166,7 +166,7 @@ def shapes_of_experts(world: World, cfg: Config) -> dict[str, tuple[int, ...]]:
     ("mixtral", ("sharding=zero2", "offload=optimizer"), {"down_proj": (2, 10, 128)}),
     ("mixtral", ("sharding=zero3", "offload=nvme"), {"down_proj": (2, 10, 128)}),
 ]))  # fmt: skip
-def test_fewer_experts_than_ranks_are_divided_by_columns(
+def test_fewer_experts_than_ranks_are_sharded_along_dimension_1(
     kind: str, keys: tuple[str, ...], shapes: dict[str, tuple[int, ...]], parts: Path, dataset: Path, tmp_path: Path,
     pools: dict[int, RankPool],
 ) -> None:  # fmt: skip
@@ -179,6 +179,22 @@ def test_fewer_experts_than_ranks_are_divided_by_columns(
     size = 8 if kind == "qwen3_moe" and cfg.sharding.shard_size else 4
     assert pools[size].run(shapes_of_experts, cfg)[0].items() >= shapes.items()
     assert_same(train_on(size, cfg, pools), train_on(1, one, pools), f"{kind} {keys}")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("precision", slow_after(1, ["bf16", "fp32"]))
+def test_a_rank_s_part_of_an_expert_may_have_any_size(
+    precision: str, parts: Path, dataset: Path, tmp_path: Path, pools: dict[int, RankPool]
+) -> None:
+    """Two experts on four ranks, in parts of 20 x 40 and 10 x 40 numbers, which are no blocks of int8 moments. The four
+    ranks without sharding compute the same in bf16, too."""
+    folder = mixture_parts("mixtral", parts, tmp_path / "parts", 2, 40)
+    common = *BATCH, BALANCED, "pack=true", "tokens_per_micro_batch=256", f"precision={precision}"
+    cfgs = [make_config(folder, dataset, tmp_path / name, *common, f"sharding={name}") for name in ("zero0", "zero3")]
+    shapes = pools[4].run(shapes_of_experts, cfgs[1])[0]
+    assert shapes.items() >= {"gate_up_proj": (2, 20, 40), "down_proj": (2, 10, 40)}.items()
+    whole, sharded = (train_on(4, cfg, pools) for cfg in cfgs)
+    assert_same(sharded, whole, precision)
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """The formulas give the bytes that ranks hold, to the byte, for every strategy."""
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from tiers import slow_after
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from llava_fsdp.config import Config
+from llava_fsdp.config import Config, MomentDType
 from llava_fsdp.distributed.local_shards import local
 from llava_fsdp.distributed.memory import Bytes, Weight, bytes_per_rank, sharded_dimension
 from llava_fsdp.distributed.mesh import World
@@ -179,20 +180,23 @@ def test_shards_are_those_of_torch_chunk() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "shards", "dimension"),
+    ("shape", "shards", "moments", "dimension"),
     [
-        ((2, 128, 8), 4, 1), ((2, 64, 8), 4, 0), ((3, 384, 8), 4, 1), ((3, 384, 8), 5, 0), ((4, 128, 8), 4, 0),
-        ((4, 128, 8), 2, 0), ((1, 64, 8), 2, 1), ((0, 128, 8), 4, 0), ((2, 1024), 4, 0), ((2, 128, 8, 4), 4, 0),
-        ((), 4, 0), ((2, 256, 8), 1, 0),
+        ((2, 128, 8), 4, "int8", 1), ((2, 64, 8), 4, "int8", 0), ((2, 64, 8), 4, "fp32", 1), ((2, 64, 8), 4, "bf16", 1),
+        ((3, 384, 8), 4, "int8", 1), ((3, 384, 8), 5, "fp32", 0), ((4, 128, 8), 4, "fp32", 0),
+        ((4, 128, 8), 2, "fp32", 0), ((1, 64, 8), 2, "int8", 1), ((0, 128, 8), 4, "fp32", 0), ((2, 1024), 4, "fp32", 0),
+        ((2, 128, 8, 4), 4, "fp32", 0), ((), 4, "fp32", 0), ((2, 256, 8), 1, "fp32", 0),
+        ((32, 2880, 5760), 64, "fp32", 1), ((32, 2880, 5760), 64, "int8", 0),  # GPT-OSS-20B
     ],
 )  # fmt: skip
-def test_matrices_that_are_fewer_than_shards_are_cut_by_columns(
-    shape: tuple[int, ...], shards: int, dimension: int
+def test_matrices_that_are_fewer_than_shards_are_sharded_along_dimension_1(
+    shape: tuple[int, ...], shards: int, moments: str, dimension: int
 ) -> None:
-    """If dimension 1 is divided evenly, into whole blocks of 256 numbers."""
-    assert sharded_dimension(shape, shards) == dimension
-    weight = Weight(shape, trainable=True, whole=False, fp32=False)
+    """If dimension 1 is divided evenly, with int8 moments into whole blocks of 256 numbers."""
+    assert sharded_dimension(shape, shards, MomentDType(moments)) == dimension
+    weight = Weight(shape, trainable=True, whole=False, fp32=False, moments=MomentDType(moments))
+    assert weight.dimension(shards) == dimension
     if dimension:
         assert {weight.local(shards, rank) for rank in range(shards)} == {weight.numel // shards}
-        shared = Weight((shape[0] * 5, *shape[1:]), True, False, False, sharers=5)
+        shared = replace(weight, shape=(shape[0] * 5, *shape[1:]), sharers=5)
         assert shared.local(5 * shards, 6) == weight.padded(shards) == weight.numel // shards

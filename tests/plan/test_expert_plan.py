@@ -144,7 +144,7 @@ def test_the_worst_moment_of_large_experts(
     assert [planned for planned, _ in found] == pytest.approx([most for _, most in found], rel=4e-3)
     monkeypatch.setattr(
         fsdp_units, "unit_of",
-        lambda *args: replace(own := unit_of(*args), second_copy=0, by_columns=(False,) * len(own.by_columns)),
+        lambda *args: replace(own := unit_of(*args), second_copy=0, is_copied=(False,) * len(own.is_copied)),
     )  # fmt: skip
     assert peak(cfg, 4, "cpu", ranks[0][1], 0).bytes["total"] < (1 - 2e-3) * ranks[0][0]
 

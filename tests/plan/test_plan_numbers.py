@@ -210,17 +210,17 @@ def test_what_fsdp_allocates_for_a_unit() -> None:
     )
 
 
-def test_what_fsdp_allocates_for_experts_cut_by_columns() -> None:
+def test_what_fsdp_allocates_for_experts_sharded_along_dimension_1() -> None:
     """Two experts of 128 x 8 on 4 ranks, and a bias of 7 numbers, which is cut as usual."""
     weights = [Weight((2, 128, 8), True, False, False, unit="a"), Weight((7,), True, False, False, unit="a")]
     found = unit_of("a", weights, precision(), 4, False, False)
     assert found.gathered == found.buffer == 2 * (2048 + 8) and found.second_copy == 2 * 2048
     assert (found.reduce_input, found.shard_gradients) == (4 * (2048 + 8), 4 * (512 + 2))
-    assert found.by_columns == (True, False)
+    assert found.is_copied == (True, False)
     assert unit_of("a", weights, precision(), 2, False, False).second_copy == 0
     frozen = [replace(weight, trainable=False) for weight in weights]
     found = unit_of("a", frozen, precision(), 4, False, False)
-    assert (found.second_copy, found.by_columns) == (2 * 2048, ())
+    assert (found.second_copy, found.is_copied) == (2 * 2048, ())
 
 
 @pytest.mark.parametrize(
@@ -230,12 +230,12 @@ def test_what_fsdp_allocates_for_experts_cut_by_columns() -> None:
         ((15, 5), 1, 0, 20 + 15), ((15, 5), 40, 100, 40 + 100 + 5),
     ],
 )  # fmt: skip
-def test_weights_cut_by_columns_are_copied(
+def test_weights_sharded_along_dimension_1_are_copied(
     narrow: tuple[int, ...], reduce_input: int, reduce_output: int, most: int
 ) -> None:
     """All of a unit in an all-gather; one gradient after the other before a reduce-scatter, of which the last stays."""
     sizes = {"narrow": narrow, "reduce_input": reduce_input, "reduce_output": reduce_output}
-    own = replace(unit("a", 1, True), second_copy=7, by_columns=(True, True), shard_gradients=0, **sizes)
+    own = replace(unit("a", 1, True), second_copy=7, is_copied=(True, True), shard_gradients=0, **sizes)
     rank = FsdpRank(Ledger(), {"a": own}, SHARD_PLANS[Strategy.FULL_SHARD], {"a": "a"}, None)
     rank.prefetch("a")
     rank.copy_out("a", "gather")
@@ -243,7 +243,7 @@ def test_weights_cut_by_columns_are_copied(
     rank = FsdpRank(Ledger(), {"a": own}, SHARD_PLANS[Strategy.FULL_SHARD], {"a": "a"}, None)
     rank.finish("a", 20, True, "reduce")
     assert rank.ledger.most == most and rank.ledger.held["reducing"] == reduce_input
-    waiting = replace(own, narrow=(0, 0), widened=narrow, by_columns=(False, True))
+    waiting = replace(own, narrow=(0, 0), widened=narrow, is_copied=(False, True))
     rank = FsdpRank(Ledger(), {"a": waiting}, SHARD_PLANS[Strategy.SHARD_OPTIMIZER], {"a": "a"}, None)
     rank.finish("a", 0, False, "wait")
     rank.finish("a", 0, True, "reduce")
@@ -335,7 +335,7 @@ def unit(name: str, size: int, sharded: bool) -> Unit:
     return Unit(
         name, gathered=20 * size, buffer=20 * size * sharded, cast=10 * size, reduce_input=40 * size,
         reduce_output=11 * size, waiting_output=10 * size, shard_gradients=12 * size, widened=(30 * size, 10 * size),
-        narrow=(15 * size, 5 * size), second_copy=0, by_columns=(False, False),
+        narrow=(15 * size, 5 * size), second_copy=0, is_copied=(False, False),
     )  # fmt: skip
 
 

@@ -41,7 +41,7 @@ class RowRange:
     end: int
     columns: tuple[int, int] | None = None
     """The range of columns (indices of dimension 1) that the file holds of these rows; None: all. Tensor parallelism
-    divides some weights by columns."""
+    divides some weights by columns, and FSDP shards experts along dimension 1 if they are fewer than the ranks."""
 
 
 @dataclass(frozen=True)

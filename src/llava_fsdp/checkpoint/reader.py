@@ -20,6 +20,9 @@ Columns = tuple[int, int] | None
 """Range of columns (indices of dimension 1) of a tensor; None: all."""
 Described = tuple[torch.dtype, tuple[int, ...]]
 """Dtype and shape of a tensor."""
+LARGE_READ = 1 << 16
+"""Bytes. The wanted columns of a row are read alone if they are at least as large. Otherwise whole rows are read,
+because many small reads are slow."""
 WEIGHT_PREFIX = "model."
 """Prefix of the names of trained weights in a checkpoint. All other tensors are the optimizer's state."""
 
@@ -28,8 +31,8 @@ WEIGHT_PREFIX = "model."
 def load(
     checkpoint: Checkpoint, into: dict[str, torch.Tensor], elsewhere: Mapping[str, Described] | None = None
 ) -> None:
-    """Fill tensors with the values in a checkpoint. From a tensor that is sharded by rows (slices of dimension 0), only
-    the rows that this rank holds are read.
+    """Fill tensors with the values in a checkpoint. Only the rows (slices of dimension 0) that this rank holds are read
+    and, from large rows, only the columns (indices of dimension 1) that it holds.
 
     Args:
         into: the tensors to fill, by name.
@@ -105,11 +108,17 @@ def fill(
                 if columns == rows.columns:
                     read_rows(descriptor, file, place, target)
                     continue
-                read = torch.empty(end - begin, *shape[1:], dtype=entry.dtype)
-                read_rows(descriptor, file, place, read)
                 left, right = overlap(own, columns)
                 start = columns[0] if columns is not None else 0
-                target[:, left - start : right - start] = read[:, left - own[0] : right - own[0]]
+                target, column_bytes = target[:, left - start : right - start], row_bytes // (own[1] - own[0])
+                if (right - left) * column_bytes >= LARGE_READ:
+                    for row, part in enumerate(target):
+                        skipped = row * row_bytes + (left - own[0]) * column_bytes
+                        read_rows(descriptor, file, place + skipped, part)
+                    continue
+                read = torch.empty(end - begin, *shape[1:], dtype=entry.dtype)
+                read_rows(descriptor, file, place, read)
+                target.copy_(read[:, left - own[0] : right - own[0]])
         finally:
             os.close(descriptor)
 

@@ -46,6 +46,8 @@ class Weight:
     tensor: int = 1
     """Number of ranks that compute each layer together (`parallel.tensor`), if all of them take part in sharding the
     parameter, as they do for experts that ranks share; 1 for other parameters."""
+    moments: MomentDType = MomentDType.fp32
+    """The dtype in which Adam's moments are stored."""
 
     @property
     def numel(self) -> int:
@@ -74,19 +76,19 @@ class Weight:
         """Return the bytes of one element of the parameter's gradient while it is reduced over ranks."""
         return ITEM_SIZE[DType.fp32 if self.fp32 else precision.reduce_dtype]
 
-    def moment_bytes(self, precision: PrecisionConfig, local: int) -> int:
+    def moment_bytes(self, local: int) -> int:
         """Return the bytes of both of Adam's moments of a shard.
 
         Args:
             local: number of the parameter's elements in the shard: whole slices of dimension 0 or, if the parameter is
-                sharded along dimension 1, whole blocks.
+                sharded along dimension 1, whole blocks of int8 moments.
         """
-        if is_quantised(self.shape, precision.moment_dtype):
+        if is_quantised(self.shape, self.moments):
             row = math.prod(self.shape[1:])
             rows, rest = divmod(local, max(1, row))
             blocks = rows * math.ceil(row / BLOCK) + rest // BLOCK
             return NUM_MOMENTS * (local + 4 * blocks)
-        return NUM_MOMENTS * (2 if precision.moment_dtype is MomentDType.bf16 else 4) * local
+        return NUM_MOMENTS * (2 if self.moments is MomentDType.bf16 else 4) * local
 
     @property
     def gathered(self) -> int:
@@ -97,18 +99,18 @@ class Weight:
         """Return over how many ranks FSDP shards the parameter if it shards others over `shards` ranks."""
         return max(1, shards * self.tensor // self.sharers)
 
-    def is_cut_by_columns(self, shards: int) -> bool:
-        """Return whether FSDP shards the parameter along dimension 1 (by columns), if it shards other parameters over
-        `shards` ranks."""
+    def dimension(self, shards: int) -> int:
+        """Return the dimension along which FSDP shards the parameter, if it shards other parameters over `shards`
+        ranks."""
         own = (self.shape[0] // self.sharers, *self.shape[1:]) if self.shape else ()
-        return sharded_dimension(own, self.own_shards(shards)) == 1
+        return sharded_dimension(own, self.own_shards(shards), self.moments)
 
     def local(self, shards: int, rank: int) -> int:
         """Return the number of the parameter's elements on rank `rank` of the `shards` ranks over which FSDP shards
         weights: on the first of those that compute layers together. FSDP splits dimension 0 like `torch.chunk`, and
         dimension 1 evenly."""
         own, place = self.own_shards(shards), rank * self.tensor // self.sharers
-        if own == 1 or self.is_cut_by_columns(shards):
+        if own == 1 or self.dimension(shards) == 1:
             return self.gathered // own
         rows = self.shape[0] // self.sharers
         chunk = math.ceil(rows / own)
@@ -121,21 +123,22 @@ class Weight:
         return self.local(shards, 0)
 
 
-def sharded_dimension(shape: Sequence[int], shards: int) -> int:
+def sharded_dimension(shape: Sequence[int], shards: int, moments: MomentDType) -> int:
     """Return the dimension along which FSDP shards a parameter over `shards` ranks: 1 for a stack of matrices, such as
     the experts of a layer, if there are fewer matrices than ranks; otherwise 0, which is FSDP2's default.
 
-    Along dimension 0, each rank beyond the number of matrices would hold a whole matrix of padding. There are two
-    conditions. FSDP2 shards dimension 1 only evenly. Each rank's part of a matrix must consist of whole blocks of int8
-    moments, so that the blocks do not depend on the number of ranks. The second condition applies to all dtypes of
-    moments, so that the dimension does not depend on the dtype.
+    Along dimension 0, each rank beyond the number of matrices would hold a whole matrix of padding. FSDP2 shards
+    dimension 1 only evenly. If moments are int8, each rank's part of a matrix must also consist of whole blocks, so
+    that the blocks do not depend on the number of ranks.
 
     Args:
         shape: the parameter's shape; that of experts is [experts, outputs, inputs] or [experts, inputs, outputs].
+        moments: the dtype in which Adam's moments are stored.
     """
-    if len(shape) != 3 or not 0 < shape[0] < shards or shape[1] % shards or shape[1] // shards * shape[2] % BLOCK:
+    if len(shape) != 3 or not 0 < shape[0] < shards or shape[1] % shards:
         return 0
-    return 1
+    part = shape[1] // shards * shape[2]
+    return 0 if is_quantised(tuple(shape), moments) and part % BLOCK else 1
 
 
 def divided_weights(weights: Mapping[str, Weight], plan: Mapping[str, Cut], size: int, index: int) -> dict[str, Weight]:
@@ -231,7 +234,7 @@ def bytes_per_rank(
             numel = local(weight) if plan.shards_frozen and not weight.whole else weight.gathered
             frozen += weight.item_size(precision) * numel + weight.statistics
     masters = sum(w.master_size(precision) * local(w) for w in trainable)
-    moments = sum(w.moment_bytes(precision, w.local(shards, rank % shards)) for w in trainable)
+    moments = sum(w.moment_bytes(w.local(shards, rank % shards)) for w in trainable)
     parameters = frozen + masters
     if world_size == 1 and not divided and not offload.moves_weights:
         parameters += sum(
@@ -251,4 +254,4 @@ def checkpoint_bytes(weights: list[Weight], precision: PrecisionConfig) -> int:
     """Return the bytes of a checkpoint's tensors: master weights, moments and step counts of all trainable weights.
     `weights` are the properties of all parameters."""
     trainable = [w for w in weights if w.trainable]
-    return sum(w.master_size(precision) * w.numel + w.moment_bytes(precision, w.numel) + 4 for w in trainable)
+    return sum(w.master_size(precision) * w.numel + w.moment_bytes(w.numel) + 4 for w in trainable)

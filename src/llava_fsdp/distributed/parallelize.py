@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from llava_fsdp.config import Config, LinearKind, PrecisionConfig, ShardingConfig
+from llava_fsdp.config import Config, LinearKind, MomentDType, PrecisionConfig, ShardingConfig
 from llava_fsdp.distributed.activation_checkpoint import apply_activation_checkpointing, clean_name
 from llava_fsdp.distributed.compile import Compilations
 from llava_fsdp.distributed.expert_parallel import SharedExperts
@@ -157,7 +157,7 @@ def shard(
         cast_forward_inputs=False,  # the model casts images itself, with or without FSDP
     )
     common: dict[str, Any] = {"mesh": mesh, "ignored_params": ignored, "offload_policy": offload.policy}
-    common["shard_placement_fn"] = placement_over(mesh)
+    common["shard_placement_fn"] = placement_over(mesh, cfg.precision.moment_dtype)
     norms = [m for m in norms_kept_in_fp32(model, cfg.precision) if set(m.parameters()) - ignored]
     together = GatheredFirst(norms) if norms else None
     if together is not None:
@@ -167,7 +167,8 @@ def shard(
         model.gathered_first = together
         common["ignored_params"] = ignored = ignored | set(together.parameters())
     if experts is not None:
-        own = {**common, "mesh": experts.mesh, "shard_placement_fn": placement_over(experts.mesh)}
+        placement = placement_over(experts.mesh, cfg.precision.moment_dtype)
+        own = {**common, "mesh": experts.mesh, "shard_placement_fn": placement}
         for module in experts.modules:
             fully_shard(module, mp_policy=policy, reshard_after_forward=plan.reshard_after_forward, **own)
     units = []
@@ -194,10 +195,15 @@ def shard(
             module.set_force_sum_reduction_for_comms(True)
 
 
-def placement_over(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard]:
+def placement_over(mesh: DeviceMesh, moments: MomentDType) -> Callable[[nn.Parameter], Shard]:
     """Return FSDP's `shard_placement_fn` for a mesh: a function from a parameter to the dimension along which it is
-    sharded. The last dimension of the mesh contains the ranks that shard."""
-    return lambda parameter: Shard(sharded_dimension(local(parameter).shape, mesh.shape[-1]))
+    sharded.
+
+    Args:
+        mesh: the last dimension contains the ranks that shard.
+        moments: the dtype in which Adam's moments are stored.
+    """
+    return lambda parameter: Shard(sharded_dimension(local(parameter).shape, mesh.shape[-1], moments))
 
 
 def grouped(blocks: list[T], size: int) -> list[list[T]]:
@@ -316,6 +322,7 @@ def weights_of(
         name: Weight(tuple(p.shape), p.requires_grad, p in kept_whole, p in norms, p in in_fp8, units.get(p, ""))
         for name, p in model.named_parameters()
     }
+    weights = {name: replace(weight, moments=precision.moment_dtype) for name, weight in weights.items()}
     for module_name, module in model.named_modules():
         if sharers > 1 and module in experts:
             block = next(name for block, name in names.items() if module in set(block.modules()))

@@ -43,7 +43,7 @@ class Unit:
     second_copy: int
     """Bytes of the weights that are sharded along dimension 1 (by columns). An all-gather makes one more copy of them,
     with the ranks' shards one after the other, and frees it when the weights are complete."""
-    by_columns: tuple[bool, ...]
+    is_copied: tuple[bool, ...]
     """For each trainable weight, whether it is sharded along dimension 1. FSDP copies the gradient of such a weight
     before a reduce-scatter."""
 
@@ -92,8 +92,8 @@ def unit_of(
         shard_gradients=0 if is_away else kept,
         widened=tuple(w.reduce_size(precision) * w.gathered for w in trainable),
         narrow=tuple(w.item_size(precision) * w.gathered for w in trainable),
-        second_copy=sum(w.gathered * w.gathered_size(precision) for w in weights if w.is_cut_by_columns(shards)),
-        by_columns=tuple(w.is_cut_by_columns(shards) for w in trainable),
+        second_copy=sum(w.gathered * w.gathered_size(precision) for w in weights if w.dimension(shards) == 1),
+        is_copied=tuple(w.dimension(shards) == 1 for w in trainable),
     )
 
 

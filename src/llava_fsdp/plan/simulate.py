@@ -341,11 +341,11 @@ class FsdpRank:
         self.ledger.drop(reducing=self.reduce_input)
         self.reduce_input = unit.reduce_input
         sizes = unit.widened if name in self.waiting else unit.narrow
-        copied = [size for size, is_copied in zip(sizes, unit.by_columns, strict=True) if is_copied] or [0]
+        copied = [size for size, is_copied in zip(sizes, unit.is_copied, strict=True) if is_copied] or [0]
         self.ledger.compare(moment, reducing=max(copied))
         # `foreach_reduce` copies gradients of weights that are sharded by columns. Until it returns, its variables hold
         # the last original, and the unit's last gradient.
-        last = sizes[-1] if sizes and unit.buffer and not unit.by_columns[-1] else 0
+        last = sizes[-1] if sizes and unit.buffer and not unit.is_copied[-1] else 0
         self.ledger.add(moment, reducing=unit.reduce_input + copied[-1])
         self.ledger.drop(reducing=added + self.waiting.pop(name, 0))
         self.ledger.compare(moment, reducing=unit.reduce_output + last)
