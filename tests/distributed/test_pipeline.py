@@ -390,6 +390,13 @@ def test_what_does_not_go_together_is_refused(overrides: list[str], key: str, co
         configure("parallel.pipeline=2", *overrides)
 
 
+def test_the_cure_names_every_kind_that_refuses_a_setting(configure: Configure) -> None:
+    with pytest.raises(ConfigError, match=r"offload=none, or parallel.expert=1 and parallel.pipeline=1$"):
+        configure("parallel.pipeline=2", "parallel.expert=2", "offload=optimizer")
+    with pytest.raises(ConfigError, match=r"full, or parallel.pipeline=1$"):
+        configure("parallel.pipeline=2", "parallel.expert=2", "activation_checkpointing=offload")
+
+
 @pytest.mark.parametrize(("schedule", "needed", "used"), [("1f1b", 2, 4), ("1f1b", 5, 5), ("interleaved", 5, 8)])
 def test_there_are_enough_micro_batches_for_the_schedule(schedule: str, needed: int, used: int) -> None:
     parallel = ParallelConfig(pipeline=4, schedule=PipelineSchedule[schedule])

@@ -159,16 +159,16 @@ def check_divided(cfg: Config) -> None:
     with_pipeline = {
         "activation_checkpointing=offload": (lacks_order, "activation_checkpointing=full"),
     }
-    for key, size, others in (
-        ("tensor", parallel.tensor, with_tensor),
-        ("expert", parallel.expert, {}),
-        ("pipeline", parallel.pipeline, with_pipeline),
-    ):
-        for setting, (is_set, cure) in (all_kinds | others).items():
+    kinds = (
+        ("tensor", parallel.tensor, all_kinds | with_tensor),
+        ("expert", parallel.expert, all_kinds),
+        ("pipeline", parallel.pipeline, all_kinds | with_pipeline),
+    )
+    for key, size, settings in kinds:
+        for setting, (is_set, cure) in settings.items():
             if size > 1 and is_set:
-                raise ConfigError(
-                    f"parallel.{key}={size} with {setting} is not supported; set {cure}, or parallel.{key}=1"
-                )
+                alone = " and ".join(f"parallel.{k}=1" for k, s, refused in kinds if s > 1 and setting in refused)
+                raise ConfigError(f"parallel.{key}={size} with {setting} is not supported; set {cure}, or {alone}")
 
 
 def check_base(cfg: Config) -> None:

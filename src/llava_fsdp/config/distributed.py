@@ -123,9 +123,10 @@ class ParallelConfig:
                 divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
                 others = [f"parallel.{other}={getattr(self, other)}" for other in by if getattr(self, other) > 1]
                 per = f" divided by {' and '.join(others)}" if others else ""
+                also = " that also divides the number of experts" if key == "expert" else ""
                 raise ConfigError(
                     f"parallel.{key}={size} does not divide {ranks}, the number of ranks of this run{per}; "
-                    f"set it to one of {divisors}, or start another number of ranks (--nproc-per-node)"
+                    f"set it to one of {divisors}{also}, or start another number of ranks (--nproc-per-node)"
                 )
 
 

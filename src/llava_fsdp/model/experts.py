@@ -228,7 +228,7 @@ def check_shared_experts(model: nn.Module, size: int, tensor: int) -> None:
             divisors = [n for n in range(1, module.num_experts + 1) if module.num_experts % n == 0]
             raise ConfigError(
                 f"{asked} does not divide the {module.num_experts} experts of {kind} ({name}); set it to one of "
-                f"{divisors}"
+                f"{divisors} that also divides the number of ranks"
             )
 
 
