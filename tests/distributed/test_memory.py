@@ -152,6 +152,49 @@ def test_bytes_of_fewer_experts_than_ranks(
         assert got == bytes_per_rank(weights, cfg.sharding.strategy, cfg.precision, 4, 4, rank), rank
 
 
+@pytest.mark.ranks
+def test_frozen_experts_need_no_blocks_of_moments(
+    parts: Path, dataset: Path, tmp_path: Path, pools: dict[int, RankPool]
+) -> None:
+    """Two experts of 40 x 40 numbers on four ranks."""
+    values = (
+        f"sharding=zero3 precision={INT8} pack=false micro_batch_size=1 global_batch_size=8 model.train=[projector]"
+    )
+    folder = mixture_parts("mixtral", parts, tmp_path / "parts", 2, 40)
+    cfg = make_config(folder, dataset, tmp_path / "run", *values.split())
+    weights = shapes_of(cfg)
+    assert any(weight.dimension(4) == 1 for weight in weights)
+    for rank, got in enumerate(pools[4].run(measure, cfg)):
+        assert got == bytes_per_rank(weights, cfg.sharding.strategy, cfg.precision, 4, 4, rank), rank
+
+
+def orders_of_units(world: World, cfg: Config) -> list[tuple[list[str], list[str]]]:
+    """For each FSDP unit, the names of its parameters in FSDP's order, and in the planner's."""
+    state, _ = begin(world, cfg)
+    weights = weights_of(state.model, state.model.blocks(), [], cfg.precision)
+    names_of = {module: name for name, module in state.model.named_modules()}
+    found = []
+    for module in state.model.modules():
+        group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+        if group is not None:
+            infos = [parameter._module_info for parameter in group.fsdp_params]
+            names = [f"{names_of[info.module]}.{info.param_name}".removeprefix(".") for info in infos]
+            found.append((names, [name for name in weights if name in names]))
+    return found
+
+
+@pytest.mark.ranks
+def test_weights_are_in_the_order_of_fsdp(
+    parts: Path, dataset: Path, tmp_path: Path, pools: dict[int, RankPool]
+) -> None:
+    """GPT-OSS has parameters beside modules."""
+    folder = mixture_parts("gpt_oss", parts, tmp_path / "parts", 2)
+    cfg = make_config(folder, dataset, tmp_path / "run", "sharding=zero3", "precision=fp32", "pack=false")
+    orders = pools[2].run(orders_of_units, cfg)[0]
+    assert len(orders) > 4
+    assert [names for names, _ in orders] == [planned for _, planned in orders]
+
+
 @pytest.mark.parametrize("precision", slow_after(2, [INT8, "bf16", "fp32", "bf16_pure", "fp16"]))
 def test_bytes_of_one_rank(precision: str, configure: Configure) -> None:
     values = f"precision={precision} pack=false micro_batch_size=4 global_batch_size=8".split()

@@ -246,7 +246,7 @@ def test_files_of_two_dtypes_and_pickled_ones(tmp_path: Path) -> None:
     assert isinstance(plan.sources["model.norm.weight"], StoredTensor)
 
 
-def test_only_a_rank_s_columns_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_rank_s_columns_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of an expert's weight that is put together from two tensors in files, and of one that is in a file as it is."""
     save(filled(AutoModelForCausalLM.from_config(text("mixtral"), dtype=torch.float32)), tmp_path)
     read = [0]

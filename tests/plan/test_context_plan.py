@@ -221,8 +221,7 @@ def test_masks_and_scores_grow_with_the_square(
     assert (four - two > 2.5 * (two - one)) == grows == planner.grows_with_square
     small, large = MicroBatch(1, 64, 1, 0, 1, 0, context), MicroBatch(1, 300, 1, 0, 1, 0, context)
     measured = [(micro.length, micro.samples, micro.context) for micro in planner.sizes_to_measure([[large], [small]])]
-    samples = round(1024 * context / planner.samples.tokens)
-    assert measured == ([] if grows else [(64, 1, context), (1024, samples, context)])
+    assert measured == ([] if grows else [(64, 1, context), (1024, 4 * context, context)])
     assert planner.sizes_to_measure([[small]]) == []
 
 

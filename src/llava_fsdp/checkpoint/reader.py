@@ -20,8 +20,8 @@ Columns = tuple[int, int] | None
 """Range of columns (indices of dimension 1) of a tensor; None: all."""
 Described = tuple[torch.dtype, tuple[int, ...]]
 """Dtype and shape of a tensor."""
-LARGE_READ = 1 << 16
-"""Bytes. The wanted columns of a row are read alone if they are at least as large. Otherwise whole rows are read,
+LARGE_ROW = 1 << 16
+"""Bytes. If a row in a file is at least as large, the wanted columns of it are read alone. Smaller rows are read whole,
 because many small reads are slow."""
 WEIGHT_PREFIX = "model."
 """Prefix of the names of trained weights in a checkpoint. All other tensors are the optimizer's state."""
@@ -111,7 +111,7 @@ def fill(
                 left, right = overlap(own, columns)
                 start = columns[0] if columns is not None else 0
                 target, column_bytes = target[:, left - start : right - start], row_bytes // (own[1] - own[0])
-                if (right - left) * column_bytes >= LARGE_READ:
+                if row_bytes >= LARGE_ROW:
                     for row, part in enumerate(target):
                         skipped = row * row_bytes + (left - own[0]) * column_bytes
                         read_rows(descriptor, file, place + skipped, part)

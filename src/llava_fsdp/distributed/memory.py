@@ -2,8 +2,8 @@
 strategy (ZeRO stage).
 
 FSDP2 shards dimension 0 like `torch.chunk`: if n rows are sharded over s ranks, a rank holds at most ceil(n / s) rows,
-and the last ranks may hold fewer or none. Experts that are fewer than the ranks are sharded along dimension 1
-(`sharded_dimension`). Tests compare these formulas with the tensors that ranks really hold.
+and the last ranks may hold fewer or none. Experts that are fewer than the ranks are sharded along dimension 1 if
+their sizes allow it (`sharded_dimension`). Tests compare these formulas with the tensors that ranks really hold.
 """
 
 import math
@@ -46,8 +46,8 @@ class Weight:
     tensor: int = 1
     """Number of ranks that compute each layer together (`parallel.tensor`), if all of them take part in sharding the
     parameter, as they do for experts that ranks share; 1 for other parameters."""
-    moments: MomentDType = MomentDType.fp32
-    """The dtype in which Adam's moments are stored."""
+    moments: MomentDType | None = None
+    """The dtype in which Adam's moments are stored; None for a frozen parameter, which has no moments."""
 
     @property
     def numel(self) -> int:
@@ -80,9 +80,10 @@ class Weight:
         """Return the bytes of both of Adam's moments of a shard.
 
         Args:
-            local: number of the parameter's elements in the shard: whole slices of dimension 0 or, if the parameter is
-                sharded along dimension 1, whole blocks of int8 moments.
+            local: number of the parameter's elements in the shard. With int8 moments, these are whole slices of
+                dimension 0 or, if the parameter is sharded along dimension 1, whole blocks.
         """
+        assert self.moments is not None
         if is_quantised(self.shape, self.moments):
             row = math.prod(self.shape[1:])
             rows, rest = divmod(local, max(1, row))
@@ -123,7 +124,7 @@ class Weight:
         return self.local(shards, 0)
 
 
-def sharded_dimension(shape: Sequence[int], shards: int, moments: MomentDType) -> int:
+def sharded_dimension(shape: Sequence[int], shards: int, moments: MomentDType | None) -> int:
     """Return the dimension along which FSDP shards a parameter over `shards` ranks: 1 for a stack of matrices, such as
     the experts of a layer, if there are fewer matrices than ranks; otherwise 0, which is FSDP2's default.
 
@@ -133,12 +134,12 @@ def sharded_dimension(shape: Sequence[int], shards: int, moments: MomentDType) -
 
     Args:
         shape: the parameter's shape; that of experts is [experts, outputs, inputs] or [experts, inputs, outputs].
-        moments: the dtype in which Adam's moments are stored.
+        moments: the dtype in which Adam's moments are stored; None for a frozen parameter.
     """
     if len(shape) != 3 or not 0 < shape[0] < shards or shape[1] % shards:
         return 0
     part = shape[1] // shards * shape[2]
-    return 0 if is_quantised(tuple(shape), moments) and part % BLOCK else 1
+    return 0 if moments is not None and is_quantised(tuple(shape), moments) and part % BLOCK else 1
 
 
 def divided_weights(weights: Mapping[str, Weight], plan: Mapping[str, Cut], size: int, index: int) -> dict[str, Weight]:

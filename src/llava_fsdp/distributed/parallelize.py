@@ -6,7 +6,7 @@ Activation checkpointing comes before `fully_shard`, so that FSDP gathers a bloc
 in the backward pass. Weights are loaded after sharding, so that no rank ever holds more than its shards.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -203,7 +203,12 @@ def placement_over(mesh: DeviceMesh, moments: MomentDType) -> Callable[[nn.Param
         mesh: the last dimension contains the ranks that shard.
         moments: the dtype in which Adam's moments are stored.
     """
-    return lambda parameter: Shard(sharded_dimension(local(parameter).shape, mesh.shape[-1], moments))
+
+    def placement(parameter: nn.Parameter) -> Shard:
+        own = moments if parameter.requires_grad else None
+        return Shard(sharded_dimension(local(parameter).shape, mesh.shape[-1], own))
+
+    return placement
 
 
 def grouped(blocks: list[T], size: int) -> list[list[T]]:
@@ -300,7 +305,7 @@ def weights_of(
     output: nn.Module | None = None,
 ) -> dict[str, Weight]:
     """Return, for every parameter of a meta-device model, the properties from which the bytes that a rank holds are
-    computed, by parameter name.
+    computed, by parameter name, in the order in which FSDP2 has the parameters of a unit.
 
     Args:
         stacks: the model's lists of blocks, the language model's first.
@@ -318,11 +323,12 @@ def weights_of(
     unit_names = units_of_blocks(model, stacks, blocks_per_unit)
     units = {p: unit_names[names[block]] for block in names for p in block.parameters()}
     units |= dict.fromkeys(output.parameters() if output is not None else (), OUTPUT)
-    weights = {
-        name: Weight(tuple(p.shape), p.requires_grad, p in kept_whole, p in norms, p in in_fp8, units.get(p, ""))
-        for name, p in model.named_parameters()
-    }
-    weights = {name: replace(weight, moments=precision.moment_dtype) for name, weight in weights.items()}
+    own_names = {p: name for name, p in model.named_parameters()}
+    weights: dict[str, Weight] = {}
+    for p in dict.fromkeys(p for module in in_order_of_fsdp(model) for p in module.parameters(recurse=False)):
+        moments = precision.moment_dtype if p.requires_grad else None
+        flags = p.requires_grad, p in kept_whole, p in norms, p in in_fp8
+        weights[own_names[p]] = Weight(tuple(p.shape), *flags, units.get(p, ""), moments=moments)
     for module_name, module in model.named_modules():
         if sharers > 1 and module in experts:
             block = next(name for block, name in names.items() if module in set(block.modules()))
@@ -334,6 +340,14 @@ def weights_of(
             size = {"per_element": module.per_element, "statistics": module.statistics_bytes}
             weights[name] = replace(weights[name], **size)
     return weights
+
+
+def in_order_of_fsdp(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules of a module in the order in which FSDP2 collects them: children first, then the module itself
+    (`_get_managed_modules` in torch/distributed/fsdp/_fully_shard/_fsdp_init.py)."""
+    for child in module.children():
+        yield from in_order_of_fsdp(child)
+    yield module
 
 
 def units_of_blocks(model: nn.Module, stacks: Sequence[nn.ModuleList], blocks_per_unit: int) -> dict[str, str]:

@@ -488,8 +488,8 @@ def load_weights(
 ) -> None:
     """Copy the values of every parameter of a model from its source, such as a file, into this rank's shard.
 
-    A rank reads only its own rows and columns of files. A weight that will be quantized is read whole, because its
-    scales depend on the whole weight.
+    A rank reads only its own rows of files and, where a weight is stored or only moved by a conversion, only its own
+    columns. A weight that will be quantized is read whole, because its scales depend on the whole weight.
 
     Args:
         sources: where the values are read from, by parameter name.
@@ -510,7 +510,7 @@ def load_weights(
 
 
 def part_of(source: Stored, shard: Shard) -> torch.Tensor:
-    """Read the part of a parameter that this rank holds. Of a tensor in files, only this part is read."""
+    """Read the part of a parameter that this rank holds, and from a tensor in files only this part."""
     if shard.columns is None:
         return source.rows(shard.begin, shard.end)
     if isinstance(source, (StoredTensor, ConvertedTensor)):

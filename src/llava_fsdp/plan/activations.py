@@ -200,8 +200,8 @@ class ActivationMeter:
 
     def segments(self, micro: MicroBatch) -> list[Segment]:
         """Measure the activation memory of a micro-batch's forward and backward pass, for micro-batches of the sizes
-        `micro`. Return it in segments (see `Segment`) for all blocks of the model. Three
-        blocks are run; the middle one stands for those left out."""
+        `micro`. Return it in segments (see `Segment`) for all blocks of the model. Three blocks are run; the middle one
+        stands for those left out."""
         trace = run(self.model, inputs_of(self.model, micro, self.packed, self.blends))
         segments = split_into_segments(trace, self.model, self.vocabulary, self.master)
         self.model.zero_grad(set_to_none=True)

@@ -322,8 +322,8 @@ class Planner:
         return self.machine.has_compiler and compiling_of_settings(self.cfg, mode, attention, self.machine.device).on
 
     def segments(self, mode: ActivationCheckpointing, micro: MicroBatch, compiled: bool | None = None) -> list[Segment]:
-        """Measure the activation memory of a micro-batch's forward and backward pass. Return it in segments (a block,
-        or everything between two blocks). Results are cached.
+        """Measure the activation memory of a micro-batch's forward and backward pass. Return it in segments (see
+        `Segment`). Results are cached.
 
         Args:
             mode: the mode of activation checkpointing: `none`, `full` or `selective`.

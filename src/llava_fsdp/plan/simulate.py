@@ -260,8 +260,8 @@ class FsdpRank:
         return blocks, list(blocks)
 
     def run(self, segment: Segment) -> None:
-        """Simulate one segment (see `Segment`), and record its peak of device memory with
-        the bytes that FSDP holds at that moment."""
+        """Simulate one segment (see `Segment`), and record its peak of device memory with the bytes that FSDP holds at
+        that moment."""
         unit = OUTPUT if segment.unit == OUTPUT else self.unit_names.get(segment.unit, ROOT)
         worst = segment.worst_later if self.adds_in_place(unit) else segment.worst
         self.ledger.set_live(worst + self.under_way)
@@ -343,8 +343,9 @@ class FsdpRank:
         sizes = unit.widened if name in self.waiting else unit.narrow
         copied = [size for size, is_copied in zip(sizes, unit.is_copied, strict=True) if is_copied] or [0]
         self.ledger.compare(moment, reducing=max(copied))
-        # `foreach_reduce` copies gradients of weights that are sharded by columns. Until it returns, its variables hold
-        # the last original, and the unit's last gradient.
+        # `foreach_reduce` copies gradients of weights that are sharded along dimension 1. Until it returns, its
+        # variables hold the last original. If several ranks shard the unit, which then has a buffer, they also hold the
+        # unit's last gradient.
         last = sizes[-1] if sizes and unit.buffer and not unit.is_copied[-1] else 0
         self.ledger.add(moment, reducing=unit.reduce_input + copied[-1])
         self.ledger.drop(reducing=added + self.waiting.pop(name, 0))

@@ -236,8 +236,8 @@ def whole_model(state: TrainState) -> torch.nn.Module:
     assert isinstance(state.model, Llava)
     # a second model would change the attention implementation in the configuration of the first
     parts = copy.deepcopy(state.model.parts)
-    # transformers' default instead of the function that exchanges tokens with other ranks, which are not on the meta
-    # device: `build_llava` runs the language model there
+    # transformers' default. The function that training has registered sends tokens to other ranks, and `build_llava`
+    # runs the model on the meta device, where there are none
     parts.language._experts_implementation = None
     return build_llava(parts, state.model.cfg, state.model.compute_dtype, state.model.kernel)
 
