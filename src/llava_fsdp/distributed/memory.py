@@ -139,7 +139,7 @@ def sharded_dimension(shape: Sequence[int], shards: int, moments: MomentDType | 
     if len(shape) != 3 or not 0 < shape[0] < shards or shape[1] % shards:
         return 0
     part = shape[1] // shards * shape[2]
-    return 0 if moments is not None and is_quantised(tuple(shape), moments) and part % BLOCK else 1
+    return 0 if moments is MomentDType.int8 and part % BLOCK else 1
 
 
 def divided_weights(weights: Mapping[str, Weight], plan: Mapping[str, Cut], size: int, index: int) -> dict[str, Weight]:

@@ -236,8 +236,8 @@ def whole_model(state: TrainState) -> torch.nn.Module:
     assert isinstance(state.model, Llava)
     # a second model would change the attention implementation in the configuration of the first
     parts = copy.deepcopy(state.model.parts)
-    # transformers' default. The function that training has registered sends tokens to other ranks, and `build_llava`
-    # runs the model on the meta device, where there are none
+    # None: transformers' own way to run experts. The one registered for training sends tokens to other ranks, which
+    # fails on the meta device, on which `build_llava` runs the model.
     parts.language._experts_implementation = None
     return build_llava(parts, state.model.cfg, state.model.compute_dtype, state.model.kernel)
 
