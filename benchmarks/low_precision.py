@@ -1,9 +1,10 @@
 """What do 8 and 4 bits cost or save beside bf16, on the same steps of the embedded tiny model?
 
-    python benchmarks/low_precision.py [FOLDER]         # into benchmarks/results; --steps, --quick
+    python benchmarks/low_precision.py [FOLDER]         # into benchmarks/results; --steps, --seeds, --quick
 
 Each way trains all weights of the language model and the projector, or adapters over a frozen base, in one process.
-The ways take turns, ten steps each, on the same samples from the same random weights. See benchmarks/README.md.
+The ways take turns, ten steps each, on the same samples from the same random weights. Each seed gives other weights and
+another order of samples. See benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from llava_fsdp.train.state import TrainState
 
 WAYS = {
     "bf16": (["stage=finetune", "precision=bf16"], None),
+    "bf16, two micro-batches": (["stage=finetune", "precision=bf16", "micro_batch_size=2"], "bf16"),
     "int8_mixed": (["stage=finetune", "precision=int8_mixed"], "bf16"),
     "fp8": (["stage=finetune", "precision=fp8"], "bf16"),
     "LoRA, base in bf16": (["stage=finetune_lora", "precision=bf16"], None),
@@ -58,12 +60,18 @@ class Way:
     rises: list[int] = field(default_factory=list)
 
 
-def configure(overrides: list[str], folder: Path, steps: int) -> Config:
+def configure(overrides: list[str], folder: Path, steps: int, seed: int) -> Config:
     """The tiny model, and images of coloured shapes."""
-    more = [f"output_dir={folder}", f"max_steps={steps}", "model.projector=random", "optim.schedule=constant"]
+    more = [
+        f"seed={seed}",
+        f"output_dir={folder}",
+        f"max_steps={steps}",
+        "model.projector=random",
+        "optim.schedule=constant",
+    ]
     more += ["global_batch_size=4", "micro_batch_size=4", "checkpoint.every=null", f"data.root={folder.parent}/shapes"]
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        return load(Config, compose("train", [*overrides, *more]))
+        return load(Config, compose("train", [*more, *overrides]))
 
 
 def begin(cfg: Config, world: World) -> Way:
@@ -89,40 +97,54 @@ def take_turn(way: Way, first: int, last: int, world: World) -> None:
         way.losses.append(result.loss)
 
 
-def row_of(name: str, way: Way, tokens: float, beside: Way | None) -> dict[str, Any]:
-    last = statistics.mean(way.losses[-LAST:])
+def row_of(name: str, ways: list[Way], tokens: float, beside: list[Way] | None) -> dict[str, Any]:
+    """Results of a way's runs, one for each seed."""
+    seconds = [taken for way in ways for taken in way.seconds]
     row = {
         "way": name,
-        "losses": way.losses,
-        "cpu_seconds": way.seconds,
-        "last_loss": last,
-        "tokens_per_cpu_second": tokens / statistics.median(way.seconds),
-        "held_bytes": way.held,
-        "rise_bytes": statistics.median(way.rises),
+        "losses": [way.losses for way in ways],
+        "cpu_seconds": seconds,
+        "last_loss": statistics.mean(last_loss(way) for way in ways),
+        "tokens_per_cpu_second": tokens / statistics.median(seconds),
+        "held_bytes": ways[0].held,
+        "rise_bytes": statistics.median(rise for way in ways for rise in way.rises),
     }
     if beside is not None:
-        row["loss_beside"] = last / statistics.mean(beside.losses[-LAST:]) - 1
-        row["time_beside"] = statistics.median(way.seconds) / statistics.median(beside.seconds)
+        pairs = list(zip(ways, beside, strict=True))
+        row["last_beside"] = [last_loss(way) / last_loss(other) - 1 for way, other in pairs]
+        row["all_beside"] = [statistics.mean(way.losses) / statistics.mean(other.losses) - 1 for way, other in pairs]
+        row["time_beside"] = statistics.median(seconds) / statistics.median(t for way in beside for t in way.seconds)
     return row
+
+
+def last_loss(way: Way) -> float:
+    return statistics.mean(way.losses[-LAST:])
 
 
 def printed(report: dict[str, Any]) -> Table:
     table = Table(title=f"{report['options']['steps']} steps of the tiny model", title_justify="left")
-    for head in ("way", "last loss", "beside", "tokens / CPU s", "time beside", "held MiB", "rise MiB"):
+    heads = "last loss", "beside", "all steps beside", "tokens / CPU s", "time beside", "held MiB", "rise MiB"
+    for head in ("way", *heads):
         table.add_column(head, justify="left" if head == "way" else "right")
     for row in report["rows"]:
-        beside = [f"{row['loss_beside']:+.2%}", f"{row['time_beside']:.2f} x"] if "loss_beside" in row else ["", ""]
+        beside = [spread(row["last_beside"]), spread(row["all_beside"])] if "last_beside" in row else ["", ""]
         table.add_row(
-            row["way"], f"{row['last_loss']:.4f}", beside[0], f"{row['tokens_per_cpu_second']:,.0f}", beside[1],
+            row["way"], f"{row['last_loss']:.4f}", *beside, f"{row['tokens_per_cpu_second']:,.0f}",
+            f"{row['time_beside']:.2f} x" if "time_beside" in row else "",
             f"{row['held_bytes'] / 2**20:.1f}", f"{row['rise_bytes'] / 2**20:.1f}",
         )  # fmt: skip
     return table
 
 
+def spread(values: list[float]) -> str:
+    """Mean of numbers, and from which to which they go, as percentages."""
+    return f"{statistics.mean(values):+.2%} ({min(values):+.2%} to {max(values):+.2%})"
+
+
 def draw(pyplot: Any, report: dict[str, Any]) -> None:
     _, axes = pyplot.subplots(figsize=(9, 4), layout="constrained")
     for row in report["rows"]:
-        axes.plot(row["losses"], label=row["way"], linewidth=1)
+        axes.plot(row["losses"][0], label=row["way"], linewidth=1)
     axes.set_xlabel("step")
     axes.set_ylabel("loss")
     axes.legend(fontsize="small")
@@ -132,31 +154,36 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="What do 8 and 4 bits cost or save beside bf16?")
     parser.add_argument("folder", nargs="?", type=Path, default=REPOSITORY / "benchmarks" / "results")
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--quick", action="store_true", help="20 steps")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="20 steps of one seed")
     options = parser.parse_args()
-    options.steps = 20 if options.quick else options.steps
+    options.steps, options.seeds = (20, 1) if options.quick else (options.steps, options.seeds)
     torch.set_num_threads(1)
     report = facts("what do 8 and 4 bits cost or save beside bf16, on the same steps?", options)
-    ways: dict[str, Way] = {}
+    ways: dict[str, list[Way]] = {}
     not_run: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="low-precision-") as folder:
-        configs = {
-            name: configure(own, Path(folder, str(number)), options.steps)
-            for number, (name, (own, _)) in enumerate(WAYS.items())
-        }
-        with distributed(next(iter(configs.values()))) as world:
-            for name, cfg in configs.items():
-                try:
-                    ways[name] = begin(cfg, world)
-                except ConfigError as error:
-                    not_run[name] = str(error)
-            for first in range(0, options.steps, TURN):
-                for way in ways.values():
-                    take_turn(way, first, min(first + TURN, options.steps), world)
-                print(f"{min(first + TURN, options.steps)} of {options.steps} steps of each way", flush=True)
-            steps = next(iter(ways.values())).state.loader.steps
-            tokens = statistics.mean(steps.prepare(number).facts.tokens for number in range(options.steps))
-    rows = [row_of(name, way, tokens, ways.get(WAYS[name][1] or "")) for name, way in ways.items()]
+        for seed in range(options.seeds):
+            names = [name for name in WAYS if name not in not_run]
+            configs = {
+                name: configure(WAYS[name][0], Path(folder, f"{number}-{seed}"), options.steps, seed)
+                for number, name in enumerate(names)
+            }
+            with distributed(configs["bf16"]) as world:
+                own: list[Way] = []
+                for name, cfg in configs.items():
+                    try:
+                        own.append(begin(cfg, world))
+                        ways.setdefault(name, []).append(own[-1])
+                    except ConfigError as error:
+                        not_run[name] = str(error)
+                for first in range(0, options.steps, TURN):
+                    for way in own:
+                        take_turn(way, first, min(first + TURN, options.steps), world)
+                    print(f"seed {seed}: {min(first + TURN, options.steps)} steps of each way", flush=True)
+        steps = ways["bf16"][0].state.loader.steps
+        tokens = statistics.mean(steps.prepare(number).facts.tokens for number in range(options.steps))
+    rows = [row_of(name, runs, tokens, ways.get(WAYS[name][1] or "")) for name, runs in ways.items()]
     report |= {"rows": rows, "not_run": not_run, "tokens_of_a_step": tokens, "last": LAST}
     console = Console(width=140)
     console.print(printed(report))
