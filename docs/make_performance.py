@@ -4,7 +4,7 @@ them is typed by hand; a result of a GPU that is stored there appears beside tho
 import json
 import sys
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from pages import DOCS, cell, code, replaced, table
@@ -313,19 +313,27 @@ def low_precision() -> str:
     path, report = newest("low-precision-cpu")
     rows = [
         [row["way"], f"{row['last_loss']:.4f}", *(
-            [f"{row['loss_beside']:+.2%}", f"{row['time_beside']:.2f}"] if "loss_beside" in row else ["", ""]
+            [spread(row["last_beside"]), spread(row["all_beside"]), f"{row['time_beside']:.2f}"]
+            if "last_beside" in row else ["", "", ""]
         ), f"{row['held_bytes'] / 2**20:.1f}", f"{row['rise_bytes'] / 2**20:.1f}"] for row in report["rows"]
     ]  # fmt: skip
-    rows += [[f"{name}: NOT RUN, {cell(why)}", *[""] * 5] for name, why in report["not_run"].items()]
+    rows += [[f"{name}: NOT RUN, {cell(why)}", *[""] * 6] for name, why in report["not_run"].items()]
     head = (
         "",
         f"loss of the last {report['last']} steps",
         "beside bf16",
+        "loss of all steps beside bf16",
         "CPU seconds, bf16 = 1",
         "held, MiB",
         "rise, MiB",
     )
-    return f"{table(head, rows, 'lrrrrr')}\n\n{origin(path, report)}"
+    return f"{table(head, rows, 'lrrrrrr')}\n\n{origin(path, report)}"
+
+
+def spread(values: list[float]) -> str:
+    """Mean of numbers, and from which to which they go, as percentages."""
+    middle, *ends = (f"{value:+.2%}" for value in (mean(values), min(values), max(values)))
+    return f"{middle} ({ends[0]} to {ends[1]})"
 
 
 CURVES = {"pictures": "images", "imagined": "simulated ranks"}
