@@ -14,6 +14,7 @@ import argparse
 import importlib.metadata
 import importlib.util
 import json
+import os
 import secrets
 import signal
 import statistics
@@ -94,15 +95,16 @@ class Peer:
     def fail(self, problem: str) -> SystemExit:
         return SystemExit(f"{last_of(self.log)}\n{self.name}: {problem}; the end of its output is above")
 
-    def run_round(self, data: str, steps: int, timeout: float) -> None:
+    def run_round(self, data: str, steps: int, timeout: float, profiled: bool = False) -> None:
         """The first steps of a data set, once; seconds are of a step, CPU seconds of all ranks together."""
         for connection in self.connections.values():
-            connection.send((data, steps))
+            connection.send((data, steps, profiled))
         found = [self.answer(connection, timeout) for connection in self.connections.values()]
         assert len(found[0]["losses"]) == steps
         self.seen[data].append({
             "cpu": sum(f["cpu"] for f in found) / steps,
             "wall": max(f["wall"] for f in found) / steps,
+            "of_kinds": {kind: seconds / steps for kind, seconds in found[0]["of_kinds"].items()},
             "losses": mean_of_ranks([f["losses"] for f in found]),
             "norms": mean_of_ranks([f["norms"] for f in found]),
         })  # fmt: skip
@@ -141,7 +143,7 @@ def plan_of(peer: str, data: list[str], work: Path, listener: Listener, options:
         "key": options.key,
         "work": str(work),
         "data": data,
-        "rounds": (1 + options.repeats) * len(data),
+        "rounds": (1 + options.repeats + options.profile) * len(data),
         "timeout": options.timeout,
         "adamw": ADAMW,
         "clip": CLIP,
@@ -227,6 +229,10 @@ def measure(peers: list[Peer], options: argparse.Namespace, console: Console) ->
             for data in peer.data:
                 peer.run_round(data, options.steps, options.timeout)
         console.print(f"round {repeat + 1} of {options.repeats}")
+    if options.profile:
+        for peer in peers:
+            for data in peer.data:
+                peer.run_round(data, options.steps, options.timeout, profiled=True)
 
 
 def merge(seen: dict[str, dict[str, list[dict[str, Any]]]], peers: list[Peer]) -> None:
@@ -284,7 +290,7 @@ def rows_of(
         for name, rounds in seen.items():
             if data not in rounds:
                 continue
-            timed = rounds[data][1:]
+            timed = [r for r in rounds[data][1:] if not r["of_kinds"]]
             cpu, wall = ([r[clock] for r in timed] for clock in ("cpu", "wall"))
             rows.append({
                 "data": data,
@@ -292,6 +298,7 @@ def rows_of(
                 "cpu_seconds": {"min": min(cpu), "median": statistics.median(cpu), "all": cpu},
                 "wall_seconds": {"min": min(wall), "median": statistics.median(wall), "all": wall},
                 "times_ours": [r["times_ours"] for r in timed],
+                "seconds_of_kinds": rounds[data][-1]["of_kinds"],
                 "real_tokens": real,
                 "computed_positions": computed if name in PADDED_PEERS else None,
                 "real_tokens_per_cpu_second": real / min(cpu),
@@ -401,6 +408,7 @@ def main() -> None:
             f"{goal['what']}: {goal['value']:.3f}, goal {goal['goal']:.2f}: {'met' if goal['met'] else 'MISSED'}"
         )
     name = "peers-cpu" if options.against == "padded" else f"packed-peers-{options.hidden}-cpu"
+    name = f"profiled-{name}" if options.profile else name
     write(report, name, options.folder, draw)
 
 
@@ -426,6 +434,10 @@ def parse() -> argparse.Namespace:
         "--padded", choices=PADDED_LAYOUTS, default="grouped",
         help="the padded peers' rows: as LLaVA's sampler deals them, or sorted by length within a step, as ours are",
     )  # fmt: skip
+    parser.add_argument(
+        "--profile", action="store_true",
+        help="one more round of each peer with torch's profiler, which measures wall time",
+    )  # fmt: skip
     parser.add_argument("--timeout", type=int, default=300, help="seconds that a peer may take to start, or a round")
     parser.add_argument("--quick", action="store_true", help="a small model, one step, two rounds")
     parser.add_argument("--readme", type=Path, metavar="RESULT", help="write a stored result's table into README.md")
@@ -437,6 +449,8 @@ def parse() -> argparse.Namespace:
         options.hidden, options.layers, options.steps, options.repeats = 64, 2, 1, 2
     if options.hidden % 32:
         parser.error(f"--hidden {options.hidden} must be a multiple of 32, the width of a head")
+    if options.profile and options.ranks > (os.cpu_count() or 1):
+        parser.error(f"--profile needs a core for each rank: --ranks {os.cpu_count()}")
     if min(options.repeats, options.steps, options.ranks, options.rows) < 1:
         parser.error("--repeats, --steps, --ranks and --rows must be at least 1")
     return options

@@ -46,16 +46,34 @@ class Rounds:
             prepared: the steps of each data set. A round takes as many as peers.py says, from the first.
         """
         for _ in range(self.number):
-            data, count = self.client.recv()
+            data, count, profiled = self.client.recv()
             own = prepared[data][:count]
             gc.collect()
             dist.barrier()
-            cpu, wall = time.process_time(), time.perf_counter()
-            yield from own
-            cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
-            self.client.send({"cpu": cpu, "wall": wall, "losses": floats(self.losses), "norms": floats(self.norms)})
+            profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) if profiled else None
+            with profiler or contextlib.nullcontext():
+                cpu, wall = time.process_time(), time.perf_counter()
+                yield from own
+                cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+            seconds = {"cpu": cpu, "wall": wall, "of_kinds": seconds_of_kinds(profiler, cpu) if profiler else {}}
+            self.client.send(seconds | {"losses": floats(self.losses), "norms": floats(self.norms)})
             self.losses.clear()
             self.norms.clear()
+
+
+def seconds_of_kinds(profiler: torch.profiler.profile, cpu: float) -> dict[str, float]:
+    """How many of a profiled round's CPU seconds are matrix products and attention, and how many are left. The profiler
+    measures wall-clock seconds, which are the same for these two where each rank has a core of its own.
+
+    Args:
+        cpu: CPU seconds of the round.
+    """
+    kinds = {"matrix products": ("aten::mm", "aten::addmm", "aten::bmm"), "attention": ("aten::_scaled_dot_product",)}
+    found = {
+        kind: sum(event.self_cpu_time_total for event in profiler.key_averages() if event.key.startswith(names)) / 1e6
+        for kind, names in kinds.items()
+    }
+    return found | {"everything else": cpu - sum(found.values())}
 
 
 def floats(values: list[torch.Tensor | float]) -> list[float]:

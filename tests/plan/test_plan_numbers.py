@@ -463,10 +463,14 @@ def test_what_is_sent_counts_units_and_micro_batches() -> None:
 
     found = sent(Strategy.FULL_SHARD, 3)
     assert found.sharded == 3 * 3 / 4 * (2 * (32 + 16 + 8) + 4 * 8 + 2 * (32 + 16) + 4 * (32 + 8))
-    assert (found.gathers, found.reductions) == (3 * 3 * 2 + 2 * 3, 0)
+    assert (found.gathers, found.reductions) == (3 * (3 + 1) + 2 * 3, 0)  # unit a is gathered twice
     output = Weight((8, 4), True, False, False, unit=OUTPUT)  # not gathered again in the backward pass
     more = volume([*weights, output], Strategy.FULL_SHARD, precision(), 4, 4, 4, 3)
     assert more.sharded - found.sharded == 3 * 3 / 4 * (2 * 32 + 4 * 32)
+    assert more.gathers - found.gathers == 3 * 2
+    norm = Weight((8,), True, False, True, unit="a")  # trainable norms in fp32 are one unit, here with that of unit b
+    more = volume([*weights, norm], Strategy.FULL_SHARD, precision(), 4, 4, 4, 3)
+    assert more.gathers - found.gathers == 3
     assert (
         sent(Strategy.SHARD_OPTIMIZER, 3).gathers == 2 + 2 and sent(Strategy.SHARD_GRAD_OP, 3).gathers == 2 * 3 + 2 * 3
     )

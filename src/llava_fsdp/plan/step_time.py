@@ -25,6 +25,7 @@ from llava_fsdp.distributed.memory import ITEM_SIZE, OUTPUT, Weight
 from llava_fsdp.distributed.mesh import mesh_shape
 from llava_fsdp.distributed.zero import SHARD_PLANS, Sync
 from llava_fsdp.model.flops import Flops
+from llava_fsdp.plan.fsdp_units import NORMS
 from llava_fsdp.plan.hardware import Machine
 from llava_fsdp.plan.workload import Samples
 
@@ -222,14 +223,15 @@ def volume(
     scattered = sum(others(w) * w.reduce_size(precision) for w in trainable)
     gathers = micro_batches if plan.reshard_every_micro_batch else 1
     reductions = 1 if plan.gradient_sync is Sync.LAST_MICRO_BATCH else micro_batches
-    freed = [w for w in taking_part if w.unit not in ("", OUTPUT) and not w.fp32]
-    again = gathered(freed) if plan.reshard_after_forward else 0
-    units = len({w.unit for w in taking_part if w.own_shards(shards) > 1})
-    trained = len({w.unit for w in trainable if w.own_shards(shards) > 1})
+    freed = [w for w in taking_part if w.unit not in ("", OUTPUT) and not w.fp32 and plan.reshard_after_forward]
+
+    def units(weights: Sequence[Weight]) -> int:
+        return len({NORMS if w.fp32 else w.unit for w in weights if w.own_shards(shards) > 1})
+
     return Volume(
-        sharded=gathers * (gathered(taking_part) + again) + reductions * scattered,
+        sharded=gathers * (gathered(taking_part) + gathered(freed)) + reductions * scattered,
         replicated=sum(map(replicated, trainable)),
-        gathers=units * gathers * (1 + plan.reshard_after_forward) + trained * reductions,
+        gathers=gathers * (units(taking_part) + units(freed)) + reductions * units(trainable),
         reductions=len({w.unit for w in trainable if copies_of(w) > 1}),
         shards=shards,
         replicas=replicas,
