@@ -280,6 +280,52 @@ def packed_peers() -> str:
     return "\n\n".join([*parts, "Not run, because they need a GPU:", "\n".join(lines)])
 
 
+def profiled_peers() -> str:
+    """Which part of a step's CPU seconds are matrix products and attention, here and in a loop by hand."""
+    path, report = newest("profiled-packed-peers-512-cpu")
+    kinds = list(report["rows"][0]["seconds_of_kinds"])
+    lines = []
+    for row in report["rows"]:
+        seconds = row["seconds_of_kinds"]
+        times = median(row["times_ours"])
+        lines.append([PACKED[row["peer"]], f"{times:.2f}", *(f"{seconds[kind]:.2f}" for kind in kinds)])
+    head = ("", "CPU seconds of both ranks, ours = 1", *(f"{kind}, seconds of a rank" for kind in kinds))
+    return f"{table(head, lines, 'l' + 'r' * (1 + len(kinds)))}\n\n{origin(path, report)}"
+
+
+def imagined_ranks() -> str:
+    """What grows with the number of ranks, measured in one process that acts as rank 0."""
+    path, report = newest("imagined-ranks-cpu")
+    rows = report["rows"]
+
+    def line(what: str, name: str, unit: float = 1, places: int = 0) -> list[str]:
+        texts = []
+        for row in rows:
+            both = row[name] if isinstance(row[name], dict) else {"measured": row[name]}
+            texts.append(" / ".join(f"{value / unit:,.{places}f}" for value in both.values()))
+        return [what, *texts]
+
+    lines = [
+        line("small model: bytes of weights, gradients and moments, MiB: measured / planned", "at_rest", 2**20, 1),
+        line("small model: peak of memory, MiB: measured / planned", "peak", 2**20),
+        line("small model: all-gathers and reduce-scatters of a step: counted / planned", "collectives"),
+        line("small model: bytes that a rank sends in them, MiB: counted / planned", "sent", 2**20, 1),
+        line("small model: seconds of a step", "step_seconds", places=2),
+        line("7B: weights and moments, MiB: measured / planned", "weights_and_moments", 2**20),
+        line("7B: building and sharding the model, CPU seconds", "start_seconds", places=1),
+        line("7B: a rank's file in a checkpoint, MiB", "file_bytes", 2**20),
+        line("7B: parts of tensors that the manifest lists", "ranges"),
+        line("7B: what rank 0 receives from all ranks for the manifest, MiB", "gathered_bytes", 2**20, 1),
+        line("7B: size of the manifest, MiB", "manifest_bytes", 2**20, 1),
+        line("7B: merging and writing the manifest on rank 0, CPU seconds", "manifest_seconds", places=2),
+        line("7B: reading the manifest on every rank, CPU seconds", "manifest_read_seconds", places=2),
+        line("assigning a step's samples (16 a rank) to all ranks, CPU seconds", "order_seconds", places=3),
+        line("7B: `llava-fsdp plan`, CPU seconds", "plan_seconds", places=1),
+    ]
+    head = ("rank 0 of", *(f"{row['ranks']:,}" for row in rows))
+    return f"{table(head, lines, 'l' + 'r' * len(rows))}\n\n{origin(path, report)}"
+
+
 def beside(row: Report, ours: Report) -> list[str]:
     """CPU seconds of each round over those of our round beside it: the median, and the lowest and highest."""
     pairs = zip(row["cpu_seconds"]["all"], ours["cpu_seconds"]["all"], strict=False)
@@ -356,6 +402,7 @@ TABLES = {
     "limited": limited, "planner": planner, "checkpoints": checkpoints, "pictures": pictures,
     "scaling": scaling, "gpu": gpu, "gpu_peers": gpu_peers, "gpu_ways": gpu_ways, "layout_curves": layout_curves,
     "packed_peers": packed_peers, "isolated_peers": isolated_peers,
+    "profiled_peers": profiled_peers, "imagined_ranks": imagined_ranks,
     "low_precision": low_precision, "first_step": first_step,
     "compiled": lambda: planner("memory-compiled-cpu"),
 }  # fmt: skip
