@@ -355,13 +355,16 @@ def first_step() -> str:
 
 
 def low_precision() -> str:
-    """Losses, CPU seconds and memory of products and bases of few bits, each beside its like in bf16."""
-    path, report = newest("low-precision-cpu")
+    """Losses, CPU seconds and memory of products and bases of few bits, each beside its like in bf16; and how far apart
+    two runs in bf16 are that differ in rounding alone."""
+    (path, report), (own_path, rounding) = newest("low-precision-cpu"), newest("rounding-cpu")
+    shown = [row for row in report["rows"] if any(row.get("all_beside", [1]))]  # without runs of the very same bits
+    shown[1:1] = rounding["rows"][1:]
     rows = [
         [row["way"], f"{row['last_loss']:.4f}", *(
             [spread(row["last_beside"]), spread(row["all_beside"]), f"{row['time_beside']:.2f}"]
             if "last_beside" in row else ["", "", ""]
-        ), f"{row['held_bytes'] / 2**20:.1f}", f"{row['rise_bytes'] / 2**20:.1f}"] for row in report["rows"]
+        ), f"{row['held_bytes'] / 2**20:.1f}", f"{row['rise_bytes'] / 2**20:.1f}"] for row in shown
     ]  # fmt: skip
     rows += [[f"{name}: NOT RUN, {cell(why)}", *[""] * 6] for name, why in report["not_run"].items()]
     head = (
@@ -373,7 +376,8 @@ def low_precision() -> str:
         "held, MiB",
         "rise, MiB",
     )
-    return f"{table(head, rows, 'lrrrrrr')}\n\n{origin(path, report)}"
+    origins = f"{origin(path, report)} Padded rows: {origin(own_path, rounding)}"
+    return f"{table(head, rows, 'lrrrrrr')}\n\n{origins}"
 
 
 def spread(values: list[float]) -> str:
