@@ -326,6 +326,16 @@ def imagined_ranks() -> str:
     return f"{table(head, lines, 'l' + 'r' * len(rows))}\n\n{origin(path, report)}"
 
 
+def update() -> str:
+    """CPU milliseconds in which the host updates many sharded weights."""
+    path, report = newest("update-cpu")
+    lines = [
+        [row["way"], f"{row['median']:.2f}", f"{min(row['all']):.2f} to {max(row['all']):.2f}"] for row in report["rows"]
+    ]
+    head = ("", "CPU milliseconds of an update, median", "lowest to highest")
+    return f"{table(head, lines, 'lrr')}\n\n{origin(path, report)}"
+
+
 def beside(row: Report, ours: Report) -> list[str]:
     """CPU seconds of each round over those of our round beside it: the median, and the lowest and highest."""
     pairs = zip(row["cpu_seconds"]["all"], ours["cpu_seconds"]["all"], strict=False)
@@ -406,7 +416,7 @@ TABLES = {
     "limited": limited, "planner": planner, "checkpoints": checkpoints, "pictures": pictures,
     "scaling": scaling, "gpu": gpu, "gpu_peers": gpu_peers, "gpu_ways": gpu_ways, "layout_curves": layout_curves,
     "packed_peers": packed_peers, "isolated_peers": isolated_peers,
-    "profiled_peers": profiled_peers, "imagined_ranks": imagined_ranks,
+    "profiled_peers": profiled_peers, "imagined_ranks": imagined_ranks, "update": update,
     "low_precision": low_precision, "first_step": first_step,
     "compiled": lambda: planner("memory-compiled-cpu"),
 }  # fmt: skip
