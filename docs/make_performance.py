@@ -330,7 +330,8 @@ def update() -> str:
     """CPU milliseconds in which the host updates many sharded weights."""
     path, report = newest("update-cpu")
     lines = [
-        [row["way"], f"{row['median']:.2f}", f"{min(row['all']):.2f} to {max(row['all']):.2f}"] for row in report["rows"]
+        [row["way"], f"{row['median']:.2f}", f"{min(row['all']):.2f} to {max(row['all']):.2f}"]
+        for row in report["rows"]
     ]
     head = ("", "CPU milliseconds of an update, median", "lowest to highest")
     return f"{table(head, lines, 'lrr')}\n\n{origin(path, report)}"
