@@ -62,15 +62,17 @@ class Rounds:
 
 
 def seconds_of_kinds(profiler: torch.profiler.profile, cpu: float) -> dict[str, float]:
-    """How many of a profiled round's CPU seconds are matrix products and attention, and how many are left. The profiler
-    measures wall-clock seconds, which are the same for these two where each rank has a core of its own.
+    """How many of a profiled round's CPU seconds are matrix products and attention, and how many are left, those of the
+    profiler included. The profiler measures wall-clock seconds, which for these two are CPU seconds if each rank has a
+    core of its own.
 
     Args:
         cpu: CPU seconds of the round.
     """
     kinds = {"matrix products": ("aten::mm", "aten::addmm", "aten::bmm"), "attention": ("aten::_scaled_dot_product",)}
+    events = profiler.key_averages()
     found = {
-        kind: sum(event.self_cpu_time_total for event in profiler.key_averages() if event.key.startswith(names)) / 1e6
+        kind: sum(event.self_cpu_time_total for event in events if event.key.startswith(names)) / 1e6
         for kind, names in kinds.items()
     }
     return found | {"everything else": cpu - sum(found.values())}

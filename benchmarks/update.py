@@ -37,7 +37,7 @@ def drawn(count: int, mesh: DeviceMesh) -> list[torch.Tensor]:
     return [distribute_tensor(torch.randn(SHAPE, generator=dice), mesh, [Shard(0)]) for _ in range(count)]
 
 
-def ours(weights: list[nn.Parameter]) -> Callable[[], None]:
+def update_here(weights: list[nn.Parameter]) -> Callable[[], None]:
     masters = MasterWeights({str(number): weight for number, weight in enumerate(weights)})
     optimizer = FusedAdamW(weights, fused=True)
 
@@ -49,7 +49,7 @@ def ours(weights: list[nn.Parameter]) -> Callable[[], None]:
     return step
 
 
-def torchs(weights: list[nn.Parameter]) -> Callable[[], None]:
+def update_by_torch(weights: list[nn.Parameter]) -> Callable[[], None]:
     optimizer = torch.optim.AdamW(weights, fused=True)
 
     def step() -> None:
@@ -60,7 +60,7 @@ def torchs(weights: list[nn.Parameter]) -> Callable[[], None]:
     return step
 
 
-def kernels(weights: list[nn.Parameter]) -> Callable[[], None]:
+def update_by_kernels(weights: list[nn.Parameter]) -> Callable[[], None]:
     """The operations of our update and nothing around them, on plain tensors."""
     own = [weight.to_local().detach() for weight in weights]  # type: ignore[attr-defined]
     first, second = ([torch.zeros_like(tensor) for tensor in own] for _ in range(2))
@@ -79,7 +79,10 @@ def kernels(weights: list[nn.Parameter]) -> Callable[[], None]:
     return step
 
 
-WAYS = {"this project": ours, "torch's clip_grad_norm_ and AdamW(fused=True)": torchs, "the kernels alone": kernels}
+WAYS = {
+    "this project": update_here, "torch's clip_grad_norm_ and AdamW(fused=True)": update_by_torch,
+    "the kernels alone": update_by_kernels,
+}  # fmt: skip
 
 
 def measure(options: argparse.Namespace, mesh: DeviceMesh) -> list[dict[str, Any]]:
@@ -97,8 +100,9 @@ def measure(options: argparse.Namespace, mesh: DeviceMesh) -> list[dict[str, Any
                 step()
                 if number:
                     seconds[name].append(1e3 * (time.process_time() - began))
-    theirs = zip(every["this project"], every["torch's clip_grad_norm_ and AdamW(fused=True)"], strict=True)
-    assert all(torch.equal(own.to_local(), other.to_local()) for own, other in theirs), "both must update alike"  # type: ignore[attr-defined]
+    here, by_torch, _ = every.values()
+    pairs = zip(here, by_torch, strict=True)
+    assert all(torch.equal(own.to_local(), other.to_local()) for own, other in pairs), "both must update alike"  # type: ignore[attr-defined]
     return [{"way": name, "median": statistics.median(own), "all": own} for name, own in seconds.items()]
 
 
@@ -107,7 +111,7 @@ def main() -> None:
     parser.add_argument("folder", nargs="?", type=Path, default=REPOSITORY / "benchmarks" / "results")
     parser.add_argument("--weights", type=int, default=300)
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=20, help="of each way in a round")
+    parser.add_argument("--steps", type=int, default=20, help="that each way takes in a round")
     options = parser.parse_args()
     torch.set_num_threads(1)
     report = facts("what does the update of many sharded weights cost the host?", options)

@@ -49,6 +49,25 @@ def test_in_fp32_it_is_torchs_fused_adamw_to_the_bit(monkeypatch: pytest.MonkeyP
             assert torch.equal(optimizers[0].state[mine][name], optimizers[1].state[other][name])
 
 
+@pytest.mark.slow
+def test_compiled_conversions_give_the_same_bits_on_a_cpu() -> None:
+    shapes = [(7, 352), (300, 257), (1, 256), (3, 4, 5, 2)]
+    start = [torch.randn(shape, generator=torch.Generator().manual_seed(2)) for shape in shapes]
+    sides = [[nn.Parameter(tensor.clone()) for tensor in start] for _ in range(2)]
+    group = {"params": sides[0], **SETTINGS}
+    optimizers = [LowBitAdamW([group], MomentDType.int8, BETAS, EPS, 0, compiled=True)]
+    optimizers.append(low_bit(sides[1], MomentDType.int8))
+    for step in range(3):
+        for optimizer, parameters in zip(optimizers, sides, strict=True):
+            for parameter, shape in zip(parameters, shapes, strict=True):
+                parameter.grad = gradients(shape, 3)[step]
+            optimizer.step()
+    for own, other in zip(*sides, strict=True):
+        assert torch.equal(own, other)
+        states = [optimizer.state[parameter] for optimizer, parameter in zip(optimizers, (own, other), strict=True)]
+        assert all(torch.equal(states[0][name], states[1][name]) for name in states[1])
+
+
 @pytest.mark.parametrize("stretch", [1, 704, 1408])
 def test_int8_moments_do_not_depend_on_the_stretches(stretch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One row, two rows and four rows of seven at a time."""

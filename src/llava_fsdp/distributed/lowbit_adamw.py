@@ -12,8 +12,8 @@ A few rows at a time are converted to fp32, updated by torch's own fused AdamW, 
 """
 
 import math
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -45,6 +45,9 @@ class LowBitAdamW(torch.optim.Optimizer):
         seed: seed of the stochastic rounding. Random numbers depend on the seed, the step, the parameter, and the
             first row and the columns of this rank's shard, so that replicas stay equal and a resumed run draws the same
             numbers.
+        compiled: whether torch.compile makes the kernels that convert int8 moments to fp32 and back. A GPU then reads
+            and writes them once for each conversion, in place of about eight times. Divisions may round otherwise
+            there.
     """
 
     def __init__(
@@ -54,10 +57,13 @@ class LowBitAdamW(torch.optim.Optimizer):
         betas: tuple[float, float],
         eps: float,
         seed: int,
+        compiled: bool = False,
     ):
         super().__init__(groups, {"betas": betas, "eps": eps})
         self.moments = moments
         self.seed = seed
+        wrap = partial(torch.compile, dynamic=True) if compiled else lambda function: function
+        self.conversions = wrap(dequantise), wrap(quantise)
 
     def new_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         """Return the initial AdamW state of a parameter: zero moments, which are sharded like the parameter, and a step
@@ -98,7 +104,7 @@ class LowBitAdamW(torch.optim.Optimizer):
         step = int(state["step"])
         assert parameter.grad is not None
         weights, gradients = as_rows(parameter), as_rows(parameter.grad)
-        stored = [StoredMoment(state, name) for name in MOMENTS]
+        stored = [StoredMoment(state, name, *self.conversions) for name in MOMENTS]
         place = (local_rows(parameter)[0], *(local_columns(parameter) or ()))
         generator = torch.Generator(weights.device).manual_seed(derive("rounding", self.seed, step, number, *place))
         steps = torch.full((), float(step), device=weights.device)
@@ -158,7 +164,8 @@ class StoredMoment:
     """This rank's rows (indices of dimension 0) of one of a parameter's two AdamW moments, in their stored form: fp32,
     bf16, or int8 codes with scales."""
 
-    def __init__(self, state: dict[str, torch.Tensor], name: str):
+    def __init__(self, state: dict[str, torch.Tensor], name: str, dequantise: Callable, quantise: Callable):
+        self.dequantise, self.quantise = dequantise, quantise
         self.values = as_rows(state[name])
         self.scales = local(state[name + SCALE]) if name + SCALE in state else None
         signed = name == MOMENTS[0]
@@ -170,7 +177,7 @@ class StoredMoment:
         a view, so that an update of it changes the stored moment."""
         if self.scales is None or self.map is None:
             return self.values[rows].float()
-        return dequantise(self.values[rows], self.scales[rows], self.map)
+        return self.dequantise(self.values[rows], self.scales[rows], self.map)
 
     def write(self, rows: slice, value: torch.Tensor, generator: torch.Generator) -> None:
         """Store fp32 values as a slice of this rank's rows of the optimizer moment.
@@ -182,7 +189,7 @@ class StoredMoment:
         if self.scales is None or self.map is None:
             store(value, self.values[rows], generator)
         else:
-            codes, scales = quantise(value, self.map)
+            codes, scales = self.quantise(value, self.map)
             self.values[rows].copy_(codes)
             self.scales[rows].copy_(scales)
 

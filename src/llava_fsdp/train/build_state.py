@@ -274,7 +274,7 @@ def assemble(
     restore_buffers(model, buffers, clean_name)
     offload.drop_loaded_shards()
     is_part = stages is not None
-    optimizer, learning_rate = build_optimizer(model, masters, cfg, loader.total_steps, is_part)
+    optimizer, learning_rate = build_optimizer(model, masters, cfg, loader.total_steps, is_part, compiling.on)
     optimizer = offload.optimizer(optimizer)
     scaler = build_scaler(cfg.precision.scaler) if cfg.precision.param_dtype is DType.fp16 else None
     others: dict[str, Any] = {"scaler": scaler, "compilations": compilations, "routers": watched}

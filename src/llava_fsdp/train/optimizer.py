@@ -84,7 +84,12 @@ class LearningRate:
 
 
 def build_optimizer(
-    model: nn.Module, masters: MasterWeights, cfg: Config, total_steps: int, is_part: bool = False
+    model: nn.Module,
+    masters: MasterWeights,
+    cfg: Config,
+    total_steps: int,
+    is_part: bool = False,
+    compiled: bool = False,
 ) -> tuple[torch.optim.Optimizer, LearningRate]:
     """Build AdamW, and the learning rate schedule over `total_steps` steps.
 
@@ -92,6 +97,7 @@ def build_optimizer(
         model: the model; its modules decide which parameters have weight decay.
         masters: the weights to update, by parameter name.
         is_part: whether the model is a part of one that is divided among ranks, in which nothing may train.
+        compiled: whether torch.compile makes the kernels that convert int8 moments.
     """
     optim = cfg.optim
     decayed = decayed_names(model)
@@ -110,7 +116,7 @@ def build_optimizer(
     if (cfg.precision.master_dtype, cfg.precision.moment_dtype) == (MasterDType.fp32, MomentDType.fp32):
         optimizer = FusedAdamW(settings, betas=betas, eps=optim.eps, fused=True)
     else:
-        optimizer = LowBitAdamW(settings, cfg.precision.moment_dtype, betas, optim.eps, cfg.seed)
+        optimizer = LowBitAdamW(settings, cfg.precision.moment_dtype, betas, optim.eps, cfg.seed, compiled)
     return optimizer, LearningRate(optim.lr, optim.schedule, total_steps, warmup_steps(optim, total_steps))
 
 
