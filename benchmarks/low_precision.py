@@ -91,7 +91,7 @@ def take_turn(way: Way, first: int, last: int, world: World) -> None:
     for number in range(first, last):
         step = way.state.loader.steps.prepare(number)
         meter, started = PeakMeter(world.device), time.process_time()
-        result = train_step(way.state, step, SHARD_PLANS[way.cfg.sharding.strategy], way.cfg, way.cfg.optim.lr)
+        result = train_step(way.state, step, SHARD_PLANS[way.cfg.sharding.strategy], way.cfg, time.perf_counter())
         way.seconds.append(time.process_time() - started)
         way.rises.append(next(iter(meter.read().values())))
         way.losses.append(result.loss)
@@ -123,7 +123,7 @@ def last_loss(way: Way) -> float:
 
 def printed(report: dict[str, Any]) -> Table:
     table = Table(title=f"{report['options']['steps']} steps of the tiny model", title_justify="left")
-    heads = "last loss", "beside", "all steps beside", "tokens / CPU s", "time beside", "held MiB", "rise MiB"
+    heads = "last loss", "beside", "all steps beside", "tokens / CPU s", "time beside", "weights MiB", "rise MiB"
     for head in ("way", *heads):
         table.add_column(head, justify="left" if head == "way" else "right")
     for row in report["rows"]:
@@ -153,12 +153,16 @@ def draw(pyplot: Any, report: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="What do 8 and 4 bits cost or save beside bf16?")
     parser.add_argument("folder", nargs="?", type=Path, default=REPOSITORY / "benchmarks" / "results")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="bf16, and others")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="with what each is compared with")
+    parser.add_argument("--name", default="low-precision-cpu", help="beginning of the result's file name")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="20 steps of one seed")
     options = parser.parse_args()
     options.steps, options.seeds = (20, 1) if options.quick else (options.steps, options.seeds)
+    lacking = {beside for name in options.ways if (beside := WAYS[name][1]) is not None} - set(options.ways)
+    if lacking:
+        parser.error(f"--ways lacks what others are compared with: {', '.join(lacking)}")
     torch.set_num_threads(1)
     report = facts("what do 8 and 4 bits cost or save beside bf16, on the same steps?", options)
     ways: dict[str, list[Way]] = {}
@@ -170,7 +174,7 @@ def main() -> None:
                 name: configure(WAYS[name][0], Path(folder, f"{number}-{seed}"), options.steps, seed)
                 for number, name in enumerate(names)
             }
-            with distributed(configs["bf16"]) as world:
+            with distributed(next(iter(configs.values()))) as world:
                 own: list[Way] = []
                 for name, cfg in configs.items():
                     try:
@@ -182,16 +186,15 @@ def main() -> None:
                     for way in own:
                         take_turn(way, first, min(first + TURN, options.steps), world)
                     print(f"seed {seed}: {min(first + TURN, options.steps)} steps of each way", flush=True)
-        steps = ways["bf16"][0].state.loader.steps
-        tokens = statistics.mean(steps.prepare(number).facts.tokens for number in range(options.steps))
+        of_seeds = [way.state.loader.steps for way in next(iter(ways.values()))]
+        tokens = statistics.mean(s.prepare(n).facts.tokens for s in of_seeds for n in range(options.steps))
     rows = [row_of(name, runs, tokens, ways.get(WAYS[name][1] or "")) for name, runs in ways.items()]
     report |= {"rows": rows, "not_run": not_run, "tokens_of_a_step": tokens, "last": LAST}
     console = Console(width=140)
     console.print(printed(report))
     for name, why in not_run.items():
         console.print(f"NOT RUN: {name}: {why}")
-    name = "low-precision-cpu" if len(options.ways) == len(WAYS) else "rounding-cpu"
-    write(report, name, options.folder, draw)
+    write(report, options.name, options.folder, draw)
 
 
 if __name__ == "__main__":

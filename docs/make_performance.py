@@ -370,7 +370,7 @@ def low_precision() -> str:
     two runs in bf16 are that differ in rounding alone."""
     (path, report), (own_path, rounding) = newest("low-precision-cpu"), newest("rounding-cpu")
     shown = [row for row in report["rows"] if any(row.get("all_beside", [1]))]  # without runs of the very same bits
-    shown[1:1] = rounding["rows"][1:]
+    shown[1:1] = [row for row in rounding["rows"] if row["way"] not in {own["way"] for own in report["rows"]}]
     rows = [
         [row["way"], f"{row['last_loss']:.4f}", *(
             [spread(row["last_beside"]), spread(row["all_beside"]), f"{row['time_beside']:.2f}"]
@@ -384,7 +384,7 @@ def low_precision() -> str:
         "beside bf16",
         "loss of all steps beside bf16",
         "CPU seconds, bf16 = 1",
-        "held, MiB",
+        "weights, MiB",
         "rise, MiB",
     )
     origins = f"{origin(path, report)} Padded rows: {origin(own_path, rounding)}"
