@@ -2,8 +2,8 @@
 
     python benchmarks/imagined_ranks.py [FOLDER]         # into benchmarks/results; --ranks, --quick
 
-Every row is measured in a process of its own, which acts as rank 0 of so many. Steps are those of a small model, all
-else is of LLaVA-1.5-7B with empty weights. How to read the result is in benchmarks/README.md.
+Every column is measured in a process of its own, which acts as rank 0 of that many ranks. Steps are those of a small
+model, all else is of LLaVA-1.5-7B with empty weights. How to read the result is in benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ LENGTH, SAMPLES = 100, 4
 """Tokens of a sample, and samples of a rank, in the steps of the small model."""
 SEVEN_B = ("stage=finetune", "model=llava_v1_5_7b")
 PACKED = 16
-"""Samples of a rank in the steps whose samples are assigned to all ranks."""
+"""Samples of a rank in a step of the 7B model."""
 ROW_TOKENS = PACKED * 2048
 REPEATS = 3
 
@@ -81,14 +81,13 @@ def measure_step(ranks: int, folder: Path) -> dict[str, Any]:
         "peak": {"measured": next(iter(found["peak"].values())), "planned": found["peak"]["planned"]},
         "collectives": {"measured": sum(kind["calls"] for kind in moved), "planned": sent.gathers},
         "sent": {"measured": sum(kind["sent"] for kind in moved), "planned": sent.sharded},
-        "step_seconds": found["seconds"][-1],
     }
 
 
 def measure_run(ranks: int, folder: Path) -> dict[str, Any]:
-    """Of a training of the 7B model: building rank 0's state, and what describes a checkpoint of all ranks."""
+    """Build rank 0's state of the 7B model, and the manifest of a checkpoint of all ranks."""
     more = [f"output_dir={folder / 'run'}", f"global_batch_size={PACKED * ranks}", f"dry_run={ranks}"]
-    chosen = ["activation_checkpointing=full", f"tokens_per_micro_batch={ROW_TOKENS}"]
+    chosen = ["activation_checkpointing=full", f"tokens_per_micro_batch={ROW_TOKENS}"]  # nothing is left to a planner
     cfg = loaded(Config, "train", [*SEVEN_B, *more, *chosen])
     with distributed(cfg) as world:
         began = time.process_time()
@@ -101,7 +100,7 @@ def measure_run(ranks: int, folder: Path) -> dict[str, Any]:
         held, planned = dry_run.held_bytes(state), peak(cfg, ranks, world.device).at_rest
         whole = tensors(state)
         own, values = written_rows(whole, rank_file(0))
-    assert own == entries_of(0, ranks, whole), "the rows of other ranks are not as this benchmark says"
+    assert own == entries_of(0, ranks, whole), "FSDP's rule is not as this benchmark says"
     entries = [entries_of(rank, ranks, whole) for rank in range(ranks)]
     digest = Digest(1, "0" * 32)
     seconds, read_seconds = [], []
@@ -133,15 +132,17 @@ def entries_of(rank: int, ranks: int, whole: dict[str, torch.Tensor]) -> Entries
     found = {}
     for number, (name, tensor) in enumerate(sorted(whole.items())):
         each = -(-len(tensor) // ranks) if tensor.ndim else 0
-        begin, end = each * rank, min(len(tensor), each * (rank + 1)) if tensor.ndim else number % ranks == rank
+        begin, end = each * rank, min(len(tensor), each * (rank + 1)) if tensor.ndim else 0
+        if not tensor.ndim and number % ranks == rank:
+            end = begin + 1
         if begin < end:
-            rows = RowRange(rank_file(rank), begin, int(end))
+            rows = RowRange(rank_file(rank), begin, end)
             found[name] = TensorEntry(tensor.dtype, tuple(tensor.shape), (rows,))
     return found
 
 
 def measure_order(ranks: int) -> float:
-    """CPU seconds in which each rank assigns the samples of a step to all ranks."""
+    """CPU seconds to assign the samples of a step to all ranks, which every rank does for itself."""
     lengths = [length for length, _ in draw_lengths("medium", PACKED * ranks, 0)]
     seconds = []
     for _ in range(REPEATS):
@@ -168,7 +169,7 @@ def measure(ranks: int, folder: Path) -> dict[str, Any]:
 
 
 def printed(rows: list[dict[str, Any]]) -> Table:
-    table = Table(title="rank 0 of so many", title_justify="left")
+    table = Table(title="rank 0 of that many ranks", title_justify="left")
     for name in ("", *(f"{row['ranks']:,}" for row in rows)):
         table.add_column(name, justify="right" if name else "left")
     for name in (name for name in rows[0] if name != "ranks"):
@@ -188,6 +189,8 @@ def main() -> None:
     if options.point is not None:
         (options.folder / "row.json").write_text(json.dumps(measure(options.point, options.folder)))
         return
+    if any(ranks < 8 or ranks % 8 for ranks in options.ranks):
+        parser.error("--ranks must be multiples of 8, the GPUs of a node")
     report = facts("what grows with the number of ranks?", options)
     rows = []
     for ranks in [8, 16] if options.quick else options.ranks:

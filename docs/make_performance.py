@@ -310,7 +310,6 @@ def imagined_ranks() -> str:
         line("small model: peak of memory, MiB: measured / planned", "peak", 2**20),
         line("small model: all-gathers and reduce-scatters of a step: counted / planned", "collectives"),
         line("small model: bytes that a rank sends in them, MiB: counted / planned", "sent", 2**20, 1),
-        line("small model: seconds of a step", "step_seconds", places=2),
         line("7B: weights and moments, MiB: measured / planned", "weights_and_moments", 2**20),
         line("7B: building and sharding the model, CPU seconds", "start_seconds", places=1),
         line("7B: a rank's file in a checkpoint, MiB", "file_bytes", 2**20),
@@ -318,7 +317,7 @@ def imagined_ranks() -> str:
         line("7B: what rank 0 receives from all ranks for the manifest, MiB", "gathered_bytes", 2**20, 1),
         line("7B: size of the manifest, MiB", "manifest_bytes", 2**20, 1),
         line("7B: merging and writing the manifest on rank 0, CPU seconds", "manifest_seconds", places=2),
-        line("7B: reading the manifest on every rank, CPU seconds", "manifest_read_seconds", places=2),
+        line("7B: reading the manifest, CPU seconds", "manifest_read_seconds", places=2),
         line("assigning a step's samples (16 a rank) to all ranks, CPU seconds", "order_seconds", places=3),
         line("7B: `llava-fsdp plan`, CPU seconds", "plan_seconds", places=1),
     ]

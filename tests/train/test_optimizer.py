@@ -16,7 +16,7 @@ from transformers.optimization import (
 
 from llava_fsdp.config import MasterDType, MomentDType, Schedule
 from llava_fsdp.distributed.fused_adamw import FusedAdamW
-from llava_fsdp.distributed.lowbit_adamw import LowBitAdamW, dequantise, quantise
+from llava_fsdp.distributed.lowbit_adamw import LowBitAdamW, dequantise, requantise
 from llava_fsdp.distributed.precision import MasterWeights
 from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.runtime.errors import ConfigError
@@ -125,7 +125,7 @@ def test_torchs_kernel_updates_what_is_in_fp32_alone(
         assert type(optimizer) is LowBitAdamW and (optimizer.moments, optimizer.seed) == (moment, 7)
         compiled, _ = build_optimizer(layer, masters, cfg, 5, compiled=True)
         assert isinstance(compiled, LowBitAdamW)
-        assert optimizer.conversions == (dequantise, quantise) and quantise not in compiled.conversions
+        assert optimizer.conversions == (dequantise, requantise) and requantise not in compiled.conversions
 
 
 def test_only_a_part_of_a_model_may_train_nothing(configure: Configure) -> None:

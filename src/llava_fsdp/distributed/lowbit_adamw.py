@@ -13,7 +13,7 @@ A few rows at a time are converted to fp32, updated by torch's own fused AdamW, 
 
 import math
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -31,6 +31,8 @@ BLOCK = 256
 CHUNK_ELEMENTS = 1 << 22
 """Number of a parameter's elements that are updated at a time. The fp32 weight, its gradient and its moments then take
 16 MiB each."""
+Conversions = tuple[Callable[..., torch.Tensor], Callable[..., None]]
+"""Functions that convert codes of an int8 moment to fp32 (`dequantise`), and fp32 values into codes (`requantise`)."""
 SCALE = "_scale"
 """Ending of the name, in the optimizer's state, of the scales of an int8 moment."""
 
@@ -46,8 +48,7 @@ class LowBitAdamW(torch.optim.Optimizer):
             first row and the columns of this rank's shard, so that replicas stay equal and a resumed run draws the same
             numbers.
         compiled: whether torch.compile makes the kernels that convert int8 moments to fp32 and back. A GPU then reads
-            and writes them once for each conversion, in place of about eight times. Divisions may round otherwise
-            there.
+            and writes them fewer times. There the compiled kernels may round divisions differently.
     """
 
     def __init__(
@@ -62,8 +63,9 @@ class LowBitAdamW(torch.optim.Optimizer):
         super().__init__(groups, {"betas": betas, "eps": eps})
         self.moments = moments
         self.seed = seed
-        wrap = partial(torch.compile, dynamic=True) if compiled else lambda function: function
-        self.conversions = wrap(dequantise), wrap(quantise)
+        self.conversions: Conversions = dequantise, requantise
+        if compiled:
+            self.conversions = torch.compile(dequantise, dynamic=True), torch.compile(requantise, dynamic=True)
 
     def new_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         """Return the initial AdamW state of a parameter: zero moments, which are sharded like the parameter, and a step
@@ -104,7 +106,7 @@ class LowBitAdamW(torch.optim.Optimizer):
         step = int(state["step"])
         assert parameter.grad is not None
         weights, gradients = as_rows(parameter), as_rows(parameter.grad)
-        stored = [StoredMoment(state, name, *self.conversions) for name in MOMENTS]
+        stored = [StoredMoment(state, name, self.conversions) for name in MOMENTS]
         place = (local_rows(parameter)[0], *(local_columns(parameter) or ()))
         generator = torch.Generator(weights.device).manual_seed(derive("rounding", self.seed, step, number, *place))
         steps = torch.full((), float(step), device=weights.device)
@@ -164,8 +166,8 @@ class StoredMoment:
     """This rank's rows (indices of dimension 0) of one of a parameter's two AdamW moments, in their stored form: fp32,
     bf16, or int8 codes with scales."""
 
-    def __init__(self, state: dict[str, torch.Tensor], name: str, dequantise: Callable, quantise: Callable):
-        self.dequantise, self.quantise = dequantise, quantise
+    def __init__(self, state: dict[str, torch.Tensor], name: str, conversions: Conversions):
+        self.from_codes, self.into_codes = conversions
         self.values = as_rows(state[name])
         self.scales = local(state[name + SCALE]) if name + SCALE in state else None
         signed = name == MOMENTS[0]
@@ -177,7 +179,7 @@ class StoredMoment:
         a view, so that an update of it changes the stored moment."""
         if self.scales is None or self.map is None:
             return self.values[rows].float()
-        return self.dequantise(self.values[rows], self.scales[rows], self.map)
+        return self.from_codes(self.values[rows], self.scales[rows], self.map)
 
     def write(self, rows: slice, value: torch.Tensor, generator: torch.Generator) -> None:
         """Store fp32 values as a slice of this rank's rows of the optimizer moment.
@@ -189,9 +191,7 @@ class StoredMoment:
         if self.scales is None or self.map is None:
             store(value, self.values[rows], generator)
         else:
-            codes, scales = self.quantise(value, self.map)
-            self.values[rows].copy_(codes)
-            self.scales[rows].copy_(scales)
+            self.into_codes(value, self.values[rows], self.scales[rows], self.map)
 
 
 def store(value: torch.Tensor, target: torch.Tensor, generator: torch.Generator) -> None:
@@ -242,6 +242,13 @@ def quantise(value: torch.Tensor, map_: torch.Tensor) -> tuple[torch.Tensor, tor
     middles = (map_[:-1] + map_[1:]) / 2
     codes = torch.bucketize(blocks.div_(scales[..., None]), middles, right=True, out_int32=True).to(torch.uint8)
     return codes.flatten(1)[:, : value[0].numel()].view(value.shape), scales
+
+
+def requantise(value: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, map_: torch.Tensor) -> None:
+    """Overwrite codes and scales with those that `quantise` returns for fp32 values."""
+    new_codes, new_scales = quantise(value, map_)
+    codes.copy_(new_codes)
+    scales.copy_(new_scales)
 
 
 def dequantise(codes: torch.Tensor, scales: torch.Tensor, map_: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,8 @@ from llava_fsdp.runtime.tensor_cut import Cut
 ITEM_SIZE = {DType.bf16: 2, DType.fp16: 2, DType.fp32: 4}
 NUM_MOMENTS = 2
 """Number of Adam's moments."""
+ROOT, OUTPUT, NORMS = "", "output layer", "norms"
+"""Names of the FSDP units that are no blocks: the root unit, the output layer, and all norms that compute in fp32."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,11 @@ class Weight:
     parameter, as they do for experts that ranks share; 1 for other parameters."""
     moments: MomentDType | None = None
     """The dtype in which Adam's moments are stored; None for a frozen parameter, which has no moments."""
+
+    @property
+    def fsdp_unit(self) -> str:
+        """Name of the FSDP unit that gathers the parameter. All norms that compute in fp32 are one unit."""
+        return NORMS if self.fp32 else self.unit
 
     @property
     def numel(self) -> int:
@@ -164,10 +171,6 @@ def divided_weights(weights: Mapping[str, Weight], plan: Mapping[str, Cut], size
             shape[dimension] = max(0, min(each, shape[dimension] - index * each))
         found[name] = replace(weight, shape=tuple(shape))
     return found
-
-
-OUTPUT = "output layer"
-"""Name of the FSDP unit of the output layer."""
 
 
 def unit_of_experts(block: str) -> str:

@@ -12,9 +12,6 @@ from llava_fsdp.config import PrecisionConfig
 from llava_fsdp.distributed.memory import Weight
 from llava_fsdp.distributed.zero import ShardPlan
 
-ROOT = ""
-NORMS = "norms"
-
 
 @dataclass(frozen=True)
 class Unit:
@@ -69,7 +66,7 @@ def units_of(
     members: dict[str, list[Weight]] = {}
     for weight in weights:
         if weight.trainable or (plan.shards_frozen and not weight.whole):
-            members.setdefault(NORMS if weight.fp32 else weight.unit, []).append(weight)
+            members.setdefault(weight.fsdp_unit, []).append(weight)
     return {name: unit_of(name, group, precision, shards, is_away, passes_through) for name, group in members.items()}
 
 

@@ -7,10 +7,10 @@ Gathers, frees and reductions happen in FSDP2's order: `pre_forward`, `wait_for_
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field, replace
 
-from llava_fsdp.distributed.memory import OUTPUT, unit_of_experts
+from llava_fsdp.distributed.memory import NORMS, OUTPUT, ROOT, unit_of_experts
 from llava_fsdp.distributed.zero import ShardPlan, Sync
 from llava_fsdp.plan.activations import LEVELS, Live, Segment
-from llava_fsdp.plan.fsdp_units import NORMS, ROOT, Unit
+from llava_fsdp.plan.fsdp_units import Unit
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "gathered", "reducing", "activations", "logits", "buffers")
 

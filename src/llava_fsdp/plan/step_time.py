@@ -21,11 +21,10 @@ from llava_fsdp.config import (
     PrecisionConfig,
     Strategy,
 )
-from llava_fsdp.distributed.memory import ITEM_SIZE, OUTPUT, Weight
+from llava_fsdp.distributed.memory import ITEM_SIZE, NORMS, OUTPUT, ROOT, Weight
 from llava_fsdp.distributed.mesh import mesh_shape
 from llava_fsdp.distributed.zero import SHARD_PLANS, Sync
 from llava_fsdp.model.flops import Flops
-from llava_fsdp.plan.fsdp_units import NORMS
 from llava_fsdp.plan.hardware import Machine
 from llava_fsdp.plan.workload import Samples
 
@@ -223,16 +222,17 @@ def volume(
     scattered = sum(others(w) * w.reduce_size(precision) for w in trainable)
     gathers = micro_batches if plan.reshard_every_micro_batch else 1
     reductions = 1 if plan.gradient_sync is Sync.LAST_MICRO_BATCH else micro_batches
-    freed = [w for w in taking_part if w.unit not in ("", OUTPUT) and not w.fp32 and plan.reshard_after_forward]
+    freed = [w for w in taking_part if w.fsdp_unit not in (ROOT, OUTPUT, NORMS)]
+    again = freed if plan.reshard_after_forward else []  # gathered again in the backward pass
 
     def units(weights: Sequence[Weight]) -> int:
-        return len({NORMS if w.fp32 else w.unit for w in weights if w.own_shards(shards) > 1})
+        return len({w.fsdp_unit for w in weights if w.own_shards(shards) > 1})
 
     return Volume(
-        sharded=gathers * (gathered(taking_part) + gathered(freed)) + reductions * scattered,
+        sharded=gathers * (gathered(taking_part) + gathered(again)) + reductions * scattered,
         replicated=sum(map(replicated, trainable)),
-        gathers=gathers * (units(taking_part) + units(freed)) + reductions * units(trainable),
-        reductions=len({w.unit for w in trainable if copies_of(w) > 1}),
+        gathers=gathers * (units(taking_part) + units(again)) + reductions * units(trainable),
+        reductions=len({w.fsdp_unit for w in trainable if copies_of(w) > 1}),
         shards=shards,
         replicas=replicas,
         node_size=node_size,

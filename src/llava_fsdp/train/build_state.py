@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from llava_fsdp.config import ActivationCheckpointing, Config, DType, Source, check_profile
+from llava_fsdp.config import ActivationCheckpointing, Config, DType, OffloadMode, Source, check_profile
 from llava_fsdp.data.loader import Loader, build_loader
 from llava_fsdp.data.toy_shapes import draw_shapes
 from llava_fsdp.data.validation_set import Choose, HeldOut, open_held_out, warn_of_trained
@@ -274,7 +274,8 @@ def assemble(
     restore_buffers(model, buffers, clean_name)
     offload.drop_loaded_shards()
     is_part = stages is not None
-    optimizer, learning_rate = build_optimizer(model, masters, cfg, loader.total_steps, is_part, compiling.on)
+    on_device = compiling.on and cfg.offload.mode is OffloadMode.none  # the CPU may have no compiler
+    optimizer, learning_rate = build_optimizer(model, masters, cfg, loader.total_steps, is_part, on_device)
     optimizer = offload.optimizer(optimizer)
     scaler = build_scaler(cfg.precision.scaler) if cfg.precision.param_dtype is DType.fp16 else None
     others: dict[str, Any] = {"scaler": scaler, "compilations": compilations, "routers": watched}
