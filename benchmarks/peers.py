@@ -104,7 +104,7 @@ class Peer:
         self.seen[data].append({
             "cpu": sum(f["cpu"] for f in found) / steps,
             "wall": max(f["wall"] for f in found) / steps,
-            "of_kinds": {kind: seconds / steps for kind, seconds in found[0]["of_kinds"].items()},
+            "of_kinds": {kind: sum(f["of_kinds"][kind] for f in found) / steps for kind in found[0]["of_kinds"]},
             "losses": mean_of_ranks([f["losses"] for f in found]),
             "norms": mean_of_ranks([f["norms"] for f in found]),
         })  # fmt: skip

@@ -286,11 +286,10 @@ def profiled_peers() -> str:
     kinds = list(report["rows"][0]["seconds_of_kinds"])
     lines = []
     for row in report["rows"]:
-        seconds = row["seconds_of_kinds"]
-        times = median(row["times_ours"])
-        lines.append([PACKED[row["peer"]], f"{times:.2f}", *(f"{seconds[kind]:.2f}" for kind in kinds)])
-    head = ("", "CPU seconds of both ranks, ours = 1", *(f"{kind}, seconds of a rank" for kind in kinds))
-    return f"{table(head, lines, 'l' + 'r' * (1 + len(kinds)))}\n\n{origin(path, report)}"
+        seconds, times = row["seconds_of_kinds"], median(row["times_ours"])
+        lines.append([PACKED[row["peer"]], row["data"], f"{times:.2f}", *(f"{seconds[kind]:.2f}" for kind in kinds)])
+    head = ("", "data", "CPU seconds, ours = 1", *(f"{kind}, seconds" for kind in kinds))
+    return f"{table(head, lines, 'll' + 'r' * (1 + len(kinds)))}\n\n{origin(path, report)}"
 
 
 def imagined_ranks() -> str:
