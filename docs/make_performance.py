@@ -328,10 +328,10 @@ def update() -> str:
     """CPU milliseconds in which the host updates many sharded weights."""
     path, report = newest("update-cpu")
     lines = [
-        [row["way"], f"{row['median']:.2f}", f"{min(row['all']):.2f} to {max(row['all']):.2f}"]
+        [row["way"], *(f"{1e3 * row['cpu_seconds'][which]:.2f}" for which in ("median", "min"))]
         for row in report["rows"]
     ]
-    head = ("", "CPU milliseconds of an update, median", "lowest to highest")
+    head = ("", "CPU milliseconds of an update, median", "least")
     return f"{table(head, lines, 'lrr')}\n\n{origin(path, report)}"
 
 

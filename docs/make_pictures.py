@@ -8,13 +8,13 @@ from hydra import compose, initialize_config_dir
 from pages import DOCS, replaced, table
 
 from llava_fsdp.config import Config, Strategy, config_dir, load
-from llava_fsdp.distributed.memory import Bytes, Weight, bytes_per_rank
+from llava_fsdp.distributed.memory import NORMS, ROOT, Bytes, Weight, bytes_per_rank
 from llava_fsdp.distributed.mesh import mesh_shape
 from llava_fsdp.distributed.parallelize import weights_of
 from llava_fsdp.distributed.precision import DTYPES
 from llava_fsdp.distributed.zero import SHARD_PLANS, Sync
 from llava_fsdp.model.llava import build_llava
-from llava_fsdp.plan.fsdp_units import ROOT, units_of
+from llava_fsdp.plan.fsdp_units import units_of
 from llava_fsdp.plan.model_shapes import shapes_of
 
 RANKS, SHARD_SIZE = 4, 2
@@ -70,7 +70,7 @@ def held(strategy: Strategy, cfg: Config, weights: list[Weight]) -> Held:
     units = units_of(weights, plan, cfg.precision, shards)
     if plan.reshard_after_forward:  # the block at work and the next one, and what stays gathered: root unit and norms
         blocks = sorted((u.gathered for name, u in units.items() if name.startswith("language")), reverse=True)
-        gathered = sum(blocks[:2]) + sum(u.gathered for name, u in units.items() if name in (ROOT, "norms"))
+        gathered = sum(blocks[:2]) + sum(u.gathered for name, u in units.items() if name in (ROOT, NORMS))
     else:
         gathered = sum(u.gathered for u in units.values())
     return Held(strategy, shards, found, gathered, not plan.reshard_after_forward, found.gradients_between)

@@ -15,4 +15,4 @@ def test_smallest_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["update.py", str(tmp_path), *arguments])
     importlib.import_module("update").main()
     (path,) = tmp_path.glob("update-cpu-*.json")
-    assert all(len(row["all"]) == 2 for row in json.loads(path.read_text())["rows"])
+    assert all(len(row["cpu_seconds"]["all"]) == 2 for row in json.loads(path.read_text())["rows"])
