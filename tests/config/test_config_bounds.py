@@ -301,7 +301,8 @@ TOGETHER: list[tuple[dict[str, Any], bool]] = [
     *(({"precision.param_dtype": name, "precision.master_dtype": "bf16"}, True) for name in ("fp16", "fp32")),
     ({"precision.reduce_dtype": "fp16"}, True),
     *(({"precision.param_dtype": "fp16", "precision.linear": name}, True) for name in ("fp8", "int8_mixed")),
-    *(({"precision.linear": name, "model.train": [Part.projector]}, True) for name in ("fp8", "int8_mixed")),
+    *(({"precision.linear": name, "model.train": [Part.projector]}, refused)
+      for name, refused in (("fp8", False), ("int8_mixed", True))),
     ({"precision.scaler": ScalerConfig(window=7)}, True),
     *(({"activation_checkpointing.mode": mode, "activation_checkpointing.budget": 0.5}, True)
       for mode in ("none", "selective", "full", "offload", "auto")),

@@ -97,6 +97,66 @@ def test_what_becomes_fp8(sharded: bool, wide: Path, dataset: Path, tmp_path: Pa
         assert [kind.target_dtype for kind in kinds] == [torch.float8_e4m3fn, torch.float8_e4m3fn, torch.float8_e5m2]
 
 
+@pytest.mark.parametrize("tokens", [1, 17])
+def test_a_frozen_layer_multiplies_in_fp8(tokens: int) -> None:
+    """Rows of other magnitudes keep their precision, forwards and backwards; torch's CPU kernel multiplies."""
+    dice = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=dice).to(torch.bfloat16)
+
+    layer = nn.Linear(96, 64, dtype=torch.bfloat16).requires_grad_(False)
+    layer.weight.copy_(drawn(64, 96) * torch.logspace(-4, 0, 64)[:, None])
+    layer.bias.copy_(drawn(64) * torch.logspace(-4, 0, 64))
+    x = (drawn(1, tokens, 96) * torch.logspace(-4, 0, tokens)[:, None]).to(torch.bfloat16).requires_grad_()
+    grad = drawn(1, tokens, 64)
+    expected = layer(x), torch.autograd.grad(layer(x), x, grad)[0]
+    fp8.multiply_in_fp8(nn.ModuleList([layer]), sharded=False)
+    assert type(layer) is fp8.FrozenFp8Linear
+    for own, other in zip((layer(x), torch.autograd.grad(layer(x), x, grad)[0]), expected, strict=True):
+        assert own.dtype == torch.bfloat16 and own.shape == other.shape
+        apart = (own - other).float().norm(dim=2) / other.float().norm(dim=2)
+        assert 0 < apart.max() < 0.08, "of each token"
+
+
+def test_each_row_of_a_frozen_weight_has_a_scale() -> None:
+    weight = torch.randn(64, 96, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    weight *= torch.logspace(-6, 0, 64).to(torch.bfloat16)[:, None]
+    x = torch.eye(96, dtype=torch.bfloat16)
+    apart = (fp8.fp8_product(x, weight).T - weight).float().norm(dim=1) / weight.float().norm(dim=1)
+    assert 0 < apart.max() < 0.04
+
+
+def frozen_losses(world: World, cfg: Config) -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build_model, "check_fp8", lambda device: None)
+        state, plan = begin(world, cfg)
+    blocks = state.model.blocks()[0]
+    steps = [train_step(state, state.loader.steps.prepare(n), plan, cfg, 0.0) for n in range(3)]
+    return {
+        "losses": [step.loss for step in steps],
+        "norms": [step.grad_norm for step in steps],
+        "in_fp8": sum(isinstance(module, fp8.FrozenFp8Linear) for module in blocks.modules()),
+    }
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("sharding", ["zero2", pytest.param("zero3", marks=pytest.mark.slow)])
+def test_stage_1_is_near_bf16_and_alike_on_ranks(
+    sharding: str, wide: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
+) -> None:
+    """Frozen blocks, whole and sharded: in fp8 on one rank and on two."""
+    values = [*FP8, f"sharding={sharding}", "model.train=[projector]", "pack=false"]
+    cfg = make_config(wide, dataset, tmp_path, *values)
+    bf16 = frozen_losses(single_world(), make_config(wide, dataset, tmp_path, *values, "precision=bf16"))
+    alone, (first, second) = frozen_losses(single_world(), cfg), pools[2].run(frozen_losses, cfg)
+    assert (bf16["in_fp8"], alone["in_fp8"], first["in_fp8"]) == (0, 15, 15)
+    assert alone["losses"] != bf16["losses"] and alone["losses"] == pytest.approx(bf16["losses"], rel=0.02)
+    assert first == second
+    assert first["losses"] == pytest.approx(alone["losses"], rel=1e-3)
+    assert first["norms"] == pytest.approx(alone["norms"], rel=0.02)
+
+
 def sent(world: World, cfg: Config) -> dict[str, Any]:
     """Bytes that all gathers of weights bring."""
     counted: list[int] = []

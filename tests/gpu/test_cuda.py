@@ -229,6 +229,18 @@ def test_fp8_is_near_bf16(fp8_device: torch.device, dataset: Path, tmp_path: Pat
     assert_close_losses(train_sharded(cfg, fp8_device), bf16, 0.05)
 
 
+def test_stage_1_in_fp8_is_near_bf16(fp8_device: torch.device, dataset: Path, tmp_path: Path) -> None:
+    """Frozen layers, whose scales are rowwise; alone and sharded."""
+    wide = write_wide_parts(tmp_path / "wide")
+    values = [*BF16, "precision=fp8", "optim.lr=1e-3", "model.train=[projector]"]
+    bf16 = train_alone(make_config(wide, dataset, tmp_path / "run", *values, "precision=bf16"), fp8_device)
+    cfg = make_config(wide, dataset, tmp_path / "run", *values)
+    alone = train_alone(cfg, fp8_device)
+    assert alone.losses != bf16.losses
+    assert_close_losses(alone, bf16, 0.05)
+    assert_close_losses(train_sharded(cfg, fp8_device), bf16, 0.05)
+
+
 def test_fp8_is_refused_on_older_gpus(cuda: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
     with pytest.raises(ConfigError, match=r"compute capability 8\.9"):

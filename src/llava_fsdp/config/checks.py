@@ -173,7 +173,8 @@ def check_divided(cfg: Config) -> None:
 
 def check_base(cfg: Config) -> None:
     """Raise ConfigError for settings that contradict a frozen or quantized language model: matrix products of 8 bits
-    (`precision.linear`) if its weights are frozen, and moving its weights to the host if they are quantized."""
+    (`precision.linear`) with adapters, in int8 also with all weights frozen, and moving its weights to the host if they
+    are quantized."""
     mode, linear = cfg.model.quantize.mode, cfg.precision.linear
     if cfg.model.lora.enabled and linear is not LinearKind.same:
         raise ConfigError(
@@ -185,10 +186,10 @@ def check_base(cfg: Config) -> None:
             f"offload={cfg.offload.mode.value} with model.quantize.mode={mode.value} would send quantized weights "
             "through the host at every step; choose offload=optimizer or none"
         )
-    if linear is not LinearKind.same and Part.language not in cfg.model.train:
+    if linear is LinearKind.int8_mixed and Part.language not in cfg.model.train:
         raise ConfigError(
             f"precision.linear={linear.value} is for a language model that trains, and model.train="
-            f"{[part.value for part in cfg.model.train]} freezes it; choose precision=bf16"
+            f"{[part.value for part in cfg.model.train]} freezes it; choose precision=bf16 or fp8"
         )
 
 

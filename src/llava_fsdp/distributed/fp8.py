@@ -1,12 +1,15 @@
-"""Replace linear layers by torchao's float8 layers, which multiply in fp8 and whose weights FSDP gathers in fp8.
+"""Replace linear layers by layers that multiply in fp8.
 
-Scaling is tensorwise and dynamic: input, weight and output gradient of a layer are each scaled by their largest element
-and cast to fp8 (e4m3; gradients e5m2), and the product is bf16. Master weights, their gradients and Adam's moments keep
-their dtypes.
+Layers that train become torchao's float8 layers, whose weights FSDP gathers in fp8. Scaling is tensorwise and dynamic:
+input, weight and output gradient of a layer are each scaled by their largest element and cast to fp8 (e4m3; gradients
+e5m2), and the product is bf16. Master weights, their gradients and Adam's moments keep their dtypes.
+
+If no block trains, as in stage 1, the layers become `FrozenFp8Linear`, whose scales are rowwise. torchao would also
+compute the gradients of frozen weights.
 """
 
 import importlib.util
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -16,6 +19,8 @@ from llava_fsdp.runtime.errors import ConfigError
 MULTIPLE = 16
 """Both dimensions of a weight must be multiples of this number for torch's scaled fp8 matrix product."""
 CURE = "choose precision=bf16"
+FP8 = torch.float8_e4m3fn
+LARGEST = torch.finfo(FP8).max
 
 
 def check_fp8(device: torch.device) -> None:
@@ -48,16 +53,21 @@ def multiply_in_fp8(blocks: nn.ModuleList, sharded: bool) -> None:
     """Replace the linear layers of a stack of blocks on the meta device by fp8 layers, in place. Parameters keep their
     names.
 
-    Layers whose weight is frozen, or has a size that is not a multiple of 16, are not replaced.
+    Layers with a size that is not a multiple of 16 are not replaced, nor are frozen layers, unless all are frozen.
 
     Args:
-        sharded: whether FSDP shards the weights; it then all-gathers them in fp8.
+        sharded: whether FSDP shards the weights; it then all-gathers those that train in fp8.
 
     Raises:
         ConfigError: no layer can be replaced.
     """
     from torchao.float8 import convert_to_float8_training
 
+    frozen = [module for module in blocks.modules() if has_fp8_sizes(module)]
+    if frozen and not any(parameter.requires_grad for parameter in blocks.parameters()):
+        for layer in frozen:
+            layer.__class__ = FrozenFp8Linear  # its parameters stay: a new module would have to be put into its parent
+        return
     if not weights_in_fp8(blocks):
         raise ConfigError(
             f"precision.linear=fp8: no linear layer of the language model has sizes that are multiples of {MULTIPLE}; "
@@ -75,14 +85,58 @@ def weights_in_fp8(blocks: nn.ModuleList) -> set[torch.Tensor]:
 
 
 def takes_fp8(module: nn.Module) -> bool:
-    """Return whether a module is a trainable linear layer whose sizes are multiples of 16, as fp8 products need. A
-    class derived from `nn.Linear`, such as a router, may compute something else, and is not taken."""
-    return (
-        type(module) is nn.Linear
-        and module.weight.requires_grad
-        and module.in_features % MULTIPLE == 0
-        and module.out_features % MULTIPLE == 0
-    )
+    """Return whether a module is a trainable linear layer whose sizes are multiples of 16, as fp8 products need."""
+    return has_fp8_sizes(module) and module.weight.requires_grad
+
+
+def has_fp8_sizes(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Return whether a module is a linear layer whose sizes are multiples of 16, as fp8 products need. A class derived
+    from `nn.Linear`, such as a router, may compute something else, and is not taken."""
+    return type(module) is nn.Linear and module.in_features % MULTIPLE == 0 and module.out_features % MULTIPLE == 0
+
+
+class FrozenFp8Linear(nn.Linear):
+    """A linear layer whose weight is frozen, and that multiplies in fp8: its input by the weight, and in the backward
+    pass the output gradient by the weight. Each row of a factor has a scale of its own."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        x = input.reshape(-1, self.in_features)
+        output = FrozenProduct.apply(x, self.weight).reshape(*input.shape[:-1], self.out_features)
+        return output if self.bias is None else output + self.bias
+
+
+class FrozenProduct(torch.autograd.Function):
+    """Multiply by the transpose of a frozen weight in fp8. Only the weight is kept for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Return the product [tokens, out] of `x` [tokens, in] and `weight` [out, in]."""
+        ctx.save_for_backward(weight)
+        return fp8_product(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (weight,) = ctx.saved_tensors
+        return fp8_product(grad, weight.T), None
+
+
+def fp8_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return `left @ right.T` in the dtype of `left`, multiplied in fp8 with a scale for each row of both matrices.
+
+    Args:
+        left: [m, k].
+        right: [n, k].
+    """
+    (rows, row_scales), (columns, column_scales) = cast_rows(left), cast_rows(right)
+    row_scales, column_scales = row_scales.view(-1, 1), column_scales.view(1, -1)
+    return torch._scaled_mm(rows, columns.T, scale_a=row_scales, scale_b=column_scales, out_dtype=left.dtype)
+
+
+def cast_rows(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cast a matrix [m, k] to fp8. Return it, contiguous, and the scales of its rows, float32 [m]: a row is its fp8
+    values times its scale."""
+    scales = matrix.abs().amax(1).float().clamp(min=1e-12) / LARGEST
+    return (matrix.float() / scales[:, None]).to(FP8).contiguous(), scales
 
 
 def prepare_scales(model: nn.Module) -> None:

@@ -94,7 +94,8 @@ def parallelize(
     materialize(model, offload.materialize, roots)
     trainable = {clean_name(n): p for n, p in model.named_parameters() if p.requires_grad}
     master = MASTERS[cfg.precision.master_dtype]
-    return MasterWeights(trainable, master, model if in_fp8 else None, compiled=count is not None)
+    has_scales = in_fp8 and any(p.requires_grad for p in stacks[0].parameters())
+    return MasterWeights(trainable, master, model if has_scales else None, compiled=count is not None)
 
 
 def materialize(model: nn.Module, allocate: Callable[[nn.Module], object], roots: Sequence[nn.Module] = ()) -> None:
