@@ -313,13 +313,13 @@ def gradient_norm(
         line: the ranks that have the other stages of the model; None: each rank has the whole model.
     """
     groups: dict[Reduction | None, list[torch.Tensor]] = {}
-    of_kinds: dict[Any, list[torch.Tensor]] = {}  # the same lists, by what is found faster than a mesh
+    previous, norms_of_kind = None, []
     # the norm is computed in fp32 also for bf16 gradients, so that it is not rounded to bf16
     for gradient, norm in zip(gradients, torch._foreach_norm(shards, 2, dtype=torch.float32), strict=True):
-        kind = (id(gradient.device_mesh), gradient.placements) if isinstance(gradient, DTensor) else None
-        if kind not in of_kinds:  # those that are reduced over the same ranks are reduced together
-            of_kinds[kind] = groups.setdefault(reduction(gradient), [])
-        of_kinds[kind].append(norm)
+        kind = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else (None, ())
+        if kind != previous:  # those that are reduced over the same ranks are reduced together
+            previous, norms_of_kind = kind, groups.setdefault(reduction(gradient), [])
+        norms_of_kind.append(norm)
     norm_of = same_on_every_rank if line is None else sharded_norm
     whole = [
         torch.linalg.vector_norm(torch.stack(norms)) if own is None else norm_of(torch.stack(norms), *own)
