@@ -368,7 +368,7 @@ def write_processor(
         tokens: number of image tokens of a tile (an input of the vision tower).
     """
     if not preprocessor_fields(folder):
-        log().warning("%s has no preprocessor_config.json, so %s gets none", folder, staged)
+        log().warning("%s has no preprocessor_config.json, so the exported model gets none", folder)
         return
     if isinstance(config, LlavaOnevisionConfig):
         write_onevision(folder, staged, config, tokens)

@@ -38,10 +38,10 @@ def show_plan(
     world_size = rows[0].world_size
     console.print(
         f"{planner.cfg.model.name}, stage={planner.cfg.stage.name}: {planner.trainable:,} parameters train, on "
-        f"{world_size} x {machine.name} of {machine.memory / GB:.1f} GB, {rows[0].usable / GB:.1f} GB for tensors"
+        f"{world_size} x {machine.name} of {gigabytes(machine.memory)} GB, {gigabytes(rows[0].usable)} GB for tensors"
     )
     console.print(
-        f"a checkpoint: {checkpoint_bytes(planner.whole_weights, planner.cfg.precision) / GB:.1f} GB; "
+        f"a checkpoint: {gigabytes(checkpoint_bytes(planner.whole_weights, planner.cfg.precision))} GB; "
         f"samples: {samples.tokens:.0f} tokens, {samples.image_tokens:.0f} of them image tokens, {samples.tiles:.2f} "
         f"image tiles, {samples.labels:.0f} label tokens "
         f"({samples.source}); a step: {planner.cfg.global_batch_size} samples"
@@ -57,7 +57,7 @@ def show_plan(
         best = fitting[0]
         chosen = [names(best), *(layout(planner.cfg.parallel) if search is not None else [])]
         console.print(
-            f"\nUse {' '.join(chosen)}: {best.bytes['total'] / GB:.1f} GB, "
+            f"\nUse {' '.join(chosen)}: {gigabytes(best.bytes['total'])} GB, "
             f"{best.samples_per_second:.3g} samples/s, {best.step.seconds:.3g} s a step (predicted){off_device(best)}\n"
         )
         console.print(f"  {command}\n", soft_wrap=True)
@@ -74,6 +74,11 @@ def show_plan(
     console.print(formula_table(planner, world_size))
 
 
+def gigabytes(size: float) -> str:
+    """Format bytes as a number of GB: with one decimal, or with four if it is more than 0 and less than 0.1."""
+    return f"{size / GB:.{4 if 0 < size < GB / 10 else 1}f}"
+
+
 def names(row: PlanRow) -> str:
     """Return the sharding strategy, activation checkpointing and offload of a planned way to train as command-line
     overrides."""
@@ -88,7 +93,7 @@ def off_device(row: PlanRow) -> str:
     """Return a text with the gigabytes that a planned way to train needs in host memory and in files, for printing.
     Whether this machine has them is not checked."""
     needs = {"host memory": row.host, "files": row.disk}
-    return "".join(f"; {size / GB:.1f} GB of {where} a rank" for where, size in needs.items() if size)
+    return "".join(f"; {gigabytes(size)} GB of {where} a rank" for where, size in needs.items() if size)
 
 
 def rows_table(rows: Sequence[PlanRow]) -> Table:
@@ -98,7 +103,7 @@ def rows_table(rows: Sequence[PlanRow]) -> Table:
         title=f"GB on a rank at the worst moment of a step; best first{ranks_of_a_row(rows)}", title_justify="left",
     )  # fmt: skip
     for row in rows:
-        held = {name: size / GB for name, size in row.bytes.items()}
+        held = row.bytes
         states = held["parameters"] + held["gradients"] + held["optimizer"] + held["buffers"]
         table.add_row(
             row.choice.zero,
@@ -106,13 +111,13 @@ def rows_table(rows: Sequence[PlanRow]) -> Table:
             row.choice.offload.value,
             f"{row.tokens:,} x {len(row.micro_batches)}",
             "yes" if row.fits else "NO",
-            f"{held['total']:.1f}",
-            f"{states:.1f}",
-            *(f"{held[name]:.1f}" for name in ("gathered", "reducing", "activations", "logits")),
+            gigabytes(held["total"]),
+            gigabytes(states),
+            *(gigabytes(held[name]) for name in ("gathered", "reducing", "activations", "logits")),
             f"{row.step.seconds:.3g}",
             f"{row.tokens_per_second:,.0f}",
             f"{row.mfu:.0%}",
-            f"{row.sent.total / GB:.1f}",
+            gigabytes(row.sent.total),
         )
     return table
 
@@ -139,7 +144,7 @@ def search_table(found: Sequence[Planned]) -> Table:
             row.choice.activation_checkpointing.mode.value,
             row.choice.offload.value,
             f"{row.tokens:,} x {len(row.micro_batches)}",
-            f"{row.bytes['total'] / GB:.1f}",
+            gigabytes(row.bytes["total"]),
             f"{row.step.seconds:.3g}",
             f"{row.step.exposed:.2g}",
             f"{row.mfu:.0%}",
@@ -196,7 +201,7 @@ def formula_table(planner: Planner, world_size: int) -> Table:
         title=f"published formulas of the states alone, P = {planner.trainable:,}, N = {world_size}",
     )  # fmt: skip
     for formula in formulas(planner.trainable, world_size):
-        table.add_row(formula.name, formula.text, f"{formula.bytes / GB:.1f}", formula.differs)
+        table.add_row(formula.name, formula.text, gigabytes(formula.bytes), formula.differs)
     return table
 
 
