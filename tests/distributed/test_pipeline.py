@@ -53,10 +53,14 @@ BATCH = "global_batch_size=16"
 HYBRID = ("hybrid", "hybrid2")
 STRATEGIES = ("zero0", "zero1", "zero2", "zero3", *HYBRID)
 TOWER = "model.train=[projector,language,vision]"
-VARIANTS = {"full": (), "tower": (TOWER,), "lora": (*LORA, "model.lora.dropout=0.1")}
+VARIANTS = {
+    "full": (), "tower": (TOWER,), "lora": (*LORA, "model.lora.dropout=0.1"), "projector": ("model.train=[projector]",),
+}  # fmt: skip
 CASES = [
     ("full", "zero3", 2, "1f1b"),
     ("lora", "zero2", 2, "1f1b"),
+    ("projector", "zero2", 2, "1f1b"),  # the last stage trains nothing
+    *(("projector", strategy, 4, schedule) for strategy, schedule in (("zero2", "interleaved"), ("hybrid", "1f1b"))),
     *(("full", strategy, 4, schedule) for strategy in STRATEGIES for schedule in ("1f1b", "interleaved")),
     *((variant, strategy, 4, "1f1b") for variant in ("lora", "tower") for strategy in ("zero0", "zero3", "hybrid")),
 ]

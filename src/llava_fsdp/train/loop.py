@@ -288,7 +288,8 @@ def clip_gradients(
     norm = gradient_norm(gradients, shards, line)
     if scale != 1.0:
         norm = norm / scale
-        torch._foreach_mul_(shards, 1 / scale)
+        if shards:
+            torch._foreach_mul_(shards, 1 / scale)
     if largest is not None:
         factor = torch.clamp(largest / (norm + 1e-6), max=1.0)  # that of torch.nn.utils.clip_grads_with_norm_
         of_kinds: dict[Any, list[torch.Tensor]] = {}
@@ -315,7 +316,8 @@ def gradient_norm(
     groups: dict[Reduction | None, list[torch.Tensor]] = {}
     previous, norms_of_kind = None, []
     # the norm is computed in fp32 also for bf16 gradients, so that it is not rounded to bf16
-    for gradient, norm in zip(gradients, torch._foreach_norm(shards, 2, dtype=torch.float32), strict=True):
+    every_norm = torch._foreach_norm(shards, 2, dtype=torch.float32) if shards else ()
+    for gradient, norm in zip(gradients, every_norm, strict=True):
         kind = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else (None, ())
         if kind != previous:  # those that are reduced over the same ranks are reduced together
             previous, norms_of_kind = kind, groups.setdefault(reduction(gradient), [])
