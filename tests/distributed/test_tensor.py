@@ -35,6 +35,7 @@ from transformers import AutoConfig
 from llava_fsdp.checkpoint.reader import SavedTensor
 from llava_fsdp.checkpoint.verify import newest_alone
 from llava_fsdp.config import Config
+from llava_fsdp.distributed.activation_checkpoint import clean_name
 from llava_fsdp.distributed.local_shards import local, whole
 from llava_fsdp.distributed.mesh import World
 from llava_fsdp.distributed.tensor_parallel import cut_model
@@ -230,6 +231,40 @@ def shapes_at_rest(world: World, cfg: Config) -> dict[str, tuple[int, ...]]:
     saver.save()
     saver.close()
     return {name: tuple(local(tensor).shape) for name, tensor in tensors(state).items()}
+
+
+def dtypes_and_losses(world: World, cfg: Config) -> tuple[dict[str, torch.dtype], list[float]]:
+    """Dtypes of this rank's shards of all weights, frozen ones included, after steps; and the steps' losses."""
+    state, _ = begin(world, cfg)
+    losses = [result.loss for result in run_steps(state, cfg)]
+    return {clean_name(name): local(weight).dtype for name, weight in state.model.named_parameters()}, losses
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("precision", "strategy", "words"),
+    slow_after(2, [
+        ("bf16", "zero2", ("model.train=[projector]",)), ("bf16_pure", "zero3", ()), ("bf16", "zero3", ()),
+        ("bf16", "zero3", ("model.train=[projector]",)), ("bf16", "zero0", ("model.train=[projector]",)),
+        ("bf16", "zero2", tuple(LORA)), ("bf16_pure", "hybrid", ()),
+    ]),
+)  # fmt: skip
+def test_weights_of_16_bits_are_those_of_undivided_layers(
+    precision: str, strategy: str, words: tuple[str, ...], model: Path, dataset: Path, tmp_path: Path,
+    pools: dict[int, RankPool],
+) -> None:  # fmt: skip
+    """Frozen weights are stored in bf16, and trainable ones in the dtype of masters."""
+    found = []
+    for tensor in (2, 1):
+        cfg = make_config(
+            model, dataset, tmp_path / str(tensor), BATCH, f"precision={precision}", f"sharding={strategy}",
+            f"sharding.shard_size={1 if strategy in HYBRID else 'null'}", f"parallel.tensor={tensor}", "max_steps=3",
+            *words,
+        )  # fmt: skip
+        found.append(pools[2].run(dtypes_and_losses, cfg)[0])
+    (dtypes, losses), (expected, wanted) = found
+    assert dtypes == expected and torch.bfloat16 in dtypes.values()
+    assert losses == pytest.approx(wanted, rel=5e-3)
 
 
 def positions_seen(world: World, cfg: Config, counts: list[int]) -> list[dict[str, int]]:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from llava_fsdp.config import DType, MasterDType, PrecisionConfig
 from llava_fsdp.distributed.fp8 import prepare_scales
@@ -14,7 +15,8 @@ MASTERS = {MasterDType.bf16: torch.bfloat16, MasterDType.fp32: torch.float32}
 
 
 def store_weights(model: nn.Module, cfg: PrecisionConfig, sharded: bool) -> None:
-    """Cast every parameter of a meta-device model to the dtype in which it is stored.
+    """Cast every parameter of a meta-device model to the dtype in which it is stored. To be called before layers are
+    divided among ranks (`cut_model`): the local tensor of a DTensor keeps its dtype.
 
     Frozen weights are stored in the compute dtype, because FSDP does not cast parameters that it ignores. Trainable
     weights are stored in the master dtype with FSDP; without FSDP they are stored in the compute dtype, and
@@ -28,7 +30,10 @@ def store_weights(model: nn.Module, cfg: PrecisionConfig, sharded: bool) -> None
     kept = norm_weights(model, cfg)
     for parameter in model.parameters():
         stored = master if parameter.requires_grad and sharded else compute
-        parameter.data = parameter.data.to(torch.float32 if parameter in kept else stored)
+        stored = torch.float32 if parameter in kept else stored
+        if parameter.dtype != stored:
+            assert not isinstance(parameter, DTensor), "its local tensor would keep its dtype"
+            parameter.data = parameter.data.to(stored)
 
 
 def norms_kept_in_fp32(model: nn.Module, cfg: PrecisionConfig) -> list[nn.Module]:

@@ -25,7 +25,7 @@ from llava_fsdp.distributed.mesh import Meshes, World, first_rank_first, gather_
 from llava_fsdp.distributed.offload import Offload, warn_if_useless
 from llava_fsdp.distributed.parallelize import parallelize, useless_settings, weights_of
 from llava_fsdp.distributed.pipeline import Pipeline, Place, place_of
-from llava_fsdp.distributed.precision import MasterWeights
+from llava_fsdp.distributed.precision import MasterWeights, store_weights
 from llava_fsdp.distributed.tensor_parallel import cut_model, own_rows, reduction
 from llava_fsdp.distributed.zero import ShardPlan
 from llava_fsdp.export import adapter_folder
@@ -249,6 +249,7 @@ def assemble(
         stages.keep(model)
     buffers, mesh = computed_buffers(model), meshes.states
     if meshes.tensor is not None:
+        store_weights(model, cfg.precision, sharded=mesh is not None)
         divide_layers(model, cuts, meshes.tensor, cfg)
     offload = Offload(cfg, world.device)
     warn_if_useless(cfg, world)
