@@ -90,22 +90,34 @@ def begin(cfg: Config, world: World) -> Way:
 def take_turn(way: Way, first: int, last: int, world: World) -> None:
     for number in range(first, last):
         step = way.state.loader.steps.prepare(number)
-        meter, started = PeakMeter(world.device), time.process_time()
+        meter, started = PeakMeter(world.device), now(world.device)
         result = train_step(way.state, step, SHARD_PLANS[way.cfg.sharding.strategy], way.cfg, time.perf_counter())
-        way.seconds.append(time.process_time() - started)
+        way.seconds.append(now(world.device) - started)
         way.rises.append(next(iter(meter.read().values())))
         way.losses.append(result.loss)
 
 
-def row_of(name: str, ways: list[Way], tokens: float, beside: list[Way] | None) -> dict[str, Any]:
-    """Results of a way's runs, one for each seed."""
+def now(device: torch.device) -> float:
+    """CPU seconds of this process; on a GPU wall-clock seconds, after all its kernels have ended."""
+    if device.type == "cpu":
+        return time.process_time()
+    torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def row_of(name: str, ways: list[Way], tokens: float, beside: list[Way] | None, clock: str) -> dict[str, Any]:
+    """Results of a way's runs, one for each seed.
+
+    Args:
+        clock: `cpu_second`, or `second` on a GPU.
+    """
     seconds = [taken for way in ways for taken in way.seconds]
     row = {
         "way": name,
         "losses": [way.losses for way in ways],
-        "cpu_seconds": seconds,
+        f"{clock}s": seconds,
         "last_loss": statistics.mean(last_loss(way) for way in ways),
-        "tokens_per_cpu_second": tokens / statistics.median(seconds),
+        f"tokens_per_{clock}": tokens / statistics.median(seconds),
         "held_bytes": ways[0].held,
         "rise_bytes": statistics.median(rise for way in ways for rise in way.rises),
     }
@@ -123,13 +135,14 @@ def last_loss(way: Way) -> float:
 
 def printed(report: dict[str, Any]) -> Table:
     table = Table(title=f"{report['options']['steps']} steps of the tiny model", title_justify="left")
-    heads = "last loss", "beside", "all steps beside", "tokens / CPU s", "time beside", "weights MiB", "rise MiB"
+    heads = "last loss", "beside", "all steps beside", "tokens / s", "time beside", "weights MiB", "rise MiB"
     for head in ("way", *heads):
         table.add_column(head, justify="left" if head == "way" else "right")
     for row in report["rows"]:
         beside = [spread(row["last_beside"]), spread(row["all_beside"])] if "last_beside" in row else ["", ""]
+        rate = next(value for key, value in row.items() if key.startswith("tokens_per_"))
         table.add_row(
-            row["way"], f"{row['last_loss']:.4f}", *beside, f"{row['tokens_per_cpu_second']:,.0f}",
+            row["way"], f"{row['last_loss']:.4f}", *beside, f"{rate:,.0f}",
             f"{row['time_beside']:.2f} x" if "time_beside" in row else "",
             f"{row['held_bytes'] / 2**20:.1f}", f"{row['rise_bytes'] / 2**20:.1f}",
         )  # fmt: skip
@@ -137,7 +150,7 @@ def printed(report: dict[str, Any]) -> Table:
 
 
 def spread(values: list[float]) -> str:
-    """Mean of numbers, and from which to which they go, as percentages."""
+    """Mean, minimum and maximum of numbers, as percentages."""
     return f"{statistics.mean(values):+.2%} ({min(values):+.2%} to {max(values):+.2%})"
 
 
@@ -153,8 +166,10 @@ def draw(pyplot: Any, report: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="What do 8 and 4 bits cost or save beside bf16?")
     parser.add_argument("folder", nargs="?", type=Path, default=REPOSITORY / "benchmarks" / "results")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="with what each is compared with")
-    parser.add_argument("--name", default="low-precision-cpu", help="beginning of the result's file name")
+    parser.add_argument(
+        "--ways", nargs="+", choices=WAYS, default=list(WAYS), help="each needs the way that it is compared with"
+    )
+    parser.add_argument("--name", help="beginning of the result's file name; low-precision-cpu or -cuda")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="20 steps of one seed")
@@ -188,13 +203,15 @@ def main() -> None:
                     print(f"seed {seed}: {min(first + TURN, options.steps)} steps of each way", flush=True)
         of_seeds = [way.state.loader.steps for way in next(iter(ways.values()))]
         tokens = statistics.mean(s.prepare(n).facts.tokens for s in of_seeds for n in range(options.steps))
-    rows = [row_of(name, runs, tokens, ways.get(WAYS[name][1] or "")) for name, runs in ways.items()]
+    device = world.device.type
+    clock = "cpu_second" if device == "cpu" else "second"
+    rows = [row_of(name, runs, tokens, ways.get(WAYS[name][1] or ""), clock) for name, runs in ways.items()]
     report |= {"rows": rows, "not_run": not_run, "tokens_of_a_step": tokens, "last": LAST}
     console = Console(width=140)
     console.print(printed(report))
     for name, why in not_run.items():
         console.print(f"NOT RUN: {name}: {why}")
-    write(report, options.name, options.folder, draw)
+    write(report, options.name or f"low-precision-{device}", options.folder, draw)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
     python benchmarks/peers.py [FOLDER] --against packed
     python benchmarks/peers.py --readme RESULT.json     # the table between README.md's markers, of a stored result
 
-Each peer is a torchrun of CPU ranks; some exist at once, and all but the one whose round it is wait. What is compared
+Each peer is a torchrun of CPU ranks. Up to four are in memory, and one runs at a time. What is compared
 and how to read the result is in benchmarks/README.md; the peers are in peers_rank.py and peers_packed.py.
 """
 
@@ -62,7 +62,7 @@ PEERS = {
 OURS, SAME_MODEL = "ours packed", "by hand, our model"
 PADDED_PEERS = ("by hand", "hf", "zero2", "zero3", "original")
 PACKED_PEERS = ("rows", "row", "trl", "automodel")
-"""What somebody would use instead of this project. The other peers that pack differ from `row` in one thing each."""
+"""What somebody would use instead of this project. The other peers that pack show where the difference comes from."""
 TEXT_PEERS = ("trl", "automodel")
 """They train on text alone."""
 AGAINST: dict[str, dict[str, Any]] = {
@@ -96,9 +96,13 @@ class Peer:
         return SystemExit(f"{last_of(self.log)}\n{self.name}: {problem}; the end of its output is above")
 
     def run_round(self, data: str, steps: int, timeout: float, profiled: bool = False) -> None:
-        """The first steps of a data set, once; seconds are of a step, CPU seconds of all ranks together."""
-        for connection in self.connections.values():
-            connection.send((data, steps, profiled))
+        """Run the first `steps` steps of a data set, and keep their losses and the seconds of a step; CPU seconds are
+        those of all ranks together."""
+        try:
+            for connection in self.connections.values():
+                connection.send((data, steps, profiled))
+        except OSError as error:
+            raise self.fail("a rank has ended") from error
         found = [self.answer(connection, timeout) for connection in self.connections.values()]
         assert len(found[0]["losses"]) == steps
         self.seen[data].append({
@@ -114,7 +118,7 @@ class Peer:
             raise self.fail(f"no answer within {timeout} s (--timeout)")
         try:
             return connection.recv()
-        except EOFError as error:
+        except (EOFError, OSError) as error:
             raise self.fail("a rank has ended") from error
 
 
@@ -155,7 +159,7 @@ def plan_of(peer: str, data: list[str], work: Path, listener: Listener, options:
 def start_peers(
     names: list[str], data: list[str], work: Path, listener: Listener, options: argparse.Namespace
 ) -> list[Peer]:
-    """One after the other, so that none waits for a core while its libraries time out."""
+    """Start peers one after the other: with too few cores for all, the libraries of some would time out."""
     peers = []
     try:
         for number, name in enumerate(names):
@@ -173,7 +177,7 @@ def start_peers(
 
 
 def meet(peer: Peer, listener: Listener, options: argparse.Namespace) -> None:
-    """Wait for its ranks' calls, which they make once they are built.
+    """Wait until all ranks of a peer have built their model and connected.
 
     Raises:
         SystemExit: it has ended instead, or takes too long.
@@ -182,8 +186,11 @@ def meet(peer: Peer, listener: Listener, options: argparse.Namespace) -> None:
     socket: Any = listener._listener._socket  # type: ignore[attr-defined]  # a Listener alone cannot be waited for
     while len(peer.connections) < options.ranks:
         if wait([socket], 0.5):
-            connection = listener.accept()
-            name, rank = connection.recv()
+            try:
+                connection = listener.accept()
+                name, rank = connection.recv()
+            except (EOFError, OSError) as error:
+                raise peer.fail("a rank has ended") from error
             assert name == peer.name
             peer.connections[rank] = connection
         elif peer.process.poll() is not None:
@@ -218,7 +225,8 @@ def without(names: list[str], left_out: Iterable[str]) -> list[str]:
 
 
 def measure(peers: list[Peer], options: argparse.Namespace, console: Console) -> None:
-    """A round of each to warm up, which must all come to the same; then the timed ones, forwards and backwards."""
+    """Run a round of each peer to warm up, check that all have the same losses, and run the timed rounds, in which the
+    peers take turns in this order and then in the opposite one."""
     for peer in peers:
         for data in peer.data:
             peer.run_round(data, min(WARM_UP, options.steps), options.timeout)
@@ -248,7 +256,7 @@ def merge(seen: dict[str, dict[str, list[dict[str, Any]]]], peers: list[Peer]) -
 
 
 def check_equal(seen: dict[str, dict[str, list[dict[str, Any]]]]) -> dict[str, float]:
-    """All peers' warm-up steps against each other's first.
+    """Compare the losses and norms of all peers' warm-up steps with those of the first peer.
 
     Returns:
         The largest relative differences of losses and gradient norms, in the first step and in all.
@@ -397,7 +405,7 @@ def main() -> None:
         "versions": versions(seen),
         "samples": {data: len(lengths_of(data, options)) for data in options.data},
         "peers": {name: PEERS[name] for name in options.peers},
-        "not_run": not_run | {"GPU": "never: torch has seen none"},
+        "not_run": not_run | {"GPU": "this benchmark runs on CPUs only"},
         "equality": differences | {"bound": EQUAL_WITHIN},
         "goals": goals_of(rows),
         "rows": rows,
@@ -416,9 +424,14 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="How many real tokens does a CPU second train, beside every peer?")
     parser.add_argument("folder", nargs="?", type=Path, default=REPOSITORY / "benchmarks" / "results")
     parser.add_argument(
-        "--against", choices=AGAINST, default="padded", help="the peers, data sets and sizes; also one by one"
+        "--against",
+        choices=AGAINST,
+        default="padded",
+        help="the default peers, data sets and sizes, each of which can be given instead",
     )
-    parser.add_argument("--peers", nargs="+", choices=PEERS, help="who is beside ours")
+    parser.add_argument(
+        "--peers", nargs="+", choices=PEERS, help="peers to compare with this project, which always runs"
+    )
     parser.add_argument("--data", nargs="+", choices=DATA, help="lengths of samples")
     parser.add_argument("--repeats", type=int, help="timed rounds of every peer")
     parser.add_argument("--steps", type=int, help="steps of a round, of each data set")
@@ -445,6 +458,7 @@ def parse() -> argparse.Namespace:
     for name, value in AGAINST[options.against].items():
         if getattr(options, name) is None:
             setattr(options, name, value)
+    options.peers = [OURS, *without(options.peers, [OURS])]
     if options.quick:
         options.hidden, options.layers, options.steps, options.repeats = 64, 2, 1, 2
     if options.hidden % 32:

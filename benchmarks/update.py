@@ -61,7 +61,7 @@ def update_by_torch(weights: list[nn.Parameter]) -> Callable[[], None]:
 
 
 def update_by_kernels(weights: list[nn.Parameter]) -> Callable[[], None]:
-    """The operations of our update and nothing around them, on plain tensors."""
+    """Norm, clipping and AdamW alone, on lists of plain tensors that are made before; no gradient is freed."""
     own = [weight.to_local().detach() for weight in weights]  # type: ignore[attr-defined]
     first, second = ([torch.zeros_like(tensor) for tensor in own] for _ in range(2))
     steps = [torch.zeros(()) for _ in own]
@@ -70,7 +70,7 @@ def update_by_kernels(weights: list[nn.Parameter]) -> Callable[[], None]:
     def step() -> None:
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)))
         torch._foreach_mul_(gradients, torch.clamp(CLIP / (norm + 1e-6), max=1.0))
-        torch._foreach_add_(steps, 1.0)
+        torch._foreach_add_(steps, torch.ones(()), alpha=1.0)
         torch._fused_adamw_(
             own, gradients, first, second, [], steps, lr=1e-3, beta1=0.9, beta2=0.999, weight_decay=0.01, eps=1e-8,
             amsgrad=False, maximize=False,

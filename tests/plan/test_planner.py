@@ -42,14 +42,17 @@ def laid_out(planner: Planner, **kinds: int) -> Planner:
 def test_stages_send_to_those_before_and_behind(stages: tuple[int, ...], neighbours: int, planner: Planner) -> None:
     """Of four stages: the first has none before it, and the last none behind it. 36 fp32 numbers for each token."""
     group = Group(0, [], {stage: range(1) for stage in stages}, 4)
-    sent = planner.with_messages(Volume(sharded=7.0), MICROS, group)
+    sent = planner.with_messages(Volume(sharded=7.0), RANKS, MICROS, group)
     assert (sent.pipeline, sent.messages, sent.sharded) == (neighbours * 224 * 36 * 4, neighbours * 2, 7.0)
+    assert sent.stages_on_one_node
+    assert not planner.with_messages(Volume(), replace(RANKS, node_size=3), MICROS, group).stages_on_one_node
 
 
-def test_messages_cross_nodes_first() -> None:
+@pytest.mark.parametrize(("on_one_node", "bandwidth"), [(False, 25e9), (True, 300e9)])
+def test_messages_between_stages_cross_nodes_if_there_are_several(on_one_node: bool, bandwidth: float) -> None:
     plain = Volume(shards=4, node_size=8)
-    sent = replace(plain, pipeline=6e9, messages=5)
-    expected = plain.seconds(300e9, 25e9) + 5 * LATENCY + 6e9 / 25e9 / LINK_EFFICIENCY
+    sent = replace(plain, pipeline=6e9, messages=5, stages_on_one_node=on_one_node)
+    expected = plain.seconds(300e9, 25e9) + 5 * LATENCY + 6e9 / bandwidth / LINK_EFFICIENCY
     assert sent.seconds(300e9, 25e9) == pytest.approx(expected) and sent.total == 6e9
     assert replace(sent, context=1.0, tensor=2.0, experts=4.0, sharded=8.0, replicated=16.0).total == 6e9 + 31
 

@@ -214,8 +214,10 @@ def require_run(what: str, ranges: list[tuple[int, int]], size: int) -> None:
     `what`."""
     reached = 0
     for begin, end in ranges:
-        if begin != reached or end <= begin:
-            kind = "twice" if begin < reached else "nowhere"
+        if end <= begin:
+            raise CheckpointError(f"{what} {begin} to {end} of {size} are an empty range")
+        if begin != reached:
+            kind = "twice, or not in order" if begin < reached else "nowhere, or not in order"
             raise CheckpointError(f"{what} at {min(begin, reached)} of {size} are {kind}")
         reached = end
     if reached != size:

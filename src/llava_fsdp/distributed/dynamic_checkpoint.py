@@ -28,8 +28,8 @@ from llava_fsdp.runtime.host import process_memory, read_host
 from llava_fsdp.runtime.log import log
 
 FIRST, LAST = 2, 3
-"""Blocks measure after the first update of the weights, until the third. Two steps are needed, because in the second
-one the compiler may compile a block again for rows of another length; the fastest run counts."""
+"""The steps, counted from 1, in which blocks are measured. The fastest run counts: in step 2 the compiler may still
+compile a block again, for rows of another length."""
 SIZE_MARGIN = 1.1
 """A block that keeps its activations does so for inputs of at most this many times the largest measured size and row
 length. With larger inputs it is recomputed."""
@@ -260,7 +260,7 @@ def worst_of(of_ranks: Sequence[Measured]) -> Measured:
 
 
 def describe(blocks: Sequence[Measured], limits: Mapping[int, Limit], room: float) -> str:
-    """Say in words which blocks keep their activations, for the log.
+    """Describe for the log how many blocks keep their activations, and what this saves.
 
     Args:
         room: bytes that their activations could take together.

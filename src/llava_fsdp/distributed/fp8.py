@@ -24,7 +24,8 @@ LARGEST = torch.finfo(FP8).max
 
 
 def check_fp8(device: torch.device) -> None:
-    """Raise ConfigError if this machine cannot multiply matrices in fp8 on `device`."""
+    """Raise ConfigError if this machine cannot multiply matrices in fp8 on `device`. Which GPUs of AMD can is not
+    checked."""
     if device.type != "cuda":
         raise ConfigError(f"precision.linear=fp8 needs a CUDA GPU, and this run is on {device.type}; {CURE}")
     major, minor = torch.cuda.get_device_capability(device)
@@ -63,9 +64,9 @@ def multiply_in_fp8(blocks: nn.ModuleList, sharded: bool) -> None:
     """
     from torchao.float8 import convert_to_float8_training
 
-    frozen = [module for module in blocks.modules() if has_fp8_sizes(module)]
-    if frozen and not any(parameter.requires_grad for parameter in blocks.parameters()):
-        for layer in frozen:
+    fitting = [module for module in blocks.modules() if has_fp8_sizes(module)]
+    if fitting and not any(parameter.requires_grad for parameter in blocks.parameters()):
+        for layer in fitting:
             layer.__class__ = FrozenFp8Linear  # its parameters stay: a new module would have to be put into its parent
         return
     if not weights_in_fp8(blocks):
@@ -79,8 +80,8 @@ def multiply_in_fp8(blocks: nn.ModuleList, sharded: bool) -> None:
 
 
 def weights_in_fp8(blocks: nn.ModuleList) -> set[torch.Tensor]:
-    """Return the weights of the layers of a stack of blocks that `multiply_in_fp8` would replace by fp8 layers. Call
-    this before `multiply_in_fp8`."""
+    """Return the weights of a stack of blocks that train in fp8 and that FSDP gathers in it; empty if all are frozen.
+    Call this before `multiply_in_fp8`."""
     return {module.weight for module in blocks.modules() if isinstance(module, nn.Linear) and takes_fp8(module)}
 
 

@@ -1,5 +1,5 @@
-"""Call torch's fused AdamW kernel, after a check of the memory layout of its tensors. No other module may call this
-kernel.
+"""Call torch's fused AdamW kernel, after a check of the memory layout of its tensors. No other module of
+this project may call this kernel.
 
 On a CPU the kernel checks neither strides nor shapes (torch 2.13). It treats a view with gaps, or a gradient whose
 dimensions have another order in memory, as if it were contiguous. It writes past the end of a moment that is too small.
@@ -39,8 +39,12 @@ def fused_adamw(
 
 
 class FusedAdamW(torch.optim.AdamW):
-    """torch's fused AdamW, which updates the shards of this rank as plain tensors. A DTensor costs the host ten times
-    as long."""
+    """torch's fused AdamW, which updates the shards of this rank as plain tensors. Operations on DTensors take the host
+    much longer."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        assert not any(g["amsgrad"] or g["maximize"] or g["differentiable"] for g in self.param_groups), "not supported"
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -61,7 +65,11 @@ class FusedAdamW(torch.optim.AdamW):
                 columns = updated, gradients, *([state[name] for state in states] for name in MOMENTS)
                 tensors = [[plain_shard(tensor) for tensor in column] for column in columns]
                 steps = [state["step"] for state in states]
-                torch._foreach_add_(steps, 1.0)  # a whole number would be converted for each tensor on a CPU
+                # on a CPU a Python number would be made into a tensor once for each step count
+                if steps[0].is_cpu:
+                    torch._foreach_add_(steps, torch.ones(()), alpha=1.0)
+                else:
+                    torch._foreach_add_(steps, 1.0)
                 fused_adamw(list(zip(*tensors, strict=True)), steps, group)
 
     def new_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:

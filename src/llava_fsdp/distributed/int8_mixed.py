@@ -103,8 +103,8 @@ def int8_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 class Int8Linear(nn.Linear):
-    """A linear layer that multiplies in int8, forwards and backwards. A single token is multiplied in the weight's
-    dtype: torchao's kernel for GPUs does not take it."""
+    """A linear layer that multiplies in int8, forwards and backwards. A single token, as in generation, is multiplied
+    in the weight's dtype: padding it would cost more than the product."""
 
     padded_to: int
     """The input is padded with zeros to a multiple of this many tokens."""

@@ -535,7 +535,7 @@ class Planner:
         one, two = self.known((group, strategy, own), lambda: [volume(*args, micro_batches=n) for n in (1, 2)])
         sent = one.extrapolated(two, len(micros) - 1)
         sent = self.with_experts(self.with_context(sent, choice, micros, group), choice, micros, group)
-        sent = self.with_messages(self.with_layers(sent, choice, micros, group), micros, group)
+        sent = self.with_messages(self.with_layers(sent, choice, micros, group), ranks, micros, group)
         flops = sample_flops(self.flops, self.samples)
         tower = self.flops.tile * self.samples.tiles  # that every rank of a layer computes
         of_rank = (flops - tower) / self.tensor + tower
@@ -619,12 +619,13 @@ class Planner:
         steps = [(one, own[one.stage, run[one.micro_batch]]) for one in order]
         return simulate_pipeline(steps, units, plan, states, self.unit_names, self.cfg.sharding.prefetch)
 
-    def with_messages(self, sent: Volume, micros: MicroBatches, group: Group) -> Volume:
+    def with_messages(self, sent: Volume, ranks: Ranks, micros: MicroBatches, group: Group) -> Volume:
         """Return the volume of communication with that of hidden states and their gradients between stages."""
         before = len(group.stages) - group.has_first
         behind = len(group.stages) - group.has_last
         received = (before + behind) * self.hidden_bytes(micros)
-        return replace(sent, pipeline=received, messages=(before + behind) * len(micros))
+        count, on_one_node = (before + behind) * len(micros), ranks.world_size <= ranks.node_size
+        return replace(sent, pipeline=received, messages=count, stages_on_one_node=on_one_node)
 
     def with_context(self, sent: Volume, choice: Choice, micros: MicroBatches, group: Group) -> Volume:
         """Return the volume of communication with that of attention between ranks that process a row together."""

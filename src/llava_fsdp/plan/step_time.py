@@ -104,13 +104,20 @@ class Volume:
     """Bytes received from the ranks with the stages before and behind."""
     messages: int = 0
     """Number of these messages."""
+    stages_on_one_node: bool = False
+    """Whether all stages are on one node."""
     shards: int = 1
     replicas: int = 1
     node_size: int = 1
     """Number of ranks on one node; a group that computes layers together counts as one."""
 
     def extrapolated(self, other: Volume, times: int) -> Volume:
-        """Return this volume with `times` times what `other` has more in collectives of weights and gradients."""
+        """Return the volume of a step with `times` more micro-batches, as far as collectives of weights and gradients
+        are concerned.
+
+        Args:
+            other: the volume of a step with one micro-batch more than this one.
+        """
         more = {key: getattr(self, key) + times * (getattr(other, key) - getattr(self, key)) for key in GROWING_FIELDS}
         return replace(self, **more)
 
@@ -137,15 +144,16 @@ class Volume:
         latency = self.gathers * (LATENCY + HOP * (self.shards - 1) + (crossing if spans else 0))
         latency += self.reductions * (LATENCY + HOP * (self.replicas - 1) + (crossing if self.nodes > 1 else 0))
         latency += self.messages * LATENCY
-        # groups of a pipeline are the outermost dimension, so that their messages cross nodes first
-        return latency + (self.sharded / ring + self.replicated / replicas + self.pipeline / network) / LINK_EFFICIENCY
+        # stages are the outermost dimension of ranks: with several nodes, neighbouring stages are on different nodes
+        stages = link if self.stages_on_one_node else network
+        return latency + (self.sharded / ring + self.replicated / replicas + self.pipeline / stages) / LINK_EFFICIENCY
 
     def attention_seconds(self, link: float, network: float) -> float:
         """Return the seconds of attention's collectives between the ranks that process the same row, and of those
         between the ranks that compute layers together. They overlap with nothing, because the layers wait for each.
 
-        Both have consecutive numbers. Unless their number divides that of a node's ranks, some are on two nodes, and
-        all ranks wait for these.
+        The ranks of each group have consecutive numbers. If the size of a group does not divide the ranks of a node,
+        some groups span two nodes, and all ranks wait for these.
         """
         seconds = 0.0
         for moved, calls, size, span in (
@@ -170,13 +178,13 @@ class Volume:
             received: bytes that a rank receives.
             calls: number of collectives.
         """
-        within = network if self.nodes > 1 and self.node_size * self.tensor_size % span else link
-        return calls * (LATENCY + HOP * (size - 1)) + received / within / LINK_EFFICIENCY
+        bandwidth = network if self.nodes > 1 and self.node_size * self.tensor_size % span else link
+        return calls * (LATENCY + HOP * (size - 1)) + received / bandwidth / LINK_EFFICIENCY
 
 
 GROWING_FIELDS = ("sharded", "replicated", "gathers", "reductions")
 """Names of the fields of Volume that count collectives of weights and gradients. They grow by equal amounts with each
-micro-batch."""
+micro-batch, or not at all."""
 
 
 def volume(

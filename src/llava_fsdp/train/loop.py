@@ -52,7 +52,7 @@ def fit(
         between_steps: called on every rank when the data of the next step have arrived. If a stop was requested, it
             raises an error on every rank. In this case it is also called on ranks whose data have not arrived, because
             the other ranks wait for them.
-        watchdog: is told what this rank does, so that it can report a hang; it also knows whether a stop was requested.
+        watchdog: records what this rank does, to report a hang, and whether a stop was requested.
         profiler: records some of the steps; None: nothing is recorded.
     """
     for root in state.roots:
@@ -106,7 +106,7 @@ def train_step(
         step: the data of the step.
         plan: the FSDP2 settings of the sharding strategy.
         started: time (`time.perf_counter`) at which the step began, which is when its data were requested.
-        watchdog: is told what this rank does, so that it can report a hang.
+        watchdog: records what this rank does, to report a hang.
         profiler: names the parts of the step in a profile; None: nothing is recorded.
 
     Raises:
@@ -278,7 +278,8 @@ def clip_gradients(
 
     Args:
         masters: the weights that the optimizer updates, with their gradients.
-        line: the ranks that have the other stages of the model; None: each rank has the whole model.
+        line: the ranks that together have all stages of the model, this one included; None: each rank has the whole
+            model.
 
     Returns:
         float32 []: norm of all gradients over all ranks, after the division by `scale` and before clipping.
@@ -310,18 +311,21 @@ def gradient_norm(
     copies of these gradients, which count once, or have other stages of the model.
 
     Args:
-        shards: this rank's shards of the gradients, as plain tensors: a DTensor costs the host ten times as long.
-        line: the ranks that have the other stages of the model; None: each rank has the whole model.
+        shards: this rank's shards of the gradients, as plain tensors: operations on DTensors take the host much longer.
+        line: the ranks that together have all stages of the model, this one included; None: each rank has the whole
+            model.
     """
     groups: dict[Reduction | None, list[torch.Tensor]] = {}
-    previous, norms_of_kind = None, []
+    previous, together = None, []
     # the norm is computed in fp32 also for bf16 gradients, so that it is not rounded to bf16
     every_norm = torch._foreach_norm(shards, 2, dtype=torch.float32) if shards else ()
     for gradient, norm in zip(gradients, every_norm, strict=True):
         kind = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else (None, ())
-        if kind != previous:  # those that are reduced over the same ranks are reduced together
-            previous, norms_of_kind = kind, groups.setdefault(reduction(gradient), [])
-        norms_of_kind.append(norm)
+        # those that are sharded over the same ranks are reduced together; most are sharded like the one before, and
+        # comparing is faster than hashing a mesh
+        if kind != previous:
+            previous, together = kind, groups.setdefault(reduction(gradient), [])
+        together.append(norm)
     norm_of = same_on_every_rank if line is None else sharded_norm
     whole = [
         torch.linalg.vector_norm(torch.stack(norms)) if own is None else norm_of(torch.stack(norms), *own)
@@ -338,13 +342,13 @@ def norm_over_stages(norms: list[torch.Tensor], line: dist.ProcessGroup) -> torc
 
     Args:
         norms: norms of the gradients of this rank's stages; empty if they train nothing.
-        line: the ranks that have the other stages of the model.
+        line: the ranks that together have all stages of the model, this one included.
     """
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     square = torch.stack(norms).square().sum() if norms else torch.zeros((), device=device)
     dist.all_reduce(square, group=line)
     norm = square.sqrt()
-    dist.all_reduce(norm, dist.ReduceOp.MAX)  # other lines may have added in another order
+    dist.all_reduce(norm, dist.ReduceOp.MAX)  # ranks with the same stages may have added in another order
     return norm
 
 
