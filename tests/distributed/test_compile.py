@@ -1,7 +1,10 @@
 """Compiled blocks give the numbers of uncompiled ones, and are compiled once."""
 
 import contextlib
+import os
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -207,6 +210,27 @@ def test_compiling_is_refused_without_a_compiler_and_where_attention_cuts_blocks
     without = torch._inductor.config.patch({} if attention else {"cpp.cxx": ("no-such-compiler",)})
     with without, pytest.raises(ConfigError, match=message):
         choose_compiling(cfg, CPU, attention)
+
+
+@pytest.mark.parametrize(
+    ("free", "flag", "key"), [(99, 0, "has 99 MiB left of 100 MiB"), (200, os.ST_NOEXEC, "noexec"), (200, 0, None)]
+)
+def test_a_cache_without_room_or_programs_is_refused(
+    free: int, flag: int, key: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = SimpleNamespace(f_bavail=free * 256, f_frsize=4096, f_flag=flag)
+    monkeypatch.setattr(compile, "os", SimpleNamespace(statvfs=lambda _: disk, ST_NOEXEC=os.ST_NOEXEC))
+    found = compile.compiler_missing(CPU)
+    assert found is None if key is None else key in (found or "") and compile.CACHE_KEY in (found or "")
+
+
+def test_a_cache_that_is_a_file_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, configure: Configure
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(compile.CACHE_KEY, str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match=r"file.*set compile=auto"):
+        choose_compiling(configure("compile=true"), CPU, None)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,13 @@
 import gc
+import importlib
 import subprocess
 import sys
+from pathlib import Path
 
-from llava_fsdp.runtime.imports import importing
+import pytest
+
+from llava_fsdp.runtime.errors import ConfigError
+from llava_fsdp.runtime.imports import broken_package, importing
 
 ALONE = """
 import gc
@@ -25,3 +30,25 @@ def test_where_torch_is_imported_nothing_changes() -> None:
     with importing():
         assert gc.isenabled()
     assert gc.get_freeze_count() == frozen
+
+
+def test_a_broken_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where another package raises an error of its own because of it."""
+    (tmp_path / "broken_inner").mkdir()
+    (tmp_path / "broken_inner" / "__init__.py").write_text("raise ImportError('an undefined symbol')\n")
+    outer = "try:\n import broken_inner\nexcept ImportError as error:\n raise ModuleNotFoundError('lazy') from error\n"
+    (tmp_path / "broken_outer.py").write_text(outer)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("broken_inner", "broken_outer"):
+        with pytest.raises(ImportError) as raised:
+            importlib.import_module(name)
+        explained = broken_package(raised.value)
+        assert isinstance(explained, ConfigError) and "broken_inner" in str(explained)
+        assert "an undefined symbol" in str(explained)
+
+
+def test_an_import_that_a_module_of_this_project_gets_wrong_is_no_broken_package() -> None:
+    code = compile("from json import nothing_of_this_name", "wrong", "exec")
+    with pytest.raises(ImportError) as raised:
+        exec(code, {"__name__": "llava_fsdp.wrong"})
+    assert broken_package(raised.value) is None

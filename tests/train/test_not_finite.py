@@ -6,6 +6,7 @@ import random
 import signal
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,7 +28,7 @@ from llava_fsdp.distributed.compile import Compilations
 from llava_fsdp.distributed.consensus import Votes
 from llava_fsdp.distributed.mesh import World, own_rank
 from llava_fsdp.distributed.precision import MasterWeights
-from llava_fsdp.runtime.errors import CheckpointError, NumericError, Stopped
+from llava_fsdp.runtime.errors import CheckpointError, CompileError, NumericError, Stopped
 from llava_fsdp.runtime.heartbeat import Beat, Phase
 from llava_fsdp.runtime.watchdog import BEAT, Run, Watchdog
 from llava_fsdp.train import loop
@@ -273,6 +274,21 @@ def test_a_stop_does_not_promise_what_could_not_be_written(
         train.train(cfg)
 
 
+@pytest.mark.parametrize("exports", [False, True])
+def test_a_last_checkpoint_that_could_not_be_written_is_an_error_if_nothing_is_exported(
+    exports: bool, configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> Path:
+        raise CheckpointError("the disk is full")
+
+    monkeypatch.setattr(Committer, "write", refused)
+    words = "max_steps=2", "checkpoint.every=1", "checkpoint.on_save_error=warn", "model.random_weights=true"
+    cfg = configure(*words, f"export.enabled={str(exports).lower()}")
+    with nullcontext() if exports else pytest.raises(CheckpointError, match="the disk is full"):
+        train.train(cfg)
+    assert (tmp_path / "export" / "config.json").is_file() == exports
+
+
 @pytest.mark.slow
 def test_a_compiler_that_dies_of_the_stop_is_no_bug(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
     """A signal to the process group ends the compiler of a later step too."""
@@ -291,7 +307,7 @@ def test_a_compiler_that_dies_of_the_stop_is_no_bug(configure: Configure, monkey
         loop.fit(state, plan, cfg, lambda _: None, watchdog=watchdog)
     assert not said, "nothing is to be compiled"
     state.compilations = Compilations()
-    with pytest.raises(InductorError):
+    with pytest.raises(CompileError, match=r"RuntimeError: g\+\+ was ended"):
         loop.fit(state, plan, cfg, lambda _: None)
     assert len(said) == 1 and said[0].startswith("compiling the language model's blocks")
 

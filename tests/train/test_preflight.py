@@ -237,6 +237,12 @@ def test_a_configuration_that_trains(configure: Configure, caplog: pytest.LogCap
     preflight(configure(), torch.device("cpu"))
     warn_if_refused(configure())
     assert not caplog.text
+    for words in (["precision=fp8"], ["attention=varlen", "precision=bf16", "pack=true"]):
+        warn_if_refused(configure(*words), here=False)
+        assert not caplog.text, "another machine may have what this one lacks"
+        warn_if_refused(configure(*words))
+        assert caplog.text
+        caplog.clear()
 
 
 @pytest.mark.parametrize("words", WRONG, ids=[words[0] for words in WRONG])

@@ -88,6 +88,8 @@ class Saver:
         """The save that has begun last, until `wait` is called."""
         self.error: LlavaFsdpError | None = None
         """The error of a save that has failed, which ends the run."""
+        self.forgiven: CheckpointError | None = None
+        """The error of the last save, if it has failed and `checkpoint.on_save_error=warn` lets the run continue."""
         self.saved_step = max((step_of(folder) or 0 for folder in good), default=None)
         if cfg.asynchronous and not in_place and fits(nbytes, self.group):
             self.snapshot = Snapshot(values)
@@ -146,10 +148,13 @@ class Saver:
             return
         error = self.under_way.exception()
         self.under_way = None
+        self.forgiven = None
         if error is None:
             return
         self.saved_step = None
         if not self.is_serious(error):
+            assert isinstance(error, CheckpointError)
+            self.forgiven = error
             if rank_and_size()[0] == 0:
                 log().warning("%s; checkpoint.on_save_error=warn continues without it", error)
         elif isinstance(error, LlavaFsdpError):

@@ -189,7 +189,7 @@ def check_base(cfg: Config) -> None:
     if linear is LinearKind.int8_mixed and Part.language not in cfg.model.train:
         raise ConfigError(
             f"precision.linear={linear.value} is for a language model that trains, and model.train="
-            f"{[part.value for part in cfg.model.train]} freezes it; choose precision=bf16 or fp8"
+            f"{[part.value for part in cfg.model.train]} freezes it; choose precision=bf16"
         )
 
 

@@ -7,6 +7,7 @@ one image, for transformers' hooks on its layers, and for frozen layers among tr
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -18,10 +19,15 @@ from torch import nn
 from torch.fx.experimental import _config as shapes
 
 from llava_fsdp.config import AUTO, ActivationCheckpointing, Attention, Config
-from llava_fsdp.runtime.errors import ConfigError
+from llava_fsdp.runtime.errors import CompileError, ConfigError
+from llava_fsdp.runtime.humanize import readable
 
 WARM_UP = 5
 """Number of steps at the start of a process in which compilations are expected and therefore not reported."""
+CACHE_ROOM = 100 * 2**20
+"""Free bytes that the disk of torch.compile's cache must have."""
+CACHE_KEY = "TORCHINDUCTOR_CACHE_DIR"
+"""Environment variable that names the folder of torch.compile's cache."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +134,7 @@ def compiler_missing(device: torch.device) -> str | None:
             return "it needs Triton, which is not installed (pip install triton)"
         if torch.version.hip is None and torch.cuda.get_device_capability(device) < (7, 0):
             return f"{torch.cuda.get_device_name(device)} is too old for Triton, which needs compute capability 7.0"
-        return None
+        return cache_unusable()
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
@@ -136,6 +142,24 @@ def compiler_missing(device: torch.device) -> str | None:
         get_cpp_compiler()
     except InvalidCxxCompiler:
         return "there is no C++ compiler, which it needs on a CPU (apt-get install g++)"
+    return cache_unusable()
+
+
+def cache_unusable() -> str | None:
+    """Return the reason why torch.compile cannot use the folder of its cache, or None if it can."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    cure = f"{CACHE_KEY} can name another folder"
+    try:
+        folder = cache_dir()
+        disk = os.statvfs(folder)
+    except OSError as error:
+        return f"the folder of its cache cannot be made: {error}; {cure}"
+    free = disk.f_bavail * disk.f_frsize
+    if free < CACHE_ROOM:
+        return f"the disk of its cache, {folder}, has {readable(free)} left of {readable(CACHE_ROOM)} needed; {cure}"
+    if disk.f_flag & getattr(os, "ST_NOEXEC", 0):
+        return f"the disk of its cache, {folder}, is mounted noexec, so that no program on it can run; {cure}"
     return None
 
 
@@ -144,6 +168,17 @@ def is_compiler_error(error: BaseException) -> bool:
     from torch._dynamo.exc import TorchDynamoException
 
     return isinstance(error, TorchDynamoException)
+
+
+def compile_error(error: BaseException) -> CompileError:
+    """Return the error that ends a run after torch.compile has raised `error`."""
+    inner = getattr(error, "inner_exception", error)
+    lines = [line.strip() for line in str(inner).splitlines() if line.strip()] or [""]
+    reason = next((line for line in lines if "No space left" in line or " error: " in line), lines[0])
+    return CompileError(
+        f"torch.compile failed: {type(inner).__name__}: {reason}\nIf the disk of its cache is full, free some room, or "
+        f"name another folder with {CACHE_KEY}. compile=false trains without it"
+    )
 
 
 class Compilations:

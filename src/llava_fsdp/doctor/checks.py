@@ -16,6 +16,7 @@ from llava_fsdp.doctor.collectives import LIMIT, try_ranks
 from llava_fsdp.doctor.context import Context
 from llava_fsdp.doctor.findings import Finding, Level, fail, ok, output_of, result_and_cure, warn
 from llava_fsdp.runtime.errors import LlavaFsdpError
+from llava_fsdp.runtime.imports import broken_package
 from llava_fsdp.runtime.os_errors import existing, free_bytes
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -218,6 +219,9 @@ def run_check(check: Check, context: Context) -> list[Finding]:
         except LlavaFsdpError as error:
             failed.append(fail(check.name, *result_and_cure(error)))
         except BaseException as error:
+            if isinstance(error, ImportError) and (explained := broken_package(error)) is not None:
+                failed.append(fail(check.name, *result_and_cure(explained)))
+                return
             where = traceback.extract_tb(error.__traceback__)[-1]
             line = f"{os.path.basename(where.filename)}:{where.lineno}"
             result = f"the check failed: {type(error).__name__}: {error} ({line})"

@@ -15,7 +15,7 @@ def main() -> None:
             from llava_fsdp.plan.main import plan
             from llava_fsdp.train.preflight import warn_if_refused
 
-        warn_if_refused(cfg)
+        warn_if_refused(cfg, here=cfg.gpu == "auto")
         plan(cfg, words)
 
     leave_noise_out()

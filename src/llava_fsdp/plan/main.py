@@ -43,7 +43,9 @@ from llava_fsdp.runtime.errors import LlavaFsdpError, ModelError
 from llava_fsdp.runtime.log import log
 
 OWN_KEYS = {"gpus", "nodes", "gpu", "rows", "page", "longest", "format"}
-CHOSEN = {"sharding", "activation_checkpointing", "offload", "tokens_per_micro_batch", "dry_run"}
+TRIED = {"sharding", "activation_checkpointing", "offload"}
+"""Configuration groups of which the planner tries all choices that it can predict."""
+CHOSEN = TRIED | {"tokens_per_micro_batch", "dry_run"}
 """Configuration groups and keys that are not copied from the user's arguments into the recommended command: those that
 the planner chooses, and `dry_run`, which would keep the command from training."""
 
@@ -78,6 +80,9 @@ def print_plan(cfg: PlanConfig, typed: Sequence[str]) -> None:
     if cfg.longest:
         return print_longest(cfg, machine, parts)
     warn_of_length(cfg, parts)
+    tried = sorted({key_of(word) for word in typed} & TRIED)
+    if tried:
+        log().info("plan tries all values of %s itself, and ignores those that are given", " and ".join(tried))
     world_size = cfg.gpus * cfg.nodes
     # every recipe sets micro_batch_size, so only a user who sets tokens_per_micro_batch has chosen a size
     is_free = not isinstance(cfg.tokens_per_micro_batch, int)

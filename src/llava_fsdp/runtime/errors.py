@@ -142,6 +142,12 @@ class DamagedError(DataError):
     on_every_rank = False
 
 
+class CompileError(ConfigError):
+    """Error: torch.compile failed. Raised only on the rank on which it failed."""
+
+    on_every_rank = False
+
+
 class FolderInUse(ConfigError):
     """Error: another run uses the folder `output_dir`. Only rank 0 checks this."""
 

@@ -1,9 +1,12 @@
-"""Import large modules faster."""
+"""Import large modules faster, and explain packages that are installed but cannot be imported."""
 
 import gc
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from llava_fsdp.runtime.errors import ConfigError
 
 
 @contextmanager
@@ -11,8 +14,11 @@ def importing() -> Iterator[None]:
     """Context manager for the import of torch, transformers and what needs them: garbage is not collected meanwhile.
 
     Importing creates a million objects that stay, and Python would search them for garbage again and again: a fifth of
-    the seconds that importing takes. Afterwards they are frozen, so that later collections leave them out. Nothing
-    happens if torch is imported already.
+    the seconds that importing takes. Afterwards they are frozen, so that later collections leave them out. Garbage is
+    collected as usual if torch is imported already.
+
+    Raises:
+        ConfigError: an installed package cannot be imported.
     """
     if "torch" in sys.modules:
         yield
@@ -20,6 +26,25 @@ def importing() -> Iterator[None]:
     gc.disable()
     try:
         yield
+    except ImportError as error:
+        if (explained := broken_package(error)) is not None:
+            raise explained from error
+        raise
     finally:
         gc.freeze()
         gc.enable()
+
+
+def broken_package(error: ImportError) -> ConfigError | None:
+    """Return the error for a user one of whose installed packages cannot be imported; None if the error was raised by a
+    module of this project."""
+    while isinstance(error.__cause__, ImportError):  # transformers raises errors of its own from the first one
+        error = error.__cause__
+    modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    package = next((name.partition(".")[0] for name in reversed(modules) if not name.startswith("importlib")), "")
+    if package in ("", "__main__", "llava_fsdp"):
+        return None
+    return ConfigError(
+        f"the package {package} is installed and cannot be imported: {error}; install it again (python -m pip install "
+        f"--force-reinstall --no-deps {package}), or remove it if no key of the configuration needs it"
+    )

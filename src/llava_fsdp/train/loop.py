@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from llava_fsdp.config import Config
 from llava_fsdp.data.batching.batch import MicroBatch, Step, StepFacts
-from llava_fsdp.distributed.compile import is_compiler_error
+from llava_fsdp.distributed.compile import compile_error, is_compiler_error
 from llava_fsdp.distributed.consensus import rank_and_size
 from llava_fsdp.distributed.local_shards import plain_shard
 from llava_fsdp.distributed.precision import MasterWeights
@@ -82,12 +82,14 @@ def fit(
                 started = time.perf_counter()
     except RuntimeError as error:  # the DataLoader's signal handler raises it at any place when a worker dies
         state.loader.status.check()
-        if is_compiler_error(error) and watchdog.wants_stop_soon():  # the signal also ended the C++ compiler
+        if not is_compiler_error(error):
+            raise
+        if watchdog.wants_stop_soon():  # the signal also ended the C++ compiler
             raise Stopped(
                 f"{watchdog.stop}: stopped in step {state.step + 1}, while it compiled; the same command continues "
                 "from the last checkpoint"
             ) from error
-        raise
+        raise compile_error(error) from error
 
 
 def train_step(

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 
-from llava_fsdp.config import AUTO, Config, Parity, Source
+from llava_fsdp.config import AUTO, Attention, Config, LinearKind, Parity, Source
 from llava_fsdp.config.paths import PACKAGED_OR_HUB, check_paths, exists
 from llava_fsdp.data.index.record_store import sources_of
 from llava_fsdp.data.text.jinja_template import OWN, own_name, usable_name
@@ -57,17 +57,24 @@ def preflight(cfg: Config, device: torch.device) -> list[str]:
     return warnings
 
 
-def warn_if_refused(cfg: Config) -> None:
+def warn_if_refused(cfg: Config, here: bool = True) -> None:
     """Log a warning with the training's error if a training would refuse the configuration. If only the projector is
     missing, because `stage=pretrain` has not trained it yet, this is not a warning: all stages may be planned before
     the first one is trained.
 
     If a part of the model would have to be downloaded, only paths are checked.
 
+    Args:
+        here: whether the training would run on this machine. Otherwise what depends on the device is not checked.
+
     Raises:
         ConfigError: a path that the configuration names does not exist.
     """
     check_paths(cfg)
+    if not here:
+        cfg = replace(
+            cfg, attention=Attention.auto, compile=AUTO, precision=replace(cfg.precision, linear=LinearKind.same)
+        )
     names = [cfg.model.checkpoint] if cfg.model.checkpoint else [cfg.model.language, cfg.model.vision]
     if any(PACKAGED_OR_HUB.fullmatch(name) and not name.startswith("package:") and not exists(name) for name in names):
         return

@@ -144,7 +144,11 @@ class RunController:
         if Votes(lost=self.folder_change() is not None).agreed().lost:
             self.stop_if_lost()
         self.saver.close()
-        self.saver = None
+        lost, self.saver = self.saver.forgiven, None
+        if lost is not None and not self.cfg.export.enabled:
+            raise CheckpointError(
+                f"{lost}. This was the checkpoint of the last step, and nothing else keeps its weights"
+            )
         if Votes(stop=self.watchdog.wants_stop()).agreed().stop and self.cfg.export.enabled:
             raise self.stopped("stopped after the last step; the same command exports the model")
 
