@@ -181,8 +181,12 @@ def test_how_fast_a_row_is(wide_parts: Path, dataset: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_for_people(wide_parts: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plan(plan_of("gpus=2", "gpu=a10g", "rows=3", *of_parts(wide_parts)))
+def test_for_people(wide_parts: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+    """What the planner chooses itself is not taken from the command line, and this is said."""
+    words = ["gpus=2", "gpu=a10g", "rows=3", *of_parts(wide_parts)]
+    caplog.set_level("INFO", "llava_fsdp")
+    plan(plan_of(*words, "activation_checkpointing=dynamic"), [*words, "activation_checkpointing=dynamic"])
+    assert "activation_checkpointing" in caplog.text
     lines = capsys.readouterr().out.splitlines()
     assert lines[3].startswith("Use sharding=") and "llava-fsdp train --nproc-per-node 2" in lines[5]
     assert any("more, of which" in line for line in lines) and any("2P + 14P/N" in line for line in lines)
