@@ -21,7 +21,7 @@ class FakeSaver:
     def __init__(self, state: Any):
         self.state, self.saved_step, self.failed = state, None, False
         self.saves: list[int] = []
-        self.is_closed = False
+        self.is_closed, self.forgiven = False, None
 
     def save(self) -> None:
         self.saves.append(self.state.step)
