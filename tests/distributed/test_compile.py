@@ -26,7 +26,7 @@ from llava_fsdp.distributed.local_shards import local
 from llava_fsdp.distributed.mesh import World
 from llava_fsdp.model.attention import Kernel, attention_arguments, register_attention
 from llava_fsdp.model.blocks import find_blocks
-from llava_fsdp.runtime.errors import ConfigError
+from llava_fsdp.runtime.errors import CompileError, ConfigError
 from llava_fsdp.train.loop import train_step
 from llava_fsdp.train.metrics import Reporter
 from llava_fsdp.train.state import StepResult
@@ -213,15 +213,15 @@ def test_compiling_is_refused_without_a_compiler_and_where_attention_cuts_blocks
 
 
 @pytest.mark.parametrize(
-    ("free", "flag", "key"), [(99, 0, "has 99 MiB left of 100 MiB"), (200, os.ST_NOEXEC, "noexec"), (200, 0, None)]
+    ("free", "flag", "key"), [(31, 0, "31 MiB left of 32 MiB"), (200, os.ST_NOEXEC, "noexec"), (32, 0, None)]
 )
 def test_a_cache_without_room_or_programs_is_refused(
     free: int, flag: int, key: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = SimpleNamespace(f_bavail=free * 256, f_frsize=4096, f_flag=flag)
     monkeypatch.setattr(compile, "os", SimpleNamespace(statvfs=lambda _: disk, ST_NOEXEC=os.ST_NOEXEC))
-    found = compile.compiler_missing(CPU)
-    assert found is None if key is None else key in (found or "") and compile.CACHE_KEY in (found or "")
+    with contextlib.nullcontext() if key is None else pytest.raises(CompileError, match=f"{key}.*{compile.CACHE_KEY}"):
+        compile.check_cache()
 
 
 def test_a_cache_that_is_a_file_is_refused(
@@ -229,7 +229,7 @@ def test_a_cache_that_is_a_file_is_refused(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv(compile.CACHE_KEY, str(tmp_path / "file"))
-    with pytest.raises(ConfigError, match=r"file.*set compile=auto"):
+    with pytest.raises(CompileError, match=r"file.*set compile=false"):
         choose_compiling(configure("compile=true"), CPU, None)
 
 

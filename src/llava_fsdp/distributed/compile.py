@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ from llava_fsdp.runtime.humanize import readable
 
 WARM_UP = 5
 """Number of steps at the start of a process in which compilations are expected and therefore not reported."""
-CACHE_ROOM = 100 * 2**20
+CACHE_ROOM = 32 * 2**20
 """Free bytes that the disk of torch.compile's cache must have."""
 CACHE_KEY = "TORCHINDUCTOR_CACHE_DIR"
 """Environment variable that names the folder of torch.compile's cache."""
@@ -49,6 +49,7 @@ def choose_compiling(cfg: Config, device: torch.device, attention: Attention | N
     Raises:
         ConfigError: `compile=true` or `activation_checkpointing=budget` is impossible on this machine or with these
             settings.
+        CompileError: blocks are to be compiled, and torch.compile cannot use the folder of its cache.
     """
     mode = cfg.activation_checkpointing.mode
     chosen = compiling_of_settings(cfg, mode, attention, device.type)
@@ -63,7 +64,9 @@ def choose_compiling(cfg: Config, device: torch.device, attention: Attention | N
             )
     elif chosen.on:
         lack = compiler_missing(device)
-        return Compiling(True, "Triton is here") if lack is None else Compiling(False, lack)
+        chosen = Compiling(True, "Triton is here") if lack is None else Compiling(False, lack)
+    if chosen.on:
+        check_cache()
     return chosen
 
 
@@ -134,7 +137,7 @@ def compiler_missing(device: torch.device) -> str | None:
             return "it needs Triton, which is not installed (pip install triton)"
         if torch.version.hip is None and torch.cuda.get_device_capability(device) < (7, 0):
             return f"{torch.cuda.get_device_name(device)} is too old for Triton, which needs compute capability 7.0"
-        return cache_unusable()
+        return None
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
@@ -142,43 +145,46 @@ def compiler_missing(device: torch.device) -> str | None:
         get_cpp_compiler()
     except InvalidCxxCompiler:
         return "there is no C++ compiler, which it needs on a CPU (apt-get install g++)"
-    return cache_unusable()
+    return None
 
 
-def cache_unusable() -> str | None:
-    """Return the reason why torch.compile cannot use the folder of its cache, or None if it can."""
+def check_cache() -> None:
+    """Raise CompileError if torch.compile cannot use the folder of its cache. With `compile=auto` too: if blocks were
+    then not compiled, ranks on different machines could decide differently."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    cure = f"{CACHE_KEY} can name another folder"
+    cure = f"name another folder with {CACHE_KEY}, or set compile=false"
     try:
         folder = cache_dir()
         disk = os.statvfs(folder)
     except OSError as error:
-        return f"the folder of its cache cannot be made: {error}; {cure}"
+        raise CompileError(f"torch.compile cannot make the folder of its cache: {error}; {cure}") from error
     free = disk.f_bavail * disk.f_frsize
     if free < CACHE_ROOM:
-        return f"the disk of its cache, {folder}, has {readable(free)} left of {readable(CACHE_ROOM)} needed; {cure}"
-    if disk.f_flag & getattr(os, "ST_NOEXEC", 0):
-        return f"the disk of its cache, {folder}, is mounted noexec, so that no program on it can run; {cure}"
-    return None
+        problem = f"has {readable(free)} left of {readable(CACHE_ROOM)} needed"
+    elif disk.f_flag & getattr(os, "ST_NOEXEC", 0):
+        problem = "is mounted noexec, so that no program on it can run"
+    else:
+        return
+    raise CompileError(f"the disk of torch.compile's cache, {folder}, {problem}; {cure}")
 
 
-def is_compiler_error(error: BaseException) -> bool:
-    """Return whether an error was raised by torch.compile itself and not by the compiled code."""
+@contextmanager
+def explained_compiler_errors() -> Iterator[None]:
+    """Context manager that turns errors of torch.compile itself, and not those of the compiled code, into
+    CompileError."""
     from torch._dynamo.exc import TorchDynamoException
 
-    return isinstance(error, TorchDynamoException)
-
-
-def compile_error(error: BaseException) -> CompileError:
-    """Return the error that ends a run after torch.compile has raised `error`."""
-    inner = getattr(error, "inner_exception", error)
-    lines = [line.strip() for line in str(inner).splitlines() if line.strip()] or [""]
-    reason = next((line for line in lines if "No space left" in line or " error: " in line), lines[0])
-    return CompileError(
-        f"torch.compile failed: {type(inner).__name__}: {reason}\nIf the disk of its cache is full, free some room, or "
-        f"name another folder with {CACHE_KEY}. compile=false trains without it"
-    )
+    try:
+        yield
+    except TorchDynamoException as error:
+        inner = getattr(error, "inner_exception", error)
+        lines = [line.strip() for line in str(inner).splitlines() if line.strip()] or [""]
+        reason = next((line for line in lines if "No space left" in line or " error: " in line), lines[0])
+        raise CompileError(
+            f"torch.compile failed: {type(inner).__name__}: {reason}\nIf the disk of its cache is full, make room, or "
+            f"name another folder with {CACHE_KEY}. compile=false trains without it"
+        ) from error
 
 
 class Compilations:

@@ -65,7 +65,8 @@ class FusedAdamW(torch.optim.AdamW):
                 columns = updated, gradients, *([state[name] for state in states] for name in MOMENTS)
                 tensors = [[plain_shard(tensor) for tensor in column] for column in columns]
                 steps = [state["step"] for state in states]
-                # on a CPU a Python number would be made into a tensor once for each step count
+                # on a CPU torch makes a number into a tensor once for each step count; `alpha` chooses the function
+                # that adds one tensor to all
                 if steps[0].is_cpu:
                     torch._foreach_add_(steps, torch.ones(()), alpha=1.0)
                 else:

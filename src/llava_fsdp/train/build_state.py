@@ -249,7 +249,7 @@ def assemble(
         stages.keep(model)
     buffers, mesh = computed_buffers(model), meshes.states
     if meshes.tensor is not None:
-        store_weights(model, cfg.precision, sharded=mesh is not None)
+        store_weights(model, cfg.precision, sharded=mesh is not None)  # a DTensor's dtype cannot be set
         divide_layers(model, cuts, meshes.tensor, cfg)
     offload = Offload(cfg, world.device)
     warn_if_useless(cfg, world)

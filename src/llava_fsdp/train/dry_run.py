@@ -20,7 +20,7 @@ from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.synthetic import Contents, SyntheticLoader, fullest, micro_batches_of, synthetic_step
 from llava_fsdp.distributed.activation_checkpoint import clean_name
 from llava_fsdp.distributed.comm_volume import CollectiveBytes
-from llava_fsdp.distributed.compile import compile_error, is_compiler_error
+from llava_fsdp.distributed.compile import explained_compiler_errors
 from llava_fsdp.distributed.fake_collectives import is_simulated, simulate_collectives
 from llava_fsdp.distributed.local_shards import local, local_shards
 from llava_fsdp.distributed.malloc import return_freed_memory
@@ -128,13 +128,8 @@ def measure(cfg: Config, world: World, contents: Contents | None = None) -> dict
                 simulate_collectives(root, counter.traffic)
         step = synthetic_step(number, contents, shape, cfg, world.size // cfg.parallel.tensor)
         started = time.perf_counter()
-        with counter:
-            try:
-                train_step(state, step, plan, cfg, started)
-            except RuntimeError as error:
-                if is_compiler_error(error):
-                    raise compile_error(error) from error
-                raise
+        with counter, explained_compiler_errors():
+            train_step(state, step, plan, cfg, started)
         seconds.append(time.perf_counter() - started)
     if not held:
         raise NumericError("dry_run: random weights overflow in fp16, so that no step updates them; try precision=bf16")

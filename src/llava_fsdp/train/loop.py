@@ -13,14 +13,14 @@ from torch.distributed.tensor import DTensor
 
 from llava_fsdp.config import Config
 from llava_fsdp.data.batching.batch import MicroBatch, Step, StepFacts
-from llava_fsdp.distributed.compile import compile_error, is_compiler_error
+from llava_fsdp.distributed.compile import explained_compiler_errors
 from llava_fsdp.distributed.consensus import rank_and_size
 from llava_fsdp.distributed.local_shards import plain_shard
 from llava_fsdp.distributed.precision import MasterWeights
 from llava_fsdp.distributed.replicas import same_on_every_rank, sharded_norm
 from llava_fsdp.distributed.zero import ShardPlan, begin_micro_batch
 from llava_fsdp.model.loss import LossCollector
-from llava_fsdp.runtime.errors import Stopped
+from llava_fsdp.runtime.errors import CompileError, Stopped
 from llava_fsdp.runtime.heartbeat import Phase
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.seeds import derive
@@ -64,7 +64,7 @@ def fit(
         log().info("compiling the language model's blocks: the first steps take much longer than those behind them")
     steps = state.loader.prepared(state.step, watchdog.wants_stop)  # kept in a variable, so that its workers stay alive
     try:
-        with scheduled_gc(cfg.gc_every) as collect:
+        with explained_compiler_errors(), scheduled_gc(cfg.gc_every) as collect:
             for step in profiler.steps(steps):
                 waited = time.perf_counter() - started
                 watchdog.at(Phase.AGREEING)
@@ -80,16 +80,14 @@ def fit(
                 collect(state.step)
                 watchdog.at(Phase.DATA)
                 started = time.perf_counter()
-    except RuntimeError as error:  # the DataLoader's signal handler raises it at any place when a worker dies
-        state.loader.status.check()
-        if not is_compiler_error(error):
-            raise
-        if watchdog.wants_stop_soon():  # the signal also ended the C++ compiler
+    except (RuntimeError, CompileError) as error:
+        state.loader.status.check()  # when a worker dies, the DataLoader's signal handler raises RuntimeError anywhere
+        if isinstance(error, CompileError) and watchdog.wants_stop_soon():  # the signal also ended the C++ compiler
             raise Stopped(
                 f"{watchdog.stop}: stopped in step {state.step + 1}, while it compiled; the same command continues "
                 "from the last checkpoint"
             ) from error
-        raise compile_error(error) from error
+        raise
 
 
 def train_step(

@@ -147,7 +147,8 @@ class RunController:
         lost, self.saver = self.saver.forgiven, None
         if lost is not None and not self.cfg.export.enabled:
             raise CheckpointError(
-                f"{lost}. This was the checkpoint of the last step, and nothing else keeps its weights"
+                f"{lost}. It was that of the last step, and no export keeps the weights: make room, and run the same "
+                "command again"
             )
         if Votes(stop=self.watchdog.wants_stop()).agreed().stop and self.cfg.export.enabled:
             raise self.stopped("stopped after the last step; the same command exports the model")
