@@ -521,6 +521,28 @@ def test_whether_a_checkpoint_is_written_from_a_copy(
     assert saver.snapshot is None and loaded_alone(tmp_path) == 3
 
 
+@pytest.mark.parametrize("number", [None, 3])
+def test_the_thread_that_writes_checkpoints_uses_the_rank_s_gpu(
+    number: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From its first call on: otherwise CUDA would make a context on GPU 0 for each rank."""
+    device = torch.device("cpu") if number is None else torch.device("cuda", number)
+    found = snapshot.device_of([torch.zeros(1), SimpleNamespace(device=device)])  # type: ignore[list-item]
+    calls: list[tuple[str, object]] = []
+    monkeypatch.setattr(saver_module, "device_of", lambda _: found)
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda *given: calls.append((threading.current_thread().name, *given))
+    )
+    touch = Snapshot.touch
+    monkeypatch.setattr(
+        Snapshot, "touch", lambda self: (calls.append((threading.current_thread().name, "touch")), touch(self))
+    )
+    saver = saver_of(tmp_path, whole_tensors(2))
+    saver.save_step(2)
+    saver.close()
+    assert calls == [("checkpoint_0", device)] * (number is not None) + [("checkpoint_0", "touch")]
+
+
 @pytest.mark.parametrize(("policy", "code", "fails"), [(OnSaveError["raise"], 28, True), (WARN, 28, False)])
 def test_a_failed_save_is_known_before_the_next_one(
     policy: OnSaveError, code: int, fails: bool, tmp_path: Path

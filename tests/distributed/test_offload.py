@@ -20,7 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 from llava_fsdp.config import ActivationCheckpointing, Config, OffloadMode, Strategy
 from llava_fsdp.distributed import host_memory, offload
-from llava_fsdp.distributed.host_memory import PAGE, Arena
+from llava_fsdp.distributed.host_memory import PAGE, Arena, Memory
 from llava_fsdp.distributed.local_shards import local
 from llava_fsdp.distributed.mesh import World, make_meshes
 from llava_fsdp.distributed.offload import cures, describe_offload, explained_memory_errors, filesystem, fsdp_parameters
@@ -573,3 +573,12 @@ def test_what_is_offloaded_in_words(configure: Configure, tmp_path: Path, monkey
     ):
         monkeypatch.setattr(offload, "filesystem", lambda _, kind=kind: kind)
         assert describe_offload(to_files, CPU).startswith(f"nvme, in files without names in {tmp_path} {shown}")
+
+
+def test_large_pages_are_asked_for_before_memory_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pinning makes the pages, and pinned pages keep their size."""
+    calls: list[str] = []
+    monkeypatch.setattr(Memory, "madvise", lambda *_: calls.append("large pages"))
+    monkeypatch.setattr(Memory, "register", lambda *_: calls.append("pinned"))
+    Arena(3 * PAGE, pin=True)
+    assert calls == ["large pages", "pinned"]

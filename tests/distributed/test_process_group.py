@@ -1,5 +1,6 @@
 """How ranks learn who they are and how they meet, and what each learns of the others."""
 
+import json
 import os
 import threading
 import time
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 from harness import CPU, RankPool, single_world
 from small import Configure
@@ -21,6 +23,7 @@ from llava_fsdp.distributed.mesh import (
     World,
     first_rank_first,
     gather_lists,
+    gpu_progress,
     groups_of,
     join,
     make_meshes,
@@ -28,7 +31,7 @@ from llava_fsdp.distributed.mesh import (
     rank_identities,
     read_world,
     row_group,
-    shorten_timeout,
+    set_timeout,
     simulated_world,
 )
 from llava_fsdp.distributed.zero import SHARD_PLANS
@@ -218,9 +221,9 @@ def shapes(world: World, configs: list[Config]) -> list[tuple[dict[str, int], ..
         meshes = [mesh for mesh in (made.states, made.context) if mesh is not None]
         own = [group for one in meshes for group in one.get_all_groups()]
         assert {*map(id, groups_of(made))} == {*map(id, [dist.group.WORLD, *own])}
-        before = num_collectives(made)()
+        before = num_collectives(made, CPU)()
         dist.barrier(group=own[-1])
-        assert num_collectives(made)() == before + 1
+        assert num_collectives(made, CPU)() == before + 1
         found.append(tuple(dict(zip(one.mesh_dim_names or (), one.shape, strict=True)) for one in meshes))
     return found
 
@@ -237,6 +240,11 @@ def test_a_hybrid_shards_within_a_node_unless_told_otherwise(configure: Configur
         assert found == [({"replicate": 2, "shard": 2},), ({"shard": 4}, {"data": 1, "context": 4})]
 
 
+def timeouts_of(groups: list[dist.ProcessGroup]) -> set[int]:
+    """Timeouts of process groups in seconds."""
+    return {group._get_backend(CPU).options._timeout.seconds for group in groups}
+
+
 def groups_of_divided(world: World, configs: list[Config]) -> list[tuple[str, ...]]:
     """Names of the meshes of each configuration, whose groups are all known, counted and given a shorter timeout."""
     found = []
@@ -245,10 +253,11 @@ def groups_of_divided(world: World, configs: list[Config]) -> list[tuple[str, ..
         meshes = {field.name: mesh for field in fields(made) if (mesh := getattr(made, field.name)) is not None}
         own = {id(group): group for mesh in meshes.values() for group in mesh.get_all_groups()}
         assert {*map(id, groups_of(made))} == {id(dist.group.WORLD), *own}
-        shorten_timeout(made, 77 + len(found))
-        timeouts = {group._get_backend(CPU).options._timeout.seconds for group in (dist.group.WORLD, *own.values())}
-        assert timeouts == {77 + len(found)}
-        count = num_collectives(made)
+        groups = [dist.distributed_c10d._get_default_group(), *own.values()]
+        assert timeouts_of(groups) == {cfg.comm.init_timeout}, "until the first step is finished"
+        set_timeout(made, 77 + len(found))
+        assert timeouts_of(groups) == {77 + len(found)}
+        count = num_collectives(made, CPU)
         before = count()
         for group in own.values():
             dist.barrier(group=group)
@@ -267,6 +276,66 @@ def test_the_groups_of_all_meshes_are_known(configure: Configure, pools: dict[in
     ways = [ParallelConfig(**values) for values in ({"tensor": 2}, {"expert": 2}, {"context": 2}, {"pipeline": 2})]
     for found in pools[4].run(groups_of_divided, [replace(cfg, parallel=way, pack=True) for way in ways]):
         assert found == [("states", "tensor"), ("states", "experts"), ("states", "context"), ("states", "pipeline")]
+
+
+STATUS = {"last_enqueued_collective": "9", "last_started_collective": "-1", "last_completed_collective": "5"}
+
+
+@pytest.mark.parametrize(
+    ("groups", "default_alone", "expected"),
+    [
+        ({}, False, None),
+        ({"0": {}}, False, None),  # the moments are not recorded
+        ({"0": {"last_started_collective": "7"}}, False, 12),
+        ({"0": {"last_started_collective": "7"}, "1": {"last_started_collective": "2"}}, False, 19),
+        ({"0": {"last_started_collective": "7"}, "1": {"last_started_collective": "2"}}, True, 12),
+        ({"0": {"last_started_collective": "1", "last_completed_collective": "-1"}}, False, 1),
+    ],
+)
+def test_a_rank_whose_gpu_has_begun_fewer_collectives_is_late(
+    groups: dict[str, dict[str, str]], default_alone: bool, expected: int | None
+) -> None:
+    """All ranks have enqueued the same."""
+    trace = {"version": "2.10", "pg_status": {number: STATUS | values for number, values in groups.items()}}
+    assert gpu_progress(json.dumps(trace).encode(), default_alone) == expected
+
+
+def recorded(world: World) -> tuple[int | None, int, int]:
+    """What torch's flight recorder has of gloo's collectives, and the count on a GPU whose recorder knows of 4 of them,
+    and of none."""
+    for _ in range(3):
+        dist.barrier()
+    own = gpu_progress(c10d._dump_fr_trace_json(False, True), False)
+    of_gpu = []
+    for begun in ("4", "-1"):
+        dump = json.dumps({"pg_status": {"0": STATUS | {"last_started_collective": begun}}}).encode()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(c10d, "_dump_nccl_trace_json", lambda *_, dump=dump: dump, raising=False)
+            of_gpu.append(num_collectives(mesh.Meshes(), torch.device("cuda", world.rank))())
+    return own, of_gpu[0], of_gpu[1]
+
+
+@pytest.mark.ranks
+def test_progress_on_a_gpu_is_what_its_flight_recorder_says(pools: dict[int, RankPool]) -> None:
+    """gloo's has the same form, without the moments at which collectives begin; then the enqueued ones count."""
+    assert pools[2].run(recorded) == [(None, 9, 3)] * 2
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, ("2000", "1")),
+        ({"TORCH_NCCL_TRACE_BUFFER_SIZE": "0", "TORCH_NCCL_ENABLE_TIMING": "0"}, ("0", "0")),
+        ({"TORCH_FR_BUFFER_SIZE": "77"}, (None, "1")),
+    ],
+)
+def test_the_flight_recorder_is_on_unless_the_environment_says_otherwise(
+    given: dict[str, str], expected: tuple[str | None, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_ENABLE_TIMING", "TORCH_FR_BUFFER_SIZE")
+    monkeypatch.setattr(os, "environ", dict(given))
+    mesh.record_collectives()
+    assert tuple(os.environ.get(name) for name in names[:2]) == expected
 
 
 def exchanged(world: World, folder: Path) -> dict[str, Any]:

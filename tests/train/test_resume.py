@@ -51,7 +51,7 @@ def whole_run(parts: Path, dataset: Path, tmp_path_factory: pytest.TempPathFacto
             check = getattr(train, name)
             patch.setattr(train, name, lambda *given, name=name, check=check: calls.append(name) or check(*given))
         patch.setattr(train, "Watchdog", NotedWatchdog)
-        patch.setattr(train.ranks, "shorten_timeout", shorten)
+        patch.setattr(train.ranks, "set_timeout", shorten)
         train.train(cfg)
     return folder
 

@@ -19,7 +19,7 @@ from llava_fsdp.checkpoint.commit import AdapterFolder, Committer
 from llava_fsdp.checkpoint.layout import written_rows
 from llava_fsdp.checkpoint.manifest import TensorEntry, rank_file
 from llava_fsdp.checkpoint.retention import delete_temporary, restore_replaced
-from llava_fsdp.checkpoint.snapshot import Snapshot, fits
+from llava_fsdp.checkpoint.snapshot import Snapshot, device_of, fits, use_device
 from llava_fsdp.config import CheckpointConfig, OnSaveError
 from llava_fsdp.distributed.consensus import gathered, on_first_rank, rank_and_size
 from llava_fsdp.runtime.durable_files import make_folder, require_room
@@ -79,7 +79,9 @@ class Saver:
         needed = sum(gathered(nbytes + (adapter_folder.nbytes if adapter_folder is not None else 0), self.group))
         on_first_rank(lambda: prepare_folder(parent, needed), f"{parent} cannot be written to", self.group)
         self.hasher = ThreadPoolExecutor(1, "digest")
-        self.writer = ThreadPoolExecutor(1, "checkpoint")
+        self.writer = ThreadPoolExecutor(
+            1, "checkpoint", initializer=use_device, initargs=(device_of(values.values()),)
+        )
         known = {folder.name for folder in good}
         self.committer = Committer(parent, cfg, self.group, self.hasher, needed, at, adapter_folder, known)
         self.snapshot: Snapshot | None = None

@@ -50,6 +50,9 @@ class Arena:
             where = folder or "host memory"
             reason = error.strerror or error
             raise OffloadError(f"offload needs {self.size / GIB:.3g} GiB of {where}: {reason}") from error
+        if folder is None and hasattr(mmap, "MADV_HUGEPAGE"):
+            # 512 times fewer page faults; before memory is pinned, since pinning makes the pages
+            self.memory.madvise(mmap.MADV_HUGEPAGE)
         self.base = torch.frombuffer(self.memory, dtype=torch.uint8).data_ptr()
         if pin:
             self.memory.register(self.base, self.size)

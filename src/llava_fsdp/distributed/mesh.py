@@ -1,6 +1,7 @@
 """Set up the process group, device and device mesh of a training."""
 
 import gc
+import json
 import os
 import re
 import socket
@@ -12,6 +13,7 @@ from datetime import timedelta
 from typing import TypeVar
 
 import torch
+import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -95,6 +97,7 @@ def distributed(cfg: Config) -> Iterator[World]:
         torch.use_deterministic_algorithms(True)
     if world.device.type == "cuda":
         extend_segments()
+        record_collectives()
         torch.cuda.set_device(world.device)
     elif cfg.dry_run is None:
         keep_freed_memory()
@@ -139,14 +142,54 @@ def is_lost_peer(error: BaseException | None) -> bool:
     return False
 
 
-def num_collectives(meshes: Meshes) -> Callable[[], int]:
-    """Return a function that returns the number of collectives which this rank has started so far, in the default
-    process group and those of the meshes. A rank that lags behind the others has started fewer. With
-    `parallel.pipeline` only those of all ranks count, because ranks with other stages start other collectives."""
+def num_collectives(meshes: Meshes, device: torch.device) -> Callable[[], int]:
+    """Return a function that returns how far this rank is in its collectives, in the default process group and those of
+    the meshes: a number that is smaller on a rank that lags behind the others. With `parallel.pipeline` only
+    collectives of all ranks count, because ranks with other stages start other collectives.
+
+    On a CPU it is the number of collectives that have begun. On a GPU the host only enqueues them, all ranks alike, and
+    then waits: the number is that of collectives that the GPU has begun, plus those that it has completed. It comes
+    from torch's flight recorder (`record_collectives` turns it on); without one, enqueued collectives are counted.
+    """
     if not dist.is_initialized():
         return int
     groups = groups_of(meshes if meshes.pipeline is None else Meshes())
-    return lambda: sum(getattr(group, "_get_sequence_number_for_group")() for group in groups)  # noqa: B009  not in its stubs
+    dump = getattr(c10d, "_dump_nccl_trace_json", None) if device.type == "cuda" else None
+
+    def progress() -> int:
+        of_gpu = None if dump is None else gpu_progress(dump(False, True), meshes.pipeline is not None)
+        enqueued = (getattr(group, "_get_sequence_number_for_group")() for group in groups)  # noqa: B009  not in its stubs
+        return sum(enqueued) if of_gpu is None else of_gpu
+
+    return progress
+
+
+def record_collectives() -> None:
+    """Turn on torch's flight recorder of NCCL's collectives, with the moments at which the GPU begins them, unless the
+    environment says otherwise. To be called before the process group is made. Source: ProcessGroupNCCL.hpp and
+    FlightRecorder.hpp of torch, where the variables are declared.
+    """
+    if "TORCH_FR_BUFFER_SIZE" not in os.environ:
+        os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000")  # collectives; the default of torch 2.13
+    os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")
+
+
+def gpu_progress(trace: bytes, default_alone: bool) -> int | None:
+    """Return how many collectives the GPU has begun plus how many it has completed, or None if the flight recorder does
+    not know when they begin.
+
+    Args:
+        trace: the flight recorder's JSON. Its `pg_status` has the last collective of each process group that was
+            enqueued, that the GPU has begun, and that it has completed; -1 stands for no collective.
+        default_alone: whether only the default process group counts, whose number is 0.
+    """
+    status: dict[str, dict[str, str]] = json.loads(trace).get("pg_status", {})
+    counted = [of_group for number, of_group in status.items() if number == "0" or not default_alone]
+    begun = [int(of_group["last_started_collective"]) for of_group in counted]
+    if max(begun, default=-1) < 0:
+        return None
+    completed = [int(of_group["last_completed_collective"]) for of_group in counted]
+    return sum(max(0, number) for number in begun + completed)
 
 
 def groups_of(meshes: Meshes) -> list[dist.ProcessGroup]:
@@ -160,9 +203,8 @@ def groups_of(meshes: Meshes) -> list[dist.ProcessGroup]:
     return list({id(group): group for group in groups}.values())
 
 
-def shorten_timeout(meshes: Meshes, seconds: int) -> None:
-    """Set the timeout of all process groups to `seconds`. Called when weights are loaded and the first step is
-    compiled, which takes longer than later steps."""
+def set_timeout(meshes: Meshes, seconds: int) -> None:
+    """Set the timeout of all process groups to `seconds`: for the default group and those of the meshes."""
     for group in groups_of(meshes) if dist.is_initialized() else ():
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
@@ -287,6 +329,8 @@ def join(world: World, timeout_seconds: int) -> None:
         rank=world.rank,
         world_size=world.size,
         timeout=timeout,
+        # without it NCCL makes a communicator for each pair of ranks at their first message, and messages of a pipeline
+        # that are sent together wait for each other for ever
         device_id=world.device if world.device.type == "cuda" else None,
     )
 
@@ -356,7 +400,7 @@ def make_meshes(world: World, plan: ShardPlan, cfg: Config) -> Meshes:
     # FSDP2 requires that its mesh and the mesh of divided layers are slices of one mesh
     dense = root_of(shape, names, inner)
     of_experts = shape_of_experts(shape, expert, tensor)
-    return Meshes(
+    meshes = Meshes(
         dense[names] if outer or inner else dense,
         mesh_of((copies // size, size), ("data", "context"), inner) if size > 1 else None,
         pipeline=init_device_mesh(world.device.type, (stages, of_stage), mesh_dim_names=("pipeline", "stage"))
@@ -365,6 +409,8 @@ def make_meshes(world: World, plan: ShardPlan, cfg: Config) -> Meshes:
         tensor=dense["tensor"] if tensor > 1 else None,
         experts=mesh_of((*of_experts, expert), (*names, "expert"), {}) if expert > 1 else None,
     )
+    set_timeout(meshes, cfg.comm.init_timeout)  # torch gives groups of a mesh its default, 10 or 30 minutes
+    return meshes
 
 
 def shape_of_experts(shape: tuple[int, int], size: int, tensor: int) -> tuple[int, int]:

@@ -105,7 +105,7 @@ def train(cfg: Config, parts: RunParts | None = None) -> None:
         cfg = settle_auto(cfg, world)
         plan = SHARD_PLANS[cfg.sharding.strategy]
         meshes = make_meshes(world, plan, cfg)
-        parts.count_collectives = ranks.num_collectives(meshes)
+        parts.count_collectives = ranks.num_collectives(meshes, world.device)
         state = parts.state = build_state(cfg, world, plan, meshes)
         if cfg.private:  # not set earlier: everybody who may read the dataset may also read the index written for it
             os.umask(0o077)
@@ -137,7 +137,7 @@ def train(cfg: Config, parts: RunParts | None = None) -> None:
                 reporter(result)
             controller.after_step(result)
             if state.step == first_step + 1:  # weights are loaded and kernels compiled, so that steps are short now
-                ranks.shorten_timeout(meshes, cfg.comm.timeout)
+                ranks.set_timeout(meshes, cfg.comm.timeout)
                 watchdog.limit = cfg.comm.timeout
             if validation is not None and validation.is_due():
                 validation.measure()
