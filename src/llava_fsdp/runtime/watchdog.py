@@ -26,6 +26,7 @@ from typing import Self, TextIO
 
 from llava_fsdp.runtime.errors import CommunicationError, StorageError
 from llava_fsdp.runtime.exit_codes import ENDINGS
+from llava_fsdp.runtime.guard import Guard
 from llava_fsdp.runtime.heartbeat import FOLDER, Beat, Late, Phase, Watcher, beat_age, put_beat
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.os_errors import why
@@ -57,6 +58,9 @@ STACKS = "stacks"
 TOGETHER = (Phase.AGREEING, Phase.COMPUTE, Phase.OPTIMIZER)
 """Phases in which a rank waits only for other ranks. If all ranks stay in these phases for long, the network is the
 cause."""
+SHORTEST_SILENCE, SILENT_STEPS = 120.0, 20
+"""The watchdog's thread may stand still for so many seconds, or for so many times the longest step so far, whichever is
+more, before this rank counts as stuck in a call that never returns."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
@@ -142,6 +146,11 @@ class Watchdog:
         """Whether watching the other ranks has failed once, which is reported only once."""
         self.peers: dict[int, tuple[int, int]] = {}
         """The other ranks on this machine: pidfd -> (rank, process id)."""
+        self.guard: Guard | None = None
+        self.stepped_at = 0.0
+        """Time of the end of the last step, by the monotonic clock."""
+        self.longest_step = 0.0
+        """Seconds of the longest step but the first, with all that was done between it and the one before."""
 
     def at(self, phase: Phase, step: int | None = None) -> None:
         """Record that the main thread of this rank begins a phase (such as loading or saving). The rank's heartbeats,
@@ -185,7 +194,10 @@ class Watchdog:
         if not self.stepping and self.is_entered and self.rank == 0:
             with contextlib.suppress(OSError):
                 mark_stepped(self.folder)
-        self.stepping = self.has_stepped = True
+        now = time.monotonic()
+        if self.stepping:
+            self.longest_step = max(self.longest_step, now - self.stepped_at)
+        self.stepping, self.has_stepped, self.stepped_at = True, True, now
 
     def __enter__(self) -> Self:
         self.ending = threading.Event()
@@ -223,6 +235,8 @@ class Watchdog:
             signal.set_wakeup_fd(self.wakeup)
             faulthandler.unregister(signal.SIGUSR2)
         self.write_beat()
+        if self.guard is not None:
+            self.guard.close()
         for handle in (*self.pipe, *self.peers):
             os.close(handle)
         self.peers = {}
@@ -233,12 +247,14 @@ class Watchdog:
                 Path(self.stacks.name).unlink(missing_ok=True)
 
     @contextlib.contextmanager
-    def watching_peers(self, ranks: list[tuple[int, str, int]]) -> Iterator[None]:
+    def watching_peers(self, ranks: list[tuple[int, str, int]], is_guarded: bool = False) -> Iterator[None]:
         """Context manager in which this rank watches the other ranks: it ends when they end or stall. Its body contains
         the run's last barrier.
 
         Args:
             ranks: (rank, host name, process id) of every rank.
+            is_guarded: whether a process of its own (guard.py) kills this rank if the watchdog's thread stands still,
+                as it can in a call that waits for a GPU.
         """
         self.size = len(ranks)
         here = socket.gethostname()
@@ -246,8 +262,17 @@ class Watchdog:
             if rank != self.rank and host == here and hasattr(os, "pidfd_open"):
                 with contextlib.suppress(OSError):  # another container on this machine, or an old kernel
                     self.peers[os.pidfd_open(pid)] = rank, pid
+        if is_guarded:
+            self.guard = Guard(self.folder, self.rank, {n: pid for n, pid in self.peers.values()}, self.silence)
         yield
         self.size = 1  # after the last barrier other ranks may end first; not reached if the body raised an error
+
+    @property
+    def silence(self) -> float:
+        """How many seconds the watchdog's thread may stand still from now on, before this rank counts as stuck."""
+        if self.longest_step and self.stepping and self.phase in TOGETHER:
+            return min(self.limit, max(SHORTEST_SILENCE, SILENT_STEPS * self.longest_step))
+        return self.limit
 
     def watch(self) -> None:
         """Body of the watchdog's thread: write heartbeats, and handle signals and the ends of other ranks, until the
@@ -367,6 +392,8 @@ class Watchdog:
         if another rank has failed or if ranks have waited too long. Called every second."""
         self.run.check_folder()
         beat = self.write_beat()
+        if self.guard is not None:
+            self.guard.beat(self.silence)
         if self.warn_after is None:
             return
         has_others = os.environ.get("WORLD_SIZE", "1") != "1"

@@ -96,7 +96,7 @@ def train(cfg: Config, parts: RunParts | None = None) -> None:
         restored_umask(),
         Watchdog(folder, rank, cfg.comm.init_timeout, cfg.comm.warn_after, parts) as watchdog,
         distributed(cfg) as world,
-        watchdog.watching_peers(ranks.rank_identities()),
+        watchdog.watching_peers(ranks.rank_identities(), is_guarded=world.device.type == "cuda"),
         explained_memory_errors(lambda: cfg, world.device),
     ):
         parts.dir_lock = RunDirLock(folder, lock, cfg.private) if lock is not None else None

@@ -1,0 +1,135 @@
+"""A process beside each rank that kills the rank if the rank can no longer end itself. Imports no torch.
+
+The watchdog (watchdog.py) is a thread of the rank. A call that waits for the GPU while it holds Python's lock, such as
+the launch of a compiled kernel into a full queue, stops this thread too: then the rank writes no heartbeat, receives no
+signal, and does not notice that another rank has ended. The guard is a process, so that it goes on.
+"""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from llava_fsdp.runtime.exit_codes import ENDINGS
+from llava_fsdp.runtime.launch import launch_id
+from llava_fsdp.runtime.process_end import ending_of
+from llava_fsdp.runtime.status_file import Outcome, first_failure, write_ending
+
+SILENT = 5.0
+"""Seconds without a sign of life after which the rank's watchdog counts as stopped."""
+GRACE = 15.0
+"""Seconds that a rank has to end itself, with its last report, after another rank has ended."""
+IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+
+
+class Guard:
+    """Starts the guard of this rank, and sends it signs of life."""
+
+    def __init__(self, folder: Path, rank: int, peers: dict[int, int], seconds: float):
+        """Start the guard's process.
+
+        Args:
+            folder: the run's folder.
+            rank: this process's rank.
+            peers: process ids of the other ranks on this machine, by rank.
+            seconds: how long this rank may be silent from now on (`beat`).
+        """
+        environment = dict(os.environ)
+        if (launch := launch_id()) is not None:  # it depends on the parent process, which is torchrun for a rank alone
+            environment["TORCHELASTIC_RUN_ID"] = launch
+        given = {"folder": str(folder.absolute()), "rank": rank, "pid": os.getpid(), "peers": list(peers.items())}
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "llava_fsdp.runtime.guard", json.dumps(given)],
+            stdin=subprocess.PIPE,
+            env=environment,
+            start_new_session=True,  # Ctrl-C in the terminal must not end it
+        )
+        assert self.process.stdin is not None
+        self.pipe = self.process.stdin.fileno()
+        os.set_blocking(self.pipe, False)
+        self.beat(seconds)
+
+    def beat(self, seconds: float) -> None:
+        """Tell the guard that this rank's watchdog is running, and how long it may be silent from now on."""
+        with contextlib.suppress(OSError):  # a guard that has ended guards nothing; the training goes on without it
+            os.write(self.pipe, f"{seconds}\n".encode())
+
+    def close(self) -> None:
+        """End the guard."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
+        self.process.wait()
+
+
+def guard(folder: Path, rank: int, pid: int, peers: list[tuple[int, int]]) -> None:
+    """Body of the guard's process: read signs of life from stdin until the rank ends or closes it, and kill the rank if
+    they stay away for too long.
+
+    Args:
+        folder: the run's folder.
+        rank: the guarded rank.
+        pid: its process id.
+        peers: (rank, process id) of the other ranks on this machine.
+    """
+    try:
+        own = os.pidfd_open(pid)
+    except OSError:
+        return  # it has already ended
+    others: dict[int, tuple[int, int]] = {}
+    for other in peers:
+        with contextlib.suppress(OSError):
+            others[os.pidfd_open(other[1])] = other
+    heard, allowed = time.monotonic(), float("inf")
+    lost, lost_at = "", float("inf")
+    while True:
+        poll = select.poll()
+        for handle in (0, own, *(() if lost else others)):
+            poll.register(handle, select.POLLIN)
+        events = [handle for handle, _ in poll.poll(1000)]
+        now = time.monotonic()
+        if own in events:
+            return
+        if 0 in events:
+            if not (text := os.read(0, 1 << 16)):
+                return  # the rank has closed its guard
+            heard, allowed = now, float(text.split()[-1])
+        for handle in events:
+            if handle in others:
+                other, process = others[handle]
+                lost = f"rank {other} (process {process} on {socket.gethostname()}) {ending_of(handle, process)}"
+                lost_at = now
+        silent = now - heard
+        if silent > allowed or (silent > SILENT and now - lost_at > GRACE):
+            return end(folder, rank, own, lost, silent)
+
+
+def end(folder: Path, rank: int, pidfd: int, lost: str, silent: float) -> None:
+    """Record why the rank is killed, unless a rank has already failed, and kill it.
+
+    Args:
+        folder: the run's folder.
+        rank: the guarded rank.
+        pidfd: file descriptor of its process.
+        lost: how another rank on this machine has ended; empty if none has.
+        silent: seconds since the rank's last sign of life.
+    """
+    reason = f"rank {rank} on {socket.gethostname()} has not answered for {silent:.0f} seconds: a call, such as the "
+    reason += "launch of a kernel on the GPU, does not return"
+    if first_failure(folder) is None:
+        write_ending(folder, Outcome(ENDINGS["communication"], lost or reason, {} if lost else {"rank": rank}))
+    print(f"error: {lost + '; ' if lost else ''}{reason}; it is killed", file=sys.stderr, flush=True)
+    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    for number in IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    given = json.loads(sys.argv[1])
+    guard(Path(given["folder"]), given["rank"], given["pid"], [tuple(peer) for peer in given["peers"]])
