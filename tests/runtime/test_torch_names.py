@@ -16,6 +16,10 @@ ROOT = Path(__file__).parents[2]
 USERS = ("src", "benchmarks", "tests/gpu", "tests/support")
 YOUNGER = {
     # name: the first release that has it, and the test of what happens in an older one
+    "torch._C._distributed_c10d._dump_nccl_trace_json": (
+        "2.11, if it is built with NCCL",
+        "tests/distributed/test_process_group.py::test_progress_on_a_gpu_is_what_its_flight_recorder_says",
+    ),
     "torch.distributed._functional_collectives.all_gather_single_autograd": (
         "2.13", "tests/distributed/test_context.py::test_an_older_torch_is_refused",
     ),
