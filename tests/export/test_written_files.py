@@ -95,13 +95,14 @@ def config_of(kind: type, **values: Any) -> Any:
     ("config", "tokens", "expected"),
     [
         (config_of(LlavaConfig, vision_feature_select_strategy="default"), 9, ("LlavaProcessor", 14, "default", 1)),
+        (config_of(LlavaConfig, vision_feature_select_strategy="default"), 11, ("LlavaProcessor", 14, "default", 3)),
         (config_of(LlavaConfig), 10, ("LlavaProcessor", 14, "full", 1)),
         (config_of(LlavaConfig), 9, ("LlavaProcessor", 14, "full", 0)),
         (config_of(LlavaNextConfig, image_grid_pinpoints=[[42, 84]]), 9, ("LlavaNextProcessor", 14, "full", 0)),
         (config_of(InternVLConfig, downsample_ratio=0.5, vision_config=InternVLVisionConfig(
             image_size=[56, 56], patch_size=[14, 14])), 4, ("LlavaProcessor", 28, "full", 0)),
     ],
-    ids=["without a CLS token", "with all tokens", "all without a CLS token", "tiles", "squares of patches"],
+    ids=["no CLS token", "registers", "all tokens", "all without a CLS token", "tiles", "squares of patches"],
 )  # fmt: skip
 def test_how_many_tokens_a_processor_counts(config: Any, tokens: int, expected: tuple, folder: Path) -> None:
     write_processor(folder, folder.parent / "export", config, False, tokens)

@@ -72,11 +72,11 @@ def test_the_notes_say_how_many_rows_were_trained(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_takes_the_features_that_it_was_trained_on(tmp_path: Path) -> None:
-    def check(layer: int, strategy: str, positions: int, feature: Feature) -> None:
+    def check(layer: int, strategy: str, positions: int, feature: Feature, **tower: int) -> None:
         config = SimpleNamespace(
             vision_feature_layer=layer,
             vision_feature_select_strategy=strategy,
-            vision_config=SimpleNamespace(image_size=42, patch_size=14),
+            vision_config=SimpleNamespace(image_size=42, patch_size=14, **tower),
             image_seq_length=positions,
         )
         projector = {"projector_type": "mlp2x_gelu", "shuffle_factor": 1}
@@ -87,6 +87,7 @@ def test_a_checkpoint_takes_the_features_that_it_was_trained_on(tmp_path: Path) 
     check(-2, "full", 10, Feature.full)
     check(-2, "default", 9, Feature.auto)
     check(-2, "full", 10, Feature.auto)
+    check(-2, "default", 13, Feature.auto, num_register_tokens=4)
     for layer, strategy in ((-1, "default"), (-2, "full")):
         with pytest.raises(ConfigError):
             check(layer, strategy, 9, Feature.patch)

@@ -10,7 +10,6 @@ from transformers import (
     AutoConfig,
     AutoModel,
     CLIPVisionConfig,
-    Dinov2WithRegistersConfig,
     PretrainedConfig,
     SiglipVisionConfig,
 )
@@ -24,6 +23,7 @@ from llava_fsdp.model.vision_tower import (
     image_size,
     patch_size,
     probe_vision_tower,
+    selected_features,
 )
 from llava_fsdp.runtime.errors import ConfigError
 
@@ -32,8 +32,11 @@ SIZES = {
     "patch_size": 14,
 }  # fmt: skip
 TOWERS: dict[str, PretrainedConfig] = {"clip": CLIPVisionConfig(**SIZES), "siglip": SiglipVisionConfig(**SIZES)}
-REGISTERS = Dinov2WithRegistersConfig(**SIZES, num_register_tokens=2)
-"""A tower with a CLS token and two more that belong to no patch."""
+REGISTERS = {
+    kind: AutoConfig.for_model(kind, **(SIZES | {"hidden_size": 24}), num_register_tokens=2)
+    for kind in ("dinov2_with_registers", "dinov3_vit")
+}
+"""Towers with a CLS token and two more that belong to no patch."""
 
 
 def built(config: PretrainedConfig, select_layer: int) -> tuple[nn.Module, str | None]:
@@ -83,13 +86,24 @@ def on_meta(config: PretrainedConfig) -> nn.Module:
         return AutoModel.from_config(config, attn_implementation="sdpa")
 
 
-def test_tokens_that_belong_to_no_patch() -> None:
-    """One of them is a CLS token; of several it is not known which they are, and all are kept or refused."""
-    probe = probe_vision_tower(on_meta(REGISTERS), REGISTERS, -2, Feature.auto)
-    assert (probe.drops_cls, probe.features, probe.tokens) == (False, 7, 7)
-    for config, tokens in ((REGISTERS, 7), (TOWERS["siglip"], 4)):
-        with pytest.raises(ConfigError, match=rf"model\.select_feature=patch .* gives {tokens} tokens .* grid of 4"):
-            probe_vision_tower(on_meta(config), config, -2, Feature.patch)
+@pytest.mark.parametrize("name", REGISTERS)
+def test_registers_stay_when_the_cls_token_is_dropped(name: str) -> None:
+    """As in the original and in transformers, which drop the first token alone. `auto` does what `patch` does."""
+    config = REGISTERS[name]
+    tower = built(config, -2)[0].eval()
+    pixels = torch.rand((2, 3, 28, 28))
+    whole = tower(pixel_values=pixels, output_hidden_states=True).hidden_states[-2]
+    assert whole.shape[1] == 7
+    for feature, first in ((Feature.auto, 1), (Feature.patch, 1), (Feature.full, 0)):
+        probe = probe_vision_tower(on_meta(config), config, -2, feature)
+        assert (probe.drops_cls, probe.features, probe.tokens) == (bool(first), 7 - first, 7)
+        assert torch.equal(selected_features(tower, pixels, -2, probe), whole[:, first:])
+
+
+def test_no_token_is_dropped_of_a_tower_without_a_cls_token() -> None:
+    config = TOWERS["siglip"]
+    with pytest.raises(ConfigError, match=r"model\.select_feature=patch .* gives 4 tokens .* grid of 4"):
+        probe_vision_tower(on_meta(config), config, -2, Feature.patch)
 
 
 @pytest.mark.parametrize("select_layer", [0, 5, -5])

@@ -150,13 +150,17 @@ def test_moments_that_exist_are_kept(configure: Configure) -> None:
     assert not optimizer.state[layer.bias]["exp_avg"].any() and float(optimizer.state[layer.bias]["step"]) == 0
 
 
-def test_the_end_of_a_line_decays(configure: Configure) -> None:
-    """`image_newline` is no norm and no bias; it belongs to no module but the model itself."""
+def test_the_end_of_a_line_decays_and_has_the_rate_of_the_language_model(configure: Configure) -> None:
+    """`image_newline` is no norm and no bias; it belongs to no module but the model itself. The original's group of the
+    projector has the names with `mm_projector`."""
     tiled = ["data.image_aspect_ratio=anyres", "model.patch_merge=spatial_unpad"]
-    cfg = configure(*tiled, to="run")
+    cfg = configure(*tiled, "optim.lr=1e-3", "optim.projector_lr=2e-3", "optim.weight_decay=0.1", to="run")
     state = train.build_state(cfg, single_world(), SHARD_PLANS[cfg.sharding.strategy], None)
     decayed = decayed_names(state.model)
     assert "image_newline" in decayed
+    own = state.masters.named["image_newline"]
+    group = next(g for g in state.optimizer.param_groups if any(own is parameter for parameter in g["params"]))
+    assert (group["base_lr"], group["weight_decay"]) == (1e-3, 0.1)
     assert decayed <= {name for name, _ in state.model.named_parameters()}
 
 

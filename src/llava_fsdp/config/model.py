@@ -92,9 +92,9 @@ class ModelConfig:
     by row of the whole image; spatial_unpad: like spatial, but without the padding, and with a learned vector at the
     end of each row."""
     select_feature: Feature
-    """Which tokens of the vision tower are used: patch drops the CLS token (CLIP), full keeps every token (SigLIP,
-    which has no CLS token); auto is what model.checkpoint was trained with, otherwise patch for a vision tower with a
-    CLS token and full for one without."""
+    """Which tokens of the vision tower are used: patch drops the CLS token (CLIP; DINOv3's registers stay), full keeps
+    every token (SigLIP, which has no CLS token); auto is what model.checkpoint was trained with, otherwise patch for a
+    vision tower with a CLS token and full for one without."""
     image_start_end: bool
     """Whether to put <im_start> and <im_end> around every image (mm_use_im_start_end of the original LLaVA); the
     tokenizer must contain both tokens, as the tokenizer of a checkpoint trained with them does."""

@@ -40,7 +40,8 @@ class OptimConfig:
     lr: float
     """Peak learning rate of all model parts that have no learning rate of their own."""
     projector_lr: float | None
-    """Peak learning rate of the projector; null: optim.lr."""
+    """Peak learning rate of the projector; null: optim.lr. The vector at the end of a line of tiles' features
+    (`image_newline`) always has optim.lr, as in the original, whose group has the names with `mm_projector`."""
     vision_lr: float | None
     """Peak learning rate of the vision tower; null: optim.lr."""
     weight_decay: float

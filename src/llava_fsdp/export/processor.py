@@ -380,12 +380,12 @@ def write_processor(
     if isinstance(config, InternVLConfig):
         patch *= round(1 / config.downsample_ratio)
     grid = (image_size(vision) // patch) ** 2
-    default = config.vision_feature_select_strategy == "default"
+    cls = config.vision_feature_select_strategy == "default"  # the processor subtracts the CLS token again
     processor = {
         "processor_class": "LlavaProcessor" if grids is None else "LlavaNextProcessor",
         "patch_size": patch,
         "vision_feature_select_strategy": config.vision_feature_select_strategy,
-        "num_additional_image_tokens": 1 if default else tokens - grid,
+        "num_additional_image_tokens": tokens + cls - grid,
         "image_token": IMAGE_TAG,
     }
     (staged / "processor_config.json").write_text(json.dumps(processor, indent=1) + "\n")

@@ -50,13 +50,8 @@ def small_copy(source: SourceModel) -> tuple[SourceModel, dict[str, Drawn]]:
     """
     model, parts = source.model, source.model.parts
     language = shrink(parts.language, count_layers(model.language_model))
-    depth = min(parts.vision.num_hidden_layers, max(3, count_layers(model.vision_tower)))
-    vision = shrink_image(shrink(parts.vision, depth), model.cfg.shuffle_factor)
-    cfg = replace(
-        model.cfg,
-        select_layer=shrink_layer(model.cfg, parts.vision.num_hidden_layers, depth),
-        quantize=QuantizeConfig(),
-    )
+    vision, select_layer = shrink_tower(model)
+    cfg = replace(model.cfg, select_layer=select_layer, quantize=QuantizeConfig())
     with foreign("transformers cannot build it"):
         small = build_llava(replace(parts, language=language, vision=vision), cfg, torch.float32)
     check_same_structure(model, small)
@@ -64,6 +59,18 @@ def small_copy(source: SourceModel) -> tuple[SourceModel, dict[str, Drawn]]:
     grids = [[width // old * tile, height // old * tile] for width, height in source.grid_pinpoints]
     # max_tiles=1, so that the features of an image of several tiles are shrunk
     return replace(source, model=small, grid_pinpoints=grids, max_tiles=1), random_values(small)
+
+
+def shrink_tower(model: Llava) -> tuple[PretrainedConfig, int]:
+    """Return the configuration of a small copy of a model's vision tower, and the value of `model.select_layer` for it.
+
+    Raises:
+        ModelError: no small copy of this vision tower can be made.
+    """
+    vision = model.parts.vision
+    depth = min(vision.num_hidden_layers, max(3, count_layers(model.vision_tower)))
+    small = shrink_image(shrink(vision, depth), model.cfg.shuffle_factor)
+    return small, shrink_layer(model.cfg, vision.num_hidden_layers, depth)
 
 
 def count_layers(part: Any) -> int:
@@ -237,10 +244,6 @@ def random_values(model: Llava) -> dict[str, Drawn]:
     """Return random values of all parameters of a small copy, by name, which are generated when they are read. Norms
     and biases are random too, so that an export that swaps two parameters has other logits."""
 
-    def scale(shape: torch.Size) -> float:
-        fan_in = math.prod(shape[1:]) if len(shape) > 3 else shape[-1]
-        return max(fan_in, 1) ** -0.5 if len(shape) > 1 else 0.5
-
     # adapters' products become about as large as the weights
     lora = model.cfg.lora.scaling if model.adapted else 1.0
     return {
@@ -249,3 +252,9 @@ def random_values(model: Llava) -> dict[str, Drawn]:
         )
         for name, p in model.named_parameters()
     }
+
+
+def scale(shape: torch.Size) -> float:
+    """Return the standard deviation of a small copy's parameter of this shape."""
+    fan_in = math.prod(shape[1:]) if len(shape) > 3 else shape[-1]
+    return max(fan_in, 1) ** -0.5 if len(shape) > 1 else 0.5

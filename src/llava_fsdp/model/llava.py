@@ -24,7 +24,7 @@ from llava_fsdp.model.pretrained import Parts
 from llava_fsdp.model.projector import Projector, check_can_be_shuffled
 from llava_fsdp.model.quantization import quantize_layers
 from llava_fsdp.model.sample_dropout import TokenKeys
-from llava_fsdp.model.vision_tower import build_vision_tower, found_of_vision_tower, hidden_state
+from llava_fsdp.model.vision_tower import build_vision_tower, found_of_vision_tower, selected_features
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.safe_load import foreign
 
@@ -181,10 +181,7 @@ class Llava(nn.Module):
             return images.new_zeros((0, self.probe.features, self.parts.vision.hidden_size), dtype=self.compute_dtype)
         with torch.set_grad_enabled(trains and torch.is_grad_enabled()):
             pixels = (images if len(images) else images.new_zeros((1, *images.shape[1:]))).to(self.compute_dtype)
-            features = hidden_state(self.vision_tower, pixels, self.cfg.select_layer, self.probe.last_layer)
-            if self.probe.drops_cls:
-                features = features[:, 1:]
-            return features[: len(images)]
+            return selected_features(self.vision_tower, pixels, self.cfg.select_layer, self.probe)[: len(images)]
 
     def blocks(self) -> list[nn.ModuleList]:
         """Return the lists of transformer blocks: that of the language model and, if the vision tower trains, that of

@@ -344,7 +344,8 @@ def check_selection(config: Any, cfg: ModelConfig, folder: Path) -> None:
         )
     patch = patch_size(config.vision_config) * cfg.shuffle_factor
     grid = (image_size(config.vision_config) // patch) ** 2
-    expected = grid if strategy == "default" else None
+    registers = getattr(config.vision_config, "num_register_tokens", None) or 0
+    expected = grid + registers if strategy == "default" else None
     if expected is not None and getattr(config, "image_seq_length", expected) != expected:
         raise ModelError(
             f"model.checkpoint={folder}: image_seq_length={config.image_seq_length}, but its tower gives {expected} "

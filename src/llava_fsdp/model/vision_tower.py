@@ -34,7 +34,8 @@ class Probe(NamedTuple):
     tokens: int
     """Number of tokens that an image tile has in the vision tower."""
     drops_cls: bool
-    """Whether the vision tower's first token, the CLS token, is left out."""
+    """Whether the vision tower's first token, the CLS token, is left out. Registers (tokens that belong to no patch)
+    stay."""
     leftovers: tuple[str, ...]
     """Names of the parameters that are used only after the selected hidden state. They never get a gradient and are
     frozen; otherwise optimizers and checkpoints would disagree about them."""
@@ -129,6 +130,19 @@ def hidden_state(
     raise AssertionError(f"the vision tower did not run its layer {last_layer}")
 
 
+def selected_features(vision_tower: nn.Module, pixels: torch.Tensor, select_layer: int, probe: Probe) -> torch.Tensor:
+    """Compute the features of images that the projector gets: a hidden state of the vision tower, without the CLS token
+    if the probe says so, float [images, features, width].
+
+    Args:
+        pixels: [images, 3, size, size], in the vision tower's dtype.
+        select_layer: index of the hidden state.
+        probe: what `probe_vision_tower` found about this vision tower.
+    """
+    features = hidden_state(vision_tower, pixels, select_layer, probe.last_layer)
+    return features[:, 1:] if probe.drops_cls else features
+
+
 def first_of(output: Any) -> Any:
     """Return the first element of a layer's output, if the output is a tuple, else the output."""
     return output[0] if isinstance(output, tuple) else output
@@ -193,7 +207,8 @@ def probe_vision_tower(vision_tower: nn.Module, vision: PretrainedConfig, select
     for handle in handles:
         handle.remove()
     tokens, grid = features.shape[1], (image_size(vision) // patch_size(vision)) ** 2
-    has_cls = tokens == grid + 1
+    # DINOv2 and DINOv3 put their registers between the CLS token and the patches
+    has_cls = tokens == grid + 1 + (getattr(vision, "num_register_tokens", None) or 0)
     if feature is Feature.patch and not has_cls:
         raise ConfigError(
             f"model.select_feature=patch drops a CLS token, but {vision.model_type} gives {tokens} tokens for a "

@@ -15,6 +15,7 @@ from llava_fsdp.config.paths import PACKAGED_OR_HUB, check_paths, exists
 from llava_fsdp.data.index.record_store import sources_of
 from llava_fsdp.data.text.jinja_template import OWN, own_name, usable_name
 from llava_fsdp.distributed.precision import DTYPES
+from llava_fsdp.export.compare_tower import compare_tower
 from llava_fsdp.export.formats import source_of_run
 from llava_fsdp.export.rehearsal import rehearse_hf
 from llava_fsdp.model.llava import Llava
@@ -141,9 +142,15 @@ def find_sources(cfg: Config, model: Llava, projector: Path | None) -> dict[str,
 
 def check_prompts(cfg: Config, model: Llava) -> list[str]:
     """Return a list with a warning if the conversation template is meant for another language model; else an empty
-    list. If the model will be exported, also try its export with a small copy of the model. Raises ModelError or
-    ConfigError if it cannot be exported."""
+    list. Also compare a small copy of the vision tower with transformers' own class for it, and if the model will be
+    exported, try the export of a small copy of the model.
+
+    Raises:
+        ModelError: the vision tower computes other features than transformers' class, or the model cannot be exported.
+        ConfigError: the model cannot be exported.
+    """
     language = model.parts.language
+    compare_tower(model)
     if cfg.exports_model:
         rehearse_hf(source_of_run(model, cfg, "", 0), DTYPES[cfg.export.dtype])
     return foreign_prompts(cfg, str(language.model_type), language.vocab_size)

@@ -1,0 +1,125 @@
+"""Compare the features that a vision tower gives here with those of transformers' own class, before it is trained, so
+that a vision tower whose configuration is read in another way than transformers reads it is refused before the first
+step."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModel, PretrainedConfig, PreTrainedModel
+
+from llava_fsdp.config import Feature
+from llava_fsdp.export.small_copy import scale, shrink, shrink_tower
+from llava_fsdp.model.config_key import ConfigKey
+from llava_fsdp.model.init_weights import computed_buffers, restore_buffers
+from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.pretrained import read_config
+from llava_fsdp.model.vision_tower import build_vision_tower, found_of_vision_tower, image_size, selected_features
+from llava_fsdp.runtime.errors import ModelError
+from llava_fsdp.runtime.log import log
+from llava_fsdp.runtime.safe_load import foreign
+
+CLOSE = 1e-5
+"""Largest accepted difference between features computed in fp32, relative to the largest one."""
+IMAGES = 2
+"""Number of random images for which features are compared."""
+
+
+@torch.random.fork_rng(devices=[])  # transformers draws random numbers while it builds a model, on this rank alone
+@torch.no_grad()
+def compare_tower(model: Llava) -> None:
+    """Check that a model's vision tower gives the features of transformers' own class, with a small copy of the vision
+    tower that has random weights. Only rank 0 calls this. If no small copy can be made, a warning says so.
+
+    transformers' class is the one for the configuration in the vision tower's folder. If this is the configuration of a
+    larger model, such as a whole CLIP, the larger model is built and its vision tower is used.
+
+    Args:
+        model: the model, which may be on the meta device; its weights are not used.
+
+    Raises:
+        ModelError: the features differ, or are not finite.
+    """
+    parts, cfg = model.parts, model.cfg
+    named = f"model.vision={parts.vision_folder}: the features of a small copy of its {parts.vision.model_type}"
+    try:
+        vision, select_layer = shrink_tower(model)
+        source = source_tower(read_config(parts.vision_folder, "model.vision"), vision)
+    except ModelError as error:
+        log().warning("%s are not compared with those of transformers' class: %s", named, error)
+        return
+    dice = torch.Generator().manual_seed(0)
+    for parameter in source.parameters():
+        parameter.normal_(0, scale(parameter.shape), generator=dice)
+    own = copy_of(vision, source)
+    side = image_size(vision)
+    pixels = torch.randn((IMAGES, 3, side, side), generator=dice)
+    feature = Feature.patch if model.probe.drops_cls else Feature.full
+    probe = found_of_vision_tower(ConfigKey(vision), select_layer, feature)
+    with foreign(f"{named} cannot be computed by transformers' class"):
+        expected = source(pixel_values=pixels, output_hidden_states=True).hidden_states[select_layer]
+    if feature is Feature.patch:
+        expected = expected[:, 1:]
+    found = selected_features(own, pixels, select_layer, probe)
+    how = f"model.select_layer={cfg.select_layer} and model.select_feature={feature.value}"
+    if found.shape != expected.shape:
+        raise ModelError(
+            f"{named} have shape {list(found.shape)}, and {list(expected.shape)} in transformers' "
+            f"{type(source).__name__}, with {how}"
+        )
+    difference = float((found - expected).abs().max() / expected.abs().max())
+    if not difference <= CLOSE:  # also if a feature is not finite
+        raise ModelError(
+            f"{named} differ by {difference:.2g} of the largest (bound {CLOSE:.0e}) from those of transformers' "
+            f"{type(source).__name__}, with {how}: a vision tower with this configuration is not supported"
+        )
+
+
+def source_tower(config: PretrainedConfig, vision: PretrainedConfig) -> PreTrainedModel:
+    """Build transformers' own model for a small copy of a vision tower, on the CPU, in evaluation mode.
+
+    Args:
+        config: the configuration in the vision tower's folder: that of the vision tower, or of a larger model.
+        vision: the configuration of the small copy of the vision tower.
+
+    Raises:
+        ModelError: no small copy of the larger model can be made, or it has no such vision tower.
+    """
+    whole: Any = config
+    if getattr(whole, "vision_config", None) is None:
+        with foreign("transformers cannot build it"):
+            return AutoModel.from_config(vision, trust_remote_code=False, dtype=torch.float32).eval()
+    values = whole.to_dict() | {"vision_config": vision.to_dict()}
+    if getattr(whole, "text_config", None) is not None:
+        values["text_config"] = shrink(whole.text_config, 1).to_dict()
+    with foreign(f"transformers cannot build a small copy of a {whole.model_type}"):
+        built: Any = AutoModel.from_config(type(whole).from_dict(values), trust_remote_code=False, dtype=torch.float32)
+    kinds = (m for m in built.modules() if isinstance(m, PreTrainedModel) and m.config.model_type == vision.model_type)
+    tower = next(kinds, None)
+    if tower is None:
+        raise ModelError(f"a {whole.model_type} has no {vision.model_type} in it")
+    return tower.eval()
+
+
+def copy_of(vision: PretrainedConfig, source: PreTrainedModel) -> nn.Module:
+    """Build a vision tower as a training builds it, with the weights of transformers' model, in evaluation mode.
+
+    Args:
+        vision: its configuration.
+        source: transformers' model of the same configuration.
+
+    Raises:
+        ModelError: the two have weights of other names.
+    """
+    with torch.device("meta"):
+        tower = build_vision_tower(vision)
+    theirs = dict(source.named_parameters())
+    differing = theirs.keys() ^ dict(tower.named_parameters()).keys()
+    if differing:
+        raise ModelError(f"only one of a {vision.model_type} and transformers' own has the weight {min(differing)}")
+    holder = nn.ModuleDict({"vision_tower": tower})
+    buffers = computed_buffers(holder)
+    holder.to_empty(device="cpu")
+    tower.load_state_dict(theirs, strict=False)  # without buffers
+    restore_buffers(holder, buffers)
+    return tower.eval()
