@@ -2,8 +2,10 @@
 
 import json
 import os
+import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +21,7 @@ from small import Configure
 from llava_fsdp.config import Config, ParallelConfig, Strategy
 from llava_fsdp.distributed import mesh
 from llava_fsdp.distributed.consensus import Votes, gathered_on_first, on_all_ranks, on_first_rank
+from llava_fsdp.distributed.meet import meet
 from llava_fsdp.distributed.mesh import (
     World,
     first_rank_first,
@@ -86,7 +89,7 @@ def test_ranks_that_see_one_gpu_each_must_see_different_ones(last: str, monkeypa
     machine_with_gpus(1, monkeypatch)
     store, uuids = dist.HashStore(), dict(enumerate(("a", "b", last)))
     begun: list[str] = []
-    monkeypatch.setattr(mesh.dist, "rendezvous", lambda *_, **__: iter([(store, 0, 3)]))
+    monkeypatch.setattr(mesh, "meet", lambda *_: store)
     monkeypatch.setattr(mesh.dist, "init_process_group", lambda backend, **_: begun.append(backend))
     results: list[Any] = []
     own = threading.local()
@@ -193,14 +196,114 @@ def test_addresses_of_dead_ranks_are_not_read(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     begun: list[Any] = []
+    shortened: list[int] = []
+    monkeypatch.setattr(mesh, "set_timeout", lambda _, seconds: shortened.append(seconds))
     monkeypatch.setattr(mesh.dist, "PrefixStore", lambda prefix, store: prefix)
     monkeypatch.setattr(mesh.dist, "init_process_group", lambda backend, **given: begun.append((backend, given)))
     with caplog.at_level("WARNING"):
         join(single_world(), 77)
     ((backend, given),) = begun
-    assert (backend, given["store"], given["timeout"].seconds) == ("gloo", prefix, 77)
+    assert (backend, given["store"]) == ("gloo", prefix) and 60 < given["timeout"].total_seconds() <= 77 - 7.7
+    assert shortened == [77]  # the time that ranks took to meet is not taken from the collectives that follow
     assert (given["rank"], given["world_size"], given["device_id"]) == (0, 1, None)
     assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE" in caplog.text) is warns
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+@pytest.fixture
+def meeting(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
+    """Returns a function that lets ranks, given as (rank, number of ranks, seconds until it comes), meet within a
+    second, and returns what each got: `met`, or its error, and how many seconds that took at most."""
+    for name in ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    stores: list[dist.Store] = []
+    hosts = threading.local()
+    monkeypatch.setattr(socket, "gethostname", lambda: getattr(hosts, "name", "here"))
+
+    def run(*ranks: tuple[int, int, float]) -> list[Any]:
+        until, results = time.monotonic() + 1, [None] * len(ranks)
+
+        def come(place: int, rank: int, size: int, late: float) -> None:
+            time.sleep(late)
+            hosts.name = f"host {place}"  # threads of one process are told apart by it
+            try:
+                stores.append(meet(rank, size, until))
+                results[place] = "met"
+            except Exception as error:
+                results[place] = error
+
+        threads = [threading.Thread(target=come, args=(place, *rank)) for place, rank in enumerate(ranks)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(5)
+        assert time.monotonic() < until + 1.5
+        return results
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("ranks", "culprit"),
+    [
+        ([(0, 3, 0), (2, 3, 0)], 1),  # one never starts
+        ([(1, 3, 0)], 1),  # rank 0, whose store it is, never starts
+        ([(0, 2, 0), (1, 2, 1.3)], 1),  # one is too late
+        ([(0, 2, 0), (1, 3, 0)], None),  # they disagree about their number
+        ([(0, 3, 0), (2, 4, 0.3)], 2),
+        ([(0, 3, 0), (1, 3, 0), (1, 3, 0)], 1),  # two are the same rank
+    ],
+)
+def test_ranks_that_do_not_meet_say_who_is_missing_within_their_limit(
+    ranks: list[tuple[int, int, float]], culprit: int | None, meeting: Callable[..., list[Any]]
+) -> None:
+    for found, (_, _, late) in zip(meeting(*ranks), ranks, strict=True):
+        assert isinstance(found, CommunicationError), found
+        assert late > 1 or culprit is None or found.culprit["rank"] == culprit
+
+
+def test_a_rank_that_is_late_but_in_time_meets_the_others(meeting: Callable[..., list[Any]]) -> None:
+    assert meeting((0, 3, 0.3), (1, 3, 0), (2, 3, 0.5)) == ["met"] * 3
+
+
+@pytest.mark.parametrize(
+    ("host", "rank", "kind"),
+    [
+        ("no-such-host.invalid", 1, CommunicationError),
+        ("no-such-host.invalid", 0, CommunicationError),
+        ("a" * 70, 1, CommunicationError),  # no name of a host is as long
+        ("", 1, ConfigError),
+    ],
+)
+def test_a_wrong_address_is_told(
+    host: str, rank: int, kind: type, meeting: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", host)
+    (found,) = meeting((rank, 2, 0))
+    assert type(found) is kind and "MASTER_ADDR" in str(found)
+
+
+def test_a_port_that_another_program_uses_is_told(meeting: Callable[..., list[Any]]) -> None:
+    with socket.create_server(("127.0.0.1", int(os.environ["MASTER_PORT"]))):
+        (found,) = meeting((0, 2, 0))
+    assert isinstance(found, CommunicationError) and "MASTER_PORT" in str(found)
+
+
+def test_a_rank_alone_ends_with_a_communication_error(
+    configure: Configure, meeting: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("keep_freed_memory", "limit_kernel_cache"):
+        monkeypatch.setattr(mesh, name, lambda *_: None)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setattr(mesh, "read_world", lambda: World(0, 2, 0, 2, CPU))
+    with pytest.raises(CommunicationError), mesh.distributed(configure("comm.init_timeout=1")):
+        pytest.fail("a rank that is alone has met others")
 
 
 def test_the_group_of_a_gpu_also_reduces_what_is_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

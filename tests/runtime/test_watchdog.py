@@ -61,7 +61,7 @@ def make(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Itera
 
     def made(rank: int = 0, size: int = 3, limit: int = 60, warn_after: int | None = 20) -> Watchdog:
         own = Recorded(tmp_path, rank, limit, warn_after)
-        own.size, own.watcher = size, Watcher(tmp_path, FROZEN)
+        own.size, own.has_met, own.watcher = size, True, Watcher(tmp_path, FROZEN)
         own.stacks = (tmp_path / f"stacks-{rank}.txt").open("w")
         files.append(own.stacks)
         own.at(Phase.COMPUTE, 4)
@@ -236,6 +236,30 @@ def test_an_end_has_the_step_and_the_code_of_the_first_failure(
     monkeypatch.setattr(own, "exit", told.append)
     Watchdog.end(own, Outcome(ENDINGS["communication"], "lost"))
     assert told == [(tmp_path, 4), ExitCode.COMMUNICATION if first is None else 2]
+
+
+def test_a_rank_that_is_blocked_before_the_ranks_have_met_ends_at_the_limit(
+    make: Make, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It kills the ranks that torchrun has started beside it and that do not beat: they may be deaf to SIGTERM."""
+    killed: list[int] = []
+    monkeypatch.setattr(module, "siblings", lambda: {100, 200, 300})
+    monkeypatch.setattr(module.os, "kill", lambda pid, _: killed.append(pid))
+    for name, value in {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3"}.items():
+        monkeypatch.setenv(name, value)
+    own = make(1, size=1)
+    own.has_met = False
+    put(tmp_path, 0, pid=100)
+    put(tmp_path, 2, pid=200)
+    long_ago = os.stat(tmp_path / FOLDER / "rank-2.json").st_mtime - FROZEN - 1
+    os.utime(tmp_path / FOLDER / "rank-2.json", (long_ago, long_ago))
+    clock.now += 59
+    own.beat()
+    assert not ends(own)
+    clock.now += 1
+    own.beat()
+    (outcome,) = ends(own)
+    assert outcome.ending is ENDINGS["communication"] and sorted(killed) == [200, 300]
 
 
 def test_frozen_ranks_of_this_machine_are_killed(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,9 +22,11 @@ from llava_fsdp.distributed.consensus import gathered
 from llava_fsdp.distributed.context import check_torch
 from llava_fsdp.distributed.fake_collectives import join_fake
 from llava_fsdp.distributed.malloc import extend_segments, keep_freed_memory, limit_kernel_cache
+from llava_fsdp.distributed.meet import ended_ranks, meet, remaining, uses_agent_store
 from llava_fsdp.distributed.zero import Mesh, ShardPlan
 from llava_fsdp.runtime.errors import CommunicationError, ConfigError
-from llava_fsdp.runtime.launch import attempt, env_rank, is_one_node
+from llava_fsdp.runtime.heartbeat import margin
+from llava_fsdp.runtime.launch import env_rank, is_one_node
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.process_end import end_with
 
@@ -84,7 +86,7 @@ def distributed(cfg: Config) -> Iterator[World]:
         This rank's number and device, and the number of ranks.
 
     Raises:
-        CommunicationError: the connection to another rank was lost.
+        CommunicationError: ranks have not come in time, or the connection to another rank was lost.
     """
     if dist.is_initialized():  # the caller has created the process group, and destroys it later
         yield world_of_group()
@@ -113,8 +115,7 @@ def distributed(cfg: Config) -> Iterator[World]:
         yield world
     except Exception as error:
         if is_lost_peer(error):
-            line = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-            raise CommunicationError(f"the connection to another rank was lost: {line}") from error
+            raise CommunicationError(f"the connection to another rank was lost: {last_line(error)}") from error
         raise
     if dist.is_initialized():
         dist.barrier()
@@ -125,9 +126,13 @@ def distributed(cfg: Config) -> Iterator[World]:
 
 LOST = re.compile(
     r"Connection (closed|reset|refused)|remote worker crashing|Timed out waiting|gloo/transport|Broken pipe|NCCL|"
-    r"DistBackendError|DistNetworkError|DistStoreError|wait timeout"
+    r"connectFullMesh|DistBackendError|DistNetworkError|DistStoreError|wait timeout"
 )
 """Pattern for messages of torch.distributed about a lost connection to another rank."""
+
+
+def last_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
 
 
 def is_lost_peer(error: BaseException | None) -> bool:
@@ -298,40 +303,62 @@ def simulated_world(size: int, world: World) -> World:
 
 
 def join(world: World, timeout_seconds: int) -> None:
-    """Initialise the process group. Its keys in torchrun's store have a prefix that is new after every restart.
-
-    torchrun's store outlives a restart. Without the prefix, new ranks could read the addresses of dead ones
-    (pytorch#135712). The prefix is the number of restarts. Each node counts its own restarts, so that the numbers
-    differ if nodes come and go. In that case torchrun must use a new store for every start, which it does with
-    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
+    """Wait until all ranks have come (meet.py), and initialise the process group.
 
     Args:
         world: this rank's number and device, and the number of ranks.
-        timeout_seconds: timeout for ranks to meet, and of the group's collectives.
+        timeout_seconds: time limit for all of this, and afterwards the timeout of the group's collectives.
+
+    Raises:
+        CommunicationError: ranks have not come in time, or cannot connect to each other.
+        ConfigError: the address at which the ranks are to meet is not set, or two ranks have the same GPU.
     """
     env = os.environ
-    shared = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if shared and not is_one_node() and env.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+    if uses_agent_store() and not is_one_node() and env.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
         if world.rank == 0:
             log().warning(
                 "restarts on several machines may not come up: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on each of them"
             )
-    timeout = timedelta(seconds=timeout_seconds)
-    store = dist.HashStore() if world.size == 1 else next(dist.rendezvous("env://", timeout=timeout))[0]
-
-    store = dist.PrefixStore(f"attempt_{attempt() if shared else 'new'}", store)
+    until = time.monotonic() + timeout_seconds - margin(timeout_seconds)
+    store = meet(world.rank, world.size, until)
     if world.device.type == "cuda" and world.local_size > torch.cuda.device_count():
         check_own_gpus(store, world)
-    backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=world.rank,
-        world_size=world.size,
-        timeout=timeout,
-        # without it NCCL makes a communicator for each pair of ranks at their first message, and messages of a pipeline
-        # that are sent together wait for each other for ever
-        device_id=world.device if world.device.type == "cuda" else None,
+    try:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo",
+            store=store,
+            rank=world.rank,
+            world_size=world.size,
+            timeout=remaining(until),
+            # without it NCCL makes a communicator for each pair of ranks at their first message, and messages of a
+            # pipeline that are sent together wait for each other for ever
+            device_id=world.device if world.device.type == "cuda" else None,
+        )
+    except RuntimeError as error:
+        if world.size == 1 or not is_lost_peer(error):
+            raise
+        raise unconnected(store, world, error) from error
+    set_timeout(Meshes(), timeout_seconds)
+
+
+def unconnected(store: dist.Store, world: World, error: Exception) -> CommunicationError:
+    """Return the error for ranks that have come to the store, but cannot connect to each other.
+
+    Args:
+        store: the store in which they have met.
+        world: this rank's number, and the number of ranks.
+        error: torch's error.
+    """
+    try:
+        ended = ended_ranks(store, world.size)
+    except RuntimeError:  # the store is gone, too
+        ended = []
+    if ended:
+        return CommunicationError(f"{ended[0][1]} has ended before the ranks were connected").about(rank=ended[0][0])
+    return CommunicationError(
+        f"rank {world.rank} on {socket.gethostname()} cannot connect to the other {world.size - 1} ranks: "
+        f"{last_line(error)}; do the machines reach each other, and does GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME name "
+        "the right network interface?"
     )
 
 

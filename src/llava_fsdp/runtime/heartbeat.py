@@ -132,6 +132,12 @@ class Watcher:
         return [late for late in found if late.is_frozen or late.beat.place == furthest]
 
 
+def margin(limit: int) -> float:
+    """Return by how many seconds a rank that waits for others gives up before a time limit, so that its report, which
+    names the late rank, comes before torch's error. `limit` is in seconds."""
+    return min(10, 0.1 * limit)
+
+
 def beat_age(folder: Path, rank: int) -> float:
     """Return the number of seconds since a rank on this machine wrote its last heartbeat, a file that it writes every
     second.

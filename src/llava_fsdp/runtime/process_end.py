@@ -56,6 +56,14 @@ def how_ended(code: int) -> str:
     return f"was killed by signal {-code}{hint}"
 
 
+def has_ended(pid: int) -> bool:
+    """Return whether a process of this machine has ended, even if its parent has not waited for it yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("Z", "X")
+    except (OSError, IndexError):
+        return True
+
+
 def status_of_zombie(pid: int) -> int | None:
     """Return the wait status (as from `os.waitpid`) of an ended process, as long as its parent has not waited for it;
     None if unknown."""
@@ -94,6 +102,19 @@ def end_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, number)
         if os.getppid() != parent:  # the parent has already ended
             os._exit(1)
+
+
+def children(pid: int) -> set[int]:
+    """Return the process ids of the children of a process; empty if it has ended, or on systems other than Linux."""
+    try:
+        return {int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
+    except OSError:
+        return set()
+
+
+def siblings() -> set[int]:
+    """Return the process ids of the other ranks that torchrun has started on this machine; empty without torchrun."""
+    return children(os.getppid()) - {os.getpid()} if "TORCHELASTIC_RUN_ID" in os.environ else set()
 
 
 def end_torchrun() -> None:

@@ -27,10 +27,10 @@ from typing import Self, TextIO
 from llava_fsdp.runtime.errors import CommunicationError, StorageError
 from llava_fsdp.runtime.exit_codes import ENDINGS
 from llava_fsdp.runtime.guard import Guard
-from llava_fsdp.runtime.heartbeat import FOLDER, Beat, Late, Phase, Watcher, beat_age, put_beat
+from llava_fsdp.runtime.heartbeat import FOLDER, Beat, Late, Phase, Watcher, beat_age, margin, put_beat, read_beat
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.os_errors import why
-from llava_fsdp.runtime.process_end import end_agent, end_torchrun, ending_of
+from llava_fsdp.runtime.process_end import end_agent, end_torchrun, ending_of, siblings
 from llava_fsdp.runtime.status_file import (
     PATIENCE,
     Outcome,
@@ -112,6 +112,8 @@ class Watchdog:
         self.rank = rank
         self.size = 1
         """Number of ranks that watch each other."""
+        self.has_met = False
+        """Whether the ranks have met, so that they watch each other."""
         self.limit = limit
         self.warn_after = warn_after
         self.run = run or Run()
@@ -245,6 +247,9 @@ class Watchdog:
             self.stacks.close()
             if is_empty:
                 Path(self.stacks.name).unlink(missing_ok=True)
+        if self.lost_peer and not self.has_met and siblings():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, because of ranks killed here: this one reports
+            self.kill_unmet()
 
     @contextlib.contextmanager
     def watching_peers(self, ranks: list[tuple[int, str, int]], is_guarded: bool = False) -> Iterator[None]:
@@ -256,7 +261,7 @@ class Watchdog:
             is_guarded: whether a process of its own (guard.py) kills this rank if the watchdog's thread stands still,
                 as it can in a call that waits for a GPU.
         """
-        self.size = len(ranks)
+        self.size, self.has_met = len(ranks), True
         here = socket.gethostname()
         for rank, host, pid in ranks:
             if rank != self.rank and host == here and hasattr(os, "pidfd_open"):
@@ -290,7 +295,7 @@ class Watchdog:
             self.wait(max(0.0, next_beat - time.monotonic()))
         if (
             self.lost_peer
-        ):  # the main thread got an error first, but only this thread finds out which rank ended, and how
+        ):  # the main thread got an error first, but only this thread finds out which rank ended and how
             self.wait(SETTLE)
 
     def wait(self, seconds: float) -> None:
@@ -399,6 +404,8 @@ class Watchdog:
         has_others = os.environ.get("WORLD_SIZE", "1") != "1"
         if has_others and first_failure(self.folder) is not None:  # even if the failed rank had not joined the group
             self.end_after_failure()
+        if has_others and not self.has_met and time.monotonic() - self.since >= self.limit:
+            self.end_unmet()
         if self.size == 1:
             return
         if beat.place != self.place:
@@ -409,10 +416,33 @@ class Watchdog:
         late = self.watcher.late(beat, list(range(self.size)) if self.rank == 0 else [0])
         if waiting >= self.warn_after:
             self.warn(waiting, late)
-        limit = self.limit - min(10, 0.1 * self.limit) + (self.rank != 0)
+        limit = self.limit - margin(self.limit) + (self.rank != 0)
         is_ahead = any(other.place > beat.place for other in self.watcher.last.values())
         if waiting >= limit and not is_ahead and (late or self.phase in TOGETHER):
             self.give_up(beat, waiting, late)
+
+    def end_unmet(self) -> None:
+        """End this process because the ranks have not met in time. Usually the main thread finds this out earlier and
+        says which rank is missing; it cannot if it is blocked in a call that does not return."""
+        faulthandler.dump_traceback(self.stacks, all_threads=True)
+        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        reason = (
+            f"the ranks have not met at {place} within comm.init_timeout={self.limit} seconds, and rank {self.rank} is "
+            f"blocked in a call that does not return: does rank 0's store answer there? See {self.folder / STACKS}"
+        )
+        self.kill_unmet()
+        self.end(Outcome(ENDINGS["communication"], reason))
+
+    def kill_unmet(self) -> None:
+        """Kill the ranks that torchrun has started on this machine and that do not write heartbeats, because the ranks
+        have not met. They may be blocked before they could handle SIGTERM, and torchrun would wait for their end: half
+        a minute, or `STOP_SECONDS` (process_end.py)."""
+        first = self.rank - int(os.environ.get("LOCAL_RANK", "0"))
+        here = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        beats = [beat for rank in here if (beat := read_beat(self.folder, rank)) is not None]
+        for pid in siblings() - {beat.pid for beat in beats if beat_age(self.folder, beat.rank) <= FROZEN}:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
 
     def warn(self, waiting: float, late: list[Late]) -> None:
         """Write this rank's stack traces, and log which ranks are late, less and less often.

@@ -24,7 +24,7 @@ from llava_fsdp.config import Config, cli, load
 from llava_fsdp.runtime.errors import ConfigError, LlavaFsdpError
 from llava_fsdp.runtime.exit_codes import ENDINGS, ExitCode
 from llava_fsdp.runtime.log import log, setup_logging
-from llava_fsdp.runtime.process_end import STOP_SECONDS, how_ended, without_launcher
+from llava_fsdp.runtime.process_end import STOP_SECONDS, children, how_ended, without_launcher
 from llava_fsdp.runtime.run_dir import refuse_in_use
 from llava_fsdp.runtime.status_file import STATUS_FILE, read_status, status_of_latest_start
 from llava_fsdp.runtime.watchdog import SAME_KEY_PRESS
@@ -227,7 +227,7 @@ class Launch:
                 self.signal_ranks(signal.SIGUSR1)
             elif got is not None and got.si_signo in STOPS:
                 self.stop(signal.Signals(got.si_signo))
-            if self.stopped_by is None or self.stopping & set(self.ranks()):
+            if self.stopped_by is None or self.stopping & self.ranks():
                 continue
             now = time.monotonic()
             ranks_ended = ranks_ended or now
@@ -253,21 +253,17 @@ class Launch:
             self.signal_ranks(signal.SIGINT)
         self.last_stop = now
 
-    def ranks(self) -> list[int]:
+    def ranks(self) -> set[int]:
         """Return the process ids of the training's ranks on this machine."""
-        pid = self.agent.pid
-        try:
-            return [int(rank) for rank in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-        except OSError:
-            return []
+        return children(self.agent.pid)
 
     def signal_ranks(self, number: int) -> set[int]:
         """Send signal `number` to the training's ranks on this machine; return their process ids."""
         ranks = self.ranks()
-        for rank in ranks:
+        for rank in sorted(ranks):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(rank, number)
-        return set(ranks)
+        return ranks
 
     def end(self, report: dict[str, Any]) -> int:
         """Print, as the last line, how the training ended, and return its exit code.

@@ -1,0 +1,209 @@
+"""Let the ranks of a run meet in a store at MASTER_ADDR:MASTER_PORT, within one time limit, and name the ranks that do
+not come.
+
+torch.distributed alone would wait for several timeouts one after the other, and its errors name no rank.
+"""
+
+import os
+import socket
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from llava_fsdp.runtime.errors import CommunicationError, ConfigError
+from llava_fsdp.runtime.launch import attempt
+from llava_fsdp.runtime.process_end import has_ended
+
+MET = "met"
+"""Text that the last rank to come writes into the store. A rank that gives up writes its error message instead."""
+POLL = 0.2
+"""Seconds between two looks into the store, and between two attempts to reach it."""
+MOST_NAMED = 8
+"""Maximum number of missing ranks that an error message names."""
+CURE = (
+    "is every rank started, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE, and may the machines reach each "
+    "other there? comm.init_timeout allows more time"
+)
+
+
+def meet(rank: int, size: int, until: float) -> dist.Store:
+    """Wait until all ranks have come to the store, and return the store. Its keys have a prefix that is new after every
+    restart, because torchrun's store outlives a restart and contains the addresses of dead ranks (pytorch#135712).
+
+    The prefix is the number of restarts. Each node counts its own restarts, so that the numbers differ if nodes come
+    and go. In that case torchrun must use a new store for every start, which it does with
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
+
+    Args:
+        rank: this process's rank.
+        size: number of ranks.
+        until: time, by the monotonic clock, at which this rank gives up.
+
+    Raises:
+        CommunicationError: the store cannot be reached or a rank has not come in time, two processes have the same
+            rank, or ranks disagree about the number of ranks.
+        ConfigError: MASTER_ADDR or MASTER_PORT is not set, or is not an address.
+    """
+    shared = uses_agent_store()
+    store = open_store(rank, until) if size > 1 else dist.HashStore()
+    store = dist.PrefixStore(f"attempt_{attempt() if shared else 'new'}", store)
+    if size > 1:
+        sign_and_wait(store, rank, size, until)
+    return store
+
+
+def uses_agent_store() -> bool:
+    """Return whether torchrun runs the store in which the ranks meet. Otherwise rank 0 runs it."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def open_store(rank: int, until: float) -> dist.Store:
+    """Connect to the store at MASTER_ADDR:MASTER_PORT. On rank 0, also start it there, unless torchrun runs it.
+
+    Args:
+        rank: this process's rank.
+        until: time, by the monotonic clock, at which this rank gives up.
+
+    Raises:
+        CommunicationError: the store cannot be reached, or its port is in use.
+        ConfigError: MASTER_ADDR or MASTER_PORT is not set, or is not an address.
+    """
+    host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise ConfigError(
+            f"MASTER_ADDR={host} MASTER_PORT={port}: give the address of rank 0's machine and one of its free ports, "
+            "the same to all ranks; torchrun does it by itself"
+        )
+    where = f"{host}:{port}"
+    is_server = rank == 0 and not uses_agent_store()
+    listener = None
+    try:
+        if is_server:
+            dual = socket.has_dualstack_ipv6()
+            family = socket.AF_INET6 if dual else socket.AF_INET
+            listener = socket.create_server(("", int(port)), family=family, backlog=2048, dualstack_ipv6=dual)
+    except OSError as error:
+        raise CommunicationError(
+            f"rank 0 cannot offer {where} to the other ranks ({error.strerror}): give another MASTER_PORT"
+        ) from error
+    await_port(host, int(port), rank, until)
+    try:
+        return dist.TCPStore(
+            host,
+            int(port),
+            is_master=is_server,
+            timeout=remaining(until),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach() if listener is not None else None,
+        )
+    except RuntimeError as error:
+        raise CommunicationError(
+            f"rank {rank} has reached {where}, but what answers there is not rank 0's store "
+            f"({first_line(error)}): {CURE}"
+        ) from error
+
+
+def await_port(host: str, port: int, rank: int, until: float) -> None:
+    """Wait until a connection to a port of a host can be made. Raises CommunicationError if there is none in time.
+
+    Args:
+        rank: this process's rank, for the message.
+        until: time, by the monotonic clock, at which this rank gives up.
+    """
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=max(POLL, until - time.monotonic())).close()
+            return
+        except (OSError, UnicodeError) as error:
+            if time.monotonic() + POLL >= until:
+                whose = "torchrun" if uses_agent_store() else "rank 0"
+                reason = getattr(error, "strerror", None) or error
+                raise CommunicationError(
+                    f"rank {rank} on {socket.gethostname()} has not reached {whose} at {host}:{port} ({reason}): {CURE}"
+                ).about(rank=rank, address=f"{host}:{port}") from error
+        time.sleep(POLL)
+
+
+def sign_and_wait(store: dist.Store, rank: int, size: int, until: float) -> None:
+    """Write into the store that this rank has come, and wait until all ranks have.
+
+    Args:
+        store: the store in which the ranks meet.
+        rank: this process's rank.
+        size: number of ranks, as this rank knows it.
+        until: time, by the monotonic clock, at which this rank gives up.
+
+    Raises:
+        CommunicationError: a rank has not come in time, two processes have the same rank, or ranks disagree about the
+            number of ranks. Every rank that has come raises the same message.
+    """
+    own = f"rank {rank} (process {os.getpid()} on {socket.gethostname()})"
+    try:
+        first = store.compare_set("size", "", f"{size} ranks says {own}").decode()
+        holder = store.compare_set(key_of(rank), "", own).decode()
+        if first.partition(" ")[0] != str(size):
+            differ = f"the ranks disagree about their number: {first}, {size} ranks says {own}"
+            conclude(store, f"{rank} {differ}; {CURE}")
+        if holder != own:
+            conclude(store, f"{rank} two processes have the same rank: {holder} and {own}; give each its own RANK")
+        if store.add("come", 1) == size:
+            conclude(store, MET)
+        while not store.check(["verdict"]):
+            if time.monotonic() >= until:
+                absent = [other for other in range(size) if not store.check([key_of(other)])]
+                named = ", ".join(map(str, absent[:MOST_NAMED])) + ", ..." * (len(absent) > MOST_NAMED)
+                who = f"rank{'s' * (len(absent) > 1)} {named} of {size} {'have' if absent[1:] else 'has'}"
+                conclude(store, f"{absent[0]} {who} not come to {address()}: {CURE}" if absent else MET)
+            time.sleep(POLL)
+        verdict = store.get("verdict").decode()
+    except RuntimeError as error:
+        raise CommunicationError(
+            f"{own} has lost the store at {address()}, before all ranks had come: {first_line(error)}"
+        ) from error
+    if verdict != MET:
+        culprit, _, text = verdict.partition(" ")
+        raise CommunicationError(text).about(rank=int(culprit))
+
+
+def conclude(store: dist.Store, verdict: str) -> None:
+    """End the waiting of all ranks, unless another rank has already ended it.
+
+    Args:
+        store: the store in which the ranks meet.
+        verdict: `MET`, or the number of the rank that is to blame, a space, and an error message for every rank.
+    """
+    store.compare_set("verdict", "", verdict)
+
+
+def ended_ranks(store: dist.Store, size: int) -> list[tuple[int, str]]:
+    """Return the numbers and names of ranks on this machine whose processes have ended after they came to the store.
+
+    Args:
+        store: the store in which the ranks have met.
+        size: number of ranks.
+    """
+    ended = []
+    for rank in range(size):
+        name = store.get(key_of(rank)).decode()
+        pid, _, host = name.partition("(process ")[2].removesuffix(")").partition(" on ")
+        if host == socket.gethostname() and has_ended(int(pid)):
+            ended.append((rank, name))
+    return ended
+
+
+def key_of(rank: int) -> str:
+    return f"rank {rank}"
+
+
+def address() -> str:
+    return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+
+
+def remaining(until: float) -> timedelta:
+    """Return the time until `until`, a time by the monotonic clock; at least a second."""
+    return timedelta(seconds=max(1.0, until - time.monotonic()))
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
