@@ -20,6 +20,7 @@ from transformers import AutoTokenizer
 
 from llava_fsdp.config import TooLong
 from llava_fsdp.data.records.record import Record, Turn
+from llava_fsdp.data.text.bounded_jinja import TemplateRefused, render
 from llava_fsdp.data.text.constants import IMAGE_ID
 from llava_fsdp.data.text.conversation import image_tag, prompt
 from llava_fsdp.data.text.encode import UNLIMITED, ExactEncoder, encode_prompt
@@ -329,12 +330,31 @@ def rehearse(folder: Path, ours: Tokenizer, template: Template | ChatTemplate, s
         except DataError:  # the model's own template takes no system turn, or no empty one
             continue
         for messages in (as_text(texts, system), as_parts(texts, system)):
-            full_ids = theirs.apply_chat_template(messages, return_dict=False)
-            prompt_ids = theirs.apply_chat_template(messages[:-1], add_generation_prompt=True, return_dict=False)
-            for given, ids, trained in ((messages, full_ids, whole), (messages[:-1], prompt_ids, prompted)):
+            for given, asks, trained in ((messages, False, whole), (messages[:-1], True, prompted)):
+                try:
+                    ids = templated(theirs, given, asks)
+                except TemplateRefused as error:
+                    return f"for {given!r} the template {error}"
                 if ids != trained:
                     return f"for {given!r} transformers makes {ids}, and training makes {trained}"
     return None
+
+
+def templated(tokenizer: Any, messages: list[dict[str, Any]], add_generation_prompt: bool) -> list[int]:
+    """Return the token ids that a tokenizer's `apply_chat_template` gives a conversation. The template, of which a part
+    may come from a model of unknown origin, is rendered by transformers in a process with limits.
+
+    Args:
+        tokenizer: transformers' tokenizer.
+        messages: the conversation.
+        add_generation_prompt: whether the ids end with the beginning of an answer, as for generation.
+
+    Raises:
+        TemplateRefused: the template fails or breaks a limit.
+    """
+    variables = {**tokenizer.special_tokens_map, "add_generation_prompt": add_generation_prompt}
+    text, _ = render(tokenizer.get_chat_template(), messages, variables)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def trained_ids(

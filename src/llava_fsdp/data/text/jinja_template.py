@@ -8,6 +8,7 @@ before with the record's turns in it, the template has changed what a turn says,
 """
 
 import hashlib
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -17,8 +18,8 @@ from typing import Any
 
 from llava_fsdp.data.records.problems import Kind
 from llava_fsdp.data.records.record import Turn
+from llava_fsdp.data.text.bounded_jinja import BREAKS, TemplateRefused, render
 from llava_fsdp.data.text.templates import IMAGE_TAG, Template, template
-from llava_fsdp.data.text.time_limit import time_limit
 from llava_fsdp.data.text.tokenizer import Tokenizer, open_tokenizer, read_optional
 from llava_fsdp.runtime.errors import ConfigError, DataError
 from llava_fsdp.runtime.log import log
@@ -54,8 +55,9 @@ LEFT, RIGHT = "\n\t\n", "\n \n"
 STRIPPED = ("", "\n", None)
 """Possible arguments of `str.strip` with which a template strips the text of a turn: it strips nothing, line breaks, or
 white space."""
-SECONDS = 10.0
-"""Greatest number of seconds that a template may take to render a short conversation; a slower one is refused."""
+SECONDS = 0.2
+"""Greatest number of seconds of processor time that a template may take to render a short conversation, of which it is
+shown about thirty; a slower one is refused. `bounded_jinja` has the limits of all conversations."""
 
 
 class Unfit(Exception):
@@ -241,7 +243,7 @@ class ChatTemplate:
         marks = [MARK.format(n) for n in order]
         head = "".join(frame + mark for frame, mark in zip(frames, [*marks[:-1], ""], strict=False))
         prompt = self.render(
-            full(roles)[:-1], [MARK.format(n) for n in range(len(roles) - 1)], add_generation_prompt=True
+            full(roles)[:-1], [MARK.format(n) for n in range(len(roles) - 1)], add_generation_prompt=True, most=SECONDS
         )
         rest = head[len(prompt) :] if head.startswith(prompt) else ""
         layout = Layout(self.divide(frames, [roles[turn] for turn in order], rest if rest.isspace() else ""), (*slots,))
@@ -260,8 +262,7 @@ class ChatTemplate:
             after: text that is put after each marker text.
         """
         texts = [before + MARK.format(n) + after for n in range(len(roles))]
-        with time_limit(SECONDS, Unfit(f"takes over {SECONDS:g} seconds to render {len(roles)} turns")):
-            text = self.render(full(roles), texts)
+        text = self.render(full(roles), texts, most=SECONDS)
         order = [int(n) for n in MARKS.findall(text)]
         if sorted(order) != list(range(len(roles))):
             raise Unfit(f"leaves turns out, or repeats them, in a conversation of {spell(full(roles))}")
@@ -300,28 +301,30 @@ class ChatTemplate:
         if layout.slots[:same] != asked.slots[:same] or texts[0] != texts[1]:
             raise Unfit(f"writes earlier turns in another way once others follow, in a conversation of {len(roles)}")
 
-    def render(self, roles: Sequence[str], texts: Sequence[str], add_generation_prompt: bool = False) -> str:
-        """Render a conversation with the chat template and return the text; raise Unfit if the template fails.
+    def render(
+        self, roles: Sequence[str], texts: Sequence[str], add_generation_prompt: bool = False, most: float = math.inf
+    ) -> str:
+        """Render a conversation with the chat template and return the text; raise Unfit if the template fails, or takes
+        too much time or memory.
 
         Args:
             roles: role of each turn (message): `system`, `human` or `gpt`.
             texts: text of each turn.
             add_generation_prompt: whether the text ends with the beginning of an answer, as for generation.
+            most: seconds of processor time that this may take.
         """
-        from transformers.utils.chat_template_utils import render_jinja_template  # slow, and seldom needed
-
         messages = [
             {"role": ROLES[role], "content": [{"type": "text", "text": text}] if self.parts else text}
             for role, text in zip(roles, texts, strict=True)
         ]
         keys: dict[str, Any] = {"add_generation_prompt": add_generation_prompt, **self.variables}
         try:
-            return render_jinja_template([messages], chat_template=self.code, **keys)[0][0]
-        except Unfit:
-            raise
-        except Exception as error:
-            why = " ".join(str(error).split())[:200]
-            raise Unfit(f"fails for a conversation of {spell(roles)} ({type(error).__name__}: {why})") from error
+            text, seconds = render(self.code, messages, keys)
+        except TemplateRefused as error:
+            raise Unfit(f"{error}, for a conversation of {spell(roles)}") from error
+        if seconds > most:
+            raise Unfit(f"{BREAKS} takes over {most:g} seconds of processor time to render {len(roles)} turns")
+        return text
 
 
 def stripped(padded: str, frame: str, pad: str, strip: Any) -> str | None:
@@ -451,7 +454,7 @@ def open_template(name: str, folder: Path, tokenizer: Tokenizer) -> Template | C
     known = {token: text for token, text in special_tokens(folder).items() if token in code}
     own = ChatTemplate(code, path, known, tokenizer)
     reason = unfit(own)
-    if reason is not None and unfit(replace(own, parts=True, layouts={})) is None:
+    if reason is not None and BREAKS not in reason and unfit(replace(own, parts=True, layouts={})) is None:
         own, reason = replace(own, parts=True, layouts={}), None
     if reason is not None:
         raise ConfigError(

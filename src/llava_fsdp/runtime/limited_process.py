@@ -1,0 +1,209 @@
+"""Run a function on data of unknown origin in a process of its own, with limits on processor time and memory.
+
+A single call of C code (`9**(9**9)`, a decoder of images) cannot be interrupted from Python, neither by a signal
+handler nor by another thread. Only the end of its process stops it. The process is started once and answers one request
+after another; after a request that breaks a limit, the next one starts a new process.
+"""
+
+import contextlib
+import importlib
+import json
+import os
+import resource
+import select
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+MiB = 1 << 20
+START_SECONDS = 300
+"""Greatest number of seconds that a process may take to start, on a machine that is busy with other work."""
+PATIENCE = 10
+"""Wait at most so many seconds for an answer for each second of processor time that a request may take."""
+LARGEST_ANSWER = 256 * MiB
+HEAD = struct.Struct("<QQ")
+"""Numbers of bytes of a message's JSON object and of the bytes after it."""
+MEMORY_BROKEN = 86
+"""Exit status of a process that ended because a request needed more memory than it may take."""
+Answer = tuple[dict[str, Any], bytes]
+Work = Callable[[dict[str, Any]], Answer]
+
+
+class LimitBroken(Exception):
+    """A request took more time or memory than allowed, or crashed its process; the message says which."""
+
+
+@dataclass
+class LimitedProcess:
+    """A function that runs in another process, within limits.
+
+    Args:
+        make: module-level function of this package without arguments. Called once in the process, without limits, it
+            returns the function that answers requests: JSON object -> (JSON object, bytes).
+        seconds: processor time in seconds that a request may take; up to one second more is possible.
+        memory: MiB of address space that the process may take in addition to what it has after its start.
+    """
+
+    make: Callable[[], Work]
+    seconds: int
+    memory: int
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _process: "subprocess.Popen[bytes] | None" = field(default=None, repr=False)
+    _owner: int = 0
+    """Process id of the Python process that started `_process`: a forked copy of this object starts its own."""
+
+    def __call__(self, request: dict[str, Any]) -> Answer:
+        """Return the function's answer to a request, which must be valid JSON.
+
+        Raises:
+            LimitBroken: the request broke a limit.
+        """
+        with self._lock:
+            used = self._owner == os.getpid() and self._process is not None
+            try:
+                try:
+                    return self._ask(request)
+                except MemoryBroken:
+                    if not used:
+                        raise
+                    self._end()  # what earlier requests left behind may have taken the memory
+                    return self._ask(request)
+            except BaseException:
+                self._end()
+                raise
+
+    def _ask(self, request: dict[str, Any]) -> Answer:
+        process = self._running()
+        assert process.stdin is not None and process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):  # its exit status is looked at below
+            send(process.stdin, request, b"")
+        try:
+            return receive(process.stdout, time.monotonic() + self.seconds * PATIENCE)
+        except TimeoutError:
+            raise LimitBroken(f"takes over {self.seconds * PATIENCE} s") from None
+        except EOFError:
+            status = process.wait()
+        if status == MEMORY_BROKEN:
+            raise MemoryBroken(f"needs over {self.memory} MiB of memory")
+        if status == -signal.SIGXCPU:
+            raise LimitBroken(f"takes over {self.seconds} s of processor time")
+        raise LimitBroken(f"ends the process that reads it (exit status {status})")
+
+    def _running(self) -> "subprocess.Popen[bytes]":
+        if self._process is not None and self._owner == os.getpid():
+            return self._process
+        one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+        name = f"{self.make.__module__}:{self.make.__name__}"
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", __spec__.name, name, str(self.seconds), str(self.memory)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | one_thread,
+            process_group=0,  # Ctrl-C ends it with its parent, by the end of its input, and not before
+        )  # fmt: skip
+        assert process.stdout is not None
+        try:
+            receive(process.stdout, time.monotonic() + START_SECONDS)
+        except (EOFError, TimeoutError) as error:
+            process.kill()
+            raise RuntimeError(f"the process for {name} did not start (exit status {process.wait()})") from error
+        self._process, self._owner = process, os.getpid()
+        weakref.finalize(self, end, process, self._owner)
+        return process
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            end(process, self._owner)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LimitedProcess, (self.make, self.seconds, self.memory)
+
+
+class MemoryBroken(LimitBroken):
+    """A request needed more memory than its process may take."""
+
+
+def end(process: "subprocess.Popen[bytes]", owner: int) -> None:
+    """End a process, unless this is a forked copy of the one that started it (`owner`, its process id)."""
+    if os.getpid() == owner:
+        process.kill()
+        for pipe in filter(None, (process.stdin, process.stdout)):
+            with contextlib.suppress(OSError):
+                pipe.close()
+        process.wait()
+
+
+def send(pipe: IO[bytes], head: dict[str, Any], content: bytes) -> None:
+    text = json.dumps(head).encode()
+    pipe.write(HEAD.pack(len(text), len(content)) + text)
+    pipe.write(content)
+    pipe.flush()
+
+
+def receive(pipe: IO[bytes], until: float | None = None) -> Answer:
+    """Read a message from a pipe. The other side sends the next one only after an answer to it.
+
+    Args:
+        until: value of `time.monotonic()` at which to give up; None: never.
+
+    Raises:
+        TimeoutError: the message did not come in time.
+        EOFError: the pipe ended, or the message is too large.
+    """
+    found, size = bytearray(), HEAD.size
+    while len(found) < size:
+        if until is not None and not select.select([pipe], [], [], max(0.0, until - time.monotonic()))[0]:
+            raise TimeoutError
+        piece = os.read(pipe.fileno(), MiB)
+        if not piece:
+            raise EOFError
+        found += piece
+        if size == HEAD.size and len(found) >= size:
+            size += sum(HEAD.unpack_from(found))
+            if until is not None and size > LARGEST_ANSWER:
+                raise EOFError
+    text, _ = HEAD.unpack_from(found)
+    content = HEAD.size + text
+    return json.loads(found[HEAD.size : content]), bytes(found[content:])
+
+
+def serve(name: str, seconds: int, memory: int) -> None:
+    """Answer the requests of the parent process until it ends or closes the pipe.
+
+    Args:
+        name: `module:function` of the function that makes the work.
+        seconds: processor time that a request may take.
+        memory: MiB of address space that the process may take in addition to what it has now.
+    """
+    requests, answers = os.fdopen(os.dup(0), "rb", buffering=0), os.fdopen(os.dup(1), "wb")
+    silent = os.open(os.devnull, os.O_RDWR)
+    for number in (0, 1):  # what a library prints is no answer
+        os.dup2(silent, number)
+    module, _, function = name.partition(":")
+    work: Work = getattr(importlib.import_module(module), function)()
+    os.dup2(silent, 2)  # from here on, an error is the request's
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with open("/proc/self/statm", encoding="ascii") as file:
+        now = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (now + memory * MiB, resource.RLIM_INFINITY))
+    send(answers, {}, b"")
+    while True:
+        try:
+            request, _ = receive(requests)
+            used = int(time.process_time())
+            resource.setrlimit(resource.RLIMIT_CPU, (used + 1 + seconds, resource.RLIM_INFINITY))
+            send(answers, *work(request))
+        except EOFError:
+            os._exit(0)
+        except MemoryError:
+            os._exit(MEMORY_BROKEN)
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
