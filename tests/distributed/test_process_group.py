@@ -24,6 +24,7 @@ from llava_fsdp.distributed.consensus import Votes, gathered_on_first, on_all_ra
 from llava_fsdp.distributed.meet import meet
 from llava_fsdp.distributed.mesh import (
     World,
+    count_groups,
     first_rank_first,
     gather_lists,
     gpu_progress,
@@ -358,6 +359,10 @@ def groups_of_divided(world: World, configs: list[Config]) -> list[tuple[str, ..
         assert {*map(id, groups_of(made))} == {id(dist.group.WORLD), *own}
         groups = [dist.distributed_c10d._get_default_group(), *own.values()]
         assert timeouts_of(groups) == {cfg.comm.init_timeout}, "until the first step is finished"
+        several = {id(group) for group in groups if group.size() > 1}
+        assert made.states is not None
+        shape = (1, made.states.size()) if made.states.ndim == 1 else (made.states.size(0), made.states.size(1))
+        assert count_groups(cfg.parallel, shape, world.size) == len(several)
         set_timeout(made, 77 + len(found))
         assert timeouts_of(groups) == {77 + len(found)}
         count = num_collectives(made, CPU)
@@ -377,8 +382,11 @@ def groups_of_divided(world: World, configs: list[Config]) -> list[tuple[str, ..
 def test_the_groups_of_all_meshes_are_known(configure: Configure, pools: dict[int, RankPool]) -> None:
     cfg = configure("sharding=zero3")
     ways = [ParallelConfig(**values) for values in ({"tensor": 2}, {"expert": 2}, {"context": 2}, {"pipeline": 2})]
-    for found in pools[4].run(groups_of_divided, [replace(cfg, parallel=way, pack=True) for way in ways]):
-        assert found == [("states", "tensor"), ("states", "experts"), ("states", "context"), ("states", "pipeline")]
+    configs = [replace(cfg, parallel=way, pack=True) for way in ways]
+    configs += [configure("sharding=hybrid", "sharding.shard_size=2"), cfg]
+    for found in pools[4].run(groups_of_divided, configs):
+        of_ways = [("states", "tensor"), ("states", "experts"), ("states", "context"), ("states", "pipeline")]
+        assert found == [*of_ways, ("states",), ("states",)]
 
 
 STATUS = {"last_enqueued_collective": "9", "last_started_collective": "-1", "last_completed_collective": "5"}

@@ -32,7 +32,18 @@ from llava_fsdp.distributed.memory import OUTPUT, Weight
 from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.plan.activations import Live, MicroBatch, Segment
 from llava_fsdp.plan.fsdp_units import Unit, unit_of
-from llava_fsdp.plan.hardware import CONTEXT, DEVICES, GPUS, MIB, NCCL, PROCESS, Machine, machine_for, machine_named
+from llava_fsdp.plan.hardware import (
+    CONTEXT,
+    DEVICES,
+    GPUS,
+    MIB,
+    NCCL,
+    NCCL_MORE,
+    PROCESS,
+    Machine,
+    machine_for,
+    machine_named,
+)
 from llava_fsdp.plan.planner import Planner, Ranks
 from llava_fsdp.plan.scaling_page import node_counts
 from llava_fsdp.plan.search import checkpointing_modes, choices, distinct_strategies, largest_that_fits, plan_rows
@@ -181,8 +192,8 @@ def test_what_machines_have() -> None:
     with pytest.raises(ConfigError):
         gpu.peak(DType.bf16)
     machine = Machine(gpu, "v100", 10_000 * MIB, 0.0)
-    assert machine.usable(1) == 9600 * MIB - CONTEXT and machine.usable(2) == machine.usable(1) - NCCL
-    assert replace(machine, memory=MIB).usable(1) == 0
+    assert machine.usable(0) == 9600 * MIB - CONTEXT and machine.usable(1) == machine.usable(0) - NCCL
+    assert machine.usable(3) == machine.usable(1) - 2 * NCCL_MORE and replace(machine, memory=MIB).usable(1) == 0
     cores = Machine(None, "2 CPU cores", 1000 * MIB, 60e9)
     assert cores.usable(2) == 1000 * MIB - PROCESS and cores.peak(DType.bf16) == 60e9
     counts = {2: [1, 2], 3: [1, 2, 3], 4: [1, 2, 4], 7: [1, 2, 4, 7], 8: [1, 2, 4, 8]}

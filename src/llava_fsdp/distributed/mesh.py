@@ -210,7 +210,8 @@ def groups_of(meshes: Meshes) -> list[dist.ProcessGroup]:
 
 def set_timeout(meshes: Meshes, seconds: int) -> None:
     """Set the timeout of all process groups to `seconds`: for the default group and those of the meshes."""
-    for group in groups_of(meshes) if dist.is_initialized() else ():
+    is_real = dist.is_initialized() and dist.get_backend() != "fake"
+    for group in groups_of(meshes) if is_real else ():
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
@@ -461,6 +462,25 @@ def shape_of_experts(shape: tuple[int, int], size: int, tensor: int) -> tuple[in
         )
     own = max(1, shards // size)
     return replicas * shards // (own * size), own
+
+
+def count_groups(parallel: ParallelConfig, shape: tuple[int, int], world_size: int) -> int:
+    """Return how many process groups of several ranks each rank belongs to, with the meshes of `make_meshes`: that of
+    all ranks, and one for each dimension that has several ranks, but not all. 0 for a single rank.
+
+    Args:
+        shape: (replicate, shard) sizes of the mesh of ranks that hold the same parts of layers.
+        world_size: number of all ranks.
+    """
+    copies, tensor = shape[0] * shape[1], parallel.tensor
+    sizes = [*shape, tensor]
+    if parallel.num_context > 1:
+        sizes += [copies // parallel.num_context, parallel.num_context]
+    if parallel.expert > 1:
+        sizes += [*shape_of_experts(shape, parallel.expert, tensor), parallel.expert]
+    if parallel.pipeline > 1:
+        sizes += [parallel.pipeline, world_size // parallel.pipeline]
+    return (world_size > 1) + sum(1 < size < world_size for size in sizes)
 
 
 def row_group(world: World, parallel: ParallelConfig) -> tuple[int, int]:

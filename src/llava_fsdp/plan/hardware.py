@@ -111,8 +111,9 @@ a GPU) are left out, because they have other peaks."""
 
 CONTEXT = 700 * MIB
 """Bytes of GPU memory for CUDA's context, torch's kernels and cuBLAS's workspaces; 0.5 to 1 GB on Ampere and Hopper."""
-NCCL = 500 * MIB
-"""Bytes of GPU memory for NCCL's buffers with several ranks; 0.3 to 1 GB, depending on the number of communicators."""
+NCCL, NCCL_MORE = 500 * MIB, 200 * MIB
+"""Bytes of GPU memory for NCCL's buffers: for the group of all ranks, and for each further group of the rank. An
+estimate: 0.3 to 1 GB were reported for one to four groups."""
 FRAGMENTATION = 0.04
 """Share of GPU memory lost to fragmentation in torch's allocator, because every micro-batch allocates tensors of other
 sizes."""
@@ -141,12 +142,17 @@ class Machine:
     def device(self) -> str:
         return "cpu" if self.gpu is None else "cuda"
 
-    def usable(self, world_size: int) -> int:
-        """Return the bytes of a rank's memory that tensors can use on this machine, with `world_size` ranks; 0 if the
-        process itself needs all of it."""
+    def usable(self, groups: int) -> int:
+        """Return the bytes of a rank's memory that tensors can use on this machine; 0 if the process itself needs all
+        of it.
+
+        Args:
+            groups: number of process groups of several ranks that the rank belongs to; 0 for a single rank.
+        """
         if self.gpu is None:
             return max(0, self.memory - PROCESS)
-        return max(0, int(self.memory * (1 - FRAGMENTATION)) - CONTEXT - (NCCL if world_size > 1 else 0))
+        nccl = NCCL + NCCL_MORE * (groups - 1) if groups else 0
+        return max(0, int(self.memory * (1 - FRAGMENTATION)) - CONTEXT - nccl)
 
     def peak(self, dtype: DType) -> float:
         return self.flops if self.gpu is None else self.gpu.peak(dtype)

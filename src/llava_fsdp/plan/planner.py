@@ -25,7 +25,7 @@ from llava_fsdp.config import (
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.distributed.compile import compiling_of_settings
 from llava_fsdp.distributed.memory import Bytes, Weight, bytes_per_rank, divided_weights
-from llava_fsdp.distributed.mesh import mesh_shape
+from llava_fsdp.distributed.mesh import count_groups, mesh_shape
 from llava_fsdp.distributed.parallelize import units_of_blocks, weights_of
 from llava_fsdp.distributed.pipeline import Place, passes_of
 from llava_fsdp.distributed.precision import DTYPES
@@ -442,6 +442,7 @@ class Planner:
         world_size, of_group = ranks.world_size, ranks.world_size // parallel.pipeline
         own, groups = self.own_ranks(ranks), self.groups(choice)
         place, micros = (rank or 0) % of_group // self.tensor, MicroBatches(micros)
+        shape = mesh_shape(SHARD_PLANS[strategy], own.world_size, own.shard_size)
         ledgers = {
             group: self.simulate(choice, own, micros, between, place, groups[group])
             for group in (range(len(groups)) if rank is None else [rank // of_group])
@@ -468,7 +469,7 @@ class Planner:
             {"parameters": at_rest.parameters, "gradients": at_rest.gradients, "optimizer": at_rest.optimizer},
             host,
             disk,
-            self.machine.usable(world_size),
+            self.machine.usable(count_groups(parallel, shape, world_size)),
             step,
             sent,
             samples_per_second=rate,
