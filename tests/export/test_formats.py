@@ -31,6 +31,7 @@ from llava_fsdp.export.formats import (
 from llava_fsdp.export.processor import as_older_release, write_preprocessor, write_tokenizer
 from llava_fsdp.export.weights_writer import Weights, renamed, write_shards
 from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.logit_change import LogitChange
 from llava_fsdp.model.pretrained import Parts
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 
@@ -201,7 +202,7 @@ def test_what_transformers_has_no_class_for_is_refused() -> None:
         cfg = SimpleNamespace(
             projector_type=values["projector_type"], shuffle_factor=values["shuffle_factor"], patch_merge=merge
         )
-        parts = SimpleNamespace(vision=vision, image_size=28)
+        parts = SimpleNamespace(vision=vision, image_size=28, logit_change=LogitChange())
         model: Any = SimpleNamespace(cfg=cfg, parts=parts, image_tokens=values["tokens"])
         check_hf(model, aspect)
 
@@ -318,7 +319,7 @@ def test_notes_say_how_frames_of_videos_are_chosen(tmp_path: Path) -> None:
 def described(aspect: AspectRatio, vision: str, shuffle: int = 1, layer: int = -2, drops: bool = True) -> SourceModel:
     """A model whose tower has three layers and whose vocabulary has 77 tokens."""
     parts = SimpleNamespace(
-        vision=AutoConfig.for_model(vision, num_hidden_layers=3), image_size=28,
+        vision=AutoConfig.for_model(vision, num_hidden_layers=3), image_size=28, logit_change=LogitChange(),
         language=AutoConfig.for_model("llama", vocab_size=77, use_cache=False, tie_word_embeddings=drops),
     )  # fmt: skip
     cfg = SimpleNamespace(select_layer=layer, shuffle_factor=shuffle, patch_merge=PatchMerge.spatial_unpad)

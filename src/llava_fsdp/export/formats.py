@@ -27,6 +27,7 @@ from llava_fsdp.data.images.video import VideoSampling
 from llava_fsdp.data.text.jinja_template import is_own, open_template
 from llava_fsdp.data.text.tokenizer import open_tokenizer
 from llava_fsdp.distributed.consensus import on_first_rank
+from llava_fsdp.export.folded_head import check_can_be_folded, folded_fields, with_folded_head
 from llava_fsdp.export.processor import (
     TokenIds,
     check_template,
@@ -300,6 +301,7 @@ def write_hf_weights(source: SourceModel, weights: Weights, staged: Path, rows: 
         rows: number of rows of the exported embeddings (the size of the exported vocabulary).
     """
     plan = partial(plan_save, hf_config(source, weights.widest, rows))
+    weights = with_folded_head(weights, source.model)
     write_shards(weights, staged, plan, source.model.with_vocabulary(), source.vocabulary, rows)
 
 
@@ -315,13 +317,15 @@ def check_original(model: Llava) -> None:
 
 def check_hf(model: Llava, aspect: AspectRatio) -> None:
     """Raise ConfigError if transformers has no class that computes what a model computes: LLaVA for images of one tile,
-    LLaVA-NeXT or LLaVA-OneVision for images cut into several tiles, InternVL for projectors with pixel shuffle.
+    LLaVA-NeXT or LLaVA-OneVision for images cut into several tiles, InternVL for projectors with pixel shuffle. None of
+    them caps logits.
 
     Args:
         aspect: how an image is fitted into the square input of the vision tower; with anyres it is cut into several
             tiles.
     """
     cfg, parts, tiled = model.cfg, model.parts, aspect in (AspectRatio.anyres, AspectRatio.anyres_max)
+    check_can_be_folded(parts)
     if cfg.shuffle_factor > 1:
         return check_internvl(model, tiled)
     if cfg.projector_type != "mlp2x_gelu":
@@ -374,14 +378,13 @@ def hf_config(
         rows: number of rows of the exported embeddings (the size of the exported vocabulary).
     """
     model, parts = source.model, source.model.parts
+    text = {**parts.language.to_dict(), **folded_fields(parts), "vocab_size": rows, "use_cache": True}
     fields: dict[str, Any] = {
         "vision_config": copy.deepcopy(parts.vision),  # a copy, as LlavaConfig changes it
-        "text_config": type(parts.language).from_dict(
-            {**parts.language.to_dict(), "vocab_size": rows, "use_cache": True}
-        ),
+        "text_config": type(parts.language).from_dict(text),
         "vision_feature_layer": model.cfg.select_layer,
         "vision_feature_select_strategy": "default" if model.probe.drops_cls else "full",
-        "tie_word_embeddings": bool(parts.language.tie_word_embeddings),
+        "tie_word_embeddings": bool(text.get("tie_word_embeddings")),
         "dtype": dtype_name(dtype),
     }
     grids = [[height, width] for width, height in source.image_tokens.sizes]

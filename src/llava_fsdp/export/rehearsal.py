@@ -13,6 +13,7 @@ from llava_fsdp.config import ModelConfig
 from llava_fsdp.data.batching.batch import MicroBatch
 from llava_fsdp.data.images.anyres import Size
 from llava_fsdp.export.adapter_folder import whole_rows
+from llava_fsdp.export.folded_head import HEAD, with_folded_head
 from llava_fsdp.export.formats import SourceModel, begin_hf, hf_config, write_hf_config, write_hf_weights
 from llava_fsdp.export.processor import TokenIds, check_image_tokens, has_tokenizer, preprocessor_fields
 from llava_fsdp.export.small_copy import small_copy
@@ -98,7 +99,8 @@ def rehearse_hf(source: SourceModel, dtype: torch.dtype, write: WriteHf = write_
         )  # fmt: skip
         return rehearse_on_meta(source, dtype, rows)
     with TemporaryDirectory(prefix="llava_fsdp-") as made, name_the_model(model):
-        check_names(hf_config(small, torch.float32, small.vocabulary), weights.shapes)
+        names = with_folded_head(weights, small.model).shapes
+        check_names(hf_config(small, torch.float32, small.vocabulary), names)
         try:
             write(small, weights, Path(made))
             compare(Path(made), inputs, expected)
@@ -200,7 +202,8 @@ def rehearse_on_meta(source: SourceModel, dtype: torch.dtype, rows: int) -> None
     """
     model, config = source.model, hf_config(source, dtype, rows)
     with name_the_model(model):
-        check_names(config, {without_base(name) for name, _ in model.named_parameters() if not is_adapter(name)})
+        names = {without_base(name) for name, _ in model.named_parameters() if not is_adapter(name)}
+        check_names(config, names if model.parts.logit_change.factor == 1.0 else names | {HEAD})
         check_runs(config)
 
 

@@ -18,6 +18,7 @@ from llava_fsdp.data.images.image_tokens import ImageTokens, join_tokens
 from llava_fsdp.distributed.local_shards import local_shards
 from llava_fsdp.distributed.parallelize import materialize
 from llava_fsdp.distributed.precision import MasterWeights
+from llava_fsdp.export.folded_head import is_rounded
 from llava_fsdp.model.attention import attention_of_transformers
 from llava_fsdp.model.init_weights import computed_buffers, restore_buffers
 from llava_fsdp.model.llava import Llava, build_llava
@@ -152,7 +153,8 @@ def prove(
         del source
         gc.collect()
         written = [logits_of_folder(folder_format, folder, micro, compute, sizes)]
-    bound = 0.0 if folder_format is not FolderFormat.hf else bound_in(compute, model)
+    rounded = is_rounded(model.parts, dtypes[min(model.with_vocabulary() & dtypes.keys())])
+    bound = bound_in(torch.bfloat16 if rounded else compute, model) if folder_format is FolderFormat.hf else 0.0
     difference = max(relative_difference(w[:, : expected.shape[1]], expected) for w in written)
     log().info("logits after reloading differ by %.2g of the largest (bound %.2g)", difference, bound)
     if not difference <= bound:

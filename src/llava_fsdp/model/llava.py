@@ -62,7 +62,7 @@ class Llava(nn.Module):
             parts.language, attn_implementation=self.attention, trust_remote_code=False
         )
         self.language_model.config.use_cache = False
-        self.lm_head = OutputLayer(hidden, parts.language.vocab_size, label_loss)
+        self.lm_head = OutputLayer(hidden, parts.language.vocab_size, label_loss, parts.logit_change)
         if parts.language.tie_word_embeddings:
             self.lm_head.weight = self.language_model.get_input_embeddings().weight
         feature = parts.trained_feature or cfg.select_feature
@@ -126,7 +126,7 @@ class Llava(nn.Module):
             return output
         labelled = output.flatten(0, 1).index_select(0, label_positions)  # [labels, hidden]
         if return_logits:
-            return self.lm_head(labelled).float()
+            return self.lm_head(labelled)
         assert label_ids is not None
         return self.lm_head(labelled, label_ids, collector=collector)
 
@@ -276,7 +276,7 @@ def build_llava(
     if kernel is not None:
         register_attention()
         refuse_packing(other_attention(parts.language))
-    label_loss = whole_loss if loss is None else choose_loss(loss, compute_dtype)
+    label_loss = whole_loss if loss is None else choose_loss(loss, compute_dtype, parts.logit_change)
     folders = sorted({str(parts.whole or parts.language_folder), str(parts.vision_folder)})
     with torch.device("meta"), foreign(f"config.json of {', '.join(folders)} describes no model that can be built"):
         model = Llava(parts, cfg, compute_dtype, kernel, label_loss)

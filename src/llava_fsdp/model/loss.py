@@ -20,7 +20,11 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from llava_fsdp.config import LossConfig, LossKernel
+from llava_fsdp.model.logit_change import LogitChange
 from llava_fsdp.runtime.errors import ConfigError
+
+UNCHANGED = LogitChange()
+"""The logits are the output of the output layer."""
 
 
 class LossCollector:
@@ -58,6 +62,7 @@ class LabelLoss(Protocol):
         label_ids: torch.Tensor,
         *,
         collector: LossCollector | None = None,
+        change: LogitChange = UNCHANGED,
     ) -> torch.Tensor:
         """Return the sum of the cross entropies of all labels (tokens to predict), float32 scalar.
 
@@ -66,6 +71,7 @@ class LabelLoss(Protocol):
             weight: weight of the output layer, [vocabulary, width].
             label_ids: int64 [labels].
             collector: gets the loss of every single label, if the function computes these losses.
+            change: how logits are made from the output of the output layer.
         """
         ...
 
@@ -79,23 +85,25 @@ class OutputLayer(nn.Linear):
         hidden: width of the hidden states.
         vocabulary: number of tokens of the vocabulary.
         label_loss: function that computes the loss.
+        change: how logits are made from the output of this layer.
     """
 
-    def __init__(self, hidden: int, vocabulary: int, label_loss: LabelLoss):
+    def __init__(self, hidden: int, vocabulary: int, label_loss: LabelLoss, change: LogitChange = UNCHANGED):
         super().__init__(hidden, vocabulary, bias=False)
         self.label_loss = label_loss
+        self.change = change
 
     def forward(
         self, hidden: torch.Tensor, label_ids: torch.Tensor | None = None, *, collector: LossCollector | None = None
     ) -> torch.Tensor:
-        """Return the sum of the losses of all labels, float32 scalar or, without labels, the logits, [labels,
+        """Return the sum of the losses of all labels, float32 scalar or, without labels, the logits, float32 [labels,
         vocabulary]. The arguments are those of `LabelLoss`."""
         if label_ids is None:
-            return super().forward(hidden)
-        return self.label_loss(hidden, self.weight, label_ids, collector=collector)
+            return self.change.apply(super().forward(hidden).float())
+        return self.label_loss(hidden, self.weight, label_ids, collector=collector, change=self.change)
 
 
-def choose_loss(cfg: LossConfig, compute_dtype: torch.dtype) -> LabelLoss:
+def choose_loss(cfg: LossConfig, compute_dtype: torch.dtype, change: LogitChange = UNCHANGED) -> LabelLoss:
     """Return the loss function that the configuration names (`loss.kernel`): torch's, or the one of this module that
     computes the logits of some labels (tokens to predict) at a time. `auto` is the latter, which was faster in all
     measurements.
@@ -103,10 +111,11 @@ def choose_loss(cfg: LossConfig, compute_dtype: torch.dtype) -> LabelLoss:
     Args:
         cfg: the section `loss` of the configuration.
         compute_dtype: dtype of the hidden states.
+        change: how logits are made from the output of the output layer.
 
     Raises:
         ConfigError: with `loss.kernel=torch`, the installed torch has no such kernel, or would round the loss to 16
-            bits.
+            bits, or the language model caps its logits.
     """
     if cfg.kernel is not LossKernel.torch:
         loss = recomputed_loss if compute_dtype == torch.float16 else chunked_loss
@@ -121,11 +130,20 @@ def choose_loss(cfg: LossConfig, compute_dtype: torch.dtype) -> LabelLoss:
             f"{str(compute_dtype).removeprefix('torch.')} has only two or three digits; set loss.kernel=auto, or "
             "precision=fp32"
         )
+    if change.cap is not None:
+        raise ConfigError(
+            f"loss.kernel=torch: the language model caps its logits at {change.cap:g}, which torch's kernel cannot do; "
+            "set loss.kernel=auto"
+        )
     return partial(torch_loss, chunk_tokens=cfg.chunk_tokens)
 
 
 def whole_loss(
-    hidden: torch.Tensor, weight: torch.Tensor, label_ids: torch.Tensor, collector: LossCollector | None = None
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    label_ids: torch.Tensor,
+    collector: LossCollector | None = None,
+    change: LogitChange = UNCHANGED,
 ) -> torch.Tensor:
     """Compute the sum of the cross entropies of all labels (tokens to predict), float32 scalar, from the logits of all
     labels at once.
@@ -135,8 +153,9 @@ def whole_loss(
         weight: weight of the output layer, [vocabulary, width].
         label_ids: int64 [labels].
         collector: gets the loss of every single label; None: these losses are not kept.
+        change: how logits are made from the output of the output layer.
     """
-    logs = functional.log_softmax(functional.linear(hidden, weight).float(), dim=-1)
+    logs = functional.log_softmax(change.apply(functional.linear(hidden, weight).float()), dim=-1)
     record_losses(collector, logs, label_ids)
     return functional.nll_loss(logs, label_ids, reduction="sum")
 
@@ -159,9 +178,11 @@ def chunked_loss(
     chunk_tokens: int,
     collector: LossCollector | None = None,
     part: VocabularyPart | None = None,
+    change: LogitChange = UNCHANGED,
 ):
     """Compute the sum of the cross entropies of all labels (tokens to predict), float32 scalar, with the logits of at
-    most `chunk_tokens` labels in memory. Logits are computed in the compute dtype and cast to float32.
+    most `chunk_tokens` labels in memory. The output of the output layer is computed in the compute dtype and cast to
+    float32.
 
     If there are not more labels than `chunk_tokens`, the result equals that of `whole_loss` bit for bit.
 
@@ -172,10 +193,10 @@ def chunked_loss(
         collector: gets the loss of every single label; None: these losses are not kept.
         part: which rows of the output layer `weight` has; None: all. All ranks that divide them must call this with the
             same labels.
+        change: how logits are made from the output of the output layer.
     """
-    if not torch.is_grad_enabled():
-        return ChunkedLoss.forward_alone(hidden, weight, label_ids, chunk_tokens, collector, part)
-    return ChunkedLoss.apply(hidden, weight, label_ids, chunk_tokens, collector, part)
+    arguments = hidden, weight, label_ids, chunk_tokens, collector, part, change
+    return ChunkedLoss.apply(*arguments) if torch.is_grad_enabled() else ChunkedLoss.forward_alone(*arguments)
 
 
 def recomputed_loss(
@@ -184,6 +205,7 @@ def recomputed_loss(
     label_ids: torch.Tensor,
     chunk_tokens: int,
     collector: LossCollector | None = None,
+    change: LogitChange = UNCHANGED,
 ):
     """Compute the sum of the cross entropies of all labels (tokens to predict) in fp16, float32 scalar, with the logits
     of at most `chunk_tokens` labels in memory. The backward pass computes the logits again.
@@ -197,6 +219,7 @@ def recomputed_loss(
         weight: weight of the output layer, [vocabulary, width].
         label_ids: int64 [labels].
         collector: gets the loss of every single label; None: these losses are not kept.
+        change: how logits are made from the output of the output layer.
     """
     total = hidden.new_zeros((), dtype=torch.float32)
     if not len(label_ids):  # every rank needs a gradient to reduce, also without labels
@@ -204,7 +227,7 @@ def recomputed_loss(
     for chunk, ids in zip(hidden.split(chunk_tokens), label_ids.split(chunk_tokens), strict=True):
         # the backward pass calls `whole_loss` again, which then adds the losses to this collector a second time
         chunk_collector = LossCollector() if collector is not None else None
-        total = total + checkpoint(whole_loss, chunk, weight, ids, chunk_collector, use_reentrant=False)
+        total = total + checkpoint(whole_loss, chunk, weight, ids, chunk_collector, change, use_reentrant=False)
         if collector is not None and chunk_collector is not None:
             collector.chunks += chunk_collector.chunks
     return total
@@ -229,6 +252,7 @@ class ChunkedLoss(torch.autograd.Function):
         chunk_tokens: int,
         collector: LossCollector | None,
         part: VocabularyPart | None,
+        change: LogitChange,
     ):
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         several = len(label_ids) > chunk_tokens
@@ -240,7 +264,8 @@ class ChunkedLoss(torch.autograd.Function):
         for begin in range(0, len(label_ids), chunk_tokens):
             rows = slice(begin, begin + chunk_tokens)
             chunk, ids = hidden[rows], label_ids[rows]
-            loss, of_logits = loss_and_gradient(chunk, weight, ids, needs_hidden or needs_weight, collector, part)
+            differentiate = needs_hidden or needs_weight
+            loss, of_logits = loss_and_gradient(chunk, weight, ids, differentiate, collector, part, change)
             total += loss
             if of_hidden is not None:
                 torch.mm(of_logits, weight, out=of_hidden[rows])
@@ -263,7 +288,7 @@ class ChunkedLoss(torch.autograd.Function):
             of_hidden = of_hidden.mul_(scale)
         if of_weight is not None:
             of_weight = of_weight.mul_(scale).to(ctx.dtype)
-        return of_hidden, of_weight, None, None, None, None
+        return of_hidden, of_weight, None, None, None, None, None
 
     @staticmethod
     def forward_alone(
@@ -273,6 +298,7 @@ class ChunkedLoss(torch.autograd.Function):
         chunk_tokens: int,
         collector: LossCollector | None,
         part: VocabularyPart | None,
+        change: LogitChange,
     ):
         """Compute the sum of the cross entropies of all labels (tokens to predict), float32 scalar, and no gradients.
 
@@ -283,10 +309,11 @@ class ChunkedLoss(torch.autograd.Function):
             chunk_tokens: number of labels whose logits are computed at a time.
             collector: gets the loss of every single label; None: these losses are not kept.
             part: which rows of the output layer `weight` has; None: all.
+            change: how logits are made from the output of the output layer.
         """
         total = hidden.new_zeros((), dtype=torch.float32)
         for chunk, ids in zip(hidden.split(chunk_tokens), label_ids.split(chunk_tokens), strict=True):
-            total += loss_and_gradient(chunk, weight, ids, False, collector, part)[0]
+            total += loss_and_gradient(chunk, weight, ids, False, collector, part, change)[0]
         return total
 
 
@@ -297,6 +324,7 @@ def loss_and_gradient(
     differentiate: bool,
     collector: LossCollector | None = None,
     part: VocabularyPart | None = None,
+    change: LogitChange = UNCHANGED,
 ) -> tuple[torch.Tensor, Any]:
     """Compute the sum of the cross entropies of labels (tokens to predict) from the logits of all of them at once.
 
@@ -306,16 +334,21 @@ def loss_and_gradient(
         ids: the labels' token ids, int64 [labels].
         differentiate: whether to compute the gradient.
         collector: gets the loss of every single label; None: these losses are not kept.
+        part: which rows of the output layer `weight` has; None: all.
+        change: how logits are made from the output of the output layer.
 
     Returns:
-        The sum, float32 scalar, and its gradient with respect to the logits, [labels, vocabulary] in the dtype of
-        `weight`; None without `differentiate`.
+        The sum, float32 scalar, and its gradient with respect to the output of the output layer, [labels, vocabulary]
+        in the dtype of `weight`; None without `differentiate`.
     """
-    logits = functional.linear(hidden, weight)
-    wide = logits.float()
-    del logits  # each of these tensors is large; only one is kept at a time
+    output = functional.linear(hidden, weight)
+    wide = output.float()
+    # each of these tensors is large; only one is kept at a time, and with a cap its slope
+    del output
+    change.apply_in_place(wide)
+    slope = change.slope(wide) if differentiate else 1.0
     if part is not None:
-        return loss_and_gradient_of_part(wide, ids, weight.dtype, differentiate, collector, part)
+        return loss_and_gradient_of_part(wide, ids, weight.dtype, differentiate, collector, part, slope)
     logs = functional.log_softmax(wide, dim=-1)
     del wide
     loss = functional.nll_loss(logs, ids, reduction="sum")
@@ -324,7 +357,12 @@ def loss_and_gradient(
         return loss, None
     gradient = logs.exp_()
     gradient[torch.arange(len(ids), device=ids.device), ids] -= 1
-    return loss, gradient.to(weight.dtype)
+    return loss, times(gradient, slope).to(weight.dtype)
+
+
+def times(gradient: torch.Tensor, slope: torch.Tensor | float) -> torch.Tensor:
+    """Multiply a gradient by a factor in place, and return it."""
+    return gradient if isinstance(slope, float) and slope == 1.0 else gradient.mul_(slope)
 
 
 def loss_and_gradient_of_part(
@@ -334,9 +372,10 @@ def loss_and_gradient_of_part(
     differentiate: bool,
     collector: LossCollector | None,
     part: VocabularyPart,
+    slope: torch.Tensor | float,
 ) -> tuple[torch.Tensor, Any]:
-    """Compute the sum of the cross entropies of labels (tokens to predict), and its gradient with respect to the logits
-    that this rank has, where each rank has the logits of a part of the vocabulary.
+    """Compute the sum of the cross entropies of labels (tokens to predict), and its gradient with respect to the part
+    of the output layer's output that this rank has, where each rank has a part of the vocabulary.
 
     Args:
         logits: float32 [labels, own part of the vocabulary]; overwritten.
@@ -345,6 +384,7 @@ def loss_and_gradient_of_part(
         differentiate: whether to compute the gradient.
         collector: gets the loss of every single label; None: these losses are not kept.
         part: which tokens the logits belong to.
+        slope: derivative of the logits with respect to the output of the output layer.
     """
     logits -= part.largest(logits.amax(1))[:, None]
     place = ids - part.first
@@ -360,7 +400,7 @@ def loss_and_gradient_of_part(
         return losses.sum(), None
     gradient = exponentials.div_(totals[:, None])
     gradient.scatter_add_(1, place, -here.float()[:, None])
-    return losses.sum(), gradient.to(dtype)
+    return losses.sum(), times(gradient, slope).to(dtype)
 
 
 def add_product(total: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -378,6 +418,7 @@ def torch_loss(
     label_ids: torch.Tensor,
     chunk_tokens: int,
     collector: LossCollector | None = None,
+    change: LogitChange = UNCHANGED,
 ) -> torch.Tensor:
     """Compute the sum of the cross entropies of all labels (tokens to predict) with torch's linear_cross_entropy. This
     kernel does not return the losses of single labels, so that nothing is appended to `collector`.
@@ -387,7 +428,11 @@ def torch_loss(
         weight: weight of the output layer, [vocabulary, width].
         label_ids: int64 [labels].
         chunk_tokens: number of labels whose logits are in memory at a time.
+        change: a factor of the logits, without a cap.
     """
+    assert change.cap is None, "refused by choose_loss"
+    if change.factor != 1.0:
+        hidden = hidden * change.factor
     if not len(label_ids):  # the kernel divides by the number of labels
         return (hidden.sum() + weight.sum()) * 0.0
     options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=chunk_tokens)

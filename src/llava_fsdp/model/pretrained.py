@@ -18,6 +18,7 @@ from transformers import (
 from llava_fsdp.config import Config, Feature, ModelConfig, PatchMerge, config_dir
 from llava_fsdp.model import weight_names
 from llava_fsdp.model.llava_v1_5_config import TOWER, check_agrees, is_original, language_config, read_feature
+from llava_fsdp.model.logit_change import VISION_LANGUAGE, LogitChange, logit_change
 from llava_fsdp.model.lora_files import find_adapter, is_adapter_folder
 from llava_fsdp.model.tensor_files import WHOLE_MODEL, open_tensors
 from llava_fsdp.model.vision_tower import image_size, patch_size
@@ -78,6 +79,14 @@ class Parts:
     images were fitted in training; else None."""
     max_tiles: int | None = None
     """If `model.checkpoint` is a LLaVA-OneVision, the `data.max_tiles` with which it was trained; else None."""
+    bare_logits: bool = False
+    """Whether the logits are the output of the output layer, whatever the language model's class does with it: so it is
+    in LLaVA's classes and in those of other vision-language models, from whose folders the weights may come."""
+
+    @property
+    def logit_change(self) -> LogitChange:
+        """How the logits are made from the output of the output layer."""
+        return LogitChange() if self.bare_logits else logit_change(self.language)
 
     @property
     def image_size(self) -> int:
@@ -97,13 +106,7 @@ def find_parts(cfg: ModelConfig) -> Parts:
         language, vision = resolve(cfg.language, "model.language"), resolve(cfg.vision, "model.vision")
         if cfg.random_weights:
             refuse_unread_weights({"model.language": language, "model.vision": vision})
-        return Parts(
-            language,
-            vision,
-            text_config(read_config(language, "model.language")),
-            vision_config(read_config(vision, "model.vision")),
-            None,
-        )
+        return separate_parts(language, vision)
     folder = resolve_model(cfg.checkpoint, "model.checkpoint")
     check_named_language(cfg, folder)
     raw = read_json(folder / "config.json", f"model.checkpoint={folder}")
@@ -125,7 +128,35 @@ def find_parts(cfg: ModelConfig) -> Parts:
     language.tie_word_embeddings = config.tie_word_embeddings  # the value that transformers' classes use
     feature = Feature.patch if config.vision_feature_select_strategy == "default" else Feature.full
     grids, most = grids_of(config, folder), max_tiles_of(config, folder)
-    return Parts(folder, folder, language, vision_config(config), folder, feature, grids, most)
+    return Parts(folder, folder, language, vision_config(config), folder, feature, grids, most, bare_logits=True)
+
+
+def separate_parts(language: Path, vision: Path) -> Parts:
+    """Read the configurations of a language model and of a vision tower that are in two folders.
+
+    Args:
+        language: folder of the language model, or of a vision-language model with it.
+        vision: folder of the vision tower, or of a model with it.
+    """
+    tower = vision_config(read_config(vision, "model.vision"))
+    return parts_of(read_config(language, "model.language"), tower, language, vision)
+
+
+def parts_of(
+    config: PretrainedConfig, vision: PretrainedConfig, language_folder: Path = Path(), vision_folder: Path = Path()
+) -> Parts:
+    """Return the parts of a model whose language model and vision tower come from two folders.
+
+    Args:
+        config: configuration in the language model's folder: that of a language model, or of a vision-language model.
+        vision: configuration of the vision tower.
+        language_folder: the language model's folder.
+        vision_folder: the vision tower's folder.
+    """
+    text = text_config(config)
+    is_inside = text is not config  # the class of a vision-language model has the output layer
+    bare = is_inside and config.model_type not in VISION_LANGUAGE
+    return Parts(language_folder, vision_folder, text, vision, None, bare_logits=bare)
 
 
 def check_named_language(cfg: ModelConfig, folder: Path) -> None:
@@ -196,7 +227,7 @@ def original_parts(folder: Path, raw: dict, cfg: ModelConfig) -> Parts:
     own = folder / TOWER
     vision = own if (own / "config.json").is_file() else resolve(cfg.vision, "model.vision")
     tower = vision_config(read_config(vision, "model.vision"))
-    return Parts(folder, vision, language, tower, folder, read_feature(raw, folder))
+    return Parts(folder, vision, language, tower, folder, read_feature(raw, folder), bare_logits=True)
 
 
 def read_llava_config(folder: Path, key: str) -> Any:

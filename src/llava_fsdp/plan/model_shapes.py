@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 from llava_fsdp.config import Attention, Config, ModelConfig
 from llava_fsdp.distributed.precision import DTYPES
 from llava_fsdp.model.attention import Kernel, choose_kernel, not_for_flash
-from llava_fsdp.model.pretrained import PACKAGE, Parts, find_parts, read_config, resolve, text_config, vision_config
+from llava_fsdp.model.pretrained import PACKAGE, Parts, find_parts, resolve, separate_parts
 from llava_fsdp.runtime.errors import ConfigError
 
 SHAPES = Path(__file__).parents[1] / "assets" / "shapes"
@@ -27,13 +27,7 @@ def shapes_of(cfg: ModelConfig) -> Parts:
         # a folder of the original LLaVA names its vision tower but does not contain it
         return find_parts(replace(cfg, vision=str(folder_of(cfg.vision, "model.vision"))))
     language, vision = folder_of(cfg.language, "model.language"), folder_of(cfg.vision, "model.vision")
-    return Parts(
-        language,
-        vision,
-        text_config(read_config(language, "model.language")),
-        vision_config(read_config(vision, "model.vision")),
-        None,
-    )
+    return separate_parts(language, vision)
 
 
 def folder_of(name: str, key: str) -> Path:

@@ -15,7 +15,9 @@ from llava_fsdp.config.paths import PACKAGED_OR_HUB, check_paths, exists
 from llava_fsdp.data.index.record_store import sources_of
 from llava_fsdp.data.text.jinja_template import OWN, own_name, usable_name
 from llava_fsdp.distributed.precision import DTYPES
+from llava_fsdp.export.compare_language import compare_language
 from llava_fsdp.export.compare_tower import compare_tower
+from llava_fsdp.export.folded_head import is_rounded
 from llava_fsdp.export.formats import source_of_run
 from llava_fsdp.export.rehearsal import rehearse_hf
 from llava_fsdp.model.llava import Llava
@@ -141,19 +143,27 @@ def find_sources(cfg: Config, model: Llava, projector: Path | None) -> dict[str,
 
 
 def check_prompts(cfg: Config, model: Llava) -> list[str]:
-    """Return a list with a warning if the conversation template is meant for another language model; else an empty
-    list. Also compare a small copy of the vision tower with transformers' own class for it, and if the model will be
-    exported, try the export of a small copy of the model.
+    """Compare small copies of the language model and the vision tower with transformers' own classes for them and, if
+    the model will be exported, try the export of a small copy of the model. Return warnings, one of them if the
+    conversation template is meant for another language model.
 
     Raises:
-        ModelError: the vision tower computes other features than transformers' class, or the model cannot be exported.
+        ModelError: a small copy computes something else than transformers' class, or the model cannot be exported.
         ConfigError: the model cannot be exported.
     """
-    language = model.parts.language
+    language, warnings = model.parts.language, []
+    compare_language(model.parts)
     compare_tower(model)
     if cfg.exports_model:
-        rehearse_hf(source_of_run(model, cfg, "", 0), DTYPES[cfg.export.dtype])
-    return foreign_prompts(cfg, str(language.model_type), language.vocab_size)
+        dtype = DTYPES[cfg.export.dtype]
+        rehearse_hf(source_of_run(model, cfg, "", 0), dtype)
+        if is_rounded(model.parts, dtype):
+            warnings.append(
+                f"export.dtype={cfg.export.dtype.value} rounds the output layer once more in the export, as its weight "
+                f"is multiplied by {model.parts.logit_change.factor:g} ({language.model_type}); export.dtype=fp32 does "
+                "not"
+            )
+    return warnings + foreign_prompts(cfg, str(language.model_type), language.vocab_size)
 
 
 def foreign_prompts(cfg: Config, kind: str, vocabulary: int) -> list[str]:

@@ -1,0 +1,241 @@
+"""Compare what a model computes with what the source's own class in transformers computes, before any training.
+
+A small copy of the language model (the same class and configuration values, but few layers, small widths and random
+weights in fp32) runs in both, on text alone. The logits must be equal: a model whose class does something with hidden
+states or logits that this package does not do would be trained with another loss than its own.
+"""
+
+import copy
+import re
+from functools import lru_cache
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    CLIPVisionConfig,
+    PretrainedConfig,
+)
+
+from llava_fsdp.config import Feature, ModelConfig, Part, PatchMerge
+from llava_fsdp.export.small_copy import MOST_PARAMETERS, count_layers, random_values, shrink, shrink_image
+from llava_fsdp.export.verify_logits import load_copy, relative_difference
+from llava_fsdp.model.config_key import ConfigKey
+from llava_fsdp.model.conversions import is_vision_language_model, names_of_parts, on_meta
+from llava_fsdp.model.init_weights import Drawn, DrawRule, Rule
+from llava_fsdp.model.llava import Llava, build_llava
+from llava_fsdp.model.logit_change import keys_that_change
+from llava_fsdp.model.pretrained import Parts, parts_of, read_config, text_config
+from llava_fsdp.runtime.errors import ModelError
+from llava_fsdp.runtime.log import log
+from llava_fsdp.runtime.safe_load import foreign
+
+EQUAL = 1e-5
+"""Largest accepted difference, relative to the largest logit, of the same computation in fp32."""
+TEXTS, TOKENS = 2, 27
+"""Number of texts, and of tokens of a text, which is longer than the windows of small copies."""
+LOGITS = 12.0
+"""Factor of the output layer's random weights, with which logits are about as large as a trained model's: smaller ones
+would hardly show a cap."""
+TOWER: dict[str, Any] = {
+    "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 1, "image_size": 4,
+    "patch_size": 2,
+}  # fmt: skip
+"""Sizes of the vision tower of the small copy; it does not run."""
+SUSPECTS = re.compile(r"logit|scal|multipl|cap$|capping|softcap|mup|norm|embed|residual|bias")
+"""Pattern for configuration keys that may be the reason of a difference."""
+
+
+class UnlikeOwnClass(ModelError):
+    """Error: transformers' own class has other logits or other parameters than this package's model."""
+
+
+def compare_language(parts: Parts) -> None:
+    """Check that a language model gives text the logits of its own class in transformers, by a small copy of it with
+    random weights. Only rank 0 calls this. If no small copy can be made, a warning says so.
+
+    A whole model (`model.checkpoint`) is not compared.
+
+    Raises:
+        UnlikeOwnClass: the logits differ. The message names the size of the difference, and what seems to cause it. Or
+            the class has a parameter outside of the language model and its output layer's weight.
+    """
+    if parts.whole is not None:
+        return
+    config = read_config(parts.language_folder, "model.language")
+    named = f"model.language={parts.language_folder}: the logits of a small copy of its {config.model_type}"
+    try:
+        check_text(config, named)
+    except UnlikeOwnClass:
+        raise
+    except ModelError as error:
+        log().warning("%s are not compared with those of transformers' class: %s", named, error)
+
+
+def check_text(config: PretrainedConfig, named: str) -> None:
+    """Check that text has the logits of the source's own class in transformers, by a small copy of the model.
+
+    Args:
+        config: configuration in the language model's folder: that of a language model, or of a vision-language model of
+            which only the language model is used.
+        named: text with which the message begins: the logits of which model.
+
+    Raises:
+        UnlikeOwnClass: the logits differ.
+        ModelError: no small copy can be made, so that nothing was compared.
+    """
+    with foreign("transformers cannot run it"):
+        difference, factor = text_difference(ConfigKey(config))
+    if difference <= EQUAL:
+        return
+    keys, causes = keys_that_change(text_config(config)), suspects(config)
+    raise UnlikeOwnClass(
+        f"{named} differ by {difference:.2g} of the largest (bound {EQUAL:.0e}) from those of transformers' class"
+        + (f", which are {factor:.6g} times as large" if factor is not None else "")
+        + ": the class does something with hidden states or logits that llava_fsdp does not do"
+        + (f" ({', '.join(keys)} is done)" if keys else "")
+        + (f"; it has to do with {' and '.join(causes)} in its config.json" if causes else "")
+        + "; this language model is not supported"
+    )
+
+
+def suspects(config: PretrainedConfig) -> list[str]:
+    """Return the keys, with their values, of a language model's configuration without which a small copy has the logits
+    of its own class: those that cause the difference. The list is empty if there is no such key."""
+    found = []
+    for key, value in text_config(config).to_dict().items():
+        if not SUSPECTS.search(key) or isinstance(value, str | dict | list) or value is None:
+            continue
+        for neutral in (1.0, None, False):
+            if neutral == value:
+                continue
+            other = copy.deepcopy(config)
+            try:
+                setattr(text_config(other), key, neutral)
+                difference, _ = text_difference(ConfigKey(other))
+            except Exception:  # whatever transformers does with a value that a key cannot have
+                continue
+            if difference <= EQUAL:
+                found.append(f"{key}={value}")
+                break
+    return found
+
+
+@lru_cache(maxsize=64)
+def text_difference(key: ConfigKey) -> tuple[float, float | None]:
+    """Compare the logits of random text of a small copy of a model in transformers' own class and in this package's.
+
+    Args:
+        key: configuration of a language model, or of a vision-language model with one.
+
+    Returns:
+        The largest difference, relative to the largest logit; and the factor by which all logits differ, None if there
+        is no such factor.
+
+    Raises:
+        ModelError: no small copy can be made.
+    """
+    small = small_configuration(key.config)
+    parts = parts_of(small, CLIPVisionConfig(**TOWER))
+    with torch.random.fork_rng(devices=[]):
+        ours = random_model(parts)
+        theirs = own_class(small, ours)
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(4, parts.language.vocab_size, (TEXTS, TOKENS), generator=generator)
+        with torch.no_grad(), foreign(f"transformers cannot run a {small.model_type}"):
+            expected = theirs(input_ids=ids).logits.float()
+    rows = torch.arange(ids.numel())
+    nothing = torch.zeros(0, dtype=torch.int64)
+    with torch.no_grad():
+        found = ours(ids, None, nothing, nothing, None, (nothing, nothing), rows, return_logits=True)
+    expected = expected.flatten(0, 1)
+    if expected.shape != found.shape or not expected.isfinite().all():
+        raise ModelError(f"a small copy of a {small.model_type} has logits of {list(expected.shape)}, or not finite")
+    factor = float((expected * found).sum() / found.square().sum())
+    is_factor = relative_difference(found * factor, expected) <= EQUAL
+    return relative_difference(found, expected), factor if is_factor else None
+
+
+def small_configuration(config: PretrainedConfig) -> PretrainedConfig:
+    """Return the configuration of a small copy of a language model, or of a vision-language model; the configuration
+    itself if it is that of a small model.
+
+    Raises:
+        ModelError: no small copy can be made.
+    """
+    try:
+        text = text_config(config)
+        language = shrink(text, count_layers(on_meta(AutoModel, text)))
+        small: Any = language
+        if text is not config:
+            small = copy.deepcopy(config)
+            small.text_config = language
+            small.vision_config = shrink_image(shrink(small.vision_config, 2), 1)
+        check_size(small)
+    except ModelError:
+        check_size(config)
+        return config
+    return small
+
+
+def check_size(config: PretrainedConfig) -> None:
+    """Raise ModelError unless a model with this configuration can be built and is small."""
+    kind = AutoModelForImageTextToText if is_vision_language_model(config) else AutoModelForCausalLM
+    size = sum(parameter.numel() for parameter in on_meta(kind, config).parameters())
+    if size > MOST_PARAMETERS:
+        raise ModelError(f"it would have {size:,} parameters")
+
+
+def random_model(parts: Parts) -> Llava:
+    """Return a model on the CPU with random weights in fp32.
+
+    Args:
+        parts: configurations of the language model and the vision tower; their folders are not read.
+    """
+    cfg = ModelConfig(
+        name="own", language="", vision="", checkpoint=None, projector="random", projector_type="linear",
+        select_layer=-2, patch_merge=PatchMerge.flat, select_feature=Feature.auto, image_start_end=False,
+        random_weights=True, train=[Part.projector],
+    )  # fmt: skip
+    model = build_llava(parts, cfg, torch.float32)
+    values = random_values(model)
+    head = values.get("lm_head.weight")
+    if head is not None:
+        values["lm_head.weight"] = Drawn(head.name, head.shape, DrawRule(Rule.NORMAL, LOGITS * head.rule.scale), 0)
+    return load_copy(model, values, torch.float32)
+
+
+def own_class(config: PretrainedConfig, ours: Llava) -> Any:
+    """Build transformers' own class of a model on the CPU, and give it the weights of this package's model.
+
+    Args:
+        config: configuration of a language model, or of a vision-language model.
+        ours: this package's model.
+
+    Raises:
+        UnlikeOwnClass: one of both has a parameter that the other lacks.
+        ModelError: transformers cannot build the model.
+    """
+    kind: Any = AutoModelForImageTextToText if is_vision_language_model(config) else AutoModelForCausalLM
+    with foreign(f"transformers cannot build a {config.model_type} model"):
+        theirs = kind.from_config(copy.deepcopy(config), dtype=torch.float32, trust_remote_code=False)
+    values = dict(ours.named_parameters(remove_duplicate=False))
+    given = set()
+    with torch.no_grad():
+        for prefix, own in names_of_parts(theirs).items():
+            for name, parameter in theirs.named_parameters(remove_duplicate=False):
+                if name.startswith(prefix):
+                    mine = own + name.removeprefix(prefix)
+                    if mine not in values:
+                        raise UnlikeOwnClass(
+                            f"transformers' {type(theirs).__name__} has {name}, which llava_fsdp does not train or "
+                            "keep: this kind of model is not supported yet"
+                        )
+                    parameter.copy_(values[mine])
+                    given.add(mine)
+    without = {name for name in values if name.startswith(("language_model.", "lm_head."))} - given
+    if without:
+        raise UnlikeOwnClass(f"transformers' {type(theirs).__name__} has no {min(without)}, which is trained here")
+    return theirs.eval()

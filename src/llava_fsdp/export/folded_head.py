@@ -1,0 +1,80 @@
+"""Put the factor of a language model's logits into the exported weight of its output layer.
+
+The logits of transformers' LLaVA classes are the output of the output layer, whatever the class of the language model
+does with it (`model/logit_change.py`). A factor is therefore multiplied into the weight that is written. If the
+weight is that of the embeddings, the export gets an output layer of its own.
+"""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from llava_fsdp.export.weights_writer import Weights
+from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.logit_change import keys_that_change, without_change
+from llava_fsdp.model.pretrained import Parts
+from llava_fsdp.runtime.errors import ConfigError
+
+HEAD = "lm_head.weight"
+
+
+def check_can_be_folded(parts: Parts) -> None:
+    """Raise ConfigError if the language model caps its logits: no weight of an output layer does that."""
+    if parts.logit_change.cap is not None:
+        raise ConfigError(
+            f"the class of the {parts.language.model_type} in transformers caps its logits "
+            f"({', '.join(keys_that_change(parts.language))} in its config.json), and transformers' LLaVA classes do "
+            "not: an export would have other logits than the model; set export.enabled=false (export.merge=false with "
+            "adapters) to train without an export: chat and evaluate read the run itself"
+        )
+
+
+def folded_fields(parts: Parts) -> dict[str, Any]:
+    """Return fields for the configuration of the language model in an export whose output layer contains the factor of
+    the logits: none of its keys changes logits, and the embeddings are not tied. The result is empty if there is no
+    factor."""
+    if parts.logit_change.is_none:
+        return {}
+    return {**without_change(parts.language), "tie_word_embeddings": False}
+
+
+def with_folded_head(weights: Weights, model: Llava) -> Weights:
+    """Return the weights of a model to export, with the factor of the logits in the weight of the output layer.
+
+    The weight is first rounded to the dtype of the export, as it is without a factor. Multiplying by a power of two
+    changes no digit of it; after another factor it is rounded again (`is_rounded`).
+
+    Args:
+        weights: the model's weights, without the factor.
+        model: the model to export; only its configuration and its parameters' names are used.
+    """
+    factor = model.parts.logit_change.factor
+    if factor == 1.0:
+        return weights
+    source = HEAD if HEAD in weights.shapes else min(model.with_vocabulary() - {HEAD})
+    dtype = weights.dtypes[source]
+
+    def read(name: str) -> torch.Tensor:
+        if name != HEAD:
+            return weights.read(name)
+        head = weights.read(source)  # all ranks gather, the first one has the values
+        return (head.to(dtype).float() * factor).to(dtype) if weights.is_first_rank else head
+
+    shapes = {**weights.shapes, HEAD: weights.shapes[source]}
+    return replace(weights, shapes=shapes, dtypes={**weights.dtypes, HEAD: dtype}, read=read)
+
+
+def is_rounded(parts: Parts, dtype: torch.dtype) -> bool:
+    """Return whether the weight of the output layer is rounded when the factor of the logits is multiplied into it, so
+    that the export's logits differ in the last digits of this dtype.
+
+    Args:
+        dtype: dtype of the exported weight.
+    """
+    factor = abs(parts.logit_change.factor)
+    if factor == 1.0 or dtype == torch.float32:
+        return False
+    # small numbers in fp16 have fewer digits, so that even a power of two rounds them
+    return dtype == torch.float16 or math.frexp(factor)[0] != 0.5

@@ -1,0 +1,158 @@
+"""What a language model's class in transformers does with the output of its output layer before this becomes its
+logits: it multiplies or divides, or caps with a tanh.
+
+transformers' LLaVA classes do not do this: their logits are the output of the output layer. A language model that goes
+through one of them needs its factor in the weight of the output layer (`export/folded_head.py`).
+"""
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+from llava_fsdp.runtime.errors import ModelError
+
+
+class Meaning(Enum):
+    """What the value of a configuration key does."""
+
+    MULTIPLIES = "the logits are multiplied by it"
+    DIVIDES = "the logits are divided by it"
+    WIDTH = "the logits are divided by hidden_size, divided by it"
+    CAPS = "the logits become tanh(logits / value) * value"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the table of configuration keys: what the value of a key does to logits, for all types of language
+    models but those in `unlike`."""
+
+    key: str
+    meaning: Meaning
+    unlike: dict[str, Meaning | None]
+    """`model_type` -> what the value does in language models of this type; None: nothing."""
+
+    def of(self, kind: str) -> Meaning | None:
+        """Return what the value does in language models of a type (`model_type`)."""
+        return self.unlike.get(kind, self.meaning)
+
+
+TABLE = (
+    Row("logit_scale", Meaning.MULTIPLIES, {"mpt": None}),
+    Row("logits_scaling", Meaning.DIVIDES, {"hyperclovax": Meaning.MULTIPLIES, "minicpm3": None}),
+    Row("dim_model_base", Meaning.WIDTH, {}),
+    Row("logits_mup_width_multiplier", Meaning.DIVIDES, {}),
+    Row("lm_head_multiplier", Meaning.MULTIPLIES, {}),
+    Row("output_multiplier", Meaning.MULTIPLIES, {}),
+    Row("final_logit_softcapping", Meaning.CAPS, {}),
+    Row("logits_soft_cap", Meaning.CAPS, {}),
+    Row("output_logit_soft_cap", Meaning.CAPS, {}),
+)
+"""Configuration keys of transformers' language models that change logits, from all `...ForCausalLM` classes of
+transformers 5.23. A factor is applied before a cap. A key that is not here is found by the comparison with the own
+class (`export/compare_language.py`), which ends a training before its first step."""
+VISION_LANGUAGE = frozenset({
+    "cohere_compass", "gemma3n", "gemma4", "gemma4_unified", "granite4_vision", "granite_docling",
+    "hyperclovax_vision_v2", "inkling", "inkling2", "mistral_large4", "muse_glimmer", "muse_spark", "paligemma",
+})  # fmt: skip
+"""Types of vision-language models whose class changes logits as the class of its language model does. The classes of
+all others (LLaVA, InternVL, Aya Vision, ...) do not, whatever the configuration of their language model says."""
+
+
+@dataclass(frozen=True)
+class LogitChange:
+    """How the logits of a language model are made from the output of its output layer."""
+
+    factor: float = 1.0
+    cap: float | None = None
+    """Bound of the logits' absolute values, which is applied after the factor; None: there is no bound."""
+
+    @property
+    def is_none(self) -> bool:
+        """Whether the logits are the output of the output layer."""
+        return self.factor == 1.0 and self.cap is None
+
+    def apply(self, output: torch.Tensor) -> torch.Tensor:
+        """Return the logits of an output of the output layer, which has any shape."""
+        if self.factor != 1.0:
+            output = output * self.factor
+        return output if self.cap is None else torch.tanh(output / self.cap) * self.cap
+
+    def apply_in_place(self, output: torch.Tensor) -> None:
+        """Replace an output of the output layer by the logits. The bits are those of `apply`."""
+        if self.factor != 1.0:
+            output.mul_(self.factor)
+        if self.cap is not None:
+            output.div_(self.cap).tanh_().mul_(self.cap)
+
+    def slope(self, logits: torch.Tensor) -> torch.Tensor | float:
+        """Return the derivative of the logits with respect to the output of the output layer, for each logit; a number
+        if it is the same for all.
+
+        Args:
+            logits: the logits, any shape; not changed.
+        """
+        if self.cap is None:
+            return self.factor
+        return (logits / self.cap).square_().neg_().add_(1).mul_(self.factor)
+
+
+def logit_change(language: PretrainedConfig) -> LogitChange:
+    """Return how the class of a language model in transformers makes logits from the output of its output layer.
+
+    Args:
+        language: the language model's configuration.
+
+    Raises:
+        ModelError: a value is not a number, or is one with which no logits can be computed.
+    """
+    factor, cap = 1.0, None
+    for row, meaning, value in values_of(language):
+        match meaning:
+            case Meaning.MULTIPLIES:
+                factor *= value
+            case Meaning.DIVIDES:
+                factor /= value
+            case Meaning.WIDTH:
+                factor /= language.hidden_size / value
+            case Meaning.CAPS:
+                if cap is not None or value < 0:
+                    raise ModelError(f"a {language.model_type} with {row.key}={value!r} is not supported")
+                cap = value
+    return LogitChange(factor, cap)
+
+
+def values_of(language: PretrainedConfig) -> list[tuple[Row, Meaning, float]]:
+    """Return the rows of the table whose keys the configuration of a language model has, what they mean for it, and
+    their values.
+
+    Raises:
+        ModelError: a value is not a number, or is 0 or infinite.
+    """
+    found = []
+    for row in TABLE:
+        value, meaning = getattr(language, row.key, None), row.of(language.model_type)
+        if value is None or meaning is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value == 0:
+            raise ModelError(
+                f"the configuration of the {language.model_type} has {row.key}={value!r}; it must be a number other "
+                "than 0, as the logits are computed with it"
+            )
+        found.append((row, meaning, float(value)))
+    return found
+
+
+def keys_that_change(language: PretrainedConfig) -> list[str]:
+    """Return the keys of a language model's configuration that change its logits, each with its value, as texts."""
+    return [f"{row.key}={getattr(language, row.key)}" for row, *_ in values_of(language)]
+
+
+def without_change(language: PretrainedConfig) -> dict[str, Any]:
+    """Return values for a language model's configuration with which its class in transformers changes no logits: the
+    logits are then the output of the output layer."""
+    neutral = {Meaning.WIDTH: language.hidden_size, Meaning.CAPS: None}
+    return {row.key: neutral.get(meaning, 1.0) for row, meaning, _ in values_of(language)}
