@@ -193,18 +193,6 @@ def test_tags_are_those_of_the_images() -> None:
             Assistant.encode(own, turns, [image("a")], "here")
 
 
-def test_what_ends_an_answer_is_in_the_model_s_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Generation's configuration first, then the language model's; a number of 0 counts."""
-    monkeypatch.setattr(module, "stops_of", lambda tokenizer, stop, eos: eos)
-    language = SimpleNamespace(eos_token_id=2)
-    parts = SimpleNamespace(parts=SimpleNamespace(language=language))
-    own: Any = SimpleNamespace(model=parts, tokenizer=None, template=SimpleNamespace(stop=""))
-    assert Assistant.find_stops(own, tmp_path) == 2
-    for eos in ([5, 6], 0):
-        write_json(tmp_path / "generation_config.json", {"eos_token_id": eos})
-        assert Assistant.find_stops(own, tmp_path) == eos
-
-
 def test_a_later_checkpoint_than_the_export_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

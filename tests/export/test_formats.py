@@ -26,6 +26,7 @@ from llava_fsdp.export.formats import (
     hf_config,
     source_of_run,
     write_configs,
+    write_generation_of_original,
     write_notes,
 )
 from llava_fsdp.export.processor import as_older_release, write_preprocessor, write_tokenizer
@@ -287,7 +288,7 @@ def test_an_originals_tokenizer_is_copied_with_all_of_its_files(
 
 
 def test_generation_is_configured_as_in_the_originals_folder(tmp_path: Path) -> None:
-    """And as the language model's tokens are, where that folder says nothing; the tower's folder is beside it."""
+    """With the ends that the language model names; without that file, with its tokens. The tower's folder is beside."""
     whole = tmp_path / "whole"
     write_json(whole / "config.json", {"model_type": "llava_llama", "mm_vision_tower": "first"})
     found = []
@@ -301,11 +302,13 @@ def test_generation_is_configured_as_in_the_originals_folder(tmp_path: Path) -> 
         staged = tmp_path / str(number)
         staged.mkdir()
         write_configs(own, torch.float16, staged)
-        found.append(json.loads((staged / "generation_config.json").read_text())["eos_token_id"])
+        write_generation_of_original(own, staged)
+        found.append(json.loads((staged / "generation_config.json").read_text()))
         assert json.loads((staged / "vision_tower" / "config.json").read_text())["image_size"] == 28
         assert not (staged / "vision_tower" / "preprocessor_config.json").exists()
-        write_json(whole / "generation_config.json", {"eos_token_id": 9})
-    assert found == [4, 9]
+        write_json(whole / "generation_config.json", {"eos_token_id": 9, "max_length": 8, "_from_model_config": True})
+    ends = {"bos_token_id": 3, "pad_token_id": 5, "transformers_version": "4.37.2"}
+    assert found == [{"eos_token_id": 4, **ends}, {"eos_token_id": [4, 9], "max_length": 8, **ends}]
 
 
 def test_notes_say_how_frames_of_videos_are_chosen(tmp_path: Path) -> None:

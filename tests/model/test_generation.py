@@ -1,22 +1,25 @@
 """Which token comes next and which ends an answer, to the last one that may; and what need not be read again."""
 
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from small import write_json
 from transformers import DynamicCache, LlamaConfig
 
-from llava_fsdp.data.text.detokenize import PENDING, AnswerText, stops_of
+from llava_fsdp.data.text.detokenize import PENDING, AnswerText, find_stops
 from llava_fsdp.model.generation import PrefixCache, Sampling, check_answers, choose, write_tokens
-from llava_fsdp.runtime.errors import ConfigError
+from llava_fsdp.runtime.errors import ConfigError, ModelError
 
 
 def tokenizer(**words: list[int]) -> Any:
     """Of texts whose ids are given; every id is a byte."""
     return SimpleNamespace(
         encode=lambda text: [SimpleNamespace(id=number) for number in words[text]],
+        find_special=lambda text: [(len(text) - 1, len(text))] if text.endswith("#") else [],
         decode=lambda ids: bytes(ids).decode(errors="replace"),
     )
 
@@ -28,13 +31,28 @@ def tokenizer(**words: list[int]) -> Any:
         ([2, 5], "one", {2, 5, 7}),
         (None, "one", {7}),
         (2, "two", {2}),
+        (2, "two#", {2, 9}),
         (2, "none", {2}),
         ([0, True, None, 3.0], "two", {0}),
     ],
 )
-def test_what_ends_an_answer(ends: Any, stop: str, expected: set[int]) -> None:
-    """A stop text of several tokens is looked for in the text: its last token alone ends nothing."""
-    assert stops_of(tokenizer(one=[7], two=[8, 9], none=[]), stop, ends) == expected
+def test_what_ends_an_answer(ends: Any, stop: str, expected: set[int], tmp_path: Path) -> None:
+    """A stop text of several tokens is looked for in the text: its last token alone ends nothing, unless it is
+    special. The files of a model's folders add what they name."""
+    own = tokenizer(one=[7], two=[8, 9], none=[], **{"two#": [8, 9]})
+    assert find_stops(own, stop, ends, [tmp_path, tmp_path / "absent"]) == expected
+    write_json(tmp_path / "generation_config.json", {"eos_token_id": [11, 12], "pad_token_id": 13})
+    assert find_stops(own, stop, ends, [tmp_path]) == expected | {11, 12}
+    write_json(tmp_path / "config.json", {"eos_token_id": 14, "text_config": {"eos_token_id": [0, 15]}})
+    assert find_stops(own, stop, ends, [tmp_path]) == expected | {0, 11, 12, 14, 15}
+    assert find_stops(None, stop, None, [tmp_path]) == {0, 11, 12, 14, 15}, "without a tokenizer"
+
+
+@pytest.mark.parametrize("value", ["2", [2, "3"], True, -1, 2.0, {"a": 1}])
+def test_an_end_that_is_not_a_token_is_named(value: Any, tmp_path: Path) -> None:
+    write_json(tmp_path / "generation_config.json", {"eos_token_id": value})
+    with pytest.raises(ModelError, match=r"generation_config\.json has eos_token_id="):
+        find_stops(None, "", 2, [tmp_path])
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,11 @@
 import itertools
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import torch
 
-from llava_fsdp.chat.open_model import choose_dtype, config_of, open_model
+from llava_fsdp.chat.open_model import choose_dtype, open_model
 from llava_fsdp.config import AspectRatio
 from llava_fsdp.data.images.check import ImageFile, read_size
 from llava_fsdp.data.images.image_tokens import join_tokens
@@ -17,7 +16,7 @@ from llava_fsdp.data.loader import normalize, pixel_table
 from llava_fsdp.data.records.record import Turn, count_images, is_video
 from llava_fsdp.data.text.constants import IMAGE_ID
 from llava_fsdp.data.text.conversation import prompt
-from llava_fsdp.data.text.detokenize import AnswerText, stops_of
+from llava_fsdp.data.text.detokenize import AnswerText, find_stops
 from llava_fsdp.data.text.encode import encode_prompt
 from llava_fsdp.data.text.jinja_template import open_template
 from llava_fsdp.data.text.templates import IMAGE_TAG
@@ -108,7 +107,8 @@ class Assistant:
         # transformers' attention: with a cache, the one of training would build a mask of length x length
         self.model.attention = attention_of_transformers(shapes.parts.language)
         self.model.language_model.set_attn_implementation(self.model.attention)
-        self.stops = self.find_stops(opened.folder)
+        language, folders = shapes.parts.language, (shapes.parts.language_folder, opened.folder)
+        self.stops = find_stops(self.tokenizer, self.template.stop, language.eos_token_id, folders)
         self.max_tokens: int = shapes.parts.language.max_position_embeddings  # of a conversation with its answer
         self.prefix = PrefixCache()
         self._table = pixel_table(self.reader.preprocessor, self.device)
@@ -274,13 +274,6 @@ class Assistant:
             (taken, torch.from_numpy(weights).to(self.device)) if len(weights) else taken,
             torch.zeros_like(pixels) if blank and pixels is not None else pixels,
         )
-
-    def find_stops(self, folder: Path) -> frozenset[int]:
-        """Return the ids of the tokens that end a model's answer: those in the generation_config.json of the model
-        folder `folder` if it has some, else those in the language model's config."""
-        eos = config_of(folder, "generation_config.json").get("eos_token_id")
-        eos = self.model.parts.language.eos_token_id if eos is None else eos
-        return stops_of(self.tokenizer, self.template.stop, eos)
 
 
 def images_after(images: Sequence[LoadedImage], tokens: np.ndarray) -> list[LoadedImage]:

@@ -22,7 +22,13 @@ from torch import nn
 from llava_fsdp.checkpoint.safetensors_stream import write_tensors
 from llava_fsdp.checkpoint.state_json import jsonable
 from llava_fsdp.config import KeptDType, LoraConfig, ModelConfig
-from llava_fsdp.export.formats import SourceModel, copy_or_convert_tokenizer, write_configs, write_notes
+from llava_fsdp.export.formats import (
+    SourceModel,
+    copy_or_convert_tokenizer,
+    write_configs,
+    write_generation_of_original,
+    write_notes,
+)
 from llava_fsdp.model.init_weights import Drawn
 from llava_fsdp.model.llava_v1_5_config import write_json
 from llava_fsdp.model.load_weights import NEWLINE, PROJECTOR_PREFIX, base_fingerprint
@@ -200,6 +206,7 @@ def small_files(source: SourceModel, dtype: torch.dtype) -> dict[str, bytes]:
         dtype: dtype of weights that the configuration names.
     """
     steps = {"config.json": lambda made: write_configs(source, dtype, made)}
+    steps["generation_config.json"] = lambda made: write_generation_of_original(source, made)
     steps["tokenizer"] = lambda made: copy_or_convert_tokenizer(source, made)
     with tempfile.TemporaryDirectory() as made:
         for what, step in steps.items():

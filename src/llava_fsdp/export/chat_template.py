@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import AutoTokenizer
+from PIL import Image
+from transformers import AutoProcessor, AutoTokenizer
 
 from llava_fsdp.config import TooLong
+from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.records.record import Record, Turn
 from llava_fsdp.data.text.bounded_jinja import TemplateRefused, render
 from llava_fsdp.data.text.constants import IMAGE_ID
@@ -51,8 +53,18 @@ VIDEO_PROBES: tuple[tuple[str, ...], ...] = (
     ("first <image> , then<video>\n<video>", "two", "text", "c", "x <video>y <image> z", "d"),
 )
 """Test conversations for `rehearse` that contain videos, for chat templates that accept them."""
+PROBED = (31, 50)
+"""Width and height in pixels of the images with which an export's processor is tried."""
 SYSTEM_PROBE = " be  kind\n"
 """System message of the test conversations that `rehearse` compares."""
+SEEN: tuple[tuple[tuple[str, ...], str | None], ...] = (
+    (PROBES[0], None),
+    (PROBES[1], SYSTEM_PROBE),
+    (PROBES[2], None),
+    (PROBES[6], None),
+    (("<image> or  <image>?", "a", "and\n<image> now?", "b"), None),
+)
+"""Test conversations for `rehearse_images`, each with its system message or None."""
 
 
 @dataclass(frozen=True)
@@ -340,21 +352,65 @@ def rehearse(folder: Path, ours: Tokenizer, template: Template | ChatTemplate, s
     return None
 
 
-def templated(tokenizer: Any, messages: list[dict[str, Any]], add_generation_prompt: bool) -> list[int]:
-    """Return the token ids that a tokenizer's `apply_chat_template` gives a conversation. The template, of which a part
-    may come from a model of unknown origin, is rendered by transformers in a process with limits.
+def rendered(tokenizer: Any, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
+    """Return the text that the chat template of a tokenizer makes of a conversation. The template, of which a part may
+    come from a model of unknown origin, is rendered by transformers in a process with limits.
 
     Args:
         tokenizer: transformers' tokenizer.
         messages: the conversation.
-        add_generation_prompt: whether the ids end with the beginning of an answer, as for generation.
+        add_generation_prompt: whether the text ends with the beginning of an answer, as for generation.
 
     Raises:
         TemplateRefused: the template fails or breaks a limit.
     """
     variables = {**tokenizer.special_tokens_map, "add_generation_prompt": add_generation_prompt}
-    text, _ = render(tokenizer.get_chat_template(), messages, variables)
+    return render(tokenizer.get_chat_template(), messages, variables)[0]
+
+
+def templated(tokenizer: Any, messages: list[dict[str, Any]], add_generation_prompt: bool) -> list[int]:
+    """Return the token ids that a tokenizer's `apply_chat_template` gives a conversation; see `rendered`."""
+    text = rendered(tokenizer, messages, add_generation_prompt)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def rehearse_images(
+    folder: Path, ours: Tokenizer, template: Template | ChatTemplate, start_end: bool, tokens: ImageTokens
+) -> str | None:
+    """Compare the token ids that the processor of an exported model gives conversations with images with the token ids
+    of training, and those of their prompts.
+
+    Args:
+        folder: the exported folder, with all files of the processor.
+        ours: the tokenizer of training.
+        template: the conversation template of training.
+        start_end: whether training puts `<im_start>` and `<im_end>` around every image.
+        tokens: computes which tokens training gives an image.
+
+    Returns:
+        A message about the first conversation whose ids differ; None if all ids are equal.
+    """
+    processor: Any = AutoProcessor.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    encoder = ExactEncoder(ours, template, lambda *_: np.zeros(1, dtype=np.int64), UNLIMITED, TooLong.fail, start_end)
+    image_id, image = processor.tokenizer.convert_tokens_to_ids(IMAGE_TAG), Image.new("RGB", PROBED)
+    for texts, system in SEEN:
+        try:
+            whole, prompted = trained_ids(encoder, texts, image_id, system)
+        except DataError:  # the model's own template takes no system turn
+            continue
+        messages = as_parts(texts, system)
+        count = sum(text.count(IMAGE_TAG) for text in texts)
+        length = len(tokens.of(PROBED, count)) if count else 0
+        for given, is_prompt, trained in ((messages, False, whole), (messages[:-1], True, prompted)):
+            images = [image for message in given for part in message["content"] if part["type"] == "image"]
+            try:
+                text = rendered(processor.tokenizer, given, is_prompt)
+            except TemplateRefused as error:
+                return f"for {given!r} the template {error}"
+            ids = processor(text=text, images=images or None, add_special_tokens=False)["input_ids"][0]
+            if ids != [same for one in trained for same in [one] * (length if one == image_id else 1)]:
+                return f"for {given!r} transformers' processor makes {ids}, and training makes {trained}"
+    return None
 
 
 def trained_ids(
@@ -400,7 +456,7 @@ def as_text(texts: Iterable[str], system: str | None = None) -> list[dict[str, A
     return [*lead, *({"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts))]
 
 
-def as_parts(texts: Iterable[str], system: str | None = None) -> list[dict[str, Any]]:
+def as_parts(texts: Iterable[str], system: str | None = None, image: Image.Image | None = None) -> list[dict[str, Any]]:
     """Return a conversation as chat messages for transformers, whose content is a list of image, video and text parts.
 
     Args:

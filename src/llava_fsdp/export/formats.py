@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import (
-    GenerationConfig,
     InternVLConfig,
     InternVLVisionConfig,
     LlavaConfig,
@@ -24,10 +23,12 @@ from llava_fsdp.config import AspectRatio, Config, FolderFormat, ModelConfig, Pa
 from llava_fsdp.data.images.anyres import grid_sizes
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.images.video import VideoSampling
+from llava_fsdp.data.text.detokenize import eos_ids
 from llava_fsdp.data.text.jinja_template import is_own, open_template
-from llava_fsdp.data.text.tokenizer import open_tokenizer
+from llava_fsdp.data.text.tokenizer import open_tokenizer, read_optional
 from llava_fsdp.distributed.consensus import on_first_rank
 from llava_fsdp.export.folded_head import check_can_be_folded, folded_fields, with_folded_head
+from llava_fsdp.export.generation_file import find_ends, generation_fields, write_generation
 from llava_fsdp.export.processor import (
     TokenIds,
     check_template,
@@ -39,6 +40,7 @@ from llava_fsdp.export.processor import (
     write_template,
     write_tokenizer,
 )
+from llava_fsdp.export.remarks import remarks_on, write_remarks
 from llava_fsdp.export.weights_writer import Weights, renamed, write_projector, write_shards
 from llava_fsdp.model.conversions import plan_save
 from llava_fsdp.model.llava import Llava
@@ -201,6 +203,7 @@ def write_folder(
     elif folder_format is FolderFormat.llava:
         check_original(source.model)
         on_first_rank(lambda: write_configs(source, weights.widest, staged), failing)
+        on_first_rank(lambda: write_generation_of_original(source, staged), failing)
         on_first_rank(lambda: copy_or_convert_tokenizer(source, staged), failing)
         plan, rows = partial(renamed, weights.shapes, rename), source.vocabulary
         write_shards(weights, staged, plan, source.model.with_vocabulary(), source.vocabulary, rows)
@@ -259,11 +262,12 @@ def begin_hf(source: SourceModel, dtype: torch.dtype, staged: Path) -> int:
         parts.language_folder, staged, parts.language, source.template, model.cfg.image_start_end, has_video
     )
     config = write_hf_config(source, dtype, staged, ids, rows)
-    check_template(parts.language_folder, staged, parts.language, source.template, model.cfg.image_start_end)
     write_processor(parts.vision_folder, staged, config, source.aspect is AspectRatio.pad, model.image_tokens)
-    GenerationConfig(
-        bos_token_id=parts.language.bos_token_id, eos_token_id=parts.language.eos_token_id, pad_token_id=ids.pad
-    ).save_pretrained(staged)
+    start_end, tokens = model.cfg.image_start_end, source.image_tokens
+    check_template(parts.language_folder, staged, parts.language, source.template, start_end, tokens)
+    ends, stop = find_ends(parts, source.template)
+    write_generation(parts, staged, ends, ids.pad, rows)
+    write_remarks(staged, remarks_on(tokens, stop))
     llava_folder = original_folder(parts)
     if llava_folder is not None:
         (staged / KEPT).mkdir()
@@ -411,8 +415,8 @@ def hf_config(
 
 
 def write_configs(source: SourceModel, dtype: torch.dtype, staged: Path) -> None:
-    """Write `config.json` and `generation_config.json` for the original LLaVA, and a subfolder with the vision tower's
-    configuration and image preprocessing.
+    """Write `config.json` for the original LLaVA, and a subfolder with the vision tower's configuration and image
+    preprocessing.
 
     Args:
         source: description of the model to export, without its weights.
@@ -423,18 +427,32 @@ def write_configs(source: SourceModel, dtype: torch.dtype, staged: Path) -> None
         ModelError, ConfigError: the original LLaVA does not support this model, or the vision tower's name is not
             known.
     """
-    parts, llava_folder = source.model.parts, original_folder(source.model.parts)
+    parts = source.model.parts
     write_json(staged / "config.json", config_of_original(source, dtype))
-    language = parts.language
-    ends = {f"{k}_token_id": getattr(language, f"{k}_token_id") for k in ("bos", "eos", "pad")}
-    generation = {"_from_model_config": True, **ends, "transformers_version": "4.37.2"}
-    if llava_folder is not None and (llava_folder / "generation_config.json").is_file():
-        generation = read_json(llava_folder / "generation_config.json", str(llava_folder))
-    write_json(staged / "generation_config.json", generation_config(generation))
     (staged / TOWER).mkdir()
     copy.deepcopy(parts.vision).save_pretrained(staged / TOWER)
     if preprocessor_fields(parts.vision_folder):
         write_preprocessor(parts.vision_folder, staged / TOWER, pads=False)
+
+
+def write_generation_of_original(source: SourceModel, staged: Path) -> None:
+    """Write `generation_config.json` for the original LLaVA, with the tokens that end an answer. If the model to export
+    was loaded from a folder of the original LLaVA whose file has these tokens, that file's contents are kept.
+
+    Args:
+        source: description of the model to export, without its weights.
+        staged: folder to write into, which gets its final name later.
+    """
+    parts, llava_folder = source.model.parts, original_folder(source.model.parts)
+    ends, _ = find_ends(parts, source.template, [] if llava_folder is None else [llava_folder])
+    folder = parts.language_folder
+    if llava_folder is not None and (llava_folder / "generation_config.json").is_file():
+        folder = llava_folder
+    given = read_optional(folder / "generation_config.json")
+    if folder != llava_folder or sorted(eos_ids(given, folder / "generation_config.json")) != ends:
+        fields = generation_fields(folder, ends, parts.language.bos_token_id, parts.language.pad_token_id)
+        given = {**fields, "transformers_version": "4.37.2"}
+    write_json(staged / "generation_config.json", generation_config(given))
 
 
 def copy_or_convert_tokenizer(source: SourceModel, staged: Path) -> None:

@@ -20,11 +20,20 @@ from transformers import (
 from transformers.utils import is_torchvision_available
 
 from llava_fsdp.data.images.anyres import Size
+from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.images.preprocess import preprocessor_fields, read_preprocessor
 from llava_fsdp.data.text.jinja_template import FILE, ChatTemplate, open_template, special_tokens
 from llava_fsdp.data.text.templates import IMAGE_TAG, Template
 from llava_fsdp.data.text.tokenizer import SPACE, LlamaTokenizer, added_tokens, is_legacy, open_tokenizer, read_optional
-from llava_fsdp.export.chat_template import VIDEO_TAG, Gap, chat_template, find_gap, own_chat_template, rehearse
+from llava_fsdp.export.chat_template import (
+    VIDEO_TAG,
+    Gap,
+    chat_template,
+    find_gap,
+    own_chat_template,
+    rehearse,
+    rehearse_images,
+)
 from llava_fsdp.model.vision_tower import image_size, patch_size
 from llava_fsdp.runtime.errors import ModelError
 from llava_fsdp.runtime.log import log
@@ -208,16 +217,24 @@ def copy_sentencepiece(folder: Path, staged: Path, added: dict[str, int]) -> Non
         (staged / "added_tokens.json").write_text(json.dumps(added) + "\n")
 
 
-def check_template(folder: Path, staged: Path, language: PretrainedConfig, template_name: str, start_end: bool) -> None:
+def check_template(
+    folder: Path,
+    staged: Path,
+    language: PretrainedConfig,
+    template_name: str,
+    start_end: bool,
+    tokens: ImageTokens | None = None,
+) -> None:
     """Compare the token ids that the chat template of an exported model gives with those of training, and log a warning
     if they differ. A difference is no error, since llava_fsdp's own programs do not use the chat template.
 
     Args:
         folder: the language model's folder, with the tokenizer of training.
-        staged: the exported folder; it must have its `config.json` already.
+        staged: the exported folder; it must have all its files except the weights and `generation_config.json`.
         language: the language model's configuration.
         template_name: name of the conversation template of training.
         start_end: whether training puts `<im_start>` and `<im_end>` around every image.
+        tokens: computes which tokens training gives an image; None: conversations with images are not compared.
 
     Raises:
         ModelError: transformers cannot read the written tokenizer.
@@ -228,11 +245,20 @@ def check_template(folder: Path, staged: Path, language: PretrainedConfig, templ
     template = open_template(template_name, folder, ours)
     with foreign(f"{staged}: transformers cannot read the tokenizer that was written"):
         differs = rehearse(staged, ours, template, start_end)
+        if differs is None and tokens is not None and can_load_processor(staged):
+            differs = rehearse_images(staged, ours, template, start_end, tokens)
     if differs is not None:
         log().warning(
             "the export's chat template for the tokenizer of %s gives other token ids than training: %s; "
             "use the exported model with llava-fsdp chat and llava-fsdp evaluate", folder, differs,
         )  # fmt: skip
+
+
+def can_load_processor(staged: Path) -> bool:
+    """Return whether an exported folder has a processor for images that transformers can load here. One that also takes
+    videos needs torchvision."""
+    is_video = (staged / VIDEO_FILE).is_file()
+    return (staged / "processor_config.json").is_file() and (not is_video or is_torchvision_available())
 
 
 def check_image_tokens(staged: Path, size: Size, expected: int) -> None:
@@ -247,7 +273,7 @@ def check_image_tokens(staged: Path, size: Size, expected: int) -> None:
     Raises:
         ModelError: the processor cannot be loaded, or gives another number.
     """
-    if (staged / VIDEO_FILE).is_file() and not is_torchvision_available():
+    if not can_load_processor(staged):
         log().info("the export's processor is not checked, because its video part needs torchvision")
         return
     with foreign("transformers cannot use the processor that an export of this model would have"):

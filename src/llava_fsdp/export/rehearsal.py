@@ -13,6 +13,7 @@ from llava_fsdp.config import ModelConfig
 from llava_fsdp.data.batching.batch import MicroBatch
 from llava_fsdp.data.images.anyres import Size
 from llava_fsdp.export.adapter_folder import whole_rows
+from llava_fsdp.export.chat_template import PROBED
 from llava_fsdp.export.folded_head import HEAD, with_folded_head
 from llava_fsdp.export.formats import SourceModel, begin_hf, hf_config, write_hf_config, write_hf_weights
 from llava_fsdp.export.processor import TokenIds, check_image_tokens, has_tokenizer, preprocessor_fields
@@ -37,8 +38,6 @@ from llava_fsdp.runtime.errors import ModelError
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.safe_load import foreign
 
-PROBED = (31, 50)
-"""Width and height in pixels of the image with which an export's processor is tried."""
 FRAMES = 3
 """Number of frames of the video for which logits are compared."""
 WriteHf = Callable[[SourceModel, Weights, Path], None]

@@ -22,6 +22,8 @@ from llava_fsdp.runtime.safe_load import SMALL, foreign
 from llava_fsdp.runtime.small_json import Kinds, parse_object
 
 NOTES = "llava_fsdp.json"
+README = "README.md"
+"""Name of a file of remarks for the reader. It has no digest, because users and the hub write into it."""
 FILES, DIGEST = "files", "digest"
 KINDS: dict[str, Kinds] = {
     key: (kind, type(None))
@@ -218,9 +220,9 @@ def cure(folder: Path, name: str) -> str:
 
 def seal(folder: Path, entries: Mapping[str, Any]) -> None:
     """Write `llava_fsdp.json` into a model folder. The file contains `entries` (how the model was made), and the size
-    and digest of every file in the folder."""
+    and digest of every other file in the folder but its `README.md`, which users may change."""
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    (folder / NOTES).write_bytes(render(entries, digests(folder, (name for name in names if name != NOTES))))
+    (folder / NOTES).write_bytes(render(entries, digests(folder, (n for n in names if n not in (NOTES, README)))))
 
 
 def digests(folder: Path, names: Iterable[str]) -> dict[str, Digest]:

@@ -11,7 +11,7 @@ from transformers import DynamicCache
 from llava_fsdp.config import BadRecords, Config, Metric
 from llava_fsdp.data.batching.collate import Row
 from llava_fsdp.data.records.record import count_images
-from llava_fsdp.data.text.detokenize import AnswerText, stops_of
+from llava_fsdp.data.text.detokenize import AnswerText, find_stops
 from llava_fsdp.data.validation_prompts import HeldOutQuestion, lay_out_prompts
 from llava_fsdp.data.validation_set import HeldOut
 from llava_fsdp.distributed.consensus import any_rank, rank_and_size
@@ -71,7 +71,8 @@ class AnswerGenerator:
         self.pause = pause
         self.tokenizer = self.loader.steps.encoder.tokenizer
         self.stop = self.loader.steps.encoder.template.stop
-        self.stops = stops_of(self.tokenizer, self.stop, self.language.eos_token_id)
+        folders = [model.parts.language_folder]
+        self.stops = find_stops(self.tokenizer, self.stop, self.language.eos_token_id, folders)
 
     @property
     def rows(self) -> int:

@@ -1,9 +1,13 @@
 """Decode an answer's tokens to text while the answer is generated. Text is returned as soon as later tokens cannot
 change it."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from llava_fsdp.data.text.tokenizer import Tokenizer
+from llava_fsdp.data.text.tokenizer import Tokenizer, read_optional
+from llava_fsdp.runtime.errors import ModelError
 
 BROKEN = "\ufffd"
 """Replacement character U+FFFD, which a tokenizer's decoder writes for incomplete or invalid UTF-8."""
@@ -12,16 +16,54 @@ PENDING = 8
 bytes."""
 
 
-def stops_of(tokenizer: Tokenizer, stop: str, ends: int | list[int] | None) -> frozenset[int]:
-    """Return the ids of the tokens that end a generated answer.
+def find_stops(
+    tokenizer: Tokenizer | None, stop: str, ends: int | list[int] | None, folders: Iterable[Path]
+) -> frozenset[int]:
+    """Return the ids of the tokens that end a generated answer: every `eos_token_id` in the files `config.json` and
+    `generation_config.json` of a model, and the token that ends an answer in its conversation template.
+
+    The template's token is the last token of `stop`, if this is a special token, or if `stop` is a single token.
+    Another text that ends an answer has to be looked for in the generated text.
 
     Args:
-        stop: text that ends an answer; its token is included if the text is a single token.
-        ends: `eos_token_id` of the model: an id, a list of ids, or None.
+        tokenizer: the model's tokenizer; None: the model has none, and `stop` is not used.
+        stop: text that ends an answer in the conversation template.
+        ends: `eos_token_id` of the language model's configuration: an id, a list of ids, or None.
+        folders: folders of the model with these files, which may be absent.
+
+    Raises:
+        ModelError: a file has an `eos_token_id` that is not an id or a list of ids.
     """
-    eos = {end for end in (ends if isinstance(ends, list) else [ends]) if type(end) is int}
-    last = tokenizer.encode(stop)
-    return frozenset(eos | ({last[-1].id} if len(last) == 1 else set()))
+    found = {end for end in (ends if isinstance(ends, list) else [ends]) if type(end) is int}
+    for folder in folders:
+        for name in ("generation_config.json", "config.json"):
+            content = read_optional(folder / name)
+            parts = (content, content.get("text_config"))
+            found |= {end for part in parts for end in eos_ids(part, folder / name)}
+    last = [] if tokenizer is None else tokenizer.encode(stop)
+    if last and (len(last) == 1 or ends_in_special(tokenizer, stop)):
+        found.add(last[-1].id)
+    return frozenset(found)
+
+
+def eos_ids(content: Any, path: Path) -> list[int]:
+    """Return the ids of `eos_token_id` in a configuration; empty if it has none.
+
+    Args:
+        content: contents of the file, or a part of them; anything else than a dict has no ids.
+        path: the file, for error messages.
+    """
+    value = content.get("eos_token_id") if isinstance(content, dict) else None
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(number) is int and number >= 0 for number in ids):
+        raise ModelError(f"{path} has eos_token_id={value!r}; it must be the id of a token, or a list of ids")
+    return ids
+
+
+def ends_in_special(tokenizer: Tokenizer | None, stop: str) -> bool:
+    """Return whether the last token of a text is a special token."""
+    special = [] if tokenizer is None else tokenizer.find_special(stop)
+    return bool(special) and special[-1][1] == len(stop)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,151 @@
+"""Write the `generation_config.json` of an exported model, and check that transformers' `generate` ends an answer at
+every token that ends one."""
+
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
+
+from llava_fsdp.data.text.detokenize import ends_in_special, find_stops
+from llava_fsdp.data.text.jinja_template import open_template
+from llava_fsdp.data.text.tokenizer import Tokenizer, open_tokenizer, read_optional
+from llava_fsdp.model.llava_v1_5_config import write_json
+from llava_fsdp.model.pretrained import Parts
+from llava_fsdp.runtime.errors import ModelError
+from llava_fsdp.runtime.safe_load import foreign
+
+FILE = "generation_config.json"
+OWN_KEYS = ("eos_token_id", "pad_token_id", "transformers_version", "_from_model_config", "_commit_hash")
+"""Keys of a `generation_config.json` that an export does not copy from the language model's file."""
+GROUP = 8
+"""Number of answers that `check_ends` generates in one batch."""
+LONGEST = 4
+"""Number of tokens that `check_ends` generates if nothing ends an answer."""
+
+
+def find_ends(parts: Parts, template_name: str, folders: Iterable[Path] = ()) -> tuple[list[int], str | None]:
+    """Return what ends an answer of an exported model: the ids of tokens, sorted, and a text.
+
+    The tokens are those where `chat` stops. If the conversation template ends an answer with a text that is not a
+    special token, `chat` looks for this text; here, each token whose text contains it ends an answer.
+
+    Args:
+        parts: the folders from which the model was loaded.
+        template_name: name of the conversation template of training.
+        folders: further folders of the model, whose `generation_config.json` may name more tokens.
+
+    Returns:
+        The ids, and the text that ends an answer if it may consist of several tokens, so that no token stands for it;
+        None if the tokens are enough.
+    """
+    folder, language = parts.language_folder, parts.language
+    tokenizer, stop = None, ""
+    if (folder / "tokenizer.model").is_file() or (folder / "tokenizer.json").is_file():
+        tokenizer = open_tokenizer(folder, language.vocab_size)
+        stop = open_template(template_name, folder, tokenizer).stop
+    ends = find_stops(tokenizer, stop, language.eos_token_id, (folder, *folders))
+    if tokenizer is None or not stop or ends_in_special(tokenizer, stop):
+        return sorted(ends), None
+    ends |= tokens_with(tokenizer, stop)
+    return sorted(ends), stop if len(stop) > 1 and len(tokenizer.encode(stop)) > 1 else None
+
+
+def tokens_with(tokenizer: Tokenizer, text: str) -> set[int]:
+    """Return the ids of all tokens whose text contains `text`."""
+    before = [token.id for token in tokenizer.encode("a")]  # at the beginning of a text, decoding may drop a space
+    begin = len(tokenizer.decode(before))
+    return {number for number in range(tokenizer.size) if text in tokenizer.decode([*before, number])[begin:]}
+
+
+def generation_fields(folder: Path, ends: Sequence[int], bos: int | None, pad: int | None) -> dict[str, Any]:
+    """Return the contents of a `generation_config.json`: those of the language model's file, such as its temperature,
+    with the tokens that end an answer.
+
+    Args:
+        folder: folder of the language model, which may lack the file.
+        ends: ids of the tokens that end an answer.
+        bos: id of the token with which a sequence begins, for a folder whose file does not name it.
+        pad: id of the padding token.
+
+    Raises:
+        ModelError: transformers cannot read the language model's file.
+    """
+    given = read_optional(folder / FILE)
+    with foreign(f"{folder / FILE}: transformers cannot read it"):
+        GenerationConfig.from_dict(dict(given))
+    fields = {"bos_token_id": bos, **{key: value for key, value in given.items() if key not in OWN_KEYS}}
+    fields |= {"eos_token_id": ends[0] if len(ends) == 1 else list(ends) or None, "pad_token_id": pad}
+    return {key: value for key, value in fields.items() if value is not None}
+
+
+def write_generation(parts: Parts, staged: Path, ends: Sequence[int], pad: int, rows: int) -> None:
+    """Write `generation_config.json` of a model folder for transformers, and check it.
+
+    Args:
+        parts: the folders from which the model was loaded.
+        staged: folder to write into, which gets its final name later.
+        ends: ids of the tokens that end an answer.
+        pad: id of the padding token of the export.
+        rows: number of rows of the exported embeddings.
+    """
+    fields = generation_fields(parts.language_folder, ends, parts.language.bos_token_id, pad)
+    write_json(staged / FILE, fields | {"transformers_version": transformers.__version__})
+    check_ends(staged, ends, rows)
+
+
+@torch.random.fork_rng(devices=[])
+def check_ends(folder: Path, ends: Collection[int], rows: int) -> None:
+    """Check that transformers' `generate` ends an answer of an exported model at each of the tokens that end one, and
+    that the folder names no other token. A model with one small layer writes the answers, each of which is prescribed.
+
+    Args:
+        folder: the exported folder, which has its `generation_config.json`.
+        ends: ids of the tokens that end an answer.
+        rows: number of rows of the exported embeddings. A token without a row cannot be generated.
+
+    Raises:
+        ModelError: an answer does not end where it must.
+    """
+    with foreign(f"{folder}: transformers cannot generate with its {FILE}"):
+        config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+        # the ways to search for an answer and the kinds of cache have no effect on where an answer ends
+        config.update(num_beams=1, num_return_sequences=1, do_sample=False, cache_implementation=None)
+        sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+        model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=rows, **sizes)).eval()
+        model.generation_config = config
+        pad = config.pad_token_id
+        other = next(number for number in range(rows) if number not in (*ends, pad))
+        named = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+        if {*named} - {None} != {*ends}:
+            raise ModelError(f"{folder / FILE} names {named} as the ends of an answer, which are {sorted(ends)}")
+        possible = [number for number in sorted(ends) if number < rows]
+        for begin in range(0, len(possible) + 1, GROUP):
+            group = possible[begin : begin + GROUP]
+            answers = torch.full((len(group) + 1, LONGEST), other)  # nothing ends the last one
+            for row, end in enumerate(group):
+                answers[row, row % (LONGEST - 1)] = end
+            expected = answers.clone()
+            for row in range(len(group)):
+                expected[row, row % (LONGEST - 1) + 1 :] = pad
+            start, forced = torch.full((len(group) + 1, 1), other), LogitsProcessorList([Prescribed(answers)])
+            written = model.generate(start, logits_processor=forced, max_new_tokens=LONGEST)
+            if not torch.equal(written[:, 1:], expected):
+                raise ModelError(
+                    f"{folder}: transformers' generate writes {written[:, 1:].tolist()} instead of "
+                    f"{expected.tolist()}, so that an answer does not end at one of {group}"
+                )
+
+
+class Prescribed(LogitsProcessor):
+    """Logits processor for transformers' `generate` that lets it write prescribed answers."""
+
+    def __init__(self, answers: torch.Tensor):
+        """Prescribe the tokens of answers to prompts of one token: int64 [answers, length]."""
+        self.answers = answers
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        step = input_ids.shape[1] - 1
+        return torch.full_like(scores, -torch.inf).scatter(1, self.answers[:, step : step + 1], 0.0)

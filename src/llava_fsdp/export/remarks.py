@@ -1,0 +1,53 @@
+"""Tell the user of an exported model what other programs do differently with it than this project."""
+
+from pathlib import Path
+
+from llava_fsdp.config import AspectRatio
+from llava_fsdp.data.images.image_tokens import ImageTokens
+from llava_fsdp.runtime.log import log
+from llava_fsdp.runtime.provenance import README
+
+TILES_OF_VLLM = 9
+"""Number of tiles to whose features vLLM shrinks those of an image for every LLaVA-OneVision, whatever its
+configuration says (vllm/model_executor/models/llava_onevision.py)."""
+
+
+def remarks_on(tokens: ImageTokens, stop: str | None) -> list[str]:
+    """Return what other programs do differently with an exported model, one sentence or more for each difference.
+
+    Args:
+        tokens: computes into how many tiles the model cuts an image, and which tokens the image gets.
+        stop: text that ends an answer, if no token stands for it; else None.
+    """
+    found = []
+    if stop is not None:
+        found.append(
+            f"Answers end with the text {stop!r}, which is not one token of this model, so that transformers' generate "
+            f"does not end an answer there by itself. Give it generate(..., stop_strings=[{stop!r}], "
+            f"tokenizer=processor.tokenizer), or pipeline(..., stop_sequence={stop!r})."
+        )
+    if tokens.aspect is AspectRatio.anyres_max and tokens.max_tiles != TILES_OF_VLLM:
+        most = max((width // tokens.tile * (height // tokens.tile) for width, height in tokens.sizes), default=0)
+        if most > min(tokens.max_tiles, TILES_OF_VLLM):
+            found.append(
+                f"This model was trained with data.max_tiles={tokens.max_tiles}, and vLLM takes {TILES_OF_VLLM} for "
+                "every LLaVA-OneVision, whatever its configuration says: there an image of many tiles gets another "
+                "number of tokens than in training, and answers differ without an error. Use transformers or "
+                f"llava-fsdp chat; or train with data.max_tiles={TILES_OF_VLLM}."
+            )
+    return found
+
+
+def write_remarks(staged: Path, remarks: list[str]) -> None:
+    """Log remarks about an exported model as warnings, and write them into a `README.md` in its folder. Without remarks
+    no file is written.
+
+    Args:
+        staged: the exported folder, before it gets its final name.
+        remarks: see `remarks_on`.
+    """
+    for remark in remarks:
+        log().warning("%s", remark)
+    if remarks:
+        lines = ["# Before you use this model", "", *(f"- {remark}" for remark in remarks)]
+        (staged / README).write_text("\n".join(lines) + "\n")
