@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from llava_fsdp.export import compare_tower as compared
 from llava_fsdp.export.compare_tower import compare_tower
+from llava_fsdp.export.small_copy import NoSmallCopy
 from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.pretrained import find_parts
 from llava_fsdp.model.vision_tower import build_vision_tower, selected_features
@@ -59,9 +60,17 @@ def test_every_vision_tower_gives_the_features_of_transformers(
 def test_it_takes_a_moment(model: Callable[..., Llava]) -> None:
     own = model("clip_vision_model")
     compare_tower(own)
+    compared.compare_features.cache_clear()
     begun = time.process_time()
     compare_tower(own)
     assert time.process_time() - begun < 1
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered() -> Iterator[None]:
+    compared.compare_features.cache_clear()
+    yield
+    compared.compare_features.cache_clear()
 
 
 def other_value(field: str, value: Any) -> Callable[[PretrainedConfig], nn.Module]:
@@ -103,7 +112,7 @@ def test_what_cannot_be_shrunk_is_said(
     model: Callable[..., Llava], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*_: Any) -> None:
-        raise ModelError("layer 20 of 24 is the first of its kind")
+        raise NoSmallCopy("layer 20 of 24 is the first of its kind")
 
     monkeypatch.setattr(compared, "shrink_tower", refuse)
     with caplog.at_level(logging.WARNING):

@@ -26,10 +26,12 @@ from llava_fsdp.model.attention import (
     attend_alone,
     attend_in_steps,
     attention_arguments,
+    check_lengths,
     choose_kernel,
     each_alone,
     flash_kernel_missing,
     in_window,
+    longrope_limit,
     not_for_flash,
     other_attention,
     packing_refused,
@@ -354,6 +356,8 @@ def test_gpus_of_flash_kernels(capability: tuple[int, int], runs: bool, monkeypa
         ({"layer_types": ["full_attention", "sliding_attention"]}, True),
         ({"layer_types": ["full_attention", "chunked_attention"]}, False),
         ({"rope_parameters": {"rope_type": "longrope"}}, False),
+        ({"rope_parameters": {"sliding_attention": {"rope_type": "default"}}}, True),
+        ({"rope_parameters": {"full_attention": {"rope_type": "longrope"}}}, False),
     ],
 )
 def test_what_a_configuration_says_of_attention(values: dict[str, object], full: bool) -> None:
@@ -362,3 +366,31 @@ def test_what_a_configuration_says_of_attention(values: dict[str, object], full:
     for name, value in values.items():
         setattr(language, name, value)
     assert (other_attention(language) is None) is full
+
+
+LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("values", "limit"),
+    [
+        ({"rope_parameters": LONGROPE}, 64),
+        ({"rope_parameters": {"full_attention": LONGROPE, "sliding_attention": {"rope_type": "default"}}}, 64),
+        ({"rope_parameters": {"rope_type": "longrope"}, "original_max_position_embeddings": 32}, 32),
+        ({"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 64}}, None),
+        ({}, None),
+    ],
+)
+def test_samples_whose_numbers_depend_on_their_neighbours_are_refused(
+    values: dict[str, object], limit: int | None
+) -> None:
+    """transformers chooses longrope's frequencies for a whole batch, by its longest row."""
+    language = AutoConfig.for_model("llama", **SMALL)
+    for name, value in values.items():
+        setattr(language, name, value)
+    assert longrope_limit(language) == limit
+    check_lengths(language, limit or 1000, is_alone=False)
+    check_lengths(language, 1000, is_alone=True)
+    if limit is not None:
+        with pytest.raises(ConfigError, match=rf"data\.max_length={limit + 1}.*longrope.*data\.max_length={limit} or"):
+            check_lengths(language, limit + 1, is_alone=False)

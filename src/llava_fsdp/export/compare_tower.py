@@ -2,6 +2,7 @@
 that a vision tower whose configuration is read in another way than transformers reads it is refused before the first
 step."""
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 from transformers import AutoModel, PretrainedConfig, PreTrainedModel
 
 from llava_fsdp.config import Feature
-from llava_fsdp.export.small_copy import scale, shrink, shrink_tower
+from llava_fsdp.export.small_copy import NoSmallCopy, scale, shrink, shrink_tower
 from llava_fsdp.model.config_key import ConfigKey
 from llava_fsdp.model.init_weights import computed_buffers, restore_buffers
 from llava_fsdp.model.llava import Llava
@@ -25,8 +26,6 @@ IMAGES = 2
 """Number of random images for which features are compared."""
 
 
-@torch.random.fork_rng(devices=[])  # transformers draws random numbers while it builds a model, on this rank alone
-@torch.no_grad()
 def compare_tower(model: Llava) -> None:
     """Check that a model's vision tower gives the features of transformers' own class, with a small copy of the vision
     tower that has random weights. Only rank 0 calls this. If no small copy can be made, a warning says so.
@@ -40,39 +39,60 @@ def compare_tower(model: Llava) -> None:
     Raises:
         ModelError: the features differ, or are not finite.
     """
-    parts, cfg = model.parts, model.cfg
+    parts = model.parts
+    feature = Feature.patch if model.probe.drops_cls else Feature.full
+    config = read_config(parts.vision_folder, "model.vision")
     named = f"model.vision={parts.vision_folder}: the features of a small copy of its {parts.vision.model_type}"
     try:
         vision, select_layer = shrink_tower(model)
-        source = source_tower(read_config(parts.vision_folder, "model.vision"), vision)
-    except ModelError as error:
+        found = compare_features(ConfigKey(config), ConfigKey(vision), select_layer, feature)
+    except NoSmallCopy as error:
         log().warning("%s are not compared with those of transformers' class: %s", named, error)
         return
+    if found is not None:
+        raise ModelError(
+            f"{named} {found}, with model.select_layer={model.cfg.select_layer} and model.select_feature="
+            f"{feature.value}: a vision tower with this configuration is not supported"
+        )
+
+
+@lru_cache(maxsize=64)
+@torch.random.fork_rng(devices=[])  # transformers draws random numbers while it builds a model, on this rank alone
+@torch.no_grad()
+def compare_features(config: ConfigKey, vision: ConfigKey, select_layer: int, feature: Feature) -> str | None:
+    """Compare the features of a small copy of a vision tower with those of transformers' own class. Return in words how
+    they differ; None if they are equal.
+
+    Args:
+        config: the configuration in the vision tower's folder: that of the vision tower, or of a larger model.
+        vision: the configuration of the small copy of the vision tower.
+        select_layer: index of the hidden state of the small copy that is used.
+        feature: which of its tokens are used: `patch` (without the CLS token) or `full`.
+
+    Raises:
+        NoSmallCopy: transformers cannot build a small copy of the larger model.
+        ModelError: transformers cannot run the small copy.
+    """
+    source = source_tower(config.config, vision.config)
     dice = torch.Generator().manual_seed(0)
     for parameter in source.parameters():
         parameter.normal_(0, scale(parameter.shape), generator=dice)
-    own = copy_of(vision, source)
-    side = image_size(vision)
+    own = copy_of(vision.config, source)
+    side = image_size(vision.config)
     pixels = torch.randn((IMAGES, 3, side, side), generator=dice)
-    feature = Feature.patch if model.probe.drops_cls else Feature.full
-    probe = found_of_vision_tower(ConfigKey(vision), select_layer, feature)
-    with foreign(f"{named} cannot be computed by transformers' class"):
+    with foreign(f"transformers' {type(source).__name__} cannot compute features"):
         expected = source(pixel_values=pixels, output_hidden_states=True).hidden_states[select_layer]
     if feature is Feature.patch:
         expected = expected[:, 1:]
+    probe = found_of_vision_tower(vision, select_layer, feature)
     found = selected_features(own, pixels, select_layer, probe)
-    how = f"model.select_layer={cfg.select_layer} and model.select_feature={feature.value}"
+    kind = type(source).__name__
     if found.shape != expected.shape:
-        raise ModelError(
-            f"{named} have shape {list(found.shape)}, and {list(expected.shape)} in transformers' "
-            f"{type(source).__name__}, with {how}"
-        )
+        return f"have shape {list(found.shape)}, and {list(expected.shape)} in transformers' {kind}"
     difference = float((found - expected).abs().max() / expected.abs().max())
     if not difference <= CLOSE:  # also if a feature is not finite
-        raise ModelError(
-            f"{named} differ by {difference:.2g} of the largest (bound {CLOSE:.0e}) from those of transformers' "
-            f"{type(source).__name__}, with {how}: a vision tower with this configuration is not supported"
-        )
+        return f"differ by {difference:.2g} of the largest (bound {CLOSE:.0e}) from those of transformers' {kind}"
+    return None
 
 
 def source_tower(config: PretrainedConfig, vision: PretrainedConfig) -> PreTrainedModel:
@@ -83,21 +103,21 @@ def source_tower(config: PretrainedConfig, vision: PretrainedConfig) -> PreTrain
         vision: the configuration of the small copy of the vision tower.
 
     Raises:
-        ModelError: no small copy of the larger model can be made, or it has no such vision tower.
+        NoSmallCopy: no small copy of the larger model can be made, or it has no such vision tower.
     """
     whole: Any = config
     if getattr(whole, "vision_config", None) is None:
-        with foreign("transformers cannot build it"):
+        with foreign("transformers cannot build it", NoSmallCopy):
             return AutoModel.from_config(vision, trust_remote_code=False, dtype=torch.float32).eval()
     values = whole.to_dict() | {"vision_config": vision.to_dict()}
-    if getattr(whole, "text_config", None) is not None:
-        values["text_config"] = shrink(whole.text_config, 1).to_dict()
-    with foreign(f"transformers cannot build a small copy of a {whole.model_type}"):
+    with foreign(f"transformers cannot build a small copy of a {whole.model_type}", NoSmallCopy):
+        if getattr(whole, "text_config", None) is not None:
+            values["text_config"] = shrink(whole.text_config, 1).to_dict()
         built: Any = AutoModel.from_config(type(whole).from_dict(values), trust_remote_code=False, dtype=torch.float32)
     kinds = (m for m in built.modules() if isinstance(m, PreTrainedModel) and m.config.model_type == vision.model_type)
     tower = next(kinds, None)
     if tower is None:
-        raise ModelError(f"a {whole.model_type} has no {vision.model_type} in it")
+        raise NoSmallCopy(f"a {whole.model_type} has no {vision.model_type} in it")
     return tower.eval()
 
 

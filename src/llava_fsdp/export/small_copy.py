@@ -38,6 +38,10 @@ DERIVED = ("stage_names", "out_features", "out_indices", "_out_features", "_out_
 """Configuration keys whose values transformers computes from the number of layers when it reads a configuration."""
 
 
+class NoSmallCopy(ModelError):
+    """Error: no small copy of a model can be made."""
+
+
 def small_copy(source: SourceModel) -> tuple[SourceModel, dict[str, Drawn]]:
     """Return a description of a small copy of a model, built on the meta device, and random values of the copy's
     parameters, by name.
@@ -46,13 +50,13 @@ def small_copy(source: SourceModel) -> tuple[SourceModel, dict[str, Drawn]]:
         source: description of the model.
 
     Raises:
-        ModelError: no small copy of this model can be made.
+        NoSmallCopy: no small copy of this model can be made.
     """
     model, parts = source.model, source.model.parts
     language = shrink(parts.language, count_layers(model.language_model))
     vision, select_layer = shrink_tower(model)
     cfg = replace(model.cfg, select_layer=select_layer, quantize=QuantizeConfig())
-    with foreign("transformers cannot build it"):
+    with foreign("transformers cannot build it", NoSmallCopy):
         small = build_llava(replace(parts, language=language, vision=vision), cfg, torch.float32)
     check_same_structure(model, small)
     tile, old = small.parts.image_size, parts.image_size
@@ -65,7 +69,7 @@ def shrink_tower(model: Llava) -> tuple[PretrainedConfig, int]:
     """Return the configuration of a small copy of a model's vision tower, and the value of `model.select_layer` for it.
 
     Raises:
-        ModelError: no small copy of this vision tower can be made.
+        NoSmallCopy: no small copy of this vision tower can be made.
     """
     vision = model.parts.vision
     depth = min(vision.num_hidden_layers, max(3, count_layers(model.vision_tower)))
@@ -75,7 +79,7 @@ def shrink_tower(model: Llava) -> tuple[PretrainedConfig, int]:
 
 def count_layers(part: Any) -> int:
     """Return how many of a transformer's first layers a small copy of it needs so that it has a layer of each kind; at
-    least 2, if there are as many.
+    least 2, if there are as many. Raises NoSmallCopy if these are too many.
 
     Args:
         part: the language model or the vision tower.
@@ -87,7 +91,7 @@ def count_layers(part: Any) -> int:
     kinds = [(kind_of_layer(block), *(v[index] for v in lists)) for index, block in enumerate(blocks)]
     needed = max(kinds.index(kind) for kind in kinds) + 1
     if needed > MOST_LAYERS:
-        raise ModelError(f"layer {needed} of {depth} is the first of its kind")
+        raise NoSmallCopy(f"layer {needed} of {depth} is the first of its kind")
     return min(depth, max(2, needed))
 
 
@@ -115,11 +119,12 @@ def shrink(config: PretrainedConfig, layers: int) -> PretrainedConfig:
     Values of keys that this module does not know stay unchanged.
 
     Raises:
-        ModelError: the configuration has no single number of layers or heads, or transformers refuses the small values.
+        NoSmallCopy: the configuration has no single number of layers or heads, or transformers refuses the small
+            values.
     """
     for key in ("num_hidden_layers", "num_attention_heads", "hidden_size"):
         if not isinstance(getattr(config, key, None), int):
-            raise ModelError(f"the configuration of its {config.model_type} has no {key}")
+            raise NoSmallCopy(f"the configuration of its {config.model_type} has no {key}")
     values = config.to_dict()
     depth, heads, width = config.num_hidden_layers, config.num_attention_heads, config.hidden_size
     groups = getattr(config, "num_key_value_heads", None)
@@ -142,7 +147,7 @@ def shrink(config: PretrainedConfig, layers: int) -> PretrainedConfig:
         values["qk_head_dim"] = values["qk_nope_head_dim"] + values["qk_rope_head_dim"]
     if values.get("rope_parameters"):
         values["rope_parameters"] = shrink_rope(values["rope_parameters"], new_dim / head_dim)
-    with foreign("transformers refuses its configuration"):
+    with foreign("transformers refuses its configuration", NoSmallCopy):
         return type(config).from_dict(values)
 
 
@@ -218,7 +223,7 @@ def shrink_layer(cfg: ModelConfig, depth: int, new_depth: int) -> int:
 
 
 def check_same_structure(model: Llava, small: Llava) -> None:
-    """Raise ModelError if the small copy of a model has parameters of other names than the model (apart from layer
+    """Raise NoSmallCopy if the small copy of a model has parameters of other names than the model (apart from layer
     numbers), or is not small.
 
     Args:
@@ -232,12 +237,12 @@ def check_same_structure(model: Llava, small: Llava) -> None:
 
     differing = names(model) ^ names(small)
     if differing:
-        raise ModelError(f"only one of both has {min(differing)}")
+        raise NoSmallCopy(f"only one of both has {min(differing)}")
     if small.probe.drops_cls != model.probe.drops_cls:
-        raise ModelError("its vision tower has another number of tokens beside the patches")
+        raise NoSmallCopy("its vision tower has another number of tokens beside the patches")
     size = sum(parameter.numel() for parameter in small.parameters())
     if size > MOST_PARAMETERS:
-        raise ModelError(f"it would have {size:,} parameters")
+        raise NoSmallCopy(f"it would have {size:,} parameters")
 
 
 def random_values(model: Llava) -> dict[str, Drawn]:

@@ -666,7 +666,6 @@ def other_attention(language: PretrainedConfig) -> str | None:
         )
     known = ("full_attention", "sliding_attention")
     kinds = sorted({kind for kind in getattr(language, "layer_types", None) or [] if kind not in known})
-    rope = getattr(language, "rope_parameters", None) or {}
     other = None
     if kinds:
         other = f"layers of {', '.join(kinds)}"
@@ -674,11 +673,46 @@ def other_attention(language: PretrainedConfig) -> str | None:
         other = f"chunks of {language.attention_chunk_size}"
     elif getattr(language, "alibi", False):
         other = "ALiBi biases"
-    elif rope.get("rope_type") == "longrope":
+    elif longrope_limit(language) is not None:
         other = "rotary frequencies (longrope) that depend on the longest sample of a batch"
     if other is None:
         return None
     return f"{language.model_type} has {other}, and a packed row needs causal attention within each sample"
+
+
+def longrope_limit(language: PretrainedConfig) -> int | None:
+    """Return the length in tokens above which a language model has other rotary frequencies (`rope_type=longrope`);
+    None if they are the same for all lengths. transformers chooses the frequencies of a whole batch by its longest row.
+
+    Args:
+        language: the language model's configuration. Its rotary embeddings may be given for each kind of layer.
+    """
+    given = getattr(language, "rope_parameters", None) or {}
+    kinds = [given, *(own for own in given.values() if isinstance(own, dict))]
+    limits = [
+        own.get("original_max_position_embeddings") or getattr(language, "original_max_position_embeddings", None) or 0
+        for own in kinds
+        if own.get("rope_type") == "longrope"
+    ]
+    return min(limits, default=None)
+
+
+def check_lengths(language: PretrainedConfig, longest: int, is_alone: bool) -> None:
+    """Raise ConfigError if what a language model computes of a sample depends on the other samples of its micro-batch.
+
+    Args:
+        language: the language model's configuration.
+        longest: greatest number of tokens of a sample (`data.max_length`).
+        is_alone: whether each micro-batch has one sample.
+    """
+    limit = longrope_limit(language)
+    if limit is not None and longest > limit and not is_alone:
+        raise ConfigError(
+            f"data.max_length={longest}: a {language.model_type} with rope_type=longrope has other rotary frequencies "
+            f"above {limit} tokens (original_max_position_embeddings), and transformers chooses them by the longest "
+            f"sample of a micro-batch, for all its samples; set data.max_length={limit} or less, or "
+            "micro_batch_size=1"
+        )
 
 
 def in_bf16(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -2,7 +2,7 @@
 
 import torch
 from torch import nn
-from transformers import AutoModel
+from transformers import AutoModel, PretrainedConfig
 
 from llava_fsdp.config import LossConfig, ModelConfig, Part, PatchMerge, Quantizer
 from llava_fsdp.model.attention import (
@@ -25,7 +25,7 @@ from llava_fsdp.model.projector import Projector, check_can_be_shuffled
 from llava_fsdp.model.quantization import quantize_layers
 from llava_fsdp.model.sample_dropout import TokenKeys
 from llava_fsdp.model.vision_tower import build_vision_tower, found_of_vision_tower, selected_features
-from llava_fsdp.runtime.errors import ConfigError
+from llava_fsdp.runtime.errors import ConfigError, ModelError
 from llava_fsdp.runtime.safe_load import foreign
 
 FeatureRows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -270,8 +270,7 @@ def build_llava(
     Raises:
         ConfigError: the language model cannot keep the samples of a packed row apart, or does not support adapters or
             quantization, or has no experts to balance (`model.balance_loss`); or `loss.kernel` is not supported.
-        ModelError: transformers cannot build the language model or the vision tower, or the vision tower is not
-            supported.
+        ModelError: transformers cannot build the language model or the vision tower, or one of them is not supported.
     """
     if kernel is not None:
         register_attention()
@@ -282,6 +281,8 @@ def build_llava(
         model = Llava(parts, cfg, compute_dtype, kernel, label_loss)
         if kernel is not None:
             refuse_packing(found_out_of_reach(ConfigKey(parts.language), kernel.attention))
+    for part in (parts.language, parts.vision):
+        refuse_layerdrop(part)
     if cfg.balance_loss and not find_routers(model.language_model):
         raise ConfigError(
             f"model.balance_loss={cfg.balance_loss}: {type(model.language_model).__name__} has no router that chooses "
@@ -297,6 +298,17 @@ def build_llava(
     if cfg.quantize.mode is not Quantizer.none:
         quantize_layers(model, linears, cfg.quantize, compute_dtype)
     return model
+
+
+def refuse_layerdrop(config: PretrainedConfig) -> None:
+    """Raise ModelError if a part of the model, given by its configuration, leaves out whole layers at random while it
+    trains: each rank would leave out other layers, and wait for ever for the weights of the others' layers."""
+    for key, value in config.to_dict().items():
+        if key.endswith("layerdrop") and value:
+            raise ModelError(
+                f"{key}={value} in the config.json of the {config.model_type}: in training it leaves out layers at "
+                "random, other ones on each rank, which is not supported; set it to 0"
+            )
 
 
 def refuse_packing(reason: str | None) -> None:

@@ -11,7 +11,7 @@ from llava_fsdp.distributed.compile import choose_compiling
 from llava_fsdp.distributed.fp8 import check_fp8
 from llava_fsdp.distributed.int8_mixed import check_int8_mixed
 from llava_fsdp.distributed.precision import DTYPES
-from llava_fsdp.model.attention import choose_kernel
+from llava_fsdp.model.attention import check_lengths, choose_kernel
 from llava_fsdp.model.experts import check_shared_experts
 from llava_fsdp.model.flops import count_flops
 from llava_fsdp.model.llava import Llava, build_llava
@@ -35,6 +35,7 @@ def build_model(cfg: Config, parts: Parts, device: torch.device) -> Llava:
     elif cfg.precision.linear is LinearKind.int8_mixed:
         check_int8_mixed(device)
     check_quantizer(cfg.model.quantize, device)
+    check_lengths(parts.language, cfg.data.max_length, is_alone=not cfg.packs and cfg.micro_batch_size == 1)
     compute_dtype = DTYPES[cfg.precision.param_dtype]
     kernel = choose_kernel(cfg.attention, parts.language, device, compute_dtype) if cfg.packs else None
     choose_compiling(cfg, device, kernel and kernel.attention)

@@ -15,6 +15,7 @@ from llava_fsdp.config.paths import PACKAGED_OR_HUB, check_paths, exists
 from llava_fsdp.data.index.record_store import sources_of
 from llava_fsdp.data.text.jinja_template import OWN, own_name, usable_name
 from llava_fsdp.distributed.precision import DTYPES
+from llava_fsdp.export.check_causal import check_causal
 from llava_fsdp.export.compare_language import compare_language
 from llava_fsdp.export.compare_tower import compare_tower
 from llava_fsdp.export.folded_head import is_rounded
@@ -143,17 +144,19 @@ def find_sources(cfg: Config, model: Llava, projector: Path | None) -> dict[str,
 
 
 def check_prompts(cfg: Config, model: Llava) -> list[str]:
-    """Compare small copies of the language model and the vision tower with transformers' own classes for them and, if
-    the model will be exported, try the export of a small copy of the model. Return warnings, one of them if the
-    conversation template is meant for another language model.
+    """Compare small copies of the language model and the vision tower with transformers' own classes for them, check
+    that the language model is causal and, if the model will be exported, try the export of a small copy of the model.
+    Return warnings, one of them if the conversation template is meant for another language model.
 
     Raises:
-        ModelError: a small copy computes something else than transformers' class, or the model cannot be exported.
+        ModelError: a small copy computes something else than transformers' class, a token depends on later ones, or the
+            model cannot be exported.
         ConfigError: the model cannot be exported.
     """
     language, warnings = model.parts.language, []
     compare_language(model.parts)
     compare_tower(model)
+    check_causal(model)
     if cfg.exports_model:
         dtype = DTYPES[cfg.export.dtype]
         rehearse_hf(source_of_run(model, cfg, "", 0), dtype)

@@ -1,0 +1,106 @@
+"""Check before a training that no token of the language model depends on later ones, or on other rows."""
+
+import copy
+from functools import lru_cache
+from typing import Any
+
+import torch
+from transformers import AutoModel, PretrainedConfig
+
+from llava_fsdp.export.small_copy import NoSmallCopy, count_layers, scale, shrink
+from llava_fsdp.model.attention import attention_of_transformers
+from llava_fsdp.model.config_key import ConfigKey
+from llava_fsdp.model.llava import Llava
+from llava_fsdp.runtime.errors import ModelError
+from llava_fsdp.runtime.log import log
+from llava_fsdp.runtime.safe_load import foreign
+
+TOKENS = 12
+SAME = 1e-4
+"""Largest accepted change of an earlier token's hidden state, relative to the largest value."""
+
+
+def check_causal(model: Llava) -> None:
+    """Check with a small copy of the language model, which has random weights, that a token's hidden state depends on
+    no later token and on no other row. A model that sees later tokens is shown the tokens that it is trained to
+    predict, and sees the padding of padded rows. Only rank 0 calls this. If no small copy can be made, nothing is
+    checked.
+
+    Args:
+        model: the model, which may be on the meta device; its weights are not used.
+
+    Raises:
+        ModelError: a hidden state changes with a later token or another row. The message names the keys of the
+            configuration that cause it, if it is found.
+    """
+    language = model.parts.language
+    try:
+        small = shrink(language, count_layers(model.language_model))
+    except NoSmallCopy as error:
+        log().debug("whether a %s sees later tokens is not tried: %s", language.model_type, error)
+        return
+    seen = what_is_seen(ConfigKey(small))
+    if seen is None:
+        return
+    keys = ", ".join(causes(small))
+    raise ModelError(
+        f"model.language: what a {language.model_type} with this configuration computes of a token depends on {seen}"
+        + (f", because of {keys} in its config.json" if keys else "")
+        + ": it cannot be trained to predict the next token of each sample; give a causal language model"
+    )
+
+
+def causes(small: PretrainedConfig) -> list[str]:
+    """Return the keys, with their values, of a small copy's configuration whose default values would make the language
+    model causal. The list is empty if there is no such key."""
+    found = []
+    defaults = type(small)().to_dict()
+    for key, value in small.to_dict().items():
+        if not isinstance(value, bool | int | float | str) or defaults.get(key) == value or key not in defaults:
+            continue
+        other = copy.deepcopy(small)
+        try:
+            setattr(other, key, defaults[key])
+            seen = what_is_seen(ConfigKey(other))
+        except Exception:  # whatever transformers does with a value that does not fit the other ones
+            continue
+        if seen is None:
+            found.append(f"{key}={value}")
+    return found
+
+
+@lru_cache(maxsize=64)
+@torch.random.fork_rng(devices=[])  # transformers draws random numbers while it builds a model, on this rank alone
+@torch.no_grad()
+def what_is_seen(key: ConfigKey) -> str | None:
+    """Return in words what a token of a small language model sees that it must not see: later tokens, because a hidden
+    state changes with one or because a layer says that it is not causal (some of transformers' attention
+    implementations ignore that); or other rows. None if it sees neither.
+
+    Args:
+        key: the language model's configuration.
+
+    Raises:
+        ModelError: transformers cannot build or run the model.
+    """
+    config: Any = key.config
+    with foreign(f"transformers cannot run a small copy of a {config.model_type}"):
+        model = AutoModel.from_config(
+            config, attn_implementation=attention_of_transformers(config), trust_remote_code=False, dtype=torch.float32
+        ).eval()
+        dice = torch.Generator().manual_seed(0)
+        for parameter in model.parameters():
+            parameter.normal_(0, scale(parameter.shape), generator=dice)
+        embeds = torch.randn((3, TOKENS, config.hidden_size), generator=dice)
+        embeds[1, : TOKENS - 1] = embeds[0, : TOKENS - 1]  # these two rows differ in the last token alone
+        alone, other, beside = (
+            model(inputs_embeds=rows, use_cache=False).last_hidden_state[0]
+            for rows in (embeds[:1], embeds[1:2], embeds[[0, 2]])
+        )
+
+    def changed(found: torch.Tensor, tokens: int) -> bool:
+        return not float((alone - found)[:tokens].abs().max() / alone.abs().max()) <= SAME
+
+    if changed(other, TOKENS - 1) or any(getattr(module, "is_causal", True) is False for module in model.modules()):
+        return "later tokens"
+    return "other rows of its micro-batch" if changed(beside, TOKENS) else None
