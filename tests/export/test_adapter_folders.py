@@ -30,16 +30,17 @@ from llava_fsdp.data.batching.batch import MicroBatch
 from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.export import verify_logits
 from llava_fsdp.export.adapter_folder import whole_rows
+from llava_fsdp.export.logit_distance import CLOSE
 from llava_fsdp.export.main import export
 from llava_fsdp.export.source_model import Opened, open_source
-from llava_fsdp.export.verify_logits import CLOSE, Adapted, prove_merge, relative_difference
+from llava_fsdp.export.verify_logits import CLOSE_MERGED, Adapted, prove_merge, relative_difference
 from llava_fsdp.model.lora_files import find_adapter
 from llava_fsdp.model.lora_merge import merged
 from llava_fsdp.model.lora_names import is_adapter, without_base
 from llava_fsdp.model.weight_names import in_adapter, ours
 from llava_fsdp.runtime.errors import CheckpointError, ConfigError, ModelError
-from llava_fsdp.train import final_export
 from llava_fsdp.train import main as train
+from llava_fsdp.train.final_export import plain_model
 from llava_fsdp.train.resume import resume
 from llava_fsdp.train.state import TrainState
 
@@ -190,19 +191,19 @@ class MergedTwice(Adapted):
 
 
 @pytest.mark.parametrize("kind", slow_after(1, COVERING))
-def test_merged_logits_are_those_of_base_and_adapter(kind: str, made: Callable[[str], Made]) -> None:
-    """By peft's own layers, side by side; the bound is far above what is found."""
+def test_merged_weights_are_those_that_peft_merges(kind: str, made: Callable[[str], Made]) -> None:
+    """The bound is above what is found."""
     opened = made(kind).opened
     assert opened.adapted is not None
-    assert prove_merge(opened.source.model, opened.adapted) < CLOSE / 30
+    assert prove_merge(opened.adapted) < CLOSE_MERGED / 3
 
 
 def test_another_scale_is_not_merged(made: Callable[[str], Made]) -> None:
     opened = made("plain").opened
     assert opened.adapted is not None
     own = opened.adapted
-    with pytest.raises(ModelError, match="the merged weights' logits differ by"):
-        prove_merge(opened.source.model, MergedTwice(own.lora, own.modules, own.sources))
+    with pytest.raises(ModelError, match=r"the merged weights of language_model.*differ by"):
+        prove_merge(MergedTwice(own.lora, own.modules, own.sources))
 
 
 def test_merged_weights_are_rounded_once(made: Callable[[str], Made], tmp_path: Path) -> None:
@@ -359,26 +360,10 @@ def probed(state: TrainState) -> tuple[MicroBatch, torch.Tensor]:
     return micro, state.model.eval()(*micro.inputs, return_logits=True)
 
 
-def in_full(state: TrainState, adapted: Adapted, micro: MicroBatch) -> torch.Tensor:
-    return verify_logits.logits(final_export.in_full_precision(state.model, {}, adapted), micro)
-
-
-def test_logits_in_full_are_the_runs_own(made: Callable[[str], Made], dataset: Path, tmp_path: Path) -> None:
-    """What stands in for a quantised run in its proof: where nothing is quantised, the run itself."""
-    run = made("plain")
-    cfg = make_config(run.parts, dataset, run.run, *SMALL, *EXPORTED, stage="finetune_lora")
-    plan = SHARD_PLANS[cfg.sharding.strategy]
-    state = train.build_state(cfg, single_world(), plan, None)
-    resume(state, cfg)
-    assert run.opened.adapted is not None
-    micro, live = probed(state)
-    assert relative_difference(in_full(state, run.opened.adapted, micro), live) < 1e-5
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["nf4", pytest.param("int8", marks=pytest.mark.slow)])
 def test_a_quantised_run_merges_into_the_base_in_full(mode: str, dataset: Path, tmp_path: Path) -> None:
-    """What it is proven against is that base with the adapters: the run's own logits are further off."""
+    """What it is compared with has that base: the run's own logits are further off."""
     parts = write_wide_parts(tmp_path / "parts")
     values = [*SMALL, *EXPORTED, f"model.quantize.mode={mode}", "export.verify=true", "max_steps=1"]
     cfg = make_config(parts, dataset, tmp_path / "run", *values, stage="finetune_qlora")
@@ -390,7 +375,8 @@ def test_a_quantised_run_merges_into_the_base_in_full(mode: str, dataset: Path, 
     state = train.build_state(cfg, single_world(), SHARD_PLANS[cfg.sharding.strategy], None)
     resume(state, cfg)
     micro, live = probed(state)
-    assert relative_difference(in_full(state, opened, micro), live) > 10 * CLOSE
+    in_full = verify_logits.logits(verify_logits.load_copy(plain_model(state), opened.merged, torch.float32), micro)
+    assert relative_difference(in_full, live) > 10 * CLOSE
 
 
 def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:

@@ -1,5 +1,6 @@
 """How close an export must be to its model, and whether it is the one that a run would write."""
 
+import logging
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,15 +13,11 @@ from transformers import AutoConfig
 from llava_fsdp.config import AspectRatio, DType, FolderFormat, LinearKind, Quantizer
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.export import verify_logits
+from llava_fsdp.export.folded_head import HEAD
+from llava_fsdp.export.logit_distance import Distance, distance
+from llava_fsdp.export.weights_writer import Weights
 from llava_fsdp.runtime.errors import ModelError
 from llava_fsdp.train import final_export
-
-BOUNDS = [
-    (DType.fp32, DType.fp32, LinearKind.same, 1e-4),
-    (DType.bf16, DType.fp32, LinearKind.same, 0.05),
-    (DType.fp32, DType.bf16, LinearKind.same, 0.05),
-    (DType.bf16, DType.bf16, LinearKind.fp8, 0.3),
-]
 
 
 class Echo(torch.nn.Module):
@@ -31,36 +28,162 @@ class Echo(torch.nn.Module):
         return first
 
 
-@pytest.mark.parametrize(("dtype", "compute", "linear", "bound"), BOUNDS)
+EXPECTED = torch.tensor([[2.0, -4.0], [1.0, 1.0]])
+"""Expected logits, whose mean absolute value is 2."""
+BOUNDS = [
+    # trained in, products, copies computed in, experts, bound of the copy, of transformers' class
+    (DType.fp32, LinearKind.same, torch.float32, False, 1e-4, 1e-4),
+    (DType.fp32, LinearKind.fp8, torch.float32, False, 0.5 * 2, 1e-4),
+    (DType.bf16, LinearKind.same, torch.float32, True, 0.5 * 2, 1e-4),
+    (DType.bf16, LinearKind.same, torch.bfloat16, False, 0.5 * 2, 0.05 * 2),
+    (DType.bf16, LinearKind.same, torch.bfloat16, True, 0.5 * 2, 0.3 * 2),
+]
+"""Bounds as shares of the largest logit, where one of four logits differs. Bounds of the mean are for half of that."""
+
+
+def differing(share: float) -> torch.Tensor:
+    """Logits of which one differs from the expected one by a share of the largest."""
+    found = EXPECTED.clone()
+    found[1, 1] += 4 * share
+    return found
+
+
+@pytest.mark.parametrize(("trained_in", "linear", "compute", "experts", "copied", "exported"), BOUNDS)
 def test_how_far_an_export_may_be_from_its_model(
-    dtype: DType, compute: DType, linear: LinearKind, bound: float, monkeypatch: pytest.MonkeyPatch
+    trained_in: DType,
+    linear: LinearKind,
+    compute: torch.dtype,
+    experts: bool,
+    copied: float,
+    exported: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As a share of the largest logit; NaN is too far."""
-    expected = torch.tensor([[2.0, -4.0], [1.0, 0.0]])
-    given: list[torch.Tensor] = []
-    monkeypatch.setattr(final_export, "reloaded_logits", lambda *_: given[-1])
-    model = Echo()
-    micro = SimpleNamespace(inputs=(expected, None), images=torch.zeros(0))
-    loader = SimpleNamespace(steps=SimpleNamespace(probe=lambda: (micro, [])), to_device=lambda own: own)
-    state: Any = SimpleNamespace(model=model, loader=loader, pipeline=None, roots=[model])
+    """A copy of the trained model has its logits, and transformers those of a copy of the exported one: to a share of
+    the largest in fp32, and on average in 16 bits. Rounding between the two may move them as far as it will. NaN is too
+    far."""
+    live: list[torch.Tensor] = []
+    theirs: list[torch.Tensor] = []
+    ours: list[torch.Tensor] = []
+    monkeypatch.setattr(final_export, "reloaded_logits", lambda *_: torch.cat([theirs[-1], torch.ones(2, 3)], 1))
+    monkeypatch.setattr(final_export, "live_logits", lambda *_: live[-1])
+    monkeypatch.setattr(final_export, "logits", lambda *_: ours.pop(0))
+    monkeypatch.setattr(final_export, "compute_dtype", lambda _: compute)
+    monkeypatch.setattr(final_export, "empty_copy", lambda _, dtype: torch.nn.Linear(1, 1, dtype=dtype))
+    monkeypatch.setattr(final_export, "has_experts", lambda _: experts)
+    for name in ("with_folded_head", "used_dtypes", "check_weights", "load_weights"):
+        monkeypatch.setattr(final_export, name, lambda *_: None)
+    monkeypatch.setattr(final_export, "plain_model", lambda _: SimpleNamespace(parts=None))
+    monkeypatch.setattr(final_export, "is_rounded", lambda *_: False)
+    monkeypatch.setattr(final_export, "weights_in", lambda _: {})
+    monkeypatch.setattr(final_export.dataclasses, "replace", lambda micro, **_: micro)
+    probe = SimpleNamespace(images=torch.zeros(0)), []
+    loader = SimpleNamespace(to_device=lambda own: own, steps=SimpleNamespace(probe=lambda: probe))
+    state: Any = SimpleNamespace(loader=loader)
     cfg: Any = SimpleNamespace(
-        model=SimpleNamespace(quantize=SimpleNamespace(mode=Quantizer.none)),
-        export=SimpleNamespace(dtype=dtype),
-        precision=SimpleNamespace(param_dtype=compute, linear=linear),
+        model=SimpleNamespace(quantize=SimpleNamespace(mode=Quantizer.none), lora=SimpleNamespace(enabled=False)),
+        export=SimpleNamespace(dtype=DType.bf16),
+        precision=SimpleNamespace(param_dtype=trained_in, linear=linear),
     )
 
-    def check(difference: float) -> None:
-        written = torch.cat([expected, torch.full((2, 3), 99.0)], dim=1)  # rows of the vocabulary that were added
-        written[1, 1] += difference * 4
-        given.append(written)
-        final_export.verify(state, cfg, Path("export"), None, True)
+    def check(copy: float, rounded: float, export: float) -> None:
+        """Shares by which the copy differs from the model, its rounded weights from the copy, and the export."""
+        live.append(EXPECTED)
+        ours[:] = [differing(copy), EXPECTED - 9 * rounded]
+        theirs.append(differing(export) - 9 * rounded)
+        final_export.verify(state, cfg, Path("export"), Weights({}, {}, lambda _: EXPECTED))
 
-    check(0.9 * bound)
-    check(-0.9 * bound)
-    for wrong in (1.1 * bound, -1.1 * bound, math.nan):
+    far, wide = 0.9 * copied, 0.9 * exported
+    for near in ((far, 0, 0), (-far, 0, 0), (0, 0, wide), (0, 0, -wide), (0, 1, 0), (0, -1, 0)):
+        check(*near)
+    far, wide = 1.2 * copied, 1.2 * exported
+    for wrong in ((far, 0, 0), (-far, 0, 0), (0, 0, wide), (0, 0, -wide), (math.nan, 0, 0), (0, 0, math.nan)):
         with pytest.raises(ModelError):
-            check(wrong)
-    assert model.training
+            check(*wrong)
+    cfg.model.quantize.mode = Quantizer.nf4
+    check(1.2 * copied, 0, 0)  # the copy is not quantized
+
+
+def test_the_effect_of_rounding_is_a_warning_where_a_wider_export_would_lack_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """And it names the dtype that training uses: of adapters, which are added to the results of layers, fp32."""
+    caplog.set_level(logging.INFO)
+    for used, dtype, lora, kl, cure in (
+        (DType.fp32, DType.bf16, False, 0.06, "fp32"),
+        (DType.fp32, DType.bf16, False, 0.04, None),
+        (DType.bf16, DType.bf16, False, 0.06, None),
+        (DType.bf16, DType.fp32, False, 0.06, "bf16"),
+        (DType.bf16, DType.bf16, True, 0.06, "fp32"),
+    ):
+        cfg: Any = SimpleNamespace(
+            model=SimpleNamespace(lora=SimpleNamespace(enabled=lora)),
+            export=SimpleNamespace(dtype=dtype),
+            precision=SimpleNamespace(param_dtype=used),
+        )
+        final_export.report_rounding(Distance(0, 0, kl, 0), cfg)
+        record = caplog.records[-1]
+        assert record.levelno == (logging.INFO if cure is None else logging.WARNING)
+        assert cure is None or f"export.dtype={cure}," in record.getMessage()
+
+
+def test_a_weight_is_the_trained_one_to_the_bit_and_finite() -> None:
+    """On the first rank; the others only take part in gathering. A copy gets the values that training uses."""
+    values = torch.full((3, 2), 1 + 2**-12)
+    more = torch.cat([values.bfloat16(), torch.zeros(1, 2)])
+    for trained, stored, message in (
+        (values, more, None),
+        (values + 2**-6, more, "weight in it is not the trained one"),
+        (torch.full((3, 2), math.nan), torch.full((3, 2), math.nan), "not finite"),
+        (torch.full((3, 2), math.inf), torch.full((3, 2), math.inf), "not finite"),
+    ):
+        found = Weights({"weight": (3, 2)}, {"weight": torch.bfloat16}, lambda _, trained=trained: trained)
+        for used in (torch.float32, torch.bfloat16):
+            copies = {"weight": torch.nn.Parameter(torch.zeros(3, 2))}
+            given = found, found, Path("x"), {"weight": final_export.MemoryTensor(stored)}
+            if message is None:
+                final_export.check_weights(*given, copies, {"weight": used})
+                assert torch.equal(copies["weight"].detach(), values.to(used).float())
+            else:
+                with pytest.raises(ModelError, match=message):
+                    final_export.check_weights(*given, copies, {"weight": used})
+            final_export.check_weights(*given, {}, {})
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_factor_in_the_output_layer_is_not_the_copys(tied: bool) -> None:
+    """The copy multiplies by it itself, so it gets the rounded weight without the factor."""
+    head, factor = torch.full((3, 2), 1 + 2**-12), 1.3
+    names = ["language_model.embed_tokens.weight"] if tied else [HEAD]
+    trained = Weights({n: (3, 2) for n in names}, dict.fromkeys(names, torch.bfloat16), lambda _: head)
+    folded = (head.bfloat16().float() * factor).bfloat16()
+    exported = Weights(
+        {**trained.shapes, HEAD: (3, 2)},
+        {**trained.dtypes, HEAD: torch.bfloat16},
+        lambda name: folded if name == HEAD else head,
+    )
+    written: Any = {name: final_export.MemoryTensor(head.bfloat16()) for name in names}
+    written[HEAD] = final_export.MemoryTensor(folded)
+    copies = {name: torch.nn.Parameter(torch.zeros(3, 2)) for name in names}
+    final_export.check_weights(trained, exported, Path("x"), written, copies, dict.fromkeys(names, torch.float32))
+    for name in names:
+        assert torch.equal(copies[name].detach(), head) and torch.equal(written[name].tensor, head.bfloat16())
+    written[HEAD] = final_export.MemoryTensor(head)
+    with pytest.raises(ModelError, match=r"lm_head.weight in it is not"):
+        final_export.check_weights(trained, exported, Path("x"), written, copies, dict.fromkeys(names, torch.float32))
+
+
+def test_distances_of_logits() -> None:
+    """By hand: a largest logit of 4, a mean of 2, and a token whose likeliest next one changes."""
+    found = distance(torch.tensor([[2.0, -4.0, 9.0], [1.0, 1.5, 9.0]]), EXPECTED)
+    assert (found.largest, found.mean, found.changed) == (0.125, 0.0625, 0.5)
+    kl = 0.5 * (math.log(0.5 * (1 + math.exp(0.5))) + math.log(0.5 * (1 + math.exp(-0.5)))) / 2
+    assert found.kl == pytest.approx(kl)
+    assert distance(EXPECTED, EXPECTED) == Distance(0, 0, 0, 0)
+    assert distance(torch.zeros(2, 2), torch.zeros(2, 2)) == Distance(0, 0, 0, 0)
+    many = torch.randn(700, 5)
+    assert distance(many.roll(1, 1), many).kl == pytest.approx(
+        float(torch.nn.functional.kl_div(many.roll(1, 1).log_softmax(1), many.softmax(1), reduction="batchmean")), 1e-5
+    )
 
 
 @pytest.mark.parametrize("lora", [False, True])
@@ -106,14 +229,16 @@ def test_a_converted_folder_has_the_logits_of_its_source(form: FolderFormat, mon
     monkeypatch.setattr(verify_logits, "logits", lambda *_: next(outputs))
     monkeypatch.setattr(verify_logits, "logits_of_folder", lambda *_: next(outputs))
     monkeypatch.setattr(verify_logits, "replace_projector", lambda *_: None)
-    model: Any = None
+    monkeypatch.setattr(verify_logits, "is_rounded", lambda *_: False)
+    model: Any = SimpleNamespace(parts=None, with_vocabulary=lambda: {"head"}, named_parameters=list)
+    dtypes = {"head": torch.float32}
     outputs = iter((expected, written, written))
-    assert verify_logits.prove(form, model, {}, {}, Path("x"), RULE) == 0
+    assert verify_logits.prove(form, model, {}, dtypes, Path("x"), RULE) == Distance(0, 0, 0, 0)
     for wrong in (1e-3, math.nan):
         for place in (1, 2) if form is FolderFormat.projector else (1,):
             outputs = iter([expected, *(written + wrong * (place == n) for n in (1, 2))])
             with pytest.raises(ModelError):
-                verify_logits.prove(form, model, {}, {}, Path("x"), RULE)
+                verify_logits.prove(form, model, {}, dtypes, Path("x"), RULE)
 
 
 def test_what_transformers_does_not_load_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

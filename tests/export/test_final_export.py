@@ -1,7 +1,10 @@
 """What a run exports, transformers loads; what others wrote, a run starts from."""
 
 import json
+import logging
 import os
+import re
+import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +17,12 @@ from harness import CPU, RankPool, single_world
 from PIL import Image
 from reference import EXPORTED, outcome, run_ranks, train_on
 from safetensors.torch import load_file, save_file
-from small import conversion, make_config, write_json, write_parts
+from small import command_config, conversion, make_config, write_json, write_parts
 from tiers import slow_after
 from transformers import AutoProcessor, LlavaForConditionalGeneration
 from weights import same, weights
 
-from llava_fsdp.config import Config
+from llava_fsdp.config import Config, ConversionConfig
 from llava_fsdp.data.batching.batch import StepFacts
 from llava_fsdp.data.batching.collate import Collator
 from llava_fsdp.data.images.preprocess import load_image
@@ -48,8 +51,8 @@ from llava_fsdp.model.pretrained import find_parts
 from llava_fsdp.model.pretrained_config import read_model
 from llava_fsdp.model.tensor_files import StoredTensor
 from llava_fsdp.runtime.errors import ConfigError, ModelError
+from llava_fsdp.train import final_export, preflight
 from llava_fsdp.train import main as train
-from llava_fsdp.train import preflight
 
 
 def load_ours(cfg: Config, checkpoint: Path) -> torch.nn.Module:
@@ -163,9 +166,77 @@ def test_broken_export_is_refused(parts: Path, dataset: Path, tmp_path: Path, mo
         train.train(cfg)
     assert not (tmp_path / "metrics.jsonl").exists()
     monkeypatch.setattr(preflight, "rehearse_hf", lambda *_: None)
-    with pytest.raises(ModelError, match="its logits differ"):
+    with pytest.raises(ModelError, match=r"embed_tokens.weight in it is not the trained one"):
         train.train(cfg)
     assert not (tmp_path / "export").exists()
+
+
+def test_one_bit_that_differs_is_refused(
+    parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last bit of one bf16 number, which no bound on logits would find."""
+
+    def save(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
+        name = next(name for name in tensors if name.endswith("layers.1.mlp.up_proj.weight"))
+        bits = tensors[name].clone()
+        bits.view(torch.int16)[3, 2] ^= 1
+        save_file({**tensors, name: bits}, path, metadata)
+
+    monkeypatch.setattr(preflight, "rehearse_hf", lambda *_: None)
+    monkeypatch.setattr(weights_writer, "save_file", save)
+    values = ["export.enabled=true", "export.dtype=bf16", "export.verify=true", "max_steps=1"]
+    with pytest.raises(ModelError, match=r"layers.1.mlp.up_proj.weight in it is not the trained one"):
+        train.train(make_config(parts, dataset, tmp_path, *values))
+
+
+def test_a_refused_export_is_made_by_the_command_that_its_message_gives(
+    parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the last checkpoint, with the weights that the run would have exported; the run then has an export. The same
+    with an older export in its place, and again if the run is started again."""
+    run = tmp_path / "a run"
+    values = ["export.enabled=true", "export.dtype=bf16", "export.verify=true"]
+    for steps in ("max_steps=1", "max_steps=2"):
+        cfg = make_config(parts, dataset, run, *values, steps)
+        with monkeypatch.context() as patched:
+            patched.setattr(final_export, "reloaded_logits", lambda *_: torch.full((1, 1), torch.nan))
+            for _ in range(2):
+                with pytest.raises(ModelError) as refused:
+                    train.train(cfg)
+        command = shlex.split(str(refused.value).rpartition(": ")[2])
+        assert command[:2] == ["llava-fsdp", "export"] and (run / "export.tmp").is_dir()
+        export(command_config(ConversionConfig, *command[1:]))
+        exported = weights(run / "export")
+        assert not (run / "export.tmp").exists()
+        train.train(cfg)
+        assert same(weights(run / "export"), exported), "it counts as the run's own export"
+        shutil.copytree(run / "export", tmp_path / steps)
+        shutil.rmtree(run / "export")
+        train.train(cfg)
+        assert same(weights(run / "export"), exported), "it is what the run writes"
+    assert not same(weights(tmp_path / "max_steps=1"), exported)
+
+
+def test_the_effect_of_rounding_is_said_and_no_reason_to_refuse(
+    noise: Path, parts: Path, dataset: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Attention that chooses one token: where two are nearly equal, rounding to bf16 chooses the other, and a logit
+    moves by a large share of the largest."""
+    sharp = Path(shutil.copytree(noise / "export", tmp_path / "sharp"))
+    tensors = load_file(sharp / "model.safetensors")
+    save_file({n: t * 1000 if "q_proj" in n else t for n, t in tensors.items()}, sharp / "model.safetensors")
+    forge_notes(sharp)
+    values = ["export.enabled=true", "export.verify=true", "max_steps=1", "model.random_weights=false"]
+    caplog.set_level(logging.INFO)
+    for dtype in ("bf16", "fp32"):
+        run = tmp_path / dtype
+        cfg = make_config(parts, dataset, run, *values, f"model.checkpoint={sharp}", f"export.dtype={dtype}")
+        train.train(cfg)
+        told = [r.getMessage() for r in caplog.records if "moves the logits by" in r.getMessage()]
+        kl = float(re.search(r"KL ([\d.e-]+)", told[-1])[1])
+        assert (kl > 1e-3) is (dtype == "bf16"), told[-1]
+        loaded = LlavaForConditionalGeneration.from_pretrained(run / "export", dtype=torch.float32)
+        assert loaded.dtype == torch.float32
 
 
 def write_original(noise: Path, folder: Path, kind: str) -> Path:

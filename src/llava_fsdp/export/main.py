@@ -56,7 +56,7 @@ def export(cfg: ConversionConfig) -> Path:
     check_target(final, staged, cfg)
     opened = open_source(cfg)
     if opened.adapted is not None and cfg.verify:
-        prove_merge(opened.source.model, opened.adapted)
+        prove_merge(opened.adapted)
     dtypes = {name: tensor.dtype for name, tensor in opened.sources.items()}
     if cfg.dtype is not KeptDType.keep:
         dtypes = dict.fromkeys(dtypes, DTYPES[DType(cfg.dtype.value)])

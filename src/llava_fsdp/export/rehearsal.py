@@ -16,10 +16,10 @@ from llava_fsdp.export.adapter_folder import whole_rows
 from llava_fsdp.export.chat_template import PROBED
 from llava_fsdp.export.folded_head import HEAD, with_folded_head
 from llava_fsdp.export.formats import SourceModel, begin_hf, hf_config, write_hf_config, write_hf_weights
+from llava_fsdp.export.logit_distance import CLOSE
 from llava_fsdp.export.processor import TokenIds, check_image_tokens, has_tokenizer, preprocessor_fields
 from llava_fsdp.export.small_copy import small_copy
 from llava_fsdp.export.verify_logits import (
-    CLOSE,
     Adapted,
     exported_logits,
     load_copy,

@@ -5,6 +5,8 @@ Before an exported folder gets its final name, it is read again and compared wit
 
 import copy
 import dataclasses
+import gc
+import shlex
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +16,11 @@ import torch
 from llava_fsdp.checkpoint.commit import AdapterFolder
 from llava_fsdp.checkpoint.reader import saved_weights
 from llava_fsdp.checkpoint.verify import Checkpoint
-from llava_fsdp.config import Config, DType, FolderFormat, LinearKind, Quantizer
+from llava_fsdp.config import Config, DType, FolderFormat, KeptDType, LinearKind, Quantizer
+from llava_fsdp.data.batching.batch import MicroBatch
 from llava_fsdp.distributed.consensus import on_all_ranks, on_first_rank, rank_and_size
-from llava_fsdp.distributed.local_shards import whole
-from llava_fsdp.distributed.precision import DTYPES
+from llava_fsdp.distributed.local_shards import local_shards, whole
+from llava_fsdp.distributed.precision import DTYPES, MasterWeights, norm_weights
 from llava_fsdp.export.adapter_folder import (
     AdapterWriter,
     Base,
@@ -26,23 +29,25 @@ from llava_fsdp.export.adapter_folder import (
     small_files,
     whole_rows,
 )
+from llava_fsdp.export.folded_head import HEAD, is_rounded, with_folded_head
 from llava_fsdp.export.formats import history, source_of_run, write_folder
+from llava_fsdp.export.logit_distance import CLOSE, Distance, distance
 from llava_fsdp.export.verify_logits import (
-    CLOSE_8_BIT,
     Adapted,
-    bound_in,
     compute_dtype,
-    load_copy,
+    empty_copy,
+    has_experts,
     logits,
-    relative_difference,
+    prove_merge,
     reloaded_logits,
 )
 from llava_fsdp.export.weights_writer import Weights, publish_folder
 from llava_fsdp.model.llava import Llava, build_llava
-from llava_fsdp.model.load_weights import base_fingerprint
+from llava_fsdp.model.load_weights import base_fingerprint, find_weights, load_weights
 from llava_fsdp.model.lora_files import FOLDER, check_changed
 from llava_fsdp.model.lora_names import is_adapter, module_of
-from llava_fsdp.model.pretrained import EXPORT
+from llava_fsdp.model.pretrained import EXPORT, Parts, find_parts
+from llava_fsdp.model.pretrained_config import read_model
 from llava_fsdp.model.tensor_files import Stored
 from llava_fsdp.runtime.durable_files import make_empty
 from llava_fsdp.runtime.errors import DamagedModel, LlavaFsdpError, ModelError
@@ -50,6 +55,13 @@ from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.provenance import check_folder, read_notes
 from llava_fsdp.train.pipeline_step import evaluate
 from llava_fsdp.train.state import TrainState
+
+FAR = 0.5
+"""Largest accepted mean difference between logits that a training computes in 16 or 8 bits and those of a copy of its
+weights in fp32, relative to the mean absolute logit. A few hundredths are usual; logits of two unrelated models differ
+by more than 1."""
+MUCH = 0.05
+"""Kullback-Leibler divergence in nats per token from which on the effect of rounding is a warning."""
 
 
 def export(state: TrainState, cfg: Config, is_first_rank: bool) -> Path:
@@ -97,9 +109,32 @@ def export(state: TrainState, cfg: Config, is_first_rank: bool) -> Path:
             shutil.rmtree(staged, ignore_errors=True)  # free the space, because the disk may be full
         raise
     if cfg.export.verify:
-        verify(state, cfg, staged, adapted, is_first_rank)
+        try:
+            if adapted is not None:
+                on_first_rank(lambda: prove_merge(adapted), f"cannot merge the adapters of {cfg.output_dir}")
+            verify(state, cfg, staged, weights)
+        except ModelError as error:  # raised on every rank
+            raise ModelError(f"{error}\n{how_to_go_on(cfg, final, staged)}") from error
     on_first_rank(lambda: publish_folder(staged, final), f"cannot complete {final}")
     return final
+
+
+def how_to_go_on(cfg: Config, final: Path, staged: Path) -> str:
+    """Return the end of an error message about an export that is refused: where its files and the trained weights are,
+    and the command that writes the export from the last checkpoint without comparing it.
+
+    Args:
+        final: the export's folder, which was not made.
+        staged: the folder of the files that were written.
+    """
+    dtype = f"dtype={cfg.export.dtype.value}" if cfg.export.dtype.value in [kept.value for kept in KeptDType] else ""
+    replaced = "overwrite=true" if final.exists() else ""
+    words = f"source={cfg.output_dir}", f"to={final}", dtype, "verify=false", replaced
+    command = " ".join(["llava-fsdp export", *(shlex.quote(word) for word in words if word)])
+    return (
+        f"{final} was not made. The trained weights are in {cfg.output_dir}/checkpoints, and {staged} has what was "
+        f"written. To compare again, start the run again; to export the weights without the comparison: {command}"
+    )
 
 
 def export_adapter(state: TrainState, cfg: Config, is_first_rank: bool) -> Adapted:
@@ -181,19 +216,108 @@ def parameter_values(name: str, state: TrainState, is_first_rank: bool) -> torch
     return source.rows(0, source.shape[0]) if is_first_rank else torch.empty(0)
 
 
-def verify(state: TrainState, cfg: Config, staged: Path, adapted: Adapted | None, is_first_rank: bool) -> None:
-    """Load the exported folder with transformers on rank 0's CPU, and compare its logits with those of the trained
-    model on a few samples. Collective: all ranks must call it.
+def verify(state: TrainState, cfg: Config, staged: Path, weights: Weights) -> None:
+    """Read the exported folder again, and compare it with the trained model. Collective: all ranks must call it.
+
+    1. Every weight that llava_fsdp reads from the folder is the trained one, rounded to `export.dtype`, to the bit.
+    2. A copy of the model on rank 0's CPU, with the trained weights, has the logits of the model in training, on a few
+       samples (unless its base is quantized, which the copy is not).
+    3. The copy with rounded weights has the logits that transformers computes from the folder.
+
+    The log says how far the logits of 3 are from those of 2: the effect of rounding, to which no bound applies.
 
     Args:
         staged: the exported folder, before it gets its final name.
-        adapted: the base model and the adapters, for a model with adapters; else None.
+        weights: what was exported: the trained weights, with LoRA adapters merged into them.
 
     Raises:
-        ModelError: the logits differ by more than rounding to `export.dtype` can explain.
+        ModelError: the export is not the trained model.
     """
+    failing = f"{staged} was written, but cannot be read back"
     micro, sizes = state.loader.steps.probe()
-    placed = state.loader.to_device(micro)
+    live, images = live_logits(state, micro).cpu(), state.loader.to_device(micro).images.cpu()
+    batch = dataclasses.replace(micro, images=images)
+    model = plain_model(state)
+    written: dict[str, Stored] = {}
+    copies: list[Llava] = []
+
+    def prepare() -> None:
+        written.update(weights_in(staged))
+        copies.append(empty_copy(model, compute_dtype(model)))
+
+    on_first_rank(prepare, failing)
+    parameters = dict(copies[0].named_parameters()) if copies else {}
+    check_weights(weights, with_folded_head(weights, model), staged, written, parameters, used_dtypes(model, cfg))
+
+    def compare() -> None:
+        compute = next(copies[0].parameters()).dtype
+        trained = logits(copies[0], batch)
+        if cfg.model.quantize.mode is Quantizer.none:
+            check_copy(trained, live, cfg)
+        rounded = {name: written[name] for name in weights.shapes}
+        load_weights(rounded, local_shards(copies[0], MasterWeights({})))
+        ours = logits(copies[0], batch)
+        copies.clear()
+        gc.collect()
+        theirs = reloaded_logits(staged, micro, images, compute, sizes)
+        found = distance(theirs, ours)
+        log().info("export: transformers' logits differ from llava_fsdp's by %.2g of the largest", found.largest)
+        head_is_rounded = is_rounded(model.parts, DTYPES[cfg.export.dtype])
+        wrong = found.exceeds(torch.bfloat16 if head_is_rounded else compute, has_experts(model))
+        if wrong:
+            raise ModelError(f"{staged} was written, but transformers computes something else from it: {wrong}")
+        report_rounding(distance(theirs, trained), cfg)
+
+    on_first_rank(compare, failing)
+
+
+def weights_in(folder: Path) -> dict[str, Stored]:
+    """Return the weights in an exported folder by llava_fsdp's names, read as `model.checkpoint` is."""
+    cfg = read_model(folder, None, None)
+    parts = find_parts(cfg)
+    return find_weights(build_llava(parts, cfg, torch.float32), parts, cfg, None, 0)
+
+
+def check_copy(trained: torch.Tensor, live: torch.Tensor, cfg: Config) -> None:
+    """Raise ModelError if a copy of the trained model on the CPU has other logits than the model in training.
+
+    Args:
+        trained: logits of the copy: float32 [labels, vocabulary].
+        live: those of the model in training, which may compute in 16 or 8 bits.
+    """
+    found = distance(trained, live)
+    log().info(
+        "export: logits on the CPU differ from those in training by %.2g of the largest, %s", found.largest, found
+    )
+    in_fp32 = cfg.precision.param_dtype is DType.fp32 and cfg.precision.linear is LinearKind.same
+    if not (found.largest <= CLOSE if in_fp32 else found.mean <= FAR):
+        raise ModelError(
+            f"a copy of the trained weights has other logits than the model in training: they differ by "
+            f"{found.largest:.2g} of the largest, {found}; please report it"
+        )
+
+
+def report_rounding(moved: Distance, cfg: Config) -> None:
+    """Log how far rounding to `export.dtype` moves the logits of the trained model: as a warning if much of what was
+    trained is lost.
+
+    Args:
+        moved: distance of the export's logits from those of the trained model.
+    """
+    text = f"export: rounding to export.dtype={cfg.export.dtype.value} moves the logits by {moved}"
+    used = DType.fp32 if cfg.model.lora.enabled else cfg.precision.param_dtype
+    if moved.kl > MUCH and used is not cfg.export.dtype:
+        log().warning(
+            "%s: the export is not as good as the losses of the training say. Start the run again with "
+            "export.dtype=%s, which only writes the export anew", text, used.value,
+        )  # fmt: skip
+    else:
+        log().info("%s", text)
+
+
+def live_logits(state: TrainState, micro: MicroBatch) -> torch.Tensor:
+    """Return the logits of the model in training for a micro-batch: float32 [labels, vocabulary]. Collective: all ranks
+    must call it."""
     for root in state.roots:
         root.eval()
     with torch.no_grad():
@@ -204,28 +328,68 @@ def verify(state: TrainState, cfg: Config, staged: Path, adapted: Adapted | None
         assert isinstance(state.model, Llava)
         found = state.pipeline.from_last(found, (len(micro.label_positions), state.model.parts.language.vocab_size))
     assert found is not None, "only ranks of a pipeline may have no logits"
-    live = found.cpu()
-    quantised = cfg.model.quantize.mode is not Quantizer.none
-    sources = with_trained(state, is_first_rank) if quantised and adapted is None else {}
+    return found
 
-    def compare() -> None:
-        ours, images = live, placed.images.cpu()
-        if quantised:
-            ours = logits(in_full_precision(state.model, sources, adapted), dataclasses.replace(micro, images=images))
-        reloaded = reloaded_logits(staged, micro, images, DTYPES[cfg.precision.param_dtype], sizes)
-        difference = relative_difference(reloaded[:, : ours.shape[1]], ours)
-        in_fp32 = (cfg.export.dtype, cfg.precision.param_dtype) == (DType.fp32, DType.fp32)
-        bound = bound_in(torch.float32 if in_fp32 else torch.bfloat16, whole_model(state))
-        bound = bound if cfg.precision.linear is LinearKind.same else CLOSE_8_BIT
-        log().info("export: logits after reloading differ by %.2g of the largest (bound %.2g)", difference, bound)
-        if not difference <= bound:
-            raise ModelError(
-                f"{staged} was written, but its logits differ by {difference:.3g} from the model's, which must "
-                f"be at most {bound:.2g}: has the loss risen, or jumped? A training that has diverged does this; if it "
-                "has not, please report it"
-            )
 
-    on_first_rank(compare, f"{staged} was written, but cannot be read back")
+def used_dtypes(model: Llava, cfg: Config) -> dict[str, torch.dtype]:
+    """Return the dtype to which training rounds each weight before it is used, by name. Weights that LoRA adapters
+    adapt are used unrounded: the adapters are added to the results of their layers.
+
+    Args:
+        model: the model without LoRA adapters.
+    """
+    norms = norm_weights(model, cfg.precision)
+    used = torch.float32 if cfg.model.lora.enabled else DTYPES[cfg.precision.param_dtype]
+    return {name: torch.float32 if own in norms else used for name, own in model.named_parameters()}
+
+
+@torch.no_grad()
+def check_weights(
+    trained: Weights,
+    exported: Weights,
+    staged: Path,
+    written: dict[str, Stored],
+    copies: dict[str, torch.nn.Parameter],
+    used: dict[str, torch.dtype],
+) -> None:
+    """Check that every weight in an exported folder is the trained one, rounded to the dtype of the export, to the bit.
+    Collective: all ranks must call it.
+
+    Args:
+        trained: the trained weights.
+        exported: the same, with the factor of the logits multiplied into the weight of the output layer.
+        staged: the exported folder, for messages.
+        written: on rank 0, the weights in the folder, by name. An output layer that has a factor is replaced in it by
+            the trained one, rounded to the dtype of the export.
+        copies: on rank 0, parameters by name, which get the trained values as training uses them; empty on the others.
+        used: dtype to which training rounds each weight before it is used, by name.
+
+    Raises:
+        ModelError: a weight in the folder is not the trained one, or has a value that is not finite.
+    """
+    wrong: list[str] = []  # raised after the collectives, in which the other ranks wait for rank 0
+    for name, dtype in exported.dtypes.items():
+        values = exported.read(name)
+        has_factor = name == HEAD and exported is not trained
+        original = trained.read(name) if has_factor and name in trained.shapes else values
+        if not copies or wrong:
+            continue
+        if not values.isfinite().all():
+            wrong.append(f"{name} has values that are not finite: the training has diverged")
+            continue
+        rows = min(len(values), len(copies[name])) if name in copies else len(values)  # a file may have more rows
+        if not torch.equal(written[name].rows(0, rows).float(), values[:rows].to(dtype).float()):
+            wrong.append(f"{staged} was written, but {name} in it is not the trained one")
+        elif name in copies:
+            copies[name].copy_(original[:rows].to(used[name]))
+            if has_factor:
+                written[name] = MemoryTensor(original[:rows].to(dtype))
+
+    def refuse() -> None:
+        if wrong:
+            raise ModelError(wrong[0])
+
+    on_first_rank(refuse, f"{staged} was written, but cannot be read back")
 
 
 def whole_model(state: TrainState) -> torch.nn.Module:
@@ -234,26 +398,26 @@ def whole_model(state: TrainState) -> torch.nn.Module:
     if state.pipeline is None:
         return state.model
     assert isinstance(state.model, Llava)
-    # a second model would change the attention implementation in the configuration of the first
-    parts = copy.deepcopy(state.model.parts)
+    return build_llava(copied_parts(state.model), state.model.cfg, state.model.compute_dtype, state.model.kernel)
+
+
+def copied_parts(model: Llava) -> Parts:
+    """Return a copy of the configurations with which a model was built, to build a second one: building would change
+    the attention implementation in the configuration of the first."""
+    parts = copy.deepcopy(model.parts)
     # None: transformers' own way to run experts. The one registered for training sends tokens to other ranks, which
     # fails on the meta device, on which `build_llava` runs the model.
     parts.language._experts_implementation = None
-    return build_llava(parts, state.model.cfg, state.model.compute_dtype, state.model.kernel)
+    return parts
 
 
-def in_full_precision(model: torch.nn.Module, sources: dict[str, Stored], adapted: Adapted | None) -> Llava:
-    """Build a copy of the model as it is exported, with weights in full precision, for a training whose base model is
-    quantized.
-
-    Args:
-        model: the model in training.
-        sources: the current values of all parameters, by name; used only without adapters.
-        adapted: the base model and the adapters; None if the model has no adapters.
-    """
+def plain_model(state: TrainState) -> Llava:
+    """Return a copy of the model on the meta device, for its shapes and its configuration: whole, without LoRA adapters
+    and not quantized, as it is exported."""
+    model = whole_model(state)
     assert isinstance(model, Llava)
-    plain = build_llava(model.parts, model.cfg.plain, torch.float32)
-    return load_copy(plain, sources if adapted is None else adapted.sources, compute_dtype(plain), adapted)
+    parts = copied_parts(model)
+    return build_llava(parts, model.cfg.plain, torch.float32)
 
 
 def writer_of(state: TrainState, cfg: Config) -> AdapterWriter:
