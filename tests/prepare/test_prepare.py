@@ -19,6 +19,7 @@ REPORT = {
     "examined": {"summary": "7 of 8 images were decoded"},
     "truncation": [{"max_length": 2048, "records_cut": 11, "positions_lost": 12, "label_tokens_lost": 13,
                     "left_without_labels": 14}],
+    "unread_keys": {"a": {"messages[].name": 12}},
     "problems": {
         "url": {"records": 2, "kept": False, "meaning": "is a URL", "first": [{"reason": "record 9 is one"}]},
         "duplicate_id": {"records": 5, "kept": True, "meaning": "comes twice", "first": [{"reason": "record 8 does"}]},
@@ -36,6 +37,7 @@ def test_tables_of_a_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert rows["url"][:3] == ["url", "2", "skipped"] and rows["duplicate_id"][:3] == ["duplicate_id", "5", "kept"]
     assert "mean 45.2; up to 50 % 40, 100 % 1,234" in text and "7 of 8 images were decoded" in text
     assert "url, for example: record 9 is one" in text
+    assert "source a has keys that are not read: messages[].name (12 records)" in text
     assert "1,098 of 1,100 records are kept; everything is in there/" in " ".join(text.split())
     module.show({**REPORT, "problems": {}, "examined": None, "lengths": {"samples": 0}}, Path("there"))
     text = capsys.readouterr().out

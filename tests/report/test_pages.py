@@ -161,6 +161,7 @@ def dataset_report(cut: bool) -> dict[str, Any]:
             for at, n in enumerate((512, 1024, 2048, 4096), start=1)
         ],
         "problems": {"image_missing": {**kind, "first": rows}} if cut else {},
+        "unread_keys": {"a": {f"messages[].{'long' * 20}": 12}} if cut else {},
     }  # fmt: skip
 
 

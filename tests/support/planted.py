@@ -113,6 +113,7 @@ FAULTS: list[tuple[str, dict | list | str | bytes]] = [
     ("duplicate_id", {"id": "good-0", **with_picture("good.jpg")}),
     ("too_long", text(("human", "a"), ("gpt", LONG))),
     ("no_labels", text(("human", LONG), ("gpt", "a"))),
+    ("key_not_obeyed", {"conversations": [*turns("a")[:1], {**ANSWER, "reasoning_content": "it is round"}]}),
 ]  # fmt: skip
 ALSO = {"no_labels": {"too_long"}}
 """What a fault cannot be without."""

@@ -21,6 +21,7 @@ from llava_fsdp.data.index.record_store import sources_of
 from llava_fsdp.data.index.statistics import PAGE, write_report
 from llava_fsdp.data.index.verify import verify_index
 from llava_fsdp.data.loader import open_encoding
+from llava_fsdp.data.records.keys import describe_unread
 from llava_fsdp.data.text.encode import Encoder
 from llava_fsdp.data.toy_shapes import draw_shapes
 from llava_fsdp.distributed.precision import DTYPES
@@ -127,6 +128,8 @@ def show(report: dict[str, Any], folder: Path) -> None:
     for source in report["sources"]:
         sources.add_row(source["name"], *(f"{source[name]:,}" for name in names))
     console.print(sources)
+    for line in describe_unread(report["unread_keys"]):
+        console.print(line, soft_wrap=True)
     lengths = report["lengths"]
     if lengths["samples"]:
         percentiles = ", ".join(f"{p} % {n:,}" for p, n in lengths["percentiles"].items())

@@ -44,6 +44,7 @@ def dataset_page(report: dict[str, Any], examples: list[Example]) -> str:
         section("Lengths", *lengths(report["lengths"])),
         section("What a maximum length costs", *truncation(report)),
         section("Problems", *problems(report)),
+        section("Keys that are not read", *unread_keys(report["unread_keys"])),
         section("Records as the model sees them", *examples_body(examples)),
     ]
     return whole_page("dataset", "".join(parts))
@@ -80,6 +81,17 @@ def sources(report: dict[str, Any]) -> Iterator[str]:
         rest = f", of which {FOLDED:,} are shown; all are in report.json" if len(files) > len(lines) else ""
         yield f"<details><summary>The other {len(files) - WORST:,} files{rest}</summary>\n"
         yield table([text or "" for text in names], lines[WORST:]) + "</details>\n"
+
+
+def unread_keys(sources: dict[str, dict[str, int]]) -> Iterator[str]:
+    """Yield an HTML table, for the report page of a dataset, of the keys of its records that are not read and could
+    change what is learnt.
+
+    Args:
+        sources: {data source: {key: number of records}}.
+    """
+    rows = [[name, key, count] for name, keys in sources.items() for key, count in keys.items()]
+    yield table(["source", "key", "records"], rows) if rows else "<p>There are none.</p>\n"
 
 
 def counted(counts: dict[str, Any]) -> list[object]:

@@ -372,7 +372,7 @@ def records_with(**values: Any) -> Any:
             return self.size
 
     records = Sized(size=90, counts=counts, out=0, dropping=[Kind.url, Kind.too_long], source_counts=[60, 30])
-    records.index = Sized(**vars(index), size=100)
+    records.index = Sized(**vars(index), size=100, unread_keys={})
     records.pictures = np.array([1] + [0] * 89)
     for name, value in values.items():
         setattr(records, name, value)

@@ -96,6 +96,20 @@ class Footer:
         except Malformed as error:
             self.refuse(f"the number of rows of row group {group} is damaged or too large ({error})", REWRITE)
 
+    def has_values(self, path: str, group: int) -> bool:
+        """Return whether a leaf column of a row group has a value that is not null, as its statistics say; true without
+        statistics.
+
+        Args:
+            path: path of the leaf column, such as `image.bytes`.
+            group: index of the row group.
+        """
+        values = self.chunk(path, group).values
+        meta = structs(self.groups[group], 1)[self.leaves[path].number][3]
+        statistics = meta.get(12)
+        nulls = statistics.get(3) if isinstance(statistics, dict) else None
+        return values > 0 and nulls != values
+
     def chunk(self, path: str, group: int) -> Chunk:
         """Return which bytes of the Parquet file are a leaf column of a row group, and how they are compressed. The
         numbers are checked against the size of the file.

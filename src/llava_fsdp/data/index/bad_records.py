@@ -10,6 +10,7 @@ from llava_fsdp.data.images.preprocess import ImageReader
 from llava_fsdp.data.index.build import Plan, last_look, open_index
 from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.index.statistics import PAGE, write_report
+from llava_fsdp.data.records.keys import describe_unread
 from llava_fsdp.data.records.problems import PROBLEMS, Kind
 from llava_fsdp.data.text.encode import Encoder
 from llava_fsdp.data.text.templates import IMAGE_TAG
@@ -97,7 +98,7 @@ def same_files(records: Records) -> str:
 
 def remarks(records: Records) -> str:
     """Return warnings about a dataset: records that have a problem but are trained on, data sources whose records have
-    no image, and files that several sources contain; empty without them."""
+    no image or have keys that are not read, and files that several sources contain; empty without them."""
     said = [
         f"{records.counts[kind]:,} {words}"
         for kind, words in NOTED.items()
@@ -110,6 +111,7 @@ def remarks(records: Records) -> str:
             found.append(
                 f"no record of {source.path} has an image, but {source.images} is set: is the key called image?"
             )
+    found += describe_unread(records.index.unread_keys)
     return "; ".join([*found, *filter(None, [same_files(records)])])
 
 

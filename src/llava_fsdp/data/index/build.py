@@ -27,7 +27,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,7 +38,7 @@ from llava_fsdp.data.containers.data_files import CacheFolder
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.images.preprocess import ImageReader
 from llava_fsdp.data.index.duplicate_ids import DUPLICATES, read_facts
-from llava_fsdp.data.index.examine_passes import NAME_SIZE, ExaminePictures, Pass, ReadRecords
+from llava_fsdp.data.index.examine_passes import NAME_SIZE, UNREAD, ExaminePictures, Pass, ReadRecords
 from llava_fsdp.data.index.image_sample import Examined
 from llava_fsdp.data.index.integrity import DONE, check_part, damaged, read_json, read_rows
 from llava_fsdp.data.index.record_store import (
@@ -74,9 +74,9 @@ CHUNKS = {"records": 8192, "pictures": 1024, "encoded": 1024}
 """For each pass over the dataset, the number of records that are processed as one chunk, which takes a few seconds."""
 EXAMINED = "examined"
 """Key of `done.json`, in the folder of the columns about images, for the fields of `Examined`."""
-ENCODED_FORMAT = 2
-"""Version of the columns about tokens. It is increased whenever the same encoder gives other values for a record (2:
-system turns are read)."""
+ENCODED_FORMAT = 3
+"""Version of the columns about tokens. It is increased whenever the same encoder gives other values for a record (3:
+answers that are not learnt)."""
 
 
 @dataclass(frozen=True)
@@ -155,6 +155,8 @@ class Index:
     """Counts of what truncation at each maximum length loses, int64 [data sources, limits, LOSSES]."""
     examined: Examined | None = None
     """With `data.examine=sample` or `lazy`, how many images were decoded; else None, because all were opened."""
+    unread_keys: dict[str, dict[str, int]] = field(default_factory=dict)
+    """{data source: {key of its records that is not read and could change what is learnt: number of records}}."""
 
     def __len__(self) -> int:
         return len(self.store)
@@ -316,7 +318,12 @@ def opened(plan: Plan, folder: Path, state: Path, pictures: Path, encoded: Path)
         examined = None if counts is None else Examined(**require_kinds(counts, kinds_of(Examined)))
     except (BadJson, TypeError) as error:
         raise damaged(pictures / DONE, "it is not what was written") from error
-    return Index(folder, store, records, pictures, encoded, limits, losses, examined)
+    try:
+        counts = [require_kinds(own, dict.fromkeys(own, (int,))) for own in read_json(records / DONE)[UNREAD]]
+        unread = {source.name: own for source, own in zip(store.sources, counts, strict=True)}
+    except (BadJson, KeyError, TypeError, ValueError) as error:
+        raise damaged(records / DONE, "it is not what was written") from error
+    return Index(folder, store, records, pictures, encoded, limits, losses, examined, unread)
 
 
 def build(plan: Plan, sources: list[DataSource], folder: Path, watch: Watch, look_again: bool) -> Index:
@@ -352,7 +359,7 @@ def build(plan: Plan, sources: list[DataSource], folder: Path, watch: Watch, loo
     records, sampling = state / plan.records_name, plan.reader.sampling
     reading = ReadRecords(state / "texts", CHUNKS["records"], sampling, plan.cache)
     chunks = chunks_of(plan, plan.records_name)
-    make(reading, chunks, records, plan.workers, watch, "reading records", read_facts, [NAME_SIZE])
+    make(reading, chunks, records, plan.workers, watch, "reading records", read_facts, [NAME_SIZE, UNREAD])
     pictures = examine_pictures(plan, state, watch, look_again)
     encoded = state / encoded_name(plan, pictures)
     encoding = EncodeRecords(

@@ -3,14 +3,16 @@ by record."""
 
 import itertools
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from llava_fsdp.data.index.examine_passes import NAME_SIZE, ReadRecords
+from llava_fsdp.data.index.examine_passes import NAME_SIZE, UNREAD, ReadRecords
 from llava_fsdp.data.index.worker_pool import BLOCK, column, open_column, write_column
+from llava_fsdp.data.records.keys import count_keys
 from llava_fsdp.data.records.problems import BITS, Kind
 
 DUPLICATES = "duplicates"
@@ -19,7 +21,8 @@ DUPLICATES = "duplicates"
 def read_facts(task: ReadRecords, chunks: Sequence[Path], staged: Path) -> dict[str, Any]:
     """Add files to the result of the first pass over a dataset, which reads all records: first_picture (int64 [records
     + 1], the index of each record's first image), name_end (int64 [images + 1], the end of each image's path in the
-    array of all paths) and the list of duplicate ids. Return an empty dict, because there is nothing else to store.
+    array of all paths) and the list of duplicate ids. Return, for each data source, how many of its records have each
+    key that is not read.
 
     Args:
         task: the first pass.
@@ -42,7 +45,10 @@ def read_facts(task: ReadRecords, chunks: Sequence[Path], staged: Path) -> dict[
                 row = {"record": number, "id": record.id, "kind": Kind.duplicate_id, "reason": reason}
                 file.write(json.dumps(row) + "\n")
                 flags[number] |= BITS[Kind.duplicate_id]
-    return {}
+    unread = [Counter[str]() for _ in task.store.sources]
+    for chunk, first in zip(chunks, task.file_begins, strict=True):
+        count_keys(unread[task.store.part(first).source], json.loads(column(chunk, UNREAD).tobytes()))
+    return {UNREAD: unread}
 
 
 def running_sum(pieces: Iterable[np.ndarray]) -> Iterator[np.ndarray]:

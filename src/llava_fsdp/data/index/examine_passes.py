@@ -6,8 +6,10 @@ from __future__ import annotations
 import bisect
 import hashlib
 import itertools
+import json
 import os
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
@@ -27,6 +29,7 @@ from llava_fsdp.data.index.image_sample import ImageSample, ends_of
 from llava_fsdp.data.index.record_store import RecordStore
 from llava_fsdp.data.index.worker_pool import ROWS, Columns, open_column, rows_column
 from llava_fsdp.data.records.forms import SIZE_KEYS, given_sizes
+from llava_fsdp.data.records.keys import count_keys
 from llava_fsdp.data.records.problems import BITS, Kind
 from llava_fsdp.data.records.record import INLINE, Record, is_video, unread_reason
 from llava_fsdp.data.text.templates import IMAGE_TAG
@@ -186,6 +189,9 @@ class Pass(ABC):
 
 NAME_SIZE = "name_size"
 """Column with the number of bytes of each image's path, int32 [images]."""
+UNREAD = "unread_keys"
+"""Column with the keys that no record's parser reads and how many records have them, an object in JSON, uint8
+[bytes]."""
 
 
 @dataclass(frozen=True)
@@ -194,13 +200,14 @@ class ReadRecords(Pass):
 
     Columns with a value per record: id_hash (0: no id), digest (xxh3 checksum of its bytes; 0: not read), words,
     pictures (number of images). Column with a value per image: NAME_SIZE. Column `names`:
-    the bytes of all image paths.
+    the bytes of all image paths. Column UNREAD: {key that is not read: number of records of the chunk with it}.
     """
 
     def columns(self, numbers: range, found: Findings) -> Columns:
         hashes, digests = (np.zeros(len(numbers), dtype=np.uint64) for _ in range(2))
         words, pictures = (np.zeros(len(numbers), dtype=np.int32) for _ in range(2))
         names: list[bytes] = []
+        unread = Counter[str]()
         for number in numbers:
             try:
                 text = self.store.read(number)
@@ -215,7 +222,10 @@ class ReadRecords(Pass):
             hashes[at] = id_hash(record.id) if record.has_id else 0
             words[at], pictures[at] = record.signed_words, len(record.images)
             names += [name.encode() for name in record.images]
+            count_keys(unread, dict.fromkeys(record.unread_keys, 1))
             check_pictures_named(record, found.of(number, record.known_id))
+            if record.not_obeyed is not None:
+                found.of(number, record.known_id)(Kind.key_not_obeyed, f"{record.where}: {record.not_obeyed}")
         return {
             "id_hash": hashes,
             "digest": digests,
@@ -223,6 +233,7 @@ class ReadRecords(Pass):
             "pictures": pictures,
             NAME_SIZE: np.array([len(n) for n in names], dtype=np.int32),
             "names": np.frombuffer(b"".join(names), dtype=np.uint8),
+            UNREAD: np.frombuffer(json.dumps(unread).encode(), dtype=np.uint8),
         }
 
 

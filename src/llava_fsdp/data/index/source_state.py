@@ -19,7 +19,7 @@ from llava_fsdp.runtime.host import read_host
 from llava_fsdp.runtime.progress import Watch
 from llava_fsdp.runtime.small_json import BadJson, Kinds, parse_object, require_kinds
 
-FORMAT = 9
+FORMAT = 10
 """Version of the index format. It is increased whenever the columns change, or the values in them for the same
 record."""
 STORED_EVERY = 100

@@ -90,6 +90,7 @@ def make_report(records: Records, cfg: Config) -> dict[str, Any]:
         "lengths": describe_lengths(index),
         "truncation": describe_losses(index),
         "problems": list_problems(records),
+        "unread_keys": index.unread_keys,
     }
 
 

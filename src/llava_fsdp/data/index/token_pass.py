@@ -172,4 +172,6 @@ def check_cut(record: Record, made: Measured, max_length: int, tell: Tell) -> No
     if sample.num_labels == 0:
         cut = made.whole.num_labels > 0
         why = f": all are beyond data.max_length={max_length}; raise it" if cut else ": no answer of it is supervised"
+        if not any(turn.learnt for turn in record.turns if turn.role == "gpt"):
+            why = ": its keys say of every answer that it is not learnt (weight 0, loss false); take the record out"
         tell(Kind.no_labels, f"{record.where} has no label token to learn from{why}")

@@ -4,8 +4,9 @@ LLaVA's `conversations`, `messages`, `texts`, or a question and an answer under 
 
 import base64
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,17 @@ from xxhash import xxh3_128_hexdigest
 
 from llava_fsdp.config import DataConfig
 from llava_fsdp.data.containers.location import ImageLocation, location_from
+from llava_fsdp.data.records.keys import (
+    MOST_KEYS,
+    MOST_LETTERS,
+    ONLY_OF_RECORDS,
+    PREFERENCES,
+    REASONS,
+    Meaning,
+    is_learnt,
+    meaning_of,
+    says_nothing,
+)
 from llava_fsdp.data.records.problems import Kind
 from llava_fsdp.data.records.record import (
     INLINE,
@@ -53,7 +65,9 @@ ROLES = ("human", "gpt")
 TOOLS = frozenset("tool function ipython observation tool_call tool_response function_call function_response".split())
 """Names of speakers that are tools, or that call them."""
 TOOL_KEYS = ("tools", "functions", "tool_calls", "function_call")
-"""Keys of a record in `messages`, or of one of its turns, for tools and calls of tools."""
+"""Keys of a record or of one of its turns for tools and calls of tools."""
+NO_TOOLS = frozenset(["", "[]", "{}", "null"])
+"""Texts that stand for no tools, where they are written as JSON in a text."""
 IMAGE_KEYS = ("image", "images")
 """Keys of a record for its images, beside the one that `data.image_column` names."""
 IMAGE_PARTS = ("image", "image_url")
@@ -70,6 +84,10 @@ SIZE_KEYS = ("width", "height")
 """Keys of a record for the sizes in pixels of its images, as they are shown (after turning)."""
 LONGEST_SIDE = (1 << 31) - 1
 """Greatest width or height in pixels that a record may give."""
+MESSAGE_KEYS = frozenset([key for pair in TURN_KEYS for key in pair] + [*TOOL_KEYS])
+"""Keys of a message that are read; those of TOOL_KEYS are refused."""
+PART_KEYS = frozenset(["type", "text", "detail", "cache_control", *GIVEN_AS, *VIDEO_GIVEN_AS])
+"""Keys of a part of a message that are read, or change nothing that is learnt."""
 ANY_TAG = re.compile(rf"{IMAGE_TAG}|(?i:<video>)")
 DATA_URL = re.compile(r"data:image/[\w.+-]+(?:;[\w.+-]+=[^;,]*)*;base64,", re.IGNORECASE)
 
@@ -102,6 +120,14 @@ class RecordKeys:
         `data.answer` name them; None if they are not set."""
         return None if self.question is None or self.answer is None else (self.question, self.answer)
 
+    @cached_property
+    def read(self) -> frozenset[str]:
+        """All keys of a dataset's records that are read or refused, without those for videos. If the user names the
+        better answer of a pair, the other one is known, too."""
+        pair = self.pair or ()
+        better = PREFERENCES if "chosen" in pair else frozenset[str]()
+        return better | {*FORMS, *TOOL_KEYS, *SIZE_KEYS, *self.images, *pair, TOO_LARGE}
+
 
 NO_KEYS = RecordKeys()
 
@@ -123,6 +149,10 @@ class RecordReader:
     """Names of the images and videos in the parts of turns."""
     unread: str | None = None
     """Description of the first media that are not read; None if there are none."""
+    not_obeyed: str | None = None
+    """Description of the first key that says what is learnt and cannot be obeyed; None if there is none."""
+    unread_keys: list[str] = field(default_factory=list)
+    """The keys with a value that are not read and could change what is learnt."""
 
     def bad(self, what: str, value: Any, cure: str) -> DataError:
         """Make a DataError about a wrong value in a record.
@@ -143,6 +173,44 @@ class RecordReader:
             read_keys: keys of the object whose media are read, and which are therefore ignored here.
         """
         self.unread = self.unread or unread_media(raw, read_keys)
+
+    def note_keys(
+        self, what: str, raw: dict[str, Any], read_keys: Collection[str], form: str = "", is_answer: bool = True
+    ) -> bool:
+        """Read the keys of a JSON object that say whether an answer is learnt, and note those that cannot be obeyed,
+        and those that are not read. Return whether the answer is learnt.
+
+        Args:
+            what: name of the object in error messages.
+            raw: a record, or an object in it.
+            read_keys: keys of the object that are read, and which are therefore ignored here.
+            form: the object's place in the record, such as `messages[].`; empty for the record itself.
+            is_answer: whether the object has an answer; a question is never learnt.
+        """
+        learnt = True
+        for key in raw:
+            if key in read_keys or (
+                (meaning := meaning_of(key)) is Meaning.harmless and not (form and key in ONLY_OF_RECORDS)
+            ):
+                continue
+            value = raw[key]
+            if says_nothing(value) or names_media(key):
+                continue
+            if meaning in REASONS:
+                try:
+                    learns = is_learnt(key, value)
+                except ValueError as error:
+                    if is_answer:
+                        self.not_obeyed = self.not_obeyed or f"{what} has the key {shown(key)}, {shown(value)}; {error}"
+                        continue
+                    learns = True
+                if is_answer or not learns:
+                    learnt &= learns
+                    continue
+            name = f"{form}{key[:MOST_LETTERS]}"
+            if name not in self.unread_keys and len(self.unread_keys) < MOST_KEYS:
+                self.unread_keys.append(name)
+        return learnt
 
     def image(self, what: str, value: Any, is_nested: bool = False) -> str:
         """Return the name of an image that a record contains: its path or, for an image that is embedded in the record,
@@ -241,14 +309,15 @@ class RecordReader:
         """
         if not isinstance(raw, list):
             raise self.bad(key, raw, "a list of turns, each an object with from and value, or role and content")
-        return [self.turn(f"turn {number}", own) for number, own in enumerate(raw)]
+        return [self.turn(f"turn {number}", own, f"{key}[].") for number, own in enumerate(raw)]
 
-    def turn(self, what: str, raw: Any) -> Turn:
+    def turn(self, what: str, raw: Any, form: str = "") -> Turn:
         """Parse one message of a conversation: an element of a record's list `conversations` or `messages`.
 
         Args:
             what: name of the message in error messages, such as `turn 0`.
             raw: the message as a JSON value.
+            form: its place in the record, such as `messages[].`.
         """
         fields = raw if isinstance(raw, dict) else {}
         speakers = [name for key, _ in TURN_KEYS if isinstance(name := fields.get(key), str)]
@@ -258,9 +327,12 @@ class RecordReader:
             raise self.bad(what, raw, "an object with from and value, or with role and content")
         self.note_unread(fields)
         text = fields[texts[0]]
+        role = SPEAKERS.get(speakers[0]) or speakers[0]
+        learnt = self.note_keys(what, fields, MESSAGE_KEYS, form, role == "gpt")
         if texts == ["content"] and isinstance(text, list):
-            text = "".join(self.part(f"{what}, part {number}", own) for number, own in enumerate(text))
-        return Turn(SPEAKERS.get(speakers[0]) or speakers[0], self.text(what, text))
+            parts = (f"{form}content[].", role == "gpt")
+            text = "".join(self.part(f"{what}, part {number}", own, *parts) for number, own in enumerate(text))
+        return Turn(role, self.text(what, text), learnt or role != "gpt")
 
     def text(self, what: str, value: Any) -> str:
         if not isinstance(value, str):
@@ -268,17 +340,21 @@ class RecordReader:
         check_text(value, f"{self.where}: {what}")
         return value
 
-    def part(self, what: str, raw: Any) -> str:
+    def part(self, what: str, raw: Any, form: str = "", is_answer: bool = False) -> str:
         """Return the text of one part of a message whose content is a list of parts, as in OpenAI's chat format. For a
         part that is an image or a video, the text is `<image>`, and its name is stored.
 
         Args:
             what: name of the part in error messages.
             raw: the part as a JSON value.
+            form: its place in the record, such as `messages[].content[].`.
+            is_answer: whether it is a part of an answer.
         """
         kind = raw.get("type") if isinstance(raw, dict) else None
         if not isinstance(kind, str):
             raise self.bad(what, raw, "an object with type (text, image or image_url)")
+        if not self.note_keys(what, raw, PART_KEYS, form, is_answer):
+            self.not_obeyed = self.not_obeyed or f"{what} is not to be learnt; {REASONS[Meaning.spans]}"
         given = given_images(raw)
         if kind == "text":
             self.note_unread(raw)
@@ -309,7 +385,7 @@ class RecordReader:
             speakers: names of the message's speakers.
         """
         speaker = next((own for own in speakers if own in TOOLS), None)
-        called = next((own for own in TOOL_KEYS if not is_empty(raw.get(own))), None)
+        called = next((own for own in TOOL_KEYS if own in raw and not has_no_tools(raw[own])), None)
         if called is not None or speaker is not None:
             said = f"is from {speaker}" if called is None else f"has {called}"
             raise DataError(
@@ -331,8 +407,11 @@ class RecordReader:
             if not isinstance(own, dict) or not set(ENTRY_KEYS) <= own.keys():
                 raise self.bad(f"{key}, entry {number}", own, "an object with user and assistant")
             self.note_unread(own)
+            self.refuse_tools(f"entry {number}", own)
+            learnt = self.note_keys(f"entry {number}", own, (*ENTRY_KEYS, *TOOL_KEYS), f"{key}[].")
             for role, name in zip(ROLES, ENTRY_KEYS, strict=True):
-                turns.append(Turn(role, self.text(f"{key}, entry {number}, {name}", own[name])))
+                text = self.text(f"{key}, entry {number}, {name}", own[name])
+                turns.append(Turn(role, text, learnt or role == "human"))
         return turns
 
     def listed(self, raw: dict[str, Any], keys: Iterable[str], main: str) -> dict[str, list[str]]:
@@ -375,6 +454,11 @@ def is_side(value: Any) -> bool:
     """Return whether a JSON value is a valid width or height in pixels: a positive integer below 2**31. It may be a
     float, because tables with missing values have integers as floats."""
     return type(value) in (int, float) and 1 <= value <= LONGEST_SIDE and value == int(value)
+
+
+def has_no_tools(value: Any) -> bool:
+    """Return whether the value of a key for tools is empty, or a text with an empty list or object as JSON."""
+    return is_empty(value) or (isinstance(value, str) and value.strip() in NO_TOOLS)
 
 
 def given_images(raw: dict[str, Any]) -> dict[str, Any]:
@@ -465,8 +549,9 @@ def parse_record(
         turns = FORMS[form](reader, form, raw[form])
     else:
         turns = [Turn(role, reader.text(key, raw.get(key))) for role, key in zip(ROLES, keys.pair or (), strict=True)]
-    if form == "messages":
-        reader.refuse_tools("the record", raw)
+    reader.refuse_tools("the record", raw)
+    if not reader.note_keys("the record", raw, keys.read):
+        turns = [replace(turn, learnt=turn.role != "gpt") for turn in turns]
     names = one_list(where, {**listed, "the parts of its turns": reader.in_parts})
     if videos:
         names, turns = put_videos(names, shows, turns)
@@ -474,7 +559,8 @@ def parse_record(
     has_image_key = bool(names) or any(key in raw for key in ("image", *video_keys) if key != "videos")
     return Record(
         str(path), index, str(index) if identity is None else identity, names, parsed, has_image_key,
-        has_id=identity is not None, line=line, unread=reader.unread or unread_tag(parsed), inline=reader.inline,
+        has_id=identity is not None, line=line, unread=reader.unread or unread_tag(parsed),
+        not_obeyed=reader.not_obeyed, unread_keys=tuple(reader.unread_keys), inline=reader.inline,
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ contains bytes.
 
 import importlib.util
 import json
+from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -28,9 +29,11 @@ from llava_fsdp.data.records.forms import (
     TURN_KEYS,
     VIDEO_KEYS,
     RecordKeys,
+    has_no_tools,
 )
 from llava_fsdp.data.records.json_stream import MOST_BYTES, check_head
-from llava_fsdp.data.records.record import HELD, LOCATION, PARQUET, TOO_LARGE, is_empty, names_media, without_locations
+from llava_fsdp.data.records.keys import ONLY_OF_RECORDS, REASONS, Meaning, held, meaning_of
+from llava_fsdp.data.records.record import HELD, LOCATION, PARQUET, TOO_LARGE, names_media, without_locations
 from llava_fsdp.runtime.errors import ConfigError, DataError
 from llava_fsdp.runtime.terminal_text import shown_name
 
@@ -38,6 +41,9 @@ PARTS = "content"
 """Field of a turn's struct that may be a list of parts."""
 TURN = tuple(key for keys in (*TURN_KEYS, ENTRY_KEYS) for key in keys)
 """Fields that are read of the structs in a column of turns."""
+SMALL, SHARE = 1 << 16, 50
+"""Columns that nothing reads are looked into while they have at most SMALL bytes in a row group, or 1 in SHARE of the
+bytes of the columns that are read."""
 NOT_UTF8 = b"\xff"
 """Placeholder line for a Parquet row whose text is not UTF-8. It is not UTF-8 itself, so the checks of text files
 report the row."""
@@ -229,8 +235,17 @@ class ParquetRows:
         schema = self.parquet.arrow.schema_arrow
         self.read = read_columns(keys, schema)
         """Names of the columns that are read."""
-        self.unread = [n for n in schema.names if n not in self.read and (names_media(n) or n in TOOL_KEYS)]
+        others = [name for name in schema.names if name not in (*self.read, *FORMS, LOCATION, TOO_LARGE)]
+        media = [name for name in others if names_media(name) or name in TOOL_KEYS]
+        binary = {leaf.partition(".")[0] for leaf in self.parquet.binary_leaves()}
+        self.told = [name for name in others if name not in (*media, *binary) and meaning_of(name) in REASONS]
+        """Names of the columns that say what is learnt."""
+        self.unread = media + [
+            name for name in binary.intersection(others).difference(media) if meaning_of(name) in REASONS
+        ]
         """Names of the columns of media and tools, of which it is only read whether a row has a value."""
+        self.unknown = [n for n in others if n not in (*self.told, *self.unread) and meaning_of(n) is Meaning.unknown]
+        """Names of the columns that nothing reads, and that are not known to be harmless."""
         self.leaves = {name: leaf for name in keys.images if (leaf := self.leaf_with_images(name)) is not None}
         """{name of a column of images: path of its leaf column with the images' bytes}, without columns that have only
         paths."""
@@ -284,12 +299,16 @@ class ParquetRows:
         """
         locations = {name: self.parquet.locations(leaf, group) for name, leaf in self.leaves.items()}
         unread = {leaf: self.parquet.locations(leaf, group) for leaf in self.unread_leaves}
-        wanted = self.read + self.unread
+        wanted = self.read + self.unread + self.told
+        seen, filled = self.divide_unknown(group, wanted)
+        wanted += seen
         left_out = {leaf for leaf in self.parquet.binary_leaves() if any(is_below(leaf, name) for name in self.leaves)}
         left_out |= {*self.unread_leaves}
         left_out |= {leaf for leaf in self.parquet.footer.leaves if not any(is_below(leaf, name) for name in wanted)}
         number = 0
         for batch in self.parquet.batches(group, left_out):
+            marks = {name: have_values(batch.column(name)) for name in seen}
+            batch = batch.select([name for name in batch.schema.names if name not in marks])
             for row in range(batch.num_rows):
                 held = {name: own.row(number) for name, own in locations.items()}
                 paged = [
@@ -304,11 +323,42 @@ class ParquetRows:
                 ]
                 more = {name for name in self.unread for leaf in unread if is_below(leaf, name)
                         and any(unread[leaf].row(number))}  # fmt: skip
-                yield self.line(batch.slice(row, 1), held, more, max_bytes)
+                unknown = [*filled, *(name for name, own in marks.items() if own[row])]
+                yield self.line(batch.slice(row, 1), held, more, max_bytes, unknown)
                 number += 1
 
+    def divide_unknown(self, group: int, wanted: Collection[str]) -> tuple[list[str], list[str]]:
+        """Divide the columns of a row group that nothing reads, and that are not known to be harmless. Return those
+        that are small beside the columns that are read, so that it costs little to see in which rows they have a value;
+        and those larger ones that have any value in the row group.
+
+        Args:
+            group: index of the row group.
+            wanted: names of the columns that are read.
+        """
+        chunks = {leaf: self.parquet.footer.chunk(leaf, group) for leaf in self.parquet.footer.leaves}
+        sizes = Counter[str]()
+        for leaf, chunk in chunks.items():
+            sizes[leaf.partition(".")[0]] += chunk.end - chunk.begin
+        left = max(SMALL, sum(sizes[name] for name in wanted) // SHARE)
+        binary = {leaf.partition(".")[0] for leaf in self.parquet.binary_leaves()}
+        seen, filled = [], []
+        for name in sorted(self.unknown, key=sizes.__getitem__):
+            leaves = [leaf for leaf in chunks if is_below(leaf, name)]
+            if name not in binary and sizes[name] <= left:
+                left -= sizes[name]
+                seen.append(name)
+            elif any(self.parquet.footer.has_values(leaf, group) for leaf in leaves):
+                filled.append(name)
+        return seen, filled
+
     def line(
-        self, row: Any, locations: dict[str, list[ImageLocation | None]], unread: Collection[str], max_bytes: int
+        self,
+        row: Any,
+        locations: dict[str, list[ImageLocation | None]],
+        unread: Collection[str],
+        max_bytes: int,
+        unknown: Collection[str] = (),
     ) -> bytes:
         """Return a row of a Parquet file as a dataset record in JSON.
 
@@ -317,6 +367,7 @@ class ParquetRows:
             locations: {name of a column of images: where in the file each of the row's images lies}.
             unread: names of the columns in which the row has bytes of media (such as audio) that are not read.
             max_bytes: greatest size of a record; a larger one is replaced by a placeholder with its size.
+            unknown: names of the columns that nothing reads and in which the row has a value.
         """
         names = row.schema.names
         texts = (name for name in turn_columns(self.keys) if name in names)
@@ -329,10 +380,12 @@ class ParquetRows:
         except UnicodeDecodeError:
             return NOT_UTF8
         record: dict[str, Any] = {}
-        for name in [n for n in (*self.read, *self.unread) if n in values or n in locations or n in unread]:
+        for name in [n for n in (*self.read, *self.unread, *self.told) if n in values or n in locations or n in unread]:
             value, own = values.get(name), locations.get(name, [])
-            if name in self.unread:
-                value = HELD if name in unread or not is_empty(value) else None
+            if name in self.told:
+                value = held(value)
+            elif name in self.unread:
+                value = HELD if name in unread or not has_no_tools(value) else None
             elif name in ("id", *SIZE_KEYS) and value != value:  # NaN, as pandas writes a missing number
                 value = None
             elif name in (*self.keys.images, *VIDEO_KEYS):
@@ -341,7 +394,7 @@ class ParquetRows:
                 value = [plain_turn(without_locations(turn)) for turn in value]
             if value is not None:
                 record[name] = value
-        made = json_line(record)
+        made = json_line(record | dict.fromkeys(unknown, HELD))
         if len(made) <= max_bytes:
             return made
         return json.dumps({"id": record.get("id"), TOO_LARGE: [len(made), max_bytes]}).encode()
@@ -360,6 +413,30 @@ class ParquetRows:
         if value is None:  # a null, or a list whose elements consist of bytes only
             return [one_image(None, location) for location in locations] or None
         return [one_image(own, location) for own, location in zip(value, locations or [None] * len(value), strict=True)]
+
+
+def have_values(column: Any) -> list[bool]:
+    """Return for each row of an Arrow array whether its value is more than a null, NaN, an empty text or list, or a
+    struct of these."""
+    import pyarrow.compute
+    from pyarrow import types
+
+    compute: Any = pyarrow.compute  # its functions are made when it is imported
+    kind = column.type
+    if types.is_null(kind):
+        return [False] * len(column)
+    said = compute.invert(compute.is_null(column, nan_is_null=types.is_floating(kind)))
+    if types.is_struct(kind):
+        inside = np.zeros(len(column), dtype=bool)
+        for field in column.flatten():
+            inside |= np.array(have_values(field), dtype=bool)
+        return inside.tolist()
+    if is_list(kind) and not types.is_fixed_size_list(kind):
+        said = compute.and_(said, compute.fill_null(compute.greater(compute.list_value_length(column), 0), False))
+    elif types.is_string(kind) or types.is_large_string(kind):
+        trimmed = compute.greater(compute.binary_length(column.cast(pyarrow.large_binary())), 0)
+        said = compute.and_(said, compute.fill_null(trimmed, False))
+    return said.to_pylist()
 
 
 def json_line(record: Any) -> bytes:
@@ -402,8 +479,17 @@ def one_image(value: Any, location: ImageLocation | None) -> Any:
 def plain_turn(turn: dict[str, Any] | None) -> dict[str, Any] | None:
     """Return a message of a conversation, read from a Parquet file, with only those fields that are used (such as
     `from` and `value`) and have a value. A field for media or calls of tools that has a value is kept with a
-    placeholder."""
+    placeholder, and so is one that is not read, unless it is known to be harmless (`held`)."""
     if turn is None:
         return None
-    held = {k: HELD for k, v in turn.items() if (names_media(k) or k in TOOL_KEYS) and not is_empty(v)}
-    return {name: turn[name] for name in TURN if turn.get(name) is not None} | held
+    made = {name: turn[name] for name in TURN if turn.get(name) is not None}
+    for key, value in turn.items():
+        if key in TURN:
+            continue
+        if names_media(key) or key in TOOL_KEYS:
+            own = HELD if not has_no_tools(value) else None
+        else:
+            own = None if meaning_of(key) is Meaning.harmless and key not in ONLY_OF_RECORDS else held(value)
+        if own is not None:
+            made[key] = own
+    return made

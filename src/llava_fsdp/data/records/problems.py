@@ -33,6 +33,7 @@ class Kind(StrEnum):
     special_token = "special_token"
     no_labels = "no_labels"
     too_long = "too_long"
+    key_not_obeyed = "key_not_obeyed"
 
 
 class Kept(Enum):
@@ -80,6 +81,10 @@ PROBLEMS: dict[Kind, Problem] = {
     Kind.special_token: Problem("a special token of the tokenizer in its text; see data.special_tokens", Kept.yes),
     Kind.no_labels: Problem("no label: masked, or cut before the first answer", Kept.like_original),
     Kind.too_long: Problem("longer than data.max_length", Kept.truncated),
+    Kind.key_not_obeyed: Problem(
+        "a key says what is learnt, and cannot be obeyed: a weight between 0 and 1, thoughts, a rejected answer",
+        Kept.no,
+    ),
 }
 
 BITS: dict[Kind, int] = {kind: 1 << place for place, kind in enumerate(Kind)}

@@ -61,6 +61,8 @@ class Turn:
     role: str
     """The speaker of the turn: human or gpt; the first turn may be from system."""
     text: str
+    learnt: bool = True
+    """Whether an answer has labels. If not, it is only read, like a question."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,11 @@ class Record:
     unread: str | None = None
     """Description, for error messages, of a key or tag for media (video, audio, ...) that is not read; None if there is
     none."""
+    not_obeyed: str | None = None
+    """Description, for error messages, of a key that says what is learnt and cannot be obeyed; None if there is
+    none."""
+    unread_keys: tuple[str, ...] = ()
+    """The keys with a value that are not read and could change what is learnt, such as `messages[].name`."""
     inline: Mapping[str, bytes | ImageLocation] = field(default_factory=dict, compare=False, repr=False)
     """{name: bytes or location} of the images that are embedded in the record or in its file. Different images have
     different names."""

@@ -21,6 +21,7 @@ from llava_fsdp.data.containers.location import ImageLocation
 from llava_fsdp.data.containers.tar_container import TarSample, samples
 from llava_fsdp.data.records.forms import GIVEN_AS, NO_KEYS, RecordKeys
 from llava_fsdp.data.records.json_stream import MOST_BYTES
+from llava_fsdp.data.records.keys import Meaning, meaning_of
 from llava_fsdp.data.records.parquet import json_line
 from llava_fsdp.data.records.record import ADDRESS, HELD, LOCATION, TOO_LARGE, decode, is_empty, without_locations
 from llava_fsdp.runtime.log import log
@@ -141,7 +142,9 @@ class SampleReader:
             made = {key: value for key, value in made.items() if key not in self.keys.images}
             made["images"] = [self.location(extension) for extension in self.images]
         media = [extension for extension in self.sample.members if extension.rpartition(".")[2] in OTHER_MEDIA]
-        return made | {f"media {extension}": HELD for extension in media}
+        read = (RECORD, *self.images, *media, *(self.keys.pair or ()))
+        others = [own for own in self.sample.members if own not in read and meaning_of(own) is not Meaning.harmless]
+        return made | {f"media {own}": HELD for own in media} | {f"member {own}": HELD for own in others}
 
     def placed(self, raw: dict[str, Any]) -> dict[str, Any]:
         """Return a record of a tar in which each image that is a file of the same sample is replaced by its location in

@@ -1,13 +1,14 @@
 """Render the conversation of a dataset record as text. The text is divided into segments that are supervised (answers,
 which have labels) or not."""
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llava_fsdp.data.records.forms import SPEAKERS
 from llava_fsdp.data.records.problems import Kind
 from llava_fsdp.data.records.record import Record, Turn
-from llava_fsdp.data.text.jinja_template import ChatTemplate
+from llava_fsdp.data.text.jinja_template import ChatTemplate, Piece
 from llava_fsdp.data.text.templates import IMAGE_TAG, Template
 from llava_fsdp.runtime.errors import DataError
 
@@ -75,9 +76,9 @@ def prompt(
             segments += write_question(turn.text, form, start_end, has_images)
             segments.append(Segment(pattern.after_question + pattern.answer_header, False))
         else:
-            segments.append(Segment(pattern.before_answer, True))
-            segments.append(Segment(turn.text, True, from_record=True))
-            segments.append(Segment(pattern.after_answer, True))
+            segments.append(Segment(pattern.before_answer, turn.learnt))
+            segments.append(Segment(turn.text, turn.learnt, from_record=True))
+            segments.append(Segment(pattern.after_answer, turn.learnt))
     return segments
 
 
@@ -140,12 +141,30 @@ def own_prompt(
     """
     turns = [Turn(t.role, image_first(t.text, has_images)) if t.role == "human" else t for t in turns]
     segments = []
-    for piece in form.write(turns, where):
+    for piece in without_unlearnt(form.write(turns, where), turns):
         if piece.turn is not None and turns[piece.turn].role == "human":
             segments += tagged(piece.text, image_tag(form, start_end), has_images)
         else:
             segments.append(Segment(piece.text, piece.supervised, from_record=piece.turn is not None))
     return segments
+
+
+def without_unlearnt(pieces: list[Piece], turns: Sequence[Turn]) -> list[Piece]:
+    """Return the pieces of the text of a conversation without the labels of those answers that are not learnt. The
+    labelled pieces of an answer, with the text that ends it, are consecutive, and those of two answers are not.
+
+    Args:
+        turns: the messages of the conversation.
+    """
+    if all(turn.learnt for turn in turns):
+        return pieces
+    made: list[Piece] = []
+    for supervised, own in itertools.groupby(pieces, lambda piece: piece.supervised):
+        stretch = list(own)
+        if supervised and not all(turns[piece.turn].learnt for piece in stretch if piece.turn is not None):
+            stretch = [replace(piece, supervised=False) for piece in stretch]
+        made += stretch
+    return made
 
 
 def image_tag(form: Template | ChatTemplate, start_end: bool) -> str:

@@ -73,6 +73,12 @@ def check_like_original(record: Record, settings: Original) -> None:
         settings: tokenizer, conversation template, maximum length etc.
     """
     turns = list(record.turns)
+    if not all(turn.learnt for turn in turns):
+        raise DataError(
+            f"{record.where} says of an answer that it is not learnt, and the original learns every answer; "
+            "labels=exact obeys it",
+            Kind.key_not_obeyed,
+        )
     if len(record.images) > 1:
         raise DataError(
             f"{record.where} has a list of {len(record.images)} images, at which the original stops; labels=exact "

@@ -1,0 +1,202 @@
+"""Keys of dataset records beside the conversation and its images: those that say what is learnt, those that are known
+to change nothing, and all others, which are reported because nothing reads them.
+
+Sources of the keys: OpenAI's `weight` (fine-tuning of chat models), axolotl's `train`, `train_detail` and `weight`,
+ms-swift's `loss`, `loss_scale` and `rejected_response`, LLaMA-Factory's `kto_tag`, trl's `chosen`, `rejected` and
+`label`, and the `reasoning_content` of answers of DeepSeek and vLLM.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from enum import Enum
+from functools import lru_cache
+from typing import Any
+
+from llava_fsdp.data.records.record import HELD
+from llava_fsdp.runtime.terminal_text import shown_name
+
+HARMLESS = frozenset(
+    "id ids idx index uid uuid guid key qid question_id image_id image_ids video_id sample_id record_id item_id "
+    "row_id conversation_id session_id thread_id message_id msg_id turn_id parent_id document_id doc_id user_id "
+    "annotator_id source sources source_id data_source source_dataset dataset dataset_name dataset_id "
+    "image_source origin provenance split subset config category categories subcategory domain field subject "
+    "topic topics task tasks task_type task_name type subtype kind class label tags keywords skill skills "
+    "language lang locale license licence copyright author authors creator annotator annotators worker name score "
+    "scores rating ratings quality quality_score similarity clip_score difficulty level confidence perplexity ppl "
+    "toxicity aesthetic_score relevance relevance_ratings relevance_min visual_dependency_ratings "
+    "visual_dependency_min image_correspondence_ratings image_correspondence_min formatting_ratings "
+    "formatting_min votes likes rank metadata meta meta_data info extra extra_info additional_info annotations "
+    "notes note comment comments remark created created_at updated_at date time timestamp year version revision "
+    "hash md5 sha sha1 sha256 checksum model model_name model_id generator engine provider temperature "
+    "finish_reason usage width height size image_size image_sizes image_width image_height image_count num_images "
+    "video_length duration fps length lengths num_tokens token_count num_turns n_turns turn_count word_count".split()
+)
+"""Keys that are known to change nothing of what is learnt: ids, sources, scores, metadata."""
+ONLY_OF_RECORDS = frozenset(["name"])
+"""Those of HARMLESS that change nothing in a record, but may in a turn: templates show the name of a speaker."""
+LEARNT = frozenset(
+    "weight weights loss loss_scale loss_weight loss_mask train training trainable train_on supervised is_supervised "
+    "compute_loss calculate_loss has_loss".split()
+)
+"""Keys of an answer or a record whose value 0 or false takes the answer, or all answers, out of the loss."""
+HIDDEN = frozenset("masked is_masked mask mask_loss no_loss ignore_loss".split())
+"""Keys of an answer or a record whose value true takes the answer, or all answers, out of the loss."""
+VERDICTS = frozenset(["label", "kto_tag", "chosen", "desirable"])
+"""Keys whose value false says that an answer is an example of what must not be said."""
+THOUGHTS = frozenset(
+    "reasoning_content reasoning reasoning_text reasoning_details thinking thinking_content thought thoughts "
+    "chain_of_thought cot".split()
+)
+"""Keys of an answer, or of a record, for the thoughts before an answer."""
+PREFERENCES = frozenset(
+    "chosen chosen_response chosen_answer chosen_messages chosen_conversations preferred_output rejected "
+    "rejected_response rejected_answer rejected_output rejected_messages rejected_conversations rejected_image "
+    "rejected_images non_preferred_output dispreferred_output".split()
+)
+"""Keys of pairs of a better and a worse answer."""
+SPANS = frozenset("train_detail train_details training_detail loss_spans loss_ranges".split())
+"""Keys for the parts of an answer that are learnt."""
+WORDS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+"""Numbers and truth values that are written as text."""
+ASKING = frozenset(["user", "human"])
+"""Names of the asking speaker. As the value of `mask` (NeMo), they say that questions are not learnt, as is the case
+anyway."""
+CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+MOST_KEYS = 32
+"""Greatest number of keys that are not read which are noted of one record."""
+MOST_NAMES = 256
+"""Greatest number of different keys that are not read which are counted in one chunk of records, or one source."""
+MOST_LETTERS = 100
+"""Greatest length of the name of a key that is not read, as it is noted."""
+MOST_HELD = 20
+"""Greatest length of a text that `held` keeps."""
+OTHERS = "(others)"
+"""Stands for the keys beyond MOST_NAMES where keys are counted."""
+
+
+class Meaning(Enum):
+    """What a key of a record says."""
+
+    harmless = "nothing that is learnt depends on it"
+    learnt = "whether an answer is learnt: 0 or false says that it is not"
+    hidden = "whether an answer is learnt: true says that it is not"
+    verdict = "whether an answer is a good one: false says that it is not"
+    preference = "a better and a worse answer"
+    thought = "the thoughts before an answer"
+    spans = "which parts of an answer are learnt"
+    unknown = "not known"
+
+
+REASONS = {
+    Meaning.preference: "pairs of a better and a worse answer are not read, and every answer would be learnt as a good "
+    "one: keep the better answer alone, without this key",
+    Meaning.verdict: "the answer would be learnt as a good one: take the record out",
+    Meaning.thought: "thoughts are not read, and the answer would be learnt after an empty thought: take the key out, "
+    "or write the thoughts into the text of the answer",
+    Meaning.spans: "parts of an answer cannot be left out of the loss: take the key out to learn all of the answer, or "
+    "give the answer weight 0 to learn none of it",
+    Meaning.learnt: "an answer is learnt (1, true) or not (0, false): write one of these",
+    Meaning.hidden: "an answer is learnt (false) or not (true): write one of these",
+}
+"""For each meaning of a key that cannot be obeyed: why, and what to do."""
+
+
+@lru_cache(4096)  # records repeat a few keys millions of times
+def meaning_of(key: str) -> Meaning:
+    """Return what a key of a record or of a turn says. The style of its name (`lossScale`, `loss-scale`) does not
+    matter."""
+    name = CAMEL.sub("_", key).lower().replace("-", "_").replace(" ", "_")
+    if name in VERDICTS:
+        return Meaning.verdict
+    for names, meaning in (
+        (LEARNT, Meaning.learnt), (HIDDEN, Meaning.hidden), (THOUGHTS, Meaning.thought),
+        (PREFERENCES, Meaning.preference), (SPANS, Meaning.spans), (HARMLESS, Meaning.harmless),
+    ):  # fmt: skip
+        if name in names:
+            return meaning
+    return Meaning.unknown
+
+
+def says_nothing(value: Any) -> bool:
+    """Return whether a JSON value is null, NaN (a missing number, as pandas writes it), a blank text, or a list or
+    object that contains only such values. There is no recursion, because values may be nested deeply."""
+    inside = [value]
+    while inside:
+        own = inside.pop()
+        if isinstance(own, dict | list):
+            inside += own.values() if isinstance(own, dict) else own
+        elif isinstance(own, str):
+            if own and not own.isspace():
+                return False
+        elif own is not None and own == own:
+            return False
+    return True
+
+
+def held(value: Any) -> Any:
+    """Return the value of a key that is not read, or of one that says what is learnt, as it is written into the index:
+    numbers, truth values and short texts as they are, a placeholder for any other value, and None for none.
+
+    Args:
+        value: a value of a Parquet file, which may also be bytes, a date etc.
+    """
+    if says_nothing(value):
+        return None
+    is_short = isinstance(value, bool | int | float) or (isinstance(value, str) and len(value) <= MOST_HELD)
+    return value if is_short else HELD
+
+
+def is_learnt(key: str, value: Any) -> bool:
+    """Return whether a key of a record or an answer lets the answer be learnt.
+
+    Args:
+        key: the key; `meaning_of` tells its meaning.
+        value: its value, which says something.
+
+    Raises:
+        ValueError: the value cannot be obeyed; the message says why, and what to do.
+    """
+    meaning = meaning_of(key)
+    said = WORDS.get(value.strip().lower(), value) if isinstance(value, str) else value
+    is_number = isinstance(said, int | float) and said in (0, 1)
+    match meaning:
+        case Meaning.learnt if is_number:
+            return bool(said)
+        case Meaning.hidden if isinstance(said, bool) or (is_number and key.lower() != "mask"):
+            return not said
+        case Meaning.hidden if isinstance(said, str) and said.lower() in ASKING:
+            return True
+        case Meaning.verdict if said is True or (key.lower() == "label" and said is not False):
+            return True
+        case Meaning.verdict if key.lower() == "chosen" and said is not False:
+            meaning = Meaning.preference
+        case Meaning.preference if said is False:  # an answer that is not rejected
+            return True
+    raise ValueError(REASONS[meaning])
+
+
+def count_keys(counts: Counter[str], keys: Mapping[str, int]) -> None:
+    """Add counts of keys that are not read to `counts`, which keeps at most MOST_NAMES different keys.
+
+    Args:
+        counts: {key: number of records}; is changed.
+        keys: further counts.
+    """
+    for key, number in keys.items():
+        counts[key if key in counts or len(counts) < MOST_NAMES else OTHERS] += number
+
+
+def describe_unread(sources: Mapping[str, Mapping[str, int]]) -> list[str]:
+    """Return a line for each data source with keys that are not read, which names the keys and how many records have
+    them.
+
+    Args:
+        sources: {name of a source: {key: number of records}}.
+    """
+    return [
+        f"source {shown_name(name)} has keys that are not read: "
+        + ", ".join(f"{shown_name(key)} ({count:,} records)" for key, count in Counter(keys).most_common())
+        for name, keys in sources.items()
+        if keys
+    ]
