@@ -40,6 +40,9 @@ from llava_fsdp.model.tensor_files import Stored, StoredTensor
 from llava_fsdp.runtime.errors import ModelError
 from llava_fsdp.runtime.safe_load import foreign
 
+COMPARED_ROWS = 4096
+"""Number of rows of two weights that are read and compared at a time."""
+
 
 @dataclass(frozen=True)
 class ConvertedTensor:
@@ -165,6 +168,101 @@ def plan_load(build: Callable[[], PreTrainedModel], tensors: Mapping[str, Stored
         # a vision tower saved as part of a whole model; transformers has no rule for some of these (AIMv2)
         plan = converted(build(), tensors, folder, {r"^vision_model\.": ""})
     return plan
+
+
+def plan_with_all_rows(
+    build: Callable[[PretrainedConfig], PreTrainedModel],
+    config: PretrainedConfig,
+    tensors: Mapping[str, StoredTensor],
+    folder: Path,
+) -> LoadPlan:
+    """Find where in files the weights of one of transformers' models are. The embeddings and the output layer in the
+    files may have more rows than the configuration's vocabulary.
+
+    Args:
+        build: builds transformers' model for a configuration, on the meta device.
+        config: the model's configuration.
+        tensors: the tensors in the files, by their names in the files.
+        folder: the folder of the files, for error messages.
+    """
+    plan = plan_load(lambda: build(config), tensors, folder)
+    vocabulary = config.get_text_config().vocab_size
+    shapes = list(plan.misshapen.values())
+    rows = {
+        got[0]
+        for got, expected in shapes
+        if expected[:1] == (vocabulary,) and got[:1] > expected[:1] and got[1:] == expected[1:]
+    }
+    if len(rows) != 1:
+        return plan
+    config = copy.deepcopy(config)
+    config.get_text_config().vocab_size = rows.pop()
+    return plan_load(lambda: build(config), tensors, folder)
+
+
+def tied_weights(model: Any) -> tuple[str, str] | None:
+    """Return the names of the weights of the output layer and of the embeddings of one of transformers' models, if its
+    class ties them; else None. The class decides by `tie_word_embeddings` in one of the parts of its configuration.
+
+    Args:
+        model: a language model or a vision-language model, which may be on the meta device.
+    """
+    head = model.get_output_embeddings()
+    path = next((path for path, module in model.named_modules() if module is head and head is not None), None)
+    for one, other in model.all_tied_weights_keys.items():
+        if f"{path}.weight" in (one, other):
+            return f"{path}.weight", other if one == f"{path}.weight" else one
+    return None
+
+
+def is_tied(
+    build: Callable[[PretrainedConfig], PreTrainedModel],
+    config: PretrainedConfig,
+    tensors: Mapping[str, StoredTensor],
+    folder: Path,
+) -> bool:
+    """Return whether the output layer of one of transformers' models has the weight of its embeddings after
+    `from_pretrained`: its configuration says so, and the files do not hold two different weights. If they do,
+    `from_pretrained` warns and keeps both.
+
+    Args:
+        build: builds the model for a configuration, on the meta device.
+        config: the model's configuration.
+        tensors: the tensors in the model's files, by their names in the files; none if it has no files.
+        folder: the folder of the files, for error messages.
+    """
+    parts = (config, getattr(config, "text_config", None))
+    if not any(getattr(part, "tie_word_embeddings", False) for part in parts):
+        return False
+    names = tied_weights(build(config))
+    if names is None:
+        return False
+    if not any(name.endswith(last_parts(names[0])) for name in tensors):
+        return True
+    sources = plan_with_all_rows(build, config, tensors, folder).sources
+    found = [sources.get(name) for name in names]
+    return None in found or found[0] is found[1] or has_same_values(*found)
+
+
+def last_parts(name: str) -> str:
+    """Return the last two parts of a parameter's name: those of its module and of the parameter in it."""
+    return ".".join(name.split(".")[-2:])
+
+
+def has_same_values(one: Any, other: Any) -> bool:
+    """Return whether two parameters have the same values in their files, a range of rows at a time.
+
+    Args:
+        one, other: the two parameters (`Stored`).
+    """
+    if one.shape != other.shape:
+        return False
+    dtype = torch.promote_types(one.dtype, other.dtype)
+    for begin in range(0, one.shape[0], COMPARED_ROWS):
+        rows = begin, min(begin + COMPARED_ROWS, one.shape[0])
+        if not torch.equal(one.rows(*rows).to(dtype), other.rows(*rows).to(dtype)):
+            return False
+    return True
 
 
 def converted(

@@ -1,7 +1,6 @@
 """Load the weights of a sharded model, from files or randomly initialised: each rank reads only its own part, one
 parameter at a time. Compute hashes of weights, by which a resumed run recognizes them."""
 
-import copy
 import hashlib
 import json
 import math
@@ -12,7 +11,7 @@ from typing import Protocol
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
 from llava_fsdp.config import ModelConfig
 from llava_fsdp.model.conversions import (
@@ -23,6 +22,7 @@ from llava_fsdp.model.conversions import (
     names_of_parts,
     place_of,
     plan_load,
+    plan_with_all_rows,
     vision_tower_of,
     whole_model_of,
 )
@@ -143,6 +143,11 @@ def missing(name: str, parts: Parts, projector: Path | None) -> ModelError:
         return ModelError(
             f"model.projector={projector} has no weights of a projector ({name}); give a run, an export, or LLaVA's "
             "mm_projector.bin"
+        )
+    if name == "lm_head.weight":
+        return ModelError(
+            f"{parts.language_folder} has no weights for {name}, its output layer; if this is to have the weight of "
+            "the embeddings, set tie_word_embeddings to true in its config.json"
         )
     is_vision = name.startswith("vision_tower.")
     folder, config = (parts.vision_folder, parts.vision) if is_vision else (parts.language_folder, parts.language)
@@ -286,36 +291,6 @@ def original_model(
     if parts.vision_folder == folder / TOWER:  # a configuration without weights
         return found
     return found | vision_tower(open_tensors(parts.vision_folder), parts, model)
-
-
-def plan_with_all_rows(
-    build: Callable[[PretrainedConfig], PreTrainedModel],
-    config: PretrainedConfig,
-    tensors: Mapping[str, StoredTensor],
-    folder: Path,
-) -> LoadPlan:
-    """Find where in files the weights of one of transformers' models are. The embeddings and the output layer in the
-    files may have more rows than the configuration's vocabulary.
-
-    Args:
-        build: builds transformers' model for a configuration, on the meta device.
-        config: the model's configuration.
-        tensors: the tensors in the files, by their names in the files.
-        folder: the folder of the files, for error messages.
-    """
-    plan = plan_load(lambda: build(config), tensors, folder)
-    vocabulary = config.get_text_config().vocab_size
-    shapes = list(plan.misshapen.values())
-    rows = {
-        got[0]
-        for got, expected in shapes
-        if expected[:1] == (vocabulary,) and got[:1] > expected[:1] and got[1:] == expected[1:]
-    }
-    if len(rows) != 1:
-        return plan
-    config = copy.deepcopy(config)
-    config.get_text_config().vocab_size = rows.pop()
-    return plan_load(lambda: build(config), tensors, folder)
 
 
 def by_our_names(plan: LoadPlan, prefixes: dict[str, str], model: nn.Module, folder: Path) -> dict[str, Stored]:

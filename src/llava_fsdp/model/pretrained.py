@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,11 @@ from transformers import (
     LlavaNextConfig,
     LlavaOnevisionConfig,
     PretrainedConfig,
+    PreTrainedModel,
 )
 
 from llava_fsdp.config import Config, Feature, ModelConfig, PatchMerge, config_dir
-from llava_fsdp.model import weight_names
+from llava_fsdp.model.conversions import is_tied, language_model_of, whole_model_of
 from llava_fsdp.model.llava_v1_5_config import TOWER, check_agrees, is_original, language_config, read_feature
 from llava_fsdp.model.logit_change import VISION_LANGUAGE, LogitChange, logit_change
 from llava_fsdp.model.lora_files import find_adapter, is_adapter_folder
@@ -120,12 +122,9 @@ def find_parts(cfg: ModelConfig) -> Parts:
             "model.checkpoint=%s is an InternVL model: it was trained with many tiles of an image and with <img> and "
             "</img> around them; here images are as data.image_aspect_ratio says, and prompts as data.template", folder,
         )  # fmt: skip
-        # hub folders do not say whether the embeddings are tied, and transformers' default is True; they are not tied
-        # if the files contain both weights
-        config.tie_word_embeddings = config.tie_word_embeddings and not has_both_embeddings(folder)
     language: Any = config.text_config
     language.vocab_size = trained_vocabulary(folder, config)
-    language.tie_word_embeddings = config.tie_word_embeddings  # the value that transformers' classes use
+    language.tie_word_embeddings = has_tied_weights(whole_model_of, config, folder)
     feature = Feature.patch if config.vision_feature_select_strategy == "default" else Feature.full
     grids, most = grids_of(config, folder), max_tiles_of(config, folder)
     return Parts(folder, folder, language, vision_config(config), folder, feature, grids, most, bare_logits=True)
@@ -143,20 +142,24 @@ def separate_parts(language: Path, vision: Path) -> Parts:
 
 
 def parts_of(
-    config: PretrainedConfig, vision: PretrainedConfig, language_folder: Path = Path(), vision_folder: Path = Path()
+    config: PretrainedConfig,
+    vision: PretrainedConfig,
+    language_folder: Path | None = None,
+    vision_folder: Path | None = None,
 ) -> Parts:
     """Return the parts of a model whose language model and vision tower come from two folders.
 
     Args:
         config: configuration in the language model's folder: that of a language model, or of a vision-language model.
         vision: configuration of the vision tower.
-        language_folder: the language model's folder.
-        vision_folder: the vision tower's folder.
+        language_folder: the language model's folder; None: there is none, and no files are read.
+        vision_folder: the vision tower's folder; None: there is none.
     """
     text = text_config(config)
+    text.tie_word_embeddings = has_tied_weights(language_model_of, config, language_folder)
     is_inside = text is not config  # the class of a vision-language model has the output layer
     bare = is_inside and config.model_type not in VISION_LANGUAGE
-    return Parts(language_folder, vision_folder, text, vision, None, bare_logits=bare)
+    return Parts(language_folder or Path(), vision_folder or Path(), text, vision, None, bare_logits=bare)
 
 
 def check_named_language(cfg: ModelConfig, folder: Path) -> None:
@@ -224,10 +227,28 @@ def original_parts(folder: Path, raw: dict, cfg: ModelConfig) -> Parts:
         check_agrees(raw, cfg, folder)
         language = language_config(raw)
         check_sizes(language, folder)
+    check_original_is_tied(language, folder)
     own = folder / TOWER
     vision = own if (own / "config.json").is_file() else resolve(cfg.vision, "model.vision")
     tower = vision_config(read_config(vision, "model.vision"))
     return Parts(folder, vision, language, tower, folder, read_feature(raw, folder), bare_logits=True)
+
+
+def check_original_is_tied(language: PretrainedConfig, folder: Path) -> None:
+    """Raise ModelError if a model in a folder of the original LLaVA says that the output layer has the weight of the
+    embeddings, and its files hold two different weights: the original LLaVA would use one of them alone, and
+    transformers 5 both.
+
+    Args:
+        language: the language model's configuration.
+        folder: the model's folder.
+    """
+    if language.tie_word_embeddings and any((folder / name).is_file() for name in WHOLE_MODEL):
+        if not is_tied(language_model_of, language, open_tensors(folder), folder):
+            raise ModelError(
+                f"{folder / 'config.json'} has tie_word_embeddings=true, and the files have an lm_head.weight with "
+                "other values than the embeddings; set it to false to use that lm_head.weight, or remove the tensor"
+            )
 
 
 def read_llava_config(folder: Path, key: str) -> Any:
@@ -409,10 +430,27 @@ def trained_vocabulary(folder: Path, config: Any) -> int:
     return config.image_token_index if 0 < rows - config.image_token_index <= 64 else rows
 
 
-def has_both_embeddings(folder: Path) -> bool:
-    """Return whether a model folder's files contain both the weight of the embeddings and that of the output layer."""
-    found = {weight_names.ours(name) for name in open_tensors(folder)}
-    return {"lm_head.weight", "language_model.embed_tokens.weight"} <= found
+def has_tied_weights(
+    build: Callable[[PretrainedConfig], PreTrainedModel], config: PretrainedConfig, folder: Path | None
+) -> bool:
+    """Return whether the output layer of a model has the weight of its embeddings, as in transformers' own class. Log a
+    warning if the configuration says so and the folder's files hold two different weights: both are kept then.
+
+    Args:
+        build: builds transformers' class for a configuration, on the meta device.
+        config: configuration of the language model or the whole model.
+        folder: the folder of the files; None: only the configuration decides. It may have no weights.
+    """
+    tied = is_tied(build, config, {}, Path())
+    if not tied or folder is None or not any((folder / name).is_file() for name in WHOLE_MODEL):
+        return tied
+    if is_tied(build, config, open_tensors(folder), folder):
+        return True
+    log().warning(
+        "%s says tie_word_embeddings=true, and its files have an output layer with other values than the embeddings; "
+        "both are kept, as transformers does", folder / "config.json",
+    )  # fmt: skip
+    return False
 
 
 def text_config(config: PretrainedConfig) -> PretrainedConfig:
