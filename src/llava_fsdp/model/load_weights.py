@@ -4,10 +4,10 @@ parameter at a time. Compute hashes of weights, by which a resumed run recognize
 import hashlib
 import json
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -471,6 +471,9 @@ def load_weights(
         shards: this rank's shards, by parameter name.
         watch: wraps the iteration over parameter names, to show progress.
         packed: quantized layers, by the names of their weights; None: no weight is quantized.
+
+    Raises:
+        ModelError: a value that this rank reads is NaN or infinite, or too large for the dtype that it is loaded into.
     """
     assert sources.keys() == shards.keys(), sources.keys() ^ shards.keys()
     for name in watch(sources):
@@ -479,9 +482,52 @@ def load_weights(
         if layer is None:
             values = part_of(sources[name], shard)
         else:
-            values = layer.pack(sources[name].rows(0, layer.out_features))[shard.begin : shard.end]
+            values = sources[name].rows(0, layer.out_features)
+        check_values(name, sources[name], values, shard.tensors if layer is None else [])
+        if layer is not None:
+            values = layer.pack(values)[shard.begin : shard.end]
         for tensor in shard.tensors:
             tensor.copy_(values)
+
+
+def check_values(name: str, source: Stored, values: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """Raise ModelError if values that were read for a parameter are not finite, or too large for a tensor that they
+    will be copied into. The values are in memory, so that the file is not read again.
+
+    Args:
+        name: the parameter's name.
+        source: from what the values were read, for the message.
+        values: the values, in a floating-point dtype.
+        tensors: the tensors that they will be copied into.
+    """
+    if isinstance(source, Drawn) or not values.numel():
+        return
+    least, most = (float(end) for end in values.aminmax())  # both are NaN if a value is
+    if not (math.isfinite(least) and math.isfinite(most)):
+        raise ModelError(
+            f"{place_in_files(source)} has values that are NaN or infinite, for {name}: a training that starts from "
+            "them has no loss; get the file again, or start from an earlier one"
+        )
+    largest = max(-least, most)
+    for tensor in tensors:
+        if largest > torch.finfo(tensor.dtype).max:
+            raise ModelError(
+                f"{place_in_files(source)} has a value of {largest:.4g} for {name}, and the largest number of "
+                f"{str(tensor.dtype).removeprefix('torch.')} is {torch.finfo(tensor.dtype).max:.4g}; set precision=bf16"
+            )
+
+
+def place_in_files(source: Stored) -> str:
+    """Return the file and the tensor from which a parameter is read. If there are several, those with values that are
+    NaN or infinite are named; they are read again for this."""
+    match source:
+        case StoredTensor():
+            return f"{source.file}: {source.name}"
+        case ConvertedTensor():
+            bad = [part for part in source.parts if not part.rows(0, max(1, *part.shape[:1])).isfinite().all()]
+            return ", ".join(place_in_files(part) for part in (bad or source.parts)[:3])
+    inside: Any = [own for own in vars(source).values() if hasattr(own, "rows")]  # such as the weight in RowLengths
+    return ", ".join(map(place_in_files, inside)) or f"a {type(source).__name__}"
 
 
 def part_of(source: Stored, shard: Shard) -> torch.Tensor:

@@ -16,7 +16,7 @@ from llava_fsdp.data.toy_shapes import draw_shapes
 from llava_fsdp.data.validation_set import Choose, HeldOut, open_held_out, warn_of_trained
 from llava_fsdp.distributed.activation_checkpoint import clean_name
 from llava_fsdp.distributed.compile import Compilations, choose_compiling
-from llava_fsdp.distributed.consensus import on_first_rank
+from llava_fsdp.distributed.consensus import on_all_ranks, on_first_rank
 from llava_fsdp.distributed.context import exchange_in, gather_in
 from llava_fsdp.distributed.dynamic_checkpoint import DynamicCheckpointing
 from llava_fsdp.distributed.expert_parallel import share_experts
@@ -95,7 +95,8 @@ def build_state(cfg: Config, world: World, plan: ShardPlan, meshes: Meshes | Non
     def load(model: Llava, masters: MasterWeights) -> None:
         shards = local_shards(model, masters)
         of_rank = {name: source for name, source in sources.items() if cfg.parallel.pipeline == 1 or name in shards}
-        load_weights(of_rank, shards, watch_loading(world.is_first), packed)
+        watch = watch_loading(world.is_first)
+        on_all_ranks(lambda: load_weights(of_rank, shards, watch, packed), "the weights cannot be loaded")
 
     state = assemble(model, loader, load, cfg, world, plan, meshes)
     known = {"sources": sources, "fingerprints": fingerprints, "digests": digests, "about": about}

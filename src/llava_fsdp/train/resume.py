@@ -1,7 +1,9 @@
 """Resume a run from a checkpoint, on any number of ranks and with any sharding strategy."""
 
+import math
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from llava_fsdp.config.renamed import present_tree
 from llava_fsdp.config.tree import dotted
 from llava_fsdp.data.text.jinja_template import OWN
 from llava_fsdp.distributed.consensus import on_all_ranks, on_first_rank
+from llava_fsdp.distributed.local_shards import local
 from llava_fsdp.distributed.mesh import gather_lists
 from llava_fsdp.runtime.errors import CheckpointError, ConfigError
 from llava_fsdp.runtime.log import log
@@ -59,7 +62,12 @@ def resume(state: TrainState, cfg: Config) -> Path | None:
     prepare_moments(state.optimizer)
     into = tensors(state)
     elsewhere = tensors_elsewhere(into) if state.pipeline is not None else {}
-    on_all_ranks(lambda: load(found, into, elsewhere), f"checkpoint {found.folder} could not be read")
+
+    def fill() -> None:
+        load(found, into, elsewhere)
+        check_finite(into, found.folder)
+
+    on_all_ranks(fill, f"checkpoint {found.folder} could not be read")
     state.masters.refresh()
     facts = found.facts
     state.step, state.samples, state.run = facts["step"], facts["samples"], facts["run"]
@@ -79,6 +87,24 @@ def resume(state: TrainState, cfg: Config) -> Path | None:
 
     on_first_rank(begin, "cannot set checkpoints aside")
     return found.folder
+
+
+def check_finite(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """Raise CheckpointError if a tensor that was read from a checkpoint has a value on this rank that is NaN or
+    infinite. Tensors of 8 bits and integers are not checked.
+
+    Args:
+        tensors: the tensors, by name.
+        folder: the checkpoint's folder, for the message.
+    """
+    for name, tensor in tensors.items():
+        own = local(tensor)
+        is_checked = own.is_floating_point() and own.element_size() > 1 and own.numel()
+        if is_checked and not all(math.isfinite(end) for end in own.aminmax()):
+            raise CheckpointError(
+                f"checkpoint {folder}: {name} has values that are NaN or infinite; continue from an earlier checkpoint "
+                "(checkpoint.resume=FOLDER), or start over with checkpoint.resume=never"
+            )
 
 
 def has_same_memory(then: dict[str, Any], now: dict[str, Any]) -> bool:
