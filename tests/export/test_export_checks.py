@@ -67,16 +67,16 @@ def test_how_far_an_export_may_be_from_its_model(
     monkeypatch.setattr(final_export, "reloaded_logits", lambda *_: torch.cat([theirs[-1], torch.ones(2, 3)], 1))
     monkeypatch.setattr(final_export, "live_logits", lambda *_: live[-1])
     monkeypatch.setattr(final_export, "logits", lambda *_: ours.pop(0))
-    monkeypatch.setattr(final_export, "compute_dtype", lambda _: compute)
-    monkeypatch.setattr(final_export, "empty_copy", lambda _, dtype: torch.nn.Linear(1, 1, dtype=dtype))
+    monkeypatch.setattr(final_export, "compute_place", lambda _, device: (device, compute))
+    monkeypatch.setattr(final_export, "empty_copy", lambda _, dtype, device: torch.nn.Linear(1, 1, dtype=dtype))
     monkeypatch.setattr(final_export, "has_experts", lambda _: experts)
     for name in ("with_folded_head", "used_dtypes", "check_weights", "load_weights"):
         monkeypatch.setattr(final_export, name, lambda *_: None)
     monkeypatch.setattr(final_export, "plain_model", lambda _: SimpleNamespace(parts=None))
     monkeypatch.setattr(final_export, "is_rounded", lambda *_: False)
     monkeypatch.setattr(final_export, "weights_in", lambda _: {})
-    monkeypatch.setattr(final_export.dataclasses, "replace", lambda micro, **_: micro)
-    probe = SimpleNamespace(images=torch.zeros(0)), []
+    micro = SimpleNamespace(images=torch.zeros(0), map=lambda _: micro)
+    probe = micro, []
     loader = SimpleNamespace(to_device=lambda own: own, steps=SimpleNamespace(probe=lambda: probe))
     state: Any = SimpleNamespace(loader=loader)
     cfg: Any = SimpleNamespace(
@@ -264,6 +264,24 @@ def test_logits_are_computed_in_fp32_if_it_fits(monkeypatch: pytest.MonkeyPatch)
     for free, dtype in ((1201, torch.float32), (1199, torch.bfloat16)):
         monkeypatch.setattr(verify_logits, "read_host", lambda free=free: SimpleNamespace(free=free))
         assert verify_logits.compute_dtype(model) is dtype
+
+
+@pytest.mark.parametrize(
+    ("free", "expected"), [(1201, ("cuda", 4)), (1199, ("cuda", 2)), (601, ("cuda", 2)), (599, ("cpu", 4))]
+)
+def test_logits_are_computed_on_the_gpu_if_its_free_memory_holds_the_weights(
+    free: int, expected: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After torch has given back what it holds in reserve. A 7B model takes minutes on the CPU."""
+    model: Any = torch.nn.Linear(10, 25, bias=False, device="meta")
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: calls.append(str(device)) or (free, 10**6))
+    monkeypatch.setattr(verify_logits, "read_host", lambda: SimpleNamespace(free=10**6))
+    device, dtype = verify_logits.compute_place(model, torch.device("cuda", 3))
+    assert (device.type, dtype.itemsize) == expected and calls == ["empty", "cuda:3"]
+    assert verify_logits.compute_place(model, torch.device("cpu")) == (torch.device("cpu"), torch.float32)
+    assert len(calls) == 2
 
 
 def test_both_files_of_a_projector_have_all_of_it(tmp_path: Path) -> None:

@@ -40,6 +40,9 @@ CLOSE_MERGED = 2e-6
 TEXT = 24
 """Number of text tokens beside the image in the micro-batch for which logits are compared."""
 
+ROOM = 1.2
+"""Free memory that is needed to compute a model's logits, as a multiple of the bytes of its weights."""
+
 
 @dataclass(frozen=True)
 class Rounded:
@@ -196,10 +199,28 @@ def compute_dtype(model: Llava) -> torch.dtype:
     """Return the dtype for computing a model's logits on the CPU: fp32 if the host (or container) has enough free
     memory for it, else bf16."""
     size = 4 * sum(p.numel() for p in model.parameters())
-    if read_host().free > 1.2 * size:
+    if read_host().free > ROOM * size:
         return torch.float32
     log().info("computing in bf16: fp32 would take %.0f GiB", size / 2**30)
     return torch.bfloat16
+
+
+def compute_place(model: Llava, device: torch.device) -> tuple[torch.device, torch.dtype]:
+    """Return where to compute a model's logits, and in which dtype: on this device, if it is a GPU whose free memory
+    holds the weights in fp32 or else in bf16, and a forward pass; else on the CPU, as `compute_dtype` says.
+
+    Args:
+        model: the model; its weights are not used.
+        device: the device of the training, in which the training's state still is.
+    """
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info(device)
+        count = sum(p.numel() for p in model.parameters())
+        for dtype in (torch.float32, torch.bfloat16):
+            if free > ROOM * dtype.itemsize * count:
+                return device, dtype
+    return torch.device("cpu"), compute_dtype(model)
 
 
 def random_rows(model: Llava, rule: ImageTokens) -> tuple[MicroBatch, list[Size]]:
@@ -325,7 +346,7 @@ def reloaded_logits(
         dtype: dtype in which the model is loaded and computes.
         sizes: width and height in pixels of each image.
     """
-    return exported_logits(open_export(folder, dtype), micro, images, sizes)
+    return exported_logits(open_export(folder, dtype).to(images.device), micro, images, sizes)
 
 
 def open_export(folder: Path, dtype: torch.dtype) -> Any:

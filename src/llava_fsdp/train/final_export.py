@@ -4,7 +4,6 @@ Before an exported folder gets its final name, it is read again and compared wit
 """
 
 import copy
-import dataclasses
 import gc
 import shlex
 import shutil
@@ -34,7 +33,7 @@ from llava_fsdp.export.formats import history, source_of_run, write_folder
 from llava_fsdp.export.logit_distance import CLOSE, Distance, distance
 from llava_fsdp.export.verify_logits import (
     Adapted,
-    compute_dtype,
+    compute_place,
     empty_copy,
     has_experts,
     logits,
@@ -220,8 +219,8 @@ def verify(state: TrainState, cfg: Config, staged: Path, weights: Weights) -> No
     """Read the exported folder again, and compare it with the trained model. Collective: all ranks must call it.
 
     1. Every weight that llava_fsdp reads from the folder is the trained one, rounded to `export.dtype`, to the bit.
-    2. A copy of the model on rank 0's CPU, with the trained weights, has the logits of the model in training, on a few
-       samples (unless its base is quantized, which the copy is not).
+    2. A copy of the model on rank 0, with the trained weights, has the logits of the model in training, on a few
+       samples (unless its base is quantized, which the copy is not). It is on the GPU, if there is room, or on the CPU.
     3. The copy with rounded weights has the logits that transformers computes from the folder.
 
     The log says how far the logits of 3 are from those of 2: the effect of rounding, to which no bound applies.
@@ -235,31 +234,32 @@ def verify(state: TrainState, cfg: Config, staged: Path, weights: Weights) -> No
     """
     failing = f"{staged} was written, but cannot be read back"
     micro, sizes = state.loader.steps.probe()
-    live, images = live_logits(state, micro).cpu(), state.loader.to_device(micro).images.cpu()
-    batch = dataclasses.replace(micro, images=images)
+    live, placed = live_logits(state, micro).cpu(), state.loader.to_device(micro)
     model = plain_model(state)
     written: dict[str, Stored] = {}
     copies: list[Llava] = []
 
     def prepare() -> None:
         written.update(weights_in(staged))
-        copies.append(empty_copy(model, compute_dtype(model)))
+        device, compute = compute_place(model, placed.images.device)
+        copies.append(empty_copy(model, compute, device=device))
 
     on_first_rank(prepare, failing)
     parameters = dict(copies[0].named_parameters()) if copies else {}
     check_weights(weights, with_folded_head(weights, model), staged, written, parameters, used_dtypes(model, cfg))
 
     def compare() -> None:
-        compute = next(copies[0].parameters()).dtype
-        trained = logits(copies[0], batch)
+        device, compute = next((own.device, own.dtype) for own in copies[0].parameters())
+        batch = placed.map(lambda values: values.to(device))
+        trained = logits(copies[0], batch).cpu()
         if cfg.model.quantize.mode is Quantizer.none:
             check_copy(trained, live, cfg)
         rounded = {name: written[name] for name in weights.shapes}
         load_weights(rounded, local_shards(copies[0], MasterWeights({})))
-        ours = logits(copies[0], batch)
+        ours = logits(copies[0], batch).cpu()
         copies.clear()
         gc.collect()
-        theirs = reloaded_logits(staged, micro, images, compute, sizes)
+        theirs = reloaded_logits(staged, batch, batch.images, compute, sizes).cpu()
         found = distance(theirs, ours)
         log().info("export: transformers' logits differ from llava_fsdp's by %.2g of the largest", found.largest)
         head_is_rounded = is_rounded(model.parts, DTYPES[cfg.export.dtype])
@@ -287,7 +287,7 @@ def check_copy(trained: torch.Tensor, live: torch.Tensor, cfg: Config) -> None:
     """
     found = distance(trained, live)
     log().info(
-        "export: logits on the CPU differ from those in training by %.2g of the largest, %s", found.largest, found
+        "export: logits of a copy differ from those in training by %.2g of the largest, %s", found.largest, found
     )
     in_fp32 = cfg.precision.param_dtype is DType.fp32 and cfg.precision.linear is LinearKind.same
     if not (found.largest <= CLOSE if in_fp32 else found.mean <= FAR):
