@@ -9,6 +9,11 @@ end, the run is still active or was killed: it is active if its folder is locked
 scheduler's script can compare this step before and after a run.
 """
 
+from llava_fsdp.runtime.safe_path import leave_out_current_folder
+
+if __name__ == "__main__":
+    leave_out_current_folder()  # before other imports, which files there might hide
+
 import sys
 from pathlib import Path
 from typing import Any

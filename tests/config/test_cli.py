@@ -20,6 +20,7 @@ from llava_fsdp.runtime.errors import (
     ConfigError,
     FolderInUse,
     FolderLost,
+    ModelError,
     OutOfMemory,
     Stopped,
 )
@@ -120,6 +121,7 @@ class Life:
     code: int = 0
     outcomes: list[Outcome] = field(default_factory=list)
     ends: list[str] = field(default_factory=list)
+    reports: list[dict[str, Any] | None] = field(default_factory=list)
     slept: float = 0
 
 
@@ -153,7 +155,7 @@ def lived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCap
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("GROUP_WORLD_SIZE", str(nodes))
         for name, value in {"setup_logging": lambda: None, "compose": lambda *_: node, "load": lambda *_: None,
-                            "end_agent": lambda: life.ends.append("agent"),
+                            "end_agent": lambda report: life.ends.append("agent") or life.reports.append(report),
                             "end_torchrun": lambda: life.ends.append("torchrun"),
                             "await_folder": lambda _: life.ends.append("awaited")}.items():  # fmt: skip
             monkeypatch.setattr(cli, name, value)
@@ -219,13 +221,35 @@ def test_where_nothing_is_recorded(
 ) -> None:
     """In a folder of another run, in a dry run, and by an entry that records nothing; all ranks speak of it."""
     for life in (lived(FolderInUse("theirs")), lived(ConfigError("a key"), values={"dry_run": 8})):
-        assert (life.code, life.outcomes, life.ends) == (2, [], []) and levels(caplog) == ["ERROR"]
+        assert (life.code, life.outcomes, life.ends) == (2, [], ["agent"]) and levels(caplog) == ["ERROR"]
     life = lived(FolderLost("gone", may_be_recorded=False))
-    assert (life.code, life.outcomes, life.ends) == (3, [], ["torchrun"])
+    assert (life.code, life.outcomes, life.ends) == (3, [], ["torchrun", "agent"])
+    assert lived(FolderLost("gone", may_be_recorded=False), nodes=2).ends == ["torchrun"], "it is the agent"
     assert lived(FolderLost("gone", may_be_recorded=True)).ends == ["agent"]
     assert lived(ConfigError("a key"), is_training=False).ends == [] and levels(caplog) == ["ERROR"]
-    life = lived(ConfigError("a key"), folder=tmp_path / "absent")
-    assert life.ends == [] and levels(caplog) == ["ERROR"] and life.outcomes
+    life = lived(ConfigError("a key"), folder=tmp_path / "absent", rank=1)
+    assert life.ends == [] and levels(caplog) == [] and life.outcomes, "rank 0 speaks"
+
+
+@pytest.mark.parametrize(
+    ("raised", "is_made"),
+    [
+        (ConfigError("data.path=gone"), True),
+        (ModelError("no weights"), True),
+        (ConfigError("output_dir=x is within data.path=y"), False),
+        (ZeroDivisionError("x"), False),
+        (KeyboardInterrupt(), False),
+    ],
+)
+def test_a_mistake_before_the_run_has_a_folder_is_recorded_and_not_met_again(
+    raised: BaseException, is_made: bool, tmp_path: Path, lived: Callable[..., Life]
+) -> None:
+    """The first rank makes the folder; the agent gets the reason, in case that nothing can be written there."""
+    life = lived(raised, folder=tmp_path / "new")
+    assert (tmp_path / "new").is_dir() == is_made and life.outcomes
+    is_mistake = not isinstance(raised, ZeroDivisionError | KeyboardInterrupt)
+    said = {"reason": f"{type(raised).__name__}: {raised}", "code": 2}
+    assert life.reports == [said] * is_mistake and life.ends == ["agent"] * is_mistake
 
 
 def test_a_rank_on_another_machine_waits_for_the_folder(

@@ -369,6 +369,30 @@ def test_a_missing_file_is_told_once_and_not_tried_again(launch: list[Launched],
     assert code == 2 and "gone.json" in last and run.log.read_text().count("ConfigError") == 1
 
 
+MISTAKES = [
+    ["data=llava_json", "data.path=gone.json", "data.images=gone"],  # the paths are checked first of all
+    ["model.language=gone", "model.vision=gone"],
+    ["output_dir=file/out"],  # nothing can be recorded there
+]
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.parametrize("words", MISTAKES)
+def test_a_mistake_with_a_new_folder_is_told_once_and_not_tried_again(
+    words: list[str], launch: list[Launched], tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    run = Launched(tmp_path, "--nproc-per-node=2", *words)
+    launch.append(run)
+    code, last = run.end()
+    text = run.log.read_text()
+    assert code == 2 and text.count("ConfigError") == 1 + last.startswith("ConfigError"), text
+    assert words[-1].partition("=")[0] in last or (words[-1] == "track=wandb" and "wandb" in last)
+    if "output_dir=file/out" not in words:
+        assert json.loads((run.output / "run_status.json").read_text())["class"] == "config"
+
+
 @pytest.mark.e2e
 def test_a_folder_in_use_is_refused_before_ranks_start(launch: list[Launched], tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()

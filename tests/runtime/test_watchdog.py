@@ -308,9 +308,9 @@ def test_each_request_to_save_is_taken_once(make: Make) -> None:
         ({"LOCAL_RANK": "1"}, False, False),
         ({"GROUP_WORLD_SIZE": "1"}, False, False),
         ({"TORCHELASTIC_RUN_ID": None}, False, False),
-        ({AGENT: str(os.getppid())}, True, True),
-        ({AGENT: str(os.getppid()), "LOCAL_RANK": "1"}, False, False),
-        ({AGENT: str(os.getppid() + 1)}, True, False),
+        ({AGENT: f"{os.getppid()}:99"}, True, True),
+        ({AGENT: f"{os.getppid()}:99", "LOCAL_RANK": "1"}, False, False),
+        ({AGENT: f"{os.getppid() + 1}:99"}, True, False),
     ],
 )
 def test_who_is_told_to_end(
@@ -326,7 +326,7 @@ def test_who_is_told_to_end(
     end_torchrun()
     assert told == [(os.getppid(), signal.SIGTERM)] * torchrun
     told.clear()
-    end_agent()
+    end_agent({"code": 2})
     assert told == [(os.getppid(), signal.SIGTERM)] * agent
 
 

@@ -151,7 +151,7 @@ def test_command_of_a_job() -> None:
     command = train_command(config(*overrides[:2]), overrides, Path("/sweeps/3"), ["/my/conf"])
     assert command[0] == sys.executable
     assert command[1:] == [
-        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "-m", "llava_fsdp.train",
+        "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "-m", "llava_fsdp.train",
         "--config-dir", "/my/conf", "stage=pretrain", "optim.lr=0.1", "output_dir=/sweeps/3",
     ]  # fmt: skip
 
@@ -365,7 +365,7 @@ def test_signals_to_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     class Child:
         def __init__(self, words: list[str], start_new_session: bool) -> None:
-            assert start_new_session and words[-4:] == [sys.executable, "-m", "module", "word"]
+            assert start_new_session and words[-5:] == [sys.executable, "-P", "-m", "module", "word"]
 
         def wait(self) -> int:
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):
@@ -680,7 +680,7 @@ def test_files_of_a_sweep_are_private(
     (job,) = jobs
     show(jobs)
     printed = capsys.readouterr()
-    assert "  log: s/0/train.log" in printed.out and f"  command: {python} -m torch.distributed.run" in printed.err
+    assert "  log: s/0/train.log" in printed.out and f"  command: {python} -P -m torch.distributed.run" in printed.err
     assert not succeeded and job.reason.startswith("torchrun ended with exit code 9"), said
     assert mode_of(Path("s/0")) == folder_mode
     for name in ("0/job.json", "0/train.log", "results.json"):

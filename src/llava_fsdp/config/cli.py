@@ -35,7 +35,7 @@ from llava_fsdp.runtime.launch import attempt, env_rank, is_one_node
 from llava_fsdp.runtime.log import leave_noise_out, log, setup_logging
 from llava_fsdp.runtime.process_end import end_agent, end_torchrun, end_with
 from llava_fsdp.runtime.redact import redact, secrets_of
-from llava_fsdp.runtime.run_dir import is_locked_by_other_launch
+from llava_fsdp.runtime.run_dir import is_locked_by_other_launch, make_run_folder
 from llava_fsdp.runtime.status_file import PATIENCE, Outcome, final_status, is_absent, log_write_errors
 from llava_fsdp.runtime.terminal_text import shown_text
 
@@ -139,8 +139,8 @@ def run(config_name: str, schema: type[T], task: Callable[[T], object], on_exit:
             earlier, `on_exit` returns the status of that rank, and this rank does not report its own error.
     """
     setup_logging()
-    folder = typed_output_dir()
-    everywhere, ends_torchrun = False, False
+    folder, is_training = typed_output_dir(), on_exit is not no_status
+    everywhere, ends_torchrun, is_private = False, False, None
     try:
         with until_reader_leaves():
             node = compose(config_name, schema)
@@ -148,9 +148,10 @@ def run(config_name: str, schema: type[T], task: Callable[[T], object], on_exit:
             return
         folder = None if node.get("dry_run") is not None else Path(str(node.get("output_dir", ".")))
         # a training that ends because the reader of stdout has exited must not count as done
-        is_training = on_exit is not no_status and folder is not None
-        with contextlib.nullcontext() if is_training else until_reader_leaves():
-            task(load(schema, node))
+        with contextlib.nullcontext() if is_training and folder is not None else until_reader_leaves():
+            config = load(schema, node)
+            is_private = bool(node.get("private", True))
+            task(config)
         outcome, message = Outcome(ENDINGS["done"]), ""
     except LlavaFsdpError as error:
         outcome = Outcome(ENDINGS[error.ending], str(error), error.culprit)
@@ -167,16 +168,35 @@ def run(config_name: str, schema: type[T], task: Callable[[T], object], on_exit:
     silent = everywhere and is_later_rank()
     if silent:
         time.sleep(PATIENCE)  # rank 0 reports the error, writes the status, and ends first
+    if folder is not None and is_training and not is_later_rank() and is_private is not None:
+        make_folder_of_status(folder, outcome, is_private)
     if folder is not None and is_later_rank() and not is_one_node():
         await_folder(folder)  # through this folder, rank 0 on another machine learns why this rank has ended
     if folder is not None and (beat := read_beat(folder, env_rank())) is not None and beat.pid == os.getpid():
         outcome = replace(outcome, step=beat.step)
+    end_process(folder, outcome, message, silent, ends_torchrun, on_exit)
+
+
+def end_process(
+    folder: Path | None, outcome: Outcome, message: str, silent: bool, ends_torchrun: bool, on_exit: WriteStatus
+) -> None:
+    """Record and print how this rank ended, and end the process with the exit code; return if nothing failed.
+
+    Args:
+        folder: the run's output folder; None: nothing is recorded.
+        outcome: how the rank ended.
+        message: message to print.
+        silent: whether rank 0 prints the message of this failure, because every rank has it.
+        ends_torchrun: whether to end torchrun on this machine in any case.
+        on_exit: see `run`.
+    """
     first = write_outcome(folder, outcome, on_exit)
     code = outcome.ending.exit_code
     if code == ExitCode.DONE:
         return
+    is_training = on_exit is not no_status
     # if no status was written, rank 0 has not met this error, and this rank reports it
-    is_first = on_exit is not no_status and folder is not None and not is_absent(folder)
+    is_first = is_training and folder is not None and not is_absent(folder)
     if first is None and (is_first or not silent):
         log().log(logging.INFO if code == ExitCode.STOPPED else logging.ERROR, message)
         write_torchrun_error(message)
@@ -187,8 +207,27 @@ def run(config_name: str, schema: type[T], task: Callable[[T], object], on_exit:
         sys.stdout.flush()
         sys.stderr.flush()
     ending = outcome.ending if first is None else ENDINGS.get(first["class"], outcome.ending)
-    stop_restarts(ends_torchrun, is_first and ending.is_permanent and not ending.is_stop)
+    is_told = is_first or (is_training and not is_later_rank())
+    report = {"reason": message.partition("\n")[0], "code": int(code)} if first is None else None
+    stop_restarts(ends_torchrun, is_told and ending.is_permanent and not ending.is_stop, report)
     os._exit(code)
+
+
+def make_folder_of_status(folder: Path, outcome: Outcome, is_private: bool) -> None:
+    """Create the run's output folder if it does not exist, so that an error which comes before the run has created it
+    is recorded there, too. Otherwise restarted ranks would meet the same error again. Where `output_dir` itself is the
+    mistake, nothing is created.
+
+    Args:
+        folder: the run's output folder.
+        outcome: how this rank ended.
+        is_private: whether only its owner may read the folder.
+    """
+    ending = outcome.ending
+    is_mistake = ending.is_permanent and not ending.is_stop and ending.exit_code != ExitCode.DONE
+    if is_mistake and not outcome.reason.startswith("output_dir="):
+        with contextlib.suppress(OSError):
+            make_run_folder(folder, is_private)
 
 
 def await_folder(folder: Path) -> None:
@@ -199,20 +238,22 @@ def await_folder(folder: Path) -> None:
         time.sleep(0.2)
 
 
-def stop_restarts(ends_torchrun: bool, is_permanent: bool) -> None:
+def stop_restarts(ends_torchrun: bool, is_permanent: bool, report: dict[str, Any] | None) -> None:
     """End the processes that would restart this rank after its end, if a restart cannot help. These are torchrun or,
     with `llava-fsdp train`, this package's own version of torchrun's agent (train/agent.py).
 
     Args:
         ends_torchrun: whether to end torchrun on this machine in any case.
         is_permanent: whether the failure would happen again; if so, the agent is ended.
+        report: reason and exit code, which `llava-fsdp train` prints if no status could be written; None if another
+            rank has failed.
     """
     if ends_torchrun or (is_permanent and is_later_rank()):
         time.sleep(PATIENCE)  # the other ranks of this machine report the error and end first
     if ends_torchrun:
         end_torchrun()
-    if is_permanent:
-        end_agent()
+    if is_permanent and (is_one_node() or not ends_torchrun):
+        end_agent(report)
 
 
 def write_outcome(folder: Path | None, outcome: Outcome, on_exit: WriteStatus) -> dict[str, Any] | None:

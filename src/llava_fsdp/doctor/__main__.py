@@ -1,5 +1,10 @@
 """Entry point of `python -m llava_fsdp.doctor`, which checks this machine before a training; see doctor/main.py."""
 
+from llava_fsdp.runtime.safe_path import leave_out_current_folder
+
+if __name__ == "__main__":
+    leave_out_current_folder()  # before other imports, which files there might hide
+
 from llava_fsdp.config import DoctorConfig, cli
 from llava_fsdp.runtime.imports import importing
 from llava_fsdp.runtime.log import leave_noise_out

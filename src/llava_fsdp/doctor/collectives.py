@@ -54,7 +54,7 @@ def try_ranks(count: int, on_gpus: bool, limit: float = LIMIT, program: Sequence
     """
     name = f"{count} ranks, {'NCCL' if on_gpus else 'gloo'}"
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder, open(Path(folder) / "output", "w+") as output:
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+        launcher = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
         environment = without_launcher(os.environ)
         if not on_gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ""  # two ranks on a single GPU are an error

@@ -1,6 +1,11 @@
 """Entry point of `python -m llava_fsdp.export`, which converts a model into a folder for other programs (see
 main.py)."""
 
+from llava_fsdp.runtime.safe_path import leave_out_current_folder
+
+if __name__ == "__main__":
+    leave_out_current_folder()  # before other imports, which files there might hide
+
 from llava_fsdp.config import ConversionConfig, cli
 from llava_fsdp.runtime.imports import importing
 from llava_fsdp.runtime.log import leave_noise_out

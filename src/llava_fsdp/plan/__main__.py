@@ -1,5 +1,10 @@
 """Entry point of `python -m llava_fsdp.plan`; see main.py for what it does."""
 
+from llava_fsdp.runtime.safe_path import leave_out_current_folder
+
+if __name__ == "__main__":
+    leave_out_current_folder()  # before other imports, which files there might hide
+
 import sys
 
 from llava_fsdp.config import PlanConfig, cli

@@ -1,6 +1,11 @@
 """Entry point of `python -m llava_fsdp.report`, which writes an HTML page about one or more trainings; see
 report/main.py."""
 
+from llava_fsdp.runtime.safe_path import leave_out_current_folder
+
+if __name__ == "__main__":
+    leave_out_current_folder()  # before other imports, which files there might hide
+
 from llava_fsdp.report.main import main
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """Find out how another process ended, and end processes when their parent process ends. Needs Linux."""
 
+import contextlib
 import ctypes
 import fcntl
+import json
 import os
 import re
 import signal
@@ -9,12 +11,14 @@ import struct
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from llava_fsdp.runtime.launch import is_one_node
 
 AGENT = "LLAVA_FSDP_AGENT"
-"""Name of the environment variable with the process id of the agent of `llava-fsdp train`, the process that starts the
-ranks (train/agent.py). Only ranks that the agent starts have this variable."""
+"""Name of the environment variable `PID:FD` with the process id of the agent of `llava-fsdp train`, the process that
+starts the ranks (train/agent.py), and its file descriptor for reports to `llava-fsdp train`. Only ranks that the agent
+starts have this variable."""
 PIDFD_GET_INFO = 0xC040FF0B
 PIDFD_INFO_EXIT = 1 << 3
 PIDFD_INFO = struct.Struct("=QQ11Ii")
@@ -128,11 +132,20 @@ def end_torchrun() -> None:
         os.kill(os.getppid(), signal.SIGTERM)
 
 
-def end_agent() -> None:
+def end_agent(report: dict[str, Any] | None = None) -> None:
     """End the process of `llava-fsdp train` that has started the ranks of this machine (train/agent.py), and that would
     restart them although a restart cannot help. Does nothing on ranks other than the machine's first one, and if the
-    user started torchrun: torchrun restarts the ranks, and they end at once (`cli.start_process`)."""
-    if os.environ.get(AGENT) == str(os.getppid()) and os.environ.get("LOCAL_RANK") == "0":
+    user started torchrun: torchrun restarts the ranks, and they end at once (`cli.start_process`).
+
+    Args:
+        report: reason and exit code, which `llava-fsdp train` prints if the run's folder has no status; None if they
+            are in that status.
+    """
+    agent, _, handle = os.environ.get(AGENT, "").partition(":")
+    if agent == str(os.getppid()) and os.environ.get("LOCAL_RANK") == "0":
+        if report is not None:
+            with contextlib.suppress(OSError), open(f"/proc/{agent}/fd/{handle}", "wb") as pipe:
+                pipe.write(json.dumps(report).encode() + b"\n")
         os.kill(os.getppid(), signal.SIGTERM)
 
 

@@ -1,6 +1,11 @@
 """Entry point of `python -m llava_fsdp.sweep`, which runs several trainings with different settings; see
 sweep/main.py."""
 
+from llava_fsdp.runtime.safe_path import leave_out_current_folder
+
+if __name__ == "__main__":
+    leave_out_current_folder()  # before other imports, which files there might hide
+
 from llava_fsdp.sweep.main import main
 
 if __name__ == "__main__":

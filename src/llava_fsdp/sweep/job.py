@@ -250,7 +250,7 @@ def train_command(config: SweepConfig, overrides: list[str], folder: Path, confi
         folder: its output folder, which becomes output_dir.
         config_folders: folders that the user gave with `--config-dir`.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(config.launch.nproc_per_node), "-m", "llava_fsdp.train"]
     for path in config_folders:
         command += ["--config-dir", path]

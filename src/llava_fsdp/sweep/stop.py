@@ -95,7 +95,8 @@ def supervise(words: Sequence[str], stop: StopRequest) -> int:
     Returns:
         The module's exit code, or minus the number of the signal that killed it.
     """
-    start = [sys.executable, "-m", "llava_fsdp.sweep.exec_child", str(os.getpid()), sys.executable, "-m", *words]
+    python = [sys.executable, "-P", "-m"]
+    start = [*python, "llava_fsdp.sweep.exec_child", str(os.getpid()), *python, *words]
     child = subprocess.Popen(start, start_new_session=True)
 
     def on_signal(number: int, frame: FrameType | None) -> None:

@@ -69,7 +69,7 @@ def run_torchrun(
     environment.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", STOP_SECONDS)
     if visible is not None:
         environment["CUDA_VISIBLE_DEVICES"] = visible
-    start = [sys.executable, "-m", "llava_fsdp.sweep.exec_child", str(os.getpid()), *command]
+    start = [sys.executable, "-P", "-m", "llava_fsdp.sweep.exec_child", str(os.getpid()), *command]
     path = folder / LOG_FILE
     with path.open("a") as file, path.open(errors="replace") as reader:
         reader.seek(0, os.SEEK_END)

@@ -1,6 +1,11 @@
 """Entry point of `torchrun -m llava_fsdp.train`. The training itself is in main.py, which is imported only after the
 command line has been checked, because importing torch takes seconds."""
 
+from llava_fsdp.runtime.safe_path import leave_out_current_folder
+
+if __name__ == "__main__":
+    leave_out_current_folder()  # before other imports, which files there might hide
+
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 

@@ -1,10 +1,12 @@
 """Run torchrun's agent without its log messages: `python -m llava_fsdp.train.agent PARENT REPORT FLAGS... -- WORDS...`.
 
 launcher.py starts this program. PARENT is the launcher's process id: when the launcher ends, this process gets SIGTERM
-and stops its ranks. REPORT is a file descriptor to which a failure is written as a JSON object. FLAGS are torchrun's
-flags, and WORDS are the arguments of the training program.
+and stops its ranks. REPORT is a file descriptor to which a failure is written as a line with a JSON object; a rank may
+have written one before (`process_end.end_agent`). FLAGS are torchrun's flags, and WORDS are the arguments of the
+training program.
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -31,11 +33,12 @@ def main() -> None:
     parent, report, *rest = sys.argv[1:]
     end_with(int(parent), signal.SIGTERM)
     flags, words = rest[: rest.index("--")], rest[rest.index("--") + 1 :]
-    os.environ[AGENT] = str(os.getpid())
+    os.environ[AGENT] = f"{os.getpid()}:{report}"
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # restarted ranks must not read old addresses
     failure = run(flags, words)
     if failure is not None:
-        os.write(int(report), json.dumps(failure).encode())
+        with contextlib.suppress(BrokenPipeError):  # the launcher was killed
+            os.write(int(report), json.dumps(failure).encode() + b"\n")
         sys.exit(1)
 
 

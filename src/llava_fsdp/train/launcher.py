@@ -6,6 +6,11 @@ separate Unix session, passes signals on to the ranks, and prints as its last li
 torch.
 """
 
+from llava_fsdp.runtime.safe_path import leave_out_current_folder
+
+if __name__ == "__main__":
+    leave_out_current_folder()  # before other imports, which files there might hide
+
 import contextlib
 import difflib
 import json
@@ -46,7 +51,7 @@ PRINTS = frozenset({"--help", "-h", "--cfg", "-c", "--info", "-i", "--hydra-help
 NUMBERS = {"nnodes": r"[1-9]\d*(:[1-9]\d*)?", "nproc-per-node": r"[1-9]\d*|gpu|cpu|auto|xpu", "max-restarts": r"\d+",
            "node-rank": r"\d+", "master-port": r"\d+", "rdzv-endpoint": r".+?(:\d+)?"}  # fmt: skip
 """torchrun's flags whose values are checked -> pattern for a valid value."""
-AGENT = (sys.executable, "-m", "llava_fsdp.train.agent")
+AGENT = (sys.executable, "-P", "-m", "llava_fsdp.train.agent")
 """Command that starts torchrun's agent."""
 MEETING = 10
 """Seconds for which a machine with an invalid command line waits for the other machines of the run, to end them too."""
@@ -192,8 +197,8 @@ class Launch:
         """Process ids of the ranks that were told to stop."""
 
     def run(self, flags: list[str], words: list[str]) -> dict[str, Any]:
-        """Run a training to its end, under torchrun's agent. Return the agent's report about the rank that failed
-        first, or about its own failure: a dict with `reason` and, if known, `code`; empty if nothing failed.
+        """Run a training to its end, under torchrun's agent. Return the report of the rank that failed first, or of the
+        agent about its own failure: a dict with `reason` and, if known, `code`; empty if nothing failed.
 
         Args:
             flags: torchrun's flags.
@@ -209,8 +214,8 @@ class Launch:
         os.close(theirs)
         self.wait()
         with open(report, "rb") as file:
-            text = file.read()
-        return json.loads(text) if text else {}
+            lines = file.read().splitlines()
+        return json.loads(lines[0]) if lines else {}
 
     def wait(self) -> None:
         """Wait until torchrun's agent, which starts the ranks, has ended, and pass signals on to the ranks until then.

@@ -154,7 +154,7 @@ def rewrite_page(folder: Path) -> None:
 def start_process(folder: Path) -> subprocess.Popen[bytes]:
     """Start a process that writes the HTML page `report.html` of a training run from the files in the run's folder. It
     prints nothing, and ends with this process."""
-    command = [sys.executable, "-m", "llava_fsdp.train.live_page", str(os.getpid()), str(folder)]
+    command = [sys.executable, "-P", "-m", "llava_fsdp.train.live_page", str(os.getpid()), str(folder)]
     # in a session of its own: Ctrl-C in a terminal reaches all processes of the terminal's session
     return subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
