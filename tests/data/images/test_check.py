@@ -202,7 +202,7 @@ def test_messages_are_the_same_each_time(tmp_path: Path, monkeypatch: pytest.Mon
     path = tmp_path / "a.png"
     path.write_bytes(encoded("png"))
 
-    def fail(file: object) -> object:
+    def fail(*_: object) -> object:
         raise OSError(f"cannot load {io.BytesIO()!r}")
 
     with monkeypatch.context() as patch, pytest.raises(ImageError, match="cannot load the file; take it from its"):

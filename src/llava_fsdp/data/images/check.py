@@ -27,6 +27,7 @@ from llava_fsdp.data.containers.file_reader import CURES
 from llava_fsdp.data.containers.location import ImageLocation
 from llava_fsdp.data.images.anyres import Size
 from llava_fsdp.data.images.truncation import JPEG, ends_early
+from llava_fsdp.data.images.work_limits import TooMuchWork, check_work
 from llava_fsdp.data.records.problems import Kind
 from llava_fsdp.data.records.record import Record
 from llava_fsdp.runtime.errors import ImageError
@@ -37,7 +38,7 @@ MAX_PIXELS = 50_000_000
 HEAD_BYTES = 1 << 16
 """Number of bytes that are read of an image in a Parquet file or tar to find its size in pixels. If they are too few,
 the whole image is read."""
-MAX_BYTES = 16 * MAX_PIXELS  # a pixel has at most four values of four bytes
+MAX_BYTES = 8 * MAX_PIXELS  # a pixel has at most four values of two bytes
 # Errors of a network file system whose server does not answer for a moment.
 TRANSIENT = frozenset({
     errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.ECONNRESET, errno.ECONNABORTED, errno.EHOSTDOWN,
@@ -147,7 +148,7 @@ def examine(path: ImageFile, where: str, full: bool, scaled: bool = True) -> Ima
         ImageError: the image cannot be read; its `kind` says why.
     """
     if not full:
-        with contextlib.suppress(*BROKEN), open_head(path, where) as file, opening(file) as image:
+        with contextlib.suppress(*BROKEN), opening(read_head(path, where), path, where) as image:
             check_pixels(image, path, where)
             return ImageFacts(*shown_size(image), image.height)
     data = read_file(path, where)
@@ -181,12 +182,28 @@ def shown_size(image: Image.Image) -> Size:
 
 
 @contextlib.contextmanager
-def opening(file: BinaryIO | io.BytesIO) -> Iterator[Image.Image]:
+def opening(data: bytes, path: ImageFile, where: str) -> Iterator[Image.Image]:
     """Context manager that opens an image with Pillow, with Pillow's warnings turned off. The callers check for the
-    same faults, such as too many pixels, and raise errors that name the dataset record."""
+    same faults, such as too many pixels, and raise errors that name the dataset record.
+
+    Args:
+        data: the bytes of the file, or of its beginning.
+        path: the file, for error messages.
+        where: name of the dataset record in error messages.
+
+    Raises:
+        ImageError: the file would take far more time or memory than its size tells.
+    """
+    try:
+        check_work(data)
+    except TooMuchWork as error:
+        raise ImageError(
+            f"{where}: image {path} would take too much time or memory: {error}; convert it, or take it out",
+            Kind.image_bomb,
+        ) from error
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with Image.open(file, formats=FORMATS) as image:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             yield image
 
 
@@ -204,7 +221,7 @@ def decoded(data: bytes, path: ImageFile, where: str) -> Iterator[Image.Image]:
         # an interrupted copy may leave zeros at the end, which a JPEG decoder takes for data
         if data.startswith(JPEG) and data.endswith(bytes(64)) and ends_early(data):
             raise OSError("image file is truncated: its end holds zeros only")
-        with opening(io.BytesIO(data)) as image:
+        with opening(data, path, where) as image:
             check_pixels(image, path, where)
             yield image
     except Image.DecompressionBombError as error:
@@ -309,10 +326,13 @@ def with_file(path: Path, what: str, read: Callable[[BinaryIO], T]) -> T:
     raise AssertionError("the last attempt returns or raises")
 
 
-def open_head(path: ImageFile, where: str) -> BinaryIO | io.BytesIO:
+def read_head(path: ImageFile, where: str) -> bytes:
     if isinstance(path, ImageInContainer):
-        return io.BytesIO(read_in_container(replace(path, location=head_of(path.location)), where))
-    return io.BytesIO(path.data) if isinstance(path, ImageBytes) else open_regular(path)
+        return read_in_container(replace(path, location=head_of(path.location)), where)
+    if isinstance(path, ImageBytes):
+        return path.data
+    with open_regular(path) as file:
+        return file.read(HEAD_BYTES)
 
 
 def head_of(location: ImageLocation) -> ImageLocation:

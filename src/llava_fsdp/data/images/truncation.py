@@ -5,6 +5,7 @@ with the same messages as for files that are not images. Sources: ITU-T T.81 B.1
 GIF89a, BMP, TIFF 6, WebP, AVI (RIFF), ISO/IEC 14496-12 4.2 (MP4) and RFC 8794 4 (Matroska).
 """
 
+import re
 import struct
 from typing import BinaryIO
 
@@ -45,23 +46,26 @@ def number(form: str, data: bytes, at: int) -> int:
     return struct.unpack_from(form, data, at)[0]
 
 
+JPEG_SEGMENT = re.compile(rb"\xff([^\x00\x01\xd0-\xd8\xff])", re.DOTALL)
+"""A marker that begins a segment of a JPEG, or ends it (D9): no fill byte, byte of data, or restart."""
+MOST_SEGMENTS = 100_000
+"""No JPEG has so many segments; one that does is not read to its end."""
+SHORT_BLOCK = 32
+"""A GIF whose blocks have fewer bytes than this on average is not read to its end; most blocks have 255."""
+
+
 def jpeg_ends_early(data: bytes) -> bool:
     """Return whether a JPEG lacks its end-of-image marker. Markers inside its segments, where thumbnails may be
     embedded, do not count."""
     at = 2
-    while True:
-        at = data.find(b"\xff", at)
-        if at < 0:
+    for _ in range(MOST_SEGMENTS):
+        found = JPEG_SEGMENT.search(data, at)
+        if found is None:
             return True
-        marker = data[at + 1]
-        if marker == 0xD9:
+        if found[1] == b"\xd9":
             return False
-        if marker == 0xFF:  # a fill byte
-            at += 1
-        elif marker in (0x00, 0x01) or 0xD0 <= marker <= 0xD8:  # markers without a segment: data, restarts
-            at += 2
-        else:
-            at += 2 + number(">H", data, at + 2)
+        at = found.end() + number(">H", data, found.end())
+    return False  # broken, not truncated
 
 
 def png_ends_early(data: bytes) -> bool:
@@ -82,12 +86,15 @@ def gif_ends_early(data: bytes) -> bool:
         return at + (3 << (flags & 7) + 1 if flags & 0x80 else 0)
 
     def behind_blocks(at: int) -> int:
-        while data[at]:
-            at += 1 + data[at]
+        nonlocal blocks
+        while data[at] and blocks < most:
+            blocks, at = blocks + 1, at + 1 + data[at]
         return at + 1
 
+    blocks, most = 0, 4096 + len(data) // SHORT_BLOCK
     at = behind_palette(13, data[10])
-    while data[at] != 0x3B:
+    while data[at] != 0x3B and blocks < most:
+        blocks += 1
         if data[at] == 0x21:
             at = behind_blocks(at + 2)
         elif data[at] == 0x2C:
@@ -125,7 +132,7 @@ def tiff_needs(data: bytes) -> int:
     at = number(order + offset, data, 8 if big else 4)
     first = at + struct.calcsize(order + count)
     needs = first + number(order + count, data, at) * width
-    found: dict[int, tuple[int, ...]] = {}
+    found: dict[int, tuple[str, int]] = {}
     for entry in range(first, needs, width):
         tag, kind, length = struct.unpack_from(order + "HH" + offset, data, entry)
         place, size = entry + width - inline, length * struct.calcsize(TIFF_TYPES.get(kind, ""))
@@ -133,9 +140,13 @@ def tiff_needs(data: bytes) -> int:
             place = number(order + offset, data, place)
         needs = max(needs, place + size)
         if tag in (*PIECES, *PIECES.values()):
-            found[tag] = struct.unpack_from(f"{order}{length}{TIFF_TYPES.get(kind, 'I')}", data, place)
+            found[tag] = f"{order}{length}{TIFF_TYPES.get(kind, 'I')}", place
+    if needs > len(data):
+        return needs
     for begin, size in PIECES.items():
-        needs = max(needs, *(a + b for a, b in zip(found.get(begin, ()), found.get(size, ()), strict=False)), 0)
+        if begin in found and size in found:
+            starts, sizes = (struct.unpack_from(form, data, place) for form, place in (found[begin], found[size]))
+            needs = max(needs, *(a + b for a, b in zip(starts, sizes, strict=False)), 0)
     return needs
 
 

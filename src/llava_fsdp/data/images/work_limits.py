@@ -1,0 +1,387 @@
+"""Refuse image files that would take Pillow far more time or memory than others of their size, before it reads them.
+
+A file can refer to the same bytes thousands of times, or consist of thousands of tiny parts. These checks look at the
+structure of a file alone: the directories of TIFF and EXIF, the segments and scans of a JPEG, the chunks of a PNG, the
+blocks of a GIF, the compression of a BMP. The limits are far above what cameras and programs write. A structure that
+ends early or makes no sense is left to Pillow, which reports it.
+
+Sources: the formats' specifications (see truncation.py), and what Pillow 12 does with each part (its *ImagePlugin.py).
+"""
+
+import itertools
+import re
+import struct
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from llava_fsdp.data.images.truncation import BIG_TIFF, BMP, GIF, JPEG, JPEG_SEGMENT, PNG, RIFF, number
+
+KiB, MiB = 1 << 10, 1 << 20
+EXIF = b"Exif\0\0"
+SEGMENTS = 2048
+"""Greatest number of segments before the first scan of a JPEG."""
+TABLE_BYTES = 64 * KiB
+"""Most bytes of frame headers and tables before the first scan of a JPEG. Pillow reads them in Python."""
+JUNK = 64 * KiB
+"""Most bytes between the segments before the first scan of a JPEG. Pillow skips them one by one."""
+EXIF_SEGMENTS = 64
+"""Greatest number of EXIF segments of a JPEG. Pillow joins them, each time copying what it has."""
+SCANS = 100
+"""Greatest number of scans of a JPEG. Progressive ones have about 10; libtiff has the same limit."""
+FEW_SCANS = 16
+SCANNED_PIXELS = 1_000_000_000
+"""Most pixels times scans of a JPEG with more than FEW_SCANS scans: each scan passes over the whole image."""
+CHUNKS = 200_000
+"""Greatest number of chunks of a PNG."""
+OTHER_CHUNKS = 2000
+"""Greatest number of chunks of a PNG without image data."""
+PROFILES = 4
+"""Greatest number of color profiles (iCCP) of a PNG, of which each may take a megabyte; the format allows one."""
+FRAMES = (b"IDAT", b"fdAT", b"fcTL")
+"""Types of the PNG chunks that have image data, or begin a frame of an animation."""
+RAW_EXIF = b"Raw profile type exif\0"
+"""Beginning of a text in a PNG that holds EXIF in hexadecimal digits, as ImageMagick writes it."""
+BLOCKS = 1 << 17
+"""Greatest number of blocks before the first frame of a GIF."""
+COMMENT_BYTES = MiB
+"""Most bytes of comments before the first frame of a GIF. Pillow copies a comment for each block of 255 bytes."""
+RUN_LENGTH = 8 * MiB
+"""Most pixels, and most bytes, of a BMP with run-length encoding, which Pillow decodes in Python."""
+RUN_WIDTH = 1 << 16
+"""Most pixels in a row of such a BMP. One step in its code skips up to 255 rows."""
+ENTRIES = 1024
+"""Greatest number of entries of the directories of a TIFF or EXIF together."""
+FIELD_BYTES = 64 * MiB
+"""Most bytes of all fields of a TIFF or EXIF, which Pillow copies up to four times."""
+VALUES = 1 << 18
+"""Greatest number of numbers in all fields of a TIFF or EXIF: offsets and sizes of tiles are the most."""
+FRACTIONS = 1 << 13
+"""Greatest number of fractions in all fields of a TIFF or EXIF, which are Python objects in Pillow."""
+TILE_PIXELS = 1 << 24
+"""Most pixels of a tile of a TIFF, if the image itself is smaller."""
+REPEATED = 8
+"""A TIFF may have so many times the strips or tiles that cover its image."""
+
+
+class TooMuchWork(Exception):
+    """An image file would take too much time or memory; the message says what it has too much of."""
+
+
+def at_most(count: int, limit: int, what: str) -> None:
+    if count > limit:
+        raise TooMuchWork(f"it has {count} {what}, over the limit of {limit}")
+
+
+def check_work(data: bytes) -> None:
+    """Raise TooMuchWork if an image file would take Pillow far more time or memory than its size tells.
+
+    Args:
+        data: the file, or its beginning, if Pillow reads no more either.
+    """
+    try:
+        if data.startswith(JPEG):
+            check_jpeg(data)
+        elif data.startswith(PNG):
+            check_png(data)
+        elif data.startswith((b"II", b"MM")):
+            check_tiff(data)
+        elif data.startswith(GIF):
+            check_gif(data)
+        elif data.startswith(BMP):
+            check_bmp(data)
+        elif data.startswith(RIFF) and data[8:12] == b"WEBP":
+            check_webp(data)
+    except (IndexError, struct.error):  # it ends early, or is broken
+        pass
+
+
+# ---------------------------------------------------------------------------------------------------------------- JPEG
+
+
+@dataclass
+class Frame:
+    """What the header of a JPEG says: size in pixels, number of components, and whether it is progressive."""
+
+    pixels: int = 0
+    components: int = 0
+    progressive: bool = False
+
+
+HEADER_MARKER = re.compile(rb"\xff([\x02-\xc7\xc9-\xcf\xda-\xef\xfe])", re.DOTALL)
+"""A marker that begins a segment for Pillow; before the first scan it skips others like bytes that are no marker."""
+FRAME_MARKERS = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
+TABLE_MARKERS = {*range(0xC0, 0xD0), *range(0xDB, 0xE0)}
+
+
+def check_jpeg(data: bytes) -> None:
+    frame, exif, tables, components, end = Frame(), [], 0, 0, 0
+    for number_of, (marker, at, size) in enumerate(segments(data)):
+        at_most(number_of, SEGMENTS, "or more segments before its first scan")
+        if marker == 0xC4 or marker == 0xDB:  # the most frequent ones
+            tables += size
+        elif marker == 0xE1 and data.startswith(EXIF, at + 2):
+            exif.append(data[at + 8 : at + size])
+            at_most(len(exif), EXIF_SEGMENTS, "or more EXIF segments")
+        elif marker == 0xE2 and data.startswith(b"MPF\0", at + 2):
+            check_exif(data[at + 6 : at + size])
+        elif marker in TABLE_MARKERS:
+            at_most(tables := tables + size, TABLE_BYTES, "or more bytes of tables before its first scan")
+            if marker in FRAME_MARKERS and len(data) >= at + 8:
+                height, width, components = struct.unpack_from(">HHB", data, at + 3)
+                frame = Frame(width * height, components, marker in (0xC2, 0xC6, 0xCA, 0xCE))
+        elif marker == 0xDA:
+            components = int.from_bytes(data[at + 2 : at + 3], "big")
+        end = at + size
+    at_most(tables, TABLE_BYTES, "or more bytes of tables before its first scan")
+    if exif:
+        check_exif(b"".join(exif))
+    if frame.progressive or components != frame.components:  # otherwise libjpeg reads one scan only
+        check_scans(data, end, frame)
+
+
+def segments(data: bytes) -> Iterator[tuple[int, int, int]]:
+    """Yield the segments of a JPEG up to and including the header of the first scan: (marker, offset, bytes). The
+    offset is that of the segment's length, which counts as two of its bytes."""
+    at, junk = 2, 0
+    while (found := HEADER_MARKER.search(data, at)) is not None:
+        if found.start() > at:
+            at_most(junk := junk + found.start() - at, JUNK, "or more bytes between its segments")
+        at, marker = found.end(), found[1][0]
+        if marker < 0xC0 or at + 2 > len(data):
+            return
+        size = number(">H", data, at)
+        yield marker, at, size
+        if marker == 0xDA:
+            return
+        at += size
+    at_most(junk + len(data) - at, JUNK, "bytes between its segments")
+
+
+def check_scans(data: bytes, at: int, frame: Frame) -> None:
+    """Raise TooMuchWork if a JPEG has too many scans.
+
+    Args:
+        at: offset of the data of the first scan, behind the scan's header.
+        frame: what the header of the image says.
+    """
+    allowed = min(SCANS, max(FEW_SCANS, SCANNED_PIXELS // max(frame.pixels, 1)))
+    if data.count(b"\xff\xda", at) < allowed:
+        return
+    scans = 1
+    for tables in itertools.count():
+        at_most(tables, SEGMENTS, "or more segments behind its first scan")
+        found = JPEG_SEGMENT.search(data, at)
+        if found is None or found[1] == b"\xd9":
+            return
+        scans += found[1] == b"\xda"
+        at_most(scans, allowed, f"or more scans of {frame.pixels} pixels")
+        at = found.end() + number(">H", data, found.end())
+
+
+# ----------------------------------------------------------------------------------------------------------------- PNG
+
+
+def check_png(data: bytes) -> None:
+    at, others, profiles = len(PNG), 0, 0
+    for chunks in itertools.count():
+        at_most(chunks, CHUNKS, "or more chunks")
+        length, kind = struct.unpack_from(">I4s", data, at)
+        if kind == b"IEND":
+            return
+        if kind not in FRAMES:
+            at_most(others := others + 1, OTHER_CHUNKS, "or more chunks without image data")
+            is_raw_exif = kind in (b"tEXt", b"zTXt", b"iTXt") and data.startswith(RAW_EXIF, at + 8)
+            if kind == b"iCCP" or is_raw_exif:
+                at_most(profiles := profiles + 1, PROFILES, "or more color profiles")
+            if is_raw_exif:
+                check_exif(hexadecimal(kind, data[at + 8 + len(RAW_EXIF) : at + 8 + length]))
+            elif kind == b"eXIf":
+                check_exif(data[at + 8 : at + 8 + length])
+        at += 12 + length
+
+
+def hexadecimal(kind: bytes, content: bytes) -> bytes:
+    """Return the bytes that a PNG's text chunk holds in hexadecimal digits after three lines; none if it is broken.
+
+    Args:
+        kind: type of the chunk: tEXt, zTXt or iTXt.
+        content: its content behind the keyword.
+    """
+    try:
+        packed = kind == b"zTXt" or (kind == b"iTXt" and content[0] != 0)
+        content = content[2:].split(b"\0", 2)[2] if kind == b"iTXt" else content[1:] if packed else content
+        text = zlib.decompressobj().decompress(content, MiB) if packed else content
+        return bytes.fromhex(b"".join(text.split(b"\n")[3:]).decode("ascii"))
+    except (ValueError, IndexError, zlib.error):
+        return b""
+
+
+# ------------------------------------------------------------------------------------------------------ GIF, BMP, WebP
+
+
+def check_gif(data: bytes) -> None:
+    at = 13 + (3 << (data[10] & 7) + 1 if data[10] & 0x80 else 0)
+    blocks = comments = 0
+    while data[at] != 0x2C and data[at] != 0x3B:
+        is_extension, is_comment = data[at] == 0x21, data[at + 1] == 0xFE
+        at_most(blocks := blocks + 1, BLOCKS, "or more blocks before its first frame")
+        at += 2 if is_extension else 1
+        while is_extension and data[at]:
+            at_most(blocks := blocks + 1, BLOCKS, "or more blocks before its first frame")
+            at_most(comments := comments + is_comment * data[at], COMMENT_BYTES, "or more bytes of comments")
+            at += 1 + data[at]
+        at += is_extension
+
+
+def check_bmp(data: bytes) -> None:
+    if number("<I", data, 14) < 40 or number("<I", data, 30) not in (1, 2):
+        return
+    width, height = struct.unpack_from("<ii", data, 18)
+    at_most(abs(width), RUN_WIDTH, "pixels in a row with run-length encoding")
+    at_most(abs(width * height), RUN_LENGTH, "pixels with run-length encoding")
+    at_most(len(data), RUN_LENGTH, "bytes with run-length encoding")
+
+
+def check_webp(data: bytes) -> None:
+    at = 12
+    for chunks in itertools.count():
+        at_most(chunks, CHUNKS, "or more chunks")
+        length = number("<I", data, at + 4)
+        if data.startswith(b"EXIF", at):
+            check_exif(data[at + 8 : at + 8 + length])
+        at += 8 + length + length % 2
+
+
+# -------------------------------------------------------------------------------------------------------- TIFF and EXIF
+
+SIZES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 1, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8, 13: 4, 16: 8, 17: 8, 18: 8}
+"""{type of a TIFF field: bytes of a value}."""
+OPAQUE = (1, 2, 7)
+"""Types of TIFF fields that Pillow keeps as bytes or text."""
+FRACTION = (5, 10)
+WHOLE = {3: "H", 4: "I", 13: "I", 16: "Q", 18: "Q"}
+"""{type of TIFF fields of whole numbers without sign: its character for `struct`}."""
+DIRECTORIES = (34665, 34853, 40965)
+"""Tags whose value is the offset of another directory that Pillow reads: EXIF, GPS and interoperability."""
+WIDTH, LENGTH, PLANAR, SAMPLES, ROWS, TILE_WIDTH, TILE_LENGTH = 256, 257, 284, 277, 278, 322, 323
+OFFSETS = (273, 324)
+
+
+class Field(NamedTuple):
+    """An entry of a directory of a TIFF file."""
+
+    tag: int
+    """What it tells."""
+    kind: int
+    """Type of its values."""
+    count: int
+    """Number of its values."""
+    place: int
+    """Offset of its values in the file."""
+
+
+def check_exif(data: bytes) -> None:
+    while data.startswith(EXIF):
+        data = data[len(EXIF) :]
+    try:
+        check_tiff(data)
+    except (IndexError, struct.error):  # it ends early
+        pass
+
+
+def check_tiff(data: bytes) -> None:
+    """Raise TooMuchWork if the directories of a TIFF file or EXIF that Pillow reads hold, or refer to, too much."""
+    order, total = "<" if data.startswith(b"II") else ">", Total()
+    for big in {data[2] == 43, data.startswith(BIG_TIFF)}:  # as Pillow and as libtiff decide
+        places, seen = [number(order + ("Q" if big else "I"), data, 8 if big else 4)], set()
+        while places:
+            place = places.pop()
+            if place not in seen:
+                seen.add(place)
+                found = check_directory(data, fields(data, order, big, place), order, total)
+                places += [found[tag] for tag in DIRECTORIES if tag in found]
+
+
+@dataclass
+class Total:
+    """What the directories of a TIFF file hold together."""
+
+    entries: int = 0
+    size: int = 0
+    """Bytes of all fields; bytes to which two fields refer count twice."""
+    values: int = 0
+    fractions: int = 0
+
+
+def check_directory(data: bytes, entries: Iterable[Field], order: str, total: Total) -> dict[int, int]:
+    """Raise TooMuchWork if a directory of a TIFF file holds too much, added to what other directories hold.
+
+    Args:
+        data: the file.
+        entries: the directory's fields.
+        order: byte order, as for `struct`.
+        total: what the directories before it hold; is updated.
+
+    Returns:
+        {tag of a field with whole numbers: its first number}.
+    """
+    found: dict[int, int] = {}
+    tiles: dict[int, int] = dict.fromkeys(OFFSETS, 0)
+    most = min(FIELD_BYTES, 2 * len(data) + KiB)
+    for tag, kind, count, place in entries:
+        width = SIZES.get(kind, 0)
+        total.entries += 1
+        total.size += max(0, min(count * width, len(data) - place))
+        if kind in FRACTION:
+            total.fractions += count
+            at_most(total.fractions, FRACTIONS, "or more fractions in its fields")
+        elif width and kind not in OPAQUE:
+            total.values += count
+            at_most(total.values, VALUES, "or more numbers in its fields")
+        if total.entries > ENTRIES or total.size > most:
+            at_most(total.entries, ENTRIES, "or more fields")
+            at_most(total.size, most, "or more bytes in its fields")
+        if kind in WHOLE and count and place + width <= len(data):
+            found[tag] = number(order + WHOLE[kind], data, place)
+        if tag in tiles:
+            tiles[tag] = max(tiles[tag], count)
+    check_tiles(found, tiles)
+    return found
+
+
+def fields(data: bytes, order: str, big: bool, place: int) -> Iterator[Field]:
+    """Yield the entries of a directory of a TIFF file.
+
+    Args:
+        order: byte order, as for `struct`.
+        big: whether the file is a BigTIFF, with offsets of 8 bytes.
+        place: offset of the directory.
+    """
+    form = order + ("HHQ" if big else "HHI")
+    inline, width = (8, 20) if big else (4, 12)
+    count = number(order + ("Q" if big else "H"), data, place)
+    first = place + (8 if big else 2)
+    for at in range(first, min(first + count * width, len(data) - width + 1), width):
+        tag, kind, length = struct.unpack_from(form, data, at)
+        own = at + width - inline
+        is_far = length * SIZES.get(kind, 0) > inline
+        yield Field(tag, kind, length, number(order + ("Q" if big else "I"), data, own) if is_far else own)
+
+
+def check_tiles(found: dict[int, int], tiles: dict[int, int]) -> None:
+    """Raise TooMuchWork if the strips or tiles of a TIFF are too large, or too many for its image.
+
+    Args:
+        found: {tag: its first number}.
+        tiles: {tag of OFFSETS: number of strips or tiles}.
+    """
+    width, height = found.get(WIDTH, 0), found.get(LENGTH, 0)
+    tile_width, tile_height = found.get(TILE_WIDTH, width), found.get(TILE_LENGTH, height)
+    at_most(tile_width * tile_height, max(TILE_PIXELS, 2 * width * height), "pixels in a tile")
+    layers = max(found.get(SAMPLES, 1), 1) if found.get(PLANAR) == 2 else 1
+    for tag, (across, down) in zip(OFFSETS, ((width, found.get(ROWS, height)), (tile_width, tile_height)), strict=True):
+        if min(across, down) > 0:
+            needed = -(-width // across) * -(-height // down) * layers
+            at_most(tiles[tag], REPEATED * needed, "strips or tiles")
