@@ -279,7 +279,7 @@ def weights_in(folder: Path) -> dict[str, Stored]:
 
 
 def check_copy(trained: torch.Tensor, live: torch.Tensor, cfg: Config) -> None:
-    """Raise ModelError if a copy of the trained model on the CPU has other logits than the model in training.
+    """Raise ModelError if a copy of the trained model has other logits than the model in training.
 
     Args:
         trained: logits of the copy: float32 [labels, vocabulary].
