@@ -2,7 +2,9 @@
 
 import json
 import logging
+import re
 import shutil
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from saves import interrupted
 from small import conversion, make_config, write_json, write_parts, write_wide_parts
 from tiers import slow_after
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlavaForConditionalGeneration
 from weights import same, weights
 
 from llava_fsdp.chat.assistant import Assistant
@@ -28,10 +30,11 @@ from llava_fsdp.checkpoint.verify import verify
 from llava_fsdp.config import AspectRatio
 from llava_fsdp.data.batching.batch import MicroBatch
 from llava_fsdp.distributed.zero import SHARD_PLANS
-from llava_fsdp.export import verify_logits
+from llava_fsdp.export import peft_folder, verify_logits
 from llava_fsdp.export.adapter_folder import whole_rows
 from llava_fsdp.export.logit_distance import CLOSE
 from llava_fsdp.export.main import export
+from llava_fsdp.export.peft_folder import in_class
 from llava_fsdp.export.source_model import Opened, open_source
 from llava_fsdp.export.verify_logits import CLOSE_MERGED, Adapted, prove_merge, relative_difference
 from llava_fsdp.model.lora_files import find_adapter
@@ -39,6 +42,7 @@ from llava_fsdp.model.lora_merge import merged
 from llava_fsdp.model.lora_names import is_adapter, without_base
 from llava_fsdp.model.weight_names import in_adapter, ours
 from llava_fsdp.runtime.errors import CheckpointError, ConfigError, ModelError
+from llava_fsdp.runtime.provenance import check_folder
 from llava_fsdp.train import main as train
 from llava_fsdp.train.final_export import plain_model
 from llava_fsdp.train.resume import resume
@@ -180,6 +184,73 @@ def test_run_checkpoint_and_folder_give_one_model(kind: str, made: Callable[[str
         assert same(weights(merged), expected), source
     first = export(conversion(run / "checkpoints" / "step-000001", tmp_path / "first", "verify=false"))
     assert not same(weights(first), expected)
+
+
+@pytest.mark.parametrize("kind", slow_after(2, ["plain", "all biases", "dora", "rslora"]))
+def test_peft_over_the_llava_class_has_the_logits_of_the_merged_model(
+    kind: str, made: Callable[[str], Made], tmp_path: Path
+) -> None:
+    """`format=peft`: the base with the trained projector as a model of transformers, and the adapters with the names of
+    its class, which are those that vLLM knows. The tower's layers of the same names get no adapters."""
+    run = made(kind)
+    folder = export(conversion(run.adapter, tmp_path / "to", "format=peft"))
+    check_folder(folder)
+    own = load_file(folder / "adapter" / ADAPTER_FILE)
+    prefix = "base_model.model.model.language_model.layers."
+    assert all(re.fullmatch(re.escape(prefix) + r"\d\.(self_attn|mlp)\.\w+_proj\.lora_.*", name) for name in own)
+    settings = json.loads((folder / "adapter" / CONFIG_FILE).read_text())
+    assert {"q_proj", "down_proj"} <= set(settings["target_modules"]) and settings["modules_to_save"] is None
+    base = LlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+    projector = {n: t.clone() for n, t in base.named_parameters() if "multi_modal_projector" in n}
+    merged = LlavaForConditionalGeneration.from_pretrained(run.run / "export", dtype=torch.float32).eval()
+    assert len(projector) == 4 and all(torch.equal(dict(merged.named_parameters())[n], t) for n, t in projector.items())
+    dice = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 90, (2, 19), generator=dice)
+    ids[:, 3:7] = base.config.image_token_id
+    given = {"input_ids": ids, "pixel_values": torch.randn((2, 3, 28, 28), generator=dice)}
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # peft warns of missing weights
+        before, expected = base(**given).logits, merged(**given).logits
+        found = peft.PeftModel.from_pretrained(base, folder / "adapter").eval()
+        adapted = [n for n, m in found.named_modules() if isinstance(m, peft.tuners.lora.LoraLayer)]
+        assert len(adapted) == 3 * 7 and not any("vision" in name for name in adapted)
+        assert relative_difference(found(**given).logits, expected) < 1e-5
+        assert relative_difference(before, expected) > 0.01
+
+
+def test_adapters_of_the_tower_have_the_names_of_the_class(
+    parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the layers of the tower that the model uses have adapters; an export that lacks one is refused."""
+    values = ["model.train=[projector,language,vision]", "max_steps=1", "export.merge=false"]
+    train_adapters(parts, dataset, tmp_path / "run", *values)
+    folder = export(conversion(tmp_path / "run", tmp_path / "to", "format=peft", "dtype=bf16"))
+    names = {name.rpartition(".lora_")[0] for name in load_file(folder / "adapter" / ADAPTER_FILE)}
+    assert len(names) == 3 * 7 + 2 * 6 and "base_model.model.model.language_model.layers.2.mlp.up_proj" in names
+    monkeypatch.setattr(peft_folder, "in_class", lambda name: in_class(name).replace("layers.1.", "layers.9."))
+    with pytest.raises(ModelError, match="with its adapters its logits differ"):
+        export(conversion(tmp_path / "run", tmp_path / "other", "format=peft"))
+    assert not (tmp_path / "other").exists()
+
+
+def test_only_adapters_are_written_beside_their_base(noise: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has none"):
+        export(conversion(noise / "export", tmp_path / "to", "format=peft"))
+
+
+def test_an_adapter_folder_says_where_it_has_no_effect(
+    made: Callable[[str], Made], parts: Path, dataset: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every folder says it, and the run once, at its end. The file may be changed."""
+    caplog.set_level(logging.INFO)
+    run = tmp_path / "run"
+    train_adapters(parts, dataset, run, "max_steps=1", "export.merge=false")
+    for folder in (run / "adapter", run / "checkpoints" / "step-000001" / "adapter"):
+        text = (folder / "README.md").read_text()
+        assert "vLLM ignores the names" in text and "format=peft" in text
+        (folder / "README.md").write_text("another card")
+        check_folder(folder)
+    assert sum("vLLM ignores their names" in record.getMessage() for record in caplog.records) == 1
 
 
 class MergedTwice(Adapted):

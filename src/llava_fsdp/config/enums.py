@@ -257,6 +257,9 @@ class FolderFormat(Enum):
     """Folder for the original LLaVA code."""
     projector = "projector"
     """Folder from which the original LLaVA starts its second training stage: mm_projector.bin."""
+    peft = "peft"
+    """Folder for the transformers library with the base model, and in its subfolder `adapter` the LoRA adapters, for
+    peft and vLLM."""
 
 
 OnSaveError = Enum("OnSaveError", {"raise": "raise", "warn": "warn"})  # `raise` is a keyword of Python

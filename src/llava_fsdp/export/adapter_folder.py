@@ -46,10 +46,25 @@ from llava_fsdp.model.tensor_files import Stored, StoredTensor, open_file
 from llava_fsdp.model.weight_names import in_adapter, original
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 from llava_fsdp.runtime.log import log
-from llava_fsdp.runtime.provenance import NOTES, read_notes
+from llava_fsdp.runtime.provenance import NOTES, README, read_notes
 
 ROOM = 512
 """Estimated number of bytes that each tensor takes in the header of a safetensors file."""
+
+
+CARD = """# Before you use these adapters
+
+- peft puts them on the language model alone: `PeftModel.from_pretrained(AutoModelForCausalLM..., FOLDER)`.
+- vLLM, and peft over transformers' LLaVA class, know other names of modules. vLLM ignores the names in this folder
+  without an error, and no program but the original LLaVA and llava_fsdp loads the projector, which is in
+  `non_lora_trainables`.
+- Serve the merged model instead: the folder `export` of the training, or
+  `llava-fsdp export source=FOLDER to=DIR dtype=bf16`.
+- Or write the base model with the projector, and the adapters with the names of transformers' class beside it:
+  `llava-fsdp export source=FOLDER to=DIR format=peft`, then `vllm serve DIR --enable-lora --lora-modules
+  NAME=DIR/adapter`.
+"""
+"""Contents of the file README.md in a LoRA adapter folder."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +125,7 @@ class AdapterWriter:
         for name, content in self.small_files.items():
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_bytes(content)
+        (folder / README).write_text(CARD)
         write_json(folder / ADAPTER_CONFIG, self.settings)
         self.write_adapters(folder, {n: t for n, t in tensors.items() if not is_projector(n)})
         self.write_others(folder, {n: t for n, t in tensors.items() if is_projector(n)})

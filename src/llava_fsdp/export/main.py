@@ -16,12 +16,14 @@ from llava_fsdp.data.text.templates import template
 from llava_fsdp.distributed.precision import DTYPES
 from llava_fsdp.export.adapter_folder import whole_rows
 from llava_fsdp.export.check_folders import accept
-from llava_fsdp.export.formats import write_folder
+from llava_fsdp.export.formats import SourceModel, write_folder, write_notes
+from llava_fsdp.export.peft_folder import prove_adapters, with_rounded_base, write_adapters
 from llava_fsdp.export.source_model import Opened, open_source
-from llava_fsdp.export.verify_logits import prove, prove_merge
+from llava_fsdp.export.verify_logits import Adapted, prove, prove_merge
 from llava_fsdp.export.weights_writer import Weights, publish_folder
 from llava_fsdp.model.lora_files import ADAPTER_CONFIG
 from llava_fsdp.model.pretrained import PACKAGE
+from llava_fsdp.model.tensor_files import Stored
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 from llava_fsdp.runtime.humanize import readable
 from llava_fsdp.runtime.log import log
@@ -55,31 +57,64 @@ def export(cfg: ConversionConfig) -> Path:
     staged = final.with_name(final.name + ".tmp")
     check_target(final, staged, cfg)
     opened = open_source(cfg)
-    if opened.adapted is not None and cfg.verify:
+    apart = opened.adapted if cfg.format is FolderFormat.peft else None
+    if cfg.format is FolderFormat.peft and apart is None:
+        raise ConfigError(f"format=peft writes LoRA adapters beside their base, and source={cfg.source} has none")
+    if opened.adapted is not None and apart is None and cfg.verify:
         prove_merge(opened.adapted)
-    dtypes = {name: tensor.dtype for name, tensor in opened.sources.items()}
+    sources = opened.sources if apart is None else apart.base
+    dtypes = {name: tensor.dtype for name, tensor in sources.items()}
     if cfg.dtype is not KeptDType.keep:
         dtypes = dict.fromkeys(dtypes, DTYPES[DType(cfg.dtype.value)])
-    weights = Weights(
-        shapes={name: tuple(tensor.shape) for name, tensor in opened.sources.items()},
-        dtypes=dtypes,
-        read=lambda name: whole_rows(opened.sources[name]),
-        watch=watch_loading(is_first_rank=True),
-    )
-    try:
-        write_folder(cfg.format, opened.source, weights, staged, {"dtype": cfg.dtype.value})
-    except BaseException:
-        shutil.rmtree(staged, ignore_errors=True)
-        raise
+    write(opened.source, sources, dtypes, staged, cfg, apart)
     if cfg.verify:
         try:
-            source = opened.source
-            prove(cfg.format, source.model, opened.sources, dtypes, staged, source.image_tokens)
+            form = cfg.format if apart is None else FolderFormat.hf
+            prove(form, opened.source.model, sources, dtypes, staged, opened.source.image_tokens)
+            if apart is not None:
+                prove_adapters(
+                    staged, opened.source.model, with_rounded_base(apart, dtypes), opened.source.image_tokens
+                )
         except ModelError as error:
             raise ModelError(f"{error}\n{final} was not made; {staged} has what was written") from error
     publish_folder(staged, final)
     report(opened, final, cfg)
     return final
+
+
+def write(
+    source: SourceModel,
+    sources: dict[str, Stored],
+    dtypes: dict[str, torch.dtype],
+    staged: Path,
+    cfg: ConversionConfig,
+    apart: Adapted | None,
+) -> None:
+    """Write all files of an export. If this fails, nothing is left.
+
+    Args:
+        source: description of the model.
+        sources: stored values of the parameters to write, by name.
+        dtypes: the dtypes to write them in, by name.
+        staged: folder to write into, before it gets its final name.
+        cfg: settings of the command `export`.
+        apart: adapters to write into a subfolder; None: there are none, or they are merged in `sources`.
+    """
+    weights = Weights(
+        shapes={name: tuple(tensor.shape) for name, tensor in sources.items()},
+        dtypes=dtypes,
+        read=lambda name: whole_rows(sources[name]),
+        watch=watch_loading(is_first_rank=True),
+    )
+    notes = {"dtype": cfg.dtype.value}
+    try:
+        write_folder(cfg.format if apart is None else FolderFormat.hf, source, weights, staged, notes)
+        if apart is not None:
+            write_adapters(staged, apart)
+            write_notes(source, staged, notes)  # again, with digests of the adapters
+    except BaseException:
+        shutil.rmtree(staged, ignore_errors=True)
+        raise
 
 
 def check_target(final: Path, staged: Path, cfg: ConversionConfig) -> None:
@@ -113,7 +148,11 @@ def check_target(final: Path, staged: Path, cfg: ConversionConfig) -> None:
 
 def report(opened: Opened, final: Path, cfg: ConversionConfig) -> None:
     checked = "its logits are the source's" if cfg.verify else "not verified"
-    kinds = {FolderFormat.hf: "transformers", FolderFormat.llava: "the original LLaVA"}
+    kinds = {
+        FolderFormat.hf: "transformers",
+        FolderFormat.llava: "the original LLaVA",
+        FolderFormat.peft: "transformers with peft, and vLLM",
+    }
     kind = kinds.get(cfg.format, "stage 2 of LLaVA")
     size = readable(sum(path.stat().st_size for path in final.rglob("*")))
     log().info("%s (%s), for %s, from %s; %s", final, size, kind, opened.folder, checked)

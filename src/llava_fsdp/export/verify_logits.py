@@ -26,7 +26,7 @@ from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.load_weights import find_weights, load_weights
 from llava_fsdp.model.lora import put_adapters
 from llava_fsdp.model.lora_merge import BASE_WEIGHT, merged
-from llava_fsdp.model.lora_names import ENDINGS
+from llava_fsdp.model.lora_names import ENDINGS, is_adapter, without_base
 from llava_fsdp.model.pretrained import find_parts
 from llava_fsdp.model.pretrained_config import read_model
 from llava_fsdp.model.tensor_files import Stored, open_tensors
@@ -72,6 +72,11 @@ class Adapted:
     lora: LoraConfig
     modules: list[str]
     sources: dict[str, Stored]
+
+    @property
+    def base(self) -> dict[str, Stored]:
+        """Stored values of all parameters but those of the adapters, by their names in a model without adapters."""
+        return {without_base(name): source for name, source in self.sources.items() if not is_adapter(name)}
 
     @property
     def merged(self) -> dict[str, Stored]:

@@ -51,7 +51,7 @@ from llava_fsdp.model.tensor_files import Stored
 from llava_fsdp.runtime.durable_files import make_empty
 from llava_fsdp.runtime.errors import DamagedModel, LlavaFsdpError, ModelError
 from llava_fsdp.runtime.log import log
-from llava_fsdp.runtime.provenance import check_folder, read_notes
+from llava_fsdp.runtime.provenance import README, check_folder, read_notes
 from llava_fsdp.train.pipeline_step import evaluate
 from llava_fsdp.train.state import TrainState
 
@@ -164,6 +164,10 @@ def export_adapter(state: TrainState, cfg: Config, is_first_rank: bool) -> Adapt
         writer_of(state, cfg).write(staged, tensors, notes)
         prove_adapter(staged, tensors)
         publish_folder(staged, final)
+        log().info(
+            "adapters are in %s; vLLM ignores their names without an error: serve %s, or see %s",
+            final, f"{cfg.output_dir}/{EXPORT}" if cfg.export.merge else "a merged export", final / README,
+        )  # fmt: skip
 
     on_first_rank(write, f"cannot write {final}")
     modules = sorted({module_of(name) for name in names if is_adapter(name)})
