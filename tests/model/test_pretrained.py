@@ -205,15 +205,57 @@ def test_where_the_projector_of_a_training_is(tmp_path: Path) -> None:
     run = tmp_path / "pretrain"
     run.mkdir()
     for random in (False, True):
-        with pytest.raises(
-            NoProjector, match=r"(?s)pretrain is a run that has not finished.*stage=pretrain model=tiny "
-        ):
+        with pytest.raises(NoProjector, match=r"(?s)pretrain is a run without an export.*stage=pretrain model=tiny "):
             found(random_weights=random, name="tiny")
-    assert found(str(run)) == run
+    with pytest.raises(ModelError, match="has no weights"):
+        found(str(run))
     write_json(run / "export" / "llava_fsdp.json", {"language": "l", "vision": "v"})
+    (run / "export" / "mm_projector.bin").touch()
     assert found() == found(str(run)) == run / "export" and found(random_weights=True) == run / "export"
     with pytest.raises(ConfigError, match=r"trained for model\.vision=v, not w"):
         found(vision="w")
+
+
+STOPPED: dict[str, Any] = {"class": "stopped", "exit_code": 75, "step": 7, "reason": "SIGTERM"}
+
+
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [
+        ({"status": "stopped", **STOPPED}, "was stopped at step 7: run its command again"),
+        ({"status": "interrupted", **STOPPED, "class": "interrupted"}, "was interrupted at step 7: run its command"),
+        ({"status": "running", "step": None}, "was killed after step 5: run its command again"),
+        ({"status": "failed", **STOPPED, "class": "model", "reason": "logits differ"}, r"step 7 \(logits differ\)"),
+        ({"status": "done", "step": 9}, "has finished without an export"),
+        (None, "without an export"),
+    ],
+)
+def test_a_run_that_was_stopped_before_its_export_is_told_as_such(
+    status: dict[str, Any] | None, said: str, tmp_path: Path
+) -> None:
+    """Before its configuration is written there as after that; by the run's folder as by that of its export."""
+    run = tmp_path / "stage1"
+    (run / "checkpoints" / "step-000005").mkdir(parents=True)
+    (run / "export.tmp").mkdir()
+    (run / "export.tmp" / "model.safetensors").touch()
+    if status is not None:
+        write_json(run / "run_status.json", status)
+    for name in (str(run), str(run / "export")):
+        model = SimpleNamespace(projector=name, checkpoint=None, projector_type="linear")
+        with pytest.raises(NoProjector, match=f"model.projector={name} .*{said}"):
+            find_projector(SimpleNamespace(model=model, output_dir=str(tmp_path / "own")))  # pyright: ignore
+        with pytest.raises(ModelError, match=f"key={name} .*{said}.*llava-fsdp export"):
+            resolve_model(name, "key")
+
+
+def test_an_export_that_failed_is_no_projector(tmp_path: Path) -> None:
+    for name in ("run/export.tmp", "run/export.tmp/model.safetensors"):
+        file = tmp_path / "run" / "export.tmp" / "model.safetensors"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+        model = SimpleNamespace(projector=str(tmp_path / name), checkpoint=None, projector_type="linear")
+        with pytest.raises(ModelError, match=r"export\.tmp holds"):
+            find_projector(SimpleNamespace(model=model, output_dir=str(tmp_path / "own")))  # pyright: ignore
 
 
 def test_weights_that_would_not_be_read_are_refused(tmp_path: Path) -> None:

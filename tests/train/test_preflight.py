@@ -273,6 +273,14 @@ def test_an_error_that_ends_prepare_is_not_printed_before(
     assert "train refuses" not in caplog.text
 
 
+def test_a_stopped_stage_1_is_told_before_data_are_read(configure: Configure, tmp_path: Path) -> None:
+    run = tmp_path / "stage1"
+    run.mkdir()
+    (run / "run_status.json").write_text('{"status": "stopped", "class": "stopped", "exit_code": 75, "step": 7}')
+    with pytest.raises(NoProjector, match="stopped at step 7"):
+        check_run(configure(f"model.projector={run}", "model.random_weights=false"))
+
+
 def test_a_training_that_waits_for_stage_1_is_planned_without_a_warning(
     configure: Configure, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

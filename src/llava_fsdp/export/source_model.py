@@ -66,6 +66,8 @@ from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.provenance import NOTES, check_folder, read_notes
 from llava_fsdp.runtime.run_dir import FOLDER
 from llava_fsdp.runtime.safe_load import SMALL
+from llava_fsdp.runtime.unfinished import is_run as is_run_folder
+from llava_fsdp.runtime.unfinished import lacking_export, refuse_staged
 
 
 @dataclass(frozen=True)
@@ -96,9 +98,12 @@ def open_source(cfg: ConversionConfig) -> Opened:
         ModelError, CheckpointError: the model cannot be read.
     """
     path = Path(cfg.source)
+    refuse_staged(cfg.source, "source")
     is_checkpoint = (path / STATE_FILE).is_file()
-    has_config = (path / "config.yaml").is_file() and not (path / "config.json").is_file()
-    is_run = is_checkpoint or has_config or (path / FOLDER).is_dir()
+    has_status = is_run_folder(path) and not (path / "config.json").is_file()
+    is_run = is_checkpoint or has_status or (path / FOLDER).is_dir()
+    if path.name == EXPORT and not path.exists() and is_run_folder(path.parent):
+        raise CheckpointError(f"source={path} is missing: {path.parent} {lacking_export(path.parent)}")
     folder = path if is_run or is_adapter_folder(path) else resolve(cfg.source, "source")
     if is_adapter_folder(folder):
         return open_adapted(folder, cfg)
@@ -149,7 +154,7 @@ def open_final_folder(run: Path, cfg: ConversionConfig) -> Opened:
     if is_adapter_folder(run / adapter.FOLDER) and not is_merged:
         return open_adapted(run / adapter.FOLDER, cfg)
     if not notes:
-        raise CheckpointError(f"source={run} is a run without a finished checkpoint or export; continue its training")
+        raise CheckpointError(f"source={run} {lacking_export(run)}; it has no checkpoint either")
     return open_model(run / EXPORT, cfg)
 
 

@@ -25,6 +25,7 @@ from llava_fsdp.runtime.errors import ConfigError, ModelError
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.provenance import NOTES, check_folder, read_notes
 from llava_fsdp.runtime.safe_load import foreign, read_json
+from llava_fsdp.runtime.unfinished import lacking_export
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
@@ -89,7 +90,7 @@ def find_adapter(name: str, key: str) -> Path:
             return folder
     inside = sorted(path.parent for path in Path(name).glob(f"checkpoints/step-*[0-9]/{FOLDER}"))
     if inside:
-        raise ConfigError(f"{key}={name} is a run that has not finished; give a checkpoint of it: {key}={inside[-1]}")
+        raise ConfigError(f"{key}={name} {lacking_export(Path(name))}; or give a checkpoint of it: {key}={inside[-1]}")
     raise ConfigError(
         f"{key}={name} has no {ADAPTER_CONFIG}; give the folder of an adapter, or a run or a checkpoint that holds one"
     )

@@ -22,13 +22,15 @@ from llava_fsdp.model.conversions import is_tied, language_model_of, whole_model
 from llava_fsdp.model.llava_v1_5_config import TOWER, check_agrees, is_original, language_config, read_feature
 from llava_fsdp.model.logit_change import VISION_LANGUAGE, LogitChange, logit_change
 from llava_fsdp.model.lora_files import find_adapter, is_adapter_folder
-from llava_fsdp.model.tensor_files import WHOLE_MODEL, open_tensors
+from llava_fsdp.model.tensor_files import WHOLE_MODEL, open_tensors, require_weights
 from llava_fsdp.model.vision_tower import image_size, patch_size
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.provenance import NOTES, check_folder, read_notes
+from llava_fsdp.runtime.run_dir import FOLDER, list_checkpoints
 from llava_fsdp.runtime.safe_load import SMALL, foreign, is_open_to_others, refuse_model_code
 from llava_fsdp.runtime.safe_load import read_json as read_any_json
+from llava_fsdp.runtime.unfinished import is_run, lacking_export, refuse_staged
 
 PACKAGE = "package:"
 """Prefix of the names of models that are shipped with this package."""
@@ -532,8 +534,10 @@ def resolve_model(name: str, key: str) -> Path:
         )
     if not (folder / "config.json").is_file():
         cure = f"llava-fsdp export source={name} to=FOLDER"
-        if (folder / "config.yaml").is_file():
-            raise ModelError(f"{key}={name} is a run without an export; finish the run, or make one: {cure}")
+        run = folder.parent if folder.name == EXPORT and not folder.exists() else folder
+        if is_run(run):
+            has_saved = f"; or make an export of what it has saved: {cure}" if list_checkpoints(run / FOLDER) else ""
+            raise ModelError(f"{key}={name} {lacking_export(run)}{has_saved}")
         if (folder / CHECKPOINT_FILE).is_file():
             raise ModelError(
                 f"{key}={name} is a checkpoint of a run, which holds what trained alone; export it: {cure}"
@@ -647,9 +651,13 @@ def find_projector(cfg: Config) -> Path | None:
         return None  # the projector is in the adapter folder
     if given != "auto":
         path = Path(given)
+        refuse_staged(given, "model.projector")
+        run = path.parent if path.name == EXPORT and not path.exists() else path
+        if is_run(run) and not (run / EXPORT).is_dir():
+            raise NoProjector(f"model.projector={given} {lacking_export(run)}")
         if not path.exists():
             raise ConfigError(f"model.projector={given} does not exist; give a run, a folder or a file that holds one")
-        return path / EXPORT if (path / EXPORT).is_dir() else path
+        return require_weights(path / EXPORT if (path / EXPORT).is_dir() else path)
     run = Path(cfg.output_dir).parent / "pretrain"
     if (run / EXPORT / NOTES).is_file():
         check_same_model(run / EXPORT, cfg)
@@ -658,7 +666,7 @@ def find_projector(cfg: Config) -> Path | None:
         return None
     own = f"model.language={cfg.model.language} model.vision={cfg.model.vision}"
     named = own if cfg.model.name == "own" else f"model={cfg.model.name}"
-    state = f"{run} is a run that has not finished" if run.exists() else f"there is no {run}"
+    state = f"{run} {lacking_export(run)}" if run.exists() else f"there is no {run}"
     raise NoProjector(
         f"model.projector=auto looks for the projector of a stage=pretrain run, and {state}. Make one:\n"
         f"  llava-fsdp train stage=pretrain {named} output_dir={run} "

@@ -77,11 +77,18 @@ def open_tensors(path: Path, projector_only: bool = False) -> dict[str, StoredTe
     Raises:
         ModelError: there are no weights, a shard is missing, or a file cannot be read.
     """
-    if path.is_file():
+    if require_weights(path).is_file():
         return open_file(path)
     for name in (PROJECTOR if projector_only else []) + WHOLE_MODEL + PROJECTOR:
         if (path / name).is_file():
             return open_index(path / name) if name.endswith(".index.json") else open_file(path / name)
+    raise AssertionError(path)
+
+
+def require_weights(path: Path) -> Path:
+    """Return `path`. Raise ModelError if it is a folder without any file of weights, or does not exist."""
+    if path.is_file() or any((path / name).is_file() for name in WHOLE_MODEL + PROJECTOR):
+        return path
     raise ModelError(
         f"{path} has no weights: none of {', '.join(WHOLE_MODEL + PROJECTOR)}; for a run, give its folder or its export"
     )

@@ -29,6 +29,7 @@ from llava_fsdp.plan.auto import settle_packing
 from llava_fsdp.runtime.errors import ConfigError, LlavaFsdpError, ModelError
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.provenance import read_notes
+from llava_fsdp.runtime.unfinished import refuse_staged
 from llava_fsdp.train.build_model import build_model
 from llava_fsdp.train.optimizer import SCHEDULES, warmup_steps
 from llava_fsdp.train.resume import check_settings
@@ -93,14 +94,19 @@ def warn_if_refused(cfg: Config, here: bool = True) -> None:
 
 def check_run(cfg: Config) -> None:
     """Check that the paths that a training reads exist, that the packages of its trackers (TensorBoard, Weights &
-    Biases) are installed, and that its settings agree with the run that `output_dir` may already contain.
+    Biases) are installed, that its settings agree with the run that `output_dir` may already contain, and that the
+    projector from which it starts is there.
 
     Raises:
-        ConfigError: one of these checks failed.
+        ConfigError, ModelError: one of these checks failed.
     """
     check_paths(cfg)
     check_installed(cfg.track)
     check_settings(cfg)
+    find_projector(cfg)  # before an index of the data is made, which may take hours
+    for key in ("language", "vision", "checkpoint"):
+        refuse_staged(getattr(cfg.model, key) or "", f"model.{key}")
+    refuse_staged(cfg.model.lora.checkpoint or "", "model.lora.checkpoint")
 
 
 def open_model(cfg: Config, device: torch.device) -> tuple[Llava, Path | None]:
