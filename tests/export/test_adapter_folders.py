@@ -37,9 +37,11 @@ from llava_fsdp.export.main import export
 from llava_fsdp.export.peft_folder import in_class
 from llava_fsdp.export.source_model import Opened, open_source
 from llava_fsdp.export.verify_logits import CLOSE_MERGED, Adapted, prove_merge, relative_difference
-from llava_fsdp.model.lora_files import find_adapter
+from llava_fsdp.model.lora_files import find_adapter, open_adapter
 from llava_fsdp.model.lora_merge import merged
 from llava_fsdp.model.lora_names import is_adapter, without_base
+from llava_fsdp.model.pretrained import find_parts
+from llava_fsdp.model.pretrained_config import check_named_base, read_model
 from llava_fsdp.model.weight_names import in_adapter, ours
 from llava_fsdp.runtime.errors import CheckpointError, ConfigError, ModelError
 from llava_fsdp.runtime.provenance import check_folder
@@ -407,6 +409,56 @@ def test_adapter_that_peft_has_saved(made: Callable[[str], Made], tmp_path: Path
     language = made("plain").parts / "language"
     with pytest.raises(ConfigError, match="nothing says which tower and projector go with them"):
         export(conversion(tmp_path / "a", tmp_path / "no", f"base={language}"))
+
+
+def mistral_like(run: Path, folder: Path) -> Path:
+    """A whole model of another type with the same shapes, and attention of another kind."""
+    shutil.copytree(run / "export", folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"] |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+    write_json(folder / "config.json", config)
+    forge_notes(folder)
+    return folder
+
+
+def test_an_adapter_is_not_used_with_a_base_of_another_type(
+    made: Callable[[str], Made], dataset: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In a folder without our notes, each place that names the base; by the commands that merge it, and by a training
+    that continues. A base that cannot be compared is named."""
+    run = made("plain")
+    other, saved, named = mistral_like(run.run, tmp_path / "mistral"), tmp_path / "saved", tmp_path / "named"
+    peft.PeftModel.from_pretrained(base_alone(run), run.adapter).save_pretrained(saved)
+    write_json(named / "config.json", {"model_type": "llama"})
+    library = {"base_model_class": "LlamaForCausalLM", "parent_library": "transformers.models.llama.modeling_llama"}
+    plain = json.loads((saved / CONFIG_FILE).read_text()) | {"auto_mapping": None, "base_model_name_or_path": None}
+    original = json.loads((run.adapter / "config.json").read_text())
+    for said, beside in (
+        ({"auto_mapping": library}, None),
+        ({"base_model_name_or_path": str(named)}, None),
+        ({"base_model_name_or_path": str(run.run / "export")}, None),
+        ({}, {"model_type": "llama"}),
+        ({}, original),
+    ):
+        write_json(saved / CONFIG_FILE, plain | said)
+        (saved / "config.json").unlink(missing_ok=True)
+        check_named_base(open_adapter(saved), find_parts(read_model(run.run / "export", None, None)), "x", "base=PATH")
+        if beside is not None:
+            write_json(saved / "config.json", beside)
+        with pytest.raises(ModelError, match=r"says that it is a llama, and .*mistral is a mistral"):
+            check_named_base(open_adapter(saved), find_parts(read_model(other, None, None)), str(other), "base=PATH")
+    write_json(saved / CONFIG_FILE, plain | {"auto_mapping": library})
+    (saved / "config.json").unlink()
+    shutil.copy(run.adapter / OTHERS[0], saved)
+    with pytest.raises(ModelError, match="is for another base"):
+        export(conversion(saved, tmp_path / "to", f"base={other}"))
+    values = [f"model.lora.checkpoint={saved}", f"model.checkpoint={other}", "model.random_weights=false"]
+    with pytest.raises(ModelError, match=r"is for another base.*model\.checkpoint"):
+        train_adapters(run.parts, dataset, tmp_path / "run", *values, "model.projector=auto")
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    write_json(saved / CONFIG_FILE, plain | {"base_model_name_or_path": "lmsys/vicuna-7b-v1.5"})
+    export(conversion(saved, tmp_path / "to", f"base={other}", "verify=false"))
+    assert "names lmsys/vicuna-7b-v1.5 as its base, and is used with" in caplog.text
 
 
 @pytest.mark.slow

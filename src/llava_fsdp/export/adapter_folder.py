@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import nn
 
 from llava_fsdp.checkpoint.safetensors_stream import write_tensors
 from llava_fsdp.checkpoint.state_json import jsonable
@@ -30,6 +29,7 @@ from llava_fsdp.export.formats import (
     write_notes,
 )
 from llava_fsdp.model.init_weights import Drawn
+from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.llava_v1_5_config import write_json
 from llava_fsdp.model.load_weights import NEWLINE, PROJECTOR_PREFIX, base_fingerprint
 from llava_fsdp.model.lora_files import (
@@ -42,6 +42,7 @@ from llava_fsdp.model.lora_files import (
     open_adapter,
 )
 from llava_fsdp.model.lora_names import is_adapter, without_base
+from llava_fsdp.model.pretrained_config import check_named_base
 from llava_fsdp.model.tensor_files import Stored, StoredTensor, open_file
 from llava_fsdp.model.weight_names import in_adapter, original
 from llava_fsdp.runtime.errors import ConfigError, ModelError
@@ -253,30 +254,30 @@ def adapter_tensors(model: ModelConfig, trained: Collection[str], sources: Mappi
     return [name for name, source in sources.items() if must_save(name, source)]
 
 
-def check_base(model: nn.Module, cfg: ModelConfig, digests: Mapping[str, str]) -> None:
+def check_base(model: Llava, cfg: ModelConfig, digests: Mapping[str, str]) -> None:
     """Check that the LoRA adapter from which a training continues (`model.lora.checkpoint`) was trained on the base
     model of this training.
 
-    Nothing is checked if the adapter's folder has no fingerprint (hash) of a base model (as folders of peft and the
-    original LLaVA), or if this training trains weights that were frozen when the adapter was trained.
+    If the adapter's folder has no fingerprint (hash) of a base model (as folders of peft and the original LLaVA), the
+    types of model that it names are compared. The fingerprint is not checked if this training trains weights that were
+    frozen when the adapter was trained.
 
     Args:
         cfg: configuration of the model.
         digests: hashes of the model's frozen weights, by name; see `frozen_digests`.
 
     Raises:
-        ModelError: the adapter's folder has the fingerprint of another base model.
+        ModelError: the adapter's folder has the fingerprint of another base model, or names one of another type.
     """
     if cfg.lora.checkpoint is None:
         return
     adapter = open_adapter(find_adapter(cfg.lora.checkpoint, "model.lora.checkpoint"))
+    where, key = cfg.checkpoint or cfg.language, "model.checkpoint or model.language"
+    check_named_base(adapter, model.parts, where, key)
     names = {without_base(name) for name in adapter.tensors}
     base = {without_base(name) for name, _ in model.named_parameters() if not is_adapter(name)} - names
     if base <= {without_base(name) for name in digests}:
-        where = cfg.checkpoint or cfg.language
-        check_fingerprint(
-            adapter, base_fingerprint(digests, adapter.tensors), where, "model.checkpoint or model.language"
-        )
+        check_fingerprint(adapter, base_fingerprint(digests, adapter.tensors), where, key)
 
 
 def check_fingerprint(adapter: AdapterFolder, actual: str, where: str, key: str) -> None:

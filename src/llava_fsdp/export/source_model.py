@@ -59,7 +59,7 @@ from llava_fsdp.model.pretrained import (
     read_json,
     resolve,
 )
-from llava_fsdp.model.pretrained_config import read_base, read_model
+from llava_fsdp.model.pretrained_config import check_named_base, read_base, read_model
 from llava_fsdp.model.tensor_files import Stored
 from llava_fsdp.runtime.errors import CheckpointError, ConfigError, DamagedModel, ModelError
 from llava_fsdp.runtime.log import log
@@ -221,6 +221,7 @@ def open_adapted(folder: Path, cfg: ConversionConfig) -> Opened:
     model = build_llava(parts, model_config, torch.float32)
     model.requires_grad_(False)  # so that frozen_digests covers all weights of the base model
     where = model_config.checkpoint or model_config.language
+    check_named_base(found, parts, where, "base=PATH")
     base_sources = find_weights(model, parts, model_config, None, notes.get("seed", 0))
     adapter.check_fits(found, {name: tuple(p.shape) for name, p in model.named_parameters()}, f"base={where}")
     check_projector(found, base_sources, where)

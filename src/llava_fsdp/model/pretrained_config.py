@@ -16,6 +16,7 @@ from llava_fsdp.model.pretrained import (
     NEXT,
     ONEVISION,
     PACKAGE,
+    Parts,
     merge_of,
     projector_type_of,
     read_json,
@@ -24,6 +25,7 @@ from llava_fsdp.model.pretrained import (
 )
 from llava_fsdp.model.tensor_files import PROJECTOR, WHOLE_MODEL
 from llava_fsdp.runtime.errors import ConfigError, ModelError
+from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.provenance import NOTES, read_notes
 from llava_fsdp.runtime.safe_load import foreign
 
@@ -139,6 +141,66 @@ def named_base(found: AdapterFolder) -> Path:
             "base with base=PATH"
         )
     return resolve_model(str(name), "base")
+
+
+def check_named_base(found: AdapterFolder, parts: Parts, base: str, key: str) -> None:
+    """Check that a LoRA adapter's folder names no base model of another type than the one that is used. A folder with a
+    fingerprint of its base is not checked here. A base that the folder names, and that cannot be compared, is named in
+    a warning.
+
+    Args:
+        found: the adapter's folder.
+        parts: the base model that is used.
+        base: its folder or hub name.
+        key: configuration key that names the base model, for messages.
+
+    Raises:
+        ModelError: the folder says that its base is of another type.
+    """
+    if read_notes(found.folder).get("base") is not None:
+        return
+    used = {type_of_language(parts.language.to_dict())}
+    if parts.whole is not None:
+        used |= {read_json(parts.whole / "config.json", f"{key}={base}")["model_type"], "llava"}
+    for where, kind in said_types(found).items():
+        if kind not in {name.replace("-", "_") for name in used}:
+            raise ModelError(
+                f"{found.folder} is for another base: {where} says that it is a {kind}, and {base} is a "
+                f"{parts.language.model_type}; give its own base: {key}"
+            )
+    named = str(found.settings.get("base_model_name_or_path") or "")
+    if named and named != base and Path(named).name != Path(base).name:
+        log().warning(
+            "%s names %s as its base, and is used with %s: whether that is the same model cannot be told",
+            found.folder, named, base,
+        )  # fmt: skip
+
+
+def said_types(found: AdapterFolder) -> dict[str, str]:
+    """Return the type of language model, such as qwen2, of a LoRA adapter's base model, by the place in the adapter's
+    folder that says it."""
+    said = {}
+    mapping = found.settings.get("auto_mapping")
+    library = str(mapping.get("parent_library") or "").split(".") if isinstance(mapping, dict) else []
+    if library[:2] == ["transformers", "models"]:
+        said[f"{ADAPTER_CONFIG}'s auto_mapping"] = library[2]
+    named = str(found.settings.get("base_model_name_or_path") or "")
+    files = {"its config.json": found.folder / "config.json"}
+    if named:
+        files[f"{ADAPTER_CONFIG}'s base_model_name_or_path={named}"] = Path(named) / "config.json"
+    for where, file in files.items():
+        kind = type_of_language(read_json(file, str(found.folder))) if file.is_file() else ""
+        if kind:
+            said[where] = kind
+    return {where: kind.replace("-", "_") for where, kind in said.items()}
+
+
+def type_of_language(raw: dict[str, Any]) -> str:
+    """Return the type of the language model in a config.json, which may be that of a whole model or of the original
+    LLaVA (llava_llama); empty if it says none."""
+    text = raw.get("text_config")
+    kind = (text if isinstance(text, dict) else raw).get("model_type") or ""
+    return str(kind).removeprefix("llava_") if is_original(raw) else str(kind)
 
 
 def is_whole(folder: Path) -> bool:
