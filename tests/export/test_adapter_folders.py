@@ -32,6 +32,7 @@ from llava_fsdp.data.batching.batch import MicroBatch
 from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.export import peft_folder, verify_logits
 from llava_fsdp.export.adapter_folder import whole_rows
+from llava_fsdp.export.check_folders import check_artifacts
 from llava_fsdp.export.logit_distance import CLOSE
 from llava_fsdp.export.main import export
 from llava_fsdp.export.peft_folder import in_class
@@ -409,6 +410,32 @@ def test_adapter_that_peft_has_saved(made: Callable[[str], Made], tmp_path: Path
     language = made("plain").parts / "language"
     with pytest.raises(ConfigError, match="nothing says which tower and projector go with them"):
         export(conversion(tmp_path / "a", tmp_path / "no", f"base={language}"))
+
+
+def test_a_folder_without_its_notes_is_told_once(
+    made: Callable[[str], Made], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a warning where llava_fsdp surely wrote it: in a run, or with files of its own. Folders of a language model or
+    a tower have none, and nothing is said."""
+    caplog.set_level(logging.INFO)
+    run = made("plain")
+    shutil.copytree(run.run, tmp_path / "run")
+    for form in ("llava", "projector"):
+        export(conversion(run.run / "export", tmp_path / form, f"format={form}", "verify=false"))
+    shutil.copytree(run.adapter, tmp_path / "lora")
+    shutil.copytree(run.run / "export", tmp_path / "model")
+    step = tmp_path / "run" / "checkpoints" / "step-000002"
+    surely = [tmp_path / name for name in ("llava", "projector", "lora", "run/adapter", "run/export")]
+    for folder in (*surely, step / "adapter", tmp_path / "model", run.parts / "language", run.parts / "vision"):
+        (folder / "llava_fsdp.json").unlink(missing_ok=True)
+        caplog.clear()
+        check_artifacts([folder, *folder.glob("mm_projector.safetensors")][:1])
+        level = logging.WARNING if folder in (*surely, step / "adapter") else logging.INFO
+        told = [record for record in caplog.records if "has no llava_fsdp.json" in record.getMessage()]
+        assert [record.levelno for record in told] == ([] if folder.parent == run.parts else [level]), folder
+    caplog.clear()
+    export(conversion(tmp_path / "model", tmp_path / "to", "verify=false"))
+    assert caplog.text.count("has no llava_fsdp.json") == 1
 
 
 def mistral_like(run: Path, folder: Path) -> Path:

@@ -4,7 +4,14 @@ record new digests of files that a user changed on purpose."""
 from collections.abc import Iterable
 from pathlib import Path
 
+from llava_fsdp.checkpoint.manifest import STATE_FILE
 from llava_fsdp.distributed.consensus import on_all_ranks
+from llava_fsdp.model.llava_v1_5_config import TOWER
+from llava_fsdp.model.lora_files import ADAPTER_CONFIG
+from llava_fsdp.model.lora_files import FOLDER as ADAPTER
+from llava_fsdp.model.pretrained import EXPORT
+from llava_fsdp.model.pretrained_config import is_whole
+from llava_fsdp.model.tensor_files import PROJECTOR
 from llava_fsdp.runtime.digests import Digest, share
 from llava_fsdp.runtime.durable_files import replace_file
 from llava_fsdp.runtime.errors import CheckpointError, ConfigError
@@ -26,6 +33,13 @@ from llava_fsdp.runtime.provenance import (
     render,
 )
 
+OWN_FILES = (
+    "non_lora_trainables.safetensors",
+    "mm_projector.safetensors",
+    f"{TOWER}/config.json",
+    "original/config.json",
+)
+"""Files that llava_fsdp writes into folders of adapters and models, and no other program."""
 LOGGED = 1 << 30
 """Minimum total size in bytes of the compared files with which `check_artifacts` logs a message, since comparing them
 takes seconds."""
@@ -68,6 +82,9 @@ def check_artifacts(paths: Iterable[Path], local_rank: int = 0, local_size: int 
 
 
 def warn_of_older(paths: Iterable[Path]) -> None:
+    """Log which of the folders with a whole model, a projector or an adapter have no digests: those of earlier versions
+    of llava_fsdp, and those without a `llava_fsdp.json`. It is missing where another program wrote the folder, and
+    where somebody left it out of a copy. The folders of a language model or a vision tower never have it."""
     for folder in (path.parent if path.is_file() else path for path in paths):
         notes = read_notes(folder)
         if notes and is_older(notes):
@@ -76,6 +93,28 @@ def warn_of_older(paths: Iterable[Path]) -> None:
                 "cannot be told. To add digests of the files now: llava-fsdp export source=%s 'accept=[%s]'",
                 folder, folder, NOTES,
             )  # fmt: skip
+        elif not notes and is_written_here(folder):
+            log().warning(
+                "%s has no %s, which llava_fsdp wrote into it: whether its files have changed cannot be told, and "
+                "what they do not say, such as the template, is guessed; copy the whole folder again", folder, NOTES,
+            )  # fmt: skip
+        elif not notes and holds_model(folder):
+            log().info("%s has no %s: whether its files have changed is not checked", folder, NOTES)
+
+
+def is_written_here(folder: Path) -> bool:
+    """Return whether llava_fsdp wrote a folder, by its place in a run or by files that no other program writes."""
+    in_run = folder.name in (EXPORT, ADAPTER) and (
+        (folder.parent / "config.yaml").is_file() or (folder.parent / STATE_FILE).is_file()
+    )
+    return in_run or any((folder / name).is_file() for name in OWN_FILES)
+
+
+def holds_model(folder: Path) -> bool:
+    """Return whether a folder holds an adapter, a projector alone, or a whole vision-language model."""
+    if any((folder / name).is_file() for name in (ADAPTER_CONFIG, *PROJECTOR)):
+        return True
+    return (folder / "config.json").is_file() and is_whole(folder)
 
 
 def accept(folder: Path, names: list[str]) -> None:
