@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from small import config_of
 
 from llava_fsdp.config import Format
 from llava_fsdp.prepare import main as module
@@ -79,7 +80,7 @@ def test_both_datasets_are_examined_and_reported(
 
     def examine(cfg: Any, encoding: Any, folder: Path) -> dict[str, Any]:
         folders.append((cfg, folder))
-        return {"records": len(folders)}
+        return {"records": len(folders), "kept": 1}
 
     monkeypatch.setattr(module, "examine", examine)
     cfg = config(tmp_path, report=None if report is None else str(tmp_path / report))
@@ -88,10 +89,12 @@ def test_both_datasets_are_examined_and_reported(
     assert folders == [(cfg, own[0]), (cfg.held_out, own[1])]
     assert [call[1:] for call in calls] == [(cfg.data, "data"), (cfg.held_out.data, "val")]
     assert json.loads(capsys.readouterr().out) == {
-        "records": 1, "report": str(own[0]), "val": {"records": 2, "report": str(own[1])},
+        "records": 1, "kept": 1, "report": str(own[0]), "val": {"records": 2, "kept": 1, "report": str(own[1])},
     }  # fmt: skip
     module.prepare(config(tmp_path, val=SimpleNamespace(every=None)))
-    assert json.loads(capsys.readouterr().out) == {"records": 3, "report": str(tmp_path / "index")}
+    assert json.loads(capsys.readouterr().out) == {
+        "records": 3, "kept": 1, "report": str(tmp_path / "index"),
+    }  # fmt: skip
 
 
 def test_indexes_are_compared_with_their_files(
@@ -144,6 +147,31 @@ def test_bad_records_are_said_and_no_error(
         module.examine(cfg, ("encoder", "reader"), tmp_path)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("keys", [[], ["data.bad_records=skip", "data.max_bad_records=100%"], ["data.too_long=skip"]])
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_without_a_record_left_the_reasons_are_shown_and_it_is_a_mistake(
+    keys: list[str], form: str, parts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also if all are too long, or are skipped as the configuration allows."""
+    long = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "the red circle " * 150}]
+    wrong = {"conversations": [{"from": "gpt", "value": "a"}]}
+    path = tmp_path / "a.jsonl"
+    path.write_text(
+        "".join(json.dumps(own) + "\n" for own in [{"conversations": long} if "too_long" in str(keys) else wrong] * 3)
+    )
+    words = [f"model.language={parts / 'language'}", f"model.vision={parts / 'vision'}", "stage=finetune"]
+    words += [f"data.path={path}", "data.max_length=64", f"format={form}", *keys]
+    with pytest.raises(DataError, match="none of 3 records is left to train on"):
+        module.prepare(config_of(words, "prepare"))
+    kind = "too_long" if "too_long" in str(keys) else "odd_turns"
+    out = capsys.readouterr().out
+    if form == "json":
+        assert json.loads(out)["problems"][kind]["records"] == 3
+    else:
+        assert f"{kind}, for example: " in out and "0 of 3 records are kept" in out
+    assert (tmp_path / "a.jsonl.index" / "problems.jsonl").read_text().count(f'"kind": "{kind}"') == 3
+
+
 def test_a_dataset_is_examined_as_it_would_be_trained_on(
     tmp_path: Path, calls: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,7 +183,7 @@ def test_a_dataset_is_examined_as_it_would_be_trained_on(
         monkeypatch.setattr(module, name, lambda given, name=name: done.append((name, given)))
     monkeypatch.setattr(module, "with_template", lambda cfg, parts: chosen)
     monkeypatch.setattr(module, "open_encoding", lambda cfg, *_: done.append(("open_encoding", cfg)))
-    monkeypatch.setattr(module, "examine", lambda cfg, *_: done.append(("examine", cfg)) or {})
+    monkeypatch.setattr(module, "examine", lambda cfg, *_: done.append(("examine", cfg)) or {"kept": 1})
     module.prepare(typed)
     assert [name for name, _ in done] == ["draw_shapes", "check_paths", "open_encoding", "warn_if_refused", "examine"]
     assert [given for _, given in done] == [typed.data, typed, chosen, typed, chosen]

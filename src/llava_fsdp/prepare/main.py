@@ -38,8 +38,9 @@ from llava_fsdp.train.preflight import warn_if_refused, with_template
 
 def prepare(cfg: PrepareConfig) -> None:
     """Examine and index the dataset that `cfg` names, then write and print a report about its samples. Bad samples are
-    reported and raise no error. If there is a validation set, it is indexed and reported, too. With `cfg.verify`, only
-    check that the existing indexes match the files of the dataset."""
+    reported and raise no error, unless no sample is left to train on: that is a DataError. If there is a validation
+    set, it is indexed and reported, too. With `cfg.verify`, only check that the existing indexes match the files of the
+    dataset."""
     draw_shapes(cfg.data)
     check_paths(cfg)
     typed, parts = cfg, find_parts(cfg.model)
@@ -65,6 +66,13 @@ def prepare(cfg: PrepareConfig) -> None:
     else:
         for report, folder in reports.values():
             show(report, folder)
+    for name, (report, folder) in reports.items():
+        if not report["kept"]:
+            kinds = ", ".join(f"{kind} ({own['records']:,})" for kind, own in report["problems"].items())
+            raise DataError(
+                f"{name or 'data'}: none of {report['records']:,} records is left to train on ({kinds}); fix them: all "
+                f"reasons are in {folder / PAGE}"
+            )
 
 
 def verify(cfg: PrepareConfig, encoding: tuple[Encoder, ImageReader]) -> None:
@@ -104,8 +112,9 @@ def examine(cfg: PrepareConfig, encoding: tuple[Encoder, ImageReader], folder: P
     try:
         refuse_bad_records(records, cfg.data)
     except DataError as error:
-        first, *_, last = str(error).splitlines()
-        log().warning("a training with these keys would end before its first step: %s. %s", first, last)
+        lines = str(error).splitlines()
+        said = ". ".join(dict.fromkeys((lines[0], lines[-1])))  # without the records between, which the report lists
+        log().warning("a training with these keys would end before its first step: %s", said)
     try:
         return write_report(records, cfg, encoding, folder)
     except OSError as error:

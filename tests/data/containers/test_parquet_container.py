@@ -298,7 +298,7 @@ def test_limits(monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(module, name, value)
             refused(data)
-    monkeypatch.setattr(parquet_container, "REPEATED_BYTES", 20 * 1004 * 3)
+    monkeypatch.setattr(parquet_container, "BATCH_BYTES", 20 * 1004 * 3)
     shard = ParquetContainer(Memory(data))
     assert [batch.num_rows for batch in shard.batches(0, ["image.bytes"])] == [3] * 6 + [2], "raw has a dictionary"
     monkeypatch.setattr(parquet_container, "MOST_BYTES", 1000)

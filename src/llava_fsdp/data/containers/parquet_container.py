@@ -32,9 +32,20 @@ from llava_fsdp.runtime.terminal_text import shown_name
 
 ROWS_AT_ONCE = 256
 """Greatest number of rows that are read of the columns without images at a time."""
-REPEATED_BYTES = 256 << 20
-"""Greatest number of bytes that a batch of rows may take because its rows repeat values of a dictionary."""
+BATCH_BYTES = 64 << 20
+"""Number of bytes that a batch of rows may take, as far as page headers tell it before the rows are read."""
+EXPANSION = 200
+"""Greatest factor by which the text of a file's rows, and what is held in memory to read a row group, may exceed the
+size of the file. Text grows about tenfold when it is unpacked, and rows that repeat one long text some tenfold more."""
+LEAST_SIZE = 1 << 20
+"""A smaller file may grow as if it had this many bytes."""
+ROWS_FREE, ROWS_PER_BYTE = 20_000, 2
+"""A file may have ROWS_FREE rows, and more if it has a byte for each ROWS_PER_BYTE of them. Rows that differ take
+several bytes each."""
+VALUE_BYTES, IMAGE_BYTES = 16, 64
+"""Number of bytes of memory that a value of a column, and the position of an image, take at least."""
 BUFFER = 1 << 20
+SPELL_OUT = "no dataset does; take it from its source again, or write its rows as JSON Lines if it is right"
 
 
 class ReaderFile(io.RawIOBase):
@@ -90,6 +101,12 @@ class GroupLocations:
         """Return the locations of the images of a row of this row group, given its index; None for each null."""
         return [self.location(index) for index in range(self.first[row], self.first[row + 1])]
 
+    def count(self, row: int) -> tuple[int, int]:
+        """Return the number of images and the number of nulls of a row of this row group, given its index."""
+        sizes = self.values.size[self.first[row] : self.first[row + 1]]
+        images = int(np.count_nonzero(sizes >= 0))
+        return images, len(sizes) - images
+
     def location(self, index: int) -> ImageLocation | None:
         """Return the location of one image, given its index among all images and nulls of the column in this row group;
         None if it is null."""
@@ -118,6 +135,33 @@ class ParquetContainer:
         """Return the number of rows of a row group, given its index in the Parquet file."""
         return self.footer.rows(group)
 
+    @property
+    def most_bytes(self) -> int:
+        """Greatest number of bytes to which the content of the Parquet file may grow."""
+        return EXPANSION * max(LEAST_SIZE, self.reader.size)
+
+    def check_rows(self) -> None:
+        """Raise DataError if the Parquet file claims more rows than records of its size can be."""
+        rows, most = sum(self.rows(group) for group in range(self.groups)), ROWS_PER_BYTE * self.reader.size
+        if rows > max(ROWS_FREE, most):
+            self.footer.refuse(
+                f"it claims {rows:,} rows in {self.reader.size:,} bytes, which cannot be different records", SPELL_OUT
+            )
+
+    def check_values(self, path: str, group: int, each: int) -> Chunk:
+        """Return a column chunk (one leaf column of one row group). Raise DataError if its values would take more
+        memory than a file of this size may.
+
+        Args:
+            path: path of the leaf column.
+            group: index of the row group.
+            each: number of bytes of memory that each value takes.
+        """
+        chunk = self.footer.chunk(path, group)
+        if chunk.values * each > self.most_bytes:
+            chunk.refuse(f"it claims {chunk.values:,} values in a file of {self.reader.size:,} bytes", SPELL_OUT)
+        return chunk
+
     def binary_leaves(self) -> list[str]:
         """Return the paths of the leaf columns of the Parquet file that may contain images: those of bytes that the
         schema does not declare as text."""
@@ -133,7 +177,7 @@ class ParquetContainer:
         leaf = self.footer.leaves.get(path)
         if leaf is None:
             self.footer.refuse(f"it has no column {shown_name(path)}", f"it has {shown_name(list(self.footer.leaves))}")
-        chunk = self.footer.chunk(path, group)
+        chunk = self.check_values(path, group, IMAGE_BYTES)
         if leaf.kind != BYTE_ARRAY:
             chunk.refuse(f"images are BYTE_ARRAY, these are {TYPES[leaf.kind]}", "name a column of binary values")
         if leaf.max_repetition > 1:
@@ -160,8 +204,18 @@ class ParquetContainer:
         for path in kept:
             if any(out.startswith(f"{path}.") for out in leave_out):  # pyarrow would read both
                 chunks[path].refuse("another column's path begins with its own", "give it another name")
-        longest = max((self.check_pages(chunks[path]) for path in kept), default=0)
-        rows, left = max(1, min(ROWS_AT_ONCE, REPEATED_BYTES // max(1, longest))), self.rows(group)
+        found = [self.check_pages(self.check_values(path, group, VALUE_BYTES)) for path in kept]
+        longest, unpacked, left = (
+            max((own[0] for own in found), default=0),
+            sum(own[1] for own in found),
+            self.rows(group),
+        )
+        if unpacked > self.most_bytes:
+            self.footer.refuse(
+                f"row group {group} claims {unpacked:,} bytes in a file of {self.reader.size:,} bytes", SPELL_OUT
+            )
+        longest = max(longest, unpacked // max(1, left))
+        rows = max(1, min(ROWS_AT_ONCE, BATCH_BYTES // max(1, longest)))
         with self.reading(group):
             batches = self.arrow.iter_batches(rows, row_groups=[group], columns=kept, use_threads=False)
         while True:
@@ -196,14 +250,15 @@ class ParquetContainer:
                 f"({shown_name(error)}); {COPY_AGAIN}"
             ).about(file=self.reader.name) from error
 
-    def check_pages(self, chunk: Chunk) -> int:
+    def check_pages(self, chunk: Chunk) -> tuple[int, int]:
         """Check the sizes in the page headers of a column chunk (one column of one row group), before pyarrow allocates
-        memory for the pages. Return the size in bytes of the largest page whose values rows can repeat: a dictionary,
-        or a page with the encoding DELTA_BYTE_ARRAY."""
-        longest = 0
+        memory for the pages. Return the size in bytes of the largest page whose values rows can repeat (a dictionary,
+        or a page with the encoding DELTA_BYTE_ARRAY), and that of all pages."""
+        longest = unpacked = 0
         for header in page_headers(chunk):
             if header.unpacked > min(MOST_BYTES, header.packed * MOST_RATIO.get(chunk.codec, MOST_BYTES)):
                 chunk.refuse(f"the page at byte {header.body} claims {header.unpacked} bytes from {header.packed}")
             if header.kind == DICTIONARY or header.encoding == DELTA_BYTE_ARRAY:
                 longest = max(longest, header.unpacked)
-        return longest
+            unpacked += header.unpacked
+        return longest, unpacked

@@ -37,6 +37,8 @@ from llava_fsdp.runtime.errors import ConfigError, DataError
 from llava_fsdp.runtime.terminal_text import shown_name
 
 T = TypeVar("T")
+LONGEST_ID = 1000
+"""Greatest number of characters of an id in the list of problems."""
 AHEAD = 64
 """Number of records whose images are downloaded together from remote files."""
 Looked = tuple[str | None, str, bool]
@@ -65,7 +67,7 @@ class Findings:
             number: number of the record in the dataset.
             identity: id of the record; None if it has none.
         """
-        at = number - self.numbers.start
+        at, identity = number - self.numbers.start, identity and identity[:LONGEST_ID]
 
         def tell(kind: str, reason: str) -> None:
             bit = BITS[Kind(kind)]

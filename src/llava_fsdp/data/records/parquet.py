@@ -19,7 +19,7 @@ import numpy as np
 
 from llava_fsdp.data.containers.file_reader import Reader
 from llava_fsdp.data.containers.location import ImageLocation
-from llava_fsdp.data.containers.parquet_container import ParquetContainer
+from llava_fsdp.data.containers.parquet_container import SPELL_OUT, ParquetContainer
 from llava_fsdp.data.records.forms import (
     ENTRY_KEYS,
     FORMS,
@@ -44,6 +44,12 @@ TURN = tuple(key for keys in (*TURN_KEYS, ENTRY_KEYS) for key in keys)
 SMALL, SHARE = 1 << 16, 50
 """Columns that nothing reads are looked into while they have at most SMALL bytes in a row group, or 1 in SHARE of the
 bytes of the columns that are read."""
+LEAST_IMAGE, LEAST_NULL = 40, 6
+"""Least number of bytes that an image's location, and a null in a list, take in JSON."""
+NOTHING = b"{}"
+"""A row of which no column that is read has a value."""
+MOST_EMPTY = 1000
+"""A row group may have this many rows without a value, and more if they are not more than half of its rows."""
 NOT_UTF8 = b"\xff"
 """Placeholder line for a Parquet row whose text is not UTF-8. It is not UTF-8 itself, so the checks of text files
 report the row."""
@@ -231,6 +237,9 @@ class ParquetRows:
             SourceError: the file cannot be read.
         """
         self.parquet = open_file(file, keys)
+        self.parquet.check_rows()
+        self.written: dict[int, int] = {}
+        """{index of a row group: number of bytes of its rows as JSON, as far as they were read}."""
         self.keys = keys
         schema = self.parquet.arrow.schema_arrow
         self.read = read_columns(keys, schema)
@@ -305,12 +314,15 @@ class ParquetRows:
         left_out = {leaf for leaf in self.parquet.binary_leaves() if any(is_below(leaf, name) for name in self.leaves)}
         left_out |= {*self.unread_leaves}
         left_out |= {leaf for leaf in self.parquet.footer.leaves if not any(is_below(leaf, name) for name in wanted)}
-        number = 0
+        number = empty = self.written[group] = 0
+        rows = self.parquet.rows(group)
         for batch in self.parquet.batches(group, left_out):
             marks = {name: have_values(batch.column(name)) for name in seen}
             batch = batch.select([name for name in batch.schema.names if name not in marks])
             for row in range(batch.num_rows):
-                held = {name: own.row(number) for name, own in locations.items()}
+                least = sum(LEAST_IMAGE * images + LEAST_NULL * nulls for images, nulls in
+                            (own.count(number) for own in locations.values()))  # fmt: skip
+                held = {} if least > max_bytes else {name: own.row(number) for name, own in locations.items()}
                 paged = [
                     location
                     for own in held.values()
@@ -322,10 +334,34 @@ class ParquetRows:
                     sum(own.page.unpacked for own in paged if own.page),
                 ]
                 more = {name for name in self.unread for leaf in unread if is_below(leaf, name)
-                        and any(unread[leaf].row(number))}  # fmt: skip
+                        and unread[leaf].count(number)[0]}  # fmt: skip
                 unknown = [*filled, *(name for name, own in marks.items() if own[row])]
-                yield self.line(batch.slice(row, 1), held, more, max_bytes, unknown)
+                line = self.line(batch.slice(row, 1), held, more, max_bytes, unknown, least)
+                empty += line == NOTHING
+                if empty > max(MOST_EMPTY, rows // 2):
+                    self.parquet.footer.refuse(
+                        f"more than half of the {rows:,} rows of row group {group} hold nothing in the columns that "
+                        "are read",
+                        "take these rows out, or name the columns: data.question, data.answer",
+                    )
+                self.count_bytes(group, len(line))
+                yield line
                 number += 1
+
+    def count_bytes(self, group: int, size: int) -> None:
+        """Count the bytes of a row as JSON. Raise DataError if all rows take more than a file of this size may.
+
+        Args:
+            group: index of the row's row group.
+            size: number of the bytes.
+        """
+        self.written[group] += size
+        if sum(self.written.values()) > self.parquet.most_bytes:
+            self.parquet.footer.refuse(
+                f"its rows take more than {self.parquet.most_bytes:,} bytes as text, in a file of "
+                f"{self.parquet.reader.size:,} bytes",
+                SPELL_OUT,
+            )
 
     def divide_unknown(self, group: int, wanted: Collection[str]) -> tuple[list[str], list[str]]:
         """Divide the columns of a row group that nothing reads, and that are not known to be harmless. Return those
@@ -359,6 +395,7 @@ class ParquetRows:
         unread: Collection[str],
         max_bytes: int,
         unknown: Collection[str] = (),
+        least: int = 0,
     ) -> bytes:
         """Return a row of a Parquet file as a dataset record in JSON.
 
@@ -368,10 +405,10 @@ class ParquetRows:
             unread: names of the columns in which the row has bytes of media (such as audio) that are not read.
             max_bytes: greatest size of a record; a larger one is replaced by a placeholder with its size.
             unknown: names of the columns that nothing reads and in which the row has a value.
+            least: number of bytes that the row's images take at least.
         """
         names = row.schema.names
-        texts = (name for name in turn_columns(self.keys) if name in names)
-        size = row.select([name for name in texts if not has_dictionary(row.schema, name)]).nbytes
+        size = max(least, row.select([name for name in names if not has_dictionary(row.schema, name)]).nbytes)
         try:
             if size > max_bytes:
                 (named,) = row.select([name for name in names if name == "id"]).to_pylist()
