@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import sentencepiece
 from google.protobuf.message import DecodeError
@@ -25,6 +26,10 @@ Stretch = tuple[int, int]
 """A range [begin, end) of characters of a text."""
 LLAMA_CLASSES = (None, "LlamaTokenizer", "LlamaTokenizerFast", "TokenizersBackend", "PreTrainedTokenizerFast")
 """The values of `tokenizer_class` in a `tokenizer_config.json` that mean a Llama tokenizer, in transformers 4 and 5."""
+PLACEHOLDERS = ("<image>", "<video>")
+"""Placeholders that exports add to a tokenizer."""
+PLACEHOLDER_KEYS = ("image_token", "video_token", "audio_token")
+"""Keys under which a `tokenizer_config.json` names its placeholders."""
 SPACE = "▁"
 """Character with which SentencePiece represents a space."""
 
@@ -91,28 +96,42 @@ def open_tokenizer(folder: Path, vocab_size: int | None = None, extra: tuple[str
     """Read the tokenizer of a model folder (`tokenizer.model` or `tokenizer.json`).
 
     Args:
-        vocab_size: number of token ids that the model knows. Added tokens with this id or a higher one are read as
-            ordinary text; for example, an export may have added an image tag and a padding token without training the
-            model on them. None: no limit.
+        vocab_size: number of token ids that the model knows: of trained rows of its embeddings. Placeholders with this
+            id or a higher one are left out: an export adds an image tag and a padding token without training the model
+            on them. None: no limit.
         extra: special tokens to add after the last id, unless the tokenizer has them.
 
     Raises:
-        ModelError: the folder has no tokenizer file, or the file cannot be read.
+        ModelError: the folder has no tokenizer file, or the file cannot be read; or an added token that may stand in a
+            text has no row in the embeddings.
     """
     config = read_optional(folder / "tokenizer_config.json")
     refuse_model_code(config, folder / "tokenizer_config.json")
+    if vocab_size is not None:
+        with foreign(f"{folder}: its tokenizer cannot be read; get its files again from the model's makers"):
+            refuse_tokens_without_rows(folder, config, vocab_size)
     with foreign(f"{folder}: its tokenizer cannot be read; get its files again from the model's makers"):
         return read_tokenizer(folder, config, vocab_size, extra)
 
 
 def read_tokenizer(folder: Path, config: dict, vocab_size: int | None, extra: tuple[str, ...]) -> Tokenizer:
     pieces, frozen = folder / "tokenizer.model", folder / "tokenizer.json"
-    if pieces.is_file() and (config.get("tokenizer_class") in LLAMA_CLASSES or not frozen.is_file()):
+    if reads_pieces(folder, config):
         added = {t: i for t, i in added_tokens(folder, config).items() if within(i, vocab_size)}
         return LlamaTokenizer(pieces, config, added, extra)
     if frozen.is_file():
         return JsonTokenizer(frozen, config, vocab_size, extra)
     raise ModelError(f"{folder} has no tokenizer.model and no tokenizer.json")
+
+
+def reads_pieces(folder: Path, config: dict) -> bool:
+    """Return whether the tokenizer of a folder is read from its `tokenizer.model`, and not from its `tokenizer.json`.
+
+    Args:
+        config: content of `tokenizer_config.json`.
+    """
+    has_both = (folder / "tokenizer.json").is_file()
+    return (folder / "tokenizer.model").is_file() and (config.get("tokenizer_class") in LLAMA_CLASSES or not has_both)
 
 
 def is_legacy(config: dict) -> bool:
@@ -143,6 +162,49 @@ def added_tokens(folder: Path, config: dict) -> dict[str, int]:
     """
     listed = config.get("added_tokens_decoder", {})
     return read_optional(folder / "added_tokens.json") | {t["content"]: int(i) for i, t in listed.items()}
+
+
+def refuse_tokens_without_rows(folder: Path, config: dict, vocab_size: int) -> None:
+    """Raise ModelError if tokens were added to a tokenizer, and the model's embeddings got no rows for them: they would
+    be trained as letters, while the tokenizer of an export would give ids of rows that were never trained.
+
+    Placeholders are no such tokens, as no text contains them: the tokens for images, videos, audio and padding, unless
+    padding also begins or ends texts or stands in the chat template.
+
+    Args:
+        folder: the model's folder.
+        config: content of its `tokenizer_config.json`.
+        vocab_size: number of trained rows of the embeddings.
+    """
+    path = folder / "tokenizer.json"
+    frozen = read_json(path, largest=LARGE) if path.is_file() and not reads_pieces(folder, config) else {}
+    added = added_tokens(folder, config) | {t["content"]: t["id"] for t in frozen.get("added_tokens") or []}
+    beyond = {text: number for text, number in added.items() if number >= vocab_size}
+    if not beyond:
+        return
+    fields = (
+        config | fields_of(config.get("extra_special_tokens")) | fields_of(config.get("model_specific_special_tokens"))
+    )
+    named = {key: value.get("content") if isinstance(value, dict) else value for key, value in fields.items()}
+    template = folder / "chat_template.jinja"
+    written = f"{config.get('chat_template')}{template.read_text(encoding='utf-8') if template.is_file() else ''}"
+    pad = named.get("pad_token")
+    is_text = pad in (named.get("bos_token"), named.get("eos_token")) or (isinstance(pad, str) and pad in written)
+    unseen = {*PLACEHOLDERS, *(named.get(key) for key in PLACEHOLDER_KEYS), *([] if is_text else [pad])}
+    lost = sorted((number, text) for text, number in beyond.items() if text not in unseen)
+    if lost:
+        shown = ", ".join(f"{text} ({number})" for number, text in lost[:5]) + (", ..." if len(lost) > 5 else "")
+        raise ModelError(
+            f"{folder}: {len(lost)} added tokens of its tokenizer have no row in the model's embeddings, which have "
+            f"{vocab_size}: {shown}. They would be trained as letters. Add rows with transformers, "
+            "model.resize_token_embeddings(len(tokenizer)), and save model and tokenizer into one folder; or take the "
+            "tokens out of tokenizer.json, tokenizer_config.json and added_tokens.json"
+        )
+
+
+def fields_of(value: Any) -> dict:
+    """Return a value of `tokenizer_config.json` if it is an object, else an empty dict."""
+    return value if isinstance(value, dict) else {}
 
 
 class JsonTokenizer(Tokenizer):
