@@ -1,6 +1,7 @@
 """A language model has the loss, the gradients and the logits of its own `...ForCausalLM` class in transformers, or its
 training is refused before the first step."""
 
+import contextlib
 import itertools
 import json
 import shutil
@@ -15,13 +16,13 @@ from tiers import slow_after
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from llava_fsdp.config import LossConfig, LossKernel, Normalize
-from llava_fsdp.export.compare_language import UnlikeOwnClass, text_difference
+from llava_fsdp.export.compare_language import UnlikeOwnClass, check_text, text_difference
 from llava_fsdp.export.verify_logits import load_copy
 from llava_fsdp.model import logit_change
 from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.load_weights import find_weights
 from llava_fsdp.model.pretrained import find_parts
-from llava_fsdp.runtime.errors import ConfigError
+from llava_fsdp.runtime.errors import ConfigError, ModelError
 from llava_fsdp.train import main as train
 
 TEXT: dict[str, Any] = {
@@ -128,3 +129,23 @@ def test_a_model_without_its_factor_or_cap_is_refused(
     finally:
         text_difference.cache_clear()
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_equal"),
+    slow_after(0, [("granitemoehybrid", True), ("bamba", True), ("gemma4_text", True), ("gemma3n_text", False)]),
+)
+def test_a_small_copy_of_a_real_size_is_compared(kind: str, is_equal: bool) -> None:
+    """Models with state-space layers, values of single layers, and kinds of layers that come late. Gemma 3n gives each
+    layer embeddings of the token ids, which its language model does not get here."""
+    config = AutoConfig.for_model(kind, pad_token_id=0)
+    with contextlib.nullcontext() if is_equal else pytest.raises(UnlikeOwnClass, match=kind):
+        check_text(config, kind)
+
+
+@pytest.mark.parametrize(("key", "value"), [("logit_scale", 0), ("logit_scale", "0.5"), ("logit_scale", float("inf"))])
+def test_a_value_that_no_logits_can_be_computed_with_is_named(key: str, value: Any) -> None:
+    config = AutoConfig.for_model("cohere2")
+    object.__setattr__(config, key, value)
+    with pytest.raises(ModelError, match=key):
+        logit_change.logit_change(config)

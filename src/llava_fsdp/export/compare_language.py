@@ -7,6 +7,7 @@ states or logits that this package does not do would be trained with another los
 
 import copy
 import re
+import time
 from functools import lru_cache
 from typing import Any
 
@@ -20,7 +21,7 @@ from transformers import (
 )
 
 from llava_fsdp.config import Feature, ModelConfig, Part, PatchMerge
-from llava_fsdp.export.small_copy import MOST_PARAMETERS, count_layers, random_values, shrink, shrink_image
+from llava_fsdp.export.small_copy import MOST_PARAMETERS, NoSmallCopy, count_layers, random_values, shrink, shrink_image
 from llava_fsdp.export.verify_logits import load_copy, relative_difference
 from llava_fsdp.model.config_key import ConfigKey
 from llava_fsdp.model.conversions import is_vision_language_model, names_of_parts, on_meta
@@ -44,6 +45,8 @@ TOWER: dict[str, Any] = {
     "patch_size": 2,
 }  # fmt: skip
 """Sizes of the vision tower of the small copy; it does not run."""
+LONGEST = 10.0
+"""Number of seconds after which no further key is tried."""
 SUSPECTS = re.compile(r"logit|scal|multipl|cap$|capping|softcap|mup|norm|embed|residual|bias")
 """Pattern for configuration keys that may be the reason of a difference."""
 
@@ -56,14 +59,13 @@ def compare_language(parts: Parts) -> None:
     """Check that a language model gives text the logits of its own class in transformers, by a small copy of it with
     random weights. Only rank 0 calls this. If no small copy can be made, a warning says so.
 
-    A whole model (`model.checkpoint`) is not compared.
+    Args:
+        parts: a model whose language model is not read from a whole LLaVA model (`model.checkpoint`).
 
     Raises:
         UnlikeOwnClass: the logits differ. The message names the size of the difference, and what seems to cause it. Or
             the class has a parameter outside of the language model and its output layer's weight.
     """
-    if parts.whole is not None:
-        return
     config = read_config(parts.language_folder, "model.language")
     named = f"model.language={parts.language_folder}: the logits of a small copy of its {config.model_type}"
     try:
@@ -103,9 +105,11 @@ def check_text(config: PretrainedConfig, named: str) -> None:
 
 def suspects(config: PretrainedConfig) -> list[str]:
     """Return the keys, with their values, of a language model's configuration without which a small copy has the logits
-    of its own class: those that cause the difference. The list is empty if there is no such key."""
-    found = []
+    of its own class: those that cause the difference. The list is empty if none is found within some seconds."""
+    found, begin = [], time.monotonic()
     for key, value in text_config(config).to_dict().items():
+        if time.monotonic() - begin > LONGEST:
+            break
         if not SUSPECTS.search(key) or isinstance(value, str | dict | list) or value is None:
             continue
         for neutral in (1.0, None, False):
@@ -167,7 +171,7 @@ def small_configuration(config: PretrainedConfig) -> PretrainedConfig:
     """
     try:
         text = text_config(config)
-        language = shrink(text, count_layers(on_meta(AutoModel, text)))
+        language = shrink(text, layers_of(text))
         small: Any = language
         if text is not config:
             small = copy.deepcopy(config)
@@ -178,6 +182,15 @@ def small_configuration(config: PretrainedConfig) -> PretrainedConfig:
         check_size(config)
         return config
     return small
+
+
+def layers_of(config: PretrainedConfig) -> int:
+    """Return how many layers a small copy of a language model needs: all of them if there is a kind of layer that comes
+    late."""
+    try:
+        return count_layers(on_meta(AutoModel, config))
+    except NoSmallCopy:
+        return getattr(config, "num_hidden_layers", 0)
 
 
 def check_size(config: PretrainedConfig) -> None:

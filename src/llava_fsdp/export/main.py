@@ -18,6 +18,7 @@ from llava_fsdp.export.adapter_folder import whole_rows
 from llava_fsdp.export.check_folders import accept
 from llava_fsdp.export.formats import SourceModel, write_folder, write_notes
 from llava_fsdp.export.peft_folder import prove_adapters, with_rounded_base, write_adapters
+from llava_fsdp.export.prove_reading import prove_reading
 from llava_fsdp.export.source_model import Opened, open_source
 from llava_fsdp.export.verify_logits import Adapted, prove, prove_merge
 from llava_fsdp.export.weights_writer import Weights, publish_folder
@@ -60,6 +61,8 @@ def export(cfg: ConversionConfig) -> Path:
     apart = opened.adapted if cfg.format is FolderFormat.peft else None
     if cfg.format is FolderFormat.peft and apart is None:
         raise ConfigError(f"format=peft writes LoRA adapters beside their base, and source={cfg.source} has none")
+    if opened.read is not None and cfg.verify:
+        prove_reading(opened.source.model, opened.read, opened.source.image_tokens)
     if opened.adapted is not None and apart is None and cfg.verify:
         prove_merge(opened.adapted)
     sources = opened.sources if apart is None else apart.base

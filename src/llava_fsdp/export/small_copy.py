@@ -25,7 +25,8 @@ MOST = {
     "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "q_lora_rank": 8, "kv_lora_rank": 8,
     "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16, "sliding_window": 9, "attention_chunk_size": 9,
     "ffn_dim": 40, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
+    "linear_value_head_dim": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "vocab_size_per_layer_input": 67,
+    "hidden_size_per_layer_input": 8,
 }  # fmt: skip
 """Maximum values of keys in a small copy's configuration. The keys of heads and layers are not among them."""
 MOST_INTERMEDIATE, MOST_EXPERT = 40, 24
@@ -128,7 +129,7 @@ def shrink(config: PretrainedConfig, layers: int) -> PretrainedConfig:
     values = config.to_dict()
     depth, heads, width = config.num_hidden_layers, config.num_attention_heads, config.hidden_size
     groups = getattr(config, "num_key_value_heads", None)
-    head_dim = getattr(config, "head_dim", None) or width // heads
+    head_dim = values.get("head_dim") or width // heads
     new_heads, new_dim = min(heads, HEADS), min(head_dim, HEAD_DIM)
     sizes = dict(MOST)
     sizes |= {"num_hidden_layers": layers, "num_attention_heads": new_heads, "head_dim": new_dim}
@@ -143,8 +144,17 @@ def shrink(config: PretrainedConfig, layers: int) -> PretrainedConfig:
             value = value[:layers]
         values[name] = shrunk(name, value, names, vocabulary)
     values = {name: value for name, value in values.items() if name not in DERIVED}
+    if values.get("per_layer_config"):  # values of single layers, such as Gemma 4's
+        values["per_layer_config"] = {
+            number: {name: shrunk(name, value, names, vocabulary) for name, value in own.items()}
+            for number, own in values["per_layer_config"].items()
+            if int(number) < layers
+        }
     if {"qk_head_dim", "qk_nope_head_dim", "qk_rope_head_dim"} <= values.keys():
         values["qk_head_dim"] = values["qk_nope_head_dim"] + values["qk_rope_head_dim"]
+    if {"mamba_n_heads", "mamba_d_head", "mamba_expand"} <= values.keys():
+        inner = values["mamba_expand"] * sizes["hidden_size"]
+        values["mamba_n_heads"], values["mamba_d_head"] = new_heads, inner // new_heads
     if values.get("rope_parameters"):
         values["rope_parameters"] = shrink_rope(values["rope_parameters"], new_dim / head_dim)
     with foreign("transformers refuses its configuration", NoSmallCopy):

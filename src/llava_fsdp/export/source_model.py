@@ -80,12 +80,15 @@ class Opened:
             LoRA adapters, they are merged in these values.
         folder: the folder that was opened.
         adapted: the model before its adapters are merged; None if it has no adapters.
+        read: stored values of every parameter without adapters, by name, as the folders of `source.model.parts` have
+            them; None for a training, whose trained weights are in a checkpoint.
     """
 
     source: SourceModel
     sources: dict[str, Stored]
     folder: Path
     adapted: Adapted | None = None
+    read: dict[str, Stored] | None = None
 
 
 def open_source(cfg: ConversionConfig) -> Opened:
@@ -230,7 +233,7 @@ def open_adapted(folder: Path, cfg: ConversionConfig) -> Opened:
     adapted = Adapted(found.lora, found.modules, with_adapters(base_sources, found))
     has_facts = (folder / "config.json").is_file() or notes
     source = source_of_folder(folder if has_facts else Path(where), model, model_config, cfg)
-    return Opened(source, adapted.merged, folder, adapted)
+    return Opened(source, adapted.merged, folder, adapted, base_sources)
 
 
 def check_projector(adapter_folder: AdapterFolder, base: dict[str, Stored], where: str) -> None:
@@ -284,7 +287,7 @@ def open_model(folder: Path, cfg: ConversionConfig) -> Opened:
     check_artifacts(artifacts_of(parts, projector, model_config))
     model = build_llava(parts, model_config, torch.float32)
     sources = find_weights(model, parts, model_config, projector, 0)
-    return Opened(source_of_folder(folder, model, model_config, cfg), sources, folder)
+    return Opened(source_of_folder(folder, model, model_config, cfg), sources, folder, read=sources)
 
 
 def source_of_folder(folder: Path, model: Llava, model_config: ModelConfig, cfg: ConversionConfig) -> SourceModel:

@@ -18,6 +18,7 @@ from llava_fsdp.distributed.precision import DTYPES
 from llava_fsdp.export.check_causal import check_causal
 from llava_fsdp.export.compare_language import compare_language
 from llava_fsdp.export.compare_tower import compare_tower
+from llava_fsdp.export.compare_whole import compare_whole
 from llava_fsdp.export.folded_head import is_rounded
 from llava_fsdp.export.formats import source_of_run
 from llava_fsdp.export.rehearsal import rehearse_hf
@@ -160,12 +161,16 @@ def check_prompts(cfg: Config, model: Llava) -> list[str]:
         ConfigError: the model cannot be exported.
     """
     language, warnings = model.parts.language, []
-    compare_language(model.parts)
+    source = source_of_run(model, cfg, "", 0)
+    if model.parts.whole is None:
+        compare_language(model.parts)
+    else:
+        compare_whole(source)
     compare_tower(model)
     check_causal(model)
     if cfg.exports_model:
         dtype = DTYPES[cfg.export.dtype]
-        rehearse_hf(source_of_run(model, cfg, "", 0), dtype)
+        rehearse_hf(source, dtype)
         if is_rounded(model.parts, dtype):
             warnings.append(
                 f"export.dtype={cfg.export.dtype.value} rounds the output layer once more in the export, as its weight "

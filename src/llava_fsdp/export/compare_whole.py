@@ -1,0 +1,120 @@
+"""Compare what a whole model (`model.checkpoint`) computes with what its own class in transformers computes, before any
+training: the class and the values of the configuration in its folder, not those of an export."""
+
+import copy
+from typing import Any
+
+import torch
+from transformers import AutoModelForImageTextToText, LlavaNextConfig, LlavaOnevisionConfig
+
+from llava_fsdp.config import AspectRatio
+from llava_fsdp.data.images.anyres import grid_sizes
+from llava_fsdp.data.images.image_tokens import ImageTokens
+from llava_fsdp.export.compare_language import EQUAL, UnlikeOwnClass
+from llava_fsdp.export.formats import SourceModel
+from llava_fsdp.export.small_copy import small_copy
+from llava_fsdp.export.verify_logits import exported_logits, load_copy, logits, random_rows, relative_difference
+from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.llava_v1_5_config import is_original
+from llava_fsdp.model.pretrained import read_json, read_llava_config
+from llava_fsdp.runtime.errors import ModelError
+from llava_fsdp.runtime.log import log
+from llava_fsdp.runtime.safe_load import foreign
+
+SPARE = 3
+"""Number of rows of the vocabulary of transformers' model after the trained ones; the first is the image token's."""
+
+
+@torch.random.fork_rng(devices=[])  # transformers draws random numbers while it builds a model, on this rank alone
+def compare_whole(source: SourceModel) -> None:
+    """Check that a whole model has the logits of its own class in transformers, of text with an image, by a small copy
+    with random weights. Only rank 0 calls this. If no small copy can be made, a warning says so.
+
+    A folder of the original LLaVA is not compared, because transformers has no class for it.
+
+    Args:
+        source: description of the model that a training builds from the folder, without its weights.
+
+    Raises:
+        UnlikeOwnClass: the logits differ.
+    """
+    folder = source.model.parts.whole
+    assert folder is not None
+    if is_original(read_json(folder / "config.json", f"model.checkpoint={folder}")):
+        return
+    config = read_llava_config(folder, "model.checkpoint")
+    named = f"model.checkpoint={folder}: the logits of a small copy of this {config.model_type}"
+    try:
+        small, values = small_copy(source)
+        ours = load_copy(small.model, values, torch.float32)
+        with foreign(f"transformers cannot run a small copy of a {config.model_type}"):
+            theirs = own_class(config, source.model, ours, small.grid_pinpoints)
+            rule = tokens_of(theirs.config, ours)
+            micro, sizes = random_rows(ours, rule)
+            expected = exported_logits(theirs, micro, micro.images, sizes)
+        found = logits(ours, micro)
+    except UnlikeOwnClass:
+        raise
+    except ModelError as error:
+        log().warning("%s are not compared with those of transformers' class: %s", named, error)
+        return
+    difference = relative_difference(expected[:, : found.shape[1]], found)
+    if not difference <= EQUAL:
+        raise UnlikeOwnClass(
+            f"{named} differ by {difference:.2g} of the largest (bound {EQUAL:.0e}) from those of transformers' "
+            f"{type(theirs).__name__}, for an image and text: a model with this configuration is not supported"
+        )
+
+
+def tokens_of(config: Any, model: Llava) -> ImageTokens:
+    """Return what computes the tokens of an image as the class of a whole model does, for its small copy.
+
+    Args:
+        config: the small copy's configuration in transformers.
+        model: the small copy.
+    """
+    tile, merge = model.parts.image_size, model.cfg.patch_merge
+    if not isinstance(config, LlavaNextConfig | LlavaOnevisionConfig):
+        return ImageTokens(AspectRatio.square, tile, model.image_tokens)
+    aspect = AspectRatio.anyres if isinstance(config, LlavaNextConfig) else AspectRatio.anyres_max
+    pinpoints = [[width, height] for height, width in config.image_grid_pinpoints]
+    return ImageTokens(aspect, tile, model.image_tokens, tuple(grid_sizes(pinpoints, tile, aspect)), merge, 1)
+
+
+def own_class(config: Any, model: Llava, ours: Llava, grids: list[list[int]]) -> Any:
+    """Build transformers' own class of a whole model for its small copy on the CPU, with the small copy's weights.
+
+    Args:
+        config: the configuration in the model's folder.
+        model: the whole model, as a training builds it.
+        ours: its small copy.
+        grids: sizes [width, height] in pixels that the small copy fits images into.
+
+    Raises:
+        UnlikeOwnClass: one of both has a parameter that the other lacks.
+    """
+    language, rows = ours.parts.language, ours.parts.language.vocab_size
+    small = copy.deepcopy(config)
+    small.text_config = type(language).from_dict({**language.to_dict(), "vocab_size": rows + SPARE})
+    small.vision_config = copy.deepcopy(ours.parts.vision)
+    small.tie_word_embeddings = bool(language.tie_word_embeddings)
+    if config.vision_feature_layer == model.cfg.select_layer:
+        small.vision_feature_layer = ours.cfg.select_layer
+    small.image_token_id = rows
+    if isinstance(small, LlavaNextConfig | LlavaOnevisionConfig):
+        small.image_grid_pinpoints = [[height, width] for width, height in grids]
+    if isinstance(small, LlavaOnevisionConfig):
+        small.video_token_id, small.vision_aspect_ratio = rows + 1, "anyres_max_1"
+    theirs: Any = AutoModelForImageTextToText.from_config(small, dtype=torch.float32, trust_remote_code=False)
+    values = dict(ours.named_parameters(remove_duplicate=False))
+    given = {name.removeprefix("model."): p for name, p in theirs.named_parameters(remove_duplicate=False)}
+    differing = (values.keys() ^ given.keys()) - {"image_newline"}
+    if differing:
+        raise UnlikeOwnClass(
+            f"only one of transformers' {type(theirs).__name__} and this model has {min(differing)}: this kind of "
+            "model is not supported yet"
+        )
+    with torch.no_grad():
+        for name, parameter in given.items():
+            parameter[: len(values[name])] = values[name]
+    return theirs.eval()

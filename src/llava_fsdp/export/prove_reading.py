@@ -1,0 +1,94 @@
+"""Compare what was read from a folder of transformers with what transformers' own class reads from it.
+
+A model that is written and read again by this package could be wrong both times in the same way.
+"""
+
+import gc
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.utils import logging as transformers_logging
+
+from llava_fsdp.data.images.image_tokens import ImageTokens
+from llava_fsdp.export.logit_distance import distance
+from llava_fsdp.export.verify_logits import (
+    compute_dtype,
+    exported_logits,
+    has_experts,
+    load_copy,
+    logits,
+    open_export,
+    random_rows,
+)
+from llava_fsdp.model.conversions import is_vision_language_model
+from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.llava_v1_5_config import is_original
+from llava_fsdp.model.pretrained import read_config, read_json
+from llava_fsdp.model.tensor_files import WHOLE_MODEL, Stored
+from llava_fsdp.runtime.errors import ModelError
+from llava_fsdp.runtime.log import log
+from llava_fsdp.runtime.safe_load import foreign
+
+
+def prove_reading(model: Llava, sources: dict[str, Stored], rule: ImageTokens) -> bool:
+    """Compare the logits of weights that were read with those of transformers' own class for the folder that they come
+    from: of text with an image for a whole model, of text alone for a language model.
+
+    Args:
+        model: a model of the architecture that was read, without adapters; its weights are not used.
+        sources: stored values of its parameters, by name, as they are in the folder.
+        rule: computes into how many tiles (square inputs of the vision tower) the model cuts an image, and which tokens
+            the image gets.
+
+    Returns:
+        Whether the logits were compared. They are not if transformers has no class for the folder (that of the original
+        LLaVA) or cannot load it; a warning says the latter.
+
+    Raises:
+        ModelError: the logits differ.
+    """
+    parts, compute = model.parts, compute_dtype(model)
+    folder = parts.whole or parts.language_folder
+    if not any((folder / name).is_file() for name in WHOLE_MODEL):
+        return False
+    if parts.whole is not None and is_original(read_json(folder / "config.json", f"source={folder}")):
+        return False
+    micro, sizes = random_rows(model, rule)
+    ids = micro.input_ids
+    try:
+        with foreign(f"transformers cannot compute logits of {folder}"), torch.no_grad():
+            if parts.whole is not None:
+                expected = exported_logits(open_export(folder, compute), micro, micro.images, sizes)
+            else:
+                expected = own_language_model(folder, compute)(input_ids=ids).logits.float().flatten(0, 1)
+    except ModelError as error:
+        log().warning("what was read is not compared with transformers' own class: %s", error)
+        return False
+    gc.collect()
+    ours = load_copy(model, sources, compute)
+    if parts.whole is not None:
+        found = logits(ours, micro)
+    else:
+        nothing = torch.zeros(0, dtype=torch.int64)
+        places = torch.arange(ids.numel())
+        found = ours(ids, None, nothing, nothing, None, (nothing, nothing), places, return_logits=True)
+    del ours
+    gc.collect()
+    distant = distance(found, expected[:, : found.shape[1]])
+    log().info("logits of what was read differ by %.2g of the largest from transformers'", distant.largest)
+    wrong = distant.exceeds(compute, has_experts(model))
+    if wrong:
+        raise ModelError(f"{folder} was read, but {wrong} from those of transformers' own class")
+    return True
+
+
+def own_language_model(folder: Path, dtype: torch.dtype) -> Any:
+    """Load the language model in a folder, or the vision-language model with it, with transformers' own class."""
+    transformers_logging.disable_progress_bar()
+    is_inside = is_vision_language_model(read_config(folder, "model.language"))
+    kind = cast("Any", AutoModelForImageTextToText if is_inside else AutoModelForCausalLM)
+    return kind.from_pretrained(
+        folder, dtype=dtype, trust_remote_code=False, local_files_only=True, weights_only=True
+    ).eval()
