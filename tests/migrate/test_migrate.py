@@ -554,7 +554,12 @@ FLAGS_AND_VERDICTS = [
     ("--version v0.5", "version", mapped, {"data.template": "v1"}),
     ("--freeze_mm_mlp_adapter True", "freeze_mm_mlp_adapter", mapped, {"model.train": ["language"]}),
     ("--mm_vision_select_feature cls_patch", "mm_vision_select_feature", mapped, {"model.select_feature": "full"}),
-    ("--image_aspect_ratio anyres", "image_aspect_ratio", mapped, {"data.image_aspect_ratio": "square"}),
+    (
+        "--image_aspect_ratio anyres --mm_patch_merge_type spatial_unpad",
+        "image_aspect_ratio",
+        mapped,
+        {"data.image_aspect_ratio": "anyres", "model.patch_merge": "spatial_unpad", "data.grid_pinpoints": ABSENT},
+    ),
     ("--save_strategy no", "save_strategy", mapped, {"checkpoint.every": None}),
     ("--save_strategy epoch", "save_strategy", unsupported, {"checkpoint.every": None}),
     ("--save_total_limit 1", "save_total_limit", mapped, {"checkpoint.keep": 2}),
@@ -591,6 +596,103 @@ def test_flags(flags: str, key: str, verdict: Verdict, decided: dict, tmp_path: 
 @pytest.mark.parametrize("flags", slow_after(20, [flags for flags, *_ in FLAGS_AND_VERDICTS]))
 def test_flags_make_a_whole_configuration(flags: str, tmp_path: Path) -> None:
     composes(finetune(tmp_path, flags))
+
+
+# --- LLaVA-NeXT -------------------------------------------------------------------------------------------------------
+
+TILES = "--image_aspect_ratio anyres_max_9 --mm_patch_merge_type spatial_unpad "
+NEXT = [
+    (TILES, "image_aspect_ratio", mapped, {"data.image_aspect_ratio": "anyres_max", "data.max_tiles": 9,
+                                           "model.patch_merge": "spatial_unpad"}),
+    (TILES + "--image_grid_pinpoints '(1x1),...,(6x6)'", "image_grid_pinpoints", implied,
+     {"data.grid_pinpoints": ABSENT}),
+    (TILES + "--image_grid_pinpoints '(1x1),...,(2x2)'", "image_grid_pinpoints", mapped,
+     {"data.grid_pinpoints": [[336, 336], [336, 672], [672, 336], [672, 672]]}),
+    (TILES + "--image_grid_pinpoints '[(336, 672), (672, 336)]'", "image_grid_pinpoints", mapped,
+     {"data.grid_pinpoints": [[336, 672], [672, 336]]}),
+    (TILES + "--image_grid_pinpoints '(1x1),...,(2x2)' --vision_tower some/tower", "image_grid_pinpoints", unsupported,
+     {"data.grid_pinpoints": ABSENT}),
+    (TILES + "--frames_upbound 32 --video_fps 2", "frames_upbound", mapped,
+     {"data.video_frames": 32, "data.video_fps": 2.0}),
+    (TILES + "--video_folder elsewhere", "video_folder", unsupported, {}),
+    ("--image_aspect_ratio highres", "image_aspect_ratio", unsupported, {"data.image_aspect_ratio": "square"}),
+    ("--image_aspect_ratio anyres --mm_patch_merge_type spatial_maxpool2x2", "mm_patch_merge_type", unsupported, {}),
+    ("--mm_tunable_parts mm_mlp_adapter", "mm_tunable_parts", mapped,
+     {"stage": "pretrain", "model.train": ["projector"]}),
+    ("--mm_tunable_parts=mm_vision_tower,mm_mlp_adapter,mm_language_model --mm_vision_tower_lr=2e-6",
+     "mm_vision_tower_lr", mapped,
+     {"stage": "finetune", "model.train": ["projector", "language", "vision"], "optim.vision_lr": 2e-6}),
+    ("--mm_tunable_parts mm_mlp_adapter,mm_language_model --mm_vision_tower_lr 2e-6", "mm_vision_tower_lr", no_effect,
+     {"model.train": ["projector", "language"], "optim.vision_lr": ABSENT}),
+    ("--mm_tunable_parts mm_vision_resampler,mm_mlp_adapter", "mm_tunable_parts", unsupported, {}),
+    ("--mm_tunable_parts mm_language_model --unfreeze_mm_vision_tower True", "unfreeze_mm_vision_tower", no_effect,
+     {"model.train": ["language"]}),
+    ("--unfreeze_mm_vision_tower True --mm_vision_tower_lr 2e-6", "unfreeze_mm_vision_tower", mapped,
+     {"model.train": ["projector", "language", "vision"], "optim.vision_lr": 2e-6}),
+    ("--mm_resampler_type qformer", "mm_resampler_type", unsupported, {}),
+    ("--attn_implementation sdpa --version qwen_1_5", "version", mapped, {"data.template": "chat_template"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("flags", "key", "verdict", "decided"), NEXT)
+def test_flags_of_llava_next(flags: str, key: str, verdict: Verdict, decided: dict, tmp_path: Path) -> None:
+    done = finetune(tmp_path, flags)
+    assert row(done, key).verdict is verdict
+    assert {k: done.decided.get(k, ABSENT) for k in decided} == decided
+    assert not unknown_of(done)
+
+
+@pytest.mark.parametrize("flags", slow_after(2, [flags for flags, _, verdict, _ in NEXT if verdict is not unsupported]))
+def test_flags_of_llava_next_make_a_whole_configuration(flags: str, tmp_path: Path) -> None:
+    composes(finetune(tmp_path, flags))
+
+
+def test_defaults_of_llava_next_are_its_own(tmp_path: Path) -> None:
+    flags = "--model_name_or_path m --data_path d.json --vision_tower v "
+    for extra, length, mode in (("", 512, "none"), ("--verbose_logging True", 4096, "full")):
+        done = table_of(read(tmp_path, f"torchrun --nproc_per_node 4 llava/train/train.py {flags}{extra}"))
+        assert (done.decided["data.max_length"], done.decided["activation_checkpointing"]) == (length, mode)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("datasets:\n- json_path: a.json\n  sampling_strategy: all\n- json_path: b.jsonl\n", ["a.json", "b.jsonl"]),
+        ("datasets:\n- {json_path: a.json, sampling_strategy: first}\n", "a.json"),
+        (
+            "datasets:\n- {json_path: a.json}\n- {json_path: b.json, sampling_strategy: 'random:10%'}\n",
+            "random:10% of b",
+        ),
+        ("datasets:\n- {path: a.json}\n", "no json_path"),
+        ("datasets: []\n", "no datasets"),
+        ("datasets: 3\n", "no datasets"),
+        (None, "was not found"),
+    ],
+)
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_list_of_files_of_records(
+    text: str | None, expected: list[str] | str, is_named: bool, tmp_path: Path
+) -> None:
+    """Given as another PATH or found by the script's path: its files are the data, or what is wrong is told."""
+    script = tmp_path / "run.sh"
+    folder = "" if is_named else f"{tmp_path}/"
+    script.write_text(f"torchrun --nproc_per_node 2 llava/train/train.py {FINETUNE}--data_path {folder}mix.yaml")
+    if text is not None:
+        (tmp_path / "mix.yaml").write_text(text)
+    (run,) = read_runs([str(script)] + [str(tmp_path / "mix.yaml")] * (is_named and text is not None), {})
+    done = table_of(run)
+    if isinstance(expected, list) or expected.endswith(".json"):
+        assert done.decided["data.path"] == expected and row(done, "data_path").verdict is mapped and not done.lacks
+    else:
+        assert "data.path" not in done.decided and row(done, "data_path").verdict is unsupported
+        assert expected in row(done, "data_path").text and any(expected in lack for lack in done.lacks)
+
+
+def test_several_files_of_one_pattern(tmp_path: Path) -> None:
+    done = finetune(tmp_path, "--data_path 'd/{a,b}.json'")
+    assert done.decided["data.path"] == ["d/a.json", "d/b.json"]
+    done = migrate(done.run)
+    assert not done.refused and "data.path=[d/a.json,d/b.json]" in done.words
 
 
 # --- DeepSpeed --------------------------------------------------------------------------------------------------------

@@ -22,6 +22,15 @@ def model_name(context: Context, value: object) -> Outcome:
     return mapped(text)
 
 
+def data_path(context: Context, value: object) -> Outcome:
+    """Return what --data_path becomes: a file, or several that a pattern or LLaVA-NeXT's YAML file lists."""
+    files = context.run.data_files
+    if isinstance(files, str):
+        return unsupported(files)
+    listed = f"{context.run.datasets.name} lists {len(files)} files: " if context.run.datasets else ""
+    return mapped(f"{listed}{context.tell('data')}, {context.tell('data.path')}")
+
+
 def version(context: Context, value: object) -> Outcome:
     text = context.tell("data.template")
     if value in ("v0", "v0.5"):

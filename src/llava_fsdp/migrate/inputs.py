@@ -10,6 +10,7 @@ import yaml
 
 from llava_fsdp.migrate.launch_command import Launch, find_launch
 from llava_fsdp.migrate.llava_flags import FLAGS, canonical
+from llava_fsdp.migrate.next_flags import NEXT_FLAGS, is_next
 from llava_fsdp.migrate.shell import commands
 from llava_fsdp.migrate.source_run import Block, Flag, Run
 from llava_fsdp.migrate.trainer_flags import OTHER_FLAGS
@@ -126,10 +127,18 @@ def read_run(
         gpus: number of GPUs given on the command line; None if it was not given.
     """
     table = FLAGS if launch.is_original else OTHER_FLAGS
+    if launch.is_original and is_next(read_flags(launch, NEXT_FLAGS)[0]):
+        table = NEXT_FLAGS
     flags, notes = read_flags(launch, table)
     run = Run(name, launch, table, flags, gpus, notes=(*launch.notes, *notes))
     missing: list[str] = []
-    settings = zero = None
+    settings = zero = listed = None
+    lists = {path: found for path, found in yamls.items() if "datasets" in found.values}
+    yamls = {path: found for path, found in yamls.items() if path not in lists}
+    records = run.trainer_value("data_path") if run.given("data_path") else None
+    if isinstance(records, str) and records.endswith((".yaml", ".yml")):
+        listed = choose(records, script, lists, [])
+        run = replace(run, datasets=read_yaml(listed) if listed else None)
     if launch.launcher == "accelerate":
         settings = choose(launch.flags.get("config_file"), script, yamls, missing)
         run = replace(run, accelerate=read_yaml(settings) if settings else None)
@@ -140,7 +149,7 @@ def read_run(
         run = replace(run, deepspeed=read_json(zero) if zero else None)
     if run.gpus is None:
         raise ConfigError(f"{script}, line {launch.line}: the number of GPUs is not known; give gpus=N")
-    return replace(run, missing=tuple(missing)), {path for path in (settings, zero) if path}
+    return replace(run, missing=tuple(missing)), {path for path in (settings, zero, listed) if path}
 
 
 def choose(named: object, script: Path, given: Files, missing: list[str]) -> Path | None:
@@ -222,8 +231,8 @@ def read_json(path: Path) -> Block:
 
 
 def read_yaml(path: Path) -> Block:
-    """Return the settings of a file that `accelerate config` wrote. Raise ConfigError if it is not a YAML mapping of
-    names to values."""
+    """Return the settings of a file that `accelerate config` wrote, or LLaVA-NeXT's list of files of records. Raise
+    ConfigError if it is not a YAML mapping of names to values."""
     refuse_yaml_bombs(path)
     try:
         content = yaml.safe_load(read_text(path))

@@ -54,7 +54,7 @@ FLAGS: Mapping[str, Flag] = {
         "only for images of several tiles, which the original does not train on", "flat")),
     "mm_vision_select_feature": Flag("patch", becomes("model.select_feature")),
     # LLaVA's DataArguments
-    "data_path": Flag(None, becomes("data", "data.path"), str),
+    "data_path": Flag(None, rules.data_path, str),
     "lazy_preprocess": Flag(False, no_effect("never read (LLaVA train.py:77); images are always read lazily")),
     "is_multimodal": Flag(False, no_effect("set by the code whenever there is a vision tower (LLaVA train.py:913)")),
     "image_folder": Flag(None, becomes("data.images"), str),

@@ -10,6 +10,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from llava_fsdp.config import config_dir
+from llava_fsdp.migrate import next_overrides
 from llava_fsdp.migrate.source_run import AUTO, Run, plain
 
 Overrides = dict[str, object]
@@ -102,7 +103,7 @@ def other_program(run: Run) -> Overrides:
         "model": model_choice(str(name)),
     }
     flags = {
-        "data.path": "data_path", "data.images": "image_folder", "data.max_length": "model_max_length",
+        "data.images": "image_folder", "data.max_length": "model_max_length",
         "data.workers": "dataloader_num_workers",
     }  # fmt: skip
     if "llava" in str(name).lower():
@@ -111,7 +112,9 @@ def other_program(run: Run) -> Overrides:
         found["model.train"] = ["language"]
         flags |= {f"model.lora.{key}": f"lora_{key}" for key in ("r", "alpha", "dropout")}
         flags |= {"model.lora.use_dora": "use_dora", "model.lora.use_rslora": "use_rslora"}
-    return found | {key: run.trainer_value(flag) for key, flag in flags.items() if run.given(flag)} | quantized(run)
+    found |= {key: run.trainer_value(flag) for key, flag in flags.items() if run.given(flag)}
+    found |= {"data.path": path} if (path := data_path(run)) is not None else {}
+    return found | quantized(run)
 
 
 def quantized(run: Run) -> Overrides:
@@ -139,23 +142,38 @@ def model_choice(name: str) -> str:
 def trained(run: Run) -> list[str]:
     """Return the value of the configuration key `model.train` for the training to migrate, `run`: the parts of the
     model that LLaVA trains (train.py:843-845, 926-935), except lm_head, which model.train cannot select."""
+    usual = ["language"] if run.trainer_value("freeze_mm_mlp_adapter") else ["projector", "language"]
     if run.stage == "pretrain" or (run.trainer_value("freeze_backbone") and not run.is_lora):
-        return ["projector"]
-    return ["language"] if run.trainer_value("freeze_mm_mlp_adapter") else ["projector", "language"]
+        usual = ["projector"]
+    return next_overrides.trained(run, usual) if run.is_next else usual
 
 
 def data(run: Run) -> Overrides:
     found: Overrides = {
         "data": "llava_json",
-        "data.path": run.trainer_value("data_path"),
+        "data.path": data_path(run),
         "data.images": run.trainer_value("image_folder"),
         "data.template": TEMPLATES.get(str(run.trainer_value("version"))),
-        "data.image_aspect_ratio": "pad" if run.trainer_value("image_aspect_ratio") == "pad" else "square",
         "data.max_length": run.trainer_value("model_max_length"),
         "data.workers": run.trainer_value("dataloader_num_workers"),
         "sampler.group_by_modality_length": run.trainer_value("group_by_modality_length"),
     }
+    if run.is_next:
+        if run.trainer_value("version") in ("qwen_1_5", "qwen_2"):
+            found["data.template"] = "chat_template"
+        found |= next_overrides.images(run)
+    else:
+        is_padded = run.trainer_value("image_aspect_ratio") == "pad"
+        found["data.image_aspect_ratio"] = "pad" if is_padded else "square"
     return {key: value for key, value in found.items() if value is not None}
+
+
+def data_path(run: Run) -> object:
+    """Return the value of the configuration key `data.path`: a path or a list of paths; None if it is not known."""
+    files = run.data_files
+    if isinstance(files, str):
+        return None
+    return files if len(files) > 1 else files[0]
 
 
 def writing(run: Run) -> Overrides:
@@ -299,6 +317,8 @@ def optimizer(run: Run) -> Overrides:
         found["optim.lr"] = filled(run, "scheduler.params.warmup_max_lr", "learning_rate")
     one_group = run.has_ds_optimizer or run.has_ds_warmup or not run.launch.is_original
     found["optim.projector_lr"] = None if one_group else run.trainer_value("mm_projector_lr")
+    if run.is_next and not one_group and run.trainer_value("mm_vision_tower_lr") and "vision" in trained(run):
+        found["optim.vision_lr"] = run.trainer_value("mm_vision_tower_lr")
     return found
 
 

@@ -1,6 +1,7 @@
 """Describe a training of another system that is to be migrated to llava_fsdp, as its script, its DeepSpeed JSON file
 and its Accelerate YAML file set it."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -86,6 +87,8 @@ class Run:
     """Number of GPUs that the user gave as `gpus=N`; None: the number of the launcher is used."""
     deepspeed: Block | None = None
     accelerate: Block | None = None
+    datasets: Block | None = None
+    """The YAML file that --data_path names, which lists files of records (LLaVA-NeXT train.py:977-1025)."""
     notes: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     """Paths of DeepSpeed or Accelerate files that the script names and that were not found."""
@@ -231,6 +234,33 @@ class Run:
         return micro * accumulation * (self.gpus // (self.tensor * self.context))
 
     @property
+    def is_next(self) -> bool:
+        """Whether the training program is that of LLaVA-NeXT."""
+        return "mm_tunable_parts" in self.table
+
+    @property
+    def tunable(self) -> tuple[str, ...] | None:
+        """The parts of the model that LLaVA-NeXT's --mm_tunable_parts names; None if it is not given."""
+        value = self.trainer_value("mm_tunable_parts") if self.is_next else None
+        return tuple(str(value).split(",")) if value is not None else None
+
+    @property
+    def data_files(self) -> list[str] | str:
+        """The files of records that --data_path names: a file, several as `DIR/{a,b}.json`, or those that a YAML file
+        lists; a text that says what is wrong if they are not known or if only a part of a file is trained on."""
+        named = self.trainer_value("data_path") if self.given("data_path") else None
+        if named is None:
+            return "the script has no --data_path"
+        path = str(named)
+        if self.launch.is_original and (several := re.fullmatch(r"(.*)\{(.*)\}\.json", path)):
+            return [f"{several[1]}{name}.json" for name in several[2].split(",")]
+        if not path.endswith((".yaml", ".yml")):
+            return [path]
+        if self.datasets is None:
+            return f"{path} was not found: give it as another PATH"
+        return files_of(self.datasets)
+
+    @property
     def bits(self) -> int | None:
         """Number of bits of a quantized base model's weights in the training to migrate, 4 or 8; None if the base model
         is not quantized."""
@@ -249,10 +279,30 @@ class Run:
     def stage(self) -> str:
         if not self.launch.is_original:
             return "finetune_task"
-        if self.trainer_value("tune_mm_mlp_adapter"):
+        if self.tunable == ("mm_mlp_adapter",) or (self.tunable is None and self.trainer_value("tune_mm_mlp_adapter")):
             return "pretrain"
         from_llava = "llava" in str(self.trainer_value("model_name_or_path")).lower()
         return "finetune_task" if from_llava and not self.trainer_value("pretrain_mm_mlp_adapter") else "finetune"
+
+
+def files_of(datasets: Block) -> list[str] | str:
+    """Return the files of records in a YAML file of LLaVA-NeXT; a text that says what is wrong if it is not such a
+    file, or if only a part of one of the files is trained on."""
+    rows = datasets.values.get("datasets")
+    files = []
+    for row in rows if isinstance(rows, list) else []:
+        file = row.get("json_path") if isinstance(row, dict) else None
+        if not isinstance(file, str):
+            return f"{datasets.name}: an entry of datasets has no json_path"
+        kind, _, number = str(row.get("sampling_strategy", "all")).partition(":")
+        if number and kind in ("first", "end", "random"):
+            return (
+                f"{datasets.name}: sampling_strategy {kind}:{number} of {file}: parts of files are not taken; write "
+                "the records that are to be trained on into a file of their own, or give data.sources.NAME.path of "
+                "every file, and .epochs of this one"
+            )
+        files.append(file)
+    return files or f"{datasets.name} has no datasets"
 
 
 def plain(value: object) -> object:

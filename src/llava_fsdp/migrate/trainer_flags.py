@@ -3,6 +3,7 @@ and TRL become in llava_fsdp. All other flags are unknown, because only the prog
 
 from collections.abc import Mapping
 
+from llava_fsdp.migrate import flag_functions as rules
 from llava_fsdp.migrate.keys import (
     OFF,
     Context,
@@ -66,7 +67,7 @@ def lora(key: str) -> IfDecided:
 OWN: Mapping[str, Flag] = {
     "model_name_or_path": Flag(None, IfDecided("model.checkpoint", NOT_LLAVA, "a whole model"), str),
     "model_max_length": Flag(None, becomes("data.max_length", note="image tokens included"), int),
-    "data_path": Flag(None, becomes("data.path", note="a file of records as LLaVA's"), str),
+    "data_path": Flag(None, rules.data_path, str),
     "image_folder": Flag(None, becomes("data.images"), str),
     "lora_enable": Flag(False, becomes("stage", "model.train")),
     "lora_r": Flag(None, lora("r"), int),
@@ -97,6 +98,8 @@ def lacking(run: Run, decided: Mapping[str, object]) -> list[str]:
         decided: Hydra overrides of the llava_fsdp command: value by key.
     """
     if run.launch.is_original:
-        return [] if "data.path" in decided else ["data.path: the script has no --data_path"]
+        return [] if "data.path" in decided else [f"data.path: {run.data_files}"]
     needed = NEEDED | (NEEDED_BY_LORA if run.is_lora else {})
-    return [f"{key}: the script has no --{flag}" for flag, key in needed.items() if key not in decided]
+    absent = {flag: key for flag, key in needed.items() if key not in decided}
+    texts = {flag: f"the script has no --{flag}" for flag in absent} | {"data_path": str(run.data_files)}
+    return [f"{key}: {texts[flag]}" for flag, key in absent.items()]

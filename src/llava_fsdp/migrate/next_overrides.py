@@ -1,0 +1,71 @@
+"""Decide the Hydra overrides (`key=value`) for what LLaVA-NeXT's training program has beside LLaVA's: images of several
+tiles, and which parts of the model train."""
+
+import ast
+import re
+from collections.abc import Mapping
+from pathlib import PurePosixPath
+
+from llava_fsdp.migrate.source_run import Run
+
+LIMITED = re.compile(r"anyres_max_([1-9]\d*)")
+PARTS: Mapping[str, str] = {
+    "mm_mlp_adapter": "projector", "mm_language_model": "language", "mm_vision_tower": "vision",
+}  # fmt: skip
+"""Word in --mm_tunable_parts -> part of the model in model.train."""
+WHOLE_GRID = ((1, 1), (6, 6))
+"""Smallest and largest grid of tiles in LLaVA-OneVision's scripts: the default here with anyres_max."""
+
+
+def images(run: Run) -> dict[str, object]:
+    """Return the Hydra overrides for the way in which LLaVA-NeXT's training `run` cuts images into tiles; those of
+    square images if it cuts them in a way that is not supported."""
+    aspect = str(run.trainer_value("image_aspect_ratio"))
+    limit = LIMITED.fullmatch(aspect)
+    if aspect != "anyres" and limit is None:
+        return {"data.image_aspect_ratio": "pad" if aspect == "pad" else "square"}
+    found: dict[str, object] = {"data.image_aspect_ratio": "anyres_max" if limit else "anyres"}
+    merge = str(run.trainer_value("mm_patch_merge_type"))
+    found["model.patch_merge"] = merge if merge in ("flat", "spatial") else "spatial_unpad"
+    if limit:
+        found["data.max_tiles"] = int(limit[1])
+        frames, speed = run.trainer_value("frames_upbound"), run.trainer_value("video_fps")
+        found |= {"data.video_frames": frames} if frames else {}
+        found |= {"data.video_fps": speed} if run.given("video_fps") else {}
+    grid = grid_of(run)
+    if isinstance(grid, list):
+        found["data.grid_pinpoints"] = grid
+    return found
+
+
+def grid_of(run: Run) -> list[list[int]] | str | None:
+    """Return the sizes [width, height] in pixels that --image_grid_pinpoints gives; None if they are the default here;
+    a text that says what is missing if they are not known."""
+    given = str(run.trainer_value("image_grid_pinpoints") or "")
+    sizes = [(int(width), int(height)) for width, height in re.findall(r"\((\d+)x(\d+)\)", given)]
+    if not sizes:
+        try:
+            return [[int(side) for side in size] for size in ast.literal_eval(given)] if given else None
+        except (ValueError, SyntaxError, TypeError):
+            return f"{given} is neither a list of sizes nor a range (1x1),...,(6x6)"
+    if (sizes[0], sizes[-1]) == WHOLE_GRID and "anyres_max" in str(run.trainer_value("image_aspect_ratio")):
+        return None
+    name = str(run.trainer_value("vision_tower") or "")
+    side = re.search(r"(?<!\d)(224|336|384|448|512)(?!\d)", PurePosixPath(name).name)
+    if side is None:
+        return f"the size of a tile of {name or 'this vision tower'} is not known: give data.grid_pinpoints in pixels"
+    (left, top), (right, bottom) = sizes[0], sizes[-1]
+    tile = int(side[1])
+    return [[x * tile, y * tile] for x in range(left, right + 1) for y in range(top, bottom + 1)]
+
+
+def trained(run: Run, usual: list[str]) -> list[str]:
+    """Return the value of `model.train` for LLaVA-NeXT's training `run`: --mm_tunable_parts replaces all other flags.
+
+    Args:
+        usual: the value that LLaVA's own flags give.
+    """
+    if run.tunable is None:
+        return [*usual, "vision"] if run.trainer_value("unfreeze_mm_vision_tower") else usual
+    parts = [part for name, part in PARTS.items() if name in run.tunable]
+    return [*parts, "language"] if run.is_lora and "language" not in parts else parts
