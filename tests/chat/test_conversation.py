@@ -284,7 +284,7 @@ def test_uploads_are_bounded_and_pass(tmp_path: Path, monkeypatch: pytest.Monkey
     guard.incoming.append(30)
     assert [status("POST", security.UPLOAD, size) for size in (10, 11)] == [200, 507]
     assert status("GET", f"{security.FILE}{tmp_path / 'in' / 'a'}") == 200
-    assert status("GET", f"{security.FILE}/etc/passwd") == 403 and status("POST", "/gradio_api/queue/join") == 200
+    assert status("GET", f"{security.FILE}/etc/passwd") == 403 and status("POST", "/gradio_api/reset") == 200
     for body in (b"{", b"[" * 100_000):
         with pytest.raises(security.RequestRefused) as refusal:
             security.check_body(body, tmp_path)

@@ -5,6 +5,7 @@ import http.client
 import json
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -21,7 +22,7 @@ from small import command_config
 pytest.importorskip("starlette", reason="gradio is not installed")
 
 from llava_fsdp.chat.assistant import Assistant, Question
-from llava_fsdp.chat.web.security import Guard, RequestRefused, check_body, check_names, check_route
+from llava_fsdp.chat.web.security import Guard, RequestRefused, check_body, check_call, check_names, check_route
 from llava_fsdp.chat.web.server import bound
 from llava_fsdp.chat.web.sessions import Sessions
 from llava_fsdp.config import AspectRatio, ChatConfig
@@ -113,6 +114,13 @@ def served(noise: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
     finally:
         made.process.kill()
         made.process.wait()
+
+
+@pytest.fixture(scope="module")
+def hostile_tiff() -> bytes:
+    """600 kB, whose 50,000 fields share an array."""
+    fields = b"".join(struct.pack("<HHII", tag, 7, 10_000, 8) for tag in range(50_000))
+    return b"II*\0" + struct.pack("<I", 10_008) + bytes(10_000) + struct.pack("<H", 50_000) + fields + bytes(4)
 
 
 @pytest.fixture(scope="module")
@@ -276,6 +284,51 @@ def test_requests_of_others(served: Served, tmp_path: Path) -> None:
         assert served.asked("GET", path)[0] == 404 and served.asked("POST", path, b"{}")[0] == 404
 
 
+MALFORMED: list[dict[str, Any]] = [
+    {}, {"fn_index": 99}, {"fn_index": -1}, {"fn_index": None}, {"fn_index": True}, {"fn_index": [0]}, {"data": 5},
+    {"data": []}, {"data": [None, 0, 1, 8]}, {"data": ["x", 0, 1, 8]}, {"data": [{"text": 5, "files": []}, 0, 1, 8]},
+    {"data": [{"text": "x", "files": [{}]}, 0, 1, 8]}, {"data": [{"text": "x", "files": []}, "a", 1, 8]},
+    {"data": [{"text": "x", "files": []}, 0, -5, 8]}, {"data": [{"text": "x", "files": []}, 0, 1, 1e300]},
+    {"data": [{"text": "x", "files": []}, 0, 1, 8, 9]}, {"session_hash": {}}, {"session_hash": "a/b"},
+    {"trigger_id": "x"},
+]  # fmt: skip
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_malformed_requests_are_refused_without_a_traceback(served: Served) -> None:
+    kind, said = {"Content-Type": "application/json"}, len(served.said)
+    for path in ("queue/join", "run/predict"):
+        for change in MALFORMED:
+            body = {"fn_index": 0, "data": [], "session_hash": "a", **change} if change else {}
+            assert 400 <= served.post(path, **body)[0] < 500, (path, change)
+    for path in ("queue/join", "run/predict", "cancel", "reset"):
+        for raw in (b"[[[[", b"\xff", b"5", b"[]", b'"x"', b'{"fn_index": NaN}', b'{"event_id": []}', b"["):
+            assert 400 <= served.asked("POST", f"/gradio_api/{path}", raw, **kind)[0] < 500, (path, raw)
+    parts = {"Content-Type": "multipart/form-data; boundary=x"}
+    for body in (b"x", b'--x\r\nContent-Disposition: form-data; name="files"\r\n\r\nabc\r\n--x--\r\n', b"--x\r\nx"):
+        assert served.asked("POST", "/gradio_api/upload", body, **parts)[0] in (200, 400, 422), body
+    wide = {"Content-Type": f"multipart/form-data; boundary={'x' * 5000}"}
+    assert 400 <= served.asked("POST", "/gradio_api/upload", b"x", **wide)[0] < 500
+    assert served.asked("GET", "/assets/" + "a" * 3000)[0] == 414
+    assert served.asked("GET", "/")[0] == 200
+    assert "Traceback" not in "".join(served.said[said:])
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_a_hostile_image_is_refused_and_others_are_answered(served: Served, hostile_tiff: bytes) -> None:
+    name = json.loads(served.sent("a.tiff", hostile_tiff)[1])[0]
+    files = [{"path": name, "orig_name": "a.tiff", "meta": {"_type": "gradio.FileData"}}]
+    question = {"data": [{"text": "what", "files": files}, 0, 1, 8], "fn_index": 0, "session_hash": "hostile"}
+    began = time.monotonic()
+    assert served.post("queue/join", **question)[0] == 200
+    assert served.asked("GET", "/")[0] == 200
+    events = served.asked("GET", "/gradio_api/queue/data?session_hash=hostile")[1].decode()
+    assert "a.tiff" in events and "too much time or memory" in events
+    assert time.monotonic() - began < 30
+
+
 @pytest.mark.e2e
 @pytest.mark.slow
 def test_it_ends_and_leaves_nothing(served: Served) -> None:
@@ -339,6 +392,8 @@ def test_who_may_ask() -> None:
         with pytest.raises(RequestRefused) as refusal:
             check_names(headers, "127.0.0.1")
         assert refusal.value.status == 403
+    with pytest.raises(RequestRefused):  # a form of another site, sent by navigating, without an Origin
+        check_names({"host": "localhost", **link}, "127.0.0.1", "POST")
 
 
 def test_what_may_be_asked(tmp_path: Path) -> None:
@@ -391,7 +446,7 @@ def test_the_guard_answers_for_the_application(tmp_path: Path) -> None:
         async def send(message: Any) -> None:
             said.append(message)
 
-        default = {"method": "POST", "path": "/gradio_api/queue/join", "headers": [(b"host", b"localhost")]}
+        default = {"method": "POST", "path": "/gradio_api/reset", "headers": [(b"host", b"localhost")]}
         guard = Guard(app, "127.0.0.1", tmp_path, 1 << 20)
         asyncio.run(guard({"type": kind, **default, **scope}, receive, send))
         return said
@@ -409,6 +464,50 @@ def test_the_guard_answers_for_the_application(tmp_path: Path) -> None:
     headers = [(b"host", b"localhost"), (b"content-length", b"2"), (b"transfer-encoding", b"chunked")]
     assert call(headers=headers, **upload)[0]["status"] == 411, "the length that is given does not count"
     assert call("websocket") == [] and arrived == [b"{}"]
+    assert call(path="/gradio_api/queue/join")[0]["status"] == 404, "no function has this number"
+
+
+def test_an_application_that_fails_is_answered_for(tmp_path: Path) -> None:
+    """As Starlette fails: it answers 500 and raises. What it answers without raising stays."""
+
+    def call(raises: bool) -> int:
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            await send({"type": "http.response.start", "status": 500, "headers": []})
+            await send({"type": "http.response.body", "body": b"Internal Server Error"})
+            if raises:
+                raise KeyError(99)
+
+        said: list[Any] = []
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": b"{}", "more_body": False}
+
+        async def send(message: Any) -> None:
+            said.append(message)
+
+        scope = {"type": "http", "method": "POST", "path": "/gradio_api/reset", "headers": [(b"host", b"localhost")]}
+        asyncio.run(Guard(app, "127.0.0.1", tmp_path, 1)(scope, receive, send))
+        assert [message["type"] for message in said] == ["http.response.start", "http.response.body"]
+        return said[0]["status"]
+
+    assert (call(True), call(False)) == (400, 500)
+
+
+@pytest.mark.parametrize(("number", "data", "status"), [
+    (0, [1, 2], 0), (0, [1], 422), (0, None, 422), (0, ["x", 2], 422), (1, [1, 2], 404), (True, [1, 2], 404),
+    (0.0, [1, 2], 404), (None, [1, 2], 404), ("0", [1, 2], 404),
+])  # fmt: skip
+def test_which_functions_may_be_called(number: Any, data: Any, status: int) -> None:
+    def check(values: list[Any]) -> None:
+        first, second = values
+        assert first < second
+
+    body = {"fn_index": number, "data": data, "session_hash": "a"}
+    if not status:
+        return check_call(body, {0: check})
+    with pytest.raises(RequestRefused) as refusal:
+        check_call(body, {0: check})
+    assert refusal.value.status == status
 
 
 def test_files_that_are_refused(assistant: Assistant, dataset: Path, tmp_path: Path) -> None:

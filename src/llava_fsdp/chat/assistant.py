@@ -3,10 +3,12 @@
 import itertools
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
 
+from llava_fsdp.chat.image_process import ImageProcess
 from llava_fsdp.chat.open_model import choose_dtype, open_model
 from llava_fsdp.config import AspectRatio
 from llava_fsdp.data.images.check import ImageFile, read_size
@@ -74,6 +76,7 @@ class Assistant:
         default_aspect: AspectRatio,
         device: torch.device | None = None,
         opened: Opened | None = None,
+        limited_images: bool = False,
     ):
         """Load a trained vision-language model for chatting.
 
@@ -83,6 +86,7 @@ class Assistant:
             default_aspect: how to fit images into the vision tower's square input if the model's folder does not say.
             device: where the model computes; None: the GPU if there is one, else the CPU.
             opened: the result of `open_model` for `checkpoint`; None: `open_model` is called here.
+            limited_images: whether to read images in another process, with limits on time and memory.
 
         Raises:
             ConfigError, ModelError, CheckpointError: the model cannot be found or read, or its folder has another chat
@@ -100,6 +104,7 @@ class Assistant:
             pixels=source.pixels,
             sampling=source.sampling,
         )
+        self.image_process = ImageProcess(self.reader) if limited_images else None
         self.special_tokens = source.special_tokens
         self.tokenizer: Tokenizer = open_tokenizer(shapes.parts.language_folder, shapes.parts.language.vocab_size)
         self.template = open_template(source.template, shapes.parts.language_folder, self.tokenizer)
@@ -205,11 +210,12 @@ class Assistant:
             ImageError: the file cannot be read.
         """
         rule = self.reader.tokens
-        tiles = self.reader.load(path, where, images)
-        if is_video(path):
-            rows = rule.of_video(len(tiles))
+        if self.image_process is not None and isinstance(path, Path):
+            tiles, size = self.image_process.load(path, where, images)
         else:
-            rows = rule.of(read_size(path, where) if rule.needs_size(images) else None, images)
+            tiles = self.reader.load(path, where, images)
+            size = read_size(path, where) if not is_video(path) and rule.needs_size(images) else None
+        rows = rule.of_video(len(tiles)) if is_video(path) else rule.of(size, images)
         return LoadedImage(next(self._numbers), path, tiles, rows, images)
 
     def prepared(self, images: Sequence[LoadedImage]) -> list[LoadedImage]:

@@ -58,6 +58,7 @@ class LimitedProcess:
     _process: "subprocess.Popen[bytes] | None" = field(default=None, repr=False)
     _owner: int = 0
     """Process id of the Python process that started `_process`: a forked copy of this object starts its own."""
+    _stopped: bool = False
 
     def __call__(self, request: dict[str, Any]) -> Answer:
         """Return the function's answer to a request, which must be valid JSON.
@@ -79,6 +80,19 @@ class LimitedProcess:
                 self._end()
                 raise
 
+    def start(self) -> None:
+        """Start the process now, instead of with the first request."""
+        with self._lock:
+            self._running()
+
+    def stop(self) -> None:
+        """End the process at once. A request that it is answering, and later ones, raise LimitBroken. May be called in
+        a signal handler and in any thread."""
+        self._stopped = True
+        process = self._process
+        if process is not None and self._owner == os.getpid():
+            process.kill()
+
     def _ask(self, request: dict[str, Any]) -> Answer:
         process = self._running()
         assert process.stdin is not None and process.stdout is not None
@@ -97,6 +111,8 @@ class LimitedProcess:
         raise LimitBroken(f"ends the process that reads it (exit status {status})")
 
     def _running(self) -> "subprocess.Popen[bytes]":
+        if self._stopped:
+            raise LimitBroken("is not read, because the program ends")
         if self._process is not None and self._owner == os.getpid():
             return self._process
         one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
@@ -107,13 +123,15 @@ class LimitedProcess:
             process_group=0,  # Ctrl-C ends it with its parent, by the end of its input, and not before
         )  # fmt: skip
         assert process.stdout is not None
+        self._process, self._owner = process, os.getpid()
+        weakref.finalize(self, end, process, self._owner)
         try:
             receive(process.stdout, time.monotonic() + START_SECONDS)
         except (EOFError, TimeoutError) as error:
-            process.kill()
-            raise RuntimeError(f"the process for {name} did not start (exit status {process.wait()})") from error
-        self._process, self._owner = process, os.getpid()
-        weakref.finalize(self, end, process, self._owner)
+            self._end()
+            if self._stopped:
+                raise LimitBroken("is not read, because the program ends") from error
+            raise RuntimeError(f"the process for {name} did not start (exit status {process.returncode})") from error
         return process
 
     def _end(self) -> None:

@@ -2,7 +2,8 @@
 imported, so `server.py` sets them before it imports this module."""
 
 import html
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,17 @@ footer, button[aria-label="Share"] {display: none}  /* the latter sends an image
 """
 
 
-def make_app(sessions: Sessions, cfg: ChatConfig) -> Any:
+def make_app(sessions: Sessions, cfg: ChatConfig) -> tuple[Any, dict[int, Callable[[list[Any]], object]]]:
     """Build the web application of the page for chatting with a model, without the checks of requests, which
     `security.py` adds.
 
     Args:
         sessions: the conversations of all browser tabs, and the model.
         cfg: configuration of the command `chat`.
+
+    Returns:
+        The application, and for the number of each function that the page calls, a function that checks the values of
+        its inputs.
     """
     page = make_page(sessions, cfg)
     app = gr.mount_gradio_app(
@@ -55,7 +60,21 @@ def make_app(sessions: Sessions, cfg: ChatConfig) -> Any:
         css=CSS,
     )
     page.has_launched = True  # otherwise Gradio does not check that a requested file was sent to it
-    return app
+    return app, {number: partial(check_inputs, function.inputs) for number, function in page.fns.items()}
+
+
+def check_inputs(blocks: Sequence[Any], data: list[Any]) -> None:
+    """Raise an exception if Gradio would not accept the values of the inputs of a function that the page calls. It does
+    the same later, where it prints a traceback.
+
+    Args:
+        blocks: Gradio's components from which the inputs come.
+        data: their values, as a request gives them.
+    """
+    for block, value in zip(blocks, data, strict=True):
+        if value is None:
+            raise ValueError("an input is missing")
+        block.preprocess(value if block.data_model is None else block.data_model.model_validate(value))
 
 
 def make_page(sessions: Sessions, cfg: ChatConfig) -> gr.Blocks:

@@ -12,7 +12,7 @@ import json
 import os
 import re
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,17 +22,21 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from llava_fsdp.runtime.log import log
+
 MiB = 1 << 20
 LARGEST_JSON = MiB
 """Maximum size in bytes of a request that uploads no file."""
 ROOM = 2048 * MiB
 """Maximum size in bytes of all uploaded files together."""
+LONGEST_PATH = 1024
 FILE = "/gradio_api/file="
 UPLOAD = "/gradio_api/upload"
 READ = re.compile(
     r"/(config|theme\.css|favicon\.ico|manifest\.json|assets/.*|static/.*|svelte/.*)?"
     r"|/gradio_api/(startup-events|app_id|info|queue/data|upload_progress|heartbeat/\w+|file=.+)"
 )
+CALLED = re.compile(r"/gradio_api/(queue/join|run/predict)/?")
 WRITTEN = re.compile(r"/gradio_api/(queue/join|run/predict|upload|cancel|reset)/?")
 # Nothing is loaded from other sites, and no other site may show the page in a frame. Gradio's scripts are inline and
 # use eval.
@@ -62,11 +66,14 @@ class Guard:
     """ASGI application that checks requests to the chat page and passes the accepted ones on to another ASGI
     application.
 
+    A request that makes the other application fail is answered with 400, and one line is logged instead of a traceback.
+
     Attributes:
         app: the other application.
         host: name or address that the page is served at.
         uploads: folder of the uploaded files; files are served from no other folder.
         largest_request: maximum size in bytes of a request that uploads files.
+        functions: {number of a function that the page calls: checks the values of its inputs, with any exception}.
         incoming: sizes in bytes of the uploads that are being received.
     """
 
@@ -74,6 +81,7 @@ class Guard:
     host: str
     uploads: Path
     largest_request: int
+    functions: Mapping[int, Callable[[list[Any]], object]] = field(default_factory=dict)
     incoming: list[int] = field(default_factory=list)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -83,7 +91,7 @@ class Guard:
             return  # a WebSocket, which the page does not use, is not opened
         headers, send = Headers(scope=scope), with_headers(send)
         try:
-            check_names(headers, self.host)
+            check_names(headers, self.host, scope["method"])
             check_route(scope["method"], scope["path"])
             if scope["path"].startswith(FILE):
                 check_file(scope["path"].removeprefix(FILE), self.uploads)
@@ -91,16 +99,42 @@ class Guard:
                 self.check_upload(headers)
                 self.incoming.append(int(headers["content-length"]))
                 try:
-                    return await self.app(scope, receive, send)
+                    return await self.pass_on(scope, receive, send)
                 finally:
                     self.incoming.remove(int(headers["content-length"]))
             if scope["method"] == "POST":
                 body = await whole_body(receive)
-                check_body(body, self.uploads)
+                tree = check_body(body, self.uploads)
+                if CALLED.fullmatch(scope["path"]):
+                    check_call(tree, self.functions)
                 receive = replayed(body, receive)
-            await self.app(scope, receive, send)
+            await self.pass_on(scope, receive, send)
         except RequestRefused as refusal:
             await PlainTextResponse(str(refusal), refusal.status)(scope, receive, send)
+
+    async def pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Give a request to the other application. Raise RequestRefused if this fails before an answer has begun."""
+        began, held = False, list[Message]()
+
+        async def sent(message: Message) -> None:
+            nonlocal began
+            if held or (message["type"] == "http.response.start" and message["status"] == 500):
+                held.append(message)  # Starlette's answer to an error, which it raises afterwards
+            else:
+                began = True
+                await send(message)
+
+        try:
+            await self.app(scope, receive, sent)
+        except Exception as error:
+            log().warning(
+                "a request for %s failed: %s: %s", scope["path"][:100], type(error).__name__, str(error)[:200]
+            )
+            if not began:
+                raise RequestRefused(400, "the request cannot be read") from error
+            return
+        for message in held:
+            await send(message)
 
     def check_upload(self, headers: Mapping[str, str]) -> None:
         """Raise RequestRefused if the request headers of an upload to the chat page announce too many bytes
@@ -124,7 +158,7 @@ def bytes_in(folder: Path) -> int:
     return total
 
 
-def check_names(headers: Mapping[str, str], host: str) -> None:
+def check_names(headers: Mapping[str, str], host: str, method: str = "GET") -> None:
     """Raise RequestRefused if a request's headers show that it comes from another site that is open in the user's
     browser.
 
@@ -133,6 +167,7 @@ def check_names(headers: Mapping[str, str], host: str) -> None:
 
     Args:
         host: name or address that the chat page is served at.
+        method: the request's HTTP method. Another site may only link to the page, not send a form.
     """
     requested = headers.get("host", "")
     try:
@@ -145,6 +180,7 @@ def check_names(headers: Mapping[str, str], host: str) -> None:
     if origin is not None and origin not in (f"http://{requested}", f"https://{requested}"):
         raise RequestRefused(403, "the request comes from another site")
     followed_a_link = headers.get("sec-fetch-mode") == "navigate" and headers.get("sec-fetch-dest") == "document"
+    followed_a_link = followed_a_link and method in ("GET", "HEAD")
     if headers.get("sec-fetch-site") in ("cross-site", "same-site") and not followed_a_link:
         raise RequestRefused(403, "the request comes from another site")
 
@@ -160,6 +196,8 @@ def is_address(name: str) -> bool:
 def check_route(method: str, path: str) -> None:
     """Raise RequestRefused for a request with an HTTP method and path that the chat page does not use; Gradio has many
     such routes."""
+    if len(path) > LONGEST_PATH:
+        raise RequestRefused(414, "the address is too long")
     routes = {"GET": READ, "HEAD": READ, "POST": WRITTEN}.get(method)
     if routes is None or routes.fullmatch(path) is None:
         raise RequestRefused(404, "not found")
@@ -177,13 +215,13 @@ def check_file(name: object, uploads: Path) -> None:
         raise RequestRefused(403, "not a file that was sent to this page")
 
 
-def check_body(body: bytes, uploads: Path) -> None:
-    """Raise RequestRefused if the body of a request to the chat page is not JSON, or names a URL or a file outside
-    `uploads`, the folder of the files that were uploaded to the page."""
+def check_body(body: bytes, uploads: Path) -> Any:
+    """Return the parsed body of a request to the chat page. Raise RequestRefused if it is not JSON, or names a URL or a
+    file outside `uploads`, the folder of the files that were uploaded to the page."""
     if not body:
-        return
+        return None
     try:
-        tree = json.loads(body)
+        tree = json.loads(body, parse_constant=no_number)
     except (ValueError, RecursionError):
         raise RequestRefused(400, "not JSON") from None
     for entry in objects_of(tree):
@@ -193,6 +231,33 @@ def check_body(body: bytes, uploads: Path) -> None:
         if "url" in entry and url is not None:
             at = url.find(FILE) if isinstance(url, str) else -1
             check_file(url[at + len(FILE) :] if at >= 0 else None, uploads)
+    return tree
+
+
+def no_number(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def check_call(tree: Any, functions: Mapping[int, Callable[[list[Any]], object]]) -> None:
+    """Raise RequestRefused if a request calls no function of the chat page, or not with the inputs that it takes.
+
+    Args:
+        tree: parsed body of the request.
+        functions: {number of a function: checks the values of its inputs, with any exception}.
+    """
+    if not isinstance(tree, dict):
+        raise RequestRefused(422, "not an object")
+    number, data, session = tree.get("fn_index"), tree.get("data"), tree.get("session_hash")
+    check = functions.get(number) if type(number) is int else None
+    if check is None:
+        raise RequestRefused(404, "the page has no such function")
+    if session is not None and not (isinstance(session, str) and re.fullmatch(r"[\w-]{1,64}", session)):
+        raise RequestRefused(422, "not a session_hash")
+    try:
+        assert isinstance(data, list)
+        check(data)
+    except Exception as error:
+        raise RequestRefused(422, "not the inputs of this function") from error
 
 
 def objects_of(tree: Any) -> Iterator[dict[str, Any]]:

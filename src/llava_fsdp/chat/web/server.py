@@ -38,9 +38,13 @@ def serve(cfg: ChatConfig) -> None:
         from llava_fsdp.chat.web.security import Guard, MiB
 
         with bound(cfg.host, cfg.port) as listening:
-            sessions = Sessions(Assistant(cfg.model.checkpoint, AUTO, AspectRatio.pad), cfg)
+            assistant = Assistant(cfg.model.checkpoint, AUTO, AspectRatio.pad, limited_images=True)
+            assert assistant.image_process is not None
+            assistant.image_process.start()
+            sessions = Sessions(assistant, cfg)
             largest = cfg.max_images * (cfg.max_upload_mb * MiB + FORM)
-            app = Guard(make_app(sessions, cfg), cfg.host, Path(folder), largest)
+            app, functions = make_app(sessions, cfg)
+            app = Guard(app, cfg.host, Path(folder), largest, functions)
             settings = uvicorn.Config(
                 app, log_level="error", access_log=False, use_colors=False, server_header=False, proxy_headers=False,
                 ws="none", timeout_graceful_shutdown=GRACE,

@@ -63,9 +63,9 @@ class Sessions:
         if len(text) > MAX_QUESTION_LENGTH:
             raise DataError(f"the question has {len(text)} characters; at most {MAX_QUESTION_LENGTH} are taken")
         try:
+            for path in files:  # without the lock: others are answered while an image is read
+                session.add(path, path.name)
             with self._model_lock:
-                for path in files:
-                    session.add(path, path.name)
                 session.answer = answer = session.ask(text, sampling)
             while not self._has_ended:
                 with self._model_lock:
@@ -100,8 +100,10 @@ class Sessions:
             self._sessions.pop(key, None)
 
     def end(self) -> None:
-        """Stop all answers of the chat page and refuse new ones, because the server ends."""
+        """Stop all answers of the chat page and the reading of images, and refuse new ones, because the server ends."""
         self._has_ended = True
+        if self.assistant.image_process is not None:
+            self.assistant.image_process.stop()
 
 
 def without_folders(message: str, files: list[Path]) -> str:

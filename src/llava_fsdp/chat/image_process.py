@@ -1,0 +1,86 @@
+"""Read the images of a conversation in a process with limits on time and memory, so that an image of unknown origin
+cannot hold up the page that shows it to a model."""
+
+import base64
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llava_fsdp.data.images.anyres import Size
+from llava_fsdp.data.images.check import read_size
+from llava_fsdp.data.images.preprocess import ImageReader
+from llava_fsdp.data.records.problems import Kind
+from llava_fsdp.data.records.record import is_video
+from llava_fsdp.runtime.errors import ImageError
+from llava_fsdp.runtime.limited_process import Answer, LimitBroken, LimitedProcess, Work
+
+SECONDS = 5
+"""Processor time that reading an image or video may take."""
+MEMORY = 1280
+"""MiB of memory that this may take: an image of 50 million pixels with transparency is copied several times."""
+
+
+class ImageProcess:
+    """Reads images and videos as `ImageReader.load` does, in another process.
+
+    Args:
+        reader: how images are prepared for the vision tower.
+    """
+
+    def __init__(self, reader: ImageReader):
+        self.process = LimitedProcess(make_work, SECONDS, MEMORY)
+        self._reader = base64.b64encode(pickle.dumps(reader)).decode()  # only this program's own objects
+
+    def start(self) -> None:
+        """Start the process now, instead of with the first image."""
+        self.process.start()
+
+    def stop(self) -> None:
+        """End the process, also while it reads; may be called in a signal handler."""
+        self.process.stop()
+
+    def load(self, path: Path, where: str, images: int) -> tuple[np.ndarray, Size | None]:
+        """Return the tiles of an image or video, uint8 [tiles, 3, size, size], and the size in pixels of an image if
+        the number of its tokens depends on it.
+
+        Args:
+            path: the file.
+            where: beginning of error messages.
+            images: number of images of the conversation.
+
+        Raises:
+            ImageError: the file cannot be read, or takes too much time or memory.
+        """
+        request = {"reader": self._reader, "path": str(path), "where": where, "images": images}
+        try:
+            answer, content = self.process(request)
+        except LimitBroken as error:
+            raise ImageError(
+                f"{where}: image {path} would take too much time or memory: it {error}; convert it", Kind.image_bomb
+            ) from error
+        if "error" in answer:
+            raise ImageError(answer["error"], Kind(answer["kind"]))
+        tiles = np.frombuffer(content, dtype=np.uint8).reshape(answer["shape"]).copy()
+        return tiles, None if answer["size"] is None else tuple(answer["size"])
+
+
+def make_work() -> Work:
+    pickled, reader = "", None
+
+    def work(request: dict[str, Any]) -> Answer:
+        nonlocal pickled, reader
+        if reader is None or request["reader"] != pickled:
+            pickled = request["reader"]
+            reader = pickle.loads(base64.b64decode(pickled))
+        path, where, images = Path(request["path"]), request["where"], request["images"]
+        try:
+            tiles = reader.load(path, where, images)
+            sized = not is_video(path) and reader.tokens.needs_size(images)
+            size = read_size(path, where) if sized else None
+        except ImageError as error:
+            return {"error": str(error), "kind": error.kind}, b""
+        return {"shape": tiles.shape, "size": size}, tiles.tobytes()
+
+    return work
