@@ -11,6 +11,7 @@ format, cannot make the library open other files.
 import errno
 import itertools
 import os
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -25,6 +26,8 @@ from xxhash import xxh3_64
 from llava_fsdp.config import AspectRatio, DataConfig
 from llava_fsdp.data.images.check import MAX_PIXELS, ImageFacts, with_file
 from llava_fsdp.data.images.truncation import video_ends_early
+from llava_fsdp.data.images.video_limits import check_mov
+from llava_fsdp.data.images.work_limits import TooMuchWork
 from llava_fsdp.data.records.problems import Kind
 from llava_fsdp.data.records.record import VIDEO_FORMATS
 from llava_fsdp.runtime.errors import ImageError
@@ -174,6 +177,14 @@ def opening(file: BinaryIO, path: Path, where: str) -> Iterator[tuple[Any, Any]]
     size, form = os.fstat(file.fileno()).st_size, VIDEO_FORMATS[path.suffix.lower()]
     if not size:
         raise ImageError(f"{where}: video {path} is empty (0 bytes); take it from its source again", Kind.image_empty)
+    try:
+        if form == "mov":
+            check_mov(file, size)
+    except TooMuchWork as error:
+        raise ImageError(
+            f"{where}: video {path} would take too much time or memory: {error}; convert it, or take it out",
+            Kind.image_bomb,
+        ) from error
     if video_ends_early(file, form, size):
         raise ImageError(
             f"{where}: video {path} is truncated after {size} bytes; take it from its source again",
@@ -217,11 +228,20 @@ def read_timeline(container: Any, stream: Any) -> Timeline:
         container: PyAV's container of the video.
         stream: PyAV's video stream.
     """
-    packets = [p for p in container.demux(stream) if p.size and not p.is_discard and time_of(p) is not None]
-    keys = sorted((time_of(p), time_of(p) if p.dts is None else p.dts) for p in packets if p.is_keyframe)
+    found, keys, left = array("q"), list[tuple[int, int]](), 2 * container.size + BLOCK
+    for packet in container.demux(stream):  # one at a time: together, packets may be larger than their file
+        left -= packet.size
+        if left < 0:
+            raise NoFrameError("its frames together have more than twice the bytes of the file")
+        time = time_of(packet)
+        if packet.size and not packet.is_discard and time is not None:
+            found.append(time)
+            if packet.is_keyframe:
+                keys.append((time, time if packet.dts is None else packet.dts))
+    keys.sort()
     if not keys:
         raise NoFrameError("it holds no frame")
-    times = np.array(sorted(time_of(p) for p in packets), dtype=np.int64)
+    times = np.sort(np.array(found, dtype=np.int64))
     seconds = float((times[-1] - times[0]) * stream.time_base)
     rate = float(stream.average_rate or 0) or ((len(times) - 1) / seconds if seconds else 1.0)
     own, seeks = np.array(keys, dtype=np.int64).T
