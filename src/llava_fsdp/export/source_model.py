@@ -41,6 +41,7 @@ from llava_fsdp.model.load_weights import (
     NEWLINE,
     PROJECTOR_PREFIX,
     base_fingerprint,
+    check_projector_names,
     find_weights,
     fingerprint,
     frozen_digests,
@@ -225,6 +226,7 @@ def open_adapted(folder: Path, cfg: ConversionConfig) -> Opened:
     model.requires_grad_(False)  # so that frozen_digests covers all weights of the base model
     where = model_config.checkpoint or model_config.language
     check_named_base(found, parts, where, "base=PATH")
+    check_projector_names([without_base(name) for name in found.tensors], model, f"source={folder}")
     base_sources = find_weights(model, parts, model_config, None, notes.get("seed", 0))
     adapter.check_fits(found, {name: tuple(p.shape) for name, p in model.named_parameters()}, f"base={where}")
     check_projector(found, base_sources, where)

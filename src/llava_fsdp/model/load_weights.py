@@ -4,6 +4,7 @@ parameter at a time. Compute hashes of weights, by which a resumed run recognize
 import hashlib
 import json
 import math
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -42,6 +43,8 @@ from llava_fsdp.runtime.log import log
 
 PROJECTOR_PREFIX = "multi_modal_projector."
 NEWLINE = "image_newline"
+LINEAR = re.compile(rf"{re.escape(PROJECTOR_PREFIX)}linear_(\d+)\.(?:weight|bias)")
+"""Pattern for the names of the parameters of a projector's linear layers."""
 DIGESTING = 4
 """Number of threads per rank that compute digests of frozen weights."""
 DIGESTED_BYTES = 16 << 20
@@ -93,7 +96,9 @@ def find_weights(model: Llava, parts: Parts, cfg: ModelConfig, projector: Path |
         language = read_config(parts.language_folder, "model.language")
         found |= language_model(open_tensors(parts.language_folder), language, parts.language_folder, model)
     if parts.whole is None and projector is not None:
-        found |= projector_alone(projector)
+        alone = projector_alone(projector)
+        check_projector_names(alone, model, f"model.projector={projector}")
+        found |= alone
     adapter: dict[str, Stored] = {}
     if cfg.lora.checkpoint is not None:
         opened = open_adapter(find_adapter(cfg.lora.checkpoint, "model.lora.checkpoint"))
@@ -101,6 +106,7 @@ def find_weights(model: Llava, parts: Parts, cfg: ModelConfig, projector: Path |
         beside = {without_base(n): tensor for n, tensor in adapter.items() if not is_adapter(n)}
         if projector is not None or cfg.projector == "random":  # the projector in the adapter folder is not used
             beside = {n: tensor for n, tensor in beside.items() if not n.startswith(PROJECTOR_PREFIX)}
+        check_projector_names(beside, model, f"model.lora.checkpoint={cfg.lora.checkpoint}")
         found |= beside
     extended = model.with_vocabulary() if parts.whole is not None else set()  # exports add rows to these parameters
     sources: dict[str, Stored] = {}
@@ -137,17 +143,17 @@ def missing(name: str, parts: Parts, projector: Path | None) -> ModelError:
         parts: folders of the language model and the vision tower, or of a whole LLaVA model.
         projector: folder or file of the projector, if it is separate.
     """
+    if name == "lm_head.weight":
+        return ModelError(
+            f"{parts.whole or parts.language_folder} has no weights for {name}, its output layer; if this is to have "
+            "the weight of the embeddings, set tie_word_embeddings to true in its config.json"
+        )
     if parts.whole is not None:
         return ModelError(f"{parts.whole} has no weights for {name}; is it the model that its configuration says?")
     if name.startswith(PROJECTOR_PREFIX):
         return ModelError(
             f"model.projector={projector} has no weights of a projector ({name}); give a run, an export, or LLaVA's "
             "mm_projector.bin"
-        )
-    if name == "lm_head.weight":
-        return ModelError(
-            f"{parts.language_folder} has no weights for {name}, its output layer; if this is to have the weight of "
-            "the embeddings, set tie_word_embeddings to true in its config.json"
         )
     is_vision = name.startswith("vision_tower.")
     folder, config = (parts.vision_folder, parts.vision) if is_vision else (parts.language_folder, parts.language)
@@ -360,6 +366,32 @@ def projector_alone(path: Path) -> dict[str, Stored]:
     if others and any(t.file.stem == "mm_projector" for t in tensors.values()):
         raise ModelError(f"{path} holds {others[0]} beside a projector; mm_use_im_start_end=True is not supported")
     return {name: tensor for name, tensor in named.items() if name is not None}
+
+
+def check_projector_names(names: Collection[str], model: Llava, what: str) -> None:
+    """Raise ModelError if files hold a projector of another type than the model has.
+
+    Args:
+        names: names of the stored parameters. Those that are not the projector's are left out; nothing is checked if
+            none is.
+        model: the model.
+        what: the setting that names the files, for the message.
+    """
+    got = {name for name in names if name.startswith(PROJECTOR_PREFIX)}
+    wanted = {name for name in parameter_names(model) if name.startswith(PROJECTOR_PREFIX)}
+    if not got or got == wanted:
+        return
+    layers = sorted({int(found[1]) for name in got if (found := LINEAR.fullmatch(name))})
+    kind = "linear" if layers == [1] else f"mlp{len(layers)}x_gelu" if layers == list(range(1, len(layers) + 1)) else ""
+    holds = f"holds a projector of type {kind}" if kind and len(layers) * 2 == len(got) else f"has {min(got ^ wanted)}"
+    raise ModelError(
+        f"{what} {holds}, and the model's is {model.cfg.projector_type}"
+        + (
+            f"; set model.projector_type={kind} (in a model folder, mm_projector_type in its config.json)"
+            if kind
+            else ""
+        )
+    )
 
 
 def check_shape(name: str, expected: tuple[int, ...], stored: Stored, may_have_more_rows: bool) -> None:

@@ -2,6 +2,7 @@
 
 import re
 import zipfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -9,11 +10,20 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
+from llava_fsdp.model.weight_names import PEFT
 from llava_fsdp.runtime.errors import ModelError
-from llava_fsdp.runtime.safe_load import file_beside, read_json
+from llava_fsdp.runtime.safe_load import file_beside, read_json, refuse_pointer
 
 WHOLE_MODEL = ["model.safetensors.index.json", "model.safetensors", "pytorch_model.bin.index.json", "pytorch_model.bin"]
 PROJECTOR = ["mm_projector.safetensors", "mm_projector.bin"]
+OF_ADAPTERS = ("adapter_config.", "adapter_model.", "non_lora_trainables.")
+"""Beginnings of the names of the files in a LoRA adapter's folder."""
+ADAPTER_CURE = (
+    "of a LoRA adapter, which is used with its base: give its folder, with all of its files, as model.lora.checkpoint "
+    "(training) or source (export, chat, evaluate)"
+)
+WRAPPED = "module."
+"""Prefix of all names in a wrapped model."""
 CODES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -77,21 +87,64 @@ def open_tensors(path: Path, projector_only: bool = False) -> dict[str, StoredTe
     Raises:
         ModelError: there are no weights, a shard is missing, or a file cannot be read.
     """
-    if require_weights(path).is_file():
-        return open_file(path)
-    for name in (PROJECTOR if projector_only else []) + WHOLE_MODEL + PROJECTOR:
-        if (path / name).is_file():
-            return open_index(path / name) if name.endswith(".index.json") else open_file(path / name)
-    raise AssertionError(path)
+    names = (PROJECTOR if projector_only else []) + WHOLE_MODEL + PROJECTOR
+    is_file = require_weights(path).is_file()
+    file = path if is_file else next(path / name for name in names if (path / name).is_file())
+    tensors = open_index(file) if file.name.endswith(".index.json") else open_file(file)
+    refuse_adapter(file, tensors)
+    return tensors
 
 
 def require_weights(path: Path) -> Path:
     """Return `path`. Raise ModelError if it is a folder without any file of weights, or does not exist."""
     if path.is_file() or any((path / name).is_file() for name in WHOLE_MODEL + PROJECTOR):
         return path
+    of_adapter = sorted(own.name for own in path.glob("*") if own.name.startswith(OF_ADAPTERS))
+    if of_adapter:
+        raise ModelError(f"{path} has {of_adapter[0]}, a file {ADAPTER_CURE}")
     raise ModelError(
         f"{path} has no weights: none of {', '.join(WHOLE_MODEL + PROJECTOR)}; for a run, give its folder or its export"
     )
+
+
+def refuse_adapter(path: Path, tensors: Mapping[str, StoredTensor]) -> None:
+    """Raise ModelError if a file that is read as a model or a projector belongs to a LoRA adapter, or was saved from
+    a model with one.
+
+    Args:
+        path: the file.
+        tensors: its tensors, by their names in the file.
+    """
+    if path.name.startswith(OF_ADAPTERS):
+        raise ModelError(f"{path} is a file {ADAPTER_CURE}")
+    name = next((name for name in tensors if name.startswith(PEFT)), None)
+    if name is not None:
+        raise ModelError(
+            f"{path} has {name}: it was saved from a model inside peft; save the model itself "
+            "(model.merge_and_unload().save_pretrained), or only the adapter (model.save_pretrained)"
+        )
+
+
+def refuse_parts(path: Path, tensors: Mapping[str, StoredTensor]) -> None:
+    """Raise ModelError if a file of tensors was saved from a wrapped model: one whose parameters DeepSpeed has divided
+    among ranks, or that DistributedDataParallel has renamed.
+
+    Args:
+        path: the file.
+        tensors: its tensors, by their names in the file.
+    """
+    empty = next((name for name, tensor in tensors.items() if tensor.shape == (0,)), None)
+    if empty is not None:
+        raise ModelError(
+            f"{path} has {empty} without values (shape [0]): it was saved under DeepSpeed's ZeRO-3, where a rank has "
+            "only its part of a weight; make it from the checkpoint with DeepSpeed's zero_to_fp32.py, or save it with "
+            "stage3_gather_16bit_weights_on_model_save"
+        )
+    if tensors and all(name.startswith(WRAPPED) for name in tensors):
+        raise ModelError(
+            f"{path} has names that begin with {WRAPPED} ({next(iter(tensors))}), which DistributedDataParallel and "
+            "DeepSpeed put there: save the wrapped model's .module, or take the prefix off"
+        )
 
 
 def open_index(path: Path) -> dict[str, StoredTensor]:
@@ -113,13 +166,17 @@ def open_index(path: Path) -> dict[str, StoredTensor]:
 
 def open_file(path: Path) -> dict[str, StoredTensor]:
     """Open all tensors of a safetensors file or a file of torch.save, by their names. Raises ModelError if the file
-    cannot be read, or contains anything other than tensors."""
+    cannot be read, contains anything other than tensors, or was saved from a wrapped model."""
+    if path.suffix in (".safetensors", ".bin", ".pt", ".pth"):
+        refuse_pointer(path)
     if path.suffix == ".safetensors":
         try:
             handle = safe_open(path, framework="pt")
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path} is not a safetensors file: {error}") from error
-        return {name: StoredTensor(path, name, handle) for name in handle.keys()}
+        found = {name: StoredTensor(path, name, handle) for name in handle.keys()}
+        refuse_parts(path, found)
+        return found
     if path.suffix not in (".bin", ".pt", ".pth"):
         raise ModelError(f"{path} is not a file of tensors; give a .safetensors or .bin file, or a model folder")
     try:  # weights_only: such a file can carry a program; mmap: it can be larger than the memory
@@ -129,7 +186,9 @@ def open_file(path: Path) -> dict[str, StoredTensor]:
         raise ModelError(why_unreadable(path, str(error))) from error
     if not isinstance(tensors, dict) or not all(isinstance(t, torch.Tensor) for t in tensors.values()):
         raise ModelError(f"{path} has more than tensors by name; it is not a file of weights")
-    return {name: StoredTensor(path, name, tensors) for name in tensors}
+    found = {name: StoredTensor(path, name, tensors) for name in tensors}
+    refuse_parts(path, found)
+    return found
 
 
 def is_plain_archive(path: Path) -> bool:

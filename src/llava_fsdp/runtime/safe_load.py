@@ -21,6 +21,9 @@ SMALL = 64 * MiB
 """Maximum accepted size, in bytes, of a JSON file of a model."""
 LARGE = 512 * MiB
 """Maximum accepted size, in bytes, of a file of a tokenizer."""
+LFS_HEAD = b"version https://git-lfs"
+"""First bytes of the small text file that git writes in place of a large file that has not been fetched."""
+LFS_POINTER = "a pointer of git-LFS, not the file itself; fetch it: git lfs pull"
 CODE_KEYS = ("auto_map", "custom_pipelines", "custom_generate")
 """Keys in a model's JSON files that make transformers load Python files from the model folder."""
 
@@ -33,9 +36,23 @@ def read_text(path: Path, error: type[LlavaFsdpError] = ModelError, largest: int
         size = path.stat().st_size
         if size > largest:
             raise error(f"{path} has {size:,} bytes, more than the {largest:,} allowed here")
-        return path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as problem:  # a path with a NUL character raises ValueError
         raise error(f"{str(path)!r} cannot be read: {problem}") from problem
+    if text.startswith(LFS_HEAD.decode()):
+        raise error(f"{path} is {LFS_POINTER}")
+    return text
+
+
+def refuse_pointer(path: Path) -> None:
+    """Raise ModelError if git has not fetched a file of a model, so that a pointer of git-LFS is in its place."""
+    try:
+        with path.open("rb") as file:
+            is_pointer = file.read(len(LFS_HEAD)) == LFS_HEAD
+    except OSError as problem:
+        raise ModelError(f"{path} cannot be read: {problem.strerror}") from problem
+    if is_pointer:
+        raise ModelError(f"{path} is {LFS_POINTER}")
 
 
 def read_json(path: Path, error: type[LlavaFsdpError] = ModelError, largest: int = SMALL) -> dict[str, Any]:

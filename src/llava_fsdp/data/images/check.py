@@ -31,6 +31,7 @@ from llava_fsdp.data.images.work_limits import TooMuchWork, check_work
 from llava_fsdp.data.records.problems import Kind
 from llava_fsdp.data.records.record import Record
 from llava_fsdp.runtime.errors import ImageError
+from llava_fsdp.runtime.safe_load import LFS_HEAD, LFS_POINTER
 
 T = TypeVar("T")
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # only decoders that start no other program
@@ -239,6 +240,8 @@ def decoded(data: bytes, path: ImageFile, where: str) -> Iterator[Image.Image]:
                 "again",
                 Kind.image_truncated,
             ) from error
+        if data.startswith(LFS_HEAD):
+            raise ImageError(f"{where}: image {path} is {LFS_POINTER}", Kind.image_unreadable) from error
         reason = f"it is none of {', '.join(FORMATS)}" if isinstance(error, Image.UnidentifiedImageError) else message
         raise ImageError(
             f"{where}: image {path} cannot be read: {reason}; take it from its source again, or convert it",

@@ -9,6 +9,7 @@ from typing import BinaryIO
 
 from llava_fsdp.data.records.record import BYTE_ORDER_MARK
 from llava_fsdp.runtime.errors import DataError
+from llava_fsdp.runtime.safe_load import LFS_HEAD, LFS_POINTER
 
 Span = tuple[int, int, int]
 """Position of a record in its file: (offset in bytes, size in bytes, number of its first line from 1)."""
@@ -26,7 +27,7 @@ HEADS: dict[bytes, str] = {
     b"\xfd7zXZ\0": "an xz file; unpack it: unxz",
     b"BZh": "a bzip2 file; unpack it: bunzip2",
     b"PAR1": "a Parquet file; give it a name that ends in .parquet",
-    b"version https://git-lfs": "a pointer of git-LFS, not the file itself; fetch it: git lfs pull",
+    LFS_HEAD: LFS_POINTER,
     b"<!doctype": "a page of HTML, as a download that failed leaves it; download the file again",
     b"<html": "a page of HTML, as a download that failed leaves it; download the file again",
 }

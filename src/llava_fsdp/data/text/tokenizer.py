@@ -20,7 +20,7 @@ from sentencepiece import sentencepiece_model_pb2
 from tokenizers import Tokenizer as FastTokenizer
 
 from llava_fsdp.runtime.errors import ModelError
-from llava_fsdp.runtime.safe_load import LARGE, foreign, read_json, refuse_model_code
+from llava_fsdp.runtime.safe_load import LARGE, foreign, read_json, refuse_model_code, refuse_pointer
 
 Stretch = tuple[int, int]
 """A range [begin, end) of characters of a text."""
@@ -312,6 +312,7 @@ def without_prefix(path: Path) -> bytes:
     Raises:
         ModelError: the file is not a SentencePiece model, or is one that never puts a space before a text.
     """
+    refuse_pointer(path)
     proto = sentencepiece_model_pb2.ModelProto()  # pyright: ignore[reportAttributeAccessIssue]
     try:
         proto.ParseFromString(path.read_bytes())
