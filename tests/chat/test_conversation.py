@@ -174,12 +174,11 @@ def test_a_conversation_that_does_not_fit_into_memory(monkeypatch: pytest.Monkey
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(module, "write_tokens", fails)
-    monkeypatch.setattr(module, "AnswerText", lambda *_: SimpleNamespace())
     before = PrefixCache(tokens=[1, 2])
     monkeypatch.setattr(before, "reuse", lambda *_: (None, 0))
     own: Any = SimpleNamespace(
-        encode=lambda *_: np.arange(9), max_tokens=20, tokenizer=None, template=SimpleNamespace(stop=""), stops=None,
-        prefix=before, model=None, to_device=lambda *_: (None, ()), device=torch.device("cpu"),
+        ask=lambda *_: (np.arange(9), []), max_tokens=20, new_text=SimpleNamespace, prefix=before,
+        model=None, to_device=lambda *_: (None, ()), device=torch.device("cpu"),
     )  # fmt: skip
     with pytest.raises(OutOfMemory, match="a conversation of 9 tokens"):
         next(Assistant.stream(own, [], [], HOW, torch.Generator()))
@@ -190,7 +189,7 @@ def test_tags_are_those_of_the_images() -> None:
     own: Any = SimpleNamespace()
     for turns in ([Turn("human", "a")], [Turn("human", f"{IMAGE_TAG}{IMAGE_TAG}")], [Turn("gpt", IMAGE_TAG)]):
         with pytest.raises(DataError, match=r"^here: \d <image> tags for 1 images"):
-            Assistant.encode(own, turns, [image("a")], "here")
+            Assistant.ask(own, turns, [image("a")], "here")
 
 
 def test_a_later_checkpoint_than_the_export_is_named(
@@ -329,11 +328,11 @@ def test_answers_of_a_batch_end_where_its_longest_prompt_leaves_no_room(monkeypa
 
     monkeypatch.setattr(module, "write_tokens", write)
     monkeypatch.setattr(module, "DynamicCache", lambda **_: None)
-    monkeypatch.setattr(module, "AnswerText", lambda *_: SimpleNamespace(close=lambda: "", text="", ended=False))
     own: Any = SimpleNamespace(
-        encode=lambda turns, images, where: np.arange(len(turns)), max_tokens=9, tokenizer=None,
-        template=SimpleNamespace(stop=""), stops=None, to_device=lambda ids, images, blank: (ids, ()),
-        device=torch.device("cpu"), model=SimpleNamespace(language_model=SimpleNamespace(config=None)),
+        ask=lambda turns, images, where: (np.arange(len(turns)), images), max_tokens=9,
+        new_text=lambda: SimpleNamespace(close=lambda: "", text="", ended=False),
+        to_device=lambda ids, images, blank: (ids, ()), device=torch.device("cpu"),
+        model=SimpleNamespace(language_model=SimpleNamespace(config=None)),
     )  # fmt: skip
     turn = Turn("human", "a")
     asked = [module.Question([turn] * turns, [], "here") for turns in (1, 3)]

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from chat_templates import published
+from chat_templates import REFUSED, published
 from chat_templates import write_tokenizer as write_model
 from jinja2.exceptions import TemplateError
 from PIL import Image
@@ -171,8 +171,8 @@ WRONG = [
     [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "a"}]}],
 ]
 """Conversations that training refuses."""
-OWN_TEMPLATES = sorted(published().keys() - {"glm4moe"})
-FAST = ("qwen3", "gemma3", "llava_next", "llama3_2", "deepseek_r1_distill")
+OWN_TEMPLATES = sorted(published().keys() - REFUSED)
+FAST = ("qwen3", "gemma3", "llava_next", "llama3_2", "gptoss")
 
 
 @pytest.mark.parametrize("pieces", [False, True])
@@ -182,7 +182,7 @@ FAST = ("qwen3", "gemma3", "llava_next", "llama3_2", "deepseek_r1_distill")
 def test_ids_are_those_of_training_with_a_model_s_own_template(
     name: str, records: int, pieces: bool, tmp_path: Path
 ) -> None:
-    """Also where its prompt for generation is not how its answers begin (Qwen3's empty thought, DeepSeek's open one);
+    """Also where its prompt for generation is not how its answers begin (Qwen3's empty thought, GPT-OSS's channel);
     what training refuses as changed is left out here."""
     dice, code = random.Random(name), published()[name]
     source = write_model(code + "{# <im_start><im_end> #}", tmp_path / "source", pieces)

@@ -139,7 +139,7 @@ def test_the_user_says_how_a_checkpoint_s_images_are_fitted(noise: Path, tmp_pat
 
 
 def test_the_template_of_a_folder_that_names_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one that is asked for; the model's own only of a model of tiles; else LLaVA's."""
+    """The one that is asked for; the model's own of a model of tiles or in transformers' form; else LLaVA's."""
     monkeypatch.setattr(source_model, "own_name", lambda _: "chat_template-1")
     monkeypatch.setattr(source_model, "usable_name", lambda _: "chat_template-2")
     for grids, asked, expected in (
@@ -148,6 +148,9 @@ def test_the_template_of_a_folder_that_names_none(tmp_path: Path, monkeypatch: p
     ):  # fmt: skip
         parts: Any = SimpleNamespace(grid_pinpoints=grids, language_folder=tmp_path)
         assert default_template(conversion(tmp_path, tmp_path / "to", f"template={asked}"), parts) == expected
+    write_json(tmp_path / "config.json", {"model_type": "internvl"})
+    parts = SimpleNamespace(grid_pinpoints=None, language_folder=tmp_path)
+    assert default_template(conversion(tmp_path, tmp_path / "to"), parts) == "chat_template-2"
     monkeypatch.setattr(source_model, "usable_name", lambda _: None)
     parts = SimpleNamespace(grid_pinpoints=[[1, 2]], language_folder=tmp_path)
     assert default_template(conversion(tmp_path, tmp_path / "to"), parts) == "v1"

@@ -3,12 +3,22 @@
 import importlib.util
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from small import write_json
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as FastTokenizer
 
+REFUSED = {
+    "deepseek_r1_distill", "deepseekv3", "glm4moe", "nemotron_3_5_lightning", "nemotron_3_nano", "nemotron_3_super",
+    "nemotron_3_ultra",
+}  # fmt: skip
+"""Templates that TRL ships and that cannot be trained with: the prompt of an answer is not what is written before it,
+or nothing ends the last answer."""
+ONE_EXCHANGE = {"gptoss", "qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6"}
+"""Templates with which conversations of several exchanges cannot be trained: once others follow, an answer is written
+in another way than a model writes it."""
 CORPUS = "the circle is red, how many? user assistant system größe 中文 12 34\n\n  a b\n"
 SPECIAL = re.compile(
     r"<\|[\w/]+\|?>|<\uff5c[^\uff5c]+\uff5c>|<\w+\|>|</?s>|<(?:start|end)_of_(?:turn|utterance|image)>|\[gMASK\]|<sop>"
@@ -40,17 +50,16 @@ def specials(code: str) -> list[str]:
     return sorted({"<bos>", "<eos>", *SPECIAL.findall(code)})
 
 
-def write_tokenizer(code: str, folder: Path, pieces: bool = False) -> Path:
+def write_tokenizer(code: str, folder: Path, pieces: bool = False, special: Sequence[str] = ()) -> Path:
     """A model's folder with a tokenizer and the chat template `code`.
 
     Args:
         pieces: words that begin with a space (as Gemma's) instead of bytes (as Qwen's).
+        special: special tokens beside those in the template.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    made, special = (
-        FastTokenizer(models.BPE(byte_fallback=pieces, unk_token="<unk>" if pieces else None)),
-        specials(code),
-    )
+    made = FastTokenizer(models.BPE(byte_fallback=pieces, unk_token="<unk>" if pieces else None))
+    special = sorted({*specials(code), *special})
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     if pieces:
         made.normalizer = normalizers.Replace(" ", "▁")

@@ -97,12 +97,27 @@ def parts_of(kind: str, folder: Path, whole: bool, tiles: bool = False) -> Any:
 def test_a_model_brings_its_own_chat_template(
     words: list[str], whole: bool, tiles: bool, trained: str | None, template: str, tmp_path: Path
 ) -> None:
-    """A language model and a LLaVA-NeXT do; a LLaVA-1.5 does not, nor does what stage 1 has exported."""
+    """A language model and a LLaVA-NeXT do; an original LLaVA-1.5 does not, nor does what stage 1 has exported."""
     write_tokenizer(published()["llama3"], tmp_path)
     if trained is not None:
         write_json(tmp_path / "llava_fsdp.json", {"template": trained})
     cfg = with_template(config_of(["data.template=auto", *words]), parts_of("qwen2", tmp_path, whole, tiles))
     assert cfg.data.template == (own_name(tmp_path) if template == "own" else template)
+
+
+@pytest.mark.parametrize("kind", ["llava", "llava_next", "llava_onevision", "internvl"])
+def test_a_whole_model_of_transformers_brings_its_own_template(kind: str, tmp_path: Path) -> None:
+    """If it can be trained with; that of LLaVA-1.5 writes nothing that ends an answer."""
+    write_tokenizer(published()["llama3"], tmp_path)
+    write_json(tmp_path / "config.json", {"model_type": kind})
+    parts = parts_of("llama", tmp_path, whole=True)
+    assert with_template(config_of(["data.template=auto"]), parts).data.template == own_name(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% for message in messages %}{{ message['role'].upper() + ': '}}{% for content in message['content'] %}"
+        "{{ '<image>\n' if content['type'] == 'image' else content['text'] + ' ' }}{% endfor %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
+    )
+    assert with_template(config_of(["data.template=auto"]), parts).data.template == "v1"
 
 
 def test_an_unfit_chat_template_of_a_whole_model_is_passed_over(

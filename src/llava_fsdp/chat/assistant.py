@@ -17,10 +17,11 @@ from llava_fsdp.data.images.preprocess import ImageReader, read_preprocessor
 from llava_fsdp.data.loader import normalize, pixel_table
 from llava_fsdp.data.records.record import Turn, count_images, is_video
 from llava_fsdp.data.text.constants import IMAGE_ID
-from llava_fsdp.data.text.conversation import prompt
+from llava_fsdp.data.text.conversation import image_order, prompt
 from llava_fsdp.data.text.detokenize import AnswerText, find_stops
 from llava_fsdp.data.text.encode import encode_prompt
 from llava_fsdp.data.text.jinja_template import open_template
+from llava_fsdp.data.text.message_parts import media_of
 from llava_fsdp.data.text.templates import IMAGE_TAG
 from llava_fsdp.data.text.tokenizer import Tokenizer, open_tokenizer
 from llava_fsdp.export.source_model import Opened
@@ -131,8 +132,9 @@ class Assistant:
         Raises:
             DataError: an image cannot be read, or a question is longer than the model can read.
         """
-        images = [[self.load_image(path, q.where, count_images(q.images)) for path in q.images] for q in questions]
-        prompts = [self.encode(q.turns, own, q.where) for q, own in zip(questions, images, strict=True)]
+        given = [[self.load_image(path, q.where, count_images(q.images)) for path in q.images] for q in questions]
+        asked = [self.ask(q.turns, own, q.where) for q, own in zip(questions, given, strict=True)]
+        prompts, images = [ids for ids, _ in asked], [own for _, own in asked]
         length = max(len(p) for p in prompts)
         ids = np.zeros((len(prompts), length), dtype=np.int64)
         mask = torch.zeros(ids.shape, dtype=torch.bool)
@@ -142,7 +144,7 @@ class Assistant:
         inputs, image_inputs = self.to_device(ids, list(itertools.chain(*images)), blank)
         sampling = Sampling(min(max_new_tokens, self.max_tokens - length))
         cache = DynamicCache(config=self.model.language_model.config)
-        texts = [AnswerText(self.tokenizer, self.template.stop, self.stops) for _ in prompts]
+        texts = [self.new_text() for _ in prompts]
         for chosen in write_tokens(self.model, inputs, mask.to(self.device), image_inputs, cache, sampling):
             for text, token in zip(texts, chosen.tolist(), strict=True):
                 text.push(token)
@@ -176,9 +178,9 @@ class Assistant:
             DataError: tags and images do not match, or the conversation is longer than the model can read.
             OutOfMemory: the conversation does not fit into the device's memory.
         """
-        tokens = self.encode(turns, images, "the conversation")
+        tokens, images = self.ask(turns, images, "the conversation")
         sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, self.max_tokens - len(tokens)))
-        text = AnswerText(self.tokenizer, self.template.stop, self.stops)
+        text = self.new_text()
         prefix = with_image_numbers(tokens, images)
         try:
             cache, common = self.prefix.reuse(self.model, prefix)
@@ -235,8 +237,14 @@ class Assistant:
         ]
 
     def encode(self, turns: Sequence[Turn], images: Sequence[LoadedImage], where: str) -> np.ndarray:
-        """Return the token ids of a conversation as a prompt for the model's next answer, int64 [length]. The ids of
-        image tokens are IMAGE_ID.
+        """Return the token ids of a conversation as a prompt for the model's next answer (see `ask`)."""
+        return self.ask(turns, images, where)[0]
+
+    def ask(
+        self, turns: Sequence[Turn], images: Sequence[LoadedImage], where: str
+    ) -> tuple[np.ndarray, list[LoadedImage]]:
+        """Return the token ids of a conversation as a prompt for the model's next answer, int64 [length], and the
+        conversation's images in the order of their tokens. The ids of image tokens are IMAGE_ID.
 
         Args:
             images: images of the conversation, in the order of their image tags in `turns`.
@@ -248,7 +256,8 @@ class Assistant:
         tags = sum(turn.text.count(IMAGE_TAG) for turn in turns if turn.role == "human")
         if images and tags != len(images):
             raise DataError(f"{where}: {tags} {IMAGE_TAG} tags for {len(images)} images")
-        text = prompt(list(turns), self.template, self.model.cfg.image_start_end, bool(images), where)
+        media = media_of(image.path for image in images)
+        text = prompt(list(turns), self.template, self.model.cfg.image_start_end, bool(images), where, media)
         lengths = [len(image.rows) for image in images]
         ids = encode_prompt(text, self.tokenizer, lengths, self.special_tokens, self.template.adds_bos)
         if len(ids) >= self.max_tokens:
@@ -256,7 +265,7 @@ class Assistant:
                 f"{where} takes {len(ids)} tokens, {sum(len(image.rows) for image in images)} of them for images, and "
                 f"the model reads {self.max_tokens}: begin a new conversation, make it shorter, or show fewer images"
             )
-        return ids
+        return ids, [images[number] for number in image_order(text, len(images))]
 
     def to_device(
         self, ids: np.ndarray, images: Sequence[LoadedImage], blank: bool = False
@@ -280,6 +289,10 @@ class Assistant:
             (taken, torch.from_numpy(weights).to(self.device)) if len(weights) else taken,
             torch.zeros_like(pixels) if blank and pixels is not None else pixels,
         )
+
+    def new_text(self) -> AnswerText:
+        """Return an empty answer, to which the tokens that the model generates are added."""
+        return AnswerText(self.tokenizer, self.template.stop, self.stops, self.template.begin)
 
 
 def images_after(images: Sequence[LoadedImage], tokens: np.ndarray) -> list[LoadedImage]:

@@ -16,8 +16,9 @@ from llava_fsdp.data.images.check import ImageFile
 from llava_fsdp.data.images.preprocess import ImageReader
 from llava_fsdp.data.records.record import Record
 from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
-from llava_fsdp.data.text.conversation import asking, opening_question, prompt
+from llava_fsdp.data.text.conversation import image_order, opening_question, opening_turns, prompt
 from llava_fsdp.data.text.encode import Encoder, Sample, encode_prompt
+from llava_fsdp.data.text.message_parts import media_of
 from llava_fsdp.data.text.templates import IMAGE_TAG
 
 
@@ -60,16 +61,20 @@ def ask(record: Record, encoder: Encoder, reader: ImageReader, cfg: Config) -> H
         DataError: the record does not begin with a question and its answer, or the model's own template refuses it.
         ImageError: the size of an image, needed with anyres, cannot be read.
     """
-    system, text, num_images, answer = opening_question(record)
-    form = encoder.template
-    segments = prompt(asking(system, text), form, cfg.model.image_start_end, num_images > 0, record.where)
-    names, sizes, frames = record.images[:num_images], record.sizes, record.frames
+    _, text, num_images, answer = opening_question(record)
+    form, names = encoder.template, record.images[:num_images]
+    segments = prompt(
+        opening_turns(record), form, cfg.model.image_start_end, num_images > 0, record.where, media_of(names)
+    )
+    order, sizes, frames = image_order(segments, num_images), record.sizes, record.frames
     if sizes is not None and frames is not None:
         sizes, frames = sizes[:num_images], frames[:num_images]
     shown = replace(record, images=names, sizes=sizes, frames=frames)
-    image_rows = tuple(reader.image_rows(shown, number) for number in range(num_images))
+    image_rows = [reader.image_rows(shown, number) for number in range(num_images)]
     lengths = [len(rows) for rows in image_rows]
     ids = encode_prompt(segments, encoder.tokenizer, lengths, cfg.trained_special_tokens, form.adds_bos)
+    names, image_rows = tuple(names[n] for n in order), tuple(image_rows[n] for n in order)
+    sizes = None if sizes is None else tuple(sizes[n] for n in order)
     sample = Sample(ids, np.full(len(ids), IGNORE), names, image_rows, 0, 0)
     question = text.replace(IMAGE_TAG, "").strip() if record.images else text
     return HeldOutQuestion(

@@ -24,9 +24,10 @@ from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.records.record import Record, Turn
 from llava_fsdp.data.text.bounded_jinja import TemplateRefused, render
 from llava_fsdp.data.text.constants import IMAGE_ID
-from llava_fsdp.data.text.conversation import image_tag, prompt
+from llava_fsdp.data.text.conversation import Segment, check_turns, image_order, image_tag, own_prompt, prompt
 from llava_fsdp.data.text.encode import UNLIMITED, ExactEncoder, encode_prompt
-from llava_fsdp.data.text.jinja_template import ANSWER, BEGIN, END, ChatTemplate
+from llava_fsdp.data.text.jinja_template import BEGIN, BEGIN_PARTS, END, ChatTemplate
+from llava_fsdp.data.text.message_parts import IMAGE, VIDEO
 from llava_fsdp.data.text.templates import IMAGE_TAG, Template
 from llava_fsdp.data.text.tokenizer import Tokenizer
 from llava_fsdp.runtime.errors import DataError
@@ -181,33 +182,30 @@ def chat_template(template: Template, start_end: bool, adds_bos: bool, gap: Gap,
     )
 
 
-def own_chat_template(template: ChatTemplate, start_end: bool, gap: Gap, video: bool = False) -> str:
+def own_chat_template(template: ChatTemplate, start_end: bool, video: bool = False) -> str:
     """Return a chat template for transformers (Jinja) that formats conversations as training does with the chat
     template of the language model itself.
 
-    It turns messages into those of training (see `chat_template`), and then contains the model's own template. With
-    `add_generation_prompt`, the text ends where answers begin in training, also if the model's own prompt differs.
+    It turns messages into those of training (see `chat_template`), and then contains the model's own template.
 
     Args:
         template: the language model's own template, as training used it.
         start_end: whether to put `<im_start>` and `<im_end>` around every image.
-        gap: rule for where to put a space before the text that follows an image (see `Gap`).
         video: accept parts of type `video` and `<video>` tags, which are treated like images.
     """
-    content = "[{'type': 'text', 'text': said.text}]" if template.parts else "said.text"
-    answer = quoted(ANSWER)
-    mark = f"[{{'type': 'text', 'text': {answer}}}]" if template.parts else answer
-    before = template.layout("hg").frames[1].before
-    cut = f"[:-{before}]" if before else ""
+    takes_parts = template.images is not None
+    text = "[{'type': 'text', 'text': said.text}]" if template.parts else "said.text"
+    content = "said.parts" if takes_parts else text
+    asked = PARTS if takes_parts else (*(VIDEO_TAGS if video else ()), *question(template, start_end))
     return "\n".join(
         [
             "{%- set chat = namespace(messages=[], begun=false, asked=false, tags=[]) -%}",
             "{%- for message in messages -%}",
             *content_of(video),
+            *(["{%- set said.parts = " + text + " -%}"] if takes_parts else []),
             "{%- if message['role'] == 'user' -%}",
             "{%- if chat.asked -%}" + refuse("user and assistant take turns") + "{%- endif -%}",
-            *(VIDEO_TAGS if video else ()),
-            *question(template, start_end),
+            *asked,
             "{%- set chat.begun = true -%}",
             "{%- set chat.asked = true -%}",
             *checks_of(video),
@@ -220,15 +218,25 @@ def own_chat_template(template: ChatTemplate, start_end: bool, gap: Gap, video: 
             f"{{%- set chat.messages = chat.messages + [{{'role': message['role'], 'content': {content}}}] -%}}",
             "{%- endif -%}",
             "{%- endfor -%}",
-            "{%- if add_generation_prompt -%}",
-            f"{{%- set chat.messages = chat.messages + [{{'role': 'assistant', 'content': {mark}}}] -%}}",
-            "{%- endif -%}",
-            "{%- set messages, prompts, add_generation_prompt = chat.messages, add_generation_prompt, false -%}",
-            "{%- set text %}" + BEGIN + template.code + END,
-            f"{{%- if prompts -%}}{{%- set text = text.split({answer})[0]{cut} -%}}{{%- endif -%}}",
-            *stretches("text", gap, video),
+            "{%- set messages = chat.messages -%}",
+            "{%- set text %}" + (BEGIN_PARTS if takes_parts else BEGIN) + template.code + END,
+            *(written_images(template, start_end) if takes_parts else stretches("text", Gap(False), video)),
         ]
     )
+
+
+def written_images(template: ChatTemplate, start_end: bool) -> list[str]:
+    """Return lines of Jinja code that output a conversation with the image token of the export in the place of the
+    text that the model's own template writes for an image.
+
+    Args:
+        template: a template that gets images as parts of messages.
+        start_end: whether to put `<im_start>` and `<im_end>` around every image.
+    """
+    assert template.images is not None
+    tags = (template.images.image, image_tag(template, start_end)), (template.images.video, VIDEO_TAG)
+    code = "".join(f".replace({quoted(old)}, {quoted(new)})" for old, new in tags if old != new)
+    return [f"{{{{- text{code} -}}}}"]
 
 
 def stretches(text: str, gap: Gap, video: bool) -> list[str]:
@@ -272,6 +280,32 @@ VIDEO_TAGS = (
 )
 """Jinja code that adds the tags of a question, in the variable `said.text`, to the list `chat.tags`, and replaces
 `<video>` by `<image>`."""
+
+PARTS = (
+    "{%- set said.parts = [] -%}",
+    "{%- if message['content'] is string -%}",
+    "{%- for stretch in message['content'].split('<image>') -%}",
+    "{%- set is_first, is_last = loop.first, loop.last -%}",
+    "{%- if not is_first -%}{%- set said.parts = said.parts + [{'type': 'image'}] -%}{%- endif -%}",
+    "{%- for piece in stretch.split('<video>') -%}",
+    "{%- if not loop.first -%}{%- set said.parts = said.parts + [{'type': 'video'}] -%}{%- endif -%}",
+    "{%- set said.text = piece -%}",
+    "{%- if said.text.startswith('\\n') and not (is_first and loop.first) -%}",
+    "{%- set said.text = said.text[1:] -%}",
+    "{%- endif -%}",
+    "{%- if said.text.endswith('\\n') and not (is_last and loop.last) -%}",
+    "{%- set said.text = said.text[:-1] -%}",
+    "{%- endif -%}",
+    "{%- if said.text -%}{%- set said.parts = said.parts + [{'type': 'text', 'text': said.text}] -%}{%- endif -%}",
+    "{%- endfor -%}",
+    "{%- endfor -%}",
+    "{%- else -%}",
+    "{%- set said.parts = message['content'] | list -%}",
+    "{%- endif -%}",
+    "{%- if not said.parts -%}{%- set said.parts = [{'type': 'text', 'text': ''}] -%}{%- endif -%}",
+)
+"""Jinja code that sets the variable `said.parts` to the parts of a user's message. As in training, a line break
+directly before or after an image tag is no text."""
 
 CHECKS = (
     "{%- elif '<image>' in said.text -%}",
@@ -341,7 +375,7 @@ def rehearse(folder: Path, ours: Tokenizer, template: Template | ChatTemplate, s
             whole, prompted = trained_ids(encoder, texts, image_id, system, video_id)
         except DataError:  # the model's own template takes no system turn, or no empty one
             continue
-        for messages in (as_text(texts, system), as_parts(texts, system)):
+        for messages in (as_text(texts, system), as_parts(texts, system, joins_lines(template))):
             for given, asks, trained in ((messages, False, whole), (messages[:-1], True, prompted)):
                 try:
                     ids = templated(theirs, given, asks)
@@ -398,7 +432,7 @@ def rehearse_images(
             whole, prompted = trained_ids(encoder, texts, image_id, system)
         except DataError:  # the model's own template takes no system turn
             continue
-        messages = as_parts(texts, system)
+        messages = as_parts(texts, system, joins_lines(template))
         count = sum(text.count(IMAGE_TAG) for text in texts)
         length = len(tokens.of(PROBED, count)) if count else 0
         for given, is_prompt, trained in ((messages, False, whole), (messages[:-1], True, prompted)):
@@ -417,7 +451,8 @@ def trained_ids(
     encoder: ExactEncoder, texts: Sequence[str], image_id: int, system: str | None = None, video_id: int | None = None
 ) -> tuple[list[int], list[int]]:
     """Return the token ids that training gives a conversation, and those of its prompt (the conversation without its
-    last answer).
+    last answer). With a language model's own template, those of the conversation are what the prompts of later answers
+    begin with: training tokenizes the answers that have labels by themselves.
 
     Args:
         encoder: tokenizes conversations as training does.
@@ -426,23 +461,37 @@ def trained_ids(
         system: text of a system message before the first question; None: no system message.
         video_id: token id that stands for a video, one token for each; None: there are no videos.
     """
-    if video_id is not None:
-        tags = [image_id if tag == IMAGE_TAG else video_id for tag in re.findall(ANY_TAG, "".join(texts))]
-        texts = [text.replace(VIDEO_TAG, IMAGE_TAG) for text in texts]
+    tags = [VIDEO if tag == VIDEO_TAG else IMAGE for tag in re.findall(ANY_TAG, "".join(texts))]
+    if video_id is None:
+        tags = [tag for tag in tags if tag == IMAGE]
     else:
-        tags = [image_id] * sum(text.count(IMAGE_TAG) for text in texts)
+        texts = [text.replace(VIDEO_TAG, IMAGE_TAG) for text in texts]
     turns = [] if system is None else [Turn("system", system)]
     turns += [Turn("gpt" if n % 2 else "human", text) for n, text in enumerate(texts)]
-    images = ("image",) * len(tags)
-    sample = encoder(Record("conversation", 0, "0", images, tuple(turns), bool(images)))
-    assert sample is not None
-    text = prompt(turns[:-1], encoder.template, encoder.start_end, bool(images))
-    lengths, begins = [1] * len(images), encoder.template.adds_bos
-    both = sample.input_ids, encode_prompt(text, encoder.tokenizer, lengths, adds_bos=begins)
-    for ids in both:
-        is_image = ids == IMAGE_ID
-        ids[is_image] = np.repeat(np.array(tags, dtype=np.int64), is_image.sum() // max(1, len(tags)))
-    return both[0].tolist(), both[1].tolist()
+    media, form, tokenizer = "".join(tags), encoder.template, encoder.tokenizer
+    record = Record("conversation", 0, "0", ("image",) * len(tags), tuple(turns), bool(tags))
+    check_turns(record)
+    lengths = [len(encoder.image_rows(record, number)) for number in range(len(tags))]
+    asked = prompt(turns[:-1], form, encoder.start_end, bool(tags), media=media)
+    if isinstance(form, ChatTemplate):
+        whole = own_prompt(turns, form, encoder.start_end, media, "the conversation", has_labels=False)
+    else:
+        whole = [*prompt(turns, form, encoder.start_end, bool(tags)), Segment(form.pattern.end, False)]
+    found = []
+    for segments, own in ((whole, lengths), (asked, [1] * len(tags))):
+        ids = encode_prompt(segments, tokenizer, own, encoder.special_tokens, form.adds_bos)
+        shown = [
+            video_id if tags[n] == VIDEO else image_id for n in image_order(segments, len(tags)) for _ in range(own[n])
+        ]
+        ids[ids == IMAGE_ID] = shown[: int((ids == IMAGE_ID).sum())]
+        found.append(ids.tolist())
+    return found[0], found[1]
+
+
+def joins_lines(template: Template | ChatTemplate) -> bool:
+    """Return whether a line break beside an image tag is text in training. It is none where training gives images to
+    the language model's own template as parts of messages."""
+    return not isinstance(template, ChatTemplate) or template.images is None
 
 
 def as_text(texts: Iterable[str], system: str | None = None) -> list[dict[str, Any]]:
@@ -456,17 +505,23 @@ def as_text(texts: Iterable[str], system: str | None = None) -> list[dict[str, A
     return [*lead, *({"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts))]
 
 
-def as_parts(texts: Iterable[str], system: str | None = None, image: Image.Image | None = None) -> list[dict[str, Any]]:
+def as_parts(texts: Iterable[str], system: str | None = None, joins: bool = True) -> list[dict[str, Any]]:
     """Return a conversation as chat messages for transformers, whose content is a list of image, video and text parts.
 
     Args:
         texts: the messages in turn: question, answer, question, and so on; with `<image>` and `<video>` tags.
         system: text of a system message before the first question; None: no system message.
+        joins: whether a line break beside a tag belongs to the text before or after it; False: it is left out.
     """
     messages = as_text(texts, system)
     for message in messages:
         parts: list[dict[str, str]] = []
-        for piece in re.split(f"({ANY_TAG})", message["content"]):
+        pieces = re.split(f"({ANY_TAG})", message["content"])
+        if not joins:
+            last = len(pieces) - 1
+            pieces = [own if n == 0 else own.removeprefix("\n") for n, own in enumerate(pieces)]
+            pieces = [own if n == last else own.removesuffix("\n") for n, own in enumerate(pieces)]
+        for piece in pieces:
             kind = {IMAGE_TAG: "image", VIDEO_TAG: "video"}.get(piece)
             parts += [{"type": kind}] if kind else [{"type": "text", "text": piece}] * bool(piece)
         message["content"] = parts

@@ -106,7 +106,8 @@ def write_tokenizer(
         write_llama(staged, ours.legacy)
     check_same_ids(folder, staged, vocab_size, same_bos)
     with foreign(f"{staged}: transformers cannot read the tokenizer that was written"):
-        gap = find_gap(from_file(staged), ours)
+        written = from_file(staged)
+        gap = Gap(False) if isinstance(template, ChatTemplate) else find_gap(written, ours)
     write_template(staged, template, start_end, ours.bos is not None, gap, video)
     image, pad = tokenizer.convert_tokens_to_ids(IMAGE_TAG), tokenizer.pad_token_id
     made = TokenIds(image, pad, tokenizer.convert_tokens_to_ids(VIDEO_TAG) if video else None)
@@ -154,12 +155,13 @@ def write_template(
         template: the conversation template of training.
         start_end: whether to put `<im_start>` and `<im_end>` around every image.
         adds_bos: whether a conversation begins with the BOS token; ignored for the language model's own template.
-        gap: rule for where to put a space before the text that follows an image; None: nowhere.
+        gap: rule for where to put a space before the text that follows an image; None: nowhere. Ignored for the
+            language model's own template, with which training tokenizes text as transformers does.
         video: accept videos in messages, which are treated like images.
     """
     gap = Gap(False) if gap is None else gap
     if isinstance(template, ChatTemplate):
-        code = own_chat_template(template, start_end, gap, video)
+        code = own_chat_template(template, start_end, video)
     else:
         code = chat_template(template, start_end, adds_bos, gap, video)
     (staged / FILE).write_text(code)

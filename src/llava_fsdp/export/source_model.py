@@ -28,7 +28,7 @@ from llava_fsdp.config.renamed import VALUES, present_tree
 from llava_fsdp.data.images.image_tokens import MAX_TILES
 from llava_fsdp.data.images.preprocess import preprocessor_fields
 from llava_fsdp.data.images.video import VideoSampling
-from llava_fsdp.data.text.jinja_template import OWN, own_name, usable_name
+from llava_fsdp.data.text.jinja_template import OWN, is_whole, own_name, usable_name
 from llava_fsdp.export.adapter_folder import check_fingerprint
 from llava_fsdp.export.check_folders import check_artifacts
 from llava_fsdp.export.formats import SourceModel, source_of_run
@@ -335,7 +335,8 @@ def default_template(cfg: ConversionConfig, parts: Parts) -> str:
         return own_name(parts.language_folder) or OWN
     if cfg.template != AUTO:
         return cfg.template
-    return (usable_name(parts.language_folder) if parts.grid_pinpoints is not None else None) or "v1"
+    has_own = parts.grid_pinpoints is not None or is_whole(parts.language_folder)
+    return (usable_name(parts.language_folder) if has_own else None) or "v1"
 
 
 C = TypeVar("C", bound=Enum)

@@ -121,8 +121,8 @@ def find_parts(cfg: ModelConfig) -> Parts:
         check_selection(config, cfg, folder)
     if isinstance(config, InternVLConfig) and not read_notes(folder):
         log().warning(
-            "model.checkpoint=%s is an InternVL model: it was trained with many tiles of an image and with <img> and "
-            "</img> around them; here images are as data.image_aspect_ratio says, and prompts as data.template", folder,
+            "model.checkpoint=%s is an InternVL model: it was trained with many tiles of an image; here an image "
+            "is what data.image_aspect_ratio says, and the prompt what data.template says", folder,
         )  # fmt: skip
     language: Any = config.text_config
     language.vocab_size = trained_vocabulary(folder, config)

@@ -13,7 +13,7 @@ import torch
 from llava_fsdp.config import AUTO, Attention, Config, LinearKind, Parity, Source
 from llava_fsdp.config.paths import PACKAGED_OR_HUB, check_paths, exists
 from llava_fsdp.data.index.record_store import sources_of
-from llava_fsdp.data.text.jinja_template import OWN, own_name, usable_name
+from llava_fsdp.data.text.jinja_template import OWN, is_whole, own_name, usable_name
 from llava_fsdp.distributed.precision import DTYPES
 from llava_fsdp.export.check_causal import check_causal
 from llava_fsdp.export.compare_language import compare_language
@@ -211,8 +211,8 @@ def with_template(cfg: C, parts: Parts) -> C:
 
     1. the template with which `model.checkpoint` was trained, if the notes in its folder (`llava_fsdp.json`) name one,
        and not that of `stage=pretrain`;
-    2. the chat template in the language model's folder, or in the folder of a LLaVA-NeXT or LLaVA-OneVision whose notes
-       name no template; chat templates of other whole models are not used;
+    2. the chat template in the language model's folder, or in the folder of a whole model whose notes name no template,
+       if the model is in transformers' form or a LLaVA-NeXT, and its template can be trained with;
     3. the template with which instruct models of the language model's type were trained;
     4. v1.
 
@@ -229,7 +229,8 @@ def with_template(cfg: C, parts: Parts) -> C:
     trained = None if parts.whole is None else read_notes(parts.whole).get("template")
     name = own_name(parts.language_folder)
     if name is not None and cfg.data.template == AUTO and parts.whole is not None:
-        name = usable_name(parts.language_folder) if parts.grid_pinpoints is not None and trained is None else None
+        has_own = parts.grid_pinpoints is not None or is_whole(parts.whole)
+        name = usable_name(parts.language_folder) if has_own and trained is None else None
     if cfg.data.template == OWN:
         if name is None:
             raise ConfigError(

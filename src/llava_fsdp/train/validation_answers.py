@@ -120,7 +120,8 @@ class AnswerGenerator:
         images = micro.image_inputs
         mask = prompts.mask.to(micro.input_ids.device)
 
-        texts = [AnswerText(self.tokenizer, self.stop, self.stops) for _ in read]
+        begin = self.loader.steps.encoder.template.begin
+        texts = [AnswerText(self.tokenizer, self.stop, self.stops, begin) for _ in read]
         cache = DynamicCache(config=self.language)
         sampling = Sampling(self.cfg.val.max_new_tokens)
         for chosen in write_tokens(self.model, micro.input_ids, mask, images, cache, sampling):

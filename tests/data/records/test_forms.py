@@ -501,7 +501,7 @@ def test_questions_of_every_form_are_asked(parts: Path, dataset: Path, tmp_path:
     questions = list(read_file(path, Task.multiple_choice, 1 << 20))
     assert [(q.text, q.references) for q in questions] == [("<image>\na", ()), ("c", ("B",))]
     asked = [first_question(RecordFile(path)[n]) for n in range(2)]
-    assert [(q.text, q.references) for q in asked] == [("<image>\na", ("b",)), ("c", ("The answer is B.",))]
+    assert [(q.text, q.references) for q in asked] == [("a<image>", ("b",)), ("c", ("The answer is B.",))]
     for question in (questions[0], asked[0]):
         check_images([question], make_config(parts, dataset, tmp_path, "data.images=null").data)
         (file,) = with_paths(question, Path(".")).images

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from chat_templates import changed, published, specials, write_tokenizer
+from chat_templates import ONE_EXCHANGE, REFUSED, changed, published, specials, write_tokenizer
 from documents import ROOT
 from small import write_json
 from tiers import slow_after
@@ -22,28 +22,23 @@ from llava_fsdp.data.records.problems import Kind
 from llava_fsdp.data.records.record import Record, Turn
 from llava_fsdp.data.text import jinja_template
 from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
-from llava_fsdp.data.text.conversation import prompt
-from llava_fsdp.data.text.encode import UNLIMITED, ExactEncoder, encode_prompt
+from llava_fsdp.data.text.encode import UNLIMITED, ExactEncoder, Sample
 from llava_fsdp.data.text.jinja_template import OWN, ROLES, ChatTemplate, Unfit, open_template, own_name
 from llava_fsdp.data.text.templates import Template, template
 from llava_fsdp.data.text.tokenizer import Tokenizer, open_tokenizer
 from llava_fsdp.runtime.errors import ConfigError, DataError
 
 PUBLISHED, CHANGED = published(), changed()
-REFUSED = {"glm4moe"}
 NO_SYSTEM = {"gemma"}
 ATOMS = " |  |\n|\n\n|\t|a|the|Red|12|größe|中文|🙂|▁|x.|, a|USER:|###|'s|user|{{x}}|{% if %}|\u2028|\r\n".split("|")
 THINK = "<think>\n\n</think>\n\n"
 ONLY_TRL: dict[str, set[str]] = {
-    "deepseek_r1_distill": {"<｜Assistant｜>"},  # noqa: RUF001
-    "deepseekv3": {"<｜Assistant｜>"},  # noqa: RUF001
-    "gptoss": {"<|start|>assistant<|channel|>final<|message|>", "<|end|>"},
-    "muse_glimmer": {"<|start|>assistant to=user<|message|>"},
+    "gptoss": {"<|start|>assistant"},
+    "muse_glimmer": {"<|start|>assistant"},
     "phi3": {"\n", "\n<eos>"},
     "phi3_5": {"\n", "\n<eos>"},
     **{name: set() for name in ("cohere", "cohere2", "llama3", "llava_next")},
-    **{name: {"<think></think>", "\n"} for name in PUBLISHED if name.startswith("nemotron")},
-    **{name: {THINK, "\n"} for name in ("qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6", "qwen3_8")},
+    "qwen3_5_nothink": {THINK, "\n"},
 }
 """What TRL's templates for training supervise besides an answer and its end; for other templates, a line break after
 the end."""
@@ -66,8 +61,8 @@ def record(*turns: tuple[str, str], images: tuple[str, ...] = ()) -> Record:
     return Record("data.json", 3, "abc", images, tuple(Turn(*turn) for turn in turns), bool(images))
 
 
-def dialogue(dice: random.Random, special: list[str]) -> Record:
-    """One to five exchanges of odd texts, some of them empty; some with a system turn or special tokens."""
+def dialogue(dice: random.Random, special: list[str], most: int = 5) -> Record:
+    """One to `most` exchanges of odd texts, some of them empty; some with a system turn or special tokens."""
     tokens = special if dice.random() < 0.3 else ATOMS
 
     def text() -> str:
@@ -75,7 +70,7 @@ def dialogue(dice: random.Random, special: list[str]) -> Record:
         return "".join(dice.sample(atoms, len(atoms)))
 
     turns = [("system", text())] if dice.random() < 0.3 else []
-    for _ in range(dice.randrange(1, 6)):
+    for _ in range(dice.randrange(1, most + 1)):
         turns += [("human", text()), ("gpt", text())]
     return record(*turns)
 
@@ -119,7 +114,7 @@ def test_ids_are_transformers_and_labels_are_the_answers(name: str, pieces: bool
     refused, only_trl, compared = 0, set(), 0
     call: dict[str, Any] = {"chat_template": form.code if "strftime_now" in code else None}
     for _ in range(count):
-        made = dialogue(dice, special)
+        made = dialogue(dice, special, 1 if name in ONE_EXCHANGE else 5)
         messages = messages_of(made, form)
         try:
             sample = parse(made)
@@ -129,12 +124,16 @@ def test_ids_are_transformers_and_labels_are_the_answers(name: str, pieces: bool
             continue
         assert sample is not None
         ids, labelled = sample.input_ids, sample.labels != IGNORE
-        assert theirs.apply_chat_template(messages, return_dict=False, **call) == ids.tolist(), made.turns
-        answers = [turn.text for turn in made.turns if turn.role == "gpt"]
-        check_labels(form, theirs, answers, list(runs(ids, labelled)))
-        check_prompt(form, made, sample.input_ids, labelled)
+        check_answers(form, theirs, messages, sample, call)
         whole = theirs.apply_chat_template(messages, tokenize=False, **call)
-        if training is None or theirs.apply_chat_template(messages, tokenize=False, chat_template=training) != whole:
+        written = theirs.apply_chat_template(messages, return_dict=False, **call)
+        assert theirs.decode(ids) == theirs.decode(written), made.turns
+        if (
+            training is None
+            or sample.unlearnt
+            or written != ids.tolist()
+            or theirs.apply_chat_template(messages, tokenize=False, chat_template=training) != whole
+        ):
             continue
         compared += 1
         found = theirs.apply_chat_template(
@@ -150,41 +149,61 @@ def test_ids_are_transformers_and_labels_are_the_answers(name: str, pieces: bool
         assert only_trl or not ONLY_TRL.get(name, {"\n"})
 
 
-def check_labels(form: ChatTemplate, theirs: Any, answers: list[str], found: list[list[int]]) -> None:
-    """Every answer has its run of labels, which begins with its text and ends with what ends it; a token that holds the
-    first character of an answer may hold white space before it."""
-    assert len(found) == len(answers) or not all(answers)
-    texts, stop = [theirs.decode(run).replace("▁", " ") for run in found], form.stop.replace("▁", " ")
-    for text, answer in zip(texts, answers, strict=False) if len(found) == len(answers) else ():
-        assert answer.replace("▁", " ").strip() in (text.strip(), text.removesuffix(stop).strip())
-    assert texts[-1].endswith(stop)
-
-
-def check_prompt(form: ChatTemplate, made: Record, ids: np.ndarray, labelled: np.ndarray) -> None:
-    """The prompt of the last question is the training text up to the labels of its answer; white space with which the
-    answer begins may be in a token with white space before it."""
-    if not made.turns[-1].text or made.turns[-1].text[0] in " \t\r\n\u2028":
-        return
-    segments = prompt(made.turns[:-1], form, False, False)
-    asked = encode_prompt(segments, form.tokenizer, [], SpecialTokens.parse, form.adds_bos)
-    last = int(np.flatnonzero(~labelled[: np.flatnonzero(labelled)[-1]])[-1]) + 1
-    assert asked.tolist() == ids[:last].tolist()
+def check_answers(form: ChatTemplate, theirs: Any, messages: list[dict[str, Any]], sample: Sample, call: Any) -> None:
+    """Labels begin where the template's own prompt for this turn ends, tokenized alone; they are the answer, what the
+    template writes before it, and what ends it. The last answer has labels; others are counted if they have none."""
+    ids, stop = sample.input_ids.tolist(), form.stop.replace("▁", " ")
+    marks = np.concatenate([[0], sample.labels != IGNORE, [0]])
+    ends = dict(zip(*(np.flatnonzero(np.diff(marks) == step).tolist() for step in (1, -1)), strict=True))
+    at = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    for number in at:
+        asked = theirs.apply_chat_template(messages[:number], add_generation_prompt=True, return_dict=False, **call)
+        if ids[: len(asked)] != asked or len(asked) not in ends:
+            assert number != at[-1], "the last answer has no labels behind the prompt"
+            continue
+        target = theirs.decode(ids[len(asked) : ends.pop(len(asked))]).replace("▁", " ")
+        content = messages[number]["content"]
+        answer = content if isinstance(content, str) else content[0]["text"]
+        assert target.endswith(stop) and target.startswith(form.begin)
+        found = target.removeprefix(form.begin).removesuffix(stop)
+        assert answer.replace("▁", " ").strip() in (found.strip(), target.strip())
+    assert not ends, "labels behind no prompt of the template"
+    labelled = len(list(runs(sample.input_ids, sample.labels != IGNORE)))
+    assert labelled + sample.unlearnt == len(at)
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_templates_that_cannot_be_trained_with(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"chat_template\.jinja"):
+    said = "no special token after the last answer" if name == "glm4moe" else "cannot teach turn 1.*rule 1"
+    with pytest.raises(ConfigError, match=rf"chat_template\.jinja .*{said}"):
         own(PUBLISHED[name], tmp_path / "lm")
 
 
+@pytest.mark.parametrize("name", slow_after(2, sorted(PUBLISHED.keys() - REFUSED)))
+def test_an_answer_that_is_shown_otherwise_later_is_refused_by_its_turn(name: str, tmp_path: Path) -> None:
+    """Two plain exchanges: both answers have labels behind their prompts, or the record is refused."""
+    form = own(PUBLISHED[name], tmp_path / "lm")
+    encode = encoder(form, form.tokenizer, SpecialTokens.text)
+    plain = record(("human", "what?"), ("gpt", "red"), ("human", "and now?"), ("gpt", "blue"))
+    if name not in ONE_EXCHANGE:
+        sample = encode(plain)
+        assert sample is not None
+        assert len(list(runs(sample.input_ids, sample.labels != IGNORE))) + sample.unlearnt == 2
+        return
+    assert encode(replace(plain, turns=plain.turns[:2])) is not None
+    with pytest.raises(DataError, match=r"data\.json.*chat_template\.jinja cannot teach turn 1.*rule 2") as caught:
+        encode(plain)
+    assert caught.value.kind is Kind.chat_template
+
+
 def test_the_documents_table_is_right() -> None:
-    """docs/models.md names every template that TRL ships, and which of them are refused."""
+    """docs/models.md names every template that TRL ships, which of them are refused, and which for one exchange."""
     text = (ROOT / "docs" / "models.md").read_text()
     rows = [line.split("|")[1:3] for line in text.splitlines() if line.startswith("| `") and "trl" not in line]
-    told = {name: "refused" in what for names, what in rows for name in json.loads(f'["{names_in(names)}"]')}
-    assert {name: refused for name, refused in told.items() if name in PUBLISHED} == {
-        name: name in REFUSED for name in PUBLISHED
-    }
+    told = {name: what for names, what in rows for name in json.loads(f'["{names_in(names)}"]') if name in PUBLISHED}
+    assert told.keys() == PUBLISHED.keys()
+    assert {name for name, what in told.items() if what.strip().startswith("refused")} == REFUSED
+    assert {name for name, what in told.items() if "one exchange" in what} == ONE_EXCHANGE
 
 
 def names_in(cell: str) -> str:
@@ -196,11 +215,9 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 UNFIT = {
-    "rewrites": (
-        CHATML.replace("{{ m.content }}", "{{ m.role }} {{ loop.revindex }} {{ m.content }}"),
-        "earlier turns",
-    ),
-    "drops": (CHATML.replace("{{ m.content }}", "{{ m.content if loop.last or loop.first }}"), "leaves turns out"),
+    "another prompt": (CHATML.replace("assistant\n{%", "assistant\nThought: {%"), "rule 1"),
+    "another answer": (CHATML.replace("{{ m.role }}", "{{ m.role }}{{ loop.length }}"), "rule 1"),
+    "drops": (CHATML.replace("{{ m.content }}", "{{ m.content if not loop.first }}"), "leaves turns out"),
     "upper": (CHATML.replace("m.content", "m.content | upper"), "leaves turns out"),
     "indents": (CHATML.replace("{{ m.content }}", "{{ ('x' ~ m.content) | replace('x\n', '') }}"), "white space"),
     "no end": (CHATML.replace("<|im_end|>", ""), "no special token after the last answer"),
@@ -217,6 +234,48 @@ def test_unfit_templates_are_named(case: str, tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(jinja_template, "SECONDS", 0.2)
     with pytest.raises(ConfigError, match=rf"lm.chat_template\.jinja .*({reason}).*data\.template=chatml"):
         own(code, tmp_path / "lm")
+
+
+LATER = {
+    "rewrites": CHATML.replace(
+        "{{ m.content }}", "{{ m.content }}{{ '.' if m.role == 'assistant' and loop.revindex > 1 }}"
+    ),
+    "drops": CHATML.replace("{{ m.content }}", "{{ m.content if loop.revindex < 4 }}"),
+    "renames": CHATML.replace("{{ m.role }}", "{{ m.role if loop.revindex < 3 else 'earlier' }}"),
+}
+"""Templates that write earlier turns in another way once others follow."""
+
+
+@pytest.mark.parametrize("case", LATER)
+def test_templates_that_write_earlier_turns_anew_are_refused_for_several(case: str, tmp_path: Path) -> None:
+    form = own(LATER[case], tmp_path / "lm")
+    form.write([Turn("human", "a"), Turn("gpt", "b")], "")
+    said = {"rewrites": "cannot teach turn 1.*rule 2", "drops": "leaves turns out", "renames": "turn 3.*rule 1"}[case]
+    with pytest.raises(DataError, match=said) as caught:
+        form.write([Turn("human", "a"), Turn("gpt", "b"), Turn("human", "c"), Turn("gpt", "d")], "data.json")
+    assert caught.value.kind is Kind.chat_template
+
+
+def test_a_prompt_is_tokenized_alone(tmp_path: Path) -> None:
+    """Also where the tokenizer joins its end and the answer's beginning; an earlier answer whose tokens a later prompt
+    joins has no labels."""
+    form = own(CHATML, tmp_path / "lm")
+    encode, ask = encoder(form, form.tokenizer, SpecialTokens.text), Turn("human", "a")
+    asked = [token.id for token in form.tokenizer.encode("<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n")]
+    joined = form.tokenizer.encode("assistant\n\n")
+    assert len(joined) == len(form.tokenizer.encode("assistant\n")), "the tokenizer joins them"
+    for answer, others in (("\nb", 0), ("b", 0), ("\nb", 1), ("b", 1)):
+        turns = [ask, Turn("gpt", answer), *[ask, Turn("gpt", "c")] * others]
+        sample = encode(replace(record(), turns=tuple(turns)))
+        assert sample is not None
+        own_labels = np.flatnonzero(sample.labels != IGNORE)
+        if others and answer == "\nb":
+            assert sample.unlearnt == 1 and joined[-1].id in sample.input_ids
+            whole = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+            whole = f"{whole}{answer}<|im_end|>\n{whole}"
+            assert sample.input_ids[: own_labels[0]].tolist() == [t.id for t in form.tokenizer.encode(whole)]
+        else:
+            assert sample.unlearnt == 0 and sample.input_ids[: own_labels[0]].tolist() == asked
 
 
 def test_a_system_turn_that_moves_is_refused_where_it_moves(tmp_path: Path) -> None:
@@ -238,18 +297,21 @@ def test_a_system_turn_that_moves_is_refused_where_it_moves(tmp_path: Path) -> N
     assert encode(record(*once[1:], ("human", "c"), ("gpt", "d"))) is not None
 
 
-def test_qwen3_has_an_empty_thought_before_the_last_answer_alone(tmp_path: Path) -> None:
+def test_qwen3_writes_an_empty_thought_itself(tmp_path: Path) -> None:
+    """Its prompt has none, so the model must write it; once others follow, an answer has none, so those are refused."""
     form = own(PUBLISHED["qwen3"], tmp_path / "lm")
-    turns = [Turn("human", "a"), Turn("gpt", "b"), Turn("human", "c"), Turn("gpt", "\nd")]
-    text = "".join(piece.text for piece in form.write(turns, ""))
-    assert text == (
-        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n"
-        f"<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n{THINK}d<|im_end|>\n"
+    turns = [Turn("human", "a"), Turn("gpt", "\nb")]
+    pieces = form.write(turns, "")
+    head = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+    assert "".join(piece.text for piece in pieces) == f"{head}{THINK}b<|im_end|>\n"
+    assert "".join(piece.text for piece in pieces if piece.supervised) == f"{THINK}b<|im_end|>"
+    assert "".join(piece.text for piece in form.write(turns[:1], "")) == head and form.begin == THINK
+    asked = form.write([*turns, Turn("human", "c")], "")
+    assert "".join(piece.text for piece in asked) == (
+        f"{head}\nb<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"
     )
-    assert "".join(p.text for p in form.write(turns, "") if p.supervised) == "b<|im_end|>d<|im_end|>"
-    assert "".join(p.text for p in form.write(turns[:3], "")).endswith(f"c<|im_end|>\n<|im_start|>assistant\n{THINK}")
     thought = Turn("gpt", "<think>\nwhy\n</think>\n\nb")
-    for wrong in ([turns[0], thought], [turns[0], thought, *turns[2:]]):
+    for wrong in ([turns[0], thought], [*turns, Turn("human", "c"), Turn("gpt", "d")]):
         with pytest.raises(DataError) as caught:
             form.write(wrong, "data.json, record 3")
         assert caught.value.kind is Kind.chat_template and "record 3" in str(caught.value)
@@ -335,8 +397,8 @@ def test_a_processor_of_llava_next_begins_with_bos(tmp_path: Path) -> None:
 
 
 def test_todays_date_is_always_the_same(tmp_path: Path) -> None:
-    form = own(CHATML + "{{ strftime_now('%d %B %Y, %A') }}", tmp_path / "lm")
-    assert form.layout("hg").frames[-1].text.endswith("26 July 2024, Friday")
+    form = own("{{ strftime_now('%d %B %Y, %A') }}" + CHATML, tmp_path / "lm")
+    assert form.layout("hg").frames[0].text.startswith("26 July 2024, Friday")
 
 
 def test_what_is_learned_is_learned_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

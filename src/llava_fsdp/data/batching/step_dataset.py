@@ -144,13 +144,17 @@ class Steps(Dataset):
         self.records.fetch_ahead(names, names)
         rows, tile_numbers = [], []
         for number, record, sample, here in zip(numbers, records, samples, parts, strict=True):
-            counts = [self.image_reader.count_tiles(record, place) for place in range(len(sample.images))]
+            counts = [self.image_reader.count_tiles(record, sample.place(n)) for n in range(len(sample.images))]
 
             def read(
-                place: int, number: int = number, record: Record = record, counts: list[int] = counts
+                place: int,
+                number: int = number,
+                record: Record = record,
+                sample: Sample = sample,
+                counts: list[int] = counts,
             ) -> np.ndarray:
                 try:
-                    return self.tiles(record, number, place)
+                    return self.tiles(record, number, sample.place(place))
                 except DataError as error:
                     facts.skipped.append(self.skipped(number, error))
                     return np.zeros((counts[place], *self.image_reader.no_tiles().shape[1:]), dtype=np.uint8)
@@ -212,7 +216,7 @@ class Steps(Dataset):
     def load(self, number: int) -> Row:
         record = self.parse(number)
         sample = self.encode(record, number)
-        return sample, [self.tiles(record, number, place) for place in range(len(sample.images))]
+        return sample, [self.tiles(record, number, sample.place(n)) for n in range(len(sample.images))]
 
     def skipped(self, number: int, error: DataError) -> SkippedSample:
         """Return what describes a record that is left out of a step because of an error. Raise the error instead if
@@ -320,7 +324,7 @@ class Steps(Dataset):
             if has_image not in rows and not isinstance(row := self.read(number), SkippedSample):
                 rows[has_image] = row
                 record = self.parse(number)
-                sizes += [self.image_reader.size(record, n) for n in range(len(row[1]))]
+                sizes += [self.image_reader.size(record, rows[has_image][0].place(n)) for n in range(len(row[1]))]
         micro = Collator(self.image_reader, self.collate.normalize, pack=False)(list(rows.values()), StepFacts(0), 1)
         micro = replace(micro, label_positions=torch.arange(micro.input_ids.numel()), label_ids=torch.zeros(0))
         return micro, sizes

@@ -75,7 +75,7 @@ class EncodeRecords(Pass):
             if made is None:
                 continue
             sample = made.sample
-            tiles = sum(self.reader.count_tiles(record, place) for place in range(len(sample.images)))
+            tiles = sum(self.reader.count_tiles(record, sample.place(n)) for n in range(len(sample.images)))
             image_tokens = int((sample.input_ids == IMAGE_ID).sum())
             held = len(sample.input_ids), sample.num_labels, len(sample.images), tiles, image_tokens
             lost = sample.positions_cut, sample.labels_cut, len(made.whole.input_ids)
@@ -96,6 +96,13 @@ class EncodeRecords(Pass):
         made = attempt(lambda: self.encoder.measure(record, self.limits), tell)
         if made is not None:
             check_cut(record, made, self.encoder.max_length, tell)
+            if made.whole.unlearnt:
+                tell(
+                    Kind.unlearnt_answer,
+                    f"{record.where} has {made.whole.unlearnt} answers without labels: the prompts of later answers "
+                    "show them with other tokens than a model generates; make each answer a record of its own to "
+                    "train all",
+                )
         return made
 
     def check_shapes(self, record: Record, number: int) -> None:

@@ -326,13 +326,14 @@ class RecordReader:
         if len(texts) != 1 or len(speakers) != 1:
             raise self.bad(what, raw, "an object with from and value, or with role and content")
         self.note_unread(fields)
-        text = fields[texts[0]]
+        text, parts = fields[texts[0]], None
         role = SPEAKERS.get(speakers[0]) or speakers[0]
         learnt = self.note_keys(what, fields, MESSAGE_KEYS, form, role == "gpt")
         if texts == ["content"] and isinstance(text, list):
-            parts = (f"{form}content[].", role == "gpt")
-            text = "".join(self.part(f"{what}, part {number}", own, *parts) for number, own in enumerate(text))
-        return Turn(role, self.text(what, text), learnt or role != "gpt")
+            keys = (f"{form}content[].", role == "gpt")
+            parts = tuple(self.part(f"{what}, part {number}", own, *keys) for number, own in enumerate(text))
+            text = "".join(parts)
+        return Turn(role, self.text(what, text), learnt or role != "gpt", parts)
 
     def text(self, what: str, value: Any) -> str:
         if not isinstance(value, str):
@@ -607,7 +608,12 @@ def put_videos(
 
     def read(turn: Turn) -> Turn:
         tags = re.compile(IMAGE_TAG) if "</video>" in turn.text.lower() else ANY_TAG  # <video> is HTML with </video>
-        return replace(turn, text=tags.sub(take, turn.text)) if turn.role == "human" else turn
+        if turn.role != "human":
+            return turn
+        if turn.parts is None:
+            return replace(turn, text=tags.sub(take, turn.text))
+        parts = tuple(tags.sub(take, part) for part in turn.parts)
+        return replace(turn, text="".join(parts), parts=parts)
 
     read_turns = [read(turn) for turn in turns]
     return (*ordered, *images_left, *videos_left), read_turns
@@ -622,10 +628,10 @@ def images_in_front(turns: list[Turn], num_images: int) -> list[Turn]:
         num_images: number of the record's images.
     """
     first = next((number for number, turn in enumerate(turns) if turn.role == "human"), None)
-    if first is None or any(IMAGE_TAG in turn.text for turn in turns):
+    if not num_images or first is None or any(IMAGE_TAG in turn.text for turn in turns):
         return turns
     return [
         *turns[:first],
-        replace(turns[first], text=f"{IMAGE_TAG}\n" * num_images + turns[first].text),
+        Turn("human", f"{IMAGE_TAG}\n" * num_images + turns[first].text),
         *turns[first + 1 :],
     ]

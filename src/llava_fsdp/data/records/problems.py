@@ -34,6 +34,7 @@ class Kind(StrEnum):
     no_labels = "no_labels"
     too_long = "too_long"
     key_not_obeyed = "key_not_obeyed"
+    unlearnt_answer = "unlearnt_answer"
 
 
 class Kept(Enum):
@@ -84,6 +85,10 @@ PROBLEMS: dict[Kind, Problem] = {
     Kind.key_not_obeyed: Problem(
         "a key says what is learnt, and cannot be obeyed: a weight between 0 and 1, thoughts, a rejected answer",
         Kept.no,
+    ),
+    Kind.unlearnt_answer: Problem(
+        "an earlier answer has no labels, as the model's own chat template or tokenizer writes it in another way later",
+        Kept.yes,
     ),
 }
 

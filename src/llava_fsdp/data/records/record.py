@@ -63,6 +63,8 @@ class Turn:
     text: str
     learnt: bool = True
     """Whether an answer has labels. If not, it is only read, like a question."""
+    parts: tuple[str, ...] | None = field(default=None, compare=False)
+    """The parts of `text`, if the record has a list of parts instead of a text; `<image>` for an image or a video."""
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,13 @@ which have labels) or not."""
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from llava_fsdp.data.records.forms import SPEAKERS
 from llava_fsdp.data.records.problems import Kind
 from llava_fsdp.data.records.record import Record, Turn
-from llava_fsdp.data.text.jinja_template import ChatTemplate, Piece
+from llava_fsdp.data.text.jinja_template import ChatTemplate
+from llava_fsdp.data.text.message_parts import IMAGE, media_of
 from llava_fsdp.data.text.templates import IMAGE_TAG, Template
 from llava_fsdp.runtime.errors import DataError
 
@@ -23,6 +24,11 @@ class Segment:
     supervised: bool
     from_record: bool = False
     """Whether the text comes from the record; otherwise it comes from the conversation template."""
+    image: int | None = None
+    """With a model's own chat template: index of the image or video in whose place the text stands; None: the segment
+    is text."""
+    begins_answer: bool = False
+    """With a model's own chat template: whether the prompt for generation ends before this segment."""
 
 
 def render(record: Record, form: Template | ChatTemplate, start_end: bool) -> list[Segment]:
@@ -38,7 +44,8 @@ def render(record: Record, form: Template | ChatTemplate, start_end: bool) -> li
             image tags is not the number of images, or a model's own template refuses or changes the turns.
     """
     check_turns(record)
-    segments = prompt(asked_turns(record), form, start_end, bool(record.images), record.where)
+    media = media_of(record.images)
+    segments = prompt(asked_turns(record), form, start_end, bool(record.images), record.where, media)
     return segments if isinstance(form, ChatTemplate) else [*segments, Segment(form.pattern.end, False)]
 
 
@@ -48,6 +55,7 @@ def prompt(
     start_end: bool,
     has_images: bool,
     where: str = "the conversation",
+    media: str = "",
 ) -> list[Segment]:
     """Render the messages (turns) of a conversation as text, without the text that ends a conversation. If the last
     message is a question, the text ends where a model's answer begins. Return the text as segments, which know whether
@@ -61,12 +69,15 @@ def prompt(
         start_end: whether to put `<im_start>` and `<im_end>` around every image tag.
         has_images: whether `<image>` tags stand for images; otherwise they are ordinary text.
         where: name of the conversation in error messages.
+        media: the kinds of the conversation's images and videos (see `media_of`), for a model's own chat template;
+            empty: all are images.
 
     Raises:
         DataError: a model's own template refuses or changes the turns.
     """
     if isinstance(form, ChatTemplate):
-        return own_prompt(turns, form, start_end, has_images, where)
+        tags = sum(turn.text.count(IMAGE_TAG) for turn in turns if turn.role == "human") if has_images else 0
+        return own_prompt(turns, form, start_end, media[:tags].ljust(tags, IMAGE), where)
     pattern = form.pattern
     system, turns = split_system(turns)
     segments = [Segment(pattern.before_system, False), *write_system(system, form)]
@@ -125,46 +136,55 @@ def tagged(text: str, tag: str, has_images: bool) -> list[Segment]:
 
 
 def own_prompt(
-    turns: Sequence[Turn], form: ChatTemplate, start_end: bool, has_images: bool, where: str
+    turns: Sequence[Turn], form: ChatTemplate, start_end: bool, media: str, where: str, has_labels: bool = True
 ) -> list[Segment]:
     """Render the messages (turns) of a conversation as text with a model's own chat template. Return the text as
-    segments, which know whether their tokens have labels.
+    segments, which know whether their tokens have labels, and which image stands in their place.
 
     Args:
         form: the chat template.
         start_end: whether to put `<im_start>` and `<im_end>` around every image tag.
-        has_images: whether `<image>` tags stand for images; otherwise they are ordinary text.
+        media: the kind of the image or video of each `<image>` tag (see `media_of`); empty: tags are ordinary text.
         where: name of the conversation in error messages.
+        has_labels: whether answers are to have labels; otherwise the text is as transformers writes it.
 
     Raises:
         DataError: the template refuses or changes the turns.
     """
-    turns = [Turn(t.role, image_first(t.text, has_images)) if t.role == "human" else t for t in turns]
+    if form.images is None:
+        turns = [Turn(t.role, image_first(t.text, bool(media))) if t.role == "human" else t for t in turns]
+    before, after = image_tag(form, start_end).split(IMAGE_TAG)
+    numbers = itertools.count()
     segments = []
-    for piece in without_unlearnt(form.write(turns, where), turns):
-        if piece.turn is not None and turns[piece.turn].role == "human":
-            segments += tagged(piece.text, image_tag(form, start_end), has_images)
+
+    def add_image(number: int) -> None:
+        segments.append(Segment(before, False))
+        segments.append(Segment(IMAGE_TAG, False, image=number))
+        segments.append(Segment(after, False))
+
+    for piece in form.write(turns, where, media if form.images else "", has_labels):
+        if piece.image is not None:
+            add_image(piece.image)
+        elif piece.turn is not None and turns[piece.turn].role == "human" and media and form.images is None:
+            for place, text in enumerate(piece.text.split(IMAGE_TAG)):
+                if place:
+                    add_image(next(numbers))
+                segments.append(Segment(text, False, from_record=True))
         else:
-            segments.append(Segment(piece.text, piece.supervised, from_record=piece.turn is not None))
+            from_record = piece.turn is not None
+            segments.append(Segment(piece.text, piece.supervised, from_record, begins_answer=piece.begins_answer))
     return segments
 
 
-def without_unlearnt(pieces: list[Piece], turns: Sequence[Turn]) -> list[Piece]:
-    """Return the pieces of the text of a conversation without the labels of those answers that are not learnt. The
-    labelled pieces of an answer, with the text that ends it, are consecutive, and those of two answers are not.
+def image_order(segments: Sequence[Segment], count: int) -> list[int]:
+    """Return the indices of a conversation's images and videos in the order in which they stand in its text.
 
     Args:
-        turns: the messages of the conversation.
+        segments: the conversation's text.
+        count: number of its images and videos.
     """
-    if all(turn.learnt for turn in turns):
-        return pieces
-    made: list[Piece] = []
-    for supervised, own in itertools.groupby(pieces, lambda piece: piece.supervised):
-        stretch = list(own)
-        if supervised and not all(turns[piece.turn].learnt for piece in stretch if piece.turn is not None):
-            stretch = [replace(piece, supervised=False) for piece in stretch]
-        made += stretch
-    return made
+    order = [segment.image for segment in segments if segment.image is not None]
+    return order or list(range(count))
 
 
 def image_tag(form: Template | ChatTemplate, start_end: bool) -> str:
@@ -214,9 +234,15 @@ def opening_question(record: Record) -> tuple[str | None, str, int, str]:
     system, turns = split_system(asked_turns(record))
     if [turn.role for turn in turns[:2]] != ["human", "gpt"]:
         raise DataError(f"{record.where}: it must begin with a question (human) and its answer (gpt)")
-    text = image_first(turns[0].text, bool(record.images))
-    images = min(len(record.images), text.count(IMAGE_TAG))
-    return None if system is None else system.text, text, images, turns[1].text
+    images = min(len(record.images), turns[0].text.count(IMAGE_TAG))
+    return None if system is None else system.text, turns[0].text, images, turns[1].text
+
+
+def opening_turns(record: Record) -> list[Turn]:
+    """Return the messages of a dataset record up to its first question: its system message, if it has one, and the
+    question."""
+    system, turns = split_system(asked_turns(record))
+    return [turns[0]] if system is None else [system, turns[0]]
 
 
 def asking(system: str | None, question: str) -> list[Turn]:

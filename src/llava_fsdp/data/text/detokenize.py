@@ -110,13 +110,17 @@ class AnswerText:
     final: it never contains half a character, a part of the text that ends the answer, or white space at the beginning
     or end of the whole answer."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: str, stops: frozenset[int]):
+    def __init__(self, tokenizer: Tokenizer, stop: str, stops: frozenset[int], begin: str = ""):
         """Begin an empty answer, whose tokens are then added one by one.
 
         Args:
             stop: text that ends the answer.
             stops: ids of the tokens that end the answer.
+            begin: text that a model writes before an answer, such as an empty thought. It is no part of the answer's
+                text if the answer begins with it.
         """
+        self._begin = tokenizer.encode_rest(begin, tokenizer.find_special(begin)) if begin else []
+        self._generated: list[int] = []
         self.tokenizer = tokenizer
         self.stop = stop
         self.stops = stops
@@ -133,11 +137,20 @@ class AnswerText:
         empty."""
         if self.ended:
             return ""
-        if token in self.stops:
+        self._generated.append(token)
+        if token in self.stops and not self._is_beginning():
             self.ended = True
             return self.close()
         self.ids.append(token)
+        if self._is_beginning():
+            return ""
+        if self._begin and self._generated == [*self._begin, token]:
+            self._window = self._decoded = len(self._begin)
         return self._release(self._decode(is_last=False))
+
+    def _is_beginning(self) -> bool:
+        """Return whether all tokens so far are those of the text that a model writes before an answer."""
+        return self._generated == self._begin[: len(self._generated)]
 
     def close(self) -> str:
         """End a generated answer and return its text that was still held back."""

@@ -11,7 +11,8 @@ from llava_fsdp.config import SpecialTokens, TooLong
 from llava_fsdp.data.records.problems import Kind
 from llava_fsdp.data.records.record import Record
 from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
-from llava_fsdp.data.text.conversation import Segment, render
+from llava_fsdp.data.text.conversation import Segment, image_order, render
+from llava_fsdp.data.text.encode_chat import encode_chat, is_chat
 from llava_fsdp.data.text.jinja_template import ChatTemplate
 from llava_fsdp.data.text.llava_v1_5 import Original, check_images, check_like_original, encode_like_original
 from llava_fsdp.data.text.templates import IMAGE_TAG, Template
@@ -40,12 +41,21 @@ class Sample:
     """Number of tokens removed by truncation."""
     labels_cut: int
     """Number of supervised tokens removed by truncation."""
+    unlearnt: int = 0
+    """Number of answers without labels, because a model's own chat template, or its tokenizer, writes them in the
+    prompts of later answers in another way than a model generates them."""
+    places: tuple[int, ...] | None = None
+    """For each image, its index among the images of the record; None: they have the order of the record."""
 
     @property
     def num_labels(self) -> int:
         """Number of labels of an encoded dataset record that count in the loss. The first token is never predicted, so
         its label does not count."""
         return int((self.labels[1:] != IGNORE).sum())
+
+    def place(self, number: int) -> int:
+        """Return the index of an image of an encoded dataset record among the images of the record."""
+        return number if self.places is None else self.places[number]
 
 
 @dataclass(frozen=True)
@@ -112,9 +122,15 @@ class ExactEncoder:
     def _whole(self, record: Record) -> Sample:
         rows = [self.image_rows(record, n) for n in range(len(record.images))]
         segments = render(record, self.template, self.start_end)
-        lengths, adds_bos = [len(r) for r in rows], self.template.adds_bos
-        ids, labels = encode_segments(segments, self.tokenizer, lengths, self.special_tokens, adds_bos)
-        return Sample(ids, labels, record.images, tuple(rows), 0, 0)
+        lengths = [len(r) for r in rows]
+        if not isinstance(self.template, ChatTemplate):
+            ids, labels = encode_segments(segments, self.tokenizer, lengths, self.special_tokens)
+            return Sample(ids, labels, record.images, tuple(rows), 0, 0)
+        made = encode_chat(segments, self.tokenizer, lengths, self.special_tokens, self.template.prompt_ends)
+        order = image_order(segments, len(rows))
+        names, shown = tuple(record.images[n] for n in order), tuple(rows[n] for n in order)
+        places = tuple(order) if order != sorted(order) else None
+        return Sample(made.ids, made.labels, names, shown, 0, 0, made.unlearnt, places)
 
 
 def truncate(sample: Sample, max_length: int) -> Sample:
@@ -129,7 +145,8 @@ def truncate(sample: Sample, max_length: int) -> Sample:
         first_cut = np.flatnonzero(ids == IMAGE_ID)[ends[whole - 1] if whole else 0]
         cut = min(cut, int(first_cut))
     lost = int((labels[cut:] != IGNORE).sum())
-    return Sample(ids[:cut], labels[:cut], sample.images[:whole], rows[:whole], len(ids) - cut, lost)
+    shown = sample.images[:whole], rows[:whole]
+    return Sample(ids[:cut], labels[:cut], *shown, len(ids) - cut, lost, sample.unlearnt, sample.places)
 
 
 @dataclass(frozen=True)
@@ -217,7 +234,7 @@ def encode_segments(
     """Return the token ids and labels of a conversation, both int64 [length].
 
     The text between two images is tokenized by itself (LLaVA mm_utils.py:185-204). Without images, `<image>` is
-    ordinary text.
+    ordinary text. The text of a model's own chat template is tokenized as `encode_chat` does.
 
     Args:
         segments: the text of the conversation, in pieces whose tokens have labels or not.
@@ -226,6 +243,9 @@ def encode_segments(
             as special tokens (`parse`).
         adds_bos: whether the tokenizer's BOS token, if it has one, is put first.
     """
+    if is_chat(segments):
+        made = encode_chat(segments, tokenizer, image_lengths, special_tokens)
+        return made.ids, made.labels
     text = "".join(s.text for s in segments)
     marked = np.repeat([s.supervised for s in segments], [len(s.text) for s in segments])
     before = np.concatenate([[0], np.cumsum(marked)])  # supervised characters before each character

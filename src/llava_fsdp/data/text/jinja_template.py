@@ -1,16 +1,17 @@
 """Render conversations with a language model's own chat template (Jinja), and find which characters come from the turns
-(messages) of a dataset record.
+(messages) of a dataset record, and which have labels.
 
 The text is exactly what transformers' `apply_chat_template` renders. The template's own text around the turns depends
-only on the roles of the turns. So it is determined once for each sequence of roles, by rendering a conversation whose
-turns are marker texts. Each record's conversation is then rendered. If the result is not exactly the text determined
-before with the record's turns in it, the template has changed what a turn says, and the record is refused.
+only on the shape of the conversation: the roles of its turns and the kinds of their parts. So it is determined once for
+each shape, by rendering a conversation whose texts are marker texts (see chat_layout.py). Each record's conversation is
+then rendered. If the result is not exactly the text determined before with the record's texts in it, the template has
+changed what a turn says, and the record is refused.
 """
 
 import hashlib
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +20,8 @@ from typing import Any
 from llava_fsdp.data.records.problems import Kind
 from llava_fsdp.data.records.record import Turn
 from llava_fsdp.data.text.bounded_jinja import BREAKS, TemplateRefused, render
+from llava_fsdp.data.text.chat_layout import MARK, MARKS, Layout, Unfit, learn
+from llava_fsdp.data.text.message_parts import IMAGE, ROLES, TEXT, VIDEO, Message, divide, parse_shape, shape_of
 from llava_fsdp.data.text.templates import IMAGE_TAG, Template, template
 from llava_fsdp.data.text.tokenizer import Tokenizer, open_tokenizer, read_optional
 from llava_fsdp.runtime.errors import ConfigError, DataError
@@ -28,10 +31,11 @@ from llava_fsdp.runtime.safe_load import read_text
 OWN = "chat_template"
 """Name of a language model's own template in `data.template`; a run records it as chat_template-DIGEST."""
 FILE = "chat_template.jinja"
-ROLES = {"system": "system", "human": "user", "gpt": "assistant"}
 BEGIN, END = "{# the model's own chat template begins #}\n", "{%+ endset %}{# the model's own chat template ends #}"
 """Texts before and after the model's template in an exported file. The code outside of them converts messages to the
 turns that training saw."""
+BEGIN_PARTS = "{# the model's own chat template, which gets images as parts of messages, begins #}\n"
+"""Text that stands instead of BEGIN if training gave images to the template as parts of messages."""
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Variables of a template for which transformers gives it special tokens."""
 DATE = (
@@ -44,92 +48,44 @@ Llama 3 writes if it knows none. Otherwise the tokens of a record would change f
 BOS = "{%- if true %}{{- bos_token }}{%- endif %}\n"
 """Jinja code that is put before the template of a LLaVA-NeXT model. It writes the BOS token, which the processor adds
 and the template lacks."""
-MARK = "\ue000turn {}\ue001"
-"""Text that is used as turn number {} to determine the text around turns. It has private-use characters, which no
-template treats specially."""
-MARKS = re.compile("\ue000turn (\\d+)\ue001")
-ANSWER = "\ue000answer\ue001"
-"""Text that is used as the last turn of a prompt, whose answer is still to be generated."""
-LEFT, RIGHT = "\n\t\n", "\n \n"
-"""White space that is put before and after MARK, to determine how the template strips the text of a turn."""
-STRIPPED = ("", "\n", None)
-"""Possible arguments of `str.strip` with which a template strips the text of a turn: it strips nothing, line breaks, or
-white space."""
 SECONDS = 0.2
 """Greatest number of seconds of processor time that a template may take to render a short conversation, of which it is
 shown about thirty; a slower one is refused. `bounded_jinja` has the limits of all conversations."""
-
-
-class Unfit(Exception):
-    """Raised if a chat template cannot be used for a conversation; the message says why."""
-
-
-@dataclass(frozen=True)
-class Slot:
-    """Position in the text of a rendered conversation at which the text of a turn (message) is inserted."""
-
-    turn: int
-    """Index of the turn."""
-    left: str | None
-    """Argument of `str.lstrip` with which the template strips the turn's text."""
-    right: str | None
-    """Argument of `str.rstrip` with which the template strips the turn's text."""
-
-    def fill(self, text: str) -> str:
-        """Return the text of a turn (message) as the chat template writes it: without the white space that it
-        strips."""
-        return text.lstrip(self.left).rstrip(self.right)
+WHOLE = ("llava", "llava_next", "llava_onevision", "internvl")
+"""Types (`model_type`) of transformers' whole models, whose processors give images to the template as parts."""
+UNREAD = ("fails: ", "leaves turns out")
+"""Beginnings of the reasons for which another form of messages is tried."""
 
 
 @dataclass(frozen=True)
-class Frame:
-    """Text that a chat template writes between two turns (messages), before the first one or after the last one."""
+class ImageParts:
+    """The texts for images and videos of a whole model, whose chat template gets them as parts of messages. They are
+    those of the model's processor in transformers."""
 
-    text: str
-    end: int = 0
-    """Number of characters at the beginning of `text` that end an answer; they have labels, like the answer."""
-    before: int = 0
-    """Number of white-space characters at the end of `text` that are between the prompt for generation and an answer;
-    they have labels, like the answer."""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The text that a chat template writes around the turns (messages) of every conversation with the same sequence of
-    roles."""
-
-    frames: tuple[Frame, ...]
-    """The template's own texts: one before each turn, and one after the last turn."""
-    slots: tuple[Slot, ...]
-    """For each position between two frames, the turn that is inserted there."""
-
-    def fill(self, texts: Sequence[str]) -> list[str]:
-        """Return the texts of a conversation's turns (messages) as the chat template writes them, and in its order.
-
-        Args:
-            texts: the texts of the turns.
-        """
-        return [slot.fill(texts[slot.turn]) for slot in self.slots]
-
-    def join(self, filled: Sequence[str]) -> str:
-        """Return the text of a whole conversation: what the chat template writes around the turns (messages), with
-        their texts in it.
-
-        Args:
-            filled: the texts of the turns, as `fill` returns them.
-        """
-        return "".join(frame.text + text for frame, text in zip(self.frames, [*filled, ""], strict=True))
+    image: str = IMAGE_TAG
+    """Text that the template writes for an image, in whose place the processor puts the image's tokens."""
+    video: str = "<video>"
+    """Text that the template writes for a video."""
+    before: str = ""
+    """Text that the processor puts before the tokens of an image."""
+    after: str = ""
+    """Text that the processor puts after the tokens of an image."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of the text of a conversation: text of the chat template, or of a turn (message)."""
+    """A part of the text of a conversation: text of the chat template, or of a turn (message), or an image."""
 
     text: str
     supervised: bool
     """Whether the tokens of the text have labels."""
     turn: int | None = None
     """Index of the turn; None: the text is the template's."""
+    image: int | None = None
+    """Index of the image or video among those of the conversation, in the place of which `text` stands; None: the piece
+    is text."""
+    begins_answer: bool = False
+    """Whether the prompt for generation ends before this piece, in a conversation that goes on with an answer."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -144,25 +100,44 @@ class ChatTemplate:
     """{variable of the template: special token}."""
     tokenizer: Tokenizer
     parts: bool = False
-    """Whether the content of a message is a list with one text part; otherwise it is text."""
+    """Whether the content of a message is a list of parts; otherwise it is text."""
+    images: ImageParts | None = None
+    """How a whole model takes images, as parts of messages; None: images are tags in the text of a message."""
     layouts: dict[str, Layout | str] = field(default_factory=dict, compare=False)
-    """{roles of a conversation, as first letters: its Layout, or the reason why the template cannot be used for it}."""
+    """{shape of a conversation: its Layout, or the reason why the template cannot be used for it}."""
+    prompt_ends: dict[str, list[int]] = field(default_factory=dict, compare=False)
+    """{end of a prompt, from its last special token on: its token ids}, filled while records are encoded."""
 
-    image = IMAGE_TAG
     image_only = False
     adds_bos = False
 
     def __repr__(self) -> str:
-        return f"chat template {digest(self.code)} {sorted(self.variables.items())} {self.parts}"
+        form = f"{self.parts} {self.images} prompts apart"
+        return f"chat template {digest(self.code)} {sorted(self.variables.items())} {form}"
+
+    @cached_property
+    def image(self) -> str:
+        """The text that stands for an image in a conversation."""
+        own = self.images or ImageParts()
+        return f"{own.before}{IMAGE_TAG}{own.after}"
+
+    @property
+    def placeholders(self) -> dict[str, str]:
+        """{kind of a part: the text that the template writes for it}."""
+        return {} if self.images is None else {IMAGE: self.images.image, VIDEO: self.images.video}
 
     @cached_property
     def stop(self) -> str:
         """The text with which a chat template ends an answer: all its text after the last answer up to and including
         the first special token. Special tokens directly after this one are included if they also follow an earlier
         answer. Raises Unfit if there is no special token."""
-        _, frames = self.order_and_frames("hg")
-        _, longer = self.order_and_frames("hghg")
-        last, earlier = frames[-1], longer[2]
+        _, frames = self.marked("hg")
+        last = frames[-1]
+        try:
+            _, longer = self.marked("hghg")
+            earlier = longer[2]
+        except Unfit:
+            earlier = ""
         ends: list[int] = []
         for begin, end in self.tokenizer.find_special(last):
             if not ends or (begin == ends[-1] and earlier.startswith(last[:end])):
@@ -171,24 +146,31 @@ class ChatTemplate:
             raise Unfit("writes no special token after the last answer, so that a model would not learn to end one")
         return last[: ends[-1]]
 
-    def write(self, turns: Sequence[Turn], where: str) -> list[Piece]:
+    @cached_property
+    def begin(self) -> str:
+        """The text that a model writes before an answer, such as an empty thought; empty if it is white space."""
+        frame = self.layout("hg").frames[-2]
+        between = frame.text[len(frame.text) - frame.before :]
+        return between if between.strip() else ""
+
+    def write(self, turns: Sequence[Turn], where: str, media: str = "", has_labels: bool = True) -> list[Piece]:
         """Render the messages (turns) of a conversation with the chat template. Return its text as pieces, which know
-        whether their tokens have labels. If the last message is a question, the text ends where a model's answer
-        begins.
+        whether their tokens have labels. If the last message is a question, the text is the prompt for its answer.
 
         Args:
             where: name of the conversation in error messages.
+            media: the kinds of the conversation's images and videos (see `media_of`), if the template gets them as
+                parts of messages; otherwise empty.
+            has_labels: whether answers are to have labels; otherwise the text is as transformers writes it.
 
         Raises:
             DataError: the template refuses the conversation, or changes the text of a turn.
         """
-        asks = turns[-1].role == "human"
-        turns = [*turns, Turn("gpt", ANSWER)] if asks else turns
-        texts = [turn.text for turn in turns]
+        messages = divide(turns, media) if self.images else [Message(t.role, TEXT, (t.text,), t.learnt) for t in turns]
         try:
-            layout = self.layout("".join(turn.role[0] for turn in turns))
-            filled = layout.fill(texts)
-            if self.render([turn.role for turn in turns], texts) != layout.join(filled):
+            layout = self.layout(shape_of(messages), has_labels)
+            filled = layout.fill([text for message in messages for text in message.texts])
+            if self.render(messages) != layout.join(filled):
                 raise Unfit("changes the text of a turn, or leaves a turn out, because of what it says")
         except Unfit as unfit:
             raise DataError(
@@ -196,164 +178,102 @@ class ChatTemplate:
                 "or another of LLaVA's",
                 Kind.chat_template,
             ) from unfit
-        pieces: list[Piece] = []
-        for frame, slot, text in zip(layout.frames, layout.slots, filled, strict=False):
-            before = len(frame.text) - frame.before
-            pieces.append(Piece(frame.text[: frame.end], True))
-            pieces.append(Piece(frame.text[frame.end : before], False))
-            if asks and slot.turn == len(turns) - 1:
-                return pieces
-            pieces.append(Piece(frame.text[before:], True))
-            pieces.append(Piece(text, turns[slot.turn].role == "gpt", slot.turn))
-        last = layout.frames[-1]
-        return [*pieces, Piece(last.text[: last.end], True), Piece(last.text[last.end :], False)]
+        return list(self.pieces(layout, filled, media))
 
-    def layout(self, roles: str) -> Layout:
-        """Return what a chat template writes around the turns (messages) of conversations with the same roles. The
-        result is cached. Raise Unfit if the template cannot be used for them.
+    def pieces(self, layout: Layout, filled: Sequence[str], media: str) -> Iterator[Piece]:
+        """Yield the text of a conversation as pieces, which know whether their tokens have labels.
 
         Args:
-            roles: first letters of the turns' roles, such as `hg` for a question (human) and an answer (gpt).
+            layout: what the template writes around the conversation's texts.
+            filled: the texts as the template writes them.
+            media: the kinds of the conversation's images and videos.
         """
-        if roles not in self.layouts:
+        numbers = {kind: iter([n for n, own in enumerate(media) if own == kind]) for kind in (IMAGE, VIDEO)}
+        kinds = {text: kind for kind, text in self.placeholders.items()}
+        finder = re.compile("(" + "|".join(map(re.escape, kinds)) + ")") if media else None
+
+        def own(text: str, supervised: bool) -> Iterator[Piece]:
+            for piece in finder.split(text) if finder else [text]:
+                if finder and piece in kinds:
+                    yield Piece(piece, False, image=next(numbers[kinds[piece]]))
+                elif piece:
+                    yield Piece(piece, supervised)
+
+        for frame, slot, text in zip(layout.frames, layout.slots, filled, strict=False):
+            before = len(frame.text) - frame.before
+            yield from own(frame.text[: frame.end], True)
+            yield from own(frame.text[frame.end : before], False)
+            if slot.turn in layout.answers:
+                yield Piece(frame.text[before:], True, begins_answer=True)
+            yield Piece(text, layout.answers.get(slot.turn, False), slot.turn)
+        last = layout.frames[-1]
+        yield from own(last.text[: last.end], True)
+        yield from own(last.text[last.end :], False)
+
+    def layout(self, shape: str, has_labels: bool = True) -> Layout:
+        """Return what a chat template writes around the texts of conversations of one shape. The result is cached.
+        Raise Unfit if the template cannot be used for them.
+
+        Args:
+            shape: such as `hg` for a question (human) and an answer (gpt); see `shape_of`.
+            has_labels: whether answers are to have labels.
+        """
+        key = shape if has_labels else f"{shape} without labels"
+        if key not in self.layouts:
             try:
-                self.layouts[roles] = self.learn(roles)
+                self.layouts[key] = learn(self, shape, has_labels)
             except Unfit as unfit:
-                self.layouts[roles] = str(unfit)
-        found = self.layouts[roles]
+                self.layouts[key] = str(unfit)
+        found = self.layouts[key]
         if isinstance(found, str):
             raise Unfit(found)
         return found
 
-    def learn(self, roles: str) -> Layout:
-        """Find out what a chat template writes around the turns (messages) of conversations with the same roles, by
-        rendering marker texts as turns. Raise Unfit if the template cannot be used for them.
+    def marked(self, shape: str, before: str = "", after: str = "") -> tuple[list[int], list[str]]:
+        """Render a conversation whose texts are marker texts. Return the order in which the chat template writes the
+        texts (their numbers), and its own text before, between and after them. Raise Unfit if a text is not written
+        exactly once.
 
         Args:
-            roles: first letters of the turns' roles, such as `hg` for a question (human) and an answer (gpt). The last
-                one must be `g`.
-        """
-        order, frames = self.order_and_frames(roles)
-        _, lefts = self.order_and_frames(roles, before=LEFT)
-        _, rights = self.order_and_frames(roles, after=RIGHT)
-        slots = [
-            Slot(turn, stripped(before, own, LEFT, str.lstrip), stripped(behind[::-1], after[::-1], RIGHT, str.rstrip))
-            for turn, before, own, behind, after in zip(order, lefts, frames, rights[1:], frames[1:], strict=False)
-        ]
-        marks = [MARK.format(n) for n in order]
-        head = "".join(frame + mark for frame, mark in zip(frames, [*marks[:-1], ""], strict=False))
-        prompt = self.render(
-            full(roles)[:-1], [MARK.format(n) for n in range(len(roles) - 1)], add_generation_prompt=True, most=SECONDS
-        )
-        rest = head[len(prompt) :] if head.startswith(prompt) else ""
-        layout = Layout(self.divide(frames, [roles[turn] for turn in order], rest if rest.isspace() else ""), (*slots,))
-        if len(roles) > 2 and roles[-3] == "g":
-            self.check_history(roles, layout)
-        return layout
-
-    def order_and_frames(self, roles: str, before: str = "", after: str = "") -> tuple[list[int], list[str]]:
-        """Render a conversation whose turns (messages) are marker texts. Return the order in which the chat template
-        writes the turns (their indices), and its own text before, between and after them. Raise Unfit if a turn is not
-        written exactly once.
-
-        Args:
-            roles: first letters of the turns' roles, such as `hg` for a question (human) and an answer (gpt).
+            shape: the conversation's shape (see `shape_of`).
             before: text that is put before each marker text.
             after: text that is put after each marker text.
         """
-        texts = [before + MARK.format(n) + after for n in range(len(roles))]
-        text = self.render(full(roles), texts, most=SECONDS)
+        messages, number = [], 0
+        for turn in parse_shape(shape):
+            texts = [before + MARK.format(number + n) + after for n in range(turn.kinds.count(TEXT))]
+            messages.append(Message(turn.role, turn.kinds, tuple(texts)))
+            number += len(texts)
+        text = self.render(messages, SECONDS)
         order = [int(n) for n in MARKS.findall(text)]
-        if sorted(order) != list(range(len(roles))):
-            raise Unfit(f"leaves turns out, or repeats them, in a conversation of {spell(full(roles))}")
+        if sorted(order) != list(range(number)):
+            raise Unfit(f"leaves turns out, or repeats them, in a conversation of {spell(messages)}")
         return order, MARKS.split(text)[::2]
 
-    def divide(self, frames: Sequence[str], roles: Sequence[str], before: str) -> tuple[Frame, ...]:
-        """Convert the texts that a chat template writes around turns (messages) to Frames, which know what characters
-        of a text have labels.
-
-        Args:
-            frames: the texts before, between and after the turns.
-            roles: first letters of the turns' roles (`s`, `h` or `g`), in the order of the text.
-            before: white space between the prompt for generation and an answer.
-        """
-        return tuple(
-            Frame(
-                frame,
-                len(self.stop) if last == "g" and frame.startswith(self.stop) else 0,
-                len(before) if following == "g" and frame.endswith(before) else 0,
-            )
-            for frame, last, following in zip(frames, ["", *roles], [*roles, ""], strict=True)
-        )
-
-    def check_history(self, roles: str, layout: Layout) -> None:
-        """Raise Unfit if a chat template writes earlier turns (messages) of a conversation differently once later turns
-        follow, so that training would see other prompts than the model does when it answers. The text between the last
-        question but one and its answer may differ.
-
-        Args:
-            roles: first letters of the turns' roles, such as `hghg`.
-            layout: what the template writes around the turns of conversations with these roles.
-        """
-        asked = self.layout(roles[:-2])
-        same = len(asked.slots) - 1
-        texts = [[frame.text for frame in own.frames[:same]] for own in (layout, asked)]
-        if layout.slots[:same] != asked.slots[:same] or texts[0] != texts[1]:
-            raise Unfit(f"writes earlier turns in another way once others follow, in a conversation of {len(roles)}")
-
-    def render(
-        self, roles: Sequence[str], texts: Sequence[str], add_generation_prompt: bool = False, most: float = math.inf
-    ) -> str:
+    def render(self, messages: Sequence[Message], most: float = math.inf) -> str:
         """Render a conversation with the chat template and return the text; raise Unfit if the template fails, or takes
-        too much time or memory.
+        too much time or memory. If the last message is no answer, the text ends with the beginning of an answer, as for
+        generation.
 
         Args:
-            roles: role of each turn (message): `system`, `human` or `gpt`.
-            texts: text of each turn.
-            add_generation_prompt: whether the text ends with the beginning of an answer, as for generation.
             most: seconds of processor time that this may take.
         """
-        messages = [
-            {"role": ROLES[role], "content": [{"type": "text", "text": text}] if self.parts else text}
-            for role, text in zip(roles, texts, strict=True)
+        made = [
+            {"role": ROLES[message.role], "content": message.content() if self.parts else message.texts[0]}
+            for message in messages
         ]
-        keys: dict[str, Any] = {"add_generation_prompt": add_generation_prompt, **self.variables}
+        keys: dict[str, Any] = {"add_generation_prompt": messages[-1].role != "gpt", **self.variables}
         try:
-            text, seconds = render(self.code, messages, keys)
+            text, seconds = render(self.code, made, keys)
         except TemplateRefused as error:
-            raise Unfit(f"{error}, for a conversation of {spell(roles)}") from error
+            raise Unfit(f"{error}, for a conversation of {spell(messages)}") from error
         if seconds > most:
-            raise Unfit(f"{BREAKS} takes over {most:g} seconds of processor time to render {len(roles)} turns")
+            raise Unfit(f"{BREAKS} takes over {most:g} seconds of processor time to render {len(messages)} turns")
         return text
 
 
-def stripped(padded: str, frame: str, pad: str, strip: Any) -> str | None:
-    """Return the argument of `strip` with which a chat template strips the text of a message: "" (nothing is stripped),
-    a line break, or None (white space).
-
-    Args:
-        padded: text of the template before a message (or the reversed text after it), rendered with the white space
-            `pad` between it and the message.
-        frame: the same text, rendered without `pad`.
-        strip: `str.lstrip` or `str.rstrip`.
-
-    Raises:
-        Unfit: the template strips other characters.
-    """
-    for chars in STRIPPED:
-        rest = strip(pad, chars)
-        if padded == frame + (rest if strip is str.lstrip else rest[::-1]):
-            return chars
-    raise Unfit("changes white space at the beginning or end of a turn in a way of its own")
-
-
-def full(roles: str) -> list[str]:
-    """Return the names of roles of messages (`system`, `human`, `gpt`), given their first letters, such as `hg`."""
-    return [next(name for name in ROLES if name[0] == letter) for letter in roles]
-
-
-def spell(roles: Sequence[str]) -> str:
-    return ", ".join(ROLES[role] for role in roles)
+def spell(messages: Sequence[Message]) -> str:
+    return ", ".join(ROLES[message.role] for message in messages)
 
 
 def digest(code: str) -> str:
@@ -385,7 +305,15 @@ def usable_name(folder: Path) -> str | None:
 
 
 def find_code(folder: Path) -> tuple[Path, str] | None:
-    """Find the chat template in a model's folder. Return its file and the Jinja code; None if the folder has none.
+    """Find the chat template in a model's folder. Return its file and the Jinja code with what it lacks (see
+    `complete`); None if the folder has none."""
+    found = find_file(folder)
+    return None if found is None else (found[0], complete(found[1], folder))
+
+
+def find_file(folder: Path) -> tuple[Path, str] | None:
+    """Find the chat template in a model's folder. Return its file and the file's Jinja code; None if the folder has
+    none.
 
     The files are those of transformers: `chat_template.jinja`, `chat_template.json`, `tokenizer_config.json`.
     """
@@ -396,7 +324,7 @@ def find_code(folder: Path) -> tuple[Path, str] | None:
         if isinstance(code, list):
             code = next((own["template"] for own in code if own.get("name") == "default"), None)
         if isinstance(code, str) and code:
-            return path, complete(code, folder)
+            return path, code
     return None
 
 
@@ -408,8 +336,9 @@ def complete(code: str, folder: Path) -> str:
         code: text of the template's file; of a file that this program exported, only the model's own template is taken.
         folder: folder of the model.
     """
-    if BEGIN in code:
-        return code.partition(BEGIN)[2].rpartition(END)[0]
+    for begin in (BEGIN, BEGIN_PARTS):
+        if begin in code:
+            return code.partition(begin)[2].rpartition(END)[0]
     bos = special_tokens(folder).get("bos_token")
     is_processor = read_optional(folder / "config.json").get("model_type") == "llava_next"
     add = BOS if is_processor and bos and bos not in code and "bos_token" not in code else ""
@@ -453,22 +382,58 @@ def open_template(name: str, folder: Path, tokenizer: Tokenizer) -> Template | C
         )
     known = {token: text for token, text in special_tokens(folder).items() if token in code}
     own = ChatTemplate(code, path, known, tokenizer)
-    reason = unfit(own)
-    if reason is not None and BREAKS not in reason and unfit(replace(own, parts=True, layouts={})) is None:
-        own, reason = replace(own, parts=True, layouts={}), None
-    if reason is not None:
-        raise ConfigError(
-            f"data.template={name}: the chat template {path} {reason}; set data.template=chatml or another of LLaVA's"
-        )
-    return own
+    images = read_image_parts(folder)
+    ways = [] if images is None else [replace(own, parts=True, images=images, layouts={})]
+    reasons = []
+    for way in (*ways, own, replace(own, parts=True, layouts={})):
+        reason = unfit(way)
+        if reason is None:
+            return way
+        reasons.append(reason)
+        if BREAKS in reason:
+            break
+    reason = next((own for own in reasons if not own.startswith(UNREAD)), reasons[0])
+    raise ConfigError(
+        f"data.template={name}: the chat template {path} {reason}; set data.template=chatml or another of LLaVA's"
+    )
+
+
+def is_whole(folder: Path) -> bool:
+    """Return whether a folder has one of transformers' whole models, such as a LLaVA or an InternVL."""
+    return read_optional(folder / "config.json").get("model_type") in WHOLE
+
+
+def read_image_parts(folder: Path) -> ImageParts | None:
+    """Return the texts for images and videos in the chat template of a whole model of transformers, as its processor
+    reads them from the folder; None if the folder has another model, or an export whose training had image tags in the
+    text of messages."""
+    found = find_file(folder)
+    if not is_whole(folder) or found is None or BEGIN in found[1]:
+        return None
+    config = read_optional(folder / "tokenizer_config.json")
+    named = config.get("extra_special_tokens")
+    known = read_optional(folder / "processor_config.json") | config | (named if isinstance(named, dict) else {})
+
+    def token(key: str, default: str) -> str:
+        value = known.get(key)
+        text = value.get("content") if isinstance(value, dict) else value
+        return text if isinstance(text, str) and text else default
+
+    video = token("video_token", "<video>")
+    if read_optional(folder / "config.json")["model_type"] != "internvl":
+        return ImageParts(token("image_token", IMAGE_TAG), video)
+    texts = (("context_image_token", "<IMG_CONTEXT>"), ("start_image_token", "<img>"), ("end_image_token", "</img>"))
+    image, before, after = (token(*text) for text in texts)
+    return ImageParts(image, video, before, after)
 
 
 def unfit(chat_template: ChatTemplate) -> str | None:
-    """Return the reason, for an error message, why a model's chat template cannot be used for training; None if it
-    can."""
+    """Return the reason, for an error message, why a model's chat template cannot be used for training; None if it can
+    be used for conversations of one question and its answer (others are tried when a record has them)."""
     try:
-        for exchanges in (1, 2, 3):
-            chat_template.layout("hg" * exchanges)
+        chat_template.layout("hg")
+        if chat_template.images is not None:
+            chat_template.layout("hitg")
     except Unfit as reason:
         return str(reason)
     return None

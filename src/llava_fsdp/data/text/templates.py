@@ -66,6 +66,8 @@ class Template:
 
     adds_bos = True
     """Whether the tokenizer's BOS token, if it has one, is put before the text."""
+    begin = ""
+    """Text that a model writes before an answer, apart from white space."""
 
     @cached_property
     def pattern(self) -> Pattern:

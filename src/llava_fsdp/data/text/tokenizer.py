@@ -68,8 +68,33 @@ class Tokenizer(ABC):
 
         Args:
             special: ranges [begin, end) of characters, in order, that are read as special tokens; special tokens
-                elsewhere in the text are read as ordinary text. None: all special tokens in the text are read as such.
+                elsewhere in the text are read as ordinary text. A range whose text is no special token of the tokenizer
+                divides the text as one does, and gives no token; it stands for an image. None: all special tokens in
+                the text are read as such.
         """
+
+    def ids_of(self, text: str, special: list[Stretch]) -> list[int]:
+        """Return the ids of the tokens that `encode` gives."""
+        return [token.id for token in self.encode(text, special)]
+
+    def encode_rest(self, text: str, special: list[Stretch]) -> list[int]:
+        """Return the token ids of a text that continues another one: without the space that some tokenizers put before
+        a text.
+
+        Args:
+            special: as for `encode`.
+        """
+        for lead in ("\n", "a", "."):
+            ids, before = [
+                [
+                    token.id
+                    for token in self.encode(own, [(begin + len(lead), end + len(lead)) for begin, end in stretches])
+                ]
+                for own, stretches in ((lead + text, special), (lead, []))
+            ]
+            if ids[: len(before)] == before:
+                return ids[len(before) :]
+        return [token.id for token in self.encode(text, special)]
 
     @abstractmethod
     def decode(self, ids: list[int]) -> str:
@@ -245,8 +270,12 @@ class JsonTokenizer(Tokenizer):
         self.size = max(self._fast.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode(self, text: str, special: list[Stretch] | None = None) -> list[Token]:
-        if special is not None and special != self.find_special(text):
-            return self._encode_between(text, special)
+        if special is not None:
+            cuts = [(begin, end) for begin, end in special if text[begin:end] not in self._special]
+            if cuts:
+                return self._encode_stretches(text, special, cuts)
+            if special != self.find_special(text):
+                return self._encode_between(text, special)
         if not self._prefixes:
             return encode_fast(self._fast, text)
         if not text:
@@ -254,15 +283,67 @@ class JsonTokenizer(Tokenizer):
         tokens = encode_fast(self._fast, SPACE + text.replace(SPACE, " "), at=-1)
         return without_lone_prefix(tokens, self._fast.token_to_id(SPACE), set(self._special.values()))
 
+    def ids_of(self, text: str, special: list[Stretch]) -> list[int]:
+        begin = special[0][1] if special and special[0][0] == 0 and text[: special[0][1]] not in self._special else 0
+        part, own = text[begin:], [(a - begin, b - begin) for a, b in special if a >= begin]
+        if self._prefixes or own != self.find_special(part):
+            return super().ids_of(text, special)
+        return (self._rest if begin else self._fast).encode(part, add_special_tokens=False).ids
+
+    def _encode_stretches(self, text: str, special: list[Stretch], cuts: list[Stretch]) -> list[Token]:
+        """Tokenize a text with ranges that stand for images. As in the tokenizers library, where an image is a special
+        token, a space that is put before a whole text is not put after an image.
+
+        Args:
+            special: all ranges of special tokens and images.
+            cuts: the ranges of images.
+        """
+        tokens: list[Token] = []
+        begin = 0
+        for end, after in [*cuts, (len(text), len(text))]:
+            part = text[begin:end]
+            own = [(a - begin, b - begin) for a, b in special if begin <= a and b <= end and (a, b) != (end, after)]
+            if not part:
+                pass
+            elif begin == 0:
+                tokens += self.encode(part, own)
+            elif own != self.find_special(part):
+                made = self._encode_between(part, own, is_first=False)
+                tokens += [Token(token.id, token.begin + begin, token.end + begin) for token in made]
+            else:
+                tokens += encode_fast(self._rest, part.replace(SPACE, " ") if self._prefixes else part, begin)
+            begin = after
+        return tokens
+
+    @cached_property
+    def _rest(self) -> FastTokenizer:
+        """The tokenizer for a text after a special token: without the space that only a whole text begins with."""
+        frozen = json.loads(self._fast.to_str())
+        space = metaspace(frozen)
+        if space is None or space.get("prepend_scheme") != "first":
+            return self._fast
+        space["prepend_scheme"] = "never"
+        return FastTokenizer.from_str(json.dumps(frozen))
+
+    @cached_property
+    def _plain_rest(self) -> FastTokenizer:
+        plain = FastTokenizer.from_str(self._rest.to_str())
+        plain.encode_special_tokens = True
+        return plain
+
     @cached_property
     def _plain(self) -> FastTokenizer:
         plain = FastTokenizer.from_str(self._fast.to_str())
         plain.encode_special_tokens = True
         return plain
 
-    def _encode_between(self, text: str, special: list[Stretch]) -> list[Token]:
+    def _encode_between(self, text: str, special: list[Stretch], is_first: bool = True) -> list[Token]:
         """Tokenize a text in which only the ranges [begin, end) of characters in `special` are special tokens. As in
-        the tokenizers library, a special token may include the spaces before and after it (lstrip, rstrip)."""
+        the tokenizers library, a special token may include the spaces before and after it (lstrip, rstrip).
+
+        Args:
+            is_first: whether the text begins a whole text; False: it follows a special token.
+        """
         tokens: list[Token] = []
         at = 0
         for begin, end in [*special, (len(text), len(text))]:
@@ -275,8 +356,8 @@ class JsonTokenizer(Tokenizer):
             part = text[at:before]
             if self._prefixes and part:
                 part = part.replace(SPACE, " ")
-                part, at = (SPACE + part, -1) if at == 0 else (part, at)
-            tokens += encode_fast(self._plain, part, at)
+                part, at = (SPACE + part, -1) if at == 0 and is_first else (part, at)
+            tokens += encode_fast(self._plain if at <= 0 and is_first else self._plain_rest, part, at)
             tokens += [] if token is None else [Token(token, before, behind)]
             at = behind
         return tokens
@@ -377,7 +458,8 @@ class LlamaTokenizer(Tokenizer):
         at = 0
         for begin, end in [*(self.find_special(text) if special is None else special), (len(text), len(text))]:
             tokens += self._encode_part(text[at:begin], at) if at < begin else []
-            tokens += [Token(self._special[text[begin:end]], begin, end)] if begin < end else []
+            token = self._special.get(text[begin:end]) if begin < end else None
+            tokens += [] if token is None else [Token(token, begin, end)]
             at = end
         return tokens
 

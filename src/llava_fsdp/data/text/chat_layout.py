@@ -1,0 +1,243 @@
+"""Learn what a chat template (Jinja) writes around the messages of conversations of one shape, and what has labels.
+
+A model is trained to write what follows the prompt that it reads when it answers. So for each answer that has labels,
+two things must hold, which are learnt from renderings of marker texts:
+
+1. The text before its labels is the template's own prompt (`add_generation_prompt=True`) for the turns before it. All
+   that the template writes between this prompt and the answer has labels, too, because the model must write it.
+2. The answer, with what ends it, is written in the same way once other turns follow.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from llava_fsdp.data.text.message_parts import IMAGE, TEXT, VIDEO, TurnShape, parse_shape, shape_of
+
+MARK = "\ue000turn {}\ue001"
+"""Text that stands for text number {} of a conversation. It has private-use characters, which no template treats
+specially."""
+MARKS = re.compile("\ue000turn (\\d+)\ue001")
+LEFT, RIGHT = "\n\t\n", "\n \n"
+"""White space that is put before and after MARK, to determine how the template strips a text."""
+STRIPPED = ("", "\n", None)
+"""Possible arguments of `str.strip` with which a template strips a text: it strips nothing, line breaks, or white
+space."""
+SHOWN = 40
+"""Number of characters of a template's text that an error message shows."""
+
+
+class Unfit(Exception):
+    """Raised if a chat template cannot be used for a conversation; the message says why."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Position in the text of a rendered conversation at which one of its texts is inserted."""
+
+    number: int
+    """Number of the text among the texts of the conversation."""
+    turn: int
+    """Index of the turn (message) whose text it is."""
+    left: str | None
+    """Argument of `str.lstrip` with which the template strips the text."""
+    right: str | None
+    """Argument of `str.rstrip` with which the template strips the text."""
+
+    def fill(self, text: str) -> str:
+        """Return a text as the chat template writes it: without the white space that it strips."""
+        return text.lstrip(self.left).rstrip(self.right)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Text that a chat template writes between two texts of a conversation, before the first one or after the last
+    one."""
+
+    text: str
+    end: int = 0
+    """Number of characters at the beginning of `text` that end an answer; they have labels, like the answer."""
+    before: int = 0
+    """Number of characters at the end of `text` that are between the prompt for generation and an answer; they have
+    labels, like the answer."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The text that a chat template writes around the texts of every conversation of one shape. A conversation that
+    ends with a question is a prompt, whose text ends where the model's answer begins."""
+
+    frames: tuple[Frame, ...]
+    """The template's own texts as they are trained: one before each text, and one after the last."""
+    slots: tuple[Slot, ...]
+    """For each position between two frames, the text that is inserted there."""
+    shown: tuple[str, ...] | None = None
+    """The template's own texts in a conversation that is rendered whole, if they are not those of `frames`: before the
+    last answer it writes other white space than in its prompt."""
+    answers: dict[int, bool] = field(default_factory=dict)
+    """{index of an answer's turn: whether it has labels}; empty for a prompt."""
+
+    def fill(self, texts: Sequence[str]) -> list[str]:
+        """Return the texts of a conversation as the chat template writes them, and in its order."""
+        return [slot.fill(texts[slot.number]) for slot in self.slots]
+
+    def join(self, filled: Sequence[str]) -> str:
+        """Return the text of a whole conversation as the chat template renders it.
+
+        Args:
+            filled: the texts of the conversation, as `fill` returns them.
+        """
+        return joined(self.shown or [frame.text for frame in self.frames], filled)
+
+    @property
+    def marks(self) -> list[str]:
+        return [MARK.format(slot.number) for slot in self.slots]
+
+    def until_answer(self, frames: Sequence[str]) -> str:
+        """Return the text of a conversation of marker texts, up to its last answer and with it.
+
+        Args:
+            frames: the template's own texts.
+        """
+        return joined([*frames[:-1], ""], self.marks)
+
+
+class Form(Protocol):
+    """A chat template, as this module needs it."""
+
+    @property
+    def stop(self) -> str: ...
+    @property
+    def placeholders(self) -> dict[str, str]: ...
+    def layout(self, shape: str, has_labels: bool = True) -> Layout: ...
+    def marked(self, shape: str, before: str = "", after: str = "") -> tuple[list[int], list[str]]: ...
+
+
+def joined(frames: Sequence[str], filled: Sequence[str]) -> str:
+    return "".join(frame + text for frame, text in zip(frames, [*filled, ""], strict=True))
+
+
+def learn(form: Form, shape: str, has_labels: bool = True) -> Layout:
+    """Find out what a chat template writes around the texts of conversations of one shape, by rendering marker texts.
+    Raise Unfit if the template cannot be used for them.
+
+    Args:
+        shape: the conversations' shape (see `shape_of`).
+        has_labels: whether to find out what has labels; otherwise no text has.
+    """
+    order, frames = form.marked(shape)
+    _, lefts = form.marked(shape, before=LEFT)
+    _, rights = form.marked(shape, after=RIGHT)
+    turns = parse_shape(shape)
+    owners = [turn for turn, own in enumerate(turns) for _ in range(own.kinds.count(TEXT))]
+    slots = tuple(
+        Slot(
+            number,
+            owners[number],
+            stripped(before, own, LEFT, str.lstrip),
+            stripped(behind[::-1], after[::-1], RIGHT, str.rstrip),
+        )
+        for number, before, own, behind, after in zip(order, lefts, frames, rights[1:], frames[1:], strict=False)
+    )
+    for kind, called in ((IMAGE, "images"), (VIDEO, "videos")):
+        wanted = sum(turn.kinds.count(kind) for turn in turns)
+        placeholder = form.placeholders.get(kind)
+        found = sum(frame.count(placeholder) for frame in frames) if placeholder else 0
+        if found != wanted:
+            raise Unfit(f"writes {found} of {wanted} {called} of a conversation")
+    if turns[-1].role != "gpt" or not has_labels:
+        return Layout(tuple(map(Frame, frames)), slots)
+    return with_labels(form, turns, slots, frames)
+
+
+def with_labels(form: Form, turns: list[TurnShape], slots: tuple[Slot, ...], frames: list[str]) -> Layout:
+    """Find out which text of conversations that end with an answer has labels. Raise Unfit if an answer cannot be
+    trained after the prompt that the template has for it.
+
+    Args:
+        turns: the shape of each message.
+        slots: the positions of the conversation's texts.
+        frames: what the template writes around the texts.
+    """
+    last = len(turns) - 1
+    if slots[-1].turn != last:
+        raise Unfit("writes other turns after the last answer")
+    taught, sizes, answers = frames, dict[int, int](), dict[int, bool]()
+    if turns[last].learnt:
+        taught, sizes[last] = after_prompt(form, turns, slots, frames)
+        answers[last] = True
+    whole = Layout(tuple(map(Frame, taught)), slots).until_answer(taught)
+    for turn, shape in enumerate(turns[:-1]):
+        if shape.role == "gpt" and shape.learnt:
+            own = form.layout(shape_of(turns[: turn + 1]))
+            alone = own.until_answer([frame.text for frame in own.frames]) + form.stop
+            answers[turn] = whole.startswith(alone)
+            sizes[turn] = own.frames[-2].before
+            is_spaced = own.shown is not None and whole.startswith(own.until_answer(own.shown) + form.stop)
+            if not answers[turn] and not is_spaced:
+                raise Unfit(
+                    f"cannot teach turn {turn}, an answer: a model writes and reads {difference(alone, whole)} (rule "
+                    "2: an answer and the text around it stay the same once other turns follow)"
+                )
+    learnt = [answers.get(slot.turn, False) for slot in slots]
+    ends = [len(form.stop) * own for own in (False, *learnt)]
+    befores = [sizes[slot.turn] if own else 0 for slot, own in zip(slots, learnt, strict=True)]
+    made = tuple(map(Frame, taught, ends, [*befores, 0]))
+    return Layout(made, slots, None if taught == frames else tuple(frames), answers)
+
+
+def after_prompt(
+    form: Form, turns: list[TurnShape], slots: tuple[Slot, ...], frames: list[str]
+) -> tuple[list[str], int]:
+    """Return the template's own texts of conversations whose last answer is trained after the template's prompt for it,
+    and the number of characters between this prompt and the answer. Raise Unfit if the answer cannot follow the prompt.
+
+    Args:
+        turns: the shape of each message.
+        slots: the positions of the conversation's texts.
+        frames: what the template writes around the texts.
+    """
+    where = f"cannot teach turn {len(turns) - 1}, an answer:"
+    if not frames[-1].startswith(form.stop):
+        raise Unfit(f"{where} it does not end with {form.stop!r}")
+    asked = form.layout(shape_of(turns[:-1]))
+    prompt = joined([frame.text for frame in asked.frames], asked.marks)
+    head = joined(frames[:-1], [MARK.format(slot.number) for slot in slots[:-1]])
+    if head.startswith(prompt):
+        return frames, len(head) - len(prompt)
+    if head.split() == prompt.split() and asked.slots == slots[:-1]:
+        return [*(frame.text for frame in asked.frames), frames[-1]], 0
+    raise Unfit(
+        f"{where} a model that answers reads {difference(prompt, head)} (rule 1: the text before an answer is the "
+        "prompt of add_generation_prompt)"
+    )
+
+
+def difference(wanted: str, found: str) -> str:
+    """Return words that say where two texts differ, for an error message."""
+    same = next(
+        (n for n, (a, b) in enumerate(zip(wanted, found, strict=False)) if a != b), min(len(wanted), len(found))
+    )
+    parts = [MARKS.sub("...", text[same:])[:SHOWN] for text in (wanted, found)]
+    return f"{parts[0]!r} where the conversation has {parts[1]!r}"
+
+
+def stripped(padded: str, frame: str, pad: str, strip: Any) -> str | None:
+    """Return the argument of `strip` with which a chat template strips a text: "" (nothing is stripped), a line break,
+    or None (white space).
+
+    Args:
+        padded: text of the template before a text (or the reversed text after it), rendered with the white space `pad`
+            between it and the text.
+        frame: the same text, rendered without `pad`.
+        strip: `str.lstrip` or `str.rstrip`.
+
+    Raises:
+        Unfit: the template strips other characters.
+    """
+    for chars in STRIPPED:
+        rest = strip(pad, chars)
+        if padded == frame + (rest if strip is str.lstrip else rest[::-1]):
+            return chars
+    raise Unfit("changes white space at the beginning or end of a turn in a way of its own")

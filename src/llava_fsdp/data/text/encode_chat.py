@@ -1,0 +1,172 @@
+"""Tokenize conversations that a model's own chat template has written, as an inference server does.
+
+A server tokenizes the prompt alone; the model then generates the answer's tokens. So the prompt of each answer that has
+labels is tokenized without the answer, even where a tokenizer would join the end of the one and the beginning of the
+other into one token. In the prompts of later answers, a server tokenizes earlier answers together with the text before
+them. Where this gives other tokens, an earlier answer cannot have labels beside a later one.
+"""
+
+import bisect
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from llava_fsdp.config import SpecialTokens
+from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
+from llava_fsdp.data.text.conversation import Segment
+from llava_fsdp.data.text.tokenizer import Stretch, Tokenizer
+
+PLACE = "\ue002"
+"""Character that stands for an image in the text of a conversation while it is tokenized."""
+PROMPT_ENDS = 1000
+"""Greatest number of ends of prompts whose token ids are remembered."""
+
+
+@dataclass(frozen=True)
+class ChatIds:
+    """The token ids and labels of a conversation."""
+
+    ids: np.ndarray
+    """Token ids, int64 [length]; IMAGE_ID at image tokens."""
+    labels: np.ndarray
+    """Labels, int64 [length]."""
+    unlearnt: int
+    """Number of answers without labels, because later prompts show them with other tokens than a model generates."""
+
+
+def is_chat(segments: Sequence[Segment]) -> bool:
+    """Return whether a conversation, given as segments, is to be tokenized as in this module."""
+    return any(segment.begins_answer or segment.image is not None for segment in segments)
+
+
+def encode_chat(
+    segments: Sequence[Segment],
+    tokenizer: Tokenizer,
+    image_lengths: Sequence[int],
+    special_tokens: SpecialTokens,
+    known: dict[str, list[int]] | None = None,
+) -> ChatIds:
+    """Return the token ids and labels of a conversation.
+
+    Args:
+        segments: the text of the conversation, as a model's own chat template writes it.
+        image_lengths: number of tokens of each image, in the order of the record.
+        special_tokens: whether special tokens in the text of a record are ordinary text or read as special tokens.
+        known: token ids of ends of prompts, which are looked up and added.
+    """
+    own = Conversation(segments, tokenizer, special_tokens, {} if known is None else known)
+    ids, ends = own.ids, own.ends
+    places = [bisect.bisect_right(ends, begin) for begin, _ in own.images]
+    marked = np.zeros(len(ids), dtype=bool)
+    unlearnt = own.unlearnt
+    for number, (begin, end) in enumerate(own.targets):
+        first, prompt = own.prompt_end(begin)
+        after = own.first_from(end)
+        if ids[first : first + len(prompt)] == prompt:
+            marked[first + len(prompt) : after] = True
+        elif number + 1 < len(own.targets):
+            unlearnt += 1
+        else:
+            answer = tokenizer.encode_rest(own.text[begin:end], own.special_in(begin, end))
+            ids = [*ids[:first], *prompt, *answer, *ids[after:]]
+            labelled = [marked[:first], np.zeros(len(prompt), bool), np.ones(len(answer), bool), marked[after:]]
+            marked = np.concatenate(labelled)
+    found = np.array(ids, dtype=np.int64)
+    labels = np.where(marked, found, IGNORE)
+    lengths = [image_lengths[number] for number in own.image_numbers]
+    at = np.repeat(np.array(places, dtype=np.int64), np.array(lengths, dtype=np.int64))
+    is_text = np.ones(len(found) + len(at), dtype=bool)
+    is_text[at + np.arange(len(at))] = False
+    made = np.full((2, len(is_text)), [[IMAGE_ID], [IGNORE]], dtype=np.int64)
+    made[:, is_text] = found, labels
+    return ChatIds(made[0], made[1], unlearnt)
+
+
+class Conversation:
+    """The text of a conversation and its tokens, all tokenized together."""
+
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        tokenizer: Tokenizer,
+        special_tokens: SpecialTokens,
+        known: dict[str, list[int]],
+    ):
+        texts = [PLACE if segment.image is not None else segment.text for segment in segments]
+        starts = [0, *itertools.accumulate(map(len, texts))]
+        self.tokenizer = tokenizer
+        self.known = known
+        self.text = "".join(texts)
+        self.image_numbers = [segment.image for segment in segments if segment.image is not None]
+        self.images: list[Stretch] = []
+        """The range [begin, end) of characters of each image."""
+        self.targets: list[Stretch] = []
+        """The range of characters of each answer that may have labels, with what ends it."""
+        self.unlearnt = 0
+        """Number of answers that have no labels because of what the template writes."""
+        self.records: list[Stretch] = []
+        """The ranges of characters that come from the record."""
+        for segment, begin, end in zip(segments, starts, starts[1:], strict=False):
+            if segment.image is not None:
+                self.images.append((begin, end))
+            if segment.begins_answer and segment.supervised:
+                self.targets.append((begin, end))
+            elif segment.begins_answer:
+                self.unlearnt += 1
+            elif segment.supervised and self.targets:
+                self.targets[-1] = (self.targets[-1][0], end)
+            if segment.from_record and begin < end:
+                self.records.append((begin, end))
+        special = self.find_special(segments, texts, special_tokens is SpecialTokens.parse)
+        self.special = sorted([*special, *self.images])
+        tokens = tokenizer.encode(self.text, self.special)
+        self.ids = [token.id for token in tokens]
+        self.begins = [token.begin for token in tokens]
+        self.ends = [token.end for token in tokens]
+
+    def find_special(self, segments: Sequence[Segment], texts: Sequence[str], parses: bool) -> list[Stretch]:
+        """Return the ranges of characters of special tokens: all, or those of the template alone.
+
+        Args:
+            parses: whether special tokens in the text of a record are read as such.
+        """
+        if parses:
+            return self.tokenizer.find_special(self.text)
+        found: list[Stretch] = []
+        at = 0
+        pairs = zip(segments, texts, strict=True)
+        for from_record, stretch in itertools.groupby(pairs, lambda pair: pair[0].from_record):
+            text = "".join(own for _, own in stretch)
+            found += [] if from_record else [(at + a, at + b) for a, b in self.tokenizer.find_special(text)]
+            at += len(text)
+        return found
+
+    def special_in(self, begin: int, end: int) -> list[Stretch]:
+        """Return the special tokens and images in a range of characters, counted from its beginning."""
+        return [(a - begin, b - begin) for a, b in self.special if begin <= a and b <= end]
+
+    def first_from(self, place: int) -> int:
+        """Return the index of the first token that begins at a character or after it."""
+        return bisect.bisect_left(self.begins, place)
+
+    def prompt_end(self, end: int) -> tuple[int, list[int]]:
+        """Return the last tokens of a prompt as they are if it is tokenized alone, from its last special token or image
+        on, and the index of the first of them among the tokens of the whole conversation. What precedes a special token
+        or an image is tokenized independently of what follows it.
+
+        Args:
+            end: number of characters of the prompt.
+        """
+        anchors = [begin for begin, last in self.special if last <= end]
+        begin = anchors[-1] if anchors else 0
+        first = bisect.bisect_right(self.ends, begin) if anchors else 0
+        text = self.text[begin:end]
+        if text in self.known:
+            return first, self.known[text]
+        ids = self.tokenizer.ids_of(text, self.special_in(begin, end)) if text else []
+        is_template = not any(begin < b and a < end for a, b in self.records)
+        if is_template and len(self.known) < PROMPT_ENDS:
+            self.known[text] = ids
+        return first, ids
