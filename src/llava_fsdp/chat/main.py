@@ -5,6 +5,7 @@ Questions come from the terminal, from `question=...`, or, with `serve=true`, fr
 
 import contextlib
 import csv
+import os
 import signal
 import sys
 import threading
@@ -124,7 +125,7 @@ class Terminal:
                 name = rest.strip().strip("'\"")
                 if not name:
                     raise DataError("/image needs the name of a file: /image cat.jpg")
-                self.conversation.add(Path(name).expanduser(), command)
+                self.conversation.add(Path(os.path.expanduser(name)), command)
                 log().info("shown with the next question: %s", shown_name(name))
             case _:
                 raise DataError(

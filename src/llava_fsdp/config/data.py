@@ -189,7 +189,10 @@ class DataConfig:
     @property
     def cache_folder(self) -> Path:
         base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-        return Path(self.cache or f"{base}/llava_fsdp").expanduser()
+        try:
+            return Path(self.cache or f"{base}/llava_fsdp").expanduser()
+        except RuntimeError:  # ~NAME of a user who does not exist
+            raise ConfigError(f"data.cache={self.cache}: there is no such user; give another folder") from None
 
     @property
     def source_names(self) -> list[str]:

@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 
+from llava_fsdp.runtime.home import ensure_home
 from llava_fsdp.runtime.launch import env_rank
 from llava_fsdp.runtime.redact import redact, secrets_of
 from llava_fsdp.runtime.terminal_text import guard_streams
@@ -49,8 +50,8 @@ class WithoutSecrets(logging.Formatter):
 
 
 def setup_logging() -> None:
-    """Log to standard error: INFO on rank 0, WARNING on the other ranks. Called by the main functions of commands,
-    never at import."""
+    """Log to standard error: INFO on rank 0, WARNING on the other ranks. Also give a user without a home folder one,
+    and log it. Called by the main functions of commands, never at import."""
     guard_streams()
     rank = env_rank()
     handler = logging.StreamHandler(sys.stderr)
@@ -60,6 +61,8 @@ def setup_logging() -> None:
     logger.handlers[:] = [handler]
     logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     logger.propagate = False
+    if (home := ensure_home()) is not None:
+        log().info("user %d has no home folder; caches of this command are in HOME=%s", os.getuid(), home)
 
 
 def log() -> logging.Logger:
