@@ -20,7 +20,7 @@ from llava_fsdp.model.init_weights import Drawn
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.load_weights import find_weights, missing
 from llava_fsdp.model.pretrained import find_parts, read_config
-from llava_fsdp.model.tensor_files import open_tensors
+from llava_fsdp.model.tensor_files import LARGEST_HEADER, open_file, open_tensors
 from llava_fsdp.runtime.errors import ImageError, ModelError
 
 
@@ -195,3 +195,11 @@ def test_an_output_layer_that_is_missing_names_the_flag(parts: Path, tmp_path: P
     for whole in (None, tmp_path):
         error = missing("lm_head.weight", replace(own, whole=whole), None)
         assert "tie_word_embeddings to true" in str(error) and str(whole or own.language_folder) in str(error)
+
+
+def test_a_header_of_a_million_tensors_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    path, size = tmp_path / "a.safetensors", LARGEST_HEADER
+    for length, refused in ((size + 1, True), (size, False)):
+        path.write_bytes(length.to_bytes(8, "little") + b"[" + b" " * (length - 1))
+        with pytest.raises(ModelError, match="20,971,521 bytes" if refused else "is not a safetensors file"):
+            open_file(path)

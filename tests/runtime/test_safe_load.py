@@ -55,6 +55,14 @@ def test_a_byte_order_mark_is_no_part_of_json(tmp_path: Path) -> None:
     assert read_json(path) == {"a": 1}
 
 
+@pytest.mark.parametrize("value", ["0", "{}", "[]", "1.5", '"x"'])
+def test_a_file_of_millions_of_values_is_refused_before_it_is_parsed(value: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(f'{{"a": [{value}{f", {value}" * 4_000_000}]}}')
+    with pytest.raises(ModelError, match=r"a\.json has [45678],\d{3},\d{3} values"):
+        read_json(path)
+
+
 @pytest.mark.parametrize(("mode", "is_open"), [(0o777, True), (0o1777, True), (0o775, False), (0o702, True)])
 def test_folders_where_everybody_may_write(mode: int, is_open: bool, tmp_path: Path) -> None:
     os.chmod(tmp_path, mode)

@@ -24,6 +24,8 @@ ADAPTER_CURE = (
 )
 WRAPPED = "module."
 """Prefix of all names in a wrapped model."""
+LARGEST_HEADER = 20 << 20
+"""Maximum accepted size, in bytes, of the header of a safetensors file: about 150,000 tensors."""
 CODES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -170,6 +172,7 @@ def open_file(path: Path) -> dict[str, StoredTensor]:
     if path.suffix in (".safetensors", ".bin", ".pt", ".pth"):
         refuse_pointer(path)
     if path.suffix == ".safetensors":
+        check_header(path)
         try:
             handle = safe_open(path, framework="pt")
         except (SafetensorError, OSError) as error:
@@ -189,6 +192,18 @@ def open_file(path: Path) -> dict[str, StoredTensor]:
     found = {name: StoredTensor(path, name, tensors) for name in tensors}
     refuse_parts(path, found)
     return found
+
+
+def check_header(path: Path) -> None:
+    """Raise ModelError if the header of a safetensors file is so large that reading it would take far more memory than
+    that of any model."""
+    try:
+        with open(path, "rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+    except OSError:
+        return  # the library reports it
+    if LARGEST_HEADER < size <= path.stat().st_size:
+        raise ModelError(f"{path} has a header of {size:,} bytes, more than the {LARGEST_HEADER:,} allowed here")
 
 
 def is_plain_archive(path: Path) -> bool:

@@ -24,6 +24,9 @@ LARGE = 512 * MiB
 LFS_HEAD = b"version https://git-lfs"
 """First bytes of the small text file that git writes in place of a large file that has not been fetched."""
 LFS_POINTER = "a pointer of git-LFS, not the file itself; fetch it: git lfs pull"
+VALUES = 4_000_000
+"""Maximum number of commas and opening brackets of a JSON file. A value of a few bytes takes a hundred bytes once read.
+The largest tokenizers have about two million."""
 CODE_KEYS = ("auto_map", "custom_pipelines", "custom_generate")
 """Keys in a model's JSON files that make transformers load Python files from the model folder."""
 
@@ -59,6 +62,9 @@ def read_json(path: Path, error: type[LlavaFsdpError] = ModelError, largest: int
     """Read a JSON object from a file. Raises an error of type `error` if the file cannot be read, has more than
     `largest` bytes, or contains no object."""
     text = read_text(path, error, largest)
+    values = text.count(",") + text.count("[") + text.count("{")
+    if values > VALUES:
+        raise error(f"{path} has {values:,} values, more than the {VALUES:,} allowed here")
     try:
         found = json.loads(text.removeprefix("\ufeff"))  # accepts NaN and repeated keys, like transformers
     except ValueError as problem:

@@ -32,6 +32,8 @@ SUFFIXES = {
 MAGICS = {b"\x1f\x8b": GUNZIP, b"\x28\xb5\x2f\xfd": UNZSTD, b"BZh": "bunzip2", b"\xfd7zXZ\0": "xz -d"}
 FILES = (b"0", b"\0", b"7")
 FOLDER, PAX, PAX_GLOBAL, LONG_NAME, LONG_LINK, SPARSE = b"5", b"x", b"g", b"L", b"K", b"S"
+SPARSE_KEYWORD = "GNU.sparse"
+"""Stands for all pax keywords of a sparse file, which begin with it."""
 EXTRAS = (PAX, PAX_GLOBAL, LONG_NAME, LONG_LINK)
 NO_FILES = {
     b"1": "a hard link", b"2": "a symbolic link", b"3": "a device", b"4": "a device", b"6": "a pipe",
@@ -264,8 +266,10 @@ def extra_values(file: Reader, at: int, kind: bytes, data: bytes) -> dict[str, s
         keyword, equals, value = data[start + len(length) + 1 : end - 1].partition(b"=")
         if not equals or end > len(data) or data[end - 1 : end] != b"\n":
             refuse(file, at, "a pax header is damaged", COPY_AGAIN)
-        if keyword in (b"path", b"size") or keyword.startswith(b"GNU.sparse."):
-            values[keyword.decode("ascii", "replace")] = text(file, at, value)
+        if keyword.startswith(b"GNU.sparse."):
+            values[SPARSE_KEYWORD] = ""  # one for all: a header may have thousands, and is copied for each member
+        elif keyword in (b"path", b"size"):
+            values[keyword.decode()] = text(file, at, value)
         start = end
     return values
 
@@ -298,7 +302,7 @@ def check_kind(file: Reader, at: int, name: str, kind: bytes, values: dict[str, 
         kind: the type in its header, one byte.
         values: {keyword: value} of its pax header.
     """
-    if kind == SPARSE or any(key.startswith("GNU.sparse.") for key in values):
+    if kind == SPARSE or SPARSE_KEYWORD in values:
         refuse(file, at, "it is a sparse file, stored without its zeros", "pack it again without tar --sparse", name)
     if kind in NO_FILES:
         cure = "pack it again with tar --dereference --hard-dereference, which stores files instead of links"
