@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,7 +15,10 @@ from typing import Any, NoReturn
 import pytest
 from omegaconf import OmegaConf
 
-from llava_fsdp.config import Config, cli
+from llava_fsdp.config import ChatConfig, Config, cli, schema_keys
+from llava_fsdp.config.foreign_names import FOREIGN, called_here
+from llava_fsdp.migrate.llava_flags import FLAGS
+from llava_fsdp.migrate.next_flags import NEXT_FLAGS
 from llava_fsdp.runtime.errors import (
     CommunicationError,
     ConfigError,
@@ -404,6 +408,45 @@ def test_words_with_unknown_names(words: list[str], said: str | None) -> None:
     """The nearest known one is named. What only Hydra can know is left to it."""
     with pytest.raises(ConfigError, match=said) if said is not None else contextlib.nullcontext():
         cli.refuse_unknown(words, Config)
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("batch_size=4", "global_batch_size"), ("learning_rate=2e-5", r"optim\.lr$"), ("lr=1", r"optim\.lr$"),
+        ("num_train_epochs=1", "epochs"), ("gradient_accumulation_steps=4", "global_batch_size"),
+        ("gradient_checkpointing=true", "activation_checkpointing="), ("bf16=true", "precision=bf16"),
+        ("early_stopping=true", "max_steps and epochs"), ("train_micro_batch_size_per_gpu=1", "micro_batch_size"),
+        ("zero_optimization.stage=3", "sharding="), ("optim.learning_rate=1", r"optim\.lr$"),
+        ("LoRA_R=8", r"model\.lora\.r"),
+        ("mm_tunable_parts=mm_mlp_adapter", r"model\.train="), ("cutoff_len=2048", r"data\.max_length"),
+        ("num_gpus=8", "--nproc-per-node"), ("--learning_rate=1", r"not a flag.*optim\.lr"),
+        ("--per-device-train-batch-size", "not a flag.*micro_batch_size"), ("optimizer=sgd", "AdamW"),
+        ("+per_device_train_batch_size=1", None),
+    ],
+)  # fmt: skip
+def test_names_of_other_programs_are_answered_with_ours(word: str, said: str | None) -> None:
+    """Before a similar name of another meaning is looked for. Keys with a plus are Hydra's to refuse."""
+    with pytest.raises(ConfigError, match=said) if said is not None else contextlib.nullcontext():
+        cli.refuse_unknown([word], Config)
+
+
+def test_a_command_is_answered_with_keys_of_its_own() -> None:
+    for word in ("learning_rate=1", "num_gpus=8", "optimizer=sgd"):
+        with pytest.raises(ConfigError) as caught:
+            cli.refuse_unknown([word], ChatConfig)
+        assert "here" not in str(caught.value)
+
+
+def test_every_name_of_another_program_leads_to_keys_that_exist() -> None:
+    """And every flag of LLaVA's and transformers' trainers that migrate maps to a key has an answer."""
+    keys = schema_keys(Config)
+    for text in set(FOREIGN.values()):
+        named = [*re.findall(r"[a-z_]+(?:\.[a-z_0-9]+)+", text), re.split("[ =:,]", text)[0]]
+        assert all(key in keys or key.startswith(("-", "nothing")) for key in named), text
+    assert not FOREIGN.keys() & set(keys)
+    plain = [name for name, flag in (FLAGS | NEXT_FLAGS).items() if getattr(flag.rule, "__name__", "") == "rule"]
+    assert len(plain) > 20 and [name for name in plain if not called_here(name, keys) and name not in keys] == []
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from llava_fsdp.config import SOURCES, config_dir, did_you_mean, load, nearest, schema_keys
+from llava_fsdp.config.foreign_names import called_here
 from llava_fsdp.config.help import asked_help, render_help
 from llava_fsdp.config.hydra_guard import FLAGS, check_command_line
 from llava_fsdp.runtime.errors import ConfigError, FolderLost, LlavaFsdpError, Stopped
@@ -410,6 +411,8 @@ def refuse_unknown(arguments: list[str], schema: type) -> None:
     flag = ""
     for word in arguments:
         name, equals, value = word.partition("=")
+        if word.startswith("--") and flag not in WITH_VALUES and (here := called_here(name, keys)):
+            raise ConfigError(f"{name} is not a flag; {here}, and keys are written key=value")
         is_plain = equals and re.fullmatch(r"\w+(\.\w+)*", name) and flag not in WITH_VALUES
         flag = word
         if not is_plain or name.startswith("hydra.") or name.startswith(SOURCES):

@@ -14,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from llava_fsdp.config.data import HeldOutConfig, SourceConfig
 from llava_fsdp.config.describe import takes
+from llava_fsdp.config.foreign_names import called_here
 from llava_fsdp.config.renamed import VALUES, present_key
 from llava_fsdp.config.tree import ENV, TARGETS, keys_of, leaves_of
 from llava_fsdp.runtime.errors import ConfigError
@@ -167,7 +168,8 @@ def refuse_unknown_keys(schema: Any, node: DictConfig) -> None:
 
 def did_you_mean(name: str, known: list[str]) -> str:
     """Return a suggestion for an unknown configuration key, as the end of an error message: the present name of the key
-    if it was renamed, else the most similar known key; empty if none is similar.
+    if it was renamed, the key with the same meaning if another program has one of this name, else the most similar
+    known key; empty if none is similar.
 
     Args:
         name: the unknown key. If it is dotted, only keys are suggested, and no groups such as `data`.
@@ -175,6 +177,8 @@ def did_you_mean(name: str, known: list[str]) -> str:
     """
     if new := present_key(name):
         return f"; it is called {new} now"
+    if here := called_here(name, known):
+        return f"; {here}"
     groups = {key.rpartition(".")[0] for key in known}
     leaf = name.rpartition(".")[2]
     moved = [key for key in known if key.rpartition(".")[2] == leaf]

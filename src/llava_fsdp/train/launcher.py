@@ -25,7 +25,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from llava_fsdp.config import Config, cli, load
+from llava_fsdp.config import Config, cli, load, schema_keys
+from llava_fsdp.config.foreign_names import called_here
 from llava_fsdp.runtime.errors import ConfigError, LlavaFsdpError
 from llava_fsdp.runtime.exit_codes import ENDINGS, ExitCode
 from llava_fsdp.runtime.log import log, setup_logging
@@ -115,6 +116,8 @@ def split(words: list[str]) -> tuple[list[str], list[str]]:
         elif plain in TORCHRUN_PROGRAM:
             raise ConfigError(f"{word}: llava-fsdp train runs the training and nothing else; take the flag out")
         else:
+            if here := called_here(plain, schema_keys(Config)):
+                raise ConfigError(f"{name} is not a flag; {here}, and keys are written key=value")
             near = difflib.get_close_matches(plain, [*TORCHRUN_WITH_VALUE, *TORCHRUN_WITHOUT_VALUE], n=1)
             hint = f"did you mean --{near[0]}?" if near else "the flags are torchrun's (torchrun --help)"
             raise ConfigError(f"{word} is not a flag; {hint}")
