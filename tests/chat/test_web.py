@@ -22,6 +22,7 @@ from small import command_config
 pytest.importorskip("starlette", reason="gradio is not installed")
 
 from llava_fsdp.chat.assistant import Assistant, Question
+from llava_fsdp.chat.web import security
 from llava_fsdp.chat.web.security import Guard, RequestRefused, check_body, check_call, check_names, check_route
 from llava_fsdp.chat.web.server import bound
 from llava_fsdp.chat.web.sessions import Sessions
@@ -465,6 +466,39 @@ def test_the_guard_answers_for_the_application(tmp_path: Path) -> None:
     assert call(headers=headers, **upload)[0]["status"] == 411, "the length that is given does not count"
     assert call("websocket") == [] and arrived == [b"{}"]
     assert call(path="/gradio_api/queue/join")[0]["status"] == 404, "no function has this number"
+
+
+def test_the_work_for_a_request_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A megabyte of path, of names of files, or in pieces of a byte, each of which took minutes; thousands of files."""
+    inside = tmp_path / "ab" / "a.jpg"
+    inside.parent.mkdir()
+    inside.write_bytes(b"x")
+    named = [{"path": str(inside)}] * 1001
+    began = time.process_time()
+    for entry, status in (
+        ({"path": "/a" * 500_000}, 403),
+        ({"path": f"{tmp_path}{'/..' * 300_000}"}, 403),
+        (named, 413),
+    ):
+        with pytest.raises(RequestRefused) as refusal:
+            check_body(json.dumps({"data": entry}).encode(), tmp_path)
+        assert refusal.value.status == status
+    check_body(json.dumps({"data": named[:1000]}).encode(), tmp_path)
+    pieces = iter(range(300_000))
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"x", "more_body": next(pieces) < 299_999}
+
+    assert asyncio.run(security.whole_body(receive)) == b"x" * 300_000
+    assert time.process_time() - began < 5
+    monkeypatch.setattr(security, "MOST_FILES", 3)
+    assert security.bytes_in(tmp_path) == 1
+    for number in range(4):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "a").write_bytes(b"")
+    with pytest.raises(RequestRefused) as refusal:
+        security.bytes_in(tmp_path)
+    assert refusal.value.status == 507
 
 
 def test_an_application_that_fails_is_answered_for(tmp_path: Path) -> None:

@@ -30,6 +30,14 @@ LARGEST_JSON = MiB
 ROOM = 2048 * MiB
 """Maximum size in bytes of all uploaded files together."""
 LONGEST_PATH = 1024
+"""Maximum number of characters of the path of a request."""
+LONGEST_NAME = 4096
+"""Maximum number of characters of a file's path in a request. Linux opens no longer ones, and to resolve one of a
+megabyte would take minutes."""
+MOST_NAMES = 1000
+"""Maximum number of files that a request may name."""
+MOST_FILES = 10_000
+"""Maximum number of uploaded files, which are counted at each upload."""
 FILE = "/gradio_api/file="
 UPLOAD = "/gradio_api/upload"
 READ = re.compile(
@@ -151,8 +159,11 @@ class Guard:
 
 
 def bytes_in(folder: Path) -> int:
+    """Return the size in bytes of all files in a folder; raise RequestRefused if there are more than MOST_FILES."""
     total = 0
-    for path in folder.rglob("*"):
+    for number, path in enumerate(folder.rglob("*")):
+        if number > 2 * MOST_FILES:  # each file has a folder of its own
+            raise RequestRefused(507, f"the page holds {MOST_FILES} files, and takes no more: start it again")
         with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
             total += path.stat().st_size if path.is_file() else 0
     return total
@@ -208,7 +219,12 @@ def check_file(name: object, uploads: Path) -> None:
     to the chat page."""
     folder = os.path.realpath(uploads)
     try:
-        inside = isinstance(name, str) and os.path.isabs(name) and os.path.realpath(name).startswith(folder + os.sep)
+        inside = (
+            isinstance(name, str)
+            and len(name) <= LONGEST_NAME
+            and os.path.isabs(name)
+            and os.path.realpath(name).startswith(folder + os.sep)
+        )
     except ValueError:  # a null character
         inside = False
     if not inside:
@@ -224,7 +240,11 @@ def check_body(body: bytes, uploads: Path) -> Any:
         tree = json.loads(body, parse_constant=no_number)
     except (ValueError, RecursionError):
         raise RequestRefused(400, "not JSON") from None
+    names = 0
     for entry in objects_of(tree):
+        names += ("path" in entry) + ("url" in entry)
+        if names > MOST_NAMES:
+            raise RequestRefused(413, f"it names more than {MOST_NAMES} files")
         if "path" in entry:
             check_file(entry["path"], uploads)
         url = entry.get("url")
@@ -275,14 +295,14 @@ def objects_of(tree: Any) -> Iterator[dict[str, Any]]:
 
 async def whole_body(receive: Receive) -> bytes:
     """Read a request's body; raise RequestRefused if it has more than LARGEST_JSON bytes."""
-    body, more = b"", True
+    body, more = bytearray(), True
     while more:
         message = await receive()
         body += message.get("body", b"")
         more = message.get("more_body", False)
         if len(body) > LARGEST_JSON:
             raise RequestRefused(413, "the question is too long")
-    return body
+    return bytes(body)
 
 
 def replayed(body: bytes, receive: Receive) -> Receive:
