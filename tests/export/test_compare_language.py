@@ -13,7 +13,7 @@ import pytest
 import torch
 from small import make_config
 from tiers import slow_after
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, CLIPVisionConfig
 
 from llava_fsdp.config import LossConfig, LossKernel, Normalize
 from llava_fsdp.export.compare_language import UnlikeOwnClass, check_text, text_difference
@@ -21,7 +21,8 @@ from llava_fsdp.export.verify_logits import load_copy
 from llava_fsdp.model import logit_change
 from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.load_weights import find_weights
-from llava_fsdp.model.pretrained import find_parts
+from llava_fsdp.model.logit_change import LogitChange
+from llava_fsdp.model.pretrained import find_parts, parts_of
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 from llava_fsdp.train import main as train
 
@@ -140,6 +141,33 @@ def test_a_small_copy_of_a_real_size_is_compared(kind: str, is_equal: bool) -> N
     layer embeddings of the token ids, which its language model does not get here."""
     config = AutoConfig.for_model(kind, pad_token_id=0)
     with contextlib.nullcontext() if is_equal else pytest.raises(UnlikeOwnClass, match=kind):
+        check_text(config, kind)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "factor", "cap"),
+    slow_after(
+        0,
+        [
+            ("llava", {"model_type": "cohere2"}, 1.0, None),
+            ("internvl", {"model_type": "gemma2"}, 1.0, None),
+            ("paligemma", {"model_type": "gemma2", "final_logit_softcapping": 2.0}, 1.0, 2.0),
+            ("granite_docling", {}, 1 / 4, None),
+            ("muse_glimmer", {"output_multiplier": 0.5}, 0.5, 20.0),
+            ("gemma4", {"final_logit_softcapping": 3.0}, 1.0, 3.0),
+        ],
+    ),
+)
+def test_a_language_model_inside_is_compared_with_the_class_around_it(
+    kind: str, text: dict[str, Any], factor: float, cap: float | None
+) -> None:
+    """The class of a vision-language model decides whether its language model's keys are applied."""
+    config: Any = AutoConfig.for_model(kind)
+    values = {"pad_token_id": 0, **({} if "model_type" in text else config.text_config.to_dict()), **text}
+    config.text_config = AutoConfig.for_model(values.pop("model_type"), **values)
+    parts = parts_of(config, CLIPVisionConfig())
+    assert parts.logit_change == LogitChange(factor, cap)
+    if kind != "granite_docling":  # its class needs its whole image part for text, too
         check_text(config, kind)
 
 

@@ -2,7 +2,10 @@
 
 import math
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +15,17 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from llava_fsdp.config import LossConfig, LossKernel, Normalize
-from llava_fsdp.model.loss import LossCollector, VocabularyPart, choose_loss, chunked_loss, whole_loss
+from llava_fsdp.model.logit_change import LogitChange
+from llava_fsdp.model.loss import (
+    UNCHANGED,
+    LossCollector,
+    VocabularyPart,
+    choose_loss,
+    chunked_loss,
+    recomputed_loss,
+    torch_loss,
+    whole_loss,
+)
 from llava_fsdp.runtime.errors import ConfigError
 
 LABELS, VOCABULARY, WIDTH = 23, 57, 12
@@ -190,11 +203,12 @@ def test_fp16_never_holds_an_unscaled_gradient(chunk: int, labels: int) -> None:
 
 @pytest.mark.parametrize("chunk", [1, 5, LABELS])
 @pytest.mark.parametrize("size", [2, 4])
-def test_parts_of_a_vocabulary_give_the_whole_loss(size: int, chunk: int) -> None:
+@pytest.mark.parametrize("change", [UNCHANGED, LogitChange(0.3), LogitChange(-0.7, 2.5)])
+def test_parts_of_a_vocabulary_give_the_whole_loss(size: int, chunk: int, change: LogitChange) -> None:
     """Threads stand for ranks, which have unequal parts; the losses of single labels are collected."""
     hidden, weight, ids = drawn(torch.float32)
     whole = LossCollector()
-    loss = chunked_loss(hidden, weight, ids, chunk, whole) / 7
+    loss = chunked_loss(hidden, weight, ids, chunk, whole, change=change) / 7
     loss.backward()
     barrier, given, each = threading.Barrier(size), [torch.zeros(0)] * size, -(-VOCABULARY // size)
 
@@ -209,10 +223,10 @@ def test_parts_of_a_vocabulary_give_the_whole_loss(size: int, chunk: int) -> Non
         part = VocabularyPart(number * each, lambda own: reduced("max", own), lambda own: reduced("sum", own))
         own = weight.detach()[number * each : (number + 1) * each].clone().requires_grad_()
         rows, collector = hidden.detach().clone().requires_grad_(), LossCollector()
-        found = chunked_loss(rows, own, ids, chunk, collector, part) / 7
+        found = chunked_loss(rows, own, ids, chunk, collector, part, change) / 7
         found.backward()
         with torch.no_grad():
-            assert torch.equal(chunked_loss(rows, own, ids, chunk, None, part) / 7, found)
+            assert torch.equal(chunked_loss(rows, own, ids, chunk, None, part, change) / 7, found)
         assert rows.grad is not None and own.grad is not None
         return found.detach(), rows.grad, own.grad, torch.cat(collector.chunks)
 
@@ -224,3 +238,28 @@ def test_parts_of_a_vocabulary_give_the_whole_loss(size: int, chunk: int) -> Non
         assert torch.allclose(of_hidden[number], hidden.grad, atol=1e-6)
         assert torch.allclose(singles[number], torch.cat(whole.chunks), atol=1e-5)
     assert torch.allclose(torch.cat(of_weight), weight.grad, atol=1e-6)
+
+
+@pytest.mark.parametrize("change", [LogitChange(1 / 8), LogitChange(1.0, 3.0), LogitChange(-0.7, 2.5)])
+@pytest.mark.parametrize(
+    "function", [whole_loss, *(partial(each, chunk_tokens=4) for each in (chunked_loss, recomputed_loss, torch_loss))]
+)
+def test_factors_and_caps_have_the_loss_and_the_gradients_of_fp64(
+    function: Callable[..., Any], change: LogitChange
+) -> None:
+    """torch's own kernel has factors alone; the configuration is refused for a cap."""
+    hidden, weight, ids = drawn(torch.float32)
+    if getattr(function, "func", None) is torch_loss and change.cap is not None:
+        with pytest.raises(ConfigError):
+            cfg = LossConfig(normalize=Normalize.step, chunk_tokens=4, kernel=LossKernel.torch)
+            choose_loss(cfg, torch.float32, change)
+        return
+    exact = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    logits = exact[0] @ exact[1].t() * change.factor
+    logits = logits if change.cap is None else torch.tanh(logits / change.cap) * change.cap
+    expected = functional.cross_entropy(logits, ids, reduction="sum")
+    found = function(hidden, weight, ids, change=change)
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+    pairs = zip(torch.autograd.grad(found, (hidden, weight)), torch.autograd.grad(expected, exact), strict=True)
+    for ours, theirs in pairs:
+        assert float((ours - theirs).norm() / theirs.norm()) < 3e-6

@@ -21,10 +21,10 @@ from transformers import (
 )
 
 from llava_fsdp.config import Feature, ModelConfig, Part, PatchMerge
-from llava_fsdp.export.small_copy import MOST_PARAMETERS, NoSmallCopy, count_layers, random_values, shrink, shrink_image
+from llava_fsdp.export.small_copy import MOST_PARAMETERS, NoSmallCopy, count_layers, random_values, shrink
 from llava_fsdp.export.verify_logits import load_copy, relative_difference
 from llava_fsdp.model.config_key import ConfigKey
-from llava_fsdp.model.conversions import is_vision_language_model, names_of_parts, on_meta
+from llava_fsdp.model.conversions import is_vision_language_model, names_of_parts, on_meta, place_of
 from llava_fsdp.model.init_weights import Drawn, DrawRule, Rule
 from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.logit_change import keys_that_change
@@ -163,24 +163,23 @@ def text_difference(key: ConfigKey) -> tuple[float, float | None]:
 
 
 def small_configuration(config: PretrainedConfig) -> PretrainedConfig:
-    """Return the configuration of a small copy of a language model, or of a vision-language model; the configuration
-    itself if it is that of a small model.
+    """Return the configuration of a small copy of a language model, or of a vision-language model in which the language
+    model alone is small; the configuration itself if its language model is small.
 
     Raises:
         ModelError: no small copy can be made.
     """
+    text = text_config(config)
     try:
-        text = text_config(config)
         language = shrink(text, layers_of(text))
-        small: Any = language
-        if text is not config:
-            small = copy.deepcopy(config)
-            small.text_config = language
-            small.vision_config = shrink_image(shrink(small.vision_config, 2), 1)
-        check_size(small)
+        check_size(language)
     except ModelError:
-        check_size(config)
+        check_size(text)
         return config
+    if text is config:
+        return language
+    small: Any = copy.deepcopy(config)
+    small.text_config = language
     return small
 
 
@@ -194,9 +193,8 @@ def layers_of(config: PretrainedConfig) -> int:
 
 
 def check_size(config: PretrainedConfig) -> None:
-    """Raise ModelError unless a model with this configuration can be built and is small."""
-    kind = AutoModelForImageTextToText if is_vision_language_model(config) else AutoModelForCausalLM
-    size = sum(parameter.numel() for parameter in on_meta(kind, config).parameters())
+    """Raise ModelError unless a language model with this configuration can be built and is small."""
+    size = sum(parameter.numel() for parameter in on_meta(AutoModel, config).parameters())
     if size > MOST_PARAMETERS:
         raise ModelError(f"it would have {size:,} parameters")
 
@@ -220,6 +218,22 @@ def random_model(parts: Parts) -> Llava:
     return load_copy(model, values, torch.float32)
 
 
+def build(config: PretrainedConfig) -> Any:
+    """Build transformers' own class of a model on the CPU. In a vision-language model, only the language model and the
+    output layer are there; the rest stays on the meta device, because text alone does not need it."""
+    own = copy.deepcopy(config)
+    text = text_config(own)
+    if not is_vision_language_model(config):
+        causal: Any = AutoModelForCausalLM
+        return causal.from_config(own, dtype=torch.float32, trust_remote_code=False)
+    theirs: Any = on_meta(AutoModelForImageTextToText, own)
+    head = theirs.get_output_embeddings()
+    head.to_empty(device="cpu")
+    place = place_of(theirs, text).removesuffix(".")
+    theirs.set_submodule(place, AutoModel.from_config(text, dtype=torch.float32, trust_remote_code=False))
+    return theirs
+
+
 def own_class(config: PretrainedConfig, ours: Llava) -> Any:
     """Build transformers' own class of a model on the CPU, and give it the weights of this package's model.
 
@@ -231,9 +245,8 @@ def own_class(config: PretrainedConfig, ours: Llava) -> Any:
         UnlikeOwnClass: one of both has a parameter that the other lacks.
         ModelError: transformers cannot build the model.
     """
-    kind: Any = AutoModelForImageTextToText if is_vision_language_model(config) else AutoModelForCausalLM
     with foreign(f"transformers cannot build a {config.model_type} model"):
-        theirs = kind.from_config(copy.deepcopy(config), dtype=torch.float32, trust_remote_code=False)
+        theirs = build(config)
     values = dict(ours.named_parameters(remove_duplicate=False))
     given = set()
     with torch.no_grad():

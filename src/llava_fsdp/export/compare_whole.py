@@ -77,7 +77,8 @@ def tokens_of(config: Any, model: Llava) -> ImageTokens:
     if not isinstance(config, LlavaNextConfig | LlavaOnevisionConfig):
         return ImageTokens(AspectRatio.square, tile, model.image_tokens)
     aspect = AspectRatio.anyres if isinstance(config, LlavaNextConfig) else AspectRatio.anyres_max
-    pinpoints = [[width, height] for height, width in config.image_grid_pinpoints]
+    theirs: Any = config.image_grid_pinpoints
+    pinpoints = [[width, height] for height, width in theirs]
     return ImageTokens(aspect, tile, model.image_tokens, tuple(grid_sizes(pinpoints, tile, aspect)), merge, 1)
 
 

@@ -56,7 +56,8 @@ transformers 5.23. A factor is applied before a cap. A key that is not here is f
 class (`export/compare_language.py`), which ends a training before its first step."""
 VISION_LANGUAGE = frozenset({
     "cohere_compass", "gemma3n", "gemma4", "gemma4_unified", "granite4_vision", "granite_docling",
-    "hyperclovax_vision_v2", "inkling", "inkling2", "mistral_large4", "muse_glimmer", "muse_spark", "paligemma",
+    "hyperclovax_vision_v2", "inkling_mm_model", "inkling2", "mistral_large4", "muse_glimmer", "muse_spark",
+    "paligemma",
 })  # fmt: skip
 """Types of vision-language models whose class changes logits as the class of its language model does. The classes of
 all others (LLaVA, InternVL, Aya Vision, ...) do not, whatever the configuration of their language model says."""
