@@ -23,7 +23,7 @@ from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.exit_codes import ENDINGS
 from llava_fsdp.runtime.status_file import Outcome, previous_status, put_status
 from llava_fsdp.runtime.watchdog import SAME_KEY_PRESS
-from llava_fsdp.train import launcher
+from llava_fsdp.train import agent, launcher
 from llava_fsdp.train.launcher import (
     TORCHRUN_PROGRAM,
     TORCHRUN_WITH_VALUE,
@@ -298,6 +298,24 @@ def test_an_agent_that_does_not_end_without_ranks_is_killed(
     monkeypatch.setattr(launcher.signal, "sigtimedwait", signals(clock, signal.SIGTERM))
     own.wait()
     assert told == ["terminate", "kill"] and clock[0] == 100.5 + 10
+
+
+def test_an_agent_whose_launcher_was_killed_reports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    monkeypatch.setattr(sys, "argv", ["agent", str(os.getppid()), str(write), "--", "seed=1"])
+    monkeypatch.setattr(agent, "run", lambda flags, words: {"reason": "the ranks were stopped"})
+    monkeypatch.setattr(agent, "end_with", lambda *_: None)
+    for name in (agent.AGENT, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"):
+        monkeypatch.setenv(name, "")
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        with pytest.raises(SystemExit):
+            agent.main()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        os.close(write)
 
 
 class Launched:

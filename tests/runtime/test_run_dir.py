@@ -3,7 +3,9 @@
 import errno
 import json
 import os
+import re
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -20,6 +22,7 @@ from llava_fsdp.runtime.errors import FolderInUse
 from llava_fsdp.runtime.exit_codes import ENDINGS, ExitCode
 from llava_fsdp.runtime.heartbeat import FOLDER as HEARTBEATS
 from llava_fsdp.runtime.heartbeat import Beat, Phase, put_beat
+from llava_fsdp.runtime.jsonl import append, read_rows
 from llava_fsdp.runtime.run_dir import (
     begun_at,
     claimed,
@@ -126,6 +129,52 @@ def test_the_first_failure_is_the_one_that_counts(tmp_path: Path, launched) -> N
         assert not (tmp_path / status_file.FIRST_FAILURE).exists()
     launched(rank=1, attempt=1)
     assert write_ending(tmp_path, ending("communication", "lost rank 0")) is None, "nobody else said anything"
+
+
+def test_ranks_that_are_started_without_torchrun_know_the_first_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is a process of its own; the one that lost contact does not overwrite what the first one wrote."""
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setattr(status_file, "PATIENCE", 0.1)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    pids = {0: 4000, 1: 4001}
+
+    def be(rank: int) -> None:
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setattr(os, "getpid", lambda: pids[rank])
+
+    (tmp_path / HEARTBEATS).mkdir()
+    put_beat(tmp_path, Beat(0, socket.gethostname(), 4000, 3, Phase.COMPUTE.value, 1, "", 1))
+    be(1)
+    assert write_ending(tmp_path, ending("interrupted", "Ctrl-C")) is None
+    be(0)
+    first = write_ending(tmp_path, ending("communication", "lost rank 1"))
+    assert first is not None and (first["rank"], first["class"]) == (1, "interrupted")
+    assert (read_status(tmp_path) or {})["class"] == "interrupted"
+    pids[0] = 5000
+    be(0)
+    assert first_failure(tmp_path) is None, "of the start before"
+
+
+@pytest.mark.parametrize("name", sorted(run_dir.WRITTEN))
+def test_what_is_no_file_where_a_run_writes_one_is_refused_at_once(name: str, tmp_path: Path) -> None:
+    """To open a pipe would wait for its other end."""
+    for make in (os.mkfifo, os.mkdir if name not in run_dir.FOLDERS else Path.touch):
+        make(tmp_path / name)
+        refuse_in_use(tmp_path)
+        with pytest.raises(errors.ConfigError, match=re.escape(name)), claimed(tmp_path, 0):
+            pytest.fail("the folder was taken")
+        (tmp_path / name).rmdir() if (tmp_path / name).is_dir() else (tmp_path / name).unlink()
+
+
+def test_a_pipe_in_place_of_stacks_and_rows_does_not_block(tmp_path: Path) -> None:
+    for name in ("rank-0.txt", "metrics.jsonl"):
+        os.mkfifo(tmp_path / name)
+    open_new(tmp_path / "rank-0.txt").close()
+    assert (tmp_path / "rank-0.txt").is_file() and read_rows(tmp_path / "metrics.jsonl") == []
+    with pytest.raises(OSError, match="No such device"):
+        append(tmp_path / "metrics.jsonl", b"row")
 
 
 def test_several_nodes_know_an_attempt_by_its_store(tmp_path: Path, launched) -> None:

@@ -62,8 +62,10 @@ class Rows:
 
 
 def append(path: Path, data: bytes) -> None:
-    """Append all of `data` to a file, or nothing of it if there is an error. Refuses symbolic links. Raises OSError."""
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    """Append all of `data` to a file, or nothing of it if there is an error. Refuses symbolic links, and pipes that
+    nobody reads. Raises OSError."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    handle = os.open(path, flags, 0o666)
     try:
         before = os.fstat(handle).st_size
         try:
@@ -83,10 +85,10 @@ def replace_lines(path: Path, lines: Iterable[str]) -> None:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Read the rows of a JSON Lines file, each a dict; an empty list if the file is missing. Incomplete lines, which a
-    crash or a full disk may leave, are skipped."""
+    """Read the rows of a JSON Lines file, each a dict; an empty list if there is no regular file. Incomplete lines,
+    which a crash or a full disk may leave, are skipped."""
     found = []
-    with contextlib.suppress(FileNotFoundError):
+    if path.is_file():
         for line in path.read_text(errors="replace").splitlines():
             with contextlib.suppress(ValueError, RecursionError):
                 row = json.loads(line)

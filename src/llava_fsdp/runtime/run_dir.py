@@ -42,6 +42,8 @@ WRITTEN = frozenset({
     "export", "adapter", "tensorboard", "profile", "profile.html", "expert_load.json",
 })  # fmt: skip
 """Names of the files and folders that a training writes into `output_dir`."""
+FOLDERS = frozenset({".heartbeats", "stacks", "checkpoints", "export", "adapter", "tensorboard", "profile"})
+"""Those of `WRITTEN` that are folders."""
 LOCK_KINDS: dict[str, Kinds] = {"pid": (int,), "host": (str,), "since": (str,), "launch": (str, NONE)}
 BEGUN_KINDS: dict[str, Kinds] = {"wish": (str,), "step": (int,), "launch": (str,), "time": (float,)}
 HANDOVER = 30
@@ -89,6 +91,7 @@ def claimed(folder: Path, rank: int, private: bool = True) -> Iterator[int | Non
         try:
             make_run_folder(folder, private)
             refuse_links(folder)
+            refuse_other_kinds(folder)
             handle = open_lock(folder)
             at_end.callback(os.close, handle)
             lock(handle, folder)
@@ -118,6 +121,18 @@ def refuse_links(folder: Path) -> None:
             "in its folder, which takes one file system and must change nothing outside it. Remove the links; to keep "
             "a run on another disk, give a folder there as output_dir, or make output_dir itself the link"
         ).about(file=str(folder / links[0]))
+
+
+def refuse_other_kinds(folder: Path) -> None:
+    """Raise ConfigError if the run's folder contains a pipe, a device, a socket or a folder where a run writes a file,
+    or anything but a folder where it makes one. Opening a pipe would wait for its other end."""
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+        if entry.name in WRITTEN and not (entry.is_dir() if entry.name in FOLDERS else entry.is_file()):
+            kind = "folder" if entry.name in FOLDERS else "regular file"
+            raise ConfigError(
+                f"output_dir={folder}: {entry.name} is not a {kind}, and a run writes one there; remove it, or give "
+                "another folder"
+            ).about(file=entry.path)
 
 
 @contextlib.contextmanager
@@ -216,7 +231,7 @@ def look_at_lock(folder: Path) -> tuple[bool | None, dict[str, Any]]:
     process that holds the lock (empty if not locked)."""
     try:
         # opened read-only, because the folder may be mounted read-only
-        handle = os.open(folder / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        handle = os.open(folder / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         return False, {}
     except OSError:

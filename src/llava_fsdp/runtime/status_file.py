@@ -15,6 +15,7 @@ from typing import Any
 
 from llava_fsdp.runtime.durable_files import create, replace_file
 from llava_fsdp.runtime.exit_codes import ENDINGS, Ending
+from llava_fsdp.runtime.heartbeat import read_beat
 from llava_fsdp.runtime.launch import attempt, env_rank, incarnation, launch_id, started
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.os_errors import why
@@ -95,7 +96,8 @@ def mark_stepped(folder: Path) -> None:
     """Record that the run has finished a training step since its latest start. `run_status.json` then need no longer
     tell how the run ended before that start. The record is a file of its own in the run's folder, because another rank
     may be writing `run_status.json` at the same time."""
-    os.close(os.open(folder / STEPPED_FILE, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
+    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    os.close(os.open(folder / STEPPED_FILE, flags, 0o600))
 
 
 def put_status(
@@ -140,7 +142,7 @@ def put_status(
         size = path.lstat().st_size
         if size < max(RESERVED, len(text)):
             raise
-        handle = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        handle = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(handle, "wb") as file:  # overwriting needs no free space on the disk
             file.write(text.ljust(size))
 
@@ -199,12 +201,27 @@ def check_status(status: Any, path: Path) -> None:
         raise BadJson(f"{path} cannot be read: its 'exit_code' is not a number from 0 to 255")
 
 
+def start_of(folder: Path) -> str:
+    """Return a text that identifies the current start of the run's ranks: the same on all ranks, and different after
+    each restart. Ranks that the user has started without torchrun know it by the heartbeat of rank 0.
+
+    Args:
+        folder: the run's folder.
+    """
+    if launch_id() is not None or os.environ.get("WORLD_SIZE", "1") == "1":
+        return incarnation()
+    if env_rank() == 0:
+        return f"rank 0 on {socket.gethostname()}, process {os.getpid()}"
+    first = read_beat(folder, 0)
+    return f"rank 0 on {first.host}, process {first.pid}" if first is not None else incarnation()
+
+
 def drop_stale_failure(folder: Path) -> None:
     """Remove the report of the rank that failed first from a run's folder if an earlier start of the run wrote it, or
     if it cannot be read."""
     unreadable = None
     try:
-        if failure_of(folder)["incarnation"] == incarnation():
+        if failure_of(folder)["incarnation"] == start_of(folder):
             return
     except MissingJson:
         return
@@ -236,7 +253,7 @@ def first_failure(folder: Path) -> dict[str, Any] | None:
         failure = failure_of(folder)
     except BadJson:
         return None
-    return failure if failure["incarnation"] == incarnation() else None
+    return failure if failure["incarnation"] == start_of(folder) else None
 
 
 def await_first_failure(folder: Path, seconds: float) -> dict[str, Any] | None:
@@ -311,7 +328,7 @@ def write_first_failure(folder: Path, outcome: Outcome) -> bool:
     """
     drop_stale_failure(folder)
     failure = {
-        "incarnation": incarnation(),
+        "incarnation": start_of(folder),
         "rank": env_rank(),
         "class": outcome.ending.name,
         "exit_code": int(outcome.ending.exit_code),

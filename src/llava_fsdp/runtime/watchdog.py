@@ -532,7 +532,7 @@ class Watchdog:
 def open_new(path: Path) -> TextIO:
     """Open a new text file that only its owner can read. An existing file at `path` is renamed to `NAME.N.txt` (N = 1,
     2, ...) if it is not empty."""
-    if os.path.lexists(path) and path.lstat().st_size:
+    if os.path.lexists(path) and (path.lstat().st_size or not path.is_file()):
         number = next(n for n in itertools.count(1) if not path.with_suffix(f".{n}.txt").exists())
         os.replace(path, path.with_suffix(f".{number}.txt"))
     return open(path, "w", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o600))
