@@ -8,7 +8,6 @@ ids as training.
 """
 
 import itertools
-import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -115,8 +114,10 @@ def find_gap(theirs: Any, ours: Tokenizer) -> Gap:
 
 
 def quoted(text: str) -> str:
-    """Return a text as a Jinja string literal. It is quoted as in JSON, whose escapes Jinja understands."""
-    return json.dumps(text)
+    """Return a text as a Jinja string literal. Only characters that a literal cannot contain are escaped, since the
+    Jinja of llama.cpp does not know `\\u` and a number."""
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'.replace("\n", "\\n").replace("\r", "\\r").replace("\t", "\\t")
 
 
 def refuse(why: str) -> str:
@@ -149,7 +150,7 @@ def chat_template(template: Template, start_end: bool, adds_bos: bool, gap: Gap,
             *content_of(video),
             "{%- if message['role'] == 'user' -%}",
             "{%- if chat.asked -%}" + refuse("user and assistant take turns") + "{%- endif -%}",
-            *(VIDEO_TAGS if video else ()),
+            *tags_of(video),
             *question(template, start_end),
             "{%- if chat.begun -%}",
             f"{{%- set chat.text = chat.text ~ {quoted(pattern.next_question)} -%}}",
@@ -177,7 +178,7 @@ def chat_template(template: Template, start_end: bool, adds_bos: bool, gap: Gap,
             "{%- endif -%}",
             "{%- endfor -%}",
             *(["{{- bos_token -}}"] if adds_bos else []),
-            *stretches("chat.text", gap, video),
+            *stretches("chat.text", gap),
         ]
     )
 
@@ -196,7 +197,7 @@ def own_chat_template(template: ChatTemplate, start_end: bool, video: bool = Fal
     takes_parts = template.images is not None
     text = "[{'type': 'text', 'text': said.text}]" if template.parts else "said.text"
     content = "said.parts" if takes_parts else text
-    asked = PARTS if takes_parts else (*(VIDEO_TAGS if video else ()), *question(template, start_end))
+    asked = PARTS if takes_parts else (*tags_of(video), *question(template, start_end))
     return "\n".join(
         [
             "{%- set chat = namespace(messages=[], begun=false, asked=false, tags=[]) -%}",
@@ -220,7 +221,7 @@ def own_chat_template(template: ChatTemplate, start_end: bool, video: bool = Fal
             "{%- endfor -%}",
             "{%- set messages = chat.messages -%}",
             "{%- set text %}" + (BEGIN_PARTS if takes_parts else BEGIN) + template.code + END,
-            *(written_images(template, start_end) if takes_parts else stretches("text", Gap(False), video)),
+            *(written_images(template, start_end) if takes_parts else stretches("text", Gap(False))),
         ]
     )
 
@@ -239,19 +240,17 @@ def written_images(template: ChatTemplate, start_end: bool) -> list[str]:
     return [f"{{{{- text{code} -}}}}"]
 
 
-def stretches(text: str, gap: Gap, video: bool) -> list[str]:
-    """Return lines of Jinja code that output a conversation, split at its `<image>` tags into stretches of text.
+def stretches(text: str, gap: Gap) -> list[str]:
+    """Return lines of Jinja code that output a conversation, split at its `<image>` tags into stretches of text. The
+    Jinja list `chat.tags` has the tag to output for each of them.
 
     Args:
         text: name of the Jinja variable that holds the conversation.
         gap: rule for where to put a space before the text that follows an image (see `Gap`).
-        video: whether an `<image>` tag may stand for a video. The Jinja list `chat.tags` then has the tag to output for
-            each of them.
     """
-    tag = "chat.tags[loop.index0 - 1]" if video else quoted(IMAGE_TAG)
     return [
         f"{{%- for stretch in {text}.split('<image>') -%}}",
-        f"{{%- if not loop.first -%}}{{{{- {tag} -}}}}{{%- endif -%}}",
+        "{%- if not loop.first -%}{{- chat.tags[loop.index0 - 1] -}}{%- endif -%}",
         gap.jinja + "{{- stretch -}}",
         "{%- endfor -%}",
     ]
@@ -271,15 +270,28 @@ CONTENT = (
 )
 """Jinja code that sets the variable `said.text` to the content of `message` as one text with `<image>` tags."""
 VIDEO_PART = "{%- elif part['type'] == 'video' -%}{%- set said.text = said.text ~ '<video>' -%}"
-VIDEO_TAGS = (
-    "{%- for piece in said.text.split('<image>') -%}",
+TAGS = (
+    "{%- set pieces = said.text.split('<__media') -%}",
+    "{%- set said.text = '' -%}",
+    "{%- for piece in pieces -%}",
+    "{%- set rest = piece if loop.first else piece.split('>')[1:]|join('>') -%}",
+    "{%- if not loop.first -%}",
+    "{%- set chat.tags = chat.tags + ['<__media' ~ piece.split('>')[0] ~ '>'] -%}",
+    "{%- set said.text = said.text ~ '<image>' -%}",
+    "{%- endif -%}",
+    "{%- set said.text = said.text ~ rest -%}",
+    "{%- for stretch in rest.split('<image>') -%}",
     "{%- if not loop.first -%}{%- set chat.tags = chat.tags + ['<image>'] -%}{%- endif -%}",
-    "{%- for _ in piece.split('<video>')[1:] -%}{%- set chat.tags = chat.tags + ['<video>'] -%}{%- endfor -%}",
     "{%- endfor -%}",
-    "{%- set said.text = said.text.replace('<video>', '<image>') -%}",
+    "{%- endfor -%}",
 )
-"""Jinja code that adds the tags of a question, in the variable `said.text`, to the list `chat.tags`, and replaces
-`<video>` by `<image>`."""
+"""Jinja code that adds the tags of a question, in the variable `said.text`, to the list `chat.tags`. The server of
+llama.cpp has replaced each image by a marker like `<__media_...__>` before it renders the template; the code replaces
+these markers by `<image>`, and the list keeps them."""
+VIDEO_TAGS = (
+    "{%- for _ in stretch.split('<video>')[1:] -%}{%- set chat.tags = chat.tags + ['<video>'] -%}{%- endfor -%}"
+)
+VIDEO_AS_IMAGE = "{%- set said.text = said.text.replace('<video>', '<image>') -%}"
 
 PARTS = (
     "{%- set said.parts = [] -%}",
@@ -321,6 +333,10 @@ VIDEO_CHECK = "{%- elif '<image>' in said.text or '<video>' in said.text -%}"
 UNASKED = "{%- if chat.begun or loop.index > 2 or loop.index == 2 and messages[0]['role'] != 'system' -%}"
 """Jinja condition that is true for an answer without a question, unless it begins the conversation. Training leaves out
 an answer before the first question."""
+
+
+def tags_of(video: bool) -> tuple[str, ...]:
+    return (*TAGS[:-2], VIDEO_TAGS, *TAGS[-2:], VIDEO_AS_IMAGE) if video else TAGS
 
 
 def content_of(video: bool) -> tuple[str, ...]:

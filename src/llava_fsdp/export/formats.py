@@ -29,6 +29,7 @@ from llava_fsdp.data.text.tokenizer import open_tokenizer, read_optional
 from llava_fsdp.distributed.consensus import on_first_rank
 from llava_fsdp.export.folded_head import check_can_be_folded, folded_fields, with_folded_head
 from llava_fsdp.export.generation_file import find_ends, generation_fields, write_generation
+from llava_fsdp.export.older_transformers import with_older_fields
 from llava_fsdp.export.processor import (
     TokenIds,
     check_template,
@@ -292,6 +293,8 @@ def write_hf_config(
     if ids.video is not None:
         config.video_token_id = ids.video
     config.save_pretrained(staged)
+    path = staged / "config.json"
+    write_json(path, with_older_fields(read_json(path, str(path)), config))
     return config
 
 

@@ -34,6 +34,7 @@ from llava_fsdp.export.chat_template import (
     rehearse,
     rehearse_images,
 )
+from llava_fsdp.export.older_transformers import older_tokenizer
 from llava_fsdp.model.vision_tower import image_size, patch_size
 from llava_fsdp.runtime.errors import ModelError
 from llava_fsdp.runtime.log import log
@@ -104,6 +105,9 @@ def write_tokenizer(
         keep_llama(folder, staged)
     if isinstance(ours, LlamaTokenizer):
         write_llama(staged, ours.legacy)
+    path = staged / "tokenizer_config.json"
+    older = older_tokenizer(read_json(path), read_json(staged / "tokenizer.json", largest=LARGE))
+    path.write_text(json.dumps(older, indent=2, ensure_ascii=False) + "\n")
     check_same_ids(folder, staged, vocab_size, same_bos)
     with foreign(f"{staged}: transformers cannot read the tokenizer that was written"):
         written = from_file(staged)
@@ -164,7 +168,7 @@ def write_template(
         code = own_chat_template(template, start_end, video)
     else:
         code = chat_template(template, start_end, adds_bos, gap, video)
-    (staged / FILE).write_text(code)
+    (staged / FILE).write_text(code, encoding="utf-8")
 
 
 def lacks_tokenizer(folder: Path, staged: Path) -> bool:

@@ -31,9 +31,12 @@ from llava_fsdp.runtime.safe_load import read_text
 OWN = "chat_template"
 """Name of a language model's own template in `data.template`; a run records it as chat_template-DIGEST."""
 FILE = "chat_template.jinja"
-BEGIN, END = "{# the model's own chat template begins #}\n", "{%+ endset %}{# the model's own chat template ends #}"
+BEGIN = "{# the model's own chat template begins #}\n"
+END = "{{ '' }}{% endset %}{# the model's own chat template ends #}"
 """Texts before and after the model's template in an exported file. The code outside of them converts messages to the
-turns that training saw."""
+turns that training saw. Without the empty text, Jinja would remove white space at the end of the model's template."""
+OLDER_END = "{%+ endset %}{# the model's own chat template ends #}"
+"""The text after the model's template in files that earlier versions exported. llama.cpp does not know its `+`."""
 BEGIN_PARTS = "{# the model's own chat template, which gets images as parts of messages, begins #}\n"
 """Text that stands instead of BEGIN if training gave images to the template as parts of messages."""
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -338,7 +341,8 @@ def complete(code: str, folder: Path) -> str:
     """
     for begin in (BEGIN, BEGIN_PARTS):
         if begin in code:
-            return code.partition(begin)[2].rpartition(END)[0]
+            end = END if END in code else OLDER_END
+            return code.partition(begin)[2].rpartition(end)[0]
     bos = special_tokens(folder).get("bos_token")
     is_processor = read_optional(folder / "config.json").get("model_type") == "llava_next"
     add = BOS if is_processor and bos and bos not in code and "bos_token" not in code else ""
