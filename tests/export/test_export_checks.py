@@ -139,7 +139,8 @@ def test_a_weight_is_the_trained_one_to_the_bit_and_finite() -> None:
         found = Weights({"weight": (3, 2)}, {"weight": torch.bfloat16}, lambda _, trained=trained: trained)
         for used in (torch.float32, torch.bfloat16):
             copies = {"weight": torch.nn.Parameter(torch.zeros(3, 2))}
-            given = found, found, Path("x"), {"weight": final_export.MemoryTensor(stored)}
+            written: Any = {"weight": final_export.MemoryTensor(stored)}
+            given = found, found, Path("x"), written
             if message is None:
                 final_export.check_weights(*given, copies, {"weight": used})
                 assert torch.equal(copies["weight"].detach(), values.to(used).float())

@@ -68,6 +68,13 @@ def load_ours(cfg: Config, checkpoint: Path) -> torch.nn.Module:
     return model.eval()
 
 
+def refuse_and_run(world: World, cfg: Config) -> None:
+    """A training whose export cannot be what transformers computes."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(final_export, "reloaded_logits", lambda *_: torch.full((1, 1), torch.nan))
+        run_ranks(world, cfg)
+
+
 def probe(cfg: Config):
     return train.open_data(cfg, single_world(), build_llava(find_parts(cfg.model), cfg.model, torch.float32))
 
@@ -140,7 +147,7 @@ def test_sharded_export_equals_the_single_one(
 ) -> None:
     """Before any update (the first step's learning rate is 0) the bits are the same, gathered or not, of the run and of
     its checkpoint."""
-    values = ["max_steps=1", "checkpoint.every=1", "sharding=zero3"]
+    values = ["max_steps=1", "checkpoint.every=1", "sharding=zero3", "export.verify=true"]
     pools[2].run(run_ranks, make_config(parts, dataset, tmp_path / "two", *EXPORTED, *values))
     assert same(weights(tmp_path / "two" / "export"), weights(noise / "export"))
     step = tmp_path / "two" / "checkpoints" / "step-000001"
@@ -217,6 +224,28 @@ def test_a_refused_export_is_made_by_the_command_that_its_message_gives(
     assert not same(weights(tmp_path / "max_steps=1"), exported)
 
 
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize("stage", ["finetune", "finetune_lora"])
+def test_an_export_of_two_ranks_that_is_refused_is_made_from_the_checkpoint(
+    stage: str, parts: Path, dataset: Path, pools: dict[int, RankPool], tmp_path: Path
+) -> None:
+    """Each rank gives the same message; with adapters their folder is there already."""
+    values = ["sharding=zero3", "export.enabled=true", "export.dtype=bf16", "export.verify=true", "max_steps=2"]
+    cfg = make_config(parts, dataset, tmp_path / "run", *values, "optim.lr=0.1", "optim.warmup_ratio=0", stage=stage)
+    with pytest.raises(Exception, match="transformers computes something else") as refused:
+        pools[2].run(refuse_and_run, cfg)
+    (command,) = set(re.findall(r"the comparison: llava-fsdp (export .*verify=false)", str(refused.value)))
+    export(command_config(ConversionConfig, *shlex.split(command)))
+    exported = weights(tmp_path / "run" / "export")
+    assert (tmp_path / "run" / "adapter").exists() is (stage == "finetune_lora")
+    pools[2].run(run_ranks, cfg)
+    assert same(weights(tmp_path / "run" / "export"), exported), "it counts as the run's own export"
+    shutil.rmtree(tmp_path / "run" / "export")
+    pools[2].run(run_ranks, cfg)
+    assert same(weights(tmp_path / "run" / "export"), exported), "it is what the run writes"
+
+
 def test_the_effect_of_rounding_is_said_and_no_reason_to_refuse(
     noise: Path, parts: Path, dataset: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -233,7 +262,7 @@ def test_the_effect_of_rounding_is_said_and_no_reason_to_refuse(
         cfg = make_config(parts, dataset, run, *values, f"model.checkpoint={sharp}", f"export.dtype={dtype}")
         train.train(cfg)
         told = [r.getMessage() for r in caplog.records if "moves the logits by" in r.getMessage()]
-        kl = float(re.search(r"KL ([\d.e-]+)", told[-1])[1])
+        (kl,) = map(float, re.findall(r"KL ([\d.e-]*\d)", told[-1]))
         assert (kl > 1e-3) is (dtype == "bf16"), told[-1]
         loaded = LlavaForConditionalGeneration.from_pretrained(run / "export", dtype=torch.float32)
         assert loaded.dtype == torch.float32
