@@ -12,6 +12,8 @@ from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaModel
 
 from llava_fsdp.export.check_causal import check_causal, what_is_seen
+from llava_fsdp.export.small_copy import NoSmallCopy, shrink
+from llava_fsdp.model.config_key import ConfigKey
 from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.pretrained import find_parts
 from llava_fsdp.runtime.errors import ModelError
@@ -85,3 +87,12 @@ def test_a_training_is_refused_before_its_first_step(pack: str, parts: Path, dat
     with pytest.raises(ModelError, match="use_bidirectional_attention"):
         train.train(make_config(parts, dataset, tmp_path / "run", *keys))
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_small_copy_that_cannot_run_refuses_nothing(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """OPT's embeddings have a width of their own, which a small copy keeps."""
+    sizes = {**SIZES, "word_embed_proj_dim": 40, "ffn_dim": 56}
+    model = model_of("opt", parts, dataset, tmp_path, **sizes)
+    with pytest.raises(NoSmallCopy):
+        what_is_seen(ConfigKey(shrink(model.parts.language, 2)))
+    check_causal(model)

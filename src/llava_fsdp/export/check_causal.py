@@ -36,10 +36,10 @@ def check_causal(model: Llava) -> None:
     language = model.parts.language
     try:
         small = shrink(language, count_layers(model.language_model))
-    except NoSmallCopy as error:
+        seen = what_is_seen(ConfigKey(small))
+    except NoSmallCopy as error:  # `compare_language` warns of it
         log().debug("whether a %s sees later tokens is not tried: %s", language.model_type, error)
         return
-    seen = what_is_seen(ConfigKey(small))
     if seen is None:
         return
     keys = ", ".join(causes(small))
@@ -81,10 +81,10 @@ def what_is_seen(key: ConfigKey) -> str | None:
         key: the language model's configuration.
 
     Raises:
-        ModelError: transformers cannot build or run the model.
+        NoSmallCopy: transformers cannot build or run the model.
     """
     config: Any = key.config
-    with foreign(f"transformers cannot run a small copy of a {config.model_type}"):
+    with foreign(f"transformers cannot run a small copy of a {config.model_type}", NoSmallCopy):
         model = AutoModel.from_config(
             config, attn_implementation=attention_of_transformers(config), trust_remote_code=False, dtype=torch.float32
         ).eval()

@@ -70,8 +70,8 @@ def compare_features(config: ConfigKey, vision: ConfigKey, select_layer: int, fe
         feature: which of its tokens are used: `patch` (without the CLS token) or `full`.
 
     Raises:
-        NoSmallCopy: transformers cannot build a small copy of the larger model.
-        ModelError: transformers cannot run the small copy.
+        NoSmallCopy: transformers cannot build or run the small copy.
+        ModelError: the small copy has weights of other names than transformers' class.
     """
     source = source_tower(config.config, vision.config)
     dice = torch.Generator().manual_seed(0)
@@ -80,7 +80,7 @@ def compare_features(config: ConfigKey, vision: ConfigKey, select_layer: int, fe
     own = copy_of(vision.config, source)
     side = image_size(vision.config)
     pixels = torch.randn((IMAGES, 3, side, side), generator=dice)
-    with foreign(f"transformers' {type(source).__name__} cannot compute features"):
+    with foreign(f"transformers' {type(source).__name__} cannot compute features", NoSmallCopy):
         expected = source(pixel_values=pixels, output_hidden_states=True).hidden_states[select_layer]
     if feature is Feature.patch:
         expected = expected[:, 1:]
