@@ -1,9 +1,9 @@
 """The command `llava-fsdp`, also `python -m llava_fsdp`: lists all commands, and runs one of them."""
 
-from llava_fsdp.runtime.safe_path import leave_out_current_folder
+from llava_fsdp.runtime.safe_path import prepare_python
 
 if __name__ == "__main__":
-    leave_out_current_folder()  # before other imports, which files there might hide
+    prepare_python()  # before other imports, which files there might hide
 
 import difflib
 import os
@@ -31,7 +31,7 @@ COMMANDS = {
 
 
 def main() -> None:
-    leave_out_current_folder()
+    prepare_python()
     words = sys.argv[1:]
     if not words or words[0] in ("-h", "--help", "help"):
         print(usage())

@@ -3,10 +3,10 @@
 For each word to complete, this code calls `llava-fsdp completion words COMMAND WORD`, which prints the completions.
 """
 
-from llava_fsdp.runtime.safe_path import leave_out_current_folder
+from llava_fsdp.runtime.safe_path import prepare_python
 
 if __name__ == "__main__":
-    leave_out_current_folder()  # before other imports, which files there might hide
+    prepare_python()  # before other imports, which files there might hide
 
 import sys
 

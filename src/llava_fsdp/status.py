@@ -9,10 +9,10 @@ end, the run is still active or was killed: it is active if its folder is locked
 scheduler's script can compare this step before and after a run.
 """
 
-from llava_fsdp.runtime.safe_path import leave_out_current_folder
+from llava_fsdp.runtime.safe_path import prepare_python
 
 if __name__ == "__main__":
-    leave_out_current_folder()  # before other imports, which files there might hide
+    prepare_python()  # before other imports, which files there might hide
 
 import sys
 from pathlib import Path

@@ -343,7 +343,7 @@ def test_what_torchrun_prints_holds_no_secret(tmp_path: Path, monkeypatch: pytes
     ("words", "key", "expected"),
     [
         (["a/b", "x=1"], "source", ["source=a/b", "x=1"]), (["x=1", "a/b"], "source", None),
-        (["--help"], "source", None),
+        (["runs/lr=0.1"], "output_dir", ["output_dir=runs/lr=0.1"]), (["--help"], "source", None),
         (["~x"], "source", None), ([], "source", None), (["a/b"], None, None),
     ],
 )  # fmt: skip

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from llava_fsdp.runtime.safe_path import leave_out_current_folder
+from llava_fsdp.runtime.safe_path import prepare_python
 
 HIDING = ("random", "json", "logging", "dataclasses", "inspect", "copy", "difflib", "yaml", "torch")
 
@@ -25,6 +25,15 @@ def test_a_command_runs_in_a_folder_with_files_that_are_named_like_modules(modul
     assert done.returncode == 0, done.stderr
 
 
+def test_python_without_texts_is_refused(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONOPTIMIZE": "2"}
+    command = [sys.executable, "-m", "llava_fsdp", "status", "x"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 2 and "PYTHONOPTIMIZE" in done.stderr and "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize("is_searched", [True, False])
 def test_a_file_that_python_has_imported_already_is_named(
     is_searched: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -38,8 +47,8 @@ def test_a_file_that_python_has_imported_already_is_named(
     monkeypatch.setenv("PYTHONSAFEPATH", "")
     if is_searched:
         with pytest.raises(SystemExit) as ended:
-            leave_out_current_folder()
+            prepare_python()
         assert ended.value.code == 2 and str(tmp_path / "colorsys.py") in capsys.readouterr().err
     else:
-        leave_out_current_folder()
+        prepare_python()
     assert str(tmp_path) not in sys.path and os.environ["PYTHONSAFEPATH"] == "1"

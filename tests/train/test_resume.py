@@ -16,6 +16,7 @@ from small import Configure, make_config
 
 from llava_fsdp.checkpoint.snapshot import Snapshot
 from llava_fsdp.config import Config
+from llava_fsdp.config.paths import paths_read
 from llava_fsdp.data.batching.sampler import ComputedShuffle
 from llava_fsdp.distributed.mesh import Meshes, World, make_meshes
 from llava_fsdp.distributed.zero import SHARD_PLANS
@@ -25,7 +26,7 @@ from llava_fsdp.runtime.run_dir import list_checkpoints
 from llava_fsdp.runtime.watchdog import Watchdog
 from llava_fsdp.train import main as train
 from llava_fsdp.train import preflight
-from llava_fsdp.train.resume import resume
+from llava_fsdp.train.resume import requested_resume, resume
 
 OFTEN = ["max_steps=6", "checkpoint.every=2", "checkpoint.keep=9", *EXPORTED]
 
@@ -78,6 +79,20 @@ def test_what_a_private_run_writes_is_read_by_its_user_alone(whole_run: Path) ->
     for name in ("checkpoints", "export", "metrics.jsonl", "config.yaml"):
         for path in (whole_run / name, *(whole_run / name).rglob("*")):
             assert not path.stat().st_mode & 0o077, path
+
+
+def test_a_checkpoint_of_the_own_folder_may_be_named_without_its_path(
+    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the current folder has one of this name, it is that one; a name that is nowhere stays as it is."""
+    monkeypatch.chdir(tmp_path)
+    cfg = configure("checkpoint.resume=step-000002", to=str(tmp_path / "run"))
+    assert requested_resume(cfg) == "step-000002"
+    own = tmp_path / "run" / "checkpoints" / "step-000002"
+    own.mkdir(parents=True)
+    assert requested_resume(cfg) == str(own) and "checkpoint.resume" not in paths_read(cfg)
+    (tmp_path / "step-000002").mkdir()
+    assert requested_resume(cfg) == "step-000002" and "checkpoint.resume" in paths_read(cfg)
 
 
 @pytest.mark.ranks

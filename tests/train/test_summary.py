@@ -59,12 +59,14 @@ def test_trained_and_all_parameters_are_counted_by_part(cfg: Config) -> None:
 
 
 def test_steps_batches_and_rates(cfg: Config) -> None:
-    sampler = SimpleNamespace(per_epoch=400)
+    sampler = SimpleNamespace(per_epoch=400, samples=lambda step: [*range(32)])
     loader: Any = SimpleNamespace(steps=SimpleNamespace(sampler=sampler), total_steps=1000, num_micro_batches=5)
     cfg = changed(cfg, global_batch_size=32, micro_batch_size=2, pack=False, optim__lr=1e-3)
     assert summary.describe_steps(cfg, loader, 100.4) == (
         "1,000, 2.5 epochs of 400; a step has 32 samples, about 3,213 tokens"
     )
+    sampler.samples = lambda step: [0]  # a dataset of one record
+    assert summary.describe_steps(cfg, loader, 100.4).endswith("a step has 1 sample, about 100 tokens")
     assert summary.describe_batch(cfg, WORLD, loader) == (
         "micro-batch 2 x accumulation 5 x ranks 3 = 30 rows for a global batch of 32"
     )

@@ -366,12 +366,15 @@ def compose_with_flags(config_name: str, schema: type) -> DictConfig | None:
 
 def name_folder(arguments: list[str], key: str | None) -> list[str]:
     """Return command-line arguments, with `key=` put in front of the first one if it is a bare path, as in `llava-fsdp
-    chat FOLDER`. It is unchanged if it already is `key=value` or a flag.
+    chat FOLDER`, even with `=` in the path. It is unchanged if it already is `key=value` or a flag.
 
     Args:
         key: configuration key for which a bare path may be given; None: all arguments are returned unchanged.
     """
-    if key is None or not arguments or "=" in arguments[0] or arguments[0].startswith(("-", "~")):
+    if key is None or not arguments or arguments[0].startswith(("-", "~")):
+        return arguments
+    name, equals, _ = arguments[0].partition("=")
+    if equals and re.fullmatch(r"\+{0,2}[\w.@]+", name) and not os.path.exists(arguments[0]):
         return arguments
     return [f"{key}={arguments[0]}", *arguments[1:]]
 

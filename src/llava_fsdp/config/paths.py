@@ -65,7 +65,8 @@ def paths_read(cfg: Config) -> dict[str, str]:
     paths["model.lora.checkpoint"] = cfg.model.lora.checkpoint
     if cfg.model.projector not in ("auto", "random"):
         paths["model.projector"] = cfg.model.projector
-    if cfg.checkpoint.resume not in ("auto", "never"):
+    is_own = exists(f"{cfg.output_dir}/checkpoints/{cfg.checkpoint.resume}")  # a name such as step-000200
+    if cfg.checkpoint.resume not in ("auto", "never") and (exists(cfg.checkpoint.resume) or not is_own):
         paths["checkpoint.resume"] = cfg.checkpoint.resume
     return {
         key: name

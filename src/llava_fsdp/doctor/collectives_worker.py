@@ -5,10 +5,10 @@ check their results. `doctor` is the command that checks this machine before a t
 rank R writes how far it has come (started, joined, ...) into FOLDER/rank-R.
 """
 
-from llava_fsdp.runtime.safe_path import leave_out_current_folder
+from llava_fsdp.runtime.safe_path import prepare_python
 
 if __name__ == "__main__":
-    leave_out_current_folder()  # before other imports, which files there might hide
+    prepare_python()  # before other imports, which files there might hide
 
 import os
 import sys

@@ -1,10 +1,10 @@
 """Entry point of `python -m llava_fsdp.evaluate`, which lets a trained model answer a benchmark's questions and scores
 its answers; see evaluate/main.py."""
 
-from llava_fsdp.runtime.safe_path import leave_out_current_folder
+from llava_fsdp.runtime.safe_path import prepare_python
 
 if __name__ == "__main__":
-    leave_out_current_folder()  # before other imports, which files there might hide
+    prepare_python()  # before other imports, which files there might hide
 
 from llava_fsdp.config import EvaluateConfig, cli
 from llava_fsdp.runtime.imports import importing

@@ -1,10 +1,10 @@
 """Entry point of `python -m llava_fsdp.export`, which converts a model into a folder for other programs (see
 main.py)."""
 
-from llava_fsdp.runtime.safe_path import leave_out_current_folder
+from llava_fsdp.runtime.safe_path import prepare_python
 
 if __name__ == "__main__":
-    leave_out_current_folder()  # before other imports, which files there might hide
+    prepare_python()  # before other imports, which files there might hide
 
 from llava_fsdp.config import ConversionConfig, cli
 from llava_fsdp.runtime.imports import importing

@@ -1,9 +1,9 @@
 """Entry point of `python -m llava_fsdp.plan`; see main.py for what it does."""
 
-from llava_fsdp.runtime.safe_path import leave_out_current_folder
+from llava_fsdp.runtime.safe_path import prepare_python
 
 if __name__ == "__main__":
-    leave_out_current_folder()  # before other imports, which files there might hide
+    prepare_python()  # before other imports, which files there might hide
 
 import sys
 

@@ -5,14 +5,19 @@ import os
 import sys
 
 
-def leave_out_current_folder() -> None:
-    """Leave the current folder out of Python's search path, in this process and in those that it starts, as `python -P`
-    does. With `python -m` and `torchrun -m` the current folder is searched first, so that a user's file `random.py`
-    there would be imported in place of Python's module `random`.
+def prepare_python() -> None:
+    """Prepare Python for a program: refuse `python -OO`, which removes texts that programs print, and leave the current
+    folder out of Python's search path, in this process and in those that it starts, as `python -P` does.
+
+    With `python -m` and `torchrun -m` the current folder is searched first, so that a user's file `random.py` there
+    would be imported in place of Python's module `random`.
 
     To be called by a program before its other imports. If Python has already imported such a file, end the process with
     a message that names it. Nothing is changed if this package itself is imported from the current folder.
     """
+    if sys.flags.optimize > 1:
+        print("ConfigError: PYTHONOPTIMIZE=2 or python -OO removes texts that are printed: unset it", file=sys.stderr)
+        sys.exit(2)
     try:
         here = os.path.realpath(os.getcwd())
     except FileNotFoundError:  # the current folder was deleted

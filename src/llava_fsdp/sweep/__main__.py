@@ -1,10 +1,10 @@
 """Entry point of `python -m llava_fsdp.sweep`, which runs several trainings with different settings; see
 sweep/main.py."""
 
-from llava_fsdp.runtime.safe_path import leave_out_current_folder
+from llava_fsdp.runtime.safe_path import prepare_python
 
 if __name__ == "__main__":
-    leave_out_current_folder()  # before other imports, which files there might hide
+    prepare_python()  # before other imports, which files there might hide
 
 from llava_fsdp.sweep.main import main
 

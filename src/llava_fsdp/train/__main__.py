@@ -1,10 +1,10 @@
 """Entry point of `torchrun -m llava_fsdp.train`. The training itself is in main.py, which is imported only after the
 command line has been checked, because importing torch takes seconds."""
 
-from llava_fsdp.runtime.safe_path import leave_out_current_folder
+from llava_fsdp.runtime.safe_path import prepare_python
 
 if __name__ == "__main__":
-    leave_out_current_folder()  # before other imports, which files there might hide
+    prepare_python()  # before other imports, which files there might hide
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any

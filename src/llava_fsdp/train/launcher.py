@@ -6,10 +6,10 @@ separate Unix session, passes signals on to the ranks, and prints as its last li
 torch.
 """
 
-from llava_fsdp.runtime.safe_path import leave_out_current_folder
+from llava_fsdp.runtime.safe_path import prepare_python
 
 if __name__ == "__main__":
-    leave_out_current_folder()  # before other imports, which files there might hide
+    prepare_python()  # before other imports, which files there might hide
 
 import contextlib
 import difflib

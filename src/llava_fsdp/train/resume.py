@@ -144,14 +144,18 @@ def choose(cfg: Config) -> Checkpoint | None:
 
 
 def requested_resume(cfg: Config) -> str:
-    """Return the value of the setting `checkpoint.resume`: `auto` (the newest checkpoint), `never` or a checkpoint. If
+    """Return the value of the setting `checkpoint.resume`: `auto` (the newest checkpoint), `never` or a checkpoint. A
+    name such as `step-000200` is that of a checkpoint of `output_dir`, if the current folder has none of this name. If
     this is a restart by torchrun or a scheduler, and the run has saved a checkpoint since it began as that value says,
     return `auto` instead."""
     output, wanted = Path(cfg.output_dir), cfg.checkpoint.resume
     begun = begun_at(output, wanted) if wanted != "auto" else None
     if begun is not None and any((step_of(p) or 0) > begun for p in list_checkpoints(output / FOLDER)):
         return "auto"
-    return wanted
+    inside = output / FOLDER / wanted
+    return (
+        str(inside) if step_of(Path(wanted)) is not None and not Path(wanted).exists() and inside.is_dir() else wanted
+    )
 
 
 def start_over(output: Path) -> None:

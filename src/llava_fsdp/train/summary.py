@@ -130,9 +130,10 @@ def describe_trained(weights: dict[str, Weight]) -> str:
 
 def describe_steps(cfg: Config, loader: Loader, mean: float) -> str:
     per_epoch, total = loader.steps.sampler.per_epoch, loader.total_steps
+    samples = len(loader.steps.sampler.samples(0))  # fewer than global_batch_size if there are fewer records
     return (
-        f"{total:,}, {total / per_epoch:.3g} epochs of {per_epoch:,}; a step has {cfg.global_batch_size:,} samples, "
-        f"about {cfg.global_batch_size * mean:,.0f} tokens"
+        f"{total:,}, {total / per_epoch:.3g} epochs of {per_epoch:,}; a step has {samples:,} "
+        f"sample{'s' * (samples != 1)}, about {samples * mean:,.0f} tokens"
     )
 
 
