@@ -197,7 +197,7 @@ def own_chat_template(template: ChatTemplate, start_end: bool, video: bool = Fal
     takes_parts = template.images is not None
     text = "[{'type': 'text', 'text': said.text}]" if template.parts else "said.text"
     content = "said.parts" if takes_parts else text
-    asked = PARTS if takes_parts else (*tags_of(video), *question(template, start_end))
+    asked = parts_lines(video) if takes_parts else (*tags_of(video), *question(template, start_end))
     return "\n".join(
         [
             "{%- set chat = namespace(messages=[], begun=false, asked=false, tags=[]) -%}",
@@ -293,31 +293,39 @@ VIDEO_TAGS = (
 )
 VIDEO_AS_IMAGE = "{%- set said.text = said.text.replace('<video>', '<image>') -%}"
 
-PARTS = (
-    "{%- set said.parts = [] -%}",
-    "{%- if message['content'] is string -%}",
-    "{%- for stretch in message['content'].split('<image>') -%}",
-    "{%- set is_first, is_last = loop.first, loop.last -%}",
-    "{%- if not is_first -%}{%- set said.parts = said.parts + [{'type': 'image'}] -%}{%- endif -%}",
-    "{%- for piece in stretch.split('<video>') -%}",
-    "{%- if not loop.first -%}{%- set said.parts = said.parts + [{'type': 'video'}] -%}{%- endif -%}",
-    "{%- set said.text = piece -%}",
-    "{%- if said.text.startswith('\\n') and not (is_first and loop.first) -%}",
-    "{%- set said.text = said.text[1:] -%}",
-    "{%- endif -%}",
-    "{%- if said.text.endswith('\\n') and not (is_last and loop.last) -%}",
-    "{%- set said.text = said.text[:-1] -%}",
-    "{%- endif -%}",
-    "{%- if said.text -%}{%- set said.parts = said.parts + [{'type': 'text', 'text': said.text}] -%}{%- endif -%}",
-    "{%- endfor -%}",
-    "{%- endfor -%}",
-    "{%- else -%}",
-    "{%- set said.parts = message['content'] | list -%}",
-    "{%- endif -%}",
-    "{%- if not said.parts -%}{%- set said.parts = [{'type': 'text', 'text': ''}] -%}{%- endif -%}",
-)
-"""Jinja code that sets the variable `said.parts` to the parts of a user's message. As in training, a line break
-directly before or after an image tag is no text."""
+
+def parts_lines(video: bool) -> list[str]:
+    """Return lines of Jinja code that set the variable `said.parts` to the parts of a user's message. As in training, a
+    line break directly before or after an image tag is no text.
+
+    Args:
+        video: whether `<video>` tags stand for videos.
+    """
+    tag = "<video>" if video else "<image>"  # no stretch between image tags has a second one
+    return [
+        "{%- set said.parts = [] -%}",
+        "{%- if message['content'] is string -%}",
+        "{%- for stretch in message['content'].split('<image>') -%}",
+        "{%- set is_first, is_last = loop.first, loop.last -%}",
+        "{%- if not is_first -%}{%- set said.parts = said.parts + [{'type': 'image'}] -%}{%- endif -%}",
+        f"{{%- for piece in stretch.split('{tag}') -%}}",
+        "{%- if not loop.first -%}{%- set said.parts = said.parts + [{'type': 'video'}] -%}{%- endif -%}",
+        "{%- set said.text = piece -%}",
+        "{%- if said.text.startswith('\\n') and not (is_first and loop.first) -%}",
+        "{%- set said.text = said.text[1:] -%}",
+        "{%- endif -%}",
+        "{%- if said.text.endswith('\\n') and not (is_last and loop.last) -%}",
+        "{%- set said.text = said.text[:-1] -%}",
+        "{%- endif -%}",
+        "{%- if said.text -%}{%- set said.parts = said.parts + [{'type': 'text', 'text': said.text}] -%}{%- endif -%}",
+        "{%- endfor -%}",
+        "{%- endfor -%}",
+        "{%- else -%}",
+        "{%- set said.parts = message['content'] | list -%}",
+        "{%- endif -%}",
+        "{%- if not said.parts -%}{%- set said.parts = [{'type': 'text', 'text': ''}] -%}{%- endif -%}",
+    ]
+
 
 CHECKS = (
     "{%- elif '<image>' in said.text -%}",

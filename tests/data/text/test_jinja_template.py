@@ -22,6 +22,7 @@ from llava_fsdp.data.records.problems import Kind
 from llava_fsdp.data.records.record import Record, Turn
 from llava_fsdp.data.text import jinja_template
 from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
+from llava_fsdp.data.text.detokenize import AnswerText
 from llava_fsdp.data.text.encode import UNLIMITED, ExactEncoder, Sample
 from llava_fsdp.data.text.jinja_template import OWN, ROLES, ChatTemplate, Unfit, open_template, own_name
 from llava_fsdp.data.text.templates import Template, template
@@ -315,6 +316,29 @@ def test_qwen3_writes_an_empty_thought_itself(tmp_path: Path) -> None:
         with pytest.raises(DataError) as caught:
             form.write(wrong, "data.json, record 3")
         assert caught.value.kind is Kind.chat_template and "record 3" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_8", "gptoss", "muse_glimmer"])
+def test_what_a_template_writes_before_an_answer_is_no_part_of_its_text(name: str, tmp_path: Path) -> None:
+    """As a model writes it, token by token; an answer without it, or with a part of it, is shown as it is."""
+    form = own(PUBLISHED[name], tmp_path / "lm")
+    sample = encoder(form, form.tokenizer, SpecialTokens.text)(record(("human", "a"), ("gpt", "the red circle")))
+    assert sample is not None and form.begin
+    written = sample.input_ids[sample.labels != IGNORE].tolist()
+    stops = frozenset({written[-1]})
+
+    def text_of(ids: list[int]) -> str:
+        answer = AnswerText(form.tokenizer, form.stop, stops, form.begin)
+        shown = "".join([*map(answer.push, ids), answer.close()])
+        assert shown == answer.text
+        return shown
+
+    own_ids = [token.id for token in form.tokenizer.encode("the red circle")]
+    begin = len(written) - len(own_ids) - 1
+    assert text_of(written) == text_of([*own_ids, written[-1]]) == text_of(written[:-1]) == "the red circle"
+    part = form.tokenizer.decode(written[: begin - 1]).strip()
+    assert text_of([*written[: begin - 1], *own_ids]).startswith(part)
+    assert text_of(written[:begin]) == form.tokenizer.decode(written[:begin]).strip()
 
 
 def test_special_tokens_in_a_text_are_text(tmp_path: Path) -> None:

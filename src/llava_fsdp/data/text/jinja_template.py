@@ -129,8 +129,13 @@ class ChatTemplate:
         """{kind of a part: the text that the template writes for it}."""
         return {} if self.images is None else {IMAGE: self.images.image, VIDEO: self.images.video}
 
-    @cached_property
+    @property
     def stop(self) -> str:
+        """The text with which a chat template ends an answer. Raises Unfit if there is no special token in it."""
+        return self._stop
+
+    @cached_property
+    def _stop(self) -> str:
         """The text with which a chat template ends an answer: all its text after the last answer up to and including
         the first special token. Special tokens directly after this one are included if they also follow an earlier
         answer. Raises Unfit if there is no special token."""
