@@ -274,7 +274,9 @@ def test_v0_beside_the_originals_labels_is_v1(parts: Path, dataset: Path) -> Non
         sample = steps.encoder(asked)
         assert sample is not None
         model = object.__new__(Llava)
-        model.parts = cast(Any, SimpleNamespace(language=SimpleNamespace(eos_token_id=2)))
+        model.parts = cast(
+            Any, SimpleNamespace(language=SimpleNamespace(eos_token_id=2), language_folder=parts / "none")
+        )
         held_out = cast(Any, SimpleNamespace(loader=loader, questions=[]))
         answers = AnswerGenerator(model, held_out, cfg, lambda: False, lambda: None)
         found.append((sample.input_ids.tolist(), question, answers.stop))

@@ -112,7 +112,7 @@ def test_which_of_a_run_s_folders_is_opened(tmp_path: Path, monkeypatch: pytest.
     def opened(dtype: str = "keep") -> object:
         return open_run(tmp_path, conversion(tmp_path, tmp_path / "to", f"dtype={dtype}"))
 
-    with pytest.raises(CheckpointError, match="without a finished checkpoint or export"):
+    with pytest.raises(CheckpointError, match="a run without an export"):
         opened()
     notes["adapter"] = {"run": "r", "step": 3}
     assert opened() == "adapter"
