@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from harness import RankPool
+from reference import train_on
 from small import make_config
 from tiers import slow_after
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, CLIPVisionConfig
@@ -45,6 +47,7 @@ CAPS: dict[str, dict[str, Any]] = {
     "vaultgemma": {"sliding_window": 9, "final_logit_softcapping": 3.0, "tie_word_embeddings": False},
 }  # fmt: skip
 """Language models whose logits are capped."""
+FILES = "metrics.jsonl", "validation.jsonl"
 KINDS = sorted({*FACTORS, *CAPS}, key=lambda kind: (kind not in ("granite", "gemma2"), kind))
 BOTH = ["model.random_weights=false", "model.select_feature=auto", "model.train=[projector,language]"]
 
@@ -177,3 +180,24 @@ def test_a_value_that_no_logits_can_be_computed_with_is_named(key: str, value: A
     object.__setattr__(config, key, value)
     with pytest.raises(ModelError, match=key):
         logit_change.logit_change(config)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize("kind", ["cohere2", "gemma2"])
+def test_ranks_that_divide_the_model_have_the_losses_of_one(
+    kind: str, saved: Callable[..., Path], dataset: Path, tmp_path: Path, pools: dict[int, RankPool]
+) -> None:
+    """Ranks that share the vocabulary, stages, and shards; with the losses of validation."""
+    folder, found = saved(kind, tie_word_embeddings=False), {}
+    held = ["val.every=2", f"val.path={dataset / 'text.json'}", f"val.images={dataset / 'images'}"]
+    more = [*BOTH, *held, "pack=true", "tokens_per_micro_batch=256", "max_steps=3", "global_batch_size=12"]
+    for name, keys in {
+        "one": [], "shards": ["sharding=zero3"], "tensor": ["parallel.tensor=2"], "stages": ["parallel.pipeline=2"],
+    }.items():  # fmt: skip
+        run = train_on(1 if name == "one" else 2, make_config(folder, dataset, tmp_path / name, *more, *keys), pools)
+        rows = [json.loads(line) for file in FILES for line in (run / file).read_text().splitlines()]
+        found[name] = [row[key] for row in rows for key in ("loss", "grad_norm") if key in row]
+    assert len(found["one"]) > 6
+    for name, numbers in found.items():
+        assert numbers == pytest.approx(found["one"], rel=1e-5), name

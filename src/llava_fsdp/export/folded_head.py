@@ -26,8 +26,8 @@ def check_can_be_folded(parts: Parts) -> None:
         raise ConfigError(
             f"the class of the {parts.language.model_type} in transformers caps its logits "
             f"({', '.join(keys_that_change(parts.language))} in its config.json), and transformers' LLaVA classes do "
-            "not: an export would have other logits than the model; set export.enabled=false (export.merge=false with "
-            "adapters) to train without an export: chat and evaluate read the run itself"
+            "not: an export would have other logits than the model; train with export.enabled=false (or, with "
+            "adapters, export.merge=false); chat and evaluate read the run itself"
         )
 
 
