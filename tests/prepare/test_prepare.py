@@ -16,6 +16,8 @@ REPORT = {
     "records": 1100, "kept": 1098,
     "sources": [{"name": "a", "records": 1100, "left_out": 2, "text_only": 3, "pictures": 4, "tokens": 5000,
                  "label_tokens": 600}],
+    "files": [{"name": "a", "file": name, "records": 550, "left_out": 1, "text_only": 1, "pictures": 2, "tokens": 2500,
+               "label_tokens": 300} for name in ("a.json", "b.json")],
     "lengths": {"samples": 1098, "mean": 45.25, "percentiles": {"50": 40, "100": 1234}},
     "examined": {"summary": "7 of 8 images were decoded"},
     "truncation": [{"max_length": 2048, "records_cut": 11, "positions_lost": 12, "label_tokens_lost": 13,
@@ -33,7 +35,8 @@ def test_tables_of_a_report(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     lines = [line.replace("│", "").split() for line in text.splitlines()]
     rows = {line[0]: line for line in lines if line}
-    assert rows["a"] == ["a", "1,100", "2", "3", "4", "5,000", "600"]
+    assert rows["a"] == ["a", "(of", "2", "files)", "1,100", "2", "3", "4", "5,000", "600"]
+    assert rows["b.json"] == ["b.json", "550", "1", "1", "2", "2,500", "300"]
     assert rows["2,048"] == ["2,048", "11", "12", "13", "14"]
     assert rows["url"][:3] == ["url", "2", "skipped"] and rows["duplicate_id"][:3] == ["duplicate_id", "5", "kept"]
     assert "mean 45.2; up to 50 % 40, 100 % 1,234" in text and "7 of 8 images were decoded" in text

@@ -84,7 +84,10 @@ def read_conversations(cfg: EvaluateConfig) -> list[BenchmarkQuestion]:
     data_files = open_data_files(found, CacheFolder(cfg.data.cache_folder / "images", cfg.data.cache_gb))
     files = (RecordFile(file.path, cfg.data.max_record_bytes, file.keys, data_files) for file in found)
     records = itertools.islice((file[n] for file in files for n in range(len(file))), cfg.limit)
-    return [first_question(record, number) for number, record in enumerate(records)]
+    questions = [first_question(record, number) for number, record in enumerate(records)]
+    if not questions:
+        raise DataError(f"data.path={cfg.data.path} holds no records")
+    return questions
 
 
 def first_question(record: Record, number: int = 0) -> BenchmarkQuestion:

@@ -35,6 +35,9 @@ from llava_fsdp.runtime.progress import watch
 from llava_fsdp.train.build_model import shape_of
 from llava_fsdp.train.preflight import warn_if_refused, with_template
 
+MOST_FILES = 20
+"""Number of files of a data source up to which each is shown in the table of sources."""
+
 
 def prepare(cfg: PrepareConfig) -> None:
     """Examine and index the dataset that `cfg` names, then write and print a report about its samples. Bad samples are
@@ -135,7 +138,15 @@ def show(report: dict[str, Any], folder: Path) -> None:
     title = "records; tokens after truncation to data.max_length, image tokens included"
     sources = Table("source", *(name.replace("_", " ") for name in names), title=title, title_justify="left")
     for source in report["sources"]:
-        sources.add_row(source["name"], *(f"{source[name]:,}" for name in names))
+        files = [file for file in report["files"] if file["name"] == source["name"]]
+        rows = [(source["name"], source)]
+        if 1 < len(files) <= MOST_FILES:
+            rows = [
+                (f"{source['name']} (of {len(files)} files)", source),
+                *((f"  {own['file']}", own) for own in files),
+            ]
+        for label, own in rows:
+            sources.add_row(label, *(f"{own[name]:,}" for name in names))
     console.print(sources)
     for line in describe_unread(report["unread_keys"]):
         console.print(line, soft_wrap=True)

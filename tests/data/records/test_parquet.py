@@ -230,7 +230,6 @@ def test_many_row_groups_are_one_open_file(parts: Path, dataset: Path, tmp_path:
 
 TURNS = [{"from": "a", "value": "b"}]
 WRONG = {
-    "an id of bytes": ([{"conversations": TURNS, "id": b"a"}], r"id is binary; it must be text or a number"),
     "text of bytes": ([{"conversations": [{"from": "a", "value": b"b"}]}], r"from and value, which are text"),
     "no columns": ([{"text": "a"}], r"has the columns \['text'\]; records have one of conversations, messages, texts"),
     "turns as text": ([{"conversations": "a"}], r"conversations is string; it must be a list of structs"),

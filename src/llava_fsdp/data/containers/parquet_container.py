@@ -37,7 +37,7 @@ BATCH_BYTES = 64 << 20
 EXPANSION = 200
 """Greatest factor by which the text of a file's rows, and what is held in memory to read a row group, may exceed the
 size of the file. Text grows about tenfold when it is unpacked, and rows that repeat one long text some tenfold more."""
-LEAST_SIZE = 1 << 20
+LEAST_SIZE = 1 << 19
 """A smaller file may grow as if it had this many bytes."""
 ROWS_FREE, ROWS_PER_BYTE = 20_000, 2
 """A file may have ROWS_FREE rows, and more if it has a byte for each ROWS_PER_BYTE of them. Rows that differ take

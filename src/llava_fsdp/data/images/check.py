@@ -26,12 +26,14 @@ from llava_fsdp.data.containers.data_files import DataFiles, RemoteFolder
 from llava_fsdp.data.containers.file_reader import CURES
 from llava_fsdp.data.containers.location import ImageLocation
 from llava_fsdp.data.images.anyres import Size
+from llava_fsdp.data.images.near_name import near_name
 from llava_fsdp.data.images.truncation import JPEG, ends_early
 from llava_fsdp.data.images.work_limits import TooMuchWork, check_work
 from llava_fsdp.data.records.problems import Kind
 from llava_fsdp.data.records.record import Record
 from llava_fsdp.runtime.errors import ImageError
 from llava_fsdp.runtime.safe_load import LFS_HEAD, LFS_POINTER
+from llava_fsdp.runtime.terminal_text import shown_name
 
 T = TypeVar("T")
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # only decoders that start no other program
@@ -319,7 +321,9 @@ def with_file(path: Path, what: str, read: Callable[[BinaryIO], T]) -> T:
             with open_regular(path) as file:
                 return read(file)
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise ImageError(f"{what} does not exist; is data.images right?", Kind.image_missing) from error
+            near = near_name(path)
+            cure = "is data.images right?" if near is None else f"there is {shown_name(repr(near))}: name it exactly so"
+            raise ImageError(f"{what} does not exist; {cure}", Kind.image_missing) from error
         except (OSError, ValueError) as error:  # ValueError: a zero character in the path
             if wait is None or getattr(error, "errno", None) not in TRANSIENT:
                 reason = getattr(error, "strerror", None) or str(error)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
+from urllib.parse import unquote, urlsplit
 
 from llava_fsdp.config import is_remote, paths_in
 from llava_fsdp.config.data import MAGIC
@@ -14,10 +15,10 @@ from llava_fsdp.data.containers.hub_client import split_url
 from llava_fsdp.data.containers.remote import RemoteStorage
 from llava_fsdp.data.containers.remote_file import RemoteFile
 from llava_fsdp.data.records.packed_text import GZIP, ZSTD
-from llava_fsdp.data.records.record import COMPRESSED_TARS, PARQUET, TAR
+from llava_fsdp.data.records.record import COMPRESSED_TARS, LINES, PARQUET, TAR
 from llava_fsdp.runtime.errors import ConfigError
 
-SUFFIXES = (".json", ".jsonl", PARQUET, TAR, GZIP, ZSTD, *COMPRESSED_TARS)
+SUFFIXES = (".json", *LINES, PARQUET, TAR, *GZIP, *ZSTD, *COMPRESSED_TARS)
 """Endings of the names of files of records; in a folder, other files are ignored."""
 HUB_METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 """Names of files that describe a dataset of the Hugging Face hub."""
@@ -42,6 +43,7 @@ def find_files(value: str, key: str) -> list[str | RemoteFile]:
     """
     found: list[str | RemoteFile] = []
     for path in paths_in(value):
+        check_form(path, key)
         if is_remote(path):
             own: Sequence[str | RemoteFile] = remote_files(path, key)
         elif os.path.isfile(path):
@@ -68,6 +70,29 @@ def find_files(value: str, key: str) -> list[str | RemoteFile]:
     return found
 
 
+def check_form(path: str, key: str) -> None:
+    """Raise ConfigError if a path is an address `file:`, or what `save_to_disk` of Hugging Face datasets writes: a
+    folder with files `.arrow` and without files of records, or such a file.
+
+    Args:
+        path: a path that a setting names.
+        key: name of the setting, for messages.
+    """
+    if path[:5].lower() == "file:":
+        raise ConfigError(f"{key}={path} is an address; give the path: {unquote(urlsplit(path).path)}")
+    if os.path.isdir(path) and in_folder(Path(path)):
+        return
+    names = os.listdir(path) if os.path.isdir(path) else [path]
+    is_dictionary = "dataset_dict.json" in names
+    if is_dictionary or any(name.endswith(".arrow") for name in names):
+        folder = path if os.path.isdir(path) else os.path.dirname(path) or "."
+        split = "['train']" if is_dictionary else ""
+        raise ConfigError(
+            f"{key}={path} was written by save_to_disk of datasets; write it as Parquet: "
+            f"datasets.load_from_disk({folder!r}){split}.to_parquet('train.parquet')"
+        )
+
+
 def find_images(value: str, key: str) -> str:
     """Return the folder of images that a setting names: a local path as it is, or a URL. A branch or tag of the Hugging
     Face hub in the URL is replaced by its commit.
@@ -82,6 +107,8 @@ def find_images(value: str, key: str) -> str:
     """
     if is_remote(value):
         return RemoteStorage().pin_folder(value)
+    if value[:5].lower() == "file:":
+        raise ConfigError(f"{key}={value} is an address; give the path: {unquote(urlsplit(value).path)}")
     if not Path(value).is_dir():
         raise ConfigError(
             f"{key}={value} is not a folder; give the one with the records' images, or its URL: s3://, gs:// or "

@@ -25,7 +25,7 @@ from llava_fsdp.data.index.worker_pool import Columns, open_column, write_column
 from llava_fsdp.data.records.forms import RecordKeys, parse_record
 from llava_fsdp.data.records.json_stream import spans
 from llava_fsdp.data.records.packed_text import check_unpacks
-from llava_fsdp.data.records.parquet import check_installed
+from llava_fsdp.data.records.parquet import check_installed, is_parquet
 from llava_fsdp.data.records.record import (
     Record,
     check_bytes,
@@ -37,6 +37,7 @@ from llava_fsdp.data.records.record import (
 )
 from llava_fsdp.runtime.durable_files import replacing
 from llava_fsdp.runtime.errors import DataError, SourceError
+from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.small_json import BadJson, kinds_of, require_kinds
 
 COMMIT = re.compile(r"^(hf://datasets/[^@]+)@[^/]+")
@@ -382,6 +383,9 @@ class FindRecords:
 
     def __call__(self, chunk: int) -> Columns:
         text = self.texts[chunk]
+        if is_parquet(text.file.path) and not text.path.stat().st_size:
+            log().warning("%s holds no records", text.file.path)
+            return {"count": np.zeros(0, dtype=np.int64)}
         if is_container(text.file.path) and not text.path.stat().st_size:
             raise no_records(text.file.path)
         split_file(text.path, self.pieces(chunk), self.most, text.file.path)
@@ -419,20 +423,26 @@ def join_positions(
         check: called before the folder gets its final name; raises an error if a file has changed.
 
     Raises:
-        DataError: a file has no records.
+        DataError: a file has no records. A Parquet file without rows among others is left out.
     """
     numbers = [number for number, source in enumerate(sources) for _ in source.files]
     parts: list[Part] = []
     pieces: list[Path] = []
     first = 0
-    for chunk, (source, text) in enumerate(zip(numbers, found.texts, strict=True)):
+    for chunk, (number, text) in enumerate(zip(numbers, found.texts, strict=True)):
+        source = sources[number]
         own = sorted(found.pieces(chunk).glob("*.npy"))
         count = sum(len(read_column(p)) for p in own)
         if not count:
+            if is_parquet(text.file.path) and len(source.files) > 1:
+                continue  # a shard without rows, as a filter leaves it
             raise no_records(text.file.path)
-        parts.append(Part(source, text.file, str(text.path), text.key, first, count))
+        parts.append(Part(number, text.file, str(text.path), text.key, first, count))
         pieces += own
         first += count
+    lacking = [source.path for number, source in enumerate(sources) if number not in {part.source for part in parts}]
+    if lacking:
+        raise no_records(lacking[0])
     staged = folder.with_name(f"{folder.name}.tmp")
     staged.mkdir(exist_ok=True)
     for place, (name, dtype) in enumerate(zip(SPAN, (np.int64, np.int32, np.int32), strict=True)):

@@ -29,6 +29,7 @@ from llava_fsdp.data.records.problems import Kind
 from llava_fsdp.data.records.record import (
     INLINE,
     JSON_NAMES,
+    LINES,
     LOCATION,
     TOO_LARGE,
     Record,
@@ -531,7 +532,7 @@ def parse_record(
         DataError: the record has none of the supported forms (docs/data.md; LLaVA's: train.py:665-740).
     """
     if not isinstance(raw, dict):
-        lists = isinstance(raw, list) and str(path).lower().endswith(".jsonl")
+        lists = isinstance(raw, list) and str(path).lower().endswith(LINES)
         cure = "a JSON list belongs into a file whose name ends in .json" if lists else "fix it, or take it out"
         what = f"{JSON_NAMES[type(raw)]}, not an object with id and conversations"
         raise DataError(f"{name_place(path, index, line)} is {what}; {cure}", Kind.bad_form)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from llava_fsdp.data.records.record import BYTE_ORDER_MARK
+from llava_fsdp.data.records.record import BYTE_ORDER_MARK, LINES
 from llava_fsdp.runtime.errors import DataError
 from llava_fsdp.runtime.safe_load import LFS_HEAD, LFS_POINTER
 
@@ -49,7 +49,7 @@ def spans(
     Raises:
         DataError: a JSON list is not valid JSON. (The lines of a JSON Lines file are not parsed.)
     """
-    find = line_spans if path.suffix.lower() == ".jsonl" else list_spans
+    find = line_spans if path.suffix.lower() in LINES else list_spans
     return find(path, after, max_bytes, path if name is None else name)
 
 
@@ -57,6 +57,9 @@ def line_spans(path: Path, after: Span | None, max_bytes: int, name: str | Path)
     with path.open("rb") as file:
         offset, number = (begin(file, name), 1) if after is None else (after[0] + after[1], after[2])
         file.seek(offset)
+        if after is None:
+            check_lines(file, name)
+            file.seek(offset)
         while line := file.readline(BLOCK):
             is_list = line.lstrip().startswith(b"[")
             size, kept = 0, 0
@@ -74,6 +77,26 @@ def line_spans(path: Path, after: Span | None, max_bytes: int, name: str | Path)
                 yield offset, kept, number
             offset += size
             number += 1
+
+
+def check_lines(file: BinaryIO, name: str | Path) -> None:
+    """Raise DataError if the first line of a JSON Lines file shows that the file is a JSON list.
+
+    Args:
+        file: the file, at its first byte of text.
+        name: its name in error messages.
+    """
+    first = b""
+    while not first and (line := file.readline(BLOCK)):
+        first = line.strip()
+    if not first.startswith(b"[") or len(first) >= BLOCK - 2:
+        return
+    try:
+        json.loads(first)  # a list of one line is refused as a record
+    except (ValueError, RecursionError):
+        raise DataError(
+            f"{name} is no JSON Lines but a JSON list, which belongs into a file whose name ends in .json: rename it"
+        ) from None
 
 
 def list_spans(path: Path, after: Span | None, max_bytes: int, name: str | Path) -> Iterator[Span]:

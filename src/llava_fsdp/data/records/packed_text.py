@@ -18,11 +18,13 @@ from llava_fsdp.data.containers.data_files import DataFiles
 from llava_fsdp.data.containers.file_reader import Reader
 from llava_fsdp.data.containers.parquet_container import ReaderFile
 from llava_fsdp.data.index.worker_pool import BLOCK, Columns
+from llava_fsdp.data.records.record import LINES
 from llava_fsdp.runtime.durable_files import replacing
 from llava_fsdp.runtime.errors import ConfigError, DataError
 from llava_fsdp.runtime.log import log
 
-GZIP, ZSTD = ".jsonl.gz", ".jsonl.zst"
+GZIP, ZSTD = tuple(f"{own}.gz" for own in LINES), tuple(f"{own}.zst" for own in LINES)
+"""Suffixes of compressed JSON Lines files."""
 MOST_RATIO = 200
 """Greatest factor by which a file may grow when it is decompressed. Text grows about tenfold, a decompression bomb a
 thousandfold."""
@@ -31,7 +33,7 @@ thousandfold."""
 def is_copied(path: str) -> bool:
     """Return whether a file of records is a text file that is compressed or remote, judged by its path or URL. Such a
     file is read from a copy in the dataset's index folder."""
-    return path.lower().endswith((GZIP, ZSTD)) or (is_remote(path) and path.lower().endswith((".json", ".jsonl")))
+    return path.lower().endswith((*GZIP, *ZSTD)) or (is_remote(path) and path.lower().endswith((".json", *LINES)))
 
 
 def copy_name(path: str) -> str:
@@ -76,7 +78,7 @@ def blocks(packed: Reader) -> Iterator[bytes]:
     """Yield the decompressed content of a file in blocks of bytes.
 
     Args:
-        packed: the file; if its name does not end in `.jsonl.gz` or `.jsonl.zst`, its content is yielded as it is.
+        packed: the file; if its name ends in no suffix of GZIP and ZSTD, its content is yielded as it is.
 
     Raises:
         DataError: the file is not whole, is not compressed as its name says, or unpacks to far more than text does.
@@ -100,7 +102,7 @@ def opened(packed: Reader) -> Iterator[Any]:
     """Context manager that opens the decompressed content of a file as a binary file object.
 
     Args:
-        packed: the file; if its name does not end in `.jsonl.gz` or `.jsonl.zst`, its content is not decompressed.
+        packed: the file; if its name ends in no suffix of GZIP and ZSTD, its content is not decompressed.
     """
     path, raw = packed.name.lower(), io.BufferedReader(ReaderFile(packed), BLOCK)
     if path.endswith(GZIP):

@@ -7,6 +7,7 @@ list of these; `video`, a path or a list of paths. A null counts as a missing ke
 contains bytes.
 """
 
+import contextlib
 import importlib.util
 import json
 from collections import Counter
@@ -14,6 +15,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import numpy as np
 
@@ -142,7 +144,6 @@ def check_types(path: str, schema: Any, keys: RecordKeys = NO_KEYS) -> None:
         schema: its Arrow schema.
         keys: names of the columns of question, answer and images, if the user has set them.
     """
-    from pyarrow import types
 
     for name in (name for name in turn_columns(keys) if name in schema.names):
         own = schema.field(name).type
@@ -154,10 +155,6 @@ def check_types(path: str, schema: Any, keys: RecordKeys = NO_KEYS) -> None:
                 "which are text, with role and content, or with user and assistant (docs/data.md); an "
                 "image in a part must be a path"
             )
-    if "id" in schema.names:
-        own = schema.field("id").type
-        if not (is_text(own) or types.is_integer(own) or types.is_floating(own)):
-            raise DataError(f"{path}: id is {shown_name(own)}; it must be text or a number")
     for name in (name for name in keys.images if name in schema.names):
         if not (has_paths(schema, name) or is_embedded(schema, name)):
             raise DataError(
@@ -319,6 +316,8 @@ class ParquetRows:
         for batch in self.parquet.batches(group, left_out):
             marks = {name: have_values(batch.column(name)) for name in seen}
             batch = batch.select([name for name in batch.schema.names if name not in marks])
+            if "id" in batch.schema.names:
+                batch = batch.set_column(batch.schema.names.index("id"), "id", readable_ids(batch.column("id")))
             for row in range(batch.num_rows):
                 least = sum(LEAST_IMAGE * images + LEAST_NULL * nulls for images, nulls in
                             (own.count(number) for own in locations.values()))  # fmt: skip
@@ -450,6 +449,36 @@ class ParquetRows:
         if value is None:  # a null, or a list whose elements consist of bytes only
             return [one_image(None, location) for location in locations] or None
         return [one_image(own, location) for own, location in zip(value, locations or [None] * len(value), strict=True)]
+
+
+def readable_ids(column: Any) -> Any:
+    """Return an Arrow array of ids as texts or numbers: uuids as they are written, dates and times in ISO's form, bytes
+    as text or else in hexadecimal. Ids of another type (a list, a struct) become nulls, as no record needs one."""
+    import pyarrow
+    from pyarrow import types
+
+    kind = column.type
+    if is_text(kind) or types.is_integer(kind) or types.is_floating(kind):
+        return column
+    is_uuid = str(kind) == "extension<arrow.uuid>"
+    stored = column.storage if isinstance(kind, pyarrow.BaseExtensionType) else column
+    own = stored.type
+    if types.is_binary(own) or types.is_large_binary(own) or types.is_fixed_size_binary(own):
+        ids = [None if value is None else id_text(value, is_uuid) for value in stored.to_pylist()]
+        return pyarrow.array(ids, pyarrow.string())
+    try:
+        return stored.cast(pyarrow.string())
+    except pyarrow.ArrowException:
+        return pyarrow.nulls(len(column), pyarrow.string())
+
+
+def id_text(value: bytes, is_uuid: bool) -> str:
+    if is_uuid:
+        return str(UUID(bytes=value))
+    with contextlib.suppress(UnicodeDecodeError):
+        if (text := value.decode()).isprintable():
+            return text
+    return value.hex()
 
 
 def have_values(column: Any) -> list[bool]:

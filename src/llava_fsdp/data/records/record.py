@@ -35,6 +35,8 @@ VIDEO_FORMATS = {
 """For each suffix by which a file is a video, PyAV's name of the format."""
 VIDEOS_NEED = "videos are only read with data.image_aspect_ratio=anyres_max (LLaVA-OneVision)"
 PARQUET, TAR = ".parquet", ".tar"
+LINES = (".jsonl", ".ndjson")
+"""Suffixes of JSON Lines files."""
 COMPRESSED_TARS = (".tar.gz", ".tgz", ".tar.zst", ".tzst", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
 """Suffixes of compressed tars, which are refused when they are opened."""
 TOO_LARGE = "llava_fsdp bytes of a row"
@@ -379,6 +381,11 @@ def check_name(name: str, where: str, key: str = "image") -> None:
         where: name of the record in the error message.
         key: key of the record that has the path.
     """
+    if name[:5].lower() == "file:":
+        raise DataError(
+            f"{where}: {key} is {name[:80]!r}, an address of a local file; give its path below data.images instead",
+            Kind.url,
+        )
     if ADDRESS.match(name):
         raise DataError(
             f"{where}: {key} is {name[:80]!r}, an address; nothing is fetched: download it, and give its path below "

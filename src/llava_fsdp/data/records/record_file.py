@@ -12,6 +12,7 @@ from llava_fsdp.data.containers.file_reader import reading
 from llava_fsdp.data.records.forms import NO_KEYS, RecordKeys, parse_record
 from llava_fsdp.data.records.json_stream import MOST_BYTES, spans
 from llava_fsdp.data.records.packed_text import blocks, copy_name, is_copied
+from llava_fsdp.data.records.parquet import is_parquet
 from llava_fsdp.data.records.record import Record, check_bytes, is_container, name_place, parse_text
 from llava_fsdp.data.records.rows import all_lines
 from llava_fsdp.runtime.errors import DataError
@@ -31,7 +32,7 @@ class RecordFile:
         self.keys = keys
         self.data_files = data_files or DataFiles()
         self._records = list(read_records(self.path, max_bytes, keys, self.data_files))
-        if not self._records:
+        if not self._records and not is_parquet(self.path):  # a shard may have no rows
             raise DataError(f"{path} holds no records")
 
     def __len__(self) -> int:

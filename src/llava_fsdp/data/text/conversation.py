@@ -2,6 +2,7 @@
 which have labels) or not."""
 
 import itertools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,7 +13,13 @@ from llava_fsdp.data.text.jinja_template import ChatTemplate
 from llava_fsdp.data.text.message_parts import IMAGE, media_of
 from llava_fsdp.data.text.templates import IMAGE_TAG, Template
 from llava_fsdp.runtime.errors import DataError
+from llava_fsdp.runtime.terminal_text import shown_name
 
+OTHER_TAG = re.compile(
+    r"<(?!image>)[|\s]*(?:(?i:image|img|picture))[\w\s.|/-]{0,20}>|\[(?i:image|img|picture)[\w\s.-]{0,20}\]"
+)
+"""Finds what other programs write for an image in a text, such as `<Image>`, `<image1>`, `<|image|>` and `[image]`. It
+is shown in messages alone."""
 IM_START, IM_END = "<im_start>", "<im_end>"
 
 
@@ -287,7 +294,14 @@ def check_turns(record: Record) -> None:
             f"{record.where}: the system turn has {IMAGE_TAG} in it; images belong to questions: take it out",
             Kind.image_count,
         )
-    if len(turns) % 2 or not turns:
+    if not turns:
+        only = "no turns" if not record.turns or record.turns[-1].role != "gpt" else "an answer and no question"
+        raise DataError(
+            f"{record.where}: the conversation has {only}; it must have a question and its answer, and an answer "
+            "before the first question is left out: add them, or take the record out",
+            Kind.odd_turns,
+        )
+    if len(turns) % 2:
         raise DataError(
             f"{record.where}: the conversation has {len(turns)} turns; it must end with an answer: "
             "add one, or take the last question out",
@@ -295,8 +309,10 @@ def check_turns(record: Record) -> None:
         )
     tags = sum(turn.text.count(IMAGE_TAG) for turn in turns if turn.role == "human")
     if record.images and tags != len(record.images):
+        other = next((found[0] for turn in turns if (found := OTHER_TAG.search(turn.text))), None)
+        written = "" if other is None else f" ({shown_name(other)} in its text is no tag: write {IMAGE_TAG})"
         raise DataError(
-            f"{record.where}: {tags} {IMAGE_TAG} tags for {len(record.images)} images; give every image "
+            f"{record.where}: {tags} {IMAGE_TAG} tags for {len(record.images)} images{written}; give every image "
             "one tag in a question",
             Kind.image_count,
         )

@@ -1,0 +1,46 @@
+"""Find the file that a record means whose image does not exist under its name."""
+
+import itertools
+import os
+import unicodedata
+from functools import lru_cache
+from pathlib import Path
+from urllib.parse import unquote
+
+MOST_NAMES = 200_000
+"""Greatest number of names of a folder that are compared."""
+
+
+def near_name(path: Path) -> str | None:
+    """Return the path of an existing file whose name differs from that of a missing one only in letter case, Unicode
+    composition, blanks, backslashes instead of slashes, or escapes of addresses (`%20`). None if there is none.
+
+    Args:
+        path: path of the missing file; `~` and links are not resolved.
+    """
+    try:
+        parts = Path(str(path).replace("\\", "/")).parts
+        found = Path(parts[0]) if parts else path
+        for part in parts[1:]:
+            own = found / part
+            if not own.exists():
+                name = names_in(found).get(plain(part))
+                if name is None:
+                    return None
+                own = found / name
+            found = own
+        return str(found) if found.is_file() else None
+    except (OSError, ValueError):  # a name is too long, has a zero character, or a folder cannot be listed
+        return None
+
+
+@lru_cache(maxsize=8)  # many images of one folder may be missing
+def names_in(folder: Path) -> dict[str, str]:
+    """Return {plain name: name} of the files and folders in a folder."""
+    with os.scandir(folder) as entries:
+        return {plain(entry.name): entry.name for entry in itertools.islice(entries, MOST_NAMES)}
+
+
+def plain(name: str) -> str:
+    """Return a name in which case, composition and blanks do not matter."""
+    return "".join(unicodedata.normalize("NFKC", unquote(name)).casefold().split())
