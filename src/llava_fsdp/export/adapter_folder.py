@@ -42,6 +42,7 @@ from llava_fsdp.model.lora_files import (
     open_adapter,
 )
 from llava_fsdp.model.lora_names import is_adapter, without_base
+from llava_fsdp.model.pretrained import public_name
 from llava_fsdp.model.pretrained_config import check_named_base
 from llava_fsdp.model.tensor_files import Stored, StoredTensor, open_file
 from llava_fsdp.model.weight_names import in_adapter, original
@@ -172,7 +173,7 @@ class AdapterWriter:
         return {
             "alpha_pattern": {},
             "auto_mapping": None,
-            "base_model_name_or_path": self.base.name,
+            "base_model_name_or_path": public_name(self.base.name),
             "bias": self.lora.bias.value,
             "fan_in_fan_out": False,
             "inference_mode": True,

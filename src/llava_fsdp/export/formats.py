@@ -294,7 +294,8 @@ def write_hf_config(
         config.video_token_id = ids.video
     config.save_pretrained(staged)
     path = staged / "config.json"
-    write_json(path, with_older_fields(read_json(path, str(path)), config))
+    fields = with_older_fields(read_json(path, str(path)), config)
+    write_json(path, fields | {"image_aspect_ratio": aspect_of_original(source)})  # SGLang reads it from this file
     return config
 
 
@@ -518,12 +519,20 @@ def config_of_original(source: SourceModel, dtype: torch.dtype) -> dict[str, Any
     if Part.vision.value in source.history.get("train", []):
         # without this the original LLaVA replaces the trained vision tower by the pretrained one
         config["unfreeze_mm_vision_tower"] = True
-    aspect = source.aspect.value
     if source.image_tokens.needs_size(1):
         config["image_grid_pinpoints"] = [list(size) for size in source.image_tokens.sizes]
-    if source.aspect is AspectRatio.anyres_max:
-        aspect = f"anyres_max_{source.max_tiles}"  # as LLaVA-NeXT's repository has it, for LLaVA-OneVision
-    return {**config, "image_aspect_ratio": aspect, "torch_dtype": dtype_name(dtype)}
+    return {**config, "image_aspect_ratio": aspect_of_original(source), "torch_dtype": dtype_name(dtype)}
+
+
+def aspect_of_original(source: SourceModel) -> str:
+    """Return how images are fitted into the vision tower's square input, as the original LLaVA's config.json says it;
+    with anyres_max as LLaVA-NeXT's repository says it for LLaVA-OneVision.
+
+    Args:
+        source: description of the model to export.
+    """
+    is_limited = source.aspect is AspectRatio.anyres_max
+    return f"anyres_max_{source.max_tiles}" if is_limited else source.aspect.value
 
 
 def tower_name(source: SourceModel) -> str:

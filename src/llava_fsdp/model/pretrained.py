@@ -502,6 +502,17 @@ def find_folder(name: str, key: str) -> Path:
     return download(name, key)
 
 
+def public_name(name: str) -> str:
+    """Return the name of a model for a file that others read: a hub name as it is, and of a folder the last name of its
+    path, which says nothing about this machine.
+
+    Args:
+        name: a hub name, a name of a model that is shipped with the package, or a folder.
+    """
+    is_public = name.startswith(PACKAGE) or (HUB_NAME.fullmatch(name) and not Path(name).is_dir())
+    return name if is_public else Path(name).name
+
+
 def download(name: str, key: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
