@@ -221,6 +221,17 @@ def test_peft_over_the_llava_class_has_the_logits_of_the_merged_model(
         assert relative_difference(before, expected) > 0.01
 
 
+def test_a_run_whose_export_is_merged_gives_its_adapters_apart(made: Callable[[str], Made], tmp_path: Path) -> None:
+    """From the run, from its checkpoint, and from a copy without checkpoints: what its adapter folder gives."""
+    run = made("plain").run
+    shutil.copytree(run, tmp_path / "moved", ignore=shutil.ignore_patterns("checkpoints"))
+    own = export(conversion(run / "adapter", tmp_path / "to", "format=peft", "verify=false"))
+    for number, source in enumerate((run, run / "checkpoints" / "step-000002", tmp_path / "moved")):
+        made_of = export(conversion(source, tmp_path / str(number), "format=peft", "verify=false"))
+        assert same(weights(made_of), weights(own))
+        assert same(load_file(made_of / "adapter" / ADAPTER_FILE), load_file(own / "adapter" / ADAPTER_FILE))
+
+
 def test_adapters_of_the_tower_have_the_names_of_the_class(
     parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

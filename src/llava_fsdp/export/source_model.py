@@ -17,6 +17,7 @@ from llava_fsdp.config import (
     AspectRatio,
     Config,
     ConversionConfig,
+    FolderFormat,
     KeptDType,
     ModelConfig,
     Pixels,
@@ -135,6 +136,7 @@ def open_run(run: Path, cfg: ConversionConfig) -> Opened:
     try:
         notes = read_notes(run / EXPORT)
         is_current = all(newest.facts[key] == notes.get(key) for key in ("run", "step"))
+        is_current = is_current and cfg.format is not FolderFormat.peft  # adapters are merged in an export
         if is_current and cfg.dtype.value in (KeptDType.keep.value, notes.get("dtype")):
             return open_model(run / EXPORT, cfg)
     except DamagedModel as error:
@@ -155,7 +157,8 @@ def open_final_folder(run: Path, cfg: ConversionConfig) -> Opened:
     """
     notes, adapter_notes = read_notes(run / EXPORT), read_notes(run / adapter.FOLDER)
     is_merged = bool(notes) and all(adapter_notes.get(key) == notes.get(key) for key in ("run", "step"))
-    if is_adapter_folder(run / adapter.FOLDER) and not is_merged:
+    is_wanted = not is_merged or cfg.format is FolderFormat.peft
+    if is_adapter_folder(run / adapter.FOLDER) and is_wanted:
         return open_adapted(run / adapter.FOLDER, cfg)
     if not notes:
         raise CheckpointError(f"source={run} {lacking_export(run)}; it has no checkpoint either")
