@@ -183,7 +183,7 @@ def chat_template(template: Template, start_end: bool, adds_bos: bool, gap: Gap,
     )
 
 
-def own_chat_template(template: ChatTemplate, start_end: bool, video: bool = False) -> str:
+def own_chat_template(template: ChatTemplate, start_end: bool, gap: Gap, video: bool = False) -> str:
     """Return a chat template for transformers (Jinja) that formats conversations as training does with the chat
     template of the language model itself.
 
@@ -192,6 +192,7 @@ def own_chat_template(template: ChatTemplate, start_end: bool, video: bool = Fal
     Args:
         template: the language model's own template, as training used it.
         start_end: whether to put `<im_start>` and `<im_end>` around every image.
+        gap: rule for where to put a space between a BOS token that a processor adds and the text.
         video: accept parts of type `video` and `<video>` tags, which are treated like images.
     """
     takes_parts = template.images is not None
@@ -221,8 +222,22 @@ def own_chat_template(template: ChatTemplate, start_end: bool, video: bool = Fal
             "{%- endfor -%}",
             "{%- set messages = chat.messages -%}",
             "{%- set text %}" + (BEGIN_PARTS if takes_parts else BEGIN) + template.code + END,
+            *(begun(gap) if template.adds_bos else ()),
             *(written_images(template, start_end) if takes_parts else stretches("text", Gap(False))),
         ]
+    )
+
+
+def begun(gap: Gap) -> tuple[str, ...]:
+    """Return lines of Jinja code that output the BOS token with which the variable `text` begins, and take it off.
+
+    Args:
+        gap: rule for where to put a space before the text that follows.
+    """
+    return (
+        "{{- bos_token -}}",
+        "{%- set text = text[bos_token | length:] -%}",
+        "{%- set stretch = text -%}" + gap.jinja,
     )
 
 

@@ -111,7 +111,7 @@ def write_tokenizer(
     check_same_ids(folder, staged, vocab_size, same_bos)
     with foreign(f"{staged}: transformers cannot read the tokenizer that was written"):
         written = from_file(staged)
-        gap = Gap(False) if isinstance(template, ChatTemplate) else find_gap(written, ours)
+        gap = find_gap(written, ours) if template.adds_bos else Gap(False)
     write_template(staged, template, start_end, ours.bos is not None, gap, video)
     image, pad = tokenizer.convert_tokens_to_ids(IMAGE_TAG), tokenizer.pad_token_id
     made = TokenIds(image, pad, tokenizer.convert_tokens_to_ids(VIDEO_TAG) if video else None)
@@ -159,13 +159,14 @@ def write_template(
         template: the conversation template of training.
         start_end: whether to put `<im_start>` and `<im_end>` around every image.
         adds_bos: whether a conversation begins with the BOS token; ignored for the language model's own template.
-        gap: rule for where to put a space before the text that follows an image; None: nowhere. Ignored for the
-            language model's own template, with which training tokenizes text as transformers does.
+        gap: rule for where to put a space before the text that follows an image; None: nowhere. With the
+            language model's own template, with which training tokenizes text as transformers does, only before a text
+            that follows a BOS token.
         video: accept videos in messages, which are treated like images.
     """
     gap = Gap(False) if gap is None else gap
     if isinstance(template, ChatTemplate):
-        code = own_chat_template(template, start_end, video)
+        code = own_chat_template(template, start_end, gap, video)
     else:
         code = chat_template(template, start_end, adds_bos, gap, video)
     (staged / FILE).write_text(code, encoding="utf-8")

@@ -4,7 +4,7 @@ which have labels) or not."""
 import itertools
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llava_fsdp.data.records.forms import SPEAKERS
 from llava_fsdp.data.records.problems import Kind
@@ -180,6 +180,8 @@ def own_prompt(
         else:
             from_record = piece.turn is not None
             segments.append(Segment(piece.text, piece.supervised, from_record, begins_answer=piece.begins_answer))
+    if form.adds_bos:
+        segments[0] = replace(segments[0], text=segments[0].text.removeprefix(form.variables["bos_token"]))
     return segments
 
 

@@ -126,7 +126,8 @@ class ExactEncoder:
         if not isinstance(self.template, ChatTemplate):
             ids, labels = encode_segments(segments, self.tokenizer, lengths, self.special_tokens)
             return Sample(ids, labels, record.images, tuple(rows), 0, 0)
-        made = encode_chat(segments, self.tokenizer, lengths, self.special_tokens, self.template.prompt_ends)
+        form, special = self.template, self.special_tokens
+        made = encode_chat(segments, self.tokenizer, lengths, special, form.adds_bos, form.prompt_ends)
         order = image_order(segments, len(rows))
         names, shown = tuple(record.images[n] for n in order), tuple(rows[n] for n in order)
         places = tuple(order) if order != sorted(order) else None
@@ -244,7 +245,7 @@ def encode_segments(
         adds_bos: whether the tokenizer's BOS token, if it has one, is put first.
     """
     if is_chat(segments):
-        made = encode_chat(segments, tokenizer, image_lengths, special_tokens)
+        made = encode_chat(segments, tokenizer, image_lengths, special_tokens, adds_bos)
         return made.ids, made.labels
     text = "".join(s.text for s in segments)
     marked = np.repeat([s.supervised for s in segments], [len(s.text) for s in segments])

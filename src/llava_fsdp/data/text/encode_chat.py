@@ -46,6 +46,7 @@ def encode_chat(
     tokenizer: Tokenizer,
     image_lengths: Sequence[int],
     special_tokens: SpecialTokens,
+    adds_bos: bool,
     known: dict[str, list[int]] | None = None,
 ) -> ChatIds:
     """Return the token ids and labels of a conversation.
@@ -54,6 +55,7 @@ def encode_chat(
         segments: the text of the conversation, as a model's own chat template writes it.
         image_lengths: number of tokens of each image, in the order of the record.
         special_tokens: whether special tokens in the text of a record are ordinary text or read as special tokens.
+        adds_bos: whether the tokenizer's BOS token, if it has one, is put first.
         known: token ids of ends of prompts, which are looked up and added.
     """
     own = Conversation(segments, tokenizer, special_tokens, {} if known is None else known)
@@ -81,6 +83,8 @@ def encode_chat(
     is_text[at + np.arange(len(at))] = False
     made = np.full((2, len(is_text)), [[IMAGE_ID], [IGNORE]], dtype=np.int64)
     made[:, is_text] = found, labels
+    if adds_bos and tokenizer.bos is not None:
+        made = np.insert(made, 0, [tokenizer.bos, IGNORE], axis=1)
     return ChatIds(made[0], made[1], unlearnt)
 
 

@@ -112,7 +112,11 @@ class ChatTemplate:
     """{end of a prompt, from its last special token on: its token ids}, filled while records are encoded."""
 
     image_only = False
-    adds_bos = False
+
+    @property
+    def adds_bos(self) -> bool:
+        """Whether the BOS token is put before the text as a processor does it, which tokenizes the text without it."""
+        return self.code.startswith(BOS) and self.tokenizer.bos is not None
 
     def __repr__(self) -> str:
         form = f"{self.parts} {self.images} prompts apart"
