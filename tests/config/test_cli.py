@@ -445,7 +445,7 @@ def test_every_name_of_another_program_leads_to_keys_that_exist() -> None:
         named = [*re.findall(r"[a-z_]+(?:\.[a-z_0-9]+)+", text), re.split("[ =:,]", text)[0]]
         assert all(key in keys or key.startswith(("-", "nothing")) for key in named), text
     assert not FOREIGN.keys() & set(keys)
-    plain = [name for name, flag in (FLAGS | NEXT_FLAGS).items() if getattr(flag.rule, "__name__", "") == "rule"]
+    plain = [name for name, flag in {**FLAGS, **NEXT_FLAGS}.items() if getattr(flag.rule, "__name__", "") == "rule"]
     assert len(plain) > 10 and [name for name in plain if not called_here(name, keys) and name not in keys] == []
 
 
@@ -472,6 +472,14 @@ def test_a_word_without_a_key_of_a_command_that_reads_a_folder() -> None:
         cli.refuse_bare_words(["to=x", "."], "export")
 
 
+@pytest.mark.parametrize("value", ["1=2,3", "a{b", "x]"])
+def test_a_value_that_hydra_cannot_read_is_named_with_its_key(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    word = f"seed={value}"
+    monkeypatch.setattr(sys, "argv", ["train", "max_steps=1", word])
+    with pytest.raises(ConfigError, match=re.escape(word)):
+        cli.compose("train", Config)
+
+
 @pytest.mark.parametrize("flag", ["-m", "--multirun", "hydra.mode=MULTIRUN"])
 def test_several_jobs_are_for_the_sweep(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["train", "stage=finetune", flag, "seed=1,2"])
@@ -496,6 +504,7 @@ def test_messages_of_hydra_are_shortened(message: str, expected: str) -> None:
     assert cli.shorten(message, Config) == expected
 
 
-def test_a_message_about_characters_says_what_quotes_to_use() -> None:
+def test_a_message_about_characters_says_what_quotes_to_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["train"])
     said = cli.shorten("mismatched input ')'\nSee https://hydra.cc/docs/1.2/advanced/override_grammar/basic", Config)
     assert said.startswith("mismatched input ')'; put quotes around") and "https" not in said

@@ -228,7 +228,8 @@ def meeting(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
     monkeypatch.setattr(socket, "gethostname", lambda: getattr(hosts, "name", "here"))
 
     def run(*ranks: tuple[int, int, float]) -> list[Any]:
-        until, results = time.monotonic() + 1, [None] * len(ranks)
+        until = time.monotonic() + 1
+        results: list[Any] = [None] * len(ranks)
 
         def come(place: int, rank: int, size: int, late: float) -> None:
             time.sleep(late)

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import hydra
 from hydra import initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
@@ -490,5 +491,16 @@ def shorten(message: str, schema: type) -> str:
     if key:
         return f"{key[1]} is not a key of the configuration{did_you_mean(key[1], schema_keys(schema))}"
     if "advanced/override_grammar" in text or "LexerNoViableAlt" in text:
-        return f"{text.splitlines()[0]}; put quotes around a value with such characters: 'key=\"...\"'"
+        word = next(filter(is_unreadable, sys.argv[1:]), "")
+        where = f"{word}: " if word else ""
+        return f"{where}{text.splitlines()[0]}; put quotes around a value with such characters: 'key=\"...\"'"
     return text
+
+
+def is_unreadable(argument: str) -> bool:
+    """Return whether Hydra's grammar for `key=value` has no meaning for a command-line argument."""
+    try:
+        OverridesParser.create().parse_overrides([argument])
+    except HydraException:
+        return not argument.startswith("-")
+    return False
