@@ -202,7 +202,7 @@ def test_too_long_can_fail_or_be_left_out(tokenizer: Tokenizer) -> None:
 
 BAD = {
     "two questions": (("a", "b", "c"), (), "3 turns; it must end with an answer"),
-    "no turns": ((), (), "0 turns"),
+    "no turns": ((), (), "no turns"),
     "missing tag": (("a", "b"), ("1.png",), "0 <image> tags for 1 images"),
     "missing picture": (("<image><image>", "b"), ("1.png",), "2 <image> tags for 1 images"),
     "tag in answer": (("<image>", "<image>"), ("1.png",), "turn 1 is an answer with <image>"),

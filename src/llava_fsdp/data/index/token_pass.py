@@ -16,7 +16,7 @@ from llava_fsdp.data.records.problems import Kind
 from llava_fsdp.data.records.record import Record, is_video
 from llava_fsdp.data.text.constants import IMAGE_ID
 from llava_fsdp.data.text.conversation import asked_turns
-from llava_fsdp.data.text.encode import Encoder, Measured
+from llava_fsdp.data.text.encode import LONG, Encoder, Measured
 from llava_fsdp.data.text.templates import IMAGE_TAG
 
 LIMITS = (512, 1024, 2048, 4096, 8192)
@@ -170,10 +170,11 @@ def check_cut(record: Record, made: Measured, max_length: int, tell: Tell) -> No
         tell: function that is called with the kind of each problem and the reason for the user.
     """
     sample, full = made.sample, len(made.whole.input_ids)
+    least = "at least " if any(len(turn.text) > LONG for turn in record.turns) else ""  # a long text is shortened
     if sample.positions_cut:
         tell(
             Kind.too_long,
-            f"{record.where} is {full} positions long, over data.max_length={max_length}; raise it, or set "
+            f"{record.where} is {least}{full} positions long, over data.max_length={max_length}; raise it, or set "
             "data.too_long=truncate or skip",
         )
     if sample.num_labels == 0:

@@ -20,6 +20,14 @@ from llava_fsdp.data.text.tokenizer import Stretch, Token, Tokenizer
 from llava_fsdp.runtime.errors import DataError
 
 UNLIMITED = 1 << 40
+LONG = 1 << 18
+"""Number of characters from which only the beginning of a question or an answer is tokenized, if that is known to be
+longer than any length that is asked for. Longer texts would take minutes and gigabytes."""
+LEAST_CHARACTERS = 8
+"""Number of characters of a token that are tried first; few texts have more."""
+MARGIN = 1024
+"""Number of tokens that a shortened text has more than are asked for, because tokens near its end may be others than
+those of the whole text."""
 ImageRows = Callable[[Record, int], np.ndarray]
 """Function (record, index of an image) -> tokens of the image, as `ImageTokens.of` returns them: for each token the
 index of its vision feature, int64 [tokens]."""
@@ -97,7 +105,7 @@ class ExactEncoder:
         Raises:
             DataError: the record is invalid, or is too long with `data.too_long=fail`.
         """
-        whole = self._whole(record)
+        whole = self._whole(record, self.max_length)
         if len(whole.input_ids) <= self.max_length:
             return whole
         if self.too_long is TooLong.fail:
@@ -110,18 +118,25 @@ class ExactEncoder:
 
     def measure(self, record: Record, limits: Sequence[int]) -> Measured:
         """Encode a dataset record as token ids and labels. Return it as in training, without truncation, and truncated
-        to each of several lengths that it exceeds. Raise DataError if it is invalid.
+        to each of several lengths that it exceeds. Raise DataError if it is invalid. What is much longer than all of
+        these lengths is shortened also without truncation.
 
         Args:
             limits: the lengths, in tokens.
         """
-        whole = self._whole(record)
+        whole = self._whole(record, max(*limits, self.max_length))
         over = {n: truncate(whole, n) for n in {*limits, self.max_length} if n < len(whole.input_ids)}
         return Measured(over.get(self.max_length, whole), whole, over)
 
-    def _whole(self, record: Record) -> Sample:
+    def _whole(self, record: Record, longest: int) -> Sample:
+        """Encode a dataset record as token ids and labels without truncation. Texts of more than LONG characters may be
+        shortened; then the first `longest` tokens are right, and there are more."""
         rows = [self.image_rows(record, n) for n in range(len(record.images))]
-        segments = render(record, self.template, self.start_end)
+        special = None if self.special_tokens is SpecialTokens.parse else []
+        segments = [
+            replace(own, text=beginning(own.text, self.tokenizer, special, longest)) if len(own.text) > LONG else own
+            for own in render(record, self.template, self.start_end)
+        ]
         lengths = [len(r) for r in rows]
         if not isinstance(self.template, ChatTemplate):
             ids, labels = encode_segments(segments, self.tokenizer, lengths, self.special_tokens)
@@ -132,6 +147,22 @@ class ExactEncoder:
         names, shown = tuple(record.images[n] for n in order), tuple(rows[n] for n in order)
         places = tuple(order) if order != sorted(order) else None
         return Sample(made.ids, made.labels, names, shown, 0, 0, made.unlearnt, places)
+
+
+def beginning(text: str, tokenizer: Tokenizer, special: list[Stretch] | None, longest: int) -> str:
+    """Return the beginning of a text that has more than `longest` tokens; the whole text if it is not known to have
+    more.
+
+    Args:
+        special: ranges of characters that are read as special tokens; see `Tokenizer.encode`.
+        longest: a number of tokens.
+    """
+    size = max(LONG, LEAST_CHARACTERS * (longest + MARGIN))
+    while size < len(text):
+        if len(tokenizer.encode(text[:size], special)) > longest + MARGIN:
+            return text[:size]
+        size *= 4
+    return text
 
 
 def truncate(sample: Sample, max_length: int) -> Sample:

@@ -21,6 +21,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from llava_fsdp.runtime.errors import ModelError
 from llava_fsdp.runtime.safe_load import LARGE, foreign, read_json, refuse_model_code, refuse_pointer
+from llava_fsdp.runtime.terminal_text import shown_name
 
 Stretch = tuple[int, int]
 """A range [begin, end) of characters of a text."""
@@ -30,6 +31,8 @@ PLACEHOLDERS = ("<image>", "<video>")
 """Placeholders that exports add to a tokenizer."""
 PLACEHOLDER_KEYS = ("image_token", "video_token", "audio_token")
 """Keys under which a `tokenizer_config.json` names its placeholders."""
+PANIC = "PanicException"
+"""Name of the class of errors of the tokenizers library that are no `Exception`: those that it does not expect."""
 SPACE = "▁"
 """Character with which SentencePiece represents a space."""
 
@@ -241,6 +244,7 @@ class JsonTokenizer(Tokenizer):
     """
 
     def __init__(self, path: Path, config: dict, vocab_size: int | None, extra: tuple[str, ...]):
+        self._path = path
         frozen = read_json(path, largest=LARGE)
         frozen["added_tokens"] = [t for t in frozen.get("added_tokens", []) if within(t["id"], vocab_size)]
         present = {t["content"] for t in frozen["added_tokens"]}
@@ -265,6 +269,7 @@ class JsonTokenizer(Tokenizer):
         bos = config.get("bos_token")
         bos_text = bos.get("content") if isinstance(bos, dict) else bos
         bos_id = self._fast.token_to_id(bos_text) if bos_text else None
+        self._encode(self._fast, "a")  # names the file if its rules fail for any text
         begins = self._fast.encode("a").ids[:1] == [bos_id]
         self.bos = bos_id if config.get("add_bos_token", begins) else None
         self.size = max(self._fast.get_vocab(with_added_tokens=True).values()) + 1
@@ -277,10 +282,10 @@ class JsonTokenizer(Tokenizer):
             if special != self.find_special(text):
                 return self._encode_between(text, special)
         if not self._prefixes:
-            return encode_fast(self._fast, text)
+            return self._encode(self._fast, text)
         if not text:
             return []
-        tokens = encode_fast(self._fast, SPACE + text.replace(SPACE, " "), at=-1)
+        tokens = self._encode(self._fast, SPACE + text.replace(SPACE, " "), at=-1)
         return without_lone_prefix(tokens, self._fast.token_to_id(SPACE), set(self._special.values()))
 
     def ids_of(self, text: str, special: list[Stretch]) -> list[int]:
@@ -288,7 +293,7 @@ class JsonTokenizer(Tokenizer):
         part, own = text[begin:], [(a - begin, b - begin) for a, b in special if a >= begin]
         if self._prefixes or own != self.find_special(part):
             return super().ids_of(text, special)
-        return (self._rest if begin else self._fast).encode(part, add_special_tokens=False).ids
+        return [token.id for token in self._encode(self._rest if begin else self._fast, part)]
 
     def _encode_stretches(self, text: str, special: list[Stretch], cuts: list[Stretch]) -> list[Token]:
         """Tokenize a text with ranges that stand for images. As in the tokenizers library, where an image is a special
@@ -311,7 +316,7 @@ class JsonTokenizer(Tokenizer):
                 made = self._encode_between(part, own, is_first=False)
                 tokens += [Token(token.id, token.begin + begin, token.end + begin) for token in made]
             else:
-                tokens += encode_fast(self._rest, part.replace(SPACE, " ") if self._prefixes else part, begin)
+                tokens += self._encode(self._rest, part.replace(SPACE, " ") if self._prefixes else part, begin)
             begin = after
         return tokens
 
@@ -357,10 +362,22 @@ class JsonTokenizer(Tokenizer):
             if self._prefixes and part:
                 part = part.replace(SPACE, " ")
                 part, at = (SPACE + part, -1) if at == 0 and is_first else (part, at)
-            tokens += encode_fast(self._plain if at <= 0 and is_first else self._plain_rest, part, at)
+            tokens += self._encode(self._plain if at <= 0 and is_first else self._plain_rest, part, at)
             tokens += [] if token is None else [Token(token, before, behind)]
             at = behind
         return tokens
+
+    def _encode(self, tokenizer: FastTokenizer, text: str, at: int = 0) -> list[Token]:
+        """Call `encode_fast`. Raise ModelError, which names the tokenizer's file, if the library fails."""
+        try:
+            return encode_fast(tokenizer, text, at)
+        except BaseException as error:  # a panic of Rust's is no Exception
+            if isinstance(error, Exception) or type(error).__name__ == PANIC:
+                raise ModelError(
+                    f"{self._path}: its rules fail for a text of {len(text):,} characters that begins with "
+                    f"{shown_name(repr(text[:40]))} ({shown_name(error)}); get the file again from the model's makers"
+                ) from error
+            raise
 
     def decode(self, ids: list[int]) -> str:
         return self._fast.decode(ids, skip_special_tokens=True).removeprefix(" " if self._prefixes else "")
