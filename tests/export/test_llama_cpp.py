@@ -7,7 +7,7 @@ from typing import Any
 
 import llama_cpp_reader
 import pytest
-from chat_templates import published
+from chat_templates import REFUSED, published
 from chat_templates import write_tokenizer as write_model
 from jinja2 import Environment
 from test_chat_template import exported, write_source
@@ -33,7 +33,7 @@ def test_no_template_of_llava_has_what_llama_cpp_refuses(gap: Gap, video: bool) 
             assert not UNKNOWN.search(chat_template(template, start_end, True, gap, video))
 
 
-@pytest.mark.parametrize("name", slow_after(2, sorted(published().keys() - {"glm4moe"})))
+@pytest.mark.parametrize("name", slow_after(2, sorted(published().keys() - REFUSED)))
 def test_nothing_around_a_model_s_own_template_has_it(name: str, tmp_path: Path) -> None:
     """Also where its texts are not in ASCII, as DeepSeek's; and what stands inside is found again, to the letter."""
     code = published()[name]
@@ -101,13 +101,15 @@ PACKAGES = ["xllamacpp==2026.10.11549", "gguf==0.19.0"]
 ASKED = (
     ["what is it?"], ["a", "b", "c  d"], ["<image>"], ["is <image> it"], ["<image> or <image>", "a", "and\n<image>?"],
 )  # fmt: skip
+SET_BY_LLAMA_CPP = re.compile("strftime_now|enable_thinking")
+"""What llama.cpp sets, and training leaves out: today's date, and whether the model thinks."""
 NAMES = {"bos_token": "<s>", "eos_token": "</s>", "add_generation_prompt": True, "tokenize": False}
 
 
 @pytest.mark.slow
 def test_llama_cpp_makes_the_same_text(tmp_path: Path) -> None:
-    """With every template of LLaVA, and with every model's own of which llama.cpp itself makes what transformers makes
-    (it turns thoughts on, and writes today's date, for example); its markers stand where transformers has image tags.
+    """With every template of LLaVA, and with every model's own of which llama.cpp itself makes what transformers makes;
+    its markers stand where transformers has image tags.
     """
     packages = unpacked("xllamacpp-2026.10.11549", PACKAGES)
     asked: list[dict[str, Any]] = []
@@ -115,7 +117,7 @@ def test_llama_cpp_makes_the_same_text(tmp_path: Path) -> None:
     expected: dict[str, list[str]] = {}
     marked = [as_text([text.replace("<image>", MARKER) for text in texts]) for texts in ASKED]
     whole = [*marked, [{"role": "system", "content": "be kind"}, *marked[1]]]
-    own = {n: code for n, code in published().items() if n != "glm4moe" and "strftime_now" not in code}
+    own = {n: code for n, code in published().items() if not (n in REFUSED or SET_BY_LLAMA_CPP.search(code))}
     for name in (*TEMPLATES, *own):
         code = own.get(name, "")
         source = write_model(code, tmp_path / "source" / name)

@@ -15,7 +15,7 @@ from typing import Any
 
 def write_model(path: Path) -> None:
     """A language model with one layer and the 256 bytes as its tokens."""
-    import gguf
+    import gguf  # pyright: ignore[reportMissingImports]
     import numpy as np
 
     writer = gguf.GGUFWriter(path, "llama")
@@ -50,7 +50,7 @@ def write_model(path: Path) -> None:
 
 
 def rendered(model: Path, template: str, conversations: list[Any]) -> list[str]:
-    import xllamacpp
+    import xllamacpp  # pyright: ignore[reportMissingImports]
 
     asked = xllamacpp.CommonParams()
     asked.model.path, asked.chat_template, asked.use_jinja = str(model), template, True

@@ -83,7 +83,7 @@ def flat_rope(rope: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
     scaling = {key: value for key, value in rope.items() if key not in ("rope_theta", "partial_rotary_factor", "type")}
     found: dict[str, Any] = {"rope_theta": rope.get("rope_theta"), "rope_scaling": None}
     if "partial_rotary_factor" in rope:
-        found[PARTIAL.get(fields.get("model_type"), "partial_rotary_factor")] = rope["partial_rotary_factor"]
+        found[PARTIAL.get(str(fields.get("model_type")), "partial_rotary_factor")] = rope["partial_rotary_factor"]
     if fields.get("model_type") in PARTIAL:
         found["rotary_emb_base"] = found["rope_theta"]
     kind = scaling["rope_type"]
