@@ -113,7 +113,12 @@ def check_ends(folder: Path, ends: Collection[int], rows: int) -> None:
         config = GenerationConfig.from_pretrained(folder, local_files_only=True)
         # the ways to search for an answer and the kinds of cache have no effect on where an answer ends
         config.update(num_beams=1, num_return_sequences=1, do_sample=False, cache_implementation=None)
-        sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+        sizes: dict[str, Any] = {
+            "hidden_size": 8,
+            "intermediate_size": 8,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 1,
+        }
         model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=rows, **sizes)).eval()
         model.generation_config = config
         pad = config.pad_token_id
