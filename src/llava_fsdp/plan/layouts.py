@@ -20,6 +20,7 @@ from llava_fsdp.plan.activations import MicroBatches
 from llava_fsdp.plan.planner import Choice, Planner, PlanRow, Ranks
 from llava_fsdp.plan.search import largest_that_fits, place_of, ways_to_share_experts
 from llava_fsdp.runtime.errors import ConfigError
+from llava_fsdp.runtime.progress import watch
 
 C = TypeVar("C", bound=Config)
 NEAR = 1.03
@@ -105,13 +106,16 @@ class Searcher(Generic[C]):
         first: Planner | None = None
         refused: ConfigError | None = None
         found: list[Candidate] = []
-        for tried in layouts(cfg, world_size, node_size):
-            try:
-                planner = self.planner_of(tried) if first is None else first.with_layout(tried)
-                first = first or planner
-                found += candidates(self.ways_of(planner, tried))
-            except ConfigError as error:  # this model cannot be divided in this way
-                refused = refused or error
+        possible = layouts(cfg, world_size, node_size)
+        with watch("layouts of ranks", len(possible)) as advance:
+            for tried in possible:
+                try:
+                    planner = self.planner_of(tried) if first is None else first.with_layout(tried)
+                    first = first or planner
+                    found += candidates(self.ways_of(planner, tried))
+                except ConfigError as error:  # this model cannot be divided in this way
+                    refused = refused or error
+                advance(1)
         if not found:
             raise refused or ConfigError(
                 f"parallel=auto: no layout of {world_size} ranks is possible: each rank needs a sample of "

@@ -21,6 +21,7 @@ from llava_fsdp.plan.hardware import Machine
 from llava_fsdp.plan.planner import Choice, Planner, PlanRow, Ranks
 from llava_fsdp.plan.workload import configured_split, possible_splits
 from llava_fsdp.runtime.errors import ConfigError
+from llava_fsdp.runtime.progress import watch
 
 BUDGET = 0.5
 """Value of `activation_checkpointing.budget`, the share of a block's activations that is kept, if the configuration
@@ -131,7 +132,11 @@ def plan_rows(
     """
     sizes = planner.sizes_to_measure(splits)
     ways = ways_to_share_experts(planner.cfg, ways, planner.own_ranks(ranks))
-    rows = [largest_that_fits(planner, choice, ranks, splits, sizes) for choice in ways]
+    rows = []
+    with watch("ways to train", len(ways)) as advance:
+        for choice in ways:
+            rows.append(largest_that_fits(planner, choice, ranks, splits, sizes))
+            advance(1)
     # if two are equally fast, the one with less recomputation comes first, then the one with fewer bytes
     modes = list(ActivationCheckpointing)
 

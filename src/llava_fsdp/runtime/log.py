@@ -16,10 +16,12 @@ NOISE = {
     "torch.utils._pytree": "<enum ",
     "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",
     "torch.distributed.tensor._redistribute": "While redistributing from ",
+    "torch._higher_order_ops.wrap": "\nDetected that context_fn is passed",
 }
 """Name of a logger -> beginning of irrelevant messages that it logs. These messages are about torchao's kernels for
-other GPUs, torchao's use of deprecated torch functions, an optional bitsandbytes kernel, and two collectives in a row
-for an exported weight that is sharded over two dimensions of a mesh."""
+other GPUs, torchao's use of deprecated torch functions, an optional bitsandbytes kernel, two collectives in a row for
+an exported weight that is sharded over two dimensions of a mesh, and in-place operations in blocks that are compiled
+and recomputed in part: the blocks of language models have none."""
 
 
 class WithoutNoise(logging.Filter):

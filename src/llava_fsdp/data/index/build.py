@@ -274,7 +274,7 @@ def locked(path: Path) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() > until:
-                    log().info("the index is being made by another rank of this run, or by another run; waiting for it")
+                    log().info("another process is making the index of these data; this one waits for it")
                     fcntl.flock(file, fcntl.LOCK_EX)
                     break
                 time.sleep(0.02)
