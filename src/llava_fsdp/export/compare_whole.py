@@ -2,6 +2,7 @@
 training: the class and the values of the configuration in its folder, not those of an export."""
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from llava_fsdp.export.compare_language import EQUAL, UnlikeOwnClass
 from llava_fsdp.export.formats import SourceModel
 from llava_fsdp.export.small_copy import small_copy
 from llava_fsdp.export.verify_logits import exported_logits, load_copy, logits, random_rows, relative_difference
-from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.llava_v1_5_config import is_original
 from llava_fsdp.model.pretrained import read_json, read_llava_config
 from llava_fsdp.runtime.errors import ModelError
@@ -45,7 +46,7 @@ def compare_whole(source: SourceModel) -> None:
     config = read_llava_config(folder, "model.checkpoint")
     named = f"model.checkpoint={folder}: the logits of a small copy of this {config.model_type}"
     try:
-        small, values = small_copy(source)
+        small, values = small_copy(without_adapters(source))
         ours = load_copy(small.model, values, torch.float32)
         with foreign(f"transformers cannot run a small copy of a {config.model_type}"):
             theirs = own_class(config, source.model, ours, small.grid_pinpoints)
@@ -64,6 +65,15 @@ def compare_whole(source: SourceModel) -> None:
             f"{named} differ by {difference:.2g} of the largest (bound {EQUAL:.0e}) from those of transformers' "
             f"{type(theirs).__name__}, for an image and text: a model with this configuration is not supported"
         )
+
+
+def without_adapters(source: SourceModel) -> SourceModel:
+    """Return the description of a model without its LoRA adapters, which the own class does not have either."""
+    if not source.model.adapted:
+        return source
+    # a second model would change the attention implementation in the configuration of the first
+    parts = copy.deepcopy(source.model.parts)
+    return replace(source, model=build_llava(parts, source.model.cfg.plain, torch.float32))
 
 
 def tokens_of(config: Any, model: Llava) -> ImageTokens:
