@@ -31,7 +31,8 @@ GUARD = """
 import json, sys
 from pathlib import Path
 from llava_fsdp.runtime import guard
-guard.SILENT, guard.GRACE = 0.3, 0.3
+guard.SILENT, guard.GRACE, guard.STOPPED = 0.3, 0.3, float(sys.argv[4])
+print("ready", flush=True)
 guard.guard(Path(sys.argv[1]), 1, int(sys.argv[2]), [(0, int(sys.argv[3]))])
 """
 
@@ -70,9 +71,10 @@ def test_a_rank_that_stands_still_in_a_call_is_killed_and_the_run_says_why(folde
     assert (first_failure(folder) or {})["rank"] == 1
 
 
-def start_guard(folder: Path, rank: int, peer: int) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", GUARD, str(folder), str(rank), str(peer)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def start_guard(folder: Path, rank: int, peer: int, stopped: float = 5) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", GUARD, str(folder), str(rank), str(peer), str(stopped)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
 
 @pytest.mark.parametrize("beats", [True, False])
@@ -106,7 +108,8 @@ def test_what_has_failed_first_stays_the_reason(folder: Path, processes: list[su
     own = subprocess.Popen(["sleep", "60"], text=True)
     guard = start_guard(folder, own.pid, os.getpid())
     processes += [own, guard]
-    assert guard.communicate("0.1\n")  # and its end: nobody holds the pipe open
+    guard.communicate("0.1\n")  # it closes the pipe
+    assert guard.returncode == 0
     assert own.poll() is None, "a closed pipe is a rank that has ended in order"
     guard = start_guard(folder, own.pid, os.getpid())
     processes.append(guard)
@@ -115,6 +118,23 @@ def test_what_has_failed_first_stays_the_reason(folder: Path, processes: list[su
     guard.stdin.flush()
     assert own.wait(20) == -signal.SIGKILL
     assert (first_failure(folder) or {})["class"] == "data"
+
+
+def test_a_job_that_was_stopped_and_goes_on_is_not_killed(folder: Path, processes: list[subprocess.Popen[str]]) -> None:
+    """As by `scontrol suspend`: the guard may go on before the rank has given a sign of life."""
+    own = subprocess.Popen(["sleep", "60"], text=True)
+    guard = start_guard(folder, own.pid, os.getpid(), stopped=1.5)
+    processes += [own, guard]
+    assert guard.stdin is not None and guard.stdout is not None and guard.stdout.readline() == "ready\n"
+    guard.stdin.write("3\n")
+    guard.stdin.flush()
+    time.sleep(0.2)
+    guard.send_signal(signal.SIGSTOP)
+    time.sleep(4)
+    guard.send_signal(signal.SIGCONT)
+    time.sleep(0.5)
+    assert own.poll() is None, "it gets the time again for which the guard was stopped"
+    assert own.wait(20) == -signal.SIGKILL
 
 
 def test_a_guard_ends_with_its_rank(folder: Path, processes: list[subprocess.Popen[str]]) -> None:

@@ -1,6 +1,8 @@
 """A function in a process of its own: its limits, its end, and what a broken limit leaves."""
 
+import contextlib
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -61,6 +63,33 @@ def test_a_limit_ends_the_process_and_the_next_request_has_another(process: Limi
     assert process({"do": "pid"})[0]["pid"] != first
     with pytest.raises(ProcessLookupError):
         os.kill(first, 0)
+
+
+@pytest.mark.parametrize("kind", [resource.RLIMIT_CPU, resource.RLIMIT_AS])
+def test_a_limit_that_the_user_may_not_raise_is_kept(kind: int) -> None:
+    """As after `ulimit -H`, or under a scheduler that sets limits."""
+    here = os.path.dirname(__file__)
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS_BY],
+        env=os.environ | {"PYTHONPATH": here},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        preexec_fn=lambda: resource.setrlimit(kind, (1 << 40, 1 << 40)),
+        check=True,
+    )
+    assert int(done.stdout) > 0
+
+
+def test_a_program_with_many_open_files_gets_answers(process: LimitedProcess) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 2000:
+        pytest.skip("this user may not open so many files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    with contextlib.ExitStack() as files:
+        files.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        for _ in range(1100):
+            files.enter_context(open(os.devnull))
+        assert process({"do": "print"})[0] == {"echo": "print"}
 
 
 def test_answers_are_whole_and_prints_are_none(process: LimitedProcess) -> None:

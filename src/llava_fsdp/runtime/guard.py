@@ -23,6 +23,8 @@ from llava_fsdp.runtime.status_file import Outcome, first_failure, write_ending
 
 SILENT = 5.0
 """Seconds without a sign of life after which the rank's watchdog counts as stopped."""
+STOPPED = 5.0
+"""Seconds between two turns of the guard's loop, which takes one, after which the guard itself counts as stopped."""
 GRACE = 15.0
 """Seconds that a rank has to end itself, with its last report, after another rank has ended."""
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
@@ -86,7 +88,8 @@ def guard(folder: Path, rank: int, pid: int, peers: list[tuple[int, int]]) -> No
     for other in peers:
         with contextlib.suppress(OSError):
             others[os.pidfd_open(other[1])] = other
-    heard, allowed = time.monotonic(), float("inf")
+    heard = last = time.monotonic()
+    allowed = float("inf")
     lost, lost_at = "", float("inf")
     while True:
         poll = select.poll()
@@ -94,6 +97,9 @@ def guard(folder: Path, rank: int, pid: int, peers: list[tuple[int, int]]) -> No
             poll.register(handle, select.POLLIN)
         events = [handle for handle, _ in poll.poll(1000)]
         now = time.monotonic()
+        if now - last > STOPPED:  # the whole job was stopped and goes on, as after `scontrol suspend`
+            heard += now - last
+        last = now
         if own in events:
             return
         if 0 in events:
@@ -122,10 +128,12 @@ def end(folder: Path, rank: int, pidfd: int, lost: str, silent: float) -> None:
     """
     reason = f"rank {rank} on {socket.gethostname()} has not answered for {silent:.0f} seconds: a call, such as the "
     reason += "launch of a kernel on the GPU, does not return"
-    if first_failure(folder) is None:
-        write_ending(folder, Outcome(ENDINGS["communication"], lost or reason, {} if lost else {"rank": rank}))
-    print(f"error: {lost + '; ' if lost else ''}{reason}; it is killed", file=sys.stderr, flush=True)
-    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+    try:
+        if first_failure(folder) is None:
+            write_ending(folder, Outcome(ENDINGS["communication"], lost or reason, {} if lost else {"rank": rank}))
+        print(f"error: {lost + '; ' if lost else ''}{reason}; it is killed", file=sys.stderr, flush=True)
+    finally:  # also if the folder or the terminal is gone
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -175,8 +175,10 @@ def receive(pipe: IO[bytes], until: float | None = None) -> Answer:
         EOFError: the pipe ended, or the message is too large.
     """
     found, size = bytearray(), HEAD.size
+    poll = select.poll()  # `select.select` takes no file descriptor above 1023
+    poll.register(pipe, select.POLLIN)
     while len(found) < size:
-        if until is not None and not select.select([pipe], [], [], max(0.0, until - time.monotonic()))[0]:
+        if until is not None and not poll.poll(1000 * max(0.0, until - time.monotonic())):
             raise TimeoutError
         piece = os.read(pipe.fileno(), MiB)
         if not piece:
@@ -205,22 +207,33 @@ def serve(name: str, seconds: int, memory: int) -> None:
         os.dup2(silent, number)
     module, _, function = name.partition(":")
     work: Work = getattr(importlib.import_module(module), function)()
-    os.dup2(silent, 2)  # from here on, an error is the request's
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with open("/proc/self/statm", encoding="ascii") as file:
         now = int(file.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (now + memory * MiB, resource.RLIM_INFINITY))
+    limit(resource.RLIMIT_AS, now + memory * MiB)
+    os.dup2(silent, 2)  # errors from here on are those of requests, and are not shown
     send(answers, {}, b"")
     while True:
         try:
             request, _ = receive(requests)
             used = int(time.process_time())
-            resource.setrlimit(resource.RLIMIT_CPU, (used + 1 + seconds, resource.RLIM_INFINITY))
+            limit(resource.RLIMIT_CPU, used + 1 + seconds)
             send(answers, *work(request))
         except EOFError:
             os._exit(0)
         except MemoryError:
             os._exit(MEMORY_BROKEN)
+
+
+def limit(kind: int, value: int) -> None:
+    """Set a limit of this process to a value, or to the largest one that the user may set (`ulimit -H`).
+
+    Args:
+        kind: constant of the module `resource`.
+        value: the limit, in the unit of its kind.
+    """
+    _, most = resource.getrlimit(kind)
+    resource.setrlimit(kind, (value if most == resource.RLIM_INFINITY else min(value, most), most))
 
 
 if __name__ == "__main__":

@@ -127,6 +127,7 @@ HOSTILE: dict[str, Callable[[], bytes]] = {
     "jpeg: exif": lambda: jpeg_with(exif(BLOCK)),
     "jpeg: exif in pieces": lambda: jpeg_with(exif(BLOCK[:30_000]) + exif(BLOCK[30_000:])),
     "jpeg: many pieces of exif": lambda: jpeg_with(exif(bytes(60_000)) * 100),
+    "jpeg: names of exif": lambda: jpeg_with(exif(b"Exif\0\0" * 10_000) * 20),
     "jpeg: index of images": lambda: jpeg_with(b"\xff\xe2" + struct.pack(">H", len(BLOCK) + 6) + b"MPF\0" + BLOCK),
     "jpeg: junk": lambda: jpeg_with(b"\xff\x00" * 1_000_000),
     "jpeg: fill bytes": lambda: jpeg_with(b"\xff" * 2_000_000),
@@ -139,6 +140,7 @@ HOSTILE: dict[str, Callable[[], bytes]] = {
     "png: empty image data": lambda: png_with(chunk(b"IDAT", b"") * 300_000),
     "png: profiles": lambda: png_with(chunk(b"iCCP", b"x\0\0" + zlib.compress(bytes(900_000))) * 500),
     "png: exif": lambda: png_with(chunk(b"eXIf", BLOCK)),
+    "png: names of exif": lambda: png_with(chunk(b"eXIf", b"Exif\0\0" * 200_000)),
     "png: raw exif": lambda: png_with(
         chunk(b"zTXt", b"Raw profile type exif\0\0" + zlib.compress(b"\nexif\n 9\n" + BLOCK.hex().encode()))
     ),

@@ -28,6 +28,8 @@ JUNK = 64 * KiB
 """Most bytes between the segments before the first scan of a JPEG. Pillow skips them one by one."""
 EXIF_SEGMENTS = 64
 """Greatest number of EXIF segments of a JPEG. Pillow joins them, each time copying what it has."""
+EXIF_NAMES = 8
+"""Greatest number of times that the name of EXIF stands before its content. Pillow copies the rest after each."""
 SCANS = 100
 """Greatest number of scans of a JPEG. Progressive ones have about 10; libtiff has the same limit."""
 FEW_SCANS = 16
@@ -283,10 +285,12 @@ class Field(NamedTuple):
 
 
 def check_exif(data: bytes) -> None:
-    while data.startswith(EXIF):
-        data = data[len(EXIF) :]
+    begin = 0
+    while data.startswith(EXIF, begin):
+        begin += len(EXIF)
+    at_most(begin // len(EXIF), EXIF_NAMES, "names of EXIF before its content")
     try:
-        check_tiff(data)
+        check_tiff(data[begin:])
     except (IndexError, struct.error):  # it ends early
         pass
 
