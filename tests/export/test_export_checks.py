@@ -16,7 +16,7 @@ from llava_fsdp.export import verify_logits
 from llava_fsdp.export.folded_head import HEAD
 from llava_fsdp.export.logit_distance import Distance, distance
 from llava_fsdp.export.weights_writer import Weights
-from llava_fsdp.runtime.errors import ModelError
+from llava_fsdp.runtime.errors import LlavaFsdpError, ModelError
 from llava_fsdp.train import final_export
 
 
@@ -148,6 +148,27 @@ def test_a_weight_is_the_trained_one_to_the_bit_and_finite() -> None:
                 with pytest.raises(ModelError, match=message):
                     final_export.check_weights(*given, copies, {"weight": used})
             final_export.check_weights(*given, {}, {})
+
+
+def test_a_weight_that_cannot_be_read_does_not_end_the_gathering() -> None:
+    """The other ranks would wait for the first one in the next collective."""
+    gathered: list[str] = []
+
+    def read(name: str) -> torch.Tensor:
+        gathered.append(name)
+        return torch.ones(3, 2)
+
+    class Unreadable:
+        def rows(self, begin: int, end: int) -> torch.Tensor:
+            raise OSError("Input/output error")
+
+    names = ["one", "two"]
+    found = Weights(dict.fromkeys(names, (3, 2)), dict.fromkeys(names, torch.float32), read)
+    copies = {name: torch.nn.Parameter(torch.zeros(3, 2)) for name in names}
+    written: Any = {name: Unreadable() for name in names}
+    with pytest.raises(LlavaFsdpError, match="Input/output error"):
+        final_export.check_weights(found, found, Path("x"), written, copies, dict.fromkeys(names, torch.float32))
+    assert gathered == names
 
 
 @pytest.mark.parametrize("tied", [False, True])

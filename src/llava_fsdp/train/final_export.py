@@ -371,27 +371,33 @@ def check_weights(
     Raises:
         ModelError: a weight in the folder is not the trained one, or has a value that is not finite.
     """
-    wrong: list[str] = []  # raised after the collectives, in which the other ranks wait for rank 0
-    for name, dtype in exported.dtypes.items():
-        values = exported.read(name)
-        has_factor = name == HEAD and exported is not trained
-        original = trained.read(name) if has_factor and name in trained.shapes else values
-        if not copies or wrong:
-            continue
+    errors: list[Exception] = []  # raised after the collectives, in which the other ranks wait for rank 0
+
+    def check(name: str, values: torch.Tensor, original: torch.Tensor, has_factor: bool) -> None:
+        dtype = exported.dtypes[name]
         if not values.isfinite().all():
-            wrong.append(f"{name} has values that are not finite: the training has diverged")
-            continue
+            raise ModelError(f"{name} has values that are not finite: the training has diverged")
         rows = min(len(values), len(copies[name])) if name in copies else len(values)  # a file may have more rows
         if not torch.equal(written[name].rows(0, rows).float(), values[:rows].to(dtype).float()):
-            wrong.append(f"{staged} was written, but {name} in it is not the trained one")
-        elif name in copies:
+            raise ModelError(f"{staged} was written, but {name} in it is not the trained one")
+        if name in copies:
             copies[name].copy_(original[:rows].to(used[name]))
             if has_factor:
                 written[name] = MemoryTensor(original[:rows].to(dtype))
 
+    for name in exported.dtypes:
+        values = exported.read(name)
+        has_factor = name == HEAD and exported is not trained
+        original = trained.read(name) if has_factor and name in trained.shapes else values
+        if copies and not errors:
+            try:
+                check(name, values, original, has_factor)
+            except Exception as error:  # such as a file that cannot be read
+                errors.append(error)
+
     def refuse() -> None:
-        if wrong:
-            raise ModelError(wrong[0])
+        if errors:
+            raise errors[0]
 
     on_first_rank(refuse, f"{staged} was written, but cannot be read back")
 
