@@ -7,7 +7,7 @@ from collections.abc import Container, Mapping
 from types import MappingProxyType
 
 NOTHING = "nothing: "
-"""Beginning of a text for settings that have no equal here."""
+"""Beginning of the texts about settings that do not exist here."""
 BATCH = "global_batch_size (samples of a step on all ranks) and micro_batch_size (rows of a forward pass of a rank)"
 ACCUMULATION = "global_batch_size: the samples of a step on all ranks; how often gradients are added up follows from it"
 PRECISION = "precision=bf16, fp16, fp32, ..."

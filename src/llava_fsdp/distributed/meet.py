@@ -171,7 +171,7 @@ def conclude(store: dist.Store, verdict: str) -> None:
 
     Args:
         store: the store in which the ranks meet.
-        verdict: `MET`, or the number of the rank that is to blame, a space, and an error message for every rank.
+        verdict: `MET`; or the number of the rank that caused the failure, a space, and an error message for every rank.
     """
     store.compare_set("verdict", "", verdict)
 

@@ -528,7 +528,7 @@ def trained_ids(
 
 
 def joins_lines(template: Template | ChatTemplate) -> bool:
-    """Return whether a line break beside an image tag is text in training. It is none where training gives images to
+    """Return whether a line break beside an image tag is text in training. It is not where training gives images to
     the language model's own template as parts of messages."""
     return not isinstance(template, ChatTemplate) or template.images is None
 

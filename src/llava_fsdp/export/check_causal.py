@@ -62,7 +62,7 @@ def causes(small: PretrainedConfig) -> list[str]:
         try:
             setattr(other, key, defaults[key])
             seen = what_is_seen(ConfigKey(other))
-        except Exception:  # whatever transformers does with a value that does not fit the other ones
+        except Exception:  # transformers may raise any error for a value that does not fit the other ones
             continue
         if seen is None:
             found.append(f"{key}={value}")

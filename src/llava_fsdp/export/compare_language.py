@@ -1,8 +1,8 @@
-"""Compare what a model computes with what the source's own class in transformers computes, before any training.
+"""Compare the logits of a language model in this package with those of its class in transformers, before any training.
 
 A small copy of the language model (the same class and configuration values, but few layers, small widths and random
-weights in fp32) runs in both, on text alone. The logits must be equal: a model whose class does something with hidden
-states or logits that this package does not do would be trained with another loss than its own.
+weights in fp32) runs in both, on text alone. The logits must be equal. If transformers' class did something with hidden
+states or logits that this package does not do, the training would have a wrong loss.
 """
 
 import copy
@@ -36,7 +36,7 @@ from llava_fsdp.runtime.safe_load import foreign
 EQUAL = 1e-5
 """Largest accepted difference, relative to the largest logit, of the same computation in fp32."""
 TEXTS, TOKENS = 2, 27
-"""Number of texts, and of tokens of a text, which is longer than the windows of small copies."""
+"""Number of texts, and number of tokens of each: more than the sliding windows of small copies."""
 LOGITS = 12.0
 """Factor of the output layer's random weights, with which logits are about as large as a trained model's: smaller ones
 would hardly show a cap."""
@@ -45,10 +45,10 @@ TOWER: dict[str, Any] = {
     "patch_size": 2,
 }  # fmt: skip
 """Sizes of the vision tower of the small copy; it does not run."""
-LONGEST = 10.0
-"""Number of seconds after which no further key is tried."""
+SEARCH_SECONDS = 10.0
+"""Number of seconds after which no further key is tried as the cause of a difference."""
 SUSPECTS = re.compile(r"logit|scal|multipl|cap$|capping|softcap|mup|norm|embed|residual|bias")
-"""Pattern for configuration keys that may be the reason of a difference."""
+"""Pattern for configuration keys that may be the cause of a difference."""
 
 
 class UnlikeOwnClass(ModelError):
@@ -56,15 +56,15 @@ class UnlikeOwnClass(ModelError):
 
 
 def compare_language(parts: Parts) -> None:
-    """Check that a language model gives text the logits of its own class in transformers, by a small copy of it with
-    random weights. Only rank 0 calls this. If no small copy can be made, a warning says so.
+    """Check that a language model has the same logits here as in its class in transformers, with a small copy of it
+    that has random weights. Only rank 0 calls this. If no small copy can be made, a warning says so.
 
     Args:
         parts: a model whose language model is not read from a whole LLaVA model (`model.checkpoint`).
 
     Raises:
-        UnlikeOwnClass: the logits differ. The message names the size of the difference, and what seems to cause it. Or
-            the class has a parameter outside of the language model and its output layer's weight.
+        UnlikeOwnClass: the logits differ, and the message names the size of the difference and what seems to cause it;
+            or one of both has a parameter that the other lacks.
     """
     config = read_config(parts.language_folder, "model.language")
     named = f"model.language={parts.language_folder}: the logits of a small copy of its {config.model_type}"
@@ -77,12 +77,12 @@ def compare_language(parts: Parts) -> None:
 
 
 def check_text(config: PretrainedConfig, named: str) -> None:
-    """Check that text has the logits of the source's own class in transformers, by a small copy of the model.
+    """Check that a small copy of a language model has the same logits here as in its class in transformers.
 
     Args:
         config: configuration in the language model's folder: that of a language model, or of a vision-language model of
             which only the language model is used.
-        named: text with which the message begins: the logits of which model.
+        named: beginning of the error message, which says whose logits differ.
 
     Raises:
         UnlikeOwnClass: the logits differ.
@@ -97,18 +97,19 @@ def check_text(config: PretrainedConfig, named: str) -> None:
         f"{named} differ by {difference:.2g} of the largest (bound {EQUAL:.0e}) from those of transformers' class"
         + (f", which are {factor:.6g} times as large" if factor is not None else "")
         + ": the class does something with hidden states or logits that llava_fsdp does not do"
-        + (f" ({', '.join(keys)} is done)" if keys else "")
+        + (f" (llava_fsdp applies {', '.join(keys)})" if keys else "")
         + (f"; it has to do with {' and '.join(causes)} in its config.json" if causes else "")
         + "; this language model is not supported"
     )
 
 
 def suspects(config: PretrainedConfig) -> list[str]:
-    """Return the keys, with their values, of a language model's configuration without which a small copy has the logits
-    of its own class: those that cause the difference. The list is empty if none is found within some seconds."""
+    """Return the keys of a language model's configuration that cause the difference, as texts with their values: the
+    difference is gone in a small copy with a neutral value of the key. The list is empty if no such key is found within
+    some seconds."""
     found, begin = [], time.monotonic()
     for key, value in text_config(config).to_dict().items():
-        if time.monotonic() - begin > LONGEST:
+        if time.monotonic() - begin > SEARCH_SECONDS:
             break
         if not SUSPECTS.search(key) or isinstance(value, str | dict | list) or value is None:
             continue
@@ -119,7 +120,7 @@ def suspects(config: PretrainedConfig) -> list[str]:
             try:
                 setattr(text_config(other), key, neutral)
                 difference, _ = text_difference(ConfigKey(other))
-            except Exception:  # whatever transformers does with a value that a key cannot have
+            except Exception:  # transformers may raise any error for a value that a key cannot have
                 continue
             if difference <= EQUAL:
                 found.append(f"{key}={value}")
@@ -163,8 +164,8 @@ def text_difference(key: ConfigKey) -> tuple[float, float | None]:
 
 
 def small_configuration(config: PretrainedConfig) -> PretrainedConfig:
-    """Return the configuration of a small copy of a language model, or of a vision-language model in which the language
-    model alone is small; the configuration itself if its language model is small.
+    """Return the configuration of a small copy of a language model, or of a vision-language model in which only the
+    language model is shrunk. If it cannot be shrunk but is small already, return the configuration itself.
 
     Raises:
         ModelError: no small copy can be made.
@@ -184,8 +185,8 @@ def small_configuration(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def layers_of(config: PretrainedConfig) -> int:
-    """Return how many layers a small copy of a language model needs: all of them if there is a kind of layer that comes
-    late."""
+    """Return how many layers a small copy of a language model needs: all layers, if the first layer of some kind comes
+    late (see `count_layers`)."""
     try:
         return count_layers(on_meta(AutoModel, config))
     except NoSmallCopy:
@@ -220,7 +221,7 @@ def random_model(parts: Parts) -> Llava:
 
 def build(config: PretrainedConfig) -> Any:
     """Build transformers' own class of a model on the CPU. In a vision-language model, only the language model and the
-    output layer are there; the rest stays on the meta device, because text alone does not need it."""
+    output layer are on the CPU. The rest stays on the meta device, because text alone does not need it."""
     own = copy.deepcopy(config)
     text = text_config(own)
     if not is_vision_language_model(config):

@@ -1,6 +1,8 @@
-"""Compare the features that a vision tower gives here with those of transformers' own class, before it is trained, so
-that a vision tower whose configuration is read in another way than transformers reads it is refused before the first
-step."""
+"""Compare the features of a vision tower in this package with those of its class in transformers, before any training.
+
+If this package read a configuration in another way than transformers, the features would differ, and the training is
+refused before its first step.
+"""
 
 from functools import lru_cache
 from typing import Any

@@ -1,5 +1,6 @@
-"""Compare what a whole model (`model.checkpoint`) computes with what its own class in transformers computes, before any
-training: the class and the values of the configuration in its folder, not those of an export."""
+"""Compare the logits of a whole model (`model.checkpoint`) in this package with those of its class in transformers,
+before any training. The class and its values are those of the `config.json` in the model's folder. (An export may have
+another class; `rehearsal.py` tries it.)"""
 
 import copy
 from dataclasses import replace
@@ -28,8 +29,8 @@ SPARE = 3
 
 @torch.random.fork_rng(devices=[])  # transformers draws random numbers while it builds a model, on this rank alone
 def compare_whole(source: SourceModel) -> None:
-    """Check that a whole model has the logits of its own class in transformers, of text with an image, by a small copy
-    with random weights. Only rank 0 calls this. If no small copy can be made, a warning says so.
+    """Check that a whole model has the same logits here as in its class in transformers, for text with an image, with a
+    small copy that has random weights. Only rank 0 calls this. If no small copy can be made, a warning says so.
 
     A folder of the original LLaVA is not compared, because transformers has no class for it.
 
@@ -77,7 +78,8 @@ def without_adapters(source: SourceModel) -> SourceModel:
 
 
 def tokens_of(config: Any, model: Llava) -> ImageTokens:
-    """Return what computes the tokens of an image as the class of a whole model does, for its small copy.
+    """Return the object that computes which tokens an image gets, as the class of a whole model does, for its small
+    copy.
 
     Args:
         config: the small copy's configuration in transformers.

@@ -32,10 +32,10 @@ def check_can_be_folded(parts: Parts) -> None:
 
 
 def folded_fields(parts: Parts) -> dict[str, Any]:
-    """Return fields for the configuration of the language model in an export whose output layer contains the factor of
-    the logits: none of its keys changes logits, and the embeddings are not tied. The result is empty if there is no
-    factor."""
-    if parts.logit_change.is_none:
+    """Return values for the language model's configuration in an export whose output layer contains the factor of the
+    logits. With them no key changes logits, and the output layer has a weight of its own instead of that of the
+    embeddings. The result is empty if the logits have no factor."""
+    if parts.logit_change.changes_nothing:
         return {}
     return {**without_change(parts.language), "tie_word_embeddings": False}
 
@@ -53,13 +53,14 @@ def with_folded_head(weights: Weights, model: Llava) -> Weights:
     factor = model.parts.logit_change.factor
     if factor == 1.0:
         return weights
+    # without an output layer of its own, the model uses the weight of the embeddings
     source = HEAD if HEAD in weights.shapes else min(model.with_vocabulary() - {HEAD})
     dtype = weights.dtypes[source]
 
     def read(name: str) -> torch.Tensor:
         if name != HEAD:
             return weights.read(name)
-        head = weights.read(source)  # all ranks gather, the first one has the values
+        head = weights.read(source)  # all ranks take part in gathering it; only the first one gets the values
         return (head.to(dtype).float() * factor).to(dtype) if weights.is_first_rank else head
 
     shapes = {**weights.shapes, HEAD: weights.shapes[source]}

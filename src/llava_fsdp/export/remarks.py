@@ -8,8 +8,8 @@ from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.provenance import README
 
 TILES_OF_VLLM = 9
-"""Number of tiles to whose features vLLM shrinks those of an image for every LLaVA-OneVision, whatever its
-configuration says (vllm/model_executor/models/llava_onevision.py)."""
+"""Number of tiles. If an image has more, vLLM shrinks its features to as many as these tiles have, for every
+LLaVA-OneVision, whatever its configuration says (vllm/model_executor/models/llava_onevision.py)."""
 
 
 def remarks_on(tokens: ImageTokens, stop: str | None) -> list[str]:

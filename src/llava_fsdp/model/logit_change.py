@@ -1,8 +1,8 @@
-"""What a language model's class in transformers does with the output of its output layer before this becomes its
-logits: it multiplies or divides, or caps with a tanh.
+"""How a language model's class in transformers makes logits from the output of its output layer: many classes leave it
+unchanged, some multiply or divide it, and some cap it with a tanh.
 
-transformers' LLaVA classes do not do this: their logits are the output of the output layer. A language model that goes
-through one of them needs its factor in the weight of the output layer (`export/folded_head.py`).
+transformers' LLaVA classes leave it unchanged, whatever their language model is. In an export, a factor of the language
+model is therefore multiplied into the weight of the output layer (`export/folded_head.py`).
 """
 
 import math
@@ -19,25 +19,25 @@ from llava_fsdp.runtime.errors import ModelError
 class Meaning(Enum):
     """What the value of a configuration key does."""
 
-    MULTIPLIES = "the logits are multiplied by it"
-    DIVIDES = "the logits are divided by it"
-    WIDTH = "the logits are divided by hidden_size, divided by it"
+    MULTIPLIES = "the logits are multiplied by value"
+    DIVIDES = "the logits are divided by value"
+    WIDTH = "the logits are divided by (hidden_size / value)"
     CAPS = "the logits become tanh(logits / value) * value"
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table of configuration keys: what the value of a key does to logits, for all types of language
-    models but those in `unlike`."""
+    """A row of the table of configuration keys: what the value of a key does to logits. It does the same in all types
+    of language models but those in `unlike`."""
 
     key: str
     meaning: Meaning
     unlike: dict[str, Meaning | None]
     """`model_type` -> what the value does in language models of this type; None: nothing."""
 
-    def of(self, kind: str) -> Meaning | None:
-        """Return what the value does in language models of a type (`model_type`)."""
-        return self.unlike.get(kind, self.meaning)
+    def meaning_in(self, model_type: str) -> Meaning | None:
+        """Return what the value does in language models of one type; None: nothing."""
+        return self.unlike.get(model_type, self.meaning)
 
 
 TABLE = (
@@ -52,8 +52,8 @@ TABLE = (
     Row("output_logit_soft_cap", Meaning.CAPS, {}),
 )
 """Configuration keys of transformers' language models that change logits, from all `...ForCausalLM` classes of
-transformers 5.23. A factor is applied before a cap. A key that is not here is found by the comparison with the own
-class (`export/compare_language.py`), which ends a training before its first step."""
+transformers 5.23. A factor is applied before a cap. If a model has a key that is missing here, the
+comparison with transformers' class (`export/compare_language.py`) ends its training before the first step."""
 VISION_LANGUAGE = frozenset({
     "cohere_compass", "gemma3n", "gemma4", "gemma4_unified", "granite4_vision", "granite_docling",
     "hyperclovax_vision_v2", "inkling_mm_model", "inkling2", "mistral_large4", "muse_glimmer", "muse_spark",
@@ -72,8 +72,8 @@ class LogitChange:
     """Bound of the logits' absolute values, which is applied after the factor; None: there is no bound."""
 
     @property
-    def is_none(self) -> bool:
-        """Whether the logits are the output of the output layer."""
+    def changes_nothing(self) -> bool:
+        """Whether the logits are the output of the output layer, unchanged."""
         return self.factor == 1.0 and self.cap is None
 
     def apply(self, output: torch.Tensor) -> torch.Tensor:
@@ -135,7 +135,7 @@ def values_of(language: PretrainedConfig) -> list[tuple[Row, Meaning, float]]:
     """
     found = []
     for row in TABLE:
-        value, meaning = getattr(language, row.key, None), row.of(language.model_type)
+        value, meaning = getattr(language, row.key, None), row.meaning_in(language.model_type)
         if value is None or meaning is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value == 0:

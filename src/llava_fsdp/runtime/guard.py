@@ -43,7 +43,7 @@ class Guard:
             seconds: how long this rank may be silent from now on (`beat`).
         """
         environment = dict(os.environ)
-        if (launch := launch_id()) is not None:  # it depends on the parent process, which is torchrun for a rank alone
+        if (launch := launch_id()) is not None:  # the guard cannot find it out: its parent process is not torchrun
             environment["TORCHELASTIC_RUN_ID"] = launch
         given = {"folder": str(folder.absolute()), "rank": rank, "pid": os.getpid(), "peers": list(peers.items())}
         self.process = subprocess.Popen(

@@ -248,7 +248,8 @@ class Watchdog:
             if is_empty:
                 Path(self.stacks.name).unlink(missing_ok=True)
         if self.lost_peer and not self.has_met and siblings():
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, because of ranks killed here: this one reports
+            # torchrun sends SIGTERM because of the ranks that are killed here; this rank still has to report
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
             self.kill_unmet()
 
     @contextlib.contextmanager
@@ -293,9 +294,8 @@ class Watchdog:
                         log().warning("the other ranks are not watched: %s", traceback.format_exc())
                     self.failed = True
             self.wait(max(0.0, next_beat - time.monotonic()))
-        if (
-            self.lost_peer
-        ):  # the main thread got an error first, but only this thread finds out which rank ended and how
+        if self.lost_peer:
+            # the main thread got an error first, but only this thread finds out which rank ended and how
             self.wait(SETTLE)
 
     def wait(self, seconds: float) -> None:

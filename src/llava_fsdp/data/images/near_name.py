@@ -1,4 +1,4 @@
-"""Find the file that a record means whose image does not exist under its name."""
+"""Find a file whose name is almost that of a record's missing image."""
 
 import itertools
 import os

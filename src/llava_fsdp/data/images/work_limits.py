@@ -72,6 +72,7 @@ class TooMuchWork(Exception):
 
 
 def at_most(count: int, limit: int, what: str) -> None:
+    """Raise TooMuchWork if an image has more of something than allowed; `what` names it in the message."""
     if count > limit:
         raise TooMuchWork(f"it has {count} {what}, over the limit of {limit}")
 
@@ -118,9 +119,10 @@ TABLE_MARKERS = {*range(0xC0, 0xD0), *range(0xDB, 0xE0)}
 
 
 def check_jpeg(data: bytes) -> None:
+    """Raise TooMuchWork if a JPEG has too many or too large segments, tables, EXIF data or scans."""
     frame, exif, tables, components, end = Frame(), [], 0, 0, 0
-    for number_of, (marker, at, size) in enumerate(segments(data)):
-        at_most(number_of, SEGMENTS, "or more segments before its first scan")
+    for seen, (marker, at, size) in enumerate(segments(data)):
+        at_most(seen, SEGMENTS, "or more segments before its first scan")
         if marker == 0xC4 or marker == 0xDB:  # the most frequent ones
             tables += size
         elif marker == 0xE1 and data.startswith(EXIF, at + 2):
@@ -186,6 +188,7 @@ def check_scans(data: bytes, at: int, frame: Frame) -> None:
 
 
 def check_png(data: bytes) -> None:
+    """Raise TooMuchWork if a PNG has too many chunks or color profiles, or too much EXIF data."""
     at, others, profiles = len(PNG), 0, 0
     for chunks in itertools.count():
         at_most(chunks, CHUNKS, "or more chunks")
@@ -224,6 +227,7 @@ def hexadecimal(kind: bytes, content: bytes) -> bytes:
 
 
 def check_gif(data: bytes) -> None:
+    """Raise TooMuchWork if a GIF has too many blocks, or too long comments, before its first frame."""
     at = 13 + (3 << (data[10] & 7) + 1 if data[10] & 0x80 else 0)
     blocks = comments = 0
     while data[at] != 0x2C and data[at] != 0x3B:
@@ -238,6 +242,7 @@ def check_gif(data: bytes) -> None:
 
 
 def check_bmp(data: bytes) -> None:
+    """Raise TooMuchWork if a BMP with run-length encoding is too large. Other BMPs are not checked."""
     if number("<I", data, 14) < 40 or number("<I", data, 30) not in (1, 2):
         return
     width, height = struct.unpack_from("<ii", data, 18)
@@ -247,6 +252,7 @@ def check_bmp(data: bytes) -> None:
 
 
 def check_webp(data: bytes) -> None:
+    """Raise TooMuchWork if a WebP has too many chunks, or too much EXIF data."""
     at = 12
     for chunks in itertools.count():
         at_most(chunks, CHUNKS, "or more chunks")
@@ -285,6 +291,7 @@ class Field(NamedTuple):
 
 
 def check_exif(data: bytes) -> None:
+    """Raise TooMuchWork if EXIF data, with or without its name, hold or refer to too much."""
     begin = 0
     while data.startswith(EXIF, begin):
         begin += len(EXIF)

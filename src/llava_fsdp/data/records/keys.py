@@ -64,11 +64,11 @@ ASKING = frozenset(["user", "human"])
 anyway."""
 CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 MOST_KEYS = 32
-"""Greatest number of keys that are not read which are noted of one record."""
+"""Greatest number of unread keys that are noted for one record."""
 MOST_NAMES = 256
-"""Greatest number of different keys that are not read which are counted in one chunk of records, or one source."""
+"""Greatest number of different unread keys that are counted for one chunk of records, or for one source."""
 MOST_LETTERS = 100
-"""Greatest length of the name of a key that is not read, as it is noted."""
+"""Greatest number of characters that are noted of the name of an unread key."""
 MOST_HELD = 20
 """Greatest length of a text that `held` keeps."""
 OTHERS = "(others)"

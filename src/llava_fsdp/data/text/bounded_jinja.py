@@ -16,11 +16,9 @@ SECONDS = 1
 MEMORY = 256
 """MiB of memory that the rendering of a conversation may take."""
 EXPANSION = 8
-"""A rendered text may have 1 MiB and so many times the conversation's size."""
-
-
+"""A rendered text may have 1 MiB, and in addition so many times the characters of the conversation."""
 BREAKS = "breaks a limit: it"
-"""Beginning of the message about a template that takes too much."""
+"""Beginning of the message about a template that takes too much time or memory, or writes too long a text."""
 
 
 class TemplateRefused(Exception):
@@ -29,7 +27,7 @@ class TemplateRefused(Exception):
 
 @lru_cache(1)
 def process() -> LimitedProcess:
-    """Return the process that renders for this one. It starts when it is first used."""
+    """Return the process that renders templates for the current process. It starts when it is first used."""
     return LimitedProcess(make_work, SECONDS, MEMORY)
 
 

@@ -155,6 +155,9 @@ def with_labels(form: Form, turns: list[TurnShape], slots: tuple[Slot, ...], fra
     """Find out which text of conversations that end with an answer has labels. Raise Unfit if an answer cannot be
     trained after the prompt that the template has for it.
 
+    An earlier answer has labels if the whole conversation begins with the text that is trained where this answer is the
+    last one. It has no labels if the whole conversation only has other white space before it than its prompt.
+
     Args:
         turns: the shape of each message.
         slots: the positions of the conversation's texts.

@@ -21,13 +21,13 @@ from llava_fsdp.runtime.errors import DataError
 
 UNLIMITED = 1 << 40
 LONG = 1 << 18
-"""Number of characters from which only the beginning of a question or an answer is tokenized, if that is known to be
-longer than any length that is asked for. Longer texts would take minutes and gigabytes."""
+"""Number of characters. From a question or an answer that has more, only the beginning is tokenized, if the beginning
+alone has more tokens than are asked for. The whole text would take minutes and gigabytes."""
 LEAST_CHARACTERS = 8
-"""Number of characters of a token that are tried first; few texts have more."""
+"""Number of characters per token that is assumed first; few texts have more."""
 MARGIN = 1024
-"""Number of tokens that a shortened text has more than are asked for, because tokens near its end may be others than
-those of the whole text."""
+"""Number of tokens that a shortened text has in addition to those that are asked for, because the tokens near its end
+may differ from those of the whole text."""
 ImageRows = Callable[[Record, int], np.ndarray]
 """Function (record, index of an image) -> tokens of the image, as `ImageTokens.of` returns them: for each token the
 index of its vision feature, int64 [tokens]."""

@@ -52,12 +52,13 @@ BOS = "{%- if true %}{{- bos_token }}{%- endif %}\n"
 """Jinja code that is put before the template of a LLaVA-NeXT model. It writes the BOS token, which the processor adds
 and the template lacks."""
 SECONDS = 0.2
-"""Greatest number of seconds of processor time that a template may take to render a short conversation, of which it is
-shown about thirty; a slower one is refused. `bounded_jinja` has the limits of all conversations."""
+"""Greatest number of seconds of processor time that a template may take to render a short conversation of marker texts;
+a slower template is refused. Each template renders about thirty of them. `bounded_jinja` has the limits for all
+conversations."""
 WHOLE = ("llava", "llava_next", "llava_onevision", "internvl")
 """Types (`model_type`) of transformers' whole models, whose processors give images to the template as parts."""
 UNREAD = ("fails: ", "leaves turns out")
-"""Beginnings of the reasons for which another form of messages is tried."""
+"""Beginnings of the reasons that may be due to the form of the messages, for which another form is tried."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,7 @@ class ChatTemplate:
         return self.code.startswith(BOS) and self.tokenizer.bos is not None
 
     def __repr__(self) -> str:
+        # "prompts apart": prompts are tokenized without their answers; this text is part of the names of cached indexes
         form = f"{self.parts} {self.images} prompts apart"
         return f"chat template {digest(self.code)} {sorted(self.variables.items())} {form}"
 

@@ -74,7 +74,8 @@ def divide_question(turn: Turn, kinds: Iterator[str] | None) -> Message:
         pieces = [part] if kinds is None else part.split(IMAGE_TAG)
         for number, piece in enumerate(pieces):
             if number:
-                letters.append(next(kinds or iter(())))
+                assert kinds is not None
+                letters.append(next(kinds))
             if turn.parts is None:
                 piece = piece.removeprefix("\n") if number else piece
                 piece = piece.removesuffix("\n") if number + 1 < len(pieces) else piece

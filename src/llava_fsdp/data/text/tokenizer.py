@@ -88,13 +88,9 @@ class Tokenizer(ABC):
             special: as for `encode`.
         """
         for lead in ("\n", "a", "."):
-            ids, before = [
-                [
-                    token.id
-                    for token in self.encode(own, [(begin + len(lead), end + len(lead)) for begin, end in stretches])
-                ]
-                for own, stretches in ((lead + text, special), (lead, []))
-            ]
+            shifted = [(begin + len(lead), end + len(lead)) for begin, end in special]
+            ids = [token.id for token in self.encode(lead + text, shifted)]
+            before = [token.id for token in self.encode(lead, [])]
             if ids[: len(before)] == before:
                 return ids[len(before) :]
         return [token.id for token in self.encode(text, special)]
