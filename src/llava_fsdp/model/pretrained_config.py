@@ -182,7 +182,7 @@ def said_types(found: AdapterFolder) -> dict[str, str]:
     said = {}
     mapping = found.settings.get("auto_mapping")
     library = str(mapping.get("parent_library") or "").split(".") if isinstance(mapping, dict) else []
-    if library[:2] == ["transformers", "models"]:
+    if library[:2] == ["transformers", "models"] and len(library) > 2:
         said[f"{ADAPTER_CONFIG}'s auto_mapping"] = library[2]
     named = str(found.settings.get("base_model_name_or_path") or "")
     files = {"its config.json": found.folder / "config.json"}

@@ -273,8 +273,9 @@ def check_call(tree: Any, functions: Mapping[int, Callable[[list[Any]], object]]
         raise RequestRefused(404, "the page has no such function")
     if session is not None and not (isinstance(session, str) and re.fullmatch(r"[\w-]{1,64}", session)):
         raise RequestRefused(422, "not a session_hash")
+    if not isinstance(data, list):
+        raise RequestRefused(422, "not the inputs of this function")
     try:
-        assert isinstance(data, list)
         check(data)
     except Exception as error:
         raise RequestRefused(422, "not the inputs of this function") from error

@@ -237,6 +237,8 @@ class ParquetRows:
         self.parquet.check_rows()
         self.written: dict[int, int] = {}
         """{index of a row group: number of bytes of its rows as JSON, as far as they were read}."""
+        self.total = 0
+        """Sum of the numbers in `written`."""
         self.keys = keys
         schema = self.parquet.arrow.schema_arrow
         self.read = read_columns(keys, schema)
@@ -311,6 +313,7 @@ class ParquetRows:
         left_out = {leaf for leaf in self.parquet.binary_leaves() if any(is_below(leaf, name) for name in self.leaves)}
         left_out |= {*self.unread_leaves}
         left_out |= {leaf for leaf in self.parquet.footer.leaves if not any(is_below(leaf, name) for name in wanted)}
+        self.total -= self.written.get(group, 0)
         number = empty = self.written[group] = 0
         rows = self.parquet.rows(group)
         for batch in self.parquet.batches(group, left_out):
@@ -355,7 +358,8 @@ class ParquetRows:
             size: number of the bytes.
         """
         self.written[group] += size
-        if sum(self.written.values()) > self.parquet.most_bytes:
+        self.total += size
+        if self.total > self.parquet.most_bytes:
             self.parquet.footer.refuse(
                 f"its rows take more than {self.parquet.most_bytes:,} bytes as text, in a file of "
                 f"{self.parquet.reader.size:,} bytes",
@@ -500,8 +504,8 @@ def have_values(column: Any) -> list[bool]:
     if is_list(kind) and not types.is_fixed_size_list(kind):
         said = compute.and_(said, compute.fill_null(compute.greater(compute.list_value_length(column), 0), False))
     elif types.is_string(kind) or types.is_large_string(kind):
-        trimmed = compute.greater(compute.binary_length(column.cast(pyarrow.large_binary())), 0)
-        said = compute.and_(said, compute.fill_null(trimmed, False))
+        has_letters = compute.greater(compute.binary_length(column.cast(pyarrow.large_binary())), 0)
+        said = compute.and_(said, compute.fill_null(has_letters, False))
     return said.to_pylist()
 
 
