@@ -117,8 +117,8 @@ class Steps(Dataset):
         return seeds, self.sources_of(numbers).tolist() if len(self.sources) > 1 else []
 
     def prepare_part(self, numbers: list[int], facts: StepFacts, micro_batches: int) -> MicroBatch:
-        """Read and collate this rank's positions of a row that several ranks process together. Of the images, only
-        those are read that have tokens at these positions.
+        """Read and collate this rank's positions of a row that several ranks process together. Only
+        images that have tokens at these positions are read.
 
         If an image cannot be read and `data.bad_records=skip`, black tiles take its place, and the sample is added to
         `facts.skipped`; `Loader.agree` then removes the sample's labels on all ranks. The sample must stay in the row,

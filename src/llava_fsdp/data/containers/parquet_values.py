@@ -1,6 +1,6 @@
 """Find the positions of the values of a column chunk (one column of one row group) of a Parquet file.
 
-Of uncompressed pages, only the levels and the lengths of the values are read. Compressed pages are decompressed once.
+In uncompressed pages, only the levels and the lengths of the values are read. Compressed pages are decompressed once.
 Source: `https://parquet.apache.org/docs/file-format/data-pages/`.
 """
 

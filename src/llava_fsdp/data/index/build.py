@@ -69,7 +69,7 @@ SILENT = 5.0
 """Number of seconds after which waiting for another process that holds the lock is logged."""
 DECODED_AT_MOST = 1_000_000
 """Greatest number of images of a dataset that `data.examine=auto` decodes completely, which takes more than an hour on
-one core. Of more images, it decodes a sample."""
+one core. If a dataset has more, it decodes a sample of them."""
 CHUNKS = {"records": 8192, "pictures": 1024, "encoded": 1024}
 """For each pass over the dataset, the number of records that are processed as one chunk, which takes a few seconds."""
 EXAMINED = "examined"

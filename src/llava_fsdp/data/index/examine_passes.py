@@ -60,8 +60,8 @@ class Findings:
         self.rows: list[dict[str, Any]] = []
 
     def of(self, number: int, identity: str | None) -> Tell:
-        """Return a function (kind of problem, reason) that adds a problem of a record. Of several problems of the same
-        kind, only the first one is added.
+        """Return a function (kind of problem, reason) that adds a problem of a record. If there are several
+        problems of the same kind, only the first one is added.
 
         Args:
             number: number of the record in the dataset.
@@ -365,14 +365,14 @@ class ExaminePictures(Pass):
                     continue
                 if key not in seen:
                     seen[key] = self.look(*key, inline.get(name))
-                picture = seen[key]
-                if isinstance(picture, ImageProblem):
+                facts = seen[key]
+                if isinstance(facts, ImageProblem):
                     record = record or self.store.record(number)
-                    reason = f"{record.where}: {picture.reason.removeprefix(f'{shown_name(name)}: ')}"
-                    found.of(number, record.known_id)(picture.kind, reason)
-                    picture = ImageFacts(0, 0, 0)
+                    reason = f"{record.where}: {facts.reason.removeprefix(f'{shown_name(name)}: ')}"
+                    found.of(number, record.known_id)(facts.kind, reason)
+                    facts = ImageFacts(0, 0, 0)
                 for column, values in columns.items():
-                    values[row - begin] = getattr(picture, column)
+                    values[row - begin] = getattr(facts, column)
         return columns
 
     def decoded(self, begin: int, end: int) -> Collection[int]:

@@ -147,7 +147,7 @@ def count(records: Records, counts: Counts, kept: tuple[int, int]) -> Counts:
 
 
 def median(lengths: np.ndarray, begin: int, end: int, longest: int) -> int:
-    """Return the median of lengths[begin:end], without copying it. Of an even number of lengths, the lower of the two
+    """Return the median of lengths[begin:end], without copying it. If their number is even, the lower of the two
     middle ones is returned.
 
     Args:

@@ -190,11 +190,11 @@ class RecordReader:
         """
         learnt = True
         for key in raw:
-            if key in read_keys or (
-                (meaning := meaning_of(key)) is Meaning.harmless and not (form and key in ONLY_OF_RECORDS)
-            ):
+            if key in read_keys:
                 continue
-            value = raw[key]
+            meaning, value = meaning_of(key[:MOST_LETTERS]), raw[key]  # all known keys are shorter
+            if meaning is Meaning.harmless and not (form and key in ONLY_OF_RECORDS):
+                continue
             if says_nothing(value) or names_media(key):
                 continue
             if meaning in REASONS:

@@ -180,7 +180,7 @@ class Window:
     base: int
     """Offset in the file of the first byte of `text`."""
     max_bytes: int = MOST_BYTES
-    """Greatest size in bytes of a JSON value that is parsed. Of a larger value, only the end is searched."""
+    """Greatest size in bytes of a JSON value that is parsed. If a value is larger, only its end is searched."""
     text: str = ""
     at: int = 0
     """Offset in `text` of the next character to read; text before it may be dropped."""

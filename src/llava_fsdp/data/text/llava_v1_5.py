@@ -282,8 +282,8 @@ def split_rounds(text: str, form: Template) -> list[str]:
 
 
 def conversation(turns: list[Turn], form: Template, where: str) -> str:
-    """Return the text of a conversation, rendered by a template of the original LLaVA. Of an empty message, only the
-    role is written (LLaVA conversation.py:32-106).
+    """Return the text of a conversation, rendered by a template of the original LLaVA. If a message is empty, only
+    its role is written (LLaVA conversation.py:32-106).
 
     Args:
         turns: the messages.
