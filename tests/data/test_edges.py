@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pickle
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -286,7 +287,7 @@ def test_sources_and_passes_are_shuffled_apart() -> None:
 
 
 def test_which_problems_are_trained_on() -> None:
-    always = {Kind.duplicate_id, Kind.special_token}
+    always = {Kind.duplicate_id, Kind.special_token, Kind.unlearnt_answer}
     like_original = {Kind.media_not_read, Kind.empty_answer, Kind.tag_without_image, Kind.no_labels}
     for labels in Parity:
         for too_long in TooLong:
@@ -530,11 +531,12 @@ def test_the_longest_special_token_is_found() -> None:
     assert any_of(["<a>", "<a><b>", "b", "+"]).findall("<a><b>b+<a>") == ["<a><b>", "b", "+", "<a>"]
 
 
-def test_tokens_that_the_model_has_no_rows_for_are_text() -> None:
+def test_tokens_that_the_model_has_no_rows_for_are_refused() -> None:
     frozen = json.loads((TINY / "tokenizer.json").read_text())
     last = max(frozen["added_tokens"], key=lambda token: token["id"])
     assert open_tokenizer(TINY, last["id"] + 1).special(last["content"]) == last["id"]
-    assert open_tokenizer(TINY, last["id"]).special(last["content"]) is None
+    with pytest.raises(ModelError, match=re.escape(last["content"])):
+        open_tokenizer(TINY, last["id"])
 
 
 CONFIG: dict[str, Any] = {

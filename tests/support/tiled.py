@@ -20,6 +20,17 @@ SIGLIP_IMAGES: dict[str, Any] = {
 }  # fmt: skip
 
 
+OLDER = {"torch_dtype", "rope_theta", "rope_scaling", "image_aspect_ratio", "image_token_id", "video_token_id"}
+"""Fields of an export's configuration for other programs than transformers 5."""
+
+
+def without_older_fields(fields: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
+    """An export's configuration, in all its parts, without fields for other programs that `theirs` does not have."""
+    kept = {key: value for key, value in fields.items() if key in theirs or key not in OLDER}
+    parts = {key: value for key, value in kept.items() if isinstance(value, dict) and isinstance(theirs.get(key), dict)}
+    return kept | {key: without_older_fields(value, theirs[key]) for key, value in parts.items()}
+
+
 def write_pictures(folder: Path) -> None:
     """Write a dataset: a picture of several tiles, one of a single pixel, two in a sample, and a text."""
     (folder / "images").mkdir()

@@ -1,5 +1,6 @@
 """The page of a run that is under way, and how it ends."""
 
+import contextlib
 import itertools
 import json
 import signal
@@ -7,6 +8,7 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,9 +46,18 @@ def test_every_training_leaves_a_page(configure: Configure, tmp_path: Path) -> N
 
 
 def test_a_page_that_cannot_be_written_is_a_warning(
-    configure: Configure, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    configure: Configure, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "run" / "report.html").mkdir(parents=True)
+    """The folder in its place is made after the start, which would refuse it."""
+    claimed = train.claimed
+
+    @contextlib.contextmanager
+    def claim(folder: Path, *given: Any) -> Iterator[Any]:
+        with claimed(folder, *given) as lock:
+            (folder / "report.html").mkdir()
+            yield lock
+
+    monkeypatch.setattr(train, "claimed", claim)
     train.train(configure("max_steps=2", to="run"))
     assert len([r for r in caplog.records if "report.html cannot be written" in r.message]) == 1
     assert len(rows_of(tmp_path / "run" / "metrics.jsonl")) == 2
