@@ -19,6 +19,7 @@ from harness import CPU, RankPool, single_world
 from small import Configure
 
 from llava_fsdp.config import Config, ParallelConfig, Strategy
+from llava_fsdp.distributed import meet as meet_module
 from llava_fsdp.distributed import mesh
 from llava_fsdp.distributed.consensus import Votes, gathered_on_first, on_all_ranks, on_first_rank
 from llava_fsdp.distributed.meet import meet
@@ -249,6 +250,22 @@ def meeting(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
         return results
 
     return run
+
+
+def test_the_store_stays_until_all_ranks_know_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends with rank 0, and the others would only report that they have lost it. One of two may have ended."""
+    store = dist.HashStore()
+    store.add("come", 2)
+    store.add("told", 1)
+    begun = time.monotonic()
+    threading.Timer(0.4, store.add, ("told", 1)).start()
+    meet_module.hold(store)
+    assert 0.4 <= time.monotonic() - begun < meet_module.HELD
+    store.add("come", 1)
+    monkeypatch.setattr(meet_module, "HELD", 0.3)
+    begun = time.monotonic()
+    meet_module.hold(store)
+    assert 0.3 <= time.monotonic() - begun < 3
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,8 @@ MET = "met"
 """Text that the last rank to come writes into the store. A rank that gives up writes its error message instead."""
 POLL = 0.2
 """Seconds between two looks into the store, and between two attempts to reach it."""
+HELD = 3.0
+"""Greatest number of seconds for which rank 0, with which the store ends, lets other ranks read why it gives up."""
 MOST_NAMED = 8
 """Maximum number of missing ranks that an error message names."""
 CURE = (
@@ -157,6 +159,10 @@ def sign_and_wait(store: dist.Store, rank: int, size: int, until: float) -> None
                 conclude(store, f"{absent[0]} {who} not come to {address()}: {CURE}" if absent else MET)
             time.sleep(POLL)
         verdict = store.get("verdict").decode()
+        if verdict != MET:
+            store.add("told", 1)
+            if rank == 0 and not uses_agent_store():
+                hold(store)
     except RuntimeError as error:
         raise CommunicationError(
             f"{own} has lost the store at {address()}, before all ranks had come: {first_line(error)}"
@@ -174,6 +180,13 @@ def conclude(store: dist.Store, verdict: str) -> None:
         verdict: `MET`; or the number of the rank that caused the failure, a space, and an error message for every rank.
     """
     store.compare_set("verdict", "", verdict)
+
+
+def hold(store: dist.Store) -> None:
+    """Wait until all ranks that have come know the verdict; at most HELD seconds."""
+    until = time.monotonic() + HELD
+    while store.add("told", 0) < store.add("come", 0) and time.monotonic() < until:
+        time.sleep(POLL / 4)
 
 
 def ended_ranks(store: dist.Store, size: int) -> list[tuple[int, str]]:

@@ -64,7 +64,7 @@ def boxes(file: BinaryIO, size: int) -> Iterator[tuple[bytes, int]]:
             yield kind, at + width
             if length < width:
                 break
-            if kind in NESTED:
+            if kind in NESTED:  # its boxes are next; those behind it follow later
                 ranges.append((at + length, end))
                 end = min(end, at + length)
                 at += width

@@ -68,9 +68,9 @@ def encode_chat(
         after = own.first_from(end)
         if ids[first : first + len(prompt)] == prompt:
             marked[first + len(prompt) : after] = True
-        elif number + 1 < len(own.targets):
+        elif number + 1 < len(own.targets):  # prompts of later answers show it with other tokens
             unlearnt += 1
-        else:
+        else:  # the last answer: the tokens of its prompt, and those of the answer, take the place of those found
             answer = tokenizer.encode_rest(own.text[begin:end], own.special_in(begin, end))
             ids = [*ids[:first], *prompt, *answer, *ids[after:]]
             labelled = [marked[:first], np.zeros(len(prompt), bool), np.ones(len(answer), bool), marked[after:]]
@@ -156,9 +156,9 @@ class Conversation:
         return bisect.bisect_left(self.begins, place)
 
     def prompt_end(self, end: int) -> tuple[int, list[int]]:
-        """Return the last tokens of a prompt as they are if it is tokenized alone, from its last special token or image
-        on, and the index of the first of them among the tokens of the whole conversation. What precedes a special token
-        or an image is tokenized independently of what follows it.
+        """Tokenize the end of a prompt without the text that follows it: from the prompt's last special token or image
+        on. Return the index of the token of the whole conversation at which this end begins, and the end's token ids.
+        What precedes a special token or an image is tokenized independently of what follows it.
 
         Args:
             end: number of characters of the prompt.
