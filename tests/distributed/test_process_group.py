@@ -287,6 +287,17 @@ def test_ranks_that_do_not_meet_say_who_is_missing_within_their_limit(
         assert late > 1 or culprit is None or found.culprit["rank"] == culprit
 
 
+def test_who_waits_for_a_rank_says_so(
+    meeting: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At intervals, and only the first of those that have come."""
+    monkeypatch.setattr(meet_module, "TELL", 0.2)
+    with caplog.at_level("WARNING"):
+        assert meeting((0, 3, 0), (1, 3, 0), (2, 3, 0.7)) == ["met"] * 3
+    said = [record.message for record in caplog.records if "waiting" in record.message]
+    assert 1 <= len(said) <= 3 and all("rank 2 of 3" in text for text in said)
+
+
 def test_a_rank_that_is_late_but_in_time_meets_the_others(meeting: Callable[..., list[Any]]) -> None:
     assert meeting((0, 3, 0.3), (1, 3, 0), (2, 3, 0.5)) == ["met"] * 3
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from llava_fsdp.runtime.errors import CommunicationError, ConfigError
 from llava_fsdp.runtime.launch import attempt
+from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.process_end import has_ended
 
 MET = "met"
@@ -21,6 +22,8 @@ POLL = 0.2
 """Seconds between two looks into the store, and between two attempts to reach it."""
 HELD = 3.0
 """Greatest number of seconds for which rank 0, with which the store ends, lets other ranks read why it gives up."""
+TELL = 60.0
+"""Seconds of waiting after which a rank logs for whom it waits, and between two such messages."""
 MOST_NAMED = 8
 """Maximum number of missing ranks that an error message names."""
 CURE = (
@@ -113,17 +116,20 @@ def await_port(host: str, port: int, rank: int, until: float) -> None:
         rank: this process's rank, for the message.
         until: time, by the monotonic clock, at which this rank gives up.
     """
+    told = time.monotonic()
     while True:
         try:
             socket.create_connection((host, port), timeout=max(POLL, until - time.monotonic())).close()
             return
         except (OSError, UnicodeError) as error:
+            whose = "torchrun" if uses_agent_store() else "rank 0"
+            reason = getattr(error, "strerror", None) or error
+            text = f"rank {rank} on {socket.gethostname()} has not reached {whose} at {host}:{port} ({reason})"
             if time.monotonic() + POLL >= until:
-                whose = "torchrun" if uses_agent_store() else "rank 0"
-                reason = getattr(error, "strerror", None) or error
-                raise CommunicationError(
-                    f"rank {rank} on {socket.gethostname()} has not reached {whose} at {host}:{port} ({reason}): {CURE}"
-                ).about(rank=rank, address=f"{host}:{port}") from error
+                raise CommunicationError(f"{text}: {CURE}").about(rank=rank, address=f"{host}:{port}") from error
+            if time.monotonic() >= told + TELL:
+                told = time.monotonic()
+                log().warning("waiting: %s yet", text)
         time.sleep(POLL)
 
 
@@ -151,12 +157,17 @@ def sign_and_wait(store: dist.Store, rank: int, size: int, until: float) -> None
             conclude(store, f"{rank} two processes have the same rank: {holder} and {own}; give each its own RANK")
         if store.add("come", 1) == size:
             conclude(store, MET)
+        told = time.monotonic()
         while not store.check(["verdict"]):
-            if time.monotonic() >= until:
-                absent = [other for other in range(size) if not store.check([key_of(other)])]
+            now = time.monotonic()
+            if now >= until or now >= told + TELL:
+                told, absent = now, [other for other in range(size) if not store.check([key_of(other)])]
                 named = ", ".join(map(str, absent[:MOST_NAMED])) + ", ..." * (len(absent) > MOST_NAMED)
                 who = f"rank{'s' * (len(absent) > 1)} {named} of {size} {'have' if absent[1:] else 'has'}"
-                conclude(store, f"{absent[0]} {who} not come to {address()}: {CURE}" if absent else MET)
+                if now >= until:
+                    conclude(store, f"{absent[0]} {who} not come to {address()}: {CURE}" if absent else MET)
+                elif absent and not set(range(rank)) - set(absent):  # the first rank that has come
+                    log().warning("waiting: %s not come to %s yet", who, address())
             time.sleep(POLL)
         verdict = store.get("verdict").decode()
         if verdict != MET:

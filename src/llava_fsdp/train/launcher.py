@@ -65,9 +65,16 @@ AGENT_ENDS = 1.0
 
 
 def main() -> None:
+    ranks_given = os.environ.get("WORLD_SIZE", "1") if "TORCHELASTIC_RUN_ID" not in os.environ else "1"
     for name in os.environ.keys() - without_launcher(os.environ).keys():
         del os.environ[name]  # set if a rank of another training has started this process
     setup_logging()
+    if ranks_given != "1":
+        log().warning(
+            "WORLD_SIZE=%s and RANK are not read: this command starts all ranks of this machine by itself, and "
+            "--nnodes, --nproc-per-node and --rdzv-endpoint say how many there are. A scheduler that starts each rank "
+            "runs python -m llava_fsdp.train", ranks_given,
+        )  # fmt: skip
     flags: list[str] = []
     try:
         flags, words = split(sys.argv[1:])

@@ -36,11 +36,11 @@ HARMLESS = frozenset(
 ONLY_OF_RECORDS = frozenset(["name"])
 """Those of HARMLESS that change nothing in a record, but may in a turn: templates show the name of a speaker."""
 LEARNT = frozenset(
-    "weight weights loss loss_scale loss_weight loss_mask train training trainable train_on supervised is_supervised "
-    "compute_loss calculate_loss has_loss".split()
+    "weight weights sample_weight loss loss_scale loss_weight loss_mask train is_train to_train training trainable "
+    "train_on supervised is_supervised compute_loss calculate_loss has_loss".split()
 )
 """Keys of an answer or a record whose value 0 or false takes the answer, or all answers, out of the loss."""
-HIDDEN = frozenset("masked is_masked mask mask_loss no_loss ignore_loss".split())
+HIDDEN = frozenset("masked is_masked mask mask_loss no_loss skip_loss ignore_loss ignore".split())
 """Keys of an answer or a record whose value true takes the answer, or all answers, out of the loss."""
 VERDICTS = frozenset(["label", "kto_tag", "chosen", "desirable"])
 """Keys whose value false says that an answer is an example of what must not be said."""

@@ -73,7 +73,9 @@ PROBLEMS: dict[Kind, Problem] = {
     Kind.image_empty: Problem("the image's file has no bytes", Kept.no),
     Kind.image_truncated: Problem("the image's file ends before the image does", Kept.no),
     Kind.image_unreadable: Problem("the image cannot be read", Kept.no),
-    Kind.image_bomb: Problem("the image has more pixels than the limit", Kept.no),
+    Kind.image_bomb: Problem(
+        "the image has more pixels than the limit, or a structure that takes far more work than its size tells", Kept.no
+    ),
     Kind.image_shape: Problem("the image is too narrow or too flat to be made a square", Kept.no),
     Kind.path_outside: Problem("the image's path leaves the folder of images", Kept.no),
     Kind.url: Problem("the image is an address on the net, which is never fetched", Kept.no),
