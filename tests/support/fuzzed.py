@@ -175,8 +175,9 @@ class Towers(Fuzz):
     part = "vision"
 
     def theirs(self, parts: Path, implementation: str) -> Callable[[], torch.Tensor]:
+        keys = {"output_attentions": False} if implementation == "sdpa" else {}  # which has none to give
         model: Any = AutoModel.from_pretrained(
-            parts / "vision", dtype=torch.float32, attn_implementation=implementation
+            parts / "vision", dtype=torch.float32, attn_implementation=implementation, **keys
         )
         self.model = model
         config = getattr(model.config, "vision_config", model.config)
@@ -188,13 +189,15 @@ class Towers(Fuzz):
         @torch.no_grad()
         def features() -> torch.Tensor:
             states = tower(pixel_values=self.pixels, output_hidden_states=True, return_dict=True).hidden_states[-2]
-            return states if states.shape[1] == (side // patch) ** 2 else states[:, 1:]
+            if len(states) < len(self.pixels):  # Pixtral puts the patches of all images into one row
+                return states.flatten(0, 1)
+            return (states if states.shape[1] == (side // patch) ** 2 else states[:, 1:]).flatten(0, 1)
 
         return features
 
     def ours(self, model: Llava) -> torch.Tensor:
         with torch.no_grad():
-            return model.image_features(self.pixels)
+            return model.image_features(self.pixels).flatten(0, 1)
 
 
 def changed_outcomes(fuzz: Any, kind: str, values: dict[str, Any], table: Table, only: str | None = None) -> None:

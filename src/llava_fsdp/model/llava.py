@@ -62,6 +62,7 @@ class Llava(nn.Module):
             parts.language, attn_implementation=self.attention, trust_remote_code=False
         )
         self.language_model.config.use_cache = False
+        self.language_model.config.return_dict = True  # a folder's false would make its outputs tuples
         self.lm_head = OutputLayer(hidden, parts.language.vocab_size, label_loss, parts.logit_change)
         if parts.language.tie_word_embeddings:
             self.lm_head.weight = self.language_model.get_input_embeddings().weight
