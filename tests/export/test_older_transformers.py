@@ -1,5 +1,6 @@
 """What transformers 4 makes of exports: the numbers of transformers 5, or an error."""
 
+import copy
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -196,7 +197,7 @@ def test_language_models_have_the_same_logits_in_transformers_4(
     vision, folders = AutoConfig.for_model("clip_vision_model", **IMAGE), []
     cases = {**own, **ROTARY, **NEW}
     for number, (kind, values) in enumerate(cases.values()):
-        language = AutoConfig.for_model(kind, **(TEXT | {"vocab_size": vocabulary} | values))
+        language = AutoConfig.for_model(kind, **copy.deepcopy(TEXT | {"vocab_size": vocabulary} | values))
         source = source_with(language, vision, parts, dataset, tmp_path / f"of{number}")
         folders.append(write_copy(source, tmp_path / str(number)))
     compare_all(older, dict(zip(cases, folders, strict=True)), [*NEW, *REFUSED])
