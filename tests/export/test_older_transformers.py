@@ -81,7 +81,7 @@ PIXTRAL = {"rope_theta": 777.0, "head_dim": 12}
 def test_transformers_5_reads_what_it_had_written(name: str, tmp_path: Path) -> None:
     """The older fields change nothing for it, and what transformers 4 would compute differently it refuses."""
     kind, values = {**ROTARY, **NEW, "gemma": ("gemma", {})}[name]
-    language = AutoConfig.for_model(kind, **(TEXT | values))
+    language = AutoConfig.for_model(kind, **copy.deepcopy(TEXT | values))
     vision = AutoConfig.for_model("pixtral", **(IMAGE | PIXTRAL))
     config = AutoConfig.for_model("llava", text_config=language, vision_config=vision, dtype="bfloat16")
     language.standardize_rope_params()  # as its model does
