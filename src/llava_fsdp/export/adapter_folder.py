@@ -28,6 +28,7 @@ from llava_fsdp.export.formats import (
     write_generation_of_original,
     write_notes,
 )
+from llava_fsdp.model.base_config import BASE_CONFIG, base_config
 from llava_fsdp.model.init_weights import Drawn
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.llava_v1_5_config import write_json
@@ -137,6 +138,7 @@ class AdapterWriter:
             "model": jsonable(asdict(self.base.model)),
             "seed": self.base.seed,
             "base": self.base.fingerprint,
+            BASE_CONFIG: base_config(self.source.model.parts),
         }
         write_notes(replace(self.source, history=history), folder, notes)
 
@@ -258,6 +260,8 @@ def adapter_tensors(model: ModelConfig, trained: Collection[str], sources: Mappi
 def check_base(model: Llava, cfg: ModelConfig, digests: Mapping[str, str]) -> None:
     """Check that the LoRA adapter from which a training continues (`model.lora.checkpoint`) was trained on the base
     model of this training.
+
+    The configuration of the base model that the adapter's folder records is compared in any case.
 
     If the adapter's folder has no fingerprint (hash) of a base model (as folders of peft and the original LLaVA), the
     types of model that it names are compared. The fingerprint is not checked if this training trains weights that were

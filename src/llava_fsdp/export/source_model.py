@@ -35,6 +35,7 @@ from llava_fsdp.export.check_folders import check_artifacts
 from llava_fsdp.export.formats import SourceModel, source_of_run
 from llava_fsdp.export.verify_logits import Adapted
 from llava_fsdp.model import lora_files as adapter
+from llava_fsdp.model.base_config import BASE_OPTION, check_base_config
 from llava_fsdp.model.init_weights import Drawn
 from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.llava_v1_5_config import is_original
@@ -175,11 +176,14 @@ def open_checkpoint(checkpoint: Checkpoint, cfg: ConversionConfig) -> Opened:
 
     Raises:
         CheckpointError: the frozen weights differ from those with which the model was trained.
+        ModelError: the checkpoint has adapters, and the configuration of their base model has changed.
     """
     facts, folder = checkpoint.facts, checkpoint.folder
     run = run_config(facts, folder)
     parts = find_parts(run.model)
     model = build_llava(parts, replace(run.model, quantize=QuantizeConfig()), torch.float32)
+    where, key = run.model.checkpoint or run.model.language, "model.checkpoint or model.language"
+    check_base_config(folder / adapter.FOLDER, parts, where, key)
     trained = saved_weights(checkpoint)
     has_projector = all(n in trained for n, _ in model.named_parameters() if n.startswith(PROJECTOR_PREFIX))
     projector = None if has_projector else find_projector(run)
@@ -228,12 +232,12 @@ def open_adapted(folder: Path, cfg: ConversionConfig) -> Opened:
     model = build_llava(parts, model_config, torch.float32)
     model.requires_grad_(False)  # so that frozen_digests covers all weights of the base model
     where = model_config.checkpoint or model_config.language
-    check_named_base(found, parts, where, "base=PATH")
+    check_named_base(found, parts, where, BASE_OPTION)
     check_projector_names([without_base(name) for name in found.tensors], model, f"source={folder}")
     base_sources = find_weights(model, parts, model_config, None, notes.get("seed", 0))
     adapter.check_fits(found, {name: tuple(p.shape) for name, p in model.named_parameters()}, f"base={where}")
     check_projector(found, base_sources, where)
-    check_fingerprint(found, base_fingerprint(frozen_digests(model, base_sources), found.tensors), where, "base=PATH")
+    check_fingerprint(found, base_fingerprint(frozen_digests(model, base_sources), found.tensors), where, BASE_OPTION)
     adapter.check_changed(found.tensors, f"the adapter of {folder}", "train it for more steps")
     adapted = Adapted(found.lora, found.modules, with_adapters(base_sources, found))
     has_facts = (folder / "config.json").is_file() or notes

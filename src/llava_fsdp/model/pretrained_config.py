@@ -8,6 +8,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from llava_fsdp.config import Feature, ModelConfig, Part, load
+from llava_fsdp.model.base_config import check_base_config
 from llava_fsdp.model.llava_v1_5_config import TOWER, Selection, is_original, read_selection
 from llava_fsdp.model.lora_files import ADAPTER_CONFIG, AdapterFolder
 from llava_fsdp.model.pretrained import (
@@ -144,9 +145,9 @@ def named_base(found: AdapterFolder) -> Path:
 
 
 def check_named_base(found: AdapterFolder, parts: Parts, base: str, key: str) -> None:
-    """Check that a LoRA adapter's folder names no base model of another type than the one that is used. A folder with a
-    fingerprint of its base is not checked here. A base that the folder names, and that cannot be compared, is named in
-    a warning.
+    """Check that a LoRA adapter's folder is not for a base model of another configuration than the one that is used. If
+    llava_fsdp wrote the folder, the recorded configuration is compared (`check_base_config`). Else the types of model
+    that the folder names are compared, and a base that it names, and that cannot be compared, is named in a warning.
 
     Args:
         found: the adapter's folder.
@@ -155,8 +156,9 @@ def check_named_base(found: AdapterFolder, parts: Parts, base: str, key: str) ->
         key: configuration key that names the base model, for messages.
 
     Raises:
-        ModelError: the folder says that its base is of another type.
+        ModelError: the folder says that its base is of another type or has another configuration.
     """
+    check_base_config(found.folder, parts, base, key)
     if read_notes(found.folder).get("base") is not None:
         return
     used = {type_of_language(parts.language.to_dict())}

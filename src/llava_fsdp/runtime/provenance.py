@@ -33,7 +33,7 @@ KINDS: dict[str, Kinds] = {
         int: ("step", "seed", "max_length", "max_tiles", "video_frames"),
         float: ("video_fps",),
         list: ("train", "grid_pinpoints"),
-        dict: ("lora", FILES),
+        dict: ("lora", "base_config", FILES),
     }.items()
     for key in keys
 }  # fmt: skip

@@ -23,6 +23,8 @@ from llava_fsdp.data.text.jinja_template import OWN
 from llava_fsdp.distributed.consensus import on_all_ranks, on_first_rank
 from llava_fsdp.distributed.local_shards import local
 from llava_fsdp.distributed.mesh import gather_lists
+from llava_fsdp.model.base_config import check_base_config
+from llava_fsdp.model.llava import Llava
 from llava_fsdp.runtime.errors import CheckpointError, ConfigError
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.run_dir import FOLDER, begun_at, list_checkpoints, mark_begun, step_of
@@ -54,11 +56,13 @@ names, and how records are read from disk."""
 def resume(state: TrainState, cfg: Config) -> Path | None:
     """Load the checkpoint that the setting `checkpoint.resume` selects into `state`, and return its folder; None if
     training starts at step 0. Collective: all ranks must call it. Raises CheckpointError if all checkpoints are
-    damaged, or if the selected one was written with another model, dataset or recipe."""
+    damaged, or if the selected one was written with another model, dataset or recipe; ModelError if it has adapters
+    whose base model had another configuration."""
     found = choose(cfg)
     if found is None:
         return None
     refuse_changes(found.facts, cfg, state, found.folder)
+    refuse_other_base(state, cfg, found.folder)
     prepare_moments(state.optimizer)
     into = tensors(state)
     elsewhere = tensors_elsewhere(into) if state.pipeline is not None else {}
@@ -249,6 +253,22 @@ def refuse_changes(facts: dict[str, Any], cfg: Config, state: TrainState, folder
     for key in ("max_steps", "epochs"):
         if then.get(key) != now.get(key):
             log().info("%s: %s -> %s; the learning rate schedule is recomputed", key, then.get(key), now.get(key))
+
+
+def refuse_other_base(state: TrainState, cfg: Config, folder: Path) -> None:
+    """Raise ModelError if a checkpoint has LoRA adapters, and the configuration of their base model has changed since
+    it was written. Collective: all ranks must call it.
+
+    Args:
+        state: the training state, whose model was built with the present configuration.
+        folder: folder of the checkpoint.
+    """
+    if isinstance(state.model, Llava):
+        where, parts = cfg.model.checkpoint or cfg.model.language, state.model.parts
+        key = "model.checkpoint or model.language"
+        on_first_rank(
+            lambda: check_base_config(folder / ADAPTER_FOLDER, parts, where, key), f"{folder} cannot be continued"
+        )
 
 
 def other_settings(folder: Path, differing: list[str]) -> str:
