@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from small import config_of, write_json
-from transformers import AutoConfig
+from transformers import AutoConfig, LlamaConfig
 
 from llava_fsdp.config import AspectRatio, PatchMerge, Pixels, SpecialTokens
 from llava_fsdp.data.images.preprocess import read_preprocessor
@@ -203,7 +203,8 @@ def test_what_transformers_has_no_class_for_is_refused() -> None:
         cfg = SimpleNamespace(
             projector_type=values["projector_type"], shuffle_factor=values["shuffle_factor"], patch_merge=merge
         )
-        parts = SimpleNamespace(vision=vision, image_size=28, logit_change=LogitChange())
+        language = LlamaConfig(hidden_size=36, num_attention_heads=6)
+        parts = SimpleNamespace(vision=vision, language=language, whole=None, image_size=28, logit_change=LogitChange())
         model: Any = SimpleNamespace(cfg=cfg, parts=parts, image_tokens=values["tokens"])
         check_hf(model, aspect)
 
@@ -232,6 +233,7 @@ def test_limits_of_tiles_and_projectors_in_the_originals_configuration(tmp_path:
     for depth, shuffle in ((2, 1), (2, 2), (0, 1)):
         model: Any = own.model
         model.multi_modal_projector, model.cfg.shuffle_factor = SimpleNamespace(depth=depth), shuffle
+        model.cfg.projector_type = "any"
         staged = tmp_path / f"{depth}{shuffle}"
         staged.mkdir()
         if not depth:

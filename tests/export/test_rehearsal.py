@@ -330,9 +330,9 @@ def test_what_cannot_be_tried_with_values_is_planned(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(rehearsal, "has_tokenizer", lambda _: False)
     monkeypatch.setattr(rehearsal, "hf_config", lambda *_: None)
     monkeypatch.setattr(rehearsal, "check_names", lambda *_: None)
-    part = SimpleNamespace(model_type="llama")
+    part = SimpleNamespace(model_type="mistral")
     model = SimpleNamespace(
-        parts=SimpleNamespace(language=part, vision=part, language_folder=None, logit_change=LogitChange()),
+        parts=SimpleNamespace(language=part, vision=part, language_folder=None, whole=None, logit_change=LogitChange()),
         cfg=SimpleNamespace(
             projector_type="linear",
             patch_merge=SimpleNamespace(value="flat"),

@@ -342,11 +342,12 @@ def check_export(cfg: Config) -> None:
         raise ConfigError(
             f"data.image_aspect_ratio=anyres with model.patch_merge={merge.value} has no equal in transformers, whose "
             "LLaVA-NeXT joins tiles as spatial_unpad, so the run could not be exported at its end; set "
-            f"model.patch_merge=spatial_unpad, or {cure} and use llava-fsdp export format=llava later"
+            f"model.patch_merge=spatial_unpad, or {cure} (llava-fsdp export format=llava can "
+            "write the original's format later, if the language model is a Llama)"
         )
     if cfg.model.projector_type != "mlp2x_gelu":
         raise ConfigError(
             f"model.projector_type={cfg.model.projector_type} has no equal in transformers' LLaVA, so the run "
-            f"could not be exported; choose mlp2x_gelu, or set {cure} and turn it into the "
-            "original's format later: llava-fsdp export source=OUTPUT_DIR to=FOLDER format=llava"
+            f"could not be exported; choose mlp2x_gelu, or set {cure}. llava-fsdp export can later write the whole "
+            "model with format=llava if its language model is a Llama, or the projector alone with format=projector"
         )

@@ -13,22 +13,10 @@ import torch
 
 from llava_fsdp.export.weights_writer import Weights
 from llava_fsdp.model.llava import Llava
-from llava_fsdp.model.logit_change import keys_that_change, without_change
+from llava_fsdp.model.logit_change import without_change
 from llava_fsdp.model.pretrained import Parts
-from llava_fsdp.runtime.errors import ConfigError
 
 HEAD = "lm_head.weight"
-
-
-def check_can_be_folded(parts: Parts) -> None:
-    """Raise ConfigError if the language model caps its logits: no weight of an output layer does that."""
-    if parts.logit_change.cap is not None:
-        raise ConfigError(
-            f"the class of the {parts.language.model_type} in transformers caps its logits "
-            f"({', '.join(keys_that_change(parts.language))} in its config.json), and transformers' LLaVA classes do "
-            "not: an export would have other logits than the model; train with export.enabled=false (or, with "
-            "adapters, export.merge=false); chat and evaluate read the run itself"
-        )
 
 
 def folded_fields(parts: Parts) -> dict[str, Any]:

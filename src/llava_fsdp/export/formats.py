@@ -13,13 +13,12 @@ import torch
 from torch import nn
 from transformers import (
     InternVLConfig,
-    InternVLVisionConfig,
     LlavaConfig,
     LlavaNextConfig,
     LlavaOnevisionConfig,
 )
 
-from llava_fsdp.config import AspectRatio, Config, FolderFormat, ModelConfig, Part, PatchMerge, Pixels, SpecialTokens
+from llava_fsdp.config import AspectRatio, Config, FolderFormat, ModelConfig, Part, Pixels, SpecialTokens
 from llava_fsdp.data.images.anyres import grid_sizes
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.images.video import VideoSampling
@@ -27,7 +26,7 @@ from llava_fsdp.data.text.detokenize import eos_ids
 from llava_fsdp.data.text.jinja_template import is_own, open_template
 from llava_fsdp.data.text.tokenizer import open_tokenizer, read_optional
 from llava_fsdp.distributed.consensus import on_first_rank
-from llava_fsdp.export.folded_head import check_can_be_folded, folded_fields, with_folded_head
+from llava_fsdp.export.folded_head import folded_fields, with_folded_head
 from llava_fsdp.export.generation_file import find_ends, generation_fields, write_generation
 from llava_fsdp.export.older_transformers import with_older_fields
 from llava_fsdp.export.processor import (
@@ -44,28 +43,31 @@ from llava_fsdp.export.processor import (
 from llava_fsdp.export.remarks import remarks_on, write_remarks
 from llava_fsdp.export.weights_writer import Weights, renamed, write_projector, write_shards
 from llava_fsdp.model.conversions import plan_save
+from llava_fsdp.model.exportable import (
+    KEPT,
+    check_hf,
+    check_original,
+    check_projector,
+    original_folder,
+    why_not_original,
+)
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.llava_v1_5_config import (
     TOWER,
     dtype_name,
     generation_config,
-    is_original,
     known_tower,
     original_config,
     write_json,
 )
 from llava_fsdp.model.load_weights import PROJECTOR_PREFIX
 from llava_fsdp.model.pretrained import PACKAGE, Parts, read_json
-from llava_fsdp.model.vision_tower import patch_size
 from llava_fsdp.model.weight_names import original
 from llava_fsdp.runtime.durable_files import make_empty
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.provenance import read_notes, seal
 
-KEPT = "original"
-"""Name of the subfolder, in a model folder for transformers, that keeps the configuration and tokenizer files of the
-original LLaVA model, so that the folder can be converted back."""
 KEPT_FILES = ("config.json", "generation_config.json")
 TOKENIZER_FILES = (
     "tokenizer.model", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
@@ -313,67 +315,6 @@ def write_hf_weights(source: SourceModel, weights: Weights, staged: Path, rows: 
     write_shards(weights, staged, plan, source.model.with_vocabulary(), source.vocabulary, rows)
 
 
-def check_original(model: Llava) -> None:
-    """Raise ConfigError if a model cannot be exported for the original LLaVA, because its projector has a pixel
-    shuffle."""
-    if model.cfg.shuffle_factor > 1:
-        raise ConfigError(
-            f"the original LLaVA has no {model.cfg.projector_type} projector; choose format=hf (with a vision tower of "
-            "type internvl_vision), or format=projector for the projector alone"
-        )
-
-
-def check_hf(model: Llava, aspect: AspectRatio) -> None:
-    """Raise ConfigError if transformers has no class that computes what a model computes: LLaVA for images of one tile,
-    LLaVA-NeXT or LLaVA-OneVision for images cut into several tiles, InternVL for projectors with pixel shuffle. None of
-    them caps logits.
-
-    Args:
-        aspect: how an image is fitted into the square input of the vision tower; with anyres it is cut into several
-            tiles.
-    """
-    cfg, parts, tiled = model.cfg, model.parts, aspect in (AspectRatio.anyres, AspectRatio.anyres_max)
-    check_can_be_folded(parts)
-    if cfg.shuffle_factor > 1:
-        return check_internvl(model, tiled)
-    if cfg.projector_type != "mlp2x_gelu":
-        raise ConfigError(f"transformers' LLaVA has no {cfg.projector_type} projector; choose format=llava")
-    if cfg.patch_merge is not (PatchMerge.spatial_unpad if tiled else PatchMerge.flat):
-        raise ConfigError(
-            f"image_aspect_ratio={aspect.value} with patch_merge={cfg.patch_merge.value} has no equal in transformers: "
-            "its LLaVA takes an image as one tile, and its LLaVA-NeXT (anyres) and LLaVA-OneVision (anyres_max) take "
-            "several, joined as spatial_unpad; choose format=llava, which the original's programs and "
-            "model.checkpoint= read"
-        )
-    grid = (parts.image_size // patch_size(parts.vision)) ** 2
-    if tiled and (model.image_tokens != grid or parts.vision.image_size != parts.image_size):
-        raise ConfigError(
-            "transformers' LLaVA-NeXT and LLaVA-OneVision take image_size // patch_size features for each side of a "
-            f"tile, and the vision tower with image_size={parts.vision.image_size} gives {model.image_tokens} for a "
-            f"tile of {grid} patches; choose format=llava"
-        )
-
-
-def check_internvl(model: Llava, tiled: bool) -> None:
-    """Raise ConfigError if transformers' InternVL cannot compute what a model computes whose projector has a pixel
-    shuffle.
-
-    Args:
-        tiled: whether images are cut into several tiles.
-    """
-    kind, said = model.parts.vision.model_type, f"model.projector_type={model.cfg.projector_type}"
-    if not isinstance(model.parts.vision, InternVLVisionConfig):
-        raise ConfigError(
-            f"{said} is exported as transformers' InternVL, which reads no other vision tower than its own "
-            f"(internvl_vision), and this one is a {kind}; train it with export.enabled=false, or choose mlp2x_gelu"
-        )
-    if tiled:
-        raise ConfigError(
-            f"{said} with image_aspect_ratio=anyres or anyres_max has no equal in transformers, whose InternVL does "
-            "not join tiles as LLaVA does; choose image_aspect_ratio=square or pad, or train with export.enabled=false"
-        )
-
-
 def hf_config(
     source: SourceModel, dtype: torch.dtype, rows: int
 ) -> LlavaConfig | LlavaNextConfig | LlavaOnevisionConfig | InternVLConfig:
@@ -479,10 +420,20 @@ def copy_or_convert_tokenizer(source: SourceModel, staged: Path) -> None:
 
 
 def begin_projector(source: SourceModel, weights: Weights, staged: Path) -> None:
-    if not source.model.multi_modal_projector.depth:
-        raise ConfigError("an identity projector has no weights, so there is no mm_projector.bin; choose format=llava")
-    if source.model.cfg.shuffle_factor > 1:
-        return  # the original LLaVA has no such projector, and its programs read no config.json beside it
+    """Write `config.json` beside a projector, if the original LLaVA has such a model. It can read no other projector;
+    llava_fsdp reads every projector without that file.
+
+    Args:
+        source: description of the model to export, without its weights.
+        weights: its weights.
+        staged: folder to write into, which gets its final name later.
+
+    Raises:
+        ConfigError: the projector has no weights, or the vision tower's name is not known.
+    """
+    check_projector(source.model)
+    if why_not_original(source.model) is not None:
+        return
     stage_1 = {"architectures": ["LlamaForCausalLM"], "tune_mm_mlp_adapter": True}
     dtypes = {n: d for n, d in weights.dtypes.items() if n.startswith(PROJECTOR_PREFIX)}
     config = config_of_original(source, reduce(torch.promote_types, dtypes.values()))
@@ -548,20 +499,6 @@ def tower_name(source: SourceModel) -> str:
     if name.startswith(PACKAGE):
         log().warning("the vision tower is %s, which this package can load, but not the original", name)
     return name
-
-
-def original_folder(parts: Parts) -> Path | None:
-    """Return the folder of the original LLaVA's configuration and tokenizer files, if a model was loaded from a model
-    of the original LLaVA, or from an export of such a model; else None.
-
-    Args:
-        parts: the folders from which the model was loaded.
-    """
-    if parts.whole is None:
-        return None
-    if (parts.whole / KEPT / "config.json").is_file():
-        return parts.whole / KEPT
-    return parts.whole if is_original(read_json(parts.whole / "config.json", str(parts.whole))) else None
 
 
 def copy_files(folder: Path, to: Path, names: Iterable[str]) -> None:

@@ -9,7 +9,6 @@ from tempfile import TemporaryDirectory
 import torch
 from transformers import PretrainedConfig
 
-from llava_fsdp.config import ModelConfig
 from llava_fsdp.data.batching.batch import MicroBatch
 from llava_fsdp.data.images.anyres import Size
 from llava_fsdp.export.adapter_folder import whole_rows
@@ -31,6 +30,7 @@ from llava_fsdp.export.verify_logits import (
 )
 from llava_fsdp.export.weights_writer import Weights
 from llava_fsdp.model.conversions import check_runs, plan_save
+from llava_fsdp.model.exportable import why_not_original
 from llava_fsdp.model.lazy_tensor import Box
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.lora_names import is_adapter, without_base
@@ -180,14 +180,16 @@ def name_the_model(model: Llava) -> Iterator[None]:
         raise CannotBeExported(
             f"a {parts.language.model_type} with a {parts.vision.model_type}, model.projector_type="
             f"{cfg.projector_type} and model.patch_merge={cfg.patch_merge.value} cannot be exported to transformers: "
-            f"{error}; {cure(cfg)}"
+            f"{error}; {cure(model)}"
         ) from error
 
 
-def cure(cfg: ModelConfig) -> str:
-    key = "export.merge=false" if cfg.lora.enabled else "export.enabled=false"
+def cure(model: Llava) -> str:
+    """Return a text that names the configuration key with which a training needs no export, and what can be written
+    later."""
+    key = "export.merge=false" if model.cfg.lora.enabled else "export.enabled=false"
     later = " (llava-fsdp export format=llava can write one for the original's programs later)"
-    return f"set {key} to train without an export{later if cfg.shuffle_factor == 1 else ''}"
+    return f"set {key} to train without an export{later if why_not_original(model) is None else ''}"
 
 
 def rehearse_on_meta(source: SourceModel, dtype: torch.dtype, rows: int) -> None:

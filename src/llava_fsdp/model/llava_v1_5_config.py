@@ -225,19 +225,20 @@ def rope(language: PretrainedConfig) -> dict[str, Any]:
     Raises:
         ModelError: the Llama class in the original LLaVA's version of transformers does not support the language model.
     """
-    heads, width = language.num_attention_heads, language.hidden_size
-    plain = {"model_type": "llama", "mlp_bias": False, "head_dim": width // heads}
+    if language.model_type != "llama":
+        raise ModelError(f"the original LLaVA has no language model with model_type={language.model_type}")
+    plain = {"mlp_bias": False, "head_dim": language.hidden_size // language.num_attention_heads}
     for key, value in plain.items():
         found = getattr(language, key, None)
         if found is not None and found != value:
-            raise ModelError(f"the original LLaVA has no language model with {key}={found}; choose format=hf")
+            raise ModelError(f"the original LLaVA has no language model with {key}={found}")
     fields = {k: v for k, v in language.rope_parameters.items() if k != "type"}  # rope_type's older name
     kind = fields.pop("rope_type", "default")
     theta = fields.pop("rope_theta", 10000.0)
     if kind == "default":
         return {"rope_theta": theta, "rope_scaling": None}
     if kind not in ("linear", "dynamic") or fields.keys() != {"factor"}:
-        raise ModelError(f"the original LLaVA has no rotary embedding of type {kind}; choose format=hf")
+        raise ModelError(f"the original LLaVA has no rotary embedding of type {kind}")
     return {"rope_theta": theta, "rope_scaling": {"type": kind, "factor": fields["factor"]}}
 
 

@@ -27,7 +27,6 @@ from llava_fsdp.model.vision_tower import image_size, patch_size
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.provenance import NOTES, check_folder, read_notes
-from llava_fsdp.runtime.run_dir import FOLDER, list_checkpoints
 from llava_fsdp.runtime.safe_load import SMALL, foreign, is_open_to_others, refuse_model_code
 from llava_fsdp.runtime.safe_load import read_json as read_any_json
 from llava_fsdp.runtime.unfinished import is_run, lacking_export, refuse_staged
@@ -538,21 +537,27 @@ def resolve_model(name: str, key: str) -> Path:
     folder = Path(name)
     if (folder / EXPORT / "config.json").is_file() or read_notes(folder / EXPORT):
         return resolve(str(folder / EXPORT), key)
+    # saved_run builds the run's model, and so imports this file
+    from llava_fsdp.model.saved_run import way_to_whole, whole_cure
+
     if is_adapter_folder(folder):
+        merge = f"merge it into its base: llava-fsdp export source={name} to=FOLDER"
+        if (folder.parent / "config.yaml").is_file():
+            merge = way_to_whole(folder.parent, folder, f"{folder.parent}_model", key)
         raise ModelError(
-            f"{key}={name} is an adapter, not a whole model; merge it into its base: llava-fsdp export "
-            f"source={name} to=FOLDER; to go on training it: model.lora.checkpoint={name}"
+            f"{key}={name} is an adapter, not a whole model; to go on training it: model.lora.checkpoint={name}; to "
+            f"start from the whole model: {merge}"
         )
     if not (folder / "config.json").is_file():
-        cure = f"llava-fsdp export source={name} to=FOLDER"
         run = folder.parent if folder.name == EXPORT and not folder.exists() else folder
         if is_run(run):
-            has_saved = f"; or make an export of what it has saved: {cure}" if list_checkpoints(run / FOLDER) else ""
-            raise ModelError(f"{key}={name} {lacking_export(run)}{has_saved}")
+            raise ModelError(f"{key}={name} {lacking_export(run)}{whole_cure(run, key)}")
         if (folder / CHECKPOINT_FILE).is_file():
-            raise ModelError(
-                f"{key}={name} is a checkpoint of a run, which holds what trained alone; export it: {cure}"
-            )
+            of_run = folder.absolute().parents[1]
+            cure = f"export it: llava-fsdp export source={name} to=FOLDER"
+            if (of_run / "config.yaml").is_file():
+                cure = way_to_whole(of_run, folder, f"{of_run}_{folder.name}", key)
+            raise ModelError(f"{key}={name} is a checkpoint of a run, which holds what trained alone; {cure}")
         if folder.is_dir():
             raise ModelError(f"{key}={name} has no config.json; give a model folder, or the folder of a run")
         if not folder.exists() and name == f"outputs/{folder.name}" and folder.name in stages():
@@ -665,7 +670,7 @@ def find_projector(cfg: Config) -> Path | None:
         refuse_staged(given, "model.projector")
         run = path.parent if path.name == EXPORT and not path.exists() else path
         if is_run(run) and not (run / EXPORT).is_dir():
-            raise NoProjector(f"model.projector={given} {lacking_export(run)}")
+            raise NoProjector(f"model.projector={given} {without_export(run)}")
         if not path.exists():
             raise ConfigError(f"model.projector={given} does not exist; give a run, a folder or a file that holds one")
         return require_weights(path / EXPORT if (path / EXPORT).is_dir() else path)
@@ -675,15 +680,26 @@ def find_projector(cfg: Config) -> Path | None:
         return run / EXPORT
     if cfg.model.random_weights and not run.exists():
         return None
+    looks_for = "model.projector=auto looks for the projector of a stage=pretrain run, and"
+    if is_run(run):
+        raise NoProjector(f"{looks_for} {run} {without_export(run)}")
     own = f"model.language={cfg.model.language} model.vision={cfg.model.vision}"
     named = own if cfg.model.name == "own" else f"model={cfg.model.name}"
-    state = f"{run} {lacking_export(run)}" if run.exists() else f"there is no {run}"
+    state = f"{run} is not a run" if run.exists() else f"there is no {run}"
     raise NoProjector(
-        f"model.projector=auto looks for the projector of a stage=pretrain run, and {state}. Make one:\n"
+        f"{looks_for} {state}. Make one:\n"
         f"  llava-fsdp train stage=pretrain {named} output_dir={run} "
         "data=llava_json data.path=CAPTIONS.json data.images=DIR\n"
         "or give one with model.projector=PATH, or start from a random one with model.projector=random"
     )
+
+
+def without_export(run: Path) -> str:
+    """Say why the output folder of a run has no export, and how a training can begin with its projector, as a text that
+    follows its path."""
+    from llava_fsdp.model.saved_run import projector_cure  # which builds the run's model, and so imports this file
+
+    return f"{lacking_export(run)}{projector_cure(run)}"
 
 
 def check_same_model(folder: Path, cfg: Config) -> None:

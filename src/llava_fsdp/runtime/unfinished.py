@@ -8,6 +8,8 @@ from llava_fsdp.runtime.status_file import STATUS_FILE, is_without_end, read_sta
 
 STAGED = frozenset({"export.tmp", "adapter.tmp"})
 """Names of the folders in which a run writes its export and its adapter, until they are complete and compared."""
+ADAPTER = "adapter"
+"""Name of the folder with the LoRA adapter in a run's output folder."""
 
 
 def refuse_staged(name: str, key: str) -> None:
@@ -28,6 +30,12 @@ def refuse_staged(name: str, key: str) -> None:
 def is_run(folder: Path) -> bool:
     """Return whether a folder is the output folder of a run."""
     return any((folder / name).exists() for name in (STATUS_FILE, "config.yaml", FOLDER))
+
+
+def is_done(folder: Path) -> bool:
+    """Return whether the run in an output folder has finished its last step, and no start of it goes on."""
+    found = read_status(folder)
+    return found is not None and status_of_latest_start(found).get("status") == "done" and held_by(folder) is None
 
 
 def lacking_export(folder: Path) -> str:
@@ -51,6 +59,8 @@ def lacking_export(folder: Path) -> str:
     if status.get("status") == "failed":
         reason = str(status.get("reason") or "").partition("\n")[0]
         return f"is a run that failed at step {step} ({reason}): remove the cause, and {again}"
+    if status.get("status") == "done" and (folder / ADAPTER).is_dir():
+        return "is a run that has finished with an adapter, and without an export of the whole model"
     if status.get("status") == "done":
         return "is a run that has finished without an export (export.enabled=false)"
     return "is a run without an export"

@@ -1,0 +1,118 @@
+"""Say with which command a later training can begin with what a run without an export has saved.
+
+Only commands are named that the command `export` does not refuse for the run's model: its own checks are asked.
+"""
+
+from pathlib import Path
+
+import torch
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from llava_fsdp.config import Config, load
+from llava_fsdp.config.renamed import present_tree
+from llava_fsdp.model.exportable import check_projector, error_of, why_not_hf, why_not_original
+from llava_fsdp.model.llava import Llava, build_llava
+from llava_fsdp.model.lora_files import is_adapter_folder
+from llava_fsdp.model.pretrained import find_parts
+from llava_fsdp.runtime.errors import ConfigError, ModelError
+from llava_fsdp.runtime.run_dir import FOLDER, held_by, list_checkpoints
+from llava_fsdp.runtime.safe_load import refuse_yaml_bombs
+from llava_fsdp.runtime.unfinished import ADAPTER, is_done
+
+
+def projector_cure(run: Path) -> str:
+    """Return how a training can begin with the projector that a run without an export has saved, as a text that follows
+    the text of `lacking_export`; empty if the only way is what that text says.
+
+    Args:
+        run: the run's output folder.
+    """
+    if not has_saved(run):
+        return nothing_saved(run)
+    try:
+        model, _ = open_run(run)
+    except (ConfigError, ModelError) as error:
+        return f"; how to go on from what it has saved cannot be told: {error}"
+    refused = error_of(lambda: check_projector(model))
+    if refused is not None:
+        return f"; it has no projector to write: {refused}"
+    to = f"{run}_projector"
+    return (
+        f"{or_also(run)}write the projector that it has saved into a folder of its own, and begin with that:\n"
+        f"  llava-fsdp export source={run} to={to} format=projector\n  model.projector={to}"
+    )
+
+
+def whole_cure(run: Path, key: str) -> str:
+    """Return how the whole model that a run without an export has saved can be read, as a text that follows the text of
+    `lacking_export`; empty if the only way is what that text says.
+
+    Args:
+        run: the run's output folder.
+        key: the setting that names the run, such as model.checkpoint.
+    """
+    if not has_saved(run):
+        return nothing_saved(run)
+    return f"{or_also(run)}{way_to_whole(run, run, f'{run}_model', key)}"
+
+
+def way_to_whole(run: Path, source: Path, to: str, key: str) -> str:
+    """Return the command that exports the whole model of a run, and the setting that reads it; or why there is no such
+    command, and how its adapters can go on.
+
+    Args:
+        run: the run's output folder.
+        source: that folder, or a checkpoint or the adapter in it.
+        to: the folder to write.
+        key: the setting, such as model.checkpoint.
+    """
+    try:
+        model, cfg = open_run(run)
+    except (ConfigError, ModelError) as error:
+        return f"how to go on from what it has saved cannot be told: {error}"
+    refused = why_not_hf(model, cfg.data.trained_aspect)
+    if refused is None or why_not_original(model) is None:
+        form = "" if refused is None else " format=llava"
+        return (
+            "make an export of what it has saved, and give that:\n"
+            f"  llava-fsdp export source={source} to={to}{form}\n  {key}={to}"
+        )
+    adapters = f"model.lora.checkpoint={source}" if cfg.model.lora.enabled else "model.lora.checkpoint"
+    return (
+        f"its whole model cannot be exported, so no later stage can start from it as a whole ({refused}). Adapters can "
+        f"go on with {adapters}"
+    )
+
+
+def nothing_saved(run: Path) -> str:
+    return "; it has saved nothing: train it again, with another output_dir" if is_done(run) else ""
+
+
+def or_also(run: Path) -> str:
+    return "; " if is_done(run) else "; or "
+
+
+def has_saved(run: Path) -> bool:
+    """Return whether a run that is not under way has saved a checkpoint or an adapter."""
+    return held_by(run) is None and bool(list_checkpoints(run / FOLDER) or is_adapter_folder(run / ADAPTER))
+
+
+def open_run(run: Path) -> tuple[Llava, Config]:
+    """Return the model that a run has trained, on the meta device, without its adapters, and the run's configuration.
+
+    Raises:
+        ConfigError: the run's config.yaml cannot be read.
+        ModelError: a part of the model is missing.
+    """
+    path = run / "config.yaml"
+    if not path.is_file():
+        raise ConfigError(f"{path} is missing")
+    try:
+        node = OmegaConf.create(present_tree(yaml.safe_load(refuse_yaml_bombs(path))))
+        assert isinstance(node, DictConfig)
+        cfg = load(Config, node)
+    except (OmegaConfBaseException, yaml.YAMLError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{path} is damaged: {error}") from error
+    return build_llava(find_parts(cfg.model), cfg.model.plain, torch.float32), cfg
