@@ -54,7 +54,9 @@ def saved_parts(parts: Path, folder: Path, language: dict[str, Any]) -> Path:
 @pytest.mark.parametrize(
     ("language", "projector", "form"),
     [
-        (GEMMA2, PLAIN, None), (QWEN2, LINEAR, None), ({}, LINEAR, "llava"), (QWEN2, PLAIN, "hf"),
+        (GEMMA2, PLAIN, None), (QWEN2, LINEAR, None),
+        pytest.param({}, LINEAR, "llava", marks=pytest.mark.slow),
+        pytest.param(QWEN2, PLAIN, "hf", marks=pytest.mark.slow),
         pytest.param(LLAMA3, LINEAR, None, marks=pytest.mark.slow),
         pytest.param(GEMMA2, "mlp3x_gelu", None, marks=pytest.mark.slow),
         pytest.param(QWEN2, SHUFFLE, None, marks=pytest.mark.slow),
