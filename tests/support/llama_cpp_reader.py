@@ -6,11 +6,15 @@ that llama.cpp makes of the conversations, or with its error, for each of them.
 """
 
 import json
+import multiprocessing
 import sys
 import tempfile
 import urllib.request
 from pathlib import Path
 from typing import Any
+
+SECONDS, TRIES = 20, 5
+"""Seconds for all conversations of a template, and how often they are tried."""
 
 
 def write_model(path: Path) -> None:
@@ -66,16 +70,29 @@ def rendered(model: Path, template: str, conversations: list[Any]) -> list[str]:
     return found
 
 
+def answer(model: Path, own: dict[str, Any]) -> list[str] | str:
+    """What `rendered` returns, or its error as a text."""
+    try:
+        return rendered(model, own["template"], own["messages"])
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
 def main() -> None:
     found: list[Any] = []
     with tempfile.TemporaryDirectory() as made:
         model = Path(made) / "model.gguf"
         write_model(model)
         for own in json.loads(Path(sys.argv[1]).read_text()):
-            try:
-                found.append(rendered(model, own["template"], own["messages"]))
-            except Exception as error:
-                found.append(f"{type(error).__name__}: {error}")
+            for _ in range(TRIES):  # xllamacpp's server hangs at about one start in ten
+                with multiprocessing.get_context("spawn").Pool(1) as pool:
+                    try:
+                        found.append(pool.apply_async(answer, (model, own)).get(SECONDS))
+                        break
+                    except multiprocessing.TimeoutError:
+                        continue
+            else:
+                found.append(f"no answer in {TRIES} tries of {SECONDS} seconds")
     Path(sys.argv[2]).write_text(json.dumps(found))
 
 

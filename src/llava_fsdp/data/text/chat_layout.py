@@ -185,8 +185,8 @@ def with_labels(form: Form, turns: list[TurnShape], slots: tuple[Slot, ...], fra
                 )
     learnt = [answers.get(slot.turn, False) for slot in slots]
     ends = [len(form.stop) * own for own in (False, *learnt)]
-    befores = [sizes[slot.turn] if own else 0 for slot, own in zip(slots, learnt, strict=True)]
-    made = tuple(map(Frame, taught, ends, [*befores, 0]))
+    starts = [sizes[slot.turn] if own else 0 for slot, own in zip(slots, learnt, strict=True)]
+    made = tuple(map(Frame, taught, ends, [*starts, 0]))
     return Layout(made, slots, None if taught == frames else tuple(frames), answers)
 
 
