@@ -42,6 +42,7 @@ def test_tiles_and_errors_are_those_of_the_reader(assistant: Assistant, dataset:
     assert np.array_equal(tiles, tiled.load(tmp_path / "a b ü.png", "x", 1)) and size == (77, 301)
 
 
+@pytest.mark.slow
 def test_an_image_over_the_limit_is_refused_by_name(
     assistant: Assistant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

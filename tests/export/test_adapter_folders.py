@@ -232,6 +232,7 @@ def test_a_run_whose_export_is_merged_gives_its_adapters_apart(made: Callable[[s
         assert same(load_file(made_of / "adapter" / ADAPTER_FILE), load_file(own / "adapter" / ADAPTER_FILE))
 
 
+@pytest.mark.slow
 def test_adapters_of_the_tower_have_the_names_of_the_class(
     parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -196,6 +196,7 @@ def test_one_bit_that_differs_is_refused(
         train.train(make_config(parts, dataset, tmp_path, *values))
 
 
+@pytest.mark.slow
 def test_a_refused_export_is_made_by_the_command_that_its_message_gives(
     parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

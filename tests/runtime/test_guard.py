@@ -120,6 +120,7 @@ def test_what_has_failed_first_stays_the_reason(folder: Path, processes: list[su
     assert (first_failure(folder) or {})["class"] == "data"
 
 
+@pytest.mark.slow
 def test_a_job_that_was_stopped_and_goes_on_is_not_killed(folder: Path, processes: list[subprocess.Popen[str]]) -> None:
     """As by `scontrol suspend`: the guard may go on before the rank has given a sign of life."""
     own = subprocess.Popen(["sleep", "60"], text=True)
