@@ -677,7 +677,10 @@ def same_weights(one: Assistant, other: Assistant) -> bool:
 def test_an_adapter_is_no_model(made: Callable[[str], Made], dataset: Path, tmp_path: Path) -> None:
     """Whoever takes it for one is told what to do with it."""
     run = made("plain")
-    cures = rf"is an adapter, not a whole model; [\s\S]*model.lora.checkpoint={run.adapter}[\s\S]*export source={run.adapter}"
+    cures = (
+        rf"is an adapter, not a whole model; [\s\S]*model.lora.checkpoint={run.adapter}"
+        rf"[\s\S]*export source={run.adapter}"
+    )
     start = [f"model.checkpoint={run.adapter}", "model.random_weights=false", "model.projector=auto"]
     with pytest.raises(ModelError, match=cures):
         train.train(make_config(run.parts, dataset, tmp_path / "run", *start))
