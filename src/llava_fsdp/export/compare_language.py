@@ -85,7 +85,7 @@ def check_text(config: PretrainedConfig, named: str) -> None:
         named: beginning of the error message, which says whose logits differ.
 
     Raises:
-        UnlikeOwnClass: the logits differ.
+        UnlikeOwnClass: the logits differ, or this package cannot compute them.
         ModelError: no small copy can be made, so that nothing was compared.
     """
     with foreign("transformers cannot run it"):
@@ -141,6 +141,7 @@ def text_difference(key: ConfigKey) -> tuple[float, float | None]:
 
     Raises:
         ModelError: no small copy can be made.
+        UnlikeOwnClass: this package's model cannot compute logits.
     """
     small = small_configuration(key.config)
     parts = parts_of(small, CLIPVisionConfig(**TOWER))
@@ -153,7 +154,7 @@ def text_difference(key: ConfigKey) -> tuple[float, float | None]:
             expected = theirs(input_ids=ids).logits.float()
     rows = torch.arange(ids.numel())
     nothing = torch.zeros(0, dtype=torch.int64)
-    with torch.no_grad():
+    with torch.no_grad(), foreign(f"llava_fsdp cannot run a {small.model_type}", UnlikeOwnClass):
         found = ours(ids, None, nothing, nothing, None, (nothing, nothing), rows, return_logits=True)
     expected = expected.flatten(0, 1)
     if expected.shape != found.shape or not expected.isfinite().all():

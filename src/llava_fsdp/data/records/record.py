@@ -315,10 +315,18 @@ def unread_media(raw: dict[str, Any], read_keys: Iterable[str]) -> str | None:
     return None
 
 
-@lru_cache(1024)  # records repeat a few keys millions of times
 def names_media(key: str) -> bool:
     """Return whether a key of a JSON object means, by its words, that the value is an image, a video or a sound (such
     as `audioUrl`), and not a fact about one (such as `image_width`)."""
+    return has_media_words(key) if len(key) > 100 else short_key_names_media(key)  # long keys would fill the cache
+
+
+@lru_cache(1024)  # records repeat a few keys millions of times
+def short_key_names_media(key: str) -> bool:
+    return has_media_words(key)
+
+
+def has_media_words(key: str) -> bool:
     words = {word.lower() for word in WORD.findall(unicodedata.normalize("NFKC", key))}
     words |= {word.removesuffix("s") for word in words}
     return not words.isdisjoint(MEDIA) and words.isdisjoint(ABOUT)
