@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from browser import NAMES
 from machine import BASH, FAKE_PYTHON, NOTE, ROOT, Machine
 from tiers import slow_after
 
@@ -254,6 +255,26 @@ def test_full_runs_all_that_the_machine_can(machine: Machine, no_cuda: str, mark
         f"pytest: -m pytest -n 2 --durations=40 --dist loadfile --no-loadscope-reorder -m {marks}"
     ]
     assert ("NOT RUN: tests marked gpu" in done.stdout) == (no_cuda == "1")
+
+
+@pytest.mark.parametrize("browser", [*NAMES, None])
+@pytest.mark.parametrize(("user", "apt", "installs"), [("0", "0", True), ("0", "100", True), ("1000", "0", False)])
+def test_ci_installs_a_browser_where_it_can_and_never_fails_for_it(
+    machine: Machine, browser: str | None, user: str, apt: str, installs: bool
+) -> None:
+    machine.put("id", f"#!{BASH}\necho {user}\n")
+    machine.put(
+        "apt-get", f'#!{BASH}\necho "apt-get $*" >>"$NOTES"\necho "E: no route"\n[[ $1 == update ]] || exit {apt}\n'
+    )
+    if browser:
+        machine.put(browser, NOTE)
+    (machine.root / "launch" / "test.sh").write_text(f'#!{BASH}\necho "checks $# $CI" >>"$NOTES"\nexit 3\n')
+    done = machine.bash("exec .ci/run")
+    assert (done.returncode, machine.noted("checks")) == (3, ["checks 0 true"]), done.stderr
+    installed = [words for words in machine.noted("apt-get") if " install " in words]
+    assert len(installed) == (installs and not browser)
+    assert all(words.split()[-2:] == ["chromium", "fonts-dejavu-core"] for words in installed)
+    assert ("E: no route" in done.stderr) == (bool(installed) and apt != "0")
 
 
 def test_every_dependency_is_pinned() -> None:

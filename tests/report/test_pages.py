@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from browser import page as opened
 from imagined import imagine, lines
 
 from llava_fsdp.data.images.thumbnails import tile_thumbnail
@@ -38,7 +37,10 @@ KINDS = ("run", "comparison", "sweep", "dataset", "dataset, nothing cut", "profi
 
 CLIPPED = """() => {
   const found = [], told = (what, node) => found.push(`${what}: ${node.textContent.trim().slice(0, 60)}`);
-  const scrolls = (node) => node.closest("table") && getComputedStyle(node.closest("table")).overflowX === "auto";
+  const tables = [...document.querySelectorAll("table")];
+  const scrolling = new Set(tables.filter((table) => getComputedStyle(table).overflowX === "auto"));
+  const scrolls = (node) => scrolling.has(node.closest("table"));
+  const ground = getComputedStyle(document.body).backgroundColor;
   const shown = (node) => node.getClientRects().length && node.getBoundingClientRect().width;
   for (const node of document.querySelectorAll("body *:not(svg *):not(script)")) {
     if (!shown(node) || ![...node.childNodes].some((child) => child.nodeType === 3 && child.data.trim())) continue;
@@ -46,7 +48,13 @@ CLIPPED = """() => {
     if (!scrolls(node) && (box.left < 0 || box.right > innerWidth)) told("outside of the window", node);
     if (style.display !== "inline" && node.scrollWidth > node.clientWidth + 1 && !scrolls(node))
       told("wider than its box", node);
-    if (style.color === getComputedStyle(document.body).backgroundColor) told("of the ground's colour", node);
+    if (style.color === ground) told("of the ground's colour", node);
+  }
+  for (const item of document.querySelectorAll(".legend li")) {
+    const text = document.createRange();
+    text.selectNodeContents(item);
+    if (shown(item) && text.getClientRects()[0].left < item.getBoundingClientRect().left + 8)
+      told("below its mark, not beside it", item);
   }
   for (const svg of document.querySelectorAll("svg")) {
     if (!shown(svg)) continue;
@@ -182,35 +190,31 @@ def scaling() -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with opened() as page:
-        yield page
+@pytest.fixture
+def shown(browser: Any) -> Iterator[Any]:
+    """An empty page of the browser's."""
+    page = browser.new_page()
+    yield page
+    page.close()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_page_fits_every_window(kind: str, pages: dict[str, Path], browser: Any) -> None:
+def test_a_page_fits_every_window(kind: str, pages: dict[str, Path], shown: Any) -> None:
     url, said = pages[kind].resolve().as_uri(), []
-    told = {
-        "console": lambda message: said.append(message.text),
-        "pageerror": lambda error: said.append(str(error)),
-        "request": lambda request: said.append(request.url) if request.url != url else None,
-    }
-    for event, tell in told.items():
-        browser.on(event, tell)
+    shown.on("console", lambda message: said.append(message.text))
+    shown.on("pageerror", lambda error: said.append(str(error)))
+    shown.on("request", lambda request: said.append(request.url) if request.url != url else None)
     grounds = set()
     for width in (1280, 390):
-        browser.set_viewport_size({"width": width, "height": 900})
-        browser.goto(url)
-        browser.evaluate("document.querySelectorAll('details').forEach((d) => (d.open = true))")
+        shown.set_viewport_size({"width": width, "height": 900})
+        shown.goto(url)
+        shown.evaluate("document.querySelectorAll('details').forEach((d) => (d.open = true))")
         for scheme in ("light", "dark"):
-            browser.emulate_media(color_scheme=scheme)
-            assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth"), (width, scheme)
-            assert browser.evaluate(CLIPPED) == [], (width, scheme)
-            assert browser.locator("header .kind").inner_text() == f"llava-fsdp · {kind.partition(',')[0]}"
-            grounds.add(browser.evaluate("getComputedStyle(document.body).backgroundColor"))
-    for event, tell in told.items():
-        browser.remove_listener(event, tell)
+            shown.emulate_media(color_scheme=scheme)
+            assert shown.evaluate("document.documentElement.scrollWidth <= innerWidth"), (width, scheme)
+            assert shown.evaluate(CLIPPED) == [], (width, scheme)
+            assert shown.locator("header .kind").inner_text() == f"llava-fsdp · {kind.partition(',')[0]}"
+            grounds.add(shown.evaluate("getComputedStyle(document.body).backgroundColor"))
     assert said == [] and len(grounds) == 2
 
 
@@ -386,17 +390,17 @@ def test_of_many_files_the_worst_come_first() -> None:
     assert "<h3>" not in few and "<details" not in few and "There are no samples." in few
 
 
-def test_labels_are_marked_by_more_than_colour(browser: Any, pages: dict[str, Path]) -> None:
+def test_labels_are_marked_by_more_than_colour(shown: Any, pages: dict[str, Path]) -> None:
     """By an underline and a text; and text that is no label has neither."""
-    browser.goto(pages["dataset"].resolve().as_uri())
+    shown.goto(pages["dataset"].resolve().as_uri())
     lines = """(all) => all.map((own) => [!!own.closest(".labels"), getComputedStyle(own).textDecorationLine])"""
-    drawn = browser.locator(".example .text i").evaluate_all(lines)
+    drawn = shown.locator(".example .text i").evaluate_all(lines)
     assert {tuple(own) for own in drawn} == {(True, "underline"), (False, "none")}
-    said = [text.split("\n")[-1] for text in browser.locator(".example .part:has(.text) .head").all_inner_texts()]
+    said = [text.split("\n")[-1] for text in shown.locator(".example .part:has(.text) .head").all_inner_texts()]
     assert [("with labels" in text, "no labels" in text) for text in said] == [
         (False, True),
         (True, False),
         (False, True),
     ]
-    assert browser.locator(".example img").count() == 43
-    assert browser.locator(".example img:not([alt])").count() == 0
+    assert shown.locator(".example img").count() == 43
+    assert shown.locator(".example img:not([alt])").count() == 0

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import NAMES, find_chromium
 from commands import command
 from imagined import ODD, imagine, lines
 from pictured import charts_seen
@@ -301,20 +300,8 @@ def test_recipes_of_a_config_dir(tmp_path: Path) -> None:
     assert found is not None and ["optim.lr", "0.001", "0.5"] in found
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    path = find_chromium()
-    if path is None:
-        pytest.skip(f"there is no browser: none of {', '.join(NAMES)} is on PATH")
-    with playwright.sync_playwright() as started:
-        opened = started.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield opened
-        opened.close()
-
-
 @pytest.fixture
-def visit(browser: Any, tmp_path: Path) -> Iterator[Callable[[Path], tuple[Any, list[str]]]]:
+def visit(browser: Any) -> Iterator[Callable[[Path], tuple[Any, list[str]]]]:
     """Open a page: it, and whatever it asked for or complained about."""
     pages = []
 

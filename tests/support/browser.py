@@ -3,6 +3,7 @@
 import contextlib
 import shutil
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -15,16 +16,23 @@ def find_chromium() -> str | None:
 
 
 @contextlib.contextmanager
-def page(width: int = 1200, height: int = 900) -> Iterator:
-    """An empty page of playwright's; the test is skipped where there is no browser."""
+def launched() -> Iterator[Any]:
+    """Playwright's browser; the test is skipped where there is no such program."""
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     found = find_chromium()
     if found is None:
-        pytest.skip(f"no browser: none of {', '.join(NAMES)} is in PATH")
+        pytest.skip(f"no browser: none of {', '.join(NAMES)} is on PATH")
     with playwright.sync_playwright() as started:
         # as root, or in a container, Chromium has no sandbox of its own to give; the pages are the tests' own
         browser = started.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-dev-shm-usage"])
         try:
-            yield browser.new_page(viewport={"width": width, "height": height})
+            yield browser
         finally:
             browser.close()
+
+
+@contextlib.contextmanager
+def page(width: int = 1200, height: int = 900) -> Iterator[Any]:
+    """An empty page of a browser of its own."""
+    with launched() as browser:
+        yield browser.new_page(viewport={"width": width, "height": height})

@@ -56,7 +56,8 @@ class Machine:
         self.root = folder / "checkout"
         self.bin = folder / "bin"
         self.notes = folder / "notes"
-        shutil.copytree(ROOT / "launch", self.root / "launch")
+        for folder_of_scripts in ("launch", ".ci"):
+            shutil.copytree(ROOT / folder_of_scripts, self.root / folder_of_scripts)
         for name in ("pyproject.toml", "constraints.txt"):
             shutil.copy(ROOT / name, self.root / name)
         self.bin.mkdir()
