@@ -162,7 +162,7 @@ WRONG = [
     ("optim.clip=much", "optim.clip=much must be a number or null"),
     ("profile_steps=abc", "profile_steps=abc must be the first and the last step to profile, as [10, 12], or null"),
     ("profile_steps=[1.5,2]", "profile_steps[0]=1.5 must be a whole number"),
-    ("model.train=null", "model.train=null must be a list of names of [projector, language, vision]"),
+    ("model.train=null", "model.train=null must be a list of texts"),
     ("data.grid_pinpoints=[[1,a]]", "data.grid_pinpoints[0]=[1, 'a'] must be a list of whole numbers"),
     ("gc_every=0", "gc_every=0 must be at least 1: null leaves it to Python"),
     ("sharding.strategy=ZERO", "must be one of [NO_SHARD, SHARD_OPTIMIZER, SHARD_GRAD_OP, FULL_SHARD, HYBRID_SHARD"),

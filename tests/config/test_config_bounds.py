@@ -185,10 +185,10 @@ def test_a_bound_is_where_it_is_said_to_be(base: Any, key: str, good: tuple, bad
 
 # Keys of a training that are set together, and whether that is refused.
 TOGETHER: list[tuple[dict[str, Any], bool]] = [
-    ({"model.train": [Part.projector], "model.lora": LORA}, True),
-    ({"model.train": [Part.projector, Part.vision], "model.lora": LORA}, False),
-    ({"model.train": [Part.language], "model.quantize.mode": "nf4"}, True),
-    ({"model.train": [Part.projector], "model.quantize.mode": "nf4"}, False),
+    ({"model.train": ["projector"], "model.lora": LORA}, True),
+    ({"model.train": ["projector", "vision"], "model.lora": LORA}, False),
+    ({"model.train": ["language"], "model.quantize.mode": "nf4"}, True),
+    ({"model.train": ["projector"], "model.quantize.mode": "nf4"}, False),
     ({"model.lora": LORA, "model.quantize.mode": "int8"}, False),
     ({"model.lora": LoraConfig(enabled=True, use_dora=True), "model.quantize.mode": "int8"}, True),
     *(({"model.lora": LORA, "precision.linear": name}, True) for name in ("fp8", "int8_mixed")),
@@ -269,9 +269,9 @@ TOGETHER: list[tuple[dict[str, Any], bool]] = [
     *(({"data.grid_pinpoints": [size], "data.image_aspect_ratio": "anyres"}, refused)
       for size, refused in (([336, 672], False), ([336, 0], True), ([1, 1, 1], True))),
     ({"model.train": []}, True),
-    ({"model.train": [Part.projector, Part.projector]}, True),
+    ({"model.train": ["projector", "projector"]}, True),
     ({"model.quantize.double": False}, True),
-    ({"model.train": [Part.projector], "model.quantize.mode": "nf4", "model.quantize.double": False}, False),
+    ({"model.train": ["projector"], "model.quantize.mode": "nf4", "model.quantize.double": False}, False),
     ({"model.lora.r": 7}, True),
     ({"profile": True, "max_steps": 7, "profile_steps": [1, 8]}, True),
     ({"profile": False, "max_steps": 7, "profile_steps": [1, 8]}, False),
@@ -301,7 +301,7 @@ TOGETHER: list[tuple[dict[str, Any], bool]] = [
     *(({"precision.param_dtype": name, "precision.master_dtype": "bf16"}, True) for name in ("fp16", "fp32")),
     ({"precision.reduce_dtype": "fp16"}, True),
     *(({"precision.param_dtype": "fp16", "precision.linear": name}, True) for name in ("fp8", "int8_mixed")),
-    *(({"precision.linear": name, "model.train": [Part.projector]}, refused)
+    *(({"precision.linear": name, "model.train": ["projector"]}, refused)
       for name, refused in (("fp8", False), ("int8_mixed", True))),
     ({"precision.scaler": ScalerConfig(window=7)}, True),
     *(({"activation_checkpointing.mode": mode, "activation_checkpointing.budget": 0.5}, True)
@@ -372,7 +372,7 @@ def test_what_a_training_makes_of_its_keys() -> None:
     assert changed(original, "data.image_aspect_ratio", AspectRatio.pad).data.trained_aspect is AspectRatio.pad
     shuffled = changed(changed(cfg, "export.enabled", False), "model.projector_type", "pixel_shuffle4x_mlp2x_gelu")
     assert (cfg.model.shuffle_factor, shuffled.model.shuffle_factor) == (1, 4)
-    adapted = with_values(cfg, {"model.lora": LORA, "model.train": [Part.projector, Part.language]}).model
+    adapted = with_values(cfg, {"model.lora": LORA, "model.train": ["projector", "language"]}).model
     assert (adapted.adapted, cfg.model.adapted) == ([Part.language], [])
     assert (adapted.plain.lora, adapted.plain.train) == (LoraConfig(), adapted.train)
     free = replace(cfg, tokens_per_micro_batch="auto")

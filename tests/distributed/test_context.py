@@ -51,9 +51,10 @@ HYBRID = ("hybrid", "hybrid2")
 STRATEGIES = ("zero0", "zero1", "zero2", "zero3", *HYBRID)
 TOWER = "model.train=[projector,language,vision]"
 VARIANTS = {"full": (), "tower": (TOWER,), "lora": (*LORA, "model.lora.dropout=0.1")}
+VARIANTS |= {"blocks": ("model.train=[language:-2]",)}
 CASES = [
     ("full", "zero3", 2, 2),
-    *((variant, "zero2", 2, 2) for variant in ("lora", "tower")),
+    *((variant, "zero2", 2, 2) for variant in ("lora", "tower", "blocks")),
     *(("full", strategy, 4, context) for strategy in STRATEGIES for context in (2, 4)),
     *((variant, strategy, 4, 2) for variant in ("lora", "tower") for strategy in ("zero3", "hybrid")),
 ]

@@ -33,6 +33,10 @@ VARIANTS = {
     "pretrain": ("pretrain", []),
     "finetune": ("finetune", []),
     "finetune-tower": ("finetune", ["model.train=[projector,language,vision]"]),
+    "last-blocks": ("finetune", ["model.train=[language:-2]"]),
+    "middle-block": ("finetune", ["model.train=[language:1:2]"]),
+    "blocks-of-both": ("finetune", ["model.train=[projector,vision:-1,language:2]"]),
+    "tower-blocks": ("finetune", ["model.train=[vision:1]"]),
 }
 
 
@@ -63,8 +67,11 @@ FAST_CASES = [("zero3", 2), ("hybrid", 4)]
 COVERING = [*FEW_CASES, ("zero3", 4), ("hybrid2", 4)]
 
 ALL = (1, 2, 4)
+BLOCKS = ("last-blocks", "middle-block", "blocks-of-both", "tower-blocks")
+OF_BLOCKS = [("zero3", 1), *((s, w) for s in ("zero2", "zero3") for w in (2, 4)), ("zero1", 2), ("hybrid", 4)]
 TABLES = [
     pytest.param("finetune", (2,), FAST_CASES, id="finetune"),
+    *(pytest.param(name, (1, 2), OF_BLOCKS, id=f"{name}-all", marks=pytest.mark.slow) for name in BLOCKS),
     pytest.param("finetune", (2,), COVERING, id="finetune-covering", marks=pytest.mark.slow),
     pytest.param("pretrain", (2,), FEW_CASES, id="pretrain", marks=pytest.mark.slow),
     pytest.param("finetune-tower", (2,), CASES, id="finetune-tower", marks=pytest.mark.slow),
@@ -107,7 +114,9 @@ def test_table_equals_plain_loop(
             first = by_order_of_sums.setdefault(key, got)
             assert first.losses == got.losses, which
             assert all(torch.equal(first.weights[n], got.weights[n]) for n in got.weights), which
-    assert len(by_order_of_sums) >= (2 if cases is FAST_CASES else 4 if cases is FEW_CASES else 5)
+    assert len(by_order_of_sums) >= (
+        1 if variant in BLOCKS else 2 if cases is FAST_CASES else 4 if cases is FEW_CASES else 5
+    )
 
 
 def order_of_sums(strategy: str, size: int, accumulation: int) -> object:

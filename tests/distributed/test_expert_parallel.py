@@ -42,6 +42,7 @@ KINDS = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "qwen2_moe")
 BALANCED = "model.balance_loss=0.5"
 VARIANTS = {
     "full": (BALANCED,), "lora": (*LORA, "model.lora.dropout=0.1", BALANCED), "frozen": ("model.train=[projector]",),
+    "blocks": ("model.train=[language:-2]", BALANCED),
 }  # fmt: skip
 FIRST = ("full", "qwen3_moe", "zero3", 2, 2)
 CASES = [

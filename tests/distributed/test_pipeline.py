@@ -55,11 +55,14 @@ STRATEGIES = ("zero0", "zero1", "zero2", "zero3", *HYBRID)
 TOWER = "model.train=[projector,language,vision]"
 VARIANTS = {
     "full": (), "tower": (TOWER,), "lora": (*LORA, "model.lora.dropout=0.1"), "projector": ("model.train=[projector]",),
+    "blocks": ("model.train=[projector,language:-2]",),
 }  # fmt: skip
 CASES = [
     ("full", "zero3", 2, "1f1b"),
     ("projector", "zero2", 2, "1f1b"),  # the last stage trains nothing
     ("lora", "zero2", 2, "1f1b"),
+    ("blocks", "zero2", 2, "1f1b"),
+    ("blocks", "zero3", 4, "interleaved"),
     *(("projector", strategy, 4, schedule) for strategy, schedule in (("zero2", "interleaved"), ("hybrid", "1f1b"))),
     *(("full", strategy, 4, schedule) for strategy in STRATEGIES for schedule in ("1f1b", "interleaved")),
     *((variant, strategy, 4, "1f1b") for variant in ("lora", "tower") for strategy in ("zero0", "zero3", "hybrid")),
@@ -384,6 +387,7 @@ def test_models_that_cannot_be_divided_are_refused_before_records_are_read(
         (["activation_checkpointing=offload"], "activation_checkpointing"),
         (["compile=true"], "compile"),
         (["model.quantize.mode=nf4", "model.lora.enabled=true"], "model.quantize"),
+        (["model.train=[language:-2]"], "model.train"),
         (["parallel.pipeline=0"], "parallel.pipeline"),
         (["parallel.pipeline=1", "parallel.schedule=interleaved"], "parallel.schedule"),
         (["parallel.schedule=zero_bubble"], "parallel.schedule"),

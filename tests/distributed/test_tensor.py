@@ -54,12 +54,14 @@ HYBRID = ("hybrid", "hybrid2")
 STRATEGIES = ("zero0", "zero1", "zero2", "zero3", *HYBRID)
 TOWER = "model.train=[projector,language,vision]"
 VARIANTS = {"full": (), "tower": (TOWER,), "lora": (*LORA, "model.lora.dropout=0.1")}
+VARIANTS |= {"blocks": ("model.train=[language:-2]",)}
 CASES = [
     ("full", "zero3", 4, 2),
     *((variant, "zero2", 2, 2) for variant in VARIANTS),
     *(("full", strategy, 4, tensor) for strategy in STRATEGIES for tensor in (2, 4)),
     *(("lora", strategy, 4, 2) for strategy in STRATEGIES),
     ("tower", "hybrid", 4, 2),
+    ("blocks", "zero3", 4, 2),
 ]
 
 

@@ -32,6 +32,9 @@ CASES = [
     (STAGE_1, "none", -2), (STAGE_2, "none", -2), (TOWER, "none", -2), ("[vision]", "none", -2),
     ("[language]", "none", -2), (STAGE_2, "none", -1), (TOWER, "none", 1),
     (STAGE_1, "full", -2), (STAGE_2, "full", -2), (TOWER, "full", -2),
+    *((train, mode, layer) for mode in ("none", "full") for train, layer in (
+        ("[language:-1]", -2), ("[projector,language:1:2]", -2), ("[vision:-1]", -2), ("[vision:1:2,language:2]", -1),
+    )),
 ]  # fmt: skip
 LENGTH, LABELS, TILES = 40, 10, 2
 
@@ -153,7 +156,7 @@ def check_counts(model: Llava, activation_checkpointing: bool, pack: bool) -> No
 
 def test_a_step_without_pictures_has_no_tower(parts: Path, dataset: Path, tmp_path: Path) -> None:
     model = build(make_config(parts, dataset, tmp_path)).model
-    assert isinstance(model, Llava) and Part.vision not in model.cfg.train
+    assert isinstance(model, Llava) and Part.vision not in model.cfg.trained
     flops = count_flops(model, activation_checkpointing=False)
     found = counted(model, 2, LENGTH, LABELS, 0, True) - causal_half(flops, 2, LENGTH)
     assert found == flops.of(2 * LENGTH, 2 * LENGTH**2, LABELS, 0)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import CLIPVisionConfig
 
-from llava_fsdp.config import Feature, ModelConfig, Part, PatchMerge
+from llava_fsdp.config import Feature, ModelConfig, PatchMerge
 from llava_fsdp.model.llava_v1_5_config import (
     Selection,
     check_agrees,
@@ -41,7 +41,7 @@ CFG = ModelConfig(
     select_feature=Feature.full,
     image_start_end=True,
     random_weights=False,
-    train=[Part.projector],
+    train=["projector"],
 )
 RAW: dict[str, Any] = {
     "model_type": "llava_llama",

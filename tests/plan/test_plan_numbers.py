@@ -19,7 +19,6 @@ from llava_fsdp.config import (
     DType,
     MasterDType,
     OffloadMode,
-    Part,
     PatchMerge,
     PrecisionConfig,
     SamplerName,
@@ -138,7 +137,7 @@ def test_a_plan_takes_the_report_of_an_index_if_it_can(damage: dict, tmp_path: P
     cfg = config_of(["data.max_length=300"])
     data = replace(cfg.data, source=Source.llava_json, index=str(tmp_path))
     read = replace(cfg, data=data)
-    captions = replace(read, model=replace(cfg.model, train=[Part.projector]))
+    captions = replace(read, model=replace(cfg.model, train=["projector"]))
     means = samples_of(cfg, ONE_TILE)
     assert samples_of(read, ONE_TILE) == means and means.labels == 180
     assert (samples_of(captions, ONE_TILE).tokens, samples_of(captions, ONE_TILE).labels) == (20 + 24, 20)

@@ -48,7 +48,15 @@ def check(cfg: Config, ranks: int, pools: dict[int, RankPool]) -> None:
 
 
 FAST = [(CASES[n], "finetune") for n in (5,)]
+BLOCKS: list[Case] = [
+    (1, "zero3", "bf16", "none", "micro_batch_size=3 model.train=[language:-2]"),
+    (2, "zero3", "bf16", "full", "micro_batch_size=3 model.train=[language:-1]"),
+    (2, "zero2", "bf16", "none", "micro_batch_size=6 model.train=[language:1:2]"),
+    (4, "zero3", "bf16", "none", "micro_batch_size=12 model.train=[projector,language:-1,vision:-1]"),
+    (4, "hybrid", "bf16", "full", "micro_batch_size=3 model.train=[vision:-1]"),
+]
 SLOW = [(case, stage) for case in CASES for stage in ("pretrain", "finetune")]
+SLOW += [(case, "finetune") for case in BLOCKS]
 
 
 @pytest.mark.slow

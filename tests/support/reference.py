@@ -104,8 +104,13 @@ def plain_loop(cfg: Config, start: Path, adapters: "Adapters | None" = None, to:
     }
     model.requires_grad_(False)
     for part in cfg.model.train:
-        parts[part].requires_grad_(True)
-    model.lm_head.requires_grad_(Part.language in cfg.model.train)
+        name, _, blocks = part.partition(":")
+        own = parts[Part[name]]
+        if blocks:  # such as language:-2 or vision:1:3
+            stack = own.layers if name == "language" else own.encoder.layers[: cfg.model.select_layer + 1 or None]
+            own = stack[slice(*(int(end) if end else None for end in [*blocks.split(":"), ""][:2]))]
+        own.requires_grad_(True)
+    model.lm_head.requires_grad_("language" in cfg.model.train)
     if cfg.model.quantize.mode is not Quantizer.none:
         quantize(model.model.language_model.layers, cfg.model.quantize)
         model.train()  # else bitsandbytes' layers change their weights' bits on a CPU

@@ -88,7 +88,7 @@ from llava_fsdp.config.load import (
     schema_keys,
     without_hydra,
 )
-from llava_fsdp.config.model import LoraConfig, ModelConfig, QuantizeConfig
+from llava_fsdp.config.model import LoraConfig, ModelConfig, QuantizeConfig, part_and_blocks
 from llava_fsdp.config.train import (
     CheckpointConfig,
     CompatConfig,

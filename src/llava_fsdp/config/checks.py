@@ -156,7 +156,12 @@ def check_divided(cfg: Config) -> None:
         "loss.kernel=torch": (cfg.loss.kernel is LossKernel.torch, "loss.kernel=auto"),
     }
     lacks_order = mode is ActivationCheckpointing.offload
+    trained = cfg.model.trained
+    blocks = trained.get(Part.language)
+    ends_early = trained.keys() == {Part.language} and blocks is not None and blocks.start not in (None, 0)
     with_pipeline = {
+        # a stage without a backward pass would have nothing to send back
+        f"model.train={cfg.model.train}": (ends_early, "model.train=[projector,...]"),
         "activation_checkpointing=offload": (lacks_order, "activation_checkpointing=full"),
     }
     kinds = (
@@ -186,10 +191,10 @@ def check_base(cfg: Config) -> None:
             f"offload={cfg.offload.mode.value} with model.quantize.mode={mode.value} would send quantized weights "
             "through the host at every step; choose offload=optimizer or none"
         )
-    if linear is LinearKind.int8_mixed and Part.language not in cfg.model.train:
+    if linear is LinearKind.int8_mixed and Part.language not in cfg.model.trained:
         raise ConfigError(
             f"precision.linear={linear.value} is for a language model that trains, and model.train="
-            f"{[part.value for part in cfg.model.train]} freezes it; choose precision=bf16"
+            f"{cfg.model.train} freezes it; choose precision=bf16"
         )
 
 

@@ -16,6 +16,7 @@ SHARDING = "sharding=zero0, zero1, zero2, zero3, hybrid"
 OFFLOAD = "offload=params, optimizer or nvme"
 RECOMPUTING = "activation_checkpointing=full, selective, none, ..."
 PARTS = "model.train=[projector,language,vision]"
+BLOCKS = "model.train with blocks: [projector,language:-4] trains the last 4 blocks of the language model"
 HELD_OUT = "val.every, with val.path"
 NO_EARLY_STOP = (
     f"{NOTHING}no run ends early by itself; max_steps and epochs set its length, val.every shows the held-out loss"
@@ -65,6 +66,8 @@ TABLE: Mapping[str, str] = MappingProxyType({
     PARTS: """mm_tunable_parts tune_mm_mlp_adapter freeze_mm_mlp_adapter unfreeze_mm_vision_tower freeze_vit freeze_llm
         freeze_aligner freeze_vision_tower freeze_multi_modal_projector freeze_language_model freeze_backbone train_type
         trainable_parts tunable_parts unfreeze_language_model""",
+    BLOCKS: """unfreeze_vit_layers unfreeze_lm_layers freeze_trainable_layers unfrozen_parameters unfreeze_layers
+        train_layers trainable_layers last_n_layers num_unfrozen_layers""",
     STAGES: "lora_enable use_lora use_peft lora finetuning_type tuner_type adapter qlora",
     "model.lora.r": "lora_r lora_rank", "model.lora.alpha": "lora_alpha", "model.lora.dropout": "lora_dropout",
     "model.lora.bias": "lora_bias", "model.lora.use_dora": "use_dora", "model.lora.use_rslora": "use_rslora",

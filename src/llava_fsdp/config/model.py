@@ -101,9 +101,11 @@ class ModelConfig:
     random_weights: bool
     """Whether to draw all weights from the seed; the folders of the language model and the vision tower then need only
     a config."""
-    train: list[Part]
-    """Model parts to train; with lora.enabled, adapters are trained in their place, except for the projector, which is
-    always trained directly."""
+    train: list[str]
+    """Model parts to train: projector, language, vision. language:-4 trains the last 4 blocks of the language model
+    alone, vision:20 those of the vision tower from number 20 on, and language:4:8 numbers 4 to 7, as Python's slices.
+    With lora.enabled, adapters are trained in place of whole parts, except for the projector, which is always trained
+    directly."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     quantize: QuantizeConfig = field(default_factory=QuantizeConfig)
     balance_loss: float = 0.0
@@ -123,12 +125,18 @@ class ModelConfig:
         return int(found[1]) if found else 1
 
     @property
+    def trained(self) -> dict[Part, slice | None]:
+        """The parts of the model that train. Of the language model and the vision tower, which of their blocks do; None
+        if the whole part does."""
+        return dict(part_and_blocks(text, f"model.train[{place}]") for place, text in enumerate(self.train))
+
+    @property
     def adapted(self) -> list[Part]:
         """Parts of the model (language model, vision tower) that get LoRA adapters."""
-        return [part for part in self.train if part is not Part.projector] if self.lora.enabled else []
+        return [part for part in self.trained if part is not Part.projector] if self.lora.enabled else []
 
     def __post_init__(self) -> None:
-        train = [part.value for part in self.train]
+        train, trained = self.train, self.trained
         if self.lora.enabled and not self.adapted:
             raise ConfigError(
                 f"model.lora.enabled=true puts adapters into language or vision, and model.train={train} names neither"
@@ -136,7 +144,7 @@ class ModelConfig:
         if not 0 <= self.balance_loss < math.inf:
             raise ConfigError(f"model.balance_loss={self.balance_loss} must be a finite number that is at least 0")
         mode = self.quantize.mode
-        if mode is not Quantizer.none and Part.language in self.train and not self.lora.enabled:
+        if mode is not Quantizer.none and Part.language in trained and not self.lora.enabled:
             raise ConfigError(
                 f"model.quantize.mode={mode.value} keeps the language model's weights in a few bits, which cannot be "
                 f"trained, and model.train={train} trains them; choose stage=finetune_qlora, or "
@@ -156,5 +164,35 @@ class ModelConfig:
             )
         if not self.train:
             raise ConfigError("model.train=[] trains nothing; name parts of [projector, language, vision]")
-        if len(set(train)) != len(train):
+        if len(trained) != len(train):
             raise ConfigError(f"model.train={train} names a part twice")
+        if self.adapted and any(blocks is not None for blocks in trained.values()):
+            raise ConfigError(
+                f"model.lora.enabled=true puts adapters into all blocks of a part, and model.train={train} names some; "
+                "name whole parts, or choose stage=finetune, which trains the blocks' own weights"
+            )
+
+
+BLOCKS = re.compile(r"(language|vision):(-?\d+)?(?:(:)(-?\d+)?)?")
+"""Value in `model.train` that names blocks of a part: PART:FIRST or PART:FIRST:END."""
+
+
+def part_and_blocks(text: str, key: str = "model.train") -> tuple[Part, slice | None]:
+    """Return the part of the model that a value in `model.train` names, and which of its blocks; None for the whole
+    part.
+
+    Args:
+        key: the key with the value's place in the list, for the message.
+
+    Raises:
+        ConfigError: the value names no part.
+    """
+    if text in Part.__members__:
+        return Part[text], None
+    found = BLOCKS.fullmatch(text)
+    if found is None or (found[2] is None and found[4] is None):
+        raise ConfigError(
+            f"{key}={text} must be one of [projector, language, vision], or blocks of one: language:-4 (the last 4 "
+            "blocks), vision:20 (from number 20 on, counted from 0), language:4:8 (numbers 4 to 7)"
+        )
+    return Part[found[1]], slice(*(None if end is None else int(end) for end in (found[2], found[4])))

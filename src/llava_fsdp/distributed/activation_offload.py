@@ -144,6 +144,9 @@ class BlockFromHost(ActivationWrapper):
         self.host = host
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        tensors = (*args, *kwargs.values(), *self.parameters())
+        if not any(isinstance(own, torch.Tensor) and own.requires_grad for own in tensors):
+            return self._checkpoint_wrapped_module(*args, **kwargs)  # no gradient will pass: there is nothing to keep
         # `checkpoint` registers hooks of its own inside these hooks, so that these get only the positional arguments
         # that `checkpoint` keeps
         with saved_tensors_hooks(self.host.pack, self.host.unpack):

@@ -210,7 +210,7 @@ def random_model(parts: Parts) -> Llava:
     cfg = ModelConfig(
         name="own", language="", vision="", checkpoint=None, projector="random", projector_type="linear",
         select_layer=-2, patch_merge=PatchMerge.flat, select_feature=Feature.auto, image_start_end=False,
-        random_weights=True, train=[Part.projector],
+        random_weights=True, train=[Part.projector.value],
     )  # fmt: skip
     model = build_llava(parts, cfg, torch.float32)
     values = random_values(model)

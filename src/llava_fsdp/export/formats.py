@@ -175,8 +175,8 @@ def names_of_parts(parts: Parts, cfg: ModelConfig) -> tuple[str, str]:
     return notes.get("language", ""), notes.get("vision", "") if brings_tower else cfg.vision
 
 
-def history(run: str, stage: str, step: int, train: list[Part]) -> dict[str, Any]:
-    return {"run": run, "stage": stage, "step": step, "train": [part.value for part in train]}
+def history(run: str, stage: str, step: int, train: list[str]) -> dict[str, Any]:
+    return {"run": run, "stage": stage, "step": step, "train": list(train)}
 
 
 def write_folder(
@@ -467,7 +467,7 @@ def config_of_original(source: SourceModel, dtype: torch.dtype) -> dict[str, Any
     for key, (value, default) in ours.items():
         if config.get(key, default) != value:
             config[key] = value
-    if Part.vision.value in source.history.get("train", []):
+    if Part.vision.value in (text.partition(":")[0] for text in source.history.get("train", [])):
         # without this the original LLaVA replaces the trained vision tower by the pretrained one
         config["unfreeze_mm_vision_tower"] = True
     if source.image_tokens.needs_size(1):

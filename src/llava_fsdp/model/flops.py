@@ -48,7 +48,8 @@ def count_flops(model: Llava, activation_checkpointing: bool, compiled: bool = F
     The FLOPs of a weight per token are: 2 in the forward pass, 2 for the gradient of its input, 2 for its own gradient
     if it is trained (with LoRA adapters, only the adapters' weights are), and 2 if activation checkpointing computes
     its product again. The gradient passes through the whole language model even if that is frozen, because the
-    projector comes before it. In a mixture of experts, only the experts that a token is sent to are counted. Attention
+    projector comes before it; if the projector is frozen too, only through the blocks from the first that trains on. In
+    a mixture of experts, only the experts that a token is sent to are counted. Attention
     in a sliding window is counted as full attention (`pairs_in_windows` computes the difference). DoRA's work on whole
     weights, once per micro-batch, is not counted. When a block is computed again, its last matrix product is left out,
     because its output is not needed. With activation checkpointing in fp16, the logits are computed again too
@@ -58,12 +59,13 @@ def count_flops(model: Llava, activation_checkpointing: bool, compiled: bool = F
         compiled: whether torch.compile compiles the language model's blocks. A compiled block is computed again
             completely.
     """
-    trains = {part: part in model.cfg.train for part in Part}
+    trains = {part: part in model.cfg.trained for part in Part}
     language: Any = model.language_model.config
     stack = find_blocks(model.language_model)
+    passed = stack[first_passed(model, Part.language) :]
     active = getattr(language, "num_experts_per_tok", None)
-    weights = matrix_weights(stack, active=active)
-    again = 2 * (weights - (0 if compiled else last_products(stack))) if activation_checkpointing else 0
+    weights, backward = (matrix_weights(*blocks, active=active) for blocks in (stack, passed))
+    again = 2 * (backward - (0 if compiled else last_products(passed))) if activation_checkpointing else 0
     label = (
         4
         + 2 * model.lm_head.weight.requires_grad
@@ -71,8 +73,8 @@ def count_flops(model: Llava, activation_checkpointing: bool, compiled: bool = F
     )
     width = language.num_attention_heads * head_size(language)
     return Flops(
-        token=4 * weights + 2 * trained_weights(stack, active=active) + again,
-        pair=(2 + 4 + 2 * activation_checkpointing) * language.num_hidden_layers * width,
+        token=2 * weights + 2 * backward + 2 * trained_weights(stack, active=active) + again,
+        pair=(2 * len(stack) + (4 + 2 * activation_checkpointing) * len(passed)) * width,
         label=label * model.lm_head.weight.numel(),
         tile=tower_flops(model, trains[Part.vision], activation_checkpointing) + projector_flops(model, trains),
     )
@@ -114,13 +116,27 @@ def tower_flops(model: Llava, trains: bool, activation_checkpointing: bool) -> f
     stack = stack[: model.probe.layers]
     blocks = matrix_weights(*stack)
     patches = (image_size(vision) // patch_size(vision)) ** 2
-    attention = 4 * len(stack) * vision.hidden_size * tokens**2
-    forward = 2 * tokens * blocks + attention
-    again = forward - 2 * tokens * last_products(stack) if trains and activation_checkpointing else 0
+    attention = 4 * vision.hidden_size * tokens**2
+    forward = 2 * tokens * blocks + len(stack) * attention
     if not trains:
         return forward + 2 * patches * others
-    own = 2 * tokens * trained_weights(*stack) + 2 * patches * others * (Part.vision not in model.cfg.adapted)
-    return forward + (forward + attention) + own + again + 2 * patches * others
+    passed = stack[first_passed(model, Part.vision) :]
+    through = 2 * tokens * matrix_weights(*passed) + len(passed) * attention
+    again = through - 2 * tokens * last_products(passed) if activation_checkpointing else 0
+    whole = model.cfg.trained[Part.vision] is None and Part.vision not in model.cfg.adapted
+    own = 2 * tokens * trained_weights(*stack) + 2 * patches * others * whole
+    return forward + (through + len(passed) * attention) + own + again + 2 * patches * others
+
+
+def first_passed(model: Llava, part: Part) -> int:
+    """Return the number of the first block of a part of a model (language model, vision tower) through which the
+    gradient passes in the backward pass; blocks before it only run forward. 0 if something before all blocks trains."""
+    trained = model.cfg.trained
+    before = trained.keys() & ({Part.projector, Part.vision} if part is Part.language else set())
+    if before or trained.get(part) is None:
+        return 0
+    blocks = model.used_blocks(part)
+    return next(number for number, block in enumerate(blocks) if any(p.requires_grad for p in block.parameters()))
 
 
 def projector_flops(model: Llava, trains: dict[Part, bool]) -> float:

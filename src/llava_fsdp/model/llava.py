@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from transformers import AutoModel, PretrainedConfig
 
-from llava_fsdp.config import LossConfig, ModelConfig, Part, PatchMerge, Quantizer
+from llava_fsdp.config import LossConfig, ModelConfig, Part, PatchMerge, Quantizer, part_and_blocks
 from llava_fsdp.model.attention import (
     CachedRows,
     Kernel,
@@ -30,6 +30,8 @@ from llava_fsdp.runtime.safe_load import foreign
 
 FeatureRows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """Which image feature each image token gets: the argument `image_rows` of `Llava.forward`."""
+PART_NAMES = {Part.language: "language model", Part.vision: "vision tower"}
+"""Names in messages of the parts that have blocks."""
 
 
 class Llava(nn.Module):
@@ -177,7 +179,7 @@ class Llava(nn.Module):
         Args:
             images: input images of the vision tower, float32 [tiles, 3, size, size]; there may be none.
         """
-        trains = Part.vision in self.cfg.train
+        trains = Part.vision in self.cfg.trained
         if not trains and not len(images):
             return images.new_zeros((0, self.probe.features, self.parts.vision.hidden_size), dtype=self.compute_dtype)
         with torch.set_grad_enabled(trains and torch.is_grad_enabled()):
@@ -188,9 +190,32 @@ class Llava(nn.Module):
         """Return the lists of transformer blocks: that of the language model and, if the vision tower trains, that of
         the vision tower."""
         stacks = [find_blocks(self.language_model)]
-        if Part.vision in self.cfg.train and self.vision_tower is not None:
+        if Part.vision in self.cfg.trained and self.vision_tower is not None:
             stacks.append(find_blocks(self.vision_tower))
         return stacks
+
+    def used_blocks(self, part: Part) -> list[nn.Module]:
+        """Return the transformer blocks of the language model or the vision tower, without those of the vision tower
+        whose output is not used because of `model.select_layer`."""
+        if part is Part.language:
+            return list(find_blocks(self.language_model))
+        return list(find_blocks(self.vision_tower))[: self.probe.layers]
+
+    def check_trained_blocks(self) -> None:
+        """Raise ConfigError if `model.train` names blocks that the model does not have."""
+        for text in self.cfg.train:
+            part, blocks = part_and_blocks(text)
+            if blocks is None:
+                continue
+            count = len(self.used_blocks(part))
+            ends = [count + end if end < 0 else end for end in (blocks.start, blocks.stop) if end is not None]
+            if not all(0 <= end <= count for end in ends) or not range(count)[blocks]:
+                of_all = len(find_blocks(self.vision_tower)) if part is Part.vision else count
+                unused = f", of {of_all}, because of model.select_layer={self.cfg.select_layer}" * (of_all > count)
+                raise ConfigError(
+                    f"model.train: {text} is not among the blocks of the {PART_NAMES[part]}, of which {count} run, "
+                    f"numbers 0 to {count - 1}{unused}; the last is {part.value}:-1, and all are {part.value}:-{count}"
+                )
 
     def output_layer(self) -> nn.Module | None:
         """Return the output layer; None if the model is a stage without it, or if its weight is that of the
@@ -212,22 +237,23 @@ class Llava(nn.Module):
 
     def freeze(self) -> None:
         """Freeze all parameters of the model except those that train: the parameters of the parts (projector, language
-        model, vision tower) in `model.train` or, if a part has LoRA adapters, only its adapters and the biases that
-        `model.lora.bias` selects. Parameters that can never get a gradient are frozen too."""
+        model, vision tower) in `model.train`, or of their blocks that it names, or, if a part has LoRA adapters, only
+        its adapters and the biases that `model.lora.bias` selects. Parameters that can never get a gradient are frozen
+        too."""
         self.requires_grad_(False)
         modules = {
             Part.projector: [self.multi_modal_projector],
             Part.language: [self.language_model, self.lm_head],
             Part.vision: [self.vision_tower],
         }
-        for part in self.cfg.train:
+        for part, blocks in self.cfg.trained.items():
             if part not in self.cfg.adapted:
-                for module in modules[part]:
+                for module in modules[part] if blocks is None else self.used_blocks(part)[blocks]:
                     module.requires_grad_(True)
         for parameter in trained_with_adapters(self) if self.adapted else []:
             parameter.requires_grad_(True)
         if self.cfg.patch_merge is PatchMerge.spatial_unpad:
-            self.image_newline.requires_grad_(Part.projector in self.cfg.train)
+            self.image_newline.requires_grad_(Part.projector in self.cfg.trained)
         leftovers = set(self.probe.leftovers)
         for name, parameter in self.vision_tower.named_parameters():
             if name in leftovers or not parameter.numel():  # DINOv3 without registers has an empty parameter for them

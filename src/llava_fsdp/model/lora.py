@@ -163,7 +163,7 @@ def check_gradients(model: Adaptable) -> None:
         given = {"inputs_embeds": embeds, "use_cache": False, **arguments}
         out = functional_call(language, weights, kwargs=given).last_hidden_state
         unreached = without_gradient("language_model", language, out)
-        if Part.vision in model.cfg.train:
+        if Part.vision in model.cfg.trained:
             pixels = torch.zeros((1, 3, size, size))
             out = hidden_state(vision_tower, pixels, model.cfg.select_layer, model.probe.last_layer)
             unreached += without_gradient("vision_tower", vision_tower, out)

@@ -71,7 +71,7 @@ def read_model(folder: Path, language: str | None, vision: str | None) -> ModelC
         projector="auto" if whole else str(folder),
         **asdict(selection),
         random_weights=False,
-        train=[Part.projector],
+        train=[Part.projector.value],
     )
 
 
@@ -114,7 +114,7 @@ def read_base(found: AdapterFolder, base: str | None, vision: str | None) -> Mod
         projector="auto",
         **asdict(selection),
         random_weights=False,
-        train=[Part.projector],
+        train=[Part.projector.value],
     )
     return on_base(cfg, folder)
 

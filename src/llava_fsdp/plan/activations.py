@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from llava_fsdp.config import ActivationCheckpointingConfig, Attention, Config
+from llava_fsdp.config import ActivationCheckpointingConfig, Attention, Config, Part
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.distributed.activation_checkpoint import apply_activation_checkpointing
 from llava_fsdp.distributed.compile import Compilations
@@ -171,7 +171,10 @@ class ActivationMeter:
                 what the compiler keeps.
             one_row: whether the measured micro-batches have one row, as those of the training that is planned.
         """
-        short = with_depth(parts, MEASURED_BLOCKS)
+        ranges = (
+            cfg.model.trained.get(Part.language) is not None
+        )  # blocks differ in what they keep for the backward pass
+        short = parts if ranges else with_depth(parts, MEASURED_BLOCKS)
         # padded rows use this package's SDPA: the mask of transformers' depends on values, which meta tensors lack
         attention = kernel or (
             Kernel(Attention.sdpa, "padded rows") if packing_refused(parts.language) is None else None

@@ -167,8 +167,11 @@ class FsdpRank:
         """Bytes that other micro-batches keep for their backward passes."""
 
     def run_micro_batch(self, segments: Sequence[Segment], is_last: bool) -> None:
-        self.run_forward([s for s in segments if not s.backward])
-        self.run_backward([s for s in segments if s.backward], is_last)
+        forward, backward = ([s for s in segments if s.backward is of_backward] for of_backward in (False, True))
+        self.run_forward(forward)
+        passed = self.order(backward)[1]
+        ends_before = [name for name in reversed(self.order(forward)[1]) if name not in passed]
+        self.run_backward(backward, is_last, ends_before)
 
     def run_forward(self, segments: Sequence[Segment]) -> None:
         """Simulate the forward pass of a micro-batch."""
@@ -192,9 +195,16 @@ class FsdpRank:
                     self.free(name)
         self.drop_buffers()
 
-    def run_backward(self, segments: Sequence[Segment], is_last: bool) -> None:
-        """Simulate the backward pass of a micro-batch. `is_last` says whether it is the last one of the step."""
+    def run_backward(self, segments: Sequence[Segment], is_last: bool, ends_before: Sequence[str] = ()) -> None:
+        """Simulate the backward pass of a micro-batch.
+
+        Args:
+            is_last: whether it is the last one of the step.
+            ends_before: units that have run forward and through which no gradient passes, the last one first. FSDP
+                begins to gather the first of them, as it does not know where the gradient ends.
+        """
         blocks, order = self.order(segments)
+        order = [*order, *ends_before]
         for ahead in order[:1]:  # FSDP2 always prefetches for the root unit
             self.prefetch(ahead)
         made_before = 0

@@ -69,7 +69,7 @@ def samples_of(cfg: Config, rule: ImageTokens) -> Samples:
         # a plan needs no report, so a report that is missing or has another structure is ignored
         with contextlib.suppress(ArithmeticError, ValueError, KeyError, TypeError):
             return samples_of_report(read_object(path, {"kept": (int,)}, SMALL), path, cfg.data.max_length, rule)
-    instructs = Part.language in cfg.model.train
+    instructs = Part.language in cfg.model.trained
     text, images, labels, spread = (300.0, 0.94, 180.0, 350.0) if instructs else (20.0, 1.0, 20.0, 15.0)
     tiles, each = tiles_and_tokens_of_photo(rule)
     tokens = min(text + images * each, cfg.data.max_length)

@@ -40,6 +40,7 @@ def build_model(cfg: Config, parts: Parts, device: torch.device) -> Llava:
     kernel = choose_kernel(cfg.attention, parts.language, device, compute_dtype) if cfg.packs else None
     choose_compiling(cfg, device, kernel and kernel.attention)
     model = build_llava(parts, cfg.model, compute_dtype, kernel, cfg.loss)
+    model.check_trained_blocks()
     if cfg.parallel.tensor > 1:
         tensor_plan(model, cfg.parallel.tensor)  # raises an error if the model cannot be divided
     check_shared_experts(model.language_model, cfg.parallel.expert, cfg.parallel.tensor)

@@ -98,7 +98,7 @@ def show_run(
     facts.add_column(overflow="fold")
     toy = ", random weights" if cfg.model.random_weights and cfg.model.checkpoint is None else ""
     facts.add_row(cfg.stage.name, f"{cfg.model.name}: {model}{toy}; projector {projector.splitlines()[0]}")
-    facts.add_row("trains", describe_trained(weights))
+    facts.add_row("trains", describe_trained(weights) + describe_blocks(cfg.model.train))
     if cfg.model.lora.enabled:
         facts.add_row("adapters", describe_adapters(cfg.model.lora, list(weights)))
     if cfg.model.quantize.mode is not Quantizer.none:
@@ -126,6 +126,12 @@ def describe_trained(weights: dict[str, Weight]) -> str:
     trains, total = (sum(column) for column in zip(*((own, own + rest) for own, rest in counts.values()), strict=True))
     parts = ", ".join(f"{PARTS[part]} {own:,}" for part, (own, _) in counts.items() if own)
     return f"{trains:,} of {total:,} parameters ({trains / total:.1%}): {parts}"
+
+
+def describe_blocks(train: list[str]) -> str:
+    """Return the values of `model.train`, for the line of what trains, if one of them names blocks; else an empty
+    text."""
+    return f" (model.train=[{','.join(train)}])" if any(":" in text for text in train) else ""
 
 
 def describe_steps(cfg: Config, loader: Loader, mean: float) -> str:
