@@ -469,14 +469,31 @@ def test_steps_of_a_small_dataset_are_counted(
     assert config_checks.count_steps(cfg) == cfg.max_steps, "a large file is not read"
 
 
+def test_every_file_of_a_list_is_checked_and_counted(tmp_path: Path) -> None:
+    """Seven records in two files; a folder among them is not counted, so that the number of steps is not known."""
+    turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    one, two = tmp_path / "a.json", tmp_path / "b.jsonl"
+    one.write_text(json.dumps([{"conversations": turns}] * 4))
+    two.write_text(json.dumps({"messages": []}) + "\n" + json.dumps({"messages": []}) + "\n{}\n")
+    (tmp_path / "more").mkdir()
+    words = ["data=llava_json", "data.images=null", "epochs=1", "global_batch_size=2"]
+    cfg = config(*words, f"data.path=[{one},{two}]", "val.every=5", f"++val.sources.v.path=[{two},{one}]")
+    assert config_checks.count_steps(cfg) == 4
+    assert config_checks.data_paths(cfg)[0] == {
+        "data.path[0]": one, "data.path[1]": two, "val.sources.v.path[0]": two, "val.sources.v.path[1]": one,
+    }  # fmt: skip
+    assert config_checks.count_steps(config(*words, f"data.path=[{one},{tmp_path / 'more'}]")) is None
+
+
 def test_the_dataset_is_read(tmp_path: Path) -> None:
     records, images = tmp_path / "records.json", tmp_path / "images" / "coco"
     records.write_text("[]" * 100)
-    assert "or llava-fsdp prepare alone" in only(disk.judge_records("data.path", records), Level.OK).result
-    (tmp_path / "records.json.index").mkdir()
-    assert "index" not in only(disk.judge_records("data.path", records), Level.OK).result
+    index = tmp_path / "first.json.index"
+    assert "or llava-fsdp prepare alone" in only(disk.judge_records("data.path", records, index), Level.OK).result
+    index.mkdir()
+    assert "index" not in only(disk.judge_records("data.path", records, index), Level.OK).result
     records.write_text("")
-    only(disk.judge_records("data.path", records), Level.FAIL)
+    only(disk.judge_records("data.path", records, index), Level.FAIL)
     images.mkdir(parents=True)
     assert "no file" in only(disk.judge_images("data.images", disk.images_in(images.parent)), Level.FAIL).result
     for number in range(5):

@@ -95,7 +95,9 @@ def test_vqa_by_types(reply: Reply, keys: list[str], tmp_path: Path) -> None:
     )  # fmt: skip
     found = reply(cfg, ["Yes.", "two", "a red", "1,000", "right"])
     assert found["accuracy"] == pytest.approx((1 + 0.6 + 0.3 + 1 + 0) / 5)
-    assert found["groups"]["question type"]["how many"] == {"questions": 1, "accuracy": pytest.approx(0.6)}
+    how_many = found["groups"]["question type"]["how many"]
+    assert (how_many["questions"], how_many["accuracy"]) == (1, pytest.approx(0.6))
+    assert how_many["accuracy_blind_guess"] == 1 and found["question_texts"] == 5, "3, as eight of ten people say"
     assert found["groups"]["question type"]["what"]["accuracy"] == pytest.approx(2.3 / 4)
     assert found["questions"] == 5 and "accuracy_blank_pictures" not in found
     upload = json.loads((tmp_path / "upload.json").read_text())
@@ -378,6 +380,68 @@ def test_answers_to_blank_images_have_a_score_of_their_own(
     assert (found["accuracy"], found["accuracy_blank_pictures"]) == (1.0, 0.25)
 
 
+def two_sources(folder: Path) -> list[str]:
+    """Two sources with images of the same names: five cats on red images, in two files, and two dogs on blue ones."""
+    words = []
+    for name, colour, answers in (("cats", "red", ["cat"] * 4 + ["lion"]), ("dogs", "blue", ["dog", "cat"])):
+        (folder / name).mkdir()
+        rows = []
+        for number, answer in enumerate(answers):
+            Image.new("RGB", (9, 9), colour).save(folder / name / f"{number}.png")
+            talk = [{"from": "human", "value": "<image>\nwhat?"}, {"from": "gpt", "value": answer}]
+            rows.append({"id": f"{number}", "image": f"{number}.png", "conversations": talk})
+        write_json(folder / f"{name}.json", rows[:3])
+        files = [folder / f"{name}.json"]
+        if rows[3:]:
+            files.append(write_lines(folder / f"{name}.jsonl", rows[3:]))
+        words.append(f"++data.sources.{name}.path='{','.join(map(str, files))}'")
+        words.append(f"++data.sources.{name}.images={folder / name}")
+    return words
+
+
+def test_every_source_has_a_score_of_its_own(
+    keys: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The model says cat, and with blank images dog. Images are read from the source's own folder; a limit leaves
+    questions of both sources; the blind guess of all is cat (five of seven), of the dogs' source either."""
+    seen: list[tuple[bool, list[tuple[int, int, int]]]] = []
+
+    def say(self: Assistant, asked: list[Question], max_new_tokens: int, blank: bool = False) -> list[str]:
+        for question in asked:
+            (path,) = question.images
+            with Image.open(str(path)) as image:
+                seen.append((blank, [image.convert("RGB").getpixel((0, 0))]))  # type: ignore[list-item]
+        return ["dog" if blank else "Cat" for _ in asked]
+
+    monkeypatch.setattr(Assistant, "__init__", lambda self, *given, **named: None)
+    monkeypatch.setattr(Assistant, "answers", say)
+    own = [word for word in keys if not word.startswith("data.images")]
+    words = [*own, "data=llava_json", "data.images=null", *two_sources(tmp_path)]
+    evaluate(config(*words))
+    found = json.loads(capsys.readouterr().out)
+    assert (found["questions"], found["question_texts"]) == (7, 1)
+    assert (found["accuracy"], found["accuracy_blank_pictures"]) == (5 / 7, 1 / 7)
+    assert found["accuracy_blind_guess"] == 5 / 7 and set(found["data"]) == {"cats", "dogs"}
+    assert found["groups"]["source"] == {
+        "cats": {"questions": 5, "accuracy": 4 / 5, "accuracy_blank_pictures": 0.0, "accuracy_blind_guess": 4 / 5},
+        "dogs": {"questions": 2, "accuracy": 1 / 2, "accuracy_blank_pictures": 1 / 2, "accuracy_blind_guess": 1 / 2},
+    }
+    red, blue = (255, 0, 0), (0, 0, 255)
+    assert [pixel for blank, (pixel,) in seen if not blank] == [red, blue, red, blue, red, red, red]
+    evaluate(config(*words, "limit=3", f"answers={tmp_path / 'other.jsonl'}"))
+    groups = json.loads(capsys.readouterr().out)["groups"]["source"]
+    assert {name: own["questions"] for name, own in groups.items()} == {"cats": 2, "dogs": 1}
+    evaluate(config(*words, "limit=6", f"answers={tmp_path / 'other.jsonl'}"))
+    assert len(seen) == 2 * (7 + 6), "a raised limit asks the rest"
+
+
+def test_a_source_without_records_is_named(keys: list[str], tmp_path: Path) -> None:
+    words = [*keys, "data=llava_json", *two_sources(tmp_path)]
+    write_json(tmp_path / "dogs.json", [])
+    with pytest.raises(DataError, match=r"dogs\.json"):
+        read_questions(config(*words))
+
+
 @pytest.mark.parametrize(
     ("task", "content"),
     [("vqa", {"images": []}), ("yes_no", {"questions": [], "images": []}), ("yes_no", {"question_id": 1})],
@@ -432,7 +496,7 @@ def test_a_table_has_a_row_for_every_group(
     names = {line.strip().split("  ")[0] for line in said.splitlines()}
     assert {"all", "category: a", "category: [bold]b"} <= names
     assert next(line for line in said.splitlines() if "category: a" in line).split()[2:] == [
-        "3", "66.67", "100.00", "50.00", "66.67", "33.33",
+        "3", "66.67", "100.00", "100.00", "50.00", "66.67", "33.33",
     ]  # fmt: skip
 
 

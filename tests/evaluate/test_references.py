@@ -240,10 +240,12 @@ def test_what_is_printed_of_a_result(capsys: pytest.CaptureFixture[str]) -> None
         "3 questions answered; without right answers there are no scores",
     ]  # fmt: skip
     scores = {"questions": 3, "accuracy": 0.5, "mean_f1": 0.25, "accuracy_blank_pictures": 0.125}
+    scores |= {"accuracy_blind_guess": 0.25, "question_texts": 2}
     evaluate.print_result(0, asked, ["", "", ""], scores)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-2:] == ["mean F1 of the categories: 25.00%", "accuracy with blank images: 12.50%"]
-    assert ["all", "3", "50.00"] in [line.split() for line in lines]
+    assert lines[-3] == "mean F1 of the categories: 25.00%" and lines[-1] == "accuracy with blank images: 12.50%"
+    assert lines[-2].startswith("best blind guess") and lines[-2].endswith("2 question texts): 25.00%")
+    assert ["all", "3", "50.00", "12.50", "25.00"] in [line.split() for line in lines]
 
 
 def pope(number: int, category: str = "a", image: str = "0.jpg") -> BenchmarkQuestion:

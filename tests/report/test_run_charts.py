@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from imagined import imagine
@@ -10,7 +11,8 @@ from llava_fsdp.report import svg
 from llava_fsdp.report.downsample import Point
 from llava_fsdp.report.run_charts import charts_of
 from llava_fsdp.report.run_reader import Run, read_run
-from llava_fsdp.report.run_tables import answers
+from llava_fsdp.report.run_tables import answers, validation_sources
+from llava_fsdp.report.shown_answers import choose_answers
 from llava_fsdp.report.svg import Chart, Line, draw
 
 SOURCES = tuple("abcdefghijklmn")
@@ -73,6 +75,44 @@ def test_answers_of_the_last_validation_with_the_earlier_ones(run: Run) -> None:
         ("reference", "x | y"),
         ("earlier answers", "4,000: c\n5,000: d\n6,000: (empty)\n7,000: a\n8,000: b"),
     ]
+
+
+def answered(source: str | None, scores: list[float]) -> list[dict[str, Any]]:
+    return [{"source": source, "record": f"{source} {n}", "score": score} for n, score in enumerate(scores)]
+
+
+def test_wrong_answers_of_every_source_are_shown_first() -> None:
+    """The sources take turns; of each, wrong answers come first and are spread over it; right ones fill the rest."""
+    many = answered("a", [0.0] * 16)
+    assert [own["record"] for own in choose_answers(many, 4)] == ["a 0", "a 4", "a 8", "a 12"]
+    mixed = answered("a", [1, 1, 0.3, 1, 0]) + answered("b", [1, 1]) + answered(None, [0, 1, 1, 0, 1, 1, 1])
+    assert [own["record"] for own in choose_answers(mixed, 3)] == ["a 4", "b 0", "None 0"]
+    seven = ["a 0", "a 2", "a 4", "b 0", "b 1", "None 0", "None 3"]
+    assert [own["record"] for own in choose_answers(mixed, 7)] == seven
+    assert choose_answers(mixed, 99) == mixed and choose_answers(mixed, 0) == [] == choose_answers([], 3)
+    assert choose_answers(mixed, 5) == choose_answers(list(mixed), 5)
+
+
+def test_a_page_has_loss_and_score_of_every_validation_source(run: Run) -> None:
+    own = {"caps": {"loss": 2.0, "label_tokens": 30, "score": 0.25, "questions": 4},
+           "vqa": {"loss": None, "label_tokens": 0, "score": None, "questions": 0}}  # fmt: skip
+    whole = {"loss": 1.5, "label_tokens": 30, "score": 0.25, "questions": 4, "metric": "exact", "step": 10}
+    wrong = {"source": "caps", "record": "r", "question": "q", "answer": "a", "references": ["b"], "score": 0.0}
+    run.validations = [{**whole, "sources": own, "answers": [wrong]}]
+    charts = {chart.title: chart for chart in charts_of(run)}
+    assert [line.name for line in charts["Validation score"].lines] == ["score", "caps", "vqa"]
+    assert [point.mean for point in charts["Validation score"].lines[1].points] == [0.25]
+    table = "".join(validation_sources(run))
+    rows = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in re.findall(r"<tr>.*?</tr>", table, re.DOTALL)]
+    assert rows[1:] == [
+        ["all", "30", "1.5000", "4", "25.0%"],
+        ["caps", "30", "2.0000", "4", "25.0%"],
+        ["vqa", "0", "", "0", ""],
+    ]
+    assert "<dt>source</dt><dd>caps</dd>" in "".join(answers(run, lambda path: None))
+    del own["vqa"]
+    assert not [*validation_sources(run)], "one source is the total"
+    assert "<dt>source</dt>" not in "".join(answers(run, lambda path: None))
 
 
 def test_a_band_lies_between_the_least_and_the_greatest_values() -> None:

@@ -54,10 +54,10 @@ def test_what_a_row_is_called() -> None:
     assert "speed/mfu" not in found and "loss_by_source/b" not in found and "train/gradient_norm" not in found
     row = {"step": 3, "loss": 1.0, "score": None, "seconds": 2.0, "sources": {"a": {"loss": 1.0, "label_tokens": 4}}}
     assert values_of_validation(row) == {"validation/loss": 1.0, "validation/seconds": 2.0}
-    row |= {"score": 0.0, "sources": {"a": {"loss": 1.0}, "b": {"loss": None}, "c": {"loss": 0.0}}}
+    row |= {"score": 0.0, "sources": {"a": {"loss": 1.0, "score": 0.0}, "b": {"loss": None}, "c": {"loss": 0.0}}}
     assert values_of_validation(row) == {
         "validation/loss": 1.0, "validation/score": 0.0, "validation/seconds": 2.0, "validation_loss_by_source/a": 1.0,
-        "validation_loss_by_source/c": 0.0,
+        "validation_loss_by_source/c": 0.0, "validation_score_by_source/a": 0.0,
     }  # fmt: skip
 
 

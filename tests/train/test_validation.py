@@ -28,7 +28,7 @@ from llava_fsdp.data.loader import normalize
 from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
 from llava_fsdp.data.text.templates import template
 from llava_fsdp.data.validation_prompts import ask, lay_out_prompts
-from llava_fsdp.data.validation_set import held_out_sampler, spread, warn_of_trained
+from llava_fsdp.data.validation_set import held_out_sampler, spread, spread_over_sources, warn_of_trained
 from llava_fsdp.distributed.compile import run_block
 from llava_fsdp.distributed.eval_mode import evaluating
 from llava_fsdp.distributed.mesh import World, make_meshes
@@ -139,7 +139,8 @@ def test_numbers_are_those_of_transformers(
     (row,) = rows(folder)
     assert row["step"] == 30 and row["label_tokens"] == labels and row["questions"] == len(answers) == 34
     assert row["loss"] == pytest.approx(loss, rel=TOLERANCE)
-    assert row["sources"] == {"mixed": {"loss": row["loss"], "label_tokens": labels}}
+    same = {key: row[key] for key in ("loss", "label_tokens", "score", "questions")}
+    assert row["sources"] == {"mixed": same}
     assert [own["answer"] for own in row["answers"]] == answers
     assert len({*answers}) > 5 and any(len(own.split()) < 9 for own in answers), "the answers prove little"
     right = [own["answer"].strip().lower() == own["references"][0].strip().lower() for own in row["answers"]]
@@ -331,6 +332,12 @@ def test_every_source_has_a_loss_of_its_own(parts: Path, dataset: Path, held: Pa
         sum(own["loss"] * own["label_tokens"] for own in row["sources"].values()) / row["label_tokens"]
     )
     assert len({own["record"].partition(",")[0] for own in row["answers"]}) == 3
+    assert {own["source"] for own in row["answers"]} == {"caps", "kinds", "text"}
+    for name, own in row["sources"].items():
+        scores = [answer["score"] for answer in row["answers"] if answer["source"] == name]
+        assert own["questions"] == len(scores) > 0 and own["score"] == sum(scores) / len(scores)
+    assert row["questions"] == len(row["answers"]) == 6
+    assert row["score"] == sum(answer["score"] for answer in row["answers"]) / 6
     train.train(make_config(parts, dataset, tmp_path / "alone", *common, f"val.path={dataset / 'captions.json'}"))
     (alone,) = rows(tmp_path / "alone")
     assert alone["loss"] == pytest.approx(row["sources"]["caps"]["loss"], rel=TOLERANCE)
@@ -341,6 +348,10 @@ def test_order_is_spread_and_of_one_source_a_step() -> None:
     assert [order.samples(n) for n in range(order.per_epoch)] == [[0, 1, 2], [3], [5, 7, 9], [11]]
     assert [order.source(n) for n in range(order.per_epoch)] == [0, 0, 2, 2]
     assert spread(7, None) == spread(7, 7) == spread(7, 99) == list(range(7)) and spread(10, 3) == [0, 3, 6]
+    assert spread_over_sources([4, 6], 5) == [2, 3] and spread_over_sources([9], 4) == [4]
+    assert spread_over_sources([1000, 2, 0, 3], 4) == [2, 1, 0, 1], "a small source is asked, too"
+    assert spread_over_sources([1000, 2, 3], 2) == [1, 1, 0] and spread_over_sources([3, 2], 0) == [0, 0]
+    assert spread_over_sources([3, 2], 99) == [3, 2] and spread_over_sources([], 9) == []
     assert spread(5, 3) == [0, 1, 3] and spread(199, 100)[-1] == 197, "to the end of the file"
 
 

@@ -19,16 +19,15 @@ from llava_fsdp.train.validation_answers import Answered, AnswerGenerator
 def test_a_loss_is_the_mean_over_all_label_tokens() -> None:
     """Not the mean of the sources' means; null where there is no label, or no number."""
     losses = {"a": LossSum(6.0, 3), "b": LossSum(1.0, 4), "c": LossSum(0.0, 0)}
-    answers: Any = [SimpleNamespace(score=score) for score in (1.0, 0.5, 0.0)]
-    row = row_of(7, losses, answers, 1.5)
+    row = row_of(7, losses, {"a": [1.0], "b": [], "c": [0.5, 0.0]}, 1.5)
     assert (row["step"], row["loss"], row["label_tokens"], row["seconds"]) == (7, 1.0, 7, 1.5)
     assert row["sources"] == {
-        "a": {"loss": 2.0, "label_tokens": 3},
-        "b": {"loss": 0.25, "label_tokens": 4},
-        "c": {"loss": None, "label_tokens": 0},
+        "a": {"loss": 2.0, "label_tokens": 3, "score": 1.0, "questions": 1},
+        "b": {"loss": 0.25, "label_tokens": 4, "score": None, "questions": 0},
+        "c": {"loss": None, "label_tokens": 0, "score": 0.25, "questions": 2},
     }
     assert (row["score"], row["questions"]) == (0.5, 3)
-    none = row_of(7, {"a": LossSum(math.inf, 3), "b": LossSum(1.0, 4)}, [], 1.5)
+    none = row_of(7, {"a": LossSum(math.inf, 3), "b": LossSum(1.0, 4)}, {"a": [], "b": []}, 1.5)
     assert (none["loss"], none["sources"]["b"]["loss"], none["score"], none["questions"]) == (None, 0.25, None, 0)
 
 
@@ -59,15 +58,16 @@ def test_a_validation_that_is_owed_is_done_when_a_run_continues(step: int, done:
 
 def test_a_row_is_one_line() -> None:
     losses = {"a": LossSum(6.0, 3), "b": LossSum(math.nan, 4000)}
-    answers: Any = [SimpleNamespace(score=score) for score in (1.0, 0.5, 0.0, 0.0)]
-    row = row_of(7, losses, answers, 1.25) | {"metric": Metric.exact.value}
+    row = row_of(7, losses, {"a": [1.0, 0.5, 0.0], "b": [0.0]}, 1.25) | {"metric": Metric.exact.value}
     assert as_line(row) == (
         "validation after step 7: loss none of 4,003 label tokens (a 2.0000, b none), exact match 37.5% of 4 "
-        "questions, 1.2 s"
+        "questions (a 50.0% of 3, b 0.0% of 1), 1.2 s"
     )
     one = as_line(row | {"metric": Metric.vqa.value, "sources": {"a": row["sources"]["a"]}, "score": 0.0})
     assert "(" not in one and ", VQA accuracy 0.0% of 4" in one
-    assert "of 0 questions" not in as_line(row_of(7, losses, [], 1.25))
+    assert "of 0 questions" not in as_line(row_of(7, losses, {"a": [], "b": []}, 1.25))
+    unasked = row_of(7, losses, {"a": [1.0], "b": []}, 1.25) | {"metric": Metric.exact.value}
+    assert as_line(unasked).endswith("exact match 100.0% of 1 questions (a 100.0% of 1), 1.2 s")
 
 
 def test_an_answer_has_the_first_picture_of_its_question() -> None:
@@ -99,20 +99,24 @@ def test_questions_and_answers_have_half_of_the_tokens_of_a_training_row(
 
 def test_a_validation_that_is_reported_shows_some_answers_and_their_metric(tmp_path: Path) -> None:
     """The score is of all answers, also of those that are not shown; without questions there is no metric."""
-    question: Any = SimpleNamespace(record="r", question="q", reference="x", images=[])
-    held_out = SimpleNamespace(names=["a", "b"], questions=[question] * 3)
+    question: Any = SimpleNamespace(record="r", question="q", reference="x", images=[], source=0)
+    other: Any = SimpleNamespace(**{**vars(question), "source": 1})
+    held_out = SimpleNamespace(names=["a", "b"], questions=[question, question, other])
     passed: list[dict[str, Any]] = []
     held: Any = SimpleNamespace(
         state=SimpleNamespace(step=7), held_out=held_out, rows=Rows(tmp_path / "validation.jsonl"),
-        cfg=SimpleNamespace(val=SimpleNamespace(shown=2, metric=Metric.vqa)), on_result=passed.append,
+        cfg=SimpleNamespace(val=SimpleNamespace(shown=2)), metric=SimpleNamespace(name="vqa"), on_result=passed.append,
     )  # fmt: skip
     answers = [Answered(number, f"answer {number}", score) for number, score in ((0, 1.0), (1, 0.5), (2, 0.0))]
     losses = [LossSum(6.0, 3), LossSum(1.0, 4)]
     Validation.report(held, losses, answers, 1.5)
     (row,) = passed
-    assert [own["answer"] for own in row["answers"]] == ["answer 0", "answer 1"]
+    assert [(own["source"], own["answer"]) for own in row["answers"]] == [("a", "answer 1"), ("b", "answer 2")]
     assert (row["metric"], row["score"], row["questions"]) == ("vqa", 0.5, 3)
-    assert {name: own["loss"] for name, own in row["sources"].items()} == {"a": 2.0, "b": 0.25}
+    assert {name: (own["loss"], own["score"]) for name, own in row["sources"].items()} == {
+        "a": (2, 0.75),
+        "b": (0.25, 0),
+    }
     held_out.questions = []
     Validation.report(held, losses, [], 1.5)
     assert (passed[1]["metric"], passed[1]["answers"]) == (None, [])

@@ -4,6 +4,7 @@ import hashlib
 import math
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -28,16 +29,46 @@ MAGIC = re.compile(r"[*?[]")
 """Wildcard characters, which make a path a pattern."""
 REMOTE = re.compile(r"(s3|gs|hf)://")
 """Beginning of the URLs of the remote storages that are read."""
+ITEM = re.compile(r"""\s*('[^']*'|"[^"]*"|[^,]*)\s*(?:,|$)""")
+"""Matches an item of a list of paths, which may be in quotes, and the comma behind it."""
+QUOTES = ('"', "'")
 HELDOUT = "heldout.json"
 """Name of the file with the validation records of the embedded dataset (data=shapes)."""
 
 
 def paths_in(path: str) -> list[str]:
-    """Return the paths that the value of a configuration key such as `data.path` names: the text itself if it is an
-    existing path, else its parts between commas; brackets around a list are left out."""
+    """Return the paths that the value of a configuration key such as `data.path` names, at least one: the text itself
+    if it is an existing path; the items of a list in brackets, `[a.json, "b, c.jsonl"]`, which may be quoted; else the
+    parts between commas."""
     if os.path.exists(path):
         return [path]
-    return [part.strip() for part in path.removeprefix("[").removesuffix("]").split(",")]
+    if not (path.startswith("[") and path.endswith("]")):
+        return [part.strip() for part in path.split(",")]
+    items = [item.strip() for item in ITEM.findall(path[1:-1])[:-1]]  # the last one is the empty text at the end
+    is_quoted = [len(item) > 1 and item[0] == item[-1] and item[0] in QUOTES for item in items]
+    return [item[1:-1] if quoted else item for item, quoted in zip(items, is_quoted, strict=True)] or [""]
+
+
+def list_text(paths: Sequence[object], key: str) -> str:
+    """Return a list of paths as the text from which `paths_in` reads them.
+
+    Args:
+        key: name of the configuration key whose value the list is, for messages.
+
+    Raises:
+        ConfigError: an item is not a text, is empty, or has both kinds of quotes.
+    """
+    items = []
+    for number, path in enumerate(paths):
+        if not isinstance(path, str) or not path.strip():
+            raise ConfigError(f"{key}[{number}]={path!r} is not a path; every item of the list must be a text")
+        quote = next((quote for quote in QUOTES if quote not in path), None)
+        if quote is None:
+            raise ConfigError(f"{key}[{number}]={path} has both kinds of quotes; rename it, or name its folder")
+        items.append(path if re.fullmatch(r"[^,'\"\s]+", path) else f"{quote}{path}{quote}")
+    if not items:
+        raise ConfigError(f"{key}=[] names no file; name one")
+    return f"[{', '.join(items)}]"
 
 
 def fixed_part(path: str) -> str:
@@ -91,8 +122,8 @@ class DataConfig:
     root: str | None
     """Folder in which the files of the embedded dataset (data=shapes) are generated; other datasets ignore this key."""
     path: str | None
-    """Files of records (JSON lists, JSON Lines, Parquet or tars): a file, a folder, a pattern, or several of these
-    separated by commas. They may be remote: s3://, gs://, hf://datasets/ORG/NAME."""
+    """Files of records (JSON lists, JSON Lines, Parquet or tars): a file, a folder, a pattern, or a list of these. They
+    may be remote: s3://, gs://, hf://datasets/ORG/NAME."""
     images: str | None
     """Folder of the images; the image paths in records are relative to it. It may be remote, see data.path: then each
     image is a file of its own below it."""
@@ -269,11 +300,12 @@ class SamplerConfig:
 
 @dataclass(kw_only=True, slots=True)
 class HeldOutConfig:
-    """Configuration keys of one file of validation records, if there are several (val.sources.NAME)."""
+    """Configuration keys of one source of validation records, if there are several (val.sources.NAME)."""
 
     path: str
+    """Files of records, as in data.path."""
     images: str | None = None
-    """Folder of this file's images; null: val.images."""
+    """Folder of this source's images; null: val.images."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -284,20 +316,19 @@ class ValConfig:
     every: int | None
     """Number of steps between two validations; the last step is followed by one in any case; null: no validation."""
     path: str | None
-    """File of validation records, in one of the formats of data.path; null: with data=shapes, the embedded validation
-    set."""
+    """Files of validation records, as in data.path; null: with data=shapes, the embedded validation set."""
     images: str | None
     """Folder of the validation records' images; null: data.images."""
     sources: dict[str, HeldOutConfig]
-    """Several files of validation records by name, instead of the single file val.path; the loss is computed for each
-    file."""
+    """Several sources of validation records by name, instead of val.path; loss and score are also computed for each
+    source."""
     index: str | None
     """Folder of the validation records' index; null: the path of the (first) file with `.index` appended."""
     limit: int | None
-    """Maximum number of records of each file that are used, spread evenly over the file; null: all."""
+    """Maximum number of records of each source that are used, spread evenly over the source; null: all."""
     answers: int
-    """Number of questions that the model answers and that are scored, spread evenly over the records; 0: only the loss
-    is computed."""
+    """Number of questions that the model answers and that are scored, spread evenly over the records of all sources,
+    but at least one of each source; 0: only the loss is computed."""
     batch_size: int
     """Maximum number of answers that a rank generates at once; it generates fewer if they would need more than half of
     the tokens of a micro-batch."""
@@ -306,7 +337,8 @@ class ValConfig:
     metric: Metric
     """How an answer to a validation question is scored against the record's answer."""
     shown: int
-    """Number of answers of each validation that are written to validation.jsonl."""
+    """Number of answers of each validation that are written to validation.jsonl and shown on the report page: of every
+    source as many, wrong ones first."""
 
     def __post_init__(self) -> None:
         for name in ("every", "limit", "batch_size", "max_new_tokens"):

@@ -1,5 +1,6 @@
 """Convert a configuration that Hydra has composed to typed objects, with clear errors for wrong keys and values."""
 
+import copy
 import difflib
 import functools
 import re
@@ -9,10 +10,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar, get_type_hints
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
-from llava_fsdp.config.data import HeldOutConfig, SourceConfig
+from llava_fsdp.config.data import HeldOutConfig, SourceConfig, list_text
 from llava_fsdp.config.describe import takes
 from llava_fsdp.config.foreign_names import called_here
 from llava_fsdp.config.renamed import VALUES, present_key
@@ -44,6 +45,7 @@ def load(schema: type[T], node: DictConfig) -> T:
     """
     refuse_calls(node)
     refuse_unknown_keys(schema, node)
+    node = with_lists_as_texts(node)
     try:
         merged = OmegaConf.merge(node_of(schema), without_hydra(node))
         missing = sorted(OmegaConf.missing_keys(merged))
@@ -59,6 +61,27 @@ def load(schema: type[T], node: DictConfig) -> T:
                 f"{name} holds a secret (a token, or a password in an address), and is written to files: take it out"
             )
     return config
+
+
+def with_lists_as_texts(node: DictConfig) -> DictConfig:
+    """Return a composed configuration in which lists of paths (`data.path`, `val.sources.NAME.path` and the like) are
+    texts, as on the command line; the same object if it has no such list. OmegaConf has no type for a text or a list.
+
+    Raises:
+        ConfigError: a list has an item that is not a path.
+    """
+    keys = [f"{group}.path" for group in ("data", "val")]
+    for prefix in SOURCES:
+        sources = OmegaConf.select(node, prefix.removesuffix("."))
+        keys += [f"{prefix}{name}.path" for name in sources] if isinstance(sources, DictConfig) else []
+    found = {key: value for key in keys if OmegaConf.is_list(value := OmegaConf.select(node, key))}
+    if not found:
+        return node
+    node = copy.deepcopy(without_hydra(node))
+    with open_dict(node):
+        for key, value in found.items():
+            OmegaConf.update(node, key, list_text(OmegaConf.to_container(value, resolve=True), key))
+    return node
 
 
 @functools.cache

@@ -55,8 +55,8 @@ def paths_read(cfg: Config) -> dict[str, str]:
         sources = {f"{group}.sources.{name}": source for name, source in keys.sources.items()}
         for prefix, source in {group: keys, **sources}.items():
             named = paths_in(source.path) if source.path is not None else []
-            found = [fixed_part(path) for path in named if not is_remote(path)]
-            paths |= {f"{prefix}.path{f'[{n}]' if len(found) > 1 else ''}": path for n, path in enumerate(found)}
+            found = {n: fixed_part(path) for n, path in enumerate(named) if not is_remote(path)}
+            paths |= {f"{prefix}.path{f'[{n}]' if len(found) > 1 else ''}": path for n, path in found.items()}
             is_local = source.images is not None and not is_remote(source.images)
             paths[f"{prefix}.images"] = source.images if is_local else None
     if cfg.model.checkpoint is None:

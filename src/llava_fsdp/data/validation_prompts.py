@@ -37,6 +37,8 @@ class HeldOutQuestion:
     images: tuple[ImageFile, ...]
     sizes: tuple[Size, ...] | None = None
     """The sizes for which the tokens of the images were counted; None if they are not from a dataset's index."""
+    source: int = 0
+    """Index of the data source (part of the validation set) that the record is from."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +51,14 @@ class Prompts:
     """Attention mask, bool [rows, length]; False at padding."""
 
 
-def ask(record: Record, encoder: Encoder, reader: ImageReader, cfg: Config) -> HeldOutQuestion:
+def ask(record: Record, encoder: Encoder, reader: ImageReader, cfg: Config, source: int = 0) -> HeldOutQuestion:
     """Make a prompt, as token ids, from the first question of a validation record, with the conversation template that
     training uses.
 
     Args:
         encoder: converts the question to token ids.
         reader: computes the tokens of its images.
+        source: index of the data source that the record is from.
 
     Raises:
         DataError: the record does not begin with a question and its answer, or the model's own template refuses it.
@@ -77,9 +80,8 @@ def ask(record: Record, encoder: Encoder, reader: ImageReader, cfg: Config) -> H
     sizes = None if sizes is None else tuple(sizes[n] for n in order)
     sample = Sample(ids, np.full(len(ids), IGNORE), names, image_rows, 0, 0)
     question = text.replace(IMAGE_TAG, "").strip() if record.images else text
-    return HeldOutQuestion(
-        record.where, question, answer, sample, tuple(reader.checked_path(record, name) for name in names), sizes
-    )
+    files = tuple(reader.checked_path(record, name) for name in names)
+    return HeldOutQuestion(record.where, question, answer, sample, files, sizes, source)
 
 
 def lay_out_prompts(rows: Sequence[Row], collate: Collator) -> Prompts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -82,6 +83,23 @@ def spread(count: int, most: int | None) -> list[int]:
     return [number * count // most for number in range(most)]
 
 
+def spread_over_sources(counts: Sequence[int], most: int) -> list[int]:
+    """Return how many of at most `most` questions each data source gets: as many as fall on it if they are spread
+    evenly over all records, but at least one, where there are enough questions and the source has a record.
+
+    Args:
+        counts: number of records of each data source.
+    """
+    source_of = [source for source, count in enumerate(counts) for _ in range(count)]
+    share = Counter(source_of[place] for place in spread(len(source_of), most))
+    for source in sorted({*source_of} - share.keys()):
+        richest = max(share, key=lambda other: (share[other], -other), default=source)
+        if share[richest] > 1:
+            share[richest] -= 1
+            share[source] = 1
+    return [share[source] for source in range(len(counts))]
+
+
 def open_held_out(cfg: Config, open_loader: Callable[[Config, Choose], Loader], max_tokens: int) -> HeldOut:
     """Open the validation set that the configuration describes (`val`); its records are examined like training records.
 
@@ -131,11 +149,19 @@ def choose_questions(loader: Loader, sampler: HeldOutSampler, cfg: Config, max_t
         ConfigError: a question with its answer is too long for the language model, or for one rank where several ranks
             share the rows of training.
     """
-    numbers = [number for _, samples in sampler.steps for number in samples]
+    numbers: dict[int, list[int]] = {}
+    for source, samples in sampler.steps:
+        numbers.setdefault(source, []).extend(samples)
+    shares = spread_over_sources([len(own) for own in numbers.values()], cfg.val.answers)
+    places = [
+        (source, own[place])
+        for (source, own), share in zip(numbers.items(), shares, strict=True)
+        for place in spread(len(own), share)
+    ]
     questions = []
     steps = loader.steps
-    for place in spread(len(numbers), cfg.val.answers) if cfg.val.answers else ():
-        question = ask(steps.records[numbers[place]], steps.encoder, steps.image_reader, cfg)
+    for source, number in places:
+        question = ask(steps.records[number], steps.encoder, steps.image_reader, cfg, source)
         length = len(question.sample.input_ids)
         if length + cfg.val.max_new_tokens > max_tokens:
             raise ConfigError(

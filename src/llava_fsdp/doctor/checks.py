@@ -96,7 +96,8 @@ def output_speed(context: Context) -> Iterator[Finding]:
 def data(context: Context) -> Iterator[Finding]:
     records, images = config_checks.data_paths(context.cfg)
     for key, path in records.items():
-        yield from disk.judge_records(key, path)
+        cfg = context.cfg if key.startswith("data.") else context.cfg.held_out
+        yield from disk.judge_records(key, path, cfg.data.index_folder)
     for key, path in images.items():
         yield from disk.judge_images(key, disk.images_in(path))
 

@@ -3,10 +3,11 @@
 import contextlib
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from llava_fsdp.config import Config, ModelConfig, Source
+from llava_fsdp.config import Config, ModelConfig, Source, paths_in
 from llava_fsdp.config.paths import PACKAGED_OR_HUB, check_paths, exists, paths_read
 from llava_fsdp.data.records.forms import RecordKeys
 from llava_fsdp.data.records.record_file import RecordFile
@@ -19,6 +20,8 @@ CURE_ON_CPU = "fewer ranks, which share this machine's memory (gpus=N here), sha
 MOST_COUNTED = 16 << 20
 """Maximum size in bytes of all files of records together for which records are counted; counting more takes too
 long."""
+RECORDS = re.compile(r"\.path(\[\d+\])?$")
+"""Finds keys whose values are files of records; an item of a list has its number."""
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
@@ -145,11 +148,12 @@ def judge_bf16(cfg: Config, devices: list[dict]) -> Iterator[Finding]:
 
 def count_steps(cfg: Config) -> int | None:
     """Return about how many optimizer steps the training with the configuration `cfg` has; None if its data files are
-    too large to count their samples, or cannot be read."""
+    too large to count their samples, cannot be read, or are not named one by one."""
     if cfg.max_steps is not None:
         return cfg.max_steps
     files = [path for key, path in data_paths(cfg)[0].items() if key.startswith("data.")]
-    if not files or sum(path.stat().st_size for path in files) > MOST_COUNTED:
+    named = [path for source in cfg.data.sources.values() or [cfg.data] for path in paths_in(str(source.path))]
+    if not files or len(files) < len(named) or sum(path.stat().st_size for path in files) > MOST_COUNTED:
         return None
     with contextlib.suppress(LlavaFsdpError):  # other rows of the report, or the training, name the error
         records = sum(len(RecordFile(path, keys=RecordKeys.of_config(cfg.data))) for path in files)
@@ -163,6 +167,6 @@ def data_paths(cfg: Config) -> tuple[dict[str, Path], dict[str, Path]]:
     if cfg.data.source is Source.shapes:
         return {}, {}
     paths = {key: Path(name) for key, name in paths_read(cfg).items() if exists(name)}
-    records = {key: path for key, path in paths.items() if key.endswith(".path") and path.is_file()}
+    records = {key: path for key, path in paths.items() if RECORDS.search(key) and path.is_file()}
     images = {key: path for key, path in paths.items() if key.endswith(".images") and path.is_dir()}
     return records, images

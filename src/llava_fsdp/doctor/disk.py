@@ -173,19 +173,19 @@ def judge_images(name: str, paths: Iterable[Path]) -> Iterator[Finding]:
         yield ok(name, result)
 
 
-def judge_records(name: str, path: Path) -> Iterator[Finding]:
+def judge_records(name: str, path: Path, index: Path) -> Iterator[Finding]:
     """Measure how fast the file `path` of a dataset's samples is read. Yield the result.
 
     Args:
         name: name of the check in the report.
+        index: folder of the dataset's index, which need not exist.
     """
     with open(path, "rb") as file:
         handle = file.fileno()
         count = os.fstat(handle).st_size
         if not count:
-            yield fail(name, f"{path} is empty", "data.path names the file of the records")
+            yield fail(name, f"{path} is empty", f"name a file with records: {name}")
             return
         speed = read_speed(handle)
-    index = path.with_name(path.name + ".index")
     indexed = "" if index.exists() else "; no index yet: the first start makes it, or llava-fsdp prepare alone"
     yield ok(name, f"{path}: {readable(count)}, read at {readable(speed)}/s{indexed}")

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from llava_fsdp.config import DataConfig
+from llava_fsdp.config import DataConfig, is_remote
 from llava_fsdp.data.containers.data_files import CacheFolder, DataFiles, RemoteFolder, open_folder
 from llava_fsdp.data.containers.remote import RemoteStorage
 from llava_fsdp.data.images.check import check_links
@@ -14,25 +14,28 @@ from llava_fsdp.runtime.errors import DataError
 
 
 def check_images(questions: Iterable[BenchmarkQuestion], cfg: DataConfig) -> None:
-    """Check that every benchmark question has an `<image>` tag for each of its images, and that the images exist in the
-    folder of the configuration key `data.images`. Damaged images are only detected later, when they are read.
+    """Check that every benchmark question has an `<image>` tag for each of its images, and that the images exist in
+    their folder, which is that of the configuration key `data.images` or that of the question's data source. Damaged
+    images are only detected later, when they are read.
 
     Args:
         cfg: `data.*` keys of the configuration.
 
     Raises:
-        DataError: a question has more or fewer tags than images, or an image does not exist or is outside
-            `data.images`.
+        DataError: a question has more or fewer tags than images, or an image does not exist or is outside its folder.
         SourceError: the storage of a remote folder does not answer, or refuses.
     """
-    folder = folder_of(cfg)
-    if cfg.images is not None and isinstance(folder, Path) and not folder.is_dir():
+    if cfg.images is not None and not is_remote(cfg.images) and not Path(cfg.images).is_dir():
         raise DataError(f"data.images={cfg.images} is not a folder; give the one that the questions' images are in")
-    real_folder = os.path.realpath(cfg.images or ".")
     remote: dict[str, str] = {}
+    folders: dict[str | None, tuple[Path | RemoteFolder, str]] = {}
     for question in (question for question in questions if question.images):
+        images = question.images_folder or cfg.images
+        if images not in folders:
+            folders[images] = folder_of(cfg, images), os.path.realpath(images or ".")
+        folder, real_folder = folders[images]
         outside = [name for name in question.images if name not in question.inline]
-        if cfg.images is None and outside:
+        if images is None and outside:
             raise DataError(f"{question.where} has image {outside[0]}, and data.images is not set")
         tags = question.text.count(IMAGE_TAG)
         if tags != len(question.images):
@@ -51,16 +54,17 @@ def check_images(questions: Iterable[BenchmarkQuestion], cfg: DataConfig) -> Non
             raise not_there(remote[url], url)
 
 
-def folder_of(cfg: DataConfig) -> Path | RemoteFolder:
-    """Return the image folder of the configuration key `data.images`, local or remote. If the key is not set, return
-    the current folder, from which no image is read.
+def folder_of(cfg: DataConfig, images: str | None = None) -> Path | RemoteFolder:
+    """Return a folder of images, local or remote.
 
     Args:
         cfg: `data.*` keys of the configuration.
+        images: path or URL of the folder; None: that of the configuration key `data.images` or, if the key is not set,
+            the current folder, from which no image is read.
     """
     cache = CacheFolder(cfg.cache_folder / "images", cfg.cache_gb)
-    return open_folder(cfg.images or ".", DataFiles(cache=cache))
+    return open_folder(images or cfg.images or ".", DataFiles(cache=cache))
 
 
 def not_there(where: str, image: Path | str) -> DataError:
-    return DataError(f"{where}: image {image} does not exist; is data.images right?")
+    return DataError(f"{where}: image {image} does not exist; is its folder of images right?")

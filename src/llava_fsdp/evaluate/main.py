@@ -17,7 +17,7 @@ from xxhash import xxh3_128_hexdigest
 from llava_fsdp.chat.assistant import Assistant, Question
 from llava_fsdp.chat.open_model import open_model
 from llava_fsdp.checkpoint.manifest import MANIFEST_FILE
-from llava_fsdp.config import AUTO, EvaluateConfig, Format, Task, is_remote
+from llava_fsdp.config import AUTO, DataConfig, EvaluateConfig, Format, Task, is_remote
 from llava_fsdp.data.containers.data_files import RemoteFolder
 from llava_fsdp.data.containers.file_reader import reading
 from llava_fsdp.data.images.check import image_in
@@ -28,10 +28,11 @@ from llava_fsdp.data.text.templates import IMAGE_TAG, template
 from llava_fsdp.data.toy_shapes import draw_shapes
 from llava_fsdp.distributed.mesh import read_world
 from llava_fsdp.evaluate.answers_file import AnswersFile, Shard, blank_file, storage_errors
+from llava_fsdp.evaluate.blind_guess import count_texts, score_blind_guess
 from llava_fsdp.evaluate.check_images import check_images, folder_of
 from llava_fsdp.evaluate.question import BenchmarkQuestion
 from llava_fsdp.evaluate.read_questions import read_questions
-from llava_fsdp.evaluate.results import score_all, submission_of, table_of
+from llava_fsdp.evaluate.results import BLANK, BLIND, put_beside, score_all, submission_of, table_of
 from llava_fsdp.export.source_model import Opened
 from llava_fsdp.model.lora_files import FOLDER as ADAPTER
 from llava_fsdp.model.pretrained import EXPORT, resolve_model
@@ -64,13 +65,12 @@ def evaluate(cfg: EvaluateConfig) -> None:
     result: dict[str, Any] = {
         "checkpoint": cfg.model.checkpoint,
         "task": cfg.task.value,
-        "data": cfg.data.path if cfg.task is Task.conversations else cfg.questions,
+        "data": conversations_of(cfg.data) if cfg.task is Task.conversations else cfg.questions,
         "questions": len(questions),
     }
     if questions[0].references:
         result |= score_all(cfg.task, questions, answers)
-        if blank_answers is not None:
-            result["accuracy_blank_pictures"] = score_all(cfg.task, questions, blank_answers)["accuracy"]
+        put_comparisons(result, cfg.task, questions, blank_answers)
     if cfg.submission is not None:
         with storage_errors(f"submission={cfg.submission}"):
             Path(cfg.submission).parent.mkdir(parents=True, exist_ok=True)
@@ -79,6 +79,33 @@ def evaluate(cfg: EvaluateConfig) -> None:
         print(json.dumps(result))
     else:
         print_result(cfg.show, questions, answers, result)
+
+
+def conversations_of(cfg: DataConfig) -> str | dict[str, str] | None:
+    """Return the value of `data.path`, or of the keys `data.sources.NAME.path` by name."""
+    return {name: source.path for name, source in cfg.sources.items()} or cfg.path
+
+
+def put_comparisons(
+    result: dict[str, Any], task: Task, questions: list[BenchmarkQuestion], blank_answers: list[str] | None
+) -> None:
+    """Add to a model's scores, in place, what its accuracy is to be compared with: its accuracy with blank images, if
+    it was asked with them, and that of the best blind guess, each of all questions and of every group.
+
+    Args:
+        result: scores, as `score_all` returns them.
+        blank_answers: the model's answers to the questions with blank images.
+    """
+    if blank_answers is not None:
+        blank = score_all(task, questions, blank_answers)
+        of_groups = {
+            (kind, name): numbers["accuracy"]
+            for kind, groups in blank.get("groups", {}).items()
+            for name, numbers in groups.items()
+        }
+        put_beside(result, BLANK, blank["accuracy"], of_groups)
+    put_beside(result, BLIND, *score_blind_guess(task, questions))
+    result["question_texts"] = count_texts(questions)
 
 
 def open_shard(cfg: EvaluateConfig) -> Shard:
@@ -108,7 +135,7 @@ class AnswerGenerator:
 
     def __init__(self, cfg: EvaluateConfig, questions: list[BenchmarkQuestion], shard: Shard):
         self.cfg, self.questions, self.shard = cfg, questions, shard
-        self.folder = folder_of(cfg.data)
+        self.folders = {images: folder_of(cfg.data, images) for images in {own.images_folder for own in questions}}
         self.assistant: Assistant | None = None
         self.opened = open_as_trained(cfg)
         self.settings: dict[str, Any] = {}
@@ -160,7 +187,7 @@ class AnswerGenerator:
         with show("questions", len(questions)) as advance:
             for start in range(0, len(questions), cfg.batch_size):
                 batch = questions[start : start + cfg.batch_size]
-                paths = [with_paths(question, self.folder) for question in batch]
+                paths = [with_paths(question, self.folders[question.images_folder]) for question in batch]
                 try:
                     texts = self.assistant.answers(paths, cfg.max_new_tokens, blank)
                 except LlavaFsdpError as error:
@@ -250,5 +277,10 @@ def print_result(show: int, questions: list[BenchmarkQuestion], answers: list[st
         TextConsole(width=None if sys.stdout.isatty() else 120).print(table_of(result))
     if "mean_f1" in result:
         print(f"mean F1 of the categories: {result['mean_f1']:.2%}")
-    if "accuracy_blank_pictures" in result:
-        print(f"accuracy with blank images: {result['accuracy_blank_pictures']:.2%}")
+    if BLIND in result:
+        print(
+            "best blind guess (the answer that is right most often for each of "
+            f"{result['question_texts']:,} question texts): {result[BLIND]:.2%}"
+        )
+    if BLANK in result:
+        print(f"accuracy with blank images: {result[BLANK]:.2%}")

@@ -33,7 +33,7 @@ class BenchmarkQuestion:
     text: str
     """Question text as given to the model, with an `<image>` tag for every image."""
     images: tuple[str, ...]
-    """Image paths relative to `data.images`."""
+    """Image paths relative to `data.images`, or to `images_folder`."""
     where: str
     """File and place in the file from which the question was read, for error messages."""
     references: tuple[str, ...] = ()
@@ -45,6 +45,8 @@ class BenchmarkQuestion:
     scored separately."""
     inline: Mapping[str, ImageFile] = field(default_factory=dict, compare=False, repr=False)
     """Those images that are in the question's record itself or in its file, by the names in `images`."""
+    images_folder: str | None = None
+    """Path or URL of the folder that the image paths are relative to; None: `data.images`."""
     system: str | None = None
     """Text that replaces the system text of the model's conversation template; None: the template's text is kept."""
 

@@ -3,13 +3,14 @@ questions."""
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from llava_fsdp.config import EvaluateConfig, Task
 from llava_fsdp.data.containers.data_files import CacheFolder
 from llava_fsdp.data.images.check import inline_images
-from llava_fsdp.data.index.record_store import files_of, open_data_files, sources_of
+from llava_fsdp.data.index.record_store import DataSource, files_of, open_data_files, sources_of
 from llava_fsdp.data.records.forms import FORMS
 from llava_fsdp.data.records.record import (
     BYTE_ORDER_MARK,
@@ -38,6 +39,7 @@ from llava_fsdp.evaluate.references import answers_in_entry
 from llava_fsdp.evaluate.scienceqa_files import annotate_problems, read_choice_record
 from llava_fsdp.evaluate.vqa_files import annotate_textvqa, annotate_vqa, check_ten, read_vqa_questions
 from llava_fsdp.runtime.errors import ConfigError, DataError
+from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.safe_load import LARGE, read_json
 
 ANNOTATE = {
@@ -76,18 +78,33 @@ def read_questions(cfg: EvaluateConfig) -> list[BenchmarkQuestion]:
 
 
 def read_conversations(cfg: EvaluateConfig) -> list[BenchmarkQuestion]:
-    """Return the first question of every conversation in the dataset `data.path` of `cfg`, as questions of a benchmark.
-    The right answer is the answer in the conversation."""
-    if cfg.data.sources:
-        raise ConfigError("evaluate asks the questions of one source: name it with data.path, without data.sources")
-    found = files_of(sources_of(cfg.data))
-    data_files = open_data_files(found, CacheFolder(cfg.data.cache_folder / "images", cfg.data.cache_gb))
-    files = (RecordFile(file.path, cfg.data.max_record_bytes, file.keys, data_files) for file in found)
-    records = itertools.islice((file[n] for file in files for n in range(len(file))), cfg.limit)
-    questions = [first_question(record, number) for number, record in enumerate(records)]
-    if not questions:
-        raise DataError(f"data.path={cfg.data.path} holds no records")
-    return questions
+    """Return the first question of every conversation in the dataset of `cfg`, as questions of a benchmark. The right
+    answer is the answer in the conversation. Data sources take turns, so that `limit` leaves as many questions of each,
+    and each is a group of questions.
+
+    Raises:
+        DataError: a data source has no records, or a record does not begin with a question and its answer.
+    """
+    sources = sources_of(cfg.data)
+    cache = CacheFolder(cfg.data.cache_folder / "images", cfg.data.cache_gb)
+    data_files = open_data_files(files_of(sources), cache)
+
+    def questions_in(source: DataSource) -> Iterator[BenchmarkQuestion]:
+        files = (RecordFile(file.path, cfg.data.max_record_bytes, file.keys, data_files) for file in source.files)
+        groups = (("source", source.name),) if len(sources) > 1 else ()
+        question = None
+        for record in (file[n] for file in files for n in range(len(file))):
+            question = replace(first_question(record), groups=groups, images_folder=source.images)
+            yield question
+        if question is None:
+            key = f"data.sources.{source.name}.path" if cfg.data.sources else "data.path"
+            raise DataError(f"{key}={source.path} holds no records")
+
+    if any(own.weight is not None or own.epochs is not None for own in cfg.data.sources.values()):
+        log().info("every record of data.sources is asked once, whatever their epochs and weights")
+    turns = itertools.zip_longest(*map(questions_in, sources))
+    asked = itertools.islice((own for turn in turns for own in turn if own is not None), cfg.limit)
+    return [replace(question, number=number) for number, question in enumerate(asked)]
 
 
 def first_question(record: Record, number: int = 0) -> BenchmarkQuestion:

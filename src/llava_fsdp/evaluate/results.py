@@ -1,7 +1,7 @@
 """Compute the scores of a model's answers to a benchmark, of all answers and of groups of them, and arrange the scores
 in a table."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.box import SIMPLE
@@ -15,8 +15,14 @@ from llava_fsdp.evaluate.scoring import LETTERS
 Numbers = dict[str, Any]
 Questions = Sequence[BenchmarkQuestion]
 Score = Callable[[Questions, Sequence[str]], Numbers]
-COLUMNS = ("accuracy", "invalid", "precision", "recall", "f1", "yes_ratio")
-"""All columns of the table of scores, in order. A table has only the columns for which its task has scores."""
+BLANK, BLIND = "accuracy_blank_pictures", "accuracy_blind_guess"
+"""Names of two accuracies beside that of the model: of its answers to blank images, and of the best blind guess."""
+COLUMNS = {
+    "accuracy": "accuracy", BLANK: "blank images", BLIND: "blind guess", "invalid": "invalid", "precision": "precision",
+    "recall": "recall", "f1": "f1", "yes_ratio": "yes ratio",
+}  # fmt: skip
+"""All columns of the table of scores, in order: name of the score -> title. A table has only the columns for which its
+task has scores."""
 
 
 def mean_of(accuracy: Callable[[str, Sequence[str]], float]) -> Score:
@@ -59,6 +65,34 @@ def groups_of(question: BenchmarkQuestion, task: Task) -> tuple[tuple[str, str],
     return (*question.groups, ("picture", "with" if question.images else "without"))
 
 
+def members_of(task: Task, questions: Questions) -> dict[tuple[str, str], list[int]]:
+    """Return the indices of the questions of each group: (kind of group, name of group) -> indices, sorted by kind and
+    name.
+
+    Args:
+        task: kind of the benchmark.
+    """
+    members: dict[tuple[str, str], list[int]] = {}
+    for index, question in enumerate(questions):
+        for group in groups_of(question, task):
+            members.setdefault(group, []).append(index)
+    return dict(sorted(members.items()))
+
+
+def put_beside(result: Numbers, name: str, accuracy: float, groups: Mapping[tuple[str, str], float]) -> None:
+    """Add an accuracy to compare with to a benchmark's scores and to those of each group, in place.
+
+    Args:
+        result: scores, as `score_all` returns them.
+        name: name of the added accuracy.
+        accuracy: its value for all questions.
+        groups: its value for each group: (kind of group, name of group) -> accuracy.
+    """
+    result[name] = accuracy
+    for (kind, group), value in groups.items():
+        result["groups"][kind][group][name] = value
+
+
 def score_all(task: Task, questions: Questions, answers: Sequence[str]) -> Numbers:
     """Return the scores (accuracy, ...) of a model's answers by name: of all answers, and, under the key `groups`, of
     each group of questions: kind of group -> name of group -> scores.
@@ -71,12 +105,8 @@ def score_all(task: Task, questions: Questions, answers: Sequence[str]) -> Numbe
         answers: one answer for each question.
     """
     score = SCORES[task]
-    members: dict[tuple[str, str], list[int]] = {}
-    for index, question in enumerate(questions):
-        for group in groups_of(question, task):
-            members.setdefault(group, []).append(index)
     groups: dict[str, dict[str, Numbers]] = {}
-    for (kind, name), indices in sorted(members.items()):
+    for (kind, name), indices in members_of(task, questions).items():
         numbers = score([questions[i] for i in indices], [answers[i] for i in indices])
         groups.setdefault(kind, {})[name] = {"questions": len(indices)} | numbers
     total = score(questions, answers)
@@ -95,8 +125,8 @@ def table_of(result: Numbers) -> Table:
     shown = [name for name in COLUMNS if name in result]
     table = Table(box=SIMPLE, pad_edge=False, title="scores in percent, of all and by group", title_justify="left")
     table.add_column("", no_wrap=True)
-    for name in ("questions", *shown):
-        table.add_column(name.replace("_", " "), justify="right", no_wrap=True)
+    for title in ("questions", *(COLUMNS[name] for name in shown)):
+        table.add_column(title, justify="right", no_wrap=True)
     rows = [("all", result)]
     for kind, groups in result.get("groups", {}).items():
         rows += [(f"{kind}: {name}", numbers) for name, numbers in groups.items()]

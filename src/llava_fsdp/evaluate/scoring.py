@@ -7,6 +7,7 @@ oddities are those of vqaEval.py (github.com/GT-Vision-Lab/VQA) and of the class
 lmms-eval (llava/eval/m4c_evaluator.py); `docs/evaluation.md` lists them.
 """
 
+import functools
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -167,12 +168,14 @@ def exact_match(answer: str, references: Sequence[str]) -> float:
     return float(answer.strip().lower() in {r.strip().lower() for r in references})
 
 
+@functools.lru_cache(1 << 16)
 def normalize_vqa(text: str) -> str:
     """Return an answer as VQAv2's evaluation normalises it: without punctuation and articles, and with digits for
     number words."""
     return plain_words(without_punctuation(one_line(text)))
 
 
+@functools.lru_cache(1 << 16)
 def prepare_submission(text: str) -> str:
     """Return a model's answer as LLaVA prepares it for EvalAI's server: lower case, without commas and question marks,
     `'s` separated from its word by a space, and then normalised as VQAv2's evaluation does."""

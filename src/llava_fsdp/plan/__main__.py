@@ -10,18 +10,22 @@ import sys
 from llava_fsdp.config import PlanConfig, cli
 from llava_fsdp.runtime.imports import importing
 from llava_fsdp.runtime.log import leave_noise_out
+from llava_fsdp.runtime.progress import StageLine
 
 
 def main() -> None:
     words = sys.argv[1:]
 
     def task(cfg: PlanConfig) -> None:
-        with importing():  # after the command line is checked, as torch takes seconds
-            from llava_fsdp.plan.main import plan
-            from llava_fsdp.train.preflight import warn_if_refused
+        with StageLine("plan") as line:
+            line.stage("loading torch")
+            with importing():  # after the command line is checked, as torch takes seconds
+                from llava_fsdp.plan.main import plan
+                from llava_fsdp.train.preflight import warn_if_refused
 
-        warn_if_refused(cfg, here=cfg.gpu == "auto")
-        plan(cfg, words)
+            line.stage("checks of the configuration")
+            warn_if_refused(cfg, here=cfg.gpu == "auto")
+            plan(cfg, words, line)
 
     leave_noise_out()
     cli.run("plan", PlanConfig, task)

@@ -20,7 +20,7 @@ from llava_fsdp.plan.activations import MicroBatches
 from llava_fsdp.plan.planner import Choice, Planner, PlanRow, Ranks
 from llava_fsdp.plan.search import largest_that_fits, place_of, ways_to_share_experts
 from llava_fsdp.runtime.errors import ConfigError
-from llava_fsdp.runtime.progress import watch
+from llava_fsdp.runtime.progress import Advance, Watch, watch
 
 C = TypeVar("C", bound=Config)
 NEAR = 1.03
@@ -88,6 +88,8 @@ class Searcher(Generic[C]):
     """Returns the planner of a configuration; called until it succeeds once."""
     ways_of: Callable[[Planner, C], Ways]
     """Returns the ways to train with a planner's layout."""
+    show: Watch = watch
+    """Shows how many of the layouts, and of the fastest ways that fit, have been found."""
 
     def search(self, cfg: C, world_size: int, node_size: int, count: int = 1) -> Search:
         """Find the fastest ways to train that fit into memory.
@@ -107,7 +109,7 @@ class Searcher(Generic[C]):
         refused: ConfigError | None = None
         found: list[Candidate] = []
         possible = layouts(cfg, world_size, node_size)
-        with watch("layouts of ranks", len(possible)) as advance:
+        with self.show("layouts of ranks", len(possible)) as advance:
             for tried in possible:
                 try:
                     planner = self.planner_of(tried) if first is None else first.with_layout(tried)
@@ -122,7 +124,8 @@ class Searcher(Generic[C]):
                 f"global_batch_size={cfg.global_batch_size}, and a row room for a sample of data.max_length="
                 f"{cfg.data.max_length}"
             )
-        return fastest(found, count)
+        with self.show("memory of the fastest ways", count) as advance:
+            return fastest(found, count, advance)
 
 
 def layouts(cfg: C, world_size: int, node_size: int) -> list[C]:
@@ -200,8 +203,12 @@ def least_work(splits: Sequence[MicroBatches]) -> MicroBatches:
     return MicroBatches([replace(splits[0][0], rows=1, length=tokens // count, labels=labels // count)] * count)
 
 
-def fastest(found: Sequence[Candidate], count: int) -> Search:
-    """Return the `count` fastest ways to train that fit into memory, the chosen one first."""
+def fastest(found: Sequence[Candidate], count: int, advance: Advance = lambda count: None) -> Search:
+    """Return the `count` fastest ways to train that fit into memory, the chosen one first.
+
+    Args:
+        advance: called with 1 for each of them that is found.
+    """
     order, measured = itertools.count(), 0
     # (seconds, order of insertion, candidate, whether the seconds are those of its fastest size of micro-batches and
     # not only a lower bound, its plan if its memory is known)
@@ -217,6 +224,7 @@ def fastest(found: Sequence[Candidate], count: int) -> Search:
             ways = one.ways
             if row is not None:
                 fitting.append((one, Planned(ways.planner, ways.ranks, row)))
+                advance(1)
             elif not is_exact:
                 heapq.heappush(waiting, (one.least, next(order), one, True, None))
             else:

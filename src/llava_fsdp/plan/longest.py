@@ -23,6 +23,7 @@ from llava_fsdp.plan.workload import Samples, packed_row
 from llava_fsdp.report.downsample import Point
 from llava_fsdp.report.svg import Chart, Line
 from llava_fsdp.runtime.errors import ConfigError
+from llava_fsdp.runtime.progress import Advance, Watch, watch_silently
 
 MOST_TOKENS = 1 << 20
 """Greatest length of a sample that is tried; a longer one may fit."""
@@ -32,16 +33,34 @@ MODES = (ActivationCheckpointing.full, ActivationCheckpointing.offload)
 """Modes of activation checkpointing that are tried: those that keep the fewest bytes on the device."""
 
 
-def longest(cfg: PlanConfig, machine: Machine, parts: Parts) -> list[dict[str, Any]]:
+def longest(cfg: PlanConfig, machine: Machine, parts: Parts, show: Watch = watch_silently) -> list[dict[str, Any]]:
     """Predict the longest sample with which a step fits into memory, with zero3, for 1, 2, 4, ... GPUs and each number
     of ranks that may process a row together. Each row holds one sample, with the mix of images, text and labels that
     the dataset has on average. Lengths beyond the positions of the language model are reported as well.
 
+    Args:
+        show: shows how many of the numbers of GPUs and of ranks per row have been predicted.
+
     Returns:
         An object for each number of GPUs and of ranks per row; `tokens` is 0 if no sample fits.
     """
+    contexts = sizes_of(cfg, parts)
+    tried = sum(gpus % context == 0 for context in contexts for gpus in counts(cfg))
+    with show("longest samples", tried) as advance:
+        return points_of(cfg, machine, parts, contexts, advance)
+
+
+def points_of(
+    cfg: PlanConfig, machine: Machine, parts: Parts, contexts: Sequence[int], advance: Advance
+) -> list[dict[str, Any]]:
+    """Return the objects of `longest`.
+
+    Args:
+        contexts: numbers of ranks per row.
+        advance: called with 1 after each object.
+    """
     points = []
-    for context in sizes_of(cfg, parts):
+    for context in contexts:
         own = replace(cfg.parallel, context=context)
         planner = Planner(replace(cfg, parallel=own, tokens_per_micro_batch=None), machine, parts=parts)
         modes = MODES if machine.device == "cuda" else MODES[:1]
@@ -61,6 +80,7 @@ def longest(cfg: PlanConfig, machine: Machine, parts: Parts) -> list[dict[str, A
                     "bytes": None if row is None else row.bytes["total"],
                 }
             )
+            advance(1)
     return points
 
 

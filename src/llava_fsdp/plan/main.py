@@ -41,6 +41,7 @@ from llava_fsdp.plan.table import as_object, names, search_object, show_longest,
 from llava_fsdp.runtime.console import TextConsole
 from llava_fsdp.runtime.errors import LlavaFsdpError, ModelError
 from llava_fsdp.runtime.log import log
+from llava_fsdp.runtime.progress import StageLine, watch_silently
 
 OWN_KEYS = {"gpus", "nodes", "gpu", "rows", "page", "longest", "format"}
 TRIED = {"sharding", "activation_checkpointing", "offload"}
@@ -50,18 +51,19 @@ CHOSEN = TRIED | {"tokens_per_micro_batch", "dry_run"}
 the planner chooses, and `dry_run`, which would keep the command from training."""
 
 
-def plan(cfg: PlanConfig, typed: Sequence[str] = ()) -> None:
+def plan(cfg: PlanConfig, typed: Sequence[str] = (), line: StageLine | None = None) -> None:
     """Print predicted memory and time for all sharding strategies and modes of activation checkpointing and offload,
     and the command that trains in the best way.
 
     Args:
         typed: the user's command-line arguments. Those that `train` takes, too, are copied into the printed command.
+        line: says on standard error what is being done; None: a new one.
 
     Raises:
         ModelError: the model cannot be computed on the meta device.
     """
     try:
-        print_plan(cfg, typed)
+        print_plan(cfg, typed, line or StageLine("plan"))
     except LlavaFsdpError:
         raise
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:  # raised by torch and transformers
@@ -69,7 +71,8 @@ def plan(cfg: PlanConfig, typed: Sequence[str] = ()) -> None:
         raise ModelError(f"the planner cannot compute this model ({why}); is its config.json right?") from error
 
 
-def print_plan(cfg: PlanConfig, typed: Sequence[str]) -> None:
+def print_plan(cfg: PlanConfig, typed: Sequence[str], line: StageLine) -> None:
+    line.stage("the shapes of the model")
     machine = machine_named(cfg.gpu, cfg.gpus)
     cfg, fp16 = with_fp16(cfg, machine, typed)
     typed = [*typed, *fp16]
@@ -78,7 +81,7 @@ def print_plan(cfg: PlanConfig, typed: Sequence[str]) -> None:
     if padded is not None:
         log().info("auto: %s", padded)
     if cfg.longest:
-        return print_longest(cfg, machine, parts)
+        return print_longest(cfg, machine, parts, line)
     warn_of_length(cfg, parts)
     tried = sorted({key_of(word) for word in typed} & TRIED)
     if tried:
@@ -99,7 +102,7 @@ def print_plan(cfg: PlanConfig, typed: Sequence[str]) -> None:
 
     def plan_with(tried: PlanConfig) -> tuple[Planner, list[PlanRow]]:
         own = ways(planner_of(tried), tried)
-        return own.planner, plan_rows(own.planner, own.choices, own.ranks, own.splits)
+        return own.planner, plan_rows(own.planner, own.choices, own.ranks, own.splits, line.watch)
 
     more: dict[str, Any] = {}
     search = None
@@ -107,7 +110,7 @@ def print_plan(cfg: PlanConfig, typed: Sequence[str]) -> None:
     in_any_mode = ActivationCheckpointingConfig(mode=ActivationCheckpointing.auto, budget=None)
     searched_cfg = replace(cfg, activation_checkpointing=in_any_mode)
     if cfg.parallel.search:
-        search = Searcher(planner_of, ways).search(searched_cfg, world_size, cfg.gpus, cfg.rows)
+        search = Searcher(planner_of, ways, line.watch).search(searched_cfg, world_size, cfg.gpus, cfg.rows)
         planner, rows = search.rows[0].planner, [one.row for one in search.rows]
         more["search"] = search_object(search)
     else:
@@ -119,9 +122,10 @@ def print_plan(cfg: PlanConfig, typed: Sequence[str]) -> None:
             unsearched = replace(cfg.parallel, search=False, context=cfg.parallel.num_context)
             plain = planner.with_layout(replace(cfg, parallel=unsearched))
             searched = partial(fastest_on, cfg=searched_cfg, known=search.rows[0], ways=ways)
-        points = scale(plain, cfg.gpus, cfg.nodes, is_free, searched)
+        points = scale(plain, cfg.gpus, cfg.nodes, is_free, searched, line.watch)
         assumed = assumptions(plain.machine, plain.samples)
         more |= {"scaling": points, "assumptions": assumed, "page": str(write_page(points, plain, Path(cfg.page)))}
+    line.close()
     if cfg.format is Format.json:
         print(json.dumps(as_object(planner, rows, best, more)))
         return
@@ -143,7 +147,7 @@ def fastest_on(world_size: int, cfg: PlanConfig, known: Planned, ways: Callable[
     """
     if world_size == known.ranks.world_size:
         return known
-    searcher = Searcher(known.planner.with_layout, partial(ways, world_size=world_size))
+    searcher = Searcher(known.planner.with_layout, partial(ways, world_size=world_size), watch_silently)
     return searcher.search(cfg, world_size, cfg.gpus).rows[0]
 
 
@@ -157,9 +161,10 @@ def warn_of_length(cfg: PlanConfig, parts: Parts) -> None:
         )  # fmt: skip
 
 
-def print_longest(cfg: PlanConfig, machine: Machine, parts: Parts) -> None:
+def print_longest(cfg: PlanConfig, machine: Machine, parts: Parts, line: StageLine) -> None:
     """Print the longest samples that can be trained on 1, 2, 4, ... GPUs, and write a page with a chart of them."""
-    points = longest(cfg, machine, parts)
+    points = longest(cfg, machine, parts, line.watch)
+    line.close()
     title = (
         f"{cfg.model.name}, {machine.name}, {cfg.precision.param_dtype.value}, zero3; train refuses more than the "
         f"{parts.language.max_position_embeddings:,} positions of the language model"

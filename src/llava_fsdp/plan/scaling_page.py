@@ -1,6 +1,7 @@
 """Write an HTML page with predicted tokens per second on 1, 2, 4, ... nodes, for zero3 over all ranks and for hybrid
 sharding, which shards within each node."""
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from pathlib import Path
@@ -17,6 +18,7 @@ from llava_fsdp.report.downsample import Point
 from llava_fsdp.report.html import heading, section, table, whole_page
 from llava_fsdp.report.svg import COLOURS, Chart, Line, draw
 from llava_fsdp.runtime.errors import ConfigError
+from llava_fsdp.runtime.progress import Watch, watch_silently
 
 STRATEGIES = {"zero3": Strategy.FULL_SHARD, "hybrid": Strategy.HYBRID_SHARD}
 SEARCHED = "fastest layout"
@@ -24,7 +26,12 @@ SEARCHED = "fastest layout"
 
 
 def scale(
-    planner: Planner, gpus: int, nodes: int, is_free: bool, search: Callable[[int], Planned] | None = None
+    planner: Planner,
+    gpus: int,
+    nodes: int,
+    is_free: bool,
+    search: Callable[[int], Planned] | None = None,
+    show: Watch = watch_silently,
 ) -> list[dict[str, Any]]:
     """Predict the fastest training that fits into memory on 1, 2, 4, ... and `nodes` nodes, with zero3, with hybrid
     sharding and, if `search` is given, with the fastest layout of ranks. A step has the same number of samples for
@@ -41,21 +48,31 @@ def scale(
         is_free: whether to try micro-batches of all sizes; if false, only those that the configuration sets.
         search: finds the fastest way to train on a number of ranks (`parallel=auto`), and raises ConfigError if there
             is no layout of so many.
+        show: shows how many of the numbers of nodes have been predicted.
     """
     points = []
-    for count in node_counts(nodes):
-        for name, row in plain_ways(planner, gpus, count, is_free):
-            points.append(point(count, name, row))
-        if search is not None:
-            try:
-                found = search(gpus * count)
-            except ConfigError:
-                continue
+    counts = node_counts(nodes)
+    with show("numbers of nodes", len(counts)) as advance:
+        for count in counts:
+            points += points_of(planner, gpus, count, is_free, search)
+            advance(1)
+    return points
+
+
+def points_of(
+    planner: Planner, gpus: int, count: int, is_free: bool, search: Callable[[int], Planned] | None
+) -> Iterator[dict[str, Any]]:
+    """Yield the points of all curves on `count` nodes, as objects for JSON. The other arguments are those of
+    `scale`."""
+    for name, row in plain_ways(planner, gpus, count, is_free):
+        yield point(count, name, row)
+    if search is not None:
+        with contextlib.suppress(ConfigError):
+            found = search(gpus * count)
             own = found.parallel
             sizes = {key: getattr(own, key) for key in ("context", "tensor", "expert", "pipeline")}
             layout = [found.row.choice.zero, *(f"{key} {size}" for key, size in sizes.items() if size > 1)]
-            points.append(point(count, SEARCHED, found.row, ", ".join(layout)))
-    return points
+            yield point(count, SEARCHED, found.row, ", ".join(layout))
 
 
 def plain_ways(planner: Planner, gpus: int, count: int, is_free: bool) -> Iterator[tuple[str, PlanRow]]:
@@ -73,7 +90,7 @@ def plain_ways(planner: Planner, gpus: int, count: int, is_free: bool) -> Iterat
         ]
         try:
             splits = splits_to_try(planner, planner.cfg, world_size, is_free)
-            rows = plan_rows(planner, choices, Ranks(world_size, gpus, gpus), splits)
+            rows = plan_rows(planner, choices, Ranks(world_size, gpus, gpus), splits, watch_silently)
         except ConfigError:  # impossible with so many ranks
             continue
         yield name, rows[0]

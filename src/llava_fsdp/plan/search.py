@@ -21,7 +21,7 @@ from llava_fsdp.plan.hardware import Machine
 from llava_fsdp.plan.planner import Choice, Planner, PlanRow, Ranks
 from llava_fsdp.plan.workload import configured_split, possible_splits
 from llava_fsdp.runtime.errors import ConfigError
-from llava_fsdp.runtime.progress import watch
+from llava_fsdp.runtime.progress import Watch, watch
 
 BUDGET = 0.5
 """Value of `activation_checkpointing.budget`, the share of a block's activations that is kept, if the configuration
@@ -118,7 +118,11 @@ def ways_to_share_experts(cfg: Config, ways: Sequence[Choice], ranks: Ranks) -> 
 
 
 def plan_rows(
-    planner: Planner, ways: Sequence[Choice], ranks: Ranks, splits: Sequence[Sequence[MicroBatch]]
+    planner: Planner,
+    ways: Sequence[Choice],
+    ranks: Ranks,
+    splits: Sequence[Sequence[MicroBatch]],
+    show: Watch = watch,
 ) -> list[PlanRow]:
     """Predict memory and time of each way to train, and sort: ways that fit into memory come first, the fastest before
     slower ones; then those that do not fit, the one that needs the fewest bytes first.
@@ -129,11 +133,12 @@ def plan_rows(
         ranks: numbers of ranks: in all, per copy of the model, and per node.
         splits: ways to split a rank's samples of a step into micro-batches, those with the largest micro-batches first.
             For each way to train, the first one that fits is used.
+        show: shows how many of the ways have been predicted.
     """
     sizes = planner.sizes_to_measure(splits)
     ways = ways_to_share_experts(planner.cfg, ways, planner.own_ranks(ranks))
     rows = []
-    with watch("ways to train", len(ways)) as advance:
+    with show("ways to train", len(ways)) as advance:
         for choice in ways:
             rows.append(largest_that_fits(planner, choice, ranks, splits, sizes))
             advance(1)

@@ -78,16 +78,18 @@ def width_note(run: Run) -> str:
 def validation_charts(rows: list[dict[str, Any]], marks: list[int]) -> Iterator[Chart]:
     names = list(dict.fromkeys(name for row in rows for name in row.get("sources") or {}))[:MOST_SOURCES]
     lines = [Line("all", values_of(rows, lambda row: row.get("loss")), 0, True)]
+    scores = [Line("score", values_of(rows, lambda row: row.get("score")), 0, True)]
     if len(names) > 1:
-        lines += [Line(name, values_of(rows, loss_of(name)), n, True) for n, name in enumerate(names, start=1)]
+        for n, name in enumerate(names, start=1):
+            lines.append(Line(name, values_of(rows, of_source(name, "loss")), n, True))
+            scores.append(Line(name, values_of(rows, of_source(name, "score")), n, True))
     yield Chart("Validation loss", lines, "a label token", logs=True, marks=marks)
     metric = next((str(row["metric"]) for row in rows if row.get("metric")), "")
-    scores = [Line("score", values_of(rows, lambda row: row.get("score")), 0, True)]
     yield Chart("Validation score", scores, metric, marks=marks)
 
 
-def loss_of(name: str) -> Callable[[dict[str, Any]], float | None]:
-    return lambda row: (row.get("sources") or {}).get(name, {}).get("loss")
+def of_source(name: str, key: str) -> Callable[[dict[str, Any]], float | None]:
+    return lambda row: (row.get("sources") or {}).get(name, {}).get(key)
 
 
 def values_of(rows: list[dict[str, Any]], value: Callable[[dict[str, Any]], float | None]) -> list[Point]:

@@ -7,7 +7,7 @@ from llava_fsdp.report.html import heading, whole_page
 from llava_fsdp.report.results import TEXTS, loss_name, results_of
 from llava_fsdp.report.run_charts import charts_of, figures
 from llava_fsdp.report.run_reader import Run
-from llava_fsdp.report.run_tables import Thumbnail, answers, history_tables, settings
+from llava_fsdp.report.run_tables import Thumbnail, answers, history_tables, settings, validation_sources
 from llava_fsdp.report.svg import short_text
 from llava_fsdp.runtime.humanize import duration, moment, readable
 
@@ -20,7 +20,8 @@ SHOWN = (
 
 def report_page(run: Run, thumbnail: Thumbnail) -> str:
     charts = figures(charts_of(run)) or "<p>No step has been taken yet.</p>\n"
-    parts = [header(run), tiles(run), charts, *answers(run, thumbnail), *settings(run), *history_tables(run)]
+    validated = [*validation_sources(run), *answers(run, thumbnail)]
+    parts = [header(run), tiles(run), charts, *validated, *settings(run), *history_tables(run)]
     return whole_page(f"{run.name} · {run.state}", "".join(parts))
 
 

@@ -321,8 +321,9 @@ def check_start(row: dict[str, Any]) -> None:
 def check_validation(row: dict[str, Any]) -> None:
     if type(row["step"]) is not int:
         raise ValueError("step")
-    losses = [source.get("loss") for source in (row.get("sources") or {}).values()]
-    if not are_numbers([row.get("loss"), row.get("score"), *losses]):
+    sources = (row.get("sources") or {}).values()
+    values = [own.get(key) for own in (row, *sources) for key in ("loss", "score", "label_tokens", "questions")]
+    if not are_numbers(values):
         raise ValueError("a loss or score is not a number")
     if not all(isinstance(answer, dict) for answer in row.get("answers") or []):
         raise ValueError("answers")

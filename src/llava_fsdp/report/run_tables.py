@@ -9,10 +9,11 @@ from llava_fsdp.config.tree import written
 from llava_fsdp.report.html import section, shortened, table
 from llava_fsdp.report.results import loss_name, number
 from llava_fsdp.report.run_reader import Run
+from llava_fsdp.report.shown_answers import choose_answers
 from llava_fsdp.runtime.humanize import moment, readable
 
 MOST_STARTS = 50
-MOST_ANSWERS = 12
+MOST_ANSWERS = 100
 MOST_EARLIER = 5
 MOST_TEXT = 1200
 """Maximum number of characters shown of a question or an answer."""
@@ -33,19 +34,26 @@ def answers(run: Run, thumbnail: Thumbnail) -> Iterator[str]:
     rows = [row for row in run.validations if row.get("answers")]
     if not rows:
         return
-    yield f"<h2>Sample answers, step {rows[-1]['step']:,}</h2><div class='answers'>\n"
-    for answer in rows[-1]["answers"][:MOST_ANSWERS]:
+    shown, asked = choose_answers(rows[-1]["answers"], MOST_ANSWERS), rows[-1].get("questions")
+    yield f"<h2>Sample answers, step {rows[-1]['step']:,}</h2>\n"
+    if isinstance(asked, int):
+        yield f"<p class='note'>{len(shown):,} of {asked:,}: wrong ones first, as many of every source.</p>\n"
+    yield "<div class='answers'>\n"
+    for answer in shown:
         path = answer.get("picture")
         url = thumbnail(str(path)) if path else None
         missing = "image missing" if path else "no image"
         image = f"<img alt='' src='{url}'>" if url else f"<div class='nothing'>{missing}</div>"
-        yield f"<article>{image}<dl>{''.join(texts_of(answer, rows))}</dl></article>\n"
+        of_several = len(rows[-1].get("sources") or {}) > 1
+        texts = "".join(texts_of(answer if of_several else {**answer, "source": None}, rows))
+        yield f"<article>{image}<dl>{texts}</dl></article>\n"
     yield "</div>\n"
 
 
 def texts_of(answer: dict[str, Any], rows: list[dict[str, Any]]) -> Iterator[str]:
     references, score = answer.get("references"), answer.get("score")
     entries = [
+        ("source", answer.get("source")),
         ("question", answer.get("question")),
         ("answer" + (f", score {score:.3g}" if isinstance(score, int | float) else ""), answer.get("answer")),
         ("reference", " | ".join(map(str, references)) if isinstance(references, list) else references),
@@ -73,6 +81,23 @@ def earlier(answer: dict[str, Any], rows: list[dict[str, Any]]) -> list[tuple[in
                 if not texts or texts[-1][1] != text:
                     texts.append((row["step"], text))
     return texts[-MOST_EARLIER:]
+
+
+def validation_sources(run: Run) -> Iterator[str]:
+    """Yield HTML with a table of the last validation's loss and score by data source, if it has several."""
+    row = run.validations[-1] if run.validations else {}
+    if len(row.get("sources") or {}) < 2:
+        return
+    keys = {"label_tokens": ",", "loss": ".4f", "questions": ",", "score": ".1%"}
+    lines = [
+        [name, *(None if own.get(key) is None else format(own[key], form) for key, form in keys.items())]
+        for name, own in [("all", row), *row["sources"].items()][:MOST_ROWS]
+    ]
+    score = f"score ({row['metric']})" if row.get("metric") else "score"
+    yield section(
+        f"Validation by source, step {row['step']:,}",
+        table(["source", "label tokens", "loss", "questions", score], lines),
+    )
 
 
 def settings(run: Run) -> Iterator[str]:

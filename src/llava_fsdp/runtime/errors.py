@@ -168,6 +168,13 @@ class StorageError(ConfigError):
     on_every_rank = False
 
 
+class MetricError(ConfigError):
+    """Error: a program's own function that scores validation answers has failed, or has returned no number from 0 to 1.
+    Raised only on the rank that scores the answer."""
+
+    on_every_rank = False
+
+
 class CheckpointError(LlavaFsdpError):
     """Error: a checkpoint cannot be written or read, or cannot be resumed with this configuration."""
 

@@ -1,9 +1,11 @@
 """Show the progress of long work, such as on a dataset: a progress bar on a terminal, otherwise log lines."""
 
 import contextlib
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Self
 
 from rich.progress import (
     BarColumn,
@@ -65,6 +67,72 @@ def log_lines(label: str, chunks: int) -> Advance:
             log().info("%s: %d of %d", label, done, chunks)
 
     return advance
+
+
+class StageLine:
+    """Says which stage of a long work runs: on a terminal in one line, which is replaced, with how much of the stage is
+    done and the time since the beginning; otherwise in one log line for each stage. A context manager, at whose end the
+    line on the terminal disappears."""
+
+    def __init__(self, work: str):
+        """Prepare the line.
+
+        Args:
+            work: name of the whole work, which stands before that of the stage.
+        """
+        self.work = work
+        self.said: set[str] = set()
+        """The stages that have a log line."""
+        self.progress: Progress | None = None
+        """The line on the terminal; None: there is none."""
+        self.streams: list[tuple[logging.StreamHandler[Any], Any]] = []
+        """Handlers of messages, with the streams that they wrote to before the line was shown."""
+
+    def __enter__(self) -> Self:
+        if sys.stderr.isatty():
+            columns = TextColumn("{task.description}"), TextColumn("{task.fields[count]}"), TimeElapsedColumn()
+            self.progress = Progress(*columns, console=TextConsole(on_stderr=True), transient=True)
+            self.task = self.progress.add_task(self.work, total=None, count="")
+            self.progress.start()
+            # rich has put an object into sys.stderr that prints above the line; messages go there, too
+            handlers = [one for one in log().handlers if isinstance(one, logging.StreamHandler)]
+            self.streams = [(one, stream) for one in handlers if (stream := one.setStream(sys.stderr)) is not None]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Remove the line from the terminal, so that something else can be printed."""
+        if self.progress is not None:
+            for handler, stream in self.streams:
+                handler.setStream(stream)
+            self.progress.stop()
+            self.progress = None
+
+    def stage(self, label: str) -> None:
+        """Say that a stage of the work begins."""
+        if self.progress is not None:
+            self.progress.update(self.task, description=f"{self.work}: {label}", count="")
+        elif label not in self.said:
+            self.said.add(label)
+            log().info("%s: %s", self.work, label)
+
+    @contextlib.contextmanager
+    def watch(self, label: str, chunks: int) -> Iterator[Advance]:
+        """Context manager for a stage of which it is known how much is done; see `watch` above for arguments and
+        result."""
+        self.stage(label)
+        done = 0
+
+        def advance(count: int) -> None:
+            nonlocal done
+            done += count
+            if self.progress is not None:
+                self.progress.update(self.task, count=f"{done:,} of {chunks:,}")
+
+        advance(0)
+        yield advance
 
 
 def watch_loading(is_first_rank: bool, what: str = "weights") -> Callable[[Iterable[str]], Iterable[str]]:

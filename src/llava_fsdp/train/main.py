@@ -31,6 +31,7 @@ from llava_fsdp.runtime.run_dir import FOLDER, claimed, restored_umask
 from llava_fsdp.runtime.run_dir_watch import RunDirLock
 from llava_fsdp.runtime.watchdog import Run, Watchdog
 from llava_fsdp.train import final_export
+from llava_fsdp.train.answer_metric import ScoreFunction, choose_metric
 from llava_fsdp.train.build_model import build_model
 from llava_fsdp.train.build_state import build_state, open_data
 from llava_fsdp.train.dry_run import dry_run
@@ -76,10 +77,11 @@ class RunParts(Run):
             rewrite_page(self.folder)
 
 
-def train(cfg: Config, parts: RunParts | None = None) -> None:
+def train(cfg: Config, parts: RunParts | None = None, metric: ScoreFunction | None = None) -> None:
     """Run a training, from its configuration to its export.
 
     Args:
+        metric: function that scores answers of a validation in place of `val.metric`; None: `val.metric` is used.
         parts: gets the state, the reporter of metrics and others as they are built, for a caller that needs them when
             the process ends; None: the caller does not need them.
     """
@@ -89,6 +91,7 @@ def train(cfg: Config, parts: RunParts | None = None) -> None:
     if cfg.format is Format.json:
         raise ConfigError("format=json is for dry_run=N; a training writes metrics.jsonl into output_dir")
     check_run(cfg)
+    answer_metric = choose_metric(cfg, metric)
     folder, rank = Path(cfg.output_dir), ranks.own_rank()
     parts.folder = folder
     with (
@@ -127,7 +130,7 @@ def train(cfg: Config, parts: RunParts | None = None) -> None:
         profiler = open_profiler(cfg, world.rank, world.device, state.step, last_step)
         controller = RunController(state, saver, cfg, last_step, watchdog, parts.dir_lock)
         validation = open_validation(
-            state, cfg, last_step, watchdog, controller.between_steps, reporter.note, reporter.validated
+            state, cfg, answer_metric, last_step, watchdog, controller.between_steps, reporter.note, reporter.validated
         )
         first_step = state.step
 

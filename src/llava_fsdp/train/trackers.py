@@ -71,7 +71,8 @@ def values_of_validation(row: dict[str, Any]) -> dict[str, float]:
     found = {f"validation/{key}": row.get(key) for key in ("loss", "score", "seconds")}
     sources = row.get("sources") or {}
     if len(sources) > 1:
-        found |= {f"validation_loss_by_source/{name}": own.get("loss") for name, own in sources.items()}
+        for key in ("loss", "score"):
+            found |= {f"validation_{key}_by_source/{name}": own.get(key) for name, own in sources.items()}
     return {name: value for name, value in found.items() if value is not None}
 
 

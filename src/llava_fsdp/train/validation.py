@@ -24,15 +24,20 @@ from llava_fsdp.distributed.eval_mode import evaluating
 from llava_fsdp.distributed.mesh import own_rank
 from llava_fsdp.model.generation import check_answers
 from llava_fsdp.report.run_reader import VALIDATION_FILE
+from llava_fsdp.report.shown_answers import choose_answers
 from llava_fsdp.runtime.heartbeat import Phase
 from llava_fsdp.runtime.jsonl import Rows
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.watchdog import Watchdog
+from llava_fsdp.train.answer_metric import AnswerMetric, choose_metric
 from llava_fsdp.train.loop import summed
 from llava_fsdp.train.metrics import drop_later_rows, finite, rows_of, storage_errors
 from llava_fsdp.train.pipeline_step import PipelinedModel, evaluate
 from llava_fsdp.train.state import TrainState
 from llava_fsdp.train.validation_answers import Answered, AnswerGenerator
+
+TITLES = {Metric.exact.value: "exact match", Metric.vqa.value: "VQA accuracy"}
+"""Value of `val.metric` -> its name in a line of text."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,7 @@ class Validation:
         pause: Callable[[], None],
         note: Callable[[str], None],
         on_result: Callable[[dict[str, Any]], None],
+        metric: AnswerMetric | None = None,
     ):
         """Prepare the validation of a training.
 
@@ -74,10 +80,12 @@ class Validation:
             pause: called by all ranks between two batches. It saves or stops the run if this was requested on any rank.
             note: function that shows a text about the progress.
             on_result: called on rank 0 with the results of each validation, a row of `validation.jsonl`.
+            metric: scores the answers; None: `val.metric`.
         """
         self.state = state
         self.held_out = held_out
         self.cfg = cfg
+        self.metric = metric or choose_metric(cfg, None)
         self.last_step = last_step
         self.watchdog = watchdog
         self.note = note
@@ -85,7 +93,7 @@ class Validation:
         self.pause_run = pause
         self.rows = Rows(Path(cfg.output_dir) / VALIDATION_FILE)
         model = state.model if state.pipeline is None else PipelinedModel(state.model, state.pipeline)
-        self.generator = AnswerGenerator(model, held_out, cfg, watchdog.wants_stop, self.pause)
+        self.generator = AnswerGenerator(model, held_out, cfg, watchdog.wants_stop, self.pause, self.metric)
         self.done = on_first_rank(self.begin_file, f"cannot begin {self.rows.path}")
         if held_out.questions:
             with evaluating(state.model, held_out.loader.device, state.roots):
@@ -163,9 +171,16 @@ class Validation:
         ]
 
     def report(self, losses: list[LossSum], answers: list[Answered], seconds: float) -> None:
-        row = row_of(self.state.step, dict(zip(self.held_out.names, losses, strict=True)), answers, seconds)
-        answered = [as_object(self.held_out.questions[own.number], own) for own in answers[: self.cfg.val.shown]]
-        row |= {"metric": self.cfg.val.metric.value if self.held_out.questions else None, "answers": answered}
+        names, questions = self.held_out.names, self.held_out.questions
+        scores: dict[str, list[float]] = {name: [] for name in names}
+        answered = []
+        for own in answers:
+            question = questions[own.number]
+            scores[names[question.source]].append(own.score)
+            answered.append({"source": names[question.source], **as_object(question, own)})
+        row = row_of(self.state.step, dict(zip(names, losses, strict=True)), scores, seconds)
+        row["metric"] = self.metric.name if questions else None
+        row["answers"] = choose_answers(answered, self.cfg.val.shown)
         self.rows.add(row)
         self.on_result(row)
         log().info("%s", as_line(row))
@@ -173,18 +188,30 @@ class Validation:
             log().warning("validation after step %d: the loss is no number", self.state.step)
 
 
-def row_of(step: int, losses: dict[str, LossSum], answers: list[Answered], seconds: float) -> dict[str, Any]:
+def row_of(step: int, losses: dict[str, LossSum], scores: dict[str, list[float]], seconds: float) -> dict[str, Any]:
+    """Return the results of a validation as a row of `validation.jsonl`, without its metric and answers.
+
+    Args:
+        losses: for each data source (part of the validation set), by name.
+        scores: scores of the answers, for each data source by name.
+        seconds: how long the validation took.
+    """
     whole = LossSum(sum(own.total for own in losses.values()), sum(own.label_tokens for own in losses.values()))
     return {
         "step": step,
         **whole.row,
-        "sources": {name: own.row for name, own in losses.items()},
+        "sources": {name: own.row | score_row(scores[name]) for name, own in losses.items()},
         "metric": None,
-        "score": sum(own.score for own in answers) / len(answers) if answers else None,
-        "questions": len(answers),
+        **score_row([score for own in scores.values() for score in own]),
         "seconds": seconds,
         "answers": [],
     }
+
+
+def score_row(scores: list[float]) -> dict[str, Any]:
+    """Return values of a validation for its row in `validation.jsonl`, by name: `score`, the mean of the scores of some
+    answers (None without answers), and `questions`, their number."""
+    return {"score": sum(scores) / len(scores) if scores else None, "questions": len(scores)}
 
 
 def as_object(question: HeldOutQuestion, answered: Answered) -> dict[str, Any]:
@@ -208,14 +235,19 @@ def as_line(row: dict[str, Any]) -> str:
     if len(row["sources"]) > 1:
         found += f" ({', '.join(f'{name} {loss(own)}' for name, own in row['sources'].items())})"
     if row["score"] is not None:
-        kind = "exact match" if row["metric"] == Metric.exact.value else "VQA accuracy"
+        kind = TITLES.get(row["metric"], row["metric"])
         found += f", {kind} {row['score']:.1%} of {row['questions']} questions"
+        if len(row["sources"]) > 1:
+            asked = {name: own for name, own in row["sources"].items() if own["questions"]}
+            scores = [f"{name} {own['score']:.1%} of {own['questions']}" for name, own in asked.items()]
+            found += f" ({', '.join(scores)})"
     return f"{found}, {row['seconds']:.1f} s"
 
 
 def open_validation(
     state: TrainState,
     cfg: Config,
+    metric: AnswerMetric,
     last_step: int,
     watchdog: Watchdog,
     pause: Callable[[], None],
@@ -225,6 +257,7 @@ def open_validation(
     """Create the validation of a training; None with `val.every=null`.
 
     Args:
+        metric: scores the answers.
         last_step: number of the run's last step.
         watchdog: knows whether this rank was requested to stop, and is told what the rank does.
         pause: called by all ranks between two batches. It saves or stops the run if this was requested on any rank.
@@ -235,8 +268,10 @@ def open_validation(
         ConfigError: the model cannot generate answers.
         StorageError: output_dir cannot be written.
     """
+    if metric.is_own and (state.held_out is None or not state.held_out.questions) and own_rank() == 0:
+        log().warning("the metric %s scores nothing: that needs val.every and val.answers above 0", metric.name)
     if state.held_out is None:
         if cfg.val.is_named and own_rank() == 0:
             log().warning("held-out records are given, but with val.every=null they are not used; set val.every=STEPS")
         return None
-    return Validation(state, state.held_out, cfg, last_step, watchdog, pause, note, on_result)
+    return Validation(state, state.held_out, cfg, last_step, watchdog, pause, note, on_result, metric)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import DynamicCache
 
-from llava_fsdp.config import BadRecords, Config, Metric
+from llava_fsdp.config import BadRecords, Config
 from llava_fsdp.data.batching.collate import Row
 from llava_fsdp.data.records.record import count_images
 from llava_fsdp.data.text.detokenize import AnswerText, find_stops
@@ -16,14 +16,12 @@ from llava_fsdp.data.validation_prompts import HeldOutQuestion, lay_out_prompts
 from llava_fsdp.data.validation_set import HeldOut
 from llava_fsdp.distributed.consensus import any_rank, rank_and_size
 from llava_fsdp.distributed.mesh import gather_lists
-from llava_fsdp.evaluate.scoring import exact_match, vqa_accuracy
 from llava_fsdp.model.generation import Sampling, write_tokens
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.runtime.errors import ImageError
 from llava_fsdp.runtime.log import log
+from llava_fsdp.train.answer_metric import AnswerMetric, choose_metric
 from llava_fsdp.train.pipeline_step import PipelinedModel
-
-SCORES = {Metric.exact: exact_match, Metric.vqa: vqa_accuracy}
 
 
 @dataclass(frozen=True)
@@ -52,6 +50,7 @@ class AnswerGenerator:
         cfg: Config,
         wants_stop: Callable[[], bool],
         pause: Callable[[], None],
+        metric: AnswerMetric | None = None,
     ):
         """Create a generator of answers to held-out questions.
 
@@ -60,6 +59,7 @@ class AnswerGenerator:
             held_out: the validation data, with the questions.
             wants_stop: returns whether this rank was requested to stop.
             pause: called by all ranks between two batches. It saves or stops the run if this was requested on any rank.
+            metric: scores the answers; None: `val.metric`.
         """
         assert isinstance(model, Llava | PipelinedModel)  # FSDP replaces the model's class by a subclass
         self.model = model
@@ -67,6 +67,7 @@ class AnswerGenerator:
         self.loader = held_out.loader
         self.questions = held_out.questions
         self.cfg = cfg
+        self.metric = metric or choose_metric(cfg, None)
         self.wants_stop = wants_stop
         self.pause = pause
         self.tokenizer = self.loader.steps.encoder.tokenizer
@@ -132,11 +133,12 @@ class AnswerGenerator:
                 break
         for text in texts:
             text.close()
-        score = SCORES[self.cfg.val.metric]
-        return [
-            Answered(number, text.text, score(text.text, [self.questions[number].reference]))
-            for (number, _), text in zip(read, texts, strict=True)
-        ]
+        return [self.scored(number, text.text) for (number, _), text in zip(read, texts, strict=True)]
+
+    def scored(self, number: int, text: str) -> Answered:
+        question = self.questions[number]
+        score = self.metric.score(question.question, text, question.reference, question.record)
+        return Answered(number, text, score)
 
     def read(self, question: HeldOutQuestion) -> Row | None:
         """Return the tokenized sample of a held-out question and its image tiles; None if an image is broken and

@@ -33,7 +33,7 @@ def find_files(value: str, key: str) -> list[str | RemoteFile]:
 
     Args:
         value: value of the setting: a file, a folder, in which all files of records are found, a pattern with `*`, `?`,
-            `[...]` or `**`, a URL, or several of these separated by commas. The files of a folder or pattern are sorted
+            `[...]` or `**`, a URL, or a list of these (see `paths_in`). The files of a folder or pattern are sorted
             by the bytes of their names.
         key: name of the setting, for messages.
 
@@ -43,6 +43,8 @@ def find_files(value: str, key: str) -> list[str | RemoteFile]:
     """
     found: list[str | RemoteFile] = []
     for path in paths_in(value):
+        if not path:
+            raise ConfigError(f"{key}={value} has an empty path; name a file, or files with one comma between two")
         check_form(path, key)
         if is_remote(path):
             own: Sequence[str | RemoteFile] = remote_files(path, key)
@@ -60,7 +62,7 @@ def find_files(value: str, key: str) -> list[str | RemoteFile]:
         else:
             raise ConfigError(
                 f"{key}={path} is not a file or a folder; give a JSON, JSON Lines or Parquet file, a tar, a folder of "
-                "them, a pattern, s3://, gs:// or hf://datasets/ORG/NAME, or several of these separated by commas"
+                "them, a pattern, s3://, gs:// or hf://datasets/ORG/NAME, or a list of these: [a.json, b.jsonl]"
             )
         found += own
     names = (file.name if isinstance(file, RemoteFile) else os.path.realpath(file) for file in found)

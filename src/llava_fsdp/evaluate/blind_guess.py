@@ -1,0 +1,72 @@
+"""Compute the best blind guess: the accuracy of somebody who sees the questions of a benchmark, knows how often each
+answer is right, and never sees an image. A model whose accuracy is no higher may not use its images at all."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+
+from llava_fsdp.config import Task
+from llava_fsdp.data.text.templates import IMAGE_TAG
+from llava_fsdp.evaluate import scoring
+from llava_fsdp.evaluate.question import BenchmarkQuestion
+from llava_fsdp.evaluate.results import SCORES, members_of
+
+NORMALIZE: Mapping[Task, Callable[[str], str]] = MappingProxyType({
+    Task.conversations: lambda text: text.strip().lower(),
+    Task.vqa: lambda text: scoring.normalize_vqa(scoring.prepare_submission(text)),
+    Task.textvqa: scoring.prepare_submission,
+    Task.multiple_choice: lambda text: text,
+    Task.yes_no: lambda text: text,
+})  # fmt: skip
+"""For each task: function that makes answers equal which its score does not tell apart."""
+
+
+def text_of(question: BenchmarkQuestion) -> tuple[str | None, str]:
+    """Return what somebody who never sees an image sees of a question: its system text and its text."""
+    return question.system, question.text.replace(IMAGE_TAG, "").strip()
+
+
+def count_texts(questions: Sequence[BenchmarkQuestion]) -> int:
+    """Return how many different texts the questions have."""
+    return len({text_of(question) for question in questions})
+
+
+def guesses_of(task: Task, questions: Sequence[BenchmarkQuestion]) -> list[str]:
+    """Return, for each question, the answer that is most often right for the questions of the same text.
+
+    Every right answer of a question counts with its score for that question, so that of ten people's answers those
+    count more on which people agree; an only right answer counts 1. Answers that the score does not tell apart are
+    counted together. Of several answers that are right equally often, the first in the order of the questions is taken.
+
+    Args:
+        task: kind of the benchmark, which determines how an answer is scored.
+        questions: must have right answers.
+    """
+    normalize = NORMALIZE[task]
+    counts: dict[tuple[str | None, str], Counter[str]] = {}
+    as_written: dict[str, str] = {}
+    for question in questions:
+        count = counts.setdefault(text_of(question), Counter())
+        for answer in {normalize(text): text for text in reversed(question.references)}.values():
+            count[normalize(answer)] += SCORES[task]([question], [answer])["accuracy"]
+            as_written.setdefault(normalize(answer), answer)
+    best = {text: as_written[count.most_common(1)[0][0]] for text, count in counts.items()}
+    return [best[text_of(question)] for question in questions]
+
+
+def score_blind_guess(task: Task, questions: Sequence[BenchmarkQuestion]) -> tuple[float, dict[tuple[str, str], float]]:
+    """Return the accuracy of the best blind guess of all questions, and of those of each group: (kind of group, name of
+    group) -> accuracy. The guess of a group is made from the right answers of this group alone.
+
+    Args:
+        task: kind of the benchmark, which determines how an answer is scored.
+        questions: must have right answers.
+    """
+
+    def accuracy(own: Sequence[BenchmarkQuestion]) -> float:
+        return SCORES[task](own, guesses_of(task, own))["accuracy"]
+
+    groups = members_of(task, questions)
+    return accuracy(questions), {
+        group: accuracy([questions[index] for index in indices]) for group, indices in groups.items()
+    }

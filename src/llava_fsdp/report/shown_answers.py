@@ -1,0 +1,35 @@
+"""Choose which of a validation's answers are shown: wrong ones first, and as many of every data source. Imports no
+torch."""
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def choose_answers(answers: Sequence[dict[str, Any]], most: int) -> list[dict[str, Any]]:
+    """Return at most `most` answers of a validation, in the order in which they are given.
+
+    The data sources take turns, so that each gets an equal share, or all its answers if it has fewer. Of a source,
+    wrong answers (of a score below 1) come before right ones, and both are spread evenly over the source. The choice
+    depends only on the arguments.
+
+    Args:
+        answers: answers as in validation.jsonl, each with its `source` (a missing one counts as a source of its own)
+            and its `score`.
+    """
+    by_source: dict[str, list[int]] = {}
+    for number, answer in enumerate(answers):
+        by_source.setdefault(str(answer.get("source")), []).append(number)
+    turns: list[tuple[int, int, int]] = []
+    """(turn, place of the source, number of the answer) of every answer."""
+    for place, numbers in enumerate(by_source.values()):
+        even = sorted(range(len(numbers)), key=bits_reversed)
+        wrong_first = sorted(even, key=lambda own: answers[numbers[own]].get("score") == 1)
+        turns += [(turn, place, numbers[own]) for turn, own in enumerate(wrong_first)]
+    return [answers[number] for number in sorted(number for _, _, number in sorted(turns)[:most])]
+
+
+def bits_reversed(number: int) -> int:
+    """Return a number whose 32 bits are those of `number` in reverse order. Numbers from 0 on that are sorted by it
+    begin with 0, followed by numbers that are halfway, a quarter of the way and so on, so that every beginning of the
+    sorted list is spread evenly."""
+    return int(f"{number:032b}"[::-1], 2)

@@ -1,0 +1,94 @@
+"""Score answers to validation questions: by `val.metric`, or by a function that a program gives to a training."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from numbers import Real
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from llava_fsdp.config import Config, Metric
+from llava_fsdp.evaluate.scoring import exact_match, vqa_accuracy
+from llava_fsdp.runtime.errors import ConfigError, MetricError
+
+ScoreFunction = Callable[[str, str, str], float]
+"""Type of a function that scores an answer: (question without image tags, the model's answer, the record's answer) ->
+score from 0 to 1. It is called on the rank that has generated the answer."""
+
+OF_METRIC: Mapping[Metric, ScoreFunction] = MappingProxyType({
+    Metric.exact: lambda question, answer, expected: exact_match(answer, [expected]),
+    Metric.vqa: lambda question, answer, expected: vqa_accuracy(answer, [expected]),
+})  # fmt: skip
+
+
+@dataclass(frozen=True)
+class AnswerMetric:
+    """A named way to score the answers of a validation."""
+
+    name: str
+    function: ScoreFunction
+    is_own: bool = False
+    """Whether a program gave the function, in place of `val.metric`."""
+
+    def score(self, question: str, answer: str, expected: str, record: str) -> float:
+        """Return the score of an answer to a validation question, from 0 to 1.
+
+        Args:
+            question: the question without image tags.
+            answer: the model's answer.
+            expected: the answer in the record.
+            record: name of the record in messages.
+
+        Raises:
+            MetricError: the function has raised an error, or has not returned a number from 0 to 1.
+        """
+        asked = f"the metric {self.name} of {record} (question {question[:200]!r}, answer {answer[:200]!r})"
+        try:
+            value: Any = self.function(question, answer, expected)
+        except Exception as error:
+            # the traceback shows the line of the user's function, which the message cannot
+            raise MetricError(f"{asked} has failed: {describe(error)}").about(record=record) from error
+        if not isinstance(value, Real | np.bool_) or not 0 <= float(value) <= 1:
+            shown = repr(value)[:200]
+            raise MetricError(f"{asked} is {shown}; it must be a number from 0 to 1").about(record=record)
+        return float(value)
+
+
+def describe(error: Exception) -> str:
+    """Return an error as text: its type and message, and the file and line of the function that raised it."""
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    where = "" if place is None else f", {place.tb_frame.f_code.co_filename}:{place.tb_lineno}"
+    return f"{type(error).__name__}: {str(error)[:500]}{where}"
+
+
+def choose_metric(cfg: Config, own: ScoreFunction | None) -> AnswerMetric:
+    """Return the metric of a training's validations: the function that a program gives, else `val.metric`.
+
+    Raises:
+        ConfigError: the given object cannot be called with three texts, it is given together with another `val.metric`
+            than the default, or it has the name of one.
+    """
+    if own is None:
+        return AnswerMetric(cfg.val.metric.value, OF_METRIC[cfg.val.metric])
+    name = str(getattr(own, "__name__", type(own).__name__))
+    if cfg.val.metric is not Metric.exact:
+        raise ConfigError(
+            f"val.metric={cfg.val.metric.value} and the program's metric {name} are both given; leave one out"
+        )
+    if name in Metric.__members__:
+        raise ConfigError(f"the program's metric is called {name}, as val.metric={name} is; give it another name")
+    if not callable(own):
+        raise ConfigError(f"the program's metric is {own!r}; it must be a function of question, answer and expected")
+    try:
+        inspect.signature(own).bind("", "", "")
+    except TypeError as error:
+        raise ConfigError(
+            f"the program's metric {name} cannot be called as {name}(question, answer, expected): {error}"
+        ) from error
+    except ValueError:  # a function of a library in C need not tell its arguments
+        pass
+    return AnswerMetric(name, own, is_own=True)

@@ -1,0 +1,60 @@
+"""Run a training from the command line of its process: the entry point of `python -m llava_fsdp.train`, and of programs
+that give a training Python code of their own.
+
+The training itself is in main.py, which is imported only after the command line has been checked, because importing
+torch takes seconds.
+"""
+
+import multiprocessing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llava_fsdp.config import Config, cli
+from llava_fsdp.report.run_reader import REPORT_FILE
+from llava_fsdp.runtime.imports import importing
+from llava_fsdp.runtime.launch import env_rank
+from llava_fsdp.runtime.status_file import Outcome, log_write_errors, write_ending
+
+if TYPE_CHECKING:
+    from llava_fsdp.train.answer_metric import ScoreFunction
+    from llava_fsdp.train.main import RunParts
+
+
+def run(metric: "ScoreFunction | None" = None) -> None:
+    """Run the training that the command line (`sys.argv`) describes, as one rank of it, and end this process with the
+    exit code if the training fails. To be called once, by a program that torchrun starts:
+
+        torchrun --standalone --nproc-per-node 2 my_training.py stage=finetune val.every=100 ...
+
+    It returns at once in processes that the training itself has started, which import the program again.
+
+    Args:
+        metric: function that scores an answer of a validation, used in place of `val.metric` and shown under its own
+            name. It gets the question, the model's answer and the record's answer, all texts, and returns a number from
+            0 to 1.
+    """
+    if multiprocessing.parent_process() is not None:
+        return
+    cli.start_process("train", Config)
+    parts: RunParts | None = None
+
+    def task(cfg: Config) -> None:
+        with importing():
+            from llava_fsdp.train.main import RunParts, train
+
+        nonlocal parts
+        parts = RunParts()
+        train(cfg, parts, metric)
+
+    def on_exit(folder: Path, outcome: Outcome) -> dict[str, Any] | None:
+        first = write_ending(folder, outcome)
+        with log_write_errors(folder / REPORT_FILE):
+            if parts is not None and parts.reporter is not None:
+                parts.reporter.end()
+            elif env_rank() == 0:
+                from llava_fsdp.train.live_page import rewrite_page
+
+                rewrite_page(folder)
+        return first
+
+    cli.run("train", Config, task, on_exit)
