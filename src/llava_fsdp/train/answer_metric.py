@@ -47,16 +47,15 @@ class AnswerMetric:
         asked = f"the metric {self.name} of {record} (question {question[:200]!r}, answer {answer[:200]!r})"
         try:
             value: Any = self.function(question, answer, expected)
-        except Exception as error:
-            # the traceback shows the line of the user's function, which the message cannot
+        except (Exception, SystemExit) as error:
             raise MetricError(f"{asked} has failed: {describe(error)}").about(record=record) from error
-        if not isinstance(value, Real | np.bool_) or not 0 <= float(value) <= 1:
+        if not isinstance(value, Real | np.bool_) or not 0 <= value <= 1:
             shown = repr(value)[:200]
             raise MetricError(f"{asked} is {shown}; it must be a number from 0 to 1").about(record=record)
         return float(value)
 
 
-def describe(error: Exception) -> str:
+def describe(error: BaseException) -> str:
     """Return an error as text: its type and message, and the file and line of the function that raised it."""
     place = error.__traceback__
     while place is not None and place.tb_next is not None:
