@@ -1,7 +1,8 @@
-"""What MkDocs needs to know of the repository around docs/: benchmarks/ is part of the site, and README's table.
+"""What MkDocs needs to know of the repository around docs/: the stored results of benchmarks/ and examples/ are part of
+the site, and README's table.
 
 Links in a page are those that hold in the repository (`../benchmarks/results/x.json`); the site has the same files
-below `benchmarks/`, and `benchmarks/README.md` as the page `benchmarks.md`.
+below `benchmarks/` and `examples/`, and `benchmarks/README.md` as the page `benchmarks.md`.
 """
 
 import re
@@ -20,8 +21,8 @@ README_BLOCK = re.compile(r"<!-- README: (\w+) -->.*?<!-- /README -->", re.DOTAL
 
 def on_files(files: Files, config: MkDocsConfig, **_: Any) -> Files:
     """Add the stored results, their pictures and the pages that lie elsewhere."""
-    for path in sorted((BENCHMARKS / "results").iterdir()):
-        files.append(File.generated(config, f"benchmarks/results/{path.name}", abs_src_path=str(path)))
+    for path in [*sorted((BENCHMARKS / "results").iterdir()), *sorted((ROOT / "examples" / "results").iterdir())]:
+        files.append(File.generated(config, path.relative_to(ROOT).as_posix(), abs_src_path=str(path)))
     for name, path in MOVED.items():
         files.append(File.generated(config, name, content=path.read_text()))
     return files
@@ -33,7 +34,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return re.sub(r"\]\(results/", "](benchmarks/results/", markdown)
     markdown = README_BLOCK.sub(lambda found: from_readme(found[1]), markdown)
     markdown = markdown.replace("](../benchmarks/README.md", "](benchmarks.md")
-    return re.sub(r"\]\(\.\./benchmarks/results/", "](benchmarks/results/", markdown)
+    return re.sub(r"\]\(\.\./(benchmarks|examples)/results/", r"](\1/results/", markdown)
 
 
 def from_readme(name: str) -> str:

@@ -91,7 +91,8 @@ check "format" ruff format --check .
 check "lint" ruff check .
 check "import contracts" lint-imports
 check "spelling" codespell --skip '*.json,*.jsonl,*.safetensors,.venv,outputs'
-check "shell scripts" shellcheck --external-sources launch/*.sh launch/*/*.sh launch/slurm.sbatch .ci/run
+shopt -s globstar nullglob
+check "shell scripts" shellcheck --external-sources {launch,examples}/**/*.sh launch/slurm.sbatch .ci/run
 check "tests" run_tests "$@"
 check "types" finish_types
 

@@ -17,17 +17,13 @@ from types import ModuleType
 import pytest
 import yaml
 from commands import command
-from documents import DOCS, PAGES, ROOT, Block, blocks_of
-from hydra import compose, initialize_config_dir
+from documents import DOCS, PAGES, ROOT, SOURCES, Block, blocks_of, composed, entries, entry_of
 from PIL import Image
 
 import llava_fsdp.config as schemas
-from llava_fsdp.config import config_dir, load, schema_keys
-from llava_fsdp.config.cli import PATH_KEYS, name_folder, taken_literally
+from llava_fsdp.config import schema_keys
 from llava_fsdp.migrate.main import parse
-from llava_fsdp.train.launcher import split
 
-SOURCES = ROOT / "src" / "llava_fsdp"
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 SHELL = [block for block in BLOCKS if block.is_shell]
 SETTINGS = ROOT / "mkdocs.yml"
@@ -104,8 +100,8 @@ def test_generated_pages_are_current(monkeypatch: pytest.MonkeyPatch) -> None:
     """docs/recipes.md has its own test, in golden/test_recipes.py."""
     moving = writer("make_moving", monkeypatch).pages()
     pictures = writer("make_pictures", monkeypatch).files()
-    performance = {"performance.md": writer("make_performance", monkeypatch).page()}
-    for name, text in {**moving, **pictures, **performance}.items():
+    tables = {f"{name}.md": writer(f"make_{name}", monkeypatch).page() for name in ("performance", "examples")}
+    for name, text in {**moving, **pictures, **tables}.items():
         assert (DOCS / name).read_text() == text, f"{name} is not current; run: python docs/make_*.py"
 
 
@@ -120,44 +116,10 @@ def test_every_flag_and_key_of_other_systems_has_its_row(monkeypatch: pytest.Mon
 # --- commands
 
 
-def entries() -> dict[str, tuple[str, str]]:
-    """Every entry with keys of Hydra's: the name of its file in conf/, and its schema's name."""
-    found = {}
-    for path in [*SOURCES.glob("*.py"), *SOURCES.glob("*/main.py")]:
-        called = re.search(r'cli\.run\(\s*"(\w+)",\s*(\w+)', path.read_text())
-        if called:
-            name = path.parent.name if path.stem == "main" else path.stem
-            found[f"llava_fsdp.{name}"] = (called[1], called[2])
-    return found
-
-
-def entry_of(words: list[str]) -> tuple[str, list[str]] | None:
-    """A command's entry and its arguments; None for a program that is none of ours."""
-    if re.fullmatch(r"(?:\./)?launch/(?:node|multinode)\.sh", words[0]):
-        return "llava_fsdp.train", words[1:]
-    if words[0] == "llava-fsdp" and len(words) > 1 and not words[1].startswith("-"):
-        named = split(words[2:])[1] if words[1] == "train" else words[2:]
-        return f"llava_fsdp.{words[1]}", name_folder(named, PATH_KEYS.get(words[1]))
-    modules = [n for n, word in enumerate(words) if word == "-m" and n + 1 < len(words)]
-    if modules and words[modules[0] + 1].startswith("llava_fsdp."):
-        return words[modules[0] + 1], words[modules[0] + 2 :]
-    return None
-
-
 COMMANDS = sorted({
     (*entry, block.where) for block in SHELL for words in block.commands
     if (entry := entry_of([w for w in words if w != "..."])) and (entry := (entry[0], tuple(entry[1])))
 })  # fmt: skip
-
-
-def composed(module: str, arguments: tuple[str, ...], folder: Path) -> None:
-    """What the command line would make of it, checks of the configuration included; nothing is looked at on disk."""
-    name, schema = entries()[module]
-    words = [w.replace("|", "_") for w in arguments if not w.startswith("--") and w not in ("job", "my_conf", "-m")]
-    searched = [f"hydra.searchpath=[file://{folder / 'my_conf'}]"] if "--config-dir" in arguments else []
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        node = compose(name, [*(taken_literally(w) for w in words), *searched])
-    load(getattr(schemas, schema), node)
 
 
 def test_every_command_of_the_documents_composes(tmp_path: Path) -> None:

@@ -13,7 +13,12 @@ from browser import NAMES
 from machine import BASH, FAKE_PYTHON, NOTE, ROOT, Machine
 from tiers import slow_after
 
-FOUND = [*ROOT.glob("launch/**/*.sh"), *ROOT.glob("launch/*.sbatch"), ROOT / ".ci" / "run"]
+FOUND = [
+    *ROOT.glob("launch/**/*.sh"),
+    *ROOT.glob("examples/**/*.sh"),
+    *ROOT.glob("launch/*.sbatch"),
+    ROOT / ".ci" / "run",
+]
 SCRIPTS = sorted(path.relative_to(ROOT).as_posix() for path in FOUND)
 
 
@@ -32,7 +37,7 @@ def test_shellcheck() -> None:
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("script", [s for s in SCRIPTS if s != "launch/setup.sh"])
+@pytest.mark.parametrize("script", [s for s in SCRIPTS if s not in ("launch/setup.sh", "examples/common.sh")])
 def test_scripts_can_be_run_and_stop_at_errors(script: str) -> None:
     assert os.access(ROOT / script, os.X_OK)
     assert (ROOT / script).read_text().startswith("#!/usr/bin/env bash\n")

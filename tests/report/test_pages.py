@@ -327,6 +327,10 @@ def test_the_best_run_is_marked(sweep: Path, tmp_path: Path) -> None:
         run.validations = [{"step": 50, "loss": 0.5}, {"step": 60, "loss": loss}]
     assert best_of(runs) == (1, "last_val_loss")
     assert "Best by last val loss." in comparison_page(runs)
+    runs[0].validations.append({"step": 60, "loss": 1.25000004})
+    assert best_of(runs)[0] is None, "equal up to rounding"
+    runs[0].validations[-1]["loss"] = 1.2501
+    assert best_of(runs)[0] == 1
     runs[0].validations, losses = [], [run.history.loss or 0 for run in runs]
     assert best_of(runs) == (losses.index(min(losses)), "loss")
     assert best_of([runs[1], runs[1]])[0] is None, "equal"

@@ -1,4 +1,4 @@
-"""The blocks of code in README.md and docs/, what stands before them, and the commands in them.
+"""The blocks of code in README.md and docs/, what stands before them, the commands in them, and what these ask for.
 
 A block may have a comment of the page's before it, which a reader does not see:
 
@@ -14,8 +14,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from hydra import compose, initialize_config_dir
+
+import llava_fsdp.config as schemas
+from llava_fsdp.config import config_dir, load
+from llava_fsdp.config.cli import PATH_KEYS, name_folder, taken_literally
+from llava_fsdp.train.launcher import split
+
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
+SOURCES = ROOT / "src" / "llava_fsdp"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 NOTE = re.compile(r"<!-- (norun|after|run|file): (.+?) -->")
 SHELL = re.compile(r"(?:[A-Z_]+=\S+ )*(?:python3?(?:\.\d+)?|torchrun|pip|\.?/?launch/\S+|xxh128sum)(?: |$)")
@@ -82,3 +90,37 @@ def blocks_of(path: Path) -> list[Block]:
         kind = note = ""
         at += 1
     return found
+
+
+def entries() -> dict[str, tuple[str, str]]:
+    """Every entry with keys of Hydra's: the name of its file in conf/, and its schema's name."""
+    found = {}
+    for path in [*SOURCES.glob("*.py"), *SOURCES.glob("*/main.py")]:
+        called = re.search(r'cli\.run\(\s*"(\w+)",\s*(\w+)', path.read_text())
+        if called:
+            name = path.parent.name if path.stem == "main" else path.stem
+            found[f"llava_fsdp.{name}"] = (called[1], called[2])
+    return found
+
+
+def entry_of(words: list[str]) -> tuple[str, list[str]] | None:
+    """A command's entry and its arguments; None for a program that is none of ours."""
+    if re.fullmatch(r"(?:\./)?launch/(?:node|multinode)\.sh", words[0]):
+        return "llava_fsdp.train", words[1:]
+    if words[0] == "llava-fsdp" and len(words) > 1 and not words[1].startswith("-"):
+        named = split(words[2:])[1] if words[1] == "train" else words[2:]
+        return f"llava_fsdp.{words[1]}", name_folder(named, PATH_KEYS.get(words[1]))
+    modules = [n for n, word in enumerate(words) if word == "-m" and n + 1 < len(words)]
+    if modules and words[modules[0] + 1].startswith("llava_fsdp."):
+        return words[modules[0] + 1], words[modules[0] + 2 :]
+    return None
+
+
+def composed(module: str, arguments: tuple[str, ...], folder: Path) -> None:
+    """What the command line would make of it, checks of the configuration included; nothing is looked at on disk."""
+    name, schema = entries()[module]
+    words = [w.replace("|", "_") for w in arguments if not w.startswith("--") and w not in ("job", "my_conf", "-m")]
+    searched = [f"hydra.searchpath=[file://{folder / 'my_conf'}]"] if "--config-dir" in arguments else []
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        node = compose(name, [*(taken_literally(w) for w in words), *searched])
+    load(getattr(schemas, schema), node)

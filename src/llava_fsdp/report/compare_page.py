@@ -49,16 +49,18 @@ def best_of(runs: list[Run]) -> tuple[int | None, str]:
 
     The metric is that of the runs' sweep. Runs that are not of one sweep are compared by the loss of the last
     validation, or by the loss of their last steps if a run has no validation. The index is None if no run has a value,
-    or if such runs all have the same value.
+    or if such runs have only one, or if two of them have the least one as the page shows it: in four decimals, in
+    which losses do not differ that are equal but for rounding.
     """
     metric, values = runs[0].metric or "", [run.value for run in runs]
     if not metric or any(run.metric != metric for run in runs):
         results = [one for run in runs if (one := results_of(run)).loss is not None]
         metric = "loss" if any(one.last_val_loss is None for one in results) else "last_val_loss"
         values = [getattr(results_of(run), metric) for run in runs]
-        if len(set(values) - {None}) < 2:
+        shown = sorted((value, f"{value:.4f}") for value in values if value is not None)
+        if len(shown) < 2 or shown[0][1] == shown[1][1]:
             return None, metric
-    found = [(value, number) for number, value in enumerate(values) if value is not None]
+    found = [(value, place) for place, value in enumerate(values) if value is not None]
     return (min(found)[1] if found else None), metric
 
 
