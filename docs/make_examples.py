@@ -29,8 +29,10 @@ WHAT = {
     "killed": "`examples/killed.sh` trains to the end, trains the same again and kills one rank with SIGKILL, then "
     "continues that run on three ranks instead of two.",
 }
+LINES = 30
+"""Last lines that are shown of an output."""
 SHOWN = 8
-"""Last lines of an output, for all commands of an example but the first."""
+"""The same, for a training that is not the first command of its example."""
 
 
 def page() -> str:
@@ -41,18 +43,19 @@ def page() -> str:
 
 def section(result: Result) -> str:
     name = result["name"]
-    first, *others = result["commands"]
-    parts = [f"## {TITLES[name]}", WHAT[name], shown(first), *(shown(command, SHOWN) for command in others)]
+    parts = [f"## {TITLES[name]}", WHAT[name]]
+    for place, command in enumerate(result["commands"]):
+        parts.append(shown(command, SHOWN if place and command["words"][1] == "train" else LINES))
     parts += FIGURES[name](result) if name in FIGURES else [runs_table(result)]
     if result["image"]:
         parts.append(f"![The top of the page of this example](../examples/results/{result['image']})")
     return "\n\n".join([*(part for part in parts if part), origin(result)])
 
 
-def shown(command: dict[str, Any], most: int | None = None) -> str:
+def shown(command: dict[str, Any], most: int) -> str:
     """A command and the last lines of its output, in the form that the tests of the documents read."""
     words, output = command["words"], command["output"]
-    output = output if most is None or len(output) <= most else ["...", *output[-most:]]
+    output = output if len(output) <= most else ["...", *output[-most:]]
     ended = f"; exit code {command['exit_code']}" if command["exit_code"] else ""
     return "\n".join([
         "<!-- norun: a test runs the script of this example -->",

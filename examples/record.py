@@ -25,7 +25,7 @@ from llava_fsdp.report.results import read_results  # noqa: E402
 
 STEPS = 20
 """Last steps whose mean loss is a run's result, as on its own page."""
-LINES = 30
+LINES = 40
 """Last lines of a command's output that are kept."""
 WIDTH, HEIGHT = 1000, 840
 """Of the image, in pixels."""
@@ -52,7 +52,7 @@ def main() -> None:
         "versions": {package: version(package) for package in ("torch", "transformers")},
         "image": image.name if not missing else None,
         "commands": commands(Path(folder)),
-        "runs": {run: row for run, row in sorted(found.items())},
+        "runs": found,
         "files": {str(file.relative_to(folder)): file.stat().st_size for file in weights(Path(folder))},
     }
     (to / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
@@ -79,12 +79,12 @@ def as_shown(text: str) -> str:
 
 
 def runs(folder: Path) -> dict[str, dict[str, Any]]:
-    """For each run, by its folder: its loss, that of every step, its starts, the commit, and how it ended."""
+    """For each run, by its folder and in the order of their starts: its losses, its starts and how it ended."""
     found = {}
-    for metrics in folder.rglob("metrics.jsonl"):
-        run = metrics.parent
-        rows = {row["step"]: row for row in lines_of(metrics)}
-        starts = lines_of(run / "starts.jsonl")
+    for first in sorted(folder.rglob("starts.jsonl"), key=lambda path: lines_of(path)[0]["time"]):
+        run = first.parent
+        rows = {row["step"]: row for row in lines_of(run / "metrics.jsonl")}
+        starts = lines_of(first)
         found[str(run.relative_to(folder))] = {
             "status": json.loads((run / "run_status.json").read_text())["status"],
             "starts": [{"step": start["step"], "ranks": start["ranks"]} for start in starts],
