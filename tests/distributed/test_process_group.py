@@ -273,7 +273,7 @@ def test_the_store_stays_until_all_ranks_know_the_verdict(monkeypatch: pytest.Mo
     [
         ([(0, 3, 0), (2, 3, 0)], 1),  # one never starts
         ([(1, 3, 0)], 1),  # rank 0, whose store it is, never starts
-        ([(0, 2, 0), (1, 2, 1.3)], 1),  # one is too late
+        pytest.param([(0, 2, 0), (1, 2, 1.3)], 1, marks=pytest.mark.slow),  # one is too late
         ([(0, 2, 0), (1, 3, 0)], None),  # they disagree about their number
         ([(0, 3, 0), (2, 4, 0.3)], 2),
         ([(0, 3, 0), (1, 3, 0), (1, 3, 0)], 1),  # two are the same rank
@@ -305,7 +305,7 @@ def test_a_rank_that_is_late_but_in_time_meets_the_others(meeting: Callable[...,
 @pytest.mark.parametrize(
     ("host", "rank", "kind"),
     [
-        ("no-such-host.invalid", 1, CommunicationError),
+        pytest.param("no-such-host.invalid", 1, CommunicationError, marks=pytest.mark.slow),
         ("no-such-host.invalid", 0, CommunicationError),
         ("a" * 70, 1, CommunicationError),  # no name of a host is as long
         ("", 1, ConfigError),

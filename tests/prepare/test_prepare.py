@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from small import config_of
+from tiers import slow_after
 
 from llava_fsdp.config import Format
 from llava_fsdp.prepare import main as module
@@ -150,10 +151,15 @@ def test_bad_records_are_said_and_no_error(
         module.examine(cfg, ("encoder", "reader"), tmp_path)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("keys", [[], ["data.bad_records=skip", "data.max_bad_records=100%"], ["data.too_long=skip"]])
-@pytest.mark.parametrize("form", ["text", "json"])
+ALLOWED: list[list[str]] = [[], ["data.bad_records=skip", "data.max_bad_records=100%"], ["data.too_long=skip"]]
+
+
+@pytest.mark.parametrize(
+    ("form", "keys"),
+    slow_after(4, [*(("text", keys) for keys in ALLOWED), *(("json", keys) for keys in ALLOWED)]),
+)
 def test_without_a_record_left_the_reasons_are_shown_and_it_is_a_mistake(
-    keys: list[str], form: str, parts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    form: str, keys: list[str], parts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Also if all are too long, or are skipped as the configuration allows."""
     long = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "the red circle " * 150}]

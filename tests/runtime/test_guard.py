@@ -85,14 +85,14 @@ def test_after_the_end_of_another_rank_only_one_that_stands_still_is_killed(
     own, peer = (subprocess.Popen(["sleep", "60"], text=True) for _ in range(2))
     guard = start_guard(folder, own.pid, peer.pid)
     processes += [own, peer, guard]
-    assert guard.stdin is not None
+    assert guard.stdin is not None and guard.stdout is not None and guard.stdout.readline() == "ready\n"
     guard.stdin.write("100\n")
     guard.stdin.flush()
     time.sleep(0.5)
     assert own.poll() is None, "silent, but all ranks are there"
     peer.kill()
     peer.wait()
-    until = time.monotonic() + (2.5 if beats else 20)
+    until = time.monotonic() + (1.2 if beats else 20)
     while own.poll() is None and time.monotonic() < until:
         if beats:
             guard.stdin.write("100\n")

@@ -135,6 +135,7 @@ def serve(rank: int, size: int, store: Path, pipe: Any) -> None:
             pipe.send((False, (kind, traceback.format_exc())))
         function = args = value = files = None
         forget_groups()
+        gc.freeze()  # what this call has imported and cached stays, and is not walked through in the next ones
 
 
 def forget_groups() -> None:
