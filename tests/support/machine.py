@@ -16,6 +16,7 @@ case "$*" in
   "-m pip "*) echo "pip: $*" >>"$NOTES"; exit 0 ;;
   "-m pytest "*) echo "pytest: $*" >>"$NOTES"; echo "SKIPPED [1] tests/test_x.py:3: no Slurm here"
                  echo "===== 3 passed, 1 skipped in 0.12s ====="; exit "${{PYTEST_STATUS:-0}}" ;;
+  "examples/real/fetch.py "*) echo "fetch: ${{*:2}}" >>"$NOTES"; exit "${{FETCH:-0}}" ;;
   "tests/mutants/"*) echo "planted: $* OMP_NUM_THREADS=$OMP_NUM_THREADS" >>"$NOTES"; exit 0 ;;
   "-m llava_fsdp train "*)
     echo "train ${{*:4}} shutdown=${{TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-}}" >>"$NOTES"
