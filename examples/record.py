@@ -73,8 +73,10 @@ def commands(folder: Path) -> list[dict[str, Any]]:
 
 
 def as_shown(text: str) -> str:
-    """An output as a terminal shows it at the end, with paths relative to the current folder."""
-    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text.replace(f"{Path.cwd()}/", ""))
+    """An output as a terminal shows it at the end, with paths relative to the environment or the current folder."""
+    for folder in (sys.prefix, Path.cwd()):
+        text = text.replace(f"{folder}/", "")
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
     return "\n".join(line.rstrip("\r").rpartition("\r")[2].rstrip() for line in text.split("\n")).strip("\n")
 
 
