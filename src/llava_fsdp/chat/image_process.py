@@ -18,8 +18,9 @@ from llava_fsdp.runtime.limited_process import Answer, LimitBroken, LimitedProce
 
 SECONDS = 5
 """Processor time that reading an image or video may take."""
-MEMORY = 1280
-"""MiB of memory that this may take: an image of 50 million pixels with transparency is copied several times."""
+MEMORY = 512
+"""MiB of memory that this may take: enough for a photograph of 50 million pixels. With transparency an image is copied
+several times, and may have 15 to 30 million pixels, as its format decides."""
 
 
 class ImageProcess:
