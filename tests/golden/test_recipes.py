@@ -74,7 +74,7 @@ def test_recipe_is_the_script(stage: str, model: str) -> None:
     if cfg.model.lora.enabled:
         assert {key: value(cfg, f"model.lora.{key}") for key in LORA} == {key: args[f"lora_{key}"] for key in LORA}
     trains = ["projector"] if args["tune_mm_mlp_adapter"] else ["projector", "language"]
-    assert [part.value for part in cfg.model.train] == trains
+    assert [str(part) for part in cfg.model.train] == trains
     assert (cfg.max_steps, args["max_steps"]) == (None, -1)
     assert (cfg.optim.warmup_steps, args["warmup_steps"]) == (None, 0)
 

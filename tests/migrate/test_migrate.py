@@ -318,7 +318,7 @@ def test_another_program(script: str, lacking: set[str], tmp_path: Path) -> None
     assert {text.partition(":")[0] for text in done.lacks} == lacking
     cfg = config_of(assignments({"data.path": "d.json"} | done.kept))
     assert (cfg.model.lora.enabled, cfg.model.lora.r, cfg.data.max_length) == (True, 16, 2048)
-    assert [part.value for part in cfg.model.train] == ["language"]
+    assert [str(part) for part in cfg.model.train] == ["language"]
     assert (cfg.model.projector_type, cfg.model.select_layer, cfg.export.enabled) == ("mlp2x_gelu", -2, True)
     assert (cfg.optim.lr, cfg.optim.schedule.value, cfg.epochs, cfg.global_batch_size) == (5e-5, "linear", 3, 32)
     if "llava-hf" in script:
