@@ -35,7 +35,7 @@ from llava_fsdp.train import main as train
 from llava_fsdp.train.build_model import build_model
 
 EXPERTS = 4
-BATCH = ("global_batch_size=12", "max_steps=2", "optim.warmup_ratio=0")
+BATCH = ("global_batch_size=12", "max_steps=3", "optim.warmup_ratio=0")
 HYBRID = ("hybrid", "hybrid2")
 STRATEGIES = ("zero0", "zero1", "zero2", "zero3", *HYBRID)
 KINDS = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "qwen2_moe")
@@ -118,7 +118,6 @@ def assert_same(folder: Path, one: Path, what: str) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("variant", "kind", "strategy", "more"), slow_after(1, [
-    ("full", "qwen3_moe", "zero1", ("pack=false", "micro_batch_size=3", "activation_checkpointing=selective")),
     ("full", "glm4_moe", "zero1", ("pack=false", "micro_batch_size=3", "activation_checkpointing=selective")),
     ("full", "qwen2_moe", "zero3", ("pack=true", "activation_checkpointing=full", "tokens_per_micro_batch=256")),
     ("lora", "qwen3_moe", "zero2", ("pack=true", "tokens_per_micro_batch=256")),

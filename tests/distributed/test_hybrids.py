@@ -14,7 +14,7 @@ from tiers import slow_after
 
 from llava_fsdp.train import main as train
 
-BATCH = ("global_batch_size=16", "max_steps=2", "optim.warmup_ratio=0")
+BATCH = ("global_batch_size=16", "max_steps=3", "optim.warmup_ratio=0")
 VARIANTS = {"full": (), "lora": (*LORA, "model.lora.dropout=0.1")}
 HYBRID = ("hybrid", "hybrid2")
 CASES = [

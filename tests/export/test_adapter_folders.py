@@ -189,7 +189,7 @@ def test_run_checkpoint_and_folder_give_one_model(kind: str, made: Callable[[str
     assert not same(weights(first), expected)
 
 
-@pytest.mark.parametrize("kind", slow_after(2, ["plain", "all biases", "dora", "rslora"]))
+@pytest.mark.parametrize("kind", slow_after(1, ["all biases", "plain", "dora", "rslora"]))
 def test_peft_over_the_llava_class_has_the_logits_of_the_merged_model(
     kind: str, made: Callable[[str], Made], tmp_path: Path
 ) -> None:

@@ -54,7 +54,8 @@ def saved_parts(parts: Path, folder: Path, language: dict[str, Any]) -> Path:
 @pytest.mark.parametrize(
     ("language", "projector", "form"),
     [
-        (GEMMA2, PLAIN, None), (QWEN2, LINEAR, None),
+        (GEMMA2, PLAIN, None),
+        pytest.param(QWEN2, LINEAR, None, marks=pytest.mark.slow),
         pytest.param({}, LINEAR, "llava", marks=pytest.mark.slow),
         pytest.param(QWEN2, PLAIN, "hf", marks=pytest.mark.slow),
         pytest.param(LLAMA3, LINEAR, None, marks=pytest.mark.slow),
