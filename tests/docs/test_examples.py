@@ -64,7 +64,9 @@ def check(name: str, result: dict[str, Any], folder: Path) -> None:
     """What holds for every result, of whatever length its runs are."""
     codes = [command["exit_code"] for command in result["commands"]]
     assert codes == FAILING.get(name, [0] * len(codes))
-    assert all(command["output"] for command in result["commands"]) and result["runs"] and result["commit"]
+    silent = [command["words"][1] for command in result["commands"] if not command["output"]]
+    assert set(silent) <= {"chat"}, "a model of few steps may answer nothing"
+    assert result["runs"] and result["commit"]
     assert re.search(r"(?<![\w.])/(?:tmp|home|root|work|usr)/", json.dumps(result)) is None, "a path of one machine"
     if result["image"]:
         path = folder / result["image"]
