@@ -75,6 +75,7 @@ def configure(options: argparse.Namespace, work: Path) -> Config:
         "stage=finetune",
         *([f"model={options.model}"] if options.model else parts),
         "model.projector=random",
+        "precision=bf16",
         f"tokens_per_micro_batch={options.tokens}",
         "global_batch_size=1",
         f"dry_run={options.ranks}",

@@ -143,7 +143,7 @@ WRONG = [
         "sharding=zero4",
         "sharding=zero4: choose one of auto, hybrid, hybrid2, zero0, zero1, zero2, zero3; did you mean zero3?",
     ),
-    ("precision=int8", "precision=int8: choose one of bf16, bf16_pure, fp16, fp32, fp8, int8_mixed"),
+    ("precision=int8", "precision=int8: choose one of auto, bf16, bf16_pure, fp16, fp32, fp8, int8_mixed"),
     # wrong types
     ("optim.lr=fast", "optim.lr=fast must be a number"),
     ("epochs=1.5", "epochs=1.5 must be a whole number"),

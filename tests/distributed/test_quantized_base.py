@@ -160,7 +160,7 @@ def trains_and_keeps_its_bits(cfg: Config, device: torch.device) -> None:
 
 EMBEDDED = [
     "stage=finetune_qlora", "model=tiny", "model.projector=random", "max_steps=8", "global_batch_size=32",
-    "optim.schedule=constant", "compile=false",
+    "optim.schedule=constant", "compile=false", "precision=bf16",
 ]  # fmt: skip
 
 

@@ -63,6 +63,11 @@ def levels(found: Iterable[Finding]) -> dict[str, str]:
     return {finding.name: finding.level.value for finding in found}
 
 
+def judge_precision(devices: list[dict], *overrides: str, cpu_has: bool = False) -> Iterable[Finding]:
+    able = all(device["bf16"] for device in devices) if devices else cpu_has
+    return config_checks.judge_precision(config(*overrides), devices, able)
+
+
 def only(found: Iterable[Finding], level: Level) -> Finding:
     (finding,) = found
     assert finding.level is level and bool(finding.cure) == (level is not Level.OK), finding
@@ -232,9 +237,14 @@ THREE = torch_of(A100, A100, A100)
             lambda: config_checks.judge_taken(needs(70 * GIB, 75 * GIB), {2: 80 * GIB, 5: 40 * GIB}),
             {"free memory": "FAIL"}, "GPU 5: 40 GiB",
         ),
-        (lambda: config_checks.judge_bf16(config(), [V100]), {"precision": "FAIL"}, "precision=fp16"),
-        (lambda: config_checks.judge_bf16(config("precision=fp16"), [V100]), {"precision": "OK"}, ""),
-        (lambda: config_checks.judge_bf16(config(), [A100]), {"precision": "OK"}, ""),
+        (lambda: judge_precision([V100], "precision=bf16"), {"precision": "FAIL"}, "precision=fp16"),
+        (lambda: judge_precision([V100], "precision=fp16"), {"precision": "OK"}, ""),
+        (lambda: judge_precision([V100]), {"precision": "WARN"}, "precision=fp16"),
+        (lambda: judge_precision([V100], "precision.linear=fp8"), {"precision": "FAIL"}, "precision=fp16"),
+        (lambda: judge_precision([A100]), {"precision": "OK"}, "bf16 on NVIDIA A100"),
+        (lambda: judge_precision([]), {"precision": "OK"}, "fp32 on the CPU"),
+        (lambda: judge_precision([], cpu_has=True), {"precision": "OK"}, "bf16 on the CPU"),
+        (lambda: judge_precision([], "precision=bf16", cpu_has=True), {"precision": "OK"}, "bf16 on the CPU"),
     ],
 )  # fmt: skip
 def test_what_a_machine_fails_on(judge: Judged, expected: dict[str, str], text: str) -> None:
@@ -685,7 +695,7 @@ def test_a_training_is_tried_only_if_its_paths_are_there(tmp_path: Path, monkeyp
 
 def test_each_gpu_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second one without bf16; one that torch sees and nvidia-smi does not."""
-    found = only(config_checks.judge_bf16(config(), [A100, V100]), Level.FAIL)
+    found = only(judge_precision([A100, V100], "precision=bf16"), Level.FAIL)
     assert "GPU 1 (Tesla V100" in found.result
     assert levels(gpus.judge_gpus([], torch_of(A100))) == {}
     broken = torch_of(A100, {**A100, "error": "it computes wrong products"})

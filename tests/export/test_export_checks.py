@@ -81,7 +81,7 @@ def test_how_far_an_export_may_be_from_its_model(
     state: Any = SimpleNamespace(loader=loader)
     cfg: Any = SimpleNamespace(
         model=SimpleNamespace(quantize=SimpleNamespace(mode=Quantizer.none), lora=SimpleNamespace(enabled=False)),
-        export=SimpleNamespace(dtype=DType.bf16),
+        export=SimpleNamespace(dtype=DType.bf16, stored=DType.bf16),
         precision=SimpleNamespace(param_dtype=trained_in, linear=linear),
     )
 
@@ -117,7 +117,7 @@ def test_the_effect_of_rounding_is_a_warning_where_a_wider_export_would_lack_it(
     ):
         cfg: Any = SimpleNamespace(
             model=SimpleNamespace(lora=SimpleNamespace(enabled=lora)),
-            export=SimpleNamespace(dtype=dtype),
+            export=SimpleNamespace(dtype=dtype, stored=dtype),
             precision=SimpleNamespace(param_dtype=used),
         )
         final_export.report_rounding(Distance(0, 0, kl, 0), cfg)

@@ -200,7 +200,7 @@ def test_what_machines_have() -> None:
 
 
 def precision() -> PrecisionConfig:
-    return config_of([]).precision
+    return config_of(["precision=bf16"]).precision
 
 
 def test_what_fsdp_allocates_for_a_unit() -> None:

@@ -75,7 +75,7 @@ def test_communication_of_our_strategies(precision: str) -> None:
 
 
 def test_hybrid_sends_between_nodes_what_replicas_differ_in() -> None:
-    cfg = config_of([])
+    cfg = config_of(["precision=bf16"])
     weights = [Weight((4096, 4096), True, False, False, unit=f"layers.{n}") for n in range(12)]
     numel = sum(w.numel for w in weights)
     whole = volume(weights, Strategy.FULL_SHARD, cfg.precision, 16, 16, 8, 2)

@@ -277,7 +277,7 @@ def test_a_model_that_cannot_be_planned_is_an_error_of_the_model(monkeypatch: py
 
 def test_the_kernel_and_the_machine_that_are_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Padded rows need none; a GPU that this machine lacks is an A100; ranks share a CPU machine's cores and memory."""
-    cfg = config_of(["data.max_length=256", "micro_batch_size=1", "compile=false"])
+    cfg = config_of(["precision=bf16", "data.max_length=256", "micro_batch_size=1", "compile=false"])
     language = LlamaConfig(num_attention_heads=2, hidden_size=64)
     assert kernel_for(replace(cfg, pack=False), language, "cuda", True) is None
     sdpa = kernel_for(replace(cfg, attention=Attention.sdpa), language, "cuda", True)

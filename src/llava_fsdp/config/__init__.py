@@ -50,6 +50,7 @@ from llava_fsdp.config.enums import (
     Devices,
     DType,
     Examine,
+    ExportDType,
     Feature,
     FolderFormat,
     Format,

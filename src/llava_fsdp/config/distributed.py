@@ -1,6 +1,7 @@
 """Configuration keys of sharding, precision, activation checkpointing, offload and communication."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from llava_fsdp.config.checks import AUTO, above_zero, at_least
 from llava_fsdp.config.describe import WORDS
@@ -163,11 +164,13 @@ class ScalerConfig:
 @dataclass(kw_only=True, slots=True)
 class PrecisionConfig:
     param_dtype: DType
-    """Dtype of the forward and backward pass, and of frozen weights."""
+    """Dtype of the forward and backward pass, and of frozen weights; auto: bf16 if the devices of all ranks have
+    instructions for it, or if another key of `precision` needs bf16, else fp32."""
     reduce_dtype: DType
-    """Dtype in which gradients are summed over micro-batches and ranks."""
+    """Dtype in which gradients are summed over micro-batches and ranks; auto: param_dtype, which is then auto too."""
     norm_dtype: DType
-    """Dtype in which norm layers compute; if it is not param_dtype, their weights are also stored in it."""
+    """Dtype in which norm layers compute; if it is not param_dtype, their weights are also stored in it. auto:
+    param_dtype, which is then auto too."""
     master_dtype: MasterDType
     """Dtype in which trainable weights are stored and updated, and in which their gradients are at the update; bf16
     weights are rounded stochastically, so that small updates are not lost on average."""
@@ -178,29 +181,45 @@ class PrecisionConfig:
     scaler: ScalerConfig
     """Loss scaling, for param_dtype=fp16 only."""
 
+    @property
+    def needs_bf16(self) -> bool:
+        """Whether another key than param_dtype allows no param_dtype but bf16."""
+        has_bf16 = DType.bf16 in (self.norm_dtype, self.reduce_dtype) or self.master_dtype is MasterDType.bf16
+        return has_bf16 or self.linear is not LinearKind.same
+
+    def settled(self, chosen: DType) -> Self:
+        """Return these keys with every `auto` replaced by a dtype."""
+        if self.param_dtype is not DType.auto:
+            return self
+        same = {key: chosen for key in ("norm_dtype", "reduce_dtype") if getattr(self, key) is DType.auto}
+        return replace(self, param_dtype=chosen, **same)
+
     def __post_init__(self) -> None:
+        allowed = {self.param_dtype, DType.fp32} | ({DType.bf16} if self.param_dtype is DType.auto else set())
         for key in ("norm_dtype", "reduce_dtype"):
             value = getattr(self, key)
-            if value not in (self.param_dtype, DType.fp32):
+            if value not in allowed:
+                names = [dtype.value for dtype in DType if dtype in allowed]
                 raise ConfigError(
                     f"precision.{key}={value.value} needs precision.param_dtype={value.value}; with "
-                    f"param_dtype={self.param_dtype.value} it is {self.param_dtype.value} or fp32"
+                    f"param_dtype={self.param_dtype.value} it is {' or '.join(names)}"
                 )
-        if self.master_dtype is MasterDType.bf16 and self.param_dtype is not DType.bf16:
+        may_be_bf16 = self.param_dtype in (DType.bf16, DType.auto)
+        if self.master_dtype is MasterDType.bf16 and not may_be_bf16:
             raise ConfigError(
                 f"precision.master_dtype=bf16 keeps no more than bf16 of a weight, so computing in "
                 f"param_dtype={self.param_dtype.value} gains nothing; choose precision=bf16_pure, or master_dtype=fp32"
             )
         linear = self.linear.value
-        if self.linear is not LinearKind.same and self.param_dtype is not DType.bf16:
+        if self.linear is not LinearKind.same and not may_be_bf16:
             raise ConfigError(
                 f"precision.linear={linear} is for param_dtype=bf16, not for {self.param_dtype.value}; choose "
                 f"precision={linear}"
             )
         if self.param_dtype is not DType.fp16 and self.scaler != ScalerConfig():
             raise ConfigError(
-                f"precision.scaler is for precision=fp16; {self.param_dtype.value} has the exponents of fp32 and needs "
-                "no factor on the loss"
+                f"precision.scaler is for precision=fp16, and not for {self.param_dtype.value}: bf16 and fp32, which "
+                "have more exponents, need no factor on the loss"
             )
 
 

@@ -139,6 +139,19 @@ class Feature(Enum):
 
 
 class DType(Enum):
+    """Choices of the dtypes of `precision`: in which a training computes, adds gradients and computes norms."""
+
+    auto = "auto"
+    """bf16 if the devices of all ranks have instructions for it, else fp32. Every command replaces it before it builds
+    a model (`PrecisionConfig.settled`)."""
+    bf16 = "bf16"
+    fp16 = "fp16"
+    fp32 = "fp32"
+
+
+class ExportDType(Enum):
+    """Choices of `export.dtype`."""
+
     bf16 = "bf16"
     fp16 = "fp16"
     fp32 = "fp32"

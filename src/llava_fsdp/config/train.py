@@ -19,6 +19,7 @@ from llava_fsdp.config.enums import (
     Attention,
     CompatName,
     DType,
+    ExportDType,
     Format,
     LossKernel,
     Normalize,
@@ -128,12 +129,17 @@ class CheckpointConfig:
 class ExportConfig:
     enabled: bool
     """Whether to write the trained model in transformers' format to output_dir/export at the end of the run."""
-    dtype: DType
+    dtype: ExportDType
     verify: bool
     """Whether to load the exported model with transformers and compare its logits before the run counts as done."""
     merge: bool = True
     """With adapters: whether to export the base model with the adapters merged into it. The adapters alone are always
     written to output_dir/adapter."""
+
+    @property
+    def stored(self) -> DType:
+        """`dtype`, as the dtypes of `precision` are named."""
+        return DType(self.dtype.value)
 
 
 @dataclass(kw_only=True, slots=True)

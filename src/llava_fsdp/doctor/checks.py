@@ -133,8 +133,8 @@ def places(context: Context) -> Iterator[Finding]:
 
 
 def needs(context: Context) -> Iterator[Finding]:
-    yield from config_checks.judge_bf16(context.cfg, context.torch.devices)
-    checks = software.needs_of(context.cfg)
+    yield from config_checks.judge_precision(context.cfg, context.torch.devices, context.has_bf16)
+    checks = software.needs_of(context.settled)
     if context.unreadable is not None:
         checks.pop("attention", None)  # the kernel depends on the model's shapes
     yield from software.judge_needs(checks)
@@ -163,7 +163,7 @@ def training(context: Context) -> Iterator[Finding]:
 
     from llava_fsdp.train.preflight import few_steps, preflight
 
-    warnings = preflight(context.cfg, torch.device("cuda" if context.torch.devices else "cpu"))
+    warnings = preflight(context.settled, torch.device("cuda" if context.torch.devices else "cpu"))
     if (steps := config_checks.count_steps(context.cfg)) is not None:
         warnings += few_steps(context.cfg, steps)
     for warning in warnings:

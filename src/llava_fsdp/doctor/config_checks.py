@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from llava_fsdp.config import Config, ModelConfig, Source, paths_in
+from llava_fsdp.config import Config, DType, ModelConfig, Source, paths_in
 from llava_fsdp.config.paths import PACKAGED_OR_HUB, check_paths, exists, paths_read
 from llava_fsdp.data.records.forms import RecordKeys
 from llava_fsdp.data.records.record_file import RecordFile
@@ -131,19 +131,36 @@ def judge_taken(needs: Needs, free: Mapping[int, int]) -> Iterator[Finding]:
         yield fail("free memory", result, "end these processes; nvidia-smi lists them")
 
 
-def judge_bf16(cfg: Config, devices: list[dict]) -> Iterator[Finding]:
-    """Check that the GPUs support bf16, if the training's configuration `cfg` uses it. Yield the result.
+def judge_precision(cfg: Config, devices: list[dict], has_bf16: bool) -> Iterator[Finding]:
+    """Check that the devices have instructions for the dtype in which the training with the configuration `cfg` would
+    compute. Yield the result, with the dtype that stands for `auto`.
 
     Args:
-        devices: facts that torch reports about each GPU, such as `name` and `bf16`.
+        devices: facts that torch reports about each GPU, such as `name` and `bf16`; empty: the training runs on CPUs.
+        has_bf16: whether all devices have instructions for bf16.
     """
-    lacking = [index for index, device in enumerate(devices) if not device["bf16"]]
-    wants = cfg.precision.param_dtype.value == "bf16"
-    if lacking and wants:
-        name = devices[lacking[0]]["name"]
-        yield fail("precision", f"bf16, which GPU {lacking[0]} ({name}) does not support", "precision=fp16")
+    import torch
+
+    from llava_fsdp.distributed.fast_dtype import settle_precision, slow_dtype
+
+    kind, is_auto = "cuda" if devices else "cpu", cfg.precision.param_dtype is DType.auto
+    able = [device["bf16"] for device in devices] or [has_bf16]
+    settled, chosen = settle_precision(cfg, able, kind)
+    dtype = settled.precision.param_dtype
+    if devices and not has_bf16 and dtype is DType.bf16:
+        first = able.index(False)
+        yield fail(
+            "precision", f"bf16, which GPU {first} ({devices[first]['name']}) does not support", "precision=fp16"
+        )
+    elif devices and not has_bf16 and is_auto:
+        first = able.index(False)
+        result = f"{dtype.value}, as GPU {first} ({devices[first]['name']}) has no bf16"
+        yield warn("precision", result, "precision=fp16, with a loss scale, is faster")
+    elif not devices and (slow := slow_dtype(settled, torch.device("cpu"), has_bf16)):
+        yield warn("precision", *result_and_cure(slow))
     else:
-        yield ok("precision", f"{cfg.precision.param_dtype.value} on {devices[0]['name'] if devices else 'the CPU'}")
+        where = devices[0]["name"] if devices else "the CPU"
+        yield ok("precision", f"{dtype.value} on {where}{f' ({chosen})' if chosen else ''}")
 
 
 def count_steps(cfg: Config) -> int | None:

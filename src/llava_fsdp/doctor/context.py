@@ -2,15 +2,15 @@
 configuration, and facts about the machine. Each fact is computed once."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llava_fsdp.config import Config, DoctorConfig
+from llava_fsdp.config import Config, DoctorConfig, DType
 from llava_fsdp.doctor.findings import output_of
 from llava_fsdp.doctor.gpus import QUERY, SECONDS, SmiGpu, TorchFacts, parse_smi, read_torch, seen_gpus
-from llava_fsdp.runtime.host import Host, read_host
+from llava_fsdp.runtime.host import Host, cpu_has_bf16, read_host
 
 if TYPE_CHECKING:
     from llava_fsdp.plan.planner import PlanRow
@@ -59,6 +59,18 @@ class Context:
         return read_host()
 
     @property
+    def has_bf16(self) -> bool:
+        """Whether the devices of all ranks on this machine have instructions for bf16."""
+        return all(one["bf16"] for one in self.torch.devices) if self.torch.devices else cpu_has_bf16()
+
+    @cached_property
+    def settled(self) -> DoctorConfig:
+        """The training's configuration, with `precision.param_dtype=auto` replaced as a new training on this machine
+        would do."""
+        chosen = DType.bf16 if self.has_bf16 or self.cfg.precision.needs_bf16 else DType.fp32
+        return replace(self.cfg, precision=self.cfg.precision.settled(chosen))
+
+    @property
     def ranks(self) -> int:
         """Number of ranks that `llava-fsdp train` would start on this machine."""
         return self.cfg.gpus or len(self.torch.devices) or 1
@@ -87,7 +99,7 @@ class Context:
         from llava_fsdp.plan.planner import Planner
 
         parts = shapes_of(self.cfg.model)
-        cfg, _ = settle_packing(self.cfg, parts.language)
+        cfg, _ = settle_packing(self.settled, parts.language)
         device = torch.device("cuda" if self.torch.devices else "cpu")
         world = World(0, self.ranks * self.cfg.nodes, 0, self.ranks, device)
 
@@ -95,12 +107,12 @@ class Context:
             return Planner(tried, this_machine(self.ranks, device.type), parts=parts)
 
         planner, (row, *_) = best_layout(cfg, world, parts.language, planner_of)
-        export = sum(w.count for w in planner.whole_weights) * ITEM_SIZE[self.cfg.export.dtype]
+        export = sum(w.count for w in planner.whole_weights) * ITEM_SIZE[self.cfg.export.stored]
         kept, inputs = planner.input_bytes(row.micro_batches)
         return Needs(
             row,
             planner.machine.name,
-            checkpoint_bytes(planner.whole_weights, self.cfg.precision),
+            checkpoint_bytes(planner.whole_weights, cfg.precision),
             export if self.cfg.export.enabled else 0,
             kept + max(inputs),
         )

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from llava_fsdp.runtime.host import gpu_has_bf16
+
 
 def main() -> None:
     available = torch.cuda.is_available()
@@ -48,7 +50,7 @@ def facts_of(index: int) -> dict[str, Any]:
         "name": device.name,
         "capability": [device.major, device.minor],
         "memory": device.total_memory,
-        "bf16": device.major >= 8,
+        "bf16": gpu_has_bf16(device.major, torch.version.hip is not None),
         "error": error,
     }
 

@@ -7,7 +7,7 @@ import torch
 from llava_fsdp.config import DType, LinearKind, PrecisionConfig
 from llava_fsdp.distributed.compile import compiler_missing
 from llava_fsdp.runtime.errors import ConfigError
-from llava_fsdp.runtime.host import read_host
+from llava_fsdp.runtime.host import cpu_has_bf16, gpu_has_bf16, read_host
 
 MIB = 1 << 20
 
@@ -120,8 +120,11 @@ sizes."""
 PROCESS = 450 * MIB
 """Bytes of host memory that a Python process with torch and transformers takes on a CPU machine."""
 CORE_FLOPS = 30e9
-"""FLOPs per second of one CPU core in training. Only the order of magnitude is right, which is enough to compare ways
-to train."""
+"""FLOPs per second of one CPU core in training in fp32. Only the order of magnitude is right, which is enough to
+compare ways to train."""
+FASTER, EMULATED = 2.0, 0.05
+"""Speed of matrix products on a CPU, as a multiple of fp32's: of bf16 with instructions for it (measured: 1.5 to 2.1
+with AVX512-BF16), and of 16 bits without (0.03 to 0.05 with AVX2; AVX-512 emulates bf16 at 0.4)."""
 
 
 @dataclass(frozen=True)
@@ -134,9 +137,11 @@ class Machine:
     memory: int
     """Bytes of memory for each rank."""
     flops: float
-    """FLOPs per second of a rank's CPU cores; 0 with a GPU, whose FLOPs for each dtype are in `gpu`."""
+    """FLOPs per second of a rank's CPU cores in fp32; 0 with a GPU, whose FLOPs for each dtype are in `gpu`."""
     has_compiler: bool = True
     """Whether torch.compile works there, as far as that is known."""
+    cores_have_bf16: bool = True
+    """Whether the CPU cores have instructions for bf16."""
 
     @property
     def device(self) -> str:
@@ -154,8 +159,21 @@ class Machine:
         nccl = NCCL + NCCL_MORE * (groups - 1) if groups else 0
         return max(0, int(self.memory * (1 - FRAGMENTATION)) - CONTEXT - nccl)
 
+    @property
+    def has_bf16(self) -> bool:
+        """Whether the device of a rank has instructions for bf16."""
+        return self.cores_have_bf16 if self.gpu is None else self.gpu.bf16 is not None
+
     def peak(self, dtype: DType) -> float:
-        return self.flops if self.gpu is None else self.gpu.peak(dtype)
+        """Return the peak FLOPs per second of a rank in a dtype.
+
+        Raises:
+            ConfigError: the GPU does not compute in this dtype.
+        """
+        if self.gpu is not None:
+            return self.gpu.peak(dtype)
+        in_bf16 = FASTER if self.cores_have_bf16 else EMULATED
+        return self.flops * {DType.fp32: 1.0, DType.bf16: in_bf16, DType.fp16: EMULATED}[dtype]
 
     def check(self, precision: PrecisionConfig) -> None:
         """Raise ConfigError if this machine's device cannot compute with this precision."""
@@ -205,13 +223,15 @@ def this_machine(ranks: int, device: str = "cuda") -> Machine:
     if device == "cpu" or not torch.cuda.is_available():
         host = read_host()
         cores = host.usable_cores
-        return Machine(None, f"{cores} CPU cores", host.usable_memory // ranks, CORE_FLOPS * cores / ranks)
+        flops = CORE_FLOPS * cores / ranks
+        name = f"{cores} CPU cores"
+        return Machine(None, name, host.usable_memory // ranks, flops, cores_have_bf16=cpu_has_bf16())
     gpu_here = torch.cuda.get_device_properties(0)
     plain_name = gpu_here.name.lower().replace(" ", "")
     names = {"a100-40gb": "a100", "a100-80gb": "a100", "4090": "rtx4090", "v100": "v100", "t4": "teslat4"}
     fitting = [gpu for gpu in GPUS.values() if names.get(gpu.name, gpu.name) in plain_name]
     relation = "as" if fitting else "which the table of GPUs lacks, timed as"
-    has_bf16 = gpu_here.major >= 8
+    has_bf16 = gpu_has_bf16(gpu_here.major, torch.version.hip is not None)
     alike = fitting or [gpu for gpu in GPUS.values() if (gpu.bf16 is not None) == has_bf16]
     nearest = min(alike, key=lambda gpu: abs(gpu.memory - gpu_here.total_memory))
     compiles = compiler_missing(torch.device("cuda", 0)) is None

@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from llava_fsdp.config import (
     ActivationCheckpointing,
     ActivationCheckpointingConfig,
@@ -26,6 +28,7 @@ from llava_fsdp.config import (
     SamplerName,
     Source,
 )
+from llava_fsdp.distributed.fast_dtype import settle_precision, slow_dtype
 from llava_fsdp.distributed.zero import SHARD_PLANS, Mesh
 from llava_fsdp.model.pretrained import Parts
 from llava_fsdp.plan.auto import chosen_kinds, settle_packing, smallest_context
@@ -76,6 +79,7 @@ def print_plan(cfg: PlanConfig, typed: Sequence[str], line: StageLine) -> None:
     machine = machine_named(cfg.gpu, cfg.gpus)
     cfg, fp16 = with_fp16(cfg, machine, typed)
     typed = [*typed, *fp16]
+    cfg = with_precision(cfg, machine)
     parts = shapes_of(cfg.model)
     cfg, padded = settle_packing(cfg, parts.language)
     if padded is not None:
@@ -178,8 +182,8 @@ def print_longest(cfg: PlanConfig, machine: Machine, parts: Parts, line: StageLi
 
 
 def with_fp16(cfg: PlanConfig, machine: Machine, typed: Sequence[str]) -> tuple[PlanConfig, list[str]]:
-    """Replace bf16 by fp16 in the configuration if the GPU has no bf16 (V100, T4) and the user has set no precision.
-    Return the configuration, and the overrides that the recommended command then needs.
+    """Replace bf16, or auto, by fp16 in the configuration if the GPU has no bf16 (V100, T4) and the user has set no
+    precision. Return the configuration, and the overrides that the recommended command then needs.
 
     Args:
         machine: the GPU that is planned for.
@@ -187,10 +191,22 @@ def with_fp16(cfg: PlanConfig, machine: Machine, typed: Sequence[str]) -> tuple[
     """
     lacks = machine.gpu is not None and machine.gpu.bf16 is None
     precision, is_set = cfg.precision, any(key_of(word).startswith("precision") for word in typed)
-    if not lacks or precision.param_dtype is not DType.bf16 or is_set:
+    from_16_bits = (DType.bf16, DType.auto)
+    if not lacks or precision.param_dtype not in from_16_bits or is_set:
         return cfg, []
-    also = {name: DType.fp16 for name in ("reduce_dtype", "norm_dtype") if getattr(precision, name) is DType.bf16}
+    also = {name: DType.fp16 for name in ("reduce_dtype", "norm_dtype") if getattr(precision, name) in from_16_bits}
     return replace(cfg, precision=replace(precision, param_dtype=DType.fp16, **also)), ["precision=fp16"]
+
+
+def with_precision(cfg: PlanConfig, machine: Machine) -> PlanConfig:
+    """Return the configuration with `precision.param_dtype=auto` replaced as a training on a machine would do. Log the
+    choice, and a warning if the machine's CPU emulates the dtype."""
+    cfg, chosen = settle_precision(cfg, [machine.has_bf16], machine.device)
+    if chosen is not None:
+        log().info("%s", chosen)
+    if machine.gpu is None and (slow := slow_dtype(cfg, torch.device("cpu"), machine.has_bf16)):
+        log().warning("%s", slow)
+    return cfg
 
 
 def key_of(word: str) -> str:

@@ -24,6 +24,7 @@ from llava_fsdp.config import (
 )
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.distributed.compile import compiling_of_settings
+from llava_fsdp.distributed.fast_dtype import settle_precision
 from llava_fsdp.distributed.memory import Bytes, Weight, bytes_per_rank, divided_weights
 from llava_fsdp.distributed.mesh import count_groups, mesh_shape
 from llava_fsdp.distributed.parallelize import units_of_blocks, weights_of
@@ -187,6 +188,7 @@ class Planner:
             parts: configurations of the language model and the vision tower. None: read from the folders that `cfg`
                 names, or from this package.
         """
+        cfg, _ = settle_precision(cfg, [machine.has_bf16], machine.device)
         self.cfg = cfg
         self.machine = machine
         machine.check(cfg.precision)
@@ -256,6 +258,7 @@ class Planner:
             ConfigError: the model cannot be divided in this way.
         """
         other = copy.copy(self)
+        cfg, _ = settle_precision(cfg, [self.machine.has_bf16], self.machine.device)
         other.cfg = cfg
         other.divide()
         parallel = cfg.parallel

@@ -4,12 +4,19 @@
 import contextlib
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 UNLIMITED = 1 << 60
 """A cgroup's memory limit of this many bytes or more counts as no limit: cgroups of version 1 write nearly 2**63 for
 it."""
+
+
+BF16_FEATURES = frozenset(("avx512_bf16", "amx_bf16", "bf16"))
+"""Names in /proc/cpuinfo of instructions for matrix products in bf16; the last one is ARM's."""
+ISA_WITHOUT_BF16 = frozenset("SSE41 AVX AVX2 AVX2_VNNI AVX2_VNNI_2 AVX512_CORE AVX512_CORE_VNNI".split())
+"""Values of oneDNN's variable ONEDNN_MAX_CPU_ISA with which it emulates bf16."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +86,33 @@ def read_host(proc: Path = Path("/proc"), root: Path = Path("/sys/fs/cgroup")) -
         limit=limit,
         used=used,
     )
+
+
+def cpu_has_bf16(proc: Path = Path("/proc"), environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether every core of this machine has instructions for matrix products in bf16 (AVX512-BF16 or AMX; on
+    ARM, BF16), and oneDNN, whose kernels torch uses, is not told to leave them alone. Where the kernel does not list a
+    CPU's features, as on macOS, return False.
+
+    Args:
+        proc: where the proc file system is mounted.
+        environment: environment variables.
+    """
+    if environment.get("ONEDNN_MAX_CPU_ISA", "").upper() in ISA_WITHOUT_BF16:
+        return False
+    lines = (line.partition(":") for line in (text_of(proc / "cpuinfo") or "").splitlines())
+    features = [set(value.split()) for key, _, value in lines if key.strip() in ("flags", "Features")]
+    return bool(features) and all(own & BF16_FEATURES for own in features)
+
+
+def gpu_has_bf16(major: int, is_rocm: bool) -> bool:
+    """Return whether a GPU has instructions for bf16: NVIDIA's since compute capability 8.0 (A100), and all
+    of AMD's that torch supports.
+
+    Args:
+        major: first number of the GPU's compute capability.
+        is_rocm: whether torch was built for AMD's GPUs.
+    """
+    return is_rocm or major >= 8
 
 
 def process_memory(key: str) -> int:

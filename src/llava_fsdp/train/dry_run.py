@@ -22,6 +22,7 @@ from llava_fsdp.distributed.activation_checkpoint import clean_name
 from llava_fsdp.distributed.comm_volume import CollectiveBytes
 from llava_fsdp.distributed.compile import explained_compiler_errors
 from llava_fsdp.distributed.fake_collectives import is_simulated, simulate_collectives
+from llava_fsdp.distributed.fast_dtype import has_bf16, settle_precision
 from llava_fsdp.distributed.local_shards import local, local_shards
 from llava_fsdp.distributed.malloc import return_freed_memory
 from llava_fsdp.distributed.mesh import World, distributed, make_meshes
@@ -63,6 +64,9 @@ def dry_run(cfg: Config) -> None:
         if cfg.offload.mode is OffloadMode.nvme and cfg.offload.folder is None:  # its default would be output_dir
             cfg = replace(cfg, offload=replace(cfg.offload, folder=folder))
         with distributed(cfg) as world, explained_memory_errors(lambda: cfg, world.device):
+            cfg, chosen = settle_precision(cfg, [has_bf16(world.device)], world.device.type)
+            if chosen is not None:
+                log().info("%s", chosen)
             cfg = settle_auto(cfg, world)
             report = measure(cfg, world)
     if cfg.format is Format.json:

@@ -96,7 +96,7 @@ def export(state: TrainState, cfg: Config, is_first_rank: bool) -> Path:
 
     weights = Weights(
         shapes={name: tuple(source.shape) for name, source in sources.items()},
-        dtypes=dict.fromkeys(sources, DTYPES[cfg.export.dtype]),
+        dtypes=dict.fromkeys(sources, DTYPES[cfg.export.stored]),
         read=read,
         is_first_rank=is_first_rank,
     )
@@ -266,7 +266,7 @@ def verify(state: TrainState, cfg: Config, staged: Path, weights: Weights) -> No
         theirs = reloaded_logits(staged, batch, batch.images, compute, sizes).cpu()
         found = distance(theirs, ours)
         log().info("export: transformers' logits differ from llava_fsdp's by %.2g of the largest", found.largest)
-        head_is_rounded = is_rounded(model.parts, DTYPES[cfg.export.dtype])
+        head_is_rounded = is_rounded(model.parts, DTYPES[cfg.export.stored])
         wrong = found.exceeds(torch.bfloat16 if head_is_rounded else compute, has_experts(model))
         if wrong:
             raise ModelError(f"{staged} was written, but transformers computes something else from it: {wrong}")
@@ -310,7 +310,7 @@ def report_rounding(moved: Distance, cfg: Config) -> None:
     """
     text = f"export: rounding to export.dtype={cfg.export.dtype.value} moves the logits by {moved}"
     used = DType.fp32 if cfg.model.lora.enabled else cfg.precision.param_dtype
-    if moved.kl > MUCH and used is not cfg.export.dtype:
+    if moved.kl > MUCH and used is not cfg.export.stored:
         log().warning(
             "%s: the export is not as good as the losses of the training say. Start the run again with "
             "export.dtype=%s, which only writes the export anew", text, used.value,

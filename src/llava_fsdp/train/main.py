@@ -11,11 +11,12 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from llava_fsdp.config import AUTO, Config, Format
+from llava_fsdp.config import AUTO, Config, DType, Format
 from llava_fsdp.config.paths import check_same_settings
 from llava_fsdp.data.text.jinja_template import OWN
 from llava_fsdp.distributed import mesh as ranks
 from llava_fsdp.distributed.consensus import on_first_rank
+from llava_fsdp.distributed.fast_dtype import has_bf16, settle_precision, slow_dtype
 from llava_fsdp.distributed.mesh import World, distributed, gather_lists, make_meshes
 from llava_fsdp.distributed.offload import explained_memory_errors
 from llava_fsdp.distributed.zero import SHARD_PLANS
@@ -41,7 +42,7 @@ from llava_fsdp.train.metrics import Reporter, storage_errors
 from llava_fsdp.train.preflight import check_run, with_template
 from llava_fsdp.train.profiler import open_profiler
 from llava_fsdp.train.replica_check import check_replicas
-from llava_fsdp.train.resume import continues, resume
+from llava_fsdp.train.resume import continues, recorded_dtype, resume
 from llava_fsdp.train.same_software import check_same_software
 from llava_fsdp.train.save_and_stop import RunController, open_saver
 from llava_fsdp.train.state import StepResult, TrainState
@@ -105,6 +106,7 @@ def train(cfg: Config, parts: RunParts | None = None, metric: ScoreFunction | No
         parts.dir_lock = RunDirLock(folder, lock, cfg.private) if lock is not None else None
         check_same_software(cfg, world.device, gather_lists)
         check_same_settings(cfg, gather_lists)
+        cfg = agree_on_precision(cfg, world, has_bf16(world.device))
         cfg = settle_auto(cfg, world)
         plan = SHARD_PLANS[cfg.sharding.strategy]
         meshes = make_meshes(world, plan, cfg)
@@ -156,6 +158,28 @@ def train(cfg: Config, parts: RunParts | None = None, metric: ScoreFunction | No
             if cfg.export.enabled and not final_export.is_current(state, cfg):
                 log().info("exported to %s", final_export.export(state, cfg, world.is_first))
         controller.stop_if_lost()
+
+
+def agree_on_precision(cfg: Config, world: World, able: bool) -> Config:
+    """Replace `precision.param_dtype=auto` in the configuration by the same dtype on all ranks, and return it. A run
+    that is resumed keeps the dtype that it was trained with. Log the choice, and a warning if a rank's device emulates
+    the dtype. Collective: all ranks must call it.
+
+    Args:
+        world: this rank's number and device, and the number of ranks.
+        able: whether this rank's device has instructions for bf16.
+    """
+    all_able = gather_lists([able])
+    recorded = None
+    if cfg.precision.param_dtype is DType.auto:
+        recorded = on_first_rank(lambda: recorded_dtype(cfg), "cannot read the precision of the run to resume")
+    cfg, chosen = settle_precision(cfg, all_able, world.device.type, recorded)
+    if chosen is not None:
+        log().info("%s", chosen)
+    slowest = all_able.index(False) if False in all_able else 0
+    if world.rank == slowest and (slow := slow_dtype(cfg, world.device, able)):
+        log().warning("%s", slow)
+    return cfg
 
 
 def settle_auto(cfg: Config, world: World) -> Config:

@@ -10,10 +10,11 @@ from typing import TypeVar
 
 import torch
 
-from llava_fsdp.config import AUTO, Attention, Config, LinearKind, Parity, Source
+from llava_fsdp.config import AUTO, Attention, Config, DType, LinearKind, Parity, Source
 from llava_fsdp.config.paths import PACKAGED_OR_HUB, check_paths, exists
 from llava_fsdp.data.index.record_store import sources_of
 from llava_fsdp.data.text.jinja_template import OWN, is_whole, own_name, usable_name
+from llava_fsdp.distributed.fast_dtype import has_bf16, settle_precision
 from llava_fsdp.distributed.precision import DTYPES
 from llava_fsdp.export.check_causal import check_causal
 from llava_fsdp.export.compare_language import compare_language
@@ -54,6 +55,7 @@ def preflight(cfg: Config, device: torch.device) -> list[str]:
         ConfigError, ModelError, DataError: a check failed; a training would end with the same error.
     """
     check_run(cfg)
+    cfg, _ = settle_precision(cfg, [has_bf16(device)], device.type)
     cfg, _ = settle_packing(cfg, find_parts(cfg.model).language)
     model, projector = open_model(cfg, device)
     warnings = check_prompts(with_template(cfg, model.parts), model)
@@ -78,9 +80,8 @@ def warn_if_refused(cfg: Config, here: bool = True) -> None:
     """
     check_paths(cfg)
     if not here:
-        cfg = replace(
-            cfg, attention=Attention.auto, compile=AUTO, precision=replace(cfg.precision, linear=LinearKind.same)
-        )
+        precision = replace(cfg.precision, linear=LinearKind.same).settled(DType.bf16)
+        cfg = replace(cfg, attention=Attention.auto, compile=AUTO, precision=precision)
     names = [cfg.model.checkpoint] if cfg.model.checkpoint else [cfg.model.language, cfg.model.vision]
     if any(PACKAGED_OR_HUB.fullmatch(name) and not name.startswith("package:") and not exists(name) for name in names):
         return
@@ -169,7 +170,7 @@ def check_prompts(cfg: Config, model: Llava) -> list[str]:
     compare_tower(model)
     check_causal(model)
     if cfg.exports_model:
-        dtype = DTYPES[cfg.export.dtype]
+        dtype = DTYPES[cfg.export.stored]
         rehearse_hf(source, dtype)
         if is_rounded(model.parts, dtype):
             warnings.append(

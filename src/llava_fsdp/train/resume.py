@@ -16,7 +16,7 @@ from llava_fsdp.checkpoint.retention import set_aside, set_aside_later
 from llava_fsdp.checkpoint.safetensors_stream import open_file
 from llava_fsdp.checkpoint.state_json import jsonable
 from llava_fsdp.checkpoint.verify import Checkpoint, newest_together, verify_together
-from llava_fsdp.config import Config, LoraConfig, QuantizeConfig
+from llava_fsdp.config import Config, DType, LoraConfig, QuantizeConfig
 from llava_fsdp.config.renamed import present_tree
 from llava_fsdp.config.tree import dotted
 from llava_fsdp.data.text.jinja_template import OWN
@@ -192,19 +192,43 @@ def check_settings(cfg: Config) -> None:
             do.
     """
     try:
-        wanted = requested_resume(cfg)
-        if wanted == "never":
+        found = settings_to_continue(cfg)
+        if found is None:
             return
-        newest = list_checkpoints(Path(cfg.output_dir) / FOLDER)[-1:]
-        for folder in newest if wanted == "auto" else [Path(wanted)]:
-            with os.fdopen(open_file(folder / STATE_FILE), "rb") as file:
-                config = parse_object(file.read(LARGEST), {"config": (dict,)})["config"]
-            differing = changed_settings(settings_then(config), flat(jsonable(asdict(cfg))))
-            if differing:
-                keys = [line.partition(":")[0] for line in differing]
-                raise ConfigError(other_settings(folder, differing)).about(key=keys[0], keys=keys)
+        folder, then = found
+        differing = changed_settings(then, flat(jsonable(asdict(cfg))))
+        if differing:
+            keys = [line.partition(":")[0] for line in differing]
+            raise ConfigError(other_settings(folder, differing)).about(key=keys[0], keys=keys)
     except (CheckpointError, OSError, ValueError, TypeError):
         return
+
+
+def settings_to_continue(cfg: Config) -> tuple[Path, dict[str, Any]] | None:
+    """Return the folder of the checkpoint from which the run would resume, which is not verified, and the settings of
+    the run that wrote it: dotted key -> value. Return None if training starts at step 0.
+
+    Raises:
+        CheckpointError, OSError, ValueError, TypeError: the checkpoint cannot be read.
+    """
+    wanted = requested_resume(cfg)
+    newest = list_checkpoints(Path(cfg.output_dir) / FOLDER)[-1:]
+    if wanted == "never":
+        return None
+    for folder in newest if wanted == "auto" else [Path(wanted)]:
+        with os.fdopen(open_file(folder / STATE_FILE), "rb") as file:
+            return folder, settings_then(parse_object(file.read(LARGEST), {"config": (dict,)})["config"])
+    return None
+
+
+def recorded_dtype(cfg: Config) -> DType | None:
+    """Return the compute dtype (`precision.param_dtype`) of the run from whose checkpoint the training would resume;
+    None if it starts at step 0, or if the checkpoint cannot be read, which is reported later."""
+    try:
+        found = settings_to_continue(cfg)
+        return None if found is None else DType(found[1]["precision.param_dtype"])
+    except (CheckpointError, OSError, ValueError, TypeError, KeyError):
+        return None
 
 
 def require_checkpoint(folder: Path) -> None:
@@ -253,6 +277,9 @@ def refuse_changes(facts: dict[str, Any], cfg: Config, state: TrainState, folder
     for key in ("max_steps", "epochs"):
         if then.get(key) != now.get(key):
             log().info("%s: %s -> %s; the learning rate schedule is recomputed", key, then.get(key), now.get(key))
+    key = "precision.param_dtype"
+    if then.get(key) != now[key]:
+        log().info("%s: %s -> %s; the steps from here compute in another dtype", key, then.get(key), now[key])
 
 
 def refuse_other_base(state: TrainState, cfg: Config, folder: Path) -> None:
