@@ -104,6 +104,7 @@ def write_emoji(packages: Path, folder: Path) -> None:
         naming = (draw.choice(NAME_QUESTIONS), emoji["name"])
         captions.append(record(f"emoji-{name}", image, ("Describe the image.", f"{emoji['name']}, {emoji['kind']}")))
         training.append(record(f"emoji-{name}", image, *draw.sample([kind, naming], 2)))
+    draw.shuffle(tests)  # they are sorted by their kind
     for records, file in ((captions, "captions"), (training, "train"), (tests, "test")):
         write(records, folder / f"emoji_{file}.json")
 

