@@ -49,7 +49,8 @@ class AnswerMetric:
             value: Any = self.function(question, answer, expected)
         except (Exception, SystemExit) as error:
             raise MetricError(f"{asked} has failed: {describe(error)}").about(record=record) from error
-        if not isinstance(value, Real | np.bool_) or not 0 <= value <= 1:
+        is_number = isinstance(value, Real | np.bool_)
+        if not is_number or not 0 <= value <= 1:  # pyright: ignore[reportOperatorIssue]
             shown = repr(value)[:200]
             raise MetricError(f"{asked} is {shown}; it must be a number from 0 to 1").about(record=record)
         return float(value)

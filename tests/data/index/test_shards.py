@@ -111,6 +111,34 @@ def test_many_files_are_as_one(parts: Path, dataset: Path, tmp_path: Path) -> No
     assert last.file == str(files[-1]) and last.index == (len(whole) - 1) % 7
 
 
+def test_a_list_of_files_of_other_forms_is_one_source(parts: Path, dataset: Path, tmp_path: Path) -> None:
+    """LLaVA's turns, OpenAI's messages and the Cauldron's texts, in a list of YAML, under a name with a comma too. A
+    record that is wrong is named in its own file, and a file that is added is examined alone."""
+    said = [{"user": "what", "assistant": "a square"}]
+    conversation = [{"from": "human", "value": "what"}, {"from": "gpt", "value": "a square"}]
+    messages = [{"role": "user", "content": "what"}, {"role": "assistant", "content": "a square"}]
+    one, two, three = tmp_path / "a.json", tmp_path / "b, c.jsonl", tmp_path / "d.parquet"
+    one.write_text(json.dumps([{"id": f"a{n}", "conversations": conversation} for n in range(3)]))
+    two.write_text("".join(json.dumps({"id": f"b{n}", "messages": messages}) + "\n" for n in range(2)))
+    parquet.write_table(pyarrow.Table.from_pylist([{"id": "c0", "texts": said}]), three)
+
+    def listed(*files: Path) -> Config:
+        named = f"data.path={json.dumps([str(file) for file in files])}"  # a list in Hydra's grammar, as from YAML
+        return make_config(parts, dataset, tmp_path, named, f"data.index={tmp_path / 'index'}")
+
+    before = open_again(listed(one, two), parts)
+    made = made_of(tmp_path / "index")
+    records = open_again(listed(one, two, three), parts)
+    assert [records[n].id for n in range(len(records))] == ["a0", "a1", "a2", "b0", "b1", "c0"]
+    assert len({records[n].turns for n in range(len(records))}) == 1 and len(before) == 5
+    assert [source.name for source in records.index.store.sources] == ["a.json"]
+    assert made.items() <= made_of(tmp_path / "index").items(), "what was examined is examined again"
+    with two.open("a") as file:
+        file.write('{"id": "bad", "messages": [{"role": "user"}]}\n')
+    (wrong,) = open_again(listed(one, two, three), parts).index.rows()
+    assert wrong["record"] == 5 and f"{two}, line 3, record 2 (id bad)" in wrong["reason"]
+
+
 def made_of(index: Path) -> dict[str, int]:
     """When each file of a chunk was made."""
     return {str(p.relative_to(index)): p.stat().st_mtime_ns for p in index.glob("chunks/*/*.npz")}
