@@ -80,7 +80,9 @@ def with_lists_as_texts(node: DictConfig) -> DictConfig:
     node = copy.deepcopy(without_hydra(node))
     with open_dict(node):
         for key, value in found.items():
-            OmegaConf.update(node, key, list_text(OmegaConf.to_container(value, resolve=True), key))
+            paths = OmegaConf.to_container(value, resolve=True)
+            assert isinstance(paths, list), "found by is_list"
+            OmegaConf.update(node, key, list_text(paths, key))
     return node
 
 
