@@ -14,10 +14,22 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from llava_fsdp.checkpoint.reader import saved_weights
 from llava_fsdp.checkpoint.verify import newest_alone
 from llava_fsdp.export.main import export
-from llava_fsdp.model.pretrained import NoProjector, find_projector, resolve_model
+from llava_fsdp.model.lora_files import find_adapter
+from llava_fsdp.model.pretrained import (
+    NoProjector,
+    UnfinishedRun,
+    find_projector,
+    read_config,
+    resolve,
+    resolve_model,
+)
 from llava_fsdp.model.weight_names import ours
 from llava_fsdp.runtime.errors import ConfigError, ModelError
+from llava_fsdp.runtime.provenance import NOTES
+from llava_fsdp.runtime.run_dir import FOLDER
+from llava_fsdp.runtime.unfinished import earlier_export
 from llava_fsdp.train import main as train
+from llava_fsdp.train.preflight import warn_if_refused
 
 GEMMA2 = {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "head_dim": 6, "pad_token_id": 0}
 QWEN2 = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
@@ -135,6 +147,55 @@ def test_a_run_with_an_adapter_alone_is_told_as_such(parts: Path, dataset: Path,
     assert (made / "mm_projector.safetensors").is_file()
     train.train(make_config(folder, dataset, tmp_path / "next", *keys, f"model.lora.checkpoint={run}"))
     assert (tmp_path / "next" / "adapter").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("ending", "said"),
+    [
+        ({"status": "stopped", "class": "stopped", "exit_code": 75, "reason": "SIGTERM"}, "stopped at step 3: run"),
+        (
+            {"status": "interrupted", "class": "interrupted", "exit_code": 130, "reason": "SIGINT"},
+            "interrupted at step",
+        ),
+        ({"status": "failed", "class": "model", "exit_code": 3, "reason": "no room"}, r"failed at step 3 \(no room\)"),
+        ({"status": "running"}, "was killed after step 3: run its command again"),
+    ],
+)
+def test_every_key_and_every_folder_of_a_run_names_how_it_ended(
+    ending: dict[str, Any], said: str, parts: Path, dataset: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With an empty export and with one that was not completed. Of old folders none is read."""
+    run = tmp_path / "pretrain"
+    saved = run / FOLDER / "step-000003"
+    for folder in (saved, run / "export", run / "export.tmp", run / "old-1" / "export"):
+        folder.mkdir(parents=True)
+        if folder.name.startswith("export") and folder != run / "export":
+            write_json(folder / "config.json", {})
+            (folder / "mm_projector.bin").touch()
+    write_json(run / "run_status.json", ending | {"step": 3})
+    for name in (run, run / "export", run / FOLDER, saved):
+        cfg = make_config(parts, dataset, tmp_path / "finetune", f"model.projector={name}")
+        with pytest.raises(UnfinishedRun, match=said):
+            find_projector(cfg)
+        with pytest.raises(ModelError, match=said):
+            resolve_model(str(name), "model.checkpoint")
+    warn_if_refused(make_config(parts, dataset, tmp_path / "finetune", "model.projector=auto"))
+    assert re.search(said, caplog.text)
+    with pytest.raises(ConfigError, match=said):
+        find_adapter(str(run), "model.lora.checkpoint")
+    with pytest.raises(ModelError, match=r"model\.checkpoint="):
+        read_config(resolve(str(run), "model.language"), "model.language")
+    with pytest.raises(ModelError, match=r"export\.tmp"):
+        find_projector(make_config(parts, dataset, tmp_path / "finetune", f"model.projector={run / 'export.tmp'}"))
+
+
+def test_an_export_of_an_earlier_step_is_told(tmp_path: Path) -> None:
+    (tmp_path / FOLDER / "step-000007").mkdir(parents=True)
+    (tmp_path / "export").mkdir()
+    write_json(tmp_path / "export" / NOTES, {"step": 4})
+    assert "step 4" in (earlier_export(tmp_path) or "") and "step 7" in (earlier_export(tmp_path) or "")
+    write_json(tmp_path / "export" / NOTES, {"step": 7})
+    assert earlier_export(tmp_path) is None
 
 
 def test_a_stopped_run_is_to_be_continued_and_not_to_be_made_again(parts: Path, dataset: Path, tmp_path: Path) -> None:

@@ -12,11 +12,12 @@ from llava_fsdp.export.source_model import Opened, open_source
 from llava_fsdp.export.verify_logits import compute_dtype
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.llava_v1_5_config import is_original
-from llava_fsdp.model.pretrained import EXPORT, NEXT, ONEVISION, read_json
+from llava_fsdp.model.pretrained import NEXT, ONEVISION, read_json
 from llava_fsdp.runtime.errors import ConfigError, DamagedModel, ModelError
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.provenance import NOTES, read_notes
 from llava_fsdp.runtime.run_dir import FOLDER, list_checkpoints, step_of
+from llava_fsdp.runtime.unfinished import EXPORT
 
 
 def open_model(checkpoint: str, default_template: str, default_aspect: AspectRatio = AspectRatio.pad) -> Opened:

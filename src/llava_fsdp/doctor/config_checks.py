@@ -28,6 +28,9 @@ OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 def judge_paths(cfg: Config) -> Iterator[Finding]:
     """Check that every path that the training with the configuration `cfg` reads exists, and that its `output_dir` is
     not one of these paths. Yield the results."""
+    from llava_fsdp.train.resume import without_saved_sources  # which imports torch
+
+    cfg = without_saved_sources(cfg)
     paths = paths_read(cfg)
     missing = {key: name for key, name in paths.items() if not exists(name)}
     for key, name in missing.items():

@@ -35,7 +35,7 @@ from llava_fsdp.evaluate.read_questions import read_questions
 from llava_fsdp.evaluate.results import BLANK, BLIND, put_beside, score_all, submission_of, table_of
 from llava_fsdp.export.source_model import Opened
 from llava_fsdp.model.lora_files import FOLDER as ADAPTER
-from llava_fsdp.model.pretrained import EXPORT, resolve_model
+from llava_fsdp.model.pretrained import resolve_model
 from llava_fsdp.runtime.console import TextConsole
 from llava_fsdp.runtime.digests import digest_of_file
 from llava_fsdp.runtime.errors import ConfigError, LlavaFsdpError
@@ -45,6 +45,7 @@ from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.progress import watch, watch_silently
 from llava_fsdp.runtime.run_dir import FOLDER, list_checkpoints
 from llava_fsdp.runtime.terminal_text import shown_name
+from llava_fsdp.runtime.unfinished import EXPORT
 
 
 def evaluate(cfg: EvaluateConfig) -> None:

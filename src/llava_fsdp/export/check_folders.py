@@ -9,7 +9,6 @@ from llava_fsdp.distributed.consensus import on_all_ranks
 from llava_fsdp.model.llava_v1_5_config import TOWER
 from llava_fsdp.model.lora_files import ADAPTER_CONFIG
 from llava_fsdp.model.lora_files import FOLDER as ADAPTER
-from llava_fsdp.model.pretrained import EXPORT
 from llava_fsdp.model.pretrained_config import is_whole
 from llava_fsdp.model.tensor_files import PROJECTOR
 from llava_fsdp.runtime.digests import Digest, share
@@ -32,6 +31,7 @@ from llava_fsdp.runtime.provenance import (
     read_notes,
     render,
 )
+from llava_fsdp.runtime.unfinished import EXPORT
 
 OWN_FILES = (
     "non_lora_trainables.safetensors",

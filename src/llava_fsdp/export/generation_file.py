@@ -136,7 +136,9 @@ def check_ends(folder: Path, ends: Collection[int], rows: int) -> None:
             for row in range(len(group)):
                 expected[row, row % (LONGEST - 1) + 1 :] = pad
             start, forced = torch.full((len(group) + 1, 1), other), LogitsProcessorList([Prescribed(answers)])
-            written = model.generate(start, logits_processor=forced, max_new_tokens=LONGEST)
+            # without a mask, transformers warns if a model pads with the token that ends an answer
+            mask = torch.ones_like(start)
+            written = model.generate(start, attention_mask=mask, logits_processor=forced, max_new_tokens=LONGEST)
             if not torch.equal(written[:, 1:], expected):
                 raise ModelError(
                     f"{folder}: transformers' generate writes {written[:, 1:].tolist()} instead of "

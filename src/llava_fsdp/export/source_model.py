@@ -69,8 +69,8 @@ from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.provenance import NOTES, check_folder, read_notes
 from llava_fsdp.runtime.run_dir import FOLDER
 from llava_fsdp.runtime.safe_load import SMALL
+from llava_fsdp.runtime.unfinished import has_export, is_done, lacking_export, refuse_staged
 from llava_fsdp.runtime.unfinished import is_run as is_run_folder
-from llava_fsdp.runtime.unfinished import lacking_export, refuse_staged
 
 
 @dataclass(frozen=True)
@@ -142,6 +142,8 @@ def open_run(run: Path, cfg: ConversionConfig) -> Opened:
             return open_model(run / EXPORT, cfg)
     except DamagedModel as error:
         log().warning("%s\nUsing the checkpoint %s instead", error, newest.folder)
+    if not is_done(run) and not has_export(run):
+        log().warning("%s %s; here its checkpoint of step %d is used", run, lacking_export(run), newest.facts["step"])
     return open_checkpoint(newest, cfg)
 
 

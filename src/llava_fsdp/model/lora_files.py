@@ -25,7 +25,7 @@ from llava_fsdp.runtime.errors import ConfigError, ModelError
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.provenance import NOTES, check_folder, read_notes
 from llava_fsdp.runtime.safe_load import foreign, read_json
-from llava_fsdp.runtime.unfinished import lacking_export
+from llava_fsdp.runtime.unfinished import is_done, is_run, lacking_export
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
@@ -91,6 +91,8 @@ def find_adapter(name: str, key: str) -> Path:
     inside = sorted(path.parent for path in Path(name).glob(f"checkpoints/step-*[0-9]/{FOLDER}"))
     if inside:
         raise ConfigError(f"{key}={name} {lacking_export(Path(name))}; or give a checkpoint of it: {key}={inside[-1]}")
+    if is_run(Path(name)) and not is_done(Path(name)):
+        raise ConfigError(f"{key}={name} has no adapter yet: it {lacking_export(Path(name))}")
     raise ConfigError(
         f"{key}={name} has no {ADAPTER_CONFIG}; give the folder of an adapter, or a run or a checkpoint that holds one"
     )

@@ -29,7 +29,7 @@ from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.provenance import NOTES, check_folder, read_notes
 from llava_fsdp.runtime.safe_load import SMALL, foreign, is_open_to_others, refuse_model_code
 from llava_fsdp.runtime.safe_load import read_json as read_any_json
-from llava_fsdp.runtime.unfinished import is_run, lacking_export, refuse_staged
+from llava_fsdp.runtime.unfinished import EXPORT, has_export, is_run, lacking_export, refuse_staged, run_of
 
 PACKAGE = "package:"
 """Prefix of the names of models that are shipped with this package."""
@@ -38,8 +38,6 @@ HUB_FILES = ["*.json", "*.model", "*.safetensors", "*.bin", "*.jinja", "*.txt"]
 """Patterns for the names of the files that are downloaded from the hub."""
 CHECKPOINT_FILE = "manifest.json"
 """Name of a file by which checkpoints of a run are recognized: every checkpoint contains it, and no model folder."""
-EXPORT = "export"
-"""Name of the folder with the exported model in a run's output folder."""
 NEXT = LlavaNextConfig.model_type
 """`model_type` in the config.json of transformers' LLaVA-NeXT, in which an image is divided into several tiles."""
 ONEVISION = LlavaOnevisionConfig.model_type
@@ -60,6 +58,11 @@ LARGEST_SIZES = {
 class NoProjector(ConfigError):
     """Error: a training would start from the projector that another training (stage=pretrain) has made, but that
     training does not exist or has not finished."""
+
+
+class UnfinishedRun(NoProjector):
+    """Error: the training whose projector is asked for has no export, as it has not finished or was told to write
+    none."""
 
 
 @dataclass(frozen=True)
@@ -549,9 +552,10 @@ def resolve_model(name: str, key: str) -> Path:
             f"start from the whole model: {merge}"
         )
     if not (folder / "config.json").is_file():
-        run = folder.parent if folder.name == EXPORT and not folder.exists() else folder
-        if is_run(run):
-            raise ModelError(f"{key}={name} {lacking_export(run)}{whole_cure(run, key)}")
+        run = None if (folder / CHECKPOINT_FILE).is_file() else run_of(folder)
+        if run is not None and (not has_export(run) or run.absolute() == folder.absolute()):
+            inside = f": {run}" if folder.exists() and folder.absolute() != run.absolute() else ""
+            raise ModelError(f"{key}={name}{inside} {lacking_export(run)}{whole_cure(run, key)}")
         if (folder / CHECKPOINT_FILE).is_file():
             of_run = folder.absolute().parents[1]
             cure = f"export it: llava-fsdp export source={name} to=FOLDER"
@@ -584,6 +588,11 @@ def read_config(folder: Path, key: str) -> PretrainedConfig:
     Raises:
         ModelError: the folder has no config.json, or one that transformers cannot read.
     """
+    if not (folder / "config.json").is_file() and is_run(folder):
+        raise ModelError(
+            f"{key}={folder} is the output folder of a run, which has a whole model and not a part of one; start from "
+            f"it with model.checkpoint={folder}"
+        )
     if not (folder / "config.json").is_file():
         raise ModelError(f"{key}={folder} has no config.json; is it a model folder?")
     read_json(folder / "config.json", f"{key}={folder}")
@@ -668,9 +677,10 @@ def find_projector(cfg: Config) -> Path | None:
     if given != "auto":
         path = Path(given)
         refuse_staged(given, "model.projector")
-        run = path.parent if path.name == EXPORT and not path.exists() else path
-        if is_run(run) and not (run / EXPORT).is_dir():
-            raise NoProjector(f"model.projector={given} {without_export(run)}")
+        run = run_of(path)
+        if run is not None and not has_export(run):
+            inside = f": {run}" if path.exists() and path.absolute() != run.absolute() else ""
+            raise UnfinishedRun(f"model.projector={given}{inside} {without_export(run)}")
         if not path.exists():
             raise ConfigError(f"model.projector={given} does not exist; give a run, a folder or a file that holds one")
         return require_weights(path / EXPORT if (path / EXPORT).is_dir() else path)
@@ -682,7 +692,7 @@ def find_projector(cfg: Config) -> Path | None:
         return None
     looks_for = "model.projector=auto looks for the projector of a stage=pretrain run, and"
     if is_run(run):
-        raise NoProjector(f"{looks_for} {run} {without_export(run)}")
+        raise UnfinishedRun(f"{looks_for} {run} {without_export(run)}")
     own = f"model.language={cfg.model.language} model.vision={cfg.model.vision}"
     named = own if cfg.model.name == "own" else f"model={cfg.model.name}"
     state = f"{run} is not a run" if run.exists() else f"there is no {run}"

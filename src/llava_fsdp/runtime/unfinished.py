@@ -3,11 +3,14 @@
 from pathlib import Path
 
 from llava_fsdp.runtime.errors import ModelError
+from llava_fsdp.runtime.provenance import read_notes
 from llava_fsdp.runtime.run_dir import FOLDER, held_by, list_checkpoints, step_of
 from llava_fsdp.runtime.status_file import STATUS_FILE, is_without_end, read_status, status_of_latest_start
 
 STAGED = frozenset({"export.tmp", "adapter.tmp"})
 """Names of the folders in which a run writes its export and its adapter, until they are complete and compared."""
+EXPORT = "export"
+"""Name of the folder with the exported model in a run's output folder."""
 ADAPTER = "adapter"
 """Name of the folder with the LoRA adapter in a run's output folder."""
 
@@ -30,6 +33,36 @@ def refuse_staged(name: str, key: str) -> None:
 def is_run(folder: Path) -> bool:
     """Return whether a folder is the output folder of a run."""
     return any((folder / name).exists() for name in (STATUS_FILE, "config.yaml", FOLDER))
+
+
+def run_of(path: Path) -> Path | None:
+    """Return the output folder of the run that a path names: the path itself, or the folder above if the path is that
+    of the run's export, of its checkpoints or of one checkpoint; None if there is no run."""
+    folder = path.absolute()
+    if folder.parent.name == FOLDER and step_of(folder) is not None:
+        folder = folder.parents[1]
+    elif folder.name in (EXPORT, FOLDER):
+        folder = folder.parent
+    return next((path if own == path.absolute() else own for own in (path.absolute(), folder) if is_run(own)), None)
+
+
+def has_export(run: Path) -> bool:
+    """Return whether the output folder of a run has an export. An empty folder is none: a run gives the folder its name
+    when it is complete."""
+    return (run / EXPORT).is_dir() and any((run / EXPORT).iterdir())
+
+
+def earlier_export(run: Path) -> str | None:
+    """Return in words that the export of a run is of an earlier step than its newest checkpoint, as after a run that
+    was continued and stopped; None if it is not."""
+    saved = max((step_of(path) or 0 for path in list_checkpoints(run / FOLDER)), default=0)
+    exported = read_notes(run / EXPORT).get("step")
+    if exported is None or exported >= saved:
+        return None
+    return (
+        f"the export in {run} is of step {exported}, and the run has gone on to step {saved}; this training begins "
+        "with the export. Run the command of that run again to get an export of its last step"
+    )
 
 
 def is_done(folder: Path) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from llava_fsdp.config import ActivationCheckpointing, Config, DType, OffloadMode, Source, check_profile
+from llava_fsdp.config import ActivationCheckpointing, Config, DType, OffloadMode, Part, Source, check_profile
 from llava_fsdp.data.loader import Loader, build_loader
 from llava_fsdp.data.toy_shapes import draw_shapes
 from llava_fsdp.data.validation_set import Choose, HeldOut, open_held_out, warn_of_trained
@@ -50,6 +50,7 @@ from llava_fsdp.train.build_model import mean_counts, shape_of
 from llava_fsdp.train.loss_scaler import build_scaler
 from llava_fsdp.train.optimizer import build_optimizer
 from llava_fsdp.train.preflight import check_prompts, few_steps, find_sources, open_model
+from llava_fsdp.train.resume import continues, without_saved_sources
 from llava_fsdp.train.run_info import about_run
 from llava_fsdp.train.state import Elsewhere, TrainState
 from llava_fsdp.train.summary import show_run
@@ -70,11 +71,12 @@ def build_state(cfg: Config, world: World, plan: ShardPlan, meshes: Meshes | Non
     check_profile(cfg, loader.total_steps)
     check_same_records(loader)
     held_out = open_held_out_data(cfg, world, model) if cfg.val.every is not None else None
-    check_artifacts(artifacts_of(parts, projector, cfg.model), world.local_rank, world.local_size, world.is_first)
-    sources = find_sources(cfg, model, projector)
+    read = without_saved_sources(cfg)
+    check_artifacts(artifacts_of(parts, projector, read.model), world.local_rank, world.local_size, world.is_first)
+    sources = find_sources(read, model, projector)
     watch = watch_loading(world.is_first, "fingerprint of frozen weights")
     digests = frozen_digests(model, sources, world.rank, world.size, gather_lists, watch)
-    adapter_folder.check_base(model, cfg.model, digests)
+    adapter_folder.check_base(model, read.model, digests)
     fingerprints = {**loader.steps.fingerprints(), "model": fingerprint(model, digests)}
     utilization = utilization_of(model, cfg, world.device, world.size)
     about: dict[str, Any] = {}
@@ -86,7 +88,7 @@ def build_state(cfg: Config, world: World, plan: ShardPlan, meshes: Meshes | Non
         planned, kernel = about["planned_peak"], model.kernel
         if world.device.type == "cuda" and utilization.peak is None:
             log().info("%s", utilization.source)
-        show_run(cfg, world, loader, held_out, weights, describe_projector(cfg, projector), kernel, planned)
+        show_run(cfg, world, loader, held_out, weights, describe_projector(read, projector), kernel, planned)
         for warning in warnings + few_steps(cfg, loader.total_steps):
             log().warning("%s", warning)
 
@@ -109,6 +111,8 @@ def describe_projector(cfg: Config, projector: Path | None) -> str:
     Args:
         projector: file or folder from which it is read; None: it is not read from a file of its own.
     """
+    if continues(cfg) and Part.projector in cfg.model.trained:
+        return "of the run's own checkpoint"
     is_missing = projector is None and cfg.model.projector == "auto"
     if is_missing and cfg.model.lora.checkpoint is not None:
         return f"of the adapter {cfg.model.lora.checkpoint}"

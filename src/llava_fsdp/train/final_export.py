@@ -45,13 +45,14 @@ from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.load_weights import base_fingerprint, find_weights, load_weights
 from llava_fsdp.model.lora_files import FOLDER, check_changed
 from llava_fsdp.model.lora_names import is_adapter, module_of
-from llava_fsdp.model.pretrained import EXPORT, Parts, find_parts
+from llava_fsdp.model.pretrained import Parts, find_parts
 from llava_fsdp.model.pretrained_config import read_model
 from llava_fsdp.model.tensor_files import Stored
 from llava_fsdp.runtime.durable_files import make_empty
 from llava_fsdp.runtime.errors import DamagedModel, LlavaFsdpError, ModelError
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.provenance import README, check_folder, read_notes
+from llava_fsdp.runtime.unfinished import EXPORT
 from llava_fsdp.train.pipeline_step import evaluate
 from llava_fsdp.train.state import TrainState
 
@@ -265,7 +266,7 @@ def verify(state: TrainState, cfg: Config, staged: Path, weights: Weights) -> No
         gc.collect()
         theirs = reloaded_logits(staged, batch, batch.images, compute, sizes).cpu()
         found = distance(theirs, ours)
-        log().info("export: transformers' logits differ from llava_fsdp's by %.2g of the largest", found.largest)
+        log().info("export: compared with transformers: equal logits up to %.2g of the largest", found.largest)
         head_is_rounded = is_rounded(model.parts, DTYPES[cfg.export.stored])
         wrong = found.exceeds(torch.bfloat16 if head_is_rounded else compute, has_experts(model))
         if wrong:
@@ -291,7 +292,7 @@ def check_copy(trained: torch.Tensor, live: torch.Tensor, cfg: Config) -> None:
     """
     found = distance(trained, live)
     log().info(
-        "export: logits of a copy differ from those in training by %.2g of the largest, %s", found.largest, found
+        "export: compared with the model in training: equal logits up to %.2g of the largest, %s", found.largest, found
     )
     in_fp32 = cfg.precision.param_dtype is DType.fp32 and cfg.precision.linear is LinearKind.same
     if not (found.largest <= CLOSE if in_fp32 else found.mean <= FAR):

@@ -20,7 +20,6 @@ from llava_fsdp.distributed.fast_dtype import has_bf16, settle_precision, slow_d
 from llava_fsdp.distributed.mesh import World, distributed, gather_lists, make_meshes
 from llava_fsdp.distributed.offload import explained_memory_errors
 from llava_fsdp.distributed.zero import SHARD_PLANS
-from llava_fsdp.model.pretrained import find_parts
 from llava_fsdp.plan.auto import Decision, decide, settle_packing
 from llava_fsdp.plan.workload import samples_in
 from llava_fsdp.report.run_reader import CONFIG_FILE
@@ -39,7 +38,7 @@ from llava_fsdp.train.dry_run import dry_run
 from llava_fsdp.train.live_page import rewrite_page
 from llava_fsdp.train.loop import fit
 from llava_fsdp.train.metrics import Reporter, storage_errors
-from llava_fsdp.train.preflight import check_run, with_template
+from llava_fsdp.train.preflight import check_run, find_parts_of_run, with_template
 from llava_fsdp.train.profiler import open_profiler
 from llava_fsdp.train.replica_check import check_replicas
 from llava_fsdp.train.resume import continues, recorded_dtype, resume
@@ -111,11 +110,12 @@ def train(cfg: Config, parts: RunParts | None = None, metric: ScoreFunction | No
         plan = SHARD_PLANS[cfg.sharding.strategy]
         meshes = make_meshes(world, plan, cfg)
         parts.count_collectives = ranks.num_collectives(meshes, world.device)
+        continued = continues(cfg)
         state = parts.state = build_state(cfg, world, plan, meshes)
         if cfg.private:  # not set earlier: everybody who may read the dataset may also read the index written for it
             os.umask(0o077)
         last_step = state.loader.total_steps
-        resumed = resume(state, cfg)
+        resumed = resume(state, cfg, continued)
         check_replicas(state, folder / FOLDER)
         if state.step >= last_step:
             log().info("this run has finished after step %d; a larger max_steps or epochs continues it", state.step)
@@ -193,7 +193,7 @@ def settle_auto(cfg: Config, world: World) -> Config:
     derives_template = cfg.data.template in (AUTO, OWN)
     if not cfg.has_auto and not derives_template and cfg.pack != AUTO:
         return cfg
-    parts = find_parts(cfg.model)
+    parts = find_parts_of_run(cfg)
     cfg, padded = settle_packing(cfg, parts.language)
     if padded is not None:
         log().info("auto: %s", padded)

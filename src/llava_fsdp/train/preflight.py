@@ -25,16 +25,16 @@ from llava_fsdp.export.formats import source_of_run
 from llava_fsdp.export.rehearsal import rehearse_hf
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.load_weights import find_weights
-from llava_fsdp.model.pretrained import NoProjector, Parts, find_parts, find_projector
+from llava_fsdp.model.pretrained import NoProjector, Parts, UnfinishedRun, find_parts, find_projector
 from llava_fsdp.model.tensor_files import Stored
 from llava_fsdp.plan.auto import settle_packing
 from llava_fsdp.runtime.errors import ConfigError, LlavaFsdpError, ModelError
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.provenance import read_notes
-from llava_fsdp.runtime.unfinished import refuse_staged
+from llava_fsdp.runtime.unfinished import earlier_export, refuse_staged, run_of
 from llava_fsdp.train.build_model import build_model
 from llava_fsdp.train.optimizer import SCHEDULES, warmup_steps
-from llava_fsdp.train.resume import check_settings
+from llava_fsdp.train.resume import check_settings, continues, without_saved_sources
 from llava_fsdp.train.trackers import check_installed
 
 C = TypeVar("C", bound=Config)
@@ -56,7 +56,7 @@ def preflight(cfg: Config, device: torch.device) -> list[str]:
     """
     check_run(cfg)
     cfg, _ = settle_precision(cfg, [has_bf16(device)], device.type)
-    cfg, _ = settle_packing(cfg, find_parts(cfg.model).language)
+    cfg, _ = settle_packing(cfg, find_parts_of_run(cfg).language)
     model, projector = open_model(cfg, device)
     warnings = check_prompts(with_template(cfg, model.parts), model)
     find_sources(cfg, model, projector)
@@ -88,6 +88,8 @@ def warn_if_refused(cfg: Config, here: bool = True) -> None:
     try:
         for warning in preflight(cfg, torch.device("cpu")):
             log().warning("%s", warning)
+    except UnfinishedRun as error:
+        log().warning("train refuses this configuration until that run has an export: %s", error)
     except NoProjector:
         log().info("train stage=pretrain first: this training begins with the projector of its run (model.projector)")
     except LlavaFsdpError as error:
@@ -102,13 +104,41 @@ def check_run(cfg: Config) -> None:
     Raises:
         ConfigError, ModelError: one of these checks failed.
     """
+    cfg = without_saved_sources(cfg)
     check_paths(cfg)
     check_installed(cfg.track)
     check_settings(cfg)
-    find_projector(cfg)  # before an index of the data is made, which may take hours
+    projector = find_projector(cfg)  # before an index of the data is made, which may take hours
+    for path in (projector, cfg.model.checkpoint):
+        run = run_of(Path(path)) if path is not None else None
+        if run is not None and (earlier := earlier_export(run)) is not None:
+            log().warning("%s", earlier)
     for key in ("language", "vision", "checkpoint"):
         refuse_staged(getattr(cfg.model, key) or "", f"model.{key}")
     refuse_staged(cfg.model.lora.checkpoint or "", "model.lora.checkpoint")
+
+
+def find_parts_of_run(cfg: Config) -> Parts:
+    """Find the folders of the language model and the vision encoder of a training, and read their configurations.
+
+    Raises:
+        ConfigError, ModelError: a part is missing. If the run continues from a checkpoint, the message says why the
+            checkpoint does not replace it.
+    """
+    try:
+        return find_parts(cfg.model)
+    except (ConfigError, ModelError) as error:
+        named = {key: getattr(cfg.model, key) for key in ("checkpoint", "language", "vision")}
+        lost = [
+            f"model.{key}={name}" for key, name in named.items() if name is not None and f"{key}={name}" in str(error)
+        ]
+        if not continues(cfg) or not lost or any(exists(text.partition("=")[2]) for text in lost):
+            raise
+        raise type(error)(
+            f"{lost[0]} is missing, and this run began with it: the checkpoint in {cfg.output_dir} has the weights "
+            "that train, while frozen weights, configuration and tokenizer are read from there. Put it back, or name "
+            f"its new place with {lost[0].partition('=')[0]}=PATH, which continues the run"
+        ) from error
 
 
 def open_model(cfg: Config, device: torch.device) -> tuple[Llava, Path | None]:
@@ -119,8 +149,8 @@ def open_model(cfg: Config, device: torch.device) -> tuple[Llava, Path | None]:
     Raises:
         ConfigError, ModelError: a part is missing, or the model or the device does not support the configuration.
     """
-    parts = find_parts(cfg.model)
-    projector = find_projector(cfg)
+    parts = find_parts_of_run(cfg)
+    projector = find_projector(without_saved_sources(cfg))
     return build_model(cfg, parts, device), projector
 
 

@@ -4,9 +4,9 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,7 +16,7 @@ from llava_fsdp.checkpoint.retention import set_aside, set_aside_later
 from llava_fsdp.checkpoint.safetensors_stream import open_file
 from llava_fsdp.checkpoint.state_json import jsonable
 from llava_fsdp.checkpoint.verify import Checkpoint, newest_together, verify_together
-from llava_fsdp.config import Config, DType, LoraConfig, QuantizeConfig
+from llava_fsdp.config import Config, DType, LoraConfig, Part, QuantizeConfig
 from llava_fsdp.config.renamed import present_tree
 from llava_fsdp.config.tree import dotted
 from llava_fsdp.data.text.jinja_template import OWN
@@ -25,6 +25,7 @@ from llava_fsdp.distributed.local_shards import local
 from llava_fsdp.distributed.mesh import gather_lists
 from llava_fsdp.model.base_config import check_base_config
 from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.lora_files import adapter_folders, is_adapter_folder
 from llava_fsdp.runtime.errors import CheckpointError, ConfigError
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.run_dir import FOLDER, begun_at, list_checkpoints, mark_begun, step_of
@@ -33,6 +34,7 @@ from llava_fsdp.train.checkpoint_contents import facts_of, tensors
 from llava_fsdp.train.optimizer import prepare_moments
 from llava_fsdp.train.state import TrainState
 
+C = TypeVar("C", bound=Config)
 FIXED_KEYS = ("seed", "global_batch_size", "model", "loss", "optim", "data", "labels", "sampler")
 """Configuration keys, or sections of keys, whose values must stay the same when a run continues, except `FREE_KEYS`."""
 MEMORY_KEYS = (
@@ -53,12 +55,19 @@ FREE_KEYS = {
 names, and how records are read from disk."""
 
 
-def resume(state: TrainState, cfg: Config) -> Path | None:
+def resume(state: TrainState, cfg: Config, must: bool = False) -> Path | None:
     """Load the checkpoint that the setting `checkpoint.resume` selects into `state`, and return its folder; None if
     training starts at step 0. Collective: all ranks must call it. Raises CheckpointError if all checkpoints are
     damaged, or if the selected one was written with another model, dataset or recipe; ModelError if it has adapters
-    whose base model had another configuration."""
+    whose base model had another configuration.
+
+    Args:
+        must: whether weights that the checkpoint has were not read from their sources (`without_saved_sources`), so
+            that training cannot start at step 0.
+    """
     found = choose(cfg)
+    if found is None and must:
+        raise CheckpointError(f"the checkpoints in {cfg.output_dir} disappeared while the run started; run it again")
     if found is None:
         return None
     refuse_changes(found.facts, cfg, state, found.folder)
@@ -179,8 +188,29 @@ def start_over(output: Path) -> None:
 def continues(cfg: Config) -> bool:
     """Return whether the training would resume from a checkpoint, by the setting `checkpoint.resume`, instead of
     starting at step 0."""
-    named = cfg.checkpoint.resume not in ("auto", "never")
-    return named or (cfg.checkpoint.resume == "auto" and bool(list_checkpoints(Path(cfg.output_dir) / FOLDER)))
+    wanted = requested_resume(cfg)
+    named = wanted not in ("auto", "never")
+    return named or (wanted == "auto" and bool(list_checkpoints(Path(cfg.output_dir) / FOLDER)))
+
+
+def without_saved_sources(cfg: C) -> C:
+    """Return the configuration without the sources of weights that the run reads from its checkpoint instead: the
+    projector if it trains, and the adapter from which the run began if its folder is gone. So the run continues if what
+    it began with has been deleted or moved. The configuration itself is returned if the run starts at step 0.
+
+    A lost adapter may have had weights that are frozen in this run. The fingerprint of the frozen weights then differs
+    from that in the checkpoint, which is refused.
+    """
+    if not continues(cfg):
+        return cfg
+    model = cfg.model
+    adapter = model.lora.checkpoint
+    if adapter is not None and not any(is_adapter_folder(folder) for folder in adapter_folders(adapter)):
+        log().info("model.lora.checkpoint=%s is gone; this run continues with the adapter in its checkpoint", adapter)
+        model = replace(model, lora=replace(model.lora, checkpoint=None))
+    if Part.projector in model.trained and model.checkpoint is None and model.lora.checkpoint is None:
+        model = replace(model, projector="random")
+    return replace(cfg, model=model)
 
 
 def check_settings(cfg: Config) -> None:
