@@ -107,7 +107,7 @@ def test_adapters_continue_without_the_folder_of_the_adapter_that_they_began_wit
 ) -> None:
     lora = ["model.lora.enabled=true", "model.lora.r=4", "checkpoint.every=1", "checkpoint.keep=9"]
     train.train(make_config(parts, dataset, tmp_path / "first", *lora, "max_steps=2", "optim.warmup_ratio=0"))
-    keys = [*lora, f"model.lora.checkpoint={tmp_path / 'first'}", "max_steps=3"]
+    keys = [*lora, f"model.lora.checkpoint={tmp_path / 'first' / 'checkpoints' / 'step-000002'}", "max_steps=3"]
     train.train(make_config(parts, dataset, tmp_path / "whole", *keys))
     cfg = make_config(parts, dataset, tmp_path / "again", *keys)
     (tmp_path / "again").mkdir()

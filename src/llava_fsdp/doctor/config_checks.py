@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from llava_fsdp.config import Config, DType, ModelConfig, Source, paths_in
+from llava_fsdp.config import Config, DType, ModelConfig, Part, Source, paths_in
 from llava_fsdp.config.paths import PACKAGED_OR_HUB, check_paths, exists, paths_read
 from llava_fsdp.data.records.forms import RecordKeys
 from llava_fsdp.data.records.record_file import RecordFile
@@ -15,6 +15,7 @@ from llava_fsdp.doctor.context import Needs
 from llava_fsdp.doctor.findings import Finding, fail, ok, result_and_cure, warn
 from llava_fsdp.runtime.errors import ConfigError, LlavaFsdpError
 from llava_fsdp.runtime.humanize import readable
+from llava_fsdp.runtime.run_dir import FOLDER, list_checkpoints
 
 CURE_ON_CPU = "fewer ranks, which share this machine's memory (gpus=N here), sharding=zero3, precision=bf16_pure"
 MOST_COUNTED = 16 << 20
@@ -28,11 +29,12 @@ OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 def judge_paths(cfg: Config) -> Iterator[Finding]:
     """Check that every path that the training with the configuration `cfg` reads exists, and that its `output_dir` is
     not one of these paths. Yield the results."""
-    from llava_fsdp.train.resume import without_saved_sources  # which imports torch
-
-    cfg = without_saved_sources(cfg)
     paths = paths_read(cfg)
     missing = {key: name for key, name in paths.items() if not exists(name)}
+    if cfg.checkpoint.resume != "never" and list_checkpoints(Path(cfg.output_dir) / FOLDER):
+        # the run continues with the trained projector and the adapters that its checkpoint has
+        in_checkpoint = {"model.projector"} if Part.projector in cfg.model.trained else set()
+        missing = {key: name for key, name in missing.items() if key not in in_checkpoint | {"model.lora.checkpoint"}}
     for key, name in missing.items():
         yield fail(key, f"{name} does not exist", f"give a path that does; relative paths begin at {os.getcwd()}")
     if missing:
