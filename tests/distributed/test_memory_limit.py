@@ -80,11 +80,11 @@ def test_states_beyond_a_limit_on_private_memory(dataset: Path, tmp_path: Path) 
 LIMITED = """
 import resource, sys
 import llava_fsdp.train.main
-from llava_fsdp.train import __main__ as entry
+from llava_fsdp.train import run as entry
 limit = int(sys.argv.pop(1))
 if limit:
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-entry.main()
+entry.run()
 """
 
 

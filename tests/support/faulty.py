@@ -12,8 +12,8 @@ import time
 
 from llava_fsdp.data.batching.step_dataset import Steps
 from llava_fsdp.runtime.errors import DataError
-from llava_fsdp.train import __main__ as entry
 from llava_fsdp.train import loop
+from llava_fsdp.train import run as entry
 
 FOREVER = 10_000
 
@@ -57,7 +57,7 @@ def main() -> None:
         return prepare(steps, number)
 
     loop.train_step, Steps.prepare = train_step, prepare_slowly
-    entry.main()
+    entry.run()
 
 
 if __name__ == "__main__":

@@ -16,9 +16,9 @@ TRAP = "LLAVA_FSDP_TRAP"
 def main() -> None:
     set_trap()
 
-    from llava_fsdp.train import __main__ as entry
+    from llava_fsdp.train import run as entry
 
-    entry.main()
+    entry.run()
 
 
 def set_trap() -> None:

@@ -22,9 +22,9 @@ from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.pretrained import find_parts
 from llava_fsdp.runtime.errors import ConfigError, OutOfMemory
-from llava_fsdp.train import __main__ as entry
 from llava_fsdp.train import dry_run
 from llava_fsdp.train import main as train
+from llava_fsdp.train import run as entry
 
 RANKS = 8
 ROWS = [
@@ -134,7 +134,7 @@ def test_the_table_is_printed_and_a_run_that_is_there_stays_as_it_is(
     (run / "run_status.json").write_text("as it was")
     keys = ["dry_run=2", "data.max_length=32", "micro_batch_size=1", f"output_dir={run}", "sharding=auto"]
     monkeypatch.setattr(sys, "argv", ["train", *keys])
-    entry.main()
+    entry.run()
     said = capsys.readouterr().out
     assert "rank 0 of 2 simulated ranks" in said and "peak resident" in said
     assert "auto" not in said and any(strategy.value in said for strategy in SHARD_PLANS)
