@@ -24,6 +24,8 @@ NO_GRADIENT = ".k_proj.bias"
 """One number added to every key changes no attention weight: the true gradient is 0."""
 CLOSE_GRADIENTS = 1e-4
 """Of the norm of a parameter's gradient: fp32 through 30 blocks."""
+CLOSE_BF16 = 2e-2
+"""bf16 has three digits. transformers rounds norms to it, and this project computes them in fp32."""
 
 
 @dataclass
@@ -121,3 +123,28 @@ def test_loss_logits_and_every_gradient_are_those_of_transformers(rows: str, run
         if not name.endswith(NO_GRADIENT):
             expected = wanted.gradients[name][: len(gradient)]
             assert (gradient - expected).norm() <= CLOSE_GRADIENTS * expected.norm(), name
+
+
+@torch.no_grad()
+def test_the_first_loss_in_bf16(short: Path, dataset: Path, theirs: dict[str, Theirs], tmp_path: Path) -> None:
+    """Beside transformers in bf16, and in fp32. On the first 4 blocks: a CPU without bf16 instructions is slow."""
+    state = build(make_config(short, dataset, tmp_path, *PRETRAINED, "precision=bf16", "global_batch_size=3"))
+    noted = Noted(state.loader.steps)
+    micros = map(state.loader.to_device, state.loader.steps.prepare(0).micro_batches)
+    got = sum(float(micro.scale * state.model(*micro.inputs)) for micro in micros)
+    drawn = [theirs[name] for row in noted.ids for name in row]
+    model = whole_model(make_config(short, dataset, tmp_path, *PRETRAINED))
+    count = sum(int((sample.labels[1:] != IGNORE).sum()) for sample in drawn)
+
+    def of_transformers(dtype: torch.dtype) -> float:
+        model.to(dtype)
+        total = 0.0
+        for sample in drawn:
+            pixels = None if sample.pixels is None else sample.pixels.to(dtype)
+            logits = model(input_ids=sample.ids[None], pixel_values=pixels).logits[0, :-1, : vocabulary(short)]
+            total += float(functional.cross_entropy(logits.float(), sample.labels[1:], reduction="sum"))
+        return total / count
+
+    exact, rounded = of_transformers(torch.float32), of_transformers(torch.bfloat16)
+    assert got == pytest.approx(rounded, rel=CLOSE_BF16) and got == pytest.approx(exact, rel=CLOSE_BF16)
+    assert got != exact, "nothing was rounded"
