@@ -194,7 +194,7 @@ def test_what_machines_have() -> None:
     assert machine.usable(0) == 9600 * MIB - CONTEXT and machine.usable(1) == machine.usable(0) - NCCL
     assert machine.usable(3) == machine.usable(1) - 2 * NCCL_MORE and replace(machine, memory=MIB).usable(1) == 0
     cores = Machine(None, "2 CPU cores", 1000 * MIB, 60e9)
-    assert cores.usable(2) == 1000 * MIB - PROCESS and cores.peak(DType.bf16) == 60e9
+    assert cores.usable(2) == 1000 * MIB - PROCESS and (cores.peak(DType.fp32), cores.peak(DType.bf16)) == (60e9, 120e9)
     counts = {2: [1, 2], 3: [1, 2, 3], 4: [1, 2, 4], 7: [1, 2, 4, 7], 8: [1, 2, 4, 8]}
     assert {nodes: node_counts(nodes) for nodes in counts} == counts
 
@@ -298,7 +298,7 @@ def test_what_a_step_waits_for() -> None:
 
 
 def test_what_a_step_on_cpu_cores_waits_for() -> None:
-    machine, sent = Machine(None, "2 CPU cores", 0, 60e9), Volume(sharded=1e12, replicated=3e11, shards=2, replicas=2)
+    machine, sent = Machine(None, "2 CPU cores", 0, 30e9), Volume(sharded=1e12, replicated=3e11, shards=2, replicas=2)
     step = step_time(machine, precision(), 6e10, 3e10, sent, 1e9, 5e8, 3, 4, OffloadMode.none)
     assert (step.compute, step.update) == pytest.approx((1.5, 28 * 5e8 / 10e9))
     assert step.copies == pytest.approx(38 * 1e9 * 3 / 10e9)
