@@ -2,6 +2,7 @@
 figures and images are those of examples/results; nothing in them is typed by hand."""
 
 import json
+import re
 import shlex
 import sys
 from typing import Any
@@ -22,7 +23,8 @@ TITLES = {
 WHAT = {
     "embedded": "`examples/embedded.sh` trains both stages from random weights, scores the model on held-out images, "
     "with the true images and with blank ones, and asks it a question.",
-    "real": "`examples/real/run.sh` trains on weights and data that others published.",
+    "real": "`examples/real/run.sh` fetches SmolLM2-135M, DINOv2-small, easy-VQA and emoji, trains the projector, then "
+    "projector and language model, once whole and once with LoRA, and scores each on images that were not trained on.",
     "lora": "`examples/lora.sh` trains the projector, then adapters in the language model, scores the merged model, "
     "and writes the adapters for peft.",
     "sweep": "`examples/sweep.sh` trains one stage with three learning rates and compares the runs.",
@@ -31,6 +33,8 @@ WHAT = {
 }
 LINES = 30
 """Last lines that are shown of an output."""
+SCORE = re.compile(r"\s*source: (\w+)" + r"\s+([\d.,]+)" * 4)
+"""A row of evaluate's table: source, questions, accuracy, with blank images, best blind guess."""
 SHOWN = 8
 """The same, for a training that is not the first command of its example."""
 
@@ -101,6 +105,18 @@ def lora(result: Result) -> list[str]:
     return [runs_table(result), table(("file", "bytes"), rows, "lr")]
 
 
+def real(result: Result) -> list[str]:
+    """The runs, and the accuracies of every source with every seed that was tried (results named real, real-1, ...)."""
+    rows = []
+    for path in sorted(RESULTS.glob("real*.json"), key=lambda path: path.stem):
+        for command in json.loads(path.read_text())["commands"]:
+            if command["words"][1] == "evaluate":
+                scored = filter(None, map(SCORE.match, command["output"]))
+                rows += [[path.stem, code(command["words"][2].rpartition("/")[2]), *found.groups()] for found in scored]
+    head = ("result", "model of", "source", "questions", "accuracy", "with blank images", "best blind guess")
+    return [runs_table(result), table(head, rows, "lllrrrr")]
+
+
 def sweep(result: Result) -> list[str]:
     runs = result["runs"].values()
     least = min(run["loss"] for run in runs)
@@ -136,7 +152,7 @@ def origin(result: Result) -> str:
     )
 
 
-FIGURES = {"lora": lora, "sweep": sweep, "killed": killed}
+FIGURES = {"real": real, "lora": lora, "sweep": sweep, "killed": killed}
 
 
 if __name__ == "__main__":
