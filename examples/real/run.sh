@@ -12,7 +12,7 @@ set -euo pipefail
 # shellcheck source=launch/setup.sh
 source "$(dirname "${BASH_SOURCE[0]}")/../../launch/setup.sh"
 cd "$ROOT"
-set_up ""
+set_up "lora"
 # shellcheck source=examples/common.sh
 source examples/common.sh
 cache="${REAL:-${XDG_CACHE_HOME:-$HOME/.cache}/llava_fsdp/real}"

@@ -86,8 +86,9 @@ def judge_optional(version_of: Callable[[str], str | None]) -> Iterator[Finding]
 
 
 def needs_of(cfg: Config) -> dict[str, Callable[[], str]]:
-    """Return functions that check what the training's configuration `cfg` needs (attention kernel, peft, bitsandbytes,
-    ...), by name. Each returns a description, or raises the error that the training would raise."""
+    """Return functions that check what the training's configuration `cfg`, with its dtype chosen, needs (attention
+    kernel, peft, bitsandbytes, ...), by name. Each returns a description, or raises the error that the training would
+    raise."""
     import torch
 
     from llava_fsdp.config import Attention, LinearKind, Quantizer
