@@ -2,9 +2,9 @@
 
     python tests/mutants/run_bugs.py [PATTERN] [--minutes M] [--table FILE]
 
-PATTERN chooses rows: a regular expression for their area, path, test and description. FILE is another table. After M
-minutes no further bug is planted; 0 sets no limit. With a limit, the first bug of each file is planted before the
-second ones, and so on.
+PATTERN chooses rows: a regular expression for their area, file, function, test and description. FILE is another table.
+After M minutes no further bug is planted; 0 sets no limit. With a limit, the first bug of each file is planted before
+the second ones, and so on. Rows of the whole table that cannot be planted are told first.
 The working tree is only read.
 Two rows run at a time, each in its own copy of the tree and its own process. Processes are forked when torch and
 transformers are imported, and nothing of this project is. A bug is caught if the test fails by an assertion or by one
@@ -35,7 +35,7 @@ from py_compile import PycInvalidationMode
 from typing import Any
 
 import pytest
-from bugs import ROOT, TABLE, Bug, planted, read_bugs
+from bugs import ROOT, TABLE, Bug, Planted, Tree, read_bugs
 from outcomes import Recorder
 
 AT_ONCE = 2
@@ -53,33 +53,29 @@ class Job:
     """What one process runs: a row's test with its bug planted, or all tests that rows name in a file, with no bug."""
 
     nodes: list[str]
-    bug: Bug | None = None
+    planted: Planted | None = None
     seen: list[dict[str, Any]] = field(default_factory=list)
     too_long: bool = False
     seconds: float = 0.0
-    broken: str = ""
-    """Why the bug could not be planted."""
 
     @property
     def name(self) -> str:
-        return f"[{self.bug.area}] {self.bug.bug}" if self.bug else self.nodes[0].partition("::")[0]
+        return self.planted.bug.name if self.planted else self.nodes[0].partition("::")[0]
 
     def trouble(self) -> str:
         """What is wrong with the outcome, in words; empty if nothing is."""
-        if self.broken:
-            return f"BROKEN ROW: {self.broken}"
         if self.too_long:
             return f"FAILED THE WRONG WAY: over {LONGEST} s"
         wrong = [one for one in self.seen if one["outcome"] == "failed" and not one["right"]]
         failed = [one for one in self.seen if one["outcome"] == "failed"]
-        if self.bug is None:
+        if self.planted is None:
             passed = {one["node"] for one in self.seen if one["outcome"] == "passed"}
             passed |= {node.partition("[")[0] for node in passed}
             missing = [node for node in self.nodes if node not in passed]
             return reasons(failed) if failed else f"did not pass: {', '.join(missing)}" if missing else ""
         if wrong or not self.seen:
             return f"FAILED THE WRONG WAY: {reasons(wrong) or 'no test ran'}"
-        return "" if failed else f"NOT CAUGHT by {self.bug.test}"
+        return "" if failed else f"NOT CAUGHT by {self.nodes[0]}"
 
 
 def reasons(failed: list[dict[str, Any]]) -> str:
@@ -103,13 +99,11 @@ def copy_tree(into: Path) -> Path:
 
 
 @contextlib.contextmanager
-def changed(copy: Path, bug: Bug) -> Iterator[None]:
+def changed(copy: Path, planted: Planted) -> Iterator[None]:
     """Plant a bug in a copy of the tree, and take it out again at the end."""
-    file = copy / bug.path
-    if not file.is_file():
-        raise ValueError(f"{bug.path} is not a file")
+    file = copy / planted.path
     content = file.read_text(encoding="utf-8")
-    file.write_text(planted(content, bug), encoding="utf-8")
+    file.write_text(planted.content, encoding="utf-8")
     try:
         yield
     finally:
@@ -134,7 +128,7 @@ def serve(copy: Path, job: Job, found: Path, log: Path) -> None:
     sys.path[:] = [str(copy / "src"), *(p for p in sys.path if Path(p or ".").resolve() != TABLE.parent)]
     recorder = Recorder()
     options = ["-p", "no:cacheprovider", "-p", "no:xdist", "--rootdir", str(copy), "-c", str(copy / "pyproject.toml")]
-    options += ["--basetemp", str(scratch / "pytest"), "-x"] if job.bug else ["--basetemp", str(scratch / "pytest")]
+    options += ["--basetemp", str(scratch / "pytest"), "-x"] if job.planted else ["--basetemp", str(scratch / "pytest")]
     pytest.main([*options, *job.nodes], plugins=[recorder])
     found.write_text(json.dumps(recorder.seen))
 
@@ -150,14 +144,10 @@ class Slot:
         self.began = 0.0
         self.planted = contextlib.ExitStack()
 
-    def begin(self, job: Job) -> bool:
-        """Plant the job's bug and fork its process; False if the bug cannot be planted."""
-        if job.bug is not None:
-            try:
-                self.planted.enter_context(changed(self.copy, job.bug))
-            except ValueError as error:
-                job.broken = str(error)
-                return False
+    def begin(self, job: Job) -> None:
+        """Plant the job's bug and fork its process."""
+        if job.planted is not None:
+            self.planted.enter_context(changed(self.copy, job.planted))
         self.found.unlink(missing_ok=True)
         self.job, self.began = job, time.monotonic()
         sys.stdout.flush()
@@ -169,7 +159,6 @@ class Slot:
                 status = 0
             finally:
                 os._exit(status)
-        return True
 
     def finished(self) -> Job | None:
         """The job if its process has ended or has run too long; None while it runs."""
@@ -197,10 +186,21 @@ class Slot:
         self.job = None
 
 
-def in_rounds(bugs: list[Bug]) -> list[list[Bug]]:
+def plant_all(bugs: list[Bug]) -> tuple[list[Planted], list[str]]:
+    """The files of all bugs with the bugs in them, and what is wrong with rows that cannot be planted."""
+    tree, planted, troubles = Tree(), [], []
+    for bug in bugs:
+        try:
+            planted.append(tree.plant(bug))
+        except ValueError as error:
+            troubles.append(f"BROKEN ROW: {error}")
+    return planted, troubles
+
+
+def in_rounds(bugs: list[Planted]) -> list[list[Planted]]:
     """Return the bugs in lists: the first one of each file, then the second ones, and so on."""
     seen: Counter[str] = Counter()
-    rounds: list[list[Bug]] = []
+    rounds: list[list[Planted]] = []
     for bug in bugs:
         if seen[bug.path] == len(rounds):
             rounds.append([])
@@ -218,7 +218,7 @@ def run_all(jobs: list[Job], slots: list[Slot], end: float = float("inf")) -> tu
         trouble = job.trouble()
         if trouble:
             troubles.append(f"{job.name}: {trouble}")
-        print(f"{trouble or ('caught' if job.bug else 'passes')}  {job.name}  ({job.seconds:.1f} s)", flush=True)
+        print(f"{trouble or ('caught' if job.planted else 'passes')}  {job.name}  ({job.seconds:.1f} s)", flush=True)
 
     try:
         while waiting or any(slot.job for slot in slots):
@@ -227,9 +227,7 @@ def run_all(jobs: list[Job], slots: list[Slot], end: float = float("inf")) -> tu
                 break
             for slot in slots:
                 if slot.job is None and waiting and not late:
-                    job = waiting.popleft()
-                    if not slot.begin(job):
-                        report(job)
+                    slot.begin(waiting.popleft())
                 elif slot.job is not None and (done := slot.finished()) is not None:
                     report(done)
             time.sleep(0.05)
@@ -249,9 +247,13 @@ def warm_up() -> None:
 
 
 def main(pattern: str, table: Path, minutes: float) -> int:
-    bugs = [bug for bug in read_bugs(table) if re.search(pattern, f"{bug.area} {bug.path} {bug.test} {bug.bug}")]
+    planted, troubles = plant_all(read_bugs(table))
+    for trouble in troubles:
+        print(trouble)
+    texts = [f"{one.bug.area} {one.path} {one.bug.where} {one.bug.test} {one.bug.bug}" for one in planted]
+    bugs = [one for one, text in zip(planted, texts, strict=True) if re.search(pattern, text)]
     if not bugs:
-        print(f"no row of {table} matches {pattern!r}", file=sys.stderr)
+        print(f"no row of {table} that can be planted matches {pattern!r}", file=sys.stderr)
         return 2
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that processes are killed and copies deleted
@@ -259,19 +261,19 @@ def main(pattern: str, table: Path, minutes: float) -> int:
     started = time.monotonic()
     end = started + 60 * minutes if minutes else float("inf")
     rounds = in_rounds(bugs) if minutes else [bugs]
-    count, troubles = 0, []
+    count = 0
     with tempfile.TemporaryDirectory(prefix="mutants-") as scratch:
         slots = [Slot(copy_tree(Path(scratch, str(number)))) for number in range(AT_ONCE)]
         for some in rounds:
             files: dict[str, set[str]] = {}
-            for bug in some:
+            for bug in (one.bug for one in some):
                 files.setdefault(bug.test_file, set()).add(bug.test)
             _, wrong = run_all([Job(sorted(nodes)) for nodes in files.values()], slots, end)
             if wrong:
                 print(f"{len(wrong)} test files do not pass without a bug; no further bug was planted")
                 troubles += wrong
                 break
-            planted_now, wrong = run_all([Job([bug.test], bug) for bug in some], slots, end)
+            planted_now, wrong = run_all([Job([one.bug.test], one) for one in some], slots, end)
             count, troubles = count + planted_now, troubles + wrong
     for trouble in troubles:
         print(f"WRONG: {trouble}")
