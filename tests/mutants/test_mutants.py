@@ -73,7 +73,7 @@ def test_a_row_is_planted_wherever_its_function_is(tmp_path: Path) -> None:
 
 def test_a_row_that_is_not_found_once_is_named(tmp_path: Path) -> None:
     tree = tree_of(tmp_path, rows=CODE)
-    pairs = [("total", "return 0"), ("total", "size"), ("Rows.sum", "return 0"), ("total", "siz"), ("total", "")]
+    pairs = [("total", "return 0"), ("total", "size"), ("Rows.sum", "return 0"), ("total", "turn size"), ("total", "")]
     for where, old in pairs:
         with pytest.raises(ValueError, match=re.escape(f"[rows] wrong: {where} ")):
             tree.plant(row(where, old, "1"))
@@ -95,12 +95,13 @@ def test_a_module_tells_functions_of_one_name_apart(tmp_path: Path) -> None:
 def test_every_row_can_be_planted() -> None:
     """Each into one place, as Python that differs from what was there; its test exists."""
     bugs, tree = read_bugs(), Tree()
-    assert max(Counter(bug.bug for bug in bugs).values()) == 1
     functions: dict[str, set[str]] = {}
-    wrong, seen = [], set()
+    wrong = [f"two rows: {title}" for title, rows in Counter(bug.bug for bug in bugs).items() if rows > 1]
+    seen = set()
     for bug in bugs:
         if bug.test_file not in functions:
-            body = ast.parse((ROOT / bug.test_file).read_text(encoding="utf-8")).body
+            file = ROOT / bug.test_file
+            body = ast.parse(file.read_text(encoding="utf-8")).body if file.is_file() else []
             functions[bug.test_file] = {node.name for node in body if isinstance(node, ast.FunctionDef)}
         if bug.test.partition("::")[2].partition("[")[0] not in functions[bug.test_file]:
             wrong.append(f"{bug.name}: no test {bug.test}")
