@@ -30,8 +30,9 @@ with Watchdog(folder, 1, limit, None) as watchdog, watchdog.watching_peers([(1, 
 GUARD = """
 import json, sys
 from pathlib import Path
-from llava_fsdp.runtime import guard
+from llava_fsdp.runtime import guard, status_file
 guard.SILENT, guard.GRACE, guard.STOPPED = 0.3, 0.3, float(sys.argv[4])
+status_file.PATIENCE = 0.1  # else a rank that is killed by mistake outlives the test
 print("ready", flush=True)
 guard.guard(Path(sys.argv[1]), 1, int(sys.argv[2]), [(0, int(sys.argv[3]))])
 """
