@@ -149,7 +149,7 @@ def test_speed_against_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     """A step's samples limit the ranks; hybrid sharding is within a node; the line of proportion starts at one node."""
     tried: list[tuple[Ranks, str]] = []
 
-    def rows(planner: Any, choices: list[Choice], ranks: Ranks, splits: Any) -> list[PlanRow]:
+    def rows(planner: Any, choices: list[Choice], ranks: Ranks, splits: Any, watch: Any) -> list[PlanRow]:
         tried.append((ranks, choices[0].zero))
         return [a_row(tokens_per_second=1000.0 * ranks.world_size), a_row(usable=0)]
 

@@ -282,7 +282,8 @@ def assert_same_state(one: Path, other: Path) -> None:
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
-    return bytes(one.contiguous().view(-1).view(torch.uint8)) == bytes(other.contiguous().view(-1).view(torch.uint8))
+    first, second = (each.contiguous().view(-1).view(torch.uint8) for each in (one, other))
+    return torch.equal(first, second)
 
 
 def processes_in(folder: Path) -> list[int]:

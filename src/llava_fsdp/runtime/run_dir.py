@@ -321,7 +321,7 @@ def step_of(folder: Path) -> int | None:
 
 def list_checkpoints(parent: Path) -> list[Path]:
     """Return the checkpoints' folders in the folder `parent`, oldest first. Only their names are checked."""
-    if not parent.is_dir():
+    if not os.path.isdir(parent):  # False, not an error, for a path that is too long
         return []
     steps = {path: step for path in parent.iterdir() if (step := step_of(path)) is not None}
     return sorted(steps, key=lambda path: steps[path])
