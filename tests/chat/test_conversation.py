@@ -1,6 +1,7 @@
 """Turns and images of a conversation, the page's sessions and its guard, without a model."""
 
 import asyncio
+import importlib
 import signal
 import threading
 from collections.abc import Generator
@@ -190,6 +191,20 @@ def test_tags_are_those_of_the_images() -> None:
     for turns in ([Turn("human", "a")], [Turn("human", f"{IMAGE_TAG}{IMAGE_TAG}")], [Turn("gpt", IMAGE_TAG)]):
         with pytest.raises(DataError, match=r"^here: \d <image> tags for 1 images"):
             Assistant.ask(own, turns, [image("a")], "here")
+
+
+@pytest.mark.parametrize("command", ["chat", "evaluate"])
+def test_which_model_is_opened_is_said_before_it_takes_time(
+    command: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    said: list[str] = []
+    own = importlib.import_module(f"llava_fsdp.{command}.main")
+    monkeypatch.setattr(own, command, lambda cfg: said.extend(caplog.messages))
+    cfg: Any = SimpleNamespace(model=SimpleNamespace(checkpoint="outputs/a"))
+    with caplog.at_level("INFO", "llava_fsdp"):
+        importlib.import_module(f"llava_fsdp.{command}.__main__").task(cfg)
+    (line,) = said
+    assert "model.checkpoint=outputs/a" in line
 
 
 def test_a_later_checkpoint_than_the_export_is_named(

@@ -171,6 +171,24 @@ def test_a_refused_start_leaves_a_finished_run_done(tmp_path: Path, caplog: pyte
     assert "the run stays done; this start failed (exit code 2) global_batch_size: 256 -> 32" in caplog.text
 
 
+def test_the_last_line_repeats_whole_sentences_of_a_refusal(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """And announces no commands that are not repeated with it."""
+    for reason, said in (
+        ("a.json: 2 of 9 records are wrong\n  url: 2", "a.json: 2 of 9 records are wrong"),
+        (
+            "there is no outputs/pretrain, see 1.5. Make one:\n  llava-fsdp train",
+            "there is no outputs/pretrain, see 1.5",
+        ),
+        ("a/b is without an export; write one, and begin with that:\n  llava-fsdp export", "for the reason above"),
+        ("a.json: gone", "a.json: gone"),
+    ):
+        launch = Launch(tmp_path)
+        launch.agent = SimpleNamespace(returncode=1)  # pyright: ignore[reportAttributeAccessIssue]
+        put_status(tmp_path, "failed", Outcome(ENDINGS["config"], reason))
+        assert launch.end({}) == 2
+        assert caplog.messages[-1].endswith(f": failed (exit code 2) {said}")
+
+
 @pytest.mark.parametrize("before", ["done", "stopped", "numeric"])
 def test_the_end_of_an_earlier_run_is_not_this_ones(before: str, tmp_path: Path) -> None:
     """Ranks that die, or are stopped, before they write a status."""

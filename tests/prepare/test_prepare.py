@@ -182,17 +182,25 @@ def test_without_a_record_left_the_reasons_are_shown_and_it_is_a_mistake(
 
 
 def test_a_dataset_is_examined_as_it_would_be_trained_on(
-    tmp_path: Path, calls: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, calls: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With the template that a training chooses for the model. Bundled data is written first, then paths are checked,
-    and what a training would refuse is told of the keys that were typed."""
+    and what a training would refuse is told of the keys that were typed. What only `train` needs is said at the end."""
     typed, chosen = config(tmp_path), config(tmp_path, val=SimpleNamespace(every=None))
     done: list[tuple[str, Any]] = []
     for name in ("draw_shapes", "check_paths", "warn_if_refused"):
-        monkeypatch.setattr(module, name, lambda given, name=name: done.append((name, given)))
+        monkeypatch.setattr(module, name, lambda given, name=name: done.append((name, given)) or "no projector yet")
     monkeypatch.setattr(module, "with_template", lambda cfg, parts: chosen)
     monkeypatch.setattr(module, "open_encoding", lambda cfg, *_: done.append(("open_encoding", cfg)))
-    monkeypatch.setattr(module, "examine", lambda cfg, *_: done.append(("examine", cfg)) or {"kept": 1})
-    module.prepare(typed)
+
+    def examine(cfg: Any, *_: object) -> dict[str, int]:
+        done.append(("examine", cfg))
+        assert "no projector yet" not in caplog.text
+        return {"kept": 1}
+
+    monkeypatch.setattr(module, "examine", examine)
+    with caplog.at_level("INFO"):
+        module.prepare(typed)
+    assert caplog.messages == ["no projector yet"]
     assert [name for name, _ in done] == ["draw_shapes", "check_paths", "open_encoding", "warn_if_refused", "examine"]
     assert [given for _, given in done] == [typed.data, typed, chosen, typed, chosen]

@@ -157,7 +157,7 @@ def test_files_of_offloaded_states_are_in_a_folder_that_goes_again(
         return {"ranks": 8}
 
     monkeypatch.setattr(dry_run, "measure", measure)
-    monkeypatch.setattr(dry_run, "warn_if_refused", lambda cfg: None)
+    monkeypatch.setattr(dry_run, "warn_if_refused", lambda cfg: "")
     monkeypatch.setattr(dry_run, "distributed", lambda cfg: contextlib.nullcontext(single_world()))
     more = [f"offload.folder={tmp_path / 'disk'}"] if named else []
     dry_run.dry_run(config(parts, dataset, tmp_path, "offload=nvme", "sharding=zero3", "format=json", *more))

@@ -303,9 +303,10 @@ def test_a_training_that_waits_for_stage_1_is_planned_without_a_warning(
     with pytest.raises(NoProjector):
         preflight(cfg, torch.device("cpu"))
     with caplog.at_level(logging.INFO):
-        warn_if_refused(cfg)
-    (line,) = caplog.messages
-    assert "stage=pretrain" in line and "refuses" not in line and "\n" not in line
+        line = warn_if_refused(cfg)
+    assert not caplog.messages, "the command logs the remark after its own results"
+    assert "model.projector=auto" in line and "stage=pretrain" in line and "\n" not in line
+    assert not warn_if_refused(configure())
 
 
 @pytest.mark.slow

@@ -70,12 +70,22 @@ def test_steps_batches_and_rates(cfg: Config) -> None:
     assert summary.describe_batch(cfg, WORLD, loader) == (
         "micro-batch 2 x accumulation 5 x ranks 3 = 30 rows for a global batch of 32"
     )
+    weights = {"language_model.a": TRAINED, "multi_modal_projector.a": TRAINED, "vision_tower.a": TRAINED}
     optim = replace(cfg.optim, warmup_ratio=0.03, warmup_steps=None, projector_lr=None, vision_lr=0.0)
     assert (
-        summary.describe_learning(optim) == "rate 0.001 (vision tower 0), cosine after a warm-up of 0.03 of the steps"
+        summary.describe_learning(optim, weights)
+        == "rate 0.001 (vision tower 0), cosine after a warm-up of 0.03 of the steps"
     )
     optim = replace(optim, warmup_steps=0, projector_lr=2e-3)
-    assert "(projector 0.002, vision tower 0), cosine after a warm-up of 0 steps" in summary.describe_learning(optim)
+    assert "0.001 (vision tower 0, projector 0.002), cosine after a warm-up of 0 steps" in summary.describe_learning(
+        optim, weights
+    )
+    for frozen, said in (
+        ("vision_tower multi_modal_projector", "rate 0.001, "), ("vision_tower language_model", "rate 0.002, "),
+        ("language_model", "rate vision tower 0, projector 0.002, "),
+    ):  # fmt: skip
+        some = {name: FROZEN if name.partition(".")[0] in frozen.split() else TRAINED for name in weights}
+        assert summary.describe_learning(optim, some).startswith(said), "only rates of parts that train"
     assert summary.describe_sharding(cfg, WORLD).startswith(f"{cfg.sharding.strategy.value} over 3 cpu ranks, ")
     one: Any = SimpleNamespace(size=1, device=torch.device("cpu"))
     assert " over 1 cpu rank, " in summary.describe_sharding(cfg, one)

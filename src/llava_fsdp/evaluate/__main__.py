@@ -8,7 +8,7 @@ if __name__ == "__main__":
 
 from llava_fsdp.config import EvaluateConfig, cli
 from llava_fsdp.runtime.imports import importing
-from llava_fsdp.runtime.log import leave_noise_out
+from llava_fsdp.runtime.log import leave_noise_out, log
 
 
 def main() -> None:
@@ -17,6 +17,7 @@ def main() -> None:
 
 
 def task(cfg: EvaluateConfig) -> None:
+    log().info("opening model.checkpoint=%s; to load a large model takes minutes", cfg.model.checkpoint)
     with importing():  # after the command line is checked, as torch takes seconds
         from llava_fsdp.evaluate.main import evaluate
 

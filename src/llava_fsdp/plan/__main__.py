@@ -9,7 +9,7 @@ import sys
 
 from llava_fsdp.config import PlanConfig, cli
 from llava_fsdp.runtime.imports import importing
-from llava_fsdp.runtime.log import leave_noise_out
+from llava_fsdp.runtime.log import leave_noise_out, log
 from llava_fsdp.runtime.progress import StageLine
 
 
@@ -24,8 +24,10 @@ def main() -> None:
                 from llava_fsdp.train.preflight import warn_if_refused
 
             line.stage("checks of the configuration")
-            warn_if_refused(cfg, here=cfg.gpu == "auto")
+            remark = warn_if_refused(cfg, here=cfg.gpu == "auto")
             plan(cfg, words, line)
+            if remark:
+                log().info("%s", remark)
 
     leave_noise_out()
     cli.run("plan", PlanConfig, task)

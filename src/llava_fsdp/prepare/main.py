@@ -54,9 +54,8 @@ def prepare(cfg: PrepareConfig) -> None:
     model = build_llava(parts, cfg.model, DTYPES[cfg.precision.param_dtype])  # on meta: shapes only
     encoding = open_encoding(cfg, parts.language_folder, parts.vision_folder, shape_of(model))
     sources_of(cfg.data)
-    warn_if_refused(
-        typed
-    )  # called last, because it would also print the errors of the lines above, which end this command
+    # called last, because it would also print the errors of the lines above, which end this command
+    remark = warn_if_refused(typed)
     if cfg.verify:
         return verify(cfg, encoding)
     folder = Path(cfg.report or cfg.data.index_folder)
@@ -72,6 +71,8 @@ def prepare(cfg: PrepareConfig) -> None:
     else:
         for report, folder in reports.values():
             show(report, folder)
+    if remark:
+        log().info("%s", remark)
     for name, (report, folder) in reports.items():
         if not report["kept"]:
             kinds = ", ".join(f"{kind} ({own['records']:,})" for kind, own in report["problems"].items())

@@ -59,7 +59,7 @@ STATES = ("parameters", "gradients", "optimizer")
 def dry_run(cfg: Config) -> None:
     """Measure the memory that a training will need on rank 0, with all other ranks simulated, and print the result as a
     table or, with format=json, as JSON. No files are left behind."""
-    warn_if_refused(cfg)
+    remark = warn_if_refused(cfg)
     with tempfile.TemporaryDirectory(prefix="dry-run-") as folder:
         if cfg.offload.mode is OffloadMode.nvme and cfg.offload.folder is None:  # its default would be output_dir
             cfg = replace(cfg, offload=replace(cfg.offload, folder=folder))
@@ -73,6 +73,8 @@ def dry_run(cfg: Config) -> None:
         print(json.dumps(report))
     else:
         show(report)
+    if remark:
+        log().info("%s", remark)
 
 
 def settle_auto(cfg: Config, world: World) -> Config:

@@ -296,7 +296,7 @@ class Launch:
         if last.get("exit_code") is not None:
             code = int(last["exit_code"])
             level = logging.INFO if code == ExitCode.STOPPED else logging.ERROR
-            reason = str(last.get("reason") or "").partition("\n")[0]  # a rank has already printed the whole reason
+            reason = beginning_of(str(last.get("reason") or ""))  # a rank has already printed the whole reason
             ended = last["status"]
             if status is not None and status.get("refused"):
                 ended = f"the run stays {status['status']}; this start {ended}"
@@ -307,6 +307,15 @@ class Launch:
             return ExitCode.INTERRUPTED if self.is_at_once else STOPS[self.stopped_by]
         log().error("%s", report.get("reason") or f"torchrun's agent {how_ended(self.agent.returncode)}")
         return int(report.get("code") or ExitCode.BUG)
+
+
+def beginning_of(reason: str) -> str:
+    """Return the first line of an error's text, to repeat it where the whole text has been printed before. If the line
+    announces the next lines with a colon, return only its sentences before that, or a reference to the text."""
+    line = reason.partition("\n")[0].rstrip()
+    if not line.endswith(":"):
+        return line
+    return line.rpartition(". ")[0] or "for the reason above"
 
 
 if __name__ == "__main__":

@@ -65,15 +65,18 @@ def preflight(cfg: Config, device: torch.device) -> list[str]:
     return warnings
 
 
-def warn_if_refused(cfg: Config, here: bool = True) -> None:
-    """Log a warning with the training's error if a training would refuse the configuration. If only the projector is
-    missing, because `stage=pretrain` has not trained it yet, this is not a warning: all stages may be planned before
-    the first one is trained.
+def warn_if_refused(cfg: Config, here: bool = True) -> str:
+    """Log a warning with the training's error if a training would refuse the configuration.
 
     If a part of the model would have to be downloaded, only paths are checked.
 
     Args:
         here: whether the training would run on this machine. Otherwise what depends on the device is not checked.
+
+    Returns:
+        A remark to log after the command's own results if only the projector is missing, because `stage=pretrain` has
+        not trained it yet; otherwise an empty text. This is not a warning: all stages may be planned before the first
+        one is trained.
 
     Raises:
         ConfigError: a path that the configuration names does not exist.
@@ -84,16 +87,20 @@ def warn_if_refused(cfg: Config, here: bool = True) -> None:
         cfg = replace(cfg, attention=Attention.auto, compile=AUTO, precision=precision)
     names = [cfg.model.checkpoint] if cfg.model.checkpoint else [cfg.model.language, cfg.model.vision]
     if any(PACKAGED_OR_HUB.fullmatch(name) and not name.startswith("package:") and not exists(name) for name in names):
-        return
+        return ""
     try:
         for warning in preflight(cfg, torch.device("cpu")):
             log().warning("%s", warning)
     except UnfinishedRun as error:
         log().warning("train refuses this configuration until that run has an export: %s", error)
     except NoProjector:
-        log().info("train stage=pretrain first: this training begins with the projector of its run (model.projector)")
+        return (
+            f"model.projector={cfg.model.projector}: there is no projector of a run with stage=pretrain yet. Only "
+            "train needs one: this command does not"
+        )
     except LlavaFsdpError as error:
         log().warning("train refuses this configuration: %s: %s", type(error).__name__, error)
+    return ""
 
 
 def check_run(cfg: Config) -> None:

@@ -105,7 +105,7 @@ def show_run(
         facts.add_row("base", describe_packed(cfg, weights.values()))
     facts.add_row("data", f"{describe_data(cfg, records)}, template {cfg.trained_template}")
     facts.add_row("steps", describe_steps(cfg, loader, float(np.mean(records.lengths))))
-    facts.add_row("learning", describe_learning(cfg.optim))
+    facts.add_row("learning", describe_learning(cfg.optim, weights))
     facts.add_row("sharding", describe_sharding(cfg, world))
     facts.add_row("batch", describe_batch(cfg, world, loader))
     facts.add_row("precision", f"{cfg.precision.param_dtype.value}; {describe_precision(cfg.precision)}")
@@ -143,11 +143,24 @@ def describe_steps(cfg: Config, loader: Loader, mean: float) -> str:
     )
 
 
-def describe_learning(optim: OptimConfig) -> str:
-    own = {"projector": optim.projector_lr, "vision tower": optim.vision_lr}
-    others = ", ".join(f"{part} {rate:g}" for part, rate in own.items() if rate is not None)
+def describe_learning(optim: OptimConfig, weights: dict[str, Weight]) -> str:
+    """Return the learning rates of the parts of the model that train, and their schedule.
+
+    Args:
+        weights: the properties of all parameters, by name.
+    """
+    own = {part: optim.lr for part, (trains, _) in trained_counts(weights).items() if trains}
+    for part, rate in (("multi_modal_projector", optim.projector_lr), ("vision_tower", optim.vision_lr)):
+        if part in own and rate is not None:
+            own[part] = rate
+    named = ", ".join(f"{PARTS[part]} {rate:g}" for part, rate in own.items() if rate != optim.lr)
+    rates = set(own.values())
+    if len(rates) == 1:
+        shown = f"{rates.pop():g}"
+    else:
+        shown = f"{optim.lr:g} ({named})" if optim.lr in rates else named
     warmup = f"{optim.warmup_ratio:.3g} of the steps" if optim.warmup_steps is None else f"{optim.warmup_steps} steps"
-    return f"rate {optim.lr:g}{f' ({others})' if others else ''}, {optim.schedule.value} after a warm-up of {warmup}"
+    return f"rate {shown}, {optim.schedule.value} after a warm-up of {warmup}"
 
 
 def describe_sharding(cfg: Config, world: World) -> str:

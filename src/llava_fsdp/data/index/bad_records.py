@@ -125,10 +125,14 @@ def refuse_bad_records(records: Records, cfg: DataConfig) -> None:
     kinds = [kind for kind in records.dropping if kind is not Kind.too_long and records.counts[kind]]
     budget = cfg.budget(len(records.index))
     if records.out and cfg.bad_records is BadRecords.fail:
-        how = "fix them, or leave them out: data.bad_records=skip"
+        limit = f" data.max_bad_records={records.out}" if records.out > budget else ""
+        how = f"fix them, or leave them out: data.bad_records=skip{limit}" if len(records) else "fix them"
         raise DataError(describe(records, kinds, "wrong", how, report))
     if records.out > budget:
-        how = f"fix them, or raise data.max_bad_records={cfg.max_bad_records}, which allows {budget}"
+        how = (
+            f"fix them, or raise data.max_bad_records={cfg.max_bad_records}, which allows {budget}: "
+            f"data.max_bad_records={records.out}"
+        )
         raise DataError(describe(records, kinds, "wrong", how, report))
     if not len(records):
         raise DataError(f"{records.index.store.sources[0].path}: no record is left to train on; see {report}")
