@@ -1,4 +1,4 @@
-"""One browser for all tests of pages that run one after the other."""
+"""One browser for all tests of a file about pages."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,8 +7,9 @@ import pytest
 from browser import launched
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """Not one for all folders: while it is open its event loop runs, and code of other tests cannot start one."""
+    """Not one for several files: while it is open its event loop runs, and code of other tests cannot start one. A scope
+    of `package` would be the whole session here, as the folders of tests are no packages."""
     with launched() as found:
         yield found

@@ -1,8 +1,11 @@
 """A real browser without a window, for tests of pages; nothing is downloaded for it."""
 
 import contextlib
+import os
 import shutil
+import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,6 +32,16 @@ def launched() -> Iterator[Any]:
             yield browser
         finally:
             browser.close()
+            end_driver()
+
+
+def end_driver() -> None:
+    """End Playwright's driver. It would end when its input does, but processes that other tests have forked may have
+    that pipe open, too, and Playwright would then wait for it forever."""
+    for task in Path("/proc/self/task").iterdir():
+        for child in (task / "children").read_text().split():
+            if b"playwright" in Path(f"/proc/{child}/cmdline").read_bytes():
+                os.kill(int(child), signal.SIGTERM)
 
 
 @contextlib.contextmanager
