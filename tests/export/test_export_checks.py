@@ -57,6 +57,7 @@ def test_how_far_an_export_may_be_from_its_model(
     copied: float,
     exported: float,
     monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A copy of the trained model has its logits, and transformers those of a copy of the exported one: to a share of
     the largest in fp32, and on average in 16 bits. Rounding between the two may move them as far as it will. NaN is too
@@ -92,7 +93,17 @@ def test_how_far_an_export_may_be_from_its_model(
         theirs.append(differing(export) - 9 * rounded)
         final_export.verify(state, cfg, Path("export"), Weights({}, {}, lambda _: EXPECTED))
 
+    caplog.set_level(logging.INFO, "llava_fsdp")
     far, wide = 0.9 * copied, 0.9 * exported
+    check(far, 0, wide)
+    same, copy, export, _ = caplog.messages
+    assert "bf16" in same and "to the bit" in same
+    halves = [copied == 1e-4, exported == 1e-4]
+    for line, bound, by_largest in zip((copy, export), (copied, exported), halves, strict=True):
+        words = "largest" if by_largest else "mean"
+        bound, found = (bound, 0.9 * bound) if by_largest else (bound / 2, 0.9 * bound / 2)
+        assert f": logits differ by {found:.2g} of the {words} logit" in line, line
+        assert line.endswith(f"within the bound of {bound:.2g}")
     for near in ((far, 0, 0), (-far, 0, 0), (0, 0, wide), (0, 0, -wide), (0, 1, 0), (0, -1, 0)):
         check(*near)
     far, wide = 1.2 * copied, 1.2 * exported
@@ -124,6 +135,31 @@ def test_the_effect_of_rounding_is_a_warning_where_a_wider_export_would_lack_it(
         record = caplog.records[-1]
         assert record.levelno == (logging.INFO if cure is None else logging.WARNING)
         assert cure is None or f"export.dtype={cure}," in record.getMessage()
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_an_export_is_said_before_it_is_written(
+    verify: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "llava_fsdp")
+    said: list[str] = []
+
+    def write(*_: object) -> None:
+        said.extend(caplog.messages)
+        raise ModelError("the disk is full")
+
+    for name in ("whole_model", "source_of_run"):
+        monkeypatch.setattr(final_export, name, lambda *_: None)
+    monkeypatch.setattr(final_export, "write_folder", write)
+    state: Any = SimpleNamespace(sources={}, run="run", step=3)
+    cfg: Any = SimpleNamespace(
+        output_dir=str(tmp_path), model=SimpleNamespace(lora=SimpleNamespace(enabled=False)),
+        export=SimpleNamespace(dtype=DType.bf16, stored=DType.bf16, verify=verify),
+    )  # fmt: skip
+    with pytest.raises(ModelError, match="the disk is full"):
+        final_export.export(state, cfg, True)
+    (line,) = said
+    assert f"{tmp_path}/export" in line and ("comparing" in line) is verify
 
 
 def test_a_weight_is_the_trained_one_to_the_bit_and_finite() -> None:

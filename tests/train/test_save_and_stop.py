@@ -1,5 +1,6 @@
 """When a training saves, stops and gives up: the decisions after a step and between two, without a model."""
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -148,6 +149,22 @@ def test_what_another_rank_wants_is_done_here(make: Make, monkeypatch: pytest.Mo
     saver.failed = True
     with pytest.raises(CheckpointError, match="the disk is full"):
         controller.between_steps()
+
+
+def test_waiting_for_the_last_checkpoint_is_said_if_it_is_long(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "llava_fsdp")
+    make().close()
+    assert not caplog.messages
+    controller, said = make(), threading.Event()
+    controller.state.step = 7
+    monkeypatch.setattr(module, "SLOW", 0.0)
+    heard: list[tuple[object, ...]] = []
+    monkeypatch.setattr(module, "log", lambda: SimpleNamespace(info=lambda *words: heard.append(words) or said.set()))
+    monkeypatch.setattr(controller, "finish", lambda: said.wait(10) or pytest.fail("nothing was said"))
+    controller.close()
+    assert [words[-1] for words in heard] == [7]
 
 
 @pytest.mark.parametrize(("stop", "exports", "stops"), [

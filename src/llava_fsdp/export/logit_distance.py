@@ -33,7 +33,10 @@ class Distance:
     """Share of tokens after which another next token is the likeliest."""
 
     def __str__(self) -> str:
-        return f"{self.mean:.2g} of the mean logit, KL {self.kl:.2g}, another likeliest token at {self.changed:.2%}"
+        return (
+            f"{self.mean:.2g} of the mean logit (KL {self.kl:.2g}, another likeliest token at {self.changed:.2%} of "
+            "the positions)"
+        )
 
     def exceeds(self, compute: torch.dtype, has_experts: bool) -> str:
         """Return what is wrong if logits that two classes computed from the same weights differ by more than another
@@ -43,11 +46,22 @@ class Distance:
             compute: dtype in which both classes computed.
             has_experts: whether the model is a mixture of experts.
         """
-        bound = CLOSE if compute == torch.float32 else CLOSE_EXPERTS if has_experts else CLOSE_16_BIT
+        bound = bound_of_classes(compute, has_experts)
         found, of = (self.largest, "largest") if compute == torch.float32 else (self.mean, "mean")
         if found <= bound:  # NaN is not
             return ""
         return f"its logits differ by {found:.3g} of the {of} (bound {bound:.2g}, computed in {compute})"
+
+
+def bound_of_classes(compute: torch.dtype, has_experts: bool) -> float:
+    """Return the largest accepted difference between logits that two classes compute from the same weights: relative to
+    the largest logit in fp32, to the mean absolute logit in 16 bits.
+
+    Args:
+        compute: dtype in which both classes compute.
+        has_experts: whether the model is a mixture of experts.
+    """
+    return CLOSE if compute == torch.float32 else CLOSE_EXPERTS if has_experts else CLOSE_16_BIT
 
 
 @torch.no_grad()

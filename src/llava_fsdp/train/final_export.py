@@ -30,7 +30,7 @@ from llava_fsdp.export.adapter_folder import (
 )
 from llava_fsdp.export.folded_head import HEAD, is_rounded, with_folded_head
 from llava_fsdp.export.formats import history, source_of_run, write_folder
-from llava_fsdp.export.logit_distance import CLOSE, Distance, distance
+from llava_fsdp.export.logit_distance import CLOSE, Distance, bound_of_classes, distance
 from llava_fsdp.export.verify_logits import (
     Adapted,
     compute_place,
@@ -88,6 +88,10 @@ def export(state: TrainState, cfg: Config, is_first_rank: bool) -> Path:
         return Path(cfg.output_dir) / FOLDER
     final = Path(cfg.output_dir) / EXPORT
     staged = final.with_name(EXPORT + ".tmp")
+    log().info(
+        "export: writing %s%s; this may take minutes",
+        final, ", reading it again and comparing it with the trained model" if cfg.export.verify else "",
+    )  # fmt: skip
     sources = state.sources if adapted is None else adapted.merged
 
     def read(name: str) -> torch.Tensor:
@@ -253,12 +257,14 @@ def verify(state: TrainState, cfg: Config, staged: Path, weights: Weights) -> No
     parameters = dict(copies[0].named_parameters()) if copies else {}
     check_weights(weights, with_folded_head(weights, model), staged, written, parameters, used_dtypes(model, cfg))
 
+    log().info("export: its weights are the trained ones rounded to %s, equal to the bit", cfg.export.dtype.value)
+
     def compare() -> None:
         device, compute = next((own.device, own.dtype) for own in copies[0].parameters())
         batch = placed.map(lambda values: values.to(device))
         trained = logits(copies[0], batch).cpu()
         if cfg.model.quantize.mode is Quantizer.none:
-            check_copy(trained, live, cfg)
+            check_copy(trained, live, cfg, compute)
         rounded = {name: written[name] for name in weights.shapes}
         load_weights(rounded, local_shards(copies[0], MasterWeights({})))
         ours = logits(copies[0], batch).cpu()
@@ -266,11 +272,14 @@ def verify(state: TrainState, cfg: Config, staged: Path, weights: Weights) -> No
         gc.collect()
         theirs = reloaded_logits(staged, batch, batch.images, compute, sizes).cpu()
         found = distance(theirs, ours)
-        log().info("export: compared with transformers: equal logits up to %.2g of the largest", found.largest)
         head_is_rounded = is_rounded(model.parts, DTYPES[cfg.export.stored])
-        wrong = found.exceeds(torch.bfloat16 if head_is_rounded else compute, has_experts(model))
+        allowed = torch.bfloat16 if head_is_rounded else compute
+        wrong = found.exceeds(allowed, has_experts(model))
         if wrong:
             raise ModelError(f"{staged} was written, but transformers computes something else from it: {wrong}")
+        by = f"computed in {short_name(compute)} by transformers and by llava_fsdp"
+        bound = bound_of_classes(allowed, has_experts(model))
+        log_close(f"the exported weights, {by}", found, bound, by_largest=allowed == torch.float32)
         report_rounding(distance(theirs, trained), cfg)
 
     on_first_rank(compare, failing)
@@ -283,23 +292,42 @@ def weights_in(folder: Path) -> dict[str, Stored]:
     return find_weights(build_llava(parts, cfg, torch.float32), parts, cfg, None, 0)
 
 
-def check_copy(trained: torch.Tensor, live: torch.Tensor, cfg: Config) -> None:
+def check_copy(trained: torch.Tensor, live: torch.Tensor, cfg: Config, compute: torch.dtype) -> None:
     """Raise ModelError if a copy of the trained model has other logits than the model in training.
 
     Args:
         trained: logits of the copy: float32 [labels, vocabulary].
         live: those of the model in training, which may compute in 16 or 8 bits.
+        compute: dtype in which the copy computes.
     """
     found = distance(trained, live)
-    log().info(
-        "export: compared with the model in training: equal logits up to %.2g of the largest, %s", found.largest, found
-    )
     in_fp32 = cfg.precision.param_dtype is DType.fp32 and cfg.precision.linear is LinearKind.same
     if not (found.largest <= CLOSE if in_fp32 else found.mean <= FAR):
         raise ModelError(
             f"a copy of the trained weights has other logits than the model in training: they differ by "
             f"{found.largest:.2g} of the largest, {found}; please report it"
         )
+    linear = "" if cfg.precision.linear is LinearKind.same else f" and {cfg.precision.linear.value}"
+    by = f"computed in {short_name(compute)} and as in training ({cfg.precision.param_dtype.value}{linear})"
+    log_close(f"the trained weights, {by}", found, CLOSE if in_fp32 else FAR, by_largest=in_fp32)
+
+
+def log_close(what: str, found: Distance, bound: float, by_largest: bool) -> None:
+    """Log that two computations have the same logits, up to a difference that is accepted.
+
+    Args:
+        what: the weights, and the two ways in which the logits are computed from them.
+        found: the distance between the logits.
+        bound: largest accepted difference.
+        by_largest: whether the bound applies to the largest difference, and not to the mean one.
+    """
+    shown = f"{found.largest:.2g} of the largest logit" if by_largest else str(found)
+    log().info("export: %s: logits differ by %s, within the bound of %.2g", what, shown, bound)
+
+
+def short_name(dtype: torch.dtype) -> str:
+    """Return the name that a dtype has in the configuration, such as bf16."""
+    return next(name.value for name, own in DTYPES.items() if own == dtype)
 
 
 def report_rounding(moved: Distance, cfg: Config) -> None:
@@ -309,7 +337,8 @@ def report_rounding(moved: Distance, cfg: Config) -> None:
     Args:
         moved: distance of the export's logits from those of the trained model.
     """
-    text = f"export: rounding to export.dtype={cfg.export.dtype.value} moves the logits by {moved}"
+    dtype = cfg.export.dtype.value
+    text = f"export: the trained weights, as trained and rounded to export.dtype={dtype}: logits differ by {moved}"
     used = DType.fp32 if cfg.model.lora.enabled else cfg.precision.param_dtype
     if moved.kl > MUCH and used is not cfg.export.stored:
         log().warning(

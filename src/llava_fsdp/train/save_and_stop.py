@@ -3,6 +3,7 @@ save, to stop on request, or to give up after too many skipped steps."""
 
 import contextlib
 import json
+import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,8 @@ from llava_fsdp.train.state import StepResult, TrainState
 
 SHOWN = 8
 """Maximum number of records that a message names; run_status.json lists all of them."""
+SLOW = 5.0
+"""Seconds after which waiting for the last checkpoint is said."""
 
 
 class RunController:
@@ -140,7 +143,8 @@ class RunController:
         """
         if self.saver is None:
             return
-        self.finish()
+        with said_if_slow("waiting until the checkpoint of step %d is on disk", self.state.step):
+            self.finish()
         if Votes(lost=self.folder_change() is not None).agreed().lost:
             self.stop_if_lost()
         self.saver.close()
@@ -228,6 +232,22 @@ class RunController:
             f"{found[-1] if found else 'none'}. The samples to look at are {whose}: {named}. A smaller optim.lr, "
             "optim.clip=1.0 or precision=fp32 may help; numeric.max_consecutive_skips allows more such steps"
         ).about(records=records)
+
+
+@contextlib.contextmanager
+def said_if_slow(message: str, *values: object) -> Iterator[None]:
+    """Context manager that logs a message once if what is done in it takes longer than `SLOW` seconds.
+
+    Args:
+        values: what is put in place of the message's `%d` and the like.
+    """
+    timer = threading.Timer(SLOW, log().info, [message, *values])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def write_expert_load(state: TrainState, folder: Path) -> None:
