@@ -156,8 +156,8 @@ def parts_of(
     Args:
         config: configuration in the language model's folder: that of a language model, or of a vision-language model.
         vision: configuration of the vision tower.
-        language_folder: the language model's folder; None: there is none, and no files are read.
-        vision_folder: the vision tower's folder; None: there is none.
+        language_folder: the language model's folder; None: no files are read.
+        vision_folder: the vision tower's folder; None: no files are read.
     """
     text = text_config(config)
     text.tie_word_embeddings = has_tied_weights(language_model_of, config, language_folder)

@@ -84,7 +84,7 @@ class StageLine:
         self.said: set[str] = set()
         """The stages that have a log line."""
         self.progress: Progress | None = None
-        """The line on the terminal; None: there is none."""
+        """The line on the terminal; None without a terminal."""
         self.streams: list[tuple[logging.StreamHandler[Any], Any]] = []
         """Handlers of messages, with the streams that they wrote to before the line was shown."""
 

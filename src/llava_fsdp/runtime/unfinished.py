@@ -47,8 +47,8 @@ def run_of(path: Path) -> Path | None:
 
 
 def has_export(run: Path) -> bool:
-    """Return whether the output folder of a run has an export. An empty folder is none: a run gives the folder its name
-    when it is complete."""
+    """Return whether the output folder of a run has an export. An empty folder does not count: a run gives the folder
+    its name when it is complete."""
     return (run / EXPORT).is_dir() and any((run / EXPORT).iterdir())
 
 

@@ -29,7 +29,7 @@ from llava_fsdp.train.state import StepResult, TrainState
 SHOWN = 8
 """Maximum number of records that a message names; run_status.json lists all of them."""
 SLOW = 5.0
-"""Seconds after which waiting for the last checkpoint is said."""
+"""Seconds of waiting for the last checkpoint after which a message says so."""
 
 
 class RunController:
