@@ -164,7 +164,9 @@ def test_the_same_base_is_accepted_from_another_folder(made: Made, tmp_path: Pat
     shutil.copytree(made.parts / "vision", tmp_path / "tower")
     AutoModel.from_pretrained(made.parts / "vision", dtype=torch.float32).save_pretrained(tmp_path / "tower")
     for folder in (copied, saved, other):
-        open_source(conversion(made.adapter, tmp_path / "to", f"base={folder}", f"vision={tmp_path / 'tower'}"))
+        words = [f"base={folder}", f"vision={tmp_path / 'tower'}"]
+        parts = open_source(conversion(made.adapter, tmp_path / "to", *words)).source.model.parts
+        assert (parts.language_folder, parts.vision_folder) == (folder, tmp_path / "tower")
 
 
 def test_a_folder_that_records_no_configuration_is_read_as_before(made: Made, tmp_path: Path) -> None:

@@ -172,7 +172,7 @@ def write_copy(source: SourceModel, folder: Path) -> Path:
     return folder
 
 
-def compare_all(older: Path, folders: dict[str, Path], refused: Sequence[str]) -> None:
+def check_all(older: Path, folders: dict[str, Path], refused: Sequence[str]) -> None:
     """Raise AssertionError unless transformers 4 computes the same logits, or fails for the cases that are named."""
     wrong: dict[str, Any] = {}
     for name, (ours, theirs) in zip(folders, ask_both(older, [*folders.values()]), strict=True):
@@ -200,7 +200,7 @@ def test_language_models_have_the_same_logits_in_transformers_4(
         language = AutoConfig.for_model(kind, **copy.deepcopy(TEXT | {"vocab_size": vocabulary} | values))
         source = source_with(language, vision, parts, dataset, tmp_path / f"of{number}")
         folders.append(write_copy(source, tmp_path / str(number)))
-    compare_all(older, dict(zip(cases, folders, strict=True)), [*NEW, *REFUSED])
+    check_all(older, dict(zip(cases, folders, strict=True)), [*NEW, *REFUSED])
 
 
 TILED = ["model.patch_merge=spatial_unpad", "data.max_length=4096"]
@@ -229,7 +229,7 @@ def test_vision_towers_and_forms_have_the_same_logits_in_transformers_4(
         vision = AutoConfig.for_model(kind, **values)
         source = source_with(language, vision, parts, dataset, tmp_path / f"of{number}", *words)
         folders.append(write_copy(source, tmp_path / str(number)))
-    compare_all(older, dict(zip(cases, folders, strict=True)), REFUSED_TOWERS)
+    check_all(older, dict(zip(cases, folders, strict=True)), REFUSED_TOWERS)
 
 
 @pytest.mark.slow
