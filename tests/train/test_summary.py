@@ -19,8 +19,10 @@ from llava_fsdp.train.resume import continues, refuse_changes
 
 
 @pytest.fixture(scope="module")
-def cfg() -> Config:
-    return config_of(["precision=bf16", "model.random_weights=false", "data.path=a.json"])
+def cfg(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """Its output folder is new: the default's may have checkpoints of a training in this folder."""
+    output = tmp_path_factory.mktemp("run")
+    return config_of(["precision=bf16", "model.random_weights=false", "data.path=a.json", f"output_dir={output}"])
 
 
 def changed(cfg: Any, **values: Any) -> Any:
@@ -156,7 +158,17 @@ def test_saves_and_data_in_words(cfg: Config) -> None:
 )
 def test_the_projector_in_words(path: str | None, values: dict[str, Any], expected: str, cfg: Config) -> None:
     cfg = changed(cfg, **{"model__projector": "auto", **values})
-    assert build_state.describe_projector(cfg, None if path is None else Path(path)) == expected
+    projector = None if path is None else Path(path)
+    assert build_state.describe_projector(cfg, projector) == expected
+
+
+def test_a_run_that_continues_has_the_projector_of_its_own_checkpoint(cfg: Config, tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "step-000007").mkdir(parents=True)
+    continued = changed(cfg, output_dir=str(tmp_path))
+    frozen = changed(continued, model__train=["language"])
+    assert build_state.describe_projector(continued, Path("a/b")) == "of the run's own checkpoint"
+    assert build_state.describe_projector(frozen, Path("a/b")) == "a/b"
+    assert build_state.describe_projector(changed(continued, checkpoint__resume="never"), Path("a/b")) == "a/b"
 
 
 def test_ranks_with_other_records_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
