@@ -1,3 +1,3 @@
 """Train LLaVA-style vision-language models with PyTorch FSDP2. Importing this package does nothing."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
