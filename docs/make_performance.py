@@ -33,36 +33,11 @@ def origin(path: Path, report: Report) -> str:
     )
 
 
-def stored() -> str:
-    """Table of every stored result and its machine."""
-    rows = []
-    for path in sorted(RESULTS.glob("*.json")):
-        report = json.loads(path.read_text())
-        machine = report.get("machine", {})
-        kind = (
-            "GPU" if str(machine.get("kind", "")) == "cuda" or "-cuda-" in path.name or "-gpu-" in path.name else "CPU"
-        )
-        rows.append([
-            f"[{path.stem}](../benchmarks/results/{path.name})",
-            cell(str(report.get("question", "see benchmarks/README.md"))),
-            f"{kind}: {machine.get('device', '?')}",
-            str(report.get("commit", ""))[:12],
-        ])  # fmt: skip
-    return table(("result", "question", "machine", "commit"), rows)
-
-
-def devices() -> str:
-    """Sentence with the number of results measured on a GPU."""
-    rows = stored().splitlines()[2:]
-    gpus = sum("| GPU: " in row for row in rows)
-    return f"{len(rows)} results are stored. " + (f"{gpus} are of a GPU." if gpus else "**None of them is of a GPU.**")
-
-
 def packing() -> str:
     path, report = newest("packing-cpu")
     rows = [
         [row["tail"], cell(row["layout"]), f"{row['padding_share']:.0%}", f"{row['real_tokens_per_cpu_second']:,.0f}",
-         f"{row['packed_is_times']:.2f} x"] for row in report["speed"]
+         f"{row['packed_is_times']:.2f} x"] for row in report["speed"] if "random" not in row["layout"]
     ]  # fmt: skip
     head = ("lengths' tail", "layout", "padding", "real tokens a CPU second", "packed is")
     return f"{table(head, rows, 'llrrr')}\n\n{origin(path, report)}"
@@ -114,22 +89,6 @@ def limited() -> str:
     return f"{table(head, rows, 'lrrr')}\n\n{origin(path, report)}"
 
 
-def planner(name: str = "memory-cpu") -> str:
-    path, report = newest(name)
-    rows = [
-        [cell(row["name"]), f"{row['planned'] / 2**20:,.0f}", f"{row['measured'] / 2**20:,.0f}", f"{row['error']:+.1%}"]
-        for row in report["rows"]
-    ]
-    worst = f"Mean error {report['error']['mean']:.1%}, worst {report['error']['worst']:.1%}."
-    head = (
-        "ranks, model: strategy, precision, activation checkpointing, tokens",
-        "planned, MiB",
-        "measured, MiB",
-        "error",
-    )
-    return f"{table(head, rows, 'lrrr')}\n\n{worst} {origin(path, report)}"
-
-
 def checkpoints() -> str:
     path, report = newest("checkpoint-cpu")
     size = report["bytes"] / 2**30
@@ -142,7 +101,7 @@ def pictures() -> str:
     path, report = newest("data")
     rows = []
     for row in report["rows"]:
-        if row["aspect"] == "pad":
+        if row["aspect"] == "pad" and row["format"] == "JPEG":
             rates = [1 / min(row["seconds"][way]) for way in ("processor", "exact", "fast")]
             rows.append([f"{row['format']} {row['size']}", *(f"{rate:,.0f}" for rate in rates)])
     head = ("images a second and core, padded", "CLIPImageProcessor", "`data.pixels=exact`", "`data.pixels=fast`")
@@ -192,30 +151,13 @@ def gpu_peers() -> str:
     return f"{table(head, rows, 'lllrrrr')}\n\n" + " ".join(origin(*source) for source in sources)
 
 
-def gpu_ways() -> str:
-    """Seconds of a step of several ways of ours on one GPU, each beside `auto` in bf16."""
-    sources = [newest("speed-variants-bf16-cuda"), newest("speed-variants-int8-cuda")]
-    ways = [row for _, report in sources for row in report["ways"] if "seconds" in row]
-    auto = next(row for row in ways if row["name"] == "auto")
-    rows = []
-    for way in sorted(ways, key=lambda row: median(row["seconds"])):
-        seconds = median(way["seconds"])
-        rows.append([
-            way["name"], code(way["activation_checkpointing"]), f"{way['tokens_per_micro_batch']:,}", f"{seconds:.2f}",
-            f"{min(way['seconds']):.2f} to {max(way['seconds']):.2f}", f"{way['mfu']:.1%}",
-            f"{way['max_memory_allocated'] / 1e9:.0f}", f"{seconds / median(auto['seconds']):.2f}",
-        ])  # fmt: skip
-    head = ("", "activation checkpointing", "tokens of a micro-batch", "seconds a step", "fastest to slowest", "MFU",
-            "peak, GB", "seconds, auto = 1")  # fmt: skip
-    return f"{table(head, rows, 'llrrrrrr')}\n\n" + " ".join(origin(*source) for source in sources)
-
-
 def layout_curves() -> str:
     """Predicted tokens a second and GPU of the fastest layout of ranks, beside sharding alone."""
     path, report = newest("layout-curves-h100")
     rows = []
-    for model, found in report["models"].items():
-        for nodes in (1, 8, 32, 128):
+    for model in ("8x7B", "7B", "34B"):
+        found = report["models"][model]
+        for nodes in (1, 32, 128):
             at = {p["sharding"]: p for p in found["points"] if p["nodes"] == nodes and p["fits"]}
             fastest = at.get("fastest layout")
             if fastest is not None:
@@ -223,9 +165,9 @@ def layout_curves() -> str:
                     f"{at[name]['tokens_per_second'] / 8 / nodes:,.0f}" if name in at else "not predicted"
                     for name in ("fastest layout", "zero3", "hybrid")
                 ]
-                rows.append([model, f"{8 * nodes:,}", fastest["layout"], fastest["activation_checkpointing"], *rates])
-    head = ("model", "GPUs", "fastest layout", "activation checkpointing", "its tokens/s and GPU", "zero3", "hybrid")
-    return f"{table(head, rows, 'lrllrrr')}\n\n{origin(path, report)}"
+                rows.append([model, f"{8 * nodes:,}", fastest["layout"], *rates])
+    head = ("model", "GPUs", "fastest layout", "its tokens/s and GPU", "zero3", "hybrid")
+    return f"{table(head, rows, 'lrlrrr')}\n\n{origin(path, report)}"
 
 
 PACKED = {
@@ -256,40 +198,16 @@ def table_of_packed(report: Report) -> str:
     return table(head, lines, "l" + "r" * 2 * len(sets))
 
 
-def isolated_peers() -> str:
-    """Where the gain beside one row with SDPA a sample at a time comes from."""
-    path, report = newest("isolated-peers-512-cpu")
-    return f"{table_of_packed(report)}\n\n{origin(path, report)}"
-
-
 def packed_peers() -> str:
-    """Real tokens a CPU second beside trainers that pack, for each width that was measured."""
-    parts, not_run = [], {}
-    for width in sorted({int(path.name.split("-")[2]) for path in RESULTS.glob("packed-peers-*-cpu-*.json")}):
-        path, report = newest(f"packed-peers-{width}-cpu")
-        options, versions = report["options"], report["versions"]
-        parts.append(
-            f"Width {width}, {options['layers']} layers, {options['rows']} samples a rank, {options['steps']} steps a "
-            f"round, {options['repeats']} rounds; first losses agree within "
-            f"{report['equality']['first losses']:.0e}:\n\n"
-            f"{table_of_packed(report)}\n\n{origin(path, report)} "
-            + ", ".join(f"{name} {version}" for name, version in versions.items())
-        )
-        not_run |= report["not_run"]
-    lines = [f"- {name}: {why}" for name, why in not_run.items() if name != "GPU"]
-    return "\n\n".join([*parts, "Not run, because they need a GPU:", "\n".join(lines)])
-
-
-def profiled_peers() -> str:
-    """Which part of a step's CPU seconds are matrix products and attention, here and in a loop by hand."""
-    path, report = newest("profiled-packed-peers-512-cpu")
-    kinds = list(report["rows"][0]["seconds_of_kinds"])
-    lines = []
-    for row in report["rows"]:
-        seconds = row["seconds_of_kinds"]
-        lines.append([PACKED[row["peer"]], row["data"], *(f"{seconds[kind]:.2f}" for kind in kinds)])
-    head = ("", "data", *(f"{kind}, seconds" for kind in kinds))
-    return f"{table(head, lines, 'll' + 'r' * len(kinds))}\n\n{origin(path, report)}"
+    """CPU seconds beside trainers that pack, at width 512."""
+    path, report = newest("packed-peers-512-cpu")
+    options = report["options"]
+    return (
+        f"Width 512, {options['layers']} layers, {options['rows']} samples a rank, {options['steps']} steps a "
+        f"round, {options['repeats']} rounds; first losses agree within "
+        f"{report['equality']['first losses']:.0e}:\n\n"
+        f"{table_of_packed(report)}\n\n{origin(path, report)}"
+    )
 
 
 def imagined_ranks() -> str:
@@ -305,34 +223,14 @@ def imagined_ranks() -> str:
         return [what, *texts]
 
     lines = [
-        line("small model: bytes of weights, gradients and moments, MiB: measured / planned", "at_rest", 2**20, 1),
-        line("small model: peak of memory, MiB: measured / planned", "peak", 2**20),
-        line("small model: all-gathers and reduce-scatters of a step: counted / planned", "collectives"),
-        line("small model: bytes that a rank sends in them, MiB: counted / planned", "sent", 2**20, 1),
         line("7B: weights and moments, MiB: measured / planned", "weights_and_moments", 2**20),
-        line("7B: building and sharding the model, CPU seconds", "start_seconds", places=1),
         line("7B: a rank's file in a checkpoint, MiB", "file_bytes", 2**20),
-        line("7B: parts of tensors that the manifest lists", "ranges"),
         line("7B: what rank 0 receives from all ranks for the manifest, MiB", "gathered_bytes", 2**20, 1),
-        line("7B: size of the manifest, MiB", "manifest_bytes", 2**20, 1),
         line("7B: merging and writing the manifest on rank 0, CPU seconds", "manifest_seconds", places=2),
-        line("7B: reading the manifest, CPU seconds", "manifest_read_seconds", places=2),
-        line("assigning a step's samples (16 a rank) to all ranks, CPU seconds", "order_seconds", places=3),
         line("7B: `llava-fsdp plan`, CPU seconds", "plan_seconds", places=1),
     ]
     head = ("rank 0 of", *(f"{row['ranks']:,}" for row in rows))
     return f"{table(head, lines, 'l' + 'r' * len(rows))}\n\n{origin(path, report)}"
-
-
-def update() -> str:
-    """CPU milliseconds in which the host updates many sharded weights."""
-    path, report = newest("update-cpu")
-    lines = [
-        [row["way"], *(f"{1e3 * row['cpu_seconds'][which]:.2f}" for which in ("median", "min"))]
-        for row in report["rows"]
-    ]
-    head = ("", "CPU milliseconds of an update, median", "least")
-    return f"{table(head, lines, 'lrr')}\n\n{origin(path, report)}"
 
 
 def beside(row: Report, ours: Report) -> list[str]:
@@ -347,46 +245,28 @@ def first_step() -> str:
     path, report = newest("first-step-cpu")
     rows = [
         [row["way"], f"{median(row['cpu_seconds']):.1f}",
-         f"{min(row['cpu_seconds']):.1f} to {max(row['cpu_seconds']):.1f}", f"{median(row['wall_seconds']):.1f}"]
+         f"{min(row['cpu_seconds']):.1f} to {max(row['cpu_seconds']):.1f}"]
         for row in report["rows"]
     ]  # fmt: skip
     first = report["first_command"]
-    rows.append(
-        [
-            "this project's first command, with images and index",
-            f"{first['cpu_seconds']:.1f}",
-            "",
-            f"{first['wall_seconds']:.1f}",
-        ]
-    )
-    head = ("a command that trains one step", "CPU seconds, median", "lowest to highest", "wall-clock seconds")
-    return f"{table(head, rows, 'lrrr')}\n\n{origin(path, report)}"
+    rows.append(["this project's first command, with images and index", f"{first['cpu_seconds']:.1f}", ""])
+    head = ("a command that trains one step", "CPU seconds, median", "lowest to highest")
+    return f"{table(head, rows, 'lrr')}\n\n{origin(path, report)}"
 
 
 def low_precision() -> str:
-    """Losses, CPU seconds and memory of products and bases of few bits, each beside its like in bf16; and how far apart
-    two runs in bf16 are that differ in rounding alone."""
+    """Losses and CPU seconds of products and bases of few bits, each beside its like in bf16; and how far apart two
+    runs in bf16 are that differ in rounding alone."""
     (path, report), (own_path, rounding) = newest("low-precision-cpu"), newest("rounding-cpu")
-    shown = [row for row in report["rows"] if any(row.get("all_beside", [1]))]  # without runs of the very same bits
-    shown[1:1] = [row for row in rounding["rows"] if row["way"] not in {own["way"] for own in report["rows"]}]
+    measured = {row["way"] for row in report["rows"]}
+    shown = [row for row in rounding["rows"] if row["way"] not in measured] + report["rows"]
     rows = [
-        [row["way"], f"{row['last_loss']:.4f}", *(
-            [spread(row["last_beside"]), spread(row["all_beside"]), f"{row['time_beside']:.2f}"]
-            if "last_beside" in row else ["", "", ""]
-        ), f"{row['held_bytes'] / 2**20:.1f}", f"{row['rise_bytes'] / 2**20:.1f}"] for row in shown
+        [row["way"], spread(row["last_beside"]), spread(row["all_beside"]), f"{row['time_beside']:.2f}"]
+        for row in shown if any(row.get("all_beside", []))  # without baselines, and runs of the very same bits
     ]  # fmt: skip
-    rows += [[f"{name}: NOT RUN, {cell(why)}", *[""] * 6] for name, why in report["not_run"].items()]
-    head = (
-        "",
-        f"loss of the last {report['last']} steps",
-        "beside bf16",
-        "loss of all steps beside bf16",
-        "CPU seconds, bf16 = 1",
-        "weights, MiB",
-        "rise, MiB",
-    )
+    head = ("", f"loss of the last {report['last']} steps beside bf16", "of all steps", "CPU seconds, bf16 = 1")
     origins = f"{origin(path, report)} Padded rows: {origin(own_path, rounding)}"
-    return f"{table(head, rows, 'lrrrrrr')}\n\n{origins}"
+    return f"{table(head, rows, 'lrrr')}\n\n{origins}"
 
 
 def spread(values: list[float]) -> str:
@@ -395,29 +275,11 @@ def spread(values: list[float]) -> str:
     return f"{middle} ({ends[0]} to {ends[1]})"
 
 
-CURVES = {"pictures": "images", "imagined": "simulated ranks"}
-
-
-def scaling() -> str:
-    path, report = newest("scaling-cpu")
-    rows = [
-        [CURVES.get(row["curve"], row["curve"]), f"{row['at']:,}", f"{row['tokens_per_cpu_second']:,.0f}",
-         f"{row['bytes_at_rest'] / 2**20:,.0f}", f"{row['bytes_peak'] / 2**20:,.0f}"]
-        for row in report["rows"] if "tokens_per_cpu_second" in row
-    ]  # fmt: skip
-    head = ("what grows", "to", "tokens a CPU second", "MiB between steps", "MiB at the peak")
-    return f"{table(head, rows, 'lrrrr')}\n\n{origin(path, report)}"
-
-
 TABLES = {
-    "devices": devices, "stored": stored, "packing": packing, "activation_checkpointing": activation_checkpointing,
-    "strategies": strategies,
-    "limited": limited, "planner": planner, "checkpoints": checkpoints, "pictures": pictures,
-    "scaling": scaling, "gpu": gpu, "gpu_peers": gpu_peers, "gpu_ways": gpu_ways, "layout_curves": layout_curves,
-    "packed_peers": packed_peers, "isolated_peers": isolated_peers,
-    "profiled_peers": profiled_peers, "imagined_ranks": imagined_ranks, "update": update,
-    "low_precision": low_precision, "first_step": first_step,
-    "compiled": lambda: planner("memory-compiled-cpu"),
+    "gpu": gpu, "gpu_peers": gpu_peers, "layout_curves": layout_curves, "packed_peers": packed_peers,
+    "first_step": first_step, "limited": limited, "strategies": strategies,
+    "activation_checkpointing": activation_checkpointing, "packing": packing, "low_precision": low_precision,
+    "checkpoints": checkpoints, "pictures": pictures, "imagined_ranks": imagined_ranks,
 }  # fmt: skip
 
 
