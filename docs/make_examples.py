@@ -31,12 +31,14 @@ WHAT = {
     "killed": "`examples/killed.sh` trains to the end, trains the same again and kills one rank with SIGKILL, then "
     "continues that run on three ranks instead of two.",
 }
-LINES = 30
-"""Last lines that are shown of an output."""
+LINES = 10
+"""Last lines that are shown of an output; of the first one of the page all are."""
+PROGRESS = re.compile(r"(?:job \d+: )?(?:step \d+/\d+ |questions: \d+ of \d+)")
+"""A line that only tells how far a command has come."""
+FIRST = re.compile(r"step \d+/|continuing after step ")
+"""The first line of a training behind its summary."""
 SCORE = re.compile(r"\s*source: (\w+)" + r"\s+([\d.,]+)" * 4)
 """A row of evaluate's table: source, questions, accuracy, with blank images, best blind guess."""
-SHOWN = 8
-"""The same, for a training that is not the first command of its example."""
 
 
 def page() -> str:
@@ -49,21 +51,41 @@ def section(result: Result) -> str:
     name = result["name"]
     parts = [f"## {TITLES[name]}", WHAT[name]]
     for place, command in enumerate(result["commands"]):
-        parts.append(shown(command, SHOWN if place and command["words"][1] == "train" else LINES))
+        output = thinned(command["output"])
+        parts.append(shown(command, output if name == NAMES[0] and not place else last(output)))
     parts += FIGURES[name](result) if name in FIGURES else [runs_table(result)]
     if result["image"]:
         parts.append(f"![The top of the page of this example](../examples/results/{result['image']})")
     return "\n\n".join([*(part for part in parts if part), origin(result)])
 
 
-def shown(command: dict[str, Any], most: int) -> str:
-    """A command and the last lines of its output, in the form that the tests of the documents read."""
-    words, output = command["words"], command["output"]
-    output = output if len(output) <= most else ["...", *output[-most:]]
+def thinned(output: list[str]) -> list[str]:
+    """An output with only the first and the last of neighbouring lines of progress."""
+    told = [bool(PROGRESS.match(line)) for line in output]
+    lines: list[str] = []
+    for place, line in enumerate(output):
+        if not all(told[max(place - 1, 0) : place + 2]) or place in (0, len(output) - 1):
+            lines.append(line)
+        elif lines[-1] != "...":
+            lines.append("...")
+    return lines
+
+
+def last(output: list[str]) -> list[str]:
+    """The last lines of an output, of a training without the summary before its first step."""
+    begin = next((place for place, line in enumerate(output) if FIRST.match(line)), 0)
+    begin = max(begin, len(output) - LINES)
+    while begin and output[begin] in ("...", ""):
+        begin += 1
+    return ["...", *output[begin:]] if begin else output
+
+
+def shown(command: dict[str, Any], output: list[str]) -> str:
+    """A command and what is shown of its output, in the form that the tests of the documents read."""
     ended = f"; exit code {command['exit_code']}" if command["exit_code"] else ""
     return "\n".join([
-        "<!-- norun: a test runs the script of this example -->",
-        "```bash", *folded(words), "```",
+        "<!-- norun: a test runs the script -->",
+        "```bash", *folded(command["words"]), "```",
         f"{command['seconds']} seconds{ended}:", "",
         "```text", *output, "```",
     ])  # fmt: skip
@@ -128,18 +150,19 @@ def sweep(result: Result) -> list[str]:
 
 
 def killed(result: Result) -> list[str]:
-    """The losses of both runs, step by step."""
-    whole, other = result["runs"]["whole"], result["runs"]["killed"]
-    begun = other["starts"]
-    rows = [
-        [str(step), str(next(s["ranks"] for s in reversed(begun) if s["step"] < step)), *(f"{x:.9f}" for x in both),
-         f"{abs(both[0] - both[1]) / both[0]:.1e}"]
-        for step, both in enumerate(zip(whole["losses"], other["losses"], strict=True), start=1)
-    ]  # fmt: skip
-    last = begun[-1]
-    told = f"It continued after step {last['step']} on {last['ranks']} ranks; {begun[0]['ranks']} had begun it."
-    head = ("step", "ranks", "loss, never killed", "loss, killed and continued", "relative difference")
-    return [told, table(head, rows, "rrrrr")]
+    """The losses of both runs in the steps around the kill and at both ends, and their largest distance in any step."""
+    whole, other = result["runs"]["whole"]["losses"], result["runs"]["killed"]["losses"]
+    begun = result["runs"]["killed"]["starts"]
+    distances = [abs(left - right) / left for left, right in zip(whole, other, strict=True)]
+    rows = []
+    for step in sorted({1, begun[-1]["step"], begun[-1]["step"] + 1, len(whole)}):
+        ranks = next(start["ranks"] for start in reversed(begun) if start["step"] < step)
+        rows.append([str(step), str(ranks), f"{whole[step - 1]:.9f}", f"{other[step - 1]:.9f}"])
+    told = (
+        f"It continued after step {begun[-1]['step']} on {begun[-1]['ranks']} ranks; {begun[0]['ranks']} had begun it. "
+        f"The losses of all {len(whole)} steps agree within {max(distances):.1e} of their value."
+    )
+    return [told, table(("step", "ranks", "loss, never killed", "loss, killed and continued"), rows, "rrrr")]
 
 
 def origin(result: Result) -> str:
