@@ -11,6 +11,7 @@ from pathlib import Path
 
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
+from pages import table
 
 from llava_fsdp.config import config_dir
 from llava_fsdp.migrate.command import assignments
@@ -26,7 +27,7 @@ GOLDEN = DOCS.parent / "tests" / "golden" / "open"
 STAGES = ("pretrain", "finetune", "finetune_lora", "finetune_task", "finetune_task_lora")
 MODELS = ("llava_v1_5_7b", "llava_v1_5_13b")
 GPUS = 8
-SIZE = "the only script is for 13B; LLaVA's docs/MODEL_ZOO.md gives the published 7B models the same schedule"
+SIZE = "the script is for 13B; LLaVA's docs/MODEL_ZOO.md gives the published 7B models the same schedule"
 # Why a recipe has another value than the script: by key, for every stage and model that differs.
 EXPLAINED = {
     "data.path": "set it to your data",
@@ -35,7 +36,7 @@ EXPLAINED = {
     "model.projector": "`auto` is the projector of the `stage=pretrain` run beside `output_dir`",
     "activation_checkpointing.mode": "`auto` recomputes least of what fits into memory; weights stay the same",
     "checkpoint.every": "the script's number is beyond its last step, so it saves only at the end",
-    "track.wandb": "off by default: it needs a package and an account (report.md); `migrate` keeps it",
+    "track.wandb": "off by default: it needs a package and an account ([report](report.md)); `migrate` keeps it",
     "model.name": SIZE,
     "model.language": SIZE,
     "model.checkpoint": SIZE,
@@ -121,36 +122,70 @@ def page(golden: Path = GOLDEN) -> str:
     """
     parts = [
         "# Recipes",
-        "Written by `python docs/make_recipes.py` from `conf/` and from what the original's scripts are recorded to "
-        "say (haotian-liu/LLaVA at c121f04, `scripts/v1_5/`); a test compares them. `finetune_qlora` has "
-        "no script of version 1.5: it is `finetune_lora` over a base in 4 bits.",
+        "The values of the stages of `model=llava_v1_5_7b` and `model=llava_v1_5_13b`, beside the original's scripts. "
+        "To see all values of a training:",
+        "```bash\nllava-fsdp train stage=finetune model=llava_v1_5_7b --cfg job\n```",
+        "The scripts are `scripts/v1_5/STAGE.sh` of haotian-liu/LLaVA at c121f04, and the GPUs are 8. `finetune_qlora` "
+        "has no script of version 1.5: it is `finetune_lora` over a base in 4 bits. This page is written by "
+        "`python docs/make_recipes.py` from `conf/`, and a test compares it.",
+        *values(golden),
+        "## Where a recipe differs from its script",
+        differences(golden),
+        "## Differences that no key shows",
+        "\n".join(f"- {line}" for line in ALSO),
     ]
-    for stage in STAGES:
-        run, decided, origin = original(stage, golden), decide(original(stage, golden)), sources(stage, golden)
-        parts.append(f"## `stage={stage}`: {run.name}")
-        table = ["| key | value | in the original |", "|---|---|---|"]
-        for key, value in sorted(decided.items()):
-            if key in ("stage", "model", "data", *EXPLAINED):
-                continue
-            table.append(f"| `{key}` | `{written(value)}` | {'; '.join(origin.get(key, ['']))} |")
-        parts.append("\n".join(table))
-        for model in MODELS:
-            parts.append(difference_text(stage, model, golden))
-    parts += ["## Differences that no key shows", "\n".join(f"- {line}" for line in ALSO)]
     return "\n\n".join(parts) + "\n"
 
 
-def difference_text(stage: str, model: str, golden: Path) -> str:
-    found = difference(stage, model, golden)
-    missing = sorted(found.keys() - EXPLAINED.keys())
-    if missing:
-        raise SystemExit(f"stage={stage} model={model}: no reason is given why {missing} differ from the script")
-    title = f"Differences of `model={model}` from the script:"
-    if not found:
-        return f"{title} none."
-    rows = ["| key | script | recipe | why |", "|---|---|---|---|"]
-    rows += [f"| `{k}` | `{written(a)}` | `{written(b)}` | {EXPLAINED[k]} |" for k, (a, b) in sorted(found.items())]
-    return "\n".join([title, "", *rows])
+def values(golden: Path) -> list[str]:
+    """The tables of values: those of all stages alike, and those that differ between stages."""
+    decided = {stage: decide(original(stage, golden)) for stage in STAGES}
+    origins = {stage: sources(stage, golden) for stage in STAGES}
+    left_out = {"stage", *EXPLAINED, *(key.rpartition(".")[0] for key in EXPLAINED)}
+    same, others = [], []
+    for key in sorted({key for found in decided.values() for key in found} - left_out):
+        cells = [f"`{written(found[key])}`" if key in found else "" for found in decided.values()]
+        told = dict.fromkeys(
+            "; ".join(own.get(key, [])) for own, cell in zip(origins.values(), cells, strict=True) if cell
+        )
+        if len(set(cells)) == 1:
+            same.append([f"`{key}`", cells[0], "; ".join(told)])
+        else:
+            others.append([f"`{key}`", *cells, "; ".join(told)])
+    return [
+        "## Values of every stage",
+        table(("key", "value", "in the original"), same),
+        "## Values that differ between stages",
+        table(("key", *(f"`{stage}`" for stage in STAGES), "in the original"), others),
+    ]
+
+
+def differences(golden: Path) -> str:
+    """The table of keys whose recipe has another value than the script; rows that differ in nothing else are one."""
+    found: dict[tuple[str, str, str], list[tuple[str, str]]] = {}
+    for stage in STAGES:
+        for model in MODELS:
+            differing = difference(stage, model, golden)
+            missing = sorted(differing.keys() - EXPLAINED.keys())
+            if missing:
+                raise SystemExit(
+                    f"stage={stage} model={model}: no reason is given why {missing} differ from the script"
+                )
+            for key, (script, recipe) in differing.items():
+                found.setdefault((key, written(script), written(recipe)), []).append((stage, model))
+    rows = [
+        [f"`{key}`", where(places), f"`{script}`", f"`{recipe}`", EXPLAINED[key]]
+        for (key, script, recipe), places in sorted(found.items())
+    ]
+    return table(("key", "where", "script", "recipe", "why"), rows)
+
+
+def where(places: list[tuple[str, str]]) -> str:
+    """The stages and models of a row, in words."""
+    stages = list(dict.fromkeys(stage for stage, _ in places))
+    models = list(dict.fromkeys(model for _, model in places))
+    told = "all stages" if len(stages) == len(STAGES) else ", ".join(f"`{stage}`" for stage in stages)
+    return told if len(models) == len(MODELS) else f"{told} of {', '.join(f'`{model}`' for model in models)}"
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The recipes of LLaVA 1.5 are the original's scripts, value by value, and docs/recipes.md says so."""
 
-import importlib.util
+import importlib
 import math
 from pathlib import Path
 from types import ModuleType
@@ -93,22 +93,20 @@ def test_warm_up_is_rounded_up() -> None:
     assert factors.index(1.0) == warmup and factors[0] == 0.0
 
 
-def make_recipes() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_recipes", ROOT / "docs" / "make_recipes.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def make_recipes(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script of the document, which finds its neighbours as it does when it is run."""
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    return importlib.import_module("make_recipes")
 
 
-def test_document_is_current_and_every_difference_is_explained() -> None:
-    assert (ROOT / "docs" / "recipes.md").read_text() == make_recipes().page(golden_folder()), (
+def test_document_is_current_and_every_difference_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (ROOT / "docs" / "recipes.md").read_text() == make_recipes(monkeypatch).page(golden_folder()), (
         "run: python docs/make_recipes.py"
     )
 
 
 def test_a_difference_without_a_reason_stops_the_document(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = make_recipes()
+    module = make_recipes(monkeypatch)
     monkeypatch.setitem(module.__dict__, "EXPLAINED", {})
     with pytest.raises(SystemExit, match="no reason is given why"):
         module.page(golden_folder())
