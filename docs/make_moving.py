@@ -86,7 +86,7 @@ def fixed(rule: object) -> Outcome | None:
         if rule.text == "as here":
             return Outcome(Verdict.implied, f"always so here: {rule.why}")
     if isinstance(rule, OnlyIf | Switched):
-        return Outcome(Verdict.unsupported, f"{rule.why} (nothing to do if absent or off)")
+        return Outcome(Verdict.unsupported, f"{rule.why} *")
     return None
 
 
