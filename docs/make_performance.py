@@ -89,25 +89,6 @@ def limited() -> str:
     return f"{table(head, rows, 'lrrr')}\n\n{origin(path, report)}"
 
 
-def checkpoints() -> str:
-    path, report = newest("checkpoint-cpu")
-    size = report["bytes"] / 2**30
-    rows = [[cell(what), f"{median(seconds):.3f}"] for what, seconds in report["seconds"].items()]
-    head = (f"seconds for {size:g} GiB, median of several", "")
-    return f"{table(head, rows, 'lr')}\n\n{origin(path, report)}"
-
-
-def pictures() -> str:
-    path, report = newest("data")
-    rows = []
-    for row in report["rows"]:
-        if row["aspect"] == "pad" and row["format"] == "JPEG":
-            rates = [1 / min(row["seconds"][way]) for way in ("processor", "exact", "fast")]
-            rows.append([f"{row['format']} {row['size']}", *(f"{rate:,.0f}" for rate in rates)])
-    head = ("images a second and core, padded", "CLIPImageProcessor", "`data.pixels=exact`", "`data.pixels=fast`")
-    return f"{table(head, rows, 'lrrr')}\n\n{origin(path, report)}"
-
-
 def gpu() -> str:
     path, report = newest("planner-7b-cuda")
     speed_path, speed = newest("speed-finetune-bf16-cuda")
@@ -176,8 +157,6 @@ PACKED = {
     "by hand": "FSDP2 by hand, transformers' model, padded",
     "rows": "FSDP2 by hand, transformers' model, rows of several samples with its own mask",
     "row": "FSDP2 by hand, transformers' model, one row, SDPA a sample at a time",
-    "row, labels": "as above, logits at labels alone",
-    "row, labels, our cut": "as above, the samples of a rank chosen as here",
     "trl": "TRL's SFTTrainer, DDP",
     "automodel": "NeMo Automodel's Llama, packing and collator, FSDP2 by hand",
 }
@@ -210,48 +189,11 @@ def packed_peers() -> str:
     )
 
 
-def imagined_ranks() -> str:
-    """What grows with the number of ranks, measured in one process that acts as rank 0."""
-    path, report = newest("imagined-ranks-cpu")
-    rows = report["rows"]
-
-    def line(what: str, name: str, unit: float = 1, places: int = 0) -> list[str]:
-        texts = []
-        for row in rows:
-            both = row[name] if isinstance(row[name], dict) else {"measured": row[name]}
-            texts.append(" / ".join(f"{value / unit:,.{places}f}" for value in both.values()))
-        return [what, *texts]
-
-    lines = [
-        line("7B: weights and moments, MiB: measured / planned", "weights_and_moments", 2**20),
-        line("7B: a rank's file in a checkpoint, MiB", "file_bytes", 2**20),
-        line("7B: what rank 0 receives from all ranks for the manifest, MiB", "gathered_bytes", 2**20, 1),
-        line("7B: merging and writing the manifest on rank 0, CPU seconds", "manifest_seconds", places=2),
-        line("7B: `llava-fsdp plan`, CPU seconds", "plan_seconds", places=1),
-    ]
-    head = ("rank 0 of", *(f"{row['ranks']:,}" for row in rows))
-    return f"{table(head, lines, 'l' + 'r' * len(rows))}\n\n{origin(path, report)}"
-
-
 def beside(row: Report, ours: Report) -> list[str]:
     """CPU seconds of each round over those of our round beside it: the median, and the lowest and highest."""
     pairs = zip(row["cpu_seconds"]["all"], ours["cpu_seconds"]["all"], strict=False)
     times = row.get("times_ours") or [own / our for own, our in pairs]
     return [f"{median(times):.2f}", f"{min(times):.2f} to {max(times):.2f}"]
-
-
-def first_step() -> str:
-    """CPU seconds of a training of one step, beside other trainers."""
-    path, report = newest("first-step-cpu")
-    rows = [
-        [row["way"], f"{median(row['cpu_seconds']):.1f}",
-         f"{min(row['cpu_seconds']):.1f} to {max(row['cpu_seconds']):.1f}"]
-        for row in report["rows"]
-    ]  # fmt: skip
-    first = report["first_command"]
-    rows.append(["this project's first command, with images and index", f"{first['cpu_seconds']:.1f}", ""])
-    head = ("a command that trains one step", "CPU seconds, median", "lowest to highest")
-    return f"{table(head, rows, 'lrr')}\n\n{origin(path, report)}"
 
 
 def low_precision() -> str:
@@ -277,9 +219,8 @@ def spread(values: list[float]) -> str:
 
 TABLES = {
     "gpu": gpu, "gpu_peers": gpu_peers, "layout_curves": layout_curves, "packed_peers": packed_peers,
-    "first_step": first_step, "limited": limited, "strategies": strategies,
+    "limited": limited, "strategies": strategies,
     "activation_checkpointing": activation_checkpointing, "packing": packing, "low_precision": low_precision,
-    "checkpoints": checkpoints, "pictures": pictures, "imagined_ranks": imagined_ranks,
 }  # fmt: skip
 
 
