@@ -142,7 +142,7 @@ def shapes_of_experts(world: World, cfg: Config) -> dict[str, tuple[int, ...]]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("kind", "keys", "shapes"), slow_after(1, [
+@pytest.mark.parametrize(("kind", "keys", "shapes"), slow_after(0, [
     ("mixtral", ("sharding=zero3",), {"gate_up_proj": (2, 64, 40), "down_proj": (2, 10, 128)}),
     ("gpt_oss", ("sharding=zero3", "parallel.expert=2"), {
         "gate_up_proj": (1, 20, 256), "gate_up_proj_bias": (1, 256), "down_proj": (1, 64, 40),

@@ -82,7 +82,7 @@ def reference(model: Path, dataset: Path, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("variant", "strategy", "size", "schedule"), slow_after(2, CASES))
+@pytest.mark.parametrize(("variant", "strategy", "size", "schedule"), slow_after(1, CASES))
 def test_training_is_that_of_the_plain_loop(
     variant: str, strategy: str, size: int, schedule: str, reference: Callable[[str], Outcome], model: Path,
     dataset: Path, tmp_path: Path, pools: dict[int, RankPool],

@@ -245,7 +245,7 @@ def dtypes_and_losses(world: World, cfg: Config) -> tuple[dict[str, torch.dtype]
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("precision", "strategy", "words"),
-    slow_after(2, [
+    slow_after(1, [
         ("bf16", "zero2", ("model.train=[projector]",)), ("bf16_pure", "zero3", ()), ("bf16", "zero3", ()),
         ("bf16", "zero3", ("model.train=[projector]",)), ("bf16", "zero0", ("model.train=[projector]",)),
         ("bf16", "zero2", tuple(LORA)), ("bf16_pure", "hybrid", ()),

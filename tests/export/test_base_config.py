@@ -136,7 +136,12 @@ COMMANDS: dict[str, Callable[[Made, Path], object]] = {
 }
 
 
-SLOW = ("export of a run", "chat and evaluate with a checkpoint", "chat and evaluate with a run")
+SLOW = (
+    "export of a run",
+    "chat and evaluate with a checkpoint",
+    "chat and evaluate with a run",
+    "a training that continues an adapter",
+)
 
 
 @pytest.mark.parametrize("command", [pytest.param(c, marks=[pytest.mark.slow] * (c in SLOW)) for c in COMMANDS])

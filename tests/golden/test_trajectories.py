@@ -54,7 +54,7 @@ def not_run(record: dict) -> str | None:
     return None
 
 
-FAST = ("ws2_s1_b4_2ep", "lora")
+FAST = ("ws2_s1_b4_2ep",)
 """Cases of the fast tier."""
 
 

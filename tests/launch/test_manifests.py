@@ -195,6 +195,7 @@ def put_checkpoint(bucket: Path, name: str) -> None:
         path.write_text(name)
 
 
+@pytest.mark.slow
 def test_fetching_that_was_cut_short_begins_again(tmp_path: Path) -> None:
     """No run goes on from what had come until then, and the bucket keeps what is newer than the run."""
     bucket, out, script = tmp_path / "bucket", tmp_path / "out", tmp_path / "train.sh"

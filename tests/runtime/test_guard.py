@@ -78,7 +78,7 @@ def start_guard(folder: Path, rank: int, peer: int, stopped: float = 5) -> subpr
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
 
-@pytest.mark.parametrize("beats", [True, False])
+@pytest.mark.parametrize("beats", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_after_the_end_of_another_rank_only_one_that_stands_still_is_killed(
     beats: bool, folder: Path, processes: list[subprocess.Popen[str]]
 ) -> None:
