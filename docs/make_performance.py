@@ -2,6 +2,7 @@
 them is typed by hand; a result of a GPU that is stored there appears beside those of CPUs."""
 
 import json
+import re
 import sys
 from pathlib import Path
 from statistics import mean, median
@@ -37,7 +38,7 @@ def packing() -> str:
     path, report = newest("packing-cpu")
     rows = [
         [row["tail"], cell(row["layout"]), f"{row['padding_share']:.0%}", f"{row['real_tokens_per_cpu_second']:,.0f}",
-         f"{row['packed_is_times']:.2f} x"] for row in report["speed"] if "random" not in row["layout"]
+         f"{row['packed_is_times']:.2f} x"] for row in report["speed"] if re.search("grouped|sorted", row["layout"])
     ]  # fmt: skip
     head = ("lengths' tail", "layout", "padding", "real tokens a CPU second", "packed is")
     return f"{table(head, rows, 'llrrr')}\n\n{origin(path, report)}"
@@ -64,13 +65,14 @@ def strategies() -> str:
     path, report = newest("strategies-cpu")
     cells: dict[str, dict[tuple[str, int], float]] = {}
     for row in report["rows"]:
-        cells.setdefault(row["variant"], {})[row["stage"], row["accumulation"]] = row["cpu_ratio_to_ddp"]
+        if row["stage"] == "finetune":
+            cells.setdefault(row["variant"], {})[row["stage"], row["accumulation"]] = row["cpu_ratio_to_ddp"]
     columns = list(next(iter(cells.values())))
     head = ("CPU seconds relative to DDP", *(f"{stage}, accumulation {times}" for stage, times in columns))
     rows = [
         [code(name) if name != "ddp" else "DDP", *(f"{own[c]:.2f}" for c in columns)] for name, own in cells.items()
     ]
-    return f"{table(head, rows, 'lrrrr')}\n\n{origin(path, report)}"
+    return f"{table(head, rows, 'lrr')}\n\n{origin(path, report)}"
 
 
 def limited() -> str:
