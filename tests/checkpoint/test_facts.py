@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,12 +12,12 @@ import torch
 from harness import single_world
 from reference import outcome
 from saves import CONFIG as CHECKPOINTS
-from small import Configure
+from small import Configure, config_of
 
 from llava_fsdp.checkpoint.commit import merge_entries
 from llava_fsdp.checkpoint.manifest import Manifest, RowRange, TensorEntry, rank_file
 from llava_fsdp.checkpoint.saver import Saver
-from llava_fsdp.checkpoint.state_json import parse_facts, render_facts
+from llava_fsdp.checkpoint.state_json import jsonable, parse_facts, render_facts
 from llava_fsdp.config import Config, SourceConfig, schema_keys
 from llava_fsdp.data.batching.batch import Step
 from llava_fsdp.distributed.zero import SHARD_PLANS
@@ -30,7 +30,7 @@ from llava_fsdp.train import main as train
 from llava_fsdp.train.checkpoint_contents import facts_of
 from llava_fsdp.train.optimizer import prepare_moments
 from llava_fsdp.train.replica_check import counters
-from llava_fsdp.train.resume import changed_settings, is_fixed, resume, settings_then, start_over
+from llava_fsdp.train.resume import changed_settings, flat, is_fixed, resume, settings_then, start_over
 from llava_fsdp.train.save_and_stop import is_due, open_saver
 from llava_fsdp.train.state import StepResult, TrainState
 
@@ -150,6 +150,14 @@ def test_a_key_of_one_side_alone_has_changed() -> None:
     assert (
         older["model.lora.r"] == 7 and older["model.lora.enabled"] is False and older["model.quantize.mode"] == "none"
     )
+
+
+def test_the_default_training_of_0_2_0_continues() -> None:
+    """CHANGELOG.md promises it. The file has what a checkpoint of 0.2.0 says of the keys that a run must continue with.
+    A key that was added since needs the value of before in `settings_then`, a renamed one its row in
+    `config/renamed.py`."""
+    then = json.loads(Path(__file__).with_name("settings_0_2_0.json").read_text())
+    assert changed_settings(settings_then(then), flat(jsonable(asdict(config_of([]))))) == []
 
 
 WHOLE: dict[str, Any] = {

@@ -1,4 +1,5 @@
-"""README.md and docs/: links, keys, commands and messages that exist, tables that are current, a site that builds."""
+"""README.md, docs/ and pages for contributors: links, keys, commands and messages that exist, tables that are current,
+a site that builds."""
 
 import ast
 import importlib
@@ -21,6 +22,7 @@ from documents import DOCS, PAGES, ROOT, SOURCES, Block, blocks_of, composed, en
 from PIL import Image
 
 import llava_fsdp.config as schemas
+from llava_fsdp import __version__
 from llava_fsdp.config import schema_keys
 from llava_fsdp.migrate.main import parse
 
@@ -89,11 +91,73 @@ def test_readme_is_short_and_begins_with_commands() -> None:
     assert [command[0] for command in first.commands] == ["./launch/quickstart.sh", "./launch/test.sh"]
 
 
-def test_links_of_readme_lead_somewhere() -> None:
-    """mkdocs looks at those of docs/."""
-    text = (ROOT / "README.md").read_text()
-    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
-        assert target.startswith("https://") or (ROOT / target).exists(), target
+OUTSIDE = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "tests/README.md")),
+    *sorted((ROOT / ".github").rglob("*.*")),
+]
+"""Pages and forms that are not part of the site of docs/."""
+TESTS = ROOT / "tests" / "README.md"
+
+
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", OUTSIDE, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_and_paths_lead_somewhere(page: Path) -> None:
+    """mkdocs looks at the links of docs/."""
+    text = page.read_text()
+    for target, anchor in re.findall(r"\]\(([^)#]+)#?([^)]*)\)", text):
+        if target.startswith("https://"):
+            continue
+        # a form of GitHub is shown at OWNER/NAME/issues/new
+        place = ROOT / target.removeprefix("../blob/main/") if ".github" in page.parts else page.parent / target
+        assert place.exists(), target
+        assert not anchor or anchor in anchors(place), f"{target}#{anchor}"
+    folders = "src|conf|docs|tests|launch|benchmarks|examples|model|config|export|data|train"
+    for path in re.findall(rf"`((?:{folders}|\.ci|\.github)/[\w./-]*)`", text):
+        is_placeholder = re.search("NAME|ORG|PACKAGE", path) is not None
+        assert is_placeholder or (ROOT / path).exists() or (SOURCES / path).exists(), path
+
+
+def test_what_is_shown_as_a_file_is_that_file() -> None:
+    shown = [block for block in BLOCKS if block.kind == "file" and (ROOT / block.note).is_file()]
+    assert [b.note for b in shown if (ROOT / b.note).read_text() != f"{b.text}\n"] == [] != shown
+
+
+def test_every_helper_of_the_tests_is_explained() -> None:
+    named = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.+?) \|", TESTS.read_text(), re.MULTILINE))))
+    assert {path.stem for path in TESTS.with_name("support").glob("*.py")} - named == set()
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    newest = re.search(r"^## (\d\S+) \((\S+)\)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest is not None
+    assert newest.groups() == (citation["version"], citation["date-released"])
+    assert citation["version"] == __version__
+
+
+def test_forms_and_workflows_can_be_parsed() -> None:
+    """GitHub ignores a file that it cannot read. The workflow checks nothing that .ci/run does not."""
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    assert [repo["repo"] for repo in hooks] == ["local"], "versions stand in constraints.txt alone"
+    for form in sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")):
+        read = yaml.safe_load(form.read_text())
+        assert {"name", "description", "body"} <= read.keys(), form.name
+        asked = [part for part in read["body"] if part["type"] != "markdown"]
+        assert len({part["id"] for part in asked}) == len(asked) and all(part["attributes"]["label"] for part in asked)
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
+    assert [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step] == ["./.ci/run"]
+
+
+def test_every_choice_of_a_group_is_named() -> None:
+    """In the first table of docs/configuration.md, in the row of its group."""
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", (DOCS / "configuration.md").read_text(), re.MULTILINE))
+    choices = [path for path in (ROOT / "conf").glob("*/*.yaml") if path.parent.name not in ("recipe", "hydra")]
+    assert len(choices) > 40
+    assert [path for path in choices if f"`{path.stem}`" not in rows.get(path.parent.name, "")] == []
 
 
 def test_generated_pages_are_current(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -230,19 +230,18 @@ def test_limits_of_tiles_and_projectors_in_the_originals_configuration(tmp_path:
     own = replace(source(tmp_path), aspect=AspectRatio.anyres_max)
     assert config_of_original(own, torch.float16)["image_aspect_ratio"] == "anyres_max_5"
     weights: Any = SimpleNamespace(dtypes={"multi_modal_projector.a": torch.bfloat16, "b": torch.float32})
-    for depth, shuffle in ((2, 1), (2, 2), (0, 1)):
+    for depth, kind in ((2, "mlp2x_gelu"), (2, "pixel_shuffle2x_mlp2x_gelu"), (2, "mlp2x_silu"), (0, "identity")):
         model: Any = own.model
-        model.multi_modal_projector, model.cfg.shuffle_factor = SimpleNamespace(depth=depth), shuffle
-        model.cfg.projector_type = "any"
-        staged = tmp_path / f"{depth}{shuffle}"
+        model.multi_modal_projector, model.cfg.projector_type = SimpleNamespace(depth=depth), kind
+        staged = tmp_path / kind
         staged.mkdir()
         if not depth:
             with pytest.raises(ConfigError, match="identity projector has no weights"):
                 begin_projector(own, weights, staged)
             continue
         begin_projector(own, weights, staged)
-        assert (staged / "config.json").is_file() == (shuffle == 1), "the original has no such projector"
-    written = json.loads((tmp_path / "21" / "config.json").read_text())
+        assert (staged / "config.json").is_file() == (kind == "mlp2x_gelu"), "the original has no such projector"
+    written = json.loads((tmp_path / "mlp2x_gelu" / "config.json").read_text())
     assert (written["torch_dtype"], written["tune_mm_mlp_adapter"]) == ("bfloat16", True)
 
 

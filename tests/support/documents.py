@@ -1,4 +1,5 @@
-"""The blocks of code in README.md and docs/, what stands before them, the commands in them, and what these ask for.
+"""The blocks of code in README.md, CONTRIBUTING.md, tests/README.md and docs/, what stands before them, the commands in
+them, and what these ask for.
 
 A block may have a comment of the page's before it, which a reader does not see:
 
@@ -24,7 +25,8 @@ from llava_fsdp.train.launcher import split
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 SOURCES = ROOT / "src" / "llava_fsdp"
-PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+CONTRIBUTORS = [ROOT / "CONTRIBUTING.md", ROOT / "tests" / "README.md"]
+PAGES = [ROOT / "README.md", *CONTRIBUTORS, *sorted(DOCS.glob("*.md"))]
 NOTE = re.compile(r"<!-- (norun|after|run|file): (.+?) -->")
 SHELL = re.compile(r"(?:[A-Z_]+=\S+ )*(?:python3?(?:\.\d+)?|torchrun|pip|\.?/?launch/\S+|xxh128sum)(?: |$)")
 

@@ -1,5 +1,6 @@
 """Tell in which formats a model can be exported: for transformers, for the original LLaVA, or its projector alone."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -86,9 +87,9 @@ def error_of(check: Callable[[], None]) -> ConfigError | ModelError | None:
 
 
 def require_original(model: Llava) -> None:
-    """Raise ConfigError if the original LLaVA lacks a model's projector, because that has a pixel shuffle; ModelError
-    if it lacks its language model."""
-    if model.cfg.shuffle_factor > 1:
+    """Raise ConfigError if the original LLaVA lacks a model's projector (multimodal_projector/builder.py:33-51);
+    ModelError if it lacks its language model."""
+    if not re.fullmatch(r"linear|identity|mlp\d+x_gelu", model.cfg.projector_type):
         raise ConfigError(f"the original LLaVA has no {model.cfg.projector_type} projector")
     if original_folder(model.parts) is None:
         rope(model.parts.language)
