@@ -31,8 +31,8 @@ WHAT = {
     "killed": "`examples/killed.sh` trains to the end, trains the same again and kills one rank with SIGKILL, then "
     "continues that run on three ranks instead of two.",
 }
-LINES = 10
-"""Last lines that are shown of an output; of the first one of the page all are."""
+LINES = {"train": 6}
+"""Last lines that are shown of an output, by command, of others 9; of the first output of the page all are."""
 PROGRESS = re.compile(r"(?:job \d+: )?(?:step \d+/\d+ |questions: \d+ of \d+)")
 """A line that only tells how far a command has come."""
 FIRST = re.compile(r"step \d+/|continuing after step ")
@@ -52,7 +52,8 @@ def section(result: Result) -> str:
     parts = [f"## {TITLES[name]}", WHAT[name]]
     for place, command in enumerate(result["commands"]):
         output = thinned(command["output"])
-        parts.append(shown(command, output if name == NAMES[0] and not place else last(output)))
+        most = LINES.get(command["words"][1], 9)
+        parts.append(shown(command, output if name == NAMES[0] and not place else last(output, most)))
     parts += FIGURES[name](result) if name in FIGURES else [runs_table(result)]
     if result["image"]:
         parts.append(f"![The top of the page of this example](../examples/results/{result['image']})")
@@ -71,10 +72,10 @@ def thinned(output: list[str]) -> list[str]:
     return lines
 
 
-def last(output: list[str]) -> list[str]:
+def last(output: list[str], most: int) -> list[str]:
     """The last lines of an output, of a training without the summary before its first step."""
     begin = next((place for place, line in enumerate(output) if FIRST.match(line)), 0)
-    begin = max(begin, len(output) - LINES)
+    begin = max(begin, len(output) - most)
     while begin and output[begin] in ("...", ""):
         begin += 1
     return ["...", *output[begin:]] if begin else output
@@ -128,7 +129,7 @@ def lora(result: Result) -> list[str]:
 
 
 def real(result: Result) -> list[str]:
-    """The runs, and the accuracies of every source with every seed that was tried (results named real, real-1, ...)."""
+    """The runs, and if several seeds were tried (results named real, real-1, ...) the accuracies of every source."""
     rows = []
     for path in sorted(RESULTS.glob("real*.json"), key=lambda path: path.stem):
         for command in json.loads(path.read_text())["commands"]:
@@ -136,7 +137,7 @@ def real(result: Result) -> list[str]:
                 scored = filter(None, map(SCORE.match, command["output"]))
                 rows += [[path.stem, code(command["words"][2].rpartition("/")[2]), *found.groups()] for found in scored]
     head = ("result", "model of", "source", "questions", "accuracy", "with blank images", "best blind guess")
-    return [runs_table(result), table(head, rows, "lllrrrr")]
+    return [runs_table(result), table(head, rows, "lllrrrr") if len({row[0] for row in rows}) > 1 else ""]
 
 
 def sweep(result: Result) -> list[str]:
