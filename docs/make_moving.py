@@ -20,7 +20,6 @@ from llava_fsdp.migrate.overrides import decide
 from llava_fsdp.migrate.source_run import AUTO, Block, Flag, Run
 
 GPUS = 8
-HEAD = ("key", "example", "verdict", "here")
 # Example values of flags that the scripts of LLaVA 1.5 do not give. Without a row: the flag's default.
 EXAMPLES = {
     "bits": "4", "double_quant": "False", "quant_type": "fp4", "lora_bias": "all", "max_steps": "1000",
@@ -96,31 +95,32 @@ def row(key: str, example: str, found: Outcome) -> list[str]:
 
 
 def flag_row(name: str, flag: Flag) -> list[str]:
-    default = "none" if flag.default in (None, "", {}) else written(flag.default)
     found = fixed(flag.rule)
     if found is not None:
-        return [code(f"--{name}"), code(default), "", found.verdict.value, cell(found.text)]
+        return row(f"--{name}", "", found)
     kind = SCRIPTS.get(name, "v1_5_finetune")
     example = {name: EXAMPLES[name]} if name in EXAMPLES else {}
     run = script(kind, BESIDE.get(name, {}) | example, NOT_WITH.get(name, ""))
     found = answer(run, name, flag.rule, run.trainer_value(name))
-    shown = str(run.flags[name]) if name in run.flags else ""
-    return [code(f"--{name}"), code(default), code(shown), found.verdict.value, cell(found.text)]
+    return row(f"--{name}", str(run.flags[name]) if name in run.flags else "", found)
 
 
 def flags_table() -> str:
-    """Every flag of the original's parser, a table for each verdict."""
-    rows = [flag_row(name, flag) for name, flag in FLAGS.items()]
+    """Every flag of the original's parser."""
+    return by_verdict([flag_row(name, flag) for name, flag in FLAGS.items()])
+
+
+def by_verdict(rows: list[list[str]]) -> str:
+    """A table for each verdict, in which rows with the same answer are one."""
     parts = []
     for verdict in Verdict:
-        own = [row for row in rows if row[3] == verdict.value]
+        own = [(key, example, answer_text) for key, example, said, answer_text in rows if said == verdict.value]
         if verdict is Verdict.mapped:
-            flags = ([*row[:3], row[4]] for row in own)
-            found = table(("flag", "default there", "example", "here"), together(flags))
+            found = table(("key", "example", "here"), together(map(list, own)))
         else:
-            given = ([f"{row[0]} ({row[2]})" if row[2] else row[0], row[4]] for row in own)
-            found = table(("flag", "here"), together(given))
-        parts += [f"### {verdict.value.capitalize()}", found]
+            given = ([f"{key} ({example})" if example else key, answer_text] for key, example, answer_text in own)
+            found = table(("key", "here"), together(given))
+        parts += [f"### {verdict.value.capitalize()}", found] if own else []
     return "\n\n".join(parts)
 
 
@@ -133,12 +133,6 @@ def together(rows: Iterable[list[str]]) -> list[list[str]]:
         [*(", ".join(filter(None, column)) for column in zip(*group, strict=True)), answer_text]
         for answer_text, group in same.items()
     ]
-
-
-def merged(rows: Iterable[list[str]]) -> list[list[str]]:
-    """Rows of keys, in which those with the same verdict and answer are one."""
-    groups = together([key, example, f"{verdict} | {answer_text}"] for key, example, verdict, answer_text in rows)
-    return [[keys, examples, *answer_text.split(" | ", 1)] for keys, examples, answer_text in groups]
 
 
 def deepspeed_row(key: str, rule: object) -> list[str]:
@@ -170,7 +164,7 @@ def deepspeed_row(key: str, rule: object) -> list[str]:
 
 
 def deepspeed_table() -> str:
-    return table(HEAD, merged(deepspeed_row(key, rule) for key, rule in DEEPSPEED.items()))
+    return by_verdict([deepspeed_row(key, rule) for key, rule in DEEPSPEED.items()])
 
 
 def accelerate_row(key: str, rule: object) -> list[str]:
@@ -192,7 +186,7 @@ def accelerate_row(key: str, rule: object) -> list[str]:
 
 
 def accelerate_table() -> str:
-    return table(HEAD, merged(accelerate_row(key, rule) for key, rule in ACCELERATE.items()))
+    return by_verdict([accelerate_row(key, rule) for key, rule in ACCELERATE.items()])
 
 
 def pages() -> dict[str, str]:
