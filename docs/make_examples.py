@@ -31,10 +31,12 @@ WHAT = {
     "killed": "`examples/killed.sh` trains to the end, trains the same again and kills one rank with SIGKILL, then "
     "continues that run on three ranks instead of two.",
 }
-LINES = {"train": 6}
+LINES = {"train": 6, "sweep": 1}
 """Last lines that are shown of an output, by command, of others 9; of the first output of the page all are."""
 PROGRESS = re.compile(r"(?:job \d+: )?(?:step \d+/\d+ |questions: \d+ of \d+)")
 """A line that only tells how far a command has come."""
+COMPARED = re.compile(r"export: |merged weights differ ")
+"""A line of what an export compares, which the first training of the page shows."""
 FIRST = re.compile(r"step \d+/|continuing after step ")
 """The first line of a training behind its summary."""
 SCORE = re.compile(r"\s*source: (\w+)" + r"\s+([\d.,]+)" * 4)
@@ -52,8 +54,9 @@ def section(result: Result) -> str:
     parts = [f"## {TITLES[name]}", WHAT[name]]
     for place, command in enumerate(result["commands"]):
         output = thinned(command["output"])
-        most = LINES.get(command["words"][1], 9)
-        parts.append(shown(command, output if name == NAMES[0] and not place else last(output, most)))
+        if place or name != NAMES[0]:
+            output = last(output, LINES.get(command["words"][1], 9))
+        parts.append(shown(command, output))
     parts += FIGURES[name](result) if name in FIGURES else [runs_table(result)]
     if result["image"]:
         parts.append(f"![The top of the page of this example](../examples/results/{result['image']})")
@@ -73,7 +76,8 @@ def thinned(output: list[str]) -> list[str]:
 
 
 def last(output: list[str], most: int) -> list[str]:
-    """The last lines of an output, of a training without the summary before its first step."""
+    """The last lines of an output, of a training without its summary and without what its export compares."""
+    output = [line for line in output if not COMPARED.match(line)]
     begin = next((place for place, line in enumerate(output) if FIRST.match(line)), 0)
     begin = max(begin, len(output) - most)
     while begin and output[begin] in ("...", ""):

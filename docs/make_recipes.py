@@ -161,21 +161,25 @@ def values(golden: Path) -> list[str]:
 
 
 def differences(golden: Path) -> str:
-    """The table of keys whose recipe has another value than the script; rows that differ in nothing else are one."""
-    found: dict[tuple[str, str, str], list[tuple[str, str]]] = {}
+    """The table of keys whose recipe has another value than the script; values are in the order of the stages."""
+    scripts: dict[str, dict[str, None]] = {}
+    recipes: dict[str, dict[str, None]] = {}
+    places: dict[str, list[tuple[str, str]]] = {}
     for stage in STAGES:
         for model in MODELS:
-            differing = difference(stage, model, golden)
-            missing = sorted(differing.keys() - EXPLAINED.keys())
+            found = difference(stage, model, golden)
+            missing = sorted(found.keys() - EXPLAINED.keys())
             if missing:
                 raise SystemExit(
                     f"stage={stage} model={model}: no reason is given why {missing} differ from the script"
                 )
-            for key, (script, recipe) in differing.items():
-                found.setdefault((key, written(script), written(recipe)), []).append((stage, model))
+            for key, (script, recipe) in found.items():
+                scripts.setdefault(key, {})[f"`{written(script)}`"] = None
+                recipes.setdefault(key, {})[f"`{written(recipe)}`"] = None
+                places.setdefault(key, []).append((stage, model))
     rows = [
-        [f"`{key}`", where(places), f"`{script}`", f"`{recipe}`", EXPLAINED[key]]
-        for (key, script, recipe), places in sorted(found.items())
+        [f"`{key}`", where(places[key]), ", ".join(scripts[key]), ", ".join(recipes[key]), EXPLAINED[key]]
+        for key in sorted(places)
     ]
     return table(("key", "where", "script", "recipe", "why"), rows)
 
