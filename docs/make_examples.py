@@ -46,7 +46,8 @@ SCORE = re.compile(r"\s*source: (\w+)" + r"\s+([\d.,]+)" * 4)
 def page() -> str:
     """The page with all of its sections; an example without a result has none."""
     found = [json.loads(path.read_text()) for name in NAMES if (path := RESULTS / f"{name}.json").is_file()]
-    return replaced(PAGE.read_text(), "examples", "\n\n".join(section(result) for result in found))
+    machines = ", or ".join(dict.fromkeys(map(machine, found)))
+    return replaced(PAGE.read_text(), "examples", "\n\n".join([f"Run on {machines}.", *map(section, found)]))
 
 
 def section(result: Result) -> str:
@@ -170,14 +171,14 @@ def killed(result: Result) -> list[str]:
     return [told, table(("step", "ranks", "loss, never killed", "loss, killed and continued"), rows, "rrrr")]
 
 
-def origin(result: Result) -> str:
-    """Machine, commit, date and file of a section."""
-    device, cpus = result["machine"]["device"], result["machine"]["cpus"]
+def machine(result: Result) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
-    return (
-        f"{device}, {cpus} cores, {versions}, commit {result['commit']}, {result['date']} "
-        f"([result](../examples/results/{result['name']}.json))."
-    )
+    return f"{result['machine']['device']}, {result['machine']['cpus']} cores, {versions}"
+
+
+def origin(result: Result) -> str:
+    """Commit, date and file of a section; the file has the machine too."""
+    return f"Commit {result['commit']}, {result['date']} ([result](../examples/results/{result['name']}.json))."
 
 
 FIGURES = {"real": real, "lora": lora, "sweep": sweep, "killed": killed}
