@@ -90,7 +90,7 @@ def shown(command: dict[str, Any], output: list[str]) -> str:
     """A command and what is shown of its output, in the form that the tests of the documents read."""
     ended = f"; exit code {command['exit_code']}" if command["exit_code"] else ""
     return "\n".join([
-        "<!-- norun: a test runs the script -->",
+        "<!-- norun: tested elsewhere -->",
         "```bash", *folded(command["words"]), "```",
         f"{command['seconds']} seconds{ended}:", "",
         "```text", *output, "```",

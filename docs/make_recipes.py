@@ -27,7 +27,7 @@ GOLDEN = DOCS.parent / "tests" / "golden" / "open"
 STAGES = ("pretrain", "finetune", "finetune_lora", "finetune_task", "finetune_task_lora")
 MODELS = ("llava_v1_5_7b", "llava_v1_5_13b")
 GPUS = 8
-SIZE = "the script is for 13B; LLaVA's docs/MODEL_ZOO.md gives the published 7B models the same schedule"
+SIZE = "the script is for 13B; LLaVA's docs/MODEL_ZOO.md gives 7B the same schedule"
 # Why a recipe has another value than the script: by key, for every stage and model that differs.
 EXPLAINED = {
     "data.path": "set it to your data",
@@ -44,8 +44,6 @@ EXPLAINED = {
 # Values of the script that a configuration key cannot hold, or that mean something else here.
 ALSO = [
     "`--save_total_limit 1` is `checkpoint.keep=2`: the newest may be the one that a crash interrupted.",
-    "Warm-up is `ceil(warmup_ratio x steps)`, as in transformers' `get_warmup_steps`.",
-    "Norms and biases are not decayed (with `weight_decay=0` nothing is).",
     "Gradients are accumulated and reduced in fp32 and divided by the label tokens of the step; the original does so "
     "in bf16 and takes the mean of the micro-batches' means. `compat=llava_v1_5` does the same as the original.",
     "Norms compute in fp32; the original casts them to bf16 with the rest of the model, and so does "
