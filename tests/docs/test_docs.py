@@ -400,6 +400,17 @@ def test_names_that_examples_import_exist(page: Path) -> None:
 
 
 @pytest.mark.slow
+def test_programs_of_the_documents_are_typed(tmp_path: Path) -> None:
+    """Programs of a user get the package's types: it has py.typed, without which pyright misses stubs."""
+    pytest.importorskip("pyright", reason="needs the dev extra")
+    for number, block in enumerate(b for b in BLOCKS if b.kind == "run" or b.note.endswith("my_training.py")):
+        own = "# pyright: basic, reportMissingTypeStubs=true, reportPrivateImportUsage=false\n"
+        (tmp_path / f"program_{number}.py").write_text(own + block.text + "\n")
+    done = run_in(tmp_path, [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "."])
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.slow
 def test_the_loop_of_ones_own_is_short_and_learns(tmp_path: Path) -> None:
     """At one rank, where nothing is sharded; the slow tier runs it on two."""
     (block,) = [b for b in BLOCKS if b.kind == "run" and b.note == "torchrun"]
