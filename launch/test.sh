@@ -110,7 +110,7 @@ checker=$!
 check "format" ruff format --check .
 check "lint" ruff check .
 check "import contracts" lint-imports
-check "spelling" codespell --skip '*.json,*.jsonl,*.safetensors,.venv,outputs'
+check "spelling" codespell
 shopt -s globstar nullglob
 check "shell scripts" shellcheck --external-sources {launch,examples}/**/*.sh launch/slurm.sbatch .ci/run
 [[ -z "$real" ]] || check "published weights" fetch_real
