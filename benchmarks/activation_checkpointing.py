@@ -35,12 +35,12 @@ from rich.table import Table
 from llava_fsdp.config import ActivationCheckpointing, ActivationCheckpointingConfig, Config, config_dir, load
 from llava_fsdp.data.loader import ModelShape
 from llava_fsdp.data.synthetic import SyntheticLoader, fullest, synthetic_step
-from llava_fsdp.distributed.comm_volume import Traffic
-from llava_fsdp.distributed.fake_collectives import is_simulated, simulate_collectives
-from llava_fsdp.distributed.malloc import return_freed_memory
-from llava_fsdp.distributed.mesh import World, distributed, make_meshes
-from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.model.llava import Llava
+from llava_fsdp.parallel.memory.malloc import return_freed_memory
+from llava_fsdp.parallel.ranks.comm_volume import Traffic
+from llava_fsdp.parallel.ranks.fake_collectives import is_simulated, simulate_collectives
+from llava_fsdp.parallel.ranks.mesh import World, distributed, make_meshes
+from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.plan.model_shapes import shapes_of
 from llava_fsdp.train.build_model import build_model, shape_of
 from llava_fsdp.train.build_state import assemble

@@ -28,9 +28,9 @@ import torch.distributed as dist
 import transformers
 from provenance import commit, machine
 
-from llava_fsdp.distributed.malloc import return_freed_memory
-from llava_fsdp.distributed.mesh import World
-from llava_fsdp.distributed.offload import NO_ROOM
+from llava_fsdp.parallel.memory.malloc import return_freed_memory
+from llava_fsdp.parallel.memory.offload import NO_ROOM
+from llava_fsdp.parallel.ranks.mesh import World
 from llava_fsdp.runtime.errors import OutOfMemory
 
 MIB = 1 << 20

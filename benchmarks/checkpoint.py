@@ -35,7 +35,7 @@ from llava_fsdp.checkpoint.reader import load
 from llava_fsdp.checkpoint.saver import Saver
 from llava_fsdp.checkpoint.verify import Checkpoint, newest_together, verify_together
 from llava_fsdp.config import CheckpointConfig, OnSaveError
-from llava_fsdp.distributed.consensus import on_all_ranks
+from llava_fsdp.parallel.ranks.consensus import on_all_ranks
 
 QUESTION = "what does a checkpoint cost, beside a raw write of the same bytes and PyTorch's distributed checkpoint?"
 RANKS = 2

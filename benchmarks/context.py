@@ -20,11 +20,11 @@ from provenance import REPOSITORY
 
 from llava_fsdp.config import Config, config_dir, load
 from llava_fsdp.data.synthetic import Contents, SyntheticLoader, synthetic_step
-from llava_fsdp.distributed.comm_volume import CollectiveBytes
-from llava_fsdp.distributed.mesh import World, make_meshes
-from llava_fsdp.distributed.zero import SHARD_PLANS
-from llava_fsdp.model.context_attention import plan_context
 from llava_fsdp.model.pretrained import find_parts
+from llava_fsdp.parallel.context.context_attention import plan_context
+from llava_fsdp.parallel.ranks.comm_volume import CollectiveBytes
+from llava_fsdp.parallel.ranks.mesh import World, make_meshes
+from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.plan.step_time import context_volume
 from llava_fsdp.train.build_model import build_model, shape_of
 from llava_fsdp.train.build_state import assemble

@@ -35,8 +35,8 @@ from llava_fsdp.checkpoint.manifest import STATE_FILE, Manifest, RowRange, Tenso
 from llava_fsdp.config import Config, PlanConfig, config_dir, load
 from llava_fsdp.data.batching.packing import pack_step
 from llava_fsdp.data.synthetic import Contents, SyntheticLoader
-from llava_fsdp.distributed.mesh import distributed, make_meshes
-from llava_fsdp.distributed.zero import SHARD_PLANS
+from llava_fsdp.parallel.ranks.mesh import distributed, make_meshes
+from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.plan.main import plan
 from llava_fsdp.plan.model_shapes import shapes_of
 from llava_fsdp.plan.planner import peak

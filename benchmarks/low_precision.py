@@ -25,8 +25,8 @@ from rich.console import Console
 from rich.table import Table
 
 from llava_fsdp.config import Config, config_dir, load
-from llava_fsdp.distributed.mesh import World, distributed, make_meshes
-from llava_fsdp.distributed.zero import SHARD_PLANS
+from llava_fsdp.parallel.ranks.mesh import World, distributed, make_meshes
+from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.train.build_state import build_state
 from llava_fsdp.train.dry_run import held_bytes

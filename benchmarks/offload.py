@@ -26,9 +26,9 @@ from strategies import Case, build, configure, specialize, write_language_model
 
 from llava_fsdp.config import OffloadConfig, OffloadMode
 from llava_fsdp.data.toy_shapes import ensure_shapes
-from llava_fsdp.distributed.mesh import World, distributed, make_meshes
-from llava_fsdp.distributed.offload import explained_memory_errors
-from llava_fsdp.distributed.zero import SHARD_PLANS
+from llava_fsdp.parallel.memory.offload import explained_memory_errors
+from llava_fsdp.parallel.ranks.mesh import World, distributed, make_meshes
+from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.runtime.errors import OutOfMemory
 from llava_fsdp.train.build_state import build_state
 from llava_fsdp.train.loop import train_step

@@ -38,8 +38,8 @@ from llava_fsdp.data.batching.collate import Collator, Row
 from llava_fsdp.data.batching.llava_samplers import chunked, modality_grouped
 from llava_fsdp.data.batching.packing import Assignment, pack_step, split_step
 from llava_fsdp.data.text.tokenizer import open_tokenizer
-from llava_fsdp.distributed.mesh import World
-from llava_fsdp.distributed.zero import SHARD_PLANS
+from llava_fsdp.parallel.ranks.mesh import World
+from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.train.build_state import build_state
 from llava_fsdp.train.loop import train_step
 from llava_fsdp.train.state import TrainState

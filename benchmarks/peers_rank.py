@@ -87,8 +87,8 @@ def floats(values: list[torch.Tensor | float]) -> list[float]:
 
 def run_ours(plan: dict[str, Any], pack: bool) -> None:
     """`fit` with everything that `train` gives it: reports, heartbeats, votes and a saver."""
-    from llava_fsdp.distributed import mesh as ranks
-    from llava_fsdp.distributed.zero import SHARD_PLANS
+    from llava_fsdp.parallel.ranks import mesh as ranks
+    from llava_fsdp.parallel.zero import SHARD_PLANS
     from llava_fsdp.runtime.run_dir import claimed
     from llava_fsdp.runtime.watchdog import Watchdog
     from llava_fsdp.train.build_state import build_state
@@ -169,12 +169,12 @@ def kept(loader: Any, steps: Iterator[Any]) -> Any:
 
 def run_by_hand_ours(plan: dict[str, Any]) -> None:
     """Our model, our packed micro-batches, our weights, and a loop of ten lines: what the trainer adds is the rest."""
-    from llava_fsdp.distributed.local_shards import local_shards
-    from llava_fsdp.distributed.mesh import distributed
-    from llava_fsdp.distributed.precision import MasterWeights
     from llava_fsdp.model.init_weights import computed_buffers, restore_buffers
     from llava_fsdp.model.load_weights import find_weights, load_weights
     from llava_fsdp.model.pretrained import find_parts
+    from llava_fsdp.parallel.local_shards import local_shards
+    from llava_fsdp.parallel.precision.precision import MasterWeights
+    from llava_fsdp.parallel.ranks.mesh import distributed
     from llava_fsdp.train.build_model import build_model
     from llava_fsdp.train.build_state import open_data
 

@@ -22,8 +22,8 @@ from strategies import Case, configure, specialize, write_language_model
 
 from llava_fsdp.config import Config
 from llava_fsdp.data.toy_shapes import ensure_shapes
-from llava_fsdp.distributed.mesh import World, make_meshes
-from llava_fsdp.distributed.zero import SHARD_PLANS
+from llava_fsdp.parallel.ranks.mesh import World, make_meshes
+from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.train.build_state import build_state
 from llava_fsdp.train.loop import fit
 from llava_fsdp.train.replica_check import all_tensors, check_replicas

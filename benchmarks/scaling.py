@@ -32,14 +32,14 @@ from torchruns import launch
 from llava_fsdp.config import Config, config_dir, load
 from llava_fsdp.data.batching.batch import Step, StepFacts
 from llava_fsdp.data.synthetic import Contents, SyntheticLoader, synthetic_micro_batch
-from llava_fsdp.distributed.comm_volume import CollectiveBytes
-from llava_fsdp.distributed.fake_collectives import is_simulated, simulate_collectives
-from llava_fsdp.distributed.malloc import return_freed_memory
-from llava_fsdp.distributed.mesh import World, distributed, make_meshes
-from llava_fsdp.distributed.precision import DTYPES
-from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.pretrained import find_parts
+from llava_fsdp.parallel.memory.malloc import return_freed_memory
+from llava_fsdp.parallel.precision.precision import DTYPES
+from llava_fsdp.parallel.ranks.comm_volume import CollectiveBytes
+from llava_fsdp.parallel.ranks.fake_collectives import is_simulated, simulate_collectives
+from llava_fsdp.parallel.ranks.mesh import World, distributed, make_meshes
+from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.train.build_model import build_model, shape_of
 from llava_fsdp.train.build_state import assemble, open_data
 from llava_fsdp.train.dry_run import draw_shards, held_bytes

@@ -43,10 +43,10 @@ from llava_fsdp.config import Config, config_dir, load
 from llava_fsdp.data.batching.batch import MicroBatch, Step, StepFacts
 from llava_fsdp.data.batching.collate import boundaries
 from llava_fsdp.data.batching.packing import pack_step
-from llava_fsdp.distributed.local_shards import local_shards
-from llava_fsdp.distributed.mesh import distributed
-from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.model.llava import Llava
+from llava_fsdp.parallel.local_shards import local_shards
+from llava_fsdp.parallel.ranks.mesh import distributed
+from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.plan.mfu import utilization_of
 from llava_fsdp.plan.model_shapes import shapes_of
 from llava_fsdp.train.build_model import shape_of

@@ -48,16 +48,16 @@ from llava_fsdp.config import Config, DType, ShardingConfig, Strategy, config_di
 from llava_fsdp.data.batching.batch import MicroBatch, Step
 from llava_fsdp.data.loader import Loader
 from llava_fsdp.data.toy_shapes import ensure_shapes
-from llava_fsdp.distributed.activation_checkpoint import apply_activation_checkpointing, clean_name
-from llava_fsdp.distributed.comm_volume import KINDS, CollectiveBytes
-from llava_fsdp.distributed.local_shards import local_shards
-from llava_fsdp.distributed.mesh import Meshes, World, distributed, join, make_meshes, read_world
-from llava_fsdp.distributed.precision import DTYPES, MasterWeights, store_weights
-from llava_fsdp.distributed.zero import SHARD_PLANS, Mesh, ShardPlan
 from llava_fsdp.model.init_weights import computed_buffers, restore_buffers
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.load_weights import find_weights, load_weights
 from llava_fsdp.model.pretrained import find_parts
+from llava_fsdp.parallel.local_shards import local_shards
+from llava_fsdp.parallel.memory.activation_checkpoint import apply_activation_checkpointing, clean_name
+from llava_fsdp.parallel.precision.precision import DTYPES, MasterWeights, store_weights
+from llava_fsdp.parallel.ranks.comm_volume import KINDS, CollectiveBytes
+from llava_fsdp.parallel.ranks.mesh import Meshes, World, distributed, join, make_meshes, read_world
+from llava_fsdp.parallel.zero import SHARD_PLANS, Mesh, ShardPlan
 from llava_fsdp.runtime.host import process_memory
 from llava_fsdp.train.build_state import build_state, open_data
 from llava_fsdp.train.loop import clip_gradients, summed, train_step

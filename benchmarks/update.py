@@ -24,8 +24,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from llava_fsdp.distributed.fused_adamw import FusedAdamW
-from llava_fsdp.distributed.precision import MasterWeights
+from llava_fsdp.parallel.precision.fused_adamw import FusedAdamW
+from llava_fsdp.parallel.precision.precision import MasterWeights
 from llava_fsdp.train.loop import clip_gradients
 
 SHAPE = (8, 8)

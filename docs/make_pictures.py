@@ -8,12 +8,12 @@ from hydra import compose, initialize_config_dir
 from pages import DOCS, replaced, table
 
 from llava_fsdp.config import Config, Strategy, config_dir, load
-from llava_fsdp.distributed.memory import NORMS, ROOT, Bytes, Weight, bytes_per_rank
-from llava_fsdp.distributed.mesh import mesh_shape
-from llava_fsdp.distributed.parallelize import weights_of
-from llava_fsdp.distributed.precision import DTYPES
-from llava_fsdp.distributed.zero import SHARD_PLANS, Sync
 from llava_fsdp.model.llava import build_llava
+from llava_fsdp.parallel.memory.memory import NORMS, ROOT, Bytes, Weight, bytes_per_rank
+from llava_fsdp.parallel.parallelize import weights_of
+from llava_fsdp.parallel.precision.precision import DTYPES
+from llava_fsdp.parallel.ranks.mesh import mesh_shape
+from llava_fsdp.parallel.zero import SHARD_PLANS, Sync
 from llava_fsdp.plan.fsdp_units import units_of
 from llava_fsdp.plan.model_shapes import shapes_of
 

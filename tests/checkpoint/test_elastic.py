@@ -11,7 +11,7 @@ from steps import begin
 from torch.distributed.tensor import DTensor
 
 from llava_fsdp.config import Config
-from llava_fsdp.distributed.mesh import World
+from llava_fsdp.parallel.ranks.mesh import World
 from llava_fsdp.train.checkpoint_contents import tensors
 from llava_fsdp.train.loop import train_step
 from llava_fsdp.train.resume import resume

@@ -20,7 +20,7 @@ from llava_fsdp.checkpoint.saver import Saver
 from llava_fsdp.checkpoint.state_json import jsonable, parse_facts, render_facts
 from llava_fsdp.config import Config, SourceConfig, schema_keys
 from llava_fsdp.data.batching.batch import Step
-from llava_fsdp.distributed.zero import SHARD_PLANS
+from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.runtime import durable_files
 from llava_fsdp.runtime.durable_files import FILES
 from llava_fsdp.runtime.errors import CheckpointError

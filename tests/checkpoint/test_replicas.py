@@ -15,10 +15,10 @@ from steps import begin
 from tiers import slow_after
 
 from llava_fsdp.config import Config
-from llava_fsdp.distributed import replicas
-from llava_fsdp.distributed.local_shards import local
-from llava_fsdp.distributed.mesh import World
-from llava_fsdp.distributed.replicas import (
+from llava_fsdp.parallel.local_shards import local
+from llava_fsdp.parallel.ranks import replicas
+from llava_fsdp.parallel.ranks.mesh import World
+from llava_fsdp.parallel.ranks.replicas import (
     Difference,
     RankChecksums,
     checksums,
@@ -183,7 +183,7 @@ def test_a_tensor_is_summed_in_pieces_as_in_one(monkeypatch: pytest.MonkeyPatch)
     words = values.view(torch.int32).tolist()
     exact = sum(word * (2 * place + 1) for place, word in enumerate(words))
     assert (whole - exact) % (1 << 64) == 0
-    monkeypatch.setattr("llava_fsdp.distributed.replicas.CHUNK", 37)
+    monkeypatch.setattr("llava_fsdp.parallel.ranks.replicas.CHUNK", 37)
     assert int(weighted_sum(values)) == whole
 
 

@@ -14,6 +14,7 @@ from test_edges import CLIP, RECORD, TINY, exact
 from llava_fsdp.config import AspectRatio, Config, Normalize, Pixels, TooLong
 from llava_fsdp.data import validation_set
 from llava_fsdp.data.batching.collate import Collator
+from llava_fsdp.data.batching.context_cut import ContextCut
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.images.preprocess import ImageReader
 from llava_fsdp.data.index.image_sample import Examined
@@ -26,7 +27,6 @@ from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
 from llava_fsdp.data.text.encode import Sample
 from llava_fsdp.data.text.tokenizer import open_tokenizer
 from llava_fsdp.data.validation_prompts import ask, lay_out_prompts
-from llava_fsdp.runtime.context_cut import ContextCut
 from llava_fsdp.runtime.errors import ConfigError, DataError, SourceError
 
 SHAPE = ModelShape(image_tokens=9, image_size=28, max_length=512, vocab_size=10_000)

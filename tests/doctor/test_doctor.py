@@ -21,7 +21,6 @@ from small import command_config
 
 from llava_fsdp.config import DoctorConfig, Format
 from llava_fsdp.data.batching.workers import lock_bytes
-from llava_fsdp.distributed.mesh import World
 from llava_fsdp.doctor import checks, collectives, config_checks, disk, gpus, host, network, software, torch_probe
 from llava_fsdp.doctor.checks import CHECKS, Check, run_check
 from llava_fsdp.doctor.collectives_worker import check_exchange, check_messages, expect
@@ -30,6 +29,7 @@ from llava_fsdp.doctor.findings import Finding, Level, fail, ok, output_of, resu
 from llava_fsdp.doctor.gpus import TorchFacts, parse_links, parse_smi
 from llava_fsdp.doctor.main import doctor
 from llava_fsdp.doctor.network import Interface
+from llava_fsdp.parallel.ranks.mesh import World
 from llava_fsdp.plan.hardware import PROCESS, Machine
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.host import Host

@@ -29,7 +29,6 @@ from llava_fsdp.checkpoint.reader import saved_weights
 from llava_fsdp.checkpoint.verify import verify
 from llava_fsdp.config import AspectRatio
 from llava_fsdp.data.batching.batch import MicroBatch
-from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.export import peft_folder, verify_logits
 from llava_fsdp.export.adapter_folder import whole_rows
 from llava_fsdp.export.check_folders import check_artifacts
@@ -44,6 +43,7 @@ from llava_fsdp.model.lora_names import is_adapter, without_base
 from llava_fsdp.model.pretrained import find_parts
 from llava_fsdp.model.pretrained_config import check_named_base, read_model
 from llava_fsdp.model.weight_names import in_adapter, ours
+from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.runtime.errors import CheckpointError, ConfigError, ModelError
 from llava_fsdp.runtime.provenance import check_folder
 from llava_fsdp.train import main as train

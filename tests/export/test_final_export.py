@@ -32,11 +32,6 @@ from llava_fsdp.data.text.constants import IMAGE_ID
 from llava_fsdp.data.text.conversation import prompt
 from llava_fsdp.data.text.encode import encode_prompt
 from llava_fsdp.data.text.templates import TEMPLATES
-from llava_fsdp.distributed.local_shards import local_shards
-from llava_fsdp.distributed.mesh import World, make_meshes
-from llava_fsdp.distributed.parallelize import materialize
-from llava_fsdp.distributed.precision import MasterWeights
-from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.export import formats, weights_writer
 from llava_fsdp.export.formats import source_of_run
 from llava_fsdp.export.main import export
@@ -50,6 +45,11 @@ from llava_fsdp.model.load_weights import find_weights, load_weights
 from llava_fsdp.model.pretrained import find_parts
 from llava_fsdp.model.pretrained_config import read_model
 from llava_fsdp.model.tensor_files import StoredTensor
+from llava_fsdp.parallel.local_shards import local_shards
+from llava_fsdp.parallel.parallelize import materialize
+from llava_fsdp.parallel.precision.precision import MasterWeights
+from llava_fsdp.parallel.ranks.mesh import World, make_meshes
+from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 from llava_fsdp.train import final_export, preflight
 from llava_fsdp.train import main as train

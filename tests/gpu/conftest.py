@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from llava_fsdp.distributed.fp8 import check_fp8
-from llava_fsdp.distributed.int8_mixed import check_int8_mixed
+from llava_fsdp.parallel.precision.fp8 import check_fp8
+from llava_fsdp.parallel.precision.int8_mixed import check_int8_mixed
 from llava_fsdp.runtime.errors import ConfigError
 
 HAS_GPU = torch.cuda.is_available()

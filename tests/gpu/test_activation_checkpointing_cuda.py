@@ -11,11 +11,11 @@ from test_working_copy import BF16, assert_same_bits, build_run, run_steps, trai
 from torch import nn
 
 from llava_fsdp.config import ActivationCheckpointing, ActivationCheckpointingConfig
-from llava_fsdp.distributed.activation_checkpoint import apply_activation_checkpointing
-from llava_fsdp.distributed.activation_offload import OffloadedTensor
-from llava_fsdp.distributed.compile import choose_compiling
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.loss import chunked_loss, whole_loss
+from llava_fsdp.parallel.compile import choose_compiling
+from llava_fsdp.parallel.memory.activation_checkpoint import apply_activation_checkpointing
+from llava_fsdp.parallel.memory.activation_offload import OffloadedTensor
 
 BLOCKS, ROWS, WIDTH = 8, 4096, 1024
 INPUT = 4 * ROWS * WIDTH

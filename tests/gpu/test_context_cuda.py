@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from llava_fsdp.config import Attention
+from llava_fsdp.data.batching.context_cut import ContextCut
 from llava_fsdp.model.attention import Attend, AttentionForm, Boundaries, Lengths, PackedRow, each_alone, kernel_of
-from llava_fsdp.model.context_attention import GatheredKeys, Ulysses, row_chunks_of
-from llava_fsdp.runtime.context_cut import ContextCut
+from llava_fsdp.parallel.context.context_attention import GatheredKeys, Ulysses, row_chunks_of
 
 pytestmark = pytest.mark.gpu
 LENGTHS = (1, 3000, 1, 67, 900, 127)

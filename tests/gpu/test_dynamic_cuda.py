@@ -10,9 +10,9 @@ from test_activation_checkpointing_cuda import BLOCKS, ROWS, WIDTH, Block
 from test_working_copy import build_run
 from torch import nn
 
-from llava_fsdp.distributed import dynamic_checkpoint
-from llava_fsdp.distributed.dynamic_checkpoint import DynamicBlock, Limit
-from llava_fsdp.distributed.zero import SHARD_PLANS
+from llava_fsdp.parallel.memory import dynamic_checkpoint
+from llava_fsdp.parallel.memory.dynamic_checkpoint import DynamicBlock, Limit
+from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.train.loop import fit
 from llava_fsdp.train.state import StepResult
 

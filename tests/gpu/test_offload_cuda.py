@@ -1,4 +1,4 @@
-"""Offload where there is a device to take states off. Its arithmetic is tested in tests/distributed/test_offload.py."""
+"""Offload where there is a device to take states off. Its arithmetic is tested in tests/parallel/test_offload.py."""
 
 from pathlib import Path
 
@@ -10,12 +10,12 @@ from test_working_copy import BF16, Trace, assert_close_losses, assert_same_bits
 from torch import nn
 
 from llava_fsdp.config import Config, OffloadMode
-from llava_fsdp.distributed.host_memory import Arena
-from llava_fsdp.distributed.local_shards import local
-from llava_fsdp.distributed.mesh import Meshes, World
-from llava_fsdp.distributed.streamed_buffers import DeviceStaging
-from llava_fsdp.distributed.streamed_optimizer import StreamedOptimizer
-from llava_fsdp.distributed.zero import SHARD_PLANS
+from llava_fsdp.parallel.local_shards import local
+from llava_fsdp.parallel.memory.host_memory import Arena
+from llava_fsdp.parallel.memory.streamed_buffers import DeviceStaging
+from llava_fsdp.parallel.memory.streamed_optimizer import StreamedOptimizer
+from llava_fsdp.parallel.ranks.mesh import Meshes, World
+from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.train.build_state import build_state
 from llava_fsdp.train.state import TrainState
 

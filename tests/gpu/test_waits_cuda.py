@@ -9,7 +9,7 @@ from loaders import agreed_steps
 from small import make_config
 from test_working_copy import build_run
 
-from llava_fsdp.distributed.zero import SHARD_PLANS
+from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.train.loop import clip_gradients, train_step
 
 

@@ -12,8 +12,6 @@ from torch import nn
 from torch.nn import functional
 
 from llava_fsdp.config import Config, Part, QuantizeConfig, Quantizer
-from llava_fsdp.distributed.local_shards import LocalShard, local_shards
-from llava_fsdp.distributed.precision import MasterWeights
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.load_weights import find_weights, fingerprint, frozen_digests, load_weights
 from llava_fsdp.model.lora import linear_layers
@@ -26,6 +24,8 @@ from llava_fsdp.model.quantization import (
     unpacked,
     weight_shape,
 )
+from llava_fsdp.parallel.local_shards import LocalShard, local_shards
+from llava_fsdp.parallel.precision.precision import MasterWeights
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 from llava_fsdp.train.final_export import MemoryTensor
 

@@ -17,7 +17,14 @@ from llava_fsdp.config import (
 from llava_fsdp.model.flops import Flops, count_flops
 from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.pretrained import find_parts
-from llava_fsdp.model.stages import Passed, children_of, plan_of_stages, plan_stages, remove_others, stage_of
+from llava_fsdp.parallel.pipeline.stages import (
+    Passed,
+    children_of,
+    plan_of_stages,
+    plan_stages,
+    remove_others,
+    stage_of,
+)
 from llava_fsdp.runtime.errors import ConfigError
 
 TILED = ("data.image_aspect_ratio=anyres", "model.patch_merge=spatial_unpad")

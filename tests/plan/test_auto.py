@@ -20,8 +20,8 @@ from llava_fsdp.config import (
     PipelineSchedule,
     Strategy,
 )
-from llava_fsdp.distributed.mesh import World
 from llava_fsdp.model.pretrained import find_parts
+from llava_fsdp.parallel.ranks.mesh import World
 from llava_fsdp.plan import auto
 from llava_fsdp.plan.workload import Samples
 from llava_fsdp.runtime.errors import ConfigError, ModelError

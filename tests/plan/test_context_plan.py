@@ -21,10 +21,11 @@ from llava_fsdp.config import (
     OffloadMode,
     Strategy,
 )
+from llava_fsdp.data.batching.context_cut import ContextCut
 from llava_fsdp.data.loader import ModelShape
 from llava_fsdp.data.synthetic import fullest
-from llava_fsdp.distributed.mesh import World, distributed
 from llava_fsdp.model.pretrained import find_parts
+from llava_fsdp.parallel.ranks.mesh import World, distributed
 from llava_fsdp.plan import auto
 from llava_fsdp.plan.activations import MicroBatch
 from llava_fsdp.plan.auto import Decision, decide, with_each_context
@@ -33,7 +34,6 @@ from llava_fsdp.plan.longest import MOST_TOKENS
 from llava_fsdp.plan.planner import Choice, Planner, PlanRow, Ranks, peak
 from llava_fsdp.plan.step_time import Volume, context_volume
 from llava_fsdp.plan.workload import Samples, configured_split
-from llava_fsdp.runtime.context_cut import ContextCut
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.train.dry_run import measure
 

@@ -13,7 +13,7 @@ from tiers import slow_after
 from transformers import AutoConfig
 
 from llava_fsdp.config import OffloadMode
-from llava_fsdp.distributed.mesh import distributed
+from llava_fsdp.parallel.ranks.mesh import distributed
 from llava_fsdp.plan.activations import MicroBatch, MicroBatches
 from llava_fsdp.plan.hardware import machine_for
 from llava_fsdp.plan.planner import Choice, Planner, peak

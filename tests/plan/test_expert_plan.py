@@ -14,9 +14,9 @@ from tiers import slow_after
 
 from llava_fsdp.config import ActivationCheckpointing, Config
 from llava_fsdp.data.synthetic import fullest
-from llava_fsdp.distributed.mesh import World, distributed
-from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.model.pretrained import find_parts
+from llava_fsdp.parallel.ranks.mesh import World, distributed
+from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.plan import fsdp_units
 from llava_fsdp.plan.activations import MicroBatch
 from llava_fsdp.plan.fsdp_units import unit_of

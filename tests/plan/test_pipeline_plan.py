@@ -11,10 +11,10 @@ from steps import begin
 from tiers import slow_after
 
 from llava_fsdp.config import Config, ParallelConfig, PipelineSchedule
-from llava_fsdp.distributed.comm_volume import CollectiveBytes
-from llava_fsdp.distributed.local_shards import local
-from llava_fsdp.distributed.mesh import World
-from llava_fsdp.distributed.pipeline import passes_of
+from llava_fsdp.parallel.local_shards import local
+from llava_fsdp.parallel.pipeline.pipeline import passes_of
+from llava_fsdp.parallel.ranks.comm_volume import CollectiveBytes
+from llava_fsdp.parallel.ranks.mesh import World
 from llava_fsdp.plan.activations import MicroBatch
 from llava_fsdp.plan.planner import peak
 from llava_fsdp.train.dry_run import measure
@@ -92,7 +92,7 @@ def test_bytes_are_those_of_real_collectives(
 
 @pytest.mark.slow
 def test_a_dry_run_is_that_of_the_first_group(wide_parts: Path, dataset: Path, tmp_path: Path) -> None:
-    from llava_fsdp.distributed.mesh import distributed
+    from llava_fsdp.parallel.ranks.mesh import distributed
 
     cfg = make_config(
         wide_parts, dataset, tmp_path, "sharding=zero3", "pack=true", "tokens_per_micro_batch=256",

@@ -22,10 +22,10 @@ from llava_fsdp.config import (
     Strategy,
     config_dir,
 )
-from llava_fsdp.distributed.memory import bytes_per_rank
-from llava_fsdp.distributed.mesh import World
-from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.model.pretrained import find_parts
+from llava_fsdp.parallel.memory.memory import bytes_per_rank
+from llava_fsdp.parallel.ranks.mesh import World
+from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.plan import auto
 from llava_fsdp.plan.activations import MicroBatch
 from llava_fsdp.plan.auto import decide

@@ -27,8 +27,8 @@ from llava_fsdp.config import (
 )
 from llava_fsdp.data.images.anyres import grid_sizes
 from llava_fsdp.data.images.image_tokens import ImageTokens
-from llava_fsdp.distributed.memory import OUTPUT, Weight
-from llava_fsdp.distributed.zero import SHARD_PLANS
+from llava_fsdp.parallel.memory.memory import OUTPUT, Weight
+from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.plan.activations import Live, MicroBatch, Segment
 from llava_fsdp.plan.fsdp_units import Unit, unit_of
 from llava_fsdp.plan.hardware import (

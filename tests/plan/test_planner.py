@@ -9,7 +9,7 @@ from small import make_config
 
 from llava_fsdp.config import ActivationCheckpointing, ActivationCheckpointingConfig, OffloadMode, Strategy
 from llava_fsdp.model.flops import count_flops
-from llava_fsdp.model.stages import plan_stages
+from llava_fsdp.parallel.pipeline.stages import plan_stages
 from llava_fsdp.plan.activations import MicroBatch, MicroBatches
 from llava_fsdp.plan.hardware import machine_named
 from llava_fsdp.plan.planner import Choice, Group, Planner, Ranks

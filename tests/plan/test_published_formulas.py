@@ -7,8 +7,8 @@ from harness import single_world
 from small import config_of, make_config
 
 from llava_fsdp.config import Config, PrecisionConfig, Strategy
-from llava_fsdp.distributed.memory import Weight, bytes_per_rank, checkpoint_bytes
-from llava_fsdp.distributed.zero import SHARD_PLANS
+from llava_fsdp.parallel.memory.memory import Weight, bytes_per_rank, checkpoint_bytes
+from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.plan.hardware import machine_named
 from llava_fsdp.plan.planner import Planner
 from llava_fsdp.plan.published_formulas import formulas, zero

@@ -18,12 +18,12 @@ from tiers import slow_after
 from llava_fsdp.chat.assistant import Assistant
 from llava_fsdp.chat.open_model import open_model
 from llava_fsdp.config import AspectRatio, Config, ConversionConfig
-from llava_fsdp.distributed.mesh import World
 from llava_fsdp.export import source_model
 from llava_fsdp.export.main import export
 from llava_fsdp.export.source_model import open_source
 from llava_fsdp.model import pretrained as parts_module
 from llava_fsdp.model.lora_files import open_adapter
+from llava_fsdp.parallel.ranks.mesh import World
 from llava_fsdp.runtime import provenance
 from llava_fsdp.runtime.digests import digest_of_file
 from llava_fsdp.runtime.errors import ConfigError, DamagedModel, ModelError

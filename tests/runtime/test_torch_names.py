@@ -18,16 +18,16 @@ YOUNGER = {
     # name: the first release that has it, and the test of what happens in an older one
     "torch._C._distributed_c10d._dump_nccl_trace_json": (
         "2.11, if it is built with NCCL",
-        "tests/distributed/test_process_group.py::test_progress_on_a_gpu_is_what_its_flight_recorder_says",
+        "tests/parallel/test_process_group.py::test_progress_on_a_gpu_is_what_its_flight_recorder_says",
     ),
     "torch.distributed._functional_collectives.all_gather_single_autograd": (
-        "2.13", "tests/distributed/test_context.py::test_an_older_torch_is_refused",
+        "2.13", "tests/parallel/test_context.py::test_an_older_torch_is_refused",
     ),
     "torch.distributed.pipelining._utils._StageMeta": (
-        "2.13", "tests/distributed/test_context.py::test_an_older_torch_is_refused",
+        "2.13", "tests/parallel/test_context.py::test_an_older_torch_is_refused",
     ),
     "torch.distributed.pipelining._utils._TensorMeta": (
-        "2.13", "tests/distributed/test_context.py::test_an_older_torch_is_refused",
+        "2.13", "tests/parallel/test_context.py::test_an_older_torch_is_refused",
     ),
     "torch.nn.functional.linear_cross_entropy": (
         "2.13", "tests/model/test_loss.py::test_torchs_kernel_is_refused_where_it_would_round_the_loss",

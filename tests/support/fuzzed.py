@@ -14,13 +14,13 @@ from small import make_config
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig
 
 from llava_fsdp.config import Config
-from llava_fsdp.distributed.local_shards import local_shards
-from llava_fsdp.distributed.parallelize import materialize
-from llava_fsdp.distributed.precision import MasterWeights
 from llava_fsdp.model.init_weights import computed_buffers, restore_buffers
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.load_weights import load_weights
 from llava_fsdp.model.pretrained import find_parts
+from llava_fsdp.parallel.local_shards import local_shards
+from llava_fsdp.parallel.parallelize import materialize
+from llava_fsdp.parallel.precision.precision import MasterWeights
 from llava_fsdp.plan.auto import settle_packing
 from llava_fsdp.runtime.errors import LlavaFsdpError
 from llava_fsdp.train.preflight import check_prompts, check_run, find_sources, open_model, with_template

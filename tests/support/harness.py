@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import debug
 
-from llava_fsdp.distributed.mesh import World
+from llava_fsdp.parallel.ranks.mesh import World
 
 CPU = torch.device("cpu")
 

@@ -6,9 +6,9 @@ import torch
 from loaders import agreed_steps
 
 from llava_fsdp.config import Config
-from llava_fsdp.distributed.local_shards import local
-from llava_fsdp.distributed.mesh import World, make_meshes
-from llava_fsdp.distributed.zero import SHARD_PLANS, ShardPlan
+from llava_fsdp.parallel.local_shards import local
+from llava_fsdp.parallel.ranks.mesh import World, make_meshes
+from llava_fsdp.parallel.zero import SHARD_PLANS, ShardPlan
 from llava_fsdp.train.build_state import build_state
 from llava_fsdp.train.checkpoint_contents import tensors
 from llava_fsdp.train.loop import train_step

@@ -14,13 +14,13 @@ from small import make_config
 from tiers import slow_after
 
 from llava_fsdp.config import Config
-from llava_fsdp.distributed.memory import bytes_per_rank
-from llava_fsdp.distributed.mesh import World
-from llava_fsdp.distributed.parallelize import weights_of
-from llava_fsdp.distributed.precision import DTYPES
-from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.pretrained import find_parts
+from llava_fsdp.parallel.memory.memory import bytes_per_rank
+from llava_fsdp.parallel.parallelize import weights_of
+from llava_fsdp.parallel.precision.precision import DTYPES
+from llava_fsdp.parallel.ranks.mesh import World
+from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.runtime.errors import ConfigError, OutOfMemory
 from llava_fsdp.train import dry_run
 from llava_fsdp.train import main as train

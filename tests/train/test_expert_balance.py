@@ -18,7 +18,7 @@ from tiers import slow_after
 
 from llava_fsdp.config import Config
 from llava_fsdp.data.batching.batch import StepFacts
-from llava_fsdp.distributed.compile import choose_compiling
+from llava_fsdp.parallel.compile import choose_compiling
 from llava_fsdp.train.metrics import COLLAPSED_STEPS, Reporter, metrics_row
 from llava_fsdp.train.state import ExpertLoad, StepResult
 

@@ -16,8 +16,8 @@ from torch import nn
 
 from llava_fsdp.config import ParallelConfig
 from llava_fsdp.data.batching.batch import StepFacts
-from llava_fsdp.distributed.precision import MasterWeights
-from llava_fsdp.distributed.zero import SHARD_PLANS
+from llava_fsdp.parallel.precision.precision import MasterWeights
+from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.runtime.seeds import derive
 from llava_fsdp.train import loop
 from llava_fsdp.train import main as train

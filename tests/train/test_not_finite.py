@@ -23,11 +23,11 @@ from llava_fsdp.checkpoint.commit import Committer
 from llava_fsdp.checkpoint.saver import Saver
 from llava_fsdp.config import Config
 from llava_fsdp.data.batching.batch import Step
-from llava_fsdp.distributed import local_shards
-from llava_fsdp.distributed.compile import Compilations
-from llava_fsdp.distributed.consensus import Votes
-from llava_fsdp.distributed.mesh import World, own_rank
-from llava_fsdp.distributed.precision import MasterWeights
+from llava_fsdp.parallel import local_shards
+from llava_fsdp.parallel.compile import Compilations
+from llava_fsdp.parallel.precision.precision import MasterWeights
+from llava_fsdp.parallel.ranks.consensus import Votes
+from llava_fsdp.parallel.ranks.mesh import World, own_rank
 from llava_fsdp.runtime.errors import CheckpointError, CompileError, NumericError, Stopped
 from llava_fsdp.runtime.heartbeat import Beat, Phase
 from llava_fsdp.runtime.watchdog import BEAT, Run, Watchdog

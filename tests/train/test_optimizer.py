@@ -15,10 +15,10 @@ from transformers.optimization import (
 )
 
 from llava_fsdp.config import MasterDType, MomentDType, Schedule
-from llava_fsdp.distributed.fused_adamw import FusedAdamW
-from llava_fsdp.distributed.lowbit_adamw import LowBitAdamW, dequantise, requantise
-from llava_fsdp.distributed.precision import MasterWeights
-from llava_fsdp.distributed.zero import SHARD_PLANS
+from llava_fsdp.parallel.precision.fused_adamw import FusedAdamW
+from llava_fsdp.parallel.precision.lowbit_adamw import LowBitAdamW, dequantise, requantise
+from llava_fsdp.parallel.precision.precision import MasterWeights
+from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.train import main as train
 from llava_fsdp.train.optimizer import SCHEDULES, build_optimizer, decayed_names, prepare_moments

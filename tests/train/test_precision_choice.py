@@ -12,8 +12,8 @@ from saves import interrupted
 from small import Configure, command_config, config_of
 
 from llava_fsdp.config import Config, DType, PlanConfig, PrecisionConfig
-from llava_fsdp.distributed.fast_dtype import has_bf16, settle_precision, slow_dtype, slowdown
-from llava_fsdp.distributed.mesh import World
+from llava_fsdp.parallel.precision.fast_dtype import has_bf16, settle_precision, slow_dtype, slowdown
+from llava_fsdp.parallel.ranks.mesh import World
 from llava_fsdp.plan.hardware import GPUS, Machine, machine_named
 from llava_fsdp.plan.main import with_fp16, with_precision
 from llava_fsdp.runtime.errors import ConfigError
@@ -175,10 +175,10 @@ def test_an_emulated_dtype_is_said_with_the_factor_that_was_measured(
         (21.94, "bf16", False, "21.9 times"), (0.7, "bf16", False, None), (21.9, "bf16", True, None),
         (40.0, "fp16", True, "40.0 times"), (9.0, "fp32", False, None),
     ):  # fmt: skip
-        monkeypatch.setattr("llava_fsdp.distributed.fast_dtype.slowdown", lambda *_, factor=factor: factor)
+        monkeypatch.setattr("llava_fsdp.parallel.precision.fast_dtype.slowdown", lambda *_, factor=factor: factor)
         found = slow_dtype(configure(f"precision={dtype}"), CPU, able)
         assert said is None if found is None else said is not None and said in found
-    monkeypatch.setattr("llava_fsdp.distributed.fast_dtype.slowdown", lambda *_: 21.94)
+    monkeypatch.setattr("llava_fsdp.parallel.precision.fast_dtype.slowdown", lambda *_: 21.94)
     agree_on_precision(configure("precision=bf16"), single_world(), able=False)
     assert len(lines_of(caplog, logging.WARNING)) == 1
 

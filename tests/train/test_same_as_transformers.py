@@ -102,7 +102,7 @@ def whole_of(folder: Path, export: Path, to: Path) -> dict[str, torch.Tensor]:
 def check(pair: Pair, steps: int, sizes: tuple[int, ...], parts: Path, dataset: Path, folder: Path, pools: Any) -> None:
     """Compare reading and writing bit by bit, and a training of so many steps on these numbers of ranks.
 
-    The bounds are those of the Llama and CLIP that tests/distributed/test_equality.py trains: 1e-5 for each loss and
+    The bounds are those of the Llama and CLIP that tests/parallel/test_equality.py trains: 1e-5 for each loss and
     norm of gradients, and for the norm of the difference of all weights together, relative to theirs."""
     save_parts(pair, parts, folder / "parts")
 

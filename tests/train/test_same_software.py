@@ -52,7 +52,7 @@ def test_a_digest_is_of_names_and_contents(tmp_path: Path) -> None:
 
 def compared(world: Any, parts: Path, dataset: Path, folder: Path, rank: int, name: str, value: Any) -> str:
     """What a rank says where one of them has another fact."""
-    from llava_fsdp.distributed.mesh import gather_lists
+    from llava_fsdp.parallel.ranks.mesh import gather_lists
 
     cfg = make_config(parts, dataset, folder)
     with pytest.MonkeyPatch.context() as patch:

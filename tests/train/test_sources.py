@@ -12,9 +12,9 @@ from steps import begin, held_masters, run_steps
 
 from llava_fsdp.config import LossConfig, LossKernel, Normalize
 from llava_fsdp.data.batching.batch import SkippedSample, StepFacts
-from llava_fsdp.distributed.mesh import World
-from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.model.loss import LossCollector, choose_loss
+from llava_fsdp.parallel.ranks.mesh import World
+from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.train.build_state import build_state
 from llava_fsdp.train.loop import SourceSums
 from llava_fsdp.train.metrics import metrics_row

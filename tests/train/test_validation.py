@@ -29,11 +29,11 @@ from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
 from llava_fsdp.data.text.templates import template
 from llava_fsdp.data.validation_prompts import ask, lay_out_prompts
 from llava_fsdp.data.validation_set import held_out_sampler, spread, spread_over_sources, warn_of_trained
-from llava_fsdp.distributed.compile import run_block
-from llava_fsdp.distributed.eval_mode import evaluating
-from llava_fsdp.distributed.mesh import World, make_meshes
-from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.model.generation import Sampling, write_tokens
+from llava_fsdp.parallel.compile import run_block
+from llava_fsdp.parallel.eval_mode import evaluating
+from llava_fsdp.parallel.ranks.mesh import World, make_meshes
+from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.runtime.errors import ConfigError, DataError, Stopped
 from llava_fsdp.runtime.watchdog import Watchdog
 from llava_fsdp.train import main as train

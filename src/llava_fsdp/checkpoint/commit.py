@@ -47,7 +47,7 @@ from llava_fsdp.checkpoint.safetensors_stream import write_tensors
 from llava_fsdp.checkpoint.state_json import render_facts
 from llava_fsdp.checkpoint.verify import Checkpoint, check_files, digest_of_file, name_in_errors, verify
 from llava_fsdp.config import CheckpointConfig
-from llava_fsdp.distributed.consensus import gathered_on_first, on_all_ranks, on_first_rank, rank_and_size
+from llava_fsdp.parallel.ranks.consensus import gathered_on_first, on_all_ranks, on_first_rank, rank_and_size
 from llava_fsdp.runtime.digests import Digest
 from llava_fsdp.runtime.durable_files import (
     make_empty,

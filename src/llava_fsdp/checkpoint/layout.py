@@ -9,8 +9,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from llava_fsdp.checkpoint.manifest import RowRange, TensorEntry
-from llava_fsdp.distributed.consensus import rank_and_size
-from llava_fsdp.distributed.local_shards import local, local_columns, local_rows
+from llava_fsdp.parallel.local_shards import local, local_columns, local_rows
+from llava_fsdp.parallel.ranks.consensus import rank_and_size
 
 
 def held_rows(tensor: torch.Tensor) -> tuple[int, torch.Tensor]:

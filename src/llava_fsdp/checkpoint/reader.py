@@ -13,7 +13,7 @@ from llava_fsdp.checkpoint.layout import held_rows
 from llava_fsdp.checkpoint.manifest import Manifest, RowRange, TensorEntry
 from llava_fsdp.checkpoint.safetensors_stream import open_file, read_header, read_rows
 from llava_fsdp.checkpoint.verify import Checkpoint, name_in_errors
-from llava_fsdp.distributed.local_shards import local, local_columns
+from llava_fsdp.parallel.local_shards import local, local_columns
 from llava_fsdp.runtime.errors import CheckpointError
 
 Columns = tuple[int, int] | None

@@ -21,7 +21,7 @@ from llava_fsdp.checkpoint.manifest import TensorEntry, rank_file
 from llava_fsdp.checkpoint.retention import delete_temporary, restore_replaced
 from llava_fsdp.checkpoint.snapshot import Snapshot, device_of, fits, use_device
 from llava_fsdp.config import CheckpointConfig, OnSaveError
-from llava_fsdp.distributed.consensus import gathered, on_first_rank, rank_and_size
+from llava_fsdp.parallel.ranks.consensus import gathered, on_first_rank, rank_and_size
 from llava_fsdp.runtime.durable_files import make_folder, require_room
 from llava_fsdp.runtime.errors import CheckpointError, LlavaFsdpError
 from llava_fsdp.runtime.log import log

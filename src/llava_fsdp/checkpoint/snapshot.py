@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping
 import torch
 import torch.distributed as dist
 
-from llava_fsdp.distributed.consensus import gathered
-from llava_fsdp.distributed.host_memory import PAGE, Arena
+from llava_fsdp.parallel.memory.host_memory import PAGE, Arena
+from llava_fsdp.parallel.ranks.consensus import gathered
 from llava_fsdp.runtime.errors import OffloadError, OutOfMemory
 from llava_fsdp.runtime.host import read_host
 from llava_fsdp.runtime.log import log

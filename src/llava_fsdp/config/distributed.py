@@ -22,7 +22,7 @@ from llava_fsdp.runtime.errors import ConfigError
 @dataclass(kw_only=True, slots=True)
 class ShardingConfig:
     strategy: Strategy
-    """Sharding strategy, from the table in distributed/zero.py."""
+    """Sharding strategy, from the table in parallel/zero.py."""
     shard_size: int | None
     """Hybrid strategies only: number of ranks over which one copy of the model is sharded; null: the ranks of one
     node."""

@@ -15,6 +15,7 @@ import torch
 
 from llava_fsdp.config import AspectRatio, BadRecords, Config, Parity, is_remote
 from llava_fsdp.data.batching.batch import MicroBatch, SkippedSample, Step
+from llava_fsdp.data.batching.context_cut import ContextCut
 from llava_fsdp.data.batching.cost_model import CostModel
 from llava_fsdp.data.batching.packing import num_micro_batches
 from llava_fsdp.data.batching.sampler import Sampler, open_sampler
@@ -31,7 +32,6 @@ from llava_fsdp.data.text.jinja_template import ChatTemplate, open_template
 from llava_fsdp.data.text.llava_v1_5 import Original
 from llava_fsdp.data.text.templates import template
 from llava_fsdp.data.text.tokenizer import open_tokenizer
-from llava_fsdp.runtime.context_cut import ContextCut
 from llava_fsdp.runtime.errors import ConfigError, DataError, LlavaFsdpError
 from llava_fsdp.runtime.host import read_host
 from llava_fsdp.runtime.log import log

@@ -11,10 +11,10 @@ import torch
 from llava_fsdp.config import Config
 from llava_fsdp.data.batching.batch import MicroBatch, Step, StepFacts
 from llava_fsdp.data.batching.collate import boundaries
+from llava_fsdp.data.batching.context_cut import ContextCut
 from llava_fsdp.data.images.anyres import Size
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.loader import Loader, ModelShape
-from llava_fsdp.runtime.context_cut import ContextCut
 
 
 @dataclass(frozen=True)

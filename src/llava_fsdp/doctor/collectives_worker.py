@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from llava_fsdp.distributed.mesh import World, join, read_world
+from llava_fsdp.parallel.ranks.mesh import World, join, read_world
 from llava_fsdp.runtime.process_end import end_with
 
 MIB = 1 << 20

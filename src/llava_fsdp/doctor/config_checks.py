@@ -146,7 +146,7 @@ def judge_precision(cfg: Config, devices: list[dict], has_bf16: bool) -> Iterato
     """
     import torch
 
-    from llava_fsdp.distributed.fast_dtype import settle_precision, slow_dtype
+    from llava_fsdp.parallel.precision.fast_dtype import settle_precision, slow_dtype
 
     kind, is_auto = "cuda" if devices else "cpu", cfg.precision.param_dtype is DType.auto
     able = [device["bf16"] for device in devices] or [has_bf16]

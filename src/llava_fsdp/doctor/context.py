@@ -91,8 +91,8 @@ class Context:
         the planner's errors if they cannot be predicted."""
         import torch
 
-        from llava_fsdp.distributed.memory import ITEM_SIZE, checkpoint_bytes
-        from llava_fsdp.distributed.mesh import World
+        from llava_fsdp.parallel.memory.memory import ITEM_SIZE, checkpoint_bytes
+        from llava_fsdp.parallel.ranks.mesh import World
         from llava_fsdp.plan.auto import best_layout, settle_packing
         from llava_fsdp.plan.hardware import this_machine
         from llava_fsdp.plan.model_shapes import shapes_of

@@ -26,7 +26,6 @@ from llava_fsdp.data.text.conversation import asking
 from llava_fsdp.data.text.jinja_template import OWN, is_own
 from llava_fsdp.data.text.templates import IMAGE_TAG, template
 from llava_fsdp.data.toy_shapes import draw_shapes
-from llava_fsdp.distributed.mesh import read_world
 from llava_fsdp.evaluate.answers_file import AnswersFile, Shard, blank_file, storage_errors
 from llava_fsdp.evaluate.blind_guess import count_texts, score_blind_guess
 from llava_fsdp.evaluate.check_images import check_images, folder_of
@@ -36,6 +35,7 @@ from llava_fsdp.evaluate.results import BLANK, BLIND, put_beside, score_all, sub
 from llava_fsdp.export.source_model import Opened
 from llava_fsdp.model.lora_files import FOLDER as ADAPTER
 from llava_fsdp.model.pretrained import resolve_model
+from llava_fsdp.parallel.ranks.mesh import read_world
 from llava_fsdp.runtime.console import TextConsole
 from llava_fsdp.runtime.digests import digest_of_file
 from llava_fsdp.runtime.errors import ConfigError, LlavaFsdpError

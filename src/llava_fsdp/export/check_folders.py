@@ -5,12 +5,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from llava_fsdp.checkpoint.manifest import STATE_FILE
-from llava_fsdp.distributed.consensus import on_all_ranks
 from llava_fsdp.model.llava_v1_5_config import TOWER
 from llava_fsdp.model.lora_files import ADAPTER_CONFIG
 from llava_fsdp.model.lora_files import FOLDER as ADAPTER
 from llava_fsdp.model.pretrained_config import is_whole
 from llava_fsdp.model.tensor_files import PROJECTOR
+from llava_fsdp.parallel.ranks.consensus import on_all_ranks
 from llava_fsdp.runtime.digests import Digest, share
 from llava_fsdp.runtime.durable_files import replace_file
 from llava_fsdp.runtime.errors import CheckpointError, ConfigError

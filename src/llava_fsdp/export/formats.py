@@ -25,7 +25,6 @@ from llava_fsdp.data.images.video import VideoSampling
 from llava_fsdp.data.text.detokenize import eos_ids
 from llava_fsdp.data.text.jinja_template import is_own, open_template
 from llava_fsdp.data.text.tokenizer import open_tokenizer, read_optional
-from llava_fsdp.distributed.consensus import on_first_rank
 from llava_fsdp.export.folded_head import folded_fields, with_folded_head
 from llava_fsdp.export.generation_file import find_ends, generation_fields, write_generation
 from llava_fsdp.export.older_transformers import with_older_fields
@@ -63,6 +62,7 @@ from llava_fsdp.model.llava_v1_5_config import (
 from llava_fsdp.model.load_weights import PROJECTOR_PREFIX
 from llava_fsdp.model.pretrained import PACKAGE, Parts, read_json
 from llava_fsdp.model.weight_names import original
+from llava_fsdp.parallel.ranks.consensus import on_first_rank
 from llava_fsdp.runtime.durable_files import make_empty
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.log import log

@@ -13,7 +13,6 @@ import torch
 from llava_fsdp.config import AUTO, ConversionConfig, DType, FolderFormat, KeptDType
 from llava_fsdp.data.text.jinja_template import is_own
 from llava_fsdp.data.text.templates import template
-from llava_fsdp.distributed.precision import DTYPES
 from llava_fsdp.export.adapter_folder import whole_rows
 from llava_fsdp.export.check_folders import accept
 from llava_fsdp.export.formats import SourceModel, write_folder, write_notes
@@ -25,6 +24,7 @@ from llava_fsdp.export.weights_writer import Weights, publish_folder
 from llava_fsdp.model.lora_files import ADAPTER_CONFIG
 from llava_fsdp.model.pretrained import PACKAGE
 from llava_fsdp.model.tensor_files import Stored
+from llava_fsdp.parallel.precision.precision import DTYPES
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 from llava_fsdp.runtime.humanize import readable
 from llava_fsdp.runtime.log import log

@@ -15,9 +15,6 @@ from llava_fsdp.config import FolderFormat, LoraConfig
 from llava_fsdp.data.batching.batch import MicroBatch
 from llava_fsdp.data.images.anyres import Size
 from llava_fsdp.data.images.image_tokens import ImageTokens, join_tokens
-from llava_fsdp.distributed.local_shards import local_shards
-from llava_fsdp.distributed.parallelize import materialize
-from llava_fsdp.distributed.precision import MasterWeights
 from llava_fsdp.export.folded_head import is_rounded
 from llava_fsdp.export.logit_distance import Distance, distance
 from llava_fsdp.model.attention import attention_of_transformers
@@ -31,6 +28,9 @@ from llava_fsdp.model.pretrained import find_parts
 from llava_fsdp.model.pretrained_config import read_model
 from llava_fsdp.model.tensor_files import Stored, open_tensors
 from llava_fsdp.model.weight_names import ours
+from llava_fsdp.parallel.local_shards import local_shards
+from llava_fsdp.parallel.parallelize import materialize
+from llava_fsdp.parallel.precision.precision import MasterWeights
 from llava_fsdp.runtime.errors import ModelError
 from llava_fsdp.runtime.host import read_host
 from llava_fsdp.runtime.log import log

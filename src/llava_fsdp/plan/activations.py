@@ -19,18 +19,18 @@ from torch.utils._pytree import tree_leaves
 
 from llava_fsdp.config import ActivationCheckpointingConfig, Attention, Config, Part
 from llava_fsdp.data.images.image_tokens import ImageTokens
-from llava_fsdp.distributed.activation_checkpoint import apply_activation_checkpointing
-from llava_fsdp.distributed.compile import Compilations
-from llava_fsdp.distributed.expert_parallel import share_experts_on_meta
-from llava_fsdp.distributed.memory import OUTPUT
-from llava_fsdp.distributed.parallelize import block_names
-from llava_fsdp.distributed.precision import DTYPES, MASTERS, compute_norms_in_fp32, store_weights
 from llava_fsdp.model.attention import Kernel, NothingPacked, packing_refused
 from llava_fsdp.model.blocks import find_blocks
-from llava_fsdp.model.context_attention import plan_context, share_attention
 from llava_fsdp.model.experts import find_experts
 from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.pretrained import Parts
+from llava_fsdp.parallel.compile import Compilations
+from llava_fsdp.parallel.context.context_attention import plan_context, share_attention
+from llava_fsdp.parallel.expert_parallel import share_experts_on_meta
+from llava_fsdp.parallel.memory.activation_checkpoint import apply_activation_checkpointing
+from llava_fsdp.parallel.memory.memory import OUTPUT
+from llava_fsdp.parallel.parallelize import block_names
+from llava_fsdp.parallel.precision.precision import DTYPES, MASTERS, compute_norms_in_fp32, store_weights
 from llava_fsdp.plan.divided_model import divide_on_meta
 from llava_fsdp.plan.meta_trace import Event, FusedKernels, LiveBytes, Trace, collect_gradients, split_like_inductor
 

@@ -22,13 +22,13 @@ from llava_fsdp.config import (
     Strategy,
 )
 from llava_fsdp.config.renamed import present_tree
-from llava_fsdp.distributed.compile import splits_blocks
-from llava_fsdp.distributed.context import check_torch
-from llava_fsdp.distributed.mesh import World
-from llava_fsdp.distributed.zero import SHARD_PLANS, Mesh
 from llava_fsdp.model.attention import packing_refused
-from llava_fsdp.model.context_attention import plan_context
 from llava_fsdp.model.pretrained import Parts
+from llava_fsdp.parallel.compile import splits_blocks
+from llava_fsdp.parallel.context.context import check_torch
+from llava_fsdp.parallel.context.context_attention import plan_context
+from llava_fsdp.parallel.ranks.mesh import World
+from llava_fsdp.parallel.zero import SHARD_PLANS, Mesh
 from llava_fsdp.plan.activations import MicroBatches
 from llava_fsdp.plan.hardware import this_machine
 from llava_fsdp.plan.layouts import Searcher, Ways

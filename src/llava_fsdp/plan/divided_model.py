@@ -1,4 +1,4 @@
-"""Divide the layers of a model on the meta device as tensor parallelism does (`distributed/tensor_parallel.py`),
+"""Divide the layers of a model on the meta device as tensor parallelism does (`parallel/tensor/tensor_parallel.py`),
 without other ranks: collectives only allocate what real ones would."""
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from llava_fsdp.distributed.memory import Weight, divided_weights
-from llava_fsdp.distributed.tensor_parallel import Positions, divide_positions, siblings_of
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.loss import VocabularyPart, chunked_loss
-from llava_fsdp.model.stages import chains_of_blocks
-from llava_fsdp.model.tensor_plan import tensor_plan
-from llava_fsdp.runtime.tensor_cut import Cut
+from llava_fsdp.parallel.memory.memory import Weight, divided_weights
+from llava_fsdp.parallel.pipeline.stages import chains_of_blocks
+from llava_fsdp.parallel.tensor.tensor_cut import Cut
+from llava_fsdp.parallel.tensor.tensor_parallel import Positions, divide_positions, siblings_of
+from llava_fsdp.parallel.tensor.tensor_plan import tensor_plan
 
 
 def divide_on_meta(model: Llava, size: int, chunk_tokens: int) -> None:

@@ -9,8 +9,8 @@ collective every rank's part is as large as the largest one, so uneven shards ar
 from dataclasses import dataclass
 
 from llava_fsdp.config import PrecisionConfig
-from llava_fsdp.distributed.memory import Weight
-from llava_fsdp.distributed.zero import ShardPlan
+from llava_fsdp.parallel.memory.memory import Weight
+from llava_fsdp.parallel.zero import ShardPlan
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def units_of(
     passes_through: bool = False,
 ) -> dict[str, Unit]:
     """Return the sizes of all FSDP units of a model, by unit name. The units are those that
-    `distributed/parallelize.py` makes.
+    `parallel/parallelize.py` makes.
 
     Args:
         weights: the properties of every parameter of the model.

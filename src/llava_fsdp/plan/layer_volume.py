@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from llava_fsdp.distributed.tensor_parallel import siblings_of
 from llava_fsdp.model.llava import Llava
+from llava_fsdp.parallel.tensor.tensor_cut import Cut
+from llava_fsdp.parallel.tensor.tensor_parallel import siblings_of
 from llava_fsdp.plan.activations import MicroBatches
-from llava_fsdp.runtime.tensor_cut import Cut
 
 
 @dataclass(frozen=True)

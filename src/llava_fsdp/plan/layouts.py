@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from llava_fsdp.config import Config, ParallelConfig, PipelineSchedule
-from llava_fsdp.distributed.context import check_torch
+from llava_fsdp.parallel.context.context import check_torch
 from llava_fsdp.plan.activations import MicroBatches
 from llava_fsdp.plan.planner import Choice, Planner, PlanRow, Ranks
 from llava_fsdp.plan.search import largest_that_fits, place_of, ways_to_share_experts

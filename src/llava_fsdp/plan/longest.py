@@ -13,8 +13,8 @@ from llava_fsdp.config import (
     PlanConfig,
     Strategy,
 )
-from llava_fsdp.model.context_attention import plan_context
 from llava_fsdp.model.pretrained import Parts
+from llava_fsdp.parallel.context.context_attention import plan_context
 from llava_fsdp.plan.activations import MicroBatch
 from llava_fsdp.plan.hardware import Machine
 from llava_fsdp.plan.planner import Choice, Planner, PlanRow, Ranks

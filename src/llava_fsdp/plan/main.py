@@ -28,9 +28,9 @@ from llava_fsdp.config import (
     SamplerName,
     Source,
 )
-from llava_fsdp.distributed.fast_dtype import settle_precision, slow_dtype
-from llava_fsdp.distributed.zero import SHARD_PLANS, Mesh
 from llava_fsdp.model.pretrained import Parts
+from llava_fsdp.parallel.precision.fast_dtype import settle_precision, slow_dtype
+from llava_fsdp.parallel.zero import SHARD_PLANS, Mesh
 from llava_fsdp.plan.auto import chosen_kinds, settle_packing, smallest_context
 from llava_fsdp.plan.hardware import Machine, machine_named
 from llava_fsdp.plan.layouts import Planned, Searcher, Ways

@@ -11,9 +11,9 @@ from transformers import PretrainedConfig
 
 from llava_fsdp.config import ActivationCheckpointing, ActivationCheckpointingConfig, Config, DType
 from llava_fsdp.data.batching.batch import StepFacts
-from llava_fsdp.distributed.compile import choose_compiling
 from llava_fsdp.model.flops import Flops, count_flops, pairs_in_windows
 from llava_fsdp.model.llava import Llava
+from llava_fsdp.parallel.compile import choose_compiling
 from llava_fsdp.plan.hardware import DEVICES, GPUS
 from llava_fsdp.plan.step_time import recomputed_share
 

@@ -8,9 +8,9 @@ import torch
 from transformers import PretrainedConfig
 
 from llava_fsdp.config import Attention, Config, ModelConfig
-from llava_fsdp.distributed.precision import DTYPES
 from llava_fsdp.model.attention import Kernel, choose_kernel, not_for_flash
 from llava_fsdp.model.pretrained import PACKAGE, Parts, find_parts, resolve, separate_parts
+from llava_fsdp.parallel.precision.precision import DTYPES
 from llava_fsdp.runtime.errors import ConfigError
 
 SHAPES = Path(__file__).parents[1] / "assets" / "shapes"

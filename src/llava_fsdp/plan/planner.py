@@ -23,23 +23,24 @@ from llava_fsdp.config import (
     Strategy,
 )
 from llava_fsdp.data.images.image_tokens import ImageTokens
-from llava_fsdp.distributed.compile import compiling_of_settings
-from llava_fsdp.distributed.fast_dtype import settle_precision
-from llava_fsdp.distributed.memory import Bytes, Weight, bytes_per_rank, divided_weights
-from llava_fsdp.distributed.mesh import count_groups, mesh_shape
-from llava_fsdp.distributed.parallelize import units_of_blocks, weights_of
-from llava_fsdp.distributed.pipeline import Place, passes_of
-from llava_fsdp.distributed.precision import DTYPES
-from llava_fsdp.distributed.zero import SHARD_PLANS, ShardPlan, Sync
 from llava_fsdp.model.attention import grows_with_square
 from llava_fsdp.model.blocks import find_blocks
-from llava_fsdp.model.context_attention import plan_context
 from llava_fsdp.model.experts import Router, check_shared_experts, find_experts, find_routers
 from llava_fsdp.model.flops import count_flops
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.pretrained import Parts
-from llava_fsdp.model.stages import plan_stages
-from llava_fsdp.model.tensor_plan import tensor_plan
+from llava_fsdp.parallel.compile import compiling_of_settings
+from llava_fsdp.parallel.context.context_attention import plan_context
+from llava_fsdp.parallel.memory.memory import Bytes, Weight, bytes_per_rank, divided_weights
+from llava_fsdp.parallel.parallelize import units_of_blocks, weights_of
+from llava_fsdp.parallel.pipeline.pipeline import Place, passes_of
+from llava_fsdp.parallel.pipeline.stages import plan_stages
+from llava_fsdp.parallel.precision.fast_dtype import settle_precision
+from llava_fsdp.parallel.precision.precision import DTYPES
+from llava_fsdp.parallel.ranks.mesh import count_groups, mesh_shape
+from llava_fsdp.parallel.tensor.tensor_cut import Cut
+from llava_fsdp.parallel.tensor.tensor_plan import tensor_plan
+from llava_fsdp.parallel.zero import SHARD_PLANS, ShardPlan, Sync
 from llava_fsdp.plan.activations import ActivationMeter, MicroBatch, MicroBatches, Segment, stack_name
 from llava_fsdp.plan.fsdp_units import Unit, units_of
 from llava_fsdp.plan.hardware import MIB, Machine, machine_for
@@ -69,12 +70,11 @@ from llava_fsdp.plan.step_time import (
 )
 from llava_fsdp.plan.workload import Samples, configured_split, micro_batch, packed_row, samples_of
 from llava_fsdp.runtime.errors import ConfigError
-from llava_fsdp.runtime.tensor_cut import Cut
 
 T = TypeVar("T")
 STREAMED = 2 * 128 * MIB
 """Bytes of the two device buffers through which the optimizer's offloaded moments are copied
-(`distributed/streamed_optimizer.py`)."""
+(`parallel/memory/streamed_optimizer.py`)."""
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from llava_fsdp.config import (
     ShardingConfig,
     Strategy,
 )
-from llava_fsdp.distributed.mesh import mesh_shape, shape_of_experts
-from llava_fsdp.distributed.zero import SHARD_PLANS, Mesh
+from llava_fsdp.parallel.ranks.mesh import mesh_shape, shape_of_experts
+from llava_fsdp.parallel.zero import SHARD_PLANS, Mesh
 from llava_fsdp.plan.activations import MicroBatch, MicroBatches
 from llava_fsdp.plan.hardware import Machine
 from llava_fsdp.plan.planner import Choice, Planner, PlanRow, Ranks

@@ -7,8 +7,8 @@ Gathers, frees and reductions happen in FSDP2's order: `pre_forward`, `wait_for_
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field, replace
 
-from llava_fsdp.distributed.memory import NORMS, OUTPUT, ROOT, unit_of_experts
-from llava_fsdp.distributed.zero import ShardPlan, Sync
+from llava_fsdp.parallel.memory.memory import NORMS, OUTPUT, ROOT, unit_of_experts
+from llava_fsdp.parallel.zero import ShardPlan, Sync
 from llava_fsdp.plan.activations import LEVELS, Live, Segment
 from llava_fsdp.plan.fsdp_units import Unit
 

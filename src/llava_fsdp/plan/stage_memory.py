@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from llava_fsdp.config import ParallelConfig
-from llava_fsdp.distributed.memory import Weight
-from llava_fsdp.distributed.pipeline import Pass as StagePass
-from llava_fsdp.distributed.pipeline import Place
-from llava_fsdp.distributed.zero import ShardPlan
 from llava_fsdp.model.llava import Llava
-from llava_fsdp.model.stages import StagePlan, children_of, stage_of
+from llava_fsdp.parallel.memory.memory import Weight
+from llava_fsdp.parallel.pipeline.pipeline import Pass as StagePass
+from llava_fsdp.parallel.pipeline.pipeline import Place
+from llava_fsdp.parallel.pipeline.stages import StagePlan, children_of, stage_of
+from llava_fsdp.parallel.zero import ShardPlan
 from llava_fsdp.plan.activations import Live, Segment
 from llava_fsdp.plan.fsdp_units import Unit
 from llava_fsdp.plan.simulate import FsdpRank, Ledger, Pass, States

@@ -21,10 +21,10 @@ from llava_fsdp.config import (
     PrecisionConfig,
     Strategy,
 )
-from llava_fsdp.distributed.memory import ITEM_SIZE, NORMS, OUTPUT, ROOT, Weight
-from llava_fsdp.distributed.mesh import mesh_shape
-from llava_fsdp.distributed.zero import SHARD_PLANS, Sync
 from llava_fsdp.model.flops import Flops
+from llava_fsdp.parallel.memory.memory import ITEM_SIZE, NORMS, OUTPUT, ROOT, Weight
+from llava_fsdp.parallel.ranks.mesh import mesh_shape
+from llava_fsdp.parallel.zero import SHARD_PLANS, Sync
 from llava_fsdp.plan.hardware import Machine
 from llava_fsdp.plan.workload import Samples
 

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from llava_fsdp.config import ParallelConfig
-from llava_fsdp.distributed.memory import checkpoint_bytes
+from llava_fsdp.parallel.memory.memory import checkpoint_bytes
 from llava_fsdp.plan.layouts import Planned, Search, why_not
 from llava_fsdp.plan.longest import MOST_TOKENS
 from llava_fsdp.plan.planner import Planner, PlanRow

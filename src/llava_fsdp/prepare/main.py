@@ -25,10 +25,10 @@ from llava_fsdp.data.loader import open_encoding
 from llava_fsdp.data.records.keys import describe_unread
 from llava_fsdp.data.text.encode import Encoder
 from llava_fsdp.data.toy_shapes import draw_shapes
-from llava_fsdp.distributed.fast_dtype import has_bf16, settle_precision
-from llava_fsdp.distributed.precision import DTYPES
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.pretrained import find_parts
+from llava_fsdp.parallel.precision.fast_dtype import has_bf16, settle_precision
+from llava_fsdp.parallel.precision.precision import DTYPES
 from llava_fsdp.runtime.console import TextConsole
 from llava_fsdp.runtime.errors import ConfigError, DataError
 from llava_fsdp.runtime.host import read_host

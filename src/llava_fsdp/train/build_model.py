@@ -7,18 +7,18 @@ from llava_fsdp.config import Config, LinearKind
 from llava_fsdp.data.batching.cost_model import CostModel
 from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.loader import ModelShape
-from llava_fsdp.distributed.compile import choose_compiling
-from llava_fsdp.distributed.fp8 import check_fp8
-from llava_fsdp.distributed.int8_mixed import check_int8_mixed
-from llava_fsdp.distributed.precision import DTYPES
 from llava_fsdp.model.attention import check_lengths, choose_kernel
 from llava_fsdp.model.experts import check_shared_experts
 from llava_fsdp.model.flops import count_flops
 from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.pretrained import Parts
 from llava_fsdp.model.quantization import check_quantizer
-from llava_fsdp.model.stages import check_can_be_divided
-from llava_fsdp.model.tensor_plan import tensor_plan
+from llava_fsdp.parallel.compile import choose_compiling
+from llava_fsdp.parallel.pipeline.stages import check_can_be_divided
+from llava_fsdp.parallel.precision.fp8 import check_fp8
+from llava_fsdp.parallel.precision.int8_mixed import check_int8_mixed
+from llava_fsdp.parallel.precision.precision import DTYPES
+from llava_fsdp.parallel.tensor.tensor_plan import tensor_plan
 
 
 def build_model(cfg: Config, parts: Parts, device: torch.device) -> Llava:

@@ -11,26 +11,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from llava_fsdp.config import ActivationCheckpointing, Config, DType, OffloadMode, Part, Source, check_profile
+from llava_fsdp.data.batching.context_cut import ContextCut
 from llava_fsdp.data.loader import Loader, build_loader
 from llava_fsdp.data.toy_shapes import draw_shapes
 from llava_fsdp.data.validation_set import Choose, HeldOut, open_held_out, warn_of_trained
-from llava_fsdp.distributed.activation_checkpoint import clean_name
-from llava_fsdp.distributed.compile import Compilations, choose_compiling
-from llava_fsdp.distributed.consensus import on_all_ranks, on_first_rank
-from llava_fsdp.distributed.context import exchange_in, gather_in
-from llava_fsdp.distributed.dynamic_checkpoint import DynamicCheckpointing
-from llava_fsdp.distributed.expert_parallel import share_experts
-from llava_fsdp.distributed.local_shards import local_shards
-from llava_fsdp.distributed.mesh import Meshes, World, first_rank_first, gather_lists, row_group
-from llava_fsdp.distributed.offload import Offload, warn_if_useless
-from llava_fsdp.distributed.parallelize import parallelize, useless_settings, weights_of
-from llava_fsdp.distributed.pipeline import Pipeline, Place, place_of
-from llava_fsdp.distributed.precision import MasterWeights, store_weights
-from llava_fsdp.distributed.tensor_parallel import cut_model, own_rows, reduction
-from llava_fsdp.distributed.zero import ShardPlan
 from llava_fsdp.export import adapter_folder
 from llava_fsdp.export.check_folders import check_artifacts
-from llava_fsdp.model.context_attention import ContextPlan, plan_context, share_attention
 from llava_fsdp.model.experts import RankPositions, RouterOutputs, find_experts, find_routers
 from llava_fsdp.model.init_weights import computed_buffers, restore_buffers
 from llava_fsdp.model.llava import Llava
@@ -38,14 +24,28 @@ from llava_fsdp.model.load_weights import fingerprint, frozen_digests, load_weig
 from llava_fsdp.model.loss import VocabularyPart, chunked_loss
 from llava_fsdp.model.pretrained import artifacts_of
 from llava_fsdp.model.quantization import quantized_weights
-from llava_fsdp.model.stages import chains_of_blocks, children_of, plan_of_stages, remove_others, stage_of
-from llava_fsdp.model.tensor_plan import divide_dropout, tensor_plan
+from llava_fsdp.parallel.compile import Compilations, choose_compiling
+from llava_fsdp.parallel.context.context import exchange_in, gather_in
+from llava_fsdp.parallel.context.context_attention import ContextPlan, plan_context, share_attention
+from llava_fsdp.parallel.expert_parallel import share_experts
+from llava_fsdp.parallel.local_shards import local_shards
+from llava_fsdp.parallel.memory.activation_checkpoint import clean_name
+from llava_fsdp.parallel.memory.dynamic_checkpoint import DynamicCheckpointing
+from llava_fsdp.parallel.memory.offload import Offload, warn_if_useless
+from llava_fsdp.parallel.parallelize import parallelize, useless_settings, weights_of
+from llava_fsdp.parallel.pipeline.pipeline import Pipeline, Place, place_of
+from llava_fsdp.parallel.pipeline.stages import chains_of_blocks, children_of, plan_of_stages, remove_others, stage_of
+from llava_fsdp.parallel.precision.precision import MasterWeights, store_weights
+from llava_fsdp.parallel.ranks.consensus import on_all_ranks, on_first_rank
+from llava_fsdp.parallel.ranks.mesh import Meshes, World, first_rank_first, gather_lists, row_group
+from llava_fsdp.parallel.tensor.tensor_cut import Cut
+from llava_fsdp.parallel.tensor.tensor_parallel import cut_model, own_rows, reduction
+from llava_fsdp.parallel.tensor.tensor_plan import divide_dropout, tensor_plan
+from llava_fsdp.parallel.zero import ShardPlan
 from llava_fsdp.plan.mfu import utilization_of
-from llava_fsdp.runtime.context_cut import ContextCut
 from llava_fsdp.runtime.errors import DataError
 from llava_fsdp.runtime.log import log
 from llava_fsdp.runtime.progress import watch_loading
-from llava_fsdp.runtime.tensor_cut import Cut
 from llava_fsdp.train.build_model import mean_counts, shape_of
 from llava_fsdp.train.loss_scaler import build_scaler
 from llava_fsdp.train.optimizer import build_optimizer

@@ -9,8 +9,8 @@ from llava_fsdp import __version__
 from llava_fsdp.checkpoint.manifest import FORMAT
 from llava_fsdp.checkpoint.state_json import jsonable
 from llava_fsdp.config import Config
-from llava_fsdp.distributed.consensus import rank_and_size
-from llava_fsdp.distributed.local_shards import plain
+from llava_fsdp.parallel.local_shards import plain
+from llava_fsdp.parallel.ranks.consensus import rank_and_size
 from llava_fsdp.train.state import TrainState
 
 

@@ -18,20 +18,20 @@ from rich.table import Table
 from llava_fsdp.config import Config, DType, Format, OffloadMode, ScalerConfig
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.synthetic import Contents, SyntheticLoader, fullest, micro_batches_of, synthetic_step
-from llava_fsdp.distributed.activation_checkpoint import clean_name
-from llava_fsdp.distributed.comm_volume import CollectiveBytes
-from llava_fsdp.distributed.compile import explained_compiler_errors
-from llava_fsdp.distributed.fake_collectives import is_simulated, simulate_collectives
-from llava_fsdp.distributed.fast_dtype import has_bf16, settle_precision
-from llava_fsdp.distributed.local_shards import local, local_shards
-from llava_fsdp.distributed.malloc import return_freed_memory
-from llava_fsdp.distributed.mesh import World, distributed, make_meshes
-from llava_fsdp.distributed.offload import explained_memory_errors
-from llava_fsdp.distributed.precision import DTYPES, MasterWeights
-from llava_fsdp.distributed.zero import SHARD_PLANS
 from llava_fsdp.model.init_weights import Rule, draw_rule
 from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.quantization import quantized_weights
+from llava_fsdp.parallel.compile import explained_compiler_errors
+from llava_fsdp.parallel.local_shards import local, local_shards
+from llava_fsdp.parallel.memory.activation_checkpoint import clean_name
+from llava_fsdp.parallel.memory.malloc import return_freed_memory
+from llava_fsdp.parallel.memory.offload import explained_memory_errors
+from llava_fsdp.parallel.precision.fast_dtype import has_bf16, settle_precision
+from llava_fsdp.parallel.precision.precision import DTYPES, MasterWeights
+from llava_fsdp.parallel.ranks.comm_volume import CollectiveBytes
+from llava_fsdp.parallel.ranks.fake_collectives import is_simulated, simulate_collectives
+from llava_fsdp.parallel.ranks.mesh import World, distributed, make_meshes
+from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.plan.activations import MicroBatch
 from llava_fsdp.plan.auto import decide, settle_packing
 from llava_fsdp.plan.model_shapes import shapes_of

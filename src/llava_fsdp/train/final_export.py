@@ -17,9 +17,6 @@ from llava_fsdp.checkpoint.reader import saved_weights
 from llava_fsdp.checkpoint.verify import Checkpoint
 from llava_fsdp.config import Config, DType, FolderFormat, KeptDType, LinearKind, Quantizer
 from llava_fsdp.data.batching.batch import MicroBatch
-from llava_fsdp.distributed.consensus import on_all_ranks, on_first_rank, rank_and_size
-from llava_fsdp.distributed.local_shards import local_shards, whole
-from llava_fsdp.distributed.precision import DTYPES, MasterWeights, norm_weights
 from llava_fsdp.export.adapter_folder import (
     AdapterWriter,
     Base,
@@ -48,6 +45,9 @@ from llava_fsdp.model.lora_names import is_adapter, module_of
 from llava_fsdp.model.pretrained import Parts, find_parts
 from llava_fsdp.model.pretrained_config import read_model
 from llava_fsdp.model.tensor_files import Stored
+from llava_fsdp.parallel.local_shards import local_shards, whole
+from llava_fsdp.parallel.precision.precision import DTYPES, MasterWeights, norm_weights
+from llava_fsdp.parallel.ranks.consensus import on_all_ranks, on_first_rank, rank_and_size
 from llava_fsdp.runtime.durable_files import make_empty
 from llava_fsdp.runtime.errors import DamagedModel, LlavaFsdpError, ModelError
 from llava_fsdp.runtime.log import log

@@ -13,13 +13,13 @@ from torch.distributed.tensor import DTensor
 
 from llava_fsdp.config import Config
 from llava_fsdp.data.batching.batch import MicroBatch, Step, StepFacts
-from llava_fsdp.distributed.compile import explained_compiler_errors
-from llava_fsdp.distributed.consensus import rank_and_size
-from llava_fsdp.distributed.local_shards import plain_shard
-from llava_fsdp.distributed.precision import MasterWeights
-from llava_fsdp.distributed.replicas import same_on_every_rank, sharded_norm
-from llava_fsdp.distributed.zero import ShardPlan, begin_micro_batch
 from llava_fsdp.model.loss import LossCollector
+from llava_fsdp.parallel.compile import explained_compiler_errors
+from llava_fsdp.parallel.local_shards import plain_shard
+from llava_fsdp.parallel.precision.precision import MasterWeights
+from llava_fsdp.parallel.ranks.consensus import rank_and_size
+from llava_fsdp.parallel.ranks.replicas import same_on_every_rank, sharded_norm
+from llava_fsdp.parallel.zero import ShardPlan, begin_micro_batch
 from llava_fsdp.runtime.errors import CompileError, Stopped
 from llava_fsdp.runtime.heartbeat import Phase
 from llava_fsdp.runtime.log import log

@@ -14,12 +14,12 @@ from omegaconf import OmegaConf
 from llava_fsdp.config import AUTO, Config, DType, Format
 from llava_fsdp.config.paths import check_same_settings
 from llava_fsdp.data.text.jinja_template import OWN
-from llava_fsdp.distributed import mesh as ranks
-from llava_fsdp.distributed.consensus import on_first_rank
-from llava_fsdp.distributed.fast_dtype import has_bf16, settle_precision, slow_dtype
-from llava_fsdp.distributed.mesh import World, distributed, gather_lists, make_meshes
-from llava_fsdp.distributed.offload import explained_memory_errors
-from llava_fsdp.distributed.zero import SHARD_PLANS
+from llava_fsdp.parallel.memory.offload import explained_memory_errors
+from llava_fsdp.parallel.precision.fast_dtype import has_bf16, settle_precision, slow_dtype
+from llava_fsdp.parallel.ranks import mesh as ranks
+from llava_fsdp.parallel.ranks.consensus import on_first_rank
+from llava_fsdp.parallel.ranks.mesh import World, distributed, gather_lists, make_meshes
+from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.plan.auto import Decision, decide, settle_packing
 from llava_fsdp.plan.workload import samples_in
 from llava_fsdp.report.run_reader import CONFIG_FILE

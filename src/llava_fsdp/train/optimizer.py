@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from llava_fsdp.config import Config, MasterDType, MomentDType, OptimConfig, Schedule
-from llava_fsdp.distributed.activation_checkpoint import clean_name
-from llava_fsdp.distributed.fused_adamw import FusedAdamW
-from llava_fsdp.distributed.local_shards import local
-from llava_fsdp.distributed.lowbit_adamw import LowBitAdamW
-from llava_fsdp.distributed.precision import MasterWeights
+from llava_fsdp.parallel.local_shards import local
+from llava_fsdp.parallel.memory.activation_checkpoint import clean_name
+from llava_fsdp.parallel.precision.fused_adamw import FusedAdamW
+from llava_fsdp.parallel.precision.lowbit_adamw import LowBitAdamW
+from llava_fsdp.parallel.precision.precision import MasterWeights
 from llava_fsdp.runtime.errors import ConfigError
 
 

@@ -15,7 +15,7 @@ from llava_fsdp.train.profiler import NoProfiler
 from llava_fsdp.train.state import TrainState
 
 if TYPE_CHECKING:
-    from llava_fsdp.distributed.pipeline import Pipeline
+    from llava_fsdp.parallel.pipeline.pipeline import Pipeline
     from llava_fsdp.train.expert_sums import ExpertSums
     from llava_fsdp.train.loop import SourceSums
 

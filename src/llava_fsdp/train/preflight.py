@@ -14,8 +14,6 @@ from llava_fsdp.config import AUTO, Attention, Config, DType, LinearKind, Parity
 from llava_fsdp.config.paths import PACKAGED_OR_HUB, check_paths, exists
 from llava_fsdp.data.index.record_store import sources_of
 from llava_fsdp.data.text.jinja_template import OWN, is_whole, own_name, usable_name
-from llava_fsdp.distributed.fast_dtype import has_bf16, settle_precision
-from llava_fsdp.distributed.precision import DTYPES
 from llava_fsdp.export.check_causal import check_causal
 from llava_fsdp.export.compare_language import compare_language
 from llava_fsdp.export.compare_tower import compare_tower
@@ -27,6 +25,8 @@ from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.load_weights import find_weights
 from llava_fsdp.model.pretrained import NoProjector, Parts, UnfinishedRun, find_parts, find_projector
 from llava_fsdp.model.tensor_files import Stored
+from llava_fsdp.parallel.precision.fast_dtype import has_bf16, settle_precision
+from llava_fsdp.parallel.precision.precision import DTYPES
 from llava_fsdp.plan.auto import settle_packing
 from llava_fsdp.runtime.errors import ConfigError, LlavaFsdpError, ModelError
 from llava_fsdp.runtime.log import log

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 
-from llava_fsdp.distributed.activation_checkpoint import clean_name
-from llava_fsdp.distributed.consensus import rank_and_size
-from llava_fsdp.distributed.mesh import gather_lists
-from llava_fsdp.distributed.pipeline import Pipeline
-from llava_fsdp.distributed.replicas import Difference, checksums_of_rank, find_differences
+from llava_fsdp.parallel.memory.activation_checkpoint import clean_name
+from llava_fsdp.parallel.pipeline.pipeline import Pipeline
+from llava_fsdp.parallel.ranks.consensus import rank_and_size
+from llava_fsdp.parallel.ranks.mesh import gather_lists
+from llava_fsdp.parallel.ranks.replicas import Difference, checksums_of_rank, find_differences
 from llava_fsdp.runtime.errors import ReplicaError
 from llava_fsdp.runtime.run_dir import list_checkpoints
 from llava_fsdp.train.checkpoint_contents import tensors

@@ -24,12 +24,12 @@ from llava_fsdp.config import Config
 from llava_fsdp.config.recipes import differences
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.index.dataset import Records
-from llava_fsdp.distributed.compile import choose_compiling
-from llava_fsdp.distributed.memory import Weight, bytes_per_rank, divided_weights
-from llava_fsdp.distributed.mesh import World
 from llava_fsdp.model.llava import Llava
-from llava_fsdp.model.stages import plan_of_stages
-from llava_fsdp.model.tensor_plan import tensor_plan
+from llava_fsdp.parallel.compile import choose_compiling
+from llava_fsdp.parallel.memory.memory import Weight, bytes_per_rank, divided_weights
+from llava_fsdp.parallel.pipeline.stages import plan_of_stages
+from llava_fsdp.parallel.ranks.mesh import World
+from llava_fsdp.parallel.tensor.tensor_plan import tensor_plan
 from llava_fsdp.plan.auto import expected_peak
 from llava_fsdp.plan.stage_memory import weights_of_groups
 from llava_fsdp.plan.workload import samples_in

@@ -11,8 +11,8 @@ from pathlib import Path
 from llava_fsdp.checkpoint.commit import AdapterFolder
 from llava_fsdp.checkpoint.saver import Saver
 from llava_fsdp.config import CheckpointConfig, Config, OffloadMode
-from llava_fsdp.distributed.consensus import Votes, on_first_rank
-from llava_fsdp.distributed.mesh import gather_lists, own_rank
+from llava_fsdp.parallel.ranks.consensus import Votes, on_first_rank
+from llava_fsdp.parallel.ranks.mesh import gather_lists, own_rank
 from llava_fsdp.runtime.durable_files import replace_file
 from llava_fsdp.runtime.errors import CheckpointError, FolderLost, ModelError, NumericError, Stopped
 from llava_fsdp.runtime.heartbeat import Phase

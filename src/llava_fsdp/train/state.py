@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from llava_fsdp.data.batching.batch import StepFacts
     from llava_fsdp.data.loader import Loader
     from llava_fsdp.data.validation_set import HeldOut
-    from llava_fsdp.distributed.compile import Compilations
-    from llava_fsdp.distributed.dynamic_checkpoint import DynamicCheckpointing
-    from llava_fsdp.distributed.pipeline import Pipeline
-    from llava_fsdp.distributed.precision import MasterWeights
     from llava_fsdp.model.experts import RouterOutputs
     from llava_fsdp.model.tensor_files import Stored
+    from llava_fsdp.parallel.compile import Compilations
+    from llava_fsdp.parallel.memory.dynamic_checkpoint import DynamicCheckpointing
+    from llava_fsdp.parallel.pipeline.pipeline import Pipeline
+    from llava_fsdp.parallel.precision.precision import MasterWeights
     from llava_fsdp.plan.mfu import Utilization
     from llava_fsdp.train.loss_scaler import LossScaler
     from llava_fsdp.train.optimizer import LearningRate

@@ -27,13 +27,13 @@ from llava_fsdp.config import (
 from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.loader import Loader
 from llava_fsdp.data.validation_set import HeldOut
-from llava_fsdp.distributed.compile import choose_compiling
-from llava_fsdp.distributed.memory import Weight
-from llava_fsdp.distributed.mesh import World
-from llava_fsdp.distributed.offload import describe_offload
-from llava_fsdp.distributed.parallelize import describe_units
 from llava_fsdp.model.attention import Kernel
 from llava_fsdp.model.lora_names import LORA_A, module_of
+from llava_fsdp.parallel.compile import choose_compiling
+from llava_fsdp.parallel.memory.memory import Weight
+from llava_fsdp.parallel.memory.offload import describe_offload
+from llava_fsdp.parallel.parallelize import describe_units
+from llava_fsdp.parallel.ranks.mesh import World
 from llava_fsdp.report.run_reader import REPORT_FILE
 from llava_fsdp.runtime.console import TextConsole
 from llava_fsdp.runtime.humanize import readable

@@ -19,10 +19,10 @@ import torch
 from llava_fsdp.config import Config, Metric
 from llava_fsdp.data.validation_prompts import HeldOutQuestion
 from llava_fsdp.data.validation_set import HeldOut
-from llava_fsdp.distributed.consensus import on_first_rank
-from llava_fsdp.distributed.eval_mode import evaluating
-from llava_fsdp.distributed.mesh import own_rank
 from llava_fsdp.model.generation import check_answers
+from llava_fsdp.parallel.eval_mode import evaluating
+from llava_fsdp.parallel.ranks.consensus import on_first_rank
+from llava_fsdp.parallel.ranks.mesh import own_rank
 from llava_fsdp.report.run_reader import VALIDATION_FILE
 from llava_fsdp.report.shown_answers import choose_answers
 from llava_fsdp.runtime.heartbeat import Phase

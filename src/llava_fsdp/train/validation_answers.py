@@ -14,10 +14,10 @@ from llava_fsdp.data.records.record import count_images
 from llava_fsdp.data.text.detokenize import AnswerText, find_stops
 from llava_fsdp.data.validation_prompts import HeldOutQuestion, lay_out_prompts
 from llava_fsdp.data.validation_set import HeldOut
-from llava_fsdp.distributed.consensus import any_rank, rank_and_size
-from llava_fsdp.distributed.mesh import gather_lists
 from llava_fsdp.model.generation import Sampling, write_tokens
 from llava_fsdp.model.llava import Llava
+from llava_fsdp.parallel.ranks.consensus import any_rank, rank_and_size
+from llava_fsdp.parallel.ranks.mesh import gather_lists
 from llava_fsdp.runtime.errors import ImageError
 from llava_fsdp.runtime.log import log
 from llava_fsdp.train.answer_metric import AnswerMetric, choose_metric

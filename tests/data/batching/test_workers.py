@@ -23,7 +23,7 @@ from llava_fsdp.data.batching.workers import StartWorker, WorkerStatus
 from llava_fsdp.data.loader import Loader
 from llava_fsdp.data.records.record import Record
 from llava_fsdp.data.text.encode import Encoder, Sample
-from llava_fsdp.distributed.zero import SHARD_PLANS
+from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.runtime.errors import WorkerError
 from llava_fsdp.train.build_state import build_state
 from llava_fsdp.train.loop import fit

@@ -12,11 +12,11 @@ import torch
 
 from llava_fsdp.config import Normalize
 from llava_fsdp.data.batching.batch import MicroBatch, StepFacts
+from llava_fsdp.data.batching.context_cut import ContextCut
 from llava_fsdp.data.images.image_tokens import join_tokens, needed_tiles
 from llava_fsdp.data.images.preprocess import ImageReader
 from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
 from llava_fsdp.data.text.encode import Sample
-from llava_fsdp.runtime.context_cut import ContextCut
 
 Row = tuple[Sample, list[np.ndarray]]
 """An encoded sample, and for each of its images the tiles, uint8 [tiles, 3, size, size]."""

@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 from llava_fsdp.config import BadRecords, Config, Normalize
 from llava_fsdp.data.batching.batch import MicroBatch, SkippedSample, Step, StepFacts
 from llava_fsdp.data.batching.collate import Collator, Row, shown_images, shown_places
+from llava_fsdp.data.batching.context_cut import ContextCut
 from llava_fsdp.data.batching.cost_model import CostModel
 from llava_fsdp.data.batching.packing import Assignment, pack_step, split_step
 from llava_fsdp.data.batching.sampler import Sampler
@@ -21,7 +22,6 @@ from llava_fsdp.data.images.preprocess import ImageReader
 from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.records.record import Record, is_video
 from llava_fsdp.data.text.encode import Encoder, Sample
-from llava_fsdp.runtime.context_cut import ContextCut
 from llava_fsdp.runtime.errors import DataError, ImageError
 from llava_fsdp.runtime.seeds import derive
 

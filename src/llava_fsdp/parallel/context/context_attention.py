@@ -1,0 +1,241 @@
+"""Attention for packed rows that several ranks share. Each rank holds some positions of the row, but a token attends to
+earlier tokens on any rank.
+
+There are two ways, both exact. `ulysses` (arXiv 2309.14509): an all-to-all gives each rank all positions of some heads;
+after attention, a second one gives them back. `gather` (arXiv 2407.21783 section 3.3.2): each rank collects the keys
+and values of all positions and computes its own queries. Both are put around the kernels of model/attention.py, which
+do not know that several ranks share a row.
+
+The collectives are given as functions (`parallel/context/context.py`), so that this module knows nothing of process
+groups.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, PretrainedConfig
+
+from llava_fsdp.config import ContextHow
+from llava_fsdp.data.batching.context_cut import ContextCut
+from llava_fsdp.model.attention import (
+    Attend,
+    Boundaries,
+    Kernel,
+    Lengths,
+    PackedRow,
+    attend_with,
+    kernel_of,
+)
+from llava_fsdp.runtime.errors import ConfigError
+
+Collective = Callable[[torch.Tensor], torch.Tensor]
+"""Type of a differentiable collective operation."""
+
+
+@dataclass(frozen=True)
+class ContextPlan:
+    """How several ranks share the attention of each packed row."""
+
+    how: ContextHow
+    """`ulysses` or `gather`."""
+    cut: ContextCut
+    reason: str
+    """Why this way was chosen, for the log."""
+
+
+def plan_context(how: ContextHow, language: PretrainedConfig, size: int, index: int, tensor: int = 1) -> ContextPlan:
+    """Choose how the `size` ranks that share a row attend; `auto` is `ulysses` if it can share out the heads.
+
+    Args:
+        language: configuration of the language model.
+        index: number of this rank among those that share a row.
+        tensor: number of ranks that each have some of the heads already (`parallel.tensor`).
+
+    Raises:
+        ConfigError: `ulysses` is asked for, and `size` does not divide the number of heads.
+    """
+    heads = language.num_attention_heads // tensor
+    divides = heads % size == 0
+    if how is ContextHow.ulysses and not divides:
+        raise ConfigError(
+            f"parallel.context_how=ulysses gives each rank some of the {heads} attention heads, and "
+            f"parallel.context={size} does not divide them; set parallel.context_how=gather"
+        )
+    reason = "as configured"
+    if how is ContextHow.auto:
+        how = ContextHow.ulysses if divides else ContextHow.gather
+        reason = f"{size} ranks {'share' if divides else 'cannot share'} {heads} heads evenly"
+    return ContextPlan(how, ContextCut(size, index, paired=how is ContextHow.gather), reason)
+
+
+def share_attention(
+    language_model: nn.Module,
+    kernel: Kernel,
+    plan: ContextPlan,
+    exchange: Collective,
+    gather: Collective,
+    name: str = "llava_fsdp_context",
+) -> None:
+    """Make a language model's attention work on rows that several ranks share. Rows without sample boundaries (answers
+    in validation) are still computed by one rank.
+
+    Args:
+        exchange: all-to-all on [ranks, ...]: part i goes to rank i; the result has the parts received from rank 0, 1,
+            ...
+        gather: [n, ...] -> [ranks * n, ...], the tensors of all ranks in order.
+        name: name of the attention implementation in transformers' AttentionInterface. It stays registered there until
+            the process ends.
+    """
+    config: Any = language_model.config
+    attend = kernel_of(kernel.attention)
+    assert attend is not None, "the kernel was chosen because it can run"
+    if plan.how is ContextHow.ulysses:
+        function = attend_with(attend, lambda chosen, _: Ulysses(chosen, plan.cut, exchange))
+    else:
+        function = attend_with(attend, lambda chosen, chunks: GatheredKeys(chosen, gather, plan.cut.size, chunks))
+        language_model.register_forward_pre_hook(AddRowChunks(plan.cut), with_kwargs=True)
+    AttentionInterface.register(name, function)
+    config._attn_implementation = name
+
+
+class Ulysses:
+    """Attention function for packed rows (several samples end to end) whose positions are divided among ranks. Each
+    rank computes all positions of the row for some of the heads."""
+
+    def __init__(self, attend: Attend, cut: ContextCut, exchange: Collective):
+        self.attend = attend
+        self.size, self.index = cut.size, cut.index
+        self.exchange = exchange
+
+    def __call__(
+        self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: PackedRow
+    ) -> torch.Tensor:
+        """Compute attention; query, key and value are [1, heads, own positions, width], the result is [1, own
+        positions, heads, width]."""
+        repeats = self.size // math.gcd(key.shape[1], self.size)
+        if repeats > 1:  # the ranks cannot divide the key heads evenly: repeat them until they can
+            key, value = (part.repeat_interleave(repeats, dim=1) for part in (key, value))
+        form = row.form
+        if form.sinks is not None:
+            form = replace(form, sinks=form.sinks.chunk(self.size)[self.index])
+        query, key, value = (self.to_heads(part) for part in (query, key, value))
+        return self.to_positions(self.attend(module, query, key, value, PackedRow(row.queries, form)))
+
+    def to_heads(self, part: torch.Tensor) -> torch.Tensor:
+        """[1, heads, own positions, width] -> [1, own heads, positions, width]"""
+        _, heads, tokens, width = part.shape
+        sent = part.reshape(self.size, heads // self.size, tokens, width)
+        got = self.exchange(sent.contiguous())  # from each rank its positions
+        return got.transpose(0, 1).reshape(1, heads // self.size, self.size * tokens, width)
+
+    def to_positions(self, part: torch.Tensor) -> torch.Tensor:
+        """[1, positions, own heads, width] -> [1, own positions, heads, width]"""
+        _, tokens, heads, width = part.shape
+        sent = part.reshape(self.size, tokens // self.size, heads, width)
+        got = self.exchange(sent.contiguous())  # from each rank its heads
+        return got.transpose(0, 1).reshape(1, tokens // self.size, self.size * heads, width)
+
+
+@dataclass(frozen=True, eq=False)
+class RowChunk:
+    """One chunk of a row's queries, and the keys that they attend to: those from the beginning of the chunk's first
+    sample to the end of the chunk."""
+
+    keys: slice
+    """Positions of the keys in the row."""
+    tokens: int
+    """Number of queries."""
+    queries_at: Boundaries
+    keys_at: Boundaries
+
+
+@dataclass(frozen=True, eq=False)
+class RowChunks:
+    """This rank's chunks of a row. One object instead of a list: torch.compile would compile again for each new list of
+    numbers."""
+
+    each: tuple[RowChunk, ...]
+
+
+class AddRowChunks:
+    """Forward pre-hook of a language model that adds the argument `row_chunks`, once for all layers."""
+
+    def __init__(self, cut: ContextCut):
+        self.cut = cut
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        lengths: Lengths | None = kwargs.get("segment_lengths")
+        if lengths is None:
+            return args, kwargs
+        return args, {**kwargs, "row_chunks": row_chunks_of(lengths.each, kwargs["cu_seqlens"], self.cut)}
+
+
+def row_chunks_of(lengths: Sequence[int], cu_seqlens: torch.Tensor, cut: ContextCut) -> RowChunks:
+    """Return the chunks of a row that this rank computes.
+
+    Args:
+        lengths: lengths of the row's samples.
+        cu_seqlens: the same as cumulative lengths on the device, int32 [samples + 1].
+    """
+    return RowChunks(tuple(row_chunk_of(lengths, cu_seqlens, *chunk) for chunk in cut.chunks(sum(lengths))))
+
+
+def row_chunk_of(lengths: Sequence[int], cu_seqlens: torch.Tensor, begin: int, end: int) -> RowChunk:
+    """Return the chunk [begin, end) of a row whose samples have the given lengths. The host does not wait for the
+    device."""
+    ends = list(itertools.accumulate(lengths))
+    i, j = bisect_right(ends, begin), bisect_left(ends, end) + 1  # the chunk has tokens of the samples i to j - 1
+    first = ends[i] - lengths[i]
+    edges = [first, *ends[i:j]]
+    queries, keys = [min(max(edge, begin), end) for edge in edges], [min(edge, end) for edge in edges]
+    on_device = cu_seqlens[i : j + 1]
+    return RowChunk(
+        slice(first, end),
+        end - begin,
+        Boundaries(on_device.clamp(begin, end) - begin, lengths_between(queries)),
+        Boundaries(on_device.clamp(max=end) - first, lengths_between(keys)),
+    )
+
+
+def lengths_between(edges: Sequence[int]) -> Lengths:
+    """Return the lengths of samples, given where the first one begins and where each ends."""
+    each = tuple(end - begin for begin, end in itertools.pairwise(edges))
+    return Lengths(each, max(each))
+
+
+class GatheredKeys:
+    """Attention function for packed rows (several samples end to end) whose positions are divided among ranks. Each
+    rank computes the queries of its own positions, with the keys and values of all positions of the row."""
+
+    def __init__(self, attend: Attend, gather: Collective, size: int, row_chunks: RowChunks):
+        self.attend = attend
+        self.gather = gather
+        self.size = size
+        self.row_chunks = row_chunks
+
+    def __call__(
+        self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: PackedRow
+    ) -> torch.Tensor:
+        """Compute attention; query, key and value are [1, heads, own positions, width], the result is [1, own
+        positions, heads, width]."""
+        key, value = self.gathered(key), self.gathered(value)
+        queries = query.split([part.tokens for part in self.row_chunks.each], dim=2)
+        found = []
+        for own, part in zip(queries, self.row_chunks.each, strict=True):
+            keys, values = key[:, :, part.keys], value[:, :, part.keys]
+            found.append(self.attend(module, own, keys, values, PackedRow(part.queries_at, row.form, part.keys_at)))
+        return torch.cat(found, dim=1)
+
+    def gathered(self, own: torch.Tensor) -> torch.Tensor:
+        """[1, heads, own positions, width] -> [1, heads, positions, width]"""
+        every = self.gather(own[0].transpose(0, 1).contiguous())  # [positions, heads, width], rank after rank
+        halves = every.unflatten(0, (self.size, 2, -1))  # rank i has sent chunks i and 2 * size - 1 - i
+        return torch.cat([halves[:, 0], halves[:, 1].flip(0)]).flatten(0, 1).transpose(0, 1)[None]

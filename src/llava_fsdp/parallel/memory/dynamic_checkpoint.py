@@ -1,0 +1,356 @@
+"""Activation checkpointing that is chosen block by block from measurements (`activation_checkpointing=dynamic`).
+
+Training begins with every block recomputed, as in the mode `full`. The first step that updates weights compiles kernels
+and allocates the optimizer's states. In the next two such steps each block measures, in the backward pass, the bytes
+that it would keep and the seconds of its forward pass. Then the blocks whose forward pass takes the longest for their
+bytes keep their activations, as many as the memory that is left has room for. Every rank makes the same choice. It is
+saved in checkpoints, so that a run that resumes with the same settings makes it again without measuring.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.checkpoint import checkpoint
+
+from llava_fsdp.config import ActivationCheckpointingConfig
+from llava_fsdp.parallel.ranks.consensus import gathered
+from llava_fsdp.parallel.ranks.mesh import World
+from llava_fsdp.runtime.host import process_memory, read_host
+from llava_fsdp.runtime.log import log
+
+FIRST, LAST = 2, 3
+"""The steps, counted from 1, in which blocks are measured. The fastest run counts: in step 2 the compiler may still
+compile a block again, for rows of another length."""
+SIZE_MARGIN = 1.1
+"""A block that keeps its activations does so for inputs of at most this many times the largest measured size and row
+length. With larger inputs it is recomputed."""
+WARN_AFTER = 10
+"""Number of steps with larger inputs after which a warning is printed."""
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Bytes that one block would keep and seconds of its forward pass, for each element of its input."""
+
+    size: int
+    """Number of elements of the largest measured input; 0 if the block has not run backward."""
+    length: int
+    """Length of the longest row of a measured input. Some attention keeps bytes for each pair of tokens in a row."""
+    nbytes: float
+    """Bytes kept for each element of the input, beyond the input itself: the most that was measured."""
+    seconds: float
+    """Seconds of the block's forward pass for each element of the input: the minimum over runs, and then the maximum
+    over ranks."""
+
+
+class Limit(NamedTuple):
+    """The largest input for which a block keeps its activations."""
+
+    size: int
+    """Number of elements; 0: activations are never kept."""
+    length: int
+    """Length of a row."""
+
+
+@dataclass(frozen=True)
+class KeptBlocks:
+    """The blocks that keep their activations, the same on every rank."""
+
+    limits: dict[int, Limit]
+    """Number of a block -> the largest input for which it keeps its activations. Blocks are numbered in the order of
+    `model.blocks()`: the language model's first."""
+    device: str
+    """Name and memory of the device on which the choice was made."""
+
+
+class DynamicBlock(ActivationWrapper):
+    """Wrapper around a model's block that recomputes it in the backward pass or keeps its activations. It can measure
+    the bytes of the activations and the time of the block's forward pass."""
+
+    def __init__(self, block: nn.Module, device: torch.device):
+        super().__init__(block)
+        self.device = device
+        self.limit = Limit(0, 0)
+        self.had_larger = False
+        """Whether an input was larger than the limit since this was last reset."""
+        self.measures = False
+        """Whether one more forward pass is measured before each recomputation."""
+        self.runs: list[tuple[torch.Size, int, Callable[[], float]]] = []
+        """For each measured run: shape of the input, bytes kept, and a function that returns the seconds, which waits
+        for the device."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.limit.size:
+            shape = input_of(args, kwargs).shape
+            if shape.numel() <= self.limit.size and row_length(shape) <= self.limit.length:
+                return self._checkpoint_wrapped_module(*args, **kwargs)
+            self.had_larger |= torch.is_grad_enabled()
+        if not self.measures:
+            return checkpoint(self._checkpoint_wrapped_module, *args, use_reentrant=False, **kwargs)
+        is_forward = True
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal is_forward
+            if not is_forward:
+                self.measure(args, kwargs)
+            is_forward = False
+            return self._checkpoint_wrapped_module(*args, **kwargs)
+
+        return checkpoint(run, *args, use_reentrant=False, **kwargs)
+
+    def measure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Run the block once more, in the backward pass just before it is recomputed, and discard the result. So the
+        measurement needs no more memory than the recomputation, and FSDP has gathered the block's weights."""
+        block = self._checkpoint_wrapped_module
+        excluded: dict[int, int] = {}
+        for tensor in (*tensors_in((args, kwargs)), *block.parameters(), *block.buffers()):
+            excluded |= storages_of(tensor)
+        saved: dict[int, int] = {}
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            saved.update(storages_of(tensor))
+            return tensor.detach()  # the tensor itself would keep the graph alive if an operation saves its own output
+
+        on_cuda = self.device.type == "cuda"
+        with torch.random.fork_rng([self.device] if on_cuda else []), saved_tensors_hooks(note, lambda tensor: tensor):
+            seconds = stopwatch(self.device)
+            output = block(*args, **kwargs)
+            read_seconds = seconds()
+        for tensor in tensors_in(output):  # the next block's input, which is kept in every mode
+            excluded |= storages_of(tensor)
+        nbytes = sum(size for address, size in saved.items() if address not in excluded)
+        self.runs.append((input_of(args, kwargs).shape, nbytes, read_seconds))
+
+    def measured(self) -> Measured:
+        """Return the measurements, and forget them. Waits for the device."""
+        runs = [
+            (shape.numel(), row_length(shape), nbytes, read_seconds())
+            for shape, nbytes, read_seconds in self.runs
+            if shape.numel()
+        ]
+        self.runs.clear()
+        if not runs:
+            return Measured(0, 0, 0.0, 0.0)
+        return Measured(
+            max(size for size, *_ in runs),
+            max(length for _, length, *_ in runs),
+            max(nbytes / size for size, _, nbytes, _ in runs),
+            min(seconds / size for size, *_, seconds in runs),
+        )
+
+
+class DynamicCheckpointing:
+    """Lets blocks measure in the first steps of a process, and then chooses which of them keep their activations."""
+
+    def __init__(self, stacks: Sequence[nn.ModuleList], cfg: ActivationCheckpointingConfig, world: World):
+        """Begin with every block recomputed.
+
+        Args:
+            stacks: the model's lists of blocks, the language model's first; the blocks are wrapped.
+            cfg: says which part of the memory that is left activations may take.
+            world: the device, and the number of ranks on this machine.
+        """
+        assert cfg.budget is not None, "checked by the configuration"
+        self.blocks = [block for stack in stacks for block in stack if isinstance(block, DynamicBlock)]
+        self.share, self.world = cfg.budget, world
+        self.steps = 0
+        """Number of steps of this process that have updated weights."""
+        self.steps_with_larger = 0
+        """Number of steps in which a block that keeps its activations had a larger input, on this rank."""
+        self.kept: KeptBlocks | None = None
+        """The choice; None until it is made."""
+
+    def after_step(self, skipped: bool) -> None:
+        """To be called after each step: let the blocks measure, or choose. Collective: all ranks must call it.
+
+        Args:
+            skipped: whether the step did not update the weights, so that optimizer states may not exist yet.
+        """
+        if self.kept is not None:
+            self.warn_of_larger()
+            return
+        self.steps += not skipped
+        for block in self.blocks:
+            block.measures = FIRST <= self.steps + 1 <= LAST
+        if self.steps == LAST:
+            own = [block.measured() for block in self.blocks], memory_left(self.world)
+            ranks = gathered(own)
+            blocks = [worst_of(of_ranks) for of_ranks in zip(*(found for found, _ in ranks), strict=True)]
+            room = self.share * min(left for _, left in ranks)
+            limits = choose(blocks, room)
+            self.keep(KeptBlocks(limits, device_of(self.world)))
+            log().info("%s", describe(blocks, limits, room))
+
+    def warn_of_larger(self) -> None:
+        """Warn once if blocks that keep their activations often have inputs larger than those that were measured."""
+        larger = [block for block in self.blocks if block.had_larger]
+        for block in larger:
+            block.had_larger = False
+        self.steps_with_larger += bool(larger)
+        if larger and self.steps_with_larger == WARN_AFTER:
+            log().warning(
+                "activation_checkpointing=dynamic: in %d steps inputs were larger than those that were measured, and "
+                "blocks were recomputed. To measure again, resume with another activation_checkpointing.budget",
+                WARN_AFTER,
+            )
+
+    def keep(self, kept: KeptBlocks) -> None:
+        """Make the chosen blocks keep their activations, and all others recompute them."""
+        self.kept = kept
+        for number, block in enumerate(self.blocks):
+            block.limit = kept.limits.get(number, Limit(0, 0))
+
+    def state(self) -> dict[str, Any] | None:
+        """Return the choice for a checkpoint; None if it is not made yet."""
+        if self.kept is None:
+            return None
+        return {"device": self.kept.device, "limits": [[number, *limit] for number, limit in self.kept.limits.items()]}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Make the choice that a checkpoint contains, if it was made on devices like those of all ranks. Collective:
+        all ranks must call it."""
+        if set(gathered(device_of(self.world))) != {state["device"]}:
+            return
+        self.keep(
+            KeptBlocks({number: Limit(size, length) for number, size, length in state["limits"]}, state["device"])
+        )
+        log().info(
+            "activation_checkpointing=dynamic: %d of %d blocks keep their activations, as in the checkpoint",
+            len(state["limits"]), len(self.blocks),
+        )  # fmt: skip
+
+
+def choose(blocks: Sequence[Measured], room: float) -> dict[int, Limit]:
+    """Choose the blocks that keep their activations, and return for each the largest input for which it does, by its
+    number. They are those whose forward pass takes the longest for their bytes, as many as there is room for. Among
+    equal blocks, later ones come first, because they keep their activations for a shorter time.
+
+    Args:
+        room: bytes that the activations of these blocks may take together.
+    """
+    places = [number for number, block in enumerate(blocks) if block.size and block.nbytes]
+    places.sort(key=lambda number: (blocks[number].seconds / blocks[number].nbytes, number), reverse=True)
+    found = {}
+    for number in places:
+        limit = Limit(int(SIZE_MARGIN * blocks[number].size), int(SIZE_MARGIN * blocks[number].length))
+        if (needed := limit.size * blocks[number].nbytes) <= room:
+            found[number] = limit
+            room -= needed
+    return dict(sorted(found.items()))
+
+
+def worst_of(of_ranks: Sequence[Measured]) -> Measured:
+    """Combine the measurements of one block on all ranks: the largest input, the most bytes, the most seconds."""
+    return Measured(
+        max(one.size for one in of_ranks),
+        max(one.length for one in of_ranks),
+        max(one.nbytes for one in of_ranks),
+        max(one.seconds for one in of_ranks),
+    )
+
+
+def describe(blocks: Sequence[Measured], limits: Mapping[int, Limit], room: float) -> str:
+    """Describe for the log how many blocks keep their activations, and what this saves.
+
+    Args:
+        room: bytes that their activations could take together.
+    """
+    ran = [block for block in blocks if block.size]
+    taken = sum(limit.size * blocks[number].nbytes for number, limit in limits.items())
+    forward = sum(block.size * block.seconds for block in ran)
+    saved = sum(blocks[number].size * blocks[number].seconds for number in limits)
+    return (
+        f"activation_checkpointing=dynamic: {len(limits)} of the {len(ran)} blocks that run backward keep their "
+        f"activations, about {taken / GB:.3g} of {room / GB:.3g} GB; recomputation takes an estimated "
+        f"{(forward - saved) * 1e3:.3g} ms instead of {forward * 1e3:.3g} ms for the largest micro-batch"
+    )
+
+
+def device_of(world: World) -> str:
+    """Return the name and the memory of this rank's device, as text."""
+    if world.device.type != "cuda":
+        return f"CPU, {read_host().usable_memory} bytes, {world.local_size} ranks"
+    found = torch.cuda.get_device_properties(world.device)
+    return f"{found.name}, {found.total_memory} bytes"
+
+
+def memory_left(world: World) -> float:
+    """Return the bytes of the device's free memory, which exclude all that torch's allocator has reserved so far. On a
+    CPU it is this rank's equal share of the host's free memory, minus the memory that the steps so far took only for a
+    time.
+
+    Args:
+        world: the device, and the number of ranks on this machine.
+    """
+    if world.device.type == "cuda":
+        # torch's allocator does not return memory after the peak
+        return float(torch.cuda.mem_get_info(world.device)[0])
+    until_peak = process_memory("VmHWM") - process_memory("VmRSS")
+    return max(0.0, read_host().free / world.local_size - until_peak)
+
+
+def stopwatch(device: torch.device) -> Callable[[], Callable[[], float]]:
+    """Start to measure time on the device. The returned function stops, without waiting for the device, and returns a
+    function that waits for it and returns the seconds."""
+    if device.type != "cuda":
+        begin = time.perf_counter()
+
+        def stop_clock() -> Callable[[], float]:
+            seconds = time.perf_counter() - begin
+            return lambda: seconds
+
+        return stop_clock
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    events[0].record()
+
+    def stop_events() -> Callable[[], float]:
+        events[1].record()
+
+        def seconds() -> float:
+            events[1].synchronize()
+            return events[0].elapsed_time(events[1]) / 1e3
+
+        return seconds
+
+    return stop_events
+
+
+def input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """Return the hidden states among a block's arguments, which are its first tensor."""
+    found = next(tensors_in((args, kwargs)), None)
+    assert found is not None, "a block without a tensor among its arguments"
+    return found
+
+
+def row_length(shape: torch.Size) -> int:
+    """Return the number of tokens in a row of hidden states, [rows, tokens, channels] or [tokens, channels]."""
+    return shape[-2] if len(shape) > 1 else 1
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested tuples, lists and dictionaries."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple | list | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(item)
+
+
+def storages_of(tensor: torch.Tensor) -> dict[int, int]:
+    """Return the memory of a tensor, which its views share: address -> bytes. A tensor of a class that wraps others,
+    such as a weight that is cast to fp8, has the memory of these."""
+    if is_traceable_wrapper_subclass(tensor):
+        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        return {address: size for part in parts for address, size in storages_of(part).items()}
+    storage = tensor.untyped_storage()
+    return {storage.data_ptr(): storage.nbytes()}

@@ -1,0 +1,520 @@
+"""Set up the process group, device and device mesh of a training."""
+
+import gc
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch._C._distributed_c10d as c10d
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from llava_fsdp.config import Config, ParallelConfig
+from llava_fsdp.parallel.context.context import check_torch
+from llava_fsdp.parallel.memory.malloc import extend_segments, keep_freed_memory, limit_kernel_cache
+from llava_fsdp.parallel.ranks.consensus import gathered
+from llava_fsdp.parallel.ranks.fake_collectives import join_fake
+from llava_fsdp.parallel.ranks.meet import ended_ranks, meet, remaining, uses_agent_store
+from llava_fsdp.parallel.zero import Mesh, ShardPlan
+from llava_fsdp.runtime.errors import CommunicationError, ConfigError
+from llava_fsdp.runtime.heartbeat import margin
+from llava_fsdp.runtime.launch import env_rank, is_one_node
+from llava_fsdp.runtime.log import log
+from llava_fsdp.runtime.process_end import end_with
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class World:
+    """This rank's number, the total number of ranks, and this rank's device. Without torchrun there is one rank."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """The device meshes of a training. Each contains all ranks in order, unless layers are divided (`tensor`) or ranks
+    have different layers (`pipeline`)."""
+
+    states: DeviceMesh | None = None
+    """How weights, gradients and optimizer states are sharded, with the dimensions (replicate, shard) or (shard,); all
+    ranks with the same stages of the model take part, also those that share a row. None for a single rank, unless
+    `offload` needs FSDP to move weights."""
+    context: DeviceMesh | None = None
+    """Dimensions (data, context). The `context` ranks of a line share their rows. None: no rows are shared."""
+    pipeline: DeviceMesh | None = None
+    """Dimensions (pipeline, stage). The ranks of a line `pipeline` process the same rows, each with its stages of the
+    model; the ranks of a line `stage` have the same stages. `states` contains only these. None: each rank has the whole
+    model."""
+    tensor: DeviceMesh | None = None
+    """Dimension (tensor,): the ranks that compute each layer together with this one. Then `states` contains only the
+    ranks that hold the same parts of the weights. None: each rank computes whole layers."""
+    experts: DeviceMesh | None = None
+    """Dimensions (replicate, shard, expert) or (shard, expert). The `expert` ranks of a line share the experts of a
+    mixture; those that hold the same experts replicate and shard them like `states`. Ranks that compute layers together
+    (`tensor`) hold different experts, or different shards of them. None: each rank has all experts."""
+
+
+@contextmanager
+def distributed(cfg: Config) -> Iterator[World]:
+    """Context manager that joins the process group described by torchrun's environment variables and chooses this
+    rank's device.
+
+    At world size 1 there is no process group, unless the setting `offload` needs FSDP. After an error the group is not
+    destroyed, because the process ends at once and other ranks may no longer respond. After success the group is ended
+    in this order: barrier, destroy, collect garbage, sleep. In another order gloo's background thread aborts about one
+    process in seven at interpreter exit (pytorch#179291).
+
+    Yields:
+        This rank's number and device, and the number of ranks.
+
+    Raises:
+        CommunicationError: ranks have not come in time, or the connection to another rank was lost.
+    """
+    if dist.is_initialized():  # the caller has created the process group, and destroys it later
+        yield world_of_group()
+        return
+    world = read_world()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with(os.getppid())  # otherwise this process would continue if torchrun is killed
+    if cfg.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with this setting
+        torch.use_deterministic_algorithms(True)
+    if world.device.type == "cuda":
+        extend_segments()
+        record_collectives()
+        torch.cuda.set_device(world.device)
+    elif cfg.dry_run is None:
+        keep_freed_memory()
+        limit_kernel_cache()
+    needs_group = cfg.offload.mode.moves_weights
+    if cfg.dry_run is not None:
+        world = simulated_world(cfg.dry_run, world)
+        if world.size > 1 or needs_group:
+            join_fake(world.size)
+    elif world.size > 1 or needs_group:
+        join(world, cfg.comm.init_timeout)
+    try:
+        yield world
+    except Exception as error:
+        if is_lost_peer(error):
+            raise CommunicationError(f"the connection to another rank was lost: {last_line(error)}") from error
+        raise
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+        gc.collect()
+        time.sleep(0.2)
+
+
+LOST = re.compile(
+    r"Connection (closed|reset|refused)|remote worker crashing|Timed out waiting|gloo/transport|Broken pipe|NCCL|"
+    r"connectFullMesh|DistBackendError|DistNetworkError|DistStoreError|wait timeout"
+)
+"""Pattern for messages of torch.distributed about a lost connection to another rank."""
+
+
+def last_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
+
+
+def is_lost_peer(error: BaseException | None) -> bool:
+    """Return whether an error, or one of its causes, was raised by torch.distributed because another rank has ended or
+    does not answer in time."""
+    while error is not None:
+        # torch.distributed.checkpoint raises the errors of several ranks as a BaseException
+        is_from_torch = isinstance(error, RuntimeError) or not isinstance(error, Exception)
+        if isinstance(error, dist.DistError) or (is_from_torch and LOST.search(str(error))):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def num_collectives(meshes: Meshes, device: torch.device) -> Callable[[], int]:
+    """Return a function that returns how far this rank is in its collectives, in the default process group and those of
+    the meshes: a number that is smaller on a rank that lags behind the others. With `parallel.pipeline` only
+    collectives of all ranks count, because ranks with other stages start other collectives.
+
+    On a CPU it is the number of collectives that have begun. On a GPU the host only enqueues them, all ranks alike, and
+    then waits: the number is that of collectives that the GPU has begun, plus those that it has completed. It comes
+    from torch's flight recorder (`record_collectives` turns it on); without one, enqueued collectives are counted.
+    """
+    if not dist.is_initialized():
+        return int
+    groups = groups_of(meshes if meshes.pipeline is None else Meshes())
+    dump = getattr(c10d, "_dump_nccl_trace_json", None) if device.type == "cuda" else None
+
+    def progress() -> int:
+        of_gpu = None if dump is None else gpu_progress(dump(False, True), meshes.pipeline is not None)
+        enqueued = (getattr(group, "_get_sequence_number_for_group")() for group in groups)  # noqa: B009  not in its stubs
+        return sum(enqueued) if of_gpu is None else of_gpu
+
+    return progress
+
+
+def record_collectives() -> None:
+    """Turn on torch's flight recorder of NCCL's collectives, with the moments at which the GPU begins them, unless the
+    environment says otherwise. To be called before the process group is made. Source: ProcessGroupNCCL.hpp and
+    FlightRecorder.hpp of torch, where the variables are declared.
+    """
+    if "TORCH_FR_BUFFER_SIZE" not in os.environ:
+        os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000")  # collectives; the default of torch 2.13
+    os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")
+
+
+def gpu_progress(trace: bytes, default_alone: bool) -> int | None:
+    """Return how many collectives the GPU has begun plus how many it has completed, or None if the flight recorder does
+    not know when they begin.
+
+    Args:
+        trace: the flight recorder's JSON. Its `pg_status` has the last collective of each process group that was
+            enqueued, that the GPU has begun, and that it has completed; -1 stands for no collective.
+        default_alone: whether only the default process group counts, whose number is 0.
+    """
+    status: dict[str, dict[str, str]] = json.loads(trace).get("pg_status", {})
+    counted = [of_group for number, of_group in status.items() if number == "0" or not default_alone]
+    begun = [int(of_group["last_started_collective"]) for of_group in counted]
+    if max(begun, default=-1) < 0:
+        return None
+    completed = [int(of_group["last_completed_collective"]) for of_group in counted]
+    return sum(max(0, number) for number in begun + completed)
+
+
+def groups_of(meshes: Meshes) -> list[dist.ProcessGroup]:
+    """Return the default process group and those of the meshes, each once."""
+    made = [
+        mesh
+        for mesh in (meshes.states, meshes.context, meshes.pipeline, meshes.tensor, meshes.experts)
+        if mesh is not None
+    ]
+    groups = [dist.distributed_c10d._get_default_group(), *(group for mesh in made for group in mesh.get_all_groups())]
+    return list({id(group): group for group in groups}.values())
+
+
+def set_timeout(meshes: Meshes, seconds: int) -> None:
+    """Set the timeout of all process groups to `seconds`: for the default group and those of the meshes."""
+    is_real = dist.is_initialized() and dist.get_backend() != "fake"
+    for group in groups_of(meshes) if is_real else ():
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def own_rank() -> int:
+    """Return this rank's number, from the process group or, before there is one, from torchrun's environment
+    variable."""
+    return dist.get_rank() if dist.is_initialized() else env_rank()
+
+
+def rank_identities() -> list[tuple[int, str, int]]:
+    """Return (rank, host name, process id) of every rank, on every rank. Collective: all ranks must call it."""
+    return gather_lists([(own_rank(), socket.gethostname(), os.getpid())])
+
+
+def read_world() -> World:
+    """Read this rank's number, the number of ranks and this rank's device from torchrun's environment variables.
+
+    A launcher may show each rank a single GPU, its own, which is then device 0 of every rank. `join` checks that these
+    are different GPUs.
+
+    Raises:
+        ConfigError: torchrun has started more ranks on this machine than the machine has GPUs.
+    """
+    env = os.environ
+    rank, size = env_rank(), int(env.get("WORLD_SIZE", "1"))
+    local_rank, local_size = int(env.get("LOCAL_RANK", "0")), int(env.get("LOCAL_WORLD_SIZE", "1"))
+    if not torch.cuda.is_available():
+        return World(rank, size, local_rank, local_size, torch.device("cpu"))
+    gpus = torch.cuda.device_count()
+    if max(local_size, local_rank + 1) <= gpus:
+        return World(rank, size, local_rank, local_size, torch.device("cuda", local_rank))
+    if gpus == 1 and "TORCHELASTIC_RUN_ID" not in env:  # srun --gpus-per-task=1
+        return World(rank, size, local_rank, local_size, torch.device("cuda", 0))
+    if gpus == 1 and local_rank == 0:  # torchrun --virtual-local-rank calls every rank the first of its machine
+        return World(rank, size, rank % local_size, local_size, torch.device("cuda", 0))
+    raise ConfigError(
+        f"torchrun started {local_size} ranks on this machine, which has {gpus} GPUs; use --nproc-per-node {gpus}"
+    )
+
+
+def check_own_gpus(store: dist.Store, world: World) -> None:
+    """Check that no two ranks have the same GPU, where each rank sees a single one. NCCL fails later in that case, on
+    some ranks alone. Collective: all ranks must call it.
+
+    Args:
+        store: the store in which the ranks meet.
+        world: this rank's number and device, and the number of ranks.
+
+    Raises:
+        ConfigError: two ranks have the same GPU; raised on every rank.
+    """
+    keys = [f"gpu of rank {rank}" for rank in range(world.size)]
+    own = f"{socket.gethostname()} {torch.cuda.get_device_properties(world.device).uuid}"
+    store.set(keys[world.rank], own)
+    first: dict[bytes, int] = {}
+    for rank, gpu in enumerate(store.multi_get(keys)):
+        other = first.setdefault(gpu, rank)
+        if other != rank:
+            host, _, uuid = gpu.decode().partition(" ")
+            raise ConfigError(
+                f"ranks {other} and {rank} on {host} both see only the GPU {uuid}; start one rank for each GPU, or "
+                "show each rank another GPU (srun --gpus-per-task=1, CUDA_VISIBLE_DEVICES)"
+            )
+
+
+def world_of_group() -> World:
+    """Return this rank's number, the number of ranks and this rank's device, as a `World`, for an existing process
+    group. All its ranks are assumed to be on this machine."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+    return World(rank, size, rank, size, device)
+
+
+def simulated_world(size: int, world: World) -> World:
+    """Return the `World` (rank, number of ranks, device) of a process that simulates rank 0 of `size` ranks on one
+    node.
+
+    Args:
+        world: the real ranks that torchrun has started.
+
+    Raises:
+        ConfigError: torchrun has started several processes, but a simulation runs in one.
+    """
+    if world.size > 1:
+        raise ConfigError(
+            f"dry_run={size} simulates rank 0 of {size} ranks in one process, but torchrun started {world.size}; "
+            "start it without torchrun"
+        )
+    return World(0, size, 0, size, world.device)
+
+
+def join(world: World, timeout_seconds: int) -> None:
+    """Wait until all ranks have come (meet.py), and initialise the process group.
+
+    Args:
+        world: this rank's number and device, and the number of ranks.
+        timeout_seconds: time limit for all of this, and afterwards the timeout of the group's collectives.
+
+    Raises:
+        CommunicationError: ranks have not come in time, or cannot connect to each other.
+        ConfigError: the address at which the ranks are to meet is not set, or two ranks have the same GPU.
+    """
+    env = os.environ
+    if uses_agent_store() and not is_one_node() and env.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        if world.rank == 0:
+            log().warning(
+                "restarts on several machines may not come up: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on each of them"
+            )
+    until = time.monotonic() + timeout_seconds - margin(timeout_seconds)
+    store = meet(world.rank, world.size, until)
+    if world.device.type == "cuda" and world.local_size > torch.cuda.device_count():
+        check_own_gpus(store, world)
+    try:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo",
+            store=store,
+            rank=world.rank,
+            world_size=world.size,
+            timeout=remaining(until),
+            # without it NCCL makes a communicator for each pair of ranks at their first message, and messages of a
+            # pipeline that are sent together wait for each other for ever
+            device_id=world.device if world.device.type == "cuda" else None,
+        )
+    except RuntimeError as error:
+        if world.size == 1 or not is_lost_peer(error):
+            raise
+        raise unconnected(store, world, error) from error
+    set_timeout(Meshes(), timeout_seconds)
+
+
+def unconnected(store: dist.Store, world: World, error: Exception) -> CommunicationError:
+    """Return the error for ranks that have come to the store, but cannot connect to each other.
+
+    Args:
+        store: the store in which they have met.
+        world: this rank's number, and the number of ranks.
+        error: torch's error.
+    """
+    try:
+        ended = ended_ranks(store, world.size)
+    except RuntimeError:  # the store is gone, too
+        ended = []
+    if ended:
+        return CommunicationError(f"{ended[0][1]} has ended before the ranks were connected").about(rank=ended[0][0])
+    return CommunicationError(
+        f"rank {world.rank} on {socket.gethostname()} cannot connect to the other {world.size - 1} ranks: "
+        f"{last_line(error)}; do the machines reach each other, and does GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME name "
+        "the right network interface?"
+    )
+
+
+@contextmanager
+def first_rank_first(world: World) -> Iterator[None]:
+    """Context manager whose body runs on rank 0 first, and then on all other ranks, so that they can reuse files that
+    rank 0 has written. `world` has this rank's number and the number of ranks. Collective: all ranks must enter it."""
+    if world.size > 1 and not world.is_first:
+        dist.barrier()
+    yield
+    if world.size > 1 and world.is_first:
+        dist.barrier()
+
+
+def gather_lists(items: list[T]) -> list[T]:
+    """Return the lists of all ranks, concatenated in rank order, on every rank. Collective: all ranks must call it. If
+    all lists are empty, only one number is all-reduced.
+
+    Args:
+        items: this rank's list; its items can be pickled.
+    """
+    if not dist.is_initialized():
+        return items
+    count = torch.tensor([len(items)])
+    dist.all_reduce(count)
+    if not count:
+        return []
+    return [item for of_rank in gathered(items) for item in of_rank]
+
+
+def make_meshes(world: World, plan: ShardPlan, cfg: Config) -> Meshes:
+    """Create the device meshes of a training.
+
+    Args:
+        world: this rank's device, and the number of ranks.
+        plan: the FSDP2 settings of the sharding strategy.
+
+    Raises:
+        ConfigError: `sharding.shard_size`, `parallel.context`, `parallel.tensor`, `parallel.expert` or
+            `parallel.pipeline` does not divide the number of ranks, or the installed torch is too old for them.
+    """
+    cfg.parallel.check_divides(world.size)
+    parallel = cfg.parallel
+    size, tensor, expert, stages = parallel.num_context, parallel.tensor, parallel.expert, parallel.pipeline
+    for key, ranks in (("context", size), ("tensor", tensor), ("expert", expert), ("pipeline", stages)):
+        if ranks > 1:
+            check_torch(f"parallel.{key}")
+    of_stage = world.size // stages
+    copies = of_stage // tensor  # ranks that hold the same parts of layers
+    node = min(world.local_size, of_stage)
+    shape = mesh_shape(plan, copies, cfg.sharding.shard_size or max(1, node // tensor))
+    if world.size == 1 and not cfg.offload.mode.moves_weights:
+        return Meshes()
+    names = ("shard",) if plan.mesh is Mesh.SHARD else ("replicate", "shard")
+    outer, inner = {"pipeline": stages} if stages > 1 else {}, {"tensor": tensor} if tensor > 1 else {}
+
+    def root_of(sizes: tuple[int, ...], names: tuple[str, ...], inner: dict[str, int]) -> DeviceMesh:
+        """Return a mesh of all ranks, which also has the dimensions of ranks that divide the model."""
+        whole = {**outer, **dict(zip(names, sizes[-len(names) :], strict=True)), **inner}
+        return init_device_mesh(world.device.type, tuple(whole.values()), mesh_dim_names=tuple(whole))
+
+    def mesh_of(sizes: tuple[int, ...], names: tuple[str, ...], inner: dict[str, int]) -> DeviceMesh:
+        root = root_of(sizes, names, inner)
+        return root[names] if outer or inner else root
+
+    # FSDP2 requires that its mesh and the mesh of divided layers are slices of one mesh
+    dense = root_of(shape, names, inner)
+    of_experts = shape_of_experts(shape, expert, tensor)
+    meshes = Meshes(
+        dense[names] if outer or inner else dense,
+        mesh_of((copies // size, size), ("data", "context"), inner) if size > 1 else None,
+        pipeline=init_device_mesh(world.device.type, (stages, of_stage), mesh_dim_names=("pipeline", "stage"))
+        if stages > 1
+        else None,
+        tensor=dense["tensor"] if tensor > 1 else None,
+        experts=mesh_of((*of_experts, expert), (*names, "expert"), {}) if expert > 1 else None,
+    )
+    set_timeout(meshes, cfg.comm.init_timeout)  # torch gives groups of a mesh its default, 10 or 30 minutes
+    return meshes
+
+
+def shape_of_experts(shape: tuple[int, int], size: int, tensor: int) -> tuple[int, int]:
+    """Return the (replicate, shard) sizes of the mesh of ranks that hold the same experts.
+
+    Args:
+        shape: (replicate, shard) sizes of the mesh of ranks that hold the same parts of layers.
+        size: number of ranks that share the experts (`parallel.expert`): consecutive ranks, so that those which shard
+            other weights together (`shard` of them) hold all experts, if there are enough of them.
+        tensor: number of ranks that compute each layer together. Experts are sharded over them, too.
+
+    Raises:
+        ConfigError: neither `size` nor the number of ranks over which weights are sharded is a multiple of the other.
+    """
+    replicas, shards = shape[0], shape[1] * tensor
+    if size % shards and shards % size:
+        together = f"sharding.shard_size={shape[1]}" + f" x parallel.tensor={tensor}" * (tensor > 1)
+        raise ConfigError(
+            f"parallel.expert={size} and {together}: neither is a multiple of the other; set parallel.expert to a "
+            f"divisor or a multiple of {shards}"
+        )
+    own = max(1, shards // size)
+    return replicas * shards // (own * size), own
+
+
+def count_groups(parallel: ParallelConfig, shape: tuple[int, int], world_size: int) -> int:
+    """Return how many process groups of several ranks each rank belongs to, with the meshes of `make_meshes`: that of
+    all ranks, and one for each dimension that has several ranks, but not all. 0 for a single rank.
+
+    Args:
+        shape: (replicate, shard) sizes of the mesh of ranks that hold the same parts of layers.
+        world_size: number of all ranks.
+    """
+    copies, tensor = shape[0] * shape[1], parallel.tensor
+    sizes = [*shape, tensor]
+    if parallel.num_context > 1:
+        sizes += [copies // parallel.num_context, parallel.num_context]
+    if parallel.expert > 1:
+        sizes += [*shape_of_experts(shape, parallel.expert, tensor), parallel.expert]
+    if parallel.pipeline > 1:
+        sizes += [parallel.pipeline, world_size // parallel.pipeline]
+    return (world_size > 1) + sum(1 < size < world_size for size in sizes)
+
+
+def row_group(world: World, parallel: ParallelConfig) -> tuple[int, int]:
+    """Return the number of this rank's group, and how many groups there are. The ranks of a group process the same
+    rows: `parallel.context` times `parallel.tensor` consecutive ranks of each of the `parallel.pipeline` parts of all
+    ranks.
+
+    Raises:
+        ConfigError: `parallel.context`, `parallel.tensor` or `parallel.pipeline` does not divide the number of ranks.
+    """
+    parallel.check_divides(world.size)
+    groups = world.size // parallel.pipeline // parallel.ranks_per_row
+    return world.rank // parallel.ranks_per_row % groups, groups
+
+
+def mesh_shape(plan: ShardPlan, world_size: int, shard_size: int) -> tuple[int, int]:
+    """Return the (replicate, shard) sizes of the device mesh of a sharding strategy.
+
+    Args:
+        plan: the FSDP2 settings of the strategy.
+        world_size: number of ranks.
+        shard_size: number of ranks over which hybrid strategies shard; other strategies ignore it.
+
+    Raises:
+        ConfigError: a hybrid strategy's `shard_size` does not divide the number of ranks.
+    """
+    if plan.mesh is Mesh.REPLICATE:
+        return world_size, 1
+    if plan.mesh is Mesh.SHARD:
+        return 1, world_size
+    if world_size % shard_size:
+        divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
+        raise ConfigError(
+            f"sharding.shard_size={shard_size} does not divide the {world_size} ranks of this run; "
+            f"choose one of {divisors}"
+        )
+    return world_size // shard_size, shard_size

@@ -1,0 +1,279 @@
+"""Plan which weights of a language model tensor parallelism divides among ranks, and how, from what transformers says
+about the model (`base_model_tp_plan` of its configuration).
+
+Outputs of the first linear layers of attention and of an MLP are divided, so that a rank computes some of the heads and
+of the intermediate channels; the last linear layer sums. Between them (residuals, norms) a rank computes its own
+positions of each row, and so it does in the layers of a mixture of experts (router, experts), each of which computes
+token by token. The other parts (vision tower, projector, last norm) are computed by every rank.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import nn
+from transformers import PretrainedConfig
+
+from llava_fsdp.model.blocks import find_blocks
+from llava_fsdp.model.experts import find_experts
+from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.lora_names import ADAPTER
+from llava_fsdp.model.sample_dropout import SampleDropout
+from llava_fsdp.parallel.tensor.tensor_cut import Cut
+from llava_fsdp.runtime.errors import ConfigError
+
+KEYS = ("k_proj", "qkv_proj", "query_key_value")
+"""Last parts of the names of the layers that compute the keys."""
+LANGUAGE = "language_model."
+DIVIDED = (Cut.COLWISE, Cut.ROWWISE)
+"""Styles that divide what is between two layers of a module."""
+
+
+def tensor_plan(model: Llava, size: int) -> dict[str, Cut]:
+    """Return how the weights of a model are divided among `size` ranks: a style for each module or parameter that is
+    divided, by its full name.
+
+    Args:
+        model: the model on the meta device, with its adapters.
+
+    Raises:
+        ConfigError: the language model has no plan, or one with a style that is not supported, or sizes that cannot be
+            divided, or weights that the plan does not mention.
+    """
+    language = model.language_model
+    refuse_dropout(model.parts.language, size)
+    mixtures = mixtures_of(language, size)
+    modules = {name: module for name, module in language.named_modules() if not is_inside(name, mixtures)}
+    parameters = {name: weight for name, weight in language.named_parameters() if not is_inside(name, mixtures)}
+    found = {LANGUAGE + name: cut for mixture in mixtures for name, cut in in_mixture(language, mixture, size).items()}
+    for name, style in styles_of(model.parts.language, modules, parameters, size).items():
+        if name in parameters:
+            found[LANGUAGE + name] = Cut.PARAMETER
+        elif style is not Cut.OWNER:
+            check_sizes(name, modules[name], style, size)
+            found |= {LANGUAGE + own: cut for own, cut in with_adapter(name, modules[name], style).items()}
+    refuse_forgotten(language, found, size)
+    found |= between_layers(language, found, size, mixtures)
+    embedding = language.get_input_embeddings()
+    check_vocabulary(model.parts.language.vocab_size, size)
+    names = {module: name for name, module in modules.items()}
+    return found | {LANGUAGE + names[embedding]: Cut.EMBEDDING, "lm_head": Cut.OUTPUT}
+
+
+def mixtures_of(language: nn.Module, size: int) -> list[str]:
+    """Return the names of the modules that each hold the router and the experts of a layer.
+
+    Raises:
+        ConfigError: a block of the language model is such a module itself: its attention would not be divided.
+    """
+    found = list(dict.fromkeys(owner(name) for name in find_experts(language)))
+    blocks = set(find_blocks(language))
+    for name in found:
+        if language.get_submodule(name) in blocks:
+            raise ConfigError(
+                f"parallel.tensor={size}: the experts of {type(language).__name__} belong to {name}, which also has "
+                "attention; this is not supported, set parallel.tensor=1"
+            )
+    return found
+
+
+def is_inside(name: str, modules: Iterable[str]) -> bool:
+    """Return whether a module or parameter is inside one of some modules; all are given by name."""
+    return any(name.startswith(f"{module}.") for module in modules)
+
+
+def in_mixture(language: nn.Module, name: str, size: int) -> dict[str, Cut]:
+    """Return the style of the weights of a module with a router and experts, by the names of their modules in the
+    language model. The experts are not among them: other ranks share them (`parallel.expert`).
+
+    Args:
+        name: name of the module in the language model.
+
+    Raises:
+        ConfigError: an adapter in it has dropout, whose mask would be that of other positions than the rank's own.
+    """
+    experts = set(find_experts(language).values())
+    found = {}
+    for own, module in language.get_submodule(name).named_modules(prefix=name):
+        if isinstance(module, SampleDropout):
+            raise ConfigError(
+                f"parallel.tensor={size} with model.lora.dropout is not supported for adapters beside experts ({own}); "
+                "set model.lora.dropout=0, or parallel.tensor=1"
+            )
+        if module not in experts and list(module.parameters(recurse=False)):
+            found[own] = Cut.SUMMED
+    return found
+
+
+def styles_of(
+    config: PretrainedConfig, modules: Mapping[str, nn.Module], parameters: Mapping[str, nn.Parameter], size: int
+) -> dict[str, Cut]:
+    """Return the styles of transformers' plan for a language model, by the names of its modules and parameters.
+
+    Args:
+        config: the language model's configuration.
+        modules: its modules by name.
+        parameters: its parameters by name.
+        size: number of ranks.
+
+    Raises:
+        ConfigError: there is no plan, a style is unknown, or the heads cannot be divided.
+    """
+    plan = getattr(config, "base_model_tp_plan", None)
+    if not plan:
+        raise ConfigError(
+            f"parallel.tensor={size}: transformers has no plan (base_model_tp_plan) for dividing a "
+            f"{config.model_type}; set parallel.tensor=1"
+        )
+    known = {cut.value: cut for cut in Cut if cut not in (Cut.PARAMETER, Cut.EMBEDDING, Cut.OUTPUT)}
+    found: dict[str, Cut] = {}
+    for name in (*modules, *parameters):
+        style = plan.get(re.sub(r"(?<![^.])\d+(?![^.])", "*", name))  # whole numbers between points, not those of `fc1`
+        if style is None:
+            continue
+        if style not in known:
+            raise ConfigError(
+                f"parallel.tensor={size}: transformers' plan for a {config.model_type} divides {name} by the style "
+                f"{style}, which is not supported; set parallel.tensor=1"
+            )
+        found[name] = known[style]
+    if any(cut is Cut.COLWISE and name.endswith(KEYS) for name, cut in found.items()):
+        check_heads(config, size)
+    return found
+
+
+def refuse_dropout(config: PretrainedConfig, size: int) -> None:
+    """Raise ConfigError if blocks change hidden states at random between layers, or before a router: there each rank
+    has its own positions, and would draw other numbers for them than a single rank."""
+    for key in ("residual_dropout", "resid_pdrop", "hidden_dropout", "router_jitter_noise", "input_jitter_noise"):
+        if value := getattr(config, key, None):
+            raise ConfigError(
+                f"parallel.tensor={size}: {key}={value} of the language model is not supported, because each rank has "
+                f"some of the positions; set {key} to 0 in its config.json, or parallel.tensor=1"
+            )
+
+
+def check_heads(config: PretrainedConfig, size: int) -> None:
+    """Raise ConfigError if the heads of attention, or of its keys and values, cannot be divided among `size` ranks."""
+    for key in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config, key, None) or config.num_attention_heads
+        if any(number % size for number in (heads if isinstance(heads, list) else [heads])):
+            raise ConfigError(
+                f"parallel.tensor={size} gives each rank some of the heads, and does not divide {key}={heads} of the "
+                "language model; choose a divisor of it"
+            )
+
+
+def check_sizes(name: str, module: nn.Module, style: Cut, size: int) -> None:
+    """Raise ConfigError if a module is not of a kind that its style divides, or has a size that `size` ranks cannot
+    divide evenly although what it computes stays divided."""
+    if style is Cut.SUMMED:
+        return
+    linear = getattr(module, "base_layer", module)
+    if not isinstance(linear, nn.Linear):
+        raise ConfigError(
+            f"parallel.tensor={size}: {name} is a {type(linear).__name__}, and only linear layers are divided "
+            f"({style.value}); set parallel.tensor=1"
+        )
+    width = {Cut.COLWISE: linear.out_features, Cut.ROWWISE: linear.in_features}.get(style, 0)
+    if width % size:
+        raise ConfigError(
+            f"parallel.tensor={size} does not divide the {width} channels of {name}; choose a divisor of them"
+        )
+
+
+def check_vocabulary(vocabulary: int, size: int) -> None:
+    """Raise ConfigError if a rank would have no token of the vocabulary."""
+    if math.ceil(vocabulary / size) * (size - 1) >= vocabulary:
+        raise ConfigError(f"parallel.tensor={size} is too large for a vocabulary of {vocabulary} tokens")
+
+
+def with_adapter(name: str, module: nn.Module, style: Cut) -> dict[str, Cut]:
+    """Return how a module and its LoRA adapter are divided, by name. The adapter's matrix on the divided side of the
+    layer is divided like the layer. The other matrix is whole on every rank; behind a layer whose outputs are summed,
+    it gets the rank's own positions."""
+    if not hasattr(module, "base_layer"):
+        return {name: style}
+    found = {f"{name}.base_layer": style}
+    if style is Cut.COLWISE:
+        found[f"{name}.lora_B.{ADAPTER}"] = style
+    if style in (Cut.ROWWISE, Cut.ROWWISE_SPLIT):
+        found |= {f"{name}.lora_A.{ADAPTER}": style, f"{name}.lora_B.{ADAPTER}": Cut.SUMMED}
+    return found
+
+
+def between_layers(language: nn.Module, plan: Mapping[str, Cut], size: int, mixtures: Sequence[str]) -> dict[str, Cut]:
+    """Return the style of the weights of blocks that are used outside of attention and the MLP, by the full names of
+    their modules. A rank computes there with its own positions, and so has a part of the gradient.
+
+    Args:
+        language: the language model.
+        plan: the styles of the other weights by full name.
+        size: number of ranks.
+        mixtures: names of the modules that hold the router and the experts of a layer, which are left out.
+
+    Raises:
+        ConfigError: a weight there is a matrix: its module may need all positions.
+    """
+    parents = {
+        owner(name.removesuffix(".base_layer"))
+        for name, cut in plan.items()
+        if cut in (Cut.COLWISE, Cut.COLWISE_GATHERED) and "lora_" not in name
+    }
+    blocks = set(find_blocks(language))
+    found = {}
+    for block_name, block in language.named_modules():
+        for name, module in block.named_modules(prefix=LANGUAGE + block_name) if block in blocks else ():
+            own = list(module.parameters(recurse=False))
+            if not own or is_inside(f"{name}.", [*parents, *(LANGUAGE + mixture for mixture in mixtures)]):
+                continue
+            if any(weight.dim() > 1 for weight in own):
+                raise ConfigError(
+                    f"parallel.tensor={size}: {name} has a matrix that transformers' plan does not mention. It would "
+                    "get a part of each row's tokens, and it may mix tokens; set parallel.tensor=1"
+                )
+            found[name] = Cut.SUMMED
+    return found
+
+
+def refuse_forgotten(language: nn.Module, plan: Mapping[str, Cut], size: int) -> None:
+    """Raise ConfigError for a weight that the plan does not mention although it is used where data are divided: beside
+    layers that divide them. Each rank would compute only a part of its gradient.
+
+    Args:
+        language: the language model.
+        plan: the styles by full name.
+        size: number of ranks.
+    """
+    parents = {
+        owner(name.removesuffix(".base_layer")) for name, cut in plan.items() if cut in DIVIDED and "lora_" not in name
+    }
+    for name, _ in language.named_parameters():
+        full = LANGUAGE + name
+        if any(full.startswith(f"{parent}.") for parent in parents) and "lora_" not in name:
+            if not {full, owner(full)} & plan.keys():
+                raise ConfigError(
+                    f"parallel.tensor={size}: transformers' plan does not say how {full} is divided, and its "
+                    "neighbours are; set parallel.tensor=1"
+                )
+
+
+def owner(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def divide_dropout(model: nn.Module, plan: Mapping[str, Cut], size: int, index: int) -> None:
+    """Tell the dropout of each adapter whose input is divided which channels this rank has, so that masks are those of
+    one rank.
+
+    Args:
+        plan: the styles by full name.
+        size: number of ranks.
+        index: number of this rank among them.
+    """
+    for name, cut in plan.items():
+        if cut is Cut.ROWWISE and name.endswith(f".lora_A.{ADAPTER}"):
+            layer = model.get_submodule(name.removesuffix(f".lora_A.{ADAPTER}"))
+            dropout = getattr(layer, "lora_dropout")[ADAPTER]  # noqa: B009  not in nn.Module's annotations
+            if isinstance(dropout, SampleDropout):
+                dropout.first_channel = getattr(layer, "in_features") // size * index  # noqa: B009
