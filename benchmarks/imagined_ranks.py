@@ -40,7 +40,7 @@ from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.plan.main import plan
 from llava_fsdp.plan.model_shapes import shapes_of
 from llava_fsdp.plan.planner import peak
-from llava_fsdp.runtime.digests import Digest
+from llava_fsdp.runtime.files.digests import Digest
 from llava_fsdp.train import dry_run
 from llava_fsdp.train.build_model import build_model
 from llava_fsdp.train.build_state import assemble

@@ -89,8 +89,8 @@ def run_ours(plan: dict[str, Any], pack: bool) -> None:
     """`fit` with everything that `train` gives it: reports, heartbeats, votes and a saver."""
     from llava_fsdp.parallel.ranks import mesh as ranks
     from llava_fsdp.parallel.zero import SHARD_PLANS
-    from llava_fsdp.runtime.run_dir import claimed
-    from llava_fsdp.runtime.watchdog import Watchdog
+    from llava_fsdp.runtime.files.run_dir import claimed
+    from llava_fsdp.runtime.process.watchdog import Watchdog
     from llava_fsdp.train.build_state import build_state
     from llava_fsdp.train.loop import fit
     from llava_fsdp.train.metrics import Reporter

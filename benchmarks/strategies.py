@@ -58,7 +58,7 @@ from llava_fsdp.parallel.precision.precision import DTYPES, MasterWeights, store
 from llava_fsdp.parallel.ranks.comm_volume import KINDS, CollectiveBytes
 from llava_fsdp.parallel.ranks.mesh import Meshes, World, distributed, join, make_meshes, read_world
 from llava_fsdp.parallel.zero import SHARD_PLANS, Mesh, ShardPlan
-from llava_fsdp.runtime.host import process_memory
+from llava_fsdp.runtime.process.host import process_memory
 from llava_fsdp.train.build_state import build_state, open_data
 from llava_fsdp.train.loop import clip_gradients, summed, train_step
 from llava_fsdp.train.optimizer import build_optimizer

@@ -14,7 +14,7 @@ import torch
 import warm
 from harness import RankPool
 
-from llava_fsdp.runtime.log import log
+from llava_fsdp.runtime.text.log import log
 
 if TYPE_CHECKING:
     from lives import Run

@@ -1,6 +1,6 @@
 """The command `llava-fsdp`, also `python -m llava_fsdp`: lists all commands, and runs one of them."""
 
-from llava_fsdp.runtime.safe_path import prepare_python
+from llava_fsdp.runtime.process.safe_path import prepare_python
 
 if __name__ == "__main__":
     prepare_python()  # before other imports, which files there might hide

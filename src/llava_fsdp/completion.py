@@ -3,7 +3,7 @@
 For each word to complete, this code calls `llava-fsdp completion words COMMAND WORD`, which prints the completions.
 """
 
-from llava_fsdp.runtime.safe_path import prepare_python
+from llava_fsdp.runtime.process.safe_path import prepare_python
 
 if __name__ == "__main__":
     prepare_python()  # before other imports, which files there might hide

@@ -9,7 +9,7 @@ end, the run is still active or was killed: it is active if its folder is locked
 scheduler's script can compare this step before and after a run.
 """
 
-from llava_fsdp.runtime.safe_path import prepare_python
+from llava_fsdp.runtime.process.safe_path import prepare_python
 
 if __name__ == "__main__":
     prepare_python()  # before other imports, which files there might hide
@@ -21,11 +21,11 @@ from typing import Any
 from llava_fsdp.config import Config, cli
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.exit_codes import ExitCode
-from llava_fsdp.runtime.log import log, setup_logging
-from llava_fsdp.runtime.run_dir import FOLDER, held_by, is_known_free, list_checkpoints, step_of
-from llava_fsdp.runtime.small_json import BadJson, MissingJson
-from llava_fsdp.runtime.status_file import STATUS_FILE, is_without_end, status_of
-from llava_fsdp.runtime.terminal_text import shown_name
+from llava_fsdp.runtime.files.run_dir import FOLDER, held_by, is_known_free, list_checkpoints, step_of
+from llava_fsdp.runtime.files.small_json import BadJson, MissingJson
+from llava_fsdp.runtime.files.status_file import STATUS_FILE, is_without_end, status_of
+from llava_fsdp.runtime.text.log import log, setup_logging
+from llava_fsdp.runtime.text.terminal_text import shown_name
 
 
 def newest_step(output_dir: Path) -> int:

@@ -17,7 +17,7 @@ from tiers import slow_after
 from llava_fsdp.checkpoint import commit, safetensors_stream
 from llava_fsdp.checkpoint.verify import verify
 from llava_fsdp.parallel.ranks.mesh import World
-from llava_fsdp.runtime.run_dir import list_checkpoints
+from llava_fsdp.runtime.files.run_dir import list_checkpoints
 
 BEFORE = [
     "made", "file half", "file written", "agreed", "state written", "adapter half", "adapter written",

@@ -18,8 +18,8 @@ from xxhash import xxh3_128
 from llava_fsdp.checkpoint.manifest import MANIFEST_FILE, STATE_FILE
 from llava_fsdp.checkpoint.verify import newest_together, verify
 from llava_fsdp.parallel.ranks.mesh import World
-from llava_fsdp.runtime.digests import TAIL, sealed
 from llava_fsdp.runtime.errors import CheckpointError
+from llava_fsdp.runtime.files.digests import TAIL, sealed
 
 BESIDE_FILE = "adapter/adapter_model.safetensors"
 FILES = ("rank-00000.safetensors", "rank-00001.safetensors", STATE_FILE, MANIFEST_FILE, BESIDE_FILE)

@@ -21,10 +21,10 @@ from llava_fsdp.checkpoint.state_json import jsonable, parse_facts, render_facts
 from llava_fsdp.config import Config, SourceConfig, schema_keys
 from llava_fsdp.data.batching.batch import Step
 from llava_fsdp.parallel.zero import SHARD_PLANS
-from llava_fsdp.runtime import durable_files
-from llava_fsdp.runtime.durable_files import FILES
 from llava_fsdp.runtime.errors import CheckpointError
-from llava_fsdp.runtime.run_dir import begun_at, list_checkpoints
+from llava_fsdp.runtime.files import durable_files
+from llava_fsdp.runtime.files.durable_files import FILES
+from llava_fsdp.runtime.files.run_dir import begun_at, list_checkpoints
 from llava_fsdp.train import loop
 from llava_fsdp.train import main as train
 from llava_fsdp.train.checkpoint_contents import facts_of

@@ -29,7 +29,7 @@ from llava_fsdp.parallel.ranks.replicas import (
     weighted_sum,
 )
 from llava_fsdp.runtime.errors import ReplicaError
-from llava_fsdp.runtime.run_dir import FOLDER
+from llava_fsdp.runtime.files.run_dir import FOLDER
 from llava_fsdp.train.loop import train_step
 from llava_fsdp.train.replica_check import SHOWN, all_tensors, check_replicas, describe
 from llava_fsdp.train.save_and_stop import open_saver

@@ -9,9 +9,9 @@ from saves import save_steps
 from small import Configure
 
 from llava_fsdp.checkpoint.retention import set_aside_later
-from llava_fsdp.runtime import status_file
 from llava_fsdp.runtime.errors import CheckpointError
-from llava_fsdp.runtime.run_dir import FOLDER, mark_begun
+from llava_fsdp.runtime.files import status_file
+from llava_fsdp.runtime.files.run_dir import FOLDER, mark_begun
 from llava_fsdp.train.resume import choose
 
 

@@ -29,7 +29,7 @@ from llava_fsdp.checkpoint.verify import newest_alone, verify
 from llava_fsdp.config import OnSaveError
 from llava_fsdp.parallel.ranks.mesh import World, is_lost_peer
 from llava_fsdp.runtime.errors import CheckpointError, NumericError
-from llava_fsdp.runtime.run_dir import folder_name, list_checkpoints, step_of
+from llava_fsdp.runtime.files.run_dir import folder_name, list_checkpoints, step_of
 
 WARN = OnSaveError.warn
 
@@ -268,7 +268,7 @@ def test_weights_that_are_not_finite_are_never_saved(pools: dict[int, RankPool],
 
 def test_no_room_is_said_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = {"model.a": torch.zeros(1000)}
-    monkeypatch.setattr("llava_fsdp.runtime.durable_files.free_bytes", lambda _: 4799)
+    monkeypatch.setattr("llava_fsdp.runtime.files.durable_files.free_bytes", lambda _: 4799)
     with pytest.raises(CheckpointError) as caught:
         saver_of(tmp_path, tensors)
     assert "No space left" in str(caught.value) and str(tmp_path) in str(caught.value)
@@ -411,7 +411,7 @@ def test_every_rank_s_part_and_the_adapters_need_room(tmp_path: Path, monkeypatc
     monkeypatch.setattr(saver_module, "gathered", lambda nbytes, _: [nbytes, other])
     monkeypatch.setattr(saver_module, "fits", lambda *_: False)
     for free, fits in ((int(needed * 1.2), True), (int(needed * 1.2) - 1, False)):
-        monkeypatch.setattr("llava_fsdp.runtime.durable_files.free_bytes", lambda _, free=free: free)
+        monkeypatch.setattr("llava_fsdp.runtime.files.durable_files.free_bytes", lambda _, free=free: free)
         with contextlib.nullcontext() if fits else pytest.raises(CheckpointError, match="No space left"):
             saver = saver_of(tmp_path, tensors, with_adapter=True)
             assert saver.committer.needed == needed
@@ -639,7 +639,7 @@ def test_a_disk_without_room_for_another_checkpoint_has_nothing_of_it(
     saver = saver_of(tmp_path, whole_tensors(1))
     saver.save_step(1)
     saver.wait()
-    monkeypatch.setattr("llava_fsdp.runtime.durable_files.free_bytes", lambda _: 0)
+    monkeypatch.setattr("llava_fsdp.runtime.files.durable_files.free_bytes", lambda _: 0)
     saver.save_step(2)
     with pytest.raises(CheckpointError):
         saver.close()

@@ -32,7 +32,7 @@ from llava_fsdp.evaluate.check_images import check_images, folder_of
 from llava_fsdp.evaluate.main import with_paths
 from llava_fsdp.evaluate.read_questions import first_question
 from llava_fsdp.runtime.errors import DataError, ImageError, RemoteAway, RemoteForbidden, RemoteGone, SourceError
-from llava_fsdp.runtime.progress import watch_silently
+from llava_fsdp.runtime.text.progress import watch_silently
 
 SKIP = ("data.bad_records=skip", "data.max_bad_records=100%")
 

@@ -32,8 +32,8 @@ from llava_fsdp.doctor.network import Interface
 from llava_fsdp.parallel.ranks.mesh import World
 from llava_fsdp.plan.hardware import PROCESS, Machine
 from llava_fsdp.runtime.errors import ConfigError
-from llava_fsdp.runtime.host import Host
-from llava_fsdp.runtime.humanize import readable
+from llava_fsdp.runtime.process.host import Host
+from llava_fsdp.runtime.text.humanize import readable
 
 GIB = 1 << 30
 Judged = Callable[[], Iterable[Finding]]
@@ -773,7 +773,7 @@ def test_text_of_sizes_errors_and_programs() -> None:
 
 
 HANGS = """import os, pathlib, sys, time
-from llava_fsdp.runtime.process_end import end_with
+from llava_fsdp.runtime.process.process_end import end_with
 end_with(os.getppid())
 rank = os.environ["RANK"]
 pathlib.Path(sys.argv[1], f"rank-{rank}").write_text("started\\n" + "joined\\n" * (rank == "0"))

@@ -29,8 +29,8 @@ from llava_fsdp.evaluate.references import answers_in_entry
 from llava_fsdp.evaluate.results import groups_of, number_text, score_all, submission_of, table_of
 from llava_fsdp.evaluate.scienceqa_files import annotate_problems, read_choice_record
 from llava_fsdp.evaluate.vqa_files import annotate_textvqa, annotate_vqa, bare_question, check_ten, read_vqa_questions
-from llava_fsdp.runtime.digests import digest_of_file
 from llava_fsdp.runtime.errors import CommunicationError, ConfigError, DataError, StorageError
+from llava_fsdp.runtime.files.digests import digest_of_file
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ from llava_fsdp.model.pretrained_config import check_named_base, read_model
 from llava_fsdp.model.weight_names import in_adapter, ours
 from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.runtime.errors import CheckpointError, ConfigError, ModelError
-from llava_fsdp.runtime.provenance import check_folder
+from llava_fsdp.runtime.files.provenance import check_folder
 from llava_fsdp.train import main as train
 from llava_fsdp.train.final_export import plain_model
 from llava_fsdp.train.resume import resume

@@ -21,7 +21,7 @@ from llava_fsdp.export.source_model import open_source
 from llava_fsdp.model.base_config import BASE_CONFIG, base_config, differences
 from llava_fsdp.model.pretrained import separate_parts
 from llava_fsdp.runtime.errors import ModelError
-from llava_fsdp.runtime.provenance import NOTES, read_notes, seal
+from llava_fsdp.runtime.files.provenance import NOTES, read_notes, seal
 from llava_fsdp.train import main as train
 
 GRANITE = {

@@ -25,9 +25,9 @@ from llava_fsdp.model.pretrained import (
 )
 from llava_fsdp.model.weight_names import ours
 from llava_fsdp.runtime.errors import ConfigError, ModelError
-from llava_fsdp.runtime.provenance import NOTES
-from llava_fsdp.runtime.run_dir import FOLDER
-from llava_fsdp.runtime.unfinished import earlier_export
+from llava_fsdp.runtime.files.provenance import NOTES
+from llava_fsdp.runtime.files.run_dir import FOLDER
+from llava_fsdp.runtime.files.unfinished import earlier_export
 from llava_fsdp.train import main as train
 from llava_fsdp.train.preflight import warn_if_refused
 

@@ -22,7 +22,7 @@ from llava_fsdp.export.source_model import (
     source_of_folder,
 )
 from llava_fsdp.runtime.errors import CheckpointError, ConfigError, DamagedModel, ModelError
-from llava_fsdp.runtime.run_dir import FOLDER, list_checkpoints
+from llava_fsdp.runtime.files.run_dir import FOLDER, list_checkpoints
 
 MODEL: Any = SimpleNamespace(parts=SimpleNamespace(grid_pinpoints=None, max_tiles=None))
 PARTS: Any = SimpleNamespace(language="its language", vision="its tower")

@@ -22,7 +22,7 @@ from tiers import slow_after
 from within_limits import within_limits
 
 from llava_fsdp.runtime.errors import LlavaFsdpError
-from llava_fsdp.runtime.terminal_text import shown_text
+from llava_fsdp.runtime.text.terminal_text import shown_text
 
 TEXT = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
 ASKS = [{"from": "human", "value": "<image>\na"}, {"from": "gpt", "value": "b"}]

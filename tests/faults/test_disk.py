@@ -16,7 +16,7 @@ from traps import full_log
 
 from llava_fsdp.export.main import export
 from llava_fsdp.runtime.errors import CheckpointError, ConfigError
-from llava_fsdp.runtime.jsonl import Rows
+from llava_fsdp.runtime.files.jsonl import Rows
 from llava_fsdp.train import main as train
 
 

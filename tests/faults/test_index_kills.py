@@ -19,7 +19,7 @@ from tiers import slow_after
 
 from llava_fsdp.data.index import build
 from llava_fsdp.data.index.build import Plan, open_index
-from llava_fsdp.runtime.progress import watch_silently
+from llava_fsdp.runtime.text.progress import watch_silently
 
 NOT_COMPARED = (".tmp", ".looked", "lock")
 """Ends of names of files that may differ: temporary files of killed processes, and two files without results."""

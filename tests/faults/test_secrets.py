@@ -12,7 +12,7 @@ from traps import no_network
 
 from llava_fsdp.config import Config, cli, load
 from llava_fsdp.runtime.errors import ConfigError
-from llava_fsdp.runtime.redact import (
+from llava_fsdp.runtime.text.redact import (
     HIDDEN,
     has_secret,
     is_secret_name,

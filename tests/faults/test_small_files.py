@@ -17,14 +17,13 @@ from llava_fsdp.data.index.integrity import read_json
 from llava_fsdp.data.index.source_state import KNOWN, read_known
 from llava_fsdp.report import main as report
 from llava_fsdp.report.run_reader import JOB_FILE
-from llava_fsdp.runtime.digests import sealed
 from llava_fsdp.runtime.errors import CheckpointError, ConfigError, DamagedError, DamagedModel
 from llava_fsdp.runtime.exit_codes import ENDINGS, ExitCode
-from llava_fsdp.runtime.heartbeat import read_beat
-from llava_fsdp.runtime.provenance import NOTES, files_of, read_notes
-from llava_fsdp.runtime.run_dir import BEGUN_FILE, LOCK_FILE, begun_at, claimed, held_by
-from llava_fsdp.runtime.small_json import BadJson, MissingJson, parse_object, read_object
-from llava_fsdp.runtime.status_file import (
+from llava_fsdp.runtime.files.digests import sealed
+from llava_fsdp.runtime.files.provenance import NOTES, files_of, read_notes
+from llava_fsdp.runtime.files.run_dir import BEGUN_FILE, LOCK_FILE, begun_at, claimed, held_by
+from llava_fsdp.runtime.files.small_json import BadJson, MissingJson, parse_object, read_object
+from llava_fsdp.runtime.files.status_file import (
     FIRST_FAILURE,
     STATUS_FILE,
     Outcome,
@@ -33,6 +32,7 @@ from llava_fsdp.runtime.status_file import (
     read_status,
     write_ending,
 )
+from llava_fsdp.runtime.process.heartbeat import read_beat
 from llava_fsdp.sweep.job import Job, read_jobs
 from llava_fsdp.sweep.results import write_page
 

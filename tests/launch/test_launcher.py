@@ -21,8 +21,8 @@ from llava_fsdp.config import Config, ParallelConfig
 from llava_fsdp.config.help import asked_help, first_sentence, meanings, render_help
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.exit_codes import ENDINGS
-from llava_fsdp.runtime.status_file import Outcome, previous_status, put_status
-from llava_fsdp.runtime.watchdog import SAME_KEY_PRESS
+from llava_fsdp.runtime.files.status_file import Outcome, previous_status, put_status
+from llava_fsdp.runtime.process.watchdog import SAME_KEY_PRESS
 from llava_fsdp.train import agent, launcher
 from llava_fsdp.train.launcher import (
     TORCHRUN_PROGRAM,

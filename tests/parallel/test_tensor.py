@@ -44,7 +44,7 @@ from llava_fsdp.parallel.tensor.tensor_parallel import cut_model
 from llava_fsdp.parallel.zero import begin_micro_batch
 from llava_fsdp.plan.auto import settle_packing
 from llava_fsdp.runtime.errors import ConfigError
-from llava_fsdp.runtime.run_dir import FOLDER
+from llava_fsdp.runtime.files.run_dir import FOLDER
 from llava_fsdp.train.checkpoint_contents import tensors
 from llava_fsdp.train.preflight import open_model
 from llava_fsdp.train.save_and_stop import open_saver

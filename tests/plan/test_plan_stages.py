@@ -12,7 +12,7 @@ from small import command_config
 
 from llava_fsdp.config import PlanConfig
 from llava_fsdp.plan.main import plan
-from llava_fsdp.runtime.progress import StageLine
+from llava_fsdp.runtime.text.progress import StageLine
 
 
 class Terminal(io.StringIO):

@@ -13,7 +13,7 @@ from llava_fsdp.plan.hardware import machine_named
 from llava_fsdp.plan.planner import Planner
 from llava_fsdp.plan.published_formulas import formulas, zero
 from llava_fsdp.plan.step_time import volume
-from llava_fsdp.runtime.run_dir import FOLDER
+from llava_fsdp.runtime.files.run_dir import FOLDER
 from llava_fsdp.train import main as train
 from llava_fsdp.train.checkpoint_contents import tensors
 from llava_fsdp.train.loop import train_step

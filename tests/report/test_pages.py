@@ -28,7 +28,7 @@ from llava_fsdp.report.results import read_results
 from llava_fsdp.report.run_page import header, tiles
 from llava_fsdp.report.run_reader import Run, read_run, runs_in
 from llava_fsdp.report.svg import Chart, Line, draw
-from llava_fsdp.runtime.humanize import duration
+from llava_fsdp.runtime.text.humanize import duration
 from llava_fsdp.sweep import results as sweep_results
 from llava_fsdp.sweep.job import Job, read_jobs
 

@@ -6,10 +6,10 @@ import pytest
 from xxhash import xxh3_128
 
 from llava_fsdp.export.check_folders import check_artifacts
-from llava_fsdp.runtime import digests
-from llava_fsdp.runtime.digests import Digest, digest_of, digest_of_file, share
 from llava_fsdp.runtime.errors import DamagedModel
-from llava_fsdp.runtime.provenance import checked_name, files_of, is_older, read_digest, refuse_strangers, seal
+from llava_fsdp.runtime.files import digests
+from llava_fsdp.runtime.files.digests import Digest, digest_of, digest_of_file, share
+from llava_fsdp.runtime.files.provenance import checked_name, files_of, is_older, read_digest, refuse_strangers, seal
 
 
 def test_every_file_is_digested_once_and_bytes_are_even() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llava_fsdp.runtime.durable_files import make_empty, new_file, replace_file, replacing, sync_tree
+from llava_fsdp.runtime.files.durable_files import make_empty, new_file, replace_file, replacing, sync_tree
 
 
 def test_a_file_that_cannot_be_replaced_stays_and_nothing_is_left_beside_it(

@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from llava_fsdp.runtime import watchdog as module
 from llava_fsdp.runtime.exit_codes import ENDINGS
-from llava_fsdp.runtime.heartbeat import Phase
-from llava_fsdp.runtime.status_file import STATUS_FILE, Outcome, first_failure, put_status, write_ending
-from llava_fsdp.runtime.watchdog import SHORTEST_SILENCE, SILENT_STEPS, Watchdog
+from llava_fsdp.runtime.files.status_file import STATUS_FILE, Outcome, first_failure, put_status, write_ending
+from llava_fsdp.runtime.process import watchdog as module
+from llava_fsdp.runtime.process.heartbeat import Phase
+from llava_fsdp.runtime.process.watchdog import SHORTEST_SILENCE, SILENT_STEPS, Watchdog
 
 STUCK = """
 import ctypes, os, signal, sys
 from pathlib import Path
-from llava_fsdp.runtime.watchdog import Watchdog
+from llava_fsdp.runtime.process.watchdog import Watchdog
 folder, limit = Path(sys.argv[1]), int(sys.argv[2])
 with Watchdog(folder, 1, limit, None) as watchdog, watchdog.watching_peers([(1, "here", os.getpid())], is_guarded=True):
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # it goes to another thread, and does not end the sleep
@@ -30,7 +30,8 @@ with Watchdog(folder, 1, limit, None) as watchdog, watchdog.watching_peers([(1, 
 GUARD = """
 import json, sys
 from pathlib import Path
-from llava_fsdp.runtime import guard, status_file
+from llava_fsdp.runtime.files import status_file
+from llava_fsdp.runtime.process import guard
 guard.SILENT, guard.GRACE, guard.STOPPED = 0.3, 0.3, float(sys.argv[4])
 status_file.PATIENCE = 0.1  # else a rank that is killed by mistake outlives the test
 print("ready", flush=True)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from llava_fsdp.checkpoint import snapshot
-from llava_fsdp.runtime.host import Host, cgroups, limit_of, quota_of, read_host, used_of
+from llava_fsdp.runtime.process.host import Host, cgroups, limit_of, quota_of, read_host, used_of
 
 
 def machine(**more: Any) -> Host:

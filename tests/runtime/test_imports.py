@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from llava_fsdp.runtime.errors import ConfigError
-from llava_fsdp.runtime.imports import broken_package, importing
+from llava_fsdp.runtime.process.imports import broken_package, importing
 
 ALONE = """
 import gc
-from llava_fsdp.runtime.imports import importing
+from llava_fsdp.runtime.process.imports import importing
 with importing():
     assert not gc.isenabled()
     import json

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from llava_fsdp.runtime.limited_process import Answer, LimitBroken, LimitedProcess, Work
+from llava_fsdp.runtime.process.limited_process import Answer, LimitBroken, LimitedProcess, Work
 
 ENDS_BY = """
 import os, sys
 from test_limited_process import make
-from llava_fsdp.runtime.limited_process import LimitedProcess
+from llava_fsdp.runtime.process.limited_process import LimitedProcess
 
 process = LimitedProcess(make, 1, 64)
 print(process({"do": "pid"})[0]["pid"], flush=True)

@@ -9,10 +9,10 @@ import pytest
 from llava_fsdp.checkpoint.verify import read_small
 from llava_fsdp.data.images import check
 from llava_fsdp.migrate import inputs
-from llava_fsdp.runtime import provenance
 from llava_fsdp.runtime.errors import CheckpointError, ConfigError, DamagedModel, ImageError, ModelError
-from llava_fsdp.runtime.safe_load import read_json, read_text, refuse_yaml_bombs
-from llava_fsdp.runtime.small_json import BadJson, read_bytes, read_object
+from llava_fsdp.runtime.files import provenance
+from llava_fsdp.runtime.files.safe_load import read_json, read_text, refuse_yaml_bombs
+from llava_fsdp.runtime.files.small_json import BadJson, read_bytes, read_object
 
 SIZE = 16
 READERS: dict[str, tuple[type[Exception], Callable[[Path], Any]]] = {

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from llava_fsdp.runtime import progress
-from llava_fsdp.runtime.humanize import duration, readable
-from llava_fsdp.runtime.log import NOISE, leave_noise_out, log, setup_logging
+from llava_fsdp.runtime.text import progress
+from llava_fsdp.runtime.text.humanize import duration, readable
+from llava_fsdp.runtime.text.log import NOISE, leave_noise_out, log, setup_logging
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from lives import TELLS_ALWAYS, Run, children, gone
 
-from llava_fsdp.runtime.heartbeat import Phase, read_beat
-from llava_fsdp.runtime.watchdog import SAME_KEY_PRESS
+from llava_fsdp.runtime.process.heartbeat import Phase, read_beat
+from llava_fsdp.runtime.process.watchdog import SAME_KEY_PRESS
 
 pytestmark = pytest.mark.e2e
 Start = Callable[..., Run]

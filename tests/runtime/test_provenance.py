@@ -24,11 +24,11 @@ from llava_fsdp.export.source_model import open_source
 from llava_fsdp.model import pretrained as parts_module
 from llava_fsdp.model.lora_files import open_adapter
 from llava_fsdp.parallel.ranks.mesh import World
-from llava_fsdp.runtime import provenance
-from llava_fsdp.runtime.digests import digest_of_file
 from llava_fsdp.runtime.errors import ConfigError, DamagedModel, ModelError
 from llava_fsdp.runtime.exit_codes import ExitCode
-from llava_fsdp.runtime.provenance import NOTES, README, check_folder, read_notes
+from llava_fsdp.runtime.files import provenance
+from llava_fsdp.runtime.files.digests import digest_of_file
+from llava_fsdp.runtime.files.provenance import NOTES, README, check_folder, read_notes
 from llava_fsdp.train import main as train
 
 SHORT = ["max_steps=1", "global_batch_size=4", "micro_batch_size=4", "data.max_length=128", "checkpoint.every=1"]

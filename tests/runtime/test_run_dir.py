@@ -17,13 +17,12 @@ from pathlib import Path
 import pytest
 
 from llava_fsdp import status
-from llava_fsdp.runtime import errors, launch, run_dir, run_dir_watch, status_file
+from llava_fsdp.runtime import errors
 from llava_fsdp.runtime.errors import FolderInUse
 from llava_fsdp.runtime.exit_codes import ENDINGS, ExitCode
-from llava_fsdp.runtime.heartbeat import FOLDER as HEARTBEATS
-from llava_fsdp.runtime.heartbeat import Beat, Phase, put_beat
-from llava_fsdp.runtime.jsonl import append, read_rows
-from llava_fsdp.runtime.run_dir import (
+from llava_fsdp.runtime.files import run_dir, run_dir_watch, status_file
+from llava_fsdp.runtime.files.jsonl import append, read_rows
+from llava_fsdp.runtime.files.run_dir import (
     begun_at,
     claimed,
     is_known_free,
@@ -32,14 +31,24 @@ from llava_fsdp.runtime.run_dir import (
     mark_begun,
     refuse_in_use,
 )
-from llava_fsdp.runtime.run_dir_watch import RunDirLock
-from llava_fsdp.runtime.status_file import Outcome, final_status, first_failure, put_status, read_status, write_ending
-from llava_fsdp.runtime.watchdog import Watchdog, open_new
+from llava_fsdp.runtime.files.run_dir_watch import RunDirLock
+from llava_fsdp.runtime.files.status_file import (
+    Outcome,
+    final_status,
+    first_failure,
+    put_status,
+    read_status,
+    write_ending,
+)
+from llava_fsdp.runtime.process import launch
+from llava_fsdp.runtime.process.heartbeat import FOLDER as HEARTBEATS
+from llava_fsdp.runtime.process.heartbeat import Beat, Phase, put_beat
+from llava_fsdp.runtime.process.watchdog import Watchdog, open_new
 
 HOLDER = """
     import os, sys, time
     from pathlib import Path
-    from llava_fsdp.runtime.run_dir import claimed
+    from llava_fsdp.runtime.files.run_dir import claimed
     with claimed(Path(sys.argv[1]), 0):
         child = os.fork()  # as a data worker: it outlives us for a while
         if child:
@@ -336,7 +345,8 @@ def test_a_run_that_was_killed_is_told_from_one_under_way(tmp_path: Path) -> Non
     assert [done.returncode for done in said] == [75, 75]
     assert f"process {holder.pid} on {os.uname().nodename} is under way" in said[0].stderr
     assert "asked to stop (SIGTERM), and was killed before it had stopped" in said[1].stderr
-    start = "import sys, pathlib, llava_fsdp.runtime.log as l, llava_fsdp.runtime.run_dir as r; l.setup_logging()\n"
+    start = "import sys, pathlib, llava_fsdp.runtime.text.log as l, llava_fsdp.runtime.files.run_dir as r\n"
+    start += "l.setup_logging()\n"
     start += "with r.claimed(pathlib.Path(sys.argv[1]), 0): pass"
     for expected in ("was killed while it was stopping, asked to by SIGTERM", "was killed while it was running"):
         done = subprocess.run([sys.executable, "-c", start, str(tmp_path)], check=True, capture_output=True, text=True)

@@ -14,17 +14,17 @@ from pathlib import Path
 import pytest
 
 from llava_fsdp.config import cli
-from llava_fsdp.runtime import os_errors, run_dir, status_file
 from llava_fsdp.runtime.errors import ConfigError, FolderLost
 from llava_fsdp.runtime.exit_codes import ENDINGS, ExitCode
-from llava_fsdp.runtime.heartbeat import Phase
-from llava_fsdp.runtime.jsonl import Rows, replace_lines
-from llava_fsdp.runtime.log import setup_logging
-from llava_fsdp.runtime.os_errors import free_bytes, free_inodes, why
-from llava_fsdp.runtime.run_dir import claimed, held_by
-from llava_fsdp.runtime.run_dir_watch import RunDirLock
-from llava_fsdp.runtime.status_file import Outcome, first_failure, put_status, read_status, write_ending
-from llava_fsdp.runtime.watchdog import SAME_KEY_PRESS, Watchdog
+from llava_fsdp.runtime.files import os_errors, run_dir, status_file
+from llava_fsdp.runtime.files.jsonl import Rows, replace_lines
+from llava_fsdp.runtime.files.os_errors import free_bytes, free_inodes, why
+from llava_fsdp.runtime.files.run_dir import claimed, held_by
+from llava_fsdp.runtime.files.run_dir_watch import RunDirLock
+from llava_fsdp.runtime.files.status_file import Outcome, first_failure, put_status, read_status, write_ending
+from llava_fsdp.runtime.process.heartbeat import Phase
+from llava_fsdp.runtime.process.watchdog import SAME_KEY_PRESS, Watchdog
+from llava_fsdp.runtime.text.log import setup_logging
 from llava_fsdp.train.live_page import rewrite_page
 
 CODES = ["ESTALE", "EIO", "EACCES", "ENOSPC", "EROFS"]
@@ -33,9 +33,7 @@ CALLS = ["stat", "lstat", "open", "fsync", "replace", "link", "unlink"]
 
 def lock_from_elsewhere(folder: Path) -> bool:
     """Whether another process finds the folder locked; this one would let its own lock go by looking."""
-    look = (
-        "import sys, pathlib, llava_fsdp.runtime.run_dir as r; print(r.held_by(pathlib.Path(sys.argv[1])) is not None)"
-    )
+    look = "import sys, pathlib, llava_fsdp.runtime.files.run_dir as r; print(r.held_by(pathlib.Path(sys.argv[1])) is not None)"
     asked = [sys.executable, "-c", look, str(folder)]
     return subprocess.run(asked, check=True, capture_output=True, text=True).stdout == "True\n"
 
@@ -75,7 +73,7 @@ def test_a_lock_that_is_gone_is_made_again(how: str, tmp_path: Path) -> None:
 HOLDER = """
     import sys, time
     from pathlib import Path
-    from llava_fsdp.runtime.run_dir import claimed
+    from llava_fsdp.runtime.files.run_dir import claimed
     with claimed(Path(sys.argv[1]), 0):
         print("held", flush=True)
         time.sleep(60)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from llava_fsdp.runtime.errors import ConfigError, DamagedModel, ModelError
-from llava_fsdp.runtime.safe_load import (
+from llava_fsdp.runtime.files.safe_load import (
     file_beside,
     foreign,
     is_open_to_others,

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from llava_fsdp.runtime.safe_path import prepare_python
+from llava_fsdp.runtime.process.safe_path import prepare_python
 
 HIDING = ("random", "json", "logging", "dataclasses", "inspect", "copy", "difflib", "yaml", "torch")
 

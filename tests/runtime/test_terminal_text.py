@@ -20,10 +20,10 @@ from llava_fsdp.data.batching.workers import WorkerStatus
 from llava_fsdp.data.records.record import name_record
 from llava_fsdp.prepare.main import prepare
 from llava_fsdp.report import main as report
-from llava_fsdp.runtime.console import TextConsole
 from llava_fsdp.runtime.errors import DataError, ImageError
-from llava_fsdp.runtime.log import log, setup_logging
-from llava_fsdp.runtime.terminal_text import Guarded, guard_streams, shown_name, shown_text
+from llava_fsdp.runtime.text.console import TextConsole
+from llava_fsdp.runtime.text.log import log, setup_logging
+from llava_fsdp.runtime.text.terminal_text import Guarded, guard_streams, shown_name, shown_text
 from llava_fsdp.train import main as train
 
 FORGED = "ERROR forged: all is lost"

@@ -10,8 +10,8 @@ from xxhash import xxh3_128
 
 from llava_fsdp.checkpoint.manifest import MANIFEST_FILE, STATE_FILE
 from llava_fsdp.export import formats
-from llava_fsdp.runtime.digests import sealed
-from llava_fsdp.runtime.provenance import NOTES, seal
+from llava_fsdp.runtime.files.digests import sealed
+from llava_fsdp.runtime.files.provenance import NOTES, seal
 
 
 def forge_facts(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:

@@ -24,7 +24,7 @@ from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.pretrained import find_parts
 from llava_fsdp.model.tensor_files import open_tensors
 from llava_fsdp.plan.auto import recorded
-from llava_fsdp.runtime.progress import watch_silently
+from llava_fsdp.runtime.text.progress import watch_silently
 from llava_fsdp.train.build_model import shape_of
 
 TENSORS = {"a.weight": torch.arange(12.0).view(4, 3), "b.weight": torch.ones(5, dtype=torch.bfloat16)}

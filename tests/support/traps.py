@@ -57,7 +57,7 @@ def full_log(first: int, last: int) -> None:
     """No row can be written from step `first` to step `last`: the disk is full."""
     import errno
 
-    from llava_fsdp.runtime.jsonl import Rows
+    from llava_fsdp.runtime.files.jsonl import Rows
 
     write = Rows.write
     tried = [0]

@@ -27,9 +27,9 @@ from llava_fsdp.report.results import Results, read_results
 from llava_fsdp.report.run_reader import JOB_FILE, runs_in
 from llava_fsdp.runtime.errors import ConfigError, LlavaFsdpError
 from llava_fsdp.runtime.exit_codes import ExitCode
-from llava_fsdp.runtime.log import setup_logging
-from llava_fsdp.runtime.run_dir import restored_umask
-from llava_fsdp.runtime.status_file import mode_of
+from llava_fsdp.runtime.files.run_dir import restored_umask
+from llava_fsdp.runtime.files.status_file import mode_of
+from llava_fsdp.runtime.text.log import setup_logging
 from llava_fsdp.sweep import gpu_locks, hydra_process, torchrun
 from llava_fsdp.sweep import main as sweep
 from llava_fsdp.sweep.gpu_locks import Device, check_devices, list_devices, locked
@@ -218,8 +218,8 @@ def test_reason_of_a_failure(tmp_path: Path) -> None:
 REFUSED = """
 import pathlib, sys
 from llava_fsdp.runtime.exit_codes import ENDINGS
-from llava_fsdp.runtime.run_dir import claimed
-from llava_fsdp.runtime.status_file import Outcome, write_ending
+from llava_fsdp.runtime.files.run_dir import claimed
+from llava_fsdp.runtime.files.status_file import Outcome, write_ending
 folder = pathlib.Path(sys.argv[1])
 with claimed(folder, 0):
     write_ending(folder, Outcome(ENDINGS[sys.argv[2]], "another recipe's"))

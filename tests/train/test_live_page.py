@@ -136,7 +136,7 @@ def test_a_process_that_is_ended_leaves_no_part_of_a_page(parts: Path, dataset: 
     interrupted = """
 import os, signal, sys
 from llava_fsdp.train import live_page
-from llava_fsdp.runtime.durable_files import replacing
+from llava_fsdp.runtime.files.durable_files import replacing
 
 def write_half(path, page, *folders):
     with replacing(path) as file:

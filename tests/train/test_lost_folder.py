@@ -14,8 +14,8 @@ from llava_fsdp.checkpoint.commit import Committer
 from llava_fsdp.checkpoint.verify import verify
 from llava_fsdp.config import Config
 from llava_fsdp.runtime.errors import CheckpointError, ConfigError, FolderLost
-from llava_fsdp.runtime.run_dir import list_checkpoints
-from llava_fsdp.runtime.status_file import read_status
+from llava_fsdp.runtime.files.run_dir import list_checkpoints
+from llava_fsdp.runtime.files.status_file import read_status
 from llava_fsdp.train import final_export
 from llava_fsdp.train import main as train
 from llava_fsdp.train.save_and_stop import RunController

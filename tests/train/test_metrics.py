@@ -15,9 +15,9 @@ from llava_fsdp.model.flops import Flops
 from llava_fsdp.plan.mfu import Utilization
 from llava_fsdp.report.downsample import MOST_SKIPS, MOST_SOURCES, SUMS, VALUES, WINDOW, History, mean_loss
 from llava_fsdp.report.run_reader import Run, own_overrides, thinned, validations_until
-from llava_fsdp.runtime import jsonl
-from llava_fsdp.runtime.humanize import duration
-from llava_fsdp.runtime.jsonl import Rows
+from llava_fsdp.runtime.files import jsonl
+from llava_fsdp.runtime.files.jsonl import Rows
+from llava_fsdp.runtime.text.humanize import duration
 from llava_fsdp.train import metrics
 from llava_fsdp.train.lost_rows import due_between, skipped_in
 from llava_fsdp.train.metrics import FEWEST, Reporter, begin_skipped_records, drop_later_rows, metrics_row

@@ -17,7 +17,7 @@ from llava_fsdp.parallel.ranks.mesh import World
 from llava_fsdp.plan.hardware import GPUS, Machine, machine_named
 from llava_fsdp.plan.main import with_fp16, with_precision
 from llava_fsdp.runtime.errors import ConfigError
-from llava_fsdp.runtime.host import cpu_has_bf16, gpu_has_bf16
+from llava_fsdp.runtime.process.host import cpu_has_bf16, gpu_has_bf16
 from llava_fsdp.train.main import agree_on_precision, train
 
 X86 = "processor : 0\nflags\t\t: fpu avx2 avx512f {}\n\nprocessor : 1\nflags\t\t: fpu avx2 avx512f {}\n"

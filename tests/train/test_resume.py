@@ -22,8 +22,8 @@ from llava_fsdp.model.weight_names import ours
 from llava_fsdp.parallel.ranks.mesh import Meshes, World, make_meshes
 from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.runtime.errors import CheckpointError, ConfigError
-from llava_fsdp.runtime.run_dir import list_checkpoints
-from llava_fsdp.runtime.watchdog import Watchdog
+from llava_fsdp.runtime.files.run_dir import list_checkpoints
+from llava_fsdp.runtime.process.watchdog import Watchdog
 from llava_fsdp.train import main as train
 from llava_fsdp.train import preflight
 from llava_fsdp.train.resume import requested_resume, resume

@@ -10,8 +10,8 @@ import pytest
 
 from llava_fsdp.config import OffloadMode
 from llava_fsdp.runtime.errors import CheckpointError, NumericError, Stopped
-from llava_fsdp.runtime.heartbeat import Phase
-from llava_fsdp.runtime.watchdog import Watchdog
+from llava_fsdp.runtime.process.heartbeat import Phase
+from llava_fsdp.runtime.process.watchdog import Watchdog
 from llava_fsdp.train import save_and_stop as module
 from llava_fsdp.train.save_and_stop import RunController
 

@@ -35,7 +35,7 @@ from llava_fsdp.parallel.eval_mode import evaluating
 from llava_fsdp.parallel.ranks.mesh import World, make_meshes
 from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.runtime.errors import ConfigError, DataError, Stopped
-from llava_fsdp.runtime.watchdog import Watchdog
+from llava_fsdp.runtime.process.watchdog import Watchdog
 from llava_fsdp.train import main as train
 from llava_fsdp.train.state import TrainState
 from llava_fsdp.train.validation import Validation

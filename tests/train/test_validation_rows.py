@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from llava_fsdp.config import Metric
-from llava_fsdp.runtime.jsonl import Rows
+from llava_fsdp.runtime.files.jsonl import Rows
 from llava_fsdp.train import validation, validation_answers
 from llava_fsdp.train.validation import LossSum, Validation, as_line, as_object, row_of
 from llava_fsdp.train.validation_answers import Answered, AnswerGenerator

@@ -1,13 +1,13 @@
 """Entry point of `python -m llava_fsdp.chat`, which chats with a trained model about images; see chat/main.py."""
 
-from llava_fsdp.runtime.safe_path import prepare_python
+from llava_fsdp.runtime.process.safe_path import prepare_python
 
 if __name__ == "__main__":
     prepare_python()  # before other imports, which files there might hide
 
 from llava_fsdp.config import ChatConfig, cli
-from llava_fsdp.runtime.imports import importing
-from llava_fsdp.runtime.log import leave_noise_out, log
+from llava_fsdp.runtime.process.imports import importing
+from llava_fsdp.runtime.text.log import leave_noise_out, log
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from llava_fsdp.data.images.preprocess import ImageReader
 from llava_fsdp.data.records.problems import Kind
 from llava_fsdp.data.records.record import is_video
 from llava_fsdp.runtime.errors import ImageError
-from llava_fsdp.runtime.limited_process import Answer, LimitBroken, LimitedProcess, Work
+from llava_fsdp.runtime.process.limited_process import Answer, LimitBroken, LimitedProcess, Work
 
 SECONDS = 5
 """Processor time that reading an image or video may take."""

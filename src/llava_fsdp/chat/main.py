@@ -17,8 +17,8 @@ from llava_fsdp.chat.conversation import Conversation
 from llava_fsdp.config import AUTO, AspectRatio, ChatConfig
 from llava_fsdp.model.generation import Sampling
 from llava_fsdp.runtime.errors import ConfigError, DataError, OutOfMemory
-from llava_fsdp.runtime.log import log
-from llava_fsdp.runtime.terminal_text import shown_name, shown_text
+from llava_fsdp.runtime.text.log import log
+from llava_fsdp.runtime.text.terminal_text import shown_name, shown_text
 
 HELP = """\
 /image FILE   show an image with the next question

@@ -14,10 +14,10 @@ from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.llava_v1_5_config import is_original
 from llava_fsdp.model.pretrained import NEXT, ONEVISION, read_json
 from llava_fsdp.runtime.errors import ConfigError, DamagedModel, ModelError
-from llava_fsdp.runtime.log import log
-from llava_fsdp.runtime.provenance import NOTES, read_notes
-from llava_fsdp.runtime.run_dir import FOLDER, list_checkpoints, step_of
-from llava_fsdp.runtime.unfinished import EXPORT
+from llava_fsdp.runtime.files.provenance import NOTES, read_notes
+from llava_fsdp.runtime.files.run_dir import FOLDER, list_checkpoints, step_of
+from llava_fsdp.runtime.files.unfinished import EXPORT
+from llava_fsdp.runtime.text.log import log
 
 
 def open_model(checkpoint: str, default_template: str, default_aspect: AspectRatio = AspectRatio.pad) -> Opened:

@@ -48,8 +48,9 @@ from llava_fsdp.checkpoint.state_json import render_facts
 from llava_fsdp.checkpoint.verify import Checkpoint, check_files, digest_of_file, name_in_errors, verify
 from llava_fsdp.config import CheckpointConfig
 from llava_fsdp.parallel.ranks.consensus import gathered_on_first, on_all_ranks, on_first_rank, rank_and_size
-from llava_fsdp.runtime.digests import Digest
-from llava_fsdp.runtime.durable_files import (
+from llava_fsdp.runtime.errors import CheckpointError, LlavaFsdpError
+from llava_fsdp.runtime.files.digests import Digest
+from llava_fsdp.runtime.files.durable_files import (
     make_empty,
     make_folder,
     require_room,
@@ -57,9 +58,8 @@ from llava_fsdp.runtime.durable_files import (
     sync_tree,
     write_durably,
 )
-from llava_fsdp.runtime.errors import CheckpointError, LlavaFsdpError
-from llava_fsdp.runtime.log import log
-from llava_fsdp.runtime.run_dir import folder_name, list_checkpoints
+from llava_fsdp.runtime.files.run_dir import folder_name, list_checkpoints
+from llava_fsdp.runtime.text.log import log
 
 Entries = Mapping[str, TensorEntry]
 

@@ -15,9 +15,9 @@ import torch
 
 from llava_fsdp.checkpoint.safetensors_stream import CODES, DTYPES, LARGEST_DIMENSION
 from llava_fsdp.model.lora_files import FOLDER as ADAPTER_FOLDER
-from llava_fsdp.runtime import small_json
-from llava_fsdp.runtime.digests import Digest, sealed, unsealed
 from llava_fsdp.runtime.errors import CheckpointError
+from llava_fsdp.runtime.files import small_json
+from llava_fsdp.runtime.files.digests import Digest, sealed, unsealed
 
 FORMAT = 6
 MANIFEST_FILE = "manifest.json"

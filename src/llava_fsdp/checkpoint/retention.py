@@ -7,10 +7,10 @@ import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from llava_fsdp.runtime.durable_files import replace_file, sync_folder
 from llava_fsdp.runtime.errors import CheckpointError
-from llava_fsdp.runtime.log import log
-from llava_fsdp.runtime.run_dir import FOLDER, list_checkpoints, step_of
+from llava_fsdp.runtime.files.durable_files import replace_file, sync_folder
+from llava_fsdp.runtime.files.run_dir import FOLDER, list_checkpoints, step_of
+from llava_fsdp.runtime.text.log import log
 
 POINTER = "latest"
 """Name of a file that contains the name of the newest checkpoint, for people and scripts. llava_fsdp does not read this

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from xxhash import xxh3_128
 
-from llava_fsdp.runtime.digests import CHUNK, Digest
-from llava_fsdp.runtime.durable_files import READ, new_file, write_all
 from llava_fsdp.runtime.errors import CheckpointError, NumericError
+from llava_fsdp.runtime.files.digests import CHUNK, Digest
+from llava_fsdp.runtime.files.durable_files import READ, new_file, write_all
 
 CODES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",

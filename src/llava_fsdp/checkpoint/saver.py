@@ -22,10 +22,10 @@ from llava_fsdp.checkpoint.retention import delete_temporary, restore_replaced
 from llava_fsdp.checkpoint.snapshot import Snapshot, device_of, fits, use_device
 from llava_fsdp.config import CheckpointConfig, OnSaveError
 from llava_fsdp.parallel.ranks.consensus import gathered, on_first_rank, rank_and_size
-from llava_fsdp.runtime.durable_files import make_folder, require_room
 from llava_fsdp.runtime.errors import CheckpointError, LlavaFsdpError
-from llava_fsdp.runtime.log import log
-from llava_fsdp.runtime.run_dir import step_of
+from llava_fsdp.runtime.files.durable_files import make_folder, require_room
+from llava_fsdp.runtime.files.run_dir import step_of
+from llava_fsdp.runtime.text.log import log
 
 TIMEOUT = timedelta(seconds=1800)
 """Timeout of the process group for saves: the longest time that the disk of the slowest rank may take."""

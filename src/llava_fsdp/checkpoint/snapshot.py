@@ -15,8 +15,8 @@ import torch.distributed as dist
 from llava_fsdp.parallel.memory.host_memory import PAGE, Arena
 from llava_fsdp.parallel.ranks.consensus import gathered
 from llava_fsdp.runtime.errors import OffloadError, OutOfMemory
-from llava_fsdp.runtime.host import read_host
-from llava_fsdp.runtime.log import log
+from llava_fsdp.runtime.process.host import read_host
+from llava_fsdp.runtime.text.log import log
 
 NO_ROOM = (
     "out of host memory: the copy that checkpoints are written from takes {:.3g} GiB; checkpoint.asynchronous=false "

@@ -6,7 +6,7 @@ from typing import Any
 
 from llava_fsdp.checkpoint.manifest import STATE_FILE, Manifest
 from llava_fsdp.runtime.errors import CheckpointError
-from llava_fsdp.runtime.small_json import parse_object
+from llava_fsdp.runtime.files.small_json import parse_object
 
 TYPES: dict[str, tuple[type, ...]] = {
     "format": (int,), "run": (str,), "step": (int,), "samples": (int,), "skipped": (int,),

@@ -24,10 +24,10 @@ from llava_fsdp.checkpoint.retention import require_plain_folder, restore_replac
 from llava_fsdp.checkpoint.safetensors_stream import open_file, read_header
 from llava_fsdp.checkpoint.state_json import parse_facts
 from llava_fsdp.parallel.ranks.consensus import on_all_ranks, on_first_rank, rank_and_size
-from llava_fsdp.runtime.digests import THREADS, Digest, digest_of, share
 from llava_fsdp.runtime.errors import CheckpointError
-from llava_fsdp.runtime.log import log
-from llava_fsdp.runtime.run_dir import list_checkpoints, step_of
+from llava_fsdp.runtime.files.digests import THREADS, Digest, digest_of, share
+from llava_fsdp.runtime.files.run_dir import list_checkpoints, step_of
+from llava_fsdp.runtime.text.log import log
 
 
 @dataclass(frozen=True)

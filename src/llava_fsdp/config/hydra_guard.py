@@ -15,8 +15,8 @@ import yaml
 
 from llava_fsdp.config.tree import TARGETS, leaves_of
 from llava_fsdp.runtime.errors import ConfigError
-from llava_fsdp.runtime.redact import HIDDEN, has_secret, is_secret_name
-from llava_fsdp.runtime.safe_load import refuse_yaml_bombs
+from llava_fsdp.runtime.files.safe_load import refuse_yaml_bombs
+from llava_fsdp.runtime.text.redact import HIDDEN, has_secret, is_secret_name
 
 FOLDER_FLAGS = ("--config-dir", "-cd")
 PATH_FLAGS = ("--config-path", "-cp")

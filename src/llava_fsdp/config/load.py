@@ -19,7 +19,7 @@ from llava_fsdp.config.foreign_names import called_here
 from llava_fsdp.config.renamed import VALUES, present_key
 from llava_fsdp.config.tree import ENV, TARGETS, keys_of, leaves_of
 from llava_fsdp.runtime.errors import ConfigError
-from llava_fsdp.runtime.redact import has_secret, is_secret_variable
+from llava_fsdp.runtime.text.redact import has_secret, is_secret_variable
 
 T = TypeVar("T")
 NAMED: Mapping[str, type] = MappingProxyType({"data.sources.": SourceConfig, "val.sources.": HeldOutConfig})

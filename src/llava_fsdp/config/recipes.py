@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from llava_fsdp.config import Config, config_dir, without_hydra
 from llava_fsdp.config.hydra_guard import FOLDER_FLAGS, flag_values
 from llava_fsdp.config.tree import dotted, written
-from llava_fsdp.runtime.redact import redact_values, secrets_of
+from llava_fsdp.runtime.text.redact import redact_values, secrets_of
 
 Difference = list[str]
 """Type of one difference from the recipe: [key, value in the recipe, value in the run]."""

@@ -33,9 +33,9 @@ from llava_fsdp.data.text.llava_v1_5 import Original
 from llava_fsdp.data.text.templates import template
 from llava_fsdp.data.text.tokenizer import open_tokenizer
 from llava_fsdp.runtime.errors import ConfigError, DataError, LlavaFsdpError
-from llava_fsdp.runtime.host import read_host
-from llava_fsdp.runtime.log import log
-from llava_fsdp.runtime.progress import watch, watch_silently
+from llava_fsdp.runtime.process.host import read_host
+from llava_fsdp.runtime.text.log import log
+from llava_fsdp.runtime.text.progress import watch, watch_silently
 
 PAD_OF_V0 = "[PAD]"
 """Padding token that LLaVA adds to the tokenizer with its option `--version v0`."""

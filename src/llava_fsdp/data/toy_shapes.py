@@ -19,7 +19,7 @@ from PIL import Image, ImageDraw
 
 from llava_fsdp.config import DataConfig, Source
 from llava_fsdp.runtime.errors import DataError
-from llava_fsdp.runtime.small_json import parse_object
+from llava_fsdp.runtime.files.small_json import parse_object
 
 FORMAT_VERSION = 1
 """Version of the generator. It is increased whenever the same seed gives other images or texts."""

@@ -13,7 +13,7 @@ from llava_fsdp.data.index.record_store import files_of, sources_of
 from llava_fsdp.data.loader import Loader
 from llava_fsdp.data.validation_prompts import HeldOutQuestion, ask
 from llava_fsdp.runtime.errors import ConfigError
-from llava_fsdp.runtime.log import log
+from llava_fsdp.runtime.text.log import log
 
 Choose = Callable[[Records], "HeldOutSampler"]
 """Function that makes the sampler of the validation set from its records."""

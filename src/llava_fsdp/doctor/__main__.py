@@ -1,13 +1,13 @@
 """Entry point of `python -m llava_fsdp.doctor`, which checks this machine before a training; see doctor/main.py."""
 
-from llava_fsdp.runtime.safe_path import prepare_python
+from llava_fsdp.runtime.process.safe_path import prepare_python
 
 if __name__ == "__main__":
     prepare_python()  # before other imports, which files there might hide
 
 from llava_fsdp.config import DoctorConfig, cli
-from llava_fsdp.runtime.imports import importing
-from llava_fsdp.runtime.log import leave_noise_out
+from llava_fsdp.runtime.process.imports import importing
+from llava_fsdp.runtime.text.log import leave_noise_out
 
 
 def main() -> None:

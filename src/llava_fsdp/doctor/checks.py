@@ -16,8 +16,8 @@ from llava_fsdp.doctor.collectives import LIMIT, try_ranks
 from llava_fsdp.doctor.context import Context
 from llava_fsdp.doctor.findings import Finding, Level, fail, ok, output_of, result_and_cure, warn
 from llava_fsdp.runtime.errors import LlavaFsdpError
-from llava_fsdp.runtime.imports import broken_package
-from llava_fsdp.runtime.os_errors import existing, free_bytes
+from llava_fsdp.runtime.files.os_errors import existing, free_bytes
+from llava_fsdp.runtime.process.imports import broken_package
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 USUAL = 30.0

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from llava_fsdp.doctor.findings import Finding, fail, ok
-from llava_fsdp.runtime.humanize import readable
-from llava_fsdp.runtime.process_end import without_launcher
+from llava_fsdp.runtime.process.process_end import without_launcher
+from llava_fsdp.runtime.text.humanize import readable
 
 LIMIT = 60.0
 """Time limit in seconds of the communication check, for all ranks together."""

@@ -5,7 +5,7 @@ check their results. `doctor` is the command that checks this machine before a t
 rank R writes how far it has come (started, joined, ...) into FOLDER/rank-R.
 """
 
-from llava_fsdp.runtime.safe_path import prepare_python
+from llava_fsdp.runtime.process.safe_path import prepare_python
 
 if __name__ == "__main__":
     prepare_python()  # before other imports, which files there might hide
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from llava_fsdp.parallel.ranks.mesh import World, join, read_world
-from llava_fsdp.runtime.process_end import end_with
+from llava_fsdp.runtime.process.process_end import end_with
 
 MIB = 1 << 20
 ROUNDS = 5

@@ -14,8 +14,8 @@ from llava_fsdp.data.records.record_file import RecordFile
 from llava_fsdp.doctor.context import Needs
 from llava_fsdp.doctor.findings import Finding, fail, ok, result_and_cure, warn
 from llava_fsdp.runtime.errors import ConfigError, LlavaFsdpError
-from llava_fsdp.runtime.humanize import readable
-from llava_fsdp.runtime.run_dir import FOLDER, list_checkpoints
+from llava_fsdp.runtime.files.run_dir import FOLDER, list_checkpoints
+from llava_fsdp.runtime.text.humanize import readable
 
 CURE_ON_CPU = "fewer ranks, which share this machine's memory (gpus=N here), sharding=zero3, precision=bf16_pure"
 MOST_COUNTED = 16 << 20

@@ -11,8 +11,8 @@ from itertools import islice
 from pathlib import Path
 
 from llava_fsdp.doctor.findings import Finding, fail, ok, warn
-from llava_fsdp.runtime.humanize import readable
-from llava_fsdp.runtime.os_errors import FULL, existing, free_inodes, full
+from llava_fsdp.runtime.files.os_errors import FULL, existing, free_inodes, full
+from llava_fsdp.runtime.text.humanize import readable
 
 MIB = 1 << 20
 BLOCK = 8 * MIB

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from llava_fsdp.doctor.findings import Finding, fail, ok, output_of, warn
-from llava_fsdp.runtime.humanize import readable
-from llava_fsdp.runtime.visible_devices import visible_gpus
+from llava_fsdp.runtime.process.visible_devices import visible_gpus
+from llava_fsdp.runtime.text.humanize import readable
 
 MIB = 1 << 20
 SECONDS = 20

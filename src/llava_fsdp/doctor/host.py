@@ -5,8 +5,8 @@ import resource
 from collections.abc import Iterator
 
 from llava_fsdp.doctor.findings import Finding, fail, ok, warn
-from llava_fsdp.runtime.host import Host
-from llava_fsdp.runtime.humanize import readable
+from llava_fsdp.runtime.process.host import Host
+from llava_fsdp.runtime.text.humanize import readable
 
 GIB = 1 << 30
 FILES, MANY = 4096, 65536

@@ -16,8 +16,8 @@ from llava_fsdp.config import DoctorConfig, Format
 from llava_fsdp.doctor.checks import CHECKS, run_check
 from llava_fsdp.doctor.context import Context
 from llava_fsdp.doctor.findings import Finding, Level
-from llava_fsdp.runtime.console import TextConsole
 from llava_fsdp.runtime.errors import ConfigError
+from llava_fsdp.runtime.text.console import TextConsole
 
 STYLES = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold red"}
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llava_fsdp.doctor.findings import Finding, fail, ok, warn
-from llava_fsdp.runtime.host import text_of
+from llava_fsdp.runtime.process.host import text_of
 
 CHOICES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 SIOCGIFADDR = 0x8915

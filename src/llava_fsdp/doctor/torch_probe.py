@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from llava_fsdp.runtime.host import gpu_has_bf16
+from llava_fsdp.runtime.process.host import gpu_has_bf16
 
 
 def main() -> None:

@@ -1,14 +1,14 @@
 """Entry point of `python -m llava_fsdp.evaluate`, which lets a trained model answer a benchmark's questions and scores
 its answers; see evaluate/main.py."""
 
-from llava_fsdp.runtime.safe_path import prepare_python
+from llava_fsdp.runtime.process.safe_path import prepare_python
 
 if __name__ == "__main__":
     prepare_python()  # before other imports, which files there might hide
 
 from llava_fsdp.config import EvaluateConfig, cli
-from llava_fsdp.runtime.imports import importing
-from llava_fsdp.runtime.log import leave_noise_out, log
+from llava_fsdp.runtime.process.imports import importing
+from llava_fsdp.runtime.text.log import leave_noise_out, log
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ from xxhash import xxh3_64_hexdigest
 
 from llava_fsdp.evaluate.question import BenchmarkQuestion
 from llava_fsdp.runtime.errors import CommunicationError, ConfigError, StorageError
-from llava_fsdp.runtime.jsonl import replace_lines
+from llava_fsdp.runtime.files.jsonl import replace_lines
 
 POLL = 0.5
 """Seconds between two reads by which rank 0 looks for new answers of the other processes."""

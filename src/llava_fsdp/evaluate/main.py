@@ -36,16 +36,16 @@ from llava_fsdp.export.source_model import Opened
 from llava_fsdp.model.lora_files import FOLDER as ADAPTER
 from llava_fsdp.model.pretrained import resolve_model
 from llava_fsdp.parallel.ranks.mesh import read_world
-from llava_fsdp.runtime.console import TextConsole
-from llava_fsdp.runtime.digests import digest_of_file
 from llava_fsdp.runtime.errors import ConfigError, LlavaFsdpError
-from llava_fsdp.runtime.jsonl import replace_lines
-from llava_fsdp.runtime.launch import env_rank
-from llava_fsdp.runtime.log import log
-from llava_fsdp.runtime.progress import watch, watch_silently
-from llava_fsdp.runtime.run_dir import FOLDER, list_checkpoints
-from llava_fsdp.runtime.terminal_text import shown_name
-from llava_fsdp.runtime.unfinished import EXPORT
+from llava_fsdp.runtime.files.digests import digest_of_file
+from llava_fsdp.runtime.files.jsonl import replace_lines
+from llava_fsdp.runtime.files.run_dir import FOLDER, list_checkpoints
+from llava_fsdp.runtime.files.unfinished import EXPORT
+from llava_fsdp.runtime.process.launch import env_rank
+from llava_fsdp.runtime.text.console import TextConsole
+from llava_fsdp.runtime.text.log import log
+from llava_fsdp.runtime.text.progress import watch, watch_silently
+from llava_fsdp.runtime.text.terminal_text import shown_name
 
 
 def evaluate(cfg: EvaluateConfig) -> None:

@@ -39,8 +39,8 @@ from llava_fsdp.evaluate.references import answers_in_entry
 from llava_fsdp.evaluate.scienceqa_files import annotate_problems, read_choice_record
 from llava_fsdp.evaluate.vqa_files import annotate_textvqa, annotate_vqa, check_ten, read_vqa_questions
 from llava_fsdp.runtime.errors import ConfigError, DataError
-from llava_fsdp.runtime.log import log
-from llava_fsdp.runtime.safe_load import LARGE, read_json
+from llava_fsdp.runtime.files.safe_load import LARGE, read_json
+from llava_fsdp.runtime.text.log import log
 
 ANNOTATE = {
     Task.vqa: annotate_vqa,

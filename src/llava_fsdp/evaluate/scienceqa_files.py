@@ -13,7 +13,7 @@ from llava_fsdp.evaluate.question import BenchmarkQuestion, check_unread, with_i
 from llava_fsdp.evaluate.references import count_choices, letter_of
 from llava_fsdp.evaluate.scoring import LETTERS, named_choice
 from llava_fsdp.runtime.errors import DataError
-from llava_fsdp.runtime.safe_load import LARGE, read_json
+from llava_fsdp.runtime.files.safe_load import LARGE, read_json
 
 PROBLEMS = "problems.json"
 KINDS = ("subject", "grade")

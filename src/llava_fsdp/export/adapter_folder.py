@@ -48,8 +48,8 @@ from llava_fsdp.model.pretrained_config import check_named_base
 from llava_fsdp.model.tensor_files import Stored, StoredTensor, open_file
 from llava_fsdp.model.weight_names import in_adapter, original
 from llava_fsdp.runtime.errors import ConfigError, ModelError
-from llava_fsdp.runtime.log import log
-from llava_fsdp.runtime.provenance import NOTES, README, read_notes
+from llava_fsdp.runtime.files.provenance import NOTES, README, read_notes
+from llava_fsdp.runtime.text.log import log
 
 ROOM = 512
 """Estimated number of bytes that each tensor takes in the header of a safetensors file."""

@@ -12,8 +12,8 @@ from llava_fsdp.model.attention import attention_of_transformers
 from llava_fsdp.model.config_key import ConfigKey
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.runtime.errors import ModelError
-from llava_fsdp.runtime.log import log
-from llava_fsdp.runtime.safe_load import foreign
+from llava_fsdp.runtime.files.safe_load import foreign
+from llava_fsdp.runtime.text.log import log
 
 TOKENS = 12
 SAME = 1e-4

@@ -11,13 +11,11 @@ from llava_fsdp.model.lora_files import FOLDER as ADAPTER
 from llava_fsdp.model.pretrained_config import is_whole
 from llava_fsdp.model.tensor_files import PROJECTOR
 from llava_fsdp.parallel.ranks.consensus import on_all_ranks
-from llava_fsdp.runtime.digests import Digest, share
-from llava_fsdp.runtime.durable_files import replace_file
 from llava_fsdp.runtime.errors import CheckpointError, ConfigError
-from llava_fsdp.runtime.humanize import readable
-from llava_fsdp.runtime.log import log
-from llava_fsdp.runtime.os_errors import why
-from llava_fsdp.runtime.provenance import (
+from llava_fsdp.runtime.files.digests import Digest, share
+from llava_fsdp.runtime.files.durable_files import replace_file
+from llava_fsdp.runtime.files.os_errors import why
+from llava_fsdp.runtime.files.provenance import (
     NOTES,
     check_digests,
     check_folder,
@@ -31,7 +29,9 @@ from llava_fsdp.runtime.provenance import (
     read_notes,
     render,
 )
-from llava_fsdp.runtime.unfinished import EXPORT
+from llava_fsdp.runtime.files.unfinished import EXPORT
+from llava_fsdp.runtime.text.humanize import readable
+from llava_fsdp.runtime.text.log import log
 
 OWN_FILES = (
     "non_lora_trainables.safetensors",

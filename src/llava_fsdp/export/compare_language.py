@@ -30,8 +30,8 @@ from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.logit_change import keys_that_change
 from llava_fsdp.model.pretrained import Parts, parts_of, read_config, text_config
 from llava_fsdp.runtime.errors import ModelError
-from llava_fsdp.runtime.log import log
-from llava_fsdp.runtime.safe_load import foreign
+from llava_fsdp.runtime.files.safe_load import foreign
+from llava_fsdp.runtime.text.log import log
 
 EQUAL = 1e-5
 """Largest accepted difference, relative to the largest logit, of the same computation in fp32."""

@@ -19,8 +19,8 @@ from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.pretrained import read_config
 from llava_fsdp.model.vision_tower import build_vision_tower, found_of_vision_tower, image_size, selected_features
 from llava_fsdp.runtime.errors import ModelError
-from llava_fsdp.runtime.log import log
-from llava_fsdp.runtime.safe_load import foreign
+from llava_fsdp.runtime.files.safe_load import foreign
+from llava_fsdp.runtime.text.log import log
 
 CLOSE = 1e-5
 """Largest accepted difference between features computed in fp32, relative to the largest one."""

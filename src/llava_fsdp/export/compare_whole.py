@@ -20,8 +20,8 @@ from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.llava_v1_5_config import is_original
 from llava_fsdp.model.pretrained import read_json, read_llava_config
 from llava_fsdp.runtime.errors import ModelError
-from llava_fsdp.runtime.log import log
-from llava_fsdp.runtime.safe_load import foreign
+from llava_fsdp.runtime.files.safe_load import foreign
+from llava_fsdp.runtime.text.log import log
 
 SPARE = 3
 """Number of rows of the vocabulary of transformers' model after the trained ones; the first is the image token's."""

@@ -63,10 +63,10 @@ from llava_fsdp.model.load_weights import PROJECTOR_PREFIX
 from llava_fsdp.model.pretrained import PACKAGE, Parts, read_json
 from llava_fsdp.model.weight_names import original
 from llava_fsdp.parallel.ranks.consensus import on_first_rank
-from llava_fsdp.runtime.durable_files import make_empty
 from llava_fsdp.runtime.errors import ConfigError
-from llava_fsdp.runtime.log import log
-from llava_fsdp.runtime.provenance import read_notes, seal
+from llava_fsdp.runtime.files.durable_files import make_empty
+from llava_fsdp.runtime.files.provenance import read_notes, seal
+from llava_fsdp.runtime.text.log import log
 
 KEPT_FILES = ("config.json", "generation_config.json")
 TOKENIZER_FILES = (

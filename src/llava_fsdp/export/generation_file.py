@@ -15,7 +15,7 @@ from llava_fsdp.data.text.tokenizer import Tokenizer, open_tokenizer, read_optio
 from llava_fsdp.model.llava_v1_5_config import write_json
 from llava_fsdp.model.pretrained import Parts
 from llava_fsdp.runtime.errors import ModelError
-from llava_fsdp.runtime.safe_load import foreign
+from llava_fsdp.runtime.files.safe_load import foreign
 
 FILE = "generation_config.json"
 OWN_KEYS = ("eos_token_id", "pad_token_id", "transformers_version", "_from_model_config", "_commit_hash")

@@ -26,10 +26,10 @@ from llava_fsdp.model.pretrained import PACKAGE
 from llava_fsdp.model.tensor_files import Stored
 from llava_fsdp.parallel.precision.precision import DTYPES
 from llava_fsdp.runtime.errors import ConfigError, ModelError
-from llava_fsdp.runtime.humanize import readable
-from llava_fsdp.runtime.log import log
-from llava_fsdp.runtime.progress import watch_loading
-from llava_fsdp.runtime.provenance import NOTES
+from llava_fsdp.runtime.files.provenance import NOTES
+from llava_fsdp.runtime.text.humanize import readable
+from llava_fsdp.runtime.text.log import log
+from llava_fsdp.runtime.text.progress import watch_loading
 
 
 @torch.no_grad()

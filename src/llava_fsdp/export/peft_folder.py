@@ -38,7 +38,7 @@ from llava_fsdp.model.lora_files import ADAPTER_CONFIG, ADAPTER_FILES, FOLDER
 from llava_fsdp.model.lora_names import is_adapter, without_base
 from llava_fsdp.model.weight_names import PEFT
 from llava_fsdp.runtime.errors import ModelError
-from llava_fsdp.runtime.log import log
+from llava_fsdp.runtime.text.log import log
 
 
 def write_adapters(staged: Path, adapted: Adapted) -> None:

@@ -37,8 +37,8 @@ from llava_fsdp.export.chat_template import (
 from llava_fsdp.export.older_transformers import older_tokenizer
 from llava_fsdp.model.vision_tower import image_size, patch_size
 from llava_fsdp.runtime.errors import ModelError
-from llava_fsdp.runtime.log import log
-from llava_fsdp.runtime.safe_load import LARGE, foreign, read_json
+from llava_fsdp.runtime.files.safe_load import LARGE, foreign, read_json
+from llava_fsdp.runtime.text.log import log
 
 PAD_TOKEN = "<pad>"
 VIDEO_FILE = "video_preprocessor_config.json"

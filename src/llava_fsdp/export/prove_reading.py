@@ -28,8 +28,8 @@ from llava_fsdp.model.llava_v1_5_config import is_original
 from llava_fsdp.model.pretrained import read_config, read_json
 from llava_fsdp.model.tensor_files import WHOLE_MODEL, Stored
 from llava_fsdp.runtime.errors import ModelError
-from llava_fsdp.runtime.log import log
-from llava_fsdp.runtime.safe_load import foreign
+from llava_fsdp.runtime.files.safe_load import foreign
+from llava_fsdp.runtime.text.log import log
 
 
 def prove_reading(model: Llava, sources: dict[str, Stored], rule: ImageTokens) -> bool:

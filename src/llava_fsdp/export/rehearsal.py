@@ -35,8 +35,8 @@ from llava_fsdp.model.lazy_tensor import Box
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.lora_names import is_adapter, without_base
 from llava_fsdp.runtime.errors import ModelError
-from llava_fsdp.runtime.log import log
-from llava_fsdp.runtime.safe_load import foreign
+from llava_fsdp.runtime.files.safe_load import foreign
+from llava_fsdp.runtime.text.log import log
 
 FRAMES = 3
 """Number of frames of the video for which logits are compared."""

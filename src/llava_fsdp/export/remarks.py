@@ -4,8 +4,8 @@ from pathlib import Path
 
 from llava_fsdp.config import AspectRatio
 from llava_fsdp.data.images.image_tokens import ImageTokens
-from llava_fsdp.runtime.log import log
-from llava_fsdp.runtime.provenance import README
+from llava_fsdp.runtime.files.provenance import README
+from llava_fsdp.runtime.text.log import log
 
 TILES_OF_VLLM = 9
 """Number of tiles. If an image has more, vLLM shrinks its features to as many as these tiles have, for every

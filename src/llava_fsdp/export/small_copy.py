@@ -18,7 +18,7 @@ from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.lora_names import LORA_B
 from llava_fsdp.model.vision_tower import image_size, patch_size
 from llava_fsdp.runtime.errors import ModelError
-from llava_fsdp.runtime.safe_load import foreign
+from llava_fsdp.runtime.files.safe_load import foreign
 
 MOST = {
     "vocab_size": 67, "num_experts": 6, "num_local_experts": 6, "n_routed_experts": 6, "moe_num_experts": 6,

@@ -65,12 +65,12 @@ from llava_fsdp.model.pretrained import (
 from llava_fsdp.model.pretrained_config import check_named_base, read_base, read_model
 from llava_fsdp.model.tensor_files import Stored
 from llava_fsdp.runtime.errors import CheckpointError, ConfigError, DamagedModel, ModelError
-from llava_fsdp.runtime.log import log
-from llava_fsdp.runtime.provenance import NOTES, check_folder, read_notes
-from llava_fsdp.runtime.run_dir import FOLDER
-from llava_fsdp.runtime.safe_load import SMALL
-from llava_fsdp.runtime.unfinished import has_export, is_done, lacking_export, refuse_staged
-from llava_fsdp.runtime.unfinished import is_run as is_run_folder
+from llava_fsdp.runtime.files.provenance import NOTES, check_folder, read_notes
+from llava_fsdp.runtime.files.run_dir import FOLDER
+from llava_fsdp.runtime.files.safe_load import SMALL
+from llava_fsdp.runtime.files.unfinished import has_export, is_done, lacking_export, refuse_staged
+from llava_fsdp.runtime.files.unfinished import is_run as is_run_folder
+from llava_fsdp.runtime.text.log import log
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,8 @@ from llava_fsdp.parallel.local_shards import local_shards
 from llava_fsdp.parallel.parallelize import materialize
 from llava_fsdp.parallel.precision.precision import MasterWeights
 from llava_fsdp.runtime.errors import ModelError
-from llava_fsdp.runtime.host import read_host
-from llava_fsdp.runtime.log import log
+from llava_fsdp.runtime.process.host import read_host
+from llava_fsdp.runtime.text.log import log
 
 CLOSE_MERGED = 2e-6
 """Largest accepted difference between weights that two programs merged in fp32, relative to the largest weight."""

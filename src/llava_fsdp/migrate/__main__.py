@@ -1,7 +1,7 @@
 """Entry point of `python -m llava_fsdp.migrate`, which translates training scripts of other systems into llava_fsdp
 commands; see migrate/main.py."""
 
-from llava_fsdp.runtime.safe_path import prepare_python
+from llava_fsdp.runtime.process.safe_path import prepare_python
 
 if __name__ == "__main__":
     prepare_python()  # before other imports, which files there might hide

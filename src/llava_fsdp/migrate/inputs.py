@@ -15,7 +15,7 @@ from llava_fsdp.migrate.shell import commands
 from llava_fsdp.migrate.source_run import Block, Flag, Run
 from llava_fsdp.migrate.trainer_flags import OTHER_FLAGS
 from llava_fsdp.runtime.errors import ConfigError
-from llava_fsdp.runtime.safe_load import refuse_yaml_bombs
+from llava_fsdp.runtime.files.safe_load import refuse_yaml_bombs
 
 LARGEST = 1 << 20
 """Maximum size in bytes of an input file."""

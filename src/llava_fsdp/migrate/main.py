@@ -18,11 +18,11 @@ from llava_fsdp.config.cli import until_reader_leaves
 from llava_fsdp.migrate.command import Migration, lines, migrate
 from llava_fsdp.migrate.inputs import read_runs
 from llava_fsdp.migrate.keys import Row, Verdict, written
-from llava_fsdp.runtime.console import TextConsole
 from llava_fsdp.runtime.errors import ConfigError, LlavaFsdpError
 from llava_fsdp.runtime.exit_codes import ExitCode
-from llava_fsdp.runtime.log import log, setup_logging
-from llava_fsdp.runtime.redact import HIDDEN, is_secret_name, redact
+from llava_fsdp.runtime.text.console import TextConsole
+from llava_fsdp.runtime.text.log import log, setup_logging
+from llava_fsdp.runtime.text.redact import HIDDEN, is_secret_name, redact
 
 USAGE = """\
 usage: llava-fsdp migrate PATH... [gpus=N] [format=json] [NAME=VALUE...]

@@ -28,7 +28,7 @@ from llava_fsdp.model.config_key import ConfigKey
 from llava_fsdp.model.dispatch_mode import CompilingMode
 from llava_fsdp.model.experts import check_widths
 from llava_fsdp.runtime.errors import ConfigError
-from llava_fsdp.runtime.safe_load import foreign
+from llava_fsdp.runtime.files.safe_load import foreign
 
 Segments = tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]
 """Sample boundaries of a packed row: position_ids int64 [1, tokens], cu_seqlens int32 [samples + 1], and the samples'

@@ -16,8 +16,8 @@ from transformers import PretrainedConfig
 
 from llava_fsdp.model.pretrained import Parts
 from llava_fsdp.runtime.errors import ModelError
-from llava_fsdp.runtime.provenance import NOTES, read_notes
-from llava_fsdp.runtime.safe_load import foreign
+from llava_fsdp.runtime.files.provenance import NOTES, read_notes
+from llava_fsdp.runtime.files.safe_load import foreign
 
 BASE_CONFIG = "base_config"
 """Key of `llava_fsdp.json` in an adapter folder: the configuration of the adapter's base model."""

@@ -38,7 +38,7 @@ from transformers.utils import logging as transformers_logging
 from llava_fsdp.model.lazy_tensor import Box, LazyTensor
 from llava_fsdp.model.tensor_files import Stored, StoredTensor
 from llava_fsdp.runtime.errors import ModelError
-from llava_fsdp.runtime.safe_load import foreign
+from llava_fsdp.runtime.files.safe_load import foreign
 
 COMPARED_ROWS = 4096
 """Number of rows of two weights that are read and compared at a time."""

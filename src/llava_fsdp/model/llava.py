@@ -26,7 +26,7 @@ from llava_fsdp.model.quantization import quantize_layers
 from llava_fsdp.model.sample_dropout import TokenKeys
 from llava_fsdp.model.vision_tower import build_vision_tower, found_of_vision_tower, selected_features
 from llava_fsdp.runtime.errors import ConfigError, ModelError
-from llava_fsdp.runtime.safe_load import foreign
+from llava_fsdp.runtime.files.safe_load import foreign
 
 FeatureRows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """Which image feature each image token gets: the argument `image_rows` of `Llava.forward`."""

@@ -39,7 +39,7 @@ from llava_fsdp.model.quantization import QuantizedLinear, weight_shape
 from llava_fsdp.model.tensor_files import Stored, StoredTensor, open_tensors
 from llava_fsdp.model.weight_names import COMPUTED, ORIGINAL_TOWER, projector_name
 from llava_fsdp.runtime.errors import ModelError
-from llava_fsdp.runtime.log import log
+from llava_fsdp.runtime.text.log import log
 
 PROJECTOR_PREFIX = "multi_modal_projector."
 NEWLINE = "image_newline"

@@ -22,10 +22,10 @@ from llava_fsdp.model.lora_names import LORA_A, LORA_B, MAGNITUDE, is_adapter, m
 from llava_fsdp.model.tensor_files import StoredTensor, open_file
 from llava_fsdp.model.weight_names import ours_in_adapter
 from llava_fsdp.runtime.errors import ConfigError, ModelError
-from llava_fsdp.runtime.log import log
-from llava_fsdp.runtime.provenance import NOTES, check_folder, read_notes
-from llava_fsdp.runtime.safe_load import foreign, read_json
-from llava_fsdp.runtime.unfinished import is_done, is_run, lacking_export
+from llava_fsdp.runtime.files.provenance import NOTES, check_folder, read_notes
+from llava_fsdp.runtime.files.safe_load import foreign, read_json
+from llava_fsdp.runtime.files.unfinished import is_done, is_run, lacking_export
+from llava_fsdp.runtime.text.log import log
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")

@@ -25,11 +25,11 @@ from llava_fsdp.model.lora_files import find_adapter, is_adapter_folder
 from llava_fsdp.model.tensor_files import WHOLE_MODEL, open_tensors, require_weights
 from llava_fsdp.model.vision_tower import image_size, patch_size
 from llava_fsdp.runtime.errors import ConfigError, ModelError
-from llava_fsdp.runtime.log import log
-from llava_fsdp.runtime.provenance import NOTES, check_folder, read_notes
-from llava_fsdp.runtime.safe_load import SMALL, foreign, is_open_to_others, refuse_model_code
-from llava_fsdp.runtime.safe_load import read_json as read_any_json
-from llava_fsdp.runtime.unfinished import EXPORT, has_export, is_run, lacking_export, refuse_staged, run_of
+from llava_fsdp.runtime.files.provenance import NOTES, check_folder, read_notes
+from llava_fsdp.runtime.files.safe_load import SMALL, foreign, is_open_to_others, refuse_model_code
+from llava_fsdp.runtime.files.safe_load import read_json as read_any_json
+from llava_fsdp.runtime.files.unfinished import EXPORT, has_export, is_run, lacking_export, refuse_staged, run_of
+from llava_fsdp.runtime.text.log import log
 
 PACKAGE = "package:"
 """Prefix of the names of models that are shipped with this package."""

@@ -26,9 +26,9 @@ from llava_fsdp.model.pretrained import (
 )
 from llava_fsdp.model.tensor_files import PROJECTOR, WHOLE_MODEL
 from llava_fsdp.runtime.errors import ConfigError, ModelError
-from llava_fsdp.runtime.log import log
-from llava_fsdp.runtime.provenance import NOTES, read_notes
-from llava_fsdp.runtime.safe_load import foreign
+from llava_fsdp.runtime.files.provenance import NOTES, read_notes
+from llava_fsdp.runtime.files.safe_load import foreign
+from llava_fsdp.runtime.text.log import log
 
 
 def read_model(folder: Path, language: str | None, vision: str | None) -> ModelConfig:

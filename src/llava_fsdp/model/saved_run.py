@@ -17,9 +17,9 @@ from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.lora_files import is_adapter_folder
 from llava_fsdp.model.pretrained import find_parts
 from llava_fsdp.runtime.errors import ConfigError, ModelError
-from llava_fsdp.runtime.run_dir import FOLDER, held_by, list_checkpoints
-from llava_fsdp.runtime.safe_load import refuse_yaml_bombs
-from llava_fsdp.runtime.unfinished import ADAPTER, is_done
+from llava_fsdp.runtime.files.run_dir import FOLDER, held_by, list_checkpoints
+from llava_fsdp.runtime.files.safe_load import refuse_yaml_bombs
+from llava_fsdp.runtime.files.unfinished import ADAPTER, is_done
 
 
 def projector_cure(run: Path) -> str:

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from llava_fsdp.model.weight_names import PEFT
 from llava_fsdp.runtime.errors import ModelError
-from llava_fsdp.runtime.safe_load import file_beside, read_json, refuse_pointer
+from llava_fsdp.runtime.files.safe_load import file_beside, read_json, refuse_pointer
 
 WHOLE_MODEL = ["model.safetensors.index.json", "model.safetensors", "pytorch_model.bin.index.json", "pytorch_model.bin"]
 PROJECTOR = ["mm_projector.safetensors", "mm_projector.bin"]

@@ -13,7 +13,7 @@ from transformers import MODEL_MAPPING, AutoModel, PretrainedConfig
 from llava_fsdp.config import Feature
 from llava_fsdp.model.config_key import ConfigKey
 from llava_fsdp.runtime.errors import ConfigError, ModelError
-from llava_fsdp.runtime.safe_load import foreign
+from llava_fsdp.runtime.files.safe_load import foreign
 
 CACHES_TENSORS = ("beit", "data2vec-vision")
 """Values of `model_type` of vision towers for which transformers caches tensors for the whole process, on the device of

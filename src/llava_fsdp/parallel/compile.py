@@ -20,7 +20,7 @@ from torch.fx.experimental import _config as shapes
 
 from llava_fsdp.config import AUTO, ActivationCheckpointing, Attention, Config
 from llava_fsdp.runtime.errors import CompileError, ConfigError
-from llava_fsdp.runtime.humanize import readable
+from llava_fsdp.runtime.text.humanize import readable
 
 WARM_UP = 5
 """Number of steps at the start of a process in which compilations are expected and therefore not reported."""

@@ -1,6 +1,6 @@
 """Entry point of `python -m llava_fsdp.plan`; see main.py for what it does."""
 
-from llava_fsdp.runtime.safe_path import prepare_python
+from llava_fsdp.runtime.process.safe_path import prepare_python
 
 if __name__ == "__main__":
     prepare_python()  # before other imports, which files there might hide
@@ -8,9 +8,9 @@ if __name__ == "__main__":
 import sys
 
 from llava_fsdp.config import PlanConfig, cli
-from llava_fsdp.runtime.imports import importing
-from llava_fsdp.runtime.log import leave_noise_out, log
-from llava_fsdp.runtime.progress import StageLine
+from llava_fsdp.runtime.process.imports import importing
+from llava_fsdp.runtime.text.log import leave_noise_out, log
+from llava_fsdp.runtime.text.progress import StageLine
 
 
 def main() -> None:

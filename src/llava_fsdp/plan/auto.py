@@ -36,8 +36,8 @@ from llava_fsdp.plan.planner import Choice, Planner, PlanRow, Ranks
 from llava_fsdp.plan.search import checkpointing_modes, distinct_strategies, is_allowed, plan_rows, splits_to_try
 from llava_fsdp.plan.workload import Samples
 from llava_fsdp.runtime.errors import ConfigError, LlavaFsdpError
-from llava_fsdp.runtime.log import log
-from llava_fsdp.runtime.safe_load import refuse_yaml_bombs
+from llava_fsdp.runtime.files.safe_load import refuse_yaml_bombs
+from llava_fsdp.runtime.text.log import log
 
 C = TypeVar("C", bound=Config)
 GB = 1e9

@@ -7,7 +7,7 @@ import torch
 from llava_fsdp.config import DType, LinearKind, PrecisionConfig
 from llava_fsdp.parallel.compile import compiler_missing
 from llava_fsdp.runtime.errors import ConfigError
-from llava_fsdp.runtime.host import cpu_has_bf16, gpu_has_bf16, read_host
+from llava_fsdp.runtime.process.host import cpu_has_bf16, gpu_has_bf16, read_host
 
 MIB = 1 << 20
 

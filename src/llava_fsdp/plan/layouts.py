@@ -20,7 +20,7 @@ from llava_fsdp.plan.activations import MicroBatches
 from llava_fsdp.plan.planner import Choice, Planner, PlanRow, Ranks
 from llava_fsdp.plan.search import largest_that_fits, place_of, ways_to_share_experts
 from llava_fsdp.runtime.errors import ConfigError
-from llava_fsdp.runtime.progress import Advance, Watch, watch
+from llava_fsdp.runtime.text.progress import Advance, Watch, watch
 
 C = TypeVar("C", bound=Config)
 NEAR = 1.03

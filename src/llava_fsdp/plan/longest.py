@@ -23,7 +23,7 @@ from llava_fsdp.plan.workload import Samples, packed_row
 from llava_fsdp.report.downsample import Point
 from llava_fsdp.report.svg import Chart, Line
 from llava_fsdp.runtime.errors import ConfigError
-from llava_fsdp.runtime.progress import Advance, Watch, watch_silently
+from llava_fsdp.runtime.text.progress import Advance, Watch, watch_silently
 
 MOST_TOKENS = 1 << 20
 """Greatest length of a sample that is tried; a longer one may fit."""

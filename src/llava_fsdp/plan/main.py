@@ -41,10 +41,10 @@ from llava_fsdp.plan.planner import Planner, PlanRow, Ranks
 from llava_fsdp.plan.scaling_page import assumptions, scale, write_page
 from llava_fsdp.plan.search import choices, distinct_strategies, plan_rows, splits_to_try
 from llava_fsdp.plan.table import as_object, names, search_object, show_longest, show_plan
-from llava_fsdp.runtime.console import TextConsole
 from llava_fsdp.runtime.errors import LlavaFsdpError, ModelError
-from llava_fsdp.runtime.log import log
-from llava_fsdp.runtime.progress import StageLine, watch_silently
+from llava_fsdp.runtime.text.console import TextConsole
+from llava_fsdp.runtime.text.log import log
+from llava_fsdp.runtime.text.progress import StageLine, watch_silently
 
 OWN_KEYS = {"gpus", "nodes", "gpu", "rows", "page", "longest", "format"}
 TRIED = {"sharding", "activation_checkpointing", "offload"}

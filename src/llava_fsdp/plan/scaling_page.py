@@ -18,7 +18,7 @@ from llava_fsdp.report.downsample import Point
 from llava_fsdp.report.html import heading, section, table, whole_page
 from llava_fsdp.report.svg import COLOURS, Chart, Line, draw
 from llava_fsdp.runtime.errors import ConfigError
-from llava_fsdp.runtime.progress import Watch, watch_silently
+from llava_fsdp.runtime.text.progress import Watch, watch_silently
 
 STRATEGIES = {"zero3": Strategy.FULL_SHARD, "hybrid": Strategy.HYBRID_SHARD}
 SEARCHED = "fastest layout"

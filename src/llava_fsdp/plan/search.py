@@ -21,7 +21,7 @@ from llava_fsdp.plan.hardware import Machine
 from llava_fsdp.plan.planner import Choice, Planner, PlanRow, Ranks
 from llava_fsdp.plan.workload import configured_split, possible_splits
 from llava_fsdp.runtime.errors import ConfigError
-from llava_fsdp.runtime.progress import Watch, watch
+from llava_fsdp.runtime.text.progress import Watch, watch
 
 BUDGET = 0.5
 """Value of `activation_checkpointing.budget`, the share of a block's activations that is kept, if the configuration

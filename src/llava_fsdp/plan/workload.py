@@ -15,8 +15,8 @@ from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.index.worker_pool import BLOCK
 from llava_fsdp.plan.activations import MicroBatch
 from llava_fsdp.runtime.errors import ConfigError
-from llava_fsdp.runtime.safe_load import SMALL
-from llava_fsdp.runtime.small_json import read_object
+from llava_fsdp.runtime.files.safe_load import SMALL
+from llava_fsdp.runtime.files.small_json import read_object
 
 PHOTO = (640, 480)
 """Width and height in pixels that an image is taken to have if a dataset's images are unknown."""

@@ -29,11 +29,11 @@ from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.pretrained import find_parts
 from llava_fsdp.parallel.precision.fast_dtype import has_bf16, settle_precision
 from llava_fsdp.parallel.precision.precision import DTYPES
-from llava_fsdp.runtime.console import TextConsole
 from llava_fsdp.runtime.errors import ConfigError, DataError
-from llava_fsdp.runtime.host import read_host
-from llava_fsdp.runtime.log import log
-from llava_fsdp.runtime.progress import watch
+from llava_fsdp.runtime.process.host import read_host
+from llava_fsdp.runtime.text.console import TextConsole
+from llava_fsdp.runtime.text.log import log
+from llava_fsdp.runtime.text.progress import watch
 from llava_fsdp.train.build_model import shape_of
 from llava_fsdp.train.preflight import warn_if_refused, with_template
 

@@ -1,7 +1,7 @@
 """Entry point of `python -m llava_fsdp.report`, which writes an HTML page about one or more trainings; see
 report/main.py."""
 
-from llava_fsdp.runtime.safe_path import prepare_python
+from llava_fsdp.runtime.process.safe_path import prepare_python
 
 if __name__ == "__main__":
     prepare_python()  # before other imports, which files there might hide

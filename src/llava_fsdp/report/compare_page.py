@@ -14,7 +14,7 @@ from llava_fsdp.report.results import columns, metric_name, results_of
 from llava_fsdp.report.run_charts import CURVES, figures, points_of, values_of
 from llava_fsdp.report.run_reader import Run
 from llava_fsdp.report.svg import Chart, Line, points_each
-from llava_fsdp.runtime.humanize import moment
+from llava_fsdp.runtime.text.humanize import moment
 
 MOST_DRAWN = 64
 """Maximum number of runs whose curves are drawn; the tables list all runs."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from html import escape
 
 from llava_fsdp.report.html import shortened
-from llava_fsdp.runtime.terminal_text import shown_name, shown_text
+from llava_fsdp.runtime.text.terminal_text import shown_name, shown_text
 
 NAME_LENGTH = 200
 NEWLINE = "\u23ce"

@@ -13,7 +13,7 @@ from llava_fsdp.report.run_page import report_page
 from llava_fsdp.report.run_reader import REPORT_FILE, Run, name_of, put_page, runs_in
 from llava_fsdp.runtime.errors import ConfigError, LlavaFsdpError, StorageError
 from llava_fsdp.runtime.exit_codes import ExitCode
-from llava_fsdp.runtime.log import log, setup_logging
+from llava_fsdp.runtime.text.log import log, setup_logging
 
 USAGE = """\
 usage: llava-fsdp report RUN [RUN...] [out=FILE]

@@ -9,7 +9,7 @@ from llava_fsdp.report.downsample import History
 from llava_fsdp.report.run_reader import Run, read_metrics, read_validations
 from llava_fsdp.report.svg import short_text
 from llava_fsdp.runtime.errors import DataError
-from llava_fsdp.runtime.humanize import duration, readable
+from llava_fsdp.runtime.text.humanize import duration, readable
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from llava_fsdp.report.run_charts import charts_of, figures
 from llava_fsdp.report.run_reader import Run
 from llava_fsdp.report.run_tables import Thumbnail, answers, history_tables, settings, validation_sources
 from llava_fsdp.report.svg import short_text
-from llava_fsdp.runtime.humanize import duration, moment, readable
+from llava_fsdp.runtime.text.humanize import duration, moment, readable
 
 SHOWN = (
     "loss", "lowest loss", "last val loss", "lowest val loss", "best val score", "tokens/s", "MFU", "memory",

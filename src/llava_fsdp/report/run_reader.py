@@ -21,15 +21,15 @@ import yaml
 from llava_fsdp.config.renamed import present_row, present_tree
 from llava_fsdp.config.tree import dotted
 from llava_fsdp.report.downsample import WINDOW, History
-from llava_fsdp.runtime.durable_files import replace_file
 from llava_fsdp.runtime.errors import ConfigError, DataError, LlavaFsdpError
-from llava_fsdp.runtime.humanize import moment
-from llava_fsdp.runtime.redact import redact_values, secrets_of
-from llava_fsdp.runtime.run_dir import is_known_free
-from llava_fsdp.runtime.safe_load import refuse_yaml_bombs
-from llava_fsdp.runtime.small_json import BadJson, Kinds, MissingJson, read_object
-from llava_fsdp.runtime.status_file import KILLED, is_without_end, mode_of, status_of
-from llava_fsdp.runtime.terminal_text import shown_text
+from llava_fsdp.runtime.files.durable_files import replace_file
+from llava_fsdp.runtime.files.run_dir import is_known_free
+from llava_fsdp.runtime.files.safe_load import refuse_yaml_bombs
+from llava_fsdp.runtime.files.small_json import BadJson, Kinds, MissingJson, read_object
+from llava_fsdp.runtime.files.status_file import KILLED, is_without_end, mode_of, status_of
+from llava_fsdp.runtime.text.humanize import moment
+from llava_fsdp.runtime.text.redact import redact_values, secrets_of
+from llava_fsdp.runtime.text.terminal_text import shown_text
 
 METRICS_FILE = "metrics.jsonl"
 VALIDATION_FILE = "validation.jsonl"

@@ -10,7 +10,7 @@ from llava_fsdp.report.html import section, shortened, table
 from llava_fsdp.report.results import loss_name, number
 from llava_fsdp.report.run_reader import Run
 from llava_fsdp.report.shown_answers import choose_answers
-from llava_fsdp.runtime.humanize import moment, readable
+from llava_fsdp.runtime.text.humanize import moment, readable
 
 MOST_STARTS = 50
 MOST_ANSWERS = 100

@@ -7,7 +7,7 @@ itself have no class here; assertions check for them.
 from typing import Any, Self
 
 from llava_fsdp.runtime.exit_codes import ENDINGS, ExitCode
-from llava_fsdp.runtime.terminal_text import shown_name
+from llava_fsdp.runtime.text.terminal_text import shown_name
 
 
 class LlavaFsdpError(Exception):

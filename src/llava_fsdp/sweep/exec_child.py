@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 
-from llava_fsdp.runtime.process_end import end_with
+from llava_fsdp.runtime.process.process_end import end_with
 
 
 def main() -> None:

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llava_fsdp.runtime.errors import ConfigError
-from llava_fsdp.runtime.log import log
-from llava_fsdp.runtime.visible_devices import visible_gpus
+from llava_fsdp.runtime.process.visible_devices import visible_gpus
+from llava_fsdp.runtime.text.log import log
 
 GPU_LINE = re.compile(r"(\s*)(GPU|MIG)\b.*?\(UUID:\s*((?:GPU|MIG)-[^)\s]+)\)")
 WAIT_SECONDS = 1.0

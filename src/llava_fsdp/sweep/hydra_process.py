@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from llava_fsdp.config import SweepConfig, config_dir
 from llava_fsdp.config.cli import shorten
 from llava_fsdp.runtime.exit_codes import ExitCode
-from llava_fsdp.runtime.log import log, setup_logging
+from llava_fsdp.runtime.text.log import log, setup_logging
 from llava_fsdp.sweep.job import Job, read_jobs, run_job
 from llava_fsdp.sweep.results import show, write_results
 from llava_fsdp.sweep.stop import StopRequest

@@ -19,13 +19,13 @@ from llava_fsdp.config.cli import quoted
 from llava_fsdp.report.downsample import WINDOW
 from llava_fsdp.report.results import Results, metric_name, read_results
 from llava_fsdp.report.run_reader import JOB, JOB_FILE, job_files
-from llava_fsdp.runtime.durable_files import replace_file
 from llava_fsdp.runtime.errors import ConfigError, LlavaFsdpError
 from llava_fsdp.runtime.exit_codes import ExitCode
-from llava_fsdp.runtime.log import log, setup_logging
-from llava_fsdp.runtime.run_dir import make_run_folder
-from llava_fsdp.runtime.small_json import BadJson, kinds_of, read_object, require_kinds
-from llava_fsdp.runtime.status_file import STATUS_FILE
+from llava_fsdp.runtime.files.durable_files import replace_file
+from llava_fsdp.runtime.files.run_dir import make_run_folder
+from llava_fsdp.runtime.files.small_json import BadJson, kinds_of, read_object, require_kinds
+from llava_fsdp.runtime.files.status_file import STATUS_FILE
+from llava_fsdp.runtime.text.log import log, setup_logging
 from llava_fsdp.sweep.gpu_locks import check_devices, devices_here, locked
 from llava_fsdp.sweep.stop import StopRequest, ignore_signals
 from llava_fsdp.sweep.torchrun import LOG_FILE, JobFailed, run_torchrun

@@ -15,7 +15,7 @@ from llava_fsdp.config.hydra_guard import check_command_line
 from llava_fsdp.report.run_reader import job_files
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.exit_codes import ExitCode
-from llava_fsdp.runtime.log import log, setup_logging
+from llava_fsdp.runtime.text.log import log, setup_logging
 from llava_fsdp.sweep.job import read_jobs
 from llava_fsdp.sweep.results import show, write_results
 from llava_fsdp.sweep.stop import STOP_FILE, StopRequest, supervise

@@ -12,12 +12,12 @@ from rich.table import Table
 from llava_fsdp.report.compare_page import comparison_page
 from llava_fsdp.report.results import columns, metric_name
 from llava_fsdp.report.run_reader import REPORT_FILE, own_overrides, put_page, runs_in
-from llava_fsdp.runtime.console import TextConsole
 from llava_fsdp.runtime.errors import LlavaFsdpError
 from llava_fsdp.runtime.exit_codes import ExitCode
-from llava_fsdp.runtime.jsonl import replace_lines
-from llava_fsdp.runtime.log import log
-from llava_fsdp.runtime.run_dir import restored_umask
+from llava_fsdp.runtime.files.jsonl import replace_lines
+from llava_fsdp.runtime.files.run_dir import restored_umask
+from llava_fsdp.runtime.text.console import TextConsole
+from llava_fsdp.runtime.text.log import log
 from llava_fsdp.sweep.job import Job
 from llava_fsdp.sweep.torchrun import LOG_FILE
 

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from llava_fsdp.runtime.durable_files import replace_file
 from llava_fsdp.runtime.exit_codes import ExitCode
-from llava_fsdp.runtime.log import log
+from llava_fsdp.runtime.files.durable_files import replace_file
+from llava_fsdp.runtime.text.log import log
 
 STOP_FILE = ".stop"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)

@@ -14,9 +14,9 @@ from typing import Any
 
 from llava_fsdp.runtime.errors import LlavaFsdpError
 from llava_fsdp.runtime.exit_codes import ExitCode
-from llava_fsdp.runtime.log import log
-from llava_fsdp.runtime.process_end import STOP_SECONDS, how_ended, without_launcher
-from llava_fsdp.runtime.status_file import read_status, status_of_latest_start
+from llava_fsdp.runtime.files.status_file import read_status, status_of_latest_start
+from llava_fsdp.runtime.process.process_end import STOP_SECONDS, how_ended, without_launcher
+from llava_fsdp.runtime.text.log import log
 
 LOG_FILE = "train.log"
 PROGRESS_SECONDS = 10

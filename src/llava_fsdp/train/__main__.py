@@ -1,6 +1,6 @@
 """Entry point of `torchrun -m llava_fsdp.train`; see run.py for what it does."""
 
-from llava_fsdp.runtime.safe_path import prepare_python
+from llava_fsdp.runtime.process.safe_path import prepare_python
 
 if __name__ == "__main__":
     prepare_python()  # before other imports, which files there might hide

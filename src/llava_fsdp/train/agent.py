@@ -15,8 +15,8 @@ import sys
 from argparse import Namespace
 
 from llava_fsdp.runtime.exit_codes import ExitCode
-from llava_fsdp.runtime.host import read_host
-from llava_fsdp.runtime.process_end import AGENT, end_with, how_ended
+from llava_fsdp.runtime.process.host import read_host
+from llava_fsdp.runtime.process.process_end import AGENT, end_with, how_ended
 
 PROGRAM = ("-m", "llava_fsdp.train")
 NOT_MET = (

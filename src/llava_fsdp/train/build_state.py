@@ -44,8 +44,8 @@ from llava_fsdp.parallel.tensor.tensor_plan import divide_dropout, tensor_plan
 from llava_fsdp.parallel.zero import ShardPlan
 from llava_fsdp.plan.mfu import utilization_of
 from llava_fsdp.runtime.errors import DataError
-from llava_fsdp.runtime.log import log
-from llava_fsdp.runtime.progress import watch_loading
+from llava_fsdp.runtime.text.log import log
+from llava_fsdp.runtime.text.progress import watch_loading
 from llava_fsdp.train.build_model import mean_counts, shape_of
 from llava_fsdp.train.loss_scaler import build_scaler
 from llava_fsdp.train.optimizer import build_optimizer

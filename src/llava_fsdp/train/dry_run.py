@@ -38,9 +38,9 @@ from llava_fsdp.plan.model_shapes import shapes_of
 from llava_fsdp.plan.planner import PlanRow
 from llava_fsdp.plan.planner import peak as plan_peak
 from llava_fsdp.plan.workload import samples_of
-from llava_fsdp.runtime.console import TextConsole
 from llava_fsdp.runtime.errors import NumericError
-from llava_fsdp.runtime.log import log
+from llava_fsdp.runtime.text.console import TextConsole
+from llava_fsdp.runtime.text.log import log
 from llava_fsdp.train.build_model import build_model, shape_of
 from llava_fsdp.train.build_state import assemble, cut_of
 from llava_fsdp.train.loop import train_step

@@ -48,11 +48,11 @@ from llava_fsdp.model.tensor_files import Stored
 from llava_fsdp.parallel.local_shards import local_shards, whole
 from llava_fsdp.parallel.precision.precision import DTYPES, MasterWeights, norm_weights
 from llava_fsdp.parallel.ranks.consensus import on_all_ranks, on_first_rank, rank_and_size
-from llava_fsdp.runtime.durable_files import make_empty
 from llava_fsdp.runtime.errors import DamagedModel, LlavaFsdpError, ModelError
-from llava_fsdp.runtime.log import log
-from llava_fsdp.runtime.provenance import README, check_folder, read_notes
-from llava_fsdp.runtime.unfinished import EXPORT
+from llava_fsdp.runtime.files.durable_files import make_empty
+from llava_fsdp.runtime.files.provenance import README, check_folder, read_notes
+from llava_fsdp.runtime.files.unfinished import EXPORT
+from llava_fsdp.runtime.text.log import log
 from llava_fsdp.train.pipeline_step import evaluate
 from llava_fsdp.train.state import TrainState
 

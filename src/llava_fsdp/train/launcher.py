@@ -6,7 +6,7 @@ separate Unix session, passes signals on to the ranks, and prints as its last li
 torch.
 """
 
-from llava_fsdp.runtime.safe_path import prepare_python
+from llava_fsdp.runtime.process.safe_path import prepare_python
 
 if __name__ == "__main__":
     prepare_python()  # before other imports, which files there might hide
@@ -29,11 +29,11 @@ from llava_fsdp.config import Config, cli, load, schema_keys
 from llava_fsdp.config.foreign_names import called_here
 from llava_fsdp.runtime.errors import ConfigError, LlavaFsdpError
 from llava_fsdp.runtime.exit_codes import ENDINGS, ExitCode
-from llava_fsdp.runtime.log import log, setup_logging
-from llava_fsdp.runtime.process_end import STOP_SECONDS, children, how_ended, without_launcher
-from llava_fsdp.runtime.run_dir import refuse_in_use
-from llava_fsdp.runtime.status_file import STATUS_FILE, read_status, status_of_latest_start
-from llava_fsdp.runtime.watchdog import SAME_KEY_PRESS
+from llava_fsdp.runtime.files.run_dir import refuse_in_use
+from llava_fsdp.runtime.files.status_file import STATUS_FILE, read_status, status_of_latest_start
+from llava_fsdp.runtime.process.process_end import STOP_SECONDS, children, how_ended, without_launcher
+from llava_fsdp.runtime.process.watchdog import SAME_KEY_PRESS
+from llava_fsdp.runtime.text.log import log, setup_logging
 from llava_fsdp.train.agent import is_given
 
 TORCHRUN_WITH_VALUE = frozenset({

@@ -33,11 +33,11 @@ from llava_fsdp.report.run_reader import (
     read_validations,
     thinned,
 )
-from llava_fsdp.runtime.jsonl import replace_lines
-from llava_fsdp.runtime.log import log
-from llava_fsdp.runtime.process_end import end_with
-from llava_fsdp.runtime.redact import redact_values, secrets_of
-from llava_fsdp.runtime.status_file import read_status
+from llava_fsdp.runtime.files.jsonl import replace_lines
+from llava_fsdp.runtime.files.status_file import read_status
+from llava_fsdp.runtime.process.process_end import end_with
+from llava_fsdp.runtime.text.log import log
+from llava_fsdp.runtime.text.redact import redact_values, secrets_of
 
 PAUSE = 10
 """Minimum number of seconds between two versions of the page."""

@@ -21,10 +21,10 @@ from llava_fsdp.parallel.ranks.consensus import rank_and_size
 from llava_fsdp.parallel.ranks.replicas import same_on_every_rank, sharded_norm
 from llava_fsdp.parallel.zero import ShardPlan, begin_micro_batch
 from llava_fsdp.runtime.errors import CompileError, Stopped
-from llava_fsdp.runtime.heartbeat import Phase
-from llava_fsdp.runtime.log import log
+from llava_fsdp.runtime.process.heartbeat import Phase
+from llava_fsdp.runtime.process.watchdog import Watchdog
 from llava_fsdp.runtime.seeds import derive
-from llava_fsdp.runtime.watchdog import Watchdog
+from llava_fsdp.runtime.text.log import log
 from llava_fsdp.train.expert_sums import ExpertSums, expert_load
 from llava_fsdp.train.gc_schedule import scheduled_gc
 from llava_fsdp.train.pipeline_step import run_pipeline

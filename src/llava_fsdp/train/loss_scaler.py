@@ -9,7 +9,7 @@ from typing import Any
 
 from llava_fsdp.config import ScalerConfig
 from llava_fsdp.runtime.errors import NumericError
-from llava_fsdp.runtime.log import log
+from llava_fsdp.runtime.text.log import log
 
 FACTOR = 2.0
 """Factor by which the loss scale is raised or lowered."""

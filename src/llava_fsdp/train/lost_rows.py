@@ -8,10 +8,10 @@ from typing import Any
 
 from llava_fsdp.config.renamed import present_row
 from llava_fsdp.report.run_reader import METRICS_FILE, STARTS_FILE, VALIDATION_FILE
-from llava_fsdp.runtime.jsonl import read_rows
-from llava_fsdp.runtime.run_dir import FOLDER, folder_name
-from llava_fsdp.runtime.safe_load import SMALL
-from llava_fsdp.runtime.small_json import object_or_none
+from llava_fsdp.runtime.files.jsonl import read_rows
+from llava_fsdp.runtime.files.run_dir import FOLDER, folder_name
+from llava_fsdp.runtime.files.safe_load import SMALL
+from llava_fsdp.runtime.files.small_json import object_or_none
 
 SKIPPED_FILE = "skipped_records.jsonl"
 MOST_RANGES = 8

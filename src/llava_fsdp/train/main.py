@@ -23,13 +23,13 @@ from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.plan.auto import Decision, decide, settle_packing
 from llava_fsdp.plan.workload import samples_in
 from llava_fsdp.report.run_reader import CONFIG_FILE
-from llava_fsdp.runtime.durable_files import replace_file
 from llava_fsdp.runtime.errors import ConfigError
-from llava_fsdp.runtime.heartbeat import Phase
-from llava_fsdp.runtime.log import log
-from llava_fsdp.runtime.run_dir import FOLDER, claimed, restored_umask
-from llava_fsdp.runtime.run_dir_watch import RunDirLock
-from llava_fsdp.runtime.watchdog import Run, Watchdog
+from llava_fsdp.runtime.files.durable_files import replace_file
+from llava_fsdp.runtime.files.run_dir import FOLDER, claimed, restored_umask
+from llava_fsdp.runtime.files.run_dir_watch import RunDirLock
+from llava_fsdp.runtime.process.heartbeat import Phase
+from llava_fsdp.runtime.process.watchdog import Run, Watchdog
+from llava_fsdp.runtime.text.log import log
 from llava_fsdp.train import final_export
 from llava_fsdp.train.answer_metric import ScoreFunction, choose_metric
 from llava_fsdp.train.build_model import build_model

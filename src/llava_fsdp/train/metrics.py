@@ -21,12 +21,12 @@ from llava_fsdp.config import Config
 from llava_fsdp.config.renamed import rename_old_files
 from llava_fsdp.plan.mfu import Utilization
 from llava_fsdp.report.run_reader import METRICS_FILE
-from llava_fsdp.runtime.console import TextConsole
 from llava_fsdp.runtime.errors import StorageError
-from llava_fsdp.runtime.humanize import duration
-from llava_fsdp.runtime.jsonl import Rows, replace_lines
-from llava_fsdp.runtime.log import log
-from llava_fsdp.runtime.os_errors import why
+from llava_fsdp.runtime.files.jsonl import Rows, replace_lines
+from llava_fsdp.runtime.files.os_errors import why
+from llava_fsdp.runtime.text.console import TextConsole
+from llava_fsdp.runtime.text.humanize import duration
+from llava_fsdp.runtime.text.log import log
 from llava_fsdp.train.live_page import LivePage
 from llava_fsdp.train.lost_rows import SKIPPED_FILE, lost_rows
 from llava_fsdp.train.state import StepResult

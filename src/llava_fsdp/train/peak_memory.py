@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from llava_fsdp.runtime.host import process_memory
+from llava_fsdp.runtime.process.host import process_memory
 
 
 class PeakMeter:

@@ -29,9 +29,9 @@ from llava_fsdp.parallel.precision.fast_dtype import has_bf16, settle_precision
 from llava_fsdp.parallel.precision.precision import DTYPES
 from llava_fsdp.plan.auto import settle_packing
 from llava_fsdp.runtime.errors import ConfigError, LlavaFsdpError, ModelError
-from llava_fsdp.runtime.log import log
-from llava_fsdp.runtime.provenance import read_notes
-from llava_fsdp.runtime.unfinished import earlier_export, refuse_staged, run_of
+from llava_fsdp.runtime.files.provenance import read_notes
+from llava_fsdp.runtime.files.unfinished import earlier_export, refuse_staged, run_of
+from llava_fsdp.runtime.text.log import log
 from llava_fsdp.train.build_model import build_model
 from llava_fsdp.train.optimizer import SCHEDULES, warmup_steps
 from llava_fsdp.train.resume import check_settings, continues, without_saved_sources

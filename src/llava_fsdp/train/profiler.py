@@ -17,8 +17,8 @@ from llava_fsdp.config import Config
 from llava_fsdp.report.profile_page import profile_page
 from llava_fsdp.report.profile_trace import RANGE, TraceError, times_of
 from llava_fsdp.runtime.errors import StorageError
-from llava_fsdp.runtime.log import log
-from llava_fsdp.runtime.os_errors import why
+from llava_fsdp.runtime.files.os_errors import why
+from llava_fsdp.runtime.text.log import log
 
 T = TypeVar("T")
 FOLDER = "profile"

@@ -27,9 +27,9 @@ from llava_fsdp.parallel.local_shards import local
 from llava_fsdp.parallel.ranks.consensus import on_all_ranks, on_first_rank
 from llava_fsdp.parallel.ranks.mesh import gather_lists
 from llava_fsdp.runtime.errors import CheckpointError, ConfigError
-from llava_fsdp.runtime.log import log
-from llava_fsdp.runtime.run_dir import FOLDER, begun_at, list_checkpoints, mark_begun, step_of
-from llava_fsdp.runtime.small_json import parse_object
+from llava_fsdp.runtime.files.run_dir import FOLDER, begun_at, list_checkpoints, mark_begun, step_of
+from llava_fsdp.runtime.files.small_json import parse_object
+from llava_fsdp.runtime.text.log import log
 from llava_fsdp.train.checkpoint_contents import facts_of, tensors
 from llava_fsdp.train.optimizer import prepare_moments
 from llava_fsdp.train.state import TrainState

@@ -33,8 +33,8 @@ from llava_fsdp.parallel.tensor.tensor_plan import tensor_plan
 from llava_fsdp.plan.auto import expected_peak
 from llava_fsdp.plan.stage_memory import weights_of_groups
 from llava_fsdp.plan.workload import samples_in
-from llava_fsdp.runtime.log import log
-from llava_fsdp.runtime.redact import redact, secrets_of
+from llava_fsdp.runtime.text.log import log
+from llava_fsdp.runtime.text.redact import redact, secrets_of
 from llava_fsdp.train.build_model import mean_counts
 from llava_fsdp.train.summary import describe_data, trained_counts, unlike_original
 

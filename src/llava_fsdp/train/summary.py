@@ -35,8 +35,8 @@ from llava_fsdp.parallel.memory.offload import describe_offload
 from llava_fsdp.parallel.parallelize import describe_units
 from llava_fsdp.parallel.ranks.mesh import World
 from llava_fsdp.report.run_reader import REPORT_FILE
-from llava_fsdp.runtime.console import TextConsole
-from llava_fsdp.runtime.humanize import readable
+from llava_fsdp.runtime.text.console import TextConsole
+from llava_fsdp.runtime.text.humanize import readable
 
 PARTS = {
     "vision_tower": "vision tower", "multi_modal_projector": "projector", "image_newline": "image newline",

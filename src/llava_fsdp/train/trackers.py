@@ -18,8 +18,8 @@ from typing import Any
 from llava_fsdp.config import Config, TrackConfig, WandbMode
 from llava_fsdp.config.tree import dotted, written
 from llava_fsdp.runtime.errors import ConfigError
-from llava_fsdp.runtime.log import log
-from llava_fsdp.runtime.redact import redact, redact_values, secrets_of
+from llava_fsdp.runtime.text.log import log
+from llava_fsdp.runtime.text.redact import redact, redact_values, secrets_of
 
 FOLDER = "tensorboard"
 MOST_WAITING = 20_000

@@ -25,10 +25,10 @@ from llava_fsdp.parallel.ranks.consensus import on_first_rank
 from llava_fsdp.parallel.ranks.mesh import own_rank
 from llava_fsdp.report.run_reader import VALIDATION_FILE
 from llava_fsdp.report.shown_answers import choose_answers
-from llava_fsdp.runtime.heartbeat import Phase
-from llava_fsdp.runtime.jsonl import Rows
-from llava_fsdp.runtime.log import log
-from llava_fsdp.runtime.watchdog import Watchdog
+from llava_fsdp.runtime.files.jsonl import Rows
+from llava_fsdp.runtime.process.heartbeat import Phase
+from llava_fsdp.runtime.process.watchdog import Watchdog
+from llava_fsdp.runtime.text.log import log
 from llava_fsdp.train.answer_metric import AnswerMetric, choose_metric
 from llava_fsdp.train.loop import summed
 from llava_fsdp.train.metrics import drop_later_rows, finite, rows_of, storage_errors

@@ -22,7 +22,7 @@ from llava_fsdp.data.index.statistics import PAGE
 from llava_fsdp.data.index.worker_pool import open_column
 from llava_fsdp.data.records.problems import BITS, PROBLEMS, Kind, is_kept, mask
 from llava_fsdp.runtime.errors import ConfigError, DataError
-from llava_fsdp.runtime.progress import watch_silently
+from llava_fsdp.runtime.text.progress import watch_silently
 from llava_fsdp.train import main as train
 
 

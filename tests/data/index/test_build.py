@@ -33,7 +33,7 @@ from llava_fsdp.data.index.record_store import SourceFile
 from llava_fsdp.data.index.worker_pool import chunk_file, chunk_files, join, run_chunks
 from llava_fsdp.data.loader import ModelShape, open_encoding
 from llava_fsdp.runtime.errors import ConfigError, DataError, SourceError, WorkerError
-from llava_fsdp.runtime.progress import watch_silently
+from llava_fsdp.runtime.text.progress import watch_silently
 
 FITS = ModelShape(image_tokens=4, image_size=28, max_length=512, vocab_size=10_000)
 
@@ -100,7 +100,7 @@ def test_workers_read_each_kind_of_file(kind: str, parts: Path, dataset: Path, t
 BUILD = """
 import pickle, sys
 from llava_fsdp.data.index import build as index
-from llava_fsdp.runtime.progress import watch_silently
+from llava_fsdp.runtime.text.progress import watch_silently
 index.CHUNKS = dict.fromkeys(index.CHUNKS, 7)
 plan = pickle.load(sys.stdin.buffer)
 print(len(index.open_index(plan, watch_silently)), flush=True)

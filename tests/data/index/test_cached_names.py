@@ -29,7 +29,7 @@ from llava_fsdp.data.text.encode import ExactEncoder, OriginalEncoder
 from llava_fsdp.data.text.llava_v1_5 import Original
 from llava_fsdp.data.text.templates import template
 from llava_fsdp.runtime.errors import SourceError
-from llava_fsdp.runtime.progress import watch_silently
+from llava_fsdp.runtime.text.progress import watch_silently
 
 
 def tokenizer_of(fingerprint: str) -> Any:

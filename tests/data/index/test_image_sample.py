@@ -27,7 +27,7 @@ from llava_fsdp.data.index.verify import verify_index
 from llava_fsdp.data.loader import ModelShape, build_loader
 from llava_fsdp.prepare.main import prepare
 from llava_fsdp.runtime.errors import DamagedError, DataError, ImageError
-from llava_fsdp.runtime.progress import watch_silently
+from llava_fsdp.runtime.text.progress import watch_silently
 
 RECORDS, TEXT_ONLY = 23, (4, 22)
 SIZE = "data.examine_images=5"

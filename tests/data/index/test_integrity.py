@@ -17,7 +17,7 @@ from llava_fsdp.data.index.integrity import check_part, check_sum, read_column, 
 from llava_fsdp.data.loader import build_loader
 from llava_fsdp.runtime.errors import DamagedError, DataError
 from llava_fsdp.runtime.exit_codes import ExitCode
-from llava_fsdp.runtime.progress import watch_silently
+from llava_fsdp.runtime.text.progress import watch_silently
 
 DAMAGES: dict[str, Callable[[bytes], bytes | None]] = {
     "missing": lambda _: None,

@@ -18,8 +18,8 @@ from llava_fsdp.data.index import statistics as report_module
 from llava_fsdp.data.index.statistics import bar_width, make_report, median, problem_rows, write_report
 from llava_fsdp.data.text.encode import truncate
 from llava_fsdp.prepare import main as prepare
-from llava_fsdp.runtime.jsonl import Rows
-from llava_fsdp.runtime.terminal_text import OBEYED
+from llava_fsdp.runtime.files.jsonl import Rows
+from llava_fsdp.runtime.text.terminal_text import OBEYED
 from llava_fsdp.train import metrics
 
 

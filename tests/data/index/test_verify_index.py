@@ -15,7 +15,7 @@ from llava_fsdp.data.index import build as index_module
 from llava_fsdp.data.index.verify import verify_index
 from llava_fsdp.prepare.main import prepare
 from llava_fsdp.runtime.errors import ConfigError, DamagedError, DataError
-from llava_fsdp.runtime.progress import watch_silently
+from llava_fsdp.runtime.text.progress import watch_silently
 
 
 def put(path: Path, content: bytes) -> None:

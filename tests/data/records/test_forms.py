@@ -34,7 +34,7 @@ from llava_fsdp.evaluate.check_images import check_images
 from llava_fsdp.evaluate.main import with_paths
 from llava_fsdp.evaluate.read_questions import first_question, read_file
 from llava_fsdp.runtime.errors import ConfigError, DataError
-from llava_fsdp.runtime.progress import watch_silently
+from llava_fsdp.runtime.text.progress import watch_silently
 
 EMPTY = BITS[Kind.empty_answer]
 PAIR = RecordKeys("q", "a", "file")

@@ -22,7 +22,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from llava_fsdp.runtime.log import log
+from llava_fsdp.runtime.text.log import log
 
 MiB = 1 << 20
 LARGEST_JSON = MiB

@@ -11,7 +11,7 @@ from llava_fsdp.chat.assistant import Assistant
 from llava_fsdp.chat.web.sessions import Sessions
 from llava_fsdp.config import AUTO, AspectRatio, ChatConfig
 from llava_fsdp.runtime.errors import ConfigError
-from llava_fsdp.runtime.log import log
+from llava_fsdp.runtime.text.log import log
 
 GRACE = 2
 """Seconds that open connections get to finish when the server ends. Connections of a page that is still open in a

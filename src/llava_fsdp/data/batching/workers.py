@@ -24,9 +24,9 @@ from llava_fsdp.data.batching.batch import Step
 from llava_fsdp.data.batching.memory_files import HAS_MEMORY_FILES, Outbox, Sent
 from llava_fsdp.data.images.check import ImageFile
 from llava_fsdp.runtime.errors import OutOfMemory, WorkerError, WorkerLost
-from llava_fsdp.runtime.log import log
-from llava_fsdp.runtime.process_end import end_with
-from llava_fsdp.runtime.terminal_text import shown_name
+from llava_fsdp.runtime.process.process_end import end_with
+from llava_fsdp.runtime.text.log import log
+from llava_fsdp.runtime.text.terminal_text import shown_name
 
 CURRENT_BYTES = 2000
 """Number of bytes that a worker has for the name of its current record and image."""

@@ -3,7 +3,7 @@
 from dataclasses import astuple, dataclass
 from typing import Any
 
-from llava_fsdp.runtime.terminal_text import shown_name
+from llava_fsdp.runtime.text.terminal_text import shown_name
 
 CODECS = "SNAPPY", "ZSTD"
 """Names of the compression methods of Parquet pages from which images can be read."""

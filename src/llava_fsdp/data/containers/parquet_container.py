@@ -28,7 +28,7 @@ from llava_fsdp.data.containers.parquet_pages import (
 from llava_fsdp.data.containers.parquet_values import Values, chunk_values
 from llava_fsdp.data.containers.read_image import MOST_BYTES, MOST_RATIO
 from llava_fsdp.runtime.errors import DataError
-from llava_fsdp.runtime.terminal_text import shown_name
+from llava_fsdp.runtime.text.terminal_text import shown_name
 
 ROWS_AT_ONCE = 256
 """Greatest number of rows that are read of the columns without images at a time."""

@@ -12,7 +12,7 @@ from llava_fsdp.data.containers.file_reader import Reader
 from llava_fsdp.data.containers.parquet_levels import Cursor, Malformed, number_of
 from llava_fsdp.data.containers.parquet_pages import COPY_AGAIN, REWRITE, UNCOMPRESSED, Chunk
 from llava_fsdp.runtime.errors import DataError
-from llava_fsdp.runtime.terminal_text import shown_name
+from llava_fsdp.runtime.text.terminal_text import shown_name
 
 MAGIC, ENCRYPTED = b"PAR1", b"PARE"
 MOST_FOOTER = 64 << 20

@@ -11,7 +11,7 @@ from typing import NoReturn
 from llava_fsdp.data.containers.file_reader import Reader
 from llava_fsdp.data.containers.parquet_levels import Cursor, EndsEarly, Malformed, number_of
 from llava_fsdp.runtime.errors import DataError
-from llava_fsdp.runtime.terminal_text import shown_name
+from llava_fsdp.runtime.text.terminal_text import shown_name
 
 DATA, INDEX, DICTIONARY, DATA_V2 = range(4)  # kinds of pages
 PLAIN, PLAIN_DICTIONARY, RLE, DELTA_BYTE_ARRAY, RLE_DICTIONARY = 0, 2, 3, 7, 8

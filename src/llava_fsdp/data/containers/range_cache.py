@@ -19,8 +19,8 @@ from pathlib import Path
 from xxhash import xxh3_128_digest
 
 from llava_fsdp.runtime.errors import ConfigError
-from llava_fsdp.runtime.log import log
-from llava_fsdp.runtime.os_errors import why
+from llava_fsdp.runtime.files.os_errors import why
+from llava_fsdp.runtime.text.log import log
 
 DIGEST = 16
 """Number of bytes of the digest at the end of an entry."""

@@ -16,9 +16,9 @@ from llava_fsdp.data.containers.hub_client import HubClient
 from llava_fsdp.data.containers.object_store import GsClient, S3Client
 from llava_fsdp.data.containers.remote_file import Client, Failure, RemoteFile
 from llava_fsdp.runtime.errors import RemoteAway, RemoteChanged, RemoteForbidden, RemoteGone, SourceError
-from llava_fsdp.runtime.log import log
-from llava_fsdp.runtime.redact import redact
-from llava_fsdp.runtime.terminal_text import shown_name
+from llava_fsdp.runtime.text.log import log
+from llava_fsdp.runtime.text.redact import redact
+from llava_fsdp.runtime.text.terminal_text import shown_name
 
 T = TypeVar("T")
 Range = tuple[RemoteFile, int, int]

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from llava_fsdp.data.containers.file_reader import Reader
 from llava_fsdp.runtime.errors import DataError
-from llava_fsdp.runtime.terminal_text import shown_name
+from llava_fsdp.runtime.text.terminal_text import shown_name
 
 BLOCK = 512
 MOST_EXTRA = 1 << 20

@@ -32,8 +32,8 @@ from llava_fsdp.data.images.work_limits import TooMuchWork, check_work
 from llava_fsdp.data.records.problems import Kind
 from llava_fsdp.data.records.record import Record
 from llava_fsdp.runtime.errors import ImageError
-from llava_fsdp.runtime.safe_load import LFS_HEAD, LFS_POINTER
-from llava_fsdp.runtime.terminal_text import shown_name
+from llava_fsdp.runtime.files.safe_load import LFS_HEAD, LFS_POINTER
+from llava_fsdp.runtime.text.terminal_text import shown_name
 
 T = TypeVar("T")
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # only decoders that start no other program

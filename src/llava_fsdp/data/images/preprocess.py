@@ -34,7 +34,7 @@ from llava_fsdp.data.images.video import VideoSampling, examine_video, read_fram
 from llava_fsdp.data.records.problems import Kind
 from llava_fsdp.data.records.record import VIDEOS_NEED, Record, is_video
 from llava_fsdp.runtime.errors import ImageError, ModelError
-from llava_fsdp.runtime.safe_load import foreign, read_json, refuse_model_code
+from llava_fsdp.runtime.files.safe_load import foreign, read_json, refuse_model_code
 
 if TYPE_CHECKING:  # workers.py imports torch, which is not imported while an index is made
     from llava_fsdp.data.batching.workers import WorkerStatus

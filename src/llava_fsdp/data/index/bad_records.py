@@ -15,9 +15,9 @@ from llava_fsdp.data.records.problems import PROBLEMS, Kind
 from llava_fsdp.data.text.encode import Encoder
 from llava_fsdp.data.text.templates import IMAGE_TAG
 from llava_fsdp.runtime.errors import BuildError, DataError
-from llava_fsdp.runtime.host import read_host
-from llava_fsdp.runtime.log import log
-from llava_fsdp.runtime.progress import Watch
+from llava_fsdp.runtime.process.host import read_host
+from llava_fsdp.runtime.text.log import log
+from llava_fsdp.runtime.text.progress import Watch
 
 SHOWN = 5
 """Number of bad records that an error message lists."""

@@ -60,9 +60,9 @@ from llava_fsdp.data.records.record import is_container
 from llava_fsdp.data.records.rows import RowsFile, WriteRows
 from llava_fsdp.data.text.encode import Encoder, ExactEncoder
 from llava_fsdp.runtime.errors import BuildError, LlavaFsdpError, SourceError
-from llava_fsdp.runtime.log import log
-from llava_fsdp.runtime.progress import Watch
-from llava_fsdp.runtime.small_json import BadJson, kinds_of, require_kinds
+from llava_fsdp.runtime.files.small_json import BadJson, kinds_of, require_kinds
+from llava_fsdp.runtime.text.log import log
+from llava_fsdp.runtime.text.progress import Watch
 
 LOCK = "lock"
 SILENT = 5.0

@@ -34,7 +34,7 @@ from llava_fsdp.data.records.problems import BITS, Kind
 from llava_fsdp.data.records.record import INLINE, Record, is_video, unread_reason
 from llava_fsdp.data.text.templates import IMAGE_TAG
 from llava_fsdp.runtime.errors import ConfigError, DataError
-from llava_fsdp.runtime.terminal_text import shown_name
+from llava_fsdp.runtime.text.terminal_text import shown_name
 
 T = TypeVar("T")
 LONGEST_ID = 1000

@@ -17,7 +17,7 @@ import numpy as np
 
 from llava_fsdp.data.containers.file_reader import reading
 from llava_fsdp.runtime.errors import DamagedError
-from llava_fsdp.runtime.small_json import parse_object
+from llava_fsdp.runtime.files.small_json import parse_object
 
 DONE = "done.json"
 FILES = "files"

@@ -35,10 +35,10 @@ from llava_fsdp.data.records.record import (
     name_record,
     parse_text,
 )
-from llava_fsdp.runtime.durable_files import replacing
 from llava_fsdp.runtime.errors import DataError, SourceError
-from llava_fsdp.runtime.log import log
-from llava_fsdp.runtime.small_json import BadJson, kinds_of, require_kinds
+from llava_fsdp.runtime.files.durable_files import replacing
+from llava_fsdp.runtime.files.small_json import BadJson, kinds_of, require_kinds
+from llava_fsdp.runtime.text.log import log
 
 COMMIT = re.compile(r"^(hf://datasets/[^@]+)@[^/]+")
 """Finds the commit in the URL of a file of the Hugging Face hub."""

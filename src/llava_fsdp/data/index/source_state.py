@@ -13,11 +13,11 @@ from typing import Any
 
 from llava_fsdp.data.containers.file_reader import reading
 from llava_fsdp.data.index.record_store import DataSource, SourceFile, digest, files_of
-from llava_fsdp.runtime.durable_files import replace_file
 from llava_fsdp.runtime.errors import SourceError
-from llava_fsdp.runtime.host import read_host
-from llava_fsdp.runtime.progress import Watch
-from llava_fsdp.runtime.small_json import BadJson, Kinds, parse_object, require_kinds
+from llava_fsdp.runtime.files.durable_files import replace_file
+from llava_fsdp.runtime.files.small_json import BadJson, Kinds, parse_object, require_kinds
+from llava_fsdp.runtime.process.host import read_host
+from llava_fsdp.runtime.text.progress import Watch
 
 FORMAT = 10
 """Version of the index format. It is increased whenever the columns change, or the values in them for the same

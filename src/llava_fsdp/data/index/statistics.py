@@ -19,8 +19,8 @@ from llava_fsdp.data.index.worker_pool import BLOCK, open_column
 from llava_fsdp.data.records.problems import BITS, PROBLEMS
 from llava_fsdp.data.text.encode import Encoder
 from llava_fsdp.report.dataset_page import dataset_page
-from llava_fsdp.runtime.durable_files import replacing
-from llava_fsdp.runtime.terminal_text import shown_text
+from llava_fsdp.runtime.files.durable_files import replacing
+from llava_fsdp.runtime.text.terminal_text import shown_text
 
 SHOWN = 1000
 """Greatest number of records that report.json lists for each kind of problem; problems.jsonl lists all."""

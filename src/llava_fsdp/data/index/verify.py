@@ -35,7 +35,7 @@ from llava_fsdp.data.index.worker_pool import (
 from llava_fsdp.data.records.record import INLINE, is_container, is_video
 from llava_fsdp.data.records.rows import all_lines
 from llava_fsdp.runtime.errors import ConfigError, DataError
-from llava_fsdp.runtime.progress import Watch
+from llava_fsdp.runtime.text.progress import Watch
 
 SHOWN = 20
 """Greatest number of changed records and images that an error message lists."""

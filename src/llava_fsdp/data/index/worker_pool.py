@@ -26,12 +26,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from llava_fsdp.data.index.integrity import read_column, write_done
-from llava_fsdp.runtime.durable_files import replacing
 from llava_fsdp.runtime.errors import SourceError, WorkerError
-from llava_fsdp.runtime.log import log
-from llava_fsdp.runtime.process_end import end_with
-from llava_fsdp.runtime.progress import Advance
-from llava_fsdp.runtime.terminal_text import guard_streams
+from llava_fsdp.runtime.files.durable_files import replacing
+from llava_fsdp.runtime.process.process_end import end_with
+from llava_fsdp.runtime.text.log import log
+from llava_fsdp.runtime.text.progress import Advance
+from llava_fsdp.runtime.text.terminal_text import guard_streams
 
 Columns = dict[str, np.ndarray]
 """{name: column} for one chunk of records; a column is an array with one value per record or one per image."""

@@ -9,7 +9,7 @@ from typing import BinaryIO
 
 from llava_fsdp.data.records.record import BYTE_ORDER_MARK, LINES
 from llava_fsdp.runtime.errors import DataError
-from llava_fsdp.runtime.safe_load import LFS_HEAD, LFS_POINTER
+from llava_fsdp.runtime.files.safe_load import LFS_HEAD, LFS_POINTER
 
 Span = tuple[int, int, int]
 """Position of a record in its file: (offset in bytes, size in bytes, number of its first line from 1)."""

@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 from llava_fsdp.data.records.record import HELD
-from llava_fsdp.runtime.terminal_text import shown_name
+from llava_fsdp.runtime.text.terminal_text import shown_name
 
 HARMLESS = frozenset(
     "id ids idx index uid uuid guid key qid question_id image_id image_ids video_id sample_id record_id item_id "

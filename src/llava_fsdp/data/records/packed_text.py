@@ -19,9 +19,9 @@ from llava_fsdp.data.containers.file_reader import Reader
 from llava_fsdp.data.containers.parquet_container import ReaderFile
 from llava_fsdp.data.index.worker_pool import BLOCK, Columns
 from llava_fsdp.data.records.record import LINES
-from llava_fsdp.runtime.durable_files import replacing
 from llava_fsdp.runtime.errors import ConfigError, DataError
-from llava_fsdp.runtime.log import log
+from llava_fsdp.runtime.files.durable_files import replacing
+from llava_fsdp.runtime.text.log import log
 
 GZIP, ZSTD = tuple(f"{own}.gz" for own in LINES), tuple(f"{own}.zst" for own in LINES)
 """Suffixes of compressed JSON Lines files."""

@@ -37,7 +37,7 @@ from llava_fsdp.data.records.json_stream import MOST_BYTES, check_head
 from llava_fsdp.data.records.keys import ONLY_OF_RECORDS, REASONS, Meaning, held, meaning_of
 from llava_fsdp.data.records.record import HELD, LOCATION, PARQUET, TOO_LARGE, names_media, without_locations
 from llava_fsdp.runtime.errors import ConfigError, DataError
-from llava_fsdp.runtime.terminal_text import shown_name
+from llava_fsdp.runtime.text.terminal_text import shown_name
 
 PARTS = "content"
 """Field of a turn's struct that may be a list of parts."""

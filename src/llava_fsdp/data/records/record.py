@@ -13,7 +13,7 @@ from llava_fsdp.data.containers.data_files import DataFiles, RemoteFolder
 from llava_fsdp.data.containers.location import ImageLocation
 from llava_fsdp.data.records.problems import Kind
 from llava_fsdp.runtime.errors import DataError
-from llava_fsdp.runtime.terminal_text import shown_name
+from llava_fsdp.runtime.text.terminal_text import shown_name
 
 ADDRESS = re.compile(r"(?:[a-z][a-z0-9+.-]*://|data:)", re.IGNORECASE)
 WORD = re.compile(r"(?i:md5)|[A-Z]?[a-z]+|[A-Z]+(?![a-z])")

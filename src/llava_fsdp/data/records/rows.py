@@ -16,8 +16,8 @@ from llava_fsdp.data.index.worker_pool import BLOCK, Columns, column
 from llava_fsdp.data.records.forms import RecordKeys
 from llava_fsdp.data.records.parquet import ParquetRows, is_parquet
 from llava_fsdp.data.records.tar import TarRows
-from llava_fsdp.runtime.durable_files import replacing, sync_folder
-from llava_fsdp.runtime.log import log
+from llava_fsdp.runtime.files.durable_files import replacing, sync_folder
+from llava_fsdp.runtime.text.log import log
 
 ROWS_ALONE = 100_000
 """Number of rows up to which a Parquet file is copied by one process, in some seconds, although others have no work."""

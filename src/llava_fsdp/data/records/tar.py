@@ -24,7 +24,7 @@ from llava_fsdp.data.records.json_stream import MOST_BYTES
 from llava_fsdp.data.records.keys import Meaning, meaning_of
 from llava_fsdp.data.records.parquet import json_line
 from llava_fsdp.data.records.record import ADDRESS, HELD, LOCATION, TOO_LARGE, decode, is_empty, without_locations
-from llava_fsdp.runtime.log import log
+from llava_fsdp.runtime.text.log import log
 
 RECORD = "json"
 """Extension of the member with a sample's record."""

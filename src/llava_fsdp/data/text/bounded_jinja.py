@@ -9,7 +9,7 @@ import time
 from functools import lru_cache
 from typing import Any
 
-from llava_fsdp.runtime.limited_process import Answer, LimitBroken, LimitedProcess, MiB, Work
+from llava_fsdp.runtime.process.limited_process import Answer, LimitBroken, LimitedProcess, MiB, Work
 
 SECONDS = 1
 """Processor time that the rendering of a conversation may take."""

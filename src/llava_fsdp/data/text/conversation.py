@@ -13,7 +13,7 @@ from llava_fsdp.data.text.jinja_template import ChatTemplate
 from llava_fsdp.data.text.message_parts import IMAGE, media_of
 from llava_fsdp.data.text.templates import IMAGE_TAG, Template
 from llava_fsdp.runtime.errors import DataError
-from llava_fsdp.runtime.terminal_text import shown_name
+from llava_fsdp.runtime.text.terminal_text import shown_name
 
 OTHER_TAG = re.compile(
     r"<(?!image>)[|\s]*(?:(?i:image|img|picture))[\w\s.|/-]{0,20}>|\[(?i:image|img|picture)[\w\s.-]{0,20}\]"

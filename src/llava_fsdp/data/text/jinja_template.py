@@ -25,8 +25,8 @@ from llava_fsdp.data.text.message_parts import IMAGE, ROLES, TEXT, VIDEO, Messag
 from llava_fsdp.data.text.templates import IMAGE_TAG, Template, template
 from llava_fsdp.data.text.tokenizer import Tokenizer, open_tokenizer, read_optional
 from llava_fsdp.runtime.errors import ConfigError, DataError
-from llava_fsdp.runtime.log import log
-from llava_fsdp.runtime.safe_load import read_text
+from llava_fsdp.runtime.files.safe_load import read_text
+from llava_fsdp.runtime.text.log import log
 
 OWN = "chat_template"
 """Name of a language model's own template in `data.template`; a run records it as chat_template-DIGEST."""

@@ -20,8 +20,8 @@ from sentencepiece import sentencepiece_model_pb2
 from tokenizers import Tokenizer as FastTokenizer
 
 from llava_fsdp.runtime.errors import ModelError
-from llava_fsdp.runtime.safe_load import LARGE, foreign, read_json, refuse_model_code, refuse_pointer
-from llava_fsdp.runtime.terminal_text import shown_name
+from llava_fsdp.runtime.files.safe_load import LARGE, foreign, read_json, refuse_model_code, refuse_pointer
+from llava_fsdp.runtime.text.terminal_text import shown_name
 
 Stretch = tuple[int, int]
 """A range [begin, end) of characters of a text."""

@@ -24,8 +24,8 @@ from torch.utils.checkpoint import checkpoint
 from llava_fsdp.config import ActivationCheckpointingConfig
 from llava_fsdp.parallel.ranks.consensus import gathered
 from llava_fsdp.parallel.ranks.mesh import World
-from llava_fsdp.runtime.host import process_memory, read_host
-from llava_fsdp.runtime.log import log
+from llava_fsdp.runtime.process.host import process_memory, read_host
+from llava_fsdp.runtime.text.log import log
 
 FIRST, LAST = 2, 3
 """The steps, counted from 1, in which blocks are measured. The fastest run counts: in step 2 the compiler may still

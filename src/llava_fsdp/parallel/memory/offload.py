@@ -61,9 +61,9 @@ from llava_fsdp.parallel.memory.streamed_buffers import DeviceStaging, FileStagi
 from llava_fsdp.parallel.memory.streamed_optimizer import StreamedOptimizer
 from llava_fsdp.parallel.ranks.mesh import World
 from llava_fsdp.runtime.errors import ConfigError, OutOfMemory
-from llava_fsdp.runtime.humanize import readable
-from llava_fsdp.runtime.log import log
-from llava_fsdp.runtime.os_errors import existing
+from llava_fsdp.runtime.files.os_errors import existing
+from llava_fsdp.runtime.text.humanize import readable
+from llava_fsdp.runtime.text.log import log
 
 IN_MEMORY = ("tmpfs", "ramfs")
 """Types of filesystems whose files are in memory."""

@@ -11,7 +11,7 @@ from torch import nn
 
 from llava_fsdp.config import Config, DType
 from llava_fsdp.parallel.precision.precision import DTYPES
-from llava_fsdp.runtime.host import cpu_has_bf16, gpu_has_bf16
+from llava_fsdp.runtime.process.host import cpu_has_bf16, gpu_has_bf16
 
 C = TypeVar("C", bound=Config)
 ROWS, WIDTHS, REPEATS = 32, (576, 1536), 2

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from llava_fsdp.runtime.errors import CheckpointError, LlavaFsdpError
-from llava_fsdp.runtime.os_errors import why
+from llava_fsdp.runtime.files.os_errors import why
 
 R = TypeVar("R")
 Failure = tuple[type[LlavaFsdpError], str]

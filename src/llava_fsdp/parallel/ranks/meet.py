@@ -12,9 +12,9 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from llava_fsdp.runtime.errors import CommunicationError, ConfigError
-from llava_fsdp.runtime.launch import attempt
-from llava_fsdp.runtime.log import log
-from llava_fsdp.runtime.process_end import has_ended
+from llava_fsdp.runtime.process.launch import attempt
+from llava_fsdp.runtime.process.process_end import has_ended
+from llava_fsdp.runtime.text.log import log
 
 MET = "met"
 """Text that the last rank to come writes into the store. A rank that gives up writes its error message instead."""

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
 
-from llava_fsdp.runtime.durable_files import replace_file
-from llava_fsdp.runtime.small_json import BadJson, kinds_of, read_object
+from llava_fsdp.runtime.files.durable_files import replace_file
+from llava_fsdp.runtime.files.small_json import BadJson, kinds_of, read_object
 
 FOLDER = ".heartbeats"
 

@@ -13,14 +13,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from llava_fsdp.runtime.durable_files import create, replace_file
 from llava_fsdp.runtime.exit_codes import ENDINGS, Ending
-from llava_fsdp.runtime.heartbeat import read_beat
-from llava_fsdp.runtime.launch import attempt, env_rank, incarnation, launch_id, started
-from llava_fsdp.runtime.log import log
-from llava_fsdp.runtime.os_errors import why
-from llava_fsdp.runtime.redact import redact, secrets_of
-from llava_fsdp.runtime.small_json import BadJson, Kinds, MissingJson, read_object, require_kinds
+from llava_fsdp.runtime.files.durable_files import create, replace_file
+from llava_fsdp.runtime.files.os_errors import why
+from llava_fsdp.runtime.files.small_json import BadJson, Kinds, MissingJson, read_object, require_kinds
+from llava_fsdp.runtime.process.heartbeat import read_beat
+from llava_fsdp.runtime.process.launch import attempt, env_rank, incarnation, launch_id, started
+from llava_fsdp.runtime.text.log import log
+from llava_fsdp.runtime.text.redact import redact, secrets_of
 
 STATUS_FILE = "run_status.json"
 FIRST_FAILURE = ".run_failed"

@@ -4,7 +4,7 @@ import errno
 import os
 from pathlib import Path
 
-from llava_fsdp.runtime.humanize import readable
+from llava_fsdp.runtime.text.humanize import readable
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers which mean that the disk or the user's quota is full."""

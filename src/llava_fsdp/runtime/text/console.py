@@ -9,7 +9,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
-from llava_fsdp.runtime.terminal_text import Guarded, shown_text
+from llava_fsdp.runtime.text.terminal_text import Guarded, shown_text
 
 
 class TextConsole(Console):

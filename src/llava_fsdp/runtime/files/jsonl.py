@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from llava_fsdp.runtime.durable_files import replace_file, write_all
-from llava_fsdp.runtime.log import log
-from llava_fsdp.runtime.os_errors import why
+from llava_fsdp.runtime.files.durable_files import replace_file, write_all
+from llava_fsdp.runtime.files.os_errors import why
+from llava_fsdp.runtime.text.log import log
 
 MOST_WAITING = 200_000
 """Maximum number of rows that are kept in memory while they cannot be written. A row has a few hundred bytes."""

@@ -17,8 +17,8 @@ from rich.progress import (
     track,
 )
 
-from llava_fsdp.runtime.console import TextConsole
-from llava_fsdp.runtime.log import log
+from llava_fsdp.runtime.text.console import TextConsole
+from llava_fsdp.runtime.text.log import log
 
 SECONDS = 10
 """Number of seconds between two log lines of progress."""

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from llava_fsdp.runtime.errors import CheckpointError
-from llava_fsdp.runtime.humanize import readable
-from llava_fsdp.runtime.os_errors import free_bytes, free_inodes
+from llava_fsdp.runtime.files.os_errors import free_bytes, free_inodes
+from llava_fsdp.runtime.text.humanize import readable
 
 NO_FOLDERS = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS)
 """Error numbers with which fsync of a folder fails on file systems that do not support it (SMB, some FUSE systems)."""

@@ -26,12 +26,8 @@ from typing import Self, TextIO
 
 from llava_fsdp.runtime.errors import CommunicationError, StorageError
 from llava_fsdp.runtime.exit_codes import ENDINGS
-from llava_fsdp.runtime.guard import Guard
-from llava_fsdp.runtime.heartbeat import FOLDER, Beat, Late, Phase, Watcher, beat_age, margin, put_beat, read_beat
-from llava_fsdp.runtime.log import log
-from llava_fsdp.runtime.os_errors import why
-from llava_fsdp.runtime.process_end import end_agent, end_torchrun, ending_of, siblings
-from llava_fsdp.runtime.status_file import (
+from llava_fsdp.runtime.files.os_errors import why
+from llava_fsdp.runtime.files.status_file import (
     PATIENCE,
     Outcome,
     first_failure,
@@ -40,6 +36,20 @@ from llava_fsdp.runtime.status_file import (
     put_status,
     write_ending,
 )
+from llava_fsdp.runtime.process.guard import Guard
+from llava_fsdp.runtime.process.heartbeat import (
+    FOLDER,
+    Beat,
+    Late,
+    Phase,
+    Watcher,
+    beat_age,
+    margin,
+    put_beat,
+    read_beat,
+)
+from llava_fsdp.runtime.process.process_end import end_agent, end_torchrun, ending_of, siblings
+from llava_fsdp.runtime.text.log import log
 
 BEAT = 1.0
 """Seconds between two heartbeats of a rank."""

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from llava_fsdp.runtime.errors import ModelError
-from llava_fsdp.runtime.provenance import read_notes
-from llava_fsdp.runtime.run_dir import FOLDER, held_by, list_checkpoints, step_of
-from llava_fsdp.runtime.status_file import STATUS_FILE, is_without_end, read_status, status_of_latest_start
+from llava_fsdp.runtime.files.provenance import read_notes
+from llava_fsdp.runtime.files.run_dir import FOLDER, held_by, list_checkpoints, step_of
+from llava_fsdp.runtime.files.status_file import STATUS_FILE, is_without_end, read_status, status_of_latest_start
 
 STAGED = frozenset({"export.tmp", "adapter.tmp"})
 """Names of the folders in which a run writes its export and its adapter, until they are complete and compared."""

@@ -9,9 +9,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from llava_fsdp.runtime.log import log
-from llava_fsdp.runtime.run_dir import LOCK_FILE, make_run_folder, open_lock, sign_lock
-from llava_fsdp.runtime.status_file import put_status
+from llava_fsdp.runtime.files.run_dir import LOCK_FILE, make_run_folder, open_lock, sign_lock
+from llava_fsdp.runtime.files.status_file import put_status
+from llava_fsdp.runtime.text.log import log
 
 AGAIN = 0.2
 """Seconds until a missing folder is looked for again, because a network file system may show a folder late."""

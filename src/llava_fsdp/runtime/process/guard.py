@@ -17,9 +17,9 @@ import time
 from pathlib import Path
 
 from llava_fsdp.runtime.exit_codes import ENDINGS
-from llava_fsdp.runtime.launch import launch_id
-from llava_fsdp.runtime.process_end import ending_of
-from llava_fsdp.runtime.status_file import Outcome, first_failure, write_ending
+from llava_fsdp.runtime.files.status_file import Outcome, first_failure, write_ending
+from llava_fsdp.runtime.process.launch import launch_id
+from llava_fsdp.runtime.process.process_end import ending_of
 
 SILENT = 5.0
 """Seconds without a sign of life after which the rank's watchdog counts as stopped."""
@@ -47,7 +47,7 @@ class Guard:
             environment["TORCHELASTIC_RUN_ID"] = launch
         given = {"folder": str(folder.absolute()), "rank": rank, "pid": os.getpid(), "peers": list(peers.items())}
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "llava_fsdp.runtime.guard", json.dumps(given)],
+            [sys.executable, "-P", "-m", "llava_fsdp.runtime.process.guard", json.dumps(given)],
             stdin=subprocess.PIPE,
             env=environment,
             start_new_session=True,  # Ctrl-C in the terminal must not end it

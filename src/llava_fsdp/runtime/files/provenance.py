@@ -16,10 +16,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llava_fsdp.runtime.digests import THREADS, Digest, digest_of_file, sealed, unsealed
 from llava_fsdp.runtime.errors import DamagedModel
-from llava_fsdp.runtime.safe_load import SMALL, foreign
-from llava_fsdp.runtime.small_json import Kinds, parse_object
+from llava_fsdp.runtime.files.digests import THREADS, Digest, digest_of_file, sealed, unsealed
+from llava_fsdp.runtime.files.safe_load import SMALL, foreign
+from llava_fsdp.runtime.files.small_json import Kinds, parse_object
 
 NOTES = "llava_fsdp.json"
 README = "README.md"
