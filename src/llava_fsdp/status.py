@@ -18,7 +18,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from llava_fsdp.config import Config, cli
+from llava_fsdp.config import Config
+from llava_fsdp.config.command_line import cli
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.exit_codes import ExitCode
 from llava_fsdp.runtime.files.run_dir import FOLDER, held_by, is_known_free, list_checkpoints, step_of

@@ -155,7 +155,7 @@ def test_a_key_of_one_side_alone_has_changed() -> None:
 def test_the_default_training_of_0_2_0_continues() -> None:
     """CHANGELOG.md promises it. The file has what a checkpoint of 0.2.0 says of the keys that a run must continue with.
     A key that was added since needs the value of before in `settings_then`, a renamed one its row in
-    `config/renamed.py`."""
+    `config/command_line/renamed.py`."""
     then = json.loads(Path(__file__).with_name("settings_0_2_0.json").read_text())
     assert changed_settings(settings_then(then), flat(jsonable(asdict(config_of([]))))) == []
 

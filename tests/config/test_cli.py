@@ -15,8 +15,9 @@ from typing import Any, NoReturn
 import pytest
 from omegaconf import OmegaConf
 
-from llava_fsdp.config import ChatConfig, Config, cli, schema_keys
-from llava_fsdp.config.foreign_names import FOREIGN, called_here
+from llava_fsdp.config import ChatConfig, Config, schema_keys
+from llava_fsdp.config.command_line import cli
+from llava_fsdp.config.command_line.foreign_names import FOREIGN, called_here
 from llava_fsdp.migrate.llava_flags import FLAGS
 from llava_fsdp.migrate.next_flags import NEXT_FLAGS
 from llava_fsdp.runtime.errors import (
@@ -34,8 +35,8 @@ from llava_fsdp.runtime.process.heartbeat import Beat
 SCRIPT = """\
 import os, sys
 from rich.console import Console
-from llava_fsdp.config import Config, cli
-from llava_fsdp.config import ChatConfig
+from llava_fsdp.config import ChatConfig, Config
+from llava_fsdp.config.command_line import cli
 
 def plain(cfg):
     print("x")

@@ -27,12 +27,12 @@ from llava_fsdp.config import (
     SamplerName,
     Strategy,
     SweepConfig,
-    cli,
     config_dir,
     load,
     schema_keys,
 )
-from llava_fsdp.config.tree import dotted
+from llava_fsdp.config.command_line import cli
+from llava_fsdp.config.command_line.tree import dotted
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.train.summary import unlike_original
 

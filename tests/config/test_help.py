@@ -6,8 +6,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from llava_fsdp.config import Config, PrepareConfig, TooLong
-from llava_fsdp.config.describe import takes
-from llava_fsdp.config.help import (
+from llava_fsdp.config.command_line.describe import takes
+from llava_fsdp.config.command_line.help import (
     about,
     asked_help,
     choices_of,

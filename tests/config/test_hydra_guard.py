@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from llava_fsdp.config.hydra_guard import check_command_line
+from llava_fsdp.config.command_line.hydra_guard import check_command_line
 from llava_fsdp.runtime.errors import ConfigError
 
 

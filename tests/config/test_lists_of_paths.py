@@ -7,8 +7,9 @@ import yaml
 from hydra import compose, initialize_config_dir
 from small import Configure
 
-from llava_fsdp.config import Config, cli, load, paths_in
-from llava_fsdp.config.data import list_text
+from llava_fsdp.config import Config, load, paths_in
+from llava_fsdp.config.command_line import cli
+from llava_fsdp.config.keys.data import list_text
 from llava_fsdp.config.paths import paths_read
 from llava_fsdp.runtime.errors import ConfigError
 

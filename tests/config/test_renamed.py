@@ -7,8 +7,16 @@ import pytest
 from small import config_of
 
 from llava_fsdp.config import did_you_mean
-from llava_fsdp.config.renamed import KEYS, OLD_FILES, VALUES, present_key, present_row, present_tree, rename_old_files
-from llava_fsdp.config.tree import dotted
+from llava_fsdp.config.command_line.renamed import (
+    KEYS,
+    OLD_FILES,
+    VALUES,
+    present_key,
+    present_row,
+    present_tree,
+    rename_old_files,
+)
+from llava_fsdp.config.command_line.tree import dotted
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.train.resume import settings_then
 

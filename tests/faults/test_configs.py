@@ -12,7 +12,8 @@ from runs import Runs
 from tiers import slow_after
 from transformers import AutoConfig
 
-from llava_fsdp.config import Config, cli, load
+from llava_fsdp.config import Config, load
+from llava_fsdp.config.command_line import cli
 from llava_fsdp.config.paths import check_paths
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.exit_codes import ExitCode

@@ -22,7 +22,8 @@ from small import make_config, write_json, write_parts
 from xxhash import xxh3_128
 
 from llava_fsdp.checkpoint.verify import newest_alone, verify
-from llava_fsdp.config import Config, cli, load
+from llava_fsdp.config import Config, load
+from llava_fsdp.config.command_line import cli
 from llava_fsdp.data.index.integrity import read_column
 from llava_fsdp.export.processor import write_tokenizer
 from llava_fsdp.model.pretrained import find_parts

@@ -10,7 +10,8 @@ import pytest
 from runs import Runs
 from traps import no_network
 
-from llava_fsdp.config import Config, cli, load
+from llava_fsdp.config import Config, load
+from llava_fsdp.config.command_line import cli
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.text.redact import (
     HIDDEN,

@@ -18,7 +18,7 @@ from torch.distributed.run import get_args_parser
 from llava_fsdp import __main__ as command
 from llava_fsdp.completion import completions
 from llava_fsdp.config import Config, ParallelConfig
-from llava_fsdp.config.help import asked_help, first_sentence, meanings, render_help
+from llava_fsdp.config.command_line.help import asked_help, first_sentence, meanings, render_help
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.exit_codes import ENDINGS
 from llava_fsdp.runtime.files.status_file import Outcome, previous_status, put_status

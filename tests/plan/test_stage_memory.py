@@ -3,7 +3,7 @@
 from typing import Any
 
 from llava_fsdp.config import ParallelConfig
-from llava_fsdp.config.enums import PipelineSchedule
+from llava_fsdp.config.keys.enums import PipelineSchedule
 from llava_fsdp.parallel.pipeline.pipeline import passes_of
 from llava_fsdp.plan.activations import Live
 from llava_fsdp.plan.stage_memory import StageSegments, kept_messages

@@ -17,7 +17,7 @@ from pictured import charts_seen
 from small import config_of
 from tiers import slow_after
 
-from llava_fsdp.config.recipes import differences
+from llava_fsdp.config.command_line.recipes import differences
 from llava_fsdp.report import main as report
 from llava_fsdp.report import run_reader
 from llava_fsdp.report.compare_page import differing

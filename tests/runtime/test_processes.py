@@ -232,7 +232,8 @@ def test_stacks_on_demand(start: Start) -> None:
 )
 def test_signals_before_anything_is_loaded(number: int, code: int, tmp_path: Path) -> None:
     """While torch is imported nothing could save yet; SIGUSR1 is not deadly, and the mistyped key is what is said."""
-    begun = "import sys, llava_fsdp.config.cli as c; c.start_process('train', None); print('begun', flush=True); "
+    begun = "import sys, llava_fsdp.config.command_line.cli as c; c.start_process('train', None); "
+    begun += "print('begun', flush=True); "
     begun += "import runpy; sys.argv[1:] = ['optim.lrr=1']; runpy.run_module('llava_fsdp.train', run_name='__main__')"
     process = subprocess.Popen(
         [sys.executable, "-c", begun], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from llava_fsdp.config import cli
+from llava_fsdp.config.command_line import cli
 from llava_fsdp.runtime.errors import ConfigError, FolderLost
 from llava_fsdp.runtime.exit_codes import ENDINGS, ExitCode
 from llava_fsdp.runtime.files import os_errors, run_dir, status_file
@@ -33,7 +33,8 @@ CALLS = ["stat", "lstat", "open", "fsync", "replace", "link", "unlink"]
 
 def lock_from_elsewhere(folder: Path) -> bool:
     """Whether another process finds the folder locked; this one would let its own lock go by looking."""
-    look = "import sys, pathlib, llava_fsdp.runtime.files.run_dir as r; print(r.held_by(pathlib.Path(sys.argv[1])) is not None)"
+    look = "import sys, pathlib, llava_fsdp.runtime.files.run_dir as r\n"
+    look += "print(r.held_by(pathlib.Path(sys.argv[1])) is not None)"
     asked = [sys.executable, "-c", look, str(folder)]
     return subprocess.run(asked, check=True, capture_output=True, text=True).stdout == "True\n"
 

@@ -2,7 +2,8 @@
 
 import os
 
-from llava_fsdp.config import Config, cli
+from llava_fsdp.config import Config
+from llava_fsdp.config.command_line import cli
 
 if __name__ == "__main__":
     cli.start_process("train", Config)

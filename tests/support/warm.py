@@ -184,7 +184,7 @@ def import_all() -> list[io.FileIO | socket.socket]:
     for name in MODULES:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    recipes = importlib.import_module("llava_fsdp.config.recipes")
+    recipes = importlib.import_module("llava_fsdp.config.command_line.recipes")
     for stage in ("pretrain", "finetune"):
         recipes.composed(f"stage={stage}", "model=tiny", "data=llava_json")  # cached: a quarter of a second of a start
     importlib.import_module("torch").set_num_threads(1)  # a forked process must not inherit a pool of threads

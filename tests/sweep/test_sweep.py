@@ -22,7 +22,7 @@ from small import command_config
 from tiers import slow_after
 
 from llava_fsdp.config import SweepConfig, SweepMetric
-from llava_fsdp.config.cli import quoted
+from llava_fsdp.config.command_line.cli import quoted
 from llava_fsdp.report.results import Results, read_results
 from llava_fsdp.report.run_reader import JOB_FILE, runs_in
 from llava_fsdp.runtime.errors import ConfigError, LlavaFsdpError

@@ -17,7 +17,8 @@ from forged import forge_notes
 from small import Configure, changed_parts, config_of, make_config, write_json
 from tiers import slow_after
 
-from llava_fsdp.config import Config, Examine, PrepareConfig, cli, load
+from llava_fsdp.config import Config, Examine, PrepareConfig, load
+from llava_fsdp.config.command_line import cli
 from llava_fsdp.data.text.jinja_template import own_name
 from llava_fsdp.doctor.checks import CHECKS, run_check
 from llava_fsdp.doctor.context import Context

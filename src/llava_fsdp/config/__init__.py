@@ -6,7 +6,16 @@ keys of one area; all classes are exported from here.
 """
 
 from llava_fsdp.config.checks import AUTO, at_least, check_profile
-from llava_fsdp.config.commands import (
+from llava_fsdp.config.command_line.load import (
+    SOURCES,
+    config_dir,
+    did_you_mean,
+    load,
+    nearest,
+    schema_keys,
+    without_hydra,
+)
+from llava_fsdp.config.keys.commands import (
     ChatConfig,
     ConversionConfig,
     DoctorConfig,
@@ -19,7 +28,7 @@ from llava_fsdp.config.commands import (
     SweepKeys,
     TrainedModelConfig,
 )
-from llava_fsdp.config.data import (
+from llava_fsdp.config.keys.data import (
     HELDOUT,
     DataConfig,
     HeldOutConfig,
@@ -31,7 +40,7 @@ from llava_fsdp.config.data import (
     is_remote,
     paths_in,
 )
-from llava_fsdp.config.distributed import (
+from llava_fsdp.config.keys.distributed import (
     ActivationCheckpointingConfig,
     CommConfig,
     OffloadConfig,
@@ -40,7 +49,7 @@ from llava_fsdp.config.distributed import (
     ScalerConfig,
     ShardingConfig,
 )
-from llava_fsdp.config.enums import (
+from llava_fsdp.config.keys.enums import (
     ActivationCheckpointing,
     AspectRatio,
     Attention,
@@ -80,17 +89,8 @@ from llava_fsdp.config.enums import (
     TooLong,
     WandbMode,
 )
-from llava_fsdp.config.load import (
-    SOURCES,
-    config_dir,
-    did_you_mean,
-    load,
-    nearest,
-    schema_keys,
-    without_hydra,
-)
-from llava_fsdp.config.model import LoraConfig, ModelConfig, QuantizeConfig, part_and_blocks
-from llava_fsdp.config.train import (
+from llava_fsdp.config.keys.model import LoraConfig, ModelConfig, QuantizeConfig, part_and_blocks
+from llava_fsdp.config.keys.train import (
     CheckpointConfig,
     CompatConfig,
     Config,

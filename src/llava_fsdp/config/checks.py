@@ -6,8 +6,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from llava_fsdp.config.describe import WORDS
-from llava_fsdp.config.enums import (
+from llava_fsdp.config.command_line.describe import WORDS
+from llava_fsdp.config.keys.enums import (
     ActivationCheckpointing,
     AspectRatio,
     Attention,
@@ -32,7 +32,7 @@ from llava_fsdp.config.enums import (
 from llava_fsdp.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
-    from llava_fsdp.config.train import Config
+    from llava_fsdp.config.keys.train import Config
 
 AUTO = "auto"
 

@@ -6,7 +6,8 @@ from llava_fsdp.runtime.process.safe_path import prepare_python
 if __name__ == "__main__":
     prepare_python()  # before other imports, which files there might hide
 
-from llava_fsdp.config import ConversionConfig, cli
+from llava_fsdp.config import ConversionConfig
+from llava_fsdp.config.command_line import cli
 from llava_fsdp.runtime.process.imports import importing
 from llava_fsdp.runtime.text.log import leave_noise_out
 

@@ -25,7 +25,7 @@ from llava_fsdp.config import (
     SpecialTokens,
     load,
 )
-from llava_fsdp.config.renamed import VALUES, present_tree
+from llava_fsdp.config.command_line.renamed import VALUES, present_tree
 from llava_fsdp.data.images.image_tokens import MAX_TILES
 from llava_fsdp.data.images.preprocess import preprocessor_fields
 from llava_fsdp.data.images.video import VideoSampling

@@ -9,7 +9,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
 from llava_fsdp.config import Config, config_dir, load
-from llava_fsdp.config.cli import taken_literally
+from llava_fsdp.config.command_line.cli import taken_literally
 from llava_fsdp.migrate.keys import REFUSED, Context, Row, Verdict, written
 from llava_fsdp.migrate.overrides import Overrides, decide
 from llava_fsdp.migrate.source_run import Run

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from llava_fsdp.config.cli import until_reader_leaves
+from llava_fsdp.config.command_line.cli import until_reader_leaves
 from llava_fsdp.migrate.command import Migration, lines, migrate
 from llava_fsdp.migrate.inputs import read_runs
 from llava_fsdp.migrate.keys import Row, Verdict, written

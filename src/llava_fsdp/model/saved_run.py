@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from llava_fsdp.config import Config, load
-from llava_fsdp.config.renamed import present_tree
+from llava_fsdp.config.command_line.renamed import present_tree
 from llava_fsdp.model.exportable import check_projector, error_of, why_not_hf, why_not_original
 from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.lora_files import is_adapter_folder

@@ -7,7 +7,8 @@ if __name__ == "__main__":
 
 import sys
 
-from llava_fsdp.config import PlanConfig, cli
+from llava_fsdp.config import PlanConfig
+from llava_fsdp.config.command_line import cli
 from llava_fsdp.runtime.process.imports import importing
 from llava_fsdp.runtime.text.log import leave_noise_out, log
 from llava_fsdp.runtime.text.progress import StageLine

@@ -21,7 +21,7 @@ from llava_fsdp.config import (
     PipelineSchedule,
     Strategy,
 )
-from llava_fsdp.config.renamed import present_tree
+from llava_fsdp.config.command_line.renamed import present_tree
 from llava_fsdp.model.attention import packing_refused
 from llava_fsdp.model.pretrained import Parts
 from llava_fsdp.parallel.compile import splits_blocks

@@ -7,7 +7,7 @@ from dataclasses import replace
 from html import escape
 from typing import Any
 
-from llava_fsdp.config.tree import written
+from llava_fsdp.config.command_line.tree import written
 from llava_fsdp.report.downsample import Point
 from llava_fsdp.report.html import heading, section, table, whole_page
 from llava_fsdp.report.results import columns, metric_name, results_of

@@ -18,8 +18,8 @@ from typing import Any
 
 import yaml
 
-from llava_fsdp.config.renamed import present_row, present_tree
-from llava_fsdp.config.tree import dotted
+from llava_fsdp.config.command_line.renamed import present_row, present_tree
+from llava_fsdp.config.command_line.tree import dotted
 from llava_fsdp.report.downsample import WINDOW, History
 from llava_fsdp.runtime.errors import ConfigError, DataError, LlavaFsdpError
 from llava_fsdp.runtime.files.durable_files import replace_file

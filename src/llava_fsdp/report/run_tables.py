@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from html import escape
 from typing import Any
 
-from llava_fsdp.config.tree import written
+from llava_fsdp.config.command_line.tree import written
 from llava_fsdp.report.html import section, shortened, table
 from llava_fsdp.report.results import loss_name, number
 from llava_fsdp.report.run_reader import Run

@@ -12,7 +12,7 @@ import hydra
 from omegaconf import DictConfig
 
 from llava_fsdp.config import SweepConfig, config_dir
-from llava_fsdp.config.cli import shorten
+from llava_fsdp.config.command_line.cli import shorten
 from llava_fsdp.runtime.exit_codes import ExitCode
 from llava_fsdp.runtime.text.log import log, setup_logging
 from llava_fsdp.sweep.job import Job, read_jobs, run_job

@@ -11,7 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from llava_fsdp.config.hydra_guard import check_command_line
+from llava_fsdp.config.command_line.hydra_guard import check_command_line
 from llava_fsdp.report.run_reader import job_files
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.exit_codes import ExitCode

@@ -25,8 +25,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from llava_fsdp.config import Config, cli, load, schema_keys
-from llava_fsdp.config.foreign_names import called_here
+from llava_fsdp.config import Config, load, schema_keys
+from llava_fsdp.config.command_line import cli
+from llava_fsdp.config.command_line.foreign_names import called_here
 from llava_fsdp.runtime.errors import ConfigError, LlavaFsdpError
 from llava_fsdp.runtime.exit_codes import ENDINGS, ExitCode
 from llava_fsdp.runtime.files.run_dir import refuse_in_use

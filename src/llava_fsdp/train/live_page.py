@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from llava_fsdp.config import Config
-from llava_fsdp.config.recipes import values_of
+from llava_fsdp.config.command_line.recipes import values_of
 from llava_fsdp.data.images.thumbnails import thumbnail
 from llava_fsdp.report.run_page import report_page
 from llava_fsdp.report.run_reader import (

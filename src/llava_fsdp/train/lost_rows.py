@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from llava_fsdp.config.renamed import present_row
+from llava_fsdp.config.command_line.renamed import present_row
 from llava_fsdp.report.run_reader import METRICS_FILE, STARTS_FILE, VALIDATION_FILE
 from llava_fsdp.runtime.files.jsonl import read_rows
 from llava_fsdp.runtime.files.run_dir import FOLDER, folder_name

@@ -17,8 +17,8 @@ from llava_fsdp.checkpoint.safetensors_stream import open_file
 from llava_fsdp.checkpoint.state_json import jsonable
 from llava_fsdp.checkpoint.verify import Checkpoint, newest_together, verify_together
 from llava_fsdp.config import Config, DType, LoraConfig, Part, QuantizeConfig
-from llava_fsdp.config.renamed import present_tree
-from llava_fsdp.config.tree import dotted
+from llava_fsdp.config.command_line.renamed import present_tree
+from llava_fsdp.config.command_line.tree import dotted
 from llava_fsdp.data.text.jinja_template import OWN
 from llava_fsdp.model.base_config import check_base_config
 from llava_fsdp.model.llava import Llava

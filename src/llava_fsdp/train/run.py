@@ -9,7 +9,8 @@ import multiprocessing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llava_fsdp.config import Config, cli
+from llava_fsdp.config import Config
+from llava_fsdp.config.command_line import cli
 from llava_fsdp.report.run_reader import REPORT_FILE
 from llava_fsdp.runtime.files.status_file import Outcome, log_write_errors, write_ending
 from llava_fsdp.runtime.process.imports import importing

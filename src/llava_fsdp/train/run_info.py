@@ -21,7 +21,7 @@ from torch.cuda import nccl
 
 from llava_fsdp import __version__
 from llava_fsdp.config import Config
-from llava_fsdp.config.recipes import differences
+from llava_fsdp.config.command_line.recipes import differences
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.model.llava import Llava

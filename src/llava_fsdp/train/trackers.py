@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from llava_fsdp.config import Config, TrackConfig, WandbMode
-from llava_fsdp.config.tree import dotted, written
+from llava_fsdp.config.command_line.tree import dotted, written
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.text.log import log
 from llava_fsdp.runtime.text.redact import redact, redact_values, secrets_of

@@ -10,7 +10,7 @@ from typing import NoReturn
 from urllib.parse import unquote, urlsplit
 
 from llava_fsdp.config import is_remote, paths_in
-from llava_fsdp.config.data import MAGIC
+from llava_fsdp.config.keys.data import MAGIC
 from llava_fsdp.data.containers.hub_client import split_url
 from llava_fsdp.data.containers.remote import RemoteStorage
 from llava_fsdp.data.containers.remote_file import RemoteFile

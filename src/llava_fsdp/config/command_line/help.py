@@ -18,9 +18,9 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
-from llava_fsdp.config.describe import takes
-from llava_fsdp.config.load import config_dir, nearest
-from llava_fsdp.config.tree import written
+from llava_fsdp.config.command_line.describe import takes
+from llava_fsdp.config.command_line.load import config_dir, nearest
+from llava_fsdp.config.command_line.tree import written
 from llava_fsdp.runtime.errors import ConfigError
 
 FLAGS = ("--help", "-h")

@@ -4,9 +4,18 @@ import math
 from dataclasses import dataclass
 
 from llava_fsdp.config.checks import at_least
-from llava_fsdp.config.data import DataConfig, StageConfig
-from llava_fsdp.config.enums import AspectRatio, Devices, Examine, FolderFormat, Format, KeptDType, SweepMetric, Task
-from llava_fsdp.config.train import Config
+from llava_fsdp.config.keys.data import DataConfig, StageConfig
+from llava_fsdp.config.keys.enums import (
+    AspectRatio,
+    Devices,
+    Examine,
+    FolderFormat,
+    Format,
+    KeptDType,
+    SweepMetric,
+    Task,
+)
+from llava_fsdp.config.keys.train import Config
 from llava_fsdp.runtime.errors import ConfigError
 
 

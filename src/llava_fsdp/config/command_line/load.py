@@ -13,11 +13,11 @@ from typing import Any, TypeVar, get_type_hints
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
-from llava_fsdp.config.data import HeldOutConfig, SourceConfig, list_text
-from llava_fsdp.config.describe import takes
-from llava_fsdp.config.foreign_names import called_here
-from llava_fsdp.config.renamed import VALUES, present_key
-from llava_fsdp.config.tree import ENV, TARGETS, keys_of, leaves_of
+from llava_fsdp.config.command_line.describe import takes
+from llava_fsdp.config.command_line.foreign_names import called_here
+from llava_fsdp.config.command_line.renamed import VALUES, present_key
+from llava_fsdp.config.command_line.tree import ENV, TARGETS, keys_of, leaves_of
+from llava_fsdp.config.keys.data import HeldOutConfig, SourceConfig, list_text
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.text.redact import has_secret, is_secret_variable
 
@@ -31,7 +31,7 @@ SOURCES = tuple(NAMED)
 def config_dir() -> Path:
     """Return the folder `conf` with the YAML files of the configuration. It is in the package if that was installed
     from a wheel, else in the git checkout."""
-    here = Path(__file__).parents[1]
+    here = Path(__file__).parents[2]
     packaged = here / "conf"
     return packaged if packaged.is_dir() else here.parents[1] / "conf"
 

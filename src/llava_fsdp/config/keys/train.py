@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Self
 
 from llava_fsdp.config.checks import AUTO, above_zero, at_least, check_training
-from llava_fsdp.config.data import HELDOUT, DataConfig, SamplerConfig, SourceConfig, StageConfig, ValConfig
-from llava_fsdp.config.distributed import (
+from llava_fsdp.config.keys.data import HELDOUT, DataConfig, SamplerConfig, SourceConfig, StageConfig, ValConfig
+from llava_fsdp.config.keys.distributed import (
     ActivationCheckpointingConfig,
     CommConfig,
     OffloadConfig,
@@ -14,7 +14,7 @@ from llava_fsdp.config.distributed import (
     PrecisionConfig,
     ShardingConfig,
 )
-from llava_fsdp.config.enums import (
+from llava_fsdp.config.keys.enums import (
     ActivationCheckpointing,
     Attention,
     CompatName,
@@ -32,7 +32,7 @@ from llava_fsdp.config.enums import (
     Strategy,
     WandbMode,
 )
-from llava_fsdp.config.model import ModelConfig
+from llava_fsdp.config.keys.model import ModelConfig
 from llava_fsdp.runtime.errors import ConfigError
 
 

@@ -10,7 +10,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from llava_fsdp.config.checks import above_zero, at_least
-from llava_fsdp.config.enums import (
+from llava_fsdp.config.keys.enums import (
     AspectRatio,
     BadRecords,
     Examine,

@@ -12,8 +12,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from llava_fsdp.config import Config, config_dir, without_hydra
-from llava_fsdp.config.hydra_guard import FOLDER_FLAGS, flag_values
-from llava_fsdp.config.tree import dotted, written
+from llava_fsdp.config.command_line.hydra_guard import FOLDER_FLAGS, flag_values
+from llava_fsdp.config.command_line.tree import dotted, written
 from llava_fsdp.runtime.text.redact import redact_values, secrets_of
 
 Difference = list[str]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import yaml
 
-from llava_fsdp.config.tree import TARGETS, leaves_of
+from llava_fsdp.config.command_line.tree import TARGETS, leaves_of
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.files.safe_load import refuse_yaml_bombs
 from llava_fsdp.runtime.text.redact import HIDDEN, has_secret, is_secret_name

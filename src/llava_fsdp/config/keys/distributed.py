@@ -4,8 +4,8 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from llava_fsdp.config.checks import AUTO, above_zero, at_least
-from llava_fsdp.config.describe import WORDS
-from llava_fsdp.config.enums import (
+from llava_fsdp.config.command_line.describe import WORDS
+from llava_fsdp.config.keys.enums import (
     ActivationCheckpointing,
     ContextHow,
     DType,
