@@ -20,7 +20,7 @@ from provenance import REPOSITORY
 
 from llava_fsdp.config import Config, config_dir, load
 from llava_fsdp.data.synthetic import Contents, SyntheticLoader, synthetic_step
-from llava_fsdp.model.pretrained import find_parts
+from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.parallel.context.context_attention import plan_context
 from llava_fsdp.parallel.ranks.comm_volume import CollectiveBytes
 from llava_fsdp.parallel.ranks.mesh import World, make_meshes

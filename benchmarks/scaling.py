@@ -33,7 +33,7 @@ from llava_fsdp.config import Config, config_dir, load
 from llava_fsdp.data.batching.batch import Step, StepFacts
 from llava_fsdp.data.synthetic import Contents, SyntheticLoader, synthetic_micro_batch
 from llava_fsdp.model.llava import build_llava
-from llava_fsdp.model.pretrained import find_parts
+from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.parallel.memory.malloc import return_freed_memory
 from llava_fsdp.parallel.precision.precision import DTYPES
 from llava_fsdp.parallel.ranks.comm_volume import CollectiveBytes

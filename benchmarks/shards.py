@@ -36,7 +36,7 @@ from llava_fsdp.config import Config, config_dir, load
 from llava_fsdp.data.batching.step_dataset import Steps
 from llava_fsdp.data.loader import build_loader
 from llava_fsdp.model.llava import build_llava
-from llava_fsdp.model.pretrained import find_parts
+from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.train.build_model import shape_of
 
 PLAIN = "lines"

@@ -19,8 +19,8 @@ from llava_fsdp.config import Quantizer
 from llava_fsdp.config.paths import check_paths
 from llava_fsdp.export.main import export
 from llava_fsdp.export.source_model import open_source
-from llava_fsdp.model.lora_files import open_adapter
-from llava_fsdp.model.quantization import Packing, packed_of
+from llava_fsdp.model.adapters.lora_files import open_adapter
+from llava_fsdp.model.weights.quantization import Packing, packed_of
 from llava_fsdp.runtime.errors import ConfigError, DamagedModel, ModelError
 from llava_fsdp.train import final_export
 from llava_fsdp.train import main as train

@@ -37,12 +37,12 @@ from llava_fsdp.export.main import export
 from llava_fsdp.export.peft_folder import in_class
 from llava_fsdp.export.source_model import Opened, open_source
 from llava_fsdp.export.verify_logits import CLOSE_MERGED, Adapted, prove_merge, relative_difference
-from llava_fsdp.model.lora_files import find_adapter, open_adapter
-from llava_fsdp.model.lora_merge import merged
-from llava_fsdp.model.lora_names import is_adapter, without_base
-from llava_fsdp.model.pretrained import find_parts
-from llava_fsdp.model.pretrained_config import check_named_base, read_model
-from llava_fsdp.model.weight_names import in_adapter, ours
+from llava_fsdp.model.adapters.lora_files import find_adapter, open_adapter
+from llava_fsdp.model.adapters.lora_merge import merged
+from llava_fsdp.model.adapters.lora_names import is_adapter, without_base
+from llava_fsdp.model.sources.pretrained import find_parts
+from llava_fsdp.model.sources.pretrained_config import check_named_base, read_model
+from llava_fsdp.model.weights.weight_names import in_adapter, ours
 from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.runtime.errors import CheckpointError, ConfigError, ModelError
 from llava_fsdp.runtime.files.provenance import check_folder

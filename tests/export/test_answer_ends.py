@@ -27,7 +27,7 @@ from llava_fsdp.export.formats import begin_hf, source_of_run
 from llava_fsdp.export.generation_file import check_ends
 from llava_fsdp.export.main import export
 from llava_fsdp.model.llava import build_llava
-from llava_fsdp.model.pretrained import find_parts
+from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.runtime.errors import ModelError
 from llava_fsdp.runtime.files.provenance import check_folder
 from llava_fsdp.train import main as train

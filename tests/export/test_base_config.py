@@ -18,8 +18,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from llava_fsdp.chat.open_model import open_model
 from llava_fsdp.export.main import export
 from llava_fsdp.export.source_model import open_source
-from llava_fsdp.model.base_config import BASE_CONFIG, base_config, differences
-from llava_fsdp.model.pretrained import separate_parts
+from llava_fsdp.model.adapters.base_config import BASE_CONFIG, base_config, differences
+from llava_fsdp.model.sources.pretrained import separate_parts
 from llava_fsdp.runtime.errors import ModelError
 from llava_fsdp.runtime.files.provenance import NOTES, read_notes, seal
 from llava_fsdp.train import main as train

@@ -19,7 +19,7 @@ from llava_fsdp.export import compare_tower as compared
 from llava_fsdp.export.compare_tower import compare_tower
 from llava_fsdp.export.small_copy import NoSmallCopy
 from llava_fsdp.model.llava import Llava, build_llava
-from llava_fsdp.model.pretrained import find_parts
+from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.model.vision_tower import build_vision_tower, selected_features
 from llava_fsdp.runtime.errors import ModelError
 from llava_fsdp.train import main as train

@@ -20,9 +20,9 @@ from llava_fsdp.data.text.tokenizer import open_tokenizer
 from llava_fsdp.export import formats, weights_writer
 from llava_fsdp.export.main import export
 from llava_fsdp.model.llava import build_llava
-from llava_fsdp.model.pretrained import find_parts
-from llava_fsdp.model.pretrained_config import read_model
-from llava_fsdp.model.weight_names import original, ours
+from llava_fsdp.model.sources.pretrained import find_parts
+from llava_fsdp.model.sources.pretrained_config import read_model
+from llava_fsdp.model.weights.weight_names import original, ours
 from llava_fsdp.runtime.errors import CheckpointError, ConfigError, ModelError
 from llava_fsdp.train import main as train
 

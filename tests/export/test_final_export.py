@@ -37,14 +37,14 @@ from llava_fsdp.export.formats import source_of_run
 from llava_fsdp.export.main import export
 from llava_fsdp.export.rehearsal import CannotBeExported
 from llava_fsdp.export.weights_writer import Weights, plan_files, publish_folder, renamed
-from llava_fsdp.model.attention import choose_kernel
-from llava_fsdp.model.init_weights import computed_buffers, restore_buffers
-from llava_fsdp.model.lazy_tensor import LazyTensor
 from llava_fsdp.model.llava import build_llava
-from llava_fsdp.model.load_weights import find_weights, load_weights
-from llava_fsdp.model.pretrained import find_parts
-from llava_fsdp.model.pretrained_config import read_model
-from llava_fsdp.model.tensor_files import StoredTensor
+from llava_fsdp.model.packed_attention.attention import choose_kernel
+from llava_fsdp.model.sources.pretrained import find_parts
+from llava_fsdp.model.sources.pretrained_config import read_model
+from llava_fsdp.model.weights.init_weights import computed_buffers, restore_buffers
+from llava_fsdp.model.weights.lazy_tensor import LazyTensor
+from llava_fsdp.model.weights.load_weights import find_weights, load_weights
+from llava_fsdp.model.weights.tensor_files import StoredTensor
 from llava_fsdp.parallel.local_shards import local_shards
 from llava_fsdp.parallel.parallelize import materialize
 from llava_fsdp.parallel.precision.precision import MasterWeights

@@ -33,7 +33,7 @@ from llava_fsdp.export.processor import as_older_release, write_preprocessor, wr
 from llava_fsdp.export.weights_writer import Weights, renamed, write_shards
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.logit_change import LogitChange
-from llava_fsdp.model.pretrained import Parts
+from llava_fsdp.model.sources.pretrained import Parts
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 
 

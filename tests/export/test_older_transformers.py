@@ -22,7 +22,7 @@ from llava_fsdp.export.older_transformers import NEEDS_5, older_tokenizer, with_
 from llava_fsdp.export.rehearsal import compare, prepare_copy, write_hf
 from llava_fsdp.export.verify_logits import exported_logits
 from llava_fsdp.model.llava import build_llava
-from llava_fsdp.model.pretrained import find_parts
+from llava_fsdp.model.sources.pretrained import find_parts
 
 VERSION = "4.57.3"
 PACKAGES = [f"transformers=={VERSION}", "tokenizers==0.22.1", "huggingface_hub==0.36.0"]

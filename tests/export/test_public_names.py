@@ -9,7 +9,7 @@ from reference import EXPORTED
 from small import conversion, make_config
 
 from llava_fsdp.export.main import export
-from llava_fsdp.model.pretrained import public_name
+from llava_fsdp.model.sources.pretrained import public_name
 from llava_fsdp.train import main as train
 
 NOTES = "llava_fsdp.json"

@@ -28,7 +28,7 @@ from llava_fsdp.export.small_copy import count_layers, shrink, shrink_image, shr
 from llava_fsdp.export.weights_writer import Weights
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.logit_change import LogitChange
-from llava_fsdp.model.pretrained import find_parts
+from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.model.vision_tower import build_vision_tower
 from llava_fsdp.runtime.errors import ModelError
 from llava_fsdp.train import main as train

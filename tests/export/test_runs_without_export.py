@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from llava_fsdp.checkpoint.reader import saved_weights
 from llava_fsdp.checkpoint.verify import newest_alone
 from llava_fsdp.export.main import export
-from llava_fsdp.model.lora_files import find_adapter
-from llava_fsdp.model.pretrained import (
+from llava_fsdp.model.adapters.lora_files import find_adapter
+from llava_fsdp.model.sources.pretrained import (
     NoProjector,
     UnfinishedRun,
     find_projector,
@@ -23,7 +23,7 @@ from llava_fsdp.model.pretrained import (
     resolve,
     resolve_model,
 )
-from llava_fsdp.model.weight_names import ours
+from llava_fsdp.model.weights.weight_names import ours
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 from llava_fsdp.runtime.files.provenance import NOTES
 from llava_fsdp.runtime.files.run_dir import FOLDER

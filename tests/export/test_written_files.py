@@ -43,8 +43,8 @@ from llava_fsdp.export.processor import (
     write_processor,
 )
 from llava_fsdp.export.small_copy import check_same_structure, comparable, random_values, shrink, shrink_rope, shrunk
-from llava_fsdp.model.init_weights import Drawn, DrawRule, Rule
-from llava_fsdp.model.tensor_files import StoredTensor
+from llava_fsdp.model.weights.init_weights import Drawn, DrawRule, Rule
+from llava_fsdp.model.weights.tensor_files import StoredTensor
 from llava_fsdp.runtime.errors import ModelError
 
 VISION = {"image_size": 42, "patch_size": 14, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2}

@@ -26,8 +26,8 @@ from llava_fsdp.config import Config, load
 from llava_fsdp.config.command_line import cli
 from llava_fsdp.data.index.integrity import read_column
 from llava_fsdp.export.processor import write_tokenizer
-from llava_fsdp.model.pretrained import find_parts
-from llava_fsdp.model.tensor_files import open_tensors
+from llava_fsdp.model.sources.pretrained import find_parts
+from llava_fsdp.model.weights.tensor_files import open_tensors
 from llava_fsdp.runtime.errors import CheckpointError, ConfigError, LlavaFsdpError, ModelError
 
 SECONDS = 10
@@ -149,7 +149,7 @@ def test_index_of_shards_stays_in_its_folder(name: object, tmp_path: Path, monke
         save_file(TENSORS, path)
     write_json(folder / "model.safetensors.index.json", {"weight_map": {"a.weight": name}})
     opened = []
-    monkeypatch.setattr("llava_fsdp.model.tensor_files.open_file", lambda path: opened.append(path) or {})
+    monkeypatch.setattr("llava_fsdp.model.weights.tensor_files.open_file", lambda path: opened.append(path) or {})
     refused(lambda: open_tensors(folder), ModelError, "not a file beside it")
     assert not opened
 

@@ -9,7 +9,7 @@ from harness import single_world
 from small import config_of
 from tiers import slow_after
 
-from llava_fsdp.model.weight_names import ours_in_adapter
+from llava_fsdp.model.weights.weight_names import ours_in_adapter
 from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.train import main as train
 

@@ -13,9 +13,9 @@ from llava_fsdp.config import ConversionConfig
 from llava_fsdp.export.adapter_folder import AdapterWriter, Base, prove_adapter, small_files
 from llava_fsdp.export.main import export
 from llava_fsdp.export.source_model import open_source
-from llava_fsdp.model.lora_files import OTHERS_FILES, open_adapter
-from llava_fsdp.model.lora_names import without_base
-from llava_fsdp.model.pretrained_config import read_base
+from llava_fsdp.model.adapters.lora_files import OTHERS_FILES, open_adapter
+from llava_fsdp.model.adapters.lora_names import without_base
+from llava_fsdp.model.sources.pretrained_config import read_base
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 
 ORIGINAL = golden_folder() / "training" / "lora"

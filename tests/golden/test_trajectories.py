@@ -18,7 +18,7 @@ from tiers import slow_after
 from llava_fsdp.checkpoint.reader import saved_weights
 from llava_fsdp.checkpoint.verify import newest_alone
 from llava_fsdp.config import Config
-from llava_fsdp.model.weight_names import ours, ours_in_adapter
+from llava_fsdp.model.weights.weight_names import ours, ours_in_adapter
 from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.runtime.files.run_dir import FOLDER
 from llava_fsdp.train import main as train

@@ -7,7 +7,15 @@ import torch
 
 from llava_fsdp.config import Attention
 from llava_fsdp.data.batching.context_cut import ContextCut
-from llava_fsdp.model.attention import Attend, AttentionForm, Boundaries, Lengths, PackedRow, each_alone, kernel_of
+from llava_fsdp.model.packed_attention.attention import (
+    Attend,
+    AttentionForm,
+    Boundaries,
+    Lengths,
+    PackedRow,
+    each_alone,
+    kernel_of,
+)
 from llava_fsdp.parallel.context.context_attention import GatheredKeys, Ulysses, row_chunks_of
 
 pytestmark = pytest.mark.gpu

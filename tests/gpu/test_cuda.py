@@ -33,7 +33,7 @@ from transformers import AttentionInterface, AutoConfig
 from llava_fsdp.config import Attention
 from llava_fsdp.data.batching.batch import TENSORS
 from llava_fsdp.data.batching.collate import boundaries
-from llava_fsdp.model.attention import Kernel, Lengths, choose_kernel, register_attention
+from llava_fsdp.model.packed_attention.attention import Kernel, Lengths, choose_kernel, register_attention
 from llava_fsdp.parallel.precision.fp8 import check_fp8
 from llava_fsdp.runtime.errors import ConfigError
 

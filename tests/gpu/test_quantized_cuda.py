@@ -12,7 +12,7 @@ from torch import nn
 
 from llava_fsdp.config import QuantizeConfig, Quantizer
 from llava_fsdp.data.toy_shapes import draw_shapes
-from llava_fsdp.model.quantization import QuantizedLinear, check_quantizer, unpacked
+from llava_fsdp.model.weights.quantization import QuantizedLinear, check_quantizer, unpacked
 
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("bitsandbytes"), reason="bitsandbytes is not installed")
 KINDS = [QuantizeConfig(mode=m, double=d) for m in (Quantizer.nf4, Quantizer.fp4) for d in (True, False)]

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModel, DynamicCache
 
 from llava_fsdp.config import Attention, PlanConfig
 from llava_fsdp.doctor.software import needs_of
-from llava_fsdp.model.attention import (
+from llava_fsdp.model.packed_attention.attention import (
     NAMES,
     AttentionForm,
     Boundaries,

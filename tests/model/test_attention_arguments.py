@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, DynamicCache
 
 from llava_fsdp.config import Attention
-from llava_fsdp.model.attention import (
+from llava_fsdp.model.packed_attention.attention import (
     NAMES,
     PADDED,
     AttentionForm,

@@ -13,7 +13,6 @@ from transformers import AutoConfig, AutoModel
 from transformers.utils.output_capturing import OutputRecorder
 
 from llava_fsdp.data.batching.batch import MicroBatch
-from llava_fsdp.model.attention import attention_arguments
 from llava_fsdp.model.experts import (
     Router,
     RouterHook,
@@ -25,6 +24,7 @@ from llava_fsdp.model.experts import (
     samples_of_tokens,
 )
 from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.packed_attention.attention import attention_arguments
 from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 from llava_fsdp.train import main as train

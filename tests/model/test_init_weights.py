@@ -6,9 +6,9 @@ import pytest
 import torch
 from small import make_config
 
-from llava_fsdp.model.init_weights import Drawn, DrawRule, Rule, draw_rule
 from llava_fsdp.model.llava import build_llava
-from llava_fsdp.model.pretrained import find_parts
+from llava_fsdp.model.sources.pretrained import find_parts
+from llava_fsdp.model.weights.init_weights import Drawn, DrawRule, Rule, draw_rule
 
 NORMAL = DrawRule(Rule.NORMAL, 0.5)
 

@@ -8,7 +8,7 @@ import pytest
 from transformers import CLIPVisionConfig
 
 from llava_fsdp.config import Feature, ModelConfig, PatchMerge
-from llava_fsdp.model.llava_v1_5_config import (
+from llava_fsdp.model.sources.llava_v1_5_config import (
     Selection,
     check_agrees,
     check_supported,

@@ -12,7 +12,7 @@ from small import write_json
 
 from llava_fsdp.config import LoraBias, LoraConfig
 from llava_fsdp.export.adapter_folder import is_projector, prove_adapter
-from llava_fsdp.model.lora_files import (
+from llava_fsdp.model.adapters.lora_files import (
     AdapterFolder,
     check_changed,
     check_fits,

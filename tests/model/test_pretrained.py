@@ -10,8 +10,8 @@ from small import write_json
 from transformers import CLIPVisionConfig, LlavaConfig, LlavaNextConfig, LlavaOnevisionConfig
 
 from llava_fsdp.config import Feature, PatchMerge
-from llava_fsdp.model import pretrained
-from llava_fsdp.model.pretrained import (
+from llava_fsdp.model.sources import pretrained
+from llava_fsdp.model.sources.pretrained import (
     NoProjector,
     Parts,
     artifacts_of,

@@ -17,11 +17,11 @@ from transformers.models.internvl.modeling_internvl import InternVLMultiModalPro
 
 from llava_fsdp.config import AspectRatio
 from llava_fsdp.export.formats import check_hf, check_original
-from llava_fsdp.model.init_weights import DrawRule, Rule, draw_rule
 from llava_fsdp.model.llava import Llava, build_llava
-from llava_fsdp.model.pretrained import find_parts
 from llava_fsdp.model.projector import Projector, pixel_shuffle
-from llava_fsdp.model.weight_names import in_adapter, ours, ours_in_adapter
+from llava_fsdp.model.sources.pretrained import find_parts
+from llava_fsdp.model.weights.init_weights import DrawRule, Rule, draw_rule
+from llava_fsdp.model.weights.weight_names import in_adapter, ours, ours_in_adapter
 from llava_fsdp.runtime.errors import ConfigError
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"

@@ -16,7 +16,7 @@ from tiers import slow_after
 
 from llava_fsdp.model.blocks import find_blocks
 from llava_fsdp.model.llava import Llava, build_llava
-from llava_fsdp.model.pretrained import find_parts
+from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.train import main as train
 from llava_fsdp.train.preflight import preflight

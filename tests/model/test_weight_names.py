@@ -2,14 +2,7 @@
 
 import pytest
 
-from llava_fsdp.model.weight_names import (
-    COMPUTED,
-    in_adapter,
-    original,
-    ours,
-    ours_in_adapter,
-    projector_name,
-)
+from llava_fsdp.model.weights.weight_names import COMPUTED, in_adapter, original, ours, ours_in_adapter, projector_name
 
 Q = "layers.1.self_attn.q_proj"
 LAYER = f"{Q}.weight"

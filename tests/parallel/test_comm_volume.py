@@ -13,7 +13,7 @@ from torch.distributed import _functional_collectives
 
 from llava_fsdp.config import Config
 from llava_fsdp.model.llava import build_llava
-from llava_fsdp.model.pretrained import find_parts
+from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.parallel.parallelize import weights_of
 from llava_fsdp.parallel.precision.precision import DTYPES
 from llava_fsdp.parallel.ranks.comm_volume import KINDS, CollectiveBytes

@@ -19,8 +19,8 @@ from transformers import AutoConfig, AutoModel
 from llava_fsdp.config import ActivationCheckpointing, ActivationCheckpointingConfig, Attention, Config
 from llava_fsdp.data.batching.batch import StepFacts
 from llava_fsdp.data.batching.collate import boundaries
-from llava_fsdp.model.attention import Kernel, attention_arguments, register_attention
 from llava_fsdp.model.blocks import find_blocks
+from llava_fsdp.model.packed_attention.attention import Kernel, attention_arguments, register_attention
 from llava_fsdp.parallel import compile
 from llava_fsdp.parallel.compile import WARM_UP, Compilations, Compiling, choose_compiling
 from llava_fsdp.parallel.local_shards import local

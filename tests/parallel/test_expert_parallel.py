@@ -25,7 +25,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from llava_fsdp.config import Config
 from llava_fsdp.model.experts import check_shared_experts, find_experts
-from llava_fsdp.model.pretrained import find_parts
+from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.parallel.expert_parallel import Exchange, run_shared, share_experts
 from llava_fsdp.parallel.local_shards import local, whole
 from llava_fsdp.parallel.ranks.mesh import World, shape_of_experts

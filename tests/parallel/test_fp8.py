@@ -24,7 +24,7 @@ from llava_fsdp.checkpoint.reader import saved_weights
 from llava_fsdp.checkpoint.verify import verify
 from llava_fsdp.config import Config
 from llava_fsdp.model.llava import build_llava
-from llava_fsdp.model.pretrained import find_parts
+from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.parallel.memory.memory import bytes_per_rank
 from llava_fsdp.parallel.precision import fp8
 from llava_fsdp.parallel.ranks.mesh import World

@@ -18,8 +18,8 @@ from torch.distributed.fsdp import FSDPModule
 from llava_fsdp.config import Config, MomentDType
 from llava_fsdp.model.experts import find_experts
 from llava_fsdp.model.llava import build_llava
-from llava_fsdp.model.pretrained import find_parts
-from llava_fsdp.model.quantization import quantized_weights
+from llava_fsdp.model.sources.pretrained import find_parts
+from llava_fsdp.model.weights.quantization import quantized_weights
 from llava_fsdp.parallel.local_shards import local
 from llava_fsdp.parallel.memory.memory import Bytes, Weight, bytes_per_rank, sharded_dimension
 from llava_fsdp.parallel.parallelize import weights_of

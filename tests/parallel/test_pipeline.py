@@ -36,7 +36,7 @@ from tiers import slow_after
 
 from llava_fsdp.config import Config, ParallelConfig, PipelineSchedule
 from llava_fsdp.model.llava import build_llava
-from llava_fsdp.model.pretrained import find_parts
+from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.parallel.local_shards import local
 from llava_fsdp.parallel.pipeline.pipeline import PackedStage
 from llava_fsdp.parallel.pipeline.stages import check_can_be_divided, divide

@@ -35,7 +35,7 @@ from transformers import AutoConfig
 from llava_fsdp.checkpoint.reader import SavedTensor
 from llava_fsdp.checkpoint.verify import newest_alone
 from llava_fsdp.config import Config
-from llava_fsdp.model.pretrained import find_parts
+from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.parallel.local_shards import local, whole
 from llava_fsdp.parallel.memory.activation_checkpoint import clean_name
 from llava_fsdp.parallel.ranks.mesh import World

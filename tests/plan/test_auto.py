@@ -20,7 +20,7 @@ from llava_fsdp.config import (
     PipelineSchedule,
     Strategy,
 )
-from llava_fsdp.model.pretrained import find_parts
+from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.parallel.ranks.mesh import World
 from llava_fsdp.plan import auto
 from llava_fsdp.plan.workload import Samples

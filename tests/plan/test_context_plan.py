@@ -24,7 +24,7 @@ from llava_fsdp.config import (
 from llava_fsdp.data.batching.context_cut import ContextCut
 from llava_fsdp.data.loader import ModelShape
 from llava_fsdp.data.synthetic import fullest
-from llava_fsdp.model.pretrained import find_parts
+from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.parallel.ranks.mesh import World, distributed
 from llava_fsdp.plan import auto
 from llava_fsdp.plan.activations import MicroBatch

@@ -6,7 +6,7 @@ import pytest
 from harness import single_world
 from small import make_config
 
-from llava_fsdp.model.pretrained import find_parts
+from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.plan.activations import MicroBatch
 from llava_fsdp.plan.auto import expected_peak
 from llava_fsdp.plan.planner import without_repeats

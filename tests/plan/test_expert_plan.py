@@ -14,7 +14,7 @@ from tiers import slow_after
 
 from llava_fsdp.config import ActivationCheckpointing, Config
 from llava_fsdp.data.synthetic import fullest
-from llava_fsdp.model.pretrained import find_parts
+from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.parallel.ranks.mesh import World, distributed
 from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.plan import fsdp_units

@@ -15,7 +15,7 @@ from tiers import slow_after
 
 from llava_fsdp.config import Config
 from llava_fsdp.data.synthetic import fullest
-from llava_fsdp.model.pretrained import find_parts
+from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.parallel.ranks.mesh import distributed
 from llava_fsdp.plan.planner import PlanRow, peak
 from llava_fsdp.train.build_model import build_model, shape_of

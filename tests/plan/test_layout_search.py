@@ -15,7 +15,7 @@ from tiers import slow_after
 
 from llava_fsdp.config import ActivationCheckpointing, Config, ParallelConfig
 from llava_fsdp.config.keys.enums import PipelineSchedule
-from llava_fsdp.model.pretrained import find_parts
+from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.parallel.ranks.mesh import World
 from llava_fsdp.plan import auto
 from llava_fsdp.plan.activations import MicroBatch

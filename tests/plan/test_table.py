@@ -20,7 +20,7 @@ from llava_fsdp.config import (
     Source,
     Strategy,
 )
-from llava_fsdp.model.pretrained import Parts
+from llava_fsdp.model.sources.pretrained import Parts
 from llava_fsdp.plan import hardware, longest, main, scaling_page, table
 from llava_fsdp.plan.activations import MicroBatch, with_depth
 from llava_fsdp.plan.hardware import GPUS, Machine, machine_named

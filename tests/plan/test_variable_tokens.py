@@ -23,7 +23,7 @@ from llava_fsdp.data.loader import ModelShape, build_loader
 from llava_fsdp.data.synthetic import fullest, synthetic_step
 from llava_fsdp.model.flops import count_flops
 from llava_fsdp.model.llava import Llava
-from llava_fsdp.model.pretrained import find_parts
+from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.plan import workload
 from llava_fsdp.plan.planner import peak
 from llava_fsdp.plan.workload import PHOTO, samples_in, samples_of

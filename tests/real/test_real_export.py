@@ -26,7 +26,7 @@ from llava_fsdp.config import AUTO, AspectRatio
 from llava_fsdp.data.records.record import Turn
 from llava_fsdp.export.main import export
 from llava_fsdp.export.verify_logits import relative_difference
-from llava_fsdp.model.weight_names import ours
+from llava_fsdp.model.weights.weight_names import ours
 from llava_fsdp.train import main as train
 
 MORE = ["global_batch_size=4", "micro_batch_size=4", "max_steps=3", "checkpoint.every=3", "export.enabled=true"]

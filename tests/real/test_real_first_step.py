@@ -16,7 +16,7 @@ from transformers import AutoConfig, LlavaForConditionalGeneration
 from llava_fsdp.config import Config
 from llava_fsdp.data.loader import normalize
 from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
-from llava_fsdp.model.weight_names import ours
+from llava_fsdp.model.weights.weight_names import ours
 
 EVERYTHING = "model.train=[projector,language,vision]"
 ROWS = {"packed": ["tokens_per_micro_batch=256"], "padded": ["pack=false"]}

@@ -20,7 +20,7 @@ from llava_fsdp.config import Config
 from llava_fsdp.data.loader import normalize
 from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
 from llava_fsdp.model.llava import build_llava
-from llava_fsdp.model.pretrained import find_parts
+from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.parallel.ranks.mesh import World
 from llava_fsdp.train.build_state import open_data
 

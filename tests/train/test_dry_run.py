@@ -15,7 +15,7 @@ from tiers import slow_after
 
 from llava_fsdp.config import Config
 from llava_fsdp.model.llava import build_llava
-from llava_fsdp.model.pretrained import find_parts
+from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.parallel.memory.memory import bytes_per_rank
 from llava_fsdp.parallel.parallelize import weights_of
 from llava_fsdp.parallel.precision.precision import DTYPES

@@ -21,7 +21,7 @@ from llava_fsdp.data.batching.collate import boundaries, packed
 from llava_fsdp.data.text.constants import IGNORE
 from llava_fsdp.data.text.encode import Sample
 from llava_fsdp.model.llava import build_llava
-from llava_fsdp.model.pretrained import find_parts
+from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.parallel.ranks.mesh import World
 from llava_fsdp.train import main as train
 from llava_fsdp.train.build_state import open_data

@@ -23,7 +23,7 @@ from llava_fsdp.data.text.jinja_template import own_name
 from llava_fsdp.doctor.checks import CHECKS, run_check
 from llava_fsdp.doctor.context import Context
 from llava_fsdp.doctor.findings import Finding, Level, result_and_cure
-from llava_fsdp.model.pretrained import NoProjector, find_parts
+from llava_fsdp.model.sources.pretrained import NoProjector, find_parts
 from llava_fsdp.prepare.main import prepare
 from llava_fsdp.runtime.errors import ConfigError, LlavaFsdpError, ModelError
 from llava_fsdp.train import main as train

@@ -18,7 +18,7 @@ from llava_fsdp.checkpoint.snapshot import Snapshot
 from llava_fsdp.config import Config
 from llava_fsdp.config.paths import paths_read
 from llava_fsdp.data.batching.sampler import ComputedShuffle
-from llava_fsdp.model.weight_names import ours
+from llava_fsdp.model.weights.weight_names import ours
 from llava_fsdp.parallel.ranks.mesh import Meshes, World, make_meshes
 from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.runtime.errors import CheckpointError, ConfigError

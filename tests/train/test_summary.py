@@ -11,7 +11,7 @@ import torch
 from small import config_of
 
 from llava_fsdp.config import Config, DType, LoraBias, LoraConfig, QuantizeConfig, Quantizer, ScalerConfig
-from llava_fsdp.model.lora_names import LORA_A, LORA_B
+from llava_fsdp.model.adapters.lora_names import LORA_A, LORA_B
 from llava_fsdp.parallel.memory.memory import Weight
 from llava_fsdp.runtime.errors import ConfigError, DataError
 from llava_fsdp.train import build_state, resume, run_info, summary

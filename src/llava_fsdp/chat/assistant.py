@@ -26,9 +26,9 @@ from llava_fsdp.data.text.templates import IMAGE_TAG
 from llava_fsdp.data.text.tokenizer import Tokenizer, open_tokenizer
 from llava_fsdp.export.source_model import Opened
 from llava_fsdp.export.verify_logits import load_copy
-from llava_fsdp.model.attention import attention_of_transformers
 from llava_fsdp.model.generation import DynamicCache, ImageInputs, PrefixCache, Sampling, write_tokens
 from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.packed_attention.attention import attention_of_transformers
 from llava_fsdp.runtime.errors import DataError, OutOfMemory
 
 

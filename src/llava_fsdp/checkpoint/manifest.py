@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from llava_fsdp.checkpoint.safetensors_stream import CODES, DTYPES, LARGEST_DIMENSION
-from llava_fsdp.model.lora_files import FOLDER as ADAPTER_FOLDER
+from llava_fsdp.model.adapters.lora_files import FOLDER as ADAPTER_FOLDER
 from llava_fsdp.runtime.errors import CheckpointError
 from llava_fsdp.runtime.files import small_json
 from llava_fsdp.runtime.files.digests import Digest, sealed, unsealed

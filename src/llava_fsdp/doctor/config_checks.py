@@ -84,7 +84,7 @@ def judge_folder(cfg: ModelConfig, key: str, name: str) -> Finding:
         key: the key that names the folder.
         name: path of the folder.
     """
-    from llava_fsdp.model.pretrained import read_config  # loads torch and transformers
+    from llava_fsdp.model.sources.pretrained import read_config  # loads torch and transformers
     from llava_fsdp.plan.model_shapes import shapes_of
 
     if not Path(name).is_dir():

@@ -92,9 +92,9 @@ def needs_of(cfg: Config) -> dict[str, Callable[[], str]]:
     import torch
 
     from llava_fsdp.config import Attention, LinearKind, Quantizer
-    from llava_fsdp.model.attention import choose_kernel
-    from llava_fsdp.model.lora import import_peft
-    from llava_fsdp.model.quantization import check_quantizer
+    from llava_fsdp.model.adapters.lora import import_peft
+    from llava_fsdp.model.packed_attention.attention import choose_kernel
+    from llava_fsdp.model.weights.quantization import check_quantizer
     from llava_fsdp.parallel.compile import choose_compiling
     from llava_fsdp.parallel.precision.fp8 import check_fp8
     from llava_fsdp.parallel.precision.int8_mixed import check_int8_mixed

@@ -33,8 +33,8 @@ from llava_fsdp.evaluate.question import BenchmarkQuestion
 from llava_fsdp.evaluate.read_questions import read_questions
 from llava_fsdp.evaluate.results import BLANK, BLIND, put_beside, score_all, submission_of, table_of
 from llava_fsdp.export.source_model import Opened
-from llava_fsdp.model.lora_files import FOLDER as ADAPTER
-from llava_fsdp.model.pretrained import resolve_model
+from llava_fsdp.model.adapters.lora_files import FOLDER as ADAPTER
+from llava_fsdp.model.sources.pretrained import resolve_model
 from llava_fsdp.parallel.ranks.mesh import read_world
 from llava_fsdp.runtime.errors import ConfigError, LlavaFsdpError
 from llava_fsdp.runtime.files.digests import digest_of_file

@@ -28,12 +28,8 @@ from llava_fsdp.export.formats import (
     write_generation_of_original,
     write_notes,
 )
-from llava_fsdp.model.base_config import BASE_CONFIG, base_config
-from llava_fsdp.model.init_weights import Drawn
-from llava_fsdp.model.llava import Llava
-from llava_fsdp.model.llava_v1_5_config import write_json
-from llava_fsdp.model.load_weights import NEWLINE, PROJECTOR_PREFIX, base_fingerprint
-from llava_fsdp.model.lora_files import (
+from llava_fsdp.model.adapters.base_config import BASE_CONFIG, base_config
+from llava_fsdp.model.adapters.lora_files import (
     ADAPTER_CONFIG,
     ADAPTER_FILES,
     OTHERS_FILES,
@@ -42,11 +38,15 @@ from llava_fsdp.model.lora_files import (
     find_adapter,
     open_adapter,
 )
-from llava_fsdp.model.lora_names import is_adapter, without_base
-from llava_fsdp.model.pretrained import public_name
-from llava_fsdp.model.pretrained_config import check_named_base
-from llava_fsdp.model.tensor_files import Stored, StoredTensor, open_file
-from llava_fsdp.model.weight_names import in_adapter, original
+from llava_fsdp.model.adapters.lora_names import is_adapter, without_base
+from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.sources.llava_v1_5_config import write_json
+from llava_fsdp.model.sources.pretrained import public_name
+from llava_fsdp.model.sources.pretrained_config import check_named_base
+from llava_fsdp.model.weights.init_weights import Drawn
+from llava_fsdp.model.weights.load_weights import NEWLINE, PROJECTOR_PREFIX, base_fingerprint
+from llava_fsdp.model.weights.tensor_files import Stored, StoredTensor, open_file
+from llava_fsdp.model.weights.weight_names import in_adapter, original
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 from llava_fsdp.runtime.files.provenance import NOTES, README, read_notes
 from llava_fsdp.runtime.text.log import log

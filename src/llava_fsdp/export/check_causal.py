@@ -8,9 +8,9 @@ import torch
 from transformers import AutoModel, PretrainedConfig
 
 from llava_fsdp.export.small_copy import NoSmallCopy, count_layers, scale, shrink
-from llava_fsdp.model.attention import attention_of_transformers
 from llava_fsdp.model.config_key import ConfigKey
 from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.packed_attention.attention import attention_of_transformers
 from llava_fsdp.runtime.errors import ModelError
 from llava_fsdp.runtime.files.safe_load import foreign
 from llava_fsdp.runtime.text.log import log

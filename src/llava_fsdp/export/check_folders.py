@@ -5,11 +5,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from llava_fsdp.checkpoint.manifest import STATE_FILE
-from llava_fsdp.model.llava_v1_5_config import TOWER
-from llava_fsdp.model.lora_files import ADAPTER_CONFIG
-from llava_fsdp.model.lora_files import FOLDER as ADAPTER
-from llava_fsdp.model.pretrained_config import is_whole
-from llava_fsdp.model.tensor_files import PROJECTOR
+from llava_fsdp.model.adapters.lora_files import ADAPTER_CONFIG
+from llava_fsdp.model.adapters.lora_files import FOLDER as ADAPTER
+from llava_fsdp.model.sources.llava_v1_5_config import TOWER
+from llava_fsdp.model.sources.pretrained_config import is_whole
+from llava_fsdp.model.weights.tensor_files import PROJECTOR
 from llava_fsdp.parallel.ranks.consensus import on_all_ranks
 from llava_fsdp.runtime.errors import CheckpointError, ConfigError
 from llava_fsdp.runtime.files.digests import Digest, share

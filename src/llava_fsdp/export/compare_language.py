@@ -24,11 +24,11 @@ from llava_fsdp.config import Feature, ModelConfig, Part, PatchMerge
 from llava_fsdp.export.small_copy import MOST_PARAMETERS, NoSmallCopy, count_layers, random_values, shrink
 from llava_fsdp.export.verify_logits import load_copy, relative_difference
 from llava_fsdp.model.config_key import ConfigKey
-from llava_fsdp.model.conversions import is_vision_language_model, names_of_parts, on_meta, place_of
-from llava_fsdp.model.init_weights import Drawn, DrawRule, Rule
 from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.logit_change import keys_that_change
-from llava_fsdp.model.pretrained import Parts, parts_of, read_config, text_config
+from llava_fsdp.model.sources.pretrained import Parts, parts_of, read_config, text_config
+from llava_fsdp.model.weights.conversions import is_vision_language_model, names_of_parts, on_meta, place_of
+from llava_fsdp.model.weights.init_weights import Drawn, DrawRule, Rule
 from llava_fsdp.runtime.errors import ModelError
 from llava_fsdp.runtime.files.safe_load import foreign
 from llava_fsdp.runtime.text.log import log

@@ -14,10 +14,10 @@ from transformers import AutoModel, PretrainedConfig, PreTrainedModel
 from llava_fsdp.config import Feature
 from llava_fsdp.export.small_copy import NoSmallCopy, scale, shrink, shrink_tower
 from llava_fsdp.model.config_key import ConfigKey
-from llava_fsdp.model.init_weights import computed_buffers, restore_buffers
 from llava_fsdp.model.llava import Llava
-from llava_fsdp.model.pretrained import read_config
+from llava_fsdp.model.sources.pretrained import read_config
 from llava_fsdp.model.vision_tower import build_vision_tower, found_of_vision_tower, image_size, selected_features
+from llava_fsdp.model.weights.init_weights import computed_buffers, restore_buffers
 from llava_fsdp.runtime.errors import ModelError
 from llava_fsdp.runtime.files.safe_load import foreign
 from llava_fsdp.runtime.text.log import log

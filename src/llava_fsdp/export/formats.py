@@ -41,8 +41,8 @@ from llava_fsdp.export.processor import (
 )
 from llava_fsdp.export.remarks import remarks_on, write_remarks
 from llava_fsdp.export.weights_writer import Weights, renamed, write_projector, write_shards
-from llava_fsdp.model.conversions import plan_save
-from llava_fsdp.model.exportable import (
+from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.sources.exportable import (
     KEPT,
     check_hf,
     check_original,
@@ -50,8 +50,7 @@ from llava_fsdp.model.exportable import (
     original_folder,
     why_not_original,
 )
-from llava_fsdp.model.llava import Llava
-from llava_fsdp.model.llava_v1_5_config import (
+from llava_fsdp.model.sources.llava_v1_5_config import (
     TOWER,
     dtype_name,
     generation_config,
@@ -59,9 +58,10 @@ from llava_fsdp.model.llava_v1_5_config import (
     original_config,
     write_json,
 )
-from llava_fsdp.model.load_weights import PROJECTOR_PREFIX
-from llava_fsdp.model.pretrained import PACKAGE, Parts, read_json
-from llava_fsdp.model.weight_names import original
+from llava_fsdp.model.sources.pretrained import PACKAGE, Parts, read_json
+from llava_fsdp.model.weights.conversions import plan_save
+from llava_fsdp.model.weights.load_weights import PROJECTOR_PREFIX
+from llava_fsdp.model.weights.weight_names import original
 from llava_fsdp.parallel.ranks.consensus import on_first_rank
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.files.durable_files import make_empty

@@ -21,9 +21,9 @@ from llava_fsdp.export.prove_reading import prove_reading
 from llava_fsdp.export.source_model import Opened, open_source
 from llava_fsdp.export.verify_logits import Adapted, prove, prove_merge
 from llava_fsdp.export.weights_writer import Weights, publish_folder
-from llava_fsdp.model.lora_files import ADAPTER_CONFIG
-from llava_fsdp.model.pretrained import PACKAGE
-from llava_fsdp.model.tensor_files import Stored
+from llava_fsdp.model.adapters.lora_files import ADAPTER_CONFIG
+from llava_fsdp.model.sources.pretrained import PACKAGE
+from llava_fsdp.model.weights.tensor_files import Stored
 from llava_fsdp.parallel.precision.precision import DTYPES
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 from llava_fsdp.runtime.files.provenance import NOTES

@@ -30,13 +30,13 @@ from llava_fsdp.export.verify_logits import (
     open_export,
     random_rows,
 )
-from llava_fsdp.model.conversions import whole_model_of
+from llava_fsdp.model.adapters.lora import import_peft
+from llava_fsdp.model.adapters.lora_files import ADAPTER_CONFIG, ADAPTER_FILES, FOLDER
+from llava_fsdp.model.adapters.lora_names import is_adapter, without_base
 from llava_fsdp.model.llava import Llava
-from llava_fsdp.model.llava_v1_5_config import write_json
-from llava_fsdp.model.lora import import_peft
-from llava_fsdp.model.lora_files import ADAPTER_CONFIG, ADAPTER_FILES, FOLDER
-from llava_fsdp.model.lora_names import is_adapter, without_base
-from llava_fsdp.model.weight_names import PEFT
+from llava_fsdp.model.sources.llava_v1_5_config import write_json
+from llava_fsdp.model.weights.conversions import whole_model_of
+from llava_fsdp.model.weights.weight_names import PEFT
 from llava_fsdp.runtime.errors import ModelError
 from llava_fsdp.runtime.text.log import log
 

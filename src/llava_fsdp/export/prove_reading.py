@@ -22,11 +22,11 @@ from llava_fsdp.export.verify_logits import (
     open_export,
     random_rows,
 )
-from llava_fsdp.model.conversions import is_vision_language_model
 from llava_fsdp.model.llava import Llava
-from llava_fsdp.model.llava_v1_5_config import is_original
-from llava_fsdp.model.pretrained import read_config, read_json
-from llava_fsdp.model.tensor_files import WHOLE_MODEL, Stored
+from llava_fsdp.model.sources.llava_v1_5_config import is_original
+from llava_fsdp.model.sources.pretrained import read_config, read_json
+from llava_fsdp.model.weights.conversions import is_vision_language_model
+from llava_fsdp.model.weights.tensor_files import WHOLE_MODEL, Stored
 from llava_fsdp.runtime.errors import ModelError
 from llava_fsdp.runtime.files.safe_load import foreign
 from llava_fsdp.runtime.text.log import log

@@ -29,11 +29,11 @@ from llava_fsdp.export.verify_logits import (
     relative_difference,
 )
 from llava_fsdp.export.weights_writer import Weights
-from llava_fsdp.model.conversions import check_runs, plan_save
-from llava_fsdp.model.exportable import why_not_original
-from llava_fsdp.model.lazy_tensor import Box
+from llava_fsdp.model.adapters.lora_names import is_adapter, without_base
 from llava_fsdp.model.llava import Llava
-from llava_fsdp.model.lora_names import is_adapter, without_base
+from llava_fsdp.model.sources.exportable import why_not_original
+from llava_fsdp.model.weights.conversions import check_runs, plan_save
+from llava_fsdp.model.weights.lazy_tensor import Box
 from llava_fsdp.runtime.errors import ModelError
 from llava_fsdp.runtime.files.safe_load import foreign
 from llava_fsdp.runtime.text.log import log

@@ -12,11 +12,11 @@ from transformers import PretrainedConfig
 
 from llava_fsdp.config import ModelConfig, QuantizeConfig
 from llava_fsdp.export.formats import SourceModel
+from llava_fsdp.model.adapters.lora_names import LORA_B
 from llava_fsdp.model.blocks import find_blocks
-from llava_fsdp.model.init_weights import Drawn, DrawRule, Rule
 from llava_fsdp.model.llava import Llava, build_llava
-from llava_fsdp.model.lora_names import LORA_B
 from llava_fsdp.model.vision_tower import image_size, patch_size
+from llava_fsdp.model.weights.init_weights import Drawn, DrawRule, Rule
 from llava_fsdp.runtime.errors import ModelError
 from llava_fsdp.runtime.files.safe_load import foreign
 

@@ -34,23 +34,13 @@ from llava_fsdp.export.adapter_folder import check_fingerprint
 from llava_fsdp.export.check_folders import check_artifacts
 from llava_fsdp.export.formats import SourceModel, source_of_run
 from llava_fsdp.export.verify_logits import Adapted
-from llava_fsdp.model import lora_files as adapter
-from llava_fsdp.model.base_config import BASE_OPTION, check_base_config
-from llava_fsdp.model.init_weights import Drawn
+from llava_fsdp.model.adapters import lora_files as adapter
+from llava_fsdp.model.adapters.base_config import BASE_OPTION, check_base_config
+from llava_fsdp.model.adapters.lora_files import AdapterFolder, is_adapter_folder, open_adapter
+from llava_fsdp.model.adapters.lora_names import BASE, is_adapter, module_of, without_base
 from llava_fsdp.model.llava import Llava, build_llava
-from llava_fsdp.model.llava_v1_5_config import is_original
-from llava_fsdp.model.load_weights import (
-    NEWLINE,
-    PROJECTOR_PREFIX,
-    base_fingerprint,
-    check_projector_names,
-    find_weights,
-    fingerprint,
-    frozen_digests,
-)
-from llava_fsdp.model.lora_files import AdapterFolder, is_adapter_folder, open_adapter
-from llava_fsdp.model.lora_names import BASE, is_adapter, module_of, without_base
-from llava_fsdp.model.pretrained import (
+from llava_fsdp.model.sources.llava_v1_5_config import is_original
+from llava_fsdp.model.sources.pretrained import (
     EXPORT,
     LIMITED,
     NEXT,
@@ -62,8 +52,18 @@ from llava_fsdp.model.pretrained import (
     read_json,
     resolve,
 )
-from llava_fsdp.model.pretrained_config import check_named_base, read_base, read_model
-from llava_fsdp.model.tensor_files import Stored
+from llava_fsdp.model.sources.pretrained_config import check_named_base, read_base, read_model
+from llava_fsdp.model.weights.init_weights import Drawn
+from llava_fsdp.model.weights.load_weights import (
+    NEWLINE,
+    PROJECTOR_PREFIX,
+    base_fingerprint,
+    check_projector_names,
+    find_weights,
+    fingerprint,
+    frozen_digests,
+)
+from llava_fsdp.model.weights.tensor_files import Stored
 from llava_fsdp.runtime.errors import CheckpointError, ConfigError, DamagedModel, ModelError
 from llava_fsdp.runtime.files.provenance import NOTES, check_folder, read_notes
 from llava_fsdp.runtime.files.run_dir import FOLDER

@@ -17,17 +17,17 @@ from llava_fsdp.data.images.anyres import Size
 from llava_fsdp.data.images.image_tokens import ImageTokens, join_tokens
 from llava_fsdp.export.folded_head import is_rounded
 from llava_fsdp.export.logit_distance import Distance, distance
-from llava_fsdp.model.attention import attention_of_transformers
-from llava_fsdp.model.init_weights import computed_buffers, restore_buffers
+from llava_fsdp.model.adapters.lora import put_adapters
+from llava_fsdp.model.adapters.lora_merge import BASE_WEIGHT, merged
+from llava_fsdp.model.adapters.lora_names import ENDINGS, is_adapter, without_base
 from llava_fsdp.model.llava import Llava, build_llava
-from llava_fsdp.model.load_weights import find_weights, load_weights
-from llava_fsdp.model.lora import put_adapters
-from llava_fsdp.model.lora_merge import BASE_WEIGHT, merged
-from llava_fsdp.model.lora_names import ENDINGS, is_adapter, without_base
-from llava_fsdp.model.pretrained import find_parts
-from llava_fsdp.model.pretrained_config import read_model
-from llava_fsdp.model.tensor_files import Stored, open_tensors
-from llava_fsdp.model.weight_names import ours
+from llava_fsdp.model.packed_attention.attention import attention_of_transformers
+from llava_fsdp.model.sources.pretrained import find_parts
+from llava_fsdp.model.sources.pretrained_config import read_model
+from llava_fsdp.model.weights.init_weights import computed_buffers, restore_buffers
+from llava_fsdp.model.weights.load_weights import find_weights, load_weights
+from llava_fsdp.model.weights.tensor_files import Stored, open_tensors
+from llava_fsdp.model.weights.weight_names import ours
 from llava_fsdp.parallel.local_shards import local_shards
 from llava_fsdp.parallel.parallelize import materialize
 from llava_fsdp.parallel.precision.precision import MasterWeights

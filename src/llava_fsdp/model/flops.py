@@ -8,11 +8,11 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from llava_fsdp.config import Part
-from llava_fsdp.model.attention import head_size, layers_with_window
 from llava_fsdp.model.blocks import find_blocks
 from llava_fsdp.model.llava import Llava
-from llava_fsdp.model.quantization import weight_shape
+from llava_fsdp.model.packed_attention.attention import head_size, layers_with_window
 from llava_fsdp.model.vision_tower import image_size, patch_size
+from llava_fsdp.model.weights.quantization import weight_shape
 
 
 class Flops(NamedTuple):

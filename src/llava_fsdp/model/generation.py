@@ -8,8 +8,8 @@ import torch
 from transformers import DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer
 
-from llava_fsdp.model.attention import CachedRows
 from llava_fsdp.model.llava import FeatureRows, Llava
+from llava_fsdp.model.packed_attention.attention import CachedRows
 from llava_fsdp.runtime.errors import ConfigError
 
 ImageInputs = tuple[torch.Tensor, FeatureRows, torch.Tensor | None]

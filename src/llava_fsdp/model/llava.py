@@ -5,7 +5,12 @@ from torch import nn
 from transformers import AutoModel, PretrainedConfig
 
 from llava_fsdp.config import LossConfig, ModelConfig, Part, PatchMerge, Quantizer, part_and_blocks
-from llava_fsdp.model.attention import (
+from llava_fsdp.model.adapters.lora import add_adapters, check_gradients, linear_layers, trained_with_adapters
+from llava_fsdp.model.blocks import find_blocks
+from llava_fsdp.model.config_key import ConfigKey
+from llava_fsdp.model.experts import find_routers
+from llava_fsdp.model.loss import LabelLoss, LossCollector, OutputLayer, choose_loss, whole_loss
+from llava_fsdp.model.packed_attention.attention import (
     CachedRows,
     Kernel,
     Segments,
@@ -15,16 +20,11 @@ from llava_fsdp.model.attention import (
     padded_attention,
     register_attention,
 )
-from llava_fsdp.model.blocks import find_blocks
-from llava_fsdp.model.config_key import ConfigKey
-from llava_fsdp.model.experts import find_routers
-from llava_fsdp.model.lora import add_adapters, check_gradients, linear_layers, trained_with_adapters
-from llava_fsdp.model.loss import LabelLoss, LossCollector, OutputLayer, choose_loss, whole_loss
-from llava_fsdp.model.pretrained import Parts
 from llava_fsdp.model.projector import Projector, check_can_be_shuffled
-from llava_fsdp.model.quantization import quantize_layers
 from llava_fsdp.model.sample_dropout import TokenKeys
+from llava_fsdp.model.sources.pretrained import Parts
 from llava_fsdp.model.vision_tower import build_vision_tower, found_of_vision_tower, selected_features
+from llava_fsdp.model.weights.quantization import quantize_layers
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 from llava_fsdp.runtime.files.safe_load import foreign
 

@@ -13,7 +13,7 @@ from llava_fsdp.config import (
     PlanConfig,
     Strategy,
 )
-from llava_fsdp.model.pretrained import Parts
+from llava_fsdp.model.sources.pretrained import Parts
 from llava_fsdp.parallel.context.context_attention import plan_context
 from llava_fsdp.plan.activations import MicroBatch
 from llava_fsdp.plan.hardware import Machine

@@ -17,7 +17,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from llava_fsdp.model.dispatch_mode import CompilingMode
+from llava_fsdp.model.packed_attention.dispatch_mode import CompilingMode
 
 
 @dataclass

@@ -26,7 +26,7 @@ from llava_fsdp.data.records.keys import describe_unread
 from llava_fsdp.data.text.encode import Encoder
 from llava_fsdp.data.toy_shapes import draw_shapes
 from llava_fsdp.model.llava import build_llava
-from llava_fsdp.model.pretrained import find_parts
+from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.parallel.precision.fast_dtype import has_bf16, settle_precision
 from llava_fsdp.parallel.precision.precision import DTYPES
 from llava_fsdp.runtime.errors import ConfigError, DataError

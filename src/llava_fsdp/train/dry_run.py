@@ -18,9 +18,9 @@ from rich.table import Table
 from llava_fsdp.config import Config, DType, Format, OffloadMode, ScalerConfig
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.synthetic import Contents, SyntheticLoader, fullest, micro_batches_of, synthetic_step
-from llava_fsdp.model.init_weights import Rule, draw_rule
 from llava_fsdp.model.llava import Llava, build_llava
-from llava_fsdp.model.quantization import quantized_weights
+from llava_fsdp.model.weights.init_weights import Rule, draw_rule
+from llava_fsdp.model.weights.quantization import quantized_weights
 from llava_fsdp.parallel.compile import explained_compiler_errors
 from llava_fsdp.parallel.local_shards import local, local_shards
 from llava_fsdp.parallel.memory.activation_checkpoint import clean_name

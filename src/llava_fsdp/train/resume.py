@@ -20,9 +20,9 @@ from llava_fsdp.config import Config, DType, LoraConfig, Part, QuantizeConfig
 from llava_fsdp.config.command_line.renamed import present_tree
 from llava_fsdp.config.command_line.tree import dotted
 from llava_fsdp.data.text.jinja_template import OWN
-from llava_fsdp.model.base_config import check_base_config
+from llava_fsdp.model.adapters.base_config import check_base_config
+from llava_fsdp.model.adapters.lora_files import adapter_folders, is_adapter_folder
 from llava_fsdp.model.llava import Llava
-from llava_fsdp.model.lora_files import adapter_folders, is_adapter_folder
 from llava_fsdp.parallel.local_shards import local
 from llava_fsdp.parallel.ranks.consensus import on_all_ranks, on_first_rank
 from llava_fsdp.parallel.ranks.mesh import gather_lists

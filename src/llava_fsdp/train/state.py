@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from llava_fsdp.data.loader import Loader
     from llava_fsdp.data.validation_set import HeldOut
     from llava_fsdp.model.experts import RouterOutputs
-    from llava_fsdp.model.tensor_files import Stored
+    from llava_fsdp.model.weights.tensor_files import Stored
     from llava_fsdp.parallel.compile import Compilations
     from llava_fsdp.parallel.memory.dynamic_checkpoint import DynamicCheckpointing
     from llava_fsdp.parallel.pipeline.pipeline import Pipeline

@@ -27,8 +27,8 @@ from llava_fsdp.config import (
 from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.loader import Loader
 from llava_fsdp.data.validation_set import HeldOut
-from llava_fsdp.model.attention import Kernel
-from llava_fsdp.model.lora_names import LORA_A, module_of
+from llava_fsdp.model.adapters.lora_names import LORA_A, module_of
+from llava_fsdp.model.packed_attention.attention import Kernel
 from llava_fsdp.parallel.compile import choose_compiling
 from llava_fsdp.parallel.memory.memory import Weight
 from llava_fsdp.parallel.memory.offload import describe_offload

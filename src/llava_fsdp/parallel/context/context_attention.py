@@ -3,8 +3,8 @@ earlier tokens on any rank.
 
 There are two ways, both exact. `ulysses` (arXiv 2309.14509): an all-to-all gives each rank all positions of some heads;
 after attention, a second one gives them back. `gather` (arXiv 2407.21783 section 3.3.2): each rank collects the keys
-and values of all positions and computes its own queries. Both are put around the kernels of model/attention.py, which
-do not know that several ranks share a row.
+and values of all positions and computes its own queries. Both are put around the kernels of
+model/packed_attention/attention.py, which do not know that several ranks share a row.
 
 The collectives are given as functions (`parallel/context/context.py`), so that this module knows nothing of process
 groups.
@@ -25,7 +25,7 @@ from transformers import AttentionInterface, PretrainedConfig
 
 from llava_fsdp.config import ContextHow
 from llava_fsdp.data.batching.context_cut import ContextCut
-from llava_fsdp.model.attention import (
+from llava_fsdp.model.packed_attention.attention import (
     Attend,
     Boundaries,
     Kernel,

@@ -14,10 +14,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import nn
 from transformers import PretrainedConfig
 
+from llava_fsdp.model.adapters.lora_names import ADAPTER
 from llava_fsdp.model.blocks import find_blocks
 from llava_fsdp.model.experts import find_experts
 from llava_fsdp.model.llava import Llava
-from llava_fsdp.model.lora_names import ADAPTER
 from llava_fsdp.model.sample_dropout import SampleDropout
 from llava_fsdp.parallel.tensor.tensor_cut import Cut
 from llava_fsdp.runtime.errors import ConfigError

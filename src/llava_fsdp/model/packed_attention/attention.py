@@ -25,8 +25,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from llava_fsdp.config import Attention
 from llava_fsdp.model.config_key import ConfigKey
-from llava_fsdp.model.dispatch_mode import CompilingMode
 from llava_fsdp.model.experts import check_widths
+from llava_fsdp.model.packed_attention.dispatch_mode import CompilingMode
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.files.safe_load import foreign
 

@@ -15,7 +15,14 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from llava_fsdp.config import ModelConfig
-from llava_fsdp.model.conversions import (
+from llava_fsdp.model.adapters.lora import start_of_a
+from llava_fsdp.model.adapters.lora_files import find_adapter, open_adapter, started_from
+from llava_fsdp.model.adapters.lora_merge import BASE_WEIGHT, RowLengths
+from llava_fsdp.model.adapters.lora_names import LORA_A, LORA_B, MAGNITUDE, is_adapter, without_base
+from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.sources.llava_v1_5_config import TOWER, is_original
+from llava_fsdp.model.sources.pretrained import Parts, read_config, read_json
+from llava_fsdp.model.weights.conversions import (
     ConvertedTensor,
     LoadPlan,
     is_vision_language_model,
@@ -27,17 +34,10 @@ from llava_fsdp.model.conversions import (
     vision_tower_of,
     whole_model_of,
 )
-from llava_fsdp.model.init_weights import Drawn, DrawRule, Rule, draw_rule
-from llava_fsdp.model.llava import Llava
-from llava_fsdp.model.llava_v1_5_config import TOWER, is_original
-from llava_fsdp.model.lora import start_of_a
-from llava_fsdp.model.lora_files import find_adapter, open_adapter, started_from
-from llava_fsdp.model.lora_merge import BASE_WEIGHT, RowLengths
-from llava_fsdp.model.lora_names import LORA_A, LORA_B, MAGNITUDE, is_adapter, without_base
-from llava_fsdp.model.pretrained import Parts, read_config, read_json
-from llava_fsdp.model.quantization import QuantizedLinear, weight_shape
-from llava_fsdp.model.tensor_files import Stored, StoredTensor, open_tensors
-from llava_fsdp.model.weight_names import COMPUTED, ORIGINAL_TOWER, projector_name
+from llava_fsdp.model.weights.init_weights import Drawn, DrawRule, Rule, draw_rule
+from llava_fsdp.model.weights.quantization import QuantizedLinear, weight_shape
+from llava_fsdp.model.weights.tensor_files import Stored, StoredTensor, open_tensors
+from llava_fsdp.model.weights.weight_names import COMPUTED, ORIGINAL_TOWER, projector_name
 from llava_fsdp.runtime.errors import ModelError
 from llava_fsdp.runtime.text.log import log
 

@@ -35,8 +35,8 @@ from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging as transformers_logging
 
-from llava_fsdp.model.lazy_tensor import Box, LazyTensor
-from llava_fsdp.model.tensor_files import Stored, StoredTensor
+from llava_fsdp.model.weights.lazy_tensor import Box, LazyTensor
+from llava_fsdp.model.weights.tensor_files import Stored, StoredTensor
 from llava_fsdp.runtime.errors import ModelError
 from llava_fsdp.runtime.files.safe_load import foreign
 

@@ -12,10 +12,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from llava_fsdp.config import Config, load
 from llava_fsdp.config.command_line.renamed import present_tree
-from llava_fsdp.model.exportable import check_projector, error_of, why_not_hf, why_not_original
+from llava_fsdp.model.adapters.lora_files import is_adapter_folder
 from llava_fsdp.model.llava import Llava, build_llava
-from llava_fsdp.model.lora_files import is_adapter_folder
-from llava_fsdp.model.pretrained import find_parts
+from llava_fsdp.model.sources.exportable import check_projector, error_of, why_not_hf, why_not_original
+from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 from llava_fsdp.runtime.files.run_dir import FOLDER, held_by, list_checkpoints
 from llava_fsdp.runtime.files.safe_load import refuse_yaml_bombs

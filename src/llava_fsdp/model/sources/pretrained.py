@@ -18,12 +18,12 @@ from transformers import (
 )
 
 from llava_fsdp.config import Config, Feature, ModelConfig, PatchMerge, config_dir
-from llava_fsdp.model.conversions import is_tied, language_model_of, whole_model_of
-from llava_fsdp.model.llava_v1_5_config import TOWER, check_agrees, is_original, language_config, read_feature
+from llava_fsdp.model.adapters.lora_files import find_adapter, is_adapter_folder
 from llava_fsdp.model.logit_change import VISION_LANGUAGE, LogitChange, logit_change
-from llava_fsdp.model.lora_files import find_adapter, is_adapter_folder
-from llava_fsdp.model.tensor_files import WHOLE_MODEL, open_tensors, require_weights
+from llava_fsdp.model.sources.llava_v1_5_config import TOWER, check_agrees, is_original, language_config, read_feature
 from llava_fsdp.model.vision_tower import image_size, patch_size
+from llava_fsdp.model.weights.conversions import is_tied, language_model_of, whole_model_of
+from llava_fsdp.model.weights.tensor_files import WHOLE_MODEL, open_tensors, require_weights
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 from llava_fsdp.runtime.files.provenance import NOTES, check_folder, read_notes
 from llava_fsdp.runtime.files.safe_load import SMALL, foreign, is_open_to_others, refuse_model_code
@@ -488,7 +488,7 @@ def resolve(name: str, key: str) -> Path:
 
 def find_folder(name: str, key: str) -> Path:
     if name.startswith(PACKAGE):
-        folder = Path(__file__).parents[1] / "assets" / name.removeprefix(PACKAGE)
+        folder = Path(__file__).parents[2] / "assets" / name.removeprefix(PACKAGE)
         if not folder.is_dir():
             raise ConfigError(f"{key}={name}: the package ships no such model")
         return folder
@@ -541,7 +541,7 @@ def resolve_model(name: str, key: str) -> Path:
     if (folder / EXPORT / "config.json").is_file() or read_notes(folder / EXPORT):
         return resolve(str(folder / EXPORT), key)
     # saved_run builds the run's model, and so imports this file
-    from llava_fsdp.model.saved_run import way_to_whole, whole_cure
+    from llava_fsdp.model.sources.saved_run import way_to_whole, whole_cure
 
     if is_adapter_folder(folder):
         merge = f"merge it into its base: llava-fsdp export source={name} to=FOLDER"
@@ -707,7 +707,9 @@ def find_projector(cfg: Config) -> Path | None:
 def without_export(run: Path) -> str:
     """Say why the output folder of a run has no export, and how a training can begin with its projector, as a text that
     follows its path."""
-    from llava_fsdp.model.saved_run import projector_cure  # which builds the run's model, and so imports this file
+    from llava_fsdp.model.sources.saved_run import (
+        projector_cure,  # which builds the run's model, and so imports this file
+    )
 
     return f"{lacking_export(run)}{projector_cure(run)}"
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
-from llava_fsdp.model.weight_names import PEFT
+from llava_fsdp.model.weights.weight_names import PEFT
 from llava_fsdp.runtime.errors import ModelError
 from llava_fsdp.runtime.files.safe_load import file_beside, read_json, refuse_pointer
 

@@ -8,10 +8,10 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from llava_fsdp.config import Feature, ModelConfig, Part, load
-from llava_fsdp.model.base_config import check_base_config
-from llava_fsdp.model.llava_v1_5_config import TOWER, Selection, is_original, read_selection
-from llava_fsdp.model.lora_files import ADAPTER_CONFIG, AdapterFolder
-from llava_fsdp.model.pretrained import (
+from llava_fsdp.model.adapters.base_config import check_base_config
+from llava_fsdp.model.adapters.lora_files import ADAPTER_CONFIG, AdapterFolder
+from llava_fsdp.model.sources.llava_v1_5_config import TOWER, Selection, is_original, read_selection
+from llava_fsdp.model.sources.pretrained import (
     HUB_NAME,
     INTERNVL,
     NEXT,
@@ -24,7 +24,7 @@ from llava_fsdp.model.pretrained import (
     read_llava_config,
     resolve_model,
 )
-from llava_fsdp.model.tensor_files import PROJECTOR, WHOLE_MODEL
+from llava_fsdp.model.weights.tensor_files import PROJECTOR, WHOLE_MODEL
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 from llava_fsdp.runtime.files.provenance import NOTES, read_notes
 from llava_fsdp.runtime.files.safe_load import foreign

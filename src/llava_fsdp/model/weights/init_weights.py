@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from llava_fsdp.model.quantization import QuantizedLinear, weight_shape
+from llava_fsdp.model.weights.quantization import QuantizedLinear, weight_shape
 from llava_fsdp.runtime.errors import ModelError
 from llava_fsdp.runtime.seeds import derive
 

@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from llava_fsdp.config import LoraBias, LoraConfig
-from llava_fsdp.model.lora_names import LORA_A, LORA_B, MAGNITUDE, is_adapter, module_of, without_base
-from llava_fsdp.model.tensor_files import StoredTensor, open_file
-from llava_fsdp.model.weight_names import ours_in_adapter
+from llava_fsdp.model.adapters.lora_names import LORA_A, LORA_B, MAGNITUDE, is_adapter, module_of, without_base
+from llava_fsdp.model.weights.tensor_files import StoredTensor, open_file
+from llava_fsdp.model.weights.weight_names import ours_in_adapter
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 from llava_fsdp.runtime.files.provenance import NOTES, check_folder, read_notes
 from llava_fsdp.runtime.files.safe_load import foreign, read_json

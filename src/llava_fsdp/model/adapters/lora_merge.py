@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from llava_fsdp.model.lora import row_lengths
-from llava_fsdp.model.lora_names import BASE, LORA_A, LORA_B, MAGNITUDE, is_adapter, without_base
-from llava_fsdp.model.tensor_files import Stored
+from llava_fsdp.model.adapters.lora import row_lengths
+from llava_fsdp.model.adapters.lora_names import BASE, LORA_A, LORA_B, MAGNITUDE, is_adapter, without_base
+from llava_fsdp.model.weights.tensor_files import Stored
 
 BASE_WEIGHT = f"{BASE}weight"
 
