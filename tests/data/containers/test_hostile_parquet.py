@@ -7,8 +7,8 @@ from typing import Any
 import pyarrow
 import pytest
 
-from llava_fsdp.data.containers.parquet_container import ParquetContainer
-from llava_fsdp.data.containers.parquet_levels import MOST_DEPTH
+from llava_fsdp.data.containers.parquet.parquet_container import ParquetContainer
+from llava_fsdp.data.containers.parquet.parquet_levels import MOST_DEPTH
 from llava_fsdp.data.containers.read_image import PageCache, read_image
 from llava_fsdp.runtime.errors import DataError
 

@@ -14,11 +14,11 @@ import pytest
 from pyarrow import parquet
 from tiers import slow_after
 
-from llava_fsdp.data.containers import parquet_container, parquet_footer, parquet_values
 from llava_fsdp.data.containers.file_reader import LocalFile
-from llava_fsdp.data.containers.parquet_container import ParquetContainer
-from llava_fsdp.data.containers.parquet_footer import Footer
-from llava_fsdp.data.containers.parquet_pages import page_headers
+from llava_fsdp.data.containers.parquet import parquet_container, parquet_footer, parquet_values
+from llava_fsdp.data.containers.parquet.parquet_container import ParquetContainer
+from llava_fsdp.data.containers.parquet.parquet_footer import Footer
+from llava_fsdp.data.containers.parquet.parquet_pages import page_headers
 from llava_fsdp.data.containers.read_image import PageCache, read_image
 from llava_fsdp.runtime.errors import DataError
 

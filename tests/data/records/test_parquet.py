@@ -12,8 +12,8 @@ from small import make_config
 from test_build import FITS, open_again
 from tiers import slow_after
 
-from llava_fsdp.data.containers import parquet_container
 from llava_fsdp.data.containers.data_files import DataFiles
+from llava_fsdp.data.containers.parquet import parquet_container
 from llava_fsdp.data.images.check import inline_images, read_file
 from llava_fsdp.data.index import worker_pool
 from llava_fsdp.data.index.dataset import Records

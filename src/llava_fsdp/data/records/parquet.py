@@ -21,7 +21,7 @@ import numpy as np
 
 from llava_fsdp.data.containers.file_reader import Reader
 from llava_fsdp.data.containers.location import ImageLocation
-from llava_fsdp.data.containers.parquet_container import SPELL_OUT, ParquetContainer
+from llava_fsdp.data.containers.parquet.parquet_container import SPELL_OUT, ParquetContainer
 from llava_fsdp.data.records.forms import (
     ENTRY_KEYS,
     FORMS,

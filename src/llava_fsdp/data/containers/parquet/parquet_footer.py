@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from llava_fsdp.data.containers.file_reader import Reader
-from llava_fsdp.data.containers.parquet_levels import Cursor, Malformed, number_of
-from llava_fsdp.data.containers.parquet_pages import COPY_AGAIN, REWRITE, UNCOMPRESSED, Chunk
+from llava_fsdp.data.containers.parquet.parquet_levels import Cursor, Malformed, number_of
+from llava_fsdp.data.containers.parquet.parquet_pages import COPY_AGAIN, REWRITE, UNCOMPRESSED, Chunk
 from llava_fsdp.runtime.errors import DataError
 from llava_fsdp.runtime.text.terminal_text import shown_name
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from llava_fsdp.data.containers.file_reader import Reader
-from llava_fsdp.data.containers.parquet_levels import Cursor, EndsEarly, Malformed, number_of
+from llava_fsdp.data.containers.parquet.parquet_levels import Cursor, EndsEarly, Malformed, number_of
 from llava_fsdp.runtime.errors import DataError
 from llava_fsdp.runtime.text.terminal_text import shown_name
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from llava_fsdp.data.containers.location import Page
-from llava_fsdp.data.containers.parquet_levels import EndsEarly, Malformed, small_numbers
-from llava_fsdp.data.containers.parquet_pages import (
+from llava_fsdp.data.containers.parquet.parquet_levels import EndsEarly, Malformed, small_numbers
+from llava_fsdp.data.containers.parquet.parquet_pages import (
     DATA,
     DATA_V2,
     DICTIONARY,

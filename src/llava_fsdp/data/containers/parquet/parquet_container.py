@@ -17,15 +17,15 @@ import numpy as np
 
 from llava_fsdp.data.containers.file_reader import Reader
 from llava_fsdp.data.containers.location import ImageLocation, Page
-from llava_fsdp.data.containers.parquet_footer import BYTE_ARRAY, TYPES, Footer
-from llava_fsdp.data.containers.parquet_pages import (
+from llava_fsdp.data.containers.parquet.parquet_footer import BYTE_ARRAY, TYPES, Footer
+from llava_fsdp.data.containers.parquet.parquet_pages import (
     COPY_AGAIN,
     DELTA_BYTE_ARRAY,
     DICTIONARY,
     Chunk,
     page_headers,
 )
-from llava_fsdp.data.containers.parquet_values import Values, chunk_values
+from llava_fsdp.data.containers.parquet.parquet_values import Values, chunk_values
 from llava_fsdp.data.containers.read_image import MOST_BYTES, MOST_RATIO
 from llava_fsdp.runtime.errors import DataError
 from llava_fsdp.runtime.text.terminal_text import shown_name
