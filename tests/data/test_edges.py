@@ -27,9 +27,10 @@ from llava_fsdp.data.images import check, preprocess
 from llava_fsdp.data.images.fast_resize import Decoded
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.images.preprocess import ImageReader, Preprocessor, check_enlarged, parse_preprocessor
-from llava_fsdp.data.index import build, duplicate_ids, statistics
+from llava_fsdp.data.index import build, statistics
 from llava_fsdp.data.index.build import Index
 from llava_fsdp.data.index.dataset import Records
+from llava_fsdp.data.index.examine import duplicate_ids
 from llava_fsdp.data.index.integrity import read_rows
 from llava_fsdp.data.index.record_store import (
     DataSource,

@@ -18,7 +18,7 @@ from tiers import slow_after
 from llava_fsdp.config import Config
 from llava_fsdp.data.images import check
 from llava_fsdp.data.index.dataset import Records
-from llava_fsdp.data.index.examine_passes import PictureSizes
+from llava_fsdp.data.index.examine.examine_passes import PictureSizes
 from llava_fsdp.data.loader import build_loader
 from llava_fsdp.data.records.forms import given_sizes
 from llava_fsdp.data.records.problems import Kind

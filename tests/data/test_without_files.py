@@ -17,7 +17,7 @@ from llava_fsdp.data.batching.collate import Collator
 from llava_fsdp.data.batching.context_cut import ContextCut
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.images.preprocess import ImageReader
-from llava_fsdp.data.index.image_sample import Examined
+from llava_fsdp.data.index.examine.image_sample import Examined
 from llava_fsdp.data.index.record_store import DataSource, SourceFile
 from llava_fsdp.data.index.source_state import check_unchanged, stamp
 from llava_fsdp.data.loader import ModelShape

@@ -38,7 +38,7 @@ OWN_COMMANDS = {
 }
 """Run commands and functions of this package, by names that stand in the source; and give a child process an object of
 this program through a pipe that nobody else can write to."""
-OWN_COLUMN = ("data/index/duplicate_ids.py", "np.load")
+OWN_COLUMN = ("data/index/examine/duplicate_ids.py", "np.load")
 """Maps a file that this process wrote a moment ago, for writing; NumPy's own default is allow_pickle=False."""
 
 

@@ -24,8 +24,8 @@ from llava_fsdp.data.batching.workers import WorkerStatus, from_workers
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.images.preprocess import ImageReader, Preprocessor, read_preprocessor
 from llava_fsdp.data.images.video import VideoSampling
-from llava_fsdp.data.index.bad_records import open_records, remarks
 from llava_fsdp.data.index.dataset import Records
+from llava_fsdp.data.index.examine.bad_records import open_records, remarks
 from llava_fsdp.data.text.conversation import IM_END, IM_START
 from llava_fsdp.data.text.encode import Encoder, ExactEncoder, OriginalEncoder
 from llava_fsdp.data.text.jinja_template import ChatTemplate, open_template

@@ -15,9 +15,9 @@ from rich.table import Table
 from llava_fsdp.config import Format, PrepareConfig
 from llava_fsdp.config.paths import check_paths
 from llava_fsdp.data.images.preprocess import ImageReader
-from llava_fsdp.data.index.bad_records import refuse_bad_records, same_files
 from llava_fsdp.data.index.build import Plan, open_index
 from llava_fsdp.data.index.dataset import Records
+from llava_fsdp.data.index.examine.bad_records import refuse_bad_records, same_files
 from llava_fsdp.data.index.record_store import sources_of
 from llava_fsdp.data.index.statistics import PAGE, write_report
 from llava_fsdp.data.index.verify import verify_index

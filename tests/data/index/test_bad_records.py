@@ -12,12 +12,12 @@ from small import make_config, write_json
 from test_build import open_again, plan_of
 
 from llava_fsdp.config import Config, TooLong
-from llava_fsdp.data.index import bad_records as door_module
 from llava_fsdp.data.index import build as index_module
 from llava_fsdp.data.index import dataset
 from llava_fsdp.data.index import record_store as texts_module
-from llava_fsdp.data.index.bad_records import open_records, refuse_bad_records, remarks
 from llava_fsdp.data.index.dataset import Records
+from llava_fsdp.data.index.examine import bad_records as door_module
+from llava_fsdp.data.index.examine.bad_records import open_records, refuse_bad_records, remarks
 from llava_fsdp.data.index.statistics import PAGE
 from llava_fsdp.data.index.worker_pool import open_column
 from llava_fsdp.data.records.problems import BITS, PROBLEMS, Kind, is_kept, mask

@@ -25,10 +25,11 @@ from small import make_config, write_json
 
 from llava_fsdp.config import Config
 from llava_fsdp.data.index import build as index_module
-from llava_fsdp.data.index import duplicate_ids, record_store, worker_pool
+from llava_fsdp.data.index import record_store, worker_pool
 from llava_fsdp.data.index.build import Index, Plan, is_foreign, open_index
 from llava_fsdp.data.index.dataset import Records
-from llava_fsdp.data.index.duplicate_ids import duplicates
+from llava_fsdp.data.index.examine import duplicate_ids
+from llava_fsdp.data.index.examine.duplicate_ids import duplicates
 from llava_fsdp.data.index.record_store import SourceFile
 from llava_fsdp.data.index.worker_pool import chunk_file, chunk_files, join, run_chunks
 from llava_fsdp.data.loader import ModelShape, open_encoding

@@ -15,8 +15,8 @@ from test_build import open_again, plan_of
 from videos import write_mixed
 
 from llava_fsdp.config import Config
-from llava_fsdp.data.index import examples as examples_module
-from llava_fsdp.data.index.examples import draw, draw_examples
+from llava_fsdp.data.index.examine import examples as examples_module
+from llava_fsdp.data.index.examine.examples import draw, draw_examples
 from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
 from llava_fsdp.data.text.detokenize import spell
 from llava_fsdp.data.text.tokenizer import open_tokenizer

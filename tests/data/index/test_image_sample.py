@@ -18,11 +18,11 @@ from tiers import slow_after
 from llava_fsdp.config import AspectRatio, Config, Examine, PrepareConfig
 from llava_fsdp.data.images.check import HEAD_BYTES
 from llava_fsdp.data.index import build as index_module
-from llava_fsdp.data.index import examine_passes
-from llava_fsdp.data.index.bad_records import refuse_bad_records
 from llava_fsdp.data.index.dataset import Records
-from llava_fsdp.data.index.examine_passes import ExaminePictures
-from llava_fsdp.data.index.image_sample import EACH_FILE, Examined, ImageSample, upper_bound
+from llava_fsdp.data.index.examine import examine_passes
+from llava_fsdp.data.index.examine.bad_records import refuse_bad_records
+from llava_fsdp.data.index.examine.examine_passes import ExaminePictures
+from llava_fsdp.data.index.examine.image_sample import EACH_FILE, Examined, ImageSample, upper_bound
 from llava_fsdp.data.index.verify import verify_index
 from llava_fsdp.data.loader import ModelShape, build_loader
 from llava_fsdp.prepare.main import prepare

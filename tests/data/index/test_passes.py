@@ -15,9 +15,9 @@ from llava_fsdp.data.images.check import HEAD_BYTES, ImageFacts
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.images.video import VideoSampling
 from llava_fsdp.data.index import build, record_store
-from llava_fsdp.data.index.bad_records import refuse_bad_records, remarks, same_files
 from llava_fsdp.data.index.build import Plan, encoding_of, is_part, last_look, note_look, pictures_name
-from llava_fsdp.data.index.examine_passes import (
+from llava_fsdp.data.index.examine.bad_records import refuse_bad_records, remarks, same_files
+from llava_fsdp.data.index.examine.examine_passes import (
     ExaminePictures,
     Findings,
     ImageProblem,

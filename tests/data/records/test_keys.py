@@ -15,7 +15,7 @@ from test_build import FITS, open_again
 from test_tar import write as write_tar
 
 from llava_fsdp.config import Config
-from llava_fsdp.data.index.bad_records import remarks
+from llava_fsdp.data.index.examine.bad_records import remarks
 from llava_fsdp.data.index.statistics import make_report
 from llava_fsdp.data.loader import build_loader
 from llava_fsdp.data.records.forms import RecordKeys

@@ -37,9 +37,9 @@ from llava_fsdp.config import DataConfig, Examine, Pixels, TooLong
 from llava_fsdp.data.containers.data_files import CacheFolder
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.images.preprocess import ImageReader
-from llava_fsdp.data.index.duplicate_ids import DUPLICATES, read_facts
-from llava_fsdp.data.index.examine_passes import NAME_SIZE, UNREAD, ExaminePictures, Pass, ReadRecords
-from llava_fsdp.data.index.image_sample import Examined
+from llava_fsdp.data.index.examine.duplicate_ids import DUPLICATES, read_facts
+from llava_fsdp.data.index.examine.examine_passes import NAME_SIZE, UNREAD, ExaminePictures, Pass, ReadRecords
+from llava_fsdp.data.index.examine.image_sample import Examined
 from llava_fsdp.data.index.integrity import DONE, check_part, damaged, read_json, read_rows
 from llava_fsdp.data.index.record_store import (
     DataSource,

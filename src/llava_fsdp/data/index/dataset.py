@@ -11,7 +11,7 @@ import numpy as np
 
 from llava_fsdp.config import Parity, TooLong
 from llava_fsdp.data.index.build import Index
-from llava_fsdp.data.index.examine_passes import PictureSizes
+from llava_fsdp.data.index.examine.examine_passes import PictureSizes
 from llava_fsdp.data.index.shared_columns import shared_column
 from llava_fsdp.data.index.worker_pool import BLOCK, open_column
 from llava_fsdp.data.records.problems import BITS, Kind, is_kept, mask

@@ -13,7 +13,7 @@ from llava_fsdp.config import Config
 from llava_fsdp.data.images.preprocess import ImageReader
 from llava_fsdp.data.index.build import Index
 from llava_fsdp.data.index.dataset import Records
-from llava_fsdp.data.index.examples import draw_examples
+from llava_fsdp.data.index.examine.examples import draw_examples
 from llava_fsdp.data.index.token_pass import LOSSES
 from llava_fsdp.data.index.worker_pool import BLOCK, open_column
 from llava_fsdp.data.records.problems import BITS, PROBLEMS

@@ -10,7 +10,7 @@ from xxhash import xxh3_64_hexdigest
 
 from llava_fsdp.config import Pixels, SpecialTokens
 from llava_fsdp.data.images.preprocess import ImageReader, check_enlarged, check_height
-from llava_fsdp.data.index.examine_passes import Findings, Pass, PictureSizes, Tell, attempt
+from llava_fsdp.data.index.examine.examine_passes import Findings, Pass, PictureSizes, Tell, attempt
 from llava_fsdp.data.index.worker_pool import Columns
 from llava_fsdp.data.records.problems import Kind
 from llava_fsdp.data.records.record import Record, is_video

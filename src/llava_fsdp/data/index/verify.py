@@ -19,7 +19,7 @@ from llava_fsdp.data.containers.location import ImageLocation
 from llava_fsdp.data.images.check import ImageInContainer, image_in, read_file
 from llava_fsdp.data.images.video import video_digest
 from llava_fsdp.data.index.build import CHUNKS, Index, Plan, find
-from llava_fsdp.data.index.examine_passes import PictureNames
+from llava_fsdp.data.index.examine.examine_passes import PictureNames
 from llava_fsdp.data.index.integrity import check_part
 from llava_fsdp.data.index.record_store import RecordStore, sources_of
 from llava_fsdp.data.index.worker_pool import (

@@ -25,7 +25,7 @@ from llava_fsdp.data.containers.location import ImageLocation
 from llava_fsdp.data.images.check import ImageFacts, ImageFile, check_links, examine, head_of, image_in, inline_images
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.images.video import VideoSampling, examine_video
-from llava_fsdp.data.index.image_sample import ImageSample, ends_of
+from llava_fsdp.data.index.examine.image_sample import ImageSample, ends_of
 from llava_fsdp.data.index.record_store import RecordStore
 from llava_fsdp.data.index.worker_pool import ROWS, Columns, open_column, rows_column
 from llava_fsdp.data.records.forms import SIZE_KEYS, given_sizes

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from llava_fsdp.data.index.examine_passes import NAME_SIZE, UNREAD, ReadRecords
+from llava_fsdp.data.index.examine.examine_passes import NAME_SIZE, UNREAD, ReadRecords
 from llava_fsdp.data.index.worker_pool import BLOCK, column, open_column, write_column
 from llava_fsdp.data.records.keys import count_keys
 from llava_fsdp.data.records.problems import BITS, Kind
