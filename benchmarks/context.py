@@ -26,10 +26,10 @@ from llava_fsdp.parallel.ranks.comm_volume import CollectiveBytes
 from llava_fsdp.parallel.ranks.mesh import World, make_meshes
 from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.plan.step_time import context_volume
-from llava_fsdp.train.build_model import build_model, shape_of
-from llava_fsdp.train.build_state import assemble
-from llava_fsdp.train.dry_run import draw_shards
 from llava_fsdp.train.loop import train_step
+from llava_fsdp.train.setup.build_model import build_model, shape_of
+from llava_fsdp.train.setup.build_state import assemble
+from llava_fsdp.train.setup.dry_run import draw_shards
 
 QUESTION = "what does it cost, and what does it save, to let several ranks process a sample together?"
 RANKS = (1, 2, 4)

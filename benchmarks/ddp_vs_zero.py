@@ -28,7 +28,7 @@ from llava_fsdp.config import Config
 from llava_fsdp.data.batching.batch import MicroBatch, Step
 from llava_fsdp.data.toy_shapes import ensure_shapes
 from llava_fsdp.parallel.ranks.mesh import World
-from llava_fsdp.train.build_state import open_data
+from llava_fsdp.train.setup.build_state import open_data
 
 QUESTION = "how large a batch fits under one limit on memory, and how long does an epoch take at it?"
 VARIANTS = ("ddp", "zero2", "zero3")

@@ -41,11 +41,11 @@ from llava_fsdp.plan.main import plan
 from llava_fsdp.plan.model_shapes import shapes_of
 from llava_fsdp.plan.planner import peak
 from llava_fsdp.runtime.files.digests import Digest
-from llava_fsdp.train import dry_run
-from llava_fsdp.train.build_model import build_model
-from llava_fsdp.train.build_state import assemble
-from llava_fsdp.train.checkpoint_contents import tensors
+from llava_fsdp.train.checkpoints.checkpoint_contents import tensors
 from llava_fsdp.train.optimizer import prepare_moments
+from llava_fsdp.train.setup import dry_run
+from llava_fsdp.train.setup.build_model import build_model
+from llava_fsdp.train.setup.build_state import assemble
 
 HIDDEN, SIDE, VOCABULARY = 1024, 6, 2048
 LENGTH, SAMPLES = 100, 4

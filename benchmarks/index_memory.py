@@ -163,7 +163,7 @@ from llava_fsdp.config import Config, config_dir, load
 from llava_fsdp.data.loader import build_loader
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.sources.pretrained import find_parts
-from llava_fsdp.train.build_model import shape_of
+from llava_fsdp.train.setup.build_model import shape_of
 with initialize_config_dir(str(config_dir()), version_base="1.3"):
     cfg = load(Config, compose("train", [*sys.argv[1:], "data.workers=4"]))
 parts = find_parts(cfg.model)

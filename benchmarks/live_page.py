@@ -24,7 +24,7 @@ from hydra import compose, initialize_config_dir
 from provenance import REPOSITORY, commit, machine
 
 from llava_fsdp.config import Config, config_dir, load
-from llava_fsdp.train.live_page import LivePage
+from llava_fsdp.train.events.live_page import LivePage
 
 NO_PAGE, BY_PROCESS, BY_THREAD = KINDS = ("no page", "by a process", "by the thread of the steps")
 DUE = 5

@@ -28,10 +28,10 @@ from llava_fsdp.config import Config, config_dir, load
 from llava_fsdp.parallel.ranks.mesh import World, distributed, make_meshes
 from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.runtime.errors import ConfigError
-from llava_fsdp.train.build_state import build_state
-from llava_fsdp.train.dry_run import held_bytes
 from llava_fsdp.train.loop import train_step
-from llava_fsdp.train.peak_memory import PeakMeter
+from llava_fsdp.train.setup.build_state import build_state
+from llava_fsdp.train.setup.dry_run import held_bytes
+from llava_fsdp.train.setup.peak_memory import PeakMeter
 from llava_fsdp.train.state import TrainState
 
 WAYS = {

@@ -38,7 +38,7 @@ from rich.table import Table
 
 from llava_fsdp.config import Config, config_dir, load
 from llava_fsdp.parallel.ranks.mesh import distributed
-from llava_fsdp.train.dry_run import measure
+from llava_fsdp.train.setup.dry_run import measure
 
 MEAN_BOUND, WORST_BOUND = 0.06, 0.12
 RESULTS = REPOSITORY / "benchmarks" / "results"

@@ -30,8 +30,8 @@ from llava_fsdp.parallel.memory.offload import explained_memory_errors
 from llava_fsdp.parallel.ranks.mesh import World, distributed, make_meshes
 from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.runtime.errors import OutOfMemory
-from llava_fsdp.train.build_state import build_state
 from llava_fsdp.train.loop import train_step
+from llava_fsdp.train.setup.build_state import build_state
 
 QUESTION = "what trains under a limit on memory that DDP, or sharding alone, does not fit into?"
 STEPS = 2

@@ -40,8 +40,8 @@ from llava_fsdp.data.batching.packing import Assignment, pack_step, split_step
 from llava_fsdp.data.text.tokenizer import open_tokenizer
 from llava_fsdp.parallel.ranks.mesh import World
 from llava_fsdp.parallel.zero import SHARD_PLANS
-from llava_fsdp.train.build_state import build_state
 from llava_fsdp.train.loop import train_step
+from llava_fsdp.train.setup.build_state import build_state
 from llava_fsdp.train.state import TrainState
 
 ASSETS = REPOSITORY / "src" / "llava_fsdp" / "assets"

@@ -91,10 +91,10 @@ def run_ours(plan: dict[str, Any], pack: bool) -> None:
     from llava_fsdp.parallel.zero import SHARD_PLANS
     from llava_fsdp.runtime.files.run_dir import claimed
     from llava_fsdp.runtime.process.watchdog import Watchdog
-    from llava_fsdp.train.build_state import build_state
+    from llava_fsdp.train.events.metrics import Reporter
+    from llava_fsdp.train.events.save_and_stop import RunController, open_saver
     from llava_fsdp.train.loop import fit
-    from llava_fsdp.train.metrics import Reporter
-    from llava_fsdp.train.save_and_stop import RunController, open_saver
+    from llava_fsdp.train.setup.build_state import build_state
     from llava_fsdp.train.state import StepResult
 
     cfg, cfgs = ours_configured(plan, pack)
@@ -140,7 +140,7 @@ def prepared_steps(cfgs: dict[str, Any], world: Any, model: Any, plan: dict[str,
     """Every data set's steps as our loader prepares them, out of what is timed."""
     from peers_data import Fixed
 
-    from llava_fsdp.train.build_state import open_data
+    from llava_fsdp.train.setup.build_state import open_data
 
     prepared, steps = {}, plan["options"]["steps"]
     for data, cfg in cfgs.items():
@@ -175,8 +175,8 @@ def run_by_hand_ours(plan: dict[str, Any]) -> None:
     from llava_fsdp.parallel.local_shards import local_shards
     from llava_fsdp.parallel.precision.precision import MasterWeights
     from llava_fsdp.parallel.ranks.mesh import distributed
-    from llava_fsdp.train.build_model import build_model
-    from llava_fsdp.train.build_state import open_data
+    from llava_fsdp.train.setup.build_model import build_model
+    from llava_fsdp.train.setup.build_state import open_data
 
     cfg, cfgs = ours_configured(plan, pack=True)
     with distributed(cfg) as world:

@@ -24,9 +24,9 @@ from llava_fsdp.config import Config
 from llava_fsdp.data.toy_shapes import ensure_shapes
 from llava_fsdp.parallel.ranks.mesh import World, make_meshes
 from llava_fsdp.parallel.zero import SHARD_PLANS
-from llava_fsdp.train.build_state import build_state
+from llava_fsdp.train.checkpoints.replica_check import all_tensors, check_replicas
 from llava_fsdp.train.loop import fit
-from llava_fsdp.train.replica_check import all_tensors, check_replicas
+from llava_fsdp.train.setup.build_state import build_state
 
 QUESTION = "what does it cost to compare replicas before each checkpoint?"
 

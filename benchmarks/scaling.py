@@ -40,11 +40,11 @@ from llava_fsdp.parallel.ranks.comm_volume import CollectiveBytes
 from llava_fsdp.parallel.ranks.fake_collectives import is_simulated, simulate_collectives
 from llava_fsdp.parallel.ranks.mesh import World, distributed, make_meshes
 from llava_fsdp.parallel.zero import SHARD_PLANS
-from llava_fsdp.train.build_model import build_model, shape_of
-from llava_fsdp.train.build_state import assemble, open_data
-from llava_fsdp.train.dry_run import draw_shards, held_bytes
 from llava_fsdp.train.loop import train_step
-from llava_fsdp.train.peak_memory import PeakMeter
+from llava_fsdp.train.setup.build_model import build_model, shape_of
+from llava_fsdp.train.setup.build_state import assemble, open_data
+from llava_fsdp.train.setup.dry_run import draw_shards, held_bytes
+from llava_fsdp.train.setup.peak_memory import PeakMeter
 
 QUESTION = "what does a step cost as sequences, pictures, the model, the ranks and the dataset grow?"
 SIDE, VOCABULARY, TEXT = 6, 2048, 64

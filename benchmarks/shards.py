@@ -37,7 +37,7 @@ from llava_fsdp.data.batching.step_dataset import Steps
 from llava_fsdp.data.loader import build_loader
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.sources.pretrained import find_parts
-from llava_fsdp.train.build_model import shape_of
+from llava_fsdp.train.setup.build_model import shape_of
 
 PLAIN = "lines"
 """The kind of which each image is a file of its own; rates are compared with it."""

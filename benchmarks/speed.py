@@ -49,9 +49,9 @@ from llava_fsdp.parallel.ranks.mesh import distributed
 from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.plan.mfu import utilization_of
 from llava_fsdp.plan.model_shapes import shapes_of
-from llava_fsdp.train.build_model import shape_of
-from llava_fsdp.train.dry_run import settle_auto
 from llava_fsdp.train.loop import train_step
+from llava_fsdp.train.setup.build_model import shape_of
+from llava_fsdp.train.setup.dry_run import settle_auto
 
 QUESTION = "how fast is a training step on one GPU, beside what others run?"
 LARGE = 130e9

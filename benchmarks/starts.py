@@ -20,7 +20,7 @@ from llava_fsdp.model.sources.pretrained import NOTES, find_parts
 from llava_fsdp.model.weights.load_weights import find_weights
 from llava_fsdp.parallel.precision.precision import DTYPES
 from llava_fsdp.parallel.ranks.mesh import World
-from llava_fsdp.train.build_state import open_data
+from llava_fsdp.train.setup.build_state import open_data
 
 
 def write_llava(folder: Path, cfg: Config, tokenizer: Path, preprocessor: Path) -> None:

@@ -59,10 +59,10 @@ from llava_fsdp.parallel.ranks.comm_volume import KINDS, CollectiveBytes
 from llava_fsdp.parallel.ranks.mesh import Meshes, World, distributed, join, make_meshes, read_world
 from llava_fsdp.parallel.zero import SHARD_PLANS, Mesh, ShardPlan
 from llava_fsdp.runtime.process.host import process_memory
-from llava_fsdp.train.build_state import build_state, open_data
 from llava_fsdp.train.loop import clip_gradients, summed, train_step
 from llava_fsdp.train.optimizer import build_optimizer
-from llava_fsdp.train.peak_memory import reset_peak_memory
+from llava_fsdp.train.setup.build_state import build_state, open_data
+from llava_fsdp.train.setup.peak_memory import reset_peak_memory
 from llava_fsdp.train.state import TrainState
 
 STRATEGIES = {plan.zero: strategy for strategy, plan in SHARD_PLANS.items()}
@@ -144,7 +144,7 @@ def variants(world_size: int) -> list[str]:
     return ["ddp", *(z for z, s in STRATEGIES.items() if two_by_two or SHARD_PLANS[s].mesh is not Mesh.HYBRID)]
 
 
-# How it is built: the order of `llava_fsdp.train.build_state.build_state`
+# How it is built: the order of `llava_fsdp.train.setup.build_state.build_state`
 
 
 def configure(case: Case, options: argparse.Namespace, work: Path, ranks: int) -> Config:

@@ -48,7 +48,7 @@ def main() -> None:
     sys.argv = [f"llava-fsdp {name}", *rest]
     module = name
     if name == "train":  # starts torchrun; `python -m llava_fsdp.train`, which torchrun runs, is one rank
-        module = "train.launcher"
+        module = "train.launch.launcher"
         signal.signal(signal.SIGTERM, lambda *_: os._exit(ExitCode.STOPPED))
         signal.signal(signal.SIGINT, lambda *_: os._exit(ExitCode.INTERRUPTED))
     try:

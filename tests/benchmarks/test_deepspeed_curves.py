@@ -14,7 +14,7 @@ from small import make_config
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.parallel.ranks.mesh import World
-from llava_fsdp.train.build_state import open_data
+from llava_fsdp.train.setup.build_state import open_data
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 IMAGE = 999

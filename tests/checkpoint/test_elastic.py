@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor
 
 from llava_fsdp.config import Config
 from llava_fsdp.parallel.ranks.mesh import World
-from llava_fsdp.train.checkpoint_contents import tensors
+from llava_fsdp.train.checkpoints.checkpoint_contents import tensors
+from llava_fsdp.train.checkpoints.resume import resume
+from llava_fsdp.train.events.save_and_stop import open_saver
 from llava_fsdp.train.loop import train_step
-from llava_fsdp.train.resume import resume
-from llava_fsdp.train.save_and_stop import open_saver
 from llava_fsdp.train.state import TrainState
 
 Digests = dict[str, str]

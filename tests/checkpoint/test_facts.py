@@ -27,11 +27,11 @@ from llava_fsdp.runtime.files.durable_files import FILES
 from llava_fsdp.runtime.files.run_dir import begun_at, list_checkpoints
 from llava_fsdp.train import loop
 from llava_fsdp.train import main as train
-from llava_fsdp.train.checkpoint_contents import facts_of
+from llava_fsdp.train.checkpoints.checkpoint_contents import facts_of
+from llava_fsdp.train.checkpoints.replica_check import counters
+from llava_fsdp.train.checkpoints.resume import changed_settings, flat, is_fixed, resume, settings_then, start_over
+from llava_fsdp.train.events.save_and_stop import is_due, open_saver
 from llava_fsdp.train.optimizer import prepare_moments
-from llava_fsdp.train.replica_check import counters
-from llava_fsdp.train.resume import changed_settings, flat, is_fixed, resume, settings_then, start_over
-from llava_fsdp.train.save_and_stop import is_due, open_saver
 from llava_fsdp.train.state import StepResult, TrainState
 
 do_step = loop.train_step

@@ -30,9 +30,9 @@ from llava_fsdp.parallel.ranks.replicas import (
 )
 from llava_fsdp.runtime.errors import ReplicaError
 from llava_fsdp.runtime.files.run_dir import FOLDER
+from llava_fsdp.train.checkpoints.replica_check import SHOWN, all_tensors, check_replicas, describe
+from llava_fsdp.train.events.save_and_stop import open_saver
 from llava_fsdp.train.loop import train_step
-from llava_fsdp.train.replica_check import SHOWN, all_tensors, check_replicas, describe
-from llava_fsdp.train.save_and_stop import open_saver
 
 WEIGHT = "language_model.layers.1.mlp.down_proj.weight"
 FROZEN = "model.vision_tower."

@@ -12,7 +12,7 @@ from llava_fsdp.checkpoint.retention import set_aside_later
 from llava_fsdp.runtime.errors import CheckpointError
 from llava_fsdp.runtime.files import status_file
 from llava_fsdp.runtime.files.run_dir import FOLDER, mark_begun
-from llava_fsdp.train.resume import choose
+from llava_fsdp.train.checkpoints.resume import choose
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ from llava_fsdp.config import (
 from llava_fsdp.config.command_line import cli
 from llava_fsdp.config.command_line.tree import dotted
 from llava_fsdp.runtime.errors import ConfigError
-from llava_fsdp.train.summary import unlike_original
+from llava_fsdp.train.setup.summary import unlike_original
 
 CHOICES = sorted((p.parent.name, p.stem) for p in config_dir().glob("*/*.yaml") if p.parent.name != "recipe")
 RECIPES = sorted(p.stem for p in config_dir().glob("recipe/*.yaml"))

@@ -18,7 +18,7 @@ from llava_fsdp.config.command_line.renamed import (
 )
 from llava_fsdp.config.command_line.tree import dotted
 from llava_fsdp.runtime.errors import ConfigError
-from llava_fsdp.train.resume import settings_then
+from llava_fsdp.train.checkpoints.resume import settings_then
 
 
 def test_old_names_are_the_only_ones_that_change() -> None:

@@ -679,8 +679,12 @@ def test_a_folder_that_cannot_be_written_is_one_row(tmp_path: Path, monkeypatch:
 
 def test_a_training_is_tried_only_if_its_paths_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Warnings of the training, and of a dataset of few steps, are warnings here."""
-    monkeypatch.setattr("llava_fsdp.train.preflight.preflight", lambda cfg, device: [f"slow on {device.type}; wait"])
-    monkeypatch.setattr("llava_fsdp.train.preflight.few_steps", lambda cfg, steps: [f"{steps} steps are few; add"])
+    monkeypatch.setattr(
+        "llava_fsdp.train.setup.preflight.preflight", lambda cfg, device: [f"slow on {device.type}; wait"]
+    )
+    monkeypatch.setattr(
+        "llava_fsdp.train.setup.preflight.few_steps", lambda cfg, steps: [f"{steps} steps are few; add"]
+    )
     words = "data=llava_json", f"data.path={tmp_path}/records.json", "data.images=null"
     context = context_of(*words, torch=torch_of(A100))
     assert "FAIL" in levels(rows_of("places", context)).values() and context.is_missing

@@ -47,8 +47,8 @@ from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.runtime.errors import CheckpointError, ConfigError, ModelError
 from llava_fsdp.runtime.files.provenance import check_folder
 from llava_fsdp.train import main as train
+from llava_fsdp.train.checkpoints.resume import resume
 from llava_fsdp.train.final_export import plain_model
-from llava_fsdp.train.resume import resume
 from llava_fsdp.train.state import TrainState
 
 SMALL = [

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from llava_fsdp.export import compare_whole as compared
 from llava_fsdp.export.compare_language import UnlikeOwnClass
-from llava_fsdp.train.preflight import preflight
+from llava_fsdp.train.setup.preflight import preflight
 
 TEXT = {
     "model_type": "cohere2", "vocab_size": 611, "hidden_size": 24, "intermediate_size": 31, "num_hidden_layers": 2,

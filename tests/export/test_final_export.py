@@ -51,8 +51,9 @@ from llava_fsdp.parallel.precision.precision import MasterWeights
 from llava_fsdp.parallel.ranks.mesh import World, make_meshes
 from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.runtime.errors import ConfigError, ModelError
-from llava_fsdp.train import final_export, preflight
+from llava_fsdp.train import final_export
 from llava_fsdp.train import main as train
+from llava_fsdp.train.setup import preflight
 
 
 def load_ours(cfg: Config, checkpoint: Path) -> torch.nn.Module:

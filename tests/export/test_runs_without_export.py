@@ -29,7 +29,7 @@ from llava_fsdp.runtime.files.provenance import NOTES
 from llava_fsdp.runtime.files.run_dir import FOLDER
 from llava_fsdp.runtime.files.unfinished import earlier_export
 from llava_fsdp.train import main as train
-from llava_fsdp.train.preflight import warn_if_refused
+from llava_fsdp.train.setup.preflight import warn_if_refused
 
 GEMMA2 = {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "head_dim": 6, "pad_token_id": 0}
 QWEN2 = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}

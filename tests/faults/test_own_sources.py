@@ -31,7 +31,7 @@ NEEDED = {
 }
 OWN_COMMANDS = {
     ("__main__.py", "runpy.run_module"),
-    ("train/launcher.py", "runpy.run_module"),
+    ("train/launch/launcher.py", "runpy.run_module"),
     ("runtime/process/limited_process.py", "importlib.import_module"),
     ("chat/image_process.py", "pickle"),
     ("chat/image_process.py", "pickle.loads"),

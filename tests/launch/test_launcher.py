@@ -23,8 +23,8 @@ from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.exit_codes import ENDINGS
 from llava_fsdp.runtime.files.status_file import Outcome, previous_status, put_status
 from llava_fsdp.runtime.process.watchdog import SAME_KEY_PRESS
-from llava_fsdp.train import agent, launcher
-from llava_fsdp.train.launcher import (
+from llava_fsdp.train.launch import agent, launcher
+from llava_fsdp.train.launch.launcher import (
     TORCHRUN_PROGRAM,
     TORCHRUN_WITH_VALUE,
     TORCHRUN_WITHOUT_VALUE,

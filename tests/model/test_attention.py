@@ -40,8 +40,8 @@ from llava_fsdp.model.packed_attention.attention import (
 )
 from llava_fsdp.plan.main import plan
 from llava_fsdp.runtime.errors import ConfigError
-from llava_fsdp.train import dry_run
 from llava_fsdp.train import main as train
+from llava_fsdp.train.setup import dry_run
 
 SMALL = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -14,7 +14,7 @@ from llava_fsdp.model.weights.load_weights import base_fingerprint, check_shape,
 from llava_fsdp.model.weights.tensor_files import Stored
 from llava_fsdp.runtime.errors import ModelError
 from llava_fsdp.train.final_export import MemoryTensor
-from llava_fsdp.train.preflight import open_model
+from llava_fsdp.train.setup.preflight import open_model
 
 
 def test_every_bit_of_a_frozen_weight_counts_and_ranks_do_not() -> None:

@@ -19,7 +19,7 @@ from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.train import main as train
-from llava_fsdp.train.preflight import preflight
+from llava_fsdp.train.setup.preflight import preflight
 
 Build = Callable[..., Llava]
 BLOCK = re.compile(r"(language|vision).*\.layers\.(\d+)\.")

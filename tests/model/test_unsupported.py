@@ -10,7 +10,7 @@ from transformers import AutoConfig
 from llava_fsdp.model.sources.pretrained import Parts, find_parts
 from llava_fsdp.model.weights.load_weights import missing
 from llava_fsdp.runtime.errors import ConfigError, ModelError
-from llava_fsdp.train.preflight import open_model
+from llava_fsdp.train.setup.preflight import open_model
 
 
 @pytest.fixture

@@ -27,8 +27,8 @@ from llava_fsdp.parallel.local_shards import local
 from llava_fsdp.parallel.memory.activation_checkpoint import apply_activation_checkpointing
 from llava_fsdp.parallel.ranks.mesh import World
 from llava_fsdp.runtime.errors import CompileError, ConfigError
+from llava_fsdp.train.events.metrics import Reporter
 from llava_fsdp.train.loop import train_step
-from llava_fsdp.train.metrics import Reporter
 from llava_fsdp.train.state import StepResult
 
 EPOCHS = ["global_batch_size=43", "micro_batch_size=3", "max_steps=4", "epochs=2", "sharding=zero3"]
@@ -278,7 +278,7 @@ def test_late_compilations_are_warned_of_once(configure: Configure, monkeypatch:
         def warning(self, *told: object) -> None:
             warnings.append(told)
 
-    monkeypatch.setattr("llava_fsdp.train.metrics.log", Log)
+    monkeypatch.setattr("llava_fsdp.train.events.metrics.log", Log)
     reporter = Reporter(configure(), 0, 9, False)
     for step, recompiles in enumerate([0] * (WARM_UP + 1) + [2, 2]):
         facts = StepFacts.__new__(StepFacts)

@@ -32,7 +32,7 @@ from llava_fsdp.parallel.ranks.mesh import World, shape_of_experts
 from llava_fsdp.parallel.zero import begin_micro_batch
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.train import main as train
-from llava_fsdp.train.build_model import build_model
+from llava_fsdp.train.setup.build_model import build_model
 
 EXPERTS = 4
 BATCH = ("global_batch_size=12", "max_steps=3", "optim.warmup_ratio=0")

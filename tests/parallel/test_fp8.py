@@ -29,9 +29,9 @@ from llava_fsdp.parallel.memory.memory import bytes_per_rank
 from llava_fsdp.parallel.precision import fp8
 from llava_fsdp.parallel.ranks.mesh import World
 from llava_fsdp.runtime.errors import ConfigError
-from llava_fsdp.train import build_model
 from llava_fsdp.train import main as train
 from llava_fsdp.train.loop import train_step
+from llava_fsdp.train.setup import build_model
 
 FP8 = ["precision=fp8", "global_batch_size=4", "micro_batch_size=1", "max_steps=5", "optim.schedule=constant"]
 

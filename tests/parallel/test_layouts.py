@@ -17,8 +17,8 @@ from llava_fsdp.config import Config
 from llava_fsdp.parallel.ranks.mesh import World
 from llava_fsdp.runtime.files.run_dir import FOLDER
 from llava_fsdp.train import main as train
-from llava_fsdp.train.resume import resume
-from llava_fsdp.train.save_and_stop import open_saver
+from llava_fsdp.train.checkpoints.resume import resume
+from llava_fsdp.train.events.save_and_stop import open_saver
 
 SETTINGS = ("global_batch_size=8", "pack=true", "tokens_per_micro_batch=256", "max_steps=4", "checkpoint.every=2")
 MODEL = [

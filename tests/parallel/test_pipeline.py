@@ -45,9 +45,9 @@ from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.train import main as train
 from llava_fsdp.train import pipeline_step
-from llava_fsdp.train.build_state import build_state
-from llava_fsdp.train.preflight import preflight
-from llava_fsdp.train.profiler import NoProfiler
+from llava_fsdp.train.events.profiler import NoProfiler
+from llava_fsdp.train.setup.build_state import build_state
+from llava_fsdp.train.setup.preflight import preflight
 
 BATCH = "global_batch_size=16"
 HYBRID = ("hybrid", "hybrid2")

@@ -18,9 +18,9 @@ from llava_fsdp.parallel.local_shards import local
 from llava_fsdp.parallel.ranks.mesh import World
 from llava_fsdp.runtime.errors import CheckpointError
 from llava_fsdp.train import main as train
+from llava_fsdp.train.checkpoints.resume import resume
+from llava_fsdp.train.events.save_and_stop import open_saver
 from llava_fsdp.train.loop import train_step
-from llava_fsdp.train.resume import resume
-from llava_fsdp.train.save_and_stop import open_saver
 
 SMALL = ["global_batch_size=4", "micro_batch_size=1", "max_steps=5", "optim.schedule=constant", "optim.clip=1.0"]
 INT8, BF16_MOMENTS = "bf16 precision.moment_dtype=int8", "bf16 precision.moment_dtype=bf16"

@@ -45,9 +45,9 @@ from llava_fsdp.parallel.zero import begin_micro_batch
 from llava_fsdp.plan.auto import settle_packing
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.files.run_dir import FOLDER
-from llava_fsdp.train.checkpoint_contents import tensors
-from llava_fsdp.train.preflight import open_model
-from llava_fsdp.train.save_and_stop import open_saver
+from llava_fsdp.train.checkpoints.checkpoint_contents import tensors
+from llava_fsdp.train.events.save_and_stop import open_saver
+from llava_fsdp.train.setup.preflight import open_model
 
 BATCH = "global_batch_size=16"
 HYBRID = ("hybrid", "hybrid2")

@@ -30,8 +30,8 @@ from llava_fsdp.parallel.precision.precision import COLUMNS, GradientInto, Maste
 from llava_fsdp.parallel.ranks.mesh import Meshes, World, join
 from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.train import final_export
-from llava_fsdp.train.build_state import build_state
 from llava_fsdp.train.loop import train_step
+from llava_fsdp.train.setup.build_state import build_state
 from llava_fsdp.train.state import TrainState
 
 STEPS = 3

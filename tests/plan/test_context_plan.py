@@ -35,7 +35,7 @@ from llava_fsdp.plan.planner import Choice, Planner, PlanRow, Ranks, peak
 from llava_fsdp.plan.step_time import Volume, context_volume
 from llava_fsdp.plan.workload import Samples, configured_split
 from llava_fsdp.runtime.errors import ConfigError
-from llava_fsdp.train.dry_run import measure
+from llava_fsdp.train.setup.dry_run import measure
 
 CLOSE = 0.05
 """Share of the most bytes alive."""

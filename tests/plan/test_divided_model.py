@@ -18,7 +18,7 @@ from llava_fsdp.plan.activations import MicroBatch, MicroBatches
 from llava_fsdp.plan.hardware import machine_for
 from llava_fsdp.plan.planner import Choice, Planner, peak
 from llava_fsdp.plan.step_time import Volume
-from llava_fsdp.train.dry_run import measure
+from llava_fsdp.train.setup.dry_run import measure
 
 CLOSE = 0.05
 """Share of the most bytes alive."""

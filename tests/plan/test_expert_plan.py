@@ -25,8 +25,8 @@ from llava_fsdp.plan.planner import Choice, Ranks, peak
 from llava_fsdp.plan.search import checkpointing_modes, ways_to_share_experts
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.train import main as train
-from llava_fsdp.train.build_model import build_model, shape_of
-from llava_fsdp.train.dry_run import measure, plan_of
+from llava_fsdp.train.setup.build_model import build_model, shape_of
+from llava_fsdp.train.setup.dry_run import measure, plan_of
 from llava_fsdp.train.state import TrainState
 
 CLOSE = 0.05

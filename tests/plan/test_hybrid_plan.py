@@ -18,9 +18,9 @@ from llava_fsdp.data.synthetic import fullest
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.parallel.ranks.mesh import distributed
 from llava_fsdp.plan.planner import PlanRow, peak
-from llava_fsdp.train.build_model import build_model, shape_of
-from llava_fsdp.train.build_state import cut_of
-from llava_fsdp.train.dry_run import measure, plan_of
+from llava_fsdp.train.setup.build_model import build_model, shape_of
+from llava_fsdp.train.setup.build_state import cut_of
+from llava_fsdp.train.setup.dry_run import measure, plan_of
 
 CLOSE = 0.05
 """Share of the most bytes alive."""

@@ -17,11 +17,11 @@ from llava_fsdp.parallel.ranks.comm_volume import CollectiveBytes
 from llava_fsdp.parallel.ranks.mesh import World
 from llava_fsdp.plan.activations import MicroBatch
 from llava_fsdp.plan.planner import peak
-from llava_fsdp.train.dry_run import measure
+from llava_fsdp.train.events.profiler import NoProfiler
 from llava_fsdp.train.expert_sums import ExpertSums
 from llava_fsdp.train.loop import SourceSums
 from llava_fsdp.train.pipeline_step import run_pipeline
-from llava_fsdp.train.profiler import NoProfiler
+from llava_fsdp.train.setup.dry_run import measure
 
 CLOSE = 0.05
 """Share of the most bytes alive."""

@@ -36,7 +36,7 @@ from llava_fsdp.plan.planner import Choice, Planner, Ranks
 from llava_fsdp.plan.step_time import sample_flops
 from llava_fsdp.plan.workload import Samples, configured_split
 from llava_fsdp.runtime.errors import ConfigError
-from llava_fsdp.train.launcher import split
+from llava_fsdp.train.launch.launcher import split
 
 
 def plan_of(*overrides: str) -> PlanConfig:

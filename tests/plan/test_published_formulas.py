@@ -15,9 +15,9 @@ from llava_fsdp.plan.published_formulas import formulas, zero
 from llava_fsdp.plan.step_time import volume
 from llava_fsdp.runtime.files.run_dir import FOLDER
 from llava_fsdp.train import main as train
-from llava_fsdp.train.checkpoint_contents import tensors
+from llava_fsdp.train.checkpoints.checkpoint_contents import tensors
+from llava_fsdp.train.events.save_and_stop import open_saver
 from llava_fsdp.train.loop import train_step
-from llava_fsdp.train.save_and_stop import open_saver
 
 STRATEGIES = [Strategy.NO_SHARD, Strategy.SHARD_OPTIMIZER, Strategy.SHARD_GRAD_OP, Strategy.FULL_SHARD]
 

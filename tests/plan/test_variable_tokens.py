@@ -27,7 +27,7 @@ from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.plan import workload
 from llava_fsdp.plan.planner import peak
 from llava_fsdp.plan.workload import PHOTO, samples_in, samples_of
-from llava_fsdp.train.build_model import shape_of
+from llava_fsdp.train.setup.build_model import shape_of
 
 UNPADDED = "data.image_aspect_ratio=anyres model.patch_merge=spatial_unpad"
 SHRUNK = "data.image_aspect_ratio=anyres_max model.patch_merge=spatial_unpad data.max_tiles=4"

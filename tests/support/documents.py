@@ -20,7 +20,7 @@ from hydra import compose, initialize_config_dir
 import llava_fsdp.config as schemas
 from llava_fsdp.config import config_dir, load
 from llava_fsdp.config.command_line.cli import PATH_KEYS, name_folder, taken_literally
-from llava_fsdp.train.launcher import split
+from llava_fsdp.train.launch.launcher import split
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from llava_fsdp.train import agent, launcher
+from llava_fsdp.train.launch import agent, launcher
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from llava_fsdp.parallel.parallelize import materialize
 from llava_fsdp.parallel.precision.precision import MasterWeights
 from llava_fsdp.plan.auto import settle_packing
 from llava_fsdp.runtime.errors import LlavaFsdpError
-from llava_fsdp.train.preflight import check_prompts, check_run, find_sources, open_model, with_template
+from llava_fsdp.train.setup.preflight import check_prompts, check_run, find_sources, open_model, with_template
 
 CLOSE = 1e-5
 LENGTHS = (13, 22)

@@ -14,7 +14,7 @@ from llava_fsdp.data.batching.batch import MicroBatch
 from llava_fsdp.data.batching.collate import Row
 from llava_fsdp.data.batching.step_dataset import Steps
 from llava_fsdp.parallel.zero import SHARD_PLANS
-from llava_fsdp.train.build_state import build_state
+from llava_fsdp.train.setup.build_state import build_state
 from llava_fsdp.train.state import TrainState
 
 

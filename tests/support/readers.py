@@ -25,7 +25,7 @@ from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.model.weights.tensor_files import open_tensors
 from llava_fsdp.plan.auto import recorded
 from llava_fsdp.runtime.text.progress import watch_silently
-from llava_fsdp.train.build_model import shape_of
+from llava_fsdp.train.setup.build_model import shape_of
 
 TENSORS = {"a.weight": torch.arange(12.0).view(4, 3), "b.weight": torch.ones(5, dtype=torch.bfloat16)}
 DEEPSPEED = {

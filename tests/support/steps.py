@@ -9,9 +9,9 @@ from llava_fsdp.config import Config
 from llava_fsdp.parallel.local_shards import local
 from llava_fsdp.parallel.ranks.mesh import World, make_meshes
 from llava_fsdp.parallel.zero import SHARD_PLANS, ShardPlan
-from llava_fsdp.train.build_state import build_state
-from llava_fsdp.train.checkpoint_contents import tensors
+from llava_fsdp.train.checkpoints.checkpoint_contents import tensors
 from llava_fsdp.train.loop import train_step
+from llava_fsdp.train.setup.build_state import build_state
 from llava_fsdp.train.state import StepResult, TrainState
 
 Trace = tuple[list[float], list[float], dict[str, torch.Tensor]]

@@ -76,7 +76,7 @@ def note_resources(notes: str) -> None:
     """Write what this process holds behind every step: bytes of memory, open files and threads."""
     import gc
 
-    from llava_fsdp.train.metrics import Reporter
+    from llava_fsdp.train.events.metrics import Reporter
 
     told = Reporter.__call__
     gc.freeze()  # what was imported stays, and need not be walked through every time

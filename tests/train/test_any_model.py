@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 
 from llava_fsdp.runtime.errors import LlavaFsdpError
 from llava_fsdp.train import main as train
-from llava_fsdp.train.preflight import preflight
+from llava_fsdp.train.setup.preflight import preflight
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 PADDED = ("stablelm", "nemotron", "llama4_text", "lfm2", "doge", "biogpt")

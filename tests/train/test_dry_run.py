@@ -22,9 +22,9 @@ from llava_fsdp.parallel.precision.precision import DTYPES
 from llava_fsdp.parallel.ranks.mesh import World
 from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.runtime.errors import ConfigError, OutOfMemory
-from llava_fsdp.train import dry_run
 from llava_fsdp.train import main as train
 from llava_fsdp.train import run as entry
+from llava_fsdp.train.setup import dry_run
 
 RANKS = 8
 ROWS = [

@@ -19,7 +19,7 @@ from tiers import slow_after
 from llava_fsdp.config import Config
 from llava_fsdp.data.batching.batch import StepFacts
 from llava_fsdp.parallel.compile import choose_compiling
-from llava_fsdp.train.metrics import COLLAPSED_STEPS, Reporter, metrics_row
+from llava_fsdp.train.events.metrics import COLLAPSED_STEPS, Reporter, metrics_row
 from llava_fsdp.train.state import ExpertLoad, StepResult
 
 NUMBERS = ("loss", "grad_norm", "balance_loss", "expert_load_max", "experts_idle")

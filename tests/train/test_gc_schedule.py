@@ -10,9 +10,9 @@ from torch.utils.data import Dataset
 
 from llava_fsdp.data.batching.workers import WorkerStatus, from_workers
 from llava_fsdp.parallel.zero import SHARD_PLANS
-from llava_fsdp.train.build_state import build_state
-from llava_fsdp.train.gc_schedule import scheduled_gc
+from llava_fsdp.train.events.gc_schedule import scheduled_gc
 from llava_fsdp.train.loop import fit
+from llava_fsdp.train.setup.build_state import build_state
 from llava_fsdp.train.state import StepResult
 
 

@@ -21,8 +21,8 @@ from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.runtime.seeds import derive
 from llava_fsdp.train import loop
 from llava_fsdp.train import main as train
+from llava_fsdp.train.events.profiler import NoProfiler
 from llava_fsdp.train.loop import train_step
-from llava_fsdp.train.profiler import NoProfiler
 from llava_fsdp.train.state import StepResult
 
 

@@ -18,7 +18,7 @@ from llava_fsdp.runtime.files.run_dir import list_checkpoints
 from llava_fsdp.runtime.files.status_file import read_status
 from llava_fsdp.train import final_export
 from llava_fsdp.train import main as train
-from llava_fsdp.train.save_and_stop import RunController
+from llava_fsdp.train.events.save_and_stop import RunController
 
 
 def configured(parts: Path, dataset: Path, folder: Path, *words: str) -> Config:

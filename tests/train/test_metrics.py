@@ -18,9 +18,9 @@ from llava_fsdp.report.run_reader import Run, own_overrides, thinned, validation
 from llava_fsdp.runtime.files import jsonl
 from llava_fsdp.runtime.files.jsonl import Rows
 from llava_fsdp.runtime.text.humanize import duration
-from llava_fsdp.train import metrics
-from llava_fsdp.train.lost_rows import due_between, skipped_in
-from llava_fsdp.train.metrics import FEWEST, Reporter, begin_skipped_records, drop_later_rows, metrics_row
+from llava_fsdp.train.events import metrics
+from llava_fsdp.train.events.lost_rows import due_between, skipped_in
+from llava_fsdp.train.events.metrics import FEWEST, Reporter, begin_skipped_records, drop_later_rows, metrics_row
 from llava_fsdp.train.state import StepResult
 
 

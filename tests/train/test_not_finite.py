@@ -33,8 +33,8 @@ from llava_fsdp.runtime.process.heartbeat import Beat, Phase
 from llava_fsdp.runtime.process.watchdog import BEAT, Run, Watchdog
 from llava_fsdp.train import loop
 from llava_fsdp.train import main as train
-from llava_fsdp.train.metrics import FEWEST, Spikes
-from llava_fsdp.train.resume import resume
+from llava_fsdp.train.checkpoints.resume import resume
+from llava_fsdp.train.events.metrics import FEWEST, Spikes
 from llava_fsdp.train.state import StepResult, TrainState
 
 TrainStep = Callable[..., StepResult]

@@ -24,7 +24,7 @@ from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.parallel.ranks.mesh import World
 from llava_fsdp.train import main as train
-from llava_fsdp.train.build_state import open_data
+from llava_fsdp.train.setup.build_state import open_data
 from llava_fsdp.train.state import TrainState
 
 SAMPLES = 16

@@ -27,8 +27,8 @@ from llava_fsdp.model.sources.pretrained import NoProjector, find_parts
 from llava_fsdp.prepare.main import prepare
 from llava_fsdp.runtime.errors import ConfigError, LlavaFsdpError, ModelError
 from llava_fsdp.train import main as train
-from llava_fsdp.train import preflight as checks
-from llava_fsdp.train.preflight import (
+from llava_fsdp.train.setup import preflight as checks
+from llava_fsdp.train.setup.preflight import (
     check_run,
     few_steps,
     find_sources,

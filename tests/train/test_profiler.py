@@ -13,10 +13,10 @@ from llava_fsdp.config import Config
 from llava_fsdp.report.profile_page import profile_page
 from llava_fsdp.report.profile_trace import CATEGORIES, Times, TraceError, times_of, united, within, without
 from llava_fsdp.runtime.errors import ConfigError, StorageError
-from llava_fsdp.train import build_state
 from llava_fsdp.train import main as train
+from llava_fsdp.train.events.profiler import StepProfiler, open_profiler
 from llava_fsdp.train.loop import fit
-from llava_fsdp.train.profiler import StepProfiler, open_profiler
+from llava_fsdp.train.setup import build_state
 
 PROFILE = "profile=true", "profile_steps=[2,3]", "micro_batch_size=6", "pack=false"
 

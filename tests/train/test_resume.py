@@ -25,8 +25,8 @@ from llava_fsdp.runtime.errors import CheckpointError, ConfigError
 from llava_fsdp.runtime.files.run_dir import list_checkpoints
 from llava_fsdp.runtime.process.watchdog import Watchdog
 from llava_fsdp.train import main as train
-from llava_fsdp.train import preflight
-from llava_fsdp.train.resume import requested_resume, resume
+from llava_fsdp.train.checkpoints.resume import requested_resume, resume
+from llava_fsdp.train.setup import preflight
 
 OFTEN = ["max_steps=6", "checkpoint.every=2", "checkpoint.keep=9", *EXPORTED]
 

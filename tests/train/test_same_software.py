@@ -15,8 +15,8 @@ from small import Configure, make_config
 from test_nodes import free_port
 
 from llava_fsdp.runtime.errors import ConfigError
-from llava_fsdp.train import same_software
-from llava_fsdp.train.same_software import (
+from llava_fsdp.train.setup import same_software
+from llava_fsdp.train.setup.same_software import (
     FILES,
     check_same_software,
     differences,

@@ -12,8 +12,8 @@ from llava_fsdp.config import OffloadMode
 from llava_fsdp.runtime.errors import CheckpointError, NumericError, Stopped
 from llava_fsdp.runtime.process.heartbeat import Phase
 from llava_fsdp.runtime.process.watchdog import Watchdog
-from llava_fsdp.train import save_and_stop as module
-from llava_fsdp.train.save_and_stop import RunController
+from llava_fsdp.train.events import save_and_stop as module
+from llava_fsdp.train.events.save_and_stop import RunController
 
 
 class FakeSaver:

@@ -15,9 +15,9 @@ from llava_fsdp.data.batching.batch import SkippedSample, StepFacts
 from llava_fsdp.model.loss import LossCollector, choose_loss
 from llava_fsdp.parallel.ranks.mesh import World
 from llava_fsdp.parallel.zero import SHARD_PLANS
-from llava_fsdp.train.build_state import build_state
+from llava_fsdp.train.events.metrics import metrics_row
 from llava_fsdp.train.loop import SourceSums
-from llava_fsdp.train.metrics import metrics_row
+from llava_fsdp.train.setup.build_state import build_state
 
 SEVERAL = ("data.path=null", "optim.clip=1", "micro_batch_size=3", "loss.chunk_tokens=7")
 

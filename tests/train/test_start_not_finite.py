@@ -19,8 +19,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from llava_fsdp.config import Config
 from llava_fsdp.runtime.errors import CheckpointError, ModelError
 from llava_fsdp.train import main as train
-from llava_fsdp.train import resume as resumed
-from llava_fsdp.train.resume import check_finite
+from llava_fsdp.train.checkpoints import resume as resumed
+from llava_fsdp.train.checkpoints.resume import check_finite
 
 READ = "model.random_weights=false"
 LORA = ["model.train=[projector,language]", "model.lora.enabled=true", "model.lora.r=3"]

@@ -14,8 +14,9 @@ from llava_fsdp.config import Config, DType, LoraBias, LoraConfig, QuantizeConfi
 from llava_fsdp.model.adapters.lora_names import LORA_A, LORA_B
 from llava_fsdp.parallel.memory.memory import Weight
 from llava_fsdp.runtime.errors import ConfigError, DataError
-from llava_fsdp.train import build_state, resume, run_info, summary
-from llava_fsdp.train.resume import continues, refuse_changes
+from llava_fsdp.train.checkpoints import resume
+from llava_fsdp.train.checkpoints.resume import continues, refuse_changes
+from llava_fsdp.train.setup import build_state, run_info, summary
 
 
 @pytest.fixture(scope="module")

@@ -17,9 +17,9 @@ from small import config_of, make_config
 
 from llava_fsdp.config import Config
 from llava_fsdp.runtime.errors import ConfigError
-from llava_fsdp.train import trackers
-from llava_fsdp.train.metrics import Reporter
-from llava_fsdp.train.trackers import Trackers, check_installed, values_of_step, values_of_validation
+from llava_fsdp.train.events import trackers
+from llava_fsdp.train.events.metrics import Reporter
+from llava_fsdp.train.events.trackers import Trackers, check_installed, values_of_step, values_of_validation
 
 SECRET = "hf_abcdefghij0123456789xyz"
 PLANTED = {

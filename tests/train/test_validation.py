@@ -37,8 +37,8 @@ from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.runtime.errors import ConfigError, DataError, Stopped
 from llava_fsdp.runtime.process.watchdog import Watchdog
 from llava_fsdp.train import main as train
+from llava_fsdp.train.events.validation import Validation
 from llava_fsdp.train.state import TrainState
-from llava_fsdp.train.validation import Validation
 
 LEARNT = [
     "max_steps=30",

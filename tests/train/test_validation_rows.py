@@ -11,9 +11,9 @@ import torch
 
 from llava_fsdp.config import Metric
 from llava_fsdp.runtime.files.jsonl import Rows
-from llava_fsdp.train import validation, validation_answers
-from llava_fsdp.train.validation import LossSum, Validation, as_line, as_object, row_of
-from llava_fsdp.train.validation_answers import Answered, AnswerGenerator
+from llava_fsdp.train.events import validation, validation_answers
+from llava_fsdp.train.events.validation import LossSum, Validation, as_line, as_object, row_of
+from llava_fsdp.train.events.validation_answers import Answered, AnswerGenerator
 
 
 def test_a_loss_is_the_mean_over_all_label_tokens() -> None:

@@ -23,7 +23,7 @@ from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.runtime.errors import DataError
 from llava_fsdp.train import main as train
-from llava_fsdp.train.build_state import open_data
+from llava_fsdp.train.setup.build_state import open_data
 
 ONEVISION = [
     "data.image_aspect_ratio=anyres_max", "data.max_tiles=2", "model.patch_merge=spatial_unpad",

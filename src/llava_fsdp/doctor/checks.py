@@ -161,7 +161,7 @@ def training(context: Context) -> Iterator[Finding]:
         return
     import torch
 
-    from llava_fsdp.train.preflight import few_steps, preflight
+    from llava_fsdp.train.setup.preflight import few_steps, preflight
 
     warnings = preflight(context.settled, torch.device("cuda" if context.torch.devices else "cpu"))
     if (steps := config_checks.count_steps(context.cfg)) is not None:

@@ -22,7 +22,7 @@ def main() -> None:
             line.stage("loading torch")
             with importing():  # after the command line is checked, as torch takes seconds
                 from llava_fsdp.plan.main import plan
-                from llava_fsdp.train.preflight import warn_if_refused
+                from llava_fsdp.train.setup.preflight import warn_if_refused
 
             line.stage("checks of the configuration")
             remark = warn_if_refused(cfg, here=cfg.gpu == "auto")

@@ -34,8 +34,8 @@ from llava_fsdp.runtime.process.host import read_host
 from llava_fsdp.runtime.text.console import TextConsole
 from llava_fsdp.runtime.text.log import log
 from llava_fsdp.runtime.text.progress import watch
-from llava_fsdp.train.build_model import shape_of
-from llava_fsdp.train.preflight import warn_if_refused, with_template
+from llava_fsdp.train.setup.build_model import shape_of
+from llava_fsdp.train.setup.preflight import warn_if_refused, with_template
 
 MOST_FILES = 20
 """Number of files of a data source up to which each is shown in the table of sources."""

@@ -25,10 +25,10 @@ from llava_fsdp.runtime.process.heartbeat import Phase
 from llava_fsdp.runtime.process.watchdog import Watchdog
 from llava_fsdp.runtime.seeds import derive
 from llava_fsdp.runtime.text.log import log
+from llava_fsdp.train.events.gc_schedule import scheduled_gc
+from llava_fsdp.train.events.profiler import NoProfiler
 from llava_fsdp.train.expert_sums import ExpertSums, expert_load
-from llava_fsdp.train.gc_schedule import scheduled_gc
 from llava_fsdp.train.pipeline_step import run_pipeline
-from llava_fsdp.train.profiler import NoProfiler
 from llava_fsdp.train.state import StepResult, TrainState
 
 Reduction = tuple[DeviceMesh, tuple[int, ...]]

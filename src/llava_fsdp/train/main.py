@@ -31,22 +31,22 @@ from llava_fsdp.runtime.process.heartbeat import Phase
 from llava_fsdp.runtime.process.watchdog import Run, Watchdog
 from llava_fsdp.runtime.text.log import log
 from llava_fsdp.train import final_export
-from llava_fsdp.train.answer_metric import ScoreFunction, choose_metric
-from llava_fsdp.train.build_model import build_model
-from llava_fsdp.train.build_state import build_state, open_data
-from llava_fsdp.train.dry_run import dry_run
-from llava_fsdp.train.live_page import rewrite_page
+from llava_fsdp.train.checkpoints.replica_check import check_replicas
+from llava_fsdp.train.checkpoints.resume import continues, recorded_dtype, resume
+from llava_fsdp.train.events.answer_metric import ScoreFunction, choose_metric
+from llava_fsdp.train.events.live_page import rewrite_page
+from llava_fsdp.train.events.metrics import Reporter, storage_errors
+from llava_fsdp.train.events.profiler import open_profiler
+from llava_fsdp.train.events.save_and_stop import RunController, open_saver
+from llava_fsdp.train.events.trackers import HURRY
+from llava_fsdp.train.events.validation import open_validation
 from llava_fsdp.train.loop import fit
-from llava_fsdp.train.metrics import Reporter, storage_errors
-from llava_fsdp.train.preflight import check_run, find_parts_of_run, with_template
-from llava_fsdp.train.profiler import open_profiler
-from llava_fsdp.train.replica_check import check_replicas
-from llava_fsdp.train.resume import continues, recorded_dtype, resume
-from llava_fsdp.train.same_software import check_same_software
-from llava_fsdp.train.save_and_stop import RunController, open_saver
+from llava_fsdp.train.setup.build_model import build_model
+from llava_fsdp.train.setup.build_state import build_state, open_data
+from llava_fsdp.train.setup.dry_run import dry_run
+from llava_fsdp.train.setup.preflight import check_run, find_parts_of_run, with_template
+from llava_fsdp.train.setup.same_software import check_same_software
 from llava_fsdp.train.state import StepResult, TrainState
-from llava_fsdp.train.trackers import HURRY
-from llava_fsdp.train.validation import open_validation
 
 
 @dataclass

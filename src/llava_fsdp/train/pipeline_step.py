@@ -11,7 +11,7 @@ from torch import nn
 
 from llava_fsdp.data.batching.batch import MicroBatch, Step
 from llava_fsdp.model.llava import Llava
-from llava_fsdp.train.profiler import NoProfiler
+from llava_fsdp.train.events.profiler import NoProfiler
 from llava_fsdp.train.state import TrainState
 
 if TYPE_CHECKING:

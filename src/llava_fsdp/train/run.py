@@ -17,7 +17,7 @@ from llava_fsdp.runtime.process.imports import importing
 from llava_fsdp.runtime.process.launch import env_rank
 
 if TYPE_CHECKING:
-    from llava_fsdp.train.answer_metric import ScoreFunction
+    from llava_fsdp.train.events.answer_metric import ScoreFunction
     from llava_fsdp.train.main import RunParts
 
 
@@ -53,7 +53,7 @@ def run(metric: "ScoreFunction | None" = None) -> None:
             if parts is not None and parts.reporter is not None:
                 parts.reporter.end()
             elif env_rank() == 0:
-                from llava_fsdp.train.live_page import rewrite_page
+                from llava_fsdp.train.events.live_page import rewrite_page
 
                 rewrite_page(folder)
         return first

@@ -25,8 +25,8 @@ from llava_fsdp.data.records.record import Record
 from llava_fsdp.data.text.encode import Encoder, Sample
 from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.runtime.errors import WorkerError
-from llava_fsdp.train.build_state import build_state
 from llava_fsdp.train.loop import fit
+from llava_fsdp.train.setup.build_state import build_state
 
 
 @pytest.fixture(autouse=True)

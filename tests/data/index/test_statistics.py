@@ -20,7 +20,7 @@ from llava_fsdp.data.text.encode import truncate
 from llava_fsdp.prepare import main as prepare
 from llava_fsdp.runtime.files.jsonl import Rows
 from llava_fsdp.runtime.text.terminal_text import OBEYED
-from llava_fsdp.train import metrics
+from llava_fsdp.train.events import metrics
 
 
 def test_the_report_counts_what_is_there(parts: Path, dataset: Path, tmp_path: Path) -> None:

@@ -242,7 +242,7 @@ def await_folder(folder: Path) -> None:
 
 def stop_restarts(ends_torchrun: bool, is_permanent: bool, report: dict[str, Any] | None) -> None:
     """End the processes that would restart this rank after its end, if a restart cannot help. These are torchrun or,
-    with `llava-fsdp train`, this package's own version of torchrun's agent (train/agent.py).
+    with `llava-fsdp train`, this package's own version of torchrun's agent (train/launch/agent.py).
 
     Args:
         ends_torchrun: whether to end torchrun on this machine in any case.

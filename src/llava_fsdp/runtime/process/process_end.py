@@ -17,8 +17,8 @@ from llava_fsdp.runtime.process.launch import is_one_node
 
 AGENT = "LLAVA_FSDP_AGENT"
 """Name of the environment variable `PID:FD` with the process id of the agent of `llava-fsdp train`, the process that
-starts the ranks (train/agent.py), and its file descriptor for reports to `llava-fsdp train`. Only ranks that the agent
-starts have this variable."""
+starts the ranks (train/launch/agent.py), and its file descriptor for reports to `llava-fsdp train`. Only ranks that the
+agent starts have this variable."""
 PIDFD_GET_INFO = 0xC040FF0B
 PIDFD_INFO_EXIT = 1 << 3
 PIDFD_INFO = struct.Struct("=QQ11Ii")
@@ -133,9 +133,9 @@ def end_torchrun() -> None:
 
 
 def end_agent(report: dict[str, Any] | None = None) -> None:
-    """End the process of `llava-fsdp train` that has started the ranks of this machine (train/agent.py), and that would
-    restart them although a restart cannot help. Does nothing on ranks other than the machine's first one, and if the
-    user started torchrun: torchrun restarts the ranks, and they end at once (`cli.start_process`).
+    """End the process of `llava-fsdp train` that has started the ranks of this machine (train/launch/agent.py): it
+    would restart them although a restart cannot help. Does nothing on ranks other than the machine's first one, and if
+    the user started torchrun: torchrun restarts the ranks, and they end at once (`cli.start_process`).
 
     Args:
         report: reason and exit code, which `llava-fsdp train` prints if the run's folder has no status; None if they

@@ -28,7 +28,7 @@ def tensors(state: TrainState) -> dict[str, torch.Tensor]:
 def facts_of(state: TrainState, cfg: Config) -> dict[str, Any]:
     """Return all values of a checkpoint other than tensors (counters, configuration, ...), the content of its
     `state.json`. The entries `versions` and `written_by` are for human readers and for `has_same_memory`
-    (train/resume.py)."""
+    (train/checkpoints/resume.py)."""
     return {
         "format": FORMAT,
         "run": state.run,

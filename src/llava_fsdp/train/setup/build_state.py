@@ -46,14 +46,14 @@ from llava_fsdp.plan.mfu import utilization_of
 from llava_fsdp.runtime.errors import DataError
 from llava_fsdp.runtime.text.log import log
 from llava_fsdp.runtime.text.progress import watch_loading
-from llava_fsdp.train.build_model import mean_counts, shape_of
+from llava_fsdp.train.checkpoints.resume import continues, without_saved_sources
 from llava_fsdp.train.loss_scaler import build_scaler
 from llava_fsdp.train.optimizer import build_optimizer
-from llava_fsdp.train.preflight import check_prompts, few_steps, find_sources, open_model
-from llava_fsdp.train.resume import continues, without_saved_sources
-from llava_fsdp.train.run_info import about_run
+from llava_fsdp.train.setup.build_model import mean_counts, shape_of
+from llava_fsdp.train.setup.preflight import check_prompts, few_steps, find_sources, open_model
+from llava_fsdp.train.setup.run_info import about_run
+from llava_fsdp.train.setup.summary import show_run
 from llava_fsdp.train.state import Elsewhere, TrainState
-from llava_fsdp.train.summary import show_run
 
 
 def build_state(cfg: Config, world: World, plan: ShardPlan, meshes: Meshes | None) -> TrainState:

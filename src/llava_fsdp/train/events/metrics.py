@@ -27,10 +27,10 @@ from llava_fsdp.runtime.files.os_errors import why
 from llava_fsdp.runtime.text.console import TextConsole
 from llava_fsdp.runtime.text.humanize import duration
 from llava_fsdp.runtime.text.log import log
-from llava_fsdp.train.live_page import LivePage
-from llava_fsdp.train.lost_rows import SKIPPED_FILE, lost_rows
+from llava_fsdp.train.events.live_page import LivePage
+from llava_fsdp.train.events.lost_rows import SKIPPED_FILE, lost_rows
+from llava_fsdp.train.events.trackers import PATIENCE, Trackers
 from llava_fsdp.train.state import StepResult
-from llava_fsdp.train.trackers import PATIENCE, Trackers
 
 WINDOW = 128
 """Maximum number of preceding losses with which a loss is compared to decide whether it is a spike."""

@@ -35,8 +35,8 @@ from llava_fsdp.plan.stage_memory import weights_of_groups
 from llava_fsdp.plan.workload import samples_in
 from llava_fsdp.runtime.text.log import log
 from llava_fsdp.runtime.text.redact import redact, secrets_of
-from llava_fsdp.train.build_model import mean_counts
-from llava_fsdp.train.summary import describe_data, trained_counts, unlike_original
+from llava_fsdp.train.setup.build_model import mean_counts
+from llava_fsdp.train.setup.summary import describe_data, trained_counts, unlike_original
 
 
 def about_run(cfg: Config, world: World, model: Llava, records: Records, weights: dict[str, Weight]) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def versions(device: torch.device) -> dict[str, str]:
 def commit() -> str | None:
     """Return the git commit of the checkout from which this package runs, with `-dirty` appended if files have changed;
     None if it does not run from a checkout."""
-    root = Path(__file__).resolve().parents[3]
+    root = Path(__file__).resolve().parents[4]
     if not (root / ".git").exists():
         return None
     git = ["git", "-C", str(root), "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*"]

@@ -15,7 +15,7 @@ from llava_fsdp.parallel.ranks.mesh import gather_lists
 from llava_fsdp.parallel.ranks.replicas import Difference, checksums_of_rank, find_differences
 from llava_fsdp.runtime.errors import ReplicaError
 from llava_fsdp.runtime.files.run_dir import list_checkpoints
-from llava_fsdp.train.checkpoint_contents import tensors
+from llava_fsdp.train.checkpoints.checkpoint_contents import tensors
 from llava_fsdp.train.state import TrainState
 
 SHOWN = 3

@@ -41,12 +41,12 @@ from llava_fsdp.plan.workload import samples_of
 from llava_fsdp.runtime.errors import NumericError
 from llava_fsdp.runtime.text.console import TextConsole
 from llava_fsdp.runtime.text.log import log
-from llava_fsdp.train.build_model import build_model, shape_of
-from llava_fsdp.train.build_state import assemble, cut_of
 from llava_fsdp.train.loop import train_step
-from llava_fsdp.train.peak_memory import PeakMeter
-from llava_fsdp.train.preflight import warn_if_refused
-from llava_fsdp.train.run_info import device_name
+from llava_fsdp.train.setup.build_model import build_model, shape_of
+from llava_fsdp.train.setup.build_state import assemble, cut_of
+from llava_fsdp.train.setup.peak_memory import PeakMeter
+from llava_fsdp.train.setup.preflight import warn_if_refused
+from llava_fsdp.train.setup.run_info import device_name
 from llava_fsdp.train.state import TrainState
 
 STEPS = 2

@@ -1,4 +1,6 @@
-"""Run torchrun's agent without its log messages: `python -m llava_fsdp.train.agent PARENT REPORT FLAGS... -- WORDS...`.
+"""Run torchrun's agent without its log messages.
+
+Usage: `python -m llava_fsdp.train.launch.agent PARENT REPORT FLAGS... -- WORDS...`.
 
 launcher.py starts this program. PARENT is the launcher's process id: when the launcher ends, this process gets SIGTERM
 and stops its ranks. REPORT is a file descriptor to which a failure is written as a line with a JSON object; a rank may

@@ -29,12 +29,12 @@ from llava_fsdp.runtime.files.jsonl import Rows
 from llava_fsdp.runtime.process.heartbeat import Phase
 from llava_fsdp.runtime.process.watchdog import Watchdog
 from llava_fsdp.runtime.text.log import log
-from llava_fsdp.train.answer_metric import AnswerMetric, choose_metric
+from llava_fsdp.train.events.answer_metric import AnswerMetric, choose_metric
+from llava_fsdp.train.events.metrics import drop_later_rows, finite, rows_of, storage_errors
+from llava_fsdp.train.events.validation_answers import Answered, AnswerGenerator
 from llava_fsdp.train.loop import summed
-from llava_fsdp.train.metrics import drop_later_rows, finite, rows_of, storage_errors
 from llava_fsdp.train.pipeline_step import PipelinedModel, evaluate
 from llava_fsdp.train.state import TrainState
-from llava_fsdp.train.validation_answers import Answered, AnswerGenerator
 
 TITLES = {Metric.exact.value: "exact match", Metric.vqa.value: "VQA accuracy"}
 """Value of `val.metric` -> its name in a line of text."""

@@ -35,7 +35,7 @@ from llava_fsdp.runtime.files.status_file import STATUS_FILE, read_status, statu
 from llava_fsdp.runtime.process.process_end import STOP_SECONDS, children, how_ended, without_launcher
 from llava_fsdp.runtime.process.watchdog import SAME_KEY_PRESS
 from llava_fsdp.runtime.text.log import log, setup_logging
-from llava_fsdp.train.agent import is_given
+from llava_fsdp.train.launch.agent import is_given
 
 TORCHRUN_WITH_VALUE = frozenset({
     "nnodes", "nproc-per-node", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "max-restarts",
@@ -53,7 +53,7 @@ PRINTS = frozenset({"--help", "-h", "--cfg", "-c", "--info", "-i", "--hydra-help
 NUMBERS = {"nnodes": r"[1-9]\d*(:[1-9]\d*)?", "nproc-per-node": r"[1-9]\d*|gpu|cpu|auto|xpu", "max-restarts": r"\d+",
            "node-rank": r"\d+", "master-port": r"\d+", "rdzv-endpoint": r".+?(:\d+)?"}  # fmt: skip
 """torchrun's flags whose values are checked -> pattern for a valid value."""
-AGENT = (sys.executable, "-P", "-m", "llava_fsdp.train.agent")
+AGENT = (sys.executable, "-P", "-m", "llava_fsdp.train.launch.agent")
 """Command that starts torchrun's agent."""
 MEETING = 10
 """Seconds for which a machine with an invalid command line waits for the other machines of the run, to end them too."""

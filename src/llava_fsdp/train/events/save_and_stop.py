@@ -21,9 +21,9 @@ from llava_fsdp.runtime.files.run_dir_watch import FolderChange, RunDirLock
 from llava_fsdp.runtime.process.heartbeat import Phase
 from llava_fsdp.runtime.process.watchdog import Watchdog
 from llava_fsdp.runtime.text.log import log
-from llava_fsdp.train.checkpoint_contents import facts_of, tensors
+from llava_fsdp.train.checkpoints.checkpoint_contents import facts_of, tensors
+from llava_fsdp.train.checkpoints.replica_check import check_replicas
 from llava_fsdp.train.optimizer import prepare_moments
-from llava_fsdp.train.replica_check import check_replicas
 from llava_fsdp.train.state import StepResult, TrainState
 
 SHOWN = 8

@@ -30,7 +30,7 @@ from llava_fsdp.runtime.errors import CheckpointError, ConfigError
 from llava_fsdp.runtime.files.run_dir import FOLDER, begun_at, list_checkpoints, mark_begun, step_of
 from llava_fsdp.runtime.files.small_json import parse_object
 from llava_fsdp.runtime.text.log import log
-from llava_fsdp.train.checkpoint_contents import facts_of, tensors
+from llava_fsdp.train.checkpoints.checkpoint_contents import facts_of, tensors
 from llava_fsdp.train.optimizer import prepare_moments
 from llava_fsdp.train.state import TrainState
 

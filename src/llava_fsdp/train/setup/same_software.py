@@ -21,9 +21,9 @@ from llava_fsdp.config import Attention, Config, LinearKind, Quantizer, config_d
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.process.launch import env_rank
 from llava_fsdp.runtime.text.log import log
-from llava_fsdp.train.run_info import device_name
+from llava_fsdp.train.setup.run_info import device_name
 
-PACKAGE = Path(__file__).resolve().parents[1]
+PACKAGE = Path(__file__).resolve().parents[2]
 FILES = "llava_fsdp's files"
 VARIABLES = (
     "NVIDIA_TF32_OVERRIDE",

@@ -154,7 +154,7 @@ def rewrite_page(folder: Path) -> None:
 def start_process(folder: Path) -> subprocess.Popen[bytes]:
     """Start a process that writes the HTML page `report.html` of a training run from the files in the run's folder. It
     prints nothing, and ends with this process."""
-    command = [sys.executable, "-P", "-m", "llava_fsdp.train.live_page", str(os.getpid()), str(folder)]
+    command = [sys.executable, "-P", "-m", "llava_fsdp.train.events.live_page", str(os.getpid()), str(folder)]
     # in a session of its own: Ctrl-C in a terminal reaches all processes of the terminal's session
     return subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
@@ -162,8 +162,8 @@ def start_process(folder: Path) -> subprocess.Popen[bytes]:
 
 
 def main() -> None:
-    """Write the page: `python -m llava_fsdp.train.live_page PARENT FOLDER`, with the process id of the training's rank
-    0, and the run's folder."""
+    """Write the page: `python -m llava_fsdp.train.events.live_page PARENT FOLDER`, with the process id of the
+    training's rank 0, and the run's folder."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # as an exception, which removes the temporary file
     end_with(int(sys.argv[1]))
     os.nice(10)  # the data workers of the training come first
