@@ -25,7 +25,7 @@ from llava_fsdp.parallel.context.context_attention import plan_context
 from llava_fsdp.parallel.ranks.comm_volume import CollectiveBytes
 from llava_fsdp.parallel.ranks.mesh import World, make_meshes
 from llava_fsdp.parallel.zero import SHARD_PLANS
-from llava_fsdp.plan.step_time import context_volume
+from llava_fsdp.plan.time.step_time import context_volume
 from llava_fsdp.train.loop import train_step
 from llava_fsdp.train.setup.build_model import build_model, shape_of
 from llava_fsdp.train.setup.build_state import assemble

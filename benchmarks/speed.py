@@ -47,8 +47,8 @@ from llava_fsdp.model.llava import Llava
 from llava_fsdp.parallel.local_shards import local_shards
 from llava_fsdp.parallel.ranks.mesh import distributed
 from llava_fsdp.parallel.zero import SHARD_PLANS
-from llava_fsdp.plan.mfu import utilization_of
 from llava_fsdp.plan.model_shapes import shapes_of
+from llava_fsdp.plan.time.mfu import utilization_of
 from llava_fsdp.train.loop import train_step
 from llava_fsdp.train.setup.build_model import shape_of
 from llava_fsdp.train.setup.dry_run import settle_auto

@@ -14,7 +14,7 @@ from llava_fsdp.parallel.parallelize import weights_of
 from llava_fsdp.parallel.precision.precision import DTYPES
 from llava_fsdp.parallel.ranks.mesh import mesh_shape
 from llava_fsdp.parallel.zero import SHARD_PLANS, Sync
-from llava_fsdp.plan.fsdp_units import units_of
+from llava_fsdp.plan.memory.fsdp_units import units_of
 from llava_fsdp.plan.model_shapes import shapes_of
 
 RANKS, SHARD_SIZE = 4, 2

@@ -30,7 +30,7 @@ from llava_fsdp.doctor.gpus import TorchFacts, parse_links, parse_smi
 from llava_fsdp.doctor.main import doctor
 from llava_fsdp.doctor.network import Interface
 from llava_fsdp.parallel.ranks.mesh import World
-from llava_fsdp.plan.hardware import PROCESS, Machine
+from llava_fsdp.plan.time.hardware import PROCESS, Machine
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.process.host import Host
 from llava_fsdp.runtime.text.humanize import readable

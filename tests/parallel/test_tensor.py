@@ -42,7 +42,7 @@ from llava_fsdp.parallel.ranks.mesh import World
 from llava_fsdp.parallel.tensor.tensor_cut import Cut
 from llava_fsdp.parallel.tensor.tensor_parallel import cut_model
 from llava_fsdp.parallel.zero import begin_micro_batch
-from llava_fsdp.plan.auto import settle_packing
+from llava_fsdp.plan.search.auto import settle_packing
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.files.run_dir import FOLDER
 from llava_fsdp.train.checkpoints.checkpoint_contents import tensors

@@ -17,12 +17,12 @@ from llava_fsdp.model.llava import build_llava
 from llava_fsdp.parallel.compile import Compilations
 from llava_fsdp.parallel.memory.activation_checkpoint import apply_activation_checkpointing
 from llava_fsdp.parallel.memory.memory import OUTPUT
-from llava_fsdp.plan import activations
-from llava_fsdp.plan.activations import ActivationMeter, MicroBatch, inputs_of
-from llava_fsdp.plan.hardware import machine_for
+from llava_fsdp.plan.memory import activations
+from llava_fsdp.plan.memory.activations import ActivationMeter, MicroBatch, inputs_of
+from llava_fsdp.plan.memory.simulate import inputs_of_blocks, inputs_on_host, interpolate
 from llava_fsdp.plan.model_shapes import kernel_for, shapes_of
 from llava_fsdp.plan.planner import Planner
-from llava_fsdp.plan.simulate import inputs_of_blocks, inputs_on_host, interpolate
+from llava_fsdp.plan.time.hardware import machine_for
 
 MICRO = MicroBatch(rows=1, length=700, samples=4, tiles=3, labels=90, image_tokens=12)
 MakeMeter = Callable[..., ActivationMeter]

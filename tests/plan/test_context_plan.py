@@ -26,13 +26,13 @@ from llava_fsdp.data.loader import ModelShape
 from llava_fsdp.data.synthetic import fullest
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.parallel.ranks.mesh import World, distributed
-from llava_fsdp.plan import auto
-from llava_fsdp.plan.activations import MicroBatch
-from llava_fsdp.plan.auto import Decision, decide, with_each_context
-from llava_fsdp.plan.hardware import machine_named
-from llava_fsdp.plan.longest import MOST_TOKENS
+from llava_fsdp.plan.memory.activations import MicroBatch
 from llava_fsdp.plan.planner import Choice, Planner, PlanRow, Ranks, peak
-from llava_fsdp.plan.step_time import Volume, context_volume
+from llava_fsdp.plan.search.auto import Decision, decide, with_each_context
+from llava_fsdp.plan.search.longest import MOST_TOKENS
+from llava_fsdp.plan.search.search import auto
+from llava_fsdp.plan.time.hardware import machine_named
+from llava_fsdp.plan.time.step_time import Volume, context_volume
 from llava_fsdp.plan.workload import Samples, configured_split
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.train.setup.dry_run import measure

@@ -14,10 +14,10 @@ from transformers import AutoConfig
 
 from llava_fsdp.config import OffloadMode
 from llava_fsdp.parallel.ranks.mesh import distributed
-from llava_fsdp.plan.activations import MicroBatch, MicroBatches
-from llava_fsdp.plan.hardware import machine_for
+from llava_fsdp.plan.memory.activations import MicroBatch, MicroBatches
 from llava_fsdp.plan.planner import Choice, Planner, peak
-from llava_fsdp.plan.step_time import Volume
+from llava_fsdp.plan.time.hardware import machine_for
+from llava_fsdp.plan.time.step_time import Volume
 from llava_fsdp.train.setup.dry_run import measure
 
 CLOSE = 0.05

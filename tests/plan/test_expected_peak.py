@@ -7,9 +7,9 @@ from harness import single_world
 from small import make_config
 
 from llava_fsdp.model.sources.pretrained import find_parts
-from llava_fsdp.plan.activations import MicroBatch
-from llava_fsdp.plan.auto import expected_peak
+from llava_fsdp.plan.memory.activations import MicroBatch
 from llava_fsdp.plan.planner import without_repeats
+from llava_fsdp.plan.search.auto import expected_peak
 from llava_fsdp.plan.workload import Samples
 
 

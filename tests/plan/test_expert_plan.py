@@ -17,12 +17,12 @@ from llava_fsdp.data.synthetic import fullest
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.parallel.ranks.mesh import World, distributed
 from llava_fsdp.parallel.zero import SHARD_PLANS
-from llava_fsdp.plan import fsdp_units
-from llava_fsdp.plan.activations import MicroBatch
-from llava_fsdp.plan.fsdp_units import unit_of
-from llava_fsdp.plan.hardware import machine_named
+from llava_fsdp.plan.memory import fsdp_units
+from llava_fsdp.plan.memory.activations import MicroBatch
+from llava_fsdp.plan.memory.fsdp_units import unit_of
 from llava_fsdp.plan.planner import Choice, Ranks, peak
-from llava_fsdp.plan.search import checkpointing_modes, ways_to_share_experts
+from llava_fsdp.plan.search.search import checkpointing_modes, ways_to_share_experts
+from llava_fsdp.plan.time.hardware import machine_named
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.train import main as train
 from llava_fsdp.train.setup.build_model import build_model, shape_of

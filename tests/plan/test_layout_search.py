@@ -17,11 +17,10 @@ from llava_fsdp.config import ActivationCheckpointing, Config, ParallelConfig
 from llava_fsdp.config.keys.enums import PipelineSchedule
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.parallel.ranks.mesh import World
-from llava_fsdp.plan import auto
-from llava_fsdp.plan.activations import MicroBatch
-from llava_fsdp.plan.auto import decide, ways_for
-from llava_fsdp.plan.hardware import Machine, machine_named
-from llava_fsdp.plan.layouts import (
+from llava_fsdp.plan.memory.activations import MicroBatch
+from llava_fsdp.plan.planner import Planner
+from llava_fsdp.plan.search.auto import decide, ways_for
+from llava_fsdp.plan.search.layouts import (
     NEAR,
     Candidate,
     Planned,
@@ -34,7 +33,8 @@ from llava_fsdp.plan.layouts import (
     layouts,
     why_not,
 )
-from llava_fsdp.plan.planner import Planner
+from llava_fsdp.plan.search.search import auto
+from llava_fsdp.plan.time.hardware import Machine, machine_named
 from llava_fsdp.plan.workload import Samples
 from llava_fsdp.runtime.errors import ConfigError
 
@@ -272,7 +272,7 @@ def test_layouts_are_products_of_divisors(
     def refuse(setting: str = "") -> None:
         raise ConfigError("this torch is too old")
 
-    monkeypatch.setattr("llava_fsdp.plan.layouts.check_torch", refuse)
+    monkeypatch.setattr("llava_fsdp.plan.search.layouts.check_torch", refuse)
     assert found("global_batch_size=64") == {(1, 1, 1, 1, False)}
     assert {one[1:4] for one in found("parallel.tensor=2", "global_batch_size=64")} == {(2, 1, 1)}
 

@@ -8,11 +8,11 @@ import pytest
 from small import command_config
 
 from llava_fsdp.config import ActivationCheckpointing, PlanConfig, Strategy
-from llava_fsdp.plan import longest as module
-from llava_fsdp.plan.activations import MicroBatch
-from llava_fsdp.plan.hardware import GPUS, Machine
-from llava_fsdp.plan.longest import MOST_TOKENS, PIECE, longest_row, one_sample
+from llava_fsdp.plan.memory.activations import MicroBatch
 from llava_fsdp.plan.planner import Choice, Ranks
+from llava_fsdp.plan.search.longest import MOST_TOKENS, PIECE, longest_row, one_sample
+from llava_fsdp.plan.search.search import longest as module
+from llava_fsdp.plan.time.hardware import GPUS, Machine
 from llava_fsdp.plan.workload import Samples
 
 SAMPLES = Samples(tokens=1000.0, tiles=1.5, labels=200.0, spread=10.0, source="", tile_tokens=400.0)

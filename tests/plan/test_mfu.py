@@ -15,7 +15,7 @@ from llava_fsdp.data.batching.batch import StepFacts
 from llava_fsdp.data.loader import ModelShape, build_loader
 from llava_fsdp.model.flops import Flops
 from llava_fsdp.model.llava import Llava
-from llava_fsdp.plan.mfu import Utilization, peak_of, recomputed_flops_share, utilization_of
+from llava_fsdp.plan.time.mfu import Utilization, peak_of, recomputed_flops_share, utilization_of
 from llava_fsdp.train import main as train
 from llava_fsdp.train.events.metrics import Reporter
 from llava_fsdp.train.state import StepResult

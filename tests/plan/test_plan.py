@@ -26,14 +26,14 @@ from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.parallel.memory.memory import bytes_per_rank
 from llava_fsdp.parallel.ranks.mesh import World
 from llava_fsdp.parallel.zero import SHARD_PLANS
-from llava_fsdp.plan import auto
-from llava_fsdp.plan.activations import MicroBatch
-from llava_fsdp.plan.auto import decide
-from llava_fsdp.plan.hardware import GPUS, MIB, PROCESS, Machine, machine_named, this_machine
 from llava_fsdp.plan.main import plan, warn_of_length
+from llava_fsdp.plan.memory.activations import MicroBatch
 from llava_fsdp.plan.model_shapes import shapes_of
 from llava_fsdp.plan.planner import Choice, Planner, Ranks
-from llava_fsdp.plan.step_time import sample_flops
+from llava_fsdp.plan.search.auto import decide
+from llava_fsdp.plan.search.search import auto
+from llava_fsdp.plan.time.hardware import GPUS, MIB, PROCESS, Machine, machine_named, this_machine
+from llava_fsdp.plan.time.step_time import sample_flops
 from llava_fsdp.plan.workload import Samples, configured_split
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.train.launch.launcher import split

@@ -29,9 +29,26 @@ from llava_fsdp.data.images.anyres import grid_sizes
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.parallel.memory.memory import OUTPUT, Weight
 from llava_fsdp.parallel.zero import SHARD_PLANS
-from llava_fsdp.plan.activations import Live, MicroBatch, Segment
-from llava_fsdp.plan.fsdp_units import Unit, unit_of
-from llava_fsdp.plan.hardware import (
+from llava_fsdp.plan.memory.activations import Live, MicroBatch, Segment
+from llava_fsdp.plan.memory.fsdp_units import Unit, unit_of
+from llava_fsdp.plan.memory.simulate import (
+    FsdpRank,
+    Ledger,
+    States,
+    interpolate,
+    simulate_step,
+    simulate_unsharded_step,
+)
+from llava_fsdp.plan.planner import Planner, Ranks
+from llava_fsdp.plan.search.search import (
+    checkpointing_modes,
+    choices,
+    distinct_strategies,
+    largest_that_fits,
+    plan_rows,
+)
+from llava_fsdp.plan.show.scaling_page import node_counts
+from llava_fsdp.plan.time.hardware import (
     CONTEXT,
     DEVICES,
     GPUS,
@@ -43,11 +60,7 @@ from llava_fsdp.plan.hardware import (
     machine_for,
     machine_named,
 )
-from llava_fsdp.plan.planner import Planner, Ranks
-from llava_fsdp.plan.scaling_page import node_counts
-from llava_fsdp.plan.search import checkpointing_modes, choices, distinct_strategies, largest_that_fits, plan_rows
-from llava_fsdp.plan.simulate import FsdpRank, Ledger, States, interpolate, simulate_step, simulate_unsharded_step
-from llava_fsdp.plan.step_time import (
+from llava_fsdp.plan.time.step_time import (
     RECOMPUTED,
     Volume,
     added_bytes,

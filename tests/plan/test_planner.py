@@ -10,10 +10,10 @@ from small import make_config
 from llava_fsdp.config import ActivationCheckpointing, ActivationCheckpointingConfig, OffloadMode, Strategy
 from llava_fsdp.model.flops import count_flops
 from llava_fsdp.parallel.pipeline.stages import plan_stages
-from llava_fsdp.plan.activations import MicroBatch, MicroBatches
-from llava_fsdp.plan.hardware import machine_named
+from llava_fsdp.plan.memory.activations import MicroBatch, MicroBatches
 from llava_fsdp.plan.planner import Choice, Group, Planner, Ranks
-from llava_fsdp.plan.step_time import LATENCY, LINK_EFFICIENCY, Volume, context_volume
+from llava_fsdp.plan.time.hardware import machine_named
+from llava_fsdp.plan.time.step_time import LATENCY, LINK_EFFICIENCY, Volume, context_volume
 from llava_fsdp.plan.workload import Samples
 
 SAMPLES = Samples(120, 0.6, 12, 30, "test", 4)

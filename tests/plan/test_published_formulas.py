@@ -9,10 +9,10 @@ from small import config_of, make_config
 from llava_fsdp.config import Config, PrecisionConfig, Strategy
 from llava_fsdp.parallel.memory.memory import Weight, bytes_per_rank, checkpoint_bytes
 from llava_fsdp.parallel.zero import SHARD_PLANS
-from llava_fsdp.plan.hardware import machine_named
+from llava_fsdp.plan.memory.published_formulas import formulas, zero
 from llava_fsdp.plan.planner import Planner
-from llava_fsdp.plan.published_formulas import formulas, zero
-from llava_fsdp.plan.step_time import volume
+from llava_fsdp.plan.time.hardware import machine_named
+from llava_fsdp.plan.time.step_time import volume
 from llava_fsdp.runtime.files.run_dir import FOLDER
 from llava_fsdp.train import main as train
 from llava_fsdp.train.checkpoints.checkpoint_contents import tensors

@@ -5,8 +5,8 @@ from typing import Any
 from llava_fsdp.config import ParallelConfig
 from llava_fsdp.config.keys.enums import PipelineSchedule
 from llava_fsdp.parallel.pipeline.pipeline import passes_of
-from llava_fsdp.plan.activations import Live
-from llava_fsdp.plan.stage_memory import StageSegments, kept_messages
+from llava_fsdp.plan.memory.activations import Live
+from llava_fsdp.plan.memory.stage_memory import StageSegments, kept_messages
 
 
 def order_of(parallel: ParallelConfig, group: int, micro_batches: int) -> list[tuple[Any, StageSegments]]:

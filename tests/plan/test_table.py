@@ -21,14 +21,17 @@ from llava_fsdp.config import (
     Strategy,
 )
 from llava_fsdp.model.sources.pretrained import Parts
-from llava_fsdp.plan import hardware, longest, main, scaling_page, table
-from llava_fsdp.plan.activations import MicroBatch, with_depth
-from llava_fsdp.plan.hardware import GPUS, Machine, machine_named
-from llava_fsdp.plan.layouts import Planned
-from llava_fsdp.plan.longest import MOST_TOKENS
+from llava_fsdp.plan import main
+from llava_fsdp.plan.memory.activations import MicroBatch, with_depth
 from llava_fsdp.plan.model_shapes import kernel_for
 from llava_fsdp.plan.planner import Choice, PlanRow, Ranks
-from llava_fsdp.plan.step_time import Step, Volume
+from llava_fsdp.plan.search.layouts import Planned
+from llava_fsdp.plan.search.longest import MOST_TOKENS
+from llava_fsdp.plan.search.search import longest
+from llava_fsdp.plan.show import scaling_page, table
+from llava_fsdp.plan.time import hardware
+from llava_fsdp.plan.time.hardware import GPUS, Machine, machine_named
+from llava_fsdp.plan.time.step_time import Step, Volume
 from llava_fsdp.plan.workload import Samples
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 

@@ -12,9 +12,9 @@ import pytest
 from imagined import imagine, lines
 
 from llava_fsdp.data.images.thumbnails import tile_thumbnail
-from llava_fsdp.plan import scaling_page
-from llava_fsdp.plan.hardware import machine_named
 from llava_fsdp.plan.planner import Planner
+from llava_fsdp.plan.show import scaling_page
+from llava_fsdp.plan.time.hardware import machine_named
 from llava_fsdp.plan.workload import Samples
 from llava_fsdp.report import main as report
 from llava_fsdp.report.compare_page import best_of, comparison_page

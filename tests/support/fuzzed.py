@@ -21,7 +21,7 @@ from llava_fsdp.model.weights.load_weights import load_weights
 from llava_fsdp.parallel.local_shards import local_shards
 from llava_fsdp.parallel.parallelize import materialize
 from llava_fsdp.parallel.precision.precision import MasterWeights
-from llava_fsdp.plan.auto import settle_packing
+from llava_fsdp.plan.search.auto import settle_packing
 from llava_fsdp.runtime.errors import LlavaFsdpError
 from llava_fsdp.train.setup.preflight import check_prompts, check_run, find_sources, open_model, with_template
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from llava_fsdp.config import Config
 from llava_fsdp.parallel.ranks.mesh import World, make_meshes
 from llava_fsdp.parallel.zero import SHARD_PLANS
-from llava_fsdp.plan.activations import MicroBatch
+from llava_fsdp.plan.memory.activations import MicroBatch
 from llava_fsdp.train import main as train
 from llava_fsdp.train.loop import train_step
 

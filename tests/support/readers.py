@@ -23,7 +23,7 @@ from llava_fsdp.migrate.inputs import read_runs
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.model.weights.tensor_files import open_tensors
-from llava_fsdp.plan.auto import recorded
+from llava_fsdp.plan.search.auto import recorded
 from llava_fsdp.runtime.text.progress import watch_silently
 from llava_fsdp.train.setup.build_model import shape_of
 

@@ -14,8 +14,8 @@ from small import Configure, command_config, config_of
 from llava_fsdp.config import Config, DType, PlanConfig, PrecisionConfig
 from llava_fsdp.parallel.precision.fast_dtype import has_bf16, settle_precision, slow_dtype, slowdown
 from llava_fsdp.parallel.ranks.mesh import World
-from llava_fsdp.plan.hardware import GPUS, Machine, machine_named
 from llava_fsdp.plan.main import with_fp16, with_precision
+from llava_fsdp.plan.time.hardware import GPUS, Machine, machine_named
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.process.host import cpu_has_bf16, gpu_has_bf16
 from llava_fsdp.train.main import agree_on_precision, train

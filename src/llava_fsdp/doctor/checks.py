@@ -54,7 +54,7 @@ def links(context: Context) -> Iterator[Finding]:
 
 
 def memory(context: Context) -> Iterator[Finding]:
-    from llava_fsdp.plan.hardware import PROCESS  # imports torch
+    from llava_fsdp.plan.time.hardware import PROCESS  # imports torch
 
     on_gpus, needed = bool(context.torch.devices), 0
     if (known := context.known_needs) is not None:

@@ -93,10 +93,10 @@ class Context:
 
         from llava_fsdp.parallel.memory.memory import ITEM_SIZE, checkpoint_bytes
         from llava_fsdp.parallel.ranks.mesh import World
-        from llava_fsdp.plan.auto import best_layout, settle_packing
-        from llava_fsdp.plan.hardware import this_machine
         from llava_fsdp.plan.model_shapes import shapes_of
         from llava_fsdp.plan.planner import Planner
+        from llava_fsdp.plan.search.auto import best_layout, settle_packing
+        from llava_fsdp.plan.time.hardware import this_machine
 
         parts = shapes_of(self.cfg.model)
         cfg, _ = settle_packing(self.settled, parts.language)

@@ -99,8 +99,8 @@ def needs_of(cfg: Config) -> dict[str, Callable[[], str]]:
     from llava_fsdp.parallel.precision.fp8 import check_fp8
     from llava_fsdp.parallel.precision.int8_mixed import check_int8_mixed
     from llava_fsdp.parallel.precision.precision import DTYPES
-    from llava_fsdp.plan.auto import settle_packing
     from llava_fsdp.plan.model_shapes import shapes_of
+    from llava_fsdp.plan.search.auto import settle_packing
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -31,16 +31,16 @@ from llava_fsdp.config import (
 from llava_fsdp.model.sources.pretrained import Parts
 from llava_fsdp.parallel.precision.fast_dtype import settle_precision, slow_dtype
 from llava_fsdp.parallel.zero import SHARD_PLANS, Mesh
-from llava_fsdp.plan.auto import chosen_kinds, settle_packing, smallest_context
-from llava_fsdp.plan.hardware import Machine, machine_named
-from llava_fsdp.plan.layouts import Planned, Searcher, Ways
-from llava_fsdp.plan.longest import longest
-from llava_fsdp.plan.longest import write_page as write_longest
 from llava_fsdp.plan.model_shapes import shapes_of
 from llava_fsdp.plan.planner import Planner, PlanRow, Ranks
-from llava_fsdp.plan.scaling_page import assumptions, scale, write_page
-from llava_fsdp.plan.search import choices, distinct_strategies, plan_rows, splits_to_try
-from llava_fsdp.plan.table import as_object, names, search_object, show_longest, show_plan
+from llava_fsdp.plan.search.auto import chosen_kinds, settle_packing, smallest_context
+from llava_fsdp.plan.search.layouts import Planned, Searcher, Ways
+from llava_fsdp.plan.search.longest import longest
+from llava_fsdp.plan.search.longest import write_page as write_longest
+from llava_fsdp.plan.search.search import choices, distinct_strategies, plan_rows, splits_to_try
+from llava_fsdp.plan.show.scaling_page import assumptions, scale, write_page
+from llava_fsdp.plan.show.table import as_object, names, search_object, show_longest, show_plan
+from llava_fsdp.plan.time.hardware import Machine, machine_named
 from llava_fsdp.runtime.errors import LlavaFsdpError, ModelError
 from llava_fsdp.runtime.text.console import TextConsole
 from llava_fsdp.runtime.text.log import log

@@ -41,12 +41,9 @@ from llava_fsdp.parallel.ranks.mesh import count_groups, mesh_shape
 from llava_fsdp.parallel.tensor.tensor_cut import Cut
 from llava_fsdp.parallel.tensor.tensor_plan import tensor_plan
 from llava_fsdp.parallel.zero import SHARD_PLANS, ShardPlan, Sync
-from llava_fsdp.plan.activations import ActivationMeter, MicroBatch, MicroBatches, Segment, stack_name
-from llava_fsdp.plan.fsdp_units import Unit, units_of
-from llava_fsdp.plan.hardware import MIB, Machine, machine_for
-from llava_fsdp.plan.layer_volume import layer_volume
-from llava_fsdp.plan.model_shapes import kernel_for, shapes_of
-from llava_fsdp.plan.simulate import (
+from llava_fsdp.plan.memory.activations import ActivationMeter, MicroBatch, MicroBatches, Segment, stack_name
+from llava_fsdp.plan.memory.fsdp_units import Unit, units_of
+from llava_fsdp.plan.memory.simulate import (
     Ledger,
     Pass,
     States,
@@ -56,8 +53,11 @@ from llava_fsdp.plan.simulate import (
     simulate_step,
     simulate_unsharded_step,
 )
-from llava_fsdp.plan.stage_memory import segments_of_stage, simulate_pipeline, weights_of_groups
-from llava_fsdp.plan.step_time import (
+from llava_fsdp.plan.memory.stage_memory import segments_of_stage, simulate_pipeline, weights_of_groups
+from llava_fsdp.plan.model_shapes import kernel_for, shapes_of
+from llava_fsdp.plan.time.hardware import MIB, Machine, machine_for
+from llava_fsdp.plan.time.layer_volume import layer_volume
+from llava_fsdp.plan.time.step_time import (
     Step,
     Volume,
     context_volume,

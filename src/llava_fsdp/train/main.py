@@ -20,7 +20,7 @@ from llava_fsdp.parallel.ranks import mesh as ranks
 from llava_fsdp.parallel.ranks.consensus import on_first_rank
 from llava_fsdp.parallel.ranks.mesh import World, distributed, gather_lists, make_meshes
 from llava_fsdp.parallel.zero import SHARD_PLANS
-from llava_fsdp.plan.auto import Decision, decide, settle_packing
+from llava_fsdp.plan.search.auto import Decision, decide, settle_packing
 from llava_fsdp.plan.workload import samples_in
 from llava_fsdp.report.run_reader import CONFIG_FILE
 from llava_fsdp.runtime.errors import ConfigError

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from llava_fsdp.parallel.memory.dynamic_checkpoint import DynamicCheckpointing
     from llava_fsdp.parallel.pipeline.pipeline import Pipeline
     from llava_fsdp.parallel.precision.precision import MasterWeights
-    from llava_fsdp.plan.mfu import Utilization
+    from llava_fsdp.plan.time.mfu import Utilization
     from llava_fsdp.train.loss_scaler import LossScaler
     from llava_fsdp.train.optimizer import LearningRate
 

@@ -88,7 +88,7 @@ class PlanConfig(Config):
     nodes: int
     """Number of nodes."""
     gpu: str
-    """Name of a GPU in the table of `plan/hardware.py`; auto: the GPU of this machine."""
+    """Name of a GPU in the table of `plan/time/hardware.py`; auto: the GPU of this machine."""
     rows: int
     """Maximum number of rows of the printed table."""
     page: str

@@ -19,7 +19,7 @@ from rich.progress import Progress, TextColumn
 
 from llava_fsdp.config import Config
 from llava_fsdp.config.command_line.renamed import rename_old_files
-from llava_fsdp.plan.mfu import Utilization
+from llava_fsdp.plan.time.mfu import Utilization
 from llava_fsdp.report.run_reader import METRICS_FILE
 from llava_fsdp.runtime.errors import StorageError
 from llava_fsdp.runtime.files.jsonl import Rows, replace_lines

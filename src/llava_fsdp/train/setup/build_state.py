@@ -42,7 +42,7 @@ from llava_fsdp.parallel.tensor.tensor_cut import Cut
 from llava_fsdp.parallel.tensor.tensor_parallel import cut_model, own_rows, reduction
 from llava_fsdp.parallel.tensor.tensor_plan import divide_dropout, tensor_plan
 from llava_fsdp.parallel.zero import ShardPlan
-from llava_fsdp.plan.mfu import utilization_of
+from llava_fsdp.plan.time.mfu import utilization_of
 from llava_fsdp.runtime.errors import DataError
 from llava_fsdp.runtime.text.log import log
 from llava_fsdp.runtime.text.progress import watch_loading

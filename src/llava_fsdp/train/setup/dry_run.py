@@ -32,11 +32,11 @@ from llava_fsdp.parallel.ranks.comm_volume import CollectiveBytes
 from llava_fsdp.parallel.ranks.fake_collectives import is_simulated, simulate_collectives
 from llava_fsdp.parallel.ranks.mesh import World, distributed, make_meshes
 from llava_fsdp.parallel.zero import SHARD_PLANS
-from llava_fsdp.plan.activations import MicroBatch
-from llava_fsdp.plan.auto import decide, settle_packing
+from llava_fsdp.plan.memory.activations import MicroBatch
 from llava_fsdp.plan.model_shapes import shapes_of
 from llava_fsdp.plan.planner import PlanRow
 from llava_fsdp.plan.planner import peak as plan_peak
+from llava_fsdp.plan.search.auto import decide, settle_packing
 from llava_fsdp.plan.workload import samples_of
 from llava_fsdp.runtime.errors import NumericError
 from llava_fsdp.runtime.text.console import TextConsole

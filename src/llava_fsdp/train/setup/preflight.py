@@ -27,7 +27,7 @@ from llava_fsdp.model.weights.load_weights import find_weights
 from llava_fsdp.model.weights.tensor_files import Stored
 from llava_fsdp.parallel.precision.fast_dtype import has_bf16, settle_precision
 from llava_fsdp.parallel.precision.precision import DTYPES
-from llava_fsdp.plan.auto import settle_packing
+from llava_fsdp.plan.search.auto import settle_packing
 from llava_fsdp.runtime.errors import ConfigError, LlavaFsdpError, ModelError
 from llava_fsdp.runtime.files.provenance import read_notes
 from llava_fsdp.runtime.files.unfinished import earlier_export, refuse_staged, run_of

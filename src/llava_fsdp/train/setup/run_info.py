@@ -30,8 +30,8 @@ from llava_fsdp.parallel.memory.memory import Weight, bytes_per_rank, divided_we
 from llava_fsdp.parallel.pipeline.stages import plan_of_stages
 from llava_fsdp.parallel.ranks.mesh import World
 from llava_fsdp.parallel.tensor.tensor_plan import tensor_plan
-from llava_fsdp.plan.auto import expected_peak
-from llava_fsdp.plan.stage_memory import weights_of_groups
+from llava_fsdp.plan.memory.stage_memory import weights_of_groups
+from llava_fsdp.plan.search.auto import expected_peak
 from llava_fsdp.plan.workload import samples_in
 from llava_fsdp.runtime.text.log import log
 from llava_fsdp.runtime.text.redact import redact, secrets_of

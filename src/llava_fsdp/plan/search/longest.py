@@ -15,10 +15,10 @@ from llava_fsdp.config import (
 )
 from llava_fsdp.model.sources.pretrained import Parts
 from llava_fsdp.parallel.context.context_attention import plan_context
-from llava_fsdp.plan.activations import MicroBatch
-from llava_fsdp.plan.hardware import Machine
+from llava_fsdp.plan.memory.activations import MicroBatch
 from llava_fsdp.plan.planner import Choice, Planner, PlanRow, Ranks
-from llava_fsdp.plan.scaling_page import shown, write_chart
+from llava_fsdp.plan.show.scaling_page import shown, write_chart
+from llava_fsdp.plan.time.hardware import Machine
 from llava_fsdp.plan.workload import Samples, packed_row
 from llava_fsdp.report.downsample import Point
 from llava_fsdp.report.svg import Chart, Line

@@ -31,8 +31,15 @@ from llava_fsdp.parallel.memory.activation_checkpoint import apply_activation_ch
 from llava_fsdp.parallel.memory.memory import OUTPUT
 from llava_fsdp.parallel.parallelize import block_names
 from llava_fsdp.parallel.precision.precision import DTYPES, MASTERS, compute_norms_in_fp32, store_weights
-from llava_fsdp.plan.divided_model import divide_on_meta
-from llava_fsdp.plan.meta_trace import Event, FusedKernels, LiveBytes, Trace, collect_gradients, split_like_inductor
+from llava_fsdp.plan.memory.divided_model import divide_on_meta
+from llava_fsdp.plan.memory.meta_trace import (
+    Event,
+    FusedKernels,
+    LiveBytes,
+    Trace,
+    collect_gradients,
+    split_like_inductor,
+)
 
 MEASURED_BLOCKS = 3
 

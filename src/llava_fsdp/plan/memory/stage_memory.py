@@ -14,9 +14,9 @@ from llava_fsdp.parallel.pipeline.pipeline import Pass as StagePass
 from llava_fsdp.parallel.pipeline.pipeline import Place
 from llava_fsdp.parallel.pipeline.stages import StagePlan, children_of, stage_of
 from llava_fsdp.parallel.zero import ShardPlan
-from llava_fsdp.plan.activations import Live, Segment
-from llava_fsdp.plan.fsdp_units import Unit
-from llava_fsdp.plan.simulate import FsdpRank, Ledger, Pass, States
+from llava_fsdp.plan.memory.activations import Live, Segment
+from llava_fsdp.plan.memory.fsdp_units import Unit
+from llava_fsdp.plan.memory.simulate import FsdpRank, Ledger, Pass, States
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from llava_fsdp.config import OffloadMode, Strategy
-from llava_fsdp.plan.hardware import Machine
-from llava_fsdp.plan.layouts import Planned
 from llava_fsdp.plan.planner import Choice, Planner, PlanRow, Ranks
-from llava_fsdp.plan.search import checkpointing_modes, plan_rows, splits_to_try
-from llava_fsdp.plan.step_time import HOP, HOP_BETWEEN, LATENCY, LINK_EFFICIENCY, OVERLAP
+from llava_fsdp.plan.search.layouts import Planned
+from llava_fsdp.plan.search.search import checkpointing_modes, plan_rows, splits_to_try
+from llava_fsdp.plan.time.hardware import Machine
+from llava_fsdp.plan.time.step_time import HOP, HOP_BETWEEN, LATENCY, LINK_EFFICIENCY, OVERLAP
 from llava_fsdp.plan.workload import Samples
 from llava_fsdp.report.downsample import Point
 from llava_fsdp.report.html import heading, section, table, whole_page

@@ -16,9 +16,9 @@ from typing import Generic, TypeVar
 
 from llava_fsdp.config import Config, ParallelConfig, PipelineSchedule
 from llava_fsdp.parallel.context.context import check_torch
-from llava_fsdp.plan.activations import MicroBatches
+from llava_fsdp.plan.memory.activations import MicroBatches
 from llava_fsdp.plan.planner import Choice, Planner, PlanRow, Ranks
-from llava_fsdp.plan.search import largest_that_fits, place_of, ways_to_share_experts
+from llava_fsdp.plan.search.search import largest_that_fits, place_of, ways_to_share_experts
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.text.progress import Advance, Watch, watch
 

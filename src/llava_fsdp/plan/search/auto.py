@@ -29,11 +29,11 @@ from llava_fsdp.parallel.context.context import check_torch
 from llava_fsdp.parallel.context.context_attention import plan_context
 from llava_fsdp.parallel.ranks.mesh import World
 from llava_fsdp.parallel.zero import SHARD_PLANS, Mesh
-from llava_fsdp.plan.activations import MicroBatches
-from llava_fsdp.plan.hardware import this_machine
-from llava_fsdp.plan.layouts import Searcher, Ways
+from llava_fsdp.plan.memory.activations import MicroBatches
 from llava_fsdp.plan.planner import Choice, Planner, PlanRow, Ranks
-from llava_fsdp.plan.search import checkpointing_modes, distinct_strategies, is_allowed, plan_rows, splits_to_try
+from llava_fsdp.plan.search.layouts import Searcher, Ways
+from llava_fsdp.plan.search.search import checkpointing_modes, distinct_strategies, is_allowed, plan_rows, splits_to_try
+from llava_fsdp.plan.time.hardware import this_machine
 from llava_fsdp.plan.workload import Samples
 from llava_fsdp.runtime.errors import ConfigError, LlavaFsdpError
 from llava_fsdp.runtime.files.safe_load import refuse_yaml_bombs

@@ -8,10 +8,10 @@ from rich.table import Table
 
 from llava_fsdp.config import ParallelConfig
 from llava_fsdp.parallel.memory.memory import checkpoint_bytes
-from llava_fsdp.plan.layouts import Planned, Search, why_not
-from llava_fsdp.plan.longest import MOST_TOKENS
+from llava_fsdp.plan.memory.published_formulas import formulas
 from llava_fsdp.plan.planner import Planner, PlanRow
-from llava_fsdp.plan.published_formulas import formulas
+from llava_fsdp.plan.search.layouts import Planned, Search, why_not
+from llava_fsdp.plan.search.longest import MOST_TOKENS
 
 GB = 1e9
 

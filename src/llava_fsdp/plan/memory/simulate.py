@@ -9,8 +9,8 @@ from dataclasses import astuple, dataclass, field, replace
 
 from llava_fsdp.parallel.memory.memory import NORMS, OUTPUT, ROOT, unit_of_experts
 from llava_fsdp.parallel.zero import ShardPlan, Sync
-from llava_fsdp.plan.activations import LEVELS, Live, Segment
-from llava_fsdp.plan.fsdp_units import Unit
+from llava_fsdp.plan.memory.activations import LEVELS, Live, Segment
+from llava_fsdp.plan.memory.fsdp_units import Unit
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "gathered", "reducing", "activations", "logits", "buffers")
 

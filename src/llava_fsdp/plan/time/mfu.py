@@ -14,8 +14,8 @@ from llava_fsdp.data.batching.batch import StepFacts
 from llava_fsdp.model.flops import Flops, count_flops, pairs_in_windows
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.parallel.compile import choose_compiling
-from llava_fsdp.plan.hardware import DEVICES, GPUS
-from llava_fsdp.plan.step_time import recomputed_share
+from llava_fsdp.plan.time.hardware import DEVICES, GPUS
+from llava_fsdp.plan.time.step_time import recomputed_share
 
 TERA = 1e12
 

@@ -16,9 +16,9 @@ from llava_fsdp.config import (
 )
 from llava_fsdp.parallel.ranks.mesh import mesh_shape, shape_of_experts
 from llava_fsdp.parallel.zero import SHARD_PLANS, Mesh
-from llava_fsdp.plan.activations import MicroBatch, MicroBatches
-from llava_fsdp.plan.hardware import Machine
+from llava_fsdp.plan.memory.activations import MicroBatch, MicroBatches
 from llava_fsdp.plan.planner import Choice, Planner, PlanRow, Ranks
+from llava_fsdp.plan.time.hardware import Machine
 from llava_fsdp.plan.workload import configured_split, possible_splits
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.text.progress import Watch, watch
