@@ -27,8 +27,8 @@ from llava_fsdp.data.text.constants import IMAGE_ID
 from llava_fsdp.data.text.detokenize import AnswerText
 from llava_fsdp.data.text.templates import IMAGE_TAG
 from llava_fsdp.data.text.tokenizer import open_tokenizer
-from llava_fsdp.export.formats import source_of_run
 from llava_fsdp.export.main import export
+from llava_fsdp.export.write.formats import source_of_run
 from llava_fsdp.model.generation import PrefixCache, Sampling
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.sources.pretrained import find_parts

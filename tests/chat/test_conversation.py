@@ -22,8 +22,8 @@ from llava_fsdp.config import AspectRatio, ChatConfig, ConversionConfig, Pixels,
 from llava_fsdp.data.records.record import Turn
 from llava_fsdp.data.text.constants import IMAGE_ID
 from llava_fsdp.data.text.templates import IMAGE_TAG
-from llava_fsdp.export.formats import SourceModel
 from llava_fsdp.export.source_model import Opened
+from llava_fsdp.export.write.formats import SourceModel
 from llava_fsdp.model.generation import PrefixCache, Sampling
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.runtime.errors import DataError, OutOfMemory

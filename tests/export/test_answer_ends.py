@@ -21,11 +21,11 @@ from llava_fsdp.config import AUTO, AspectRatio
 from llava_fsdp.data.records.record import Turn
 from llava_fsdp.data.text.templates import TEMPLATES
 from llava_fsdp.data.text.tokenizer import Tokenizer, open_tokenizer
-from llava_fsdp.export.adapter_folder import small_files
-from llava_fsdp.export.chat_template import rehearse_images
-from llava_fsdp.export.formats import begin_hf, source_of_run
-from llava_fsdp.export.generation_file import check_ends
 from llava_fsdp.export.main import export
+from llava_fsdp.export.write.adapter_folder import small_files
+from llava_fsdp.export.write.chat_template import rehearse_images
+from llava_fsdp.export.write.formats import begin_hf, source_of_run
+from llava_fsdp.export.write.generation_file import check_ends
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.runtime.errors import ModelError

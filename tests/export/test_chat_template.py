@@ -25,8 +25,8 @@ from llava_fsdp.data.text.encode import UNLIMITED, ExactEncoder
 from llava_fsdp.data.text.jinja_template import ChatTemplate, open_template, own_name
 from llava_fsdp.data.text.templates import IMAGE_TAG, TEMPLATES, Template
 from llava_fsdp.data.text.tokenizer import Tokenizer, open_tokenizer
-from llava_fsdp.export.chat_template import as_parts, as_text, chat_template, find_gap, rehearse, trained_ids
-from llava_fsdp.export.processor import check_template, write_tokenizer
+from llava_fsdp.export.write.chat_template import as_parts, as_text, chat_template, find_gap, rehearse, trained_ids
+from llava_fsdp.export.write.processor import check_template, write_tokenizer
 from llava_fsdp.runtime.errors import DataError
 from llava_fsdp.train import main as train
 

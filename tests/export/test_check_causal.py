@@ -11,8 +11,8 @@ from tiers import slow_after
 from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaModel
 
-from llava_fsdp.export.check_causal import check_causal, what_is_seen
-from llava_fsdp.export.small_copy import NoSmallCopy, shrink
+from llava_fsdp.export.prove.check_causal import check_causal, what_is_seen
+from llava_fsdp.export.prove.small_copy import NoSmallCopy, shrink
 from llava_fsdp.model.config_key import ConfigKey
 from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.sources.pretrained import find_parts

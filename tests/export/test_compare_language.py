@@ -18,8 +18,8 @@ from tiers import slow_after
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, CLIPVisionConfig
 
 from llava_fsdp.config import LossConfig, LossKernel, Normalize
-from llava_fsdp.export.compare_language import UnlikeOwnClass, check_text, text_difference
-from llava_fsdp.export.verify_logits import load_copy
+from llava_fsdp.export.prove.compare_language import UnlikeOwnClass, check_text, text_difference
+from llava_fsdp.export.prove.verify_logits import load_copy
 from llava_fsdp.model import logit_change
 from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.logit_change import LogitChange

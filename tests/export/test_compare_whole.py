@@ -11,8 +11,8 @@ from small import make_config
 from tiers import slow_after
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from llava_fsdp.export import compare_whole as compared
-from llava_fsdp.export.compare_language import UnlikeOwnClass
+from llava_fsdp.export.prove import compare_whole as compared
+from llava_fsdp.export.prove.compare_language import UnlikeOwnClass
 from llava_fsdp.train.setup.preflight import preflight
 
 TEXT = {

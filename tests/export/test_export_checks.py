@@ -12,10 +12,10 @@ from transformers import AutoConfig
 
 from llava_fsdp.config import AspectRatio, DType, FolderFormat, LinearKind, Quantizer
 from llava_fsdp.data.images.image_tokens import ImageTokens
-from llava_fsdp.export import verify_logits
-from llava_fsdp.export.folded_head import HEAD
-from llava_fsdp.export.logit_distance import Distance, distance
-from llava_fsdp.export.weights_writer import Weights
+from llava_fsdp.export.prove import verify_logits
+from llava_fsdp.export.prove.logit_distance import Distance, distance
+from llava_fsdp.export.write.folded_head import HEAD
+from llava_fsdp.export.write.weights_writer import Weights
 from llava_fsdp.runtime.errors import LlavaFsdpError, ModelError
 from llava_fsdp.train import final_export
 

@@ -32,11 +32,11 @@ from llava_fsdp.data.text.constants import IMAGE_ID
 from llava_fsdp.data.text.conversation import prompt
 from llava_fsdp.data.text.encode import encode_prompt
 from llava_fsdp.data.text.templates import TEMPLATES
-from llava_fsdp.export import formats, weights_writer
-from llava_fsdp.export.formats import source_of_run
 from llava_fsdp.export.main import export
-from llava_fsdp.export.rehearsal import CannotBeExported
-from llava_fsdp.export.weights_writer import Weights, plan_files, publish_folder, renamed
+from llava_fsdp.export.prove.rehearsal import CannotBeExported
+from llava_fsdp.export.write import formats, weights_writer
+from llava_fsdp.export.write.formats import source_of_run
+from llava_fsdp.export.write.weights_writer import Weights, plan_files, publish_folder, renamed
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.packed_attention.attention import choose_kernel
 from llava_fsdp.model.sources.pretrained import find_parts

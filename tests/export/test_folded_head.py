@@ -15,7 +15,7 @@ from tiers import slow_after
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlavaForConditionalGeneration
 
 from llava_fsdp.export.main import export
-from llava_fsdp.export.verify_logits import load_copy
+from llava_fsdp.export.prove.verify_logits import load_copy
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.logit_change import logit_change
 from llava_fsdp.model.sources import pretrained

@@ -16,8 +16,8 @@ from transformers import AutoConfig, LlamaConfig
 from llava_fsdp.config import AspectRatio, PatchMerge, Pixels, SpecialTokens
 from llava_fsdp.data.images.preprocess import read_preprocessor
 from llava_fsdp.data.images.video import VideoSampling
-from llava_fsdp.export import formats, weights_writer
-from llava_fsdp.export.formats import (
+from llava_fsdp.export.write import formats, weights_writer
+from llava_fsdp.export.write.formats import (
     SourceModel,
     begin_projector,
     check_hf,
@@ -29,8 +29,8 @@ from llava_fsdp.export.formats import (
     write_generation_of_original,
     write_notes,
 )
-from llava_fsdp.export.processor import as_older_release, write_preprocessor, write_tokenizer
-from llava_fsdp.export.weights_writer import Weights, renamed, write_shards
+from llava_fsdp.export.write.processor import as_older_release, write_preprocessor, write_tokenizer
+from llava_fsdp.export.write.weights_writer import Weights, renamed, write_shards
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.logit_change import LogitChange
 from llava_fsdp.model.sources.pretrained import Parts

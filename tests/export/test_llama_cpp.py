@@ -17,7 +17,7 @@ from unpacked import run_with, unpacked
 
 from llava_fsdp.data.text.jinja_template import BEGIN, END, OLDER_END, find_code, own_name
 from llava_fsdp.data.text.templates import TEMPLATES
-from llava_fsdp.export.chat_template import Gap, as_parts, as_text, chat_template, quoted
+from llava_fsdp.export.write.chat_template import Gap, as_parts, as_text, chat_template, quoted
 
 UNKNOWN = re.compile(r"\\u|\\x|\{%\+|\+%\}|\{%-?\s*(?:break|continue|do|trans)\b|startswith\(\(")
 """What the Jinja of llama.cpp refuses."""

@@ -37,10 +37,10 @@ from llava_fsdp.data.records.record import Turn, is_video
 from llava_fsdp.data.text.constants import IMAGE_ID
 from llava_fsdp.data.text.templates import TEMPLATES
 from llava_fsdp.data.text.tokenizer import open_tokenizer
-from llava_fsdp.export.chat_template import rehearse
 from llava_fsdp.export.main import export
+from llava_fsdp.export.prove.verify_logits import load_copy
 from llava_fsdp.export.source_model import open_source
-from llava_fsdp.export.verify_logits import load_copy
+from llava_fsdp.export.write.chat_template import rehearse
 from llava_fsdp.model.generation import Sampling
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.sources.pretrained import find_parts

@@ -16,11 +16,11 @@ from test_chat_template import KINDS, exported, write_source
 from transformers import AutoConfig, PretrainedConfig
 from unpacked import run_with, unpacked
 
-from llava_fsdp.export.chat_template import PROBES, as_parts, as_text
-from llava_fsdp.export.formats import SourceModel, begin_hf, source_of_run
-from llava_fsdp.export.older_transformers import NEEDS_5, older_tokenizer, with_older_fields
-from llava_fsdp.export.rehearsal import compare, prepare_copy, write_hf
-from llava_fsdp.export.verify_logits import exported_logits
+from llava_fsdp.export.prove.rehearsal import compare, prepare_copy, write_hf
+from llava_fsdp.export.prove.verify_logits import exported_logits
+from llava_fsdp.export.write.chat_template import PROBES, as_parts, as_text
+from llava_fsdp.export.write.formats import SourceModel, begin_hf, source_of_run
+from llava_fsdp.export.write.older_transformers import NEEDS_5, older_tokenizer, with_older_fields
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.sources.pretrained import find_parts
 

@@ -20,12 +20,19 @@ from small import Configure, make_config
 from tiers import slow_after
 from transformers import AutoConfig, AutoModel, PretrainedConfig
 
-from llava_fsdp.export import rehearsal
-from llava_fsdp.export.formats import SourceModel, begin_hf, hf_config, source_of_run
-from llava_fsdp.export.processor import check_image_tokens
-from llava_fsdp.export.rehearsal import CannotBeExported, check_names, compare, prepare_copy, rehearse_hf, write_hf
-from llava_fsdp.export.small_copy import count_layers, shrink, shrink_image, shrink_layer, small_copy
-from llava_fsdp.export.weights_writer import Weights
+from llava_fsdp.export.prove import rehearsal
+from llava_fsdp.export.prove.rehearsal import (
+    CannotBeExported,
+    check_names,
+    compare,
+    prepare_copy,
+    rehearse_hf,
+    write_hf,
+)
+from llava_fsdp.export.prove.small_copy import count_layers, shrink, shrink_image, shrink_layer, small_copy
+from llava_fsdp.export.write.formats import SourceModel, begin_hf, hf_config, source_of_run
+from llava_fsdp.export.write.processor import check_image_tokens
+from llava_fsdp.export.write.weights_writer import Weights
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.logit_change import LogitChange
 from llava_fsdp.model.sources.pretrained import find_parts

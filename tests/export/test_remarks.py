@@ -11,8 +11,8 @@ from tiled import parts_of
 from llava_fsdp.config import AspectRatio
 from llava_fsdp.data.images.anyres import grid_sizes
 from llava_fsdp.data.images.image_tokens import ImageTokens
-from llava_fsdp.export.formats import begin_hf, source_of_run
-from llava_fsdp.export.remarks import remarks_on, write_remarks
+from llava_fsdp.export.write.formats import begin_hf, source_of_run
+from llava_fsdp.export.write.remarks import remarks_on, write_remarks
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.sources.pretrained import find_parts
 

@@ -21,8 +21,16 @@ from transformers import (
 )
 
 from llava_fsdp.config import LoraBias, LoraConfig, ModelConfig
-from llava_fsdp.export import processor
-from llava_fsdp.export.adapter_folder import (
+from llava_fsdp.export.prove.small_copy import (
+    check_same_structure,
+    comparable,
+    random_values,
+    shrink,
+    shrink_rope,
+    shrunk,
+)
+from llava_fsdp.export.write import processor
+from llava_fsdp.export.write.adapter_folder import (
     ROOM,
     AdapterWriter,
     Base,
@@ -30,7 +38,7 @@ from llava_fsdp.export.adapter_folder import (
     check_fingerprint,
     whole_rows,
 )
-from llava_fsdp.export.processor import (
+from llava_fsdp.export.write.processor import (
     TokenIds,
     check_same_ids,
     convert_tokenizer_to_original,
@@ -42,7 +50,6 @@ from llava_fsdp.export.processor import (
     write_preprocessor,
     write_processor,
 )
-from llava_fsdp.export.small_copy import check_same_structure, comparable, random_values, shrink, shrink_rope, shrunk
 from llava_fsdp.model.weights.init_weights import Drawn, DrawRule, Rule
 from llava_fsdp.model.weights.tensor_files import StoredTensor
 from llava_fsdp.runtime.errors import ModelError
@@ -403,7 +410,7 @@ def test_which_tensors_go_with_an_adapter(tmp_path: Path, monkeypatch: pytest.Mo
         object.__setattr__(tensor, "file", folder / "x.safetensors")
         return tensor
 
-    monkeypatch.setattr("llava_fsdp.export.adapter_folder.adapter_folders", lambda name: (tmp_path / name,))
+    monkeypatch.setattr("llava_fsdp.export.write.adapter_folder.adapter_folders", lambda name: (tmp_path / name,))
     projector = "multi_modal_projector.linear_1.weight"
     sources = {
         "a": stored(tmp_path / "base"), "b": stored(tmp_path / "before"), "c": drawn("c", 1),

@@ -25,7 +25,7 @@ from llava_fsdp.checkpoint.verify import newest_alone, verify
 from llava_fsdp.config import Config, load
 from llava_fsdp.config.command_line import cli
 from llava_fsdp.data.index.integrity import read_column
-from llava_fsdp.export.processor import write_tokenizer
+from llava_fsdp.export.write.processor import write_tokenizer
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.model.weights.tensor_files import open_tensors
 from llava_fsdp.runtime.errors import CheckpointError, ConfigError, LlavaFsdpError, ModelError

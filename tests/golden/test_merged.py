@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from small import conversion
 
 from llava_fsdp.config import ConversionConfig
-from llava_fsdp.export.adapter_folder import AdapterWriter, Base, prove_adapter, small_files
 from llava_fsdp.export.main import export
 from llava_fsdp.export.source_model import open_source
+from llava_fsdp.export.write.adapter_folder import AdapterWriter, Base, prove_adapter, small_files
 from llava_fsdp.model.adapters.lora_files import OTHERS_FILES, open_adapter
 from llava_fsdp.model.adapters.lora_names import without_base
 from llava_fsdp.model.sources.pretrained_config import read_base

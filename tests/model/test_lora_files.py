@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from small import write_json
 
 from llava_fsdp.config import LoraBias, LoraConfig
-from llava_fsdp.export.adapter_folder import is_projector, prove_adapter
+from llava_fsdp.export.write.adapter_folder import is_projector, prove_adapter
 from llava_fsdp.model.adapters.lora_files import (
     AdapterFolder,
     check_changed,

@@ -16,7 +16,7 @@ from transformers import InternVLConfig, InternVLModel, InternVLVisionConfig, Ll
 from transformers.models.internvl.modeling_internvl import InternVLMultiModalProjector
 
 from llava_fsdp.config import AspectRatio
-from llava_fsdp.export.formats import check_hf, check_original
+from llava_fsdp.export.write.formats import check_hf, check_original
 from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.projector import Projector, pixel_shuffle
 from llava_fsdp.model.sources.pretrained import find_parts

@@ -14,7 +14,7 @@ from small import make_config, write_json
 from tiers import slow_after
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from llava_fsdp.export.verify_logits import load_copy
+from llava_fsdp.export.prove.verify_logits import load_copy
 from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.model.weights.load_weights import find_weights

@@ -25,7 +25,7 @@ from llava_fsdp.chat.assistant import Assistant, Question
 from llava_fsdp.config import AUTO, AspectRatio
 from llava_fsdp.data.records.record import Turn
 from llava_fsdp.export.main import export
-from llava_fsdp.export.verify_logits import relative_difference
+from llava_fsdp.export.prove.verify_logits import relative_difference
 from llava_fsdp.model.weights.weight_names import ours
 from llava_fsdp.train import main as train
 

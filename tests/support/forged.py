@@ -9,7 +9,7 @@ import pytest
 from xxhash import xxh3_128
 
 from llava_fsdp.checkpoint.manifest import MANIFEST_FILE, STATE_FILE
-from llava_fsdp.export import formats
+from llava_fsdp.export.write import formats
 from llava_fsdp.runtime.files.digests import sealed
 from llava_fsdp.runtime.files.provenance import NOTES, seal
 

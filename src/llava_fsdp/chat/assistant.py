@@ -24,8 +24,8 @@ from llava_fsdp.data.text.jinja_template import open_template
 from llava_fsdp.data.text.message_parts import media_of
 from llava_fsdp.data.text.templates import IMAGE_TAG
 from llava_fsdp.data.text.tokenizer import Tokenizer, open_tokenizer
+from llava_fsdp.export.prove.verify_logits import load_copy
 from llava_fsdp.export.source_model import Opened
-from llava_fsdp.export.verify_logits import load_copy
 from llava_fsdp.model.generation import DynamicCache, ImageInputs, PrefixCache, Sampling, write_tokens
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.packed_attention.attention import attention_of_transformers

@@ -8,8 +8,8 @@ import torch
 
 from llava_fsdp.config import AspectRatio, ConversionConfig, FolderFormat, KeptDType
 from llava_fsdp.data.images.preprocess import preprocessor_fields
+from llava_fsdp.export.prove.verify_logits import compute_dtype
 from llava_fsdp.export.source_model import Opened, open_source
-from llava_fsdp.export.verify_logits import compute_dtype
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.sources.llava_v1_5_config import is_original
 from llava_fsdp.model.sources.pretrained import NEXT, ONEVISION, read_json

@@ -30,10 +30,10 @@ from llava_fsdp.data.images.image_tokens import MAX_TILES
 from llava_fsdp.data.images.preprocess import preprocessor_fields
 from llava_fsdp.data.images.video import VideoSampling
 from llava_fsdp.data.text.jinja_template import OWN, is_whole, own_name, usable_name
-from llava_fsdp.export.adapter_folder import check_fingerprint
 from llava_fsdp.export.check_folders import check_artifacts
-from llava_fsdp.export.formats import SourceModel, source_of_run
-from llava_fsdp.export.verify_logits import Adapted
+from llava_fsdp.export.prove.verify_logits import Adapted
+from llava_fsdp.export.write.adapter_folder import check_fingerprint
+from llava_fsdp.export.write.formats import SourceModel, source_of_run
 from llava_fsdp.model.adapters import lora_files as adapter
 from llava_fsdp.model.adapters.base_config import BASE_OPTION, check_base_config
 from llava_fsdp.model.adapters.lora_files import AdapterFolder, is_adapter_folder, open_adapter

@@ -2,7 +2,7 @@
 unchanged, some multiply or divide it, and some cap it with a tanh.
 
 transformers' LLaVA classes leave it unchanged, whatever their language model is. In an export, a factor of the language
-model is therefore multiplied into the weight of the output layer (`export/folded_head.py`).
+model is therefore multiplied into the weight of the output layer (`export/write/folded_head.py`).
 """
 
 import math
@@ -53,7 +53,7 @@ TABLE = (
 )
 """Configuration keys of transformers' language models that change logits, from all `...ForCausalLM` classes of
 transformers 5.23. A factor is applied before a cap. If a model has a key that is missing here, the
-comparison with transformers' class (`export/compare_language.py`) ends its training before the first step."""
+comparison with transformers' class (`export/prove/compare_language.py`) ends its training before the first step."""
 VISION_LANGUAGE = frozenset({
     "cohere_compass", "gemma3n", "gemma4", "gemma4_unified", "granite4_vision", "granite_docling",
     "hyperclovax_vision_v2", "inkling_mm_model", "inkling2", "mistral_large4", "muse_glimmer", "muse_spark",

@@ -17,18 +17,8 @@ from llava_fsdp.checkpoint.reader import saved_weights
 from llava_fsdp.checkpoint.verify import Checkpoint
 from llava_fsdp.config import Config, DType, FolderFormat, KeptDType, LinearKind, Quantizer
 from llava_fsdp.data.batching.batch import MicroBatch
-from llava_fsdp.export.adapter_folder import (
-    AdapterWriter,
-    Base,
-    adapter_tensors,
-    prove_adapter,
-    small_files,
-    whole_rows,
-)
-from llava_fsdp.export.folded_head import HEAD, is_rounded, with_folded_head
-from llava_fsdp.export.formats import history, source_of_run, write_folder
-from llava_fsdp.export.logit_distance import CLOSE, Distance, bound_of_classes, distance
-from llava_fsdp.export.verify_logits import (
+from llava_fsdp.export.prove.logit_distance import CLOSE, Distance, bound_of_classes, distance
+from llava_fsdp.export.prove.verify_logits import (
     Adapted,
     compute_place,
     empty_copy,
@@ -37,7 +27,17 @@ from llava_fsdp.export.verify_logits import (
     prove_merge,
     reloaded_logits,
 )
-from llava_fsdp.export.weights_writer import Weights, publish_folder
+from llava_fsdp.export.write.adapter_folder import (
+    AdapterWriter,
+    Base,
+    adapter_tensors,
+    prove_adapter,
+    small_files,
+    whole_rows,
+)
+from llava_fsdp.export.write.folded_head import HEAD, is_rounded, with_folded_head
+from llava_fsdp.export.write.formats import history, source_of_run, write_folder
+from llava_fsdp.export.write.weights_writer import Weights, publish_folder
 from llava_fsdp.model.adapters.lora_files import FOLDER, check_changed
 from llava_fsdp.model.adapters.lora_names import is_adapter, module_of
 from llava_fsdp.model.llava import Llava, build_llava

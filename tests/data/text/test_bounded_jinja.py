@@ -12,7 +12,7 @@ from llava_fsdp.data.records.record import Turn
 from llava_fsdp.data.text.bounded_jinja import BREAKS, MEMORY, process, render
 from llava_fsdp.data.text.jinja_template import OWN, open_template
 from llava_fsdp.data.text.tokenizer import open_tokenizer
-from llava_fsdp.export.chat_template import templated
+from llava_fsdp.export.write.chat_template import templated
 from llava_fsdp.runtime.errors import ConfigError, DataError
 
 CHATML = (

@@ -35,8 +35,8 @@ from llava_fsdp.data.text.encode import UNLIMITED, ExactEncoder, encode_prompt, 
 from llava_fsdp.data.text.jinja_template import OWN, ChatTemplate, open_template, own_name
 from llava_fsdp.data.text.message_parts import divide, media_of
 from llava_fsdp.data.text.tokenizer import open_tokenizer
-from llava_fsdp.export.chat_template import rehearse
-from llava_fsdp.export.processor import write_tokenizer as write_exported
+from llava_fsdp.export.write.chat_template import rehearse
+from llava_fsdp.export.write.processor import write_tokenizer as write_exported
 
 ONEVISION = (
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + ' '}}{# Render all images first #}"

@@ -15,8 +15,8 @@ from llava_fsdp.data.batching.context_cut import ContextCut
 from llava_fsdp.data.loader import Loader, build_loader
 from llava_fsdp.data.toy_shapes import draw_shapes
 from llava_fsdp.data.validation_set import Choose, HeldOut, open_held_out, warn_of_trained
-from llava_fsdp.export import adapter_folder
 from llava_fsdp.export.check_folders import check_artifacts
+from llava_fsdp.export.write import adapter_folder
 from llava_fsdp.model.experts import RankPositions, RouterOutputs, find_experts, find_routers
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.loss import VocabularyPart, chunked_loss

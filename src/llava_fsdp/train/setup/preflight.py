@@ -14,13 +14,13 @@ from llava_fsdp.config import AUTO, Attention, Config, DType, LinearKind, Parity
 from llava_fsdp.config.paths import PACKAGED_OR_HUB, check_paths, exists
 from llava_fsdp.data.index.record_store import sources_of
 from llava_fsdp.data.text.jinja_template import OWN, is_whole, own_name, usable_name
-from llava_fsdp.export.check_causal import check_causal
-from llava_fsdp.export.compare_language import compare_language
-from llava_fsdp.export.compare_tower import compare_tower
-from llava_fsdp.export.compare_whole import compare_whole
-from llava_fsdp.export.folded_head import is_rounded
-from llava_fsdp.export.formats import source_of_run
-from llava_fsdp.export.rehearsal import rehearse_hf
+from llava_fsdp.export.prove.check_causal import check_causal
+from llava_fsdp.export.prove.compare_language import compare_language
+from llava_fsdp.export.prove.compare_tower import compare_tower
+from llava_fsdp.export.prove.compare_whole import compare_whole
+from llava_fsdp.export.prove.rehearsal import rehearse_hf
+from llava_fsdp.export.write.folded_head import is_rounded
+from llava_fsdp.export.write.formats import source_of_run
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.sources.pretrained import NoProjector, Parts, UnfinishedRun, find_parts, find_projector
 from llava_fsdp.model.weights.load_weights import find_weights

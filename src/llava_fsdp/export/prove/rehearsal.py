@@ -11,14 +11,9 @@ from transformers import PretrainedConfig
 
 from llava_fsdp.data.batching.batch import MicroBatch
 from llava_fsdp.data.images.anyres import Size
-from llava_fsdp.export.adapter_folder import whole_rows
-from llava_fsdp.export.chat_template import PROBED
-from llava_fsdp.export.folded_head import HEAD, with_folded_head
-from llava_fsdp.export.formats import SourceModel, begin_hf, hf_config, write_hf_config, write_hf_weights
-from llava_fsdp.export.logit_distance import CLOSE
-from llava_fsdp.export.processor import TokenIds, check_image_tokens, has_tokenizer, preprocessor_fields
-from llava_fsdp.export.small_copy import small_copy
-from llava_fsdp.export.verify_logits import (
+from llava_fsdp.export.prove.logit_distance import CLOSE
+from llava_fsdp.export.prove.small_copy import small_copy
+from llava_fsdp.export.prove.verify_logits import (
     Adapted,
     exported_logits,
     load_copy,
@@ -28,7 +23,12 @@ from llava_fsdp.export.verify_logits import (
     random_rows,
     relative_difference,
 )
-from llava_fsdp.export.weights_writer import Weights
+from llava_fsdp.export.write.adapter_folder import whole_rows
+from llava_fsdp.export.write.chat_template import PROBED
+from llava_fsdp.export.write.folded_head import HEAD, with_folded_head
+from llava_fsdp.export.write.formats import SourceModel, begin_hf, hf_config, write_hf_config, write_hf_weights
+from llava_fsdp.export.write.processor import TokenIds, check_image_tokens, has_tokenizer, preprocessor_fields
+from llava_fsdp.export.write.weights_writer import Weights
 from llava_fsdp.model.adapters.lora_names import is_adapter, without_base
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.sources.exportable import why_not_original

@@ -25,7 +25,7 @@ from llava_fsdp.data.images.preprocess import preprocessor_fields, read_preproce
 from llava_fsdp.data.text.jinja_template import FILE, ChatTemplate, open_template, special_tokens
 from llava_fsdp.data.text.templates import IMAGE_TAG, Template
 from llava_fsdp.data.text.tokenizer import SPACE, LlamaTokenizer, added_tokens, is_legacy, open_tokenizer, read_optional
-from llava_fsdp.export.chat_template import (
+from llava_fsdp.export.write.chat_template import (
     VIDEO_TAG,
     Gap,
     chat_template,
@@ -34,7 +34,7 @@ from llava_fsdp.export.chat_template import (
     rehearse,
     rehearse_images,
 )
-from llava_fsdp.export.older_transformers import older_tokenizer
+from llava_fsdp.export.write.older_transformers import older_tokenizer
 from llava_fsdp.model.vision_tower import image_size, patch_size
 from llava_fsdp.runtime.errors import ModelError
 from llava_fsdp.runtime.files.safe_load import LARGE, foreign, read_json

@@ -12,10 +12,10 @@ from transformers import AutoModelForImageTextToText, LlavaNextConfig, LlavaOnev
 from llava_fsdp.config import AspectRatio
 from llava_fsdp.data.images.anyres import grid_sizes
 from llava_fsdp.data.images.image_tokens import ImageTokens
-from llava_fsdp.export.compare_language import EQUAL, UnlikeOwnClass
-from llava_fsdp.export.formats import SourceModel
-from llava_fsdp.export.small_copy import small_copy
-from llava_fsdp.export.verify_logits import exported_logits, load_copy, logits, random_rows, relative_difference
+from llava_fsdp.export.prove.compare_language import EQUAL, UnlikeOwnClass
+from llava_fsdp.export.prove.small_copy import small_copy
+from llava_fsdp.export.prove.verify_logits import exported_logits, load_copy, logits, random_rows, relative_difference
+from llava_fsdp.export.write.formats import SourceModel
 from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.sources.llava_v1_5_config import is_original
 from llava_fsdp.model.sources.pretrained import read_json, read_llava_config

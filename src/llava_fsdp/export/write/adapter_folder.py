@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from llava_fsdp.checkpoint.safetensors_stream import write_tensors
 from llava_fsdp.checkpoint.state_json import jsonable
 from llava_fsdp.config import KeptDType, LoraConfig, ModelConfig
-from llava_fsdp.export.formats import (
+from llava_fsdp.export.write.formats import (
     SourceModel,
     copy_or_convert_tokenizer,
     write_configs,

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from llava_fsdp.config import ModelConfig, QuantizeConfig
-from llava_fsdp.export.formats import SourceModel
+from llava_fsdp.export.write.formats import SourceModel
 from llava_fsdp.model.adapters.lora_names import LORA_B
 from llava_fsdp.model.blocks import find_blocks
 from llava_fsdp.model.llava import Llava, build_llava

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.utils import logging as transformers_logging
 
 from llava_fsdp.data.images.image_tokens import ImageTokens
-from llava_fsdp.export.logit_distance import distance
-from llava_fsdp.export.verify_logits import (
+from llava_fsdp.export.prove.logit_distance import distance
+from llava_fsdp.export.prove.verify_logits import (
     compute_dtype,
     exported_logits,
     has_experts,

@@ -17,9 +17,8 @@ from torch import nn
 from transformers import AutoConfig
 
 from llava_fsdp.data.images.image_tokens import ImageTokens
-from llava_fsdp.export.adapter_folder import whole_rows
-from llava_fsdp.export.logit_distance import distance
-from llava_fsdp.export.verify_logits import (
+from llava_fsdp.export.prove.logit_distance import distance
+from llava_fsdp.export.prove.verify_logits import (
     Adapted,
     Rounded,
     compute_dtype,
@@ -30,6 +29,7 @@ from llava_fsdp.export.verify_logits import (
     open_export,
     random_rows,
 )
+from llava_fsdp.export.write.adapter_folder import whole_rows
 from llava_fsdp.model.adapters.lora import import_peft
 from llava_fsdp.model.adapters.lora_files import ADAPTER_CONFIG, ADAPTER_FILES, FOLDER
 from llava_fsdp.model.adapters.lora_names import is_adapter, without_base

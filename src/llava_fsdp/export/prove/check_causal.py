@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoModel, PretrainedConfig
 
-from llava_fsdp.export.small_copy import NoSmallCopy, count_layers, scale, shrink
+from llava_fsdp.export.prove.small_copy import NoSmallCopy, count_layers, scale, shrink
 from llava_fsdp.model.config_key import ConfigKey
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.packed_attention.attention import attention_of_transformers

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoModel, PretrainedConfig, PreTrainedModel
 
 from llava_fsdp.config import Feature
-from llava_fsdp.export.small_copy import NoSmallCopy, scale, shrink, shrink_tower
+from llava_fsdp.export.prove.small_copy import NoSmallCopy, scale, shrink, shrink_tower
 from llava_fsdp.model.config_key import ConfigKey
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.sources.pretrained import read_config

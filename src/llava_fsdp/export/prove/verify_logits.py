@@ -15,8 +15,8 @@ from llava_fsdp.config import FolderFormat, LoraConfig
 from llava_fsdp.data.batching.batch import MicroBatch
 from llava_fsdp.data.images.anyres import Size
 from llava_fsdp.data.images.image_tokens import ImageTokens, join_tokens
-from llava_fsdp.export.folded_head import is_rounded
-from llava_fsdp.export.logit_distance import Distance, distance
+from llava_fsdp.export.prove.logit_distance import Distance, distance
+from llava_fsdp.export.write.folded_head import is_rounded
 from llava_fsdp.model.adapters.lora import put_adapters
 from llava_fsdp.model.adapters.lora_merge import BASE_WEIGHT, merged
 from llava_fsdp.model.adapters.lora_names import ENDINGS, is_adapter, without_base

@@ -21,8 +21,8 @@ from transformers import (
 )
 
 from llava_fsdp.config import Feature, ModelConfig, Part, PatchMerge
-from llava_fsdp.export.small_copy import MOST_PARAMETERS, NoSmallCopy, count_layers, random_values, shrink
-from llava_fsdp.export.verify_logits import load_copy, relative_difference
+from llava_fsdp.export.prove.small_copy import MOST_PARAMETERS, NoSmallCopy, count_layers, random_values, shrink
+from llava_fsdp.export.prove.verify_logits import load_copy, relative_difference
 from llava_fsdp.model.config_key import ConfigKey
 from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.logit_change import keys_that_change

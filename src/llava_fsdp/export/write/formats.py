@@ -25,10 +25,10 @@ from llava_fsdp.data.images.video import VideoSampling
 from llava_fsdp.data.text.detokenize import eos_ids
 from llava_fsdp.data.text.jinja_template import is_own, open_template
 from llava_fsdp.data.text.tokenizer import open_tokenizer, read_optional
-from llava_fsdp.export.folded_head import folded_fields, with_folded_head
-from llava_fsdp.export.generation_file import find_ends, generation_fields, write_generation
-from llava_fsdp.export.older_transformers import with_older_fields
-from llava_fsdp.export.processor import (
+from llava_fsdp.export.write.folded_head import folded_fields, with_folded_head
+from llava_fsdp.export.write.generation_file import find_ends, generation_fields, write_generation
+from llava_fsdp.export.write.older_transformers import with_older_fields
+from llava_fsdp.export.write.processor import (
     TokenIds,
     check_template,
     convert_tokenizer_to_original,
@@ -39,8 +39,8 @@ from llava_fsdp.export.processor import (
     write_template,
     write_tokenizer,
 )
-from llava_fsdp.export.remarks import remarks_on, write_remarks
-from llava_fsdp.export.weights_writer import Weights, renamed, write_projector, write_shards
+from llava_fsdp.export.write.remarks import remarks_on, write_remarks
+from llava_fsdp.export.write.weights_writer import Weights, renamed, write_projector, write_shards
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.sources.exportable import (
     KEPT,

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from llava_fsdp.export.weights_writer import Weights
+from llava_fsdp.export.write.weights_writer import Weights
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.logit_change import without_change
 from llava_fsdp.model.sources.pretrained import Parts
