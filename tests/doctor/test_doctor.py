@@ -21,14 +21,15 @@ from small import command_config
 
 from llava_fsdp.config import DoctorConfig, Format
 from llava_fsdp.data.batching.workers import lock_bytes
-from llava_fsdp.doctor import checks, collectives, config_checks, disk, gpus, host, network, software, torch_probe
+from llava_fsdp.doctor import checks, config_checks
 from llava_fsdp.doctor.checks import CHECKS, Check, run_check
-from llava_fsdp.doctor.collectives_worker import check_exchange, check_messages, expect
 from llava_fsdp.doctor.context import Context, Needs
 from llava_fsdp.doctor.findings import Finding, Level, fail, ok, output_of, result_and_cure, warn
-from llava_fsdp.doctor.gpus import TorchFacts, parse_links, parse_smi
 from llava_fsdp.doctor.main import doctor
-from llava_fsdp.doctor.network import Interface
+from llava_fsdp.doctor.probes import collectives, disk, gpus, host, network, software, torch_probe
+from llava_fsdp.doctor.probes.collectives_worker import check_exchange, check_messages, expect
+from llava_fsdp.doctor.probes.gpus import TorchFacts, parse_links, parse_smi
+from llava_fsdp.doctor.probes.network import Interface
 from llava_fsdp.parallel.ranks.mesh import World
 from llava_fsdp.plan.time.hardware import PROCESS, Machine
 from llava_fsdp.runtime.errors import ConfigError
@@ -833,7 +834,7 @@ def test_which_line_says_why(lines: list[str], reason: str) -> None:
 def test_ranks_that_agree_print_nothing(tmp_path: Path) -> None:
     """As docs/doctor.md has them started by hand."""
     start = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
-    done = command(*start, "llava_fsdp.doctor.collectives_worker", str(tmp_path), cwd=tmp_path)
+    done = command(*start, "llava_fsdp.doctor.probes.collectives_worker", str(tmp_path), cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     stages = [line.split()[0] for line in (tmp_path / "rank-1").read_text().splitlines()]
     assert stages == [stage for stage in collectives.STUCK if stage]

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, DynamicCache
 
 from llava_fsdp.config import Attention, PlanConfig
-from llava_fsdp.doctor.software import needs_of
+from llava_fsdp.doctor.probes.software import needs_of
 from llava_fsdp.model.packed_attention.attention import (
     NAMES,
     AttentionForm,

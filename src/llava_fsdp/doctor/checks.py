@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llava_fsdp.config.paths import exists, paths_read
-from llava_fsdp.doctor import config_checks, disk, gpus, host, network, software
-from llava_fsdp.doctor.collectives import LIMIT, try_ranks
+from llava_fsdp.doctor import config_checks
 from llava_fsdp.doctor.context import Context
 from llava_fsdp.doctor.findings import Finding, Level, fail, ok, output_of, result_and_cure, warn
+from llava_fsdp.doctor.probes import disk, gpus, host, network, software
+from llava_fsdp.doctor.probes.collectives import LIMIT, try_ranks
 from llava_fsdp.runtime.errors import LlavaFsdpError
 from llava_fsdp.runtime.files.os_errors import existing, free_bytes
 from llava_fsdp.runtime.process.imports import broken_package

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from llava_fsdp.config import Config, DoctorConfig, DType
 from llava_fsdp.doctor.findings import output_of
-from llava_fsdp.doctor.gpus import QUERY, SECONDS, SmiGpu, TorchFacts, parse_smi, read_torch, seen_gpus
+from llava_fsdp.doctor.probes.gpus import QUERY, SECONDS, SmiGpu, TorchFacts, parse_smi, read_torch, seen_gpus
 from llava_fsdp.runtime.process.host import Host, cpu_has_bf16, read_host
 
 if TYPE_CHECKING:

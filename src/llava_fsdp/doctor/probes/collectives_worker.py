@@ -1,8 +1,8 @@
 """Run one rank of `doctor`'s check of communication: join the process group as a training does, run collectives and
 check their results. `doctor` is the command that checks this machine before a training.
 
-`torchrun --nnodes 2 --nproc-per-node 8 ... -m llava_fsdp.doctor.collectives_worker FOLDER` tests several machines. Each
-rank R writes how far it has come (started, joined, ...) into FOLDER/rank-R.
+`torchrun --nnodes 2 --nproc-per-node 8 ... -m llava_fsdp.doctor.probes.collectives_worker FOLDER` tests several
+machines. Each rank R writes how far it has come (started, joined, ...) into FOLDER/rank-R.
 """
 
 from llava_fsdp.runtime.process.safe_path import prepare_python

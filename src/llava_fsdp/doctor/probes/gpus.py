@@ -95,7 +95,7 @@ def seen_gpus(gpus: Sequence[SmiGpu], visible: str | None, count: int | None) ->
 
 
 def read_torch() -> TorchFacts:
-    text = output_of([sys.executable, "-P", "-m", "llava_fsdp.doctor.torch_probe"], TORCH_SECONDS)
+    text = output_of([sys.executable, "-P", "-m", "llava_fsdp.doctor.probes.torch_probe"], TORCH_SECONDS)
     try:
         return TorchFacts(**json.loads((text or "").strip().splitlines()[-1]))
     except (ValueError, IndexError, TypeError):

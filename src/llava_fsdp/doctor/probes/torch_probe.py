@@ -1,6 +1,7 @@
 """Print what torch reports about itself and the GPUs of this machine as one line of JSON, after using each GPU once.
 
-This runs in a separate process (`python -m llava_fsdp.doctor.torch_probe`), as a broken driver may hang or crash it.
+This runs in a separate process (`python -m llava_fsdp.doctor.probes.torch_probe`), as a broken driver may hang or crash
+it.
 """
 
 import json

@@ -18,7 +18,7 @@ from llava_fsdp.runtime.text.humanize import readable
 
 LIMIT = 60.0
 """Time limit in seconds of the communication check, for all ranks together."""
-PROGRAM = ("-m", "llava_fsdp.doctor.collectives_worker")
+PROGRAM = ("-m", "llava_fsdp.doctor.probes.collectives_worker")
 MORE = "NCCL_DEBUG=INFO prints more; NCCL_P2P_DISABLE=1 avoids access to each other's memory"
 LOOPBACK = "GLOO_SOCKET_IFNAME=lo lets them use loopback"
 STUCK = {
