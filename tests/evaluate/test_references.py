@@ -13,8 +13,17 @@ from llava_fsdp.config import AspectRatio, EvaluateConfig, Task
 from llava_fsdp.evaluate import answers_file
 from llava_fsdp.evaluate import main as evaluate
 from llava_fsdp.evaluate.answers_file import AnswersFile, Shard, blank_file
+from llava_fsdp.evaluate.benchmarks.pope_files import annotate_yes_no
+from llava_fsdp.evaluate.benchmarks.references import answers_in_entry
+from llava_fsdp.evaluate.benchmarks.scienceqa_files import annotate_problems, read_choice_record
+from llava_fsdp.evaluate.benchmarks.vqa_files import (
+    annotate_textvqa,
+    annotate_vqa,
+    bare_question,
+    check_ten,
+    read_vqa_questions,
+)
 from llava_fsdp.evaluate.check_images import check_images
-from llava_fsdp.evaluate.pope_files import annotate_yes_no
 from llava_fsdp.evaluate.question import (
     LETTER,
     SHORT,
@@ -25,10 +34,7 @@ from llava_fsdp.evaluate.question import (
     with_suffix,
 )
 from llava_fsdp.evaluate.read_questions import read_file, read_row
-from llava_fsdp.evaluate.references import answers_in_entry
 from llava_fsdp.evaluate.results import groups_of, number_text, score_all, submission_of, table_of
-from llava_fsdp.evaluate.scienceqa_files import annotate_problems, read_choice_record
-from llava_fsdp.evaluate.vqa_files import annotate_textvqa, annotate_vqa, bare_question, check_ten, read_vqa_questions
 from llava_fsdp.runtime.errors import CommunicationError, ConfigError, DataError, StorageError
 from llava_fsdp.runtime.files.digests import digest_of_file
 

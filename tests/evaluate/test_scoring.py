@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llava_fsdp.evaluate.scoring import (
+from llava_fsdp.evaluate.benchmarks.scoring import (
     exact_match,
     named_choice,
     normalize_vqa,
@@ -105,5 +105,6 @@ def test_rates_of_nothing_are_zero() -> None:
 
 
 def test_scoring_needs_no_torch() -> None:
-    code = "import sys, llava_fsdp.evaluate.scoring; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
+    code = "import sys, llava_fsdp.evaluate.benchmarks.scoring\n"
+    code += "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -153,7 +153,7 @@ def test_rows_that_are_wrong_are_told(tmp_path: Path) -> None:
     ]
     table = tmp_path / "bugs.toml"
     table.write_text("".join(ROW.format(*row) for row in rows))
-    before = (ROOT / "src/llava_fsdp/evaluate/scoring.py").read_bytes()
+    before = (ROOT / "src/llava_fsdp/evaluate/benchmarks/scoring.py").read_bytes()
     command = [sys.executable, str(TABLE.with_name("run_bugs.py")), "--table", str(table)]
     own = {**os.environ, "COLD": "1"}  # not forked from a process that has imported the package
     done = subprocess.run(command, check=False, capture_output=True, text=True, env=own)
@@ -161,4 +161,4 @@ def test_rows_that_are_wrong_are_told(tmp_path: Path) -> None:
     starts = sorted(line.replace("FAILED THE WRONG WAY", "WRONG WAY").split()[0] for line in said)
     assert starts == ["BROKEN", "NOT", "WRONG", "WRONG", "caught"], done.stdout + done.stderr
     assert done.returncode == 1 and "4 planted bugs, 4 wrong" in done.stdout
-    assert (ROOT / "src/llava_fsdp/evaluate/scoring.py").read_bytes() == before
+    assert (ROOT / "src/llava_fsdp/evaluate/benchmarks/scoring.py").read_bytes() == before

@@ -26,7 +26,10 @@ from llava_fsdp.data.records.record import (
 )
 from llava_fsdp.data.records.record_file import RecordFile, read_records
 from llava_fsdp.data.text.conversation import opening_question
-from llava_fsdp.evaluate.pope_files import annotate_yes_no
+from llava_fsdp.evaluate.benchmarks.pope_files import annotate_yes_no
+from llava_fsdp.evaluate.benchmarks.references import answers_in_entry
+from llava_fsdp.evaluate.benchmarks.scienceqa_files import annotate_problems, read_choice_record
+from llava_fsdp.evaluate.benchmarks.vqa_files import annotate_textvqa, annotate_vqa, check_ten, read_vqa_questions
 from llava_fsdp.evaluate.question import (
     CATEGORY,
     BenchmarkQuestion,
@@ -35,9 +38,6 @@ from llava_fsdp.evaluate.question import (
     with_image_tag,
     with_suffix,
 )
-from llava_fsdp.evaluate.references import answers_in_entry
-from llava_fsdp.evaluate.scienceqa_files import annotate_problems, read_choice_record
-from llava_fsdp.evaluate.vqa_files import annotate_textvqa, annotate_vqa, check_ten, read_vqa_questions
 from llava_fsdp.runtime.errors import ConfigError, DataError
 from llava_fsdp.runtime.files.safe_load import LARGE, read_json
 from llava_fsdp.runtime.text.log import log

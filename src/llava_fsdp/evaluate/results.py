@@ -8,9 +8,9 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from llava_fsdp.config import Task
-from llava_fsdp.evaluate import scoring
+from llava_fsdp.evaluate.benchmarks import scoring
+from llava_fsdp.evaluate.benchmarks.scoring import LETTERS
 from llava_fsdp.evaluate.question import CATEGORY, BenchmarkQuestion
-from llava_fsdp.evaluate.scoring import LETTERS
 
 Numbers = dict[str, Any]
 Questions = Sequence[BenchmarkQuestion]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from llava_fsdp.config import Config, Metric
-from llava_fsdp.evaluate.scoring import exact_match, vqa_accuracy
+from llava_fsdp.evaluate.benchmarks.scoring import exact_match, vqa_accuracy
 from llava_fsdp.runtime.errors import ConfigError, MetricError
 
 ScoreFunction = Callable[[str, str, str], float]

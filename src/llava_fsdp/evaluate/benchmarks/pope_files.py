@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from llava_fsdp.data.records.record import name_place, parse_text, shown
+from llava_fsdp.evaluate.benchmarks.references import yes_or_no
 from llava_fsdp.evaluate.question import CATEGORY, BenchmarkQuestion
-from llava_fsdp.evaluate.references import yes_or_no
 from llava_fsdp.runtime.errors import ConfigError, DataError
 
 

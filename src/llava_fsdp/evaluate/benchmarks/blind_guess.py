@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from llava_fsdp.config import Task
 from llava_fsdp.data.text.templates import IMAGE_TAG
-from llava_fsdp.evaluate import scoring
+from llava_fsdp.evaluate.benchmarks import scoring
 from llava_fsdp.evaluate.question import BenchmarkQuestion
 from llava_fsdp.evaluate.results import SCORES, members_of
 

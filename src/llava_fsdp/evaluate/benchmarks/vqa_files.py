@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from llava_fsdp.data.records.record import shown
+from llava_fsdp.evaluate.benchmarks.references import rows_of, texts_of
 from llava_fsdp.evaluate.question import SHORT, BenchmarkQuestion, with_image_tag
-from llava_fsdp.evaluate.references import rows_of, texts_of
 from llava_fsdp.runtime.errors import DataError
 from llava_fsdp.runtime.files.safe_load import LARGE, read_json
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from llava_fsdp.config import Task
 from llava_fsdp.data.records.record import shown
-from llava_fsdp.evaluate.scoring import LETTERS
+from llava_fsdp.evaluate.benchmarks.scoring import LETTERS
 from llava_fsdp.runtime.errors import DataError
 
 
