@@ -12,10 +12,10 @@ from pages import DOCS, cell, code, replaced, table
 
 from llava_fsdp.migrate.accelerate import ACCELERATE
 from llava_fsdp.migrate.deepspeed import DEEPSPEED, Switched
+from llava_fsdp.migrate.flags.llava_flags import FLAGS
 from llava_fsdp.migrate.inputs import read_json
 from llava_fsdp.migrate.keys import Context, OnlyIf, Outcome, Verdict, outcome, written
 from llava_fsdp.migrate.launch_command import Launch
-from llava_fsdp.migrate.llava_flags import FLAGS
 from llava_fsdp.migrate.overrides import decide
 from llava_fsdp.migrate.source_run import AUTO, Block, Flag, Run
 

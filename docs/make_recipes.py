@@ -15,10 +15,10 @@ from pages import table
 
 from llava_fsdp.config import config_dir
 from llava_fsdp.migrate.command import assignments
+from llava_fsdp.migrate.flags.llava_flags import FLAGS
 from llava_fsdp.migrate.inputs import flat, read_json
 from llava_fsdp.migrate.keys import Context, outcome, written
 from llava_fsdp.migrate.launch_command import Launch
-from llava_fsdp.migrate.llava_flags import FLAGS
 from llava_fsdp.migrate.overrides import decide
 from llava_fsdp.migrate.source_run import Run
 

@@ -18,8 +18,8 @@ from omegaconf import OmegaConf
 from llava_fsdp.config import ChatConfig, Config, schema_keys
 from llava_fsdp.config.command_line import cli
 from llava_fsdp.config.command_line.foreign_names import FOREIGN, called_here
-from llava_fsdp.migrate.llava_flags import FLAGS
-from llava_fsdp.migrate.next_flags import NEXT_FLAGS
+from llava_fsdp.migrate.flags.llava_flags import FLAGS
+from llava_fsdp.migrate.flags.next_flags import NEXT_FLAGS
 from llava_fsdp.runtime.errors import (
     CommunicationError,
     ConfigError,

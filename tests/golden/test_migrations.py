@@ -12,8 +12,8 @@ from tiers import slow_after
 
 from llava_fsdp.migrate.command import assignments, migrate
 from llava_fsdp.migrate.deepspeed import rule_of
+from llava_fsdp.migrate.flags.llava_flags import FLAGS
 from llava_fsdp.migrate.inputs import flat
-from llava_fsdp.migrate.llava_flags import FLAGS
 from llava_fsdp.migrate.overrides import decide
 
 RECORDS, SCRIPTS = records(), scripts()

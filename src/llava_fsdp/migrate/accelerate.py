@@ -4,6 +4,7 @@ inside a block of the file, such as `fsdp_config`, is listed without the block's
 
 from collections.abc import Mapping
 
+from llava_fsdp.migrate.flags.launcher_flags import LAUNCHER
 from llava_fsdp.migrate.keys import (
     OFF,
     Context,
@@ -19,7 +20,6 @@ from llava_fsdp.migrate.keys import (
     rules,
     unsupported,
 )
-from llava_fsdp.migrate.launcher_flags import LAUNCHER
 from llava_fsdp.migrate.overrides import FSDP_STRATEGIES
 from llava_fsdp.migrate.source_run import plain
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import yaml
 
+from llava_fsdp.migrate.flags.llava_flags import FLAGS, canonical
+from llava_fsdp.migrate.flags.next_flags import NEXT_FLAGS, is_next
+from llava_fsdp.migrate.flags.trainer_flags import OTHER_FLAGS
 from llava_fsdp.migrate.launch_command import Launch, find_launch
-from llava_fsdp.migrate.llava_flags import FLAGS, canonical
-from llava_fsdp.migrate.next_flags import NEXT_FLAGS, is_next
 from llava_fsdp.migrate.shell import commands
 from llava_fsdp.migrate.source_run import Block, Flag, Run
-from llava_fsdp.migrate.trainer_flags import OTHER_FLAGS
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.files.safe_load import refuse_yaml_bombs
 

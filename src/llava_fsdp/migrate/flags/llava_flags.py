@@ -4,7 +4,7 @@ TrainingArguments of transformers 4.37."""
 
 from collections.abc import Mapping
 
-from llava_fsdp.migrate import flag_functions as rules
+from llava_fsdp.migrate.flags import flag_functions as rules
 from llava_fsdp.migrate.keys import OFF, IfDecided, OnlyIf, Rule, becomes, implied, no_effect, only_off, unsupported
 from llava_fsdp.migrate.source_run import Flag
 

@@ -3,7 +3,8 @@
 
 from collections.abc import Mapping
 
-from llava_fsdp.migrate import flag_functions as rules
+from llava_fsdp.migrate.flags import flag_functions as rules
+from llava_fsdp.migrate.flags.llava_flags import FLAGS, METRICS, flags_with
 from llava_fsdp.migrate.keys import (
     OFF,
     Context,
@@ -17,7 +18,6 @@ from llava_fsdp.migrate.keys import (
     only_off,
     unsupported,
 )
-from llava_fsdp.migrate.llava_flags import FLAGS, METRICS, flags_with
 from llava_fsdp.migrate.next_overrides import LIMITED, PARTS, grid_of
 from llava_fsdp.migrate.source_run import Flag
 

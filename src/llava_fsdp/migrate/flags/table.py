@@ -6,10 +6,10 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 
 from llava_fsdp.migrate import accelerate, deepspeed
+from llava_fsdp.migrate.flags.launcher_flags import LAUNCHER
+from llava_fsdp.migrate.flags.trainer_flags import OTHER_PROGRAM
 from llava_fsdp.migrate.keys import OFF, Context, Outcome, Row, Rule, Verdict, implied, mapped, outcome, unsupported
-from llava_fsdp.migrate.launcher_flags import LAUNCHER
 from llava_fsdp.migrate.source_run import Block, plain
-from llava_fsdp.migrate.trainer_flags import OTHER_PROGRAM
 
 DEFAULT = "not in the script"
 PROGRAM = "the program"
