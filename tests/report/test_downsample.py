@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from imagined import imagine, row
 
-from llava_fsdp.report.downsample import Curve, History, Point
-from llava_fsdp.report.html import inline_json, table
+from llava_fsdp.report.charts.downsample import Curve, History, Point
+from llava_fsdp.report.charts.html import inline_json, table
+from llava_fsdp.report.charts.svg import Bar, Chart, Line, digits, draw, draw_bars, extent, rounded, short_text, ticks
 from llava_fsdp.report.run_page import report_page
 from llava_fsdp.report.run_reader import read_run
-from llava_fsdp.report.svg import Bar, Chart, Line, digits, draw, draw_bars, extent, rounded, short_text, ticks
 
 
 def curve_of(values: dict[int, float], most: int = 1000) -> Curve:

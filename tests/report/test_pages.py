@@ -17,17 +17,17 @@ from llava_fsdp.plan.show import scaling_page
 from llava_fsdp.plan.time.hardware import machine_named
 from llava_fsdp.plan.workload import Samples
 from llava_fsdp.report import main as report
+from llava_fsdp.report.charts.downsample import History, Point
+from llava_fsdp.report.charts.html import table
+from llava_fsdp.report.charts.svg import Chart, Line, draw
 from llava_fsdp.report.compare_page import best_of, comparison_page
 from llava_fsdp.report.dataset_page import badness, dataset_page, most_of
-from llava_fsdp.report.downsample import History, Point
 from llava_fsdp.report.examples import Example, Gap, Images, Text
-from llava_fsdp.report.html import table
 from llava_fsdp.report.profile_page import profile_page
 from llava_fsdp.report.profile_trace import CATEGORIES, Times
 from llava_fsdp.report.results import read_results
 from llava_fsdp.report.run_page import header, tiles
 from llava_fsdp.report.run_reader import Run, read_run, runs_in
-from llava_fsdp.report.svg import Chart, Line, draw
 from llava_fsdp.runtime.text.humanize import duration
 from llava_fsdp.sweep import results as sweep_results
 from llava_fsdp.sweep.job import Job, read_jobs

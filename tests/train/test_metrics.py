@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 from llava_fsdp.data.batching.batch import SkippedSample, StepFacts
 from llava_fsdp.model.flops import Flops
 from llava_fsdp.plan.time.mfu import Utilization
-from llava_fsdp.report.downsample import MOST_SKIPS, MOST_SOURCES, SUMS, VALUES, WINDOW, History, mean_loss
+from llava_fsdp.report.charts.downsample import MOST_SKIPS, MOST_SOURCES, SUMS, VALUES, WINDOW, History, mean_loss
 from llava_fsdp.report.run_reader import Run, own_overrides, thinned, validations_until
 from llava_fsdp.runtime.files import jsonl
 from llava_fsdp.runtime.files.jsonl import Rows

@@ -7,9 +7,9 @@ from html import escape
 from itertools import dropwhile, takewhile
 from typing import Any
 
+from llava_fsdp.report.charts.html import heading, section, table, whole_page
+from llava_fsdp.report.charts.svg import Bar, draw_bars
 from llava_fsdp.report.examples import Example, examples_body
-from llava_fsdp.report.html import heading, section, table, whole_page
-from llava_fsdp.report.svg import Bar, draw_bars
 
 FIRST = 5
 """Number of records with a problem of one kind that are shown without unfolding."""

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from html import escape
 
-from llava_fsdp.report.html import shortened
+from llava_fsdp.report.charts.html import shortened
 from llava_fsdp.runtime.text.terminal_text import shown_name, shown_text
 
 NAME_LENGTH = 200

@@ -1,9 +1,9 @@
 """Build the report page of a profile: how the time of the training steps that PyTorch's profiler recorded is
 divided."""
 
-from llava_fsdp.report.html import heading, section, table, whole_page
+from llava_fsdp.report.charts.html import heading, section, table, whole_page
+from llava_fsdp.report.charts.svg import Bar, draw_bars
 from llava_fsdp.report.profile_trace import CATEGORIES, Times
-from llava_fsdp.report.svg import Bar, draw_bars
 
 MEANING = {
     "data": "waiting for the step's samples, or preparing them where data.workers=0",

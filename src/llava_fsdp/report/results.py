@@ -5,9 +5,9 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from llava_fsdp.report.downsample import History
+from llava_fsdp.report.charts.downsample import History
+from llava_fsdp.report.charts.svg import short_text
 from llava_fsdp.report.run_reader import Run, read_metrics, read_validations
-from llava_fsdp.report.svg import short_text
 from llava_fsdp.runtime.errors import DataError
 from llava_fsdp.runtime.text.humanize import duration, readable
 

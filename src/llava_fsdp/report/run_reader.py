@@ -20,7 +20,7 @@ import yaml
 
 from llava_fsdp.config.command_line.renamed import present_row, present_tree
 from llava_fsdp.config.command_line.tree import dotted
-from llava_fsdp.report.downsample import WINDOW, History
+from llava_fsdp.report.charts.downsample import WINDOW, History
 from llava_fsdp.runtime.errors import ConfigError, DataError, LlavaFsdpError
 from llava_fsdp.runtime.files.durable_files import replace_file
 from llava_fsdp.runtime.files.run_dir import is_known_free

@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 
 from llava_fsdp.config import Devices, SweepConfig, SweepMetric, at_least, load
 from llava_fsdp.config.command_line.cli import quoted
-from llava_fsdp.report.downsample import WINDOW
+from llava_fsdp.report.charts.downsample import WINDOW
 from llava_fsdp.report.results import Results, metric_name, read_results
 from llava_fsdp.report.run_reader import JOB, JOB_FILE, job_files
 from llava_fsdp.runtime.errors import ConfigError, LlavaFsdpError

@@ -20,8 +20,8 @@ from llava_fsdp.plan.planner import Choice, Planner, PlanRow, Ranks
 from llava_fsdp.plan.show.scaling_page import shown, write_chart
 from llava_fsdp.plan.time.hardware import Machine
 from llava_fsdp.plan.workload import Samples, packed_row
-from llava_fsdp.report.downsample import Point
-from llava_fsdp.report.svg import Chart, Line
+from llava_fsdp.report.charts.downsample import Point
+from llava_fsdp.report.charts.svg import Chart, Line
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.text.progress import Advance, Watch, watch_silently
 

@@ -14,9 +14,9 @@ from llava_fsdp.plan.search.search import checkpointing_modes, plan_rows, splits
 from llava_fsdp.plan.time.hardware import Machine
 from llava_fsdp.plan.time.step_time import HOP, HOP_BETWEEN, LATENCY, LINK_EFFICIENCY, OVERLAP
 from llava_fsdp.plan.workload import Samples
-from llava_fsdp.report.downsample import Point
-from llava_fsdp.report.html import heading, section, table, whole_page
-from llava_fsdp.report.svg import COLOURS, Chart, Line, draw
+from llava_fsdp.report.charts.downsample import Point
+from llava_fsdp.report.charts.html import heading, section, table, whole_page
+from llava_fsdp.report.charts.svg import COLOURS, Chart, Line, draw
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.text.progress import Watch, watch_silently
 

@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-ASSETS = Path(__file__).parent / "assets"
+ASSETS = Path(__file__).parents[1] / "assets"
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 DATA = "<script type='application/json'>"
 """Opening HTML tag of the element with a chart's values, from which assets/charts.js draws the chart."""

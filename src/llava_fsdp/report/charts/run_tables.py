@@ -6,7 +6,7 @@ from html import escape
 from typing import Any
 
 from llava_fsdp.config.command_line.tree import written
-from llava_fsdp.report.html import section, shortened, table
+from llava_fsdp.report.charts.html import section, shortened, table
 from llava_fsdp.report.results import loss_name, number
 from llava_fsdp.report.run_reader import Run
 from llava_fsdp.report.shown_answers import choose_answers

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
-from llava_fsdp.report.downsample import Point
-from llava_fsdp.report.html import DATA, inline_json, shortened
+from llava_fsdp.report.charts.downsample import Point
+from llava_fsdp.report.charts.html import DATA, inline_json, shortened
 
 WIDTH, HEIGHT = 640, 240
 WIDE_WIDTH, WIDE_HEIGHT = 1296, 330

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from llava_fsdp.report.downsample import Point
+from llava_fsdp.report.charts.downsample import Point
+from llava_fsdp.report.charts.svg import Chart, Line, draw, points_each
 from llava_fsdp.report.run_reader import Run
-from llava_fsdp.report.svg import Chart, Line, draw, points_each
 
 GIB = 1 << 30
 MOST_MARKS = 100
