@@ -93,7 +93,7 @@ def test_import_has_no_effects(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["config", "config.cli", "runtime.errors", "runtime.log", "sweep.main", "migrate.main"]
+    "module", ["config", "config.command_line.cli", "runtime.errors", "runtime.text.log", "sweep.main", "migrate.main"]
 )
 def test_what_runs_beside_a_training_is_light(module: str, tmp_path: Path) -> None:
     """The import contract sees our own modules; this one also sees what they import from elsewhere."""
