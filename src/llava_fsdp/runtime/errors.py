@@ -14,12 +14,11 @@ class LlavaFsdpError(Exception):
     """Base class of all errors that users can cause or encounter."""
 
     ending = "bug"
-    """How a run ends if this error is raised: a key of the table `ENDINGS`, which contains the exit code."""
+    """How a run ends if this error is raised: a key of `ENDINGS`."""
     on_every_rank = True
     """Whether every rank raises this error, so that only rank 0 prints it."""
     may_be_recorded = True
-    """Whether `run_status.json` may be written into `output_dir` because of this error. It may not if the folder may
-    belong to another run."""
+    """Whether `run_status.json` may be written into `output_dir`. Not if the folder may belong to another run."""
     culprit: dict[str, Any] = {}  # noqa: RUF012  never changed in place; see `about`
 
     @property
@@ -27,22 +26,21 @@ class LlavaFsdpError(Exception):
         return ENDINGS[self.ending].exit_code
 
     def about(self, **culprit: Any) -> Self:
-        """Add details of what caused the error, as keyword arguments (record, image, key, file, ...), and return the
-        error. When the error ends a run, they are written into `run_status.json`."""
+        """Add details of the cause (record, image, key, file, ...), which are written into `run_status.json`; return
+        the error."""
         self.culprit = {**self.culprit, **culprit}
         return self
 
 
 class CommunicationError(LlavaFsdpError):
-    """Error: another rank has ended or is late. The cause is in the report that the rank which failed first has
-    written."""
+    """Error: another rank has ended or is late. The report of the rank that failed first names the cause."""
 
     ending = "communication"
     on_every_rank = False
 
 
 class Stopped(LlavaFsdpError):
-    """Exception that ends a run, at the end of a training step, because a stop was requested."""
+    """Ends a run, at the end of a training step, because a stop was requested."""
 
     ending = "stopped"
 
@@ -77,9 +75,9 @@ class DataError(LlavaFsdpError):
         """Create the error.
 
         Args:
-            kind: the kind of problem that a record of the dataset has, one of those in `data/records/problems.py`; None
-                if the error is not about a record. With a kind, line breaks in the message are escaped, because the
-                message contains names and values from the record.
+            kind: the kind of problem of a record, from `data/records/problems.py`; None if the error is not about a
+                record. With a kind, line breaks in the message are escaped, because it contains names and values from
+                the record.
         """
         super().__init__(message if kind is None else shown_name(message))
         self.kind = kind
@@ -93,8 +91,7 @@ class ImageError(DataError):
     def __init__(self, message: str, kind: str = "image_unreadable"):
         super().__init__(message, kind)
         self.kind: str = kind
-        """The kind of problem: image_missing, image_empty, image_truncated, image_unreadable, image_bomb or
-        image_shape."""
+        """image_missing, image_empty, image_truncated, image_unreadable, image_bomb or image_shape."""
 
 
 class WorkerError(DataError):
@@ -104,15 +101,14 @@ class WorkerError(DataError):
 
 
 class WorkerLost(WorkerError):
-    """Error: a process that loads data was killed while it read no record. No record is the cause, so a restart may
-    help."""
+    """Error: a process that loads data was killed while it read no record. A restart may help."""
 
     ending = "communication"
 
 
 class SourceError(DataError):
-    """Error: a file of a dataset, or the index made from these files, cannot be read or has changed. Raised only on the
-    rank that reads it."""
+    """Error: a file of a dataset, or its index, cannot be read or has changed. Raised only on the rank that reads
+    it."""
 
     on_every_rank = False
 
@@ -122,7 +118,7 @@ class RemoteGone(SourceError):
 
 
 class RemoteChanged(SourceError):
-    """Error: a remote file has other content than when the remote folder was listed."""
+    """Error: a remote file has changed since its folder was listed."""
 
 
 class RemoteForbidden(SourceError):
@@ -136,8 +132,7 @@ class RemoteAway(SourceError):
 
 
 class DamagedError(DataError):
-    """Error: the index of a dataset, a folder that this package builds from the dataset's files, has changed since it
-    was written. Raised only on the rank that reads it."""
+    """Error: the index of a dataset has changed since it was written. Raised only on the rank that reads it."""
 
     on_every_rank = False
 
@@ -156,21 +151,20 @@ class FolderInUse(ConfigError):
 
 
 class BuildError(ConfigError):
-    """Error: the index of a dataset, a folder that this package builds from the dataset's files, cannot be written.
-    Raised only on the rank that builds it."""
+    """Error: the index of a dataset cannot be written. Raised only on the rank that builds it."""
 
     on_every_rank = False
 
 
 class StorageError(ConfigError):
-    """Error: a file in the run's folder, `output_dir`, cannot be written. Raised only on the rank that writes it."""
+    """Error: a file in `output_dir` cannot be written. Raised only on the rank that writes it."""
 
     on_every_rank = False
 
 
 class MetricError(ConfigError):
-    """Error: a program's own function that scores validation answers has failed, or has returned no number from 0 to 1.
-    Raised only on the rank that scores the answer."""
+    """Error: a program's own function that scores validation answers failed, or returned no number from 0 to 1. Raised
+    only on the rank that scores the answer."""
 
     on_every_rank = False
 
@@ -182,23 +176,18 @@ class CheckpointError(LlavaFsdpError):
 
 
 class FolderLost(CheckpointError):
-    """Error: while a run was going on, its folder, `output_dir`, was deleted, moved, replaced or taken by another
-    run."""
+    """Error: during a run `output_dir` was deleted, moved, replaced or taken by another run."""
 
     def __init__(self, message: str, may_be_recorded: bool):
-        """Create the error.
-
-        Args:
-            may_be_recorded: whether `run_status.json`, which says how the run ended, may be written into the folder
-                that is now at the path `output_dir`.
-        """
+        """Create the error. `may_be_recorded`: whether `run_status.json` may be written into the folder that is now
+        there."""
         super().__init__(message)
         self.may_be_recorded = may_be_recorded
 
 
 class OffloadError(ConfigError):
-    """Error: host memory or disk space is too small for the tensors that the configuration key `offload` moves there.
-    Raised only on the rank that lacks the space."""
+    """Error: host memory or disk space is too small for what the key `offload` moves there. Raised only on the rank
+    that lacks it."""
 
     on_every_rank = False
 

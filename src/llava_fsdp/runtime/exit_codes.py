@@ -5,8 +5,8 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """Exit codes of a rank's process. Launch scripts read them from `run_status.json`, because torchrun itself always
-    exits with 1 after a failure."""
+    """Exit codes of a rank. Launch scripts read them from `run_status.json`: torchrun always exits with 1 after a
+    failure."""
 
     DONE = 0
     BUG = 1
@@ -20,19 +20,17 @@ class ExitCode(IntEnum):
 
 @dataclass(frozen=True)
 class Ending:
-    """One of the ways in which a run can end, with its exit code. Its `name` is the value of `class` in the run's
-    `run_status.json`."""
+    """A way in which a run can end. Its `name` is the value of `class` in `run_status.json`."""
 
     name: str
     exit_code: ExitCode
     is_permanent: bool
-    """Whether starting the run again right away would end in the same way, or is not wanted."""
+    """Whether starting the run again would end in the same way, or is not wanted."""
 
     @property
     def is_stop(self) -> bool:
-        """Whether this way to end a run is a stop that a user or torchrun requested. The run then does not end
-        torchrun: the user's request ends torchrun too, and torchrun itself stops ranks only in order to restart them
-        with more machines."""
+        """Whether a user or torchrun requested this end. The run then does not end torchrun: a user's request ends it
+        too, and torchrun stops ranks only in order to restart them with more machines."""
         return self.name in ("stopped", "interrupted")
 
 
@@ -53,5 +51,4 @@ ENDINGS = {
         Ending("interrupted", ExitCode.INTERRUPTED, True),
     )
 }
-"""All ways in which a run can end, by name. A killed process does not record how it ended; starting it again may
-help."""
+"""All endings by name. A killed process records none; starting it again may help."""

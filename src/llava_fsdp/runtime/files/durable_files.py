@@ -14,9 +14,9 @@ from llava_fsdp.runtime.files.os_errors import free_bytes, free_inodes
 from llava_fsdp.runtime.text.humanize import readable
 
 NO_FOLDERS = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS)
-"""Error numbers with which fsync of a folder fails on file systems that do not support it (SMB, some FUSE systems)."""
+"""Errors of fsync of a folder on file systems that do not support it (SMB, some FUSE systems)."""
 FILES = 16
-"""Minimum number of free inodes (files that can still be created) that a checkpoint needs."""
+"""Minimum number of free inodes (files that can be created) that a checkpoint needs."""
 READ = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
 WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 
@@ -38,8 +38,8 @@ def require_room(folder: Path, needed: int) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder that only its owner can read, if it does not exist. The parent folder must exist: this function
-    must not create a run's folder again that was deleted."""
+    """Create a folder that only its owner can read. The parent must exist: a run's folder that was deleted must not be
+    created again here."""
     folder.mkdir(mode=0o700, exist_ok=True)
 
 
@@ -50,44 +50,34 @@ def make_empty(folder: Path) -> None:
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    """Write a new file that only its owner can read, and force it to the disk (fsync)."""
+    """Write and fsync a new file that only its owner can read."""
     with new_file(path) as descriptor:
         write_all(descriptor, memoryview(content))
 
 
 def create(path: Path, mode: int = 0o666) -> BinaryIO:
-    """Open a new file for writing bytes. Raises FileExistsError if the path exists, even as a symbolic link.
-
-    Args:
-        mode: permissions before the umask.
-    """
+    """Open a new file for writing bytes. Raises FileExistsError if the path exists, even as a symbolic link. `mode`:
+    permissions before the umask."""
     return open(path, "xb", opener=lambda name, flags: os.open(name, flags, mode))
 
 
 def replace_file(path: Path, content: bytes, mode: int = 0o666, durable: bool = False) -> None:
-    """Write a file, replacing an existing one atomically: other processes read either all of the old content or all of
-    the new.
-
-    Args:
-        mode: permissions before the umask.
-        durable: whether to fsync the file and its folder.
-    """
+    """Write a file atomically: other processes read either the old content or the new. Arguments as for `replacing`."""
     with replacing(path, mode, durable) as file:
         file.write(content)
 
 
 @contextlib.contextmanager
 def replacing(path: Path, mode: int = 0o666, durable: bool = False) -> Iterator[BinaryIO]:
-    """Context manager that yields a temporary file, opened for writing, and renames it to `path` at the end. If the
-    body of the `with` statement or the disk fails, an existing file at `path` is kept.
+    """Context manager that yields a temporary file, opened for writing, and renames it to `path` at the end. If its
+    body or the disk fails, an existing file at `path` is kept.
 
     The temporary file is named `NAME.XXXXXXXX.tmp`, with 8 random hexadecimal digits, so that processes on several
     machines may replace the same file at the same time.
 
     Args:
         mode: permissions before the umask.
-        durable: whether to fsync the file and its folder at the end. Without fsync, a power failure may leave an empty
-            file.
+        durable: whether to fsync the file and its folder. Otherwise a power failure may leave an empty file.
 
     Raises:
         OSError: the file cannot be written; the error's `filename` is `path`.
@@ -117,8 +107,8 @@ def write_all(descriptor: int, content: memoryview) -> None:
 
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[int]:
-    """Context manager that creates a file which only its owner can read, and yields its file descriptor. At the end,
-    the file is fsynced. Raises OSError with the path as `filename`."""
+    """Context manager that creates a file which only its owner can read, yields its descriptor, and fsyncs it at the
+    end. Raises OSError with the path as `filename`."""
     try:
         descriptor = os.open(path, WRITE, 0o600)
         try:
@@ -132,8 +122,7 @@ def new_file(path: Path) -> Iterator[int]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Fsync a folder, so that the names of its files are on the disk. Does nothing on file systems that do not support
-    it."""
+    """Fsync a folder, so that the names of its files are on the disk, where the file system supports it."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,4 +1,4 @@
-"""Read JSON Lines files and append rows to them. If the disk is full, rows wait in memory, and the run does not end."""
+"""Read JSON Lines files and append rows to them. On a full disk, rows wait in memory, and the run goes on."""
 
 import contextlib
 import json
@@ -12,12 +12,12 @@ from llava_fsdp.runtime.files.os_errors import why
 from llava_fsdp.runtime.text.log import log
 
 MOST_WAITING = 200_000
-"""Maximum number of rows that are kept in memory while they cannot be written. A row has a few hundred bytes."""
+"""Maximum number of rows kept in memory while they cannot be written. A row has a few hundred bytes."""
 
 
 class Rows:
-    """Appends rows, each a dict, to a JSON Lines file. Rows that cannot be written, such as on a full disk, are kept in
-    memory and written later. A warning is logged when writing first fails, and at the end if rows were lost."""
+    """Appends rows to a JSON Lines file. Rows that cannot be written are kept in memory and written later. A warning is
+    logged when writing first fails, and at the end if rows were lost."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -40,8 +40,8 @@ class Rows:
             log().warning("%s can be written again, and has all rows that waited", self.path)
 
     def write(self) -> OSError | None:
-        """Append the rows that are kept in memory to the JSON Lines file: all of them or none, because a partial line
-        would make the next row unreadable. Return the error, if there was one."""
+        """Append the rows in memory: all or none, because a partial line would make the next row unreadable. Return the
+        error, if there was one."""
         if not self.waiting:
             return None
         try:
@@ -52,8 +52,7 @@ class Rows:
         return None
 
     def close(self) -> None:
-        """Try one last time to append the rows that are still in memory to the JSON Lines file, and log a warning if
-        any row is lost."""
+        """Append what is still in memory, and log a warning if any row is lost."""
         error = self.write()
         if error is not None or self.lost:
             lost = self.lost + len(self.waiting)
@@ -62,8 +61,8 @@ class Rows:
 
 
 def append(path: Path, data: bytes) -> None:
-    """Append all of `data` to a file, or nothing of it if there is an error. Refuses symbolic links, and pipes that
-    nobody reads. Raises OSError."""
+    """Append all of `data` to a file, or nothing if there is an error. Refuses symbolic links, and pipes that nobody
+    reads. Raises OSError."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     handle = os.open(path, flags, 0o666)
     try:
@@ -80,13 +79,13 @@ def append(path: Path, data: bytes) -> None:
 
 
 def replace_lines(path: Path, lines: Iterable[str]) -> None:
-    """Replace the content of a file by the given lines, atomically. A line break is added to each line."""
+    """Replace a file by lines, atomically. A line break is added to each."""
     replace_file(path, "".join(line + "\n" for line in lines).encode(), durable=True)
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Read the rows of a JSON Lines file, each a dict; an empty list if there is no regular file. Incomplete lines,
-    which a crash or a full disk may leave, are skipped."""
+    """Read a JSON Lines file; empty if there is no regular file. Incomplete lines, which a crash or a full disk may
+    leave, are skipped."""
     found = []
     if path.is_file():
         for line in path.read_text(errors="replace").splitlines():

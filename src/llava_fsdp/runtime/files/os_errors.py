@@ -7,7 +7,7 @@ from pathlib import Path
 from llava_fsdp.runtime.text.humanize import readable
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-"""Error numbers which mean that the disk or the user's quota is full."""
+"""Errors which mean that the disk or the user's quota is full."""
 FORBIDDEN = (errno.EACCES, errno.EPERM)
 A_FILE = ", or a folder above it, is a file"
 MEANING = {
@@ -20,15 +20,11 @@ MEANING = {
     errno.ESTALE: " was deleted or replaced on its server",
     errno.EIO: ": its disk, or the connection to it, has failed (see dmesg)",
 }
-"""Error number -> text that says what the error means; in a message, the text follows the path."""
+"""Error number -> what it means; in a message, this follows the path."""
 
 
 def why(error: OSError, path: Path) -> str:
-    """Explain an OSError in words: the system's reason, the path and, if known, what the user can do.
-
-    Args:
-        path: the path to name if the error itself names none.
-    """
+    """Explain an OSError: the system's reason, the path (`path` if the error names none) and, if known, what to do."""
     reason = error.strerror or str(error)
     if error.errno in FULL:
         return f"{reason}: {full(path)}"
@@ -39,11 +35,7 @@ def why(error: OSError, path: Path) -> str:
 
 
 def full(path: Path) -> str:
-    """Return a message about a full disk, which says whether inodes or bytes have run out.
-
-    Args:
-        path: a file or folder on the disk.
-    """
+    """Return a message about the full disk of a path: whether inodes or bytes have run out."""
     free = readable(free_bytes(path))
     if free_inodes(path) == 0:
         return f"the disk of {path} has no inodes left and takes no new file (df -i), though {free} are free"
@@ -51,7 +43,7 @@ def full(path: Path) -> str:
 
 
 def existing(path: Path) -> Path:
-    """Return the path itself if it exists, else its nearest parent folder that exists."""
+    """Return the path if it exists, else its nearest parent folder that exists."""
     path = path.absolute()
     while not os.path.exists(path) and path != path.parent:
         path = path.parent
@@ -59,13 +51,13 @@ def existing(path: Path) -> Path:
 
 
 def free_bytes(path: Path) -> int:
-    """Return the bytes that this user can still write to the disk of `path`, which need not exist yet; 0 if unknown."""
+    """Return the bytes that this user can still write to a path's disk; 0 if unknown. The path need not exist."""
     found = statvfs(path)
     return found.f_bavail * found.f_frsize if found is not None else 0
 
 
 def free_inodes(path: Path) -> int | None:
-    """Return the number of files that can still be created on the disk of `path`; None if unlimited or unknown."""
+    """Return the number of files that can still be created on a path's disk; None if unlimited or unknown."""
     found = statvfs(path)
     return found.f_favail if found is not None and found.f_files else None
 

@@ -1,9 +1,8 @@
-"""Read, write and check `llava_fsdp.json`, a file with notes in every folder of a model or adapter that this package
-writes.
+"""Read, write and check `llava_fsdp.json`, the notes in every folder of a model or adapter that this package writes.
 
-The notes record how the model was made, as far as the folder's other files do not. They list the size and digest of
-every file in the folder, and end with a digest of themselves. Before this package loads such a folder, it compares the
-files with the notes (docs/artifacts.md). Folders that other programs wrote have no notes and are not checked.
+The notes record how the model was made, list the size and digest of every file in the folder, and end with a digest of
+themselves. Before this package loads such a folder, it compares the files with the notes (docs/artifacts.md). Folders
+that other programs wrote have no notes and are not checked.
 """
 
 import json
@@ -23,7 +22,7 @@ from llava_fsdp.runtime.files.small_json import Kinds, parse_object
 
 NOTES = "llava_fsdp.json"
 README = "README.md"
-"""Name of a file of remarks for the reader. It has no digest, because users and the hub write into it."""
+"""File of remarks for the reader. It has no digest, because users and the hub write into it."""
 FILES, DIGEST = "files", "digest"
 KINDS: dict[str, Kinds] = {
     key: (kind, type(None))
@@ -37,9 +36,9 @@ KINDS: dict[str, Kinds] = {
     }.items()
     for key in keys
 }  # fmt: skip
-"""Allowed types of the values in `llava_fsdp.json`, by key."""
+"""Allowed types of the values in the notes."""
 RELATIVE = re.compile(r"[\w+=-][\w.+= -]*(/[\w+=-][\w.+= -]*)*")
-"""Pattern for the path of a file listed in `llava_fsdp.json`, relative to its folder."""
+"""Pattern for the path of a listed file, relative to its folder."""
 HEX = re.compile(r"[0-9a-f]{32}")
 LOADED = (
     "config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
@@ -49,13 +48,12 @@ LOADED = (
     "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "preprocessor_config.json",
     "processor_config.json",
 )  # fmt: skip
-"""Names of the files that programs load from a model folder. Adding a file with such a name may change which model is
-loaded."""
+"""Files that programs load from a model folder. Adding one may change which model is loaded."""
 
 
 def read_notes(folder: Path) -> dict[str, Any]:
-    """Return the notes (`llava_fsdp.json`) of a model or adapter folder; an empty dict if the folder has none. Notes
-    that earlier versions of this package wrote do not contain a digest of themselves, and are not checked.
+    """Return the notes of a model or adapter folder; empty if it has none. Notes of earlier versions of this package
+    contain no digest of themselves, and are not checked.
 
     Raises:
         DamagedModel: the notes were changed after they were written, or cannot be read.
@@ -65,10 +63,10 @@ def read_notes(folder: Path) -> dict[str, Any]:
 
 
 def parse(content: bytes, folder: Path, is_accepted: bool = False) -> dict[str, Any]:
-    """Parse `content`, the notes (`llava_fsdp.json`) of a model folder, and check it against the digest at its end.
+    """Parse the content of the notes, and check it against the digest at its end.
 
     Args:
-        folder: the model folder, for error messages.
+        folder: for error messages.
         is_accepted: whether the user changed the notes on purpose; the digest is then not checked.
 
     Raises:
@@ -85,14 +83,14 @@ def parse(content: bytes, folder: Path, is_accepted: bool = False) -> dict[str, 
 
 
 def is_older(notes: Mapping[str, Any]) -> bool:
-    """Return whether the notes of a model folder (`llava_fsdp.json`) were written by an earlier version of this
-    package. Such notes list no files, or only the tensor files of an adapter."""
+    """Return whether an earlier version of this package wrote the notes. They list no files, or only an adapter's
+    tensor files."""
     return DIGEST not in notes and not any(isinstance(entry, dict) for entry in notes.get(FILES, {}).values())
 
 
 def read_bytes(path: Path) -> bytes | None:
-    """Return the content of a file of a model folder, or None if the file does not exist. Raises DamagedModel if it
-    cannot be read or has more than 64 MiB."""
+    """Return the content of a file; None if it does not exist. Raises DamagedModel if it cannot be read or has more
+    than 64 MiB."""
     try:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode) or found.st_size > SMALL:
@@ -105,8 +103,8 @@ def read_bytes(path: Path) -> bytes | None:
 
 
 def listed_digests(folder: Path) -> dict[str, Digest]:
-    """Return the size and digest of each file that a model folder's `llava_fsdp.json` lists, by relative path; empty if
-    the folder has no `llava_fsdp.json`. Raises DamagedModel if that file is damaged."""
+    """Return the size and digest of each file that a folder's notes list, by relative path; empty without notes. Raises
+    DamagedModel if the notes are damaged."""
     return files_of(read_notes(folder), folder)
 
 
@@ -123,13 +121,8 @@ def checked_name(name: str) -> str:
 
 
 def read_digest(path: Path, entry: Any) -> Digest:
-    """Return the size and digest that a model folder's `llava_fsdp.json` lists for one of its files.
-
-    Args:
-        path: path of the file.
-        entry: what `llava_fsdp.json` lists for the file: its size and digest. If an earlier version of this package
-            wrote it, it is only a digest, and the file's current size is taken.
-    """
+    """Return the listed size and digest of a file. An earlier version of this package listed only a digest; the file's
+    current size is then taken."""
     if isinstance(entry, str):
         entry = {"bytes": path.stat().st_size if path.is_file() else 0, "xxh128": entry}
     found = Digest(entry["bytes"], entry["xxh128"])
@@ -139,11 +132,11 @@ def read_digest(path: Path, entry: Any) -> Digest:
 
 
 def check_folder(folder: Path, largest: int | None = None) -> None:
-    """Check that all files listed in a model folder's `llava_fsdp.json` are unchanged, and that no file was added which
-    programs would load as part of the model.
+    """Check that all files listed in a folder's notes are unchanged, and that no file was added which programs would
+    load as part of the model.
 
     Args:
-        largest: a file with more bytes than this is not read, only its size is checked; None: all files are read.
+        largest: of files with more bytes than this, only the size is checked; None: all files are read.
 
     Raises:
         DamagedModel: a file was changed, added or removed; the message says what the user can do.
@@ -157,8 +150,7 @@ def check_folder(folder: Path, largest: int | None = None) -> None:
 
 
 def check_sizes(folder: Path, files: Mapping[str, Digest]) -> None:
-    """Check that each file listed in `files` (size and digest by relative path) exists in the folder and has the listed
-    size; no content is read. Raises DamagedModel if not."""
+    """Check that each file exists and has the listed size; no content is read. Raises DamagedModel if not."""
     for name, expected in files.items():
         path = folder / name
         try:
@@ -183,13 +175,8 @@ def refuse_strangers(folder: Path, files: Mapping[str, Digest]) -> None:
 
 
 def check_digests(files: Mapping[Path, Digest], folder: Path) -> None:
-    """Read files in several threads, and compare their sizes and digests with the expected ones. Raises DamagedModel if
-    one differs.
-
-    Args:
-        files: expected size and digest, by path.
-        folder: the model folder that contains the files, for error messages.
-    """
+    """Read files in several threads. Raises DamagedModel if a size or digest differs; `folder` is named in the
+    message."""
     with ThreadPoolExecutor(THREADS) as threads:
         list(threads.map(partial(check_digest, folder=folder), files, files.values()))
 
@@ -205,12 +192,7 @@ def check_digest(path: Path, expected: Digest, folder: Path) -> None:
 
 
 def cure(folder: Path, name: str) -> str:
-    """Return the end of an error message about a model folder with a changed, missing or added file: what the user can
-    do.
-
-    Args:
-        name: path of the file, relative to the folder.
-    """
+    """Return the end of an error message: what the user can do about a changed, missing or added file."""
     again = "copy the whole folder again"
     if (folder.parent / "config.yaml").is_file():
         again = "start its run again, which writes it anew from its checkpoint"
@@ -219,26 +201,21 @@ def cure(folder: Path, name: str) -> str:
 
 
 def seal(folder: Path, entries: Mapping[str, Any]) -> None:
-    """Write `llava_fsdp.json` into a model folder. The file contains `entries` (how the model was made), and the size
-    and digest of every other file in the folder but its `README.md`, which users may change."""
+    """Write the notes into a model folder: `entries` (how the model was made), and the size and digest of every other
+    file but `README.md`, which users may change."""
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     (folder / NOTES).write_bytes(render(entries, digests(folder, (n for n in names if n not in (NOTES, README)))))
 
 
 def digests(folder: Path, names: Iterable[str]) -> dict[str, Digest]:
-    """Return size and digest of each named file of a folder, by name. Raises OSError if a file cannot be read."""
+    """Return size and digest of each named file. Raises OSError if a file cannot be read."""
     names = list(names)
     with ThreadPoolExecutor(THREADS) as threads:
         return dict(zip(names, threads.map(lambda name: digest_of_file(folder / name), names), strict=True))
 
 
 def render(entries: Mapping[str, Any], files: Mapping[str, Digest]) -> bytes:
-    """Return the content of a model folder's `llava_fsdp.json`: a JSON object that ends with a digest of itself.
-
-    Args:
-        entries: how the model was made.
-        files: size and digest of the folder's files, by relative path.
-    """
+    """Return the content of the notes: a JSON object that ends with a digest of itself."""
     found = {name: {"bytes": own.bytes, "xxh128": own.xxh128} for name, own in files.items()}
     plain = {key: value for key, value in entries.items() if key != DIGEST}
     return sealed(json.dumps({**plain, FILES: found}, indent=1).removesuffix("\n}").encode())

@@ -35,19 +35,19 @@ from llava_fsdp.runtime.text.log import log
 
 LOCK_FILE = ".lock"
 BEGUN_FILE = ".begun"
-"""Name of the file in which a run records from which checkpoint, or from which step, it has begun."""
+"""Name of the file that records at which step a run has begun."""
 WRITTEN = frozenset({
     LOCK_FILE, STATUS_FILE, FIRST_FAILURE, STEPPED_FILE, BEGUN_FILE, "config.yaml", "metrics.jsonl",
     "validation.jsonl", "skipped_records.jsonl", "starts.jsonl", "report.html", ".heartbeats", "stacks", "checkpoints",
     "export", "adapter", "tensorboard", "profile", "profile.html", "expert_load.json",
 })  # fmt: skip
-"""Names of the files and folders that a training writes into `output_dir`."""
+"""Names of the files and folders that a run writes into `output_dir`."""
 FOLDERS = frozenset({".heartbeats", "stacks", "checkpoints", "export", "adapter", "tensorboard", "profile"})
 """Those of `WRITTEN` that are folders."""
 LOCK_KINDS: dict[str, Kinds] = {"pid": (int,), "host": (str,), "since": (str,), "launch": (str, NONE)}
 BEGUN_KINDS: dict[str, Kinds] = {"wish": (str,), "step": (int,), "launch": (str,), "time": (float,)}
 HANDOVER = 30
-"""Seconds that rank 0, after torchrun has restarted it, waits for its previous process to release the lock."""
+"""Seconds that rank 0, restarted by torchrun, waits for its previous process to release the lock."""
 CLAIMING = 15
 """Seconds that the other ranks wait until rank 0 has locked the run's folder."""
 
@@ -66,7 +66,6 @@ def claimed(folder: Path, rank: int, private: bool = True) -> Iterator[int | Non
     or "stopping", which the next start reports.
 
     Args:
-        rank: this process's rank.
         private: whether a new folder and the run's status can be read only by their owner.
 
     Yields:
@@ -112,8 +111,7 @@ def open_lock(folder: Path) -> int:
 
 
 def refuse_links(folder: Path) -> None:
-    """Raise ConfigError if the run's folder contains a symbolic link with the name of a file or folder that a run
-    writes."""
+    """Raise ConfigError if a symbolic link has the name of a file or folder that a run writes."""
     links = sorted(entry.name for entry in os.scandir(folder) if entry.name in WRITTEN and entry.is_symlink())
     if links:
         raise ConfigError(
@@ -124,8 +122,8 @@ def refuse_links(folder: Path) -> None:
 
 
 def refuse_other_kinds(folder: Path) -> None:
-    """Raise ConfigError if the run's folder contains a pipe, a device, a socket or a folder where a run writes a file,
-    or anything but a folder where it makes one. Opening a pipe would wait for its other end."""
+    """Raise ConfigError if there is no regular file where a run writes one, or no folder where it makes one. Opening a
+    pipe would wait for its other end."""
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         if entry.name in WRITTEN and not (entry.is_dir() if entry.name in FOLDERS else entry.is_file()):
             kind = "folder" if entry.name in FOLDERS else "regular file"
@@ -137,7 +135,7 @@ def refuse_other_kinds(folder: Path) -> None:
 
 @contextlib.contextmanager
 def restored_umask() -> Iterator[None]:
-    """Context manager that restores the umask of the process at its end."""
+    """Context manager that restores the process's umask at its end."""
     before = os.umask(0o077)
     os.umask(before)
     try:
@@ -147,14 +145,14 @@ def restored_umask() -> Iterator[None]:
 
 
 def make_run_folder(folder: Path, private: bool) -> None:
-    """Create the run's folder; with `private` only its owner can read it. An existing folder is not changed."""
+    """Create the run's folder; if `private`, only its owner can read it. An existing folder is not changed."""
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700 if private else 0o777, exist_ok=True)
 
 
 def await_claim(folder: Path) -> None:
-    """Wait up to `CLAIMING` seconds until rank 0 of the same launch of torchrun has locked the run's folder."""
+    """Wait up to `CLAIMING` seconds until rank 0 of this launch of torchrun has locked the run's folder."""
     until = time.monotonic() + CLAIMING
     while launch_id() is not None and time.monotonic() < until:
         if (object_or_none(folder / LOCK_FILE, LOCK_KINDS) or {}).get("launch") == launch_id():
@@ -193,12 +191,7 @@ def refuse_in_use(folder: Path) -> None:
 
 
 def sign_lock(handle: int) -> None:
-    """Write into the lock file of a run's folder which process holds the lock: this process's id, host, time and launch
-    of torchrun.
-
-    Args:
-        handle: file descriptor of the lock file.
-    """
+    """Write into the lock file, whose descriptor is `handle`, that this process holds the lock."""
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": since, "launch": launch_id()}
     os.ftruncate(handle, 0)
@@ -213,22 +206,22 @@ def holder_of(handle: int) -> dict[str, Any]:
 
 
 def held_by(folder: Path) -> dict[str, Any] | None:
-    """Return which process has locked the run's folder (its `pid`, `host` and `launch` of torchrun, and the time
-    `since`); None if the folder is not locked, or if that is unknown. Must not be called in the process that holds the
-    lock, because closing the lock file would release its lock."""
+    """Return which process has locked the run's folder (`pid`, `host`, `launch` of torchrun, `since`); None if it is
+    not locked or if that is unknown. Must not be called in the process that holds the lock: closing the lock file
+    releases it."""
     is_held, holder = look_at_lock(folder)
     return holder if is_held else None
 
 
 def is_known_free(folder: Path) -> bool:
-    """Return whether it is certain that no run has locked the folder of a run. Must not be called in the process that
-    holds the lock, because closing the lock file would release its lock."""
+    """Return whether it is certain that no run has locked the folder. Must not be called in the process that holds the
+    lock: closing the lock file releases it."""
     return look_at_lock(folder)[0] is False
 
 
 def look_at_lock(folder: Path) -> tuple[bool | None, dict[str, Any]]:
-    """Return whether the run's folder is locked (None: unknown), and the content of the lock file, which describes the
-    process that holds the lock (empty if not locked)."""
+    """Return whether the run's folder is locked (None: unknown), and by whom (the lock file's content; empty if not
+    locked)."""
     try:
         # opened read-only, because the folder may be mounted read-only
         handle = os.open(folder / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -254,8 +247,8 @@ def is_locked_by_other_launch(folder: Path) -> bool:
 
 
 def warn_of_killed(folder: Path) -> None:
-    """Log a warning if the previous run in this folder was killed, so that its status says that it is still running. To
-    be called by the process that has locked the folder."""
+    """Log a warning if the previous run in this folder was killed. To be called by the process that has locked the
+    folder."""
     try:
         status = status_of(folder)
     except MissingJson:
@@ -272,11 +265,10 @@ def warn_of_killed(folder: Path) -> None:
 
 
 def mark_begun(folder: Path, resume: str, step: int) -> None:
-    """Record at which step the run has begun: at step 0, or at that of a checkpoint, as the user's `checkpoint.resume`
-    says. When torchrun restarts the ranks, they read this record.
+    """Record at which step the run has begun: step 0, or that of a checkpoint, as `checkpoint.resume` says. Ranks that
+    torchrun restarts read this record.
 
     Args:
-        folder: the run's folder.
         resume: the value of `checkpoint.resume`.
         step: number of finished steps when the run began.
     """
@@ -287,11 +279,10 @@ def mark_begun(folder: Path, resume: str, step: int) -> None:
 
 
 def begun_at(folder: Path, resume: str) -> int | None:
-    """Return the step at which the run began, if the ranks have recorded it by `mark_begun` before torchrun restarted
-    them; else None. A job that a scheduler starts again under the same name (RDZV_ID) counts as a restart.
+    """Return the step that `mark_begun` recorded before torchrun restarted the ranks; None without such a record. A job
+    that a scheduler starts again under the same name (RDZV_ID) counts as a restart.
 
     Args:
-        folder: the run's folder.
         resume: the value of `checkpoint.resume`. A record of a run with another value is ignored.
     """
     try:
@@ -314,13 +305,13 @@ def folder_name(step: int) -> str:
 
 
 def step_of(folder: Path) -> int | None:
-    """Return the step number in the name of a checkpoint's folder; None if the name is not that of a checkpoint."""
+    """Return the step in the name of a checkpoint's folder; None if the name is not that of a checkpoint."""
     match = NAME.fullmatch(folder.name)
     return int(match[1]) if match and folder.name == folder_name(int(match[1])) else None
 
 
 def list_checkpoints(parent: Path) -> list[Path]:
-    """Return the checkpoints' folders in the folder `parent`, oldest first. Only their names are checked."""
+    """Return the folders of the checkpoints in `parent`, oldest first. Only names are checked."""
     if not os.path.isdir(parent):  # False, not an error, for a path that is too long
         return []
     steps = {path: step for path in parent.iterdir() if (step := step_of(path)) is not None}

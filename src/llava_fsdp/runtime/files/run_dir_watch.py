@@ -1,5 +1,5 @@
-"""Check, while a run is going on, that its folder was not deleted, moved or replaced, and that the run still holds the
-folder's lock. Imports no torch."""
+"""Check during a run that its folder was not deleted, moved or replaced, and that the folder's lock is still held.
+Imports no torch."""
 
 import contextlib
 import fcntl
@@ -19,7 +19,7 @@ AGAIN = 0.2
 
 @dataclass(frozen=True)
 class FolderChange:
-    """What happened to a run's folder that was deleted, moved or taken by another run."""
+    """What happened to a run's folder."""
 
     what: str
     """Text that follows `output_dir=...` in the error message."""
@@ -28,16 +28,14 @@ class FolderChange:
 
 
 class RunDirLock:
-    """Rank 0's lock on the run's folder. Its method `check_folder`, which two threads may call, checks that the path
-    still leads to the same folder and that the lock is still held."""
+    """Rank 0's lock on the run's folder. Two threads may call `check_folder`."""
 
     def __init__(self, folder: Path, handle: int, private: bool = True):
-        """Record the identity (device and inode) of the run's folder and the content of its lock file, to notice later
-        if another folder or lock file takes their place.
+        """Record the identity (device and inode) of the folder and the content of its lock file.
 
         Args:
-            handle: descriptor of the locked lock file. The descriptor's number stays the same if the lock file is
-                replaced and opened again.
+            handle: descriptor of the locked lock file. Its number stays the same if the file is replaced and opened
+                again.
             private: whether only the owner can read the folder if it has to be created again.
         """
         self.folder, self.handle, self.private = folder, handle, private
@@ -46,8 +44,8 @@ class RunDirLock:
         self.is_warned = False
 
     def check_folder(self) -> FolderChange | None:
-        """Check with two calls of stat that the run's folder and its lock file are the same as before. Return what
-        happened to the folder; None if the folder is intact or cannot be checked. A replaced lock file is locked again.
+        """Return what happened to the folder; None if it is intact or cannot be checked. A replaced lock file is locked
+        again. Needs two calls of stat.
 
         Some file systems (FUSE, overlays) may change a folder's inode number. Then the content of the lock file
         decides.
@@ -68,8 +66,7 @@ class RunDirLock:
                 return None
 
     def find_folder(self) -> tuple[int, int]:
-        """Return the identity (device and inode) of the folder that is now at the run's path. Raises OSError if there
-        is none."""
+        """Return the identity of the folder that is now at the run's path. Raises OSError if there is none."""
         try:
             return identity(os.stat(self.folder))
         except FileNotFoundError:
@@ -77,12 +74,8 @@ class RunDirLock:
             return identity(os.stat(self.folder))
 
     def check_content(self, place: tuple[int, int]) -> FolderChange | None:
-        """Check by the lock file's content whether the folder at the run's path is still this run's, and lock the file
-        again. Return what happened to the folder; None if it is still this run's.
-
-        Args:
-            place: identity (device and inode) of the folder that is now at the run's path.
-        """
+        """Return what happened to the folder, by the content of its lock file, which is locked again; None if it is
+        still this run's. `place`: identity of the folder that is now at the run's path."""
         if place != self.place and not self.has_own_content():
             return FolderChange("is another folder now than the one that this run began in")
         if os.path.islink(self.folder / LOCK_FILE):
@@ -96,7 +89,7 @@ class RunDirLock:
             return None
 
     def has_own_content(self) -> bool:
-        """Return whether the lock file that is now in the run's folder has the content which this run wrote."""
+        """Return whether the lock file has the content that this run wrote."""
         with contextlib.suppress(OSError):
             handle = os.open(self.folder / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
@@ -106,16 +99,15 @@ class RunDirLock:
         return False
 
     def open_lock(self) -> None:
-        """Open the lock file that is now in the run's folder, under the descriptor number that the earlier lock file
-        had. The descriptor that `os.open` returns is closed before the file is locked, because closing any descriptor
-        of a file releases its POSIX locks."""
+        """Open the lock file under the descriptor number of the earlier one. The descriptor of `os.open` is closed
+        before the file is locked: closing any descriptor of a file releases its POSIX locks."""
         handle = open_lock(self.folder)
         os.dup2(handle, self.handle, inheritable=False)
         os.close(handle)
 
     def lock_again(self) -> FolderChange | None:
-        """Lock the lock file that is now in the run's folder. Return what happened to the folder if another run has
-        locked it; else None."""
+        """Lock the lock file that is now in the folder. Return what happened if another run has locked it; else
+        None."""
         self.open_lock()
         try:
             fcntl.lockf(self.handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -131,7 +123,7 @@ class RunDirLock:
         return None
 
     def remake(self) -> None:
-        """Create the run's folder, which was deleted, again: empty and locked. Raises OSError if that is impossible."""
+        """Create the deleted folder again, empty and locked. Raises OSError if that is impossible."""
         with self.one_at_a_time:
             make_run_folder(self.folder, self.private)
             self.open_lock()
@@ -142,14 +134,11 @@ class RunDirLock:
             self.remember()
 
     def remember(self) -> None:
-        """Record the content of the run's lock file, and the identities (device and inode) of the run's folder and of
-        the lock file. Later checks compare with them."""
         self.content = os.pread(self.handle, 4096, 0)
         self.place, self.lock_place = identity(os.stat(self.folder)), identity(os.fstat(self.handle))
 
     def warn(self, text: str) -> None:
-        """Log a warning about the run's folder, but only the first time, because the cause of the warning may be found
-        again at every check."""
+        """Log a warning, but only the first: every check may find its cause again."""
         if not self.is_warned:
             log().warning("output_dir=%s: %s", self.folder, text)
         self.is_warned = True

@@ -1,7 +1,7 @@
 """Read files of unknown origin (models, datasets, settings) without running code from them.
 
-A file of the wrong type, size or nesting depth is refused with an error that names the file. Other files that such a
-file refers to must be in the same folder.
+A file of the wrong type, size or nesting depth is refused with an error that names it. Other files that it refers to
+must be in the same folder.
 """
 
 import contextlib
@@ -18,21 +18,21 @@ from llava_fsdp.runtime.errors import ConfigError, LlavaFsdpError, ModelError
 
 MiB = 1 << 20
 SMALL = 64 * MiB
-"""Maximum accepted size, in bytes, of a JSON file of a model."""
+"""Maximum size, in bytes, of a JSON file of a model."""
 LARGE = 512 * MiB
-"""Maximum accepted size, in bytes, of a file of a tokenizer."""
+"""Maximum size, in bytes, of a file of a tokenizer."""
 LFS_HEAD = b"version https://git-lfs"
-"""First bytes of the small text file that git writes in place of a large file that has not been fetched."""
+"""Beginning of the text file that git writes in place of a large file that has not been fetched."""
 LFS_POINTER = "a pointer of git-LFS, not the file itself; fetch it: git lfs pull"
 VALUES = 4_000_000
-"""Maximum number of commas and opening brackets of a JSON file. A value of a few bytes takes a hundred bytes once read.
-The largest tokenizers have about two million."""
+"""Maximum number of commas and opening brackets of a JSON file: a value of a few bytes takes a hundred once read. The
+largest tokenizers have about two million."""
 CODE_KEYS = ("auto_map", "custom_pipelines", "custom_generate")
 """Keys in a model's JSON files that make transformers load Python files from the model folder."""
 
 
 def read_text(path: Path, error: type[LlavaFsdpError] = ModelError, largest: int = SMALL) -> str:
-    """Read a UTF-8 text file. Raises an error of type `error` if it cannot be read or has more than `largest` bytes."""
+    """Read a UTF-8 text file. Raises `error` if it cannot be read or has more than `largest` bytes."""
     try:
         if not path.is_file():
             raise error(f"{path} is not a file")
@@ -48,7 +48,7 @@ def read_text(path: Path, error: type[LlavaFsdpError] = ModelError, largest: int
 
 
 def refuse_pointer(path: Path) -> None:
-    """Raise ModelError if git has not fetched a file of a model, so that a pointer of git-LFS is in its place."""
+    """Raise ModelError if git has not fetched a file, so that a pointer of git-LFS is in its place."""
     try:
         with path.open("rb") as file:
             is_pointer = file.read(len(LFS_HEAD)) == LFS_HEAD
@@ -59,8 +59,8 @@ def refuse_pointer(path: Path) -> None:
 
 
 def read_json(path: Path, error: type[LlavaFsdpError] = ModelError, largest: int = SMALL) -> dict[str, Any]:
-    """Read a JSON object from a file. Raises an error of type `error` if the file cannot be read, has more than
-    `largest` bytes, or contains no object."""
+    """Read a JSON object. Raises `error` if the file cannot be read, has more than `largest` bytes, or contains no
+    object."""
     text = read_text(path, error, largest)
     values = text.count(",") + text.count("[") + text.count("{")
     if values > VALUES:
@@ -78,8 +78,8 @@ def read_json(path: Path, error: type[LlavaFsdpError] = ModelError, largest: int
 
 @contextlib.contextmanager
 def foreign(what: str, error: type[LlavaFsdpError] = ModelError) -> Iterator[None]:
-    """Context manager for code in which a library parses a file of unknown origin. Any exception other than a
-    LlavaFsdpError becomes one of type `error`, whose message begins with `what`."""
+    """Context manager in which a library parses a file of unknown origin. Any exception but a LlavaFsdpError becomes
+    one of type `error`, whose message begins with `what`."""
     try:
         yield
     except LlavaFsdpError:
@@ -93,12 +93,7 @@ def foreign(what: str, error: type[LlavaFsdpError] = ModelError) -> Iterator[Non
 
 
 def refuse_model_code(fields: dict[str, Any], path: Path) -> None:
-    """Raise ModelError if a JSON file of a model names Python code that transformers would load from the model folder.
-
-    Args:
-        fields: the parsed content of the file.
-        path: path of the file, for the error message.
-    """
+    """Raise ModelError if the `fields` of a model's JSON file name Python code that transformers would load."""
     for key in CODE_KEYS:
         if fields.get(key):
             raise ModelError(
@@ -108,10 +103,8 @@ def refuse_model_code(fields: dict[str, Any], path: Path) -> None:
 
 
 def file_beside(path: Path, name: object) -> Path:
-    """Return the path of the file `name` in the folder of another file, which names it.
-
-    Args:
-        path: the file that names the other one, such as an index of weights.
+    """Return the path of the file `name`, which the file `path` (such as an index of weights) names, in the same
+    folder.
 
     Raises:
         ModelError: `name` is not a plain file name, so that it could lead out of the folder.
@@ -124,7 +117,7 @@ def file_beside(path: Path, name: object) -> Path:
 
 def refuse_yaml_bombs(path: Path, largest: int = MiB) -> str:
     """Return the text of a YAML file. Raises ConfigError if it has more than `largest` bytes, is not YAML, or contains
-    an alias. A small file with aliases can be parsed into a content of any size (a "YAML bomb")."""
+    an alias: a small file with aliases can be parsed into content of any size (a "YAML bomb")."""
     text = read_text(path, ConfigError, largest)
     try:
         aliases = [
@@ -138,7 +131,7 @@ def refuse_yaml_bombs(path: Path, largest: int = MiB) -> str:
 
 
 def is_open_to_others(path: Path) -> bool:
-    """Return whether every user of this machine may create files in a folder, with or without the sticky bit."""
+    """Return whether every user of this machine may create files in a folder."""
     try:
         mode = path.stat().st_mode
     except OSError:

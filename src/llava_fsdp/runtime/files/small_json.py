@@ -11,17 +11,15 @@ from types import UnionType
 from typing import Any, get_args, get_origin
 
 LARGEST = 1 << 20
-"""Default of the maximum accepted size, in bytes, of a JSON file. The files of this package have a few thousand
-bytes."""
+"""Default of the maximum size of a file in bytes. This package's files have a few thousand."""
 DEEPEST = 40
-"""Maximum nesting depth of objects and lists. Python's JSON functions fail at a few hundred levels."""
+"""Maximum nesting depth. Python's JSON functions fail at a few hundred levels."""
 Kinds = tuple[type, ...]
 """The allowed types of a value."""
 
 
 class BadJson(ValueError):
-    """Error: a file or text is not the expected JSON. The message says why. Only errors of `read_object` name the
-    file."""
+    """Error: a file or text is not the expected JSON. Only errors of `read_object` name the file."""
 
 
 class MissingJson(BadJson):
@@ -58,8 +56,8 @@ def parse_object(content: bytes | str, kinds: Mapping[str, Kinds] | None = None)
 
     Args:
         kinds: the allowed types of the value of each key; None: any. If `type(None)` is among them, the key may be
-            missing. An integer is also allowed where a float is, and has at most 63 bits; True and False do not count
-            as numbers.
+            missing. An integer is also allowed where a float is, and has at most 63 bits; True and False are no
+            numbers.
 
     Raises:
         BadJson: the content is not a JSON object, is nested too deeply, or has a value of another type.
@@ -71,13 +69,7 @@ def parse_object(content: bytes | str, kinds: Mapping[str, Kinds] | None = None)
 
 
 def require_kinds(found: Any, kinds: Mapping[str, Kinds]) -> dict[str, Any]:
-    """Check that a parsed JSON value is a dict whose values have the allowed types; return it. Raises BadJson, whose
-    message names the wrong key, if not.
-
-    Args:
-        found: the parsed value.
-        kinds: the allowed types of the value of each key, as in `parse_object`.
-    """
+    """Check a parsed JSON value as `parse_object` does, and return it. Raises BadJson, which names the wrong key."""
     if not isinstance(found, dict):
         raise BadJson(f"it holds a {type(found).__name__}, not an object")
     for key, allowed in kinds.items():
@@ -90,8 +82,8 @@ def require_kinds(found: Any, kinds: Mapping[str, Kinds]) -> dict[str, Any]:
 
 
 def kinds_of(schema: type) -> dict[str, Kinds]:
-    """Return the allowed types of the values of a JSON object that has the fields of the dataclass `schema` as keys.
-    They are taken from the annotations, such as `int`, `float | None`, or `list[str]`, which allows any list."""
+    """Return the allowed types (`Kinds`) of a JSON object with the fields of a dataclass as keys, from annotations such
+    as `int`, `float | None`, or `list[str]`, which allows any list."""
     found = {}
     for own in fields(schema):
         choices = get_args(own.type) if isinstance(own.type, UnionType) else (own.type,)
@@ -100,7 +92,7 @@ def kinds_of(schema: type) -> dict[str, Kinds]:
 
 
 def is_flat(tree: Any) -> bool:
-    """Return whether a parsed JSON value is nested at most `DEEPEST` levels deep. Does not recurse."""
+    """Return whether a JSON value is nested at most `DEEPEST` levels deep. Does not recurse."""
     inside = [tree]
     for _ in range(DEEPEST):
         nested = [own for own in inside if isinstance(own, dict | list)]
@@ -111,10 +103,7 @@ def is_flat(tree: Any) -> bool:
 
 
 def read_object(path: Path, kinds: Mapping[str, Kinds] | None = None, largest: int = LARGEST) -> dict[str, Any]:
-    """Read a JSON object of at most `largest` bytes from a file and check the types of its values.
-
-    Args:
-        kinds: the allowed types of the value of each key; None: any.
+    """Read a JSON object of at most `largest` bytes and check the types of its values as `parse_object` does.
 
     Raises:
         MissingJson: the file does not exist.
@@ -127,8 +116,8 @@ def read_object(path: Path, kinds: Mapping[str, Kinds] | None = None, largest: i
 
 
 def read_bytes(path: Path, largest: int) -> bytes:
-    """Return the content of a regular file. Raises BadJson if it cannot be read, has more than `largest` bytes, or is a
-    pipe or device (this does not block). The message does not name the file."""
+    """Return the content of a regular file. Raises BadJson, without the file's name, if it cannot be read, is larger
+    than `largest`, or is a pipe or device (this does not block)."""
     try:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             found = os.fstat(file.fileno())
@@ -146,12 +135,7 @@ def read_bytes(path: Path, largest: int) -> bytes:
 def object_or_none(
     path: Path, kinds: Mapping[str, Kinds] | None = None, largest: int = LARGEST
 ) -> dict[str, Any] | None:
-    """Read a JSON object of at most `largest` bytes from a file and check the types of its values; return None if the
-    file is missing, cannot be read or is not as expected.
-
-    Args:
-        kinds: the allowed types of the value of each key; None: any.
-    """
+    """Like `read_object`, but return None if the file is missing or not as expected."""
     try:
         return read_object(path, kinds, largest)
     except BadJson:

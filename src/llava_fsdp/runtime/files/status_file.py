@@ -1,5 +1,5 @@
-"""Read and write `run_status.json`: the state of a run and, once it has ended, how it ended. If ranks failed, the rank
-that failed first writes how the run ended. Imports no torch."""
+"""Read and write `run_status.json`: the state of a run and, once it has ended, how it ended. If ranks failed, the one
+that failed first writes it. Imports no torch."""
 
 import contextlib
 import json
@@ -24,14 +24,13 @@ from llava_fsdp.runtime.text.redact import redact, secrets_of
 
 STATUS_FILE = "run_status.json"
 FIRST_FAILURE = ".run_failed"
-"""Name of the file with the failure report: which rank failed first, and why. Only that rank writes it."""
+"""Name of the failure report: which rank failed first, and why. Only that rank writes it."""
 RESERVED = 4096
-"""Size in bytes to which `run_status.json` is padded, so that the run's end can be written into it even on a full
-disk."""
+"""Bytes to which `run_status.json` is padded, so that the run's end can be written into it even on a full disk."""
 LONGEST_REASON = 1000
-"""Maximum number of characters that are kept of the reason why the run's previous start ended."""
+"""Maximum number of characters kept of the reason why the previous start ended."""
 KILLED = "killed"
-"""Status that is reported for a run that recorded no end and has no process anymore. The run itself never writes it."""
+"""Status reported for a run that recorded no end and has no process anymore. The run itself never writes it."""
 STEPPED_FILE = ".stepped"
 """Name of an empty file that exists once the latest start of the run has finished a step."""
 NONE = type(None)
@@ -45,8 +44,8 @@ FAILURE_KINDS: dict[str, Kinds] = {
     "incarnation": (str,), "rank": (int,), "class": (str,), "exit_code": (int,), "reason": (str,),
 }  # fmt: skip
 PATIENCE = 2
-"""Seconds that a rank which lost contact with the others waits for another rank's failure report before it ends itself,
-because torchrun reports the rank that ends first as the cause."""
+"""Seconds that a rank which lost contact waits for another rank's failure report before it ends itself: torchrun
+reports the rank that ends first as the cause."""
 
 
 @dataclass(frozen=True)
@@ -62,18 +61,16 @@ class Outcome:
 
 
 def is_without_end(status: dict[str, Any]) -> bool:
-    """Return whether `status`, the content of a `run_status.json`, records no end, because the run is still going on or
-    was killed."""
+    """Return whether a run's status records no end, because the run is going on or was killed."""
     return status.get("status") in ("running", "stopping")
 
 
 def previous_status(folder: Path, is_claiming: bool = False) -> dict[str, Any] | None:
-    """Return how the run ended when it was started before (a dict like `run_status.json`). A run may be started several
-    times in the same folder; starts that finished neither a step nor the run are passed over. None if there is no such
-    start, or if the current start has finished a step.
+    """Return how the previous start of the run in this folder ended, as in `run_status.json`. Starts that finished
+    neither a step nor the run are passed over. None if there is no such start, or if the current start has finished a
+    step.
 
     Args:
-        folder: the run's folder.
         is_claiming: whether the current start has written nothing yet, so that `run_status.json` is from an earlier
             start.
     """
@@ -93,9 +90,8 @@ def previous_status(folder: Path, is_claiming: bool = False) -> dict[str, Any] |
 
 
 def mark_stepped(folder: Path) -> None:
-    """Record that the run has finished a training step since its latest start. `run_status.json` then need no longer
-    tell how the run ended before that start. The record is a file of its own in the run's folder, because another rank
-    may be writing `run_status.json` at the same time."""
+    """Record that the latest start of the run has finished a step, so that `run_status.json` need no longer tell how
+    the start before ended. This is a file of its own, because another rank may be writing `run_status.json`."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     os.close(os.open(folder / STEPPED_FILE, flags, 0o600))
 
@@ -110,12 +106,10 @@ def put_status(
     """Write a run's status, with details of this process, into `run_status.json`.
 
     Args:
-        folder: the run's folder.
         status: running, stopping, done, stopped, interrupted or failed.
-        outcome: how and why the run ended or is about to stop; None while it is running.
+        outcome: None while the run goes on.
         mode: permissions before the umask; None: those of the existing file.
-        before: how the run's previous start ended (see `previous_status`), as long as the current start has finished no
-            step.
+        before: how the previous start ended (see `previous_status`), as long as the current one has finished no step.
     """
     content = {
         "status": status,
@@ -148,12 +142,8 @@ def put_status(
 
 
 def status_of_latest_start(status: dict[str, Any]) -> dict[str, Any]:
-    """Return what a run wrote into `run_status.json` when it was started the last time.
-
-    Args:
-        status: the file's content. Usually all of it is returned, but only its entry `refused` if the run was already
-            finished and the last start failed.
-    """
+    """Return what the latest start of a run wrote: all of the status, or its entry `refused` if the run was already
+    finished and the latest start failed."""
     refused = status.get("refused")
     if not isinstance(refused, dict):
         return status
@@ -161,7 +151,6 @@ def status_of_latest_start(status: dict[str, Any]) -> dict[str, Any]:
 
 
 def mode_of(path: Path) -> int:
-    """Return the permissions of a file as a number for `chmod`; 0600 if the file does not exist."""
     try:
         return stat.S_IMODE(path.stat().st_mode)
     except OSError:
@@ -169,7 +158,7 @@ def mode_of(path: Path) -> int:
 
 
 def read_status(folder: Path) -> dict[str, Any] | None:
-    """Return the content of `run_status.json` in a run's folder; None if the file is missing or cannot be read."""
+    """Return the content of `run_status.json`; None if the file is missing or cannot be read."""
     try:
         return status_of(folder)
     except BadJson:
@@ -177,9 +166,8 @@ def read_status(folder: Path) -> dict[str, Any] | None:
 
 
 def status_of(folder: Path) -> dict[str, Any]:
-    """Return the content of `run_status.json` in a run's folder. Its entry `before`, which says how the run ended when
-    it was started before, is None once the run has finished a step since its latest start. Raises MissingJson if the
-    file does not exist, BadJson if it cannot be read."""
+    """Return the content of `run_status.json`. Its entry `before` (how the previous start ended) is None once the
+    latest start has finished a step. Raises MissingJson, or BadJson if the file cannot be read."""
     path = folder / STATUS_FILE
     status = read_object(path, STATUS_KINDS)
     for part in (status, status.get("before"), status.get("refused")):
@@ -191,8 +179,7 @@ def status_of(folder: Path) -> dict[str, Any]:
 
 
 def check_status(status: Any, path: Path) -> None:
-    """Raise BadJson, naming the file `path`, if `status`, the content of a `run_status.json` or of its entry `before`
-    or `refused`, has a value of a wrong type."""
+    """Raise BadJson, naming `path`, if a status, or its entry `before` or `refused`, has a value of a wrong type."""
     try:
         require_kinds(status, STATUS_KINDS)
     except BadJson as error:
@@ -202,12 +189,8 @@ def check_status(status: Any, path: Path) -> None:
 
 
 def start_of(folder: Path) -> str:
-    """Return a text that identifies the current start of the run's ranks: the same on all ranks, and different after
-    each restart. Ranks that the user has started without torchrun know it by the heartbeat of rank 0.
-
-    Args:
-        folder: the run's folder.
-    """
+    """Return a text that identifies the current start of the ranks: the same on all ranks, different after each
+    restart. Ranks started without torchrun know it by the heartbeat of rank 0."""
     if launch_id() is not None or os.environ.get("WORLD_SIZE", "1") == "1":
         return incarnation()
     if env_rank() == 0:
@@ -217,8 +200,7 @@ def start_of(folder: Path) -> str:
 
 
 def drop_stale_failure(folder: Path) -> None:
-    """Remove the report of the rank that failed first from a run's folder if an earlier start of the run wrote it, or
-    if it cannot be read."""
+    """Remove a failure report that an earlier start of the run wrote, or that cannot be read."""
     unreadable = None
     try:
         if failure_of(folder)["incarnation"] == start_of(folder):
@@ -233,8 +215,7 @@ def drop_stale_failure(folder: Path) -> None:
 
 
 def failure_of(folder: Path) -> dict[str, Any]:
-    """Read the report of the rank that failed first from a run's folder. Raises BadJson if the report is missing or
-    cannot be read."""
+    """Read the failure report. Raises BadJson if it is missing or cannot be read."""
     path = folder / FIRST_FAILURE
     failure = read_object(path, FAILURE_KINDS)
     if not 0 < failure["exit_code"] <= 255:
@@ -243,12 +224,7 @@ def failure_of(folder: Path) -> dict[str, Any]:
 
 
 def first_failure(folder: Path) -> dict[str, Any] | None:
-    """Return the report of the rank that failed first since the run's ranks were last started; None if no rank has
-    failed.
-
-    Args:
-        folder: the run's folder.
-    """
+    """Return the failure report of the current start of the ranks; None if no rank has failed."""
     try:
         failure = failure_of(folder)
     except BadJson:
@@ -265,8 +241,7 @@ def await_first_failure(folder: Path, seconds: float) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def log_write_errors(path: Path) -> Iterator[None]:
-    """Context manager for writing the file `path`, which records how the run ended. An error in its body is logged and
-    not raised."""
+    """Context manager for writing how the run ended: an error is logged and not raised."""
     try:
         yield
     except Exception as error:
@@ -275,15 +250,11 @@ def log_write_errors(path: Path) -> Iterator[None]:
 
 
 def write_ending(folder: Path, outcome: Outcome) -> dict[str, Any] | None:
-    """Record in `run_status.json` how and why the run ended. A rank that lost contact with the others first waits for
-    the report of another rank that failed. Errors of writing are only logged.
-
-    Args:
-        folder: the run's folder.
-        outcome: how and why this rank ended.
+    """Record in `run_status.json` how the run ended. A rank that lost contact first waits for the report of a rank that
+    failed. Errors of writing are only logged.
 
     Returns:
-        The report of the rank that failed first, if that is another rank; else None.
+        The failure report, if another rank failed first; else None.
     """
     rank, ending = env_rank(), outcome.ending
     is_done = ending.name == "done"
@@ -316,16 +287,8 @@ def is_absent(folder: Path) -> bool:
 
 
 def write_first_failure(folder: Path, outcome: Outcome) -> bool:
-    """Write a report that this rank has failed, unless another rank has already written one. All ranks use the same
-    file, which only one of them can create.
-
-    Args:
-        folder: the run's folder.
-        outcome: how and why this rank ended.
-
-    Returns:
-        Whether this rank has written its report.
-    """
+    """Write the failure report and return True, unless another rank has written it. Only one rank can create the
+    file."""
     drop_stale_failure(folder)
     failure = {
         "incarnation": start_of(folder),
@@ -361,12 +324,8 @@ def is_of_this_launch(record: dict[str, Any]) -> bool:
 
 
 def final_status(folder: Path) -> dict[str, Any] | None:
-    """Return how the ranks ended before torchrun restarted them (a dict like `run_status.json`), if they should not run
-    again, because a restart cannot help or is not wanted. Otherwise return None.
-
-    Args:
-        folder: the run's folder.
-    """
+    """Return how the ranks ended before torchrun restarted them, as in `run_status.json`, if a restart cannot help or
+    is not wanted; else None."""
     status = read_status(folder)
     status = status_of_latest_start(status) if status is not None else None
     if status is None or not is_of_this_launch(status):

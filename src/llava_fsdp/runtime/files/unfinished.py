@@ -1,4 +1,4 @@
-"""Recognize the output folder of a run that has not written its model yet, and say in words why. Imports no torch."""
+"""Recognize the output folder of a run that has not written its model yet, and say why. Imports no torch."""
 
 from pathlib import Path
 
@@ -8,20 +8,14 @@ from llava_fsdp.runtime.files.run_dir import FOLDER, held_by, list_checkpoints, 
 from llava_fsdp.runtime.files.status_file import STATUS_FILE, is_without_end, read_status, status_of_latest_start
 
 STAGED = frozenset({"export.tmp", "adapter.tmp"})
-"""Names of the folders in which a run writes its export and its adapter, until they are complete and compared."""
+"""Folders in which a run writes its export and its adapter, until they are complete and compared."""
 EXPORT = "export"
-"""Name of the folder with the exported model in a run's output folder."""
 ADAPTER = "adapter"
-"""Name of the folder with the LoRA adapter in a run's output folder."""
 
 
 def refuse_staged(name: str, key: str) -> None:
-    """Raise ModelError if a path is in the folder of an export or adapter that a run could not complete.
-
-    Args:
-        name: the path.
-        key: configuration key whose value it is, for the message.
-    """
+    """Raise ModelError if a path, the value of the configuration key `key`, is in the folder of an export or adapter
+    that a run could not complete."""
     path = Path(name)
     if inside := STAGED.intersection(path.parts):
         raise ModelError(
@@ -36,8 +30,8 @@ def is_run(folder: Path) -> bool:
 
 
 def run_of(path: Path) -> Path | None:
-    """Return the output folder of the run that a path names: the path itself, or the folder above if the path is that
-    of the run's export, of its checkpoints or of one checkpoint; None if there is no run."""
+    """Return the output folder of the run that a path names: the path itself, or the folder above an export, the
+    checkpoints or one checkpoint; None if there is no run."""
     folder = path.absolute()
     if folder.parent.name == FOLDER and step_of(folder) is not None:
         folder = folder.parents[1]
@@ -47,14 +41,14 @@ def run_of(path: Path) -> Path | None:
 
 
 def has_export(run: Path) -> bool:
-    """Return whether the output folder of a run has an export. An empty folder does not count: a run gives the folder
-    its name when it is complete."""
+    """Return whether a run has an export. An empty folder does not count: a run gives it its name when it is
+    complete."""
     return (run / EXPORT).is_dir() and any((run / EXPORT).iterdir())
 
 
 def earlier_export(run: Path) -> str | None:
-    """Return in words that the export of a run is of an earlier step than its newest checkpoint, as after a run that
-    was continued and stopped; None if it is not."""
+    """Say that a run's export is of an earlier step than its newest checkpoint, as after a run that was continued and
+    stopped; None if it is not."""
     saved = max((step_of(path) or 0 for path in list_checkpoints(run / FOLDER)), default=0)
     exported = read_notes(run / EXPORT).get("step")
     if exported is None or exported >= saved:
@@ -66,17 +60,13 @@ def earlier_export(run: Path) -> str | None:
 
 
 def is_done(folder: Path) -> bool:
-    """Return whether the run in an output folder has finished its last step, and no start of it goes on."""
+    """Return whether the run has finished its last step, and no start of it goes on."""
     found = read_status(folder)
     return found is not None and status_of_latest_start(found).get("status") == "done" and held_by(folder) is None
 
 
 def lacking_export(folder: Path) -> str:
-    """Say why the output folder of a run has no export, and what to do, as a text that follows its path.
-
-    Args:
-        folder: the run's folder.
-    """
+    """Say why a run has no export, and what to do, as a text that follows its path."""
     saved = max((step_of(path) or 0 for path in list_checkpoints(folder / FOLDER)), default=0)
     found = read_status(folder)
     status = status_of_latest_start(found) if found is not None else {}

@@ -1,8 +1,8 @@
 """A process beside each rank that kills the rank if the rank can no longer end itself. Imports no torch.
 
-The watchdog (watchdog.py) is a thread of the rank. A call that waits for the GPU while it holds Python's lock, such as
-the launch of a compiled kernel into a full queue, stops this thread too: then the rank writes no heartbeat, receives no
-signal, and does not notice that another rank has ended. The guard is a process, so that it goes on.
+A call that waits for the GPU while it holds Python's lock, such as the launch of a compiled kernel into a full queue,
+stops all threads of the rank, also the watchdog (watchdog.py): the rank writes no heartbeat, receives no signal, and
+does not notice that another rank has ended.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from llava_fsdp.runtime.process.process_end import ending_of
 SILENT = 5.0
 """Seconds without a sign of life after which the rank's watchdog counts as stopped."""
 STOPPED = 5.0
-"""Seconds between two turns of the guard's loop, which takes one, after which the guard itself counts as stopped."""
+"""Seconds between two turns of the guard's loop (which takes one) after which the guard itself counts as stopped."""
 GRACE = 15.0
 """Seconds that a rank has to end itself, with its last report, after another rank has ended."""
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
@@ -37,8 +37,6 @@ class Guard:
         """Start the guard's process.
 
         Args:
-            folder: the run's folder.
-            rank: this process's rank.
             peers: process ids of the other ranks on this machine, by rank.
             seconds: how long this rank may be silent from now on (`beat`).
         """
@@ -63,7 +61,6 @@ class Guard:
             os.write(self.pipe, f"{seconds}\n".encode())
 
     def close(self) -> None:
-        """End the guard."""
         assert self.process.stdin is not None
         with contextlib.suppress(OSError):
             self.process.stdin.close()
@@ -75,7 +72,6 @@ def guard(folder: Path, rank: int, pid: int, peers: list[tuple[int, int]]) -> No
     they stay away for too long.
 
     Args:
-        folder: the run's folder.
         rank: the guarded rank.
         pid: its process id.
         peers: (rank, process id) of the other ranks on this machine.
@@ -120,8 +116,6 @@ def end(folder: Path, rank: int, pidfd: int, lost: str, silent: float) -> None:
     """Record why the rank is killed, unless a rank has already failed, and kill it.
 
     Args:
-        folder: the run's folder.
-        rank: the guarded rank.
         pidfd: file descriptor of its process.
         lost: how another rank on this machine has ended; empty if none has.
         silent: seconds since the rank's last sign of life.

@@ -1,5 +1,5 @@
-"""Write and read heartbeats: every second each rank writes its step and what it is doing into a file of its own, and
-reads the files of other ranks. Imports no torch.
+"""Heartbeats: every second each rank writes its step and what it is doing into a file, and reads the files of other
+ranks. Imports no torch.
 
 The files are in the run's folder, which all machines share. The clocks of the machines are not compared: a rank is late
 if its file has not changed for long, or shows less progress than the files of other ranks.
@@ -18,7 +18,7 @@ FOLDER = ".heartbeats"
 
 
 class Phase(Enum):
-    """What a rank is doing. The phases are listed in the order in which they occur in a training step."""
+    """What a rank is doing, in the order in which it occurs in a training step."""
 
     LOADING = "loading weights and data"
     REPORT = "reporting the step"
@@ -36,7 +36,7 @@ ORDER = {phase.value: number for number, phase in enumerate(Phase)}
 
 @dataclass(frozen=True)
 class Beat:
-    """A heartbeat: what a rank is doing and how far it is, which it writes into its file every second."""
+    """A heartbeat: what a rank is doing and how far it is."""
 
     rank: int
     host: str
@@ -47,14 +47,13 @@ class Beat:
     work: int
     """Number of collectives that the rank has started. Among ranks in the same phase, a late rank has started fewer."""
     detail: str
-    """The record or image that the rank is waiting for, as text; empty if there is none."""
+    """The record or image that the rank is waiting for; empty if there is none."""
     count: int
-    """Number of heartbeats that the rank has written. It stops growing if the process is frozen."""
+    """Number of heartbeats written. It stops growing if the process is frozen."""
 
     @property
     def place(self) -> tuple[int, int, int]:
-        """The rank's progress as (finished steps, number of the phase within the step, started collectives), a tuple
-        that grows whenever the rank makes progress."""
+        """The rank's progress, which only grows: (finished steps, number of the phase, started collectives)."""
         return self.step, ORDER.get(self.phase, 0), self.work
 
     @property
@@ -83,11 +82,9 @@ class Late:
     """A rank that other ranks are waiting for, and for how long it has made no progress."""
 
     beat: Beat
-    """The rank's latest heartbeat."""
     seconds: float
-    """Number of seconds since the rank last made progress."""
     is_frozen: bool
-    """Whether the rank has stopped writing heartbeats, because its process is stopped or its machine is gone."""
+    """Whether the rank writes no heartbeats: its process is stopped or its machine is gone."""
 
     def __str__(self) -> str:
         silent = ", and its process does not answer" if self.is_frozen else ""
@@ -95,8 +92,7 @@ class Late:
 
 
 class Watcher:
-    """Reads the heartbeats of other ranks, files that each rank writes every second, and records when each heartbeat
-    last changed."""
+    """Reads the heartbeats of other ranks, and records when each last changed."""
 
     def __init__(self, folder: Path, frozen_after: float):
         self.folder = folder
@@ -106,13 +102,8 @@ class Watcher:
         self.last: dict[int, Beat] = {}
 
     def late(self, own: Beat, ranks: list[int]) -> list[Late]:
-        """Return those of `ranks` that this rank is waiting for: frozen ranks, and the slowest ranks if they have made
-        less progress than this rank.
-
-        Args:
-            own: this rank's heartbeat, which contains its progress.
-            ranks: the ranks to compare with this one.
-        """
+        """Return those of `ranks` that this rank, whose heartbeat is `own`, is waiting for: frozen ranks, and the
+        slowest ranks if they have made less progress than this one."""
         now = time.monotonic()
         for rank in ranks:
             beat = read_beat(self.folder, rank)
@@ -133,16 +124,11 @@ class Watcher:
 
 
 def margin(limit: int) -> float:
-    """Return by how many seconds a rank that waits for others gives up before a time limit, so that its report, which
-    names the late rank, comes before torch's error. `limit` is in seconds."""
+    """Return by how many seconds before a time limit a waiting rank gives up, so that its report, which names the late
+    rank, comes before torch's error."""
     return min(10, 0.1 * limit)
 
 
 def beat_age(folder: Path, rank: int) -> float:
-    """Return the number of seconds since a rank on this machine wrote its last heartbeat, a file that it writes every
-    second.
-
-    Args:
-        folder: the run's folder.
-    """
+    """Return the seconds since a rank on this machine wrote its last heartbeat."""
     return time.time() - (folder / FOLDER / f"rank-{rank}.json").stat().st_mtime

@@ -1,4 +1,4 @@
-"""Give a user without a home folder one, as in a container that runs under a number without an entry in /etc/passwd."""
+"""Give a user without a home folder one, as in a container that runs under a number without entry in /etc/passwd."""
 
 import os
 import pwd
@@ -7,13 +7,12 @@ import tempfile
 
 
 def ensure_home() -> str | None:
-    """Set the environment variables HOME and USER, for this process and those that it starts, if HOME is not set and
-    the system does not know this user. Python's `expanduser` and `getuser`, and with them torch, the hub's client and
-    other libraries, would otherwise fail or write into a folder named `~`.
+    """Set HOME and USER, here and in child processes, if HOME is not set and the system does not know this user.
+    Otherwise `expanduser` and `getuser`, and with them torch and other libraries, fail or write into a folder named
+    `~`.
 
     Returns:
-        The new home folder, which only this user can read: the same one in all commands of this user. None if there is
-        a home folder already.
+        The new home folder, which only this user can read: the same one in all commands. None if there is one already.
     """
     user = os.getuid()
     if os.environ.get("HOME") or is_known(user):

@@ -1,5 +1,5 @@
-"""Read how many CPU cores and how much memory this process may use: those of the machine, or less if a container
-(cgroup) limits them."""
+"""Read how many CPU cores and how much memory this process may use: the machine's, or less if a container (cgroup)
+limits them."""
 
 import contextlib
 import math
@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 UNLIMITED = 1 << 60
-"""A cgroup's memory limit of this many bytes or more counts as no limit: cgroups of version 1 write nearly 2**63 for
-it."""
+"""A cgroup's memory limit of so many bytes or more is no limit: cgroups of version 1 write nearly 2**63 for it."""
 
 
 BF16_FEATURES = frozenset(("avx512_bf16", "amx_bf16", "bf16"))
@@ -21,20 +20,20 @@ ISA_WITHOUT_BF16 = frozenset("SSE41 AVX AVX2 AVX2_VNNI AVX2_VNNI_2 AVX512_CORE A
 
 @dataclass(frozen=True)
 class Host:
-    """Numbers of CPU cores, and bytes of memory, that this process may use."""
+    """CPU cores, and bytes of memory, that this process may use."""
 
     cores: int
     """Number of cores in the CPU affinity of this process."""
     quota: float | None
-    """Number of cores that the container may keep busy; None means no limit."""
+    """Number of cores that the container may keep busy; None: no limit."""
     memory: int
     """Total memory of the machine."""
     available: int
     """Memory of the machine that can be allocated now."""
     limit: int | None
-    """Memory that the container may use in total; None means no limit."""
+    """Memory that the container may use in total; None: no limit."""
     used: int
-    """Memory that the container uses now, without file caches that the kernel can free."""
+    """Memory that the container uses now, without file caches, which the kernel can free."""
 
     @property
     def usable_cores(self) -> int:
@@ -42,32 +41,22 @@ class Host:
 
     @property
     def usable_memory(self) -> int:
-        """Maximum memory that this process could ever have, in bytes."""
+        """Bytes of memory that this process could ever have."""
         return self.memory if self.limit is None else min(self.memory, self.limit)
 
     @property
     def free(self) -> int:
-        """Memory that this process can allocate now, in bytes."""
+        """Bytes of memory that this process can allocate now."""
         return self.available if self.limit is None else max(0, min(self.available, self.limit - self.used))
 
     def data_workers(self, ranks: int) -> int:
-        """Return the default number of processes per rank that load data (`data.workers`): 4 as in LLaVA, or fewer, so
-        that a core is left for the rank itself.
-
-        Args:
-            ranks: number of ranks on this machine.
-        """
+        """Return the default of `data.workers`: 4 as in LLaVA, or fewer, so that a core is left for the rank. `ranks`:
+        number of ranks on this machine."""
         return max(0, min(4, self.usable_cores // ranks - 1))
 
 
 def read_host(proc: Path = Path("/proc"), root: Path = Path("/sys/fs/cgroup")) -> Host:
-    """Read how many CPU cores and how much memory this process may use: the machine's, or less if a cgroup that
-    contains the process has a lower limit.
-
-    Args:
-        proc: where the proc file system is mounted.
-        root: where the cgroup file system is mounted.
-    """
+    """Read the limits. `proc` and `root` are where the file systems proc and cgroup are mounted."""
     memory = {
         line.split(":")[0]: int(line.split()[1]) * 1024
         for line in (text_of(proc / "meminfo") or "").splitlines()
@@ -89,14 +78,9 @@ def read_host(proc: Path = Path("/proc"), root: Path = Path("/sys/fs/cgroup")) -
 
 
 def cpu_has_bf16(proc: Path = Path("/proc"), environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether every core of this machine has instructions for matrix products in bf16 (AVX512-BF16 or AMX; on
-    ARM, BF16), and oneDNN, whose kernels torch uses, is not told to leave them alone. Where the kernel does not list a
-    CPU's features, as on macOS, return False.
-
-    Args:
-        proc: where the proc file system is mounted.
-        environment: environment variables.
-    """
+    """Return whether every core has instructions for matrix products in bf16 (AVX512-BF16 or AMX; on ARM, BF16), and
+    oneDNN, whose kernels torch uses, may use them. False where the kernel does not list a CPU's features, as on
+    macOS."""
     if environment.get("ONEDNN_MAX_CPU_ISA", "").upper() in ISA_WITHOUT_BF16:
         return False
     lines = (line.partition(":") for line in (text_of(proc / "cpuinfo") or "").splitlines())
@@ -105,18 +89,13 @@ def cpu_has_bf16(proc: Path = Path("/proc"), environment: Mapping[str, str] = os
 
 
 def gpu_has_bf16(major: int, is_rocm: bool) -> bool:
-    """Return whether a GPU has instructions for bf16: NVIDIA's since compute capability 8.0 (A100), and all
-    of AMD's that torch supports.
-
-    Args:
-        major: first number of the GPU's compute capability.
-        is_rocm: whether torch was built for AMD's GPUs.
-    """
+    """Return whether a GPU has instructions for bf16: NVIDIA's since compute capability 8.0 (A100), and all of AMD's
+    that torch supports. `major`: first number of the compute capability."""
     return is_rocm or major >= 8
 
 
 def process_memory(key: str) -> int:
-    """Return the value of an entry of /proc/self/status, such as VmRSS, in bytes; 0 if there is no such entry."""
+    """Return an entry of /proc/self/status, such as VmRSS, in bytes; 0 if there is none."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith(key + ":"):
@@ -125,13 +104,8 @@ def process_memory(key: str) -> int:
 
 
 def cgroups(listed: str, root: Path) -> list[Path]:
-    """Return the folders of the cgroups that limit this process, innermost first. The last folder is `root`, which
-    inside a container is the container's own cgroup.
-
-    Args:
-        listed: the content of /proc/self/cgroup.
-        root: where the cgroup file system is mounted.
-    """
+    """Return the folders of the cgroups that limit this process, innermost first. The last one is `root`, in a
+    container the container's own cgroup. `listed` is the content of /proc/self/cgroup."""
     found = []
     for line in listed.splitlines():
         _, names, path = [*line.split(":", 2), "", ""][:3]
@@ -145,15 +119,13 @@ def cgroups(listed: str, root: Path) -> list[Path]:
 
 
 def limit_of(group: Path) -> int | None:
-    """Return the maximum bytes of memory that the cgroup with the folder `group` may use, or None if it has no limit.
-    Reads files of cgroup version 2 or 1."""
+    """Return the bytes of memory that a cgroup of version 2 or 1 may use; None: no limit."""
     limits = (integer(text_of(group / name)) for name in ("memory.max", "memory.limit_in_bytes"))
     return next((limit for limit in limits if limit is not None and limit < UNLIMITED), None)
 
 
 def used_of(group: Path) -> int:
-    """Return the bytes of memory that the cgroup with the folder `group` uses, without the file cache, which the kernel
-    frees when memory is needed."""
+    """Return the bytes of memory that a cgroup uses, without the file cache, which the kernel frees when needed."""
     counts = (integer(text_of(group / name)) for name in ("memory.current", "memory.usage_in_bytes"))
     current = next((count for count in counts if count is not None), 0)
     lines = (text_of(group / "memory.stat") or "").splitlines()
@@ -162,8 +134,7 @@ def used_of(group: Path) -> int:
 
 
 def quota_of(group: Path) -> float | None:
-    """Return the number of cores that the cgroup with the folder `group` may keep busy (CPU time per period), or None
-    if it has no limit."""
+    """Return the number of cores that a cgroup may keep busy (CPU time per period); None: no limit."""
     words = (text_of(group / "cpu.max") or "").split()
     if len(words) != 2:
         words = [text_of(group / f"cpu.cfs_{name}_us") or "" for name in ("quota", "period")]
@@ -179,7 +150,7 @@ def integer(text: str | None) -> int | None:
 
 
 def text_of(path: Path) -> str | None:
-    """Return the content of a file of the kernel (/proc, /sys), or None if it cannot be read."""
+    """Return the content of a file of the kernel (/proc, /sys); None if it cannot be read."""
     try:
         return path.read_text(errors="replace").strip()
     except OSError:

@@ -11,11 +11,10 @@ from llava_fsdp.runtime.errors import ConfigError
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Context manager for the import of torch, transformers and what needs them: garbage is not collected meanwhile.
+    """Context manager for the import of torch, transformers and what needs them, without garbage collection.
 
-    Importing creates a million objects that stay, and Python would search them for garbage again and again: a fifth of
-    the seconds that importing takes. Afterwards they are frozen, so that later collections leave them out. Garbage is
-    collected as usual if torch is imported already.
+    Importing creates a million objects that stay. Searching them for garbage again and again takes a fifth of the time.
+    Afterwards they are frozen, so that later collections leave them out. Does nothing if torch is imported already.
 
     Raises:
         ConfigError: an installed package cannot be imported.
@@ -36,8 +35,8 @@ def importing() -> Iterator[None]:
 
 
 def broken_package(error: ImportError) -> ConfigError | None:
-    """Return the error for a user one of whose installed packages cannot be imported; None if the error was raised by a
-    module of this project."""
+    """Return the error for a user one of whose packages cannot be imported; None if a module of this project raised
+    it."""
     while isinstance(error.__cause__, ImportError):  # transformers raises errors of its own from the first one
         error = error.__cause__
     modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]

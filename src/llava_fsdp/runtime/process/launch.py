@@ -1,5 +1,5 @@
-"""Read from torchrun's environment variables which launch of torchrun, which restart and which rank this process
-belongs to. Imports no torch."""
+"""Read from torchrun's environment variables to which launch, restart and rank this process belongs. Imports no
+torch."""
 
 import os
 import socket
@@ -12,15 +12,15 @@ def env_rank() -> int:
 
 
 def launch_id() -> str | None:
-    """Return a name of the launch of torchrun that started this process; None without torchrun. The name stays the same
-    when torchrun restarts the ranks. It is the one that the user gave with --rdzv-id. Without that, torchrun calls
-    every launch "none"; on a single node, torchrun's host and process id are then appended."""
+    """Return a name of the launch of torchrun, which stays the same when torchrun restarts the ranks; None without
+    torchrun. It is the user's --rdzv-id. Without that, torchrun calls every launch "none"; on a single node, torchrun's
+    host and process id are then appended."""
     given = os.environ.get("TORCHELASTIC_RUN_ID")
     return f"none-{socket.gethostname()}-{os.getppid()}" if given == "none" and is_one_node() else given
 
 
 def is_one_node() -> bool:
-    """Return whether torchrun runs the ranks on a single node; also True without torchrun."""
+    """Return whether torchrun runs on a single node; also True without torchrun."""
     return os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
 
 
@@ -30,9 +30,9 @@ def attempt() -> int:
 
 
 def incarnation() -> str:
-    """Return a text that identifies the current start of the ranks: the same on all ranks, and different after each
-    restart by torchrun. With several nodes it contains the port of torchrun's store, which is new for each restart
-    (launch/multinode.sh), because the nodes count restarts separately."""
+    """Return a text that identifies the current start of the ranks: the same on all ranks, different after each
+    restart. With several nodes it contains the port of torchrun's store, new for each restart (launch/multinode.sh),
+    because the nodes count restarts separately."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return f"process {os.getpid()}"
     start = attempt() if is_one_node() else f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
@@ -40,7 +40,7 @@ def incarnation() -> str:
 
 
 def started(pid: int) -> float:
-    """Return the time at which a process started, in seconds since 1970; 0 if unknown."""
+    """Return when a process started, in seconds since 1970; 0 if unknown."""
     try:
         ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
         since_boot = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")

@@ -24,14 +24,14 @@ from typing import IO, Any
 
 MiB = 1 << 20
 START_SECONDS = 300
-"""Greatest number of seconds that a process may take to start, on a machine that is busy with other work."""
+"""Maximum number of seconds that a process may take to start on a busy machine."""
 PATIENCE = 10
-"""Wait at most so many seconds for an answer for each second of processor time that a request may take."""
+"""Seconds to wait for an answer, for each second of processor time that the request may take."""
 LARGEST_ANSWER = 256 * MiB
 HEAD = struct.Struct("<QQ")
 """Numbers of bytes of a message's JSON object and of the bytes after it."""
 MEMORY_BROKEN = 86
-"""Exit status of a process that ended because a request needed more memory than it may take."""
+"""Exit status of a process whose request needed more memory than it may take."""
 Answer = tuple[dict[str, Any], bytes]
 Work = Callable[[dict[str, Any]], Answer]
 
@@ -47,7 +47,7 @@ class LimitedProcess:
     Args:
         make: module-level function of this package without arguments. Called once in the process, without limits, it
             returns the function that answers requests: JSON object -> (JSON object, bytes).
-        seconds: processor time in seconds that a request may take; up to one second more is possible.
+        seconds: processor time that a request may take; up to one second more is possible.
         memory: MiB of address space that the process may take in addition to what it has after its start.
     """
 
@@ -61,11 +61,7 @@ class LimitedProcess:
     _stopped: bool = False
 
     def __call__(self, request: dict[str, Any]) -> Answer:
-        """Return the function's answer to a request, which must be valid JSON.
-
-        Raises:
-            LimitBroken: the request broke a limit.
-        """
+        """Return the answer to a request, which must be valid JSON. Raises LimitBroken."""
         with self._lock:
             used = self._owner == os.getpid() and self._process is not None
             try:
@@ -81,13 +77,13 @@ class LimitedProcess:
                 raise
 
     def start(self) -> None:
-        """Start the process now, instead of with the first request."""
+        """Start the process now, not with the first request."""
         with self._lock:
             self._running()
 
     def stop(self) -> None:
-        """End the process at once. A request that it is answering, and later ones, raise LimitBroken. May be called in
-        a signal handler and in any thread."""
+        """End the process at once; requests raise LimitBroken from then on. May be called in a signal handler and in
+        any thread."""
         self._stopped = True
         process = self._process
         if process is not None and self._owner == os.getpid():
@@ -165,7 +161,7 @@ def send(pipe: IO[bytes], head: dict[str, Any], content: bytes) -> None:
 
 
 def receive(pipe: IO[bytes], until: float | None = None) -> Answer:
-    """Read a message from a pipe. The other side sends the next one only after an answer to it.
+    """Read a message. The other side sends the next one only after an answer to it.
 
     Args:
         until: value of `time.monotonic()` at which to give up; None: never.
@@ -194,13 +190,8 @@ def receive(pipe: IO[bytes], until: float | None = None) -> Answer:
 
 
 def serve(name: str, seconds: int, memory: int) -> None:
-    """Answer the requests of the parent process until it ends or closes the pipe.
-
-    Args:
-        name: `module:function` of the function that makes the work.
-        seconds: processor time that a request may take.
-        memory: MiB of address space that the process may take in addition to what it has now.
-    """
+    """Answer the requests of the parent process until it ends or closes the pipe. `name` is `module:function` of the
+    function that makes the work; `seconds` and `memory` are as in `LimitedProcess`."""
     requests, answers = os.fdopen(os.dup(0), "rb", buffering=0), os.fdopen(os.dup(1), "wb")
     silent = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1):  # what a library prints is no answer
@@ -226,12 +217,7 @@ def serve(name: str, seconds: int, memory: int) -> None:
 
 
 def limit(kind: int, value: int) -> None:
-    """Set a limit of this process to a value, or to the largest one that the user may set (`ulimit -H`).
-
-    Args:
-        kind: constant of the module `resource`.
-        value: the limit, in the unit of its kind.
-    """
+    """Set a limit of the module `resource`, or the largest one that the user may set (`ulimit -H`)."""
     _, most = resource.getrlimit(kind)
     resource.setrlimit(kind, (value if most == resource.RLIM_INFINITY else min(value, most), most))
 

@@ -16,33 +16,26 @@ from typing import Any
 from llava_fsdp.runtime.process.launch import is_one_node
 
 AGENT = "LLAVA_FSDP_AGENT"
-"""Name of the environment variable `PID:FD` with the process id of the agent of `llava-fsdp train`, the process that
-starts the ranks (train/launch/agent.py), and its file descriptor for reports to `llava-fsdp train`. Only ranks that the
-agent starts have this variable."""
+"""Environment variable `PID:FD`: process id of the agent of `llava-fsdp train`, which starts the ranks
+(train/launch/agent.py), and its file descriptor for reports. Only ranks that the agent starts have it."""
 PIDFD_GET_INFO = 0xC040FF0B
 PIDFD_INFO_EXIT = 1 << 3
 PIDFD_INFO = struct.Struct("=QQ11Ii")
-"""Layout of the first version of the kernel's `struct pidfd_info`: mask and cgroup, eleven numbers of the process, its
-wait status."""
+"""First version of the kernel's `struct pidfd_info`: mask and cgroup, eleven numbers of the process, its wait
+status."""
 
 STOP_SECONDS = "600"
-"""Seconds that the ranks have to save a checkpoint and end after torchrun's agent has sent SIGTERM, before the agent
-kills them. torchrun's default is 30."""
+"""Seconds that the ranks have to save a checkpoint and end after torchrun's agent has sent SIGTERM. torchrun's default
+is 30."""
 LAUNCHER_VARIABLES = re.compile(
     rf"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|{AGENT}|(MASTER|GROUP|ROLE|TORCHELASTIC)_.*)"
 )
-"""Pattern for names of the environment variables that torchrun sets for its workers. If a worker starts another
-torchrun, they must be removed from its environment."""
+"""Variables that torchrun sets for its workers. A worker that starts another torchrun must remove them."""
 
 
 def ending_of(pidfd: int, pid: int) -> str:
-    """Return in words how another process has ended. Before Linux 6.15 this is known only until the parent of that
-    process has waited for it.
-
-    Args:
-        pidfd: a file descriptor of the process (`os.pidfd_open`).
-        pid: the id of the process.
-    """
+    """Return in words how another process has ended. Before Linux 6.15 this is known only until its parent has waited
+    for it."""
     status = status_of_zombie(pid)  # tried first, because the zombie may be gone a moment later
     if status is None:
         status = status_of_reaped(pidfd)
@@ -53,7 +46,7 @@ def ending_of(pidfd: int, pid: int) -> str:
 
 
 def how_ended(code: int) -> str:
-    """Describe an exit code in words; -N means killed by signal N, as in `subprocess`."""
+    """Describe an exit code in words; -N: killed by signal N, as in `subprocess`."""
     if code >= 0:
         return f"ended with exit code {code}"
     hint = " (out of host memory? see dmesg)" if code == -signal.SIGKILL else ""
@@ -69,8 +62,7 @@ def has_ended(pid: int) -> bool:
 
 
 def status_of_zombie(pid: int) -> int | None:
-    """Return the wait status (as from `os.waitpid`) of an ended process, as long as its parent has not waited for it;
-    None if unknown."""
+    """Return the wait status of an ended process whose parent has not waited for it; None if unknown."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().split()[-1])
     except (OSError, ValueError):
@@ -78,12 +70,8 @@ def status_of_zombie(pid: int) -> int | None:
 
 
 def status_of_reaped(pidfd: int) -> int | None:
-    """Return the wait status (as from `os.waitpid`) of an ended process even after its parent has waited for it; None
-    if unknown. Needs Linux 6.15.
-
-    Args:
-        pidfd: a file descriptor of the process (`os.pidfd_open`).
-    """
+    """Return the wait status of an ended process, also after its parent has waited for it; None if unknown. Needs Linux
+    6.15."""
     info = bytearray(PIDFD_INFO.pack(PIDFD_INFO_EXIT, *[0] * 13))
     try:
         fcntl.ioctl(pidfd, PIDFD_GET_INFO, info)
@@ -94,13 +82,8 @@ def status_of_reaped(pidfd: int) -> int | None:
 
 
 def end_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """Make the kernel send this process a signal when its parent process ends. If the parent has already ended, end
-    this process at once. Does nothing on systems other than Linux.
-
-    Args:
-        parent: process id of the parent.
-        number: the signal to send.
-    """
+    """Make the kernel send this process a signal when its parent process ends; if that has ended, end at once. Does
+    nothing on systems other than Linux."""
     if sys.platform.startswith("linux"):
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, number)
@@ -109,7 +92,7 @@ def end_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
 
 
 def children(pid: int) -> set[int]:
-    """Return the process ids of the children of a process; empty if it has ended, or on systems other than Linux."""
+    """Return the ids of a process's children; empty if it has ended, or on systems other than Linux."""
     try:
         return {int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
     except OSError:
@@ -117,15 +100,15 @@ def children(pid: int) -> set[int]:
 
 
 def siblings() -> set[int]:
-    """Return the process ids of the other ranks that torchrun has started on this machine; empty without torchrun."""
+    """Return the process ids of the other ranks of this machine; empty without torchrun."""
     return children(os.getppid()) - {os.getpid()} if "TORCHELASTIC_RUN_ID" in os.environ else set()
 
 
 def end_torchrun() -> None:
-    """End torchrun on this machine together with its ranks, because a stop was requested on another machine of the run.
+    """End this machine's torchrun with its ranks, because a stop was requested on another machine of the run.
 
-    The torchrun of that other machine ends by itself. This machine's torchrun would otherwise restart its ranks and
-    wait for the other machine until the rendezvous times out. Does nothing in a run on a single machine.
+    The torchrun of that machine ends by itself. This one would restart its ranks and wait for the other machine until
+    the rendezvous times out. Does nothing in a run on a single machine.
     """
     env = os.environ
     if "TORCHELASTIC_RUN_ID" in env and not is_one_node() and env.get("LOCAL_RANK") == "0":
@@ -133,9 +116,9 @@ def end_torchrun() -> None:
 
 
 def end_agent(report: dict[str, Any] | None = None) -> None:
-    """End the process of `llava-fsdp train` that has started the ranks of this machine (train/launch/agent.py): it
-    would restart them although a restart cannot help. Does nothing on ranks other than the machine's first one, and if
-    the user started torchrun: torchrun restarts the ranks, and they end at once (`cli.start_process`).
+    """End the agent of `llava-fsdp train`: it would restart the ranks although that cannot help. Does nothing on ranks
+    other than the machine's first, and if the user started torchrun: restarted ranks then end at once
+    (`cli.start_process`).
 
     Args:
         report: reason and exit code, which `llava-fsdp train` prints if the run's folder has no status; None if they
@@ -150,5 +133,5 @@ def end_agent(report: dict[str, Any] | None = None) -> None:
 
 
 def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return a copy of environment variables without those that torchrun sets for its workers."""
+    """Return environment variables without those that torchrun sets for its workers."""
     return {name: value for name, value in environment.items() if not LAUNCHER_VARIABLES.fullmatch(name)}

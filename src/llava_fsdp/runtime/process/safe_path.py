@@ -1,19 +1,17 @@
-"""Keep files in the current folder from hiding Python's own modules. Imports little, because this must run before other
-imports."""
+"""Keep files in the current folder from hiding Python's own modules. Must run before other imports, and imports
+little."""
 
 import os
 import sys
 
 
 def prepare_python() -> None:
-    """Prepare Python for a program: refuse `python -OO`, which removes texts that programs print, and leave the current
-    folder out of Python's search path, in this process and in those that it starts, as `python -P` does.
+    """Refuse `python -OO`, which removes texts that programs print, and leave the current folder out of Python's search
+    path, here and in child processes, as `python -P` does.
 
-    With `python -m` and `torchrun -m` the current folder is searched first, so that a user's file `random.py` there
-    would be imported in place of Python's module `random`.
-
-    To be called by a program before its other imports. If Python has already imported such a file, end the process with
-    a message that names it. Nothing is changed if this package itself is imported from the current folder.
+    With `python -m` and `torchrun -m` the current folder is searched first, so that a user's `random.py` would hide
+    Python's module `random`. If Python has already imported such a file, end the process with a message that names it.
+    Nothing is changed if this package itself is imported from the current folder.
     """
     if sys.flags.optimize > 1:
         print("ConfigError: PYTHONOPTIMIZE=2 or python -OO removes texts that are printed: unset it", file=sys.stderr)

@@ -8,12 +8,10 @@ def visible_gpus(gpus: Sequence[str], visible: str) -> list[tuple[str, str]]:
 
     Args:
         gpus: UUIDs of all GPUs of the machine, in nvidia-smi's order.
-        visible: the value of CUDA_VISIBLE_DEVICES: GPU indices, UUIDs, beginnings of UUIDs or UUIDs of MIG instances,
-            separated by commas.
+        visible: GPU indices, UUIDs, beginnings of UUIDs or UUIDs of MIG instances, separated by commas.
 
     Returns:
-        For each visible GPU a pair: its name in `visible`, and its UUID. If no UUID in `gpus` matches, the name is
-            repeated.
+        (name in `visible`, UUID) of each visible GPU. If no UUID matches, the name is repeated.
     """
     found = []
     for name in (own.strip() for own in visible.split(",")):

@@ -58,46 +58,42 @@ FROZEN = 5.0
 SIGNAL_DELAY = 3.0
 """Seconds that may pass on a busy machine until the watchdog has handled a signal."""
 SAME_KEY_PRESS = 0.5
-"""Seconds within which two SIGINT signals count as a single press of Ctrl-C: a launcher may forward the signal that the
-terminal has already sent to all processes."""
+"""Seconds within which two SIGINT signals count as one press of Ctrl-C: a launcher may forward the terminal's
+signal."""
 SETTLE = 0.3
-"""Seconds that the watchdog waits before it treats a SIGTERM as a request to stop. torchrun also sends SIGTERM when
-another rank has failed; a failure report then appears within this time."""
+"""Seconds that a SIGTERM waits before it counts as a request to stop. torchrun also sends it when another rank has
+failed; that rank's report then appears within this time."""
 STACKS = "stacks"
-"""Name of the folder, in the run's folder, with the stack traces of ranks that wait for long."""
+"""Folder in the run's folder with the stack traces of ranks that wait for long."""
 TOGETHER = (Phase.AGREEING, Phase.COMPUTE, Phase.OPTIMIZER)
-"""Phases in which a rank waits only for other ranks. If all ranks stay in these phases for long, the network is the
-cause."""
+"""Phases in which a rank waits only for other ranks. If all ranks stay in them for long, the network is the cause."""
 SHORTEST_SILENCE, SILENT_STEPS = 120.0, 20
-"""The watchdog's thread may stand still for so many seconds, or for so many times the longest step so far, whichever is
-more, before this rank counts as stuck in a call that never returns."""
+"""Seconds, and multiple of the longest step so far, that the watchdog's thread may stand still, whichever is more,
+before the rank counts as stuck in a call that never returns."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class Run:
-    """Functions of a training run that the watchdog, a background thread of each rank, calls. In this base class, which
-    is for processes without a run, they do nothing."""
+    """What the watchdog calls of a training run, in its own thread. This base class is for processes without a run."""
 
     def check_folder(self) -> None:
-        """Check that the run's folder still exists and is locked. The watchdog, a background thread, calls this every
-        second."""
+        """Check that the run's folder still exists and is locked. Called every second."""
 
     def collectives(self) -> int:
         """Return the number of collectives that this rank has started."""
         return 0
 
     def data_position(self) -> str:
-        """Describe the record or image of the dataset that this rank is waiting for; empty if it waits for none."""
+        """Describe the record or image that this rank is waiting for; empty if it waits for none."""
         return ""
 
     def report_end(self) -> None:
-        """Write the final report of the run. The watchdog calls this before it ends the process, so that it must not
-        take more than a few seconds."""
+        """Write the final report of the run, in at most a few seconds: the watchdog then ends the process."""
 
 
 class Watchdog:
-    """Background thread of a rank that writes heartbeats, receives signals that request to stop or to save, and ends
-    the process when other ranks end or stall. It runs while the object is entered as a context manager."""
+    """Thread that writes heartbeats, receives signals, and ends the process when other ranks end or stall. It runs
+    while the object is entered as a context manager."""
 
     def __init__(
         self,
@@ -107,70 +103,61 @@ class Watchdog:
         warn_after: int | None = None,
         run: Run | None = None,
     ):
-        """Set up the watchdog: a background thread that handles signals, and ends this process when other ranks end or
-        stall.
+        """Set up the watchdog without starting it.
 
         Args:
             folder: the run's folder; None: the working directory.
-            rank: this process's rank.
             limit: seconds that a collective may wait for other ranks. The attribute may be changed later.
             warn_after: seconds that this rank waits before it reports which ranks it waits for. None: other ranks are
                 not watched.
-            run: functions of the training run that the watchdog calls; None for a process without a run.
+            run: None for a process without a run.
         """
         self.folder = folder or Path()
         self.rank = rank
         self.size = 1
-        """Number of ranks that watch each other."""
         self.has_met = False
-        """Whether the ranks have met, so that they watch each other."""
         self.limit = limit
         self.warn_after = warn_after
         self.run = run or Run()
         self.stop = ""
-        """Name of the signal that requested this rank to stop; empty if there was none."""
+        """Name of the signal that requested a stop; empty if there was none."""
         self.was_signalled = False
         """Whether this process has received SIGTERM or SIGINT, even if the signal had no effect."""
         self.interrupted_at: float | None = None
-        """Time of the first SIGINT, by the monotonic clock; None before it."""
+        """Time of the first SIGINT, by the monotonic clock."""
         self.saves = 0
-        """Number of SIGUSR1 signals received, each of which requests a checkpoint. Counted by the watchdog's thread."""
+        """Number of SIGUSR1 signals received, each of which requests a checkpoint."""
         self.saves_taken = 0
-        """Number of SIGUSR1 signals that the main thread has handled."""
         self.step = 0
         self.phase = Phase.LOADING
         self.stepping = False
-        """Whether this process has finished a step and will run more steps. A signal to stop then takes effect at the
-        end of a step."""
+        """Whether a step has been finished and more will come. A signal to stop then takes effect at the end of a
+        step."""
         self.has_stepped = False
         self.is_entered = False
         self.count = 0
-        """Number of heartbeats that this rank has written."""
+        """Number of heartbeats written."""
         self.place: tuple[int, int, int] = (0, 0, 0)
-        """Progress of this rank at its last heartbeat, as in `Beat.place`."""
+        """Progress at the last heartbeat, as in `Beat.place`."""
         self.since = time.monotonic()
-        """Time, by the monotonic clock, at which this rank last made progress."""
+        """Time of the last progress, by the monotonic clock."""
         self.warned = 0.0
-        """Time, by the monotonic clock, of the last warning about late ranks."""
+        """Time of the last warning about late ranks, by the monotonic clock."""
         self.dumped = False
-        """Whether the stack traces have been written since this rank last made progress."""
+        """Whether the stack traces have been written since the last progress."""
         self.failed = False
-        """Whether watching the other ranks has failed once, which is reported only once."""
+        """Whether watching the other ranks has failed, which is reported only once."""
         self.peers: dict[int, tuple[int, int]] = {}
         """The other ranks on this machine: pidfd -> (rank, process id)."""
         self.guard: Guard | None = None
         self.stepped_at = 0.0
         """Time of the end of the last step, by the monotonic clock."""
         self.longest_step = 0.0
-        """Seconds of the longest step but the first, with all that was done between it and the one before."""
+        """Seconds of the longest step but the first, with all that was done since the step before."""
 
     def at(self, phase: Phase, step: int | None = None) -> None:
-        """Record that the main thread of this rank begins a phase (such as loading or saving). The rank's heartbeats,
-        which other ranks read, contain it.
-
-        Args:
-            step: number of finished steps; None: the number has not changed.
-        """
+        """Record in the heartbeats that this rank begins a phase. `step` is the number of finished steps; None:
+        unchanged."""
         self.phase = phase
         self.step = self.step if step is None else step
 
@@ -178,14 +165,14 @@ class Watchdog:
         return bool(self.stop)
 
     def wants_save(self) -> bool:
-        """Return whether a user has requested a checkpoint (by SIGUSR1) since the last call."""
+        """Return whether SIGUSR1 has come since the last call."""
         before, self.saves_taken = self.saves_taken, self.saves
         return self.saves_taken > before
 
     def wants_stop_soon(self) -> bool:
-        """Return whether a user or torchrun has requested that the run stop. Waits up to `SIGNAL_DELAY` seconds for the
-        request. To be called when a child process, such as a compiler, has ended: the cause may be a signal to the
-        whole process group that the watchdog's thread has not handled yet."""
+        """Return whether a stop is requested now or within `SIGNAL_DELAY` seconds. To be called when a child process,
+        such as a compiler, has ended: the cause may be a signal to the process group that the watchdog has not handled
+        yet."""
         until = time.monotonic() + SIGNAL_DELAY
         while not self.stop and time.monotonic() < until:
             time.sleep(0.05)
@@ -193,8 +180,8 @@ class Watchdog:
 
     @contextlib.contextmanager
     def steps(self) -> Iterator[None]:
-        """Context manager around the training steps. A signal to stop takes effect at the end of a step. Only in the
-        first step the process ends at once: no work is lost, and the first step may compile for longer than torchrun
+        """Context manager around the training steps, in which a signal to stop takes effect at the end of a step. In
+        the first step the process ends at once: no work is lost, and the step may compile for longer than torchrun
         waits before it kills the ranks."""
         try:
             yield
@@ -202,7 +189,6 @@ class Watchdog:
             self.stepping = False
 
     def step_done(self) -> None:
-        """Record that this process has finished a training step."""
         if not self.stepping and self.is_entered and self.rank == 0:
             with contextlib.suppress(OSError):
                 mark_stepped(self.folder)
@@ -264,13 +250,13 @@ class Watchdog:
 
     @contextlib.contextmanager
     def watching_peers(self, ranks: list[tuple[int, str, int]], is_guarded: bool = False) -> Iterator[None]:
-        """Context manager in which this rank watches the other ranks: it ends when they end or stall. Its body contains
-        the run's last barrier.
+        """Context manager in which this rank ends when other ranks end or stall. Its body contains the run's last
+        barrier.
 
         Args:
             ranks: (rank, host name, process id) of every rank.
             is_guarded: whether a process of its own (guard.py) kills this rank if the watchdog's thread stands still,
-                as it can in a call that waits for a GPU.
+                as in a call that waits for a GPU.
         """
         self.size, self.has_met = len(ranks), True
         here = socket.gethostname()
@@ -285,14 +271,13 @@ class Watchdog:
 
     @property
     def silence(self) -> float:
-        """How many seconds the watchdog's thread may stand still from now on, before this rank counts as stuck."""
+        """Seconds that the watchdog's thread may stand still from now on, before this rank counts as stuck."""
         if self.longest_step and self.stepping and self.phase in TOGETHER:
             return min(self.limit, max(SHORTEST_SILENCE, SILENT_STEPS * self.longest_step))
         return self.limit
 
     def watch(self) -> None:
-        """Body of the watchdog's thread: write heartbeats, and handle signals and the ends of other ranks, until the
-        watchdog is closed."""
+        """Body of the thread."""
         next_beat = 0.0
         while not self.ending.is_set():
             if time.monotonic() >= next_beat:
@@ -309,7 +294,7 @@ class Watchdog:
             self.wait(SETTLE)
 
     def wait(self, seconds: float) -> None:
-        """Wait up to `seconds` until this process receives a signal or another rank ends, and handle that event."""
+        """Wait up to `seconds` for a signal or the end of another rank, and handle it."""
         poll = select.poll()
         poll.register(self.pipe[0], select.POLLIN)
         if self.size > 1:
@@ -327,11 +312,7 @@ class Watchdog:
 
     def handle_signal(self, number: int) -> None:
         """Record a request to save a checkpoint (SIGUSR1) or to stop (SIGTERM, SIGINT). Outside the training steps, and
-        at the second Ctrl-C, end the process at once.
-
-        Args:
-            number: number of the signal.
-        """
+        at the second Ctrl-C, end the process at once."""
         if number == signal.SIGUSR1:
             self.saves += 1
         if number not in (signal.SIGTERM, signal.SIGINT) or self.ending.is_set():
@@ -363,21 +344,14 @@ class Watchdog:
                     put_status(self.folder, "stopping", Outcome(ENDINGS["stopped"], name, step=self.step))
 
     def is_second_interrupt(self) -> bool:
-        """Return whether the SIGINT that has just come is a second press of Ctrl-C: the first SIGINT came more than
-        `SAME_KEY_PRESS` seconds ago. Also record the time of the first SIGINT."""
+        """Return whether the first SIGINT came more than `SAME_KEY_PRESS` seconds ago; record the time of the first."""
         first, now = self.interrupted_at, time.monotonic()
         self.interrupted_at = now if first is None else first
         return first is not None and now - first > SAME_KEY_PRESS
 
     def end_with_peer(self, pidfd: int, rank: int, pid: int) -> None:
-        """End this process because the process of another rank on this machine has ended. Unless a rank has already
-        reported that it failed, record how that process ended.
-
-        Args:
-            pidfd: file descriptor of the other process.
-            rank: its rank.
-            pid: its process id.
-        """
+        """End this process because another rank on this machine has ended. Record how, unless a rank has already
+        reported that it failed."""
         how = ending_of(pidfd, pid)
         if first_failure(self.folder) is None:
             reason = f"rank {rank} (process {pid} on {socket.gethostname()}) {how}"
@@ -385,8 +359,6 @@ class Watchdog:
         self.end_after_failure()
 
     def write_beat(self) -> Beat:
-        """Write this rank's heartbeat (its step, its phase and what it waits for) into its file, which other ranks
-        read. Return it."""
         self.count += 1
         beat = Beat(
             rank=self.rank,
@@ -403,8 +375,8 @@ class Watchdog:
         return beat
 
     def beat(self) -> None:
-        """Write this rank's heartbeat (its step and its phase), read the heartbeats of other ranks, and end the process
-        if another rank has failed or if ranks have waited too long. Called every second."""
+        """Write this rank's heartbeat and read the others'. End the process if another rank has failed or ranks have
+        waited too long."""
         self.run.check_folder()
         beat = self.write_beat()
         if self.guard is not None:
@@ -433,7 +405,7 @@ class Watchdog:
 
     def end_unmet(self) -> None:
         """End this process because the ranks have not met in time. Usually the main thread finds this out earlier and
-        says which rank is missing; it cannot if it is blocked in a call that does not return."""
+        names the missing rank; it cannot if it is blocked in a call that does not return."""
         faulthandler.dump_traceback(self.stacks, all_threads=True)
         place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         reason = (
@@ -444,9 +416,8 @@ class Watchdog:
         self.end(Outcome(ENDINGS["communication"], reason))
 
     def kill_unmet(self) -> None:
-        """Kill the ranks that torchrun has started on this machine and that do not write heartbeats, because the ranks
-        have not met. They may be blocked before they could handle SIGTERM, and torchrun would wait for their end: half
-        a minute, or `STOP_SECONDS` (process_end.py)."""
+        """Kill the ranks of this machine that write no heartbeats. They may be blocked before they could handle
+        SIGTERM, and torchrun would wait for their end: half a minute, or `STOP_SECONDS` (process_end.py)."""
         first = self.rank - int(os.environ.get("LOCAL_RANK", "0"))
         here = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         beats = [beat for rank in here if (beat := read_beat(self.folder, rank)) is not None]
@@ -455,12 +426,8 @@ class Watchdog:
                 os.kill(pid, signal.SIGKILL)
 
     def warn(self, waiting: float, late: list[Late]) -> None:
-        """Write this rank's stack traces, and log which ranks are late, less and less often.
-
-        Args:
-            waiting: seconds since this rank last made progress.
-            late: the ranks that this rank is waiting for.
-        """
+        """Write this rank's stack traces, and log which ranks are late, less and less often. `waiting`: seconds since
+        this rank last made progress."""
         if not self.dumped:
             self.dumped = True
             faulthandler.dump_traceback(self.stacks, all_threads=True)
@@ -473,11 +440,11 @@ class Watchdog:
                 log().warning("waiting for %.0f seconds: %s", waiting, each)
 
     def give_up(self, beat: Beat, waiting: float, late: list[Late]) -> None:
-        """Record which ranks are late, and end this process, because ranks have waited too long. This is done shortly
-        before the timeout of the process group, whose error would name the waiting rank instead of the late one.
+        """Record which ranks are late, and end this process. This is done shortly before the timeout of the process
+        group, whose error would name the waiting rank instead of the late one.
 
         Args:
-            beat: this rank's heartbeat: its step and its phase.
+            beat: this rank's heartbeat.
             waiting: seconds since this rank last made progress.
             late: the ranks that this rank is waiting for; if empty, they are looked for again.
         """
@@ -498,8 +465,8 @@ class Watchdog:
         )
 
     def end_after_failure(self) -> None:
-        """End this process because another rank has reported that it failed. Before that, wait `PATIENCE` seconds, so
-        that torchrun notices the end of the failed rank first."""
+        """End this process because another rank has reported that it failed. Wait `PATIENCE` seconds, so that torchrun
+        notices the end of that rank first."""
         time.sleep(PATIENCE)
         first = first_failure(self.folder)
         self.kill_frozen()
@@ -512,7 +479,7 @@ class Watchdog:
         self.exit(code)
 
     def end(self, outcome: Outcome) -> None:
-        """Record how and why the run ended (`outcome`) and end this process, even if the main thread is blocked."""
+        """Record how the run ended, and end this process, even if the main thread is blocked."""
         first = write_ending(self.folder, replace(outcome, step=self.step))
         if first is None:
             (log().info if outcome.ending.name == "stopped" else log().error)(
@@ -522,16 +489,15 @@ class Watchdog:
         self.exit(int(outcome.ending.exit_code if first is None else first["exit_code"]))
 
     def kill_frozen(self) -> None:
-        """Kill the ranks on this machine that have written no heartbeat for `FROZEN` seconds, because torchrun would
-        otherwise wait half a minute for their end."""
+        """Kill the ranks on this machine without a heartbeat for `FROZEN` seconds: torchrun would wait half a minute
+        for their end."""
         for handle, (rank, _) in self.peers.items():
             with contextlib.suppress(OSError):
                 if beat_age(self.folder, rank) > FROZEN:
                     signal.pidfd_send_signal(handle, signal.SIGKILL)
 
     def exit(self, code: int) -> None:
-        """Write the run's final report and end the process with the exit code `code`, even if the main thread is
-        blocked."""
+        """Write the run's final report and end the process, even if the main thread is blocked."""
         with contextlib.suppress(Exception):
             self.run.report_end()
         sys.stdout.flush()
@@ -540,8 +506,8 @@ class Watchdog:
 
 
 def open_new(path: Path) -> TextIO:
-    """Open a new text file that only its owner can read. An existing file at `path` is renamed to `NAME.N.txt` (N = 1,
-    2, ...) if it is not empty."""
+    """Open a new text file that only its owner can read. An existing file that is not empty is renamed to `NAME.N.txt`
+    (N = 1, 2, ...)."""
     if os.path.lexists(path) and (path.lstat().st_size or not path.is_file()):
         number = next(n for n in itertools.count(1) if not path.with_suffix(f".{n}.txt").exists())
         os.replace(path, path.with_suffix(f".{number}.txt"))

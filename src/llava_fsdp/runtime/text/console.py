@@ -1,5 +1,4 @@
-"""The console on which tables and progress bars are printed: a `Console` of the library rich that escapes control
-characters. Imports no torch."""
+"""The console for tables and progress bars. Imports no torch."""
 
 import sys
 from collections.abc import Iterable
@@ -13,27 +12,17 @@ from llava_fsdp.runtime.text.terminal_text import Guarded, shown_text
 
 
 class TextConsole(Console):
-    """A `Console` of the library rich that prints texts literally: without markup, emoji codes or control
-    characters."""
+    """rich's `Console`, which prints texts literally: no markup, no emoji codes, control characters escaped."""
 
     def __init__(self, on_stderr: bool = False, **options: Any):
-        """Open the console on standard output or, with `on_stderr`, on standard error.
-
-        Args:
-            options: further arguments for rich's `Console`.
-        """
+        """Open the console on standard output or standard error; `options` are rich's."""
         stream = sys.stderr if on_stderr else sys.stdout
         stream = getattr(stream, "rich_proxied_file", stream)  # rich replaces the stream while a progress bar is shown
         plain = stream.unguarded if isinstance(stream, Guarded) else stream
         super().__init__(file=plain, markup=False, emoji=False, highlight=False, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Return a text as rich's `Text`. Control characters are escaped before the text's width is measured, so that
-        no table cell is cut off.
-
-        Args:
-            options: further arguments for the method that this one overrides.
-        """
+        """Escape control characters before the text's width is measured, so that no table cell is cut off."""
         return super().render_str(shown_text(text), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:

@@ -4,7 +4,7 @@ import time
 
 
 def readable(size: float) -> str:
-    """Format a number of bytes as text in a suitable unit, such as `1.5 KiB`."""
+    """Format a number of bytes in a suitable unit, such as `1.5 KiB`."""
     for unit in ("B", "KiB", "MiB"):
         if abs(size) < 1024:
             return f"{size:.4g} {unit}"
@@ -19,5 +19,5 @@ def duration(seconds: float) -> str:
 
 
 def moment(seconds: float) -> str:
-    """Format a time, given in seconds since 1970, as local date and time."""
+    """Format seconds since 1970 as local date and time."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

@@ -1,5 +1,4 @@
-"""Set up logging: all messages of rank 0, and the warnings of other ranks with their rank number. Secrets are
-hidden."""
+"""Set up logging: all messages of rank 0, and warnings of other ranks with their rank. Secrets are hidden."""
 
 import logging
 import os
@@ -18,14 +17,14 @@ NOISE = {
     "torch.distributed.tensor._redistribute": "While redistributing from ",
     "torch._higher_order_ops.wrap": "\nDetected that context_fn is passed",
 }
-"""Name of a logger -> beginning of irrelevant messages that it logs. These messages are about torchao's kernels for
-other GPUs, torchao's use of deprecated torch functions, an optional bitsandbytes kernel, two collectives in a row for
-an exported weight that is sharded over two dimensions of a mesh, and in-place operations in blocks that are compiled
-and recomputed in part: the blocks of language models have none."""
+"""Logger -> beginning of irrelevant messages: about torchao's kernels for other GPUs, torchao's use of deprecated torch
+functions, an optional bitsandbytes kernel, two collectives in a row for an exported weight that is sharded over two
+dimensions of a mesh, and in-place operations in blocks that are compiled and recomputed in part: the blocks of language
+models have none."""
 
 
 class WithoutNoise(logging.Filter):
-    """Log filter that drops messages which begin with a given text. Used for irrelevant messages of other libraries."""
+    """Log filter that drops messages which begin with a text."""
 
     def __init__(self, start: str):
         super().__init__()
@@ -36,24 +35,23 @@ class WithoutNoise(logging.Filter):
 
 
 def leave_noise_out() -> None:
-    """Hide irrelevant messages of torchao, torch and bitsandbytes (`NOISE`), and escape control characters in all
-    output. Call this before these libraries are imported, because they may keep references to stdout and stderr."""
+    """Hide irrelevant messages of libraries (`NOISE`), and escape control characters in all output. Call this before
+    these libraries are imported: they may keep references to stdout and stderr."""
     guard_streams()
     for name, start in NOISE.items():
         logging.getLogger(name).addFilter(WithoutNoise(start))
 
 
 class WithoutSecrets(logging.Formatter):
-    """Log formatter that replaces texts which look like secrets, and values of environment variables which are named
-    like secrets, by `***`."""
+    """Log formatter that replaces secrets, also those in environment variables, by `***`."""
 
     def format(self, record: logging.LogRecord) -> str:
         return redact(super().format(record), secrets_of())
 
 
 def setup_logging() -> None:
-    """Log to standard error: INFO on rank 0, WARNING on the other ranks. Also give a user without a home folder one,
-    and log it. Called by the main functions of commands, never at import."""
+    """Log to standard error: INFO on rank 0, WARNING on others. Give a user without a home folder one. Called by the
+    main functions of commands, never at import."""
     guard_streams()
     rank = env_rank()
     handler = logging.StreamHandler(sys.stderr)

@@ -1,4 +1,4 @@
-"""Show the progress of long work, such as on a dataset: a progress bar on a terminal, otherwise log lines."""
+"""Show the progress of long work: a progress bar on a terminal, otherwise log lines."""
 
 import contextlib
 import logging
@@ -24,24 +24,15 @@ SECONDS = 10
 """Number of seconds between two log lines of progress."""
 
 Advance = Callable[[int], None]
-"""Type of a function that reports progress; its argument is the number of chunks finished since the last call."""
+"""Reports progress: how many parts are finished since the last call."""
 Watch = Callable[[str, int], contextlib.AbstractContextManager[Advance]]
-"""Type of a function that starts a progress display: (label, total number of chunks) -> context manager that yields an
-`Advance`."""
+"""Starts a display: (label, number of parts) -> context manager that yields an `Advance`."""
 
 
 @contextlib.contextmanager
 def watch(label: str, chunks: int) -> Iterator[Advance]:
-    """Context manager that shows how much of a long work is done: as a progress bar on a terminal, otherwise as log
-    lines, of which there are none in the first `SECONDS` seconds.
-
-    Args:
-        label: text before the bar or the numbers.
-        chunks: number of parts (such as files) that the work consists of.
-
-    Yields:
-        A function to call with the number of parts finished since the last call.
-    """
+    """Context manager that shows how many parts (`chunks`, such as files) of a long work are done. Without a terminal,
+    there is no log line in the first `SECONDS` seconds."""
     if not sys.stderr.isatty():
         yield log_lines(label, chunks)
         return
@@ -70,23 +61,19 @@ def log_lines(label: str, chunks: int) -> Advance:
 
 
 class StageLine:
-    """Says which stage of a long work runs: on a terminal in one line, which is replaced, with how much of the stage is
-    done and the time since the beginning; otherwise in one log line for each stage. A context manager, at whose end the
-    line on the terminal disappears."""
+    """Says which stage of a long work runs: on a terminal in one line, which is replaced and shows how much of the
+    stage is done and the time since the beginning; otherwise in one log line for each stage. A context manager, at
+    whose end the line disappears."""
 
     def __init__(self, work: str):
-        """Prepare the line.
-
-        Args:
-            work: name of the whole work, which stands before that of the stage.
-        """
+        """Prepare the line. `work`: name of the whole work, shown before that of the stage."""
         self.work = work
         self.said: set[str] = set()
         """The stages that have a log line."""
         self.progress: Progress | None = None
         """The line on the terminal; None without a terminal."""
         self.streams: list[tuple[logging.StreamHandler[Any], Any]] = []
-        """Handlers of messages, with the streams that they wrote to before the line was shown."""
+        """Log handlers, with the streams that they wrote to before the line was shown."""
 
     def __enter__(self) -> Self:
         if sys.stderr.isatty():
@@ -111,7 +98,6 @@ class StageLine:
             self.progress = None
 
     def stage(self, label: str) -> None:
-        """Say that a stage of the work begins."""
         if self.progress is not None:
             self.progress.update(self.task, description=f"{self.work}: {label}", count="")
         elif label not in self.said:
@@ -120,8 +106,8 @@ class StageLine:
 
     @contextlib.contextmanager
     def watch(self, label: str, chunks: int) -> Iterator[Advance]:
-        """Context manager for a stage of which it is known how much is done; see `watch` above for arguments and
-        result."""
+        """Context manager for a stage of which it is known how much is done; arguments and result as of `watch`
+        above."""
         self.stage(label)
         done = 0
 
@@ -136,13 +122,8 @@ class StageLine:
 
 
 def watch_loading(is_first_rank: bool, what: str = "weights") -> Callable[[Iterable[str]], Iterable[str]]:
-    """Return a function that wraps an iterable of weight names, so that a progress bar is shown while they are iterated
-    over. On ranks other than 0, or without a terminal, the function returns the iterable unchanged.
-
-    Args:
-        is_first_rank: whether this is rank 0.
-        what: label of the progress bar.
-    """
+    """Return a function that wraps an iterable of weight names, so that a progress bar labelled `what` is shown. On
+    ranks other than 0, or without a terminal, it returns the iterable unchanged."""
 
     def watch(names: Iterable[str]) -> Iterable[str]:
         if not (is_first_rank and sys.stderr.isatty()):

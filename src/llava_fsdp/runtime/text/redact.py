@@ -13,8 +13,8 @@ NAMES = re.compile(
     r"[._-]?token|auth|token(?![._-]id))(?:[._-](?:id|key|value|file|path))?",
     re.IGNORECASE,
 )
-"""Pattern for names of keys, flags and variables that hold secrets. Matches `hub_token` and `WANDB_API_KEY`, but not
-`image_token`, `token_id` or `chunk_tokens`."""
+"""Names of keys, flags and variables that hold secrets. Matches `hub_token` and `WANDB_API_KEY`, but not `image_token`,
+`token_id` or `chunk_tokens`."""
 ENV_NAMES = re.compile(
     r"(?i)(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|API_?KEY|ACCESS_?KEY|CREDENTIALS?|PAT)(?:_|$)"
 )
@@ -25,36 +25,34 @@ VALUES = re.compile(
     r"|eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]+)"
 )
 LOGIN = re.compile(r"(?<=://)[^\s/@'\"]*:[^\s/@'\"]*(?=@)")
-"""Pattern for `user:password` in a URL."""
+"""`user:password` in a URL."""
 VALUE = r"(?P<value>[^\s,;&'\"]+|'[^']*'|\"[^\"]*\")"
 ASSIGNED = re.compile(r"(?P<name>[\w.-]+)(?P<sign>['\"]?\s*[=:]\s*)" + VALUE)
 FLAG = re.compile(r"(?P<name>--[\w.-]+)(?P<sign>\s+)" + VALUE)
 
 
 def is_secret_name(name: str) -> bool:
-    """Return whether a key, flag or variable with this name holds a secret."""
     return NAMES.fullmatch(name.lstrip("+~-")) is not None
 
 
 def is_secret_variable(name: str) -> bool:
-    """Return whether an environment variable with this name holds a secret."""
     return ENV_NAMES.search(name) is not None
 
 
 def has_secret(text: str) -> bool:
-    """Return whether a text contains something that looks like a secret (an access token, or a password in a URL)."""
+    """Return whether a text contains what looks like a secret (an access token, or a password in a URL)."""
     return VALUES.search(text) is not None or LOGIN.search(text) is not None
 
 
 def secrets_of(env: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the values of those environment variables that hold secrets, the longest value first."""
+    """Return the values of the environment variables that hold secrets, the longest first."""
     found = {value for name, value in env.items() if is_secret_variable(name) and len(value) >= 8}
     return sorted(found, key=len, reverse=True)
 
 
 def redact(text: str, known: Iterable[str] = ()) -> str:
-    """Replace every secret in a text by `***`: texts that look like secrets, values that follow a name like
-    `hub_token`, and the secrets in `known`."""
+    """Replace secrets in a text by `***`: what looks like one, values that follow a name like `hub_token`, and those in
+    `known`."""
     for secret in known:
         text = text.replace(secret, HIDDEN)
     text = LOGIN.sub(HIDDEN, VALUES.sub(HIDDEN, text))
@@ -62,12 +60,8 @@ def redact(text: str, known: Iterable[str] = ()) -> str:
 
 
 def redact_values(values: Mapping[str, Any], known: Iterable[str] = ()) -> dict[str, Any]:
-    """Replace secrets in configuration values (by key) by `***`, as `redact` does. If a key is named like a secret
-    (such as `hub_token`), its whole value is replaced.
-
-    Args:
-        known: secrets to replace wherever they occur.
-    """
+    """Replace secrets in configuration values as `redact` does. The value of a key that is named like a secret is
+    replaced as a whole."""
     known = list(known)
 
     def clean(value: Any, is_secret: bool) -> Any:
@@ -81,8 +75,7 @@ def redact_values(values: Mapping[str, Any], known: Iterable[str] = ()) -> dict[
 
 
 def hide(found: re.Match[str]) -> str:
-    """Return the text of a match of `name=value`, with `***` as the value if the name is that of a secret. Used as the
-    replacement function of `re.sub`."""
+    """Replacement function of `re.sub` for a match of `name=value`."""
     if not is_secret_name(found["name"]) or found["value"] in ("null", "None", "True", "False"):
         return found[0]
     return f"{found['name']}{found['sign']}{HIDDEN}"

@@ -18,20 +18,18 @@ OBEYED = (
     "\U000e0000-\U000e0fff"  # tags
     "\ud800-\udfff"  # half a surrogate pair, which cannot be encoded
 )
-"""Characters that a terminal may obey or that are invisible, as part of a regular expression's character class."""
+"""Characters that a terminal may obey or that are invisible, for a character class of a regular expression."""
 MOST_NAME = 4096
-"""Maximum number of characters with which a name is shown in full: the number of bytes that Linux allows for a
-path."""
+"""Maximum number of characters of a name shown in full: the bytes that Linux allows for a path."""
 IN_NAMES = re.compile(f"[{OBEYED}\t\n\r\u200c\u200d]")
 IN_TEXTS = re.compile(rf"[{OBEYED}]|\r(?!\n)")  # the joiners are allowed: they are used in Persian, Hindi and emoji
 MOVES = re.compile(r"\r|\n*(?:\x1b\[A)+\Z")
-"""Pattern for what tqdm's progress bars write before a line: a move of the cursor to the beginning of the line, or up
-several lines."""
+"""What tqdm writes before a line: a move of the cursor to the beginning of the line, or up several lines."""
 
 
 def shown_name(name: object) -> str:
-    """Escape control characters and line breaks in a name, id, key or value of unknown origin, so that the result is
-    one line. The middle of a name with more than `MOST_NAME` characters is replaced by `...`."""
+    """Escape control characters and line breaks in a name, id, key or value, so that it is one line. The middle of a
+    name with more than `MOST_NAME` characters becomes `...`."""
     text = str(name)
     if len(text) > MOST_NAME:
         text = f"{text[:200]}...{text[-100:]}"
@@ -39,7 +37,7 @@ def shown_name(name: object) -> str:
 
 
 def shown_text(text: str) -> str:
-    """Escape control characters in a text of unknown origin, except newlines and tabs."""
+    """Escape control characters in a text, except newlines and tabs."""
     return IN_TEXTS.sub(escape, text)
 
 
@@ -49,10 +47,8 @@ def escape(found: re.Match[str]) -> str:
 
 
 class Guarded:
-    """Wrapper of a text stream that escapes control characters in everything that is written to it.
-
-    A carriage return at the beginning of a write is not escaped, because progress bars need it.
-    """
+    """Wrapper of a text stream that escapes control characters in what is written to it, except a carriage return at
+    the beginning of a write, which progress bars need."""
 
     def __init__(self, stream: TextIO):
         self.unguarded = stream
@@ -71,8 +67,8 @@ class Guarded:
 
 
 def guard_streams() -> None:
-    """Replace stdout and stderr by streams that escape control characters. Call this before libraries keep references
-    to the streams. A second call changes nothing."""
+    """Make stdout and stderr escape control characters. Call this before libraries keep references to them. A second
+    call changes nothing."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, Guarded):
