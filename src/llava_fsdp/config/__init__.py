@@ -5,7 +5,7 @@ result once into the dataclasses of this package, so that other modules do not u
 keys of one area; all classes are exported from here.
 """
 
-from llava_fsdp.config.checks import AUTO, at_least, check_profile
+from llava_fsdp.config.bounds import AUTO, at_least
 from llava_fsdp.config.command_line.load import (
     SOURCES,
     config_dir,
@@ -15,7 +15,7 @@ from llava_fsdp.config.command_line.load import (
     schema_keys,
     without_hydra,
 )
-from llava_fsdp.config.keys.commands import (
+from llava_fsdp.config.commands import (
     ChatConfig,
     ConversionConfig,
     DoctorConfig,
@@ -93,10 +93,10 @@ from llava_fsdp.config.keys.model import LoraConfig, ModelConfig, QuantizeConfig
 from llava_fsdp.config.keys.train import (
     CheckpointConfig,
     CompatConfig,
-    Config,
     ExportConfig,
     LossConfig,
     NumericConfig,
     OptimConfig,
     TrackConfig,
 )
+from llava_fsdp.config.rules import Config, check_profile

@@ -6,14 +6,8 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any
 
-WORDS = {
-    "compile": "true, false or auto",
-    "pack": "true, false or auto",
-    "parallel.context": "a number of ranks, or auto",
-    "tokens_per_micro_batch": "a number of tokens, auto or null",
-    "profile_steps": "the first and the last step to profile, as [10, 12], or null",
-}
-"""Key -> description of the values that it accepts, for keys whose type does not tell this."""
+from llava_fsdp.config.bounds import TAKES
+
 PLAIN = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 MANY = {int: "whole numbers", float: "numbers", str: "texts"}
 
@@ -26,15 +20,15 @@ def takes(schema: Any, key: str) -> str | None:
         schema: dataclass that has the key.
         key: dotted name of the key, such as `optim.lr`; followed by `[index]` for an item of a list.
     """
-    kind: Any = schema
+    kind, words = schema, None
     name, *indices = key.split("[")
     for part in name.split("."):
-        types_ = {field.name: field.type for field in fields(kind)} if is_dataclass(kind) else {}
-        if part not in types_:
+        keys = {key.name: key for key in fields(kind)} if is_dataclass(kind) else {}
+        if part not in keys:
             return None
-        kind = types_[part]
-    if name in WORDS and not indices:
-        return WORDS[name]
+        kind, words = keys[part].type, keys[part].metadata.get(TAKES)
+    if words and not indices:
+        return words
     for _ in indices:
         lists = [one for one in alternatives(kind) if typing.get_origin(one) is list]
         if not lists:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
-from llava_fsdp.config.checks import above_zero, at_least
+from llava_fsdp.config.bounds import above_zero, at_least
 from llava_fsdp.config.keys.enums import (
     AspectRatio,
     BadRecords,

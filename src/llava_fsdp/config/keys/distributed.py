@@ -1,10 +1,9 @@
 """Configuration keys of sharding, precision, activation checkpointing, offload and communication."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Self
 
-from llava_fsdp.config.checks import AUTO, above_zero, at_least
-from llava_fsdp.config.command_line.describe import WORDS
+from llava_fsdp.config.bounds import TAKES, above_zero, at_least, refuse_other_texts
 from llava_fsdp.config.keys.enums import (
     ActivationCheckpointing,
     ContextHow,
@@ -49,7 +48,7 @@ class ShardingConfig:
 class ParallelConfig:
     """Keys of the kinds of parallelism beside the sharding of states."""
 
-    context: int | str = 1
+    context: int | str = field(default=1, metadata={TAKES: "a number of ranks, or auto"})
     """Number of ranks that process each packed row together, each some of its positions; auto: the planner chooses the
     smallest number with which the training fits. A row has up to that many times tokens_per_micro_batch."""
     context_how: ContextHow = ContextHow.auto
@@ -77,11 +76,8 @@ class ParallelConfig:
         at_least("parallel.pipeline", self.pipeline, 1)
         if self.pipeline == 1 and self.schedule is PipelineSchedule.interleaved:
             raise ConfigError("parallel.schedule=interleaved has no meaning with parallel.pipeline=1; set it to 1f1b")
-        if isinstance(self.context, str):
-            if self.context != AUTO:
-                raise ConfigError(f"parallel.context={self.context} must be {WORDS['parallel.context']}")
-        else:
-            at_least("parallel.context", self.context, 1)
+        refuse_other_texts(self, "parallel.")
+        at_least("parallel.context", self.num_context, 1)
 
     @property
     def num_context(self) -> int:

@@ -5,7 +5,7 @@ import math
 import re
 from dataclasses import dataclass, field, fields, replace
 
-from llava_fsdp.config.checks import above_zero, at_least
+from llava_fsdp.config.bounds import above_zero, at_least
 from llava_fsdp.config.keys.enums import Feature, LoraBias, Part, PatchMerge, Quantizer
 from llava_fsdp.runtime.errors import ConfigError
 

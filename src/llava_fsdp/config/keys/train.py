@@ -1,10 +1,11 @@
-"""Configuration keys of the optimizer, loss, checkpoints, export and trackers; and `Config`, all keys of a training."""
+"""Configuration keys of the optimizer, loss, checkpoints, export and trackers; and `TrainingKeys`, all keys of a
+training."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
-from llava_fsdp.config.checks import AUTO, above_zero, at_least, check_training
+from llava_fsdp.config.bounds import AUTO, TAKES, above_zero, at_least, refuse_other_texts
 from llava_fsdp.config.keys.data import HELDOUT, DataConfig, SamplerConfig, SourceConfig, StageConfig, ValConfig
 from llava_fsdp.config.keys.distributed import (
     ActivationCheckpointingConfig,
@@ -34,6 +35,8 @@ from llava_fsdp.config.keys.enums import (
 )
 from llava_fsdp.config.keys.model import ModelConfig
 from llava_fsdp.runtime.errors import ConfigError
+
+PROFILE_STEPS = "the first and the last step to profile, as [10, 12], or null"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -172,8 +175,8 @@ class TrackConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class Config:
-    """All configuration keys of a training."""
+class TrainingKeys:
+    """All configuration keys of a training. `config.rules.Config` also checks their combinations."""
 
     stage: StageConfig
     model: ModelConfig
@@ -210,16 +213,16 @@ class Config:
     micro_batch_size: int
     """Maximum number of rows that a rank processes at once; with packed rows it gives a maximum number of tokens
     instead: micro_batch_size * data.max_length."""
-    pack: bool | str
+    pack: bool | str = field(metadata={TAKES: "true, false or auto"})
     """Whether to pack the samples of a micro-batch end to end into one row, each attending only to itself; else rows
     are padded. auto: packed, if the language model can keep the samples of a row apart; the run records which."""
-    tokens_per_micro_batch: int | str | None
+    tokens_per_micro_batch: int | str | None = field(metadata={TAKES: "a number of tokens, auto or null"})
     """packed rows only: maximum number of tokens per rank and row; a row has parallel.context times as many. null: a
     row has micro_batch_size * data.max_length. auto: the planner chooses when a training begins, and the run records
     its choice."""
     attention: Attention
     """Implementation of attention within the samples of packed rows."""
-    compile: bool | str
+    compile: bool | str = field(metadata={TAKES: "true, false or auto"})
     """Whether torch.compile compiles each block of the language model; auto: on CUDA with Triton."""
     log_every: int
     """Number of steps between two lines of progress, if stderr is not a terminal with a progress bar."""
@@ -231,7 +234,7 @@ class Config:
     profile: bool
     """Whether to write a trace of some steps, a CUDA memory snapshot and a page about the use of time to
     output_dir/profile."""
-    profile_steps: list[int] | None
+    profile_steps: list[int] | None = field(metadata={TAKES: PROFILE_STEPS})
     """First and last step to profile, counted from 1 at the first step after this start of the run; null: 10 to 12, or
     the last three steps if this start has fewer."""
     track: TrackConfig = field(default_factory=TrackConfig)
@@ -322,4 +325,13 @@ class Config:
         )
 
     def __post_init__(self) -> None:
-        check_training(self)
+        refuse_other_texts(self)
+        for name in ("epochs", "global_batch_size", "micro_batch_size", "log_every"):
+            at_least(name, getattr(self, name), 1)
+        at_least("seed", self.seed, 0)
+        at_least("max_steps", self.max_steps, 1, "null trains every epoch to its end")
+        at_least("gc_every", self.gc_every, 1, "null leaves it to Python")
+        at_least("dry_run", self.dry_run, 1, "it is the number of ranks to simulate")
+        steps = self.profile_steps
+        if steps is not None and (len(steps) != 2 or not 1 <= steps[0] <= steps[1]):
+            raise ConfigError(f"profile_steps={steps} must be {PROFILE_STEPS}")

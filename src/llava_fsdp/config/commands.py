@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from llava_fsdp.config.checks import at_least
+from llava_fsdp.config.bounds import at_least
 from llava_fsdp.config.keys.data import DataConfig, StageConfig
 from llava_fsdp.config.keys.enums import (
     AspectRatio,
@@ -15,7 +15,7 @@ from llava_fsdp.config.keys.enums import (
     SweepMetric,
     Task,
 )
-from llava_fsdp.config.keys.train import Config
+from llava_fsdp.config.rules import Config
 from llava_fsdp.runtime.errors import ConfigError
 
 

@@ -1,12 +1,8 @@
-"""Check the values of single configuration keys, and find keys in the configuration of a training that contradict each
-other."""
+"""`Config`: the configuration of a training, whose keys do not contradict each other."""
 
-from __future__ import annotations
+from dataclasses import dataclass
 
-import math
-from typing import TYPE_CHECKING
-
-from llava_fsdp.config.command_line.describe import WORDS
+from llava_fsdp.config.bounds import AUTO
 from llava_fsdp.config.keys.enums import (
     ActivationCheckpointing,
     AspectRatio,
@@ -29,56 +25,37 @@ from llava_fsdp.config.keys.enums import (
     Strategy,
     TooLong,
 )
+from llava_fsdp.config.keys.train import TrainingKeys
 from llava_fsdp.runtime.errors import ConfigError
 
-if TYPE_CHECKING:
-    from llava_fsdp.config.keys.train import Config
 
-AUTO = "auto"
+@dataclass(kw_only=True, slots=True)
+class Config(TrainingKeys):
+    """All configuration keys of a training."""
 
-
-def at_least(key: str, value: int | None, least: int, why: str = "") -> None:
-    """Raise ConfigError if `value`, the value of the configuration key `key`, is below `least`. None is accepted.
-
-    Args:
-        why: text to append to the error message, such as the reason for the bound.
-    """
-    if value is not None and value < least:
-        raise ConfigError(f"{key}={value} must be at least {least}" + (f": {why}" if why else ""))
+    def __post_init__(self) -> None:
+        super(Config, self).__post_init__()
+        check_training(self)
 
 
-def above_zero(key: str, value: float | None, hint: str = "") -> None:
-    """Raise ConfigError if `value`, the value of the configuration key `key`, is not a finite number above 0. None is
-    accepted.
-
-    Args:
-        hint: text to append to the error message, such as another value that is accepted.
-    """
-    if value is not None and not 0 < value < math.inf:
-        raise ConfigError(f"{key}={value} must be a finite number above 0{hint}")
-
-
-def check_training(cfg: Config) -> None:
-    """Raise ConfigError if a number in the configuration of a training is out of its bounds, or if keys contradict each
-    other."""
+def check_training(cfg: TrainingKeys) -> None:
+    """Raise ConfigError if keys in the configuration of a training contradict each other."""
     check_packing(cfg)
     check_divided(cfg)
     check_base(cfg)
     check_compile(cfg)
     check_offload(cfg)
-    check_numbers(cfg)
+    check_validation(cfg)
+    if cfg.max_steps is not None:
+        check_profile(cfg, cfg.max_steps)
     check_dry_run(cfg)
     check_original(cfg)
     check_anyres(cfg)
     check_export(cfg)
 
 
-def check_packing(cfg: Config) -> None:
+def check_packing(cfg: TrainingKeys) -> None:
     tokens, is_original = cfg.tokens_per_micro_batch, cfg.sampler.name is SamplerName.llava_v1_5
-    if isinstance(tokens, str) and tokens != AUTO:
-        raise ConfigError(f"tokens_per_micro_batch={tokens} must be {WORDS['tokens_per_micro_batch']}")
-    if isinstance(cfg.pack, str) and cfg.pack != AUTO:
-        raise ConfigError(f"pack={cfg.pack} must be {WORDS['pack']}")
     check_context(cfg)
     if not cfg.packs:
         if isinstance(tokens, int):
@@ -109,7 +86,7 @@ def check_packing(cfg: Config) -> None:
         )
 
 
-def check_context(cfg: Config) -> None:
+def check_context(cfg: TrainingKeys) -> None:
     """Raise ConfigError for settings that cannot be used if several ranks process each row together."""
     if cfg.parallel.context == 1:
         return
@@ -133,7 +110,7 @@ def check_context(cfg: Config) -> None:
         )
 
 
-def check_divided(cfg: Config) -> None:
+def check_divided(cfg: TrainingKeys) -> None:
     """Raise ConfigError for settings that cannot be used if ranks divide the model: compute each layer together
     (`parallel.tensor`), share the experts of a mixture (`parallel.expert`), or have different layers
     (`parallel.pipeline`)."""
@@ -176,7 +153,7 @@ def check_divided(cfg: Config) -> None:
                 raise ConfigError(f"parallel.{key}={size} with {setting} is not supported; set {cure}, or {alone}")
 
 
-def check_base(cfg: Config) -> None:
+def check_base(cfg: TrainingKeys) -> None:
     """Raise ConfigError for settings that contradict a frozen or quantized language model: matrix products of 8 bits
     (`precision.linear`) with adapters, in int8 also with all weights frozen, and moving its weights to the host if they
     are quantized."""
@@ -198,9 +175,7 @@ def check_base(cfg: Config) -> None:
         )
 
 
-def check_compile(cfg: Config) -> None:
-    if isinstance(cfg.compile, str) and cfg.compile != AUTO:
-        raise ConfigError(f"compile={cfg.compile} must be {WORDS['compile']}")
+def check_compile(cfg: TrainingKeys) -> None:
     if cfg.compile is False and cfg.activation_checkpointing.mode is ActivationCheckpointing.budget:
         raise ConfigError(
             "compile=false with activation_checkpointing=budget: the compiler chooses what is kept; set compile=auto, "
@@ -216,7 +191,7 @@ def check_compile(cfg: Config) -> None:
         )
 
 
-def check_offload(cfg: Config) -> None:
+def check_offload(cfg: TrainingKeys) -> None:
     """Raise ConfigError for settings with which `offload.mode`, which keeps optimizer states or also weights in host
     memory or in files, cannot work or would save nothing: some sharding strategies and some dtypes."""
     mode, strategy, precision = cfg.offload.mode, cfg.sharding.strategy, cfg.precision
@@ -245,25 +220,15 @@ def check_offload(cfg: Config) -> None:
         )
 
 
-def check_numbers(cfg: Config) -> None:
+def check_validation(cfg: TrainingKeys) -> None:
     if cfg.val.every is not None and not cfg.val.is_named and cfg.data.source is not Source.shapes:
         raise ConfigError(
             f"val.every={cfg.val.every} needs validation records: name a file of them, val.path=FILE, or set "
             "val.every=null"
         )
-    for name in ("epochs", "global_batch_size", "micro_batch_size", "log_every"):
-        at_least(name, getattr(cfg, name), 1)
-    at_least("seed", cfg.seed, 0)
-    at_least("max_steps", cfg.max_steps, 1, "null trains every epoch to its end")
-    at_least("gc_every", cfg.gc_every, 1, "null leaves it to Python")
-    steps = cfg.profile_steps
-    if steps is not None and (len(steps) != 2 or not 1 <= steps[0] <= steps[1]):
-        raise ConfigError(f"profile_steps={steps} must be {WORDS['profile_steps']}")
-    if cfg.max_steps is not None:
-        check_profile(cfg, cfg.max_steps)
 
 
-def check_profile(cfg: Config, total_steps: int) -> None:
+def check_profile(cfg: TrainingKeys, total_steps: int) -> None:
     """Raise ConfigError if a training of `total_steps` steps ends before the last step that is to be profiled
     (`profile_steps`)."""
     if cfg.profile and cfg.profile_steps is not None and cfg.profile_steps[1] > total_steps:
@@ -273,8 +238,7 @@ def check_profile(cfg: Config, total_steps: int) -> None:
         )
 
 
-def check_dry_run(cfg: Config) -> None:
-    at_least("dry_run", cfg.dry_run, 1, "it is the number of ranks to simulate")
+def check_dry_run(cfg: TrainingKeys) -> None:
     is_hybrid = cfg.sharding.strategy in (Strategy.HYBRID_SHARD, Strategy._HYBRID_SHARD_ZERO2)
     if cfg.dry_run is not None and is_hybrid and cfg.sharding.shard_size is None:
         raise ConfigError(
@@ -282,7 +246,7 @@ def check_dry_run(cfg: Config) -> None:
         )
 
 
-def check_original(cfg: Config) -> None:
+def check_original(cfg: TrainingKeys) -> None:
     """Raise ConfigError for settings that contradict `labels=llava_v1_5`, which tokenizes samples and masks labels as
     the original LLaVA's code does, or `sampler=llava_v1_5`, which orders samples and makes micro-batches as that code
     does."""
@@ -310,7 +274,7 @@ def check_original(cfg: Config) -> None:
         )
 
 
-def check_anyres(cfg: Config) -> None:
+def check_anyres(cfg: TrainingKeys) -> None:
     merge, aspect = cfg.model.patch_merge, cfg.data.image_aspect_ratio
     needed = {
         f"model.patch_merge=spatial_unpad (it is {merge.value})": merge is PatchMerge.spatial_unpad,
@@ -334,7 +298,7 @@ def check_anyres(cfg: Config) -> None:
         )
 
 
-def check_export(cfg: Config) -> None:
+def check_export(cfg: TrainingKeys) -> None:
     """Raise ConfigError if the training would end with an export for transformers, but no model class of transformers
     can represent the trained model."""
     if not cfg.exports_model:
