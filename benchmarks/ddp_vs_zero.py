@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from capped import MIB, Fits, attempt, facts, largest, private_bytes, write
 from provenance import REPOSITORY
-from strategies import Case, Run, build, configure, specialize, write_language_model
+from strategy_runs import Case, Run, build, configure, specialize, write_language_model
 
 from llava_fsdp.config import Config
 from llava_fsdp.data.batching.batch import MicroBatch, Step

@@ -10,7 +10,7 @@
 #   benchmarks/gpu.sh OUT_FOLDER variants   ours, compiled or not, with each recomputation, in fp8, as a simulated rank
 #   ... --dry                             the smallest sizes of every part, to try the script itself, with or without a GPU
 #
-# Into OUT_FOLDER: of tests: gpu-tests.jsonl; of checks: strategies.json and .png, training.json; of memory:
+# Into OUT_FOLDER: of tests: gpu-tests.jsonl; of checks: strategies-*.json and .png, training.json; of memory:
 # memory-7b-*.json and .png, activation-checkpointing-*.json and .png; of the other three: speed-*.json and .png; of
 # each call: summary-*.json and log-*.txt. All JSON files are written after every case, so that a call that is cut off
 # leaves what it has measured; a case that fails is a row with its reason.
@@ -177,7 +177,7 @@ run_checks() {
         sizes=(--rows 4 --repetitions 2 --threads 1)
         [ "$gpus" -gt 0 ] || not_run "strategies at the size of a GPU" "torch sees no GPU; the tiny model runs on the CPU instead"
     fi
-    part strategies 130 "$python" benchmarks/strategies.py --out "$out/strategies.json" "${sizes[@]}"
+    part strategies 130 "$python" benchmarks/strategies.py "$out" "${sizes[@]}"
     has matplotlib || not_run "the picture of strategies" "matplotlib is not installed"
 
     # The embedded default, both stages, then its held-out questions: the commands of the README.
@@ -204,7 +204,7 @@ run_checks() {
         not_run "several ranks over NCCL" "needs two GPUs or more, here are $gpus; the same code runs on gloo in tests/"
     else
         ranks=$((gpus >= 4 ? 4 : 2))
-        part strategies-nccl 150 "$python" benchmarks/strategies.py --nproc "$ranks" --out "$out/strategies-nccl.json" "${sizes[@]}"
+        part strategies-nccl 150 "$python" benchmarks/strategies.py "$out/nccl" --nproc "$ranks" "${sizes[@]}"
     fi
 }
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from capped import MIB, Fits, PeakPrivate, attempt, facts, private_bytes, write
 from provenance import REPOSITORY
-from strategies import Case, build, configure, specialize, write_language_model
+from strategy_runs import Case, build, configure, specialize, write_language_model
 
 from llava_fsdp.config import OffloadConfig, OffloadMode
 from llava_fsdp.data.toy_shapes import ensure_shapes

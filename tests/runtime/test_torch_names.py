@@ -40,7 +40,7 @@ YOUNGER_BY_HAND = {
     "torch.nn.attention.varlen.varlen_attn(enable_gqa=)": (
         "2.12", "tests/model/test_attention_arguments.py::test_what_torchs_kernel_is_called_with",
     ),
-    # benchmarks/strategies.py looks for it in the signature, and passes the older name where it is missing
+    # benchmarks/strategy_runs.py looks for it in the signature, and passes the older name where it is missing
     "torch.nn.parallel.DistributedDataParallel(forward_sync_buffers=)": ("2.13", None),
 }  # fmt: skip
 
