@@ -48,19 +48,18 @@ from llava_fsdp.runtime.text.progress import StageLine, watch_silently
 
 OWN_KEYS = {"gpus", "nodes", "gpu", "rows", "page", "longest", "format"}
 TRIED = {"sharding", "activation_checkpointing", "offload"}
-"""Configuration groups of which the planner tries all choices that it can predict."""
+"""Configuration groups of which the planner tries all values that it can predict."""
 CHOSEN = TRIED | {"tokens_per_micro_batch", "dry_run"}
-"""Configuration groups and keys that are not copied from the user's arguments into the recommended command: those that
-the planner chooses, and `dry_run`, which would keep the command from training."""
+"""Groups and keys that are not copied into the recommended command: those that the planner chooses, and `dry_run`,
+which would keep the command from training."""
 
 
 def plan(cfg: PlanConfig, typed: Sequence[str] = (), line: StageLine | None = None) -> None:
-    """Print predicted memory and time for all sharding strategies and modes of activation checkpointing and offload,
-    and the command that trains in the best way.
+    """Print predicted memory and time for all strategies and modes of activation checkpointing and offload, and the
+    command that trains in the best way.
 
     Args:
         typed: the user's command-line arguments. Those that `train` takes, too, are copied into the printed command.
-        line: says on standard error what is being done; None: a new one.
 
     Raises:
         ModelError: the model cannot be computed on the meta device.
@@ -140,11 +139,7 @@ def print_plan(cfg: PlanConfig, typed: Sequence[str], line: StageLine) -> None:
 
 
 def fastest_on(world_size: int, cfg: PlanConfig, known: Planned, ways: Callable[..., Ways]) -> Planned:
-    """Return the fastest way to train on `world_size` GPUs.
-
-    Args:
-        known: the fastest way on all GPUs of `cfg`.
-        ways: returns the ways to train of a planner and a configuration on `world_size` GPUs.
+    """Return the fastest way to train on `world_size` GPUs; `known` is that on all GPUs of `cfg`.
 
     Raises:
         ConfigError: no layout of so many ranks is possible.
@@ -166,7 +161,7 @@ def warn_of_length(cfg: PlanConfig, parts: Parts) -> None:
 
 
 def print_longest(cfg: PlanConfig, machine: Machine, parts: Parts, line: StageLine) -> None:
-    """Print the longest samples that can be trained on 1, 2, 4, ... GPUs, and write a page with a chart of them."""
+    """Print the longest samples for 1, 2, 4, ... GPUs, and write a page with a chart."""
     points = longest(cfg, machine, parts, line.watch)
     line.close()
     title = (
@@ -182,13 +177,8 @@ def print_longest(cfg: PlanConfig, machine: Machine, parts: Parts, line: StageLi
 
 
 def with_fp16(cfg: PlanConfig, machine: Machine, typed: Sequence[str]) -> tuple[PlanConfig, list[str]]:
-    """Replace bf16, or auto, by fp16 in the configuration if the GPU has no bf16 (V100, T4) and the user has set no
-    precision. Return the configuration, and the overrides that the recommended command then needs.
-
-    Args:
-        machine: the GPU that is planned for.
-        typed: the user's command-line arguments.
-    """
+    """Replace bf16, or auto, by fp16 if the GPU has no bf16 (V100, T4) and the user has set no precision. Also return
+    the overrides that the recommended command then needs."""
     lacks = machine.gpu is not None and machine.gpu.bf16 is None
     precision, is_set = cfg.precision, any(key_of(word).startswith("precision") for word in typed)
     from_16_bits = (DType.bf16, DType.auto)
@@ -199,8 +189,8 @@ def with_fp16(cfg: PlanConfig, machine: Machine, typed: Sequence[str]) -> tuple[
 
 
 def with_precision(cfg: PlanConfig, machine: Machine) -> PlanConfig:
-    """Return the configuration with `precision.param_dtype=auto` replaced as a training on a machine would do. Log the
-    choice, and a warning if the machine's CPU emulates the dtype."""
+    """Replace `precision.param_dtype=auto` as a training on this machine would. Log the choice, and whether it is
+    slow."""
     cfg, chosen = settle_precision(cfg, [machine.has_bf16], machine.device)
     if chosen is not None:
         log().info("%s", chosen)
@@ -210,17 +200,15 @@ def with_precision(cfg: PlanConfig, machine: Machine) -> PlanConfig:
 
 
 def key_of(word: str) -> str:
-    """Return the key of a Hydra override `word`, which is `key=value`, without the prefixes `+`, `++` and `~`."""
+    """Return the key of a Hydra override, without the prefixes `+`, `++` and `~`."""
     return word.partition("=")[0].lstrip("+~")
 
 
 def command(cfg: PlanConfig, row: PlanRow, parallel: ParallelConfig, typed: Sequence[str]) -> str:
-    """Return the shell command that trains in a way that was planned. FILE, DIR and HOST in it stand for values that
-    the user has to fill in.
+    """Return the shell command that trains as planned. FILE, DIR and HOST in it are to be filled in by the user.
 
     Args:
-        row: the planned way to train, with its sizes of micro-batches.
-        parallel: the values of the keys of `parallel` for which it was planned.
+        parallel: the keys of `parallel` for which `row` was planned.
         typed: the user's command-line arguments, which the command repeats.
     """
     launch = f"llava-fsdp train --nproc-per-node {cfg.gpus}"

@@ -1,5 +1,4 @@
-"""Read a model's configurations without weights or network, and choose the attention kernel for the device that is
-planned for."""
+"""Read a model's configurations without weights or network, and choose the attention kernel of the planned device."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +16,7 @@ SHAPES = Path(__file__).parents[1] / "assets" / "shapes"
 
 
 def shapes_of(cfg: ModelConfig) -> Parts:
-    """Read the configurations of a model's language model and vision tower. Each is read from the folder that `cfg`
-    names or, if there is no such folder, from the copies shipped with this package.
+    """Read the configurations of a model's parts from the folders that `cfg` names, or else from this package.
 
     Raises:
         ConfigError: there is neither a folder nor a shipped copy. A plan downloads nothing.
@@ -31,11 +29,7 @@ def shapes_of(cfg: ModelConfig) -> Parts:
 
 
 def folder_of(name: str, key: str) -> Path:
-    """Return the folder with the configuration of the language model or vision tower `name`: `name` itself if it is a
-    folder, else one shipped with this package.
-
-    Args:
-        key: the configuration key that names the model, for the error message.
+    """Return the folder `name` or, if there is none, the shipped one of this name. `key` is named in the error message.
 
     Raises:
         ConfigError: there is neither folder.
@@ -53,12 +47,10 @@ def folder_of(name: str, key: str) -> Path:
 
 
 def kernel_for(cfg: Config, language: PretrainedConfig, device: str, bf16: bool) -> Kernel | None:
-    """Choose the attention kernel that a training would use on `device`, which this machine need not have. None if each
-    sample has a padded row, so that no kernel for packed rows is needed.
+    """Choose the attention kernel that a training would use on `device` (cuda or cpu), which this machine need not
+    have. None if each sample has a padded row, so that no kernel for packed rows is needed.
 
     Args:
-        language: configuration of the language model.
-        device: cuda or cpu.
         bf16: whether the device has bf16. It then also has FlashAttention-2: both begin with compute capability 8.0.
 
     Raises:

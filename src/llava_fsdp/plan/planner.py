@@ -73,8 +73,7 @@ from llava_fsdp.runtime.errors import ConfigError
 
 T = TypeVar("T")
 STREAMED = 2 * 128 * MIB
-"""Bytes of the two device buffers through which the optimizer's offloaded moments are copied
-(`parallel/memory/streamed_optimizer.py`)."""
+"""Bytes of the two device buffers that the offloaded moments pass through (`parallel/memory/streamed_optimizer.py`)."""
 
 
 @dataclass(frozen=True)
@@ -87,14 +86,13 @@ class Choice:
 
     @property
     def zero(self) -> str:
-        """Name of the sharding strategy on the command line, such as zero3."""
+        """Name of the strategy on the command line, such as zero3."""
         return SHARD_PLANS[self.strategy].zero
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Numbers of ranks: in all, per copy of the model (if several ranks shard a copy, as hybrid strategies do), and per
-    node."""
+    """Numbers of ranks: in all, per copy of the model (of which hybrid strategies have several), and per node."""
 
     world_size: int
     shard_size: int
@@ -103,19 +101,19 @@ class Ranks:
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One row of a plan's table: a way to train, with its predicted memory and time."""
+    """A way to train, with its predicted memory and time."""
 
     choice: Choice
     world_size: int
     shard_size: int
     micro_batches: tuple[MicroBatch, ...]
-    """The micro-batches that a rank runs in a step."""
+    """What a rank runs in a step."""
     bytes: dict[str, int]
-    """Bytes on the device at the memory peak of a step, by category; `total` is their sum."""
+    """Bytes on the device at the memory peak of a step, by category, and their `total`."""
     moment: str
-    """Description of the moment in a step at which the most device memory is used."""
+    """When in a step the most device memory is used."""
     at_rest: dict[str, int]
-    """Bytes of parameters, gradients and optimizer state after an optimizer step, on the device or offloaded."""
+    """Bytes of parameters, gradients and optimizer state after a step, on the device or offloaded."""
     host: int
     """Bytes of offloaded tensors in host memory; 0 on a CPU machine."""
     disk: int
@@ -124,7 +122,7 @@ class PlanRow:
     step: Step
     sent: Volume
     samples_per_second: float
-    """Samples per second on all ranks together."""
+    """On all ranks together."""
     tokens_per_second: float
     mfu: float
     """Model FLOPs utilization: FLOPs without recomputation as a share of the devices' peak."""
@@ -135,7 +133,7 @@ class PlanRow:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of the largest micro-batch of this way to train, padding included."""
+        """Tokens of the largest micro-batch, padding included."""
         return max(micro.tokens for micro in self.micro_batches)
 
 
@@ -144,9 +142,7 @@ class Group:
     """What the ranks of one group of a pipeline have of the model; without a pipeline, all of it."""
 
     number: int
-    """Number of the group."""
     weights: list[Weight]
-    """The properties of its parameters."""
     stages: dict[int, range]
     """Number of each of its stages -> numbers of the language model's blocks in it."""
     num_stages: int
@@ -156,7 +152,6 @@ class Group:
 
     @property
     def blocks(self) -> set[int]:
-        """Numbers of the language model's blocks that it has."""
         return {number for stage in self.stages.values() for number in stage}
 
     @property
@@ -169,24 +164,21 @@ class Group:
 
     @cached_property
     def kind(self) -> Hashable:
-        """What the time of a step depends on; groups of equal kinds take equally long."""
+        """What the time of a step depends on: groups of equal kinds take equally long."""
         counts = [(w.numel, w.trainable) for w in self.weights]
         return round(self.share, 9), len(self.blocks), len(self.stages), self.has_first, self.has_last, *sorted(counts)
 
 
 class Planner:
-    """Predicts memory and time of training one configuration's model on one machine. Activation memory is measured once
-    for each mode of activation checkpointing and size of micro-batch."""
+    """Predicts memory and time of training one model on one machine. Activation memory is measured once for each mode
+    of activation checkpointing and size of micro-batch."""
 
     def __init__(self, cfg: Config, machine: Machine, samples: Samples | None = None, parts: Parts | None = None):
-        """Build the configuration's model on the meta device, and count its weights and FLOPs.
+        """Build the model on the meta device, and count its weights and FLOPs.
 
         Args:
-            machine: the GPU, or the CPU cores, that each rank would train on.
-            samples: mean sizes of the dataset's samples. None: read from the dataset's report or, without one, LLaVA's
-                means.
-            parts: configurations of the language model and the vision tower. None: read from the folders that `cfg`
-                names, or from this package.
+            samples: None: read from the dataset's report or, without one, LLaVA's means.
+            parts: None: read from the folders that `cfg` names, or from this package.
         """
         cfg, _ = settle_precision(cfg, [machine.has_bf16], machine.device)
         self.cfg = cfg
@@ -235,7 +227,7 @@ class Planner:
 
     def refusal(self, experts: int, tensor: int) -> str:
         """Return why `experts` ranks cannot share the experts of a mixture while `tensor` ranks compute each layer
-        together; empty if they can. A search for the fastest layout asks often."""
+        together; empty if they can."""
         try:
             check_shared_experts(self.model.language_model, experts, tensor)
         except ConfigError as error:
@@ -243,16 +235,14 @@ class Planner:
         return ""
 
     def weights_with_shared_experts(self, experts: int, tensor: int) -> dict[str, Weight]:
-        """Return the properties of the parameters, by name, if `experts` ranks share the experts of a mixture, and
-        `tensor` ranks compute each layer together."""
+        """Return the parameters by name, with experts and layers shared by so many ranks."""
         language, cfg = self.model.language_model, self.cfg
         whole, blocks = self.model.whole_while_frozen(), self.model.blocks()
         args = cfg.sharding.blocks_per_unit, list(find_experts(language).values()), experts, tensor
         return weights_of(self.model, blocks, whole, cfg.precision, *args, self.model.output_layer())
 
     def with_layout(self, cfg: Config) -> Self:
-        """Return a planner of the same model for a configuration with other numbers of the kinds of parallelism. Both
-        share what they measure.
+        """Return a planner of the same model with other kinds of parallelism, which shares all measured values.
 
         Raises:
             ConfigError: the model cannot be divided in this way.
@@ -274,15 +264,14 @@ class Planner:
 
     @cached_property
     def grows_with_square(self) -> bool:
-        """Whether activation memory grows with the square of a sample's length, so that it must be measured at each
-        length and cannot be interpolated between two."""
+        """Whether activation memory grows with the square of a sample's length. It is then measured at each length, as
+        it cannot be interpolated between two."""
         if self.kernel is None:  # padded rows all have one length
             return False
         return grows_with_square(self.kernel.attention, self.model.language_model)
 
     @property
     def how(self) -> ContextHow:
-        """How the ranks that process a row together compute its attention: `ulysses` or `gather`."""
         parallel = self.cfg.parallel
         return plan_context(parallel.context_how, self.parts.language, parallel.num_context, 0, self.tensor).how
 
@@ -296,14 +285,12 @@ class Planner:
         return int(received * size / (size - 1))  # with the rank's own part
 
     def sizes_to_measure(self, splits: Sequence[Sequence[MicroBatch]]) -> list[MicroBatch]:
-        """Return the sizes of micro-batches whose activation memory is measured to interpolate that of others: the
-        smallest one of all splits, and 16, 256, ... times as many tokens, until one has at least as many as the largest
-        split. Layouts of ranks have most of these sizes in common, so that a search measures few. Empty if each
-        micro-batch must be measured.
+        """Return the micro-batches whose activation memory is measured, to interpolate that of others: the smallest one
+        of all splits, and 16, 256, ... times as many tokens, up to the largest split. Layouts of ranks have most of
+        these in common, so that a search measures few. Empty if each micro-batch must be measured.
 
         Args:
-            splits: ways to split a rank's samples of a step into micro-batches, those with the largest micro-batches
-                first.
+            splits: ways to split a step into micro-batches, those with the largest micro-batches first.
         """
         small, large = splits[-1][0], splits[0][0]
         if self.grows_with_square or small.tokens == large.tokens:
@@ -319,19 +306,16 @@ class Planner:
         return found
 
     def compiles(self, mode: ActivationCheckpointing) -> bool:
-        """Return whether the training compiles the language model's blocks with this mode of activation
-        checkpointing."""
+        """Return whether the training compiles the language model's blocks in this mode."""
         attention = self.kernel and self.kernel.attention
         return self.machine.has_compiler and compiling_of_settings(self.cfg, mode, attention, self.machine.device).on
 
     def segments(self, mode: ActivationCheckpointing, micro: MicroBatch, compiled: bool | None = None) -> list[Segment]:
-        """Measure the activation memory of a micro-batch's forward and backward pass. Return it in segments (see
-        `Segment`). Results are cached.
+        """Measure the activation memory of a micro-batch, or return what was measured before.
 
         Args:
-            mode: the mode of activation checkpointing: `none`, `full` or `selective`.
-            micro: sizes of the micro-batch.
-            compiled: whether blocks are compiled; None: as the training does with this mode.
+            mode: `none`, `full` or `selective`.
+            compiled: whether blocks are compiled; None: as the training does in this mode.
         """
         compiled = self.compiles(mode) if compiled is None else compiled
         key = self.cut, compiled, mode, micro
@@ -352,14 +336,12 @@ class Planner:
         between: Sequence[MicroBatch],
         compiled: bool | None = None,
     ) -> list[Pass]:
-        """Return the activation memory of the forward and backward pass of each of a step's micro-batches. Repeated
-        micro-batches of one size are left out.
+        """Return the activation memory of a step's micro-batches, each size once.
 
         Args:
-            mode: the mode of activation checkpointing: `none`, `full` or `selective`.
-            micros: sizes of the step's micro-batches.
+            mode: `none`, `full` or `selective`.
             between: micro-batches that are measured to interpolate the others; if empty, each is measured.
-            compiled: whether blocks are compiled; None: as the training does with this mode.
+            compiled: whether blocks are compiled; None: as the training does in this mode.
         """
         compiled = self.compiles(mode) if compiled is None else compiled
         if not between:
@@ -369,15 +351,11 @@ class Planner:
     def between(
         self, mode: ActivationCheckpointing, micro: MicroBatch, sizes: Sequence[MicroBatch], compiled: bool
     ) -> list[Segment]:
-        """Interpolate the activation memory of a micro-batch's forward and backward pass between those of the next
-        smaller and the next larger one of `sizes`. Measure it instead if there are no such two, or if their passes have
-        different numbers of segments (see `Segment`).
+        """Interpolate the activation memory of a micro-batch between the next smaller and the next larger one of
+        `sizes`. Measure it instead if there are no such two, or if their passes have different numbers of segments.
 
         Args:
-            mode: the mode of activation checkpointing: `none`, `full` or `selective`.
-            micro: sizes of the micro-batch.
             sizes: micro-batches that are measured, the smallest first.
-            compiled: whether blocks are compiled.
         """
         key = self.cut, compiled, mode, micro
         around = [(a, b) for a, b in itertools.pairwise(sizes) if a.tokens < micro.tokens < b.tokens]
@@ -394,12 +372,10 @@ class Planner:
         return self.interpolated[place]
 
     def groups(self, choice: Choice) -> list[Group]:
-        """Return what each group of ranks of a pipeline has of the model; without a pipeline there is one group, which
-        has the whole model."""
+        """Return what each group of ranks of a pipeline has; without a pipeline, one group with the whole model."""
         return self.groups_of(choice.activation_checkpointing.mode is not ActivationCheckpointing.none)
 
     def groups_of(self, recomputes: bool) -> list[Group]:
-        """Return what each group of ranks of a pipeline has of the model, with or without activation checkpointing."""
         own = self.cfg.parallel
         key = "groups", own.tensor, own.expert, own.pipeline, own.num_stages, recomputes
         return self.known(key, lambda: self.make_groups(recomputes))
@@ -431,13 +407,11 @@ class Planner:
         between: Sequence[MicroBatch] = (),
         rank: int | None = None,
     ) -> PlanRow:
-        """Predict the memory and time of one way to train. With a pipeline, memory and communication are those of the
-        group of ranks that needs the most memory.
+        """Predict memory and time of one way to train. With a pipeline, memory and communication are those of the group
+        of ranks that needs the most memory.
 
         Args:
-            choice: the way to train: sharding strategy, activation checkpointing and offload.
-            ranks: numbers of ranks: in all, per copy of the model, and per node.
-            micros: the micro-batches that a rank runs in a step.
+            micros: what a rank runs in a step.
             between: micro-batches that are measured to interpolate the others; if empty, all are measured.
             rank: the rank whose memory is computed; None: the first one of the group that needs the most.
         """
@@ -486,7 +460,6 @@ class Planner:
         Args:
             ranks: numbers of ranks that hold the same parts of layers.
             rank: number of the rank among them.
-            group: what the rank has of the model.
             padded: whether to count the padding of shards, too.
         """
         key = group, "held", choice.strategy, ranks, rank, choice.offload, padded
@@ -499,8 +472,7 @@ class Planner:
     def units(
         self, group: Group, choice: Choice, shards: int, is_away: bool = False, passes_through: bool = False
     ) -> dict[str, Unit]:
-        """Return the sizes of the FSDP units of what a group of ranks has of the model, under the strategy of `choice`.
-        The other arguments are those of `units_of`."""
+        """Return the FSDP units of a group of ranks. The other arguments are those of `units_of`."""
         plan, args = SHARD_PLANS[choice.strategy], (shards, is_away, passes_through)
         key = group, "units", choice.strategy, *args
         return self.known(key, lambda: units_of(group.weights, plan, self.cfg.precision, *args))
@@ -512,8 +484,7 @@ class Planner:
         return Ranks(copies, min(ranks.shard_size, copies), node)
 
     def seconds(self, choice: Choice, ranks: Ranks, micros: MicroBatches, most: int | None = None) -> float:
-        """Predict the seconds of a step of one way to train, without its memory. Arguments are those of `row` and
-        `step`."""
+        """Predict the seconds of a step, without its memory. Arguments are those of `row` and `step`."""
         groups = self.groups(choice)  # the list is the same object for the same groups
         kinds = self.known(("kinds", id(groups)), lambda: list({one.kind: one for one in groups}.values()))
         return max(self.step(choice, ranks, micros, group, most)[0].seconds for group in kinds)
@@ -521,13 +492,10 @@ class Planner:
     def step(
         self, choice: Choice, ranks: Ranks, micros: MicroBatches, group: Group, most: int | None = None
     ) -> tuple[Step, Volume]:
-        """Predict the time of a step, and what a rank receives in it, for the ranks of one group of a pipeline.
+        """Predict the time of a step and what a rank receives in it, for the ranks of one group of a pipeline.
 
         Args:
-            choice: the way to train: sharding strategy, activation checkpointing and offload.
-            ranks: numbers of ranks: in all, per copy of the model, and per node.
-            micros: the micro-batches that a rank runs in a step.
-            group: what the ranks have of the model.
+            micros: what a rank runs in a step.
             most: number of micro-batches from which the idle time of a pipeline is computed; None: that of `micros`. A
                 larger one gives a lower bound for all numbers of micro-batches up to it.
         """
@@ -568,12 +536,11 @@ class Planner:
         return share * (sample_flops(self.recomputing_flops, self.samples) - flops)
 
     def hidden_bytes(self, micro: MicroBatch | MicroBatches) -> int:
-        """Return the bytes of the hidden states of a micro-batch, or of all of a step, that one stage sends to the
-        next."""
+        """Return the bytes of the hidden states that one stage sends to the next."""
         return micro.tokens * self.parts.language.hidden_size * DTYPES[self.cfg.precision.param_dtype].itemsize
 
     def own_hidden_bytes(self, micro: MicroBatch) -> int:
-        """Return the bytes of the first rank's positions of a micro-batch's hidden states, between layers."""
+        """Return the bytes of the hidden states at the first rank's positions, between layers."""
         width = self.parts.language.hidden_size * DTYPES[self.cfg.precision.param_dtype].itemsize
         return MicroBatches([micro]).own_tokens(self.tensor) * width
 
@@ -586,14 +553,7 @@ class Planner:
         rank: int,
         group: Group,
     ) -> Ledger:
-        """Simulate the device memory of a rank of one group of a pipeline during a step. Return the bytes at the step's
-        memory peak, by category.
-
-        Args:
-            ranks: numbers of ranks that hold the same parts of layers.
-            rank: number of the rank among them.
-            group: what the rank has of the model.
-        """
+        """Simulate the device memory of a step with a pipeline. Arguments are those of `simulate`."""
         parallel, plan = self.cfg.parallel, SHARD_PLANS[choice.strategy]
         # As many micro-batches as fill the pipeline twice: those that follow each other and have the most tokens.
         most = parallel.num_micro_batches(2 * parallel.num_stages)
@@ -624,7 +584,7 @@ class Planner:
         return simulate_pipeline(steps, units, plan, states, self.unit_names, self.cfg.sharding.prefetch)
 
     def with_messages(self, sent: Volume, ranks: Ranks, micros: MicroBatches, group: Group) -> Volume:
-        """Return the volume of communication with that of hidden states and their gradients between stages."""
+        """Add what stages send each other: hidden states and their gradients."""
         before = len(group.stages) - group.has_first
         behind = len(group.stages) - group.has_last
         received = (before + behind) * self.hidden_bytes(micros)
@@ -632,7 +592,7 @@ class Planner:
         return replace(sent, pipeline=received, messages=count, stages_on_one_node=on_one_node)
 
     def with_context(self, sent: Volume, choice: Choice, micros: MicroBatches, group: Group) -> Volume:
-        """Return the volume of communication with that of attention between ranks that process a row together."""
+        """Add what attention moves between ranks that process a row together."""
         size = self.cfg.parallel.num_context
         if size == 1:
             return sent
@@ -650,7 +610,7 @@ class Planner:
         return replace(sent, context=moved * part / self.tensor, exchanges=exchanges, context_size=size)
 
     def with_layers(self, sent: Volume, choice: Choice, micros: MicroBatches, group: Group) -> Volume:
-        """Return the volume of communication with that between ranks that compute layers together."""
+        """Add what ranks that compute layers together exchange."""
         if self.tensor == 1:
             return sent
         share = recomputed_share(choice.activation_checkpointing)
@@ -667,25 +627,24 @@ class Planner:
         return replace(sent, tensor=moved.bytes, sums=moved.calls, tensor_size=self.tensor)
 
     def mixtures(self, group: Group) -> int:
-        """Return the number of layers of a group that have experts."""
         stack = find_blocks(self.model.language_model)
         key = group, "mixtures"
         return self.known(key, lambda: sum(len(find_experts(stack[number])) for number in group.blocks))
 
     @property
     def router(self) -> Router:
-        """A router of the language model, which is a mixture of experts; the others have as many experts."""
+        """A router of the language model; the other routers have as many experts."""
         return self.known("router", lambda: find_routers(self.model.language_model)[0])
 
     def known(self, key: Hashable, compute: Callable[[], T]) -> T:
         """Return the value of `key`, and compute it the first time: a search asks for it often. All layouts of ranks
-        share these values, so that the key must have all that differs between layouts and changes the value."""
+        share these values, so the key must have all that differs between layouts and changes the value."""
         if key not in self.known_values:
             self.known_values[key] = compute()
         return self.known_values[key]
 
     def plan_of(self, group: Group) -> dict[str, Cut]:
-        """Return how the weights of a group are divided among the ranks that compute layers together, by full name."""
+        """Return how a group's weights are divided among the ranks that compute layers together, by full name."""
         stack, ends = stack_name(self.model) + ".", {Cut.EMBEDDING: group.has_first, Cut.OUTPUT: group.has_last}
         return {
             name: cut
@@ -695,7 +654,7 @@ class Planner:
         }
 
     def with_experts(self, sent: Volume, choice: Choice, micros: MicroBatches, group: Group) -> Volume:
-        """Return the volume of communication with that of tokens between ranks that share the experts of a mixture."""
+        """Add the exchange of tokens between ranks that share experts."""
         size = self.cfg.parallel.expert
         if size == 1:
             return sent
@@ -707,8 +666,8 @@ class Planner:
         return replace(sent, experts=moved, expert_exchanges=calls, expert_size=size)
 
     def offloads_activations(self, choice: Choice) -> bool:
-        """Return whether a way to train (`choice`) offloads the inputs of blocks to host memory; false on a CPU
-        machine, whose device memory is host memory."""
+        """Return whether the inputs of blocks are offloaded; never on a CPU machine, whose only memory is the
+        host's."""
         return choice.activation_checkpointing.mode is ActivationCheckpointing.offload and self.machine.device != "cpu"
 
     def simulate(
@@ -720,15 +679,13 @@ class Planner:
         rank: int,
         group: Group,
     ) -> Ledger:
-        """Simulate the device memory of a rank during a step that runs the micro-batches `micros`. Return the bytes at
-        the step's memory peak, by category.
+        """Simulate the device memory of a rank during a step.
 
         Args:
-            choice: the way to train: sharding strategy, activation checkpointing and offload.
-            ranks: numbers of ranks that hold the same parts of layers: in all, per copy of the model, and per node.
+            ranks: numbers of ranks that hold the same parts of layers.
+            micros: what the rank runs in the step.
             between: micro-batches that are measured to interpolate the others; if empty, all are measured.
-            rank: number of the rank among them.
-            group: what the rank has of the model.
+            rank: number of the rank among `ranks`.
         """
         if self.cfg.parallel.pipeline > 1:
             return self.simulate_group(choice, ranks, micros, between, rank, group)
@@ -772,11 +729,10 @@ class Planner:
         return simulate_step(passes, units, plan, states, self.unit_names, self.cfg.sharding.prefetch)
 
     def on_device(self, offload: OffloadMode, plan: ShardPlan, stored: Bytes, buffers: int) -> States:
-        """Return the bytes of parameters, gradients, optimizer state and buffers that stay on the device under this
-        mode of offload. On a CPU machine host memory counts as the device, so only files are off the device.
+        """Return the bytes that stay on the device under this mode of offload. On a CPU machine host memory counts as
+        the device, so only files are off the device.
 
         Args:
-            plan: the FSDP2 settings of the sharding strategy.
             stored: bytes that a rank holds in all, on the device or offloaded.
             buffers: bytes of the model's buffers, and of the inputs that are held for the whole step.
         """
@@ -787,8 +743,7 @@ class Planner:
         return States(self.frozen_whole(plan), 0, 0, buffers)
 
     def frozen_whole(self, plan: ShardPlan) -> int:
-        """Return the bytes of the frozen weights that are not sharded, so that every rank holds all of them. Which
-        these are depends on the sharding strategy (`plan`)."""
+        """Return the bytes of frozen weights that the sharding strategy leaves whole on every rank."""
         return sum(
             w.gathered * w.item_size(self.cfg.precision)
             for w in self.weights
@@ -799,7 +754,6 @@ class Planner:
         """Return the bytes of offloaded parameters, gradients and optimizer state in host memory, and on disk.
 
         Args:
-            plan: the FSDP2 settings of the sharding strategy.
             stored: bytes that a rank holds in all, on the device or offloaded.
         """
         states = stored.parameters - self.frozen_whole(plan) + stored.gradients + stored.optimizer
@@ -810,17 +764,12 @@ class Planner:
         return {OffloadMode.none: 0, OffloadMode.optimizer: stored.optimizer, OffloadMode.params: states}[offload], 0
 
     def input_bytes(self, micros: Sequence[MicroBatch]) -> tuple[int, tuple[int, ...]]:
-        """Return the bytes of a step's inputs: pixels, and int64 token ids, positions, and places and rows of image
-        tokens. A token that is a weighted sum has the rows and fp32 weights of four features.
+        """Return the bytes of inputs that are held for the whole step and, for each micro-batch, those held while it
+        runs. Inputs are pixels, and int64 token ids, positions, and places and rows of image tokens. A token that is a
+        weighted sum has the rows and fp32 weights of four features.
 
-        A GPU holds only the micro-batch that runs, with its pixels in fp32. A CPU machine holds all micro-batches with
+        A GPU holds only the micro-batch that runs, with pixels in fp32. A CPU machine holds all micro-batches with
         pixels in uint8, and in addition the fp32 pixels of the one that runs.
-
-        Args:
-            micros: sizes of the step's micro-batches.
-
-        Returns:
-            The bytes that are held for the whole step, and for each micro-batch those that are held while it runs.
         """
 
         def pixels(micro: MicroBatch) -> int:
@@ -838,8 +787,7 @@ class Planner:
 
 
 def trained_numbers(weights: Sequence[Weight], shards: int) -> tuple[int, float]:
-    """Return the number of trainable parameters that a rank has when FSDP has gathered them, and the number that it
-    updates.
+    """Return how many trainable parameters a rank has when FSDP has gathered them, and how many it updates.
 
     Args:
         shards: number of ranks over which FSDP shards weights, but for experts that ranks share.
@@ -849,8 +797,7 @@ def trained_numbers(weights: Sequence[Weight], shards: int) -> tuple[int, float]
 
 
 def without_repeats(micros: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """Return those of a step's micro-batches that can decide the step's memory peak: the first one, and one of each
-    size that follows."""
+    """Return the micro-batches that can decide the memory peak: the first one, and one of each size that follows."""
     return [micros[0], *dict.fromkeys(micros[1:])]
 
 
@@ -861,12 +808,12 @@ def peak(
     micros: Sequence[MicroBatch] | None = None,
     rank: int | None = None,
 ) -> PlanRow:
-    """Predict memory and time of training with exactly this configuration, without trying other ways to train.
+    """Predict memory and time of training with exactly this configuration.
 
     Args:
         world_size: number of ranks, all on one node.
         device: cuda or cpu.
-        micros: sizes of the micro-batches of a step; None: micro-batches made of samples of mean size.
+        micros: the micro-batches of a step; None: made of samples of mean size.
         rank: the rank whose memory is predicted; None: rank 0, or the one of a pipeline that needs the most.
     """
     planner = Planner(cfg, machine_for(device.type if isinstance(device, torch.device) else device, world_size))

@@ -1,5 +1,4 @@
-"""Estimate the mean sizes of a dataset's samples, and list the ways to split the samples of a step into
-micro-batches."""
+"""Estimate the mean sizes of a dataset's samples, and list the ways to split a step into micro-batches."""
 
 import contextlib
 import math
@@ -19,9 +18,9 @@ from llava_fsdp.runtime.files.safe_load import SMALL
 from llava_fsdp.runtime.files.small_json import read_object
 
 PHOTO = (640, 480)
-"""Width and height in pixels that an image is taken to have if a dataset's images are unknown."""
+"""Width and height in pixels of an image whose size is unknown."""
 REPORT = "report.json"
-"""File name of the report that `python -m llava_fsdp.prepare` writes into a dataset's index folder."""
+"""Name of the report that `python -m llava_fsdp.prepare` writes into a dataset's index folder."""
 
 
 @dataclass(frozen=True)
@@ -30,25 +29,23 @@ class Samples:
 
     tokens: float
     tiles: float
-    """Mean number of image tiles of a sample."""
+    """Number of image tiles."""
     labels: float
-    """Mean number of label tokens of a sample."""
+    """Number of label tokens."""
     spread: float
-    """Standard deviation of the number of tokens of a sample."""
+    """Standard deviation of the number of tokens."""
     source: str
     tile_tokens: float
-    """Mean number of image tokens for each tile. It differs from the number of features of a tile if features of
-    padding are left out, tokens for ends of lines added, or a grid of many tiles shrunk."""
+    """Number of image tokens for each tile. It differs from the number of features of a tile if features of padding are
+    left out, tokens for ends of lines added, or a grid of many tiles shrunk."""
 
     @property
     def image_tokens(self) -> float:
-        """Mean number of image tokens of a sample of the dataset."""
         return self.tiles * self.tile_tokens
 
     @property
     def counts(self) -> tuple[float, float, float, float]:
-        """Mean number of tokens, pairs of tokens, labels and tiles of a sample, by which a model is divided into
-        stages."""
+        """Tokens, pairs of tokens, labels and tiles of a sample, by which a model is divided into stages."""
         return self.tokens, self.tokens**2 + self.spread**2, self.labels, self.tiles
 
 
@@ -60,9 +57,6 @@ def samples_of(cfg: Config, rule: ImageTokens) -> Samples:
     tokens (docs/source/multimodal/mllm/sequence_packing.rst). The numbers of label tokens and the spread are estimates.
     A caption of LLaVA has an image and about 20 tokens of text. Where the tokens of an image depend on its size, images
     are assumed to have PHOTO pixels.
-
-    Args:
-        rule: gives the number of tiles and tokens of an image from its size.
     """
     path = Path(cfg.data.index_folder) / REPORT
     if cfg.data.source is not Source.shapes:
@@ -80,27 +74,16 @@ def samples_of(cfg: Config, rule: ImageTokens) -> Samples:
 
 
 def tiles_and_tokens_of_photo(rule: ImageTokens) -> tuple[int, int]:
-    """Return the numbers of tiles (inputs of the vision tower) and of tokens that the model makes of an image of the
-    size `PHOTO` (640 x 480 pixels).
-
-    Args:
-        rule: gives the number of tiles and tokens of an image from its size.
-    """
+    """Return the numbers of tiles and of tokens that the model makes of an image of the size `PHOTO`."""
     return rule.count_tiles(PHOTO, 1), len(rule.of(PHOTO, 1))
 
 
 def samples_of_report(report: dict[str, Any], path: Path, max_length: int, rule: ImageTokens) -> Samples:
-    """Return mean sample sizes from the report of a dataset's index. Raises KeyError, TypeError or ValueError if the
-    report has another structure.
+    """Return mean sample sizes from the report of a dataset's index, in which `path` is named as the source. Reports of
+    older versions do not count image tiles and image tokens: their images are assumed to have the size `PHOTO`.
 
-    Reports of older versions do not count image tiles and image tokens: their images are assumed to have the size
-    `PHOTO` (640 x 480 pixels).
-
-    Args:
-        report: the content of the report.
-        path: the report's path, which the result names as its source.
-        max_length: greatest number of tokens of a sample in training.
-        rule: gives the number of tiles and tokens of an image from its size.
+    Raises:
+        KeyError, TypeError, ValueError: the report has another structure.
     """
     kept, bars, sources = report["kept"], report["lengths"]["histogram"], report["sources"]
     sums = {name: sum(source[name] for source in sources) for name in ("tokens", "pictures", "label_tokens")}
@@ -118,24 +101,16 @@ def samples_of_report(report: dict[str, Any], path: Path, max_length: int, rule:
 
 
 def tokens_of_a_tile(tiles: int, image_tokens: int | None, rule: ImageTokens) -> float:
-    """Return the mean number of tokens for each image tile (input of the vision tower) of a dataset that has so many
-    tiles and image tokens in all. If the image tokens are unknown, or if there are none, the number for an image of the
-    size `PHOTO` (640 x 480 pixels) is returned.
-
-    Args:
-        rule: gives the number of tiles and tokens of an image from its size.
-    """
+    """Return the mean number of tokens for each image tile of a dataset with so many in all; without image tokens, or
+    if their number is unknown, that of an image of the size `PHOTO`."""
     if not tiles or not image_tokens:
         tiles, image_tokens = tiles_and_tokens_of_photo(rule)
     return image_tokens / tiles
 
 
 def samples_in(records: Records, rule: ImageTokens) -> Samples:
-    """Return the mean sizes of the samples that a training makes from these records.
-
-    Args:
-        rule: gives the tokens of an image, for an index that does not count image tokens.
-    """
+    """Return the mean sizes of the samples that a training makes from these records. `rule` gives the tokens of an
+    image if the index does not count them."""
     count, image_tokens = len(records), records.image_tokens
     tokens, tiles, labels = (total_of(column) for column in (records.lengths, records.tiles, records.labels))
     each = tokens_of_a_tile(tiles, None if image_tokens is None else total_of(image_tokens), rule)
@@ -151,23 +126,13 @@ def total_of(column: np.ndarray) -> int:
 
 
 def most_tokens(samples: Samples, count: float) -> int:
-    """Estimate the greatest number of tokens that `count` random samples of a dataset have together, as three standard
-    deviations above the mean. Few steps exceed it.
-
-    Args:
-        samples: mean sizes of the dataset's samples, and the spread of their lengths.
-    """
+    """Estimate the most tokens of `count` random samples: three standard deviations above the mean, rarely exceeded."""
     return math.ceil(count * samples.tokens + 3 * samples.spread * math.sqrt(count))
 
 
 def micro_batch(samples: Samples, rows: int, length: int, count: int, context: int = 1) -> MicroBatch:
-    """Estimate the sizes of a micro-batch of `count` samples in `rows` rows of `length` tokens.
-
-    Args:
-        samples: mean sizes of the dataset's samples.
-        context: number of ranks that process a row together; the sizes are then those of the part of the last of them,
-            which needs the most memory with gathered keys.
-    """
+    """Estimate the sizes of a micro-batch of `count` samples in `rows` rows of `length` tokens. If `context` ranks
+    process a row together, they are those of the last one's part, which needs the most memory with gathered keys."""
     own = math.ceil(length / context)
     own += own % 2 if context > 1 else 0  # gathered keys need two chunks of equal length
     tokens = rows * own
@@ -180,18 +145,13 @@ def micro_batch(samples: Samples, rows: int, length: int, count: int, context: i
 
 
 def packed_row(samples: Samples, tokens: int, context: int) -> MicroBatch:
-    """Estimate the sizes of a micro-batch of one row that is packed with samples. Arguments are those of `micro_batch`;
-    `tokens` is the row's length."""
+    """Estimate the sizes of a micro-batch of one row of `tokens` tokens, packed with samples."""
     return micro_batch(samples, 1, tokens, max(1, round(tokens / samples.tokens)), context)
 
 
 def possible_splits(cfg: Config, samples: Samples, world_size: int) -> list[list[MicroBatch]]:
     """Return all ways to split a rank's samples of a step into micro-batches of packed or padded rows, those with the
     largest micro-batches first. Ranks that process a row together share its samples.
-
-    Args:
-        samples: mean sizes of the dataset's samples.
-        world_size: number of ranks, which share the samples of a step.
 
     Raises:
         ConfigError: `global_batch_size` is not a multiple of the number of ranks, but the sampler llava_v1_5 needs it.
@@ -221,13 +181,7 @@ def possible_splits(cfg: Config, samples: Samples, world_size: int) -> list[list
 
 
 def configured_split(cfg: Config, samples: Samples, world_size: int) -> list[MicroBatch]:
-    """Split a rank's samples of a step into micro-batches of the size that the configuration sets. Return the sizes of
-    each.
-
-    Args:
-        samples: mean sizes of the dataset's samples.
-        world_size: number of ranks, which share the samples of a step.
-    """
+    """Split a rank's samples of a step into micro-batches of the size that the configuration sets."""
     context, rounded = cfg.parallel.num_context, cfg.parallel.num_micro_batches
     per_rank = cfg.global_batch_size * cfg.parallel.ranks_per_row * cfg.parallel.pipeline / world_size
     if not cfg.packs:

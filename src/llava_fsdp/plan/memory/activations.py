@@ -46,15 +46,13 @@ MEASURED_BLOCKS = 3
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Sizes of one micro-batch on one rank: rows, tokens per row, samples, image tiles, label tokens and image
-    tokens."""
+    """Sizes of one micro-batch on one rank."""
 
     rows: int
     length: int
-    """Number of tokens in a row, padding included; if several ranks process the row together, of one rank's part."""
+    """Tokens in a row, padding included; if several ranks process the row together, of one rank's part."""
     samples: int
     tiles: int
-    """Number of image tiles."""
     labels: int
     image_tokens: int
     context: int = 1
@@ -68,8 +66,7 @@ class MicroBatch:
 
 
 class MicroBatches(tuple[MicroBatch, ...]):
-    """The micro-batches that a rank runs in a step, with sums over them. A search for the fastest way to train asks for
-    the sums often, so each is computed once."""
+    """The micro-batches that a rank runs in a step. A search asks for their sums often, so each is computed once."""
 
     @cached_property
     def tokens(self) -> int:
@@ -90,15 +87,13 @@ class MicroBatches(tuple[MicroBatch, ...]):
         return Counter((micro.rows, micro.length) for micro in self)
 
     def own_tokens(self, tensor: int) -> int:
-        """Return the number of tokens that the first of `tensor` ranks, which compute layers together, has between
-        layers."""
+        """Return the tokens that the first of `tensor` ranks, which compute layers together, has between layers."""
         return sum(rows * math.ceil(length / tensor) * times for (rows, length), times in self.shapes.items())
 
 
 @dataclass(frozen=True)
 class Live:
-    """Bytes of the tensors that exist at one moment of a forward or backward pass, by category. Weights are not
-    counted."""
+    """Bytes of the tensors that exist at one moment of a forward or backward pass, without weights."""
 
     activations: int = 0
     logits: int = 0
@@ -118,37 +113,26 @@ class Live:
 
 @dataclass(frozen=True)
 class Segment:
-    """Part of a forward or backward pass (a block, the output layer, or everything between two of them), and the bytes
-    of the tensors that exist in it."""
+    """Part of a forward or backward pass: a block, the output layer, or everything between two of them."""
 
     unit: str
-    """Name of the block, or `OUTPUT` for an output layer whose weight is not that of the embeddings; empty for
-    everything between them."""
+    """Name of the block, or `OUTPUT` for an output layer that has its own weight; empty for everything between them."""
     backward: bool
     begin: Live
     end: Live
     worst: Live
-    """Bytes alive at the segment's memory peak under FSDP. All gradients of the segment's weights are counted, because
-    FSDP reduces them only at the end of the block."""
+    """Memory peak under FSDP. All gradients of the block's weights count, as FSDP reduces them when it ends."""
     worst_first: Live
-    """Bytes alive at the segment's memory peak without FSDP, in the first micro-batch of a step. Each gradient is cast
-    to the master weight's dtype at once and kept."""
+    """Memory peak without FSDP in the first micro-batch. Each gradient is at once cast to the master weight's dtype."""
     worst_later: Live
-    """Bytes alive at the segment's memory peak without FSDP, in the later micro-batches of a step. Each gradient is
-    added to that of the earlier micro-batches."""
+    """Memory peak without FSDP in later micro-batches. Each gradient is added to that of the earlier ones."""
     made: int
     """Bytes of all weight gradients that the segment produces, in the dtypes in which they are computed."""
     made_masters: int
     """Bytes of all weight gradients that the segment produces, in the dtypes of the master weights."""
 
     def shifted(self, by: Live, unit: str) -> "Segment":
-        """Return a copy of this segment (part of a forward or backward pass, with its bytes of tensors) for another
-        block of the same kind.
-
-        Args:
-            by: bytes to add to those of the tensors that exist in the segment.
-            unit: name of the other block.
-        """
+        """Return a copy for another block of the same kind, `unit`, with `by` more bytes."""
         return replace(self, unit=unit, **{name: getattr(self, name) + by for name in LEVELS})
 
 
@@ -157,8 +141,7 @@ LEVELS = ("begin", "end", "worst", "worst_first", "worst_later")
 
 
 class ActivationMeter:
-    """Measures a model's activation memory under one mode of activation checkpointing, by running the model on the meta
-    device with its language model cut to three blocks."""
+    """Measures activation memory under one mode of activation checkpointing."""
 
     def __init__(
         self,
@@ -174,9 +157,8 @@ class ActivationMeter:
 
         Args:
             part: number of the rank among those that process a row together.
-            compiled: whether the training compiles the language model's blocks. They then keep for the backward pass
-                what the compiler keeps.
-            one_row: whether the measured micro-batches have one row, as those of the training that is planned.
+            compiled: whether the language model's blocks keep for the backward pass what the compiler keeps.
+            one_row: whether micro-batches have one row.
         """
         ranges = (
             cfg.model.trained.get(Part.language) is not None
@@ -209,9 +191,7 @@ class ActivationMeter:
         self.depth = None if short is parts else parts.language.num_hidden_layers
 
     def segments(self, micro: MicroBatch) -> list[Segment]:
-        """Measure the activation memory of a micro-batch's forward and backward pass, for micro-batches of the sizes
-        `micro`. Return it in segments (see `Segment`) for all blocks of the model. Three blocks are run; the middle one
-        stands for those left out."""
+        """Run a micro-batch forward and backward, and return the memory of all blocks of the model."""
         trace = run(self.model, inputs_of(self.model, micro, self.packed, self.blends))
         segments = split_into_segments(trace, self.model, self.vocabulary, self.master)
         self.model.zero_grad(set_to_none=True)
@@ -219,8 +199,7 @@ class ActivationMeter:
 
 
 def share_attention_on_meta(model: Llava, kernel: Kernel, cfg: Config, part: int) -> None:
-    """Make a model on the meta device attend over rows that several ranks process together, as rank number `part` of
-    them. The collectives only allocate what real ones would."""
+    """Make a model attend as rank `part` of those that share a row. Collectives only allocate memory."""
     size = cfg.parallel.num_context
     plan = plan_context(cfg.parallel.context_how, model.parts.language, size, part, cfg.parallel.tensor)
     name = f"{kernel.name}_{plan.how.value}_{part}_of_{size}"  # several models are planned in one process
@@ -228,12 +207,7 @@ def share_attention_on_meta(model: Llava, kernel: Kernel, cfg: Config, part: int
 
 
 def with_depth(parts: Parts, depth: int) -> Parts:
-    """Return the configurations of a model whose language model has only `depth` blocks. They are unchanged if the
-    language model has blocks of several kinds, or at most `depth` blocks.
-
-    Args:
-        parts: configurations of the language model and the vision tower.
-    """
+    """Return a model with only `depth` blocks in its language model; unchanged if these are of several kinds."""
     language = parts.language
     kinds = set(getattr(language, "layer_types", None) or [])
     if language.num_hidden_layers <= depth or len(kinds) > 1:
@@ -246,10 +220,9 @@ def with_depth(parts: Parts, depth: int) -> Parts:
 
 
 def inputs_of(model: Llava, micro: MicroBatch, packed: bool, blends: bool = False) -> tuple[Any, ...]:
-    """Make the arguments of the model's forward pass, on the meta device, for a micro-batch.
+    """Make the arguments of the model's forward pass on the meta device.
 
     Args:
-        micro: sizes of the micro-batch.
         packed: whether the samples are packed into rows.
         blends: whether image tokens are weighted sums of four features.
     """
@@ -275,12 +248,7 @@ def inputs_of(model: Llava, micro: MicroBatch, packed: bool, blends: bool = Fals
 
 
 def run(model: Llava, inputs: tuple[Any, ...]) -> Trace:
-    """Run one forward and one backward pass on the meta device, and return a trace of the tensor storages allocated and
-    freed.
-
-    Args:
-        inputs: the arguments of the model's forward.
-    """
+    """Run one forward and one backward pass, and return the trace of allocated and freed storages."""
     trace = Trace()
     tensors = [t for t in tree_leaves(inputs) if isinstance(t, torch.Tensor)]
     live = LiveBytes(trace, iter([*model.parameters(), *model.buffers(), *tensors]))
@@ -296,8 +264,7 @@ def run(model: Llava, inputs: tuple[Any, ...]) -> Trace:
 
 @contextmanager
 def mark_blocks(model: Llava, trace: Trace) -> Iterator[None]:
-    """Context manager that adds a mark to the trace of memory events wherever the forward or backward pass of a block
-    or of the output layer begins or ends."""
+    """Mark in the trace where a pass through a block or the output layer begins or ends."""
     handles = []
 
     def hook(tensor: Any, text: str) -> None:
@@ -332,8 +299,7 @@ def mark_blocks(model: Llava, trace: Trace) -> Iterator[None]:
 
 
 class TraceReader:
-    """Reads the trace of a forward and a backward pass event by event: counts the bytes alive, and splits the passes
-    into segments (see `Segment`)."""
+    """Reads a trace event by event: counts the bytes alive, and splits the passes into segments."""
 
     def __init__(self, trace: Trace, vocabulary: int, weights: dict[str, nn.Parameter], master: torch.dtype):
         self.vocabulary = vocabulary
@@ -343,12 +309,11 @@ class TraceReader:
         self.weights = weights
         self.logits: set[int] = set()
         self.making: dict[int, int] = {}
-        """Bytes, by storage number, of gradients that the backward pass is still computing."""
+        """Storage number -> bytes of a gradient that the backward pass is still computing."""
         self.level = Live()
         self.backward = False
         self.early: dict[int, int] = {}
-        """Bytes, by storage number, of the output layer's gradient, which the chunked loss already computes in the
-        forward pass."""
+        """Storage number -> bytes of the output layer's gradient, which the loss computes in the forward pass."""
         self.segments: list[Segment] = []
         self.open("")
 
@@ -366,8 +331,7 @@ class TraceReader:
         self.open(next_unit)
 
     def add(self, event: Event) -> None:
-        """Count a tensor storage that was allocated or freed, by the category of its tensor (activation, logits,
-        gradient)."""
+        """Count a storage that was allocated or freed, by category."""
         self.is_empty = False
         if event.storage in self.gradients and self.backward:
             if event.change > 0:
@@ -382,8 +346,7 @@ class TraceReader:
         self.update_worst()
 
     def finish_gradient(self, name: str) -> None:
-        """Count the gradient of parameter `name` as complete at this point of the backward pass; without FSDP it is now
-        cast to the master dtype."""
+        """Count a parameter's gradient as complete; without FSDP it is now cast to the master dtype."""
         number, weight = self.numbers[name], self.weights[name]
         if number in self.early:
             size = self.early.pop(number)
@@ -428,11 +391,9 @@ def stack_name(model: Llava) -> str:
 
 
 def deepened(segments: list[Segment], stack: str, depth: int) -> list[Segment]:
-    """Return the memory of the forward and backward pass of a model with `depth` blocks, made from that of a model with
-    three blocks by repeating the middle block.
+    """Return the segments of a model with `depth` blocks, made from those of three blocks by repeating the middle one.
 
     Args:
-        segments: memory of the passes of the model with three blocks, in segments (see `Segment`).
         stack: name of the module list that holds the blocks.
     """
     deep: list[Segment] = []

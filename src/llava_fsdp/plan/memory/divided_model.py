@@ -21,11 +21,7 @@ from llava_fsdp.parallel.tensor.tensor_plan import tensor_plan
 
 def divide_on_meta(model: Llava, size: int, chunk_tokens: int) -> None:
     """Divide the layers of a model on the meta device among `size` ranks, in place, and keep the parts of the first
-    one.
-
-    Args:
-        chunk_tokens: number of labels whose logits the loss computes at a time.
-    """
+    one. The loss computes the logits of `chunk_tokens` labels at a time."""
     plan = tensor_plan(model, size)
     whole = {name: Weight(tuple(p.shape), p.requires_grad, False, False) for name, p in model.named_parameters()}
     own = divided_weights(whole, plan, size, 0)
@@ -90,8 +86,8 @@ class OwnPositions(torch.autograd.Function):
 
 
 class AllPositions(torch.autograd.Function):
-    """All ranks' positions, [rows, positions, channels]; the gradient is that of the first rank's, which is summed over
-    ranks if `is_sum`."""
+    """All ranks' positions, [rows, positions, channels]; the gradient is that of the first rank's, summed if
+    `is_sum`."""
 
     @staticmethod
     def forward(ctx: Any, own: torch.Tensor, length: int, is_sum: bool) -> torch.Tensor:
@@ -104,8 +100,8 @@ class AllPositions(torch.autograd.Function):
 
 
 def take(whole: torch.Tensor, own: int, is_sum: bool) -> torch.Tensor:
-    """Return the first `own` positions in new memory. A reduce-scatter, which sums over ranks, copies the whole tensor
-    first, in order of the ranks."""
+    """Return the first `own` positions in new memory. A reduce-scatter, which sums over ranks, first copies the whole
+    tensor in the order of the ranks."""
     copy = torch.empty_like(whole) if is_sum else None
     found = whole[:, :own].clone()
     del copy
@@ -113,8 +109,8 @@ def take(whole: torch.Tensor, own: int, is_sum: bool) -> torch.Tensor:
 
 
 def collect(own: torch.Tensor, length: int) -> torch.Tensor:
-    """Return new memory for all positions. An all-gather collects them in order of the ranks, and copies them then into
-    the order of the rows."""
+    """Return new memory for all positions. An all-gather collects them by rank, then copies them into the rows'
+    order."""
     gathered = own.new_empty(own.shape[0], length, own.shape[2])
     found = torch.empty_like(gathered)
     del gathered

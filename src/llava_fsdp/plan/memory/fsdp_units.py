@@ -15,34 +15,33 @@ from llava_fsdp.parallel.zero import ShardPlan
 
 @dataclass(frozen=True)
 class Unit:
-    """Sizes of one FSDP unit in bytes. A unit is a group of weights that FSDP gathers and reduces together."""
+    """Bytes of an FSDP unit: a group of weights that FSDP gathers and reduces together."""
 
     name: str
     gathered: int
-    """Bytes of the unit's whole weights in the compute dtype, while they are gathered."""
+    """Whole weights in the compute dtype, while they are gathered."""
     buffer: int
-    """Bytes of the all-gather's flat output until it is copied into the weights; 0 if weights are not sharded."""
+    """The all-gather's flat output until it is copied into the weights; 0 if weights are not sharded."""
     cast: int
-    """Bytes of the copy of this rank's shards in the compute dtype, made at the start of an all-gather."""
+    """The copy of this rank's shards in the compute dtype, made at the start of an all-gather."""
     reduce_input: int
-    """Bytes of the reduce-scatter's input, held until the next unit's reduce-scatter begins."""
+    """The reduce-scatter's input, held until the next unit's reduce-scatter begins."""
     reduce_output: int
-    """Bytes of the reduce-scatter's output and, if weights are not sharded, of the copy that FSDP2 makes of it."""
+    """The reduce-scatter's output and, if weights are not sharded, the copy that FSDP2 makes of it."""
     waiting_output: int
-    """Bytes of the reduce-scatter's output that a hybrid strategy keeps until the last micro-batch, whose output is
-    reduced over replicas together with it."""
+    """The reduce-scatter's output that a hybrid strategy keeps until the last micro-batch, whose output is reduced over
+    replicas together with it."""
     shard_gradients: int
-    """Bytes of the gradients of this rank's shards; 0 if these gradients are offloaded from the device."""
+    """Gradients of this rank's shards; 0 if they are offloaded."""
     widened: tuple[int, ...]
-    """Bytes of each weight's unsharded gradient in the reduction dtype, as it is kept for a later micro-batch."""
+    """Each weight's unsharded gradient in the reduction dtype, as it is kept for a later micro-batch."""
     narrow: tuple[int, ...]
-    """Bytes of each weight's unsharded gradient in the dtype in which the backward pass produces it."""
+    """Each weight's unsharded gradient in the dtype in which the backward pass produces it."""
     second_copy: int
-    """Bytes of the weights that are sharded along dimension 1 (by columns). An all-gather makes one more copy of them,
-    with the ranks' shards one after the other, and frees it when the weights are complete."""
+    """Weights that are sharded along dimension 1 (by columns). An all-gather makes one more copy of them, with the
+    ranks' shards one after the other, and frees it when the weights are complete."""
     is_copied: tuple[bool, ...]
-    """For each trainable weight, whether it is sharded along dimension 1. FSDP copies the gradient of such a weight
-    before a reduce-scatter."""
+    """Whether each trainable weight is sharded along dimension 1. FSDP copies its gradient before a reduce-scatter."""
 
 
 def units_of(
@@ -53,14 +52,11 @@ def units_of(
     is_away: bool = False,
     passes_through: bool = False,
 ) -> dict[str, Unit]:
-    """Return the sizes of all FSDP units of a model, by unit name. The units are those that
-    `parallel/parallelize.py` makes.
+    """Return the FSDP units that `parallel/parallelize.py` makes, by name.
 
     Args:
-        weights: the properties of every parameter of the model.
-        plan: the FSDP2 settings of the sharding strategy.
         shards: number of ranks that the weights are sharded over.
-        is_away: whether shards and their gradients are offloaded from the device.
+        is_away: whether the gradients of this rank's shards are offloaded.
         passes_through: whether offloaded shards are copied to the device, in their stored dtype, before an all-gather.
     """
     members: dict[str, list[Weight]] = {}
@@ -95,14 +91,8 @@ def unit_of(
 
 
 def cast_bytes(weights: list[Weight], precision: PrecisionConfig, shards: int, passes_through: bool) -> int:
-    """Return the bytes of the copies of this rank's shards of an FSDP unit that an all-gather makes first: of all
-    weights at once, or only of the largest weight if weights are not sharded.
-
-    Args:
-        weights: the properties of the unit's parameters.
-        shards: number of ranks that the weights are sharded over.
-        passes_through: whether offloaded shards are copied to the device, in their stored dtype, before an all-gather.
-    """
+    """Return the bytes of the copies of this rank's shards that an all-gather makes first: of all weights at once, or
+    only of the largest weight if weights are not sharded."""
     sizes = []
     for weight in weights:
         stored = weight.master_size(precision) if weight.trainable else weight.item_size(precision)

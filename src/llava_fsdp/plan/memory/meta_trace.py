@@ -1,9 +1,9 @@
 """Trace how many bytes of tensors exist at each moment of a forward and a backward pass. The passes run on the meta
 device, where tensors have shapes, dtypes and lifetimes but no data.
 
-Every operation of the modules and of autograd is traced as it is dispatched. A tensor's bytes count from the operation
-that makes it until its storage is dropped, which is when a real pass would free it. Memory that a kernel allocates
-inside itself is not seen. `torch.distributed._tools.mem_tracker` does the same, but needs a process group.
+A tensor's bytes count from the operation that makes it until its storage is dropped, which is when a real pass would
+free it. Memory inside a kernel is not seen. `torch.distributed._tools.mem_tracker` does the same, but needs a process
+group.
 """
 
 import weakref
@@ -22,39 +22,34 @@ from llava_fsdp.model.packed_attention.dispatch_mode import CompilingMode
 
 @dataclass
 class Event:
-    """One event of a trace: a tensor storage was allocated or freed, or a named mark was set."""
+    """A tensor storage was allocated or freed, or a named mark was set."""
 
     storage: int
-    """Id of the storage within the trace; -1 for a mark."""
+    """Id within the trace; -1 for a mark."""
     change: int
-    """Size of the storage in bytes, negative if it was freed; 0 for a mark."""
+    """Size in bytes, negative if it was freed; 0 for a mark."""
     width: int = 0
-    """Size of the last dimension of the tensor for which the storage was allocated; 0 for other events."""
+    """Last dimension of the tensor for which the storage was allocated; else 0."""
     mark: str = ""
 
 
 @dataclass
 class Trace:
-    """Events of a forward and backward pass in the order of time: tensor storages allocated and freed, and named marks
-    between them."""
+    """Events of a forward and backward pass in the order of time."""
 
     events: list[Event] = field(default_factory=list)
     gradients: dict[int, str] = field(default_factory=dict)
-    """Parameter names, by the id of the storage that holds the parameter's gradient."""
+    """Id of a storage -> name of the parameter whose gradient it holds."""
 
     def mark(self, text: str) -> None:
         self.events.append(Event(-1, 0, mark=text))
 
 
 class LiveBytes(CompilingMode):
-    """Dispatch mode that records in a trace every tensor storage allocated or freed while the mode is active."""
+    """Dispatch mode that records each storage allocated or freed while it is active, except those of `known`
+    tensors."""
 
     def __init__(self, trace: Trace, known: Iterator[torch.Tensor]):
-        """Create a dispatch mode that records allocated and freed tensor storages in `trace` while it is active.
-
-        Args:
-            known: tensors that exist before the trace begins. They are not recorded.
-        """
         super().__init__()
         self.trace = trace
         self.numbers: dict[int, int] = {}  # by id of the storage object, which lives as long as its storage
@@ -70,8 +65,7 @@ class LiveBytes(CompilingMode):
         return made
 
     def see(self, tensor: torch.Tensor) -> int | None:
-        """Return the id that the tensor's storage has in the trace of memory events; None if the storage existed before
-        the trace began. A storage that is new gets the next free id and is recorded as allocated."""
+        """Return the storage's id in the trace; None if it existed before. A new storage is recorded as allocated."""
         storage = tensor.untyped_storage()
         key = id(storage)
         if key in self.known:
@@ -90,8 +84,8 @@ class LiveBytes(CompilingMode):
 
 
 class GroupedProduct(torch.autograd.Function):
-    """Stands for `torch._grouped_mm` on the meta device, where torch's own takes only bf16 and some sizes: the product
-    of groups of rows, [rows, in], with the matrix of each group, [groups, in, out]."""
+    """The product of groups of rows, [rows, in], with the matrix of each group, [groups, in, out]: `torch._grouped_mm`
+    on the meta device, where torch's own takes only bf16 and some sizes."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
@@ -107,12 +101,9 @@ class GroupedProduct(torch.autograd.Function):
 
 
 def fused_attention(*args: torch.Tensor, **options: Any) -> torch.Tensor:
-    """Stand for `scaled_dot_product_attention` on the meta device, where torch would trace the unfused kernel, which
-    needs more memory.
-
-    All fused kernels keep the same tensors for the backward pass: queries, keys, values, the output, and a float32 for
-    each head and token (FlashAttention, arXiv 2205.14135, section 3.1).
-    """
+    """`scaled_dot_product_attention` on the meta device, where torch would trace the unfused kernel, which needs more
+    memory. All fused kernels keep the same tensors for the backward pass: queries, keys, values, the output, and a
+    float32 for each head and token (FlashAttention, arXiv 2205.14135, section 3.1)."""
     mask = options.get("attn_mask")
     if mask is not None and mask.dtype is torch.bool:  # it is converted, and kept for the backward pass
         mask = args[0].new_zeros(mask.shape)
@@ -121,7 +112,6 @@ def fused_attention(*args: torch.Tensor, **options: Any) -> torch.Tensor:
 
 
 def grouped_product(*args: torch.Tensor, **_: Any) -> torch.Tensor:
-    """Stand for `torch._grouped_mm` on the meta device."""
     return GroupedProduct.apply(*args[:2])
 
 
@@ -140,8 +130,8 @@ class FusedKernels(TorchFunctionMode):
 
 
 def split_like_inductor(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
-    """Split a graph of torch.compile into a forward and a backward graph, which keep the same tensors for the backward
-    pass as with Inductor, and return a function that runs them operation by operation, on any device."""
+    """Split a graph of torch.compile into a forward and a backward graph, which keep the same tensors as with Inductor,
+    and return a function that runs them operation by operation, on any device."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.aot_autograd import make_boxed_func
     from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -168,12 +158,7 @@ def split_like_inductor(graph: torch.fx.GraphModule, inputs: list[torch.Tensor])
 
 @contextmanager
 def collect_gradients(model: nn.Module, live: LiveBytes, trace: Trace) -> Iterator[None]:
-    """Context manager that records in the trace of memory events which storage holds each parameter's gradient, and
-    marks when the gradient is complete.
-
-    Args:
-        live: the dispatch mode that numbers the storages of the trace.
-    """
+    """Record which storage holds each parameter's gradient, and mark when the gradient is complete."""
 
     def recorder(name: str) -> Any:
         def hook(parameter: torch.Tensor) -> None:

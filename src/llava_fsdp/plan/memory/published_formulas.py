@@ -12,23 +12,17 @@ K = 12
 
 @dataclass(frozen=True)
 class Formula:
-    """A published formula for a rank's bytes of parameters, gradients and optimizer state, and its value for a
-    model."""
+    """A published formula for the bytes of parameters, gradients and optimizer state on a rank."""
 
     name: str
     text: str
     bytes: float
     differs: str
-    """Text that says why a run of this package needs another amount."""
+    """Why a run of this package needs another amount."""
 
 
 def formulas(parameters: float, ranks: int) -> list[Formula]:
-    """Evaluate each published formula for the bytes of parameters, gradients and optimizer state on a rank.
-
-    Args:
-        parameters: number of trainable parameters.
-        ranks: number of ranks.
-    """
+    """Evaluate each formula for a number of trainable parameters."""
     return [
         Formula(
             "DDP, ZeRO-0", "16P", zero(0, parameters, ranks),
@@ -54,12 +48,7 @@ def formulas(parameters: float, ranks: int) -> list[Formula]:
 
 
 def zero(stage: int, parameters: float, ranks: int) -> float:
-    """Bytes of parameters, gradients and optimizer state on a rank at a ZeRO stage (0 to 3), as in the ZeRO paper.
-
-    Args:
-        parameters: number of parameters.
-        ranks: number of ranks.
-    """
+    """Return the bytes on a rank at a ZeRO stage (0 to 3), as in the ZeRO paper."""
     whole = {0: 2 + 2 + K, 1: 2 + 2, 2: 2, 3: 0}[stage]
     shared = {0: 0, 1: K, 2: 2 + K, 3: 2 + 2 + K}[stage]
     return parameters * (whole + shared / ranks)

@@ -17,7 +17,7 @@ CATEGORIES = ("parameters", "gradients", "optimizer", "gathered", "reducing", "a
 
 @dataclass
 class Ledger:
-    """Simulated bytes in device memory, by category: at the current moment, and at the highest peak so far."""
+    """Simulated bytes in device memory by category: now (`held`), and at the highest peak so far (`worst`)."""
 
     held: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CATEGORIES, 0))
     worst: dict[str, int] = field(default_factory=dict)
@@ -25,10 +25,9 @@ class Ledger:
     most: int = 0
 
     def compare(self, moment: str, **more: int) -> None:
-        """Record the current moment of the simulated step if it uses more memory than all moments before.
+        """Record the current moment if it uses more memory than all before.
 
         Args:
-            moment: description of the moment.
             more: bytes, by category, that exist only at this moment.
         """
         total = sum(self.held.values()) + sum(more.values())
@@ -42,8 +41,6 @@ class Ledger:
         self.compare(moment)
 
     def set_live(self, level: Live) -> None:
-        """Set the bytes of the activations and logits that exist at the current moment of the simulated step to those
-        in `level`."""
         self.held["activations"], self.held["logits"] = level.activations, level.logits
 
     def drop(self, **sizes: int) -> None:
@@ -58,19 +55,18 @@ class Ledger:
 
 @dataclass(frozen=True)
 class States:
-    """Bytes of parameters, gradients, optimizer state and buffers that a rank holds on its device throughout a
-    simulated step."""
+    """Bytes that a rank holds on its device throughout a step."""
 
     parameters: int
     gradients: int
-    """Bytes of the gradients of this rank's shards, once the gradients of a micro-batch have been reduced."""
+    """Bytes of this rank's shards, once a micro-batch's gradients have been reduced."""
     optimizer: int
     buffers: int
-    """Bytes of the model's registered buffers, and of the input tensors that are on the device for the whole step."""
+    """The model's registered buffers, and the inputs that are on the device for the whole step."""
     updating: int = 0
-    """Bytes of temporary buffers during the optimizer's step."""
+    """Temporary buffers during the optimizer's step."""
     inputs: tuple[int, ...] = ()
-    """For each pass, the bytes of the input tensors that are on the device until the next pass begins."""
+    """For each pass, bytes of the inputs that are on the device until the next pass begins."""
 
     def open_ledger(self) -> Ledger:
         ledger = Ledger()
@@ -78,23 +74,16 @@ class States:
         return ledger
 
     def begin_pass(self, ledger: Ledger, number: int) -> None:
-        """Replace the bytes of the previous micro-batch's input tensors in the simulated device memory (`ledger`) by
-        those of micro-batch `number`, counted from 0."""
+        """Replace the inputs of the previous micro-batch by those of micro-batch `number`, counted from 0."""
         ledger.held["buffers"] = self.buffers + self.inputs[number]
 
 
 Pass = Sequence[Segment]
-"""Memory of the forward and backward pass of one micro-batch, as consecutive segments (see `Segment`)."""
+"""Memory of the forward and backward pass of one micro-batch, as consecutive segments."""
 
 
 def simulate_unsharded_step(passes: Sequence[Pass], states: States) -> Ledger:
-    """Simulate the device memory of a step without FSDP. Each weight's gradient is cast to the master weight's dtype as
-    soon as it is complete. Return the bytes at the memory peak, by category.
-
-    Args:
-        passes: activation memory of the forward and backward pass of each micro-batch.
-        states: bytes of parameters, gradients, optimizer state and buffers on the device.
-    """
+    """Simulate a step without FSDP. Each gradient is cast to the master weight's dtype as soon as it is complete."""
     ledger = states.open_ledger()
     for number, segments in enumerate(passes):
         states.begin_pass(ledger, number)
@@ -117,14 +106,11 @@ def simulate_step(
     unit_names: dict[str, str],
     prefetch: int | None = None,
 ) -> Ledger:
-    """Simulate the device memory of a step under FSDP. Return the bytes at the memory peak, by category.
+    """Simulate a step under FSDP.
 
     Args:
-        passes: activation memory of the forward and backward pass of each micro-batch.
-        units: sizes of the FSDP units, by name.
-        plan: the FSDP2 settings of the sharding strategy.
-        states: bytes of parameters, gradients, optimizer state and buffers on the device.
-        unit_names: the name of each block's FSDP unit, by block name.
+        units: FSDP units by name.
+        unit_names: block name -> name of its FSDP unit.
         prefetch: number of units whose all-gathers begin ahead of their use. None: one, in the backward pass only.
     """
     ledger = states.open_ledger()
@@ -137,8 +123,7 @@ def simulate_step(
 
 
 class FsdpRank:
-    """Simulates FSDP on one rank: the bytes of gathered weights, buffers and gradients that the rank holds while the
-    segments (parts of a forward or backward pass) run."""
+    """Simulates FSDP on one rank: gathered weights, buffers and gradients while segments run."""
 
     def __init__(
         self, ledger: Ledger, units: dict[str, Unit], plan: ShardPlan, unit_names: dict[str, str], prefetch: int | None
@@ -150,21 +135,21 @@ class FsdpRank:
         self.prefetch_forward, self.prefetch_backward = prefetch or 0, prefetch or 1
         self.gathered: set[str] = set()
         self.buffers: dict[str, int] = {}
-        """Bytes of each FSDP unit's all-gather buffer until it is copied into the weights; in the forward pass until
-        the next unit is copied."""
+        """Bytes of each unit's all-gather buffer until it is copied into the weights; in the forward pass until the
+        next unit is copied."""
         self.copied: str | None = None
-        """The FSDP unit whose all-gather buffer has been copied into its weights but is not yet freed."""
+        """The unit whose all-gather buffer has been copied into its weights but is not yet freed."""
         self.reduce_input = 0
-        """Bytes of the input buffer of the most recent unit's reduce-scatter."""
+        """Bytes of the input buffer of the most recent reduce-scatter."""
         self.waiting: dict[str, int] = {}
-        """Bytes, by FSDP unit, of whole gradients in the reduction dtype that wait for the step's last micro-batch."""
+        """Unit -> bytes of whole gradients in the reduction dtype that wait for the step's last micro-batch."""
         self.shards: dict[str, int] = {}
-        """Bytes, by FSDP unit, of gradients of this rank's shards; in the reduction dtype until they are all-reduced
-        over replicas."""
+        """Unit -> bytes of gradients of this rank's shards; before an all-reduce over replicas in the reduction
+        dtype."""
         self.root_made = 0
-        """Bytes of the gradients that exist of the root unit's weights, which FSDP reduces last."""
+        """Bytes of the existing gradients of the root unit, which FSDP reduces last."""
         self.under_way = Live()
-        """Bytes that other micro-batches keep for their backward passes."""
+        """What other micro-batches keep for their backward passes."""
 
     def run_micro_batch(self, segments: Sequence[Segment], is_last: bool) -> None:
         forward, backward = ([s for s in segments if s.backward is of_backward] for of_backward in (False, True))
@@ -174,7 +159,6 @@ class FsdpRank:
         self.run_backward(backward, is_last, ends_before)
 
     def run_forward(self, segments: Sequence[Segment]) -> None:
-        """Simulate the forward pass of a micro-batch."""
         for name in (ROOT, NORMS):
             self.gather(name, "root unit")
         blocks, order = self.order(segments)
@@ -242,8 +226,7 @@ class FsdpRank:
         self.drop_buffers()
 
     def run_with_experts(self, segment: Segment, is_last: bool) -> int:
-        """Simulate the backward pass of one block, with the FSDP unit of its experts if ranks share them. Return the
-        bytes of the gradients of these experts."""
+        """Run one block backward, with the FSDP unit of its experts. Return the bytes of these experts' gradients."""
         experts = self.experts(segment)
         for name in experts:
             self.prefetch(name)
@@ -255,13 +238,12 @@ class FsdpRank:
         return sum(made.values())
 
     def experts(self, segment: Segment) -> list[str]:
-        """Return a list with the name of the FSDP unit of experts in a segment; empty for a segment without experts."""
+        """Return the name of the FSDP unit of experts in a segment, in a list; empty without experts."""
         name = unit_of_experts(segment.unit)
         return [name] if name in self.units else []
 
     def order(self, segments: Sequence[Segment]) -> tuple[dict[str, list[str]], list[str]]:
-        """Return the names of the blocks of each FSDP unit, and the names of the units, in the order in which the
-        segments (parts of a forward or backward pass) of a simulated step run."""
+        """Return the blocks of each FSDP unit, and the units, in the order in which they run."""
         blocks: dict[str, list[str]] = {}
         for segment in segments:
             unit = self.unit_names.get(segment.unit, "")
@@ -270,8 +252,7 @@ class FsdpRank:
         return blocks, list(blocks)
 
     def run(self, segment: Segment) -> None:
-        """Simulate one segment (see `Segment`), and record its peak of device memory with the bytes that FSDP holds at
-        that moment."""
+        """Run one segment, and record its peak together with the bytes that FSDP holds."""
         unit = OUTPUT if segment.unit == OUTPUT else self.unit_names.get(segment.unit, ROOT)
         worst = segment.worst_later if self.adds_in_place(unit) else segment.worst
         self.ledger.set_live(worst + self.under_way)
@@ -279,17 +260,12 @@ class FsdpRank:
         self.ledger.set_live(segment.end + self.under_way)
 
     def adds_in_place(self, name: str) -> bool:
-        """Return whether autograd adds the new gradients of the FSDP unit `name` in place to those of earlier
-        micro-batches, because both have the same dtype."""
+        """Return whether autograd adds a unit's gradients in place to earlier ones, because both have one dtype."""
         return name in self.waiting and self.units[name].widened == self.units[name].narrow
 
     def gather(self, name: str, moment: str) -> None:
-        """Simulate the all-gather of the weights of the FSDP unit `name` in the forward pass. Once the weights are
-        copied out of its all-gather buffer, the buffer of the unit that was gathered before is freed.
-
-        Args:
-            moment: description of this moment of the step.
-        """
+        """All-gather a unit's weights in the forward pass, and free the buffer of the unit before once they are
+        copied."""
         if name in self.gathered or name not in self.units:
             return
         self.prefetch(name)
@@ -299,7 +275,7 @@ class FsdpRank:
         self.copied = name
 
     def prefetch(self, name: str) -> None:
-        """Simulate the start of the all-gather of the FSDP unit `name`, unless the unit is gathered already."""
+        """Start the all-gather of a unit, unless it is gathered already."""
         unit = self.units.get(name)
         if unit is None or name in self.gathered or name in self.buffers:
             return
@@ -328,13 +304,11 @@ class FsdpRank:
             self.ledger.drop(gathered=self.units[name].gathered)
 
     def finish(self, name: str, made: int, is_last: bool, moment: str) -> None:
-        """Simulate how the gradients of the FSDP unit `name` are reduced after its backward pass, or kept until a later
-        micro-batch.
+        """Reduce a unit's gradients after its backward pass, or keep them for a later micro-batch.
 
         Args:
             made: bytes of gradients that the backward pass has produced.
             is_last: whether this is the last micro-batch of the step.
-            moment: description of this moment of the step.
         """
         unit = self.units.get(name)
         if unit is None:
@@ -367,12 +341,10 @@ class FsdpRank:
         self.ledger.add(moment, gradients=self.shards[name] - held)
 
     def widen(self, name: str, added: int, moment: str) -> None:
-        """Simulate the cast of the gradients of the FSDP unit `name` from the compute dtype to the reduction dtype, one
-        weight at a time.
+        """Cast a unit's gradients to the reduction dtype, one weight at a time.
 
         Args:
-            added: bytes of the gradients in the compute dtype.
-            moment: description of this moment of the step.
+            added: their bytes in the compute dtype.
         """
         unit = self.units[name]
         if name in self.waiting:
@@ -387,11 +359,6 @@ class FsdpRank:
 
 
 def following(order: Sequence[str], unit: str, count: int) -> Sequence[str]:
-    """Return the `count` FSDP units that run after the FSDP unit `unit`, by name.
-
-    Args:
-        order: names of all units in the order in which they run.
-    """
     index = order.index(unit)
     return order[index + 1 : index + 1 + count]
 
@@ -402,14 +369,7 @@ def describe(segment: Segment) -> str:
 
 
 def interpolate(first: Segment, second: Segment, share: float) -> Segment:
-    """Estimate the memory of a segment (part of a forward or backward pass) by linear interpolation between the same
-    segment of two other micro-batches.
-
-    Args:
-        first: the segment in one micro-batch.
-        second: the segment in the other.
-        share: 0 gives the memory of `first`, 1 that of `second`.
-    """
+    """Estimate a segment's memory linearly between two micro-batches; a share of 0 gives `first`, 1 gives `second`."""
 
     def between(a: Live, b: Live) -> Live:
         return Live(*(round(x + share * (y - x)) for x, y in zip(astuple(a), astuple(b), strict=True)))
@@ -418,21 +378,15 @@ def interpolate(first: Segment, second: Segment, share: float) -> Segment:
 
 
 def inputs_of_blocks(segments: Pass) -> dict[str, int]:
-    """Return the bytes of each block's input, by block name, for blocks that have a backward pass. The bytes are those
-    of the block's output, which has the same size.
-
-    Args:
-        segments: memory of a forward and backward pass, block by block.
-    """
+    """Return the bytes of the input of each block that has a backward pass; they equal those of its output."""
     backward = {s.unit for s in segments if s.backward}
     forward = [s for s in segments if s.unit in backward - {"", OUTPUT} and not s.backward]
     return {s.unit: max(0, s.end.activations - s.begin.activations) for s in forward}
 
 
 def inputs_on_host(segments: Pass) -> Pass:
-    """Return a copy of the memory of a forward and backward pass (in segments, block by block) in which the inputs of
-    blocks take no device memory, because they are offloaded to host memory. The two most recent inputs still count, as
-    they are still being copied."""
+    """Return a pass whose blocks' inputs are offloaded to host memory. The two most recent inputs still count, as they
+    are still being copied."""
     inputs = inputs_of_blocks(segments)
     moved, entered = [], []
     for segment in segments:

@@ -21,23 +21,23 @@ from llava_fsdp.plan.memory.simulate import FsdpRank, Ledger, Pass, States
 
 @dataclass(frozen=True)
 class StageSegments:
-    """The segments of one micro-batch's passes that a stage runs, with the bytes of its own tensors."""
+    """What a stage runs of one micro-batch's passes, with the bytes of its own tensors."""
 
     forward: tuple[Segment, ...]
     backward: tuple[Segment, ...]
     output: Live
-    """Bytes by which the stage's output is larger than that of a block inside a stage."""
+    """By how much the stage's output is larger than that of a block inside a stage."""
     sent: tuple[Live, Live]
-    """Bytes of the messages to other stages: the stage's output, and the gradient of its input."""
+    """Messages to other stages: the stage's output, and the gradient of its input."""
 
     @property
     def kept(self) -> Live:
-        """Bytes that the forward pass keeps for the backward pass."""
+        """What the forward pass keeps for the backward pass."""
         return self.forward[-1].end + self.output
 
 
 def names_of_stages(model: Llava, plan: StagePlan) -> list[set[str]]:
-    """Return the names of the parameters of each stage of a whole model on the meta device."""
+    """Return the names of each stage's parameters."""
     children = children_of(model.language_model)
     assert children is not None, "checked when the stages were planned"
     last = len(plan.blocks) - 1
@@ -48,12 +48,7 @@ def names_of_stages(model: Llava, plan: StagePlan) -> list[set[str]]:
 def weights_of_groups(
     model: Llava, weights: Mapping[str, Weight], plan: StagePlan, parallel: ParallelConfig
 ) -> list[list[Weight]]:
-    """Return the properties of the parameters that each group of ranks of a pipeline has.
-
-    Args:
-        model: the whole model on the meta device.
-        weights: the properties of all parameters, by name.
-    """
+    """Return the parameters that each group of ranks of a pipeline has. `model` is whole and on the meta device."""
     names = names_of_stages(model, plan)
     found = []
     for group in range(parallel.pipeline):
@@ -69,10 +64,9 @@ def segments_of_stage(
     """Return the segments that a stage runs, without the bytes that other stages hold.
 
     Args:
-        segments: memory of the forward and backward pass of the whole model.
+        segments: the passes of the whole model.
         stack: name of the list of the language model's blocks.
         blocks: numbers of the stage's blocks.
-        is_first, is_last: whether it is the first or the last stage.
         hidden: bytes of the hidden states that stages send to each other.
         own: bytes of this rank's positions of them, which a block gives to the next one.
         takes_own: whether the stage's first block keeps its positions of what the stage received for the backward pass.
@@ -107,12 +101,8 @@ def simulate_pipeline(
     unit_names: dict[str, str],
     prefetch: int | None = None,
 ) -> Ledger:
-    """Simulate the device memory of a step of one rank of a pipeline. Return the bytes at the memory peak, by category.
-
-    Args:
-        order: the passes that the rank runs, and the segments of each one's micro-batch in its stage.
-        units, plan, states, unit_names, prefetch: as for `simulate_step`.
-    """
+    """Simulate a step of one rank of a pipeline. `order` has the passes that it runs, and the segments of each; the
+    other arguments are those of `simulate_step`."""
     ledger = states.open_ledger()
     rank = FsdpRank(ledger, units, plan, unit_names, prefetch)
     left = Counter(one.stage for one, _ in order if not one.is_forward)
@@ -135,13 +125,11 @@ def simulate_pipeline(
 
 
 def kept_messages(order: Sequence[tuple[StagePass, StageSegments]]) -> list[Live]:
-    """Return the bytes of messages that torch's schedule keeps after each pass, although other stages have received
-    them. With 1F1B (`Schedule1F1B._step_microbatches` in torch/distributed/pipelining/schedules.py) variables hold the
-    last gradient, and, until the last forward pass, the second-last output before the first backward pass. Those
-    that gloo keeps with the interleaved schedule, which waits for its sends when the step ends, are not counted.
+    """Return the bytes of messages that torch's schedule keeps after each pass, although other stages have them.
 
-    Args:
-        order: as for `simulate_pipeline`.
+    With 1F1B (`Schedule1F1B._step_microbatches` in torch/distributed/pipelining/schedules.py) variables hold the last
+    gradient, and, until the last forward pass, the second-last output before the first backward pass. Those that gloo
+    keeps with the interleaved schedule, which waits for its sends when the step ends, are not counted.
     """
     if len({one.stage for one, _ in order}) > 1:
         return [Live()] * len(order)

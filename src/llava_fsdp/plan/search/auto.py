@@ -44,14 +44,8 @@ GB = 1e9
 
 
 def settle_packing(cfg: C, language: PretrainedConfig) -> tuple[C, str | None]:
-    """Replace `pack=auto` in the configuration by true, or by false if this language model cannot keep the samples
-    apart that are packed into one row.
-
-    Args:
-        language: configuration of the language model.
-
-    Returns:
-        The new configuration and, if `pack=auto` became false, the reason in one line.
+    """Replace `pack=auto` by true, or by false if this language model cannot keep the samples apart that are packed
+    into one row. Also return, if it became false, the reason in one line.
 
     Raises:
         ConfigError: rows must be padded, but another key is set that only works with packed rows.
@@ -70,18 +64,16 @@ def settle_packing(cfg: C, language: PretrainedConfig) -> tuple[C, str | None]:
 
 @dataclass(frozen=True)
 class Decision:
-    """The values chosen for the configuration keys that are set to `auto`, and the reason for the choice."""
+    """The values chosen for the keys that are `auto`, and the reason."""
 
     strategy: Strategy
     activation_checkpointing: ActivationCheckpointingConfig
     tokens: int | None
     """Value for `tokens_per_micro_batch`; None stands for null."""
     parallel: ParallelConfig
-    """Values of the keys of `parallel`."""
     reason: str
 
     def applied(self, cfg: Config) -> Config:
-        """Return the configuration `cfg` with the chosen values in place of `auto`."""
         is_hybrid = SHARD_PLANS[self.strategy].mesh is Mesh.HYBRID
         shard_size = cfg.sharding.shard_size if is_hybrid else None
         return replace(
@@ -93,7 +85,7 @@ class Decision:
         )
 
     def summary(self, cfg: Config) -> str:
-        """Return a line with the chosen value of each key that is `auto` in `cfg`, and the reason."""
+        """Return a line with the value of each key that is `auto` in `cfg`, and the reason."""
         values = []
         if cfg.sharding.strategy is Strategy.auto:
             values.append(f"sharding={SHARD_PLANS[self.strategy].zero}")
@@ -106,12 +98,7 @@ class Decision:
 
 
 def chosen_kinds(before: ParallelConfig, chosen: ParallelConfig) -> list[str]:
-    """Return the keys of `parallel` that the planner has chosen, as command-line overrides.
-
-    Args:
-        before: the configuration, with `auto` or `search`.
-        chosen: the chosen values.
-    """
+    """Return the keys of `parallel` that were `auto` or searched (`before`), as command-line overrides."""
     searched = ["tensor", "expert", "pipeline"] * before.search
     keys = [*["context"] * (before.search or before.context == AUTO), *searched]
     found = [f"parallel.{key}={getattr(chosen, key)}" for key in keys]
@@ -119,14 +106,8 @@ def chosen_kinds(before: ParallelConfig, chosen: ParallelConfig) -> list[str]:
 
 
 def decide(cfg: Config, world: World, parts: Parts, samples: Samples, continues: bool = False) -> Decision:
-    """Choose the values of the configuration keys that are set to `auto`: the fastest ones that fit into memory, as the
-    planner predicts.
-
-    Args:
-        world: the number of ranks, and this rank's number and device.
-        parts: configurations of the language model and the vision tower.
-        samples: mean sizes of the dataset's samples.
-        continues: whether the run is resumed. It then keeps the values that it recorded when it began, if they fit.
+    """Choose values for the keys that are `auto`: the fastest ones that fit into memory, as the planner predicts. A run
+    that `continues` keeps the values that it recorded when it began, if they fit.
 
     Raises:
         ConfigError: the planner predicts that no values fit into memory.
@@ -164,14 +145,8 @@ def decide(cfg: Config, world: World, parts: Parts, samples: Samples, continues:
 
 
 def keeps(before: Decision, cfg: Config, world: World, parts: Parts, planner_of: Callable[[Config], Planner]) -> bool:
-    """Return whether a resumed run keeps the values that it recorded when it began: they are possible with the present
-    keys and number of ranks, and fit. Values that were chosen without a planner, because it cannot compute this model,
-    are kept too.
-
-    Args:
-        before: the recorded values.
-        planner_of: makes the planner of a configuration.
-    """
+    """Return whether a resumed run keeps its recorded values (`before`): they are possible with the present keys and
+    number of ranks, and fit. So are values that were chosen without a planner, because it cannot compute this model."""
     try:
         settled = before.applied(cfg)
         with_each_context(settled, world.size, parts.language)
@@ -188,13 +163,7 @@ def keeps(before: Decision, cfg: Config, world: World, parts: Parts, planner_of:
 def best_layout(
     cfg: Config, world: World, language: PretrainedConfig, planner_of: Callable[[Config], Planner]
 ) -> tuple[Planner, list[PlanRow]]:
-    """Plan with the layout of ranks that the configuration sets or lets the planner choose (`parallel.search`,
-    `parallel.context=auto`).
-
-    Args:
-        world: the number of ranks, and this rank's number and device.
-        language: configuration of the language model.
-        planner_of: makes the planner of a configuration.
+    """Plan with the layout of ranks that the configuration sets, or with the best one that it leaves open.
 
     Raises:
         ConfigError: no layout is possible.
@@ -215,12 +184,8 @@ def best_layout(
 def smallest_context(
     cfg: C, world_size: int, language: PretrainedConfig, plan: Callable[[C], tuple[Planner, list[PlanRow]]]
 ) -> tuple[Planner, list[PlanRow]]:
-    """Plan with the smallest value of `parallel.context` with which the training fits. If it fits with none, with the
-    one that needs the fewest bytes. Without `auto` there is one value.
-
-    Args:
-        language: configuration of the language model.
-        plan: makes the planner of a configuration and its rows, the best first.
+    """Plan with the smallest `parallel.context` with which the training fits. If it fits with none, with the one that
+    needs the fewest bytes. Without `auto` there is one value. `plan` returns a planner and its rows, the best first.
 
     Raises:
         ConfigError: no value is possible.
@@ -241,12 +206,8 @@ def with_each_context(cfg: C, world_size: int, language: PretrainedConfig) -> li
     divide the number of ranks, and a row must have room for a sample of `data.max_length`. If it is not `auto`, return
     `cfg` alone. If the installed torch is too old to share rows, the only value is 1.
 
-    Args:
-        language: configuration of the language model.
-
     Raises:
-        ConfigError: no such number is large enough, or `parallel.context` or `parallel.expert` is a number that is not
-            possible.
+        ConfigError: no such number is large enough, or `parallel.context` or `parallel.expert` is impossible.
     """
     tensor = cfg.parallel.tensor
     cfg.parallel.check_divides(world_size)
@@ -269,13 +230,8 @@ def with_each_context(cfg: C, world_size: int, language: PretrainedConfig) -> li
 
 
 def without_plan(cfg: Config, error: Exception) -> Decision:
-    """Choose values that need little memory for the configuration keys that are set to `auto`, for a model that the
-    planner cannot compute.
-
-    Args:
-        cfg: the configuration, with the largest value of `parallel.context` that is possible.
-        error: the planner's error, which the returned decision gives as its reason.
-    """
+    """Choose values that need little memory, for a model that the planner cannot compute. `cfg` has the largest
+    possible `parallel.context`, and `error` becomes the decision's reason."""
     strategy, checkpointing = cfg.sharding.strategy, cfg.activation_checkpointing
     if strategy is Strategy.auto:
         strategy = Strategy.FULL_SHARD
@@ -287,31 +243,18 @@ def without_plan(cfg: Config, error: Exception) -> Decision:
 
 
 def expected_peak(cfg: Config, world: World, parts: Parts, samples: Samples) -> int:
-    """Predict the bytes in device memory at the memory peak of a step, for a configuration without `auto`.
-
-    Args:
-        world: the number of ranks, and this rank's number and device.
-        parts: configurations of the language model and the vision tower.
-        samples: mean sizes of the dataset's samples.
-    """
+    """Predict the device memory at the peak of a step in bytes, for a configuration without `auto`."""
     planner = Planner(cfg, this_machine(world.local_size, world.device.type), samples, parts)
     return int(rows_for(planner, cfg, world)[0].bytes["total"])
 
 
 def rows_for(planner: Planner, cfg: Config, world: World) -> list[PlanRow]:
-    """Predict memory and time of training for every combination of values that the `auto` keys may take. The best comes
-    first. Arguments are those of `ways_for`."""
+    """Predict every combination of values that the `auto` keys may take, the best first."""
     return plan_rows(*ways_for(planner, cfg, world))
 
 
 def ways_for(planner: Planner, cfg: Config, world: World) -> tuple[Planner, list[Choice], Ranks, list[MicroBatches]]:
-    """Return the ways to train for every combination of values that the `auto` keys may take, as `plan_rows` takes
-    them.
-
-    Args:
-        planner: predicts memory and time of one way to train.
-        world: the number of ranks, and this rank's number and device.
-    """
+    """Return every combination of values that the `auto` keys may take, as `plan_rows` takes them."""
     of_node, divides = max(1, world.local_size // cfg.parallel.tensor), cfg.parallel.tensor * cfg.parallel.pipeline
     ranks = Ranks(world.size, cfg.sharding.shard_size or of_node, world.local_size)
     strategies = [cfg.sharding.strategy]
@@ -333,8 +276,7 @@ def ways_for(planner: Planner, cfg: Config, world: World) -> tuple[Planner, list
 
 
 def recorded(cfg: Config) -> Decision | None:
-    """Return the values that the config.yaml of the run in `output_dir` has for the keys that are `auto` in `cfg`; None
-    if that file is missing or its values cannot be used."""
+    """Return what the run's config.yaml has for the keys that are `auto` in `cfg`; None if it cannot be used."""
     path = Path(cfg.output_dir) / "config.yaml"
     if not path.is_file():
         return None
@@ -362,13 +304,7 @@ def recorded(cfg: Config) -> Decision | None:
 
 
 def recorded_kinds(own: ParallelConfig, tree: DictConfig) -> ParallelConfig | None:
-    """Return the keys of `parallel` with the values that a run's config.yaml has for those that the planner chooses;
-    None if they cannot be used.
-
-    Args:
-        own: the present values.
-        tree: content of config.yaml.
-    """
+    """Return `own` with the keys that the planner chooses, as a config.yaml has them; None if it cannot be used."""
     found: dict[str, Any] = {"search": False}
     for key, is_chosen in {
         "context": own.search or own.context == AUTO, "tensor": own.search, "expert": own.search, "pipeline": own.search

@@ -24,7 +24,7 @@ from llava_fsdp.runtime.text.progress import Advance, Watch, watch
 
 C = TypeVar("C", bound=Config)
 NEAR = 1.03
-"""Ways that take at most so many times the seconds of the fastest one count as equally fast: the time model is not
+"""Ways that take at most so many times the seconds of the fastest one count as equally fast, as the time model is not
 more exact. Among these, the one with the fewest kinds of parallelism is chosen."""
 
 
@@ -36,7 +36,7 @@ class Ways:
     choices: Sequence[Choice]
     ranks: Ranks
     splits: Sequence[MicroBatches]
-    """Ways to split a rank's samples of a step into micro-batches, those with the largest micro-batches first."""
+    """Ways to split a step into micro-batches, those with the largest micro-batches first."""
 
 
 @dataclass(frozen=True)
@@ -63,15 +63,14 @@ class Search:
     """Result of a search."""
 
     rows: list[Planned]
-    """The chosen way first, whose memory is measured, then the fastest others that fit by interpolation, then ways that
-    were found not to fit, the one that needs the fewest bytes first."""
+    """The chosen way first, whose memory is measured; the fastest others that fit by interpolation; then ways that were
+    found not to fit, the one that needs the fewest bytes first."""
     layouts: int
     """Number of layouts of ranks."""
     ways: int
-    """Number of combinations of a layout, a strategy, a mode of activation checkpointing and of offload, and a size of
-    micro-batches."""
+    """Number of combinations of layout, strategy, activation checkpointing, offload and size of micro-batches."""
     measured: int
-    """Number of combinations, all sizes of micro-batches counted as one, of which memory was predicted."""
+    """Number of combinations of which memory was predicted, all sizes of micro-batches counted as one."""
 
     def __str__(self) -> str:
         return (
@@ -85,21 +84,16 @@ class Searcher(Generic[C]):
     """Makes the ways to train of each layout of ranks."""
 
     planner_of: Callable[[C], Planner]
-    """Returns the planner of a configuration; called until it succeeds once."""
+    """Called until it succeeds once."""
     ways_of: Callable[[Planner, C], Ways]
     """Returns the ways to train with a planner's layout."""
     show: Watch = watch
-    """Shows how many of the layouts, and of the fastest ways that fit, have been found."""
+    """Shows how many layouts, and how many of the fastest ways that fit, have been found."""
 
     def search(self, cfg: C, world_size: int, node_size: int, count: int = 1) -> Search:
-        """Find the fastest ways to train that fit into memory.
-
-        Args:
-            cfg: the configuration. Kinds of parallelism whose number is above 1 are kept, the others are searched.
-            world_size: number of ranks.
-            node_size: number of ranks on one node; ranks that compute layers together are on one node.
-            count: number of ways that fit to find; fewer if there are not so many. The result may have more, and also
-                ways that do not fit.
+        """Find `count` of the fastest ways to train that fit into memory; fewer if there are not so many. The result
+        may have more, and also ways that do not fit. Kinds of parallelism whose number in `cfg` is above 1 are kept,
+        the others are searched. Ranks that compute layers together are on one node.
 
         Raises:
             ConfigError: no layout is possible with this configuration.
@@ -195,8 +189,7 @@ def candidates(ways: Ways) -> list[Candidate]:
 
 
 def least_work(splits: Sequence[MicroBatches]) -> MicroBatches:
-    """Return micro-batches that are as few, and have as few tokens and labels together, as those of any of these splits
-    of a step."""
+    """Return micro-batches that are as few, and together as small, as those of any of these splits."""
     count = min(map(len, splits))
     tokens = min(split.tokens for split in splits)
     labels = min(sum(micro.labels for micro in split) for split in splits)
@@ -204,11 +197,7 @@ def least_work(splits: Sequence[MicroBatches]) -> MicroBatches:
 
 
 def fastest(found: Sequence[Candidate], count: int, advance: Advance = lambda count: None) -> Search:
-    """Return the `count` fastest ways to train that fit into memory, the chosen one first.
-
-    Args:
-        advance: called with 1 for each of them that is found.
-    """
+    """Return the `count` fastest ways that fit, the chosen one first. `advance` is called with 1 for each."""
     order, measured = itertools.count(), 0
     # (seconds, order of insertion, candidate, whether the seconds are those of its fastest size of micro-batches and
     # not only a lower bound, its plan if its memory is known)
@@ -257,8 +246,8 @@ def fastest(found: Sequence[Candidate], count: int, advance: Advance = lambda co
 
 
 def fastest_that_fits(ways: Ways, choice: Choice) -> PlanRow:
-    """Predict memory and time of one way to train, with the fastest of the sizes of micro-batches that fit; without a
-    pipeline, whose idle time is shorter with more micro-batches, this is the largest one."""
+    """Predict a way with the fastest size of micro-batches that fits. Without a pipeline this is the largest one; a
+    pipeline waits less with more micro-batches."""
     planner, ranks = ways.planner, ways.ranks
     sizes = planner.sizes_to_measure(ways.splits)
     row = largest_that_fits(planner, choice, ranks, ways.splits, sizes)
@@ -276,7 +265,7 @@ def quickest(ways: Ways, choice: Choice, splits: Sequence[MicroBatches]) -> tupl
 
 
 def why_not(one: Planned, chosen: Planned) -> str:
-    """Return why a way to train was not chosen: what it lacks, or what takes longer."""
+    """Return why a way was not chosen: what it lacks, or what takes longer."""
     row, best = one.row, chosen.row
     if not row.fits:
         return f"needs {row.bytes['total'] / 1e9:.1f} of {row.usable / 1e9:.1f} GB"

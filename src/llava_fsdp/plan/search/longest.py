@@ -35,11 +35,8 @@ MODES = (ActivationCheckpointing.full, ActivationCheckpointing.offload)
 
 def longest(cfg: PlanConfig, machine: Machine, parts: Parts, show: Watch = watch_silently) -> list[dict[str, Any]]:
     """Predict the longest sample with which a step fits into memory, with zero3, for 1, 2, 4, ... GPUs and each number
-    of ranks that may process a row together. Each row holds one sample, with the mix of images, text and labels that
-    the dataset has on average. Lengths beyond the positions of the language model are reported as well.
-
-    Args:
-        show: shows how many of the numbers of GPUs and of ranks per row have been predicted.
+    of ranks that may process a row together. Each row holds one sample, with the dataset's mean mix of images, text and
+    labels. Lengths beyond the positions of the language model are reported as well.
 
     Returns:
         An object for each number of GPUs and of ranks per row; `tokens` is 0 if no sample fits.
@@ -53,12 +50,7 @@ def longest(cfg: PlanConfig, machine: Machine, parts: Parts, show: Watch = watch
 def points_of(
     cfg: PlanConfig, machine: Machine, parts: Parts, contexts: Sequence[int], advance: Advance
 ) -> list[dict[str, Any]]:
-    """Return the objects of `longest`.
-
-    Args:
-        contexts: numbers of ranks per row.
-        advance: called with 1 after each object.
-    """
+    """Return the objects of `longest`. `advance` is called with 1 after each."""
     points = []
     for context in contexts:
         own = replace(cfg.parallel, context=context)
@@ -85,7 +77,6 @@ def points_of(
 
 
 def counts(cfg: PlanConfig) -> Iterator[int]:
-    """Yield 1, 2, 4, ... GPUs, up to all GPUs of the configuration."""
     count = 1
     while count < cfg.gpus * cfg.nodes:
         yield count
@@ -109,7 +100,7 @@ def sizes_of(cfg: PlanConfig, parts: Parts) -> list[int]:
 
 
 def longest_row(planner: Planner, choice: Choice, ranks: Ranks) -> PlanRow | None:
-    """Return the prediction for the longest sample that fits into memory, found by bisection; None if none fits."""
+    """Return the prediction for the longest sample that fits, found by bisection; None if none fits."""
     context = planner.cfg.parallel.num_context
     lengths = () if planner.grows_with_square else (PIECE * context, MOST_TOKENS)
     sizes = [one_sample(planner.samples, length, context) for length in lengths]
@@ -128,12 +119,7 @@ def longest_row(planner: Planner, choice: Choice, ranks: Ranks) -> PlanRow | Non
 
 
 def one_sample(samples: Samples, tokens: int, context: int) -> MicroBatch:
-    """Estimate the sizes of a micro-batch of one sample of `tokens` tokens.
-
-    Args:
-        samples: mean sizes of the dataset's samples, whose shares of image and label tokens the sample has.
-        context: number of ranks that process the sample together.
-    """
+    """Estimate the sizes of a micro-batch of one sample, with the dataset's shares of image and label tokens."""
     return replace(packed_row(samples, tokens, context), samples=1)
 
 

@@ -24,8 +24,7 @@ from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.text.progress import Watch, watch
 
 BUDGET = 0.5
-"""Value of `activation_checkpointing.budget`, the share of a block's activations that is kept, if the configuration
-sets none."""
+"""Share of a block's activations that is kept, if `activation_checkpointing.budget` is not set."""
 
 
 def choices(
@@ -34,14 +33,8 @@ def choices(
     strategies: Sequence[Strategy],
     configured: ActivationCheckpointingConfig | None = None,
 ) -> list[Choice]:
-    """Return all combinations of a sharding strategy, a mode of activation checkpointing and a mode of offload that the
-    configuration's checks accept.
-
-    Args:
-        machine: what each rank would train on.
-        strategies: the sharding strategies to combine with the modes.
-        configured: the user's activation checkpointing, whose budget the mode `budget` has; None: that of `cfg`.
-    """
+    """Return all combinations of strategy, activation checkpointing and offload that the configuration's checks accept.
+    The mode `budget` has the budget of `configured` or, if it is None, of `cfg`."""
     # on a CPU machine host memory is the device's, so that only files save memory
     modes = list(OffloadMode) if machine.device != "cpu" else [OffloadMode.none, OffloadMode.nvme]
     return [
@@ -54,8 +47,8 @@ def choices(
 
 
 def distinct_strategies(ranks: Ranks, parts: int = 1, shares_experts: bool = False) -> list[Strategy]:
-    """Return the sharding strategies that differ from each other on these numbers of ranks, each `parts` of which
-    divide the model among them. Experts that ranks share are sharded over these parts, too."""
+    """Return the strategies that differ from each other on these ranks, each `parts` of which divide the model among
+    them. Experts that ranks share are sharded over these parts, too."""
     own = ranks.world_size // parts
     if own == 1 and not shares_experts:
         return [Strategy.FULL_SHARD]  # a single rank shards nothing, so all strategies are the same
@@ -83,7 +76,7 @@ def checkpointing_modes(
 
 
 def is_allowed(cfg: Config, strategy: Strategy, mode: OffloadMode) -> bool:
-    """Return whether the configuration's checks accept this sharding strategy together with this mode of offload."""
+    """Return whether the configuration's checks accept this strategy with this mode of offload."""
     sharding, offload = ShardingConfig(strategy=strategy, shard_size=None), OffloadConfig(mode=mode, folder=None)
     try:
         replace(cfg, sharding=sharding, offload=offload)
@@ -93,7 +86,7 @@ def is_allowed(cfg: Config, strategy: Strategy, mode: OffloadMode) -> bool:
 
 
 def ways_to_share_experts(cfg: Config, ways: Sequence[Choice], ranks: Ranks) -> list[Choice]:
-    """Return the ways to train under which ranks can share experts as configured (`parallel.expert`).
+    """Return the ways under which ranks can share experts as configured (`parallel.expert`).
 
     Args:
         ranks: numbers of ranks that hold the same parts of layers (`Planner.own_ranks`).
@@ -124,16 +117,11 @@ def plan_rows(
     splits: Sequence[Sequence[MicroBatch]],
     show: Watch = watch,
 ) -> list[PlanRow]:
-    """Predict memory and time of each way to train, and sort: ways that fit into memory come first, the fastest before
-    slower ones; then those that do not fit, the one that needs the fewest bytes first.
+    """Predict each way to train with the first of `splits` that fits, and sort: ways that fit into memory come first,
+    the fastest before slower ones; then those that do not fit, the one that needs the fewest bytes first.
 
     Args:
-        planner: predicts memory and time of one way to train.
-        ways: the ways to train (sharding strategy, activation checkpointing, offload).
-        ranks: numbers of ranks: in all, per copy of the model, and per node.
-        splits: ways to split a rank's samples of a step into micro-batches, those with the largest micro-batches first.
-            For each way to train, the first one that fits is used.
-        show: shows how many of the ways have been predicted.
+        splits: ways to split a step into micro-batches, those with the largest micro-batches first.
     """
     sizes = planner.sizes_to_measure(splits)
     ways = ways_to_share_experts(planner.cfg, ways, planner.own_ranks(ranks))
@@ -159,13 +147,8 @@ def plan_rows(
 
 
 def splits_to_try(planner: Planner, cfg: Config, world_size: int, is_free: bool) -> list[MicroBatches]:
-    """Return the ways to split a rank's samples of a step into micro-batches, those with the largest micro-batches
-    first. If `is_free` is false, return only the split that the configuration sets.
-
-    Args:
-        planner: knows the mean sizes of the dataset's samples.
-        world_size: number of ranks, which share the samples of a step.
-    """
+    """Return the ways to split a step into micro-batches, those with the largest micro-batches first; unless `is_free`,
+    only the one that the configuration sets."""
     args = cfg, planner.samples, world_size
     # each packed row of this sampler has micro_batch_size samples
     is_fixed = cfg.packs and cfg.sampler.name is SamplerName.llava_v1_5
@@ -180,14 +163,10 @@ def largest_that_fits(
     splits: Sequence[Sequence[MicroBatch]],
     sizes: Sequence[MicroBatch],
 ) -> PlanRow:
-    """Predict memory and time of one way to train, with the largest micro-batches that fit into memory.
+    """Predict a way to train with the first of `splits` that fits, found by bisection; if none fits, with the last one.
 
     Args:
-        planner: predicts memory and time for given micro-batches.
-        choice: the way to train: sharding strategy, activation checkpointing and offload.
-        ranks: numbers of ranks: in all, per copy of the model, and per node.
-        splits: ways to split a rank's samples of a step into micro-batches, those with the largest micro-batches first.
-            The first one that fits is found by bisection; if none fits, the last one is used.
+        splits: those with the largest micro-batches first.
         sizes: micro-batches that are measured to interpolate the others; if empty, all are measured.
     """
 
@@ -212,8 +191,8 @@ def largest_measured(
     splits: Sequence[Sequence[MicroBatch]],
     sizes: Sequence[MicroBatch],
 ) -> PlanRow:
-    """Measure the memory of a way to train (`row`), which may be interpolated. If it does not fit, as predicted, take
-    the largest smaller micro-batches that do. Arguments are those of `largest_that_fits`."""
+    """Measure the memory of a way that may be interpolated. If it does not fit, as predicted, take the largest smaller
+    micro-batches that do. Arguments are those of `largest_that_fits`."""
     while True:
         measured = planner.row(row.choice, ranks, row.micro_batches)
         rest = splits[place_of(splits, row) + 1 :]
@@ -223,5 +202,4 @@ def largest_measured(
 
 
 def place_of(splits: Sequence[Sequence[MicroBatch]], row: PlanRow) -> int:
-    """Return the place of a row's micro-batches among the splits of a step."""
     return next(place for place, split in enumerate(splits) if tuple(split) == row.micro_batches)

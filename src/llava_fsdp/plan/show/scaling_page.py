@@ -33,22 +33,17 @@ def scale(
     search: Callable[[int], Planned] | None = None,
     show: Watch = watch_silently,
 ) -> list[dict[str, Any]]:
-    """Predict the fastest training that fits into memory on 1, 2, 4, ... and `nodes` nodes, with zero3, with hybrid
-    sharding and, if `search` is given, with the fastest layout of ranks. A step has the same number of samples for
-    every number of nodes. Return a dict (nodes, sharding, tokens per second, ...) for each number of nodes and each
-    curve.
+    """Predict the fastest training that fits on 1, 2, 4, ... and `nodes` nodes of `gpus` GPUs, with zero3, with hybrid
+    sharding and, if `search` is given, with the fastest layout of ranks. A step has the same number of samples on each.
+    Return an object for each number of nodes and each curve.
 
     With zero3, the rings of collectives go through all nodes and use all network ports of each node. With hybrid
     sharding, weights are gathered within a node, and once a step each GPU sends its shard of the gradients to the other
     replicas over its own port.
 
     Args:
-        planner: predicts memory and time of one way to train.
-        gpus: number of GPUs of a node.
-        is_free: whether to try micro-batches of all sizes; if false, only those that the configuration sets.
-        search: finds the fastest way to train on a number of ranks (`parallel=auto`), and raises ConfigError if there
-            is no layout of so many.
-        show: shows how many of the numbers of nodes have been predicted.
+        is_free: whether to try micro-batches of all sizes, and not only those that the configuration sets.
+        search: finds the fastest way on a number of ranks, and raises ConfigError if there is no layout of so many.
     """
     points = []
     counts = node_counts(nodes)
@@ -62,8 +57,7 @@ def scale(
 def points_of(
     planner: Planner, gpus: int, count: int, is_free: bool, search: Callable[[int], Planned] | None
 ) -> Iterator[dict[str, Any]]:
-    """Yield the points of all curves on `count` nodes, as objects for JSON. The other arguments are those of
-    `scale`."""
+    """Yield the points of all curves on `count` nodes. Arguments are those of `scale`."""
     for name, row in plain_ways(planner, gpus, count, is_free):
         yield point(count, name, row)
     if search is not None:
@@ -76,8 +70,7 @@ def points_of(
 
 
 def plain_ways(planner: Planner, gpus: int, count: int, is_free: bool) -> Iterator[tuple[str, PlanRow]]:
-    """Return the name and the fastest way of each strategy that is possible on `count` nodes. Arguments are those of
-    `scale`."""
+    """Yield the name and the fastest way of each strategy that is possible on `count` nodes."""
     world_size, context = gpus * count, planner.cfg.parallel.num_context
     too_many = count > 1 and world_size > planner.cfg.global_batch_size * context  # more rows than samples
     if world_size % context or too_many:
@@ -97,12 +90,7 @@ def plain_ways(planner: Planner, gpus: int, count: int, is_free: bool) -> Iterat
 
 
 def point(nodes: int, name: str, row: PlanRow, layout: str = "") -> dict[str, Any]:
-    """Return a point of a curve as an object for JSON.
-
-    Args:
-        name: name of the curve.
-        layout: strategy and kinds of parallelism of the fastest layout.
-    """
+    """Return a point of the curve `name` for JSON. `layout` has the kinds of parallelism of the fastest layout."""
     return {
         "nodes": nodes,
         "sharding": name,
@@ -124,17 +112,12 @@ def node_counts(nodes: int) -> list[int]:
 
 
 def shown(value: object) -> object:
-    """Return a float as text with four significant digits, or rounded to a whole number from 1000 on. Other values are
-    returned unchanged."""
+    """Return a float as text with four significant digits, or rounded to an integer from 1000 on."""
     return value if not isinstance(value, float) else f"{value:.4g}" if abs(value) < 1000 else round(value)
 
 
 def write_page(points: Sequence[dict[str, Any]], planner: Planner, path: Path) -> Path:
-    """Write an HTML page with a chart and a table of the training speed on 1, 2, 4, ... nodes. Return its path.
-
-    Args:
-        points: the predictions, as `scale` returns them.
-        planner: the planner that made them, from which the page's title is taken.
+    """Write an HTML page with a chart and a table of the points of `scale`. Return its path.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -189,11 +172,10 @@ def write_chart(
     rows: Sequence[Sequence[object]],
     assumed: Sequence[str] = (),
 ) -> Path:
-    """Write an HTML page with a chart and a table below it.
+    """Write an HTML page with a chart, a table below it, and what the values assume.
 
     Args:
         names: names of the table's columns, with underscores for spaces.
-        assumed: what the values assume, one sentence or more for each line.
 
     Raises:
         ConfigError: the file cannot be written.

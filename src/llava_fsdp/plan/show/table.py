@@ -1,4 +1,4 @@
-"""Print a plan (predicted memory and time of ways to train) as tables, or convert it to a JSON object."""
+"""Print a plan as tables, or convert it to a JSON object."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,15 +24,12 @@ def show_plan(
     command: str | None,
     search: Search | None = None,
 ) -> None:
-    """Print the recommended command, a table of ways to train with their predicted memory and time, and the published
-    memory formulas.
+    """Print the recommended command, a table of the best `shown` rows, and the published memory formulas.
 
     Args:
-        planner: the planner that made the plan.
         rows: the ways to train, the best first.
-        shown: number of ways that the table shows.
-        command: the recommended command; None if no way to train fits into memory.
-        search: the search among layouts of ranks in which the ways were found; None: all have the same layout.
+        command: None if no way fits into memory.
+        search: the search in which the rows were found; None: all have the same layout.
     """
     machine, samples = planner.machine, planner.samples
     world_size = rows[0].world_size
@@ -75,13 +72,12 @@ def show_plan(
 
 
 def gigabytes(size: float) -> str:
-    """Format bytes as a number of GB: with one decimal, or with four if it is more than 0 and less than 0.1."""
+    """Format bytes as GB: with one decimal, or with four if it is more than 0 and less than 0.1."""
     return f"{size / GB:.{4 if 0 < size < GB / 10 else 1}f}"
 
 
 def names(row: PlanRow) -> str:
-    """Return the sharding strategy, activation checkpointing and offload of a planned way to train as command-line
-    overrides."""
+    """Return a row's strategy, activation checkpointing and offload as command-line overrides."""
     activation_checkpointing, offload = row.choice.activation_checkpointing, row.choice.offload.value
     words = [f"sharding={row.choice.zero}", f"activation_checkpointing={activation_checkpointing.mode.value}"]
     if activation_checkpointing.budget is not None:
@@ -90,8 +86,7 @@ def names(row: PlanRow) -> str:
 
 
 def off_device(row: PlanRow) -> str:
-    """Return a text with the gigabytes that a planned way to train needs in host memory and in files, for printing.
-    Whether this machine has them is not checked."""
+    """Return the host memory and files that a row needs, as text. Whether this machine has them is not checked."""
     needs = {"host memory": row.host, "files": row.disk}
     return "".join(f"; {gigabytes(size)} GB of {where} a rank" for where, size in needs.items() if size)
 
@@ -123,14 +118,14 @@ def rows_table(rows: Sequence[PlanRow]) -> Table:
 
 
 def layout(parallel: ParallelConfig) -> list[str]:
-    """Return the kinds of parallelism of a layout of ranks as command-line overrides; empty for sharding alone."""
+    """Return the kinds of parallelism as command-line overrides; empty for sharding alone."""
     sizes = {key: getattr(parallel, key) for key in ("context", "tensor", "expert", "pipeline")}
     found = [f"parallel.{key}={size}" for key, size in sizes.items() if size != 1]
     return [*found, f"parallel.schedule={parallel.schedule.value}"] if parallel.pipeline > 1 else found
 
 
 def search_table(found: Sequence[Planned]) -> Table:
-    """Return a table of ways to train in different layouts of ranks, the chosen one first."""
+    """Return a table of ways in different layouts, the chosen one first."""
     table = Table(
         "layout", "sharding", "activation_checkpointing", "offload", "tokens x micro-batches", "GB", "s/step", "waits",
         "MFU", "why not", title="s/step: predicted seconds of a step; waits: seconds of communication that nothing "
@@ -154,7 +149,7 @@ def search_table(found: Sequence[Planned]) -> Table:
 
 
 def search_object(search: Search) -> dict[str, Any]:
-    """Return the size of a search among layouts of ranks, and the layout of each row, as a JSON object."""
+    """Return the size of a search and the layout of each row, as a JSON object."""
     keys = "context", "tensor", "expert", "pipeline"
     rows = [
         {
@@ -168,18 +163,13 @@ def search_object(search: Search) -> dict[str, Any]:
 
 
 def ranks_of_a_row(rows: Sequence[PlanRow]) -> str:
-    """Return a text that says how many ranks process a row together; empty if each rank has its own rows."""
+    """Return how many ranks process a row together, as text; empty if each rank has its own rows."""
     context = rows[0].micro_batches[0].context
     return f"; {context} ranks process a row together (parallel.context={context})" if context > 1 else ""
 
 
 def show_longest(console: Console, points: Sequence[dict[str, Any]], title: str) -> None:
-    """Print a table of the longest samples that fit: a line for each number of GPUs, and a column for each number of
-    ranks that process a row together.
-
-    Args:
-        points: the predictions of `plan.longest.longest`.
-    """
+    """Print the longest samples: a line for each number of GPUs, a column for each number of ranks of a row."""
     contexts = sorted({point["context"] for point in points})
     columns = [f"{context} rank{'s' * (context > 1)} per row" for context in contexts]
     table = Table("GPUs", *columns, title=f"longest sample in tokens that fits: {title}", title_justify="left")
@@ -191,7 +181,6 @@ def show_longest(console: Console, points: Sequence[dict[str, Any]], title: str)
 
 
 def longest_as_text(tokens: int) -> str:
-    """Return the longest sample that fits as a text for the table, given its number of tokens."""
     return "none" if not tokens else f"{tokens:,}" if tokens < MOST_TOKENS else f"at least {tokens:,}"
 
 
@@ -206,13 +195,11 @@ def formula_table(planner: Planner, world_size: int) -> Table:
 
 
 def as_object(planner: Planner, rows: Sequence[PlanRow], command: str | None, more: dict[str, Any]) -> dict[str, Any]:
-    """Return a plan (predicted memory and time of ways to train) as a JSON object. Units are bytes, seconds and rates
-    per second.
+    """Return a plan as a JSON object. Units are bytes, seconds and rates per second.
 
     Args:
-        planner: the planner that made the plan.
         rows: the ways to train, the best first.
-        command: the recommended command; None if no way to train fits into memory.
+        command: None if no way fits into memory.
         more: entries to add to the object.
     """
     machine, samples, world_size = planner.machine, planner.samples, rows[0].world_size

@@ -18,14 +18,14 @@ class Gpu:
 
     name: str
     memory: int
-    """Bytes of memory, as nvidia-smi reports them."""
+    """Bytes, as nvidia-smi reports them."""
     fp32: float
     """FLOPs per second of torch's fp32 matrix products, which do not use TF32 by default."""
     fp16: float
     bf16: float | None
-    """FLOPs per second in bf16; None if the device has no bf16."""
+    """FLOPs per second; None if the device has no bf16."""
     fp8: float | None
-    """FLOPs per second in fp8; None if the device has no fp8. Predicted times assume bf16's FLOPs instead."""
+    """FLOPs per second; None if the device has no fp8. Predicted times assume bf16's FLOPs instead."""
     bandwidth: float
     """Bytes per second between the GPU and its own memory."""
     link: float
@@ -39,7 +39,7 @@ class Gpu:
     source: str
 
     def peak(self, dtype: DType) -> float:
-        """Return this GPU's peak FLOPs per second in a dtype.
+        """Return the peak FLOPs per second in a dtype.
 
         Raises:
             ConfigError: the GPU does not compute in this dtype.
@@ -106,8 +106,8 @@ DEVICES = {
     "Tesla V100-SXM2-32GB": "v100",
     "Tesla T4": "t4",
 }
-"""Names of GPUs in the table of GPUs, by the names that CUDA reports. Similar GPUs (H100 PCIe and NVL, GH200, parts of
-a GPU) are left out, because they have other peaks."""
+"""CUDA's names of GPUs -> names in the table. Similar GPUs (H100 PCIe and NVL, GH200, parts of a GPU) are left out,
+because they have other peaks."""
 
 CONTEXT = 700 * MIB
 """Bytes of GPU memory for CUDA's context, torch's kernels and cuBLAS's workspaces; 0.5 to 1 GB on Ampere and Hopper."""
@@ -115,13 +115,11 @@ NCCL, NCCL_MORE = 500 * MIB, 200 * MIB
 """Bytes of GPU memory for NCCL's buffers: for the group of all ranks, and for each further group of the rank. An
 estimate: 0.3 to 1 GB were reported for one to four groups."""
 FRAGMENTATION = 0.04
-"""Share of GPU memory lost to fragmentation in torch's allocator, because every micro-batch allocates tensors of other
-sizes."""
+"""Share of GPU memory lost in torch's allocator, because every micro-batch allocates tensors of other sizes."""
 PROCESS = 450 * MIB
-"""Bytes of host memory that a Python process with torch and transformers takes on a CPU machine."""
+"""Bytes of host memory of a Python process with torch and transformers on a CPU machine."""
 CORE_FLOPS = 30e9
-"""FLOPs per second of one CPU core in training in fp32. Only the order of magnitude is right, which is enough to
-compare ways to train."""
+"""FLOPs per second of one CPU core in fp32. Only the order of magnitude is right, which is enough to compare."""
 FASTER, EMULATED = 2.0, 0.05
 """Speed of matrix products on a CPU, as a multiple of fp32's: of bf16 with instructions for it (measured: 1.5 to 2.1
 with AVX512-BF16), and of 16 bits without (0.03 to 0.05 with AVX2; AVX-512 emulates bf16 at 0.4)."""
@@ -129,13 +127,13 @@ with AVX512-BF16), and of 16 bits without (0.03 to 0.05 with AVX2; AVX-512 emula
 
 @dataclass(frozen=True)
 class Machine:
-    """The device that each rank trains on: a GPU of the table of GPUs, or a share of the machine's CPU cores."""
+    """The device that each rank trains on: a GPU of the table, or a share of the machine's CPU cores."""
 
     gpu: Gpu | None
-    """The GPU; None if training runs on CPU cores."""
+    """None if training runs on CPU cores."""
     name: str
     memory: int
-    """Bytes of memory for each rank."""
+    """Bytes for each rank."""
     flops: float
     """FLOPs per second of a rank's CPU cores in fp32; 0 with a GPU, whose FLOPs for each dtype are in `gpu`."""
     has_compiler: bool = True
@@ -148,11 +146,10 @@ class Machine:
         return "cpu" if self.gpu is None else "cuda"
 
     def usable(self, groups: int) -> int:
-        """Return the bytes of a rank's memory that tensors can use on this machine; 0 if the process itself needs all
-        of it.
+        """Return the bytes of a rank's memory that tensors can use; 0 if the process itself needs all of it.
 
         Args:
-            groups: number of process groups of several ranks that the rank belongs to; 0 for a single rank.
+            groups: number of process groups of several ranks that the rank belongs to.
         """
         if self.gpu is None:
             return max(0, self.memory - PROCESS)
@@ -161,7 +158,6 @@ class Machine:
 
     @property
     def has_bf16(self) -> bool:
-        """Whether the device of a rank has instructions for bf16."""
         return self.cores_have_bf16 if self.gpu is None else self.gpu.bf16 is not None
 
     def peak(self, dtype: DType) -> float:
@@ -176,18 +172,14 @@ class Machine:
         return self.flops * {DType.fp32: 1.0, DType.bf16: in_bf16, DType.fp16: EMULATED}[dtype]
 
     def check(self, precision: PrecisionConfig) -> None:
-        """Raise ConfigError if this machine's device cannot compute with this precision."""
+        """Raise ConfigError if the device cannot compute with this precision."""
         self.peak(precision.param_dtype)
         if precision.linear is LinearKind.fp8 and (self.gpu is None or self.gpu.fp8 is None):
             raise ConfigError(f"{self.name} has no fp8; choose precision=bf16")
 
 
 def machine_named(name: str, ranks: int) -> Machine:
-    """Return the device that each rank trains on, with the GPU `name` of the table of GPUs; for `auto`, that of the
-    machine on which this process runs.
-
-    Args:
-        ranks: number of ranks on one node.
+    """Return the device of each of `ranks` ranks: the GPU `name` of the table or, for `auto`, that of this machine.
 
     Raises:
         ConfigError: no GPU in the table has this name.
@@ -201,24 +193,18 @@ def machine_named(name: str, ranks: int) -> Machine:
 
 
 def machine_for(device: str, ranks: int) -> Machine:
-    """Return the device of the machine that this process runs on, as `ranks` ranks use it. For cuda on a machine
-    without a GPU, return an 80 GB A100 instead.
-
-    Args:
-        device: cuda or cpu.
-        ranks: number of ranks on one node, which share the cores and the memory of a CPU machine.
-    """
+    """Return the device of this machine as `ranks` ranks use it; an 80 GB A100 for cuda on a machine without a GPU."""
     if device == "cuda" and not torch.cuda.is_available():
         return machine_named("a100-80gb", ranks)
     return this_machine(ranks, device)
 
 
 def this_machine(ranks: int, device: str = "cuda") -> Machine:
-    """Return the machine that this process runs on: its first GPU if it has one and `device` is cuda, else the share of
-    its CPU cores and memory that each of `ranks` ranks gets.
+    """Return this machine: its first GPU if it has one and `device` is cuda, else the share of its CPU cores and memory
+    that each of `ranks` ranks gets.
 
-    A GPU that is not in the table of GPUs is assumed to be as fast as the GPU in the table whose memory size is
-    nearest; both must have bf16, or both lack it.
+    A GPU that is not in the table is assumed to be as fast as the one there whose memory size is nearest; both must
+    have bf16, or both lack it.
     """
     if device == "cpu" or not torch.cuda.is_available():
         host = read_host()

@@ -15,7 +15,7 @@ from llava_fsdp.plan.memory.activations import MicroBatches
 
 @dataclass(frozen=True)
 class Moved:
-    """Bytes that a rank receives in collectives, and the number of these collectives."""
+    """What a rank receives in collectives, and the number of these."""
 
     bytes: float = 0.0
     calls: float = 0.0
@@ -29,27 +29,24 @@ class Moved:
 
 @dataclass(frozen=True)
 class LayerVolume:
-    """What ranks that compute layers together exchange in the forward and backward pass of a micro-batch."""
+    """What ranks that compute layers together exchange in a micro-batch."""
 
     of_token: float
     """Bytes for each position."""
     of_label: float
-    """Bytes for each label."""
     of_sample: float
     """Bytes for each sample, and once more for each micro-batch's padding."""
     of_pass: Moved
-    """Bytes and collectives for each micro-batch, whatever its size."""
+    """For each micro-batch, whatever its size."""
     of_reduction: Moved
-    """Bytes and collectives whenever FSDP reduces gradients: then those of weights that every rank has whole are
-    summed."""
+    """Whenever FSDP reduces gradients: then those of weights that every rank has whole are summed."""
 
     def of(self, micros: MicroBatches, chunk_tokens: int, reductions: int) -> Moved:
         """Return what the ranks exchange in a step.
 
         Args:
-            micros: the step's micro-batches.
             chunk_tokens: number of labels whose logits the loss computes at a time.
-            reductions: how often FSDP reduces gradients in a step.
+            reductions: how often FSDP reduces gradients.
         """
         labels = sum(labels * times for labels, times in micros.labels.items())
         chunks = sum(math.ceil(labels / chunk_tokens) * times for labels, times in micros.labels.items())
@@ -61,14 +58,13 @@ class LayerVolume:
 def layer_volume(
     model: Llava, plan: Mapping[str, Cut], blocks: int, chains: int, size: int, recomputed: float, counted: int
 ) -> LayerVolume:
-    """Count what ranks that compute layers together exchange.
+    """Count what `size` ranks that compute layers together exchange.
 
     Args:
         model: the model on the meta device, not divided.
         plan: how the weights that these ranks have are divided.
         blocks: number of the language model's blocks that they have, without those that end with experts.
         chains: number of lists of consecutive blocks that they have.
-        size: number of ranks.
         recomputed: share of the blocks' forward pass that runs again in the backward pass.
         counted: number of experts, of all layers together, whose tokens are counted for each sample.
     """

@@ -22,26 +22,19 @@ TERA = 1e12
 
 @dataclass(frozen=True)
 class Utilization:
-    """FLOPs of a run's model, and the hardware's peak FLOPs per second, from which MFU and HFU are computed."""
+    """What MFU and HFU are computed from: the model's FLOPs, and the hardware's peak FLOPs per second."""
 
     flops: Flops
     language: PretrainedConfig
     recomputed: Flops | None
-    """FLOPs that activation checkpointing computes again in the backward pass; None with the mode `dynamic`, in which
-    they change in the run."""
+    """FLOPs that activation checkpointing computes again; None with `dynamic`, with which they change in the run."""
     peak: float | None
-    """Peak FLOPs per second of all ranks together; None if the device is unknown."""
+    """FLOPs per second of all ranks together; None if the device is unknown."""
     source: str
-    """Where the peak comes from (an entry of the table of GPUs), or the reason why it is unknown."""
+    """Where the peak comes from (an entry of the table of GPUs), or why it is unknown."""
 
     def of(self, facts: StepFacts, seconds: float) -> dict[str, float | None]:
-        """Return the FLOPs of a training step on all ranks together (`flops`), and its MFU and HFU, from 0 to 1 (`mfu`,
-        `hfu`; None if the peak or, for `hfu`, what is recomputed is unknown).
-
-        Args:
-            facts: numbers of tokens, samples and images in the step.
-            seconds: duration of the step.
-        """
+        """Return a step's FLOPs on all ranks together, its MFU and its HFU (0 to 1; None if unknown)."""
         pairs = pairs_in_windows(self.language, facts.tokens, facts.pairs)
         counts = facts.tokens, pairs, facts.label_tokens, facts.tiles
         needed = self.flops.of(*counts)
@@ -55,8 +48,7 @@ class Utilization:
 
 
 def utilization_of(model: Llava, cfg: Config, device: torch.device, world_size: int) -> Utilization:
-    """Count the model's FLOPs and find the peak FLOPs per second of `world_size` devices of the kind of `device`. The
-    result computes MFU and HFU of steps."""
+    """Count the model's FLOPs, and find the peak of `world_size` devices like `device`."""
     compiled = choose_compiling(cfg, device, model.kernel and model.kernel.attention).on
     needed = count_flops(model, activation_checkpointing=False)
     everything = count_flops(model, activation_checkpointing=True, compiled=compiled)
@@ -72,20 +64,15 @@ def utilization_of(model: Llava, cfg: Config, device: torch.device, world_size: 
 
 
 def recomputed_flops_share(activation_checkpointing: ActivationCheckpointingConfig) -> float:
-    """Return the share of a block's matrix-product FLOPs that run again in the backward pass; 0 with `selective`
-    activation checkpointing, which keeps the results of all matrix products."""
+    """Return the share of a block's matrix-product FLOPs that run again; `selective` keeps all products."""
     if activation_checkpointing.mode is ActivationCheckpointing.selective:
         return 0.0
     return recomputed_share(activation_checkpointing)
 
 
 def peak_of(name: str, dtype: DType) -> tuple[float | None, str]:
-    """Return the peak dense FLOPs per second of one GPU in a dtype, from the table of GPUs, and the source of this
-    number; (None, reason) if the table does not have it.
-
-    Args:
-        name: the GPU's name, as CUDA reports it.
-    """
+    """Return the peak dense FLOPs per second of the GPU that CUDA calls `name`, and the source of this number; (None,
+    reason) if the table of GPUs does not have it."""
     gpu = GPUS.get(DEVICES.get(name, ""))
     if gpu is None or (dtype is DType.bf16 and gpu.bf16 is None):
         return None, f"unknown hardware: no MFU ({name} has no peak for {dtype.value} in the table of GPUs)"

@@ -1,5 +1,4 @@
-"""Predict the seconds of a step: computation, communication, and the part of the communication that computation does
-not hide.
+"""Predict the seconds of a step: computation, communication, and the part of it that computation does not hide.
 
 The estimate uses the rates in the table of GPUs. It is good enough to compare ways to train, but not exact.
 """
@@ -32,16 +31,15 @@ LINK_EFFICIENCY = 0.78
 """Share of a link's bandwidth that collectives reach: NCCL's large rings reach 230 of 300 GB/s on A100 and 370 of 450
 on H100 (nccl-tests, bus bandwidth)."""
 OVERLAP = 0.9
-"""Share of the computation with which collectives can overlap. The first all-gather and the last reduction overlap with
-nothing."""
+"""Share of the computation with which collectives can overlap; the first all-gather and the last reduction cannot."""
 LATENCY = 20e-6
 """Seconds to start a collective."""
 HOP, HOP_BETWEEN = 3e-6, 8e-6
 """Seconds of latency from one rank of a ring to the next, within a node and between nodes."""
 COPIED = 38
-"""Bytes of memory traffic for each parameter and micro-batch: FSDP's casts and copies in and out of flat buffers."""
+"""Bytes of memory traffic per parameter and micro-batch: FSDP's casts and copies in and out of flat buffers."""
 UPDATED = 28
-"""Bytes of memory traffic of AdamW's update for each parameter of a rank's shards: it reads 16 and writes 12."""
+"""Bytes of memory traffic of AdamW's update per parameter of a rank's shards: it reads 16 and writes 12."""
 CPU_LINK = 2e9
 """Bytes per second between two ranks on a CPU machine."""
 CPU_BANDWIDTH = 10e9
@@ -53,9 +51,9 @@ RECOMPUTED = {
     ActivationCheckpointing.offload: 1.0,
     ActivationCheckpointing.dynamic: 1.0,
 }
-"""Share of the time of a block's forward pass that runs again in the backward pass. With `selective` these are norms,
-rotary embeddings and activation functions, which are memory traffic and few FLOPs. `dynamic` is counted as it begins,
-with every block recomputed."""
+"""Share of a block's forward time that runs again in the backward pass. With `selective` these are norms, rotary
+embeddings and activation functions, which are memory traffic and few FLOPs. `dynamic` counts as it begins, with every
+block recomputed."""
 HOST_UPDATE = 12e9
 """Bytes per second and rank that the CPU's fused AdamW reads and writes."""
 DISK = 2e9
@@ -63,7 +61,7 @@ DISK = 2e9
 
 
 def recomputed_share(activation_checkpointing: ActivationCheckpointingConfig) -> float:
-    """Return the share of the blocks' forward time that activation checkpointing spends again in the backward pass."""
+    """Return the share of the blocks' forward time that runs again in the backward pass."""
     if activation_checkpointing.mode is ActivationCheckpointing.budget:
         return 1 - (activation_checkpointing.budget or 0.0)
     return RECOMPUTED[activation_checkpointing.mode]
@@ -71,53 +69,44 @@ def recomputed_share(activation_checkpointing: ActivationCheckpointingConfig) ->
 
 @dataclass(frozen=True)
 class Volume:
-    """Bytes that a rank receives in the collectives of a step, and the number of these collectives."""
+    """Bytes that a rank receives in the collectives of a step, and the numbers of these collectives."""
 
     sharded: float = 0.0
-    """Bytes received in all-gathers of weights and reduce-scatters of gradients, between `shards` ranks with
-    consecutive numbers."""
+    """Bytes of all-gathers of weights and reduce-scatters of gradients, between `shards` consecutive ranks."""
     replicated: float = 0.0
-    """Bytes received in all-reduces of gradients, between `replicas` ranks whose numbers are `shards` apart."""
+    """Bytes of all-reduces of gradients, between `replicas` ranks whose numbers are `shards` apart."""
     gathers: int = 0
     """Number of all-gathers and reduce-scatters."""
     reductions: int = 0
     """Number of all-reduces."""
     context: float = 0.0
-    """Bytes received from the ranks that process the same row, by attention."""
+    """Bytes received in attention from the `context_size` ranks that process a row together."""
     exchanges: int = 0
-    """Number of collectives between the ranks that process the same row."""
+    """Number of collectives of attention."""
     context_size: int = 1
-    """Number of ranks that process a row together."""
     tensor: float = 0.0
-    """Bytes received from the ranks that compute layers together."""
+    """Bytes received from the `tensor_size` ranks that compute layers together."""
     sums: float = 0
-    """Number of collectives between the ranks that compute layers together."""
+    """Number of collectives between ranks that compute layers together."""
     tensor_size: int = 1
-    """Number of ranks that compute layers together."""
     experts: float = 0.0
-    """Bytes of tokens received from the ranks that share the experts of a mixture."""
+    """Bytes of tokens received from the `expert_size` ranks that share the experts of a mixture."""
     expert_exchanges: int = 0
-    """Number of collectives between the ranks that share experts."""
+    """Number of collectives between ranks that share experts."""
     expert_size: int = 1
-    """Number of ranks that share experts."""
     pipeline: float = 0.0
     """Bytes received from the ranks with the stages before and behind."""
     messages: int = 0
-    """Number of these messages."""
+    """Number of messages between stages."""
     stages_on_one_node: bool = False
-    """Whether all stages are on one node."""
     shards: int = 1
     replicas: int = 1
     node_size: int = 1
     """Number of ranks on one node; a group that computes layers together counts as one."""
 
     def extrapolated(self, other: Volume, times: int) -> Volume:
-        """Return the volume of a step with `times` more micro-batches, as far as collectives of weights and gradients
-        are concerned.
-
-        Args:
-            other: the volume of a step with one micro-batch more than this one.
-        """
+        """Add `times` more micro-batches to the collectives of weights and gradients. `other` has one more than
+        this."""
         more = {key: getattr(self, key) + times * (getattr(other, key) - getattr(self, key)) for key in GROWING_FIELDS}
         return replace(self, **more)
 
@@ -130,8 +119,8 @@ class Volume:
         return max(1, self.shards * self.replicas // self.node_size)
 
     def seconds(self, link: float, network: float) -> float:
-        """Return the seconds of a step's communication if nothing overlaps. `link` is bytes per second within a node,
-        `network` bytes per second from each GPU to other nodes.
+        """Return the seconds of communication if nothing overlaps. `link` is bytes per second within a node, `network`
+        bytes per second from each GPU to other nodes.
 
         A ring enters and leaves each node once. If its ranks are neighbours, it uses all network ports of the node
         (NCCL runs as many rings as there are ports). The rings between replicas, one for each shard, share the ports.
@@ -149,8 +138,8 @@ class Volume:
         return latency + (self.sharded / ring + self.replicated / replicas + self.pipeline / stages) / LINK_EFFICIENCY
 
     def attention_seconds(self, link: float, network: float) -> float:
-        """Return the seconds of attention's collectives between the ranks that process the same row, and of those
-        between the ranks that compute layers together. They overlap with nothing, because the layers wait for each.
+        """Return the seconds of collectives between the ranks of a row and between those that compute layers together.
+        They overlap with nothing, because the layers wait for each.
 
         The ranks of each group have consecutive numbers. If the size of a group does not divide the ranks of a node,
         some groups span two nodes, and all ranks wait for these.
@@ -164,27 +153,23 @@ class Volume:
         return seconds
 
     def expert_seconds(self, link: float, network: float) -> float:
-        """Return the seconds of the exchanges of tokens between the ranks that share experts, which also have
-        consecutive numbers. They overlap with nothing, because the experts wait for their tokens."""
+        """Return the seconds of the exchanges of tokens between ranks that share experts, which have consecutive
+        numbers. They overlap with nothing, because the experts wait for their tokens."""
         size = self.expert_size
         return self.waiting_seconds(self.experts, self.expert_exchanges, size, size, link, network)
 
     def waiting_seconds(
         self, received: float, calls: float, size: int, span: int, link: float, network: float
     ) -> float:
-        """Return the seconds of collectives for which a rank waits, between `size` ranks among `span` consecutive ones.
-
-        Args:
-            received: bytes that a rank receives.
-            calls: number of collectives.
-        """
+        """Return the seconds of `calls` collectives for which a rank waits, between `size` ranks among `span`
+        consecutive ones. The rank receives `received` bytes."""
         bandwidth = network if self.nodes > 1 and self.node_size * self.tensor_size % span else link
         return calls * (LATENCY + HOP * (size - 1)) + received / bandwidth / LINK_EFFICIENCY
 
 
 GROWING_FIELDS = ("sharded", "replicated", "gathers", "reductions")
-"""Names of the fields of Volume that count collectives of weights and gradients. They grow by equal amounts with each
-micro-batch, or not at all."""
+"""Fields of Volume that count collectives of weights and gradients. They grow by equal amounts with each micro-batch,
+or not at all."""
 
 
 def volume(
@@ -200,12 +185,8 @@ def volume(
     the bytes of a tensor that is all-gathered or reduce-scattered, and twice as many if it is all-reduced.
 
     Args:
-        weights: the properties of every parameter of the model.
-        strategy: the sharding strategy.
         world_size: number of ranks that hold the same parts of layers.
         shard_size: number of ranks over which hybrid strategies shard.
-        node_size: number of ranks on one node.
-        micro_batches: number of micro-batches of the step.
     """
     if world_size == 1 and all(weight.tensor == 1 for weight in weights):
         return Volume()
@@ -248,16 +229,12 @@ def volume(
 
 
 def received_by_attention(how: ContextHow, size: int, language: PretrainedConfig, width: int, tokens: int) -> float:
-    """Return the bytes that a rank receives from the ranks that process the same row, in one forward pass of all
-    layers.
+    """Return the bytes that a rank receives from the ranks of its row in one forward pass of all layers.
 
     With `ulysses`, queries, keys, values and the result are exchanged: a rank receives (size - 1) / size of what it
     holds. With `gather`, it receives the keys and values of all other ranks.
 
     Args:
-        how: `ulysses` or `gather`.
-        size: number of ranks that process a row together.
-        language: configuration of the language model.
         width: bytes of a value.
         tokens: positions that the rank processes.
     """
@@ -274,19 +251,13 @@ def received_by_attention(how: ContextHow, size: int, language: PretrainedConfig
 def context_volume(
     how: ContextHow, size: int, language: PretrainedConfig, width: int, tokens: int, recomputed: float
 ) -> tuple[float, int]:
-    """Count what attention moves in a step between the ranks that process the same rows. The backward pass moves as
-    many bytes of gradients as the forward pass moves of values.
+    """Return the bytes that attention moves in a step between the ranks of a row, and the collectives of each
+    micro-batch. The backward pass moves as many bytes of gradients as the forward pass moves of values.
 
     Args:
-        how: `ulysses` or `gather`.
-        size: number of ranks that process a row together.
-        language: configuration of the language model.
         width: bytes of a value.
         tokens: positions that the rank processes in a step, in all its micro-batches.
         recomputed: share of the forward pass that runs again in the backward pass.
-
-    Returns:
-        The bytes that a rank receives, and the number of collectives for each micro-batch.
     """
     passes = 2 + recomputed
     calls = (4 if how is ContextHow.ulysses else 2) * language.num_hidden_layers
@@ -304,23 +275,18 @@ def expert_volume(
     micro_batches: int,
     recomputed: int,
 ) -> tuple[float, int]:
-    """Count what ranks that share the experts of a mixture exchange in a step, if all experts have the same load. In
-    the forward pass of a layer, a token is sent to each of its experts and back, and the numbers of tokens are
-    exchanged (int64). The backward pass exchanges as many bytes of gradients.
+    """Return the bytes that a rank receives in a step from those it shares experts with, and the number of collectives,
+    if all experts have the same load. In the forward pass of a layer, a token is sent to each of its experts and back,
+    and the numbers of tokens are exchanged (int64). The backward pass exchanges as many bytes of gradients.
 
     Args:
-        size: number of ranks that share the experts.
         layers: number of layers with experts.
         experts: number of experts of a layer.
         choices: number of experts that a token is sent to.
         hidden: width of a token.
         width: bytes of a value.
         tokens: positions that the rank processes in a step, in all its micro-batches.
-        micro_batches: number of micro-batches of the step.
         recomputed: how often the forward pass runs again in the backward pass, 0 or 1.
-
-    Returns:
-        The bytes that a rank receives, and the number of collectives.
     """
     counts = (1 + recomputed) * micro_batches * experts * 8
     moved = (2 + recomputed) * 2 * tokens * choices * hidden * width
@@ -330,14 +296,14 @@ def expert_volume(
 
 @dataclass(frozen=True)
 class Step:
-    """Predicted seconds of a step, divided into computation, copies, communication and optimizer update."""
+    """Predicted seconds of a step."""
 
     compute: float
     copies: float
     communication: float
-    """Seconds of all communication, whether or not it overlaps with computation."""
+    """All communication, whether or not computation hides it."""
     exposed: float
-    """Seconds of communication that computation does not hide."""
+    """Communication that computation does not hide."""
     update: float
 
     @property
@@ -346,13 +312,9 @@ class Step:
 
 
 def added_bytes(precision: PrecisionConfig, micro_batches: int) -> int:
-    """Return the bytes of memory traffic for each parameter in a step on one rank, where FSDP copies nothing. The first
+    """Return the bytes of memory traffic per parameter in a step on one rank, where FSDP copies nothing. The first
     micro-batch's gradient is cast to the dtype of the master weights, or taken as it is if that is its own. Those of
-    later ones are added.
-
-    Args:
-        micro_batches: number of micro-batches of the step.
-    """
+    later ones are added."""
     own, master = ITEM_SIZE[precision.param_dtype], 2 if precision.master_dtype is MasterDType.bf16 else 4
     return (master + own) * (own != master) + (2 * master + own) * (micro_batches - 1)
 
@@ -372,15 +334,11 @@ def step_time(
     """Predict the seconds of a step on one rank.
 
     Args:
-        machine: the GPU, or the CPU cores, that each rank trains on.
         flops: FLOPs of the rank's samples, without recomputation.
         recomputed: FLOPs that run again in the backward pass.
-        sent: the bytes that a rank receives in the collectives of the step.
+        sent: what the rank receives in the step.
         trainable: number of trainable parameters.
         local: number of trainable parameters that this rank updates.
-        micro_batches: number of micro-batches of the step.
-        world_size: number of ranks.
-        offload: what is offloaded from the device.
     """
     gpu = machine.gpu
     rate = machine.peak(precision.param_dtype) * (gpu.efficiency if gpu else 1.0)
@@ -406,11 +364,5 @@ def step_time(
 
 
 def sample_flops(flops: Flops, samples: Samples) -> float:
-    """Return the mean FLOPs of a sample. The spread of the lengths counts too, because attention's FLOPs grow with the
-    square of the length.
-
-    Args:
-        flops: FLOPs of the model per token, per image and so on.
-        samples: mean sizes of the dataset's samples, and the spread of their lengths.
-    """
+    """Return the mean FLOPs of a sample. Attention's FLOPs grow with the square of its length, so the spread counts."""
     return flops.of(samples.tokens, samples.tokens**2 + samples.spread**2, samples.labels, samples.tiles)
