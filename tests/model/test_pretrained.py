@@ -11,9 +11,9 @@ from transformers import CLIPVisionConfig, LlavaConfig, LlavaNextConfig, LlavaOn
 
 from llava_fsdp.config import Feature, PatchMerge
 from llava_fsdp.model.sources import pretrained
+from llava_fsdp.model.sources.parts import Parts
 from llava_fsdp.model.sources.pretrained import (
     NoProjector,
-    Parts,
     artifacts_of,
     check_named_language,
     check_same_model,

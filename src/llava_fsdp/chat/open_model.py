@@ -12,7 +12,8 @@ from llava_fsdp.export.prove.verify_logits import compute_dtype
 from llava_fsdp.export.source_model import Opened, open_source
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.sources.llava_v1_5_config import is_original
-from llava_fsdp.model.sources.pretrained import NEXT, ONEVISION, read_json
+from llava_fsdp.model.sources.parts import read_json
+from llava_fsdp.model.sources.pretrained import NEXT, ONEVISION
 from llava_fsdp.runtime.errors import ConfigError, DamagedModel, ModelError
 from llava_fsdp.runtime.files.provenance import NOTES, read_notes
 from llava_fsdp.runtime.files.run_dir import FOLDER, list_checkpoints, step_of

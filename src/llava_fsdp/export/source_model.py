@@ -40,16 +40,15 @@ from llava_fsdp.model.adapters.lora_files import AdapterFolder, is_adapter_folde
 from llava_fsdp.model.adapters.lora_names import BASE, is_adapter, module_of, without_base
 from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.sources.llava_v1_5_config import is_original
+from llava_fsdp.model.sources.parts import Parts, read_json
 from llava_fsdp.model.sources.pretrained import (
     EXPORT,
     LIMITED,
     NEXT,
     ONEVISION,
-    Parts,
     artifacts_of,
     find_parts,
     find_projector,
-    read_json,
     resolve,
 )
 from llava_fsdp.model.sources.pretrained_config import check_named_base, read_base, read_model

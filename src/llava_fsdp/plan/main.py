@@ -28,7 +28,7 @@ from llava_fsdp.config import (
     SamplerName,
     Source,
 )
-from llava_fsdp.model.sources.pretrained import Parts
+from llava_fsdp.model.sources.parts import Parts
 from llava_fsdp.parallel.precision.fast_dtype import settle_precision, slow_dtype
 from llava_fsdp.parallel.zero import SHARD_PLANS, Mesh
 from llava_fsdp.plan.model_shapes import shapes_of

@@ -58,7 +58,8 @@ from llava_fsdp.model.sources.llava_v1_5_config import (
     original_config,
     write_json,
 )
-from llava_fsdp.model.sources.pretrained import PACKAGE, Parts, read_json
+from llava_fsdp.model.sources.parts import Parts, read_json
+from llava_fsdp.model.sources.pretrained import PACKAGE
 from llava_fsdp.model.weights.conversions import plan_save
 from llava_fsdp.model.weights.load_weights import PROJECTOR_PREFIX
 from llava_fsdp.model.weights.weight_names import original

@@ -3,7 +3,6 @@
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +18,16 @@ from transformers import (
 
 from llava_fsdp.config import Config, Feature, ModelConfig, PatchMerge, config_dir
 from llava_fsdp.model.adapters.lora_files import find_adapter, is_adapter_folder
-from llava_fsdp.model.logit_change import VISION_LANGUAGE, LogitChange, logit_change
+from llava_fsdp.model.logit_change import VISION_LANGUAGE
 from llava_fsdp.model.sources.llava_v1_5_config import TOWER, check_agrees, is_original, language_config, read_feature
+from llava_fsdp.model.sources.parts import Parts, read_json
+from llava_fsdp.model.sources.saved_run import projector_cure, way_to_whole, whole_cure
 from llava_fsdp.model.vision_tower import image_size, patch_size
 from llava_fsdp.model.weights.conversions import is_tied, language_model_of, whole_model_of
 from llava_fsdp.model.weights.tensor_files import WHOLE_MODEL, open_tensors, require_weights
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 from llava_fsdp.runtime.files.provenance import NOTES, check_folder, read_notes
-from llava_fsdp.runtime.files.safe_load import SMALL, foreign, is_open_to_others, refuse_model_code
-from llava_fsdp.runtime.files.safe_load import read_json as read_any_json
+from llava_fsdp.runtime.files.safe_load import SMALL, foreign, is_open_to_others
 from llava_fsdp.runtime.files.unfinished import EXPORT, has_export, is_run, lacking_export, refuse_staged, run_of
 from llava_fsdp.runtime.text.log import log
 
@@ -63,41 +63,6 @@ class NoProjector(ConfigError):
 class UnfinishedRun(NoProjector):
     """Error: the training whose projector is asked for has no export, as it has not finished or was told to write
     none."""
-
-
-@dataclass(frozen=True)
-class Parts:
-    """The folders from which a model is read, and the configurations of its language model and vision tower."""
-
-    language_folder: Path
-    """Folder of the tokenizer and, if `whole` is None, of the language model's weights."""
-    vision_folder: Path
-    """Folder of the image preprocessor and, if `whole` is None, of the vision tower's weights."""
-    language: PretrainedConfig
-    vision: PretrainedConfig
-    whole: Path | None
-    """Folder of a whole model (`model.checkpoint`); None if language model and vision tower are given separately."""
-    trained_feature: Feature | None = None
-    """With which tokens of the vision tower `model.checkpoint` was trained: `patch` (without the CLS token) or `full`;
-    None without `model.checkpoint`."""
-    grid_pinpoints: list[list[int]] | None = None
-    """If `model.checkpoint` is a LLaVA-NeXT or LLaVA-OneVision, the sizes [width, height] in pixels into which its
-    images were fitted in training; else None."""
-    max_tiles: int | None = None
-    """If `model.checkpoint` is a LLaVA-OneVision, the `data.max_tiles` with which it was trained; else None."""
-    bare_logits: bool = False
-    """Whether the logits are the output of the output layer, whatever the language model's class does with it: so it is
-    in LLaVA's classes and in those of other vision-language models, from whose folders the weights may come."""
-
-    @property
-    def logit_change(self) -> LogitChange:
-        """How the logits are made from the output of the output layer."""
-        return LogitChange() if self.bare_logits else logit_change(self.language)
-
-    @property
-    def image_size(self) -> int:
-        """Width and height of the vision tower's input images, in pixels."""
-        return image_size(self.vision)
 
 
 def find_parts(cfg: ModelConfig) -> Parts:
@@ -540,13 +505,10 @@ def resolve_model(name: str, key: str) -> Path:
     folder = Path(name)
     if (folder / EXPORT / "config.json").is_file() or read_notes(folder / EXPORT):
         return resolve(str(folder / EXPORT), key)
-    # saved_run builds the run's model, and so imports this file
-    from llava_fsdp.model.sources.saved_run import way_to_whole, whole_cure
-
     if is_adapter_folder(folder):
         merge = f"merge it into its base: llava-fsdp export source={name} to=FOLDER"
         if (folder.parent / "config.yaml").is_file():
-            merge = way_to_whole(folder.parent, folder, f"{folder.parent}_model", key)
+            merge = way_to_whole(folder.parent, folder, f"{folder.parent}_model", key, find_parts)
         raise ModelError(
             f"{key}={name} is an adapter, not a whole model; to go on training it: model.lora.checkpoint={name}; to "
             f"start from the whole model: {merge}"
@@ -555,12 +517,12 @@ def resolve_model(name: str, key: str) -> Path:
         run = None if (folder / CHECKPOINT_FILE).is_file() else run_of(folder)
         if run is not None and (not has_export(run) or run.absolute() == folder.absolute()):
             inside = f": {run}" if folder.exists() and folder.absolute() != run.absolute() else ""
-            raise ModelError(f"{key}={name}{inside} {lacking_export(run)}{whole_cure(run, key)}")
+            raise ModelError(f"{key}={name}{inside} {lacking_export(run)}{whole_cure(run, key, find_parts)}")
         if (folder / CHECKPOINT_FILE).is_file():
             of_run = folder.absolute().parents[1]
             cure = f"export it: llava-fsdp export source={name} to=FOLDER"
             if (of_run / "config.yaml").is_file():
-                cure = way_to_whole(of_run, folder, f"{of_run}_{folder.name}", key)
+                cure = way_to_whole(of_run, folder, f"{of_run}_{folder.name}", key, find_parts)
             raise ModelError(f"{key}={name} is a checkpoint of a run, which holds what trained alone; {cure}")
         if folder.is_dir():
             raise ModelError(f"{key}={name} has no config.json; give a model folder, or the folder of a run")
@@ -639,23 +601,6 @@ def check_sizes(config: Any, folder: Path) -> None:
                 )
 
 
-def read_json(path: Path, what: str) -> dict:
-    """Read a JSON file of a model folder.
-
-    Args:
-        what: text with which error messages begin, such as the setting that names the folder.
-
-    Raises:
-        ModelError: the file contains no JSON object, or names Python code in the model folder.
-    """
-    try:
-        found = read_any_json(path)
-        refuse_model_code(found, path)
-    except ModelError as error:
-        raise ModelError(f"{what}: {error}") from error
-    return found
-
-
 def find_projector(cfg: Config) -> Path | None:
     """Return the path of the projector with which a training run starts; None if the projector is initialised randomly,
     or is part of `model.checkpoint` or of the LoRA adapter's folder.
@@ -707,11 +652,7 @@ def find_projector(cfg: Config) -> Path | None:
 def without_export(run: Path) -> str:
     """Say why the output folder of a run has no export, and how a training can begin with its projector, as a text that
     follows its path."""
-    from llava_fsdp.model.sources.saved_run import (
-        projector_cure,  # which builds the run's model, and so imports this file
-    )
-
-    return f"{lacking_export(run)}{projector_cure(run)}"
+    return f"{lacking_export(run)}{projector_cure(run, find_parts)}"
 
 
 def check_same_model(folder: Path, cfg: Config) -> None:

@@ -3,6 +3,7 @@
 Only commands are named that the command `export` does not refuse for the run's model: its own checks are asked.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -10,19 +11,23 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from llava_fsdp.config import Config, load
+from llava_fsdp.config import Config, ModelConfig, load
 from llava_fsdp.config.command_line.renamed import present_tree
 from llava_fsdp.model.adapters.lora_files import is_adapter_folder
 from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.sources.exportable import check_projector, error_of, why_not_hf, why_not_original
-from llava_fsdp.model.sources.pretrained import find_parts
+from llava_fsdp.model.sources.parts import Parts
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 from llava_fsdp.runtime.files.run_dir import FOLDER, held_by, list_checkpoints
 from llava_fsdp.runtime.files.safe_load import refuse_yaml_bombs
 from llava_fsdp.runtime.files.unfinished import ADAPTER, is_done
 
+FindParts = Callable[[ModelConfig], Parts]
+"""Type of the function that finds the folders of a model, which the functions here are given. It calls them itself if
+the folder is a run without an export, so they cannot import it."""
 
-def projector_cure(run: Path) -> str:
+
+def projector_cure(run: Path, find_parts: FindParts) -> str:
     """Return how a training can begin with the projector that a run without an export has saved, as a text that follows
     the text of `lacking_export`; empty if the only way is what that text says.
 
@@ -32,7 +37,7 @@ def projector_cure(run: Path) -> str:
     if not has_saved(run):
         return nothing_saved(run)
     try:
-        model, _ = open_run(run)
+        model, _ = open_run(run, find_parts)
     except (ConfigError, ModelError) as error:
         return f"; how to go on from what it has saved cannot be told: {error}"
     refused = error_of(lambda: check_projector(model))
@@ -45,7 +50,7 @@ def projector_cure(run: Path) -> str:
     )
 
 
-def whole_cure(run: Path, key: str) -> str:
+def whole_cure(run: Path, key: str, find_parts: FindParts) -> str:
     """Return how the whole model that a run without an export has saved can be read, as a text that follows the text of
     `lacking_export`; empty if the only way is what that text says.
 
@@ -55,10 +60,10 @@ def whole_cure(run: Path, key: str) -> str:
     """
     if not has_saved(run):
         return nothing_saved(run)
-    return f"{or_also(run)}{way_to_whole(run, run, f'{run}_model', key)}"
+    return f"{or_also(run)}{way_to_whole(run, run, f'{run}_model', key, find_parts)}"
 
 
-def way_to_whole(run: Path, source: Path, to: str, key: str) -> str:
+def way_to_whole(run: Path, source: Path, to: str, key: str, find_parts: FindParts) -> str:
     """Return the command that exports the whole model of a run, and the setting that reads it; or why there is no such
     command, and how its adapters can go on.
 
@@ -69,7 +74,7 @@ def way_to_whole(run: Path, source: Path, to: str, key: str) -> str:
         key: the setting, such as model.checkpoint.
     """
     try:
-        model, cfg = open_run(run)
+        model, cfg = open_run(run, find_parts)
     except (ConfigError, ModelError) as error:
         return f"how to go on from what it has saved cannot be told: {error}"
     refused = why_not_hf(model, cfg.data.trained_aspect)
@@ -99,7 +104,7 @@ def has_saved(run: Path) -> bool:
     return held_by(run) is None and bool(list_checkpoints(run / FOLDER) or is_adapter_folder(run / ADAPTER))
 
 
-def open_run(run: Path) -> tuple[Llava, Config]:
+def open_run(run: Path, find_parts: FindParts) -> tuple[Llava, Config]:
     """Return the model that a run has trained, on the meta device, without its adapters, and the run's configuration.
 
     Raises:

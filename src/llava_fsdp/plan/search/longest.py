@@ -13,7 +13,7 @@ from llava_fsdp.config import (
     PlanConfig,
     Strategy,
 )
-from llava_fsdp.model.sources.pretrained import Parts
+from llava_fsdp.model.sources.parts import Parts
 from llava_fsdp.parallel.context.context_attention import plan_context
 from llava_fsdp.plan.memory.activations import MicroBatch
 from llava_fsdp.plan.planner import Choice, Planner, PlanRow, Ranks
