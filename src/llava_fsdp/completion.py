@@ -67,14 +67,10 @@ def main() -> None:
 
 
 def completions(command: str, word: str) -> list[str]:
-    """Return the possible completions of `word`, the text being typed at the end of the command line `llava-fsdp
-    COMMAND ...`. After `GROUP=`, these are `GROUP=CHOICE` for every YAML file in Hydra's config group GROUP; else they
-    are the configuration keys of the command that begin with `word`, each followed by `=`.
-
-    Args:
-        command: name of the command. While the command itself is being typed, it equals `word`, and the names of
-            commands are returned.
-    """
+    """Return the completions of `word`, the text being typed at the end of `llava-fsdp COMMAND ...`: after `GROUP=`,
+    `GROUP=CHOICE` for every YAML file in Hydra's config group GROUP; else the command's configuration keys that begin
+    with `word`, each followed by `=`. While the command itself is typed, it equals `word`, and names of commands are
+    returned."""
     if command not in SCHEMAS:
         return [name for name in COMMANDS if name.startswith(word)] if command == word else []
     group, equals, begun = word.partition("=")

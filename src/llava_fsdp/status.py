@@ -30,7 +30,7 @@ from llava_fsdp.runtime.text.terminal_text import shown_name
 
 
 def newest_step(output_dir: Path) -> int:
-    """Return the training step of the newest checkpoint in a run's output folder; 0 if it has no checkpoint."""
+    """Return the step of a run's newest checkpoint; 0 if it has none."""
     checkpoints = list_checkpoints(output_dir / FOLDER)
     return (step_of(checkpoints[-1]) or 0) if checkpoints else 0
 
@@ -81,14 +81,8 @@ def main() -> None:
 
 
 def log_other_start(path: Path, record: dict[str, Any]) -> None:
-    """Log what the status file of a run (`run_status.json`) says about a start of the run other than the latest one
-    that trained: why a later start was refused, because the run was finished; or how the previous start ended, if the
-    latest one has not completed a step.
-
-    Args:
-        path: the status file, for the log messages.
-        record: contents of the status file.
-    """
+    """Log what a status says about another start than the latest one that trained: why a later start was refused,
+    because the run was finished; or how the previous start ended, if the latest one has not completed a step."""
     if isinstance(refused := record.get("refused"), dict):
         log().info("%s: a later start was refused: %s", path, refused.get("reason") or "")
     elif isinstance(before := record.get("before"), dict) and record["status"] != "done":

@@ -1,5 +1,4 @@
-"""Entry point of `python -m llava_fsdp.evaluate`, which lets a trained model answer a benchmark's questions and scores
-its answers; see evaluate/main.py."""
+"""Entry point of `python -m llava_fsdp.evaluate`; see evaluate/main.py."""
 
 from llava_fsdp.runtime.process.safe_path import prepare_python
 

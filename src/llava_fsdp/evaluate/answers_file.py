@@ -1,10 +1,10 @@
-"""Write a model's answers to a benchmark to a JSON Lines file that the original LLaVA's scorers can read. An evaluation
-that was interrupted and is started again keeps the answers in this file and adds the missing ones.
+"""Write answers to a JSON Lines file that the original LLaVA's scorers can read. An interrupted evaluation that is
+started again keeps them and adds the missing ones.
 
-A single process appends to the answers file itself. With several processes, each appends to its own part file beside
-the answers file (`FILE.part-0-of-8`), and rank 0 merges the part files once every question has an answer; the processes
-do not communicate in any other way. Every line contains the number of its question and the evaluation's settings, so
-that an evaluation can continue with another number of processes.
+A single process appends to the answers file itself. With several processes, each appends to its own part file beside it
+(`FILE.part-0-of-8`), and rank 0 merges the part files once every question has an answer; the processes do not
+communicate in any other way. Every line contains the number of its question and the evaluation's settings, so that an
+evaluation can continue with another number of processes.
 """
 
 import contextlib
@@ -24,20 +24,14 @@ from llava_fsdp.runtime.errors import CommunicationError, ConfigError, StorageEr
 from llava_fsdp.runtime.files.jsonl import replace_lines
 
 POLL = 0.5
-"""Seconds between two reads by which rank 0 looks for new answers of the other processes."""
+"""Seconds between two looks of rank 0 for new answers of other processes."""
 STALL = 1800.0
-"""Seconds without a new answer from any process after which rank 0 stops waiting."""
+"""Seconds without a new answer after which rank 0 stops waiting."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """The questions of a benchmark that one of several evaluating processes answers: every `size`-th question,
-    beginning with question number `rank`.
-
-    Attributes:
-        rank: number of the process, from 0.
-        size: number of processes.
-    """
+    """The questions that one of `size` processes answers: every `size`-th question, from number `rank` on."""
 
     rank: int = 0
     size: int = 1
@@ -45,17 +39,15 @@ class Shard:
 
 @dataclass
 class AnswersFile:
-    """A JSON Lines file of a model's answers to a benchmark, and the part files that several processes write before
-    rank 0 merges them into it.
+    """A file of answers, and the part files that rank 0 merges into it.
 
     Attributes:
-        path: the answers file; each part file is beside it.
         questions: all questions of the benchmark.
-        settings: all settings on which an answer depends: model, maximum length, template, ...
+        settings: everything on which an answer depends: model, maximum length, template, ...
         model_id: name of the model, which every line contains.
         shard: the questions that this process answers.
         texts: answers read or written so far, by the number of the question.
-        read: number of bytes of each file that have been read so far; they always end with a complete line.
+        read: bytes of each file that have been read so far; they end with a complete line.
     """
 
     path: Path
@@ -71,8 +63,7 @@ class AnswersFile:
         self.read_new()
 
     def read_new(self) -> bool:
-        """Read the lines that were added to the answers file and to its part files (one per process) since the last
-        call; return whether they contain new answers.
+        """Read the lines added since the last call; return whether they contain new answers.
 
         Raises:
             ConfigError: a line has the wrong form, answers a question that is not in this evaluation, or was written
@@ -89,11 +80,8 @@ class AnswersFile:
         return sorted(self.path.parent.glob(f"{glob.escape(self.path.name)}.part-*-of-*"))
 
     def new_lines(self, path: Path) -> list[bytes]:
-        """Return the complete lines that were added to a file of a model's answers since the last call.
-
-        A last line without a newline is left for a later call: its process is still writing it, or was stopped while
-        writing.
-        """
+        """Return the complete lines added to a file since the last call. A last line without a newline is left for
+        later: its process is still writing it, or was stopped while writing."""
         begin = self.read.get(path, 0)
         try:
             with path.open("rb") as file:
@@ -108,8 +96,8 @@ class AnswersFile:
         return whole.split(b"\n")[:-1]
 
     def parse(self, path: Path, line: bytes) -> tuple[int, str]:
-        """Return the question's number and the answer in a line of an evaluation's answers file `path`. Raise
-        ConfigError if the line has the wrong form, or if its question or settings are not those of this evaluation."""
+        """Return the question's number and the answer in a line. Raise ConfigError if the line has the wrong form, or
+        if its question or settings are not those of this evaluation."""
         cure = "name another file with answers=FILE, or move this one away"
         try:
             row = json.loads(line)
@@ -130,23 +118,21 @@ class AnswersFile:
         return number, text
 
     def pending(self) -> list[BenchmarkQuestion]:
-        """Return the benchmark questions that this process must still answer: those of its share that have no answer
-        yet, in the order of the benchmark."""
+        """Return the questions that this process must still answer."""
         share = self.questions[self.shard.rank :: self.shard.size]
         return [question for question in share if question.number not in self.texts]
 
     @property
     def path_to_write(self) -> Path:
-        """Path of the file to which this process of an evaluation appends its answers: the answers file if there is one
-        process, else this process's part file beside it."""
+        """The answers file if there is one process, else this process's part file."""
         if self.shard.size == 1:
             return self.path
         return self.path.with_name(f"{self.path.name}.part-{self.shard.rank}-of-{self.shard.size}")
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[Callable[[Sequence[BenchmarkQuestion], Sequence[str]], None]]:
-        """Context manager that opens the file of this process's answers and yields a function that appends answers: it
-        takes questions, and as many texts. An incomplete last line of the file is removed first.
+        """Context manager that yields a function which appends the answers to questions. An incomplete last line of the
+        file is removed first.
 
         Raises:
             ConfigError: another process has opened the file for writing.
@@ -188,8 +174,7 @@ class AnswersFile:
         return json.dumps(row)
 
     def wait(self, stall: float = STALL) -> None:
-        """Wait until every question of the benchmark has an answer in the files of the evaluating processes. If another
-        process fails, torchrun ends this process.
+        """Wait until the files contain an answer to every question. If another process fails, torchrun ends this one.
 
         Raises:
             CommunicationError: no process has written a new answer for `stall` seconds.
@@ -208,8 +193,8 @@ class AnswersFile:
             time.sleep(POLL)
 
     def finish(self) -> list[str]:
-        """Write the answers of all processes to the answers file in the order of the questions, delete the processes'
-        part files, and return the answers in the same order."""
+        """Merge all answers into the answers file in the order of the questions, delete the part files, and return the
+        answers."""
         lines = [self.line(question, self.texts[question.number]) for question in self.questions]
         parts = self.parts()
         with storage_errors(f"answers={self.path}"):
@@ -222,11 +207,7 @@ class AnswersFile:
 
 @contextlib.contextmanager
 def storage_errors(what: str) -> Iterator[None]:
-    """Context manager that converts an OSError raised inside it into a StorageError.
-
-    Args:
-        what: the file that is written, for the message.
-    """
+    """Context manager in which an OSError becomes a StorageError about `what`, the file that is written."""
     try:
         yield
     except OSError as error:
@@ -236,6 +217,5 @@ def storage_errors(what: str) -> Iterator[None]:
 
 
 def blank_file(path: Path) -> Path:
-    """Return the path of a second answers file, for a model's answers to the same questions with blank images. It is
-    beside the answers file `path`."""
+    """Return the path of a second file beside an answers file, for answers to the same questions with blank images."""
     return path.with_name(f"{path.stem}_blank{path.suffix}")

@@ -14,12 +14,8 @@ from llava_fsdp.runtime.errors import DataError
 
 
 def check_images(questions: Iterable[BenchmarkQuestion], cfg: DataConfig) -> None:
-    """Check that every benchmark question has an `<image>` tag for each of its images, and that the images exist in
-    their folder, which is that of the configuration key `data.images` or that of the question's data source. Damaged
-    images are only detected later, when they are read.
-
-    Args:
-        cfg: `data.*` keys of the configuration.
+    """Check that every question has an `<image>` tag for each of its images, and that the images exist in the folder of
+    `data.images` or of the question's data source. Damaged images are only detected when they are read.
 
     Raises:
         DataError: a question has more or fewer tags than images, or an image does not exist or is outside its folder.
@@ -55,13 +51,8 @@ def check_images(questions: Iterable[BenchmarkQuestion], cfg: DataConfig) -> Non
 
 
 def folder_of(cfg: DataConfig, images: str | None = None) -> Path | RemoteFolder:
-    """Return a folder of images, local or remote.
-
-    Args:
-        cfg: `data.*` keys of the configuration.
-        images: path or URL of the folder; None: that of the configuration key `data.images` or, if the key is not set,
-            the current folder, from which no image is read.
-    """
+    """Return a folder of images, local or remote. `images` is its path or URL; None: `data.images` or, if the key is
+    not set, the current folder, from which no image is read."""
     cache = CacheFolder(cfg.cache_folder / "images", cfg.cache_gb)
     return open_folder(images or cfg.images or ".", DataFiles(cache=cache))
 

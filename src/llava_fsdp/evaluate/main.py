@@ -49,8 +49,7 @@ from llava_fsdp.runtime.text.terminal_text import shown_name
 
 
 def evaluate(cfg: EvaluateConfig) -> None:
-    """Let a model answer all questions of a benchmark by greedy decoding, and print the scores of its answers. All
-    settings, such as the model and the benchmark's files, are in `cfg`."""
+    """Let a model answer the questions of a benchmark by greedy decoding, and print the scores."""
     shard = open_shard(cfg)
     if cfg.task is Task.conversations:
         draw_shapes(cfg.data)
@@ -83,7 +82,6 @@ def evaluate(cfg: EvaluateConfig) -> None:
 
 
 def conversations_of(cfg: DataConfig) -> str | dict[str, str] | None:
-    """Return the value of `data.path`, or of the keys `data.sources.NAME.path` by name."""
     return {name: source.path for name, source in cfg.sources.items()} or cfg.path
 
 
@@ -91,12 +89,7 @@ def put_comparisons(
     result: dict[str, Any], task: Task, questions: list[BenchmarkQuestion], blank_answers: list[str] | None
 ) -> None:
     """Add to a model's scores, in place, what its accuracy is to be compared with: its accuracy with blank images, if
-    it was asked with them, and that of the best blind guess, each of all questions and of every group.
-
-    Args:
-        result: scores, as `score_all` returns them.
-        blank_answers: the model's answers to the questions with blank images.
-    """
+    it was asked with them, and that of the best blind guess, each of all questions and of every group."""
     if blank_answers is not None:
         blank = score_all(task, questions, blank_answers)
         of_groups = {
@@ -110,12 +103,11 @@ def put_comparisons(
 
 
 def open_shard(cfg: EvaluateConfig) -> Shard:
-    """Select this process's GPU, and return which of the benchmark's questions this process answers. torchrun's
-    environment variables (RANK, WORLD_SIZE, ...) determine both.
+    """Select this process's GPU and its share of the questions by torchrun's environment variables.
 
     Raises:
-        ConfigError: there are several processes and `cfg` names no file for the answers, or this machine has more
-            processes than GPUs.
+        ConfigError: there are several processes and no file for the answers, or more processes than GPUs on this
+            machine.
     """
     shard = Shard(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
     if shard.size > 1 and cfg.answers is None:
@@ -131,8 +123,8 @@ def asks_blank(cfg: EvaluateConfig) -> bool:
 
 
 class AnswerGenerator:
-    """Generates a model's answers to a benchmark's questions. Answers that the answers file already contains are not
-    generated again, and the model is only loaded if answers are missing."""
+    """Generates answers, except those that the answers file already contains. The model is only loaded if answers are
+    missing."""
 
     def __init__(self, cfg: EvaluateConfig, questions: list[BenchmarkQuestion], shard: Shard):
         self.cfg, self.questions, self.shard = cfg, questions, shard
@@ -149,12 +141,8 @@ class AnswerGenerator:
             }
 
     def answers(self, blank: bool) -> list[str]:
-        """Let the model answer all questions of the benchmark to which the answers file does not contain an answer yet.
-        Return the answers to all questions on rank 0, and an empty list on other ranks.
-
-        Args:
-            blank: whether to replace every image by a blank one, whose pixels all have the mean colour.
-        """
+        """Return the answers to all questions on rank 0, and an empty list on other ranks. With `blank`, every image is
+        replaced by one whose pixels all have the mean colour."""
         if self.cfg.answers is None:
             return [text for _, texts in self.batches(self.questions, blank) for text in texts]
         path = Path(self.cfg.answers)
@@ -199,9 +187,9 @@ class AnswerGenerator:
 
 
 def open_as_trained(cfg: EvaluateConfig) -> Opened:
-    """Find the model to evaluate and return its settings and files, without loading its weights. Log its conversation
-    template and image aspect ratio. They are those of its training; `data.template` and `data.image_aspect_ratio` in
-    `cfg` are only used if the model's folder does not contain them.
+    """Find the model and return its settings and files, without loading its weights. Its template and image aspect
+    ratio are those of its training; `data.template` and `data.image_aspect_ratio` are only used if its folder does not
+    contain them.
 
     Raises:
         ConfigError: `data.template` is not the template that the model was trained with.
@@ -219,13 +207,8 @@ def open_as_trained(cfg: EvaluateConfig) -> Opened:
 
 
 def same_template(given: str, trained: str) -> bool:
-    """Return whether two values of the configuration key `data.template` mean the same conversation template. The value
-    `chat_template` in `given` equals any chat template that comes with a model.
-
-    Args:
-        given: value that the user gave.
-        trained: value with which the model was trained.
-    """
+    """Return whether two values of `data.template` mean the same template. `chat_template` in `given` equals any chat
+    template that comes with a model."""
     if is_own(given) or is_own(trained):
         return given == trained or (given == OWN and is_own(trained))
     return template(given) == template(trained)
@@ -242,9 +225,6 @@ def model_digest(checkpoint: str) -> str:
     In the folder of a training run, only the model is digested, because logs may still grow: the `export` folder;
     without one, the manifest of the newest checkpoint, which contains digests of the checkpoint's files; without a
     checkpoint, the adapter folder.
-
-    Args:
-        checkpoint: folder or hub name of the model, or the folder of a training run.
     """
     given = Path(checkpoint)
     checkpoints = list_checkpoints(given / FOLDER)
@@ -261,11 +241,7 @@ def model_digest(checkpoint: str) -> str:
 
 
 def print_result(show: int, questions: list[BenchmarkQuestion], answers: list[str], result: dict[str, Any]) -> None:
-    """Print the first `show` questions with the model's answers, and the scores of all answers.
-
-    Args:
-        result: scores by name, as `score_all` returns them; without scores a remark is printed.
-    """
+    """Print the first `show` questions with their answers, and the scores; without scores, a remark."""
     for question, answer in list(zip(questions, answers, strict=True))[:show]:
         image = shown_name(question.images[0]) if question.images else "no image"
         text, reply = (t.strip().replace("\n", "\n    ") for t in (question.text.replace(IMAGE_TAG, ""), answer))

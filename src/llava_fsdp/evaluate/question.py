@@ -1,5 +1,4 @@
-"""Define the class of a benchmark's question, into which all file formats are converted, and helper functions for
-reading such files."""
+"""A benchmark's question, into which all file formats are converted, and helper functions for reading such files."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,57 +15,47 @@ from llava_fsdp.runtime.text.log import log
 SHORT = "Answer the question using a single word or phrase."
 LETTER = "Answer with the option's letter from the given choices directly."
 SUFFIXES = {Task.vqa: SHORT, Task.textvqa: SHORT, Task.yes_no: SHORT, Task.multiple_choice: LETTER}
-"""For each task, the last line that the original LLaVA adds to every question (see its docs/Evaluation.md)."""
+"""The last line that the original LLaVA adds to every question of a task (see its docs/Evaluation.md)."""
 CATEGORY = "category"
-"""Name of the kind of group (see `BenchmarkQuestion.groups`) that the key `category` of a question file defines."""
+"""Kind of group (see `BenchmarkQuestion.groups`) that the key `category` of a question file defines."""
 
 
 @dataclass(frozen=True)
 class BenchmarkQuestion:
-    """A benchmark's question for a vision-language model, with its images and its right answers."""
+    """A question with its images and its right answers."""
 
     number: int
     """Number of the question in its file, from 0."""
     id: str | int
     prompt: str
-    """Question text as written to the answers file, from which the original LLaVA's scorers read it."""
+    """Text in the answers file, where the original LLaVA's scorers read it."""
     text: str
-    """Question text as given to the model, with an `<image>` tag for every image."""
+    """Text for the model, with an `<image>` tag for every image."""
     images: tuple[str, ...]
     """Image paths relative to `data.images`, or to `images_folder`."""
     where: str
-    """File and place in the file from which the question was read, for error messages."""
+    """File and place in it, for error messages."""
     references: tuple[str, ...] = ()
-    """Right answers: texts, `yes` or `no`, or a choice's letter, depending on the task; empty if they are not known."""
+    """Right answers: texts, `yes` or `no`, or a choice's letter, depending on the task; empty if not known."""
     choices: int = 0
     """Number of choices of a multiple-choice question; 0 for other tasks."""
     groups: tuple[tuple[str, str], ...] = ()
-    """Groups to which the question belongs, as (kind, name), such as (category, adversarial). Every group is also
-    scored separately."""
+    """(kind, name) of each group that is also scored separately, such as (category, adversarial)."""
     inline: Mapping[str, ImageFile] = field(default_factory=dict, compare=False, repr=False)
-    """Those images that are in the question's record itself or in its file, by the names in `images`."""
+    """Images that are in the question's record or file itself, by the names in `images`."""
     images_folder: str | None = None
-    """Path or URL of the folder that the image paths are relative to; None: `data.images`."""
+    """Path or URL that the image paths are relative to; None: `data.images`."""
     system: str | None = None
-    """Text that replaces the system text of the model's conversation template; None: the template's text is kept."""
+    """Replaces the system text of the model's conversation template; None: that is kept."""
 
 
 def with_image_tag(text: str, images: Sequence[str]) -> str:
-    """Return a question's text with an `<image>` tag in front of it if the question has one image and the text has no
-    such tag; else the text unchanged.
-
-    Args:
-        images: paths of the question's images.
-    """
+    """Return a text with an `<image>` tag in front of it if there is one image and the text has no tag."""
     return f"{IMAGE_TAG}\n{text}" if len(images) == 1 and IMAGE_TAG not in text else text
 
 
 def image_names(raw: object, where: str) -> tuple[str, ...]:
-    """Return the image paths in the value of the key `image` of a benchmark question: a path, a list of paths, or None.
-
-    Args:
-        raw: the value.
-        where: file and place of the question, for error messages.
+    """Return the image paths in the value of the key `image`: a path, a list of paths, or None.
 
     Raises:
         DataError: the value has another form, or a path leads out of the image folder.
@@ -81,23 +70,14 @@ def image_names(raw: object, where: str) -> tuple[str, ...]:
 
 
 def check_unread(where: str, unread: str | None) -> None:
-    """Raise DataError if a benchmark question has media that llava_fsdp cannot read, such as video.
-
-    Args:
-        where: file and place of the question, for the message.
-        unread: description of these media; None: the question has no such media.
-    """
+    """Raise DataError if a question has media that llava_fsdp cannot read, such as video, which `unread` describes."""
     if unread is not None:
         raise DataError(unread_reason(where, unread), Kind.media_not_read)
 
 
 def with_suffix(questions: list[BenchmarkQuestion], task: Task, add: bool) -> list[BenchmarkQuestion]:
-    """Add the benchmark's instruction (such as "Answer the question using a single word or phrase.") to every question
-    as its last line. If `add` is false, return the questions unchanged, and log a message if the first one lacks that
-    line.
-
-    Args:
-        task: kind of the benchmark (vqa, yes_no, ...), which determines the instruction.
+    """Add the task's instruction (`SUFFIXES`) to every question as its last line. If `add` is false, log a message if
+    the first question lacks that line.
 
     Raises:
         ConfigError: `add` is true, and a question ends with that line already.

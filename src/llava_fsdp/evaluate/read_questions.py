@@ -51,7 +51,7 @@ ANNOTATE = {
 
 
 def read_questions(cfg: EvaluateConfig) -> list[BenchmarkQuestion]:
-    """Return the questions of the benchmark that `cfg` names, with their right answers if the files contain them.
+    """Return the questions of the benchmark, with their right answers if the files contain them.
 
     Raises:
         ConfigError: a file is missing, or a configuration key contradicts another key or the files.
@@ -78,9 +78,8 @@ def read_questions(cfg: EvaluateConfig) -> list[BenchmarkQuestion]:
 
 
 def read_conversations(cfg: EvaluateConfig) -> list[BenchmarkQuestion]:
-    """Return the first question of every conversation in the dataset of `cfg`, as questions of a benchmark. The right
-    answer is the answer in the conversation. Data sources take turns, so that `limit` leaves as many questions of each,
-    and each is a group of questions.
+    """Return the first question of every conversation in the dataset; its answer there is the right answer. Data
+    sources take turns, so that `limit` leaves as many questions of each, and each is a group of questions.
 
     Raises:
         DataError: a data source has no records, or a record does not begin with a question and its answer.
@@ -108,12 +107,7 @@ def read_conversations(cfg: EvaluateConfig) -> list[BenchmarkQuestion]:
 
 
 def first_question(record: Record, number: int = 0) -> BenchmarkQuestion:
-    """Return the first question of a training record (a conversation about images) as a question of a benchmark. The
-    right answer is the answer in the conversation.
-
-    Args:
-        number: number of the question in the benchmark, from 0.
-    """
+    """Return the first question of a training record, with the answer there as the right answer."""
     check_unread(record.where, record.unread)
     system, text, images, answer = opening_question(record)
     names = record.images[:images]
@@ -123,13 +117,12 @@ def first_question(record: Record, number: int = 0) -> BenchmarkQuestion:
 
 
 def read_file(path: Path, task: Task, max_bytes: int) -> Iterator[BenchmarkQuestion]:
-    """Yield all questions of a benchmark's file in any of the supported formats.
+    """Yield the questions of a file in any of the supported formats.
 
     Args:
         path: JSON Lines or a JSON list, whose entries have the keys `question_id`, `text`, `image` and `category`, or
             are training records (multiple choice only); or the JSON file of VQAv2's questions.
-        task: kind of the benchmark (vqa, yes_no, multiple_choice, ...), which determines the form of right answers.
-        max_bytes: maximum size of one question in the file, in bytes.
+        max_bytes: maximum size of one question in the file.
 
     Raises:
         DataError: the file or one of its entries has none of these forms.
@@ -156,15 +149,12 @@ def read_file(path: Path, task: Task, max_bytes: int) -> Iterator[BenchmarkQuest
 
 
 def read_row(path: Path, number: int, line: int | None, raw: dict[str, Any], task: Task) -> BenchmarkQuestion:
-    """Return the question in one entry of a benchmark's question file in the original LLaVA's format. The entry may
-    contain right answers too.
+    """Return the question in one entry of a file in the original LLaVA's format, which may contain right answers too.
 
     Args:
-        path: the file, for error messages.
         number: number of the entry in the file, from 0.
-        line: line number of the entry, for error messages; None in a JSON list.
+        line: line number of the entry; None in a JSON list.
         raw: the parsed entry.
-        task: kind of the benchmark (vqa, yes_no, ...), which determines the form of right answers.
     """
     identity = raw.get("question_id")
     where = name_record(path, number, line, None if identity is None else str(identity))

@@ -1,5 +1,4 @@
-"""Compute the scores of a model's answers to a benchmark, of all answers and of groups of them, and arrange the scores
-in a table."""
+"""Compute the scores of all answers and of groups of them, and arrange them in a table."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,21 +15,16 @@ Numbers = dict[str, Any]
 Questions = Sequence[BenchmarkQuestion]
 Score = Callable[[Questions, Sequence[str]], Numbers]
 BLANK, BLIND = "accuracy_blank_pictures", "accuracy_blind_guess"
-"""Names of two accuracies beside that of the model: of its answers to blank images, and of the best blind guess."""
+"""Accuracies beside that of the model: of its answers to blank images, and of the best blind guess."""
 COLUMNS = {
     "accuracy": "accuracy", BLANK: "blank images", BLIND: "blind guess", "invalid": "invalid", "precision": "precision",
     "recall": "recall", "f1": "f1", "yes_ratio": "yes ratio",
 }  # fmt: skip
-"""All columns of the table of scores, in order: name of the score -> title. A table has only the columns for which its
-task has scores."""
+"""Columns of the table, in order: name of the score -> title. Scores that a task lacks have no column."""
 
 
 def mean_of(accuracy: Callable[[str, Sequence[str]], float]) -> Score:
-    """Return a function that scores the answers to all questions of a benchmark by their mean accuracy.
-
-    Args:
-        accuracy: function of one answer and the right answers to its question, which returns 0 to 1.
-    """
+    """Return a score: the mean of `accuracy`, a function of an answer and the right answers to its question."""
 
     def score(questions: Questions, answers: Sequence[str]) -> Numbers:
         total = sum(accuracy(text, q.references) for q, text in zip(questions, answers, strict=True))
@@ -66,12 +60,7 @@ def groups_of(question: BenchmarkQuestion, task: Task) -> tuple[tuple[str, str],
 
 
 def members_of(task: Task, questions: Questions) -> dict[tuple[str, str], list[int]]:
-    """Return the indices of the questions of each group: (kind of group, name of group) -> indices, sorted by kind and
-    name.
-
-    Args:
-        task: kind of the benchmark.
-    """
+    """Return the indices of the questions of each group, by (kind, name), sorted."""
     members: dict[tuple[str, str], list[int]] = {}
     for index, question in enumerate(questions):
         for group in groups_of(question, task):
@@ -80,29 +69,18 @@ def members_of(task: Task, questions: Questions) -> dict[tuple[str, str], list[i
 
 
 def put_beside(result: Numbers, name: str, accuracy: float, groups: Mapping[tuple[str, str], float]) -> None:
-    """Add an accuracy to compare with to a benchmark's scores and to those of each group, in place.
-
-    Args:
-        result: scores, as `score_all` returns them.
-        name: name of the added accuracy.
-        accuracy: its value for all questions.
-        groups: its value for each group: (kind of group, name of group) -> accuracy.
-    """
+    """Add an accuracy to compare with, in place, to the scores of all questions and of each group, by (kind, name)."""
     result[name] = accuracy
     for (kind, group), value in groups.items():
         result["groups"][kind][group][name] = value
 
 
 def score_all(task: Task, questions: Questions, answers: Sequence[str]) -> Numbers:
-    """Return the scores (accuracy, ...) of a model's answers by name: of all answers, and, under the key `groups`, of
-    each group of questions: kind of group -> name of group -> scores.
+    """Return the scores of all answers by name, and, under the key `groups`, those of each group of questions: kind ->
+    name -> scores.
 
     For yes-no questions with categories, the scores include `mean_f1`: the mean of the categories' F1, which POPE
     reports.
-
-    Args:
-        task: kind of the benchmark, which determines how an answer is scored.
-        answers: one answer for each question.
     """
     score = SCORES[task]
     groups: dict[str, dict[str, Numbers]] = {}
@@ -116,12 +94,7 @@ def score_all(task: Task, questions: Questions, answers: Sequence[str]) -> Numbe
 
 
 def table_of(result: Numbers) -> Table:
-    """Return a benchmark's scores as a table for printing: a row for all questions and a row for each group of
-    questions. Rates are in percent.
-
-    Args:
-        result: scores, as `score_all` returns them.
-    """
+    """Return scores as a table: a row for all questions and one for each group. Rates are in percent."""
     shown = [name for name in COLUMNS if name in result]
     table = Table(box=SIMPLE, pad_edge=False, title="scores in percent, of all and by group", title_justify="left")
     table.add_column("", no_wrap=True)
@@ -141,11 +114,6 @@ def number_text(value: float) -> str:
 
 
 def submission_of(questions: Questions, answers: Sequence[str]) -> list[dict[str, Any]]:
-    """Return a model's answers as VQAv2's evaluation server accepts them: a list of objects, in which each text is
-    normalised as the original LLaVA does it for that server.
-
-    Args:
-        answers: one answer for each question.
-    """
+    """Return answers as VQAv2's evaluation server accepts them, normalised as the original LLaVA does for it."""
     pairs = zip(questions, answers, strict=True)
     return [{"question_id": question.id, "answer": scoring.prepare_submission(text)} for question, text in pairs]

@@ -1,5 +1,4 @@
-"""Entry point of `python -m llava_fsdp.prepare`, which examines and indexes a dataset before training; see
-prepare/main.py."""
+"""Entry point of `python -m llava_fsdp.prepare`; see prepare/main.py."""
 
 from llava_fsdp.runtime.process.safe_path import prepare_python
 

@@ -38,14 +38,13 @@ from llava_fsdp.train.setup.build_model import shape_of
 from llava_fsdp.train.setup.preflight import warn_if_refused, with_template
 
 MOST_FILES = 20
-"""Number of files of a data source up to which each is shown in the table of sources."""
+"""Number of files of a data source up to which the table of sources shows each."""
 
 
 def prepare(cfg: PrepareConfig) -> None:
-    """Examine and index the dataset that `cfg` names, then write and print a report about its samples. Bad samples are
-    reported and raise no error, unless no sample is left to train on: that is a DataError. If there is a validation
-    set, it is indexed and reported, too. With `cfg.verify`, only check that the existing indexes match the files of the
-    dataset."""
+    """Examine and index the dataset (and the validation set), then write and print a report. Bad samples are reported
+    and raise no error, unless no sample is left to train on: that is a DataError. With `cfg.verify`, only check that
+    the existing indexes match the files of the dataset."""
     draw_shapes(cfg.data)
     check_paths(cfg)
     typed, parts = cfg, find_parts(cfg.model)
@@ -83,11 +82,7 @@ def prepare(cfg: PrepareConfig) -> None:
 
 
 def verify(cfg: PrepareConfig, encoding: tuple[Encoder, ImageReader]) -> None:
-    """Check that the indexes that were made of the training and validation data of `cfg` match the files of these
-    datasets; print a line for each.
-
-    Args:
-        encoding: (encoder, image reader): what turns a sample's text into tokens, and what reads its images.
+    """Check that the indexes match the files of the datasets; print a line for each.
 
     Raises:
         DataError: samples or images have changed since an index was made; the message names them.
@@ -105,12 +100,7 @@ def verify(cfg: PrepareConfig, encoding: tuple[Encoder, ImageReader]) -> None:
 
 
 def examine(cfg: PrepareConfig, encoding: tuple[Encoder, ImageReader], folder: Path) -> dict[str, Any]:
-    """Examine and index the dataset that `cfg` names, write a report about its samples to `folder`, and return the
-    report.
-
-    Args:
-        encoding: (encoder, image reader): what turns a sample's text into tokens, and what reads its images.
-    """
+    """Examine and index a dataset, write a report about its samples to `folder`, and return it."""
     encoder, reader = encoding
     plan = Plan(cfg.data, encoder, reader, cfg.prepare.workers or read_host().usable_cores)
     records = Records(open_index(plan, watch, look_again=True), cfg.labels, cfg.data.too_long)
@@ -131,12 +121,7 @@ def examine(cfg: PrepareConfig, encoding: tuple[Encoder, ImageReader], folder: P
 
 
 def show(report: dict[str, Any], folder: Path) -> None:
-    """Print the tables of the report about a dataset's samples.
-
-    Args:
-        report: content of the dataset's report.json.
-        folder: folder of that file and of the report page, which is named at the end.
-    """
+    """Print the tables of a report; its page, which is named at the end, is in `folder`."""
     console = TextConsole(width=None if sys.stdout.isatty() else 120)
     names = ["records", "left_out", "text_only", "pictures", "tokens", "label_tokens"]
     title = "records; tokens after truncation to data.max_length, image tokens included"

@@ -1,5 +1,5 @@
-"""Compute the best blind guess: the accuracy of somebody who sees the questions of a benchmark, knows how often each
-answer is right, and never sees an image. A model whose accuracy is no higher may not use its images at all."""
+"""The best blind guess: the accuracy of somebody who sees a benchmark's questions, knows how often each answer is
+right, and never sees an image. A model whose accuracy is no higher may not use its images at all."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -18,29 +18,25 @@ NORMALIZE: Mapping[Task, Callable[[str], str]] = MappingProxyType({
     Task.multiple_choice: lambda text: text,
     Task.yes_no: lambda text: text,
 })  # fmt: skip
-"""For each task: function that makes answers equal which its score does not tell apart."""
+"""For each task, makes answers equal which its score does not tell apart."""
 
 
 def text_of(question: BenchmarkQuestion) -> tuple[str | None, str]:
-    """Return what somebody who never sees an image sees of a question: its system text and its text."""
+    """Return what is known of a question without its images: its system text and its text."""
     return question.system, question.text.replace(IMAGE_TAG, "").strip()
 
 
 def count_texts(questions: Sequence[BenchmarkQuestion]) -> int:
-    """Return how many different texts the questions have."""
     return len({text_of(question) for question in questions})
 
 
 def guesses_of(task: Task, questions: Sequence[BenchmarkQuestion]) -> list[str]:
-    """Return, for each question, the answer that is most often right for the questions of the same text.
+    """Return, for each question, the answer that is most often right for the questions of the same text, all of which
+    must have right answers.
 
     Every right answer of a question counts with its score for that question, so that of ten people's answers those
     count more on which people agree; an only right answer counts 1. Answers that the score does not tell apart are
-    counted together. Of several answers that are right equally often, the first in the order of the questions is taken.
-
-    Args:
-        task: kind of the benchmark, which determines how an answer is scored.
-        questions: must have right answers.
+    counted together. If several answers are right equally often, the first in the order of the questions is taken.
     """
     normalize = NORMALIZE[task]
     counts: dict[tuple[str | None, str], Counter[str]] = {}
@@ -55,13 +51,8 @@ def guesses_of(task: Task, questions: Sequence[BenchmarkQuestion]) -> list[str]:
 
 
 def score_blind_guess(task: Task, questions: Sequence[BenchmarkQuestion]) -> tuple[float, dict[tuple[str, str], float]]:
-    """Return the accuracy of the best blind guess of all questions, and of those of each group: (kind of group, name of
-    group) -> accuracy. The guess of a group is made from the right answers of this group alone.
-
-    Args:
-        task: kind of the benchmark, which determines how an answer is scored.
-        questions: must have right answers.
-    """
+    """Return the accuracy of the best blind guess of all questions, and of those of each group, by (kind, name). The
+    guess of a group is made from the right answers of this group alone."""
 
     def accuracy(own: Sequence[BenchmarkQuestion]) -> float:
         return SCORES[task](own, guesses_of(task, own))["accuracy"]

@@ -1,5 +1,5 @@
-"""Read the right answers of the benchmark POPE from its label files: JSON Lines with the keys question_id, image, text
-and label, in one file for each category of questions."""
+"""Read the right answers of POPE from its label files: JSON Lines with the keys question_id, image, text and label, in
+one file for each category of questions."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +12,7 @@ from llava_fsdp.runtime.errors import ConfigError, DataError
 
 
 def annotate_yes_no(questions: list[BenchmarkQuestion], path: Path) -> list[BenchmarkQuestion]:
-    """Return the questions of the benchmark POPE with the right answers added, which are read from its label files.
+    """Return questions of POPE with the right answers from its label files.
 
     As in the original LLaVA, the n-th label of a category belongs to the n-th question of that category, since ids
     start again at the beginning of each label file. The image and text of a label must match those of its question.
@@ -43,8 +43,8 @@ def annotate_yes_no(questions: list[BenchmarkQuestion], path: Path) -> list[Benc
 
 
 def with_labels(questions: list[BenchmarkQuestion], path: Path) -> list[BenchmarkQuestion]:
-    """Return the questions of the benchmark POPE, in the same order, with the labels of the file `path` added as their
-    right answers. Label files contain JSON Lines, although they are named `.json`."""
+    """Return questions with the labels of a file as right answers. Label files are JSON Lines, although they are named
+    `.json`."""
     if not path.is_file():
         raise ConfigError(f"annotations={path} is neither a file nor a folder")
     lines = [(n, line) for n, line in enumerate(path.read_bytes().splitlines(), 1) if line.strip()]

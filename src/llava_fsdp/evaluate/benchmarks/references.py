@@ -1,5 +1,4 @@
-"""Check the right answers to a benchmark's questions, as question files and annotation files give them, and convert
-them to texts."""
+"""Check the right answers that question files and annotation files give, and convert them to texts."""
 
 from typing import Any
 
@@ -10,19 +9,11 @@ from llava_fsdp.runtime.errors import DataError
 
 
 def answers_in_entry(raw: dict[str, Any], task: Task, where: str) -> tuple[tuple[str, ...], int]:
-    """Return the right answers in an entry of a benchmark's question file (empty if it has none), and the number of
-    choices (0 if the benchmark is not multiple choice).
+    """Return the right answers in an entry of a question file (empty if it has none), and the number of choices (0 if
+    it is not multiple choice).
 
-    The right answers are under the key `label` (yes_no), `answer`, with or without `choices` (multiple_choice), or
-    `answers` (other kinds of benchmark).
-
-    Args:
-        raw: the parsed entry.
-        task: kind of the benchmark.
-        where: file and place of the entry, for error messages.
-
-    Raises:
-        DataError: the value of one of these keys has the wrong form.
+    They are under the key `label` (yes_no), `answer`, with or without `choices` (multiple_choice), or `answers` (other
+    tasks). Raises DataError if a value has the wrong form.
     """
     match task:
         case Task.yes_no:
@@ -41,13 +32,8 @@ def count_choices(raw: object, where: str) -> int:
 
 
 def letter_of(raw: object, choices: int, where: str) -> str:
-    """Return the letter of the right choice of a multiple-choice question. Raise DataError if `raw` does not give it.
-
-    Args:
-        raw: the letter, or the number of the choice, from 0.
-        choices: number of choices.
-        where: file and place of the question, for the message.
-    """
+    """Return the letter of the right choice, which `raw` gives as a letter or as a number from 0. Raise DataError if it
+    does not."""
     letter = LETTERS[raw] if type(raw) is int and 0 <= raw < choices else raw
     if not isinstance(letter, str) or letter not in tuple(LETTERS[:choices]):
         raise DataError(
@@ -57,12 +43,8 @@ def letter_of(raw: object, choices: int, where: str) -> str:
 
 
 def texts_of(raw: object, where: str) -> tuple[str, ...]:
-    """Return the texts of a benchmark question's right answers. Raise DataError if `raw` has another form.
-
-    Args:
-        raw: a list of texts, or a list of objects that have the text under the key `answer`, as in VQAv2 and VizWiz.
-        where: file and place of the question, for the message.
-    """
+    """Return the right answers in a list of texts, or of objects with the text under the key `answer`, as in VQAv2 and
+    VizWiz. Raise DataError if `raw` has another form."""
     found = [a.get("answer") if isinstance(a, dict) else a for a in raw] if isinstance(raw, list) else []
     if not found or not all(isinstance(a, str) for a in found):
         raise DataError(f"{where}: answers is {shown(raw)}; it must be a list of texts, or of objects with answer")
@@ -76,8 +58,7 @@ def yes_or_no(raw: object, where: str) -> str:
 
 
 def rows_of(raw: object, where: str) -> list[dict[str, Any]]:
-    """Return `raw` if it is a list of JSON objects; raise DataError if it is not. `where` names its file and key in the
-    message."""
+    """Return `raw` if it is a list of JSON objects; raise DataError if not."""
     if not isinstance(raw, list) or not all(isinstance(row, dict) for row in raw):
         raise DataError(f"{where} is {shown(raw)}; it must be a list of objects")
     return raw

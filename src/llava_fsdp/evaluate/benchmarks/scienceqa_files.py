@@ -1,5 +1,5 @@
-"""Read the questions of the benchmark ScienceQA from LLaVA's training format, into which the original LLaVA has
-converted them, and the right answers from ScienceQA's problems.json."""
+"""Read the questions of ScienceQA from LLaVA's training format, into which the original LLaVA has converted them, and
+the right answers from ScienceQA's problems.json."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -20,15 +20,8 @@ KINDS = ("subject", "grade")
 
 
 def read_choice_record(path: Path, number: int, line: int | None, raw: dict[str, Any]) -> BenchmarkQuestion:
-    """Return the multiple-choice question in an entry of a file in LLaVA's training format, with its `<image>` tag
-    moved to the front. If the answer in the entry names a choice, that choice's letter is the right answer.
-
-    Args:
-        path: the file, for error messages.
-        number: number of the entry in the file, from 0.
-        line: line number of the entry, for error messages; None in a JSON list.
-        raw: the parsed entry.
-    """
+    """Return the multiple-choice question in an entry in LLaVA's training format, with its `<image>` tag moved to the
+    front. If the answer in the entry names a choice, that is the right one. Arguments as for `read_row`."""
     record = parse_record(path, number, raw, line)
     check_unread(record.where, record.unread)
     if not record.turns or record.turns[0].role != "human":
@@ -41,11 +34,8 @@ def read_choice_record(path: Path, number: int, line: int | None, raw: dict[str,
 
 
 def annotate_problems(questions: list[BenchmarkQuestion], path: Path) -> list[BenchmarkQuestion]:
-    """Return the questions of the benchmark ScienceQA with right answers, numbers of choices and groups (subject,
-    grade) added, which are read from ScienceQA's problems.json. A question's id is its key in that file.
-
-    Args:
-        path: problems.json, or the folder that contains it.
+    """Return questions with the right answers, numbers of choices and groups (subject, grade) from problems.json
+    (`path`, or in that folder). A question's id is its key in that file.
 
     Raises:
         DataError: a question is not in the file, or its entry has the wrong form.

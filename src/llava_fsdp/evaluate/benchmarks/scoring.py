@@ -1,10 +1,11 @@
-"""Score the answers of a model to a benchmark's questions. All functions are pure functions of texts, and need neither
-torch nor transformers.
+"""Score answers to a benchmark's questions: pure functions of texts, without torch and transformers.
 
 Multiple choice is scored like LLaVA's eval_science_qa.py, yes-no answers like POPE (LLaVA's eval_pope.py), and short
 answers by VQAv2's evaluation and EvalAI's preparation of answers. For short answers the rules, their order and their
 oddities are those of vqaEval.py (github.com/GT-Vision-Lab/VQA) and of the class EvalAIAnswerProcessor in LLaVA, MMF and
 lmms-eval (llava/eval/m4c_evaluator.py); `docs/evaluation.md` lists them.
+
+In all functions, `references` are the right answers to a question, one by each annotator.
 """
 
 import functools
@@ -14,20 +15,19 @@ from collections.abc import Sequence
 
 LETTERS = "ABCDE"
 SENTENCE = re.compile(r"The answer is ([A-Z]).")
-"""Pattern of a sentence in an answer that names a choice by its letter. As in the original LLaVA, the final `.` matches
-any character."""
+"""A sentence that names a choice by its letter. As in the original LLaVA, the final `.` matches any character."""
 NEGATIONS = frozenset({"No", "no", "not"})
 PUNCTUATION = ';/[]"{}()=+\\_->@<`,?!'
 PERIOD = re.compile(r"\.(?!\d)")
 MOST_PERIODS = 32
-"""Maximum number of periods removed from an answer. VQAv2's official code has this limit by mistake: it passes
-re.UNICODE, whose value is 32, as the argument `count`."""
+"""Maximum number of periods removed from an answer. VQAv2's code has this limit by mistake: it passes re.UNICODE, whose
+value is 32, as the argument `count`."""
 COMMA_IN_NUMBER = re.compile(r"\d,\d")
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 WORDS = {word: str(number) for number, word in enumerate(NUMBERS)} | {"none": "0"}
 ARTICLES = frozenset({"a", "an", "the"})
 ENOUGH = 3
-"""Number of annotators who must have given the same answer as the model for an accuracy of 1."""
+"""Number of annotators who must agree with the model for an accuracy of 1."""
 
 SPELLED_OUT = """
     ain't aren't can't could've couldn't couldn't've didn't doesn't don't hadn't hadn't've hasn't haven't he'd he'd've
@@ -38,15 +38,14 @@ SPELLED_OUT = """
     what're what's what've when's where'd where's where've who'd who'd've who'll who's who've why'll why're why's won't
     would've wouldn't wouldn't've y'all y'all'd've y'all'll you'd you'd've you'll you're you've
 """
-"""Contractions with all their apostrophes, from which `CONTRACTIONS` is made. A word that lacks one apostrophe of a
-contraction, and equals it otherwise, is replaced by the contraction."""
+"""Contractions with all their apostrophes. A word that lacks one apostrophe of a contraction, and equals it otherwise,
+is replaced by it."""
 AGAINST_THE_RULE = {"somebody'd": "somebodyd"}
-"""Replacement that VQAv2's official table has in the wrong direction: it removes the apostrophe, in answers and
-references."""
+"""A replacement that VQAv2's table has in the wrong direction: it removes the apostrophe."""
 
 
 def named_choice(answer: str, choices: int) -> str | None:
-    """Return the letter that a model's answer to a multiple-choice question names; None if it names none.
+    """Return the letter that an answer to a multiple-choice question names; None if it names none.
 
     It names a choice if it is a letter alone (`B`), if it begins with a letter, a period and a space (`B. a cat`), or
     if it contains `The answer is B.` exactly once. Answers of other forms, such as `(B)`, `B.`, `b` or the text of the
@@ -63,20 +62,16 @@ def named_choice(answer: str, choices: int) -> str | None:
 
 
 def says_yes(answer: str) -> bool:
-    """Return whether a model's answer to a yes-no question counts as yes: it does if its first sentence contains
-    neither `No` nor `no` nor `not`. So `NO`, `Maybe` and an empty answer count as yes."""
+    """Return whether an answer to a yes-no question counts as yes: if its first sentence contains neither `No` nor `no`
+    nor `not`. So `NO`, `Maybe` and an empty answer count as yes."""
     sentence = answer.partition(".")[0].replace(",", "")
     return NEGATIONS.isdisjoint(sentence.split(" "))
 
 
 def score_yes_no(answers: Sequence[bool], right: Sequence[bool]) -> dict[str, float]:
-    """Return accuracy, precision, recall, F1 and counts of yes-no answers by name, with yes as the positive class.
+    """Return scores of yes-no answers by name, with yes as the positive class; True is yes.
 
     `yes_ratio` is the share of answers that are yes. A rate whose divisor is 0 is 0; the original LLaVA fails there.
-
-    Args:
-        answers: the answers, True for yes.
-        right: the right answers, True for yes.
     """
     counts = Counter(zip(answers, right, strict=True))
     true_yes, false_yes = counts[True, True], counts[True, False]
@@ -104,19 +99,15 @@ CONTRACTIONS = {
     for index, sign in enumerate(whole)
     if sign == "'"
 } | AGAINST_THE_RULE
-"""Word -> its replacement in answers and references before they are compared. The entries of VQAv2's official table for
-I'd've, I'm and I've are left out: they have a capital I and can never match, since words are lower-cased first."""
+"""Word -> its replacement before answers are compared. VQAv2's entries for I'd've, I'm and I've are left out: they have
+a capital I and never match, since words are lower-cased first."""
 
 
 def vqa_accuracy(answer: str, references: Sequence[str]) -> float:
-    """Return VQAv2's accuracy of an answer, 0 to 1, after normalising the answer as LLaVA does before it is submitted
-    to the evaluation server.
+    """Return VQAv2's accuracy, 0 to 1, after normalising the answer as LLaVA does before it is submitted.
 
-    With fewer than four references VQAv2's formula cannot reach 1. In this case the answer and the references are
-    normalised, and the accuracy is 1 if the answer equals a reference, and else 0.
-
-    Args:
-        references: right answers to the question, one by each annotator.
+    With fewer than four references VQAv2's formula cannot reach 1. Then answer and references are normalised, and the
+    accuracy is 1 if the answer equals a reference, and else 0.
     """
     if len(references) <= ENOUGH:
         return float(normalize_vqa(prepare_submission(answer)) in {normalize_vqa(r) for r in references})
@@ -124,13 +115,9 @@ def vqa_accuracy(answer: str, references: Sequence[str]) -> float:
 
 
 def official_accuracy(answer: str, references: Sequence[str]) -> float:
-    """Return VQAv2's accuracy of an answer, 0 to 1, exactly as VQAv2's evaluation computes it. Answer and references
-    are compared without punctuation and articles, but unchanged if all references are equal: `Yes` is wrong if all ten
-    references are `yes`.
-
-    Args:
-        references: right answers to the question, one by each annotator.
-    """
+    """Return VQAv2's accuracy, 0 to 1, exactly as VQAv2's evaluation computes it. Answer and references are compared
+    without punctuation and articles, but unchanged if all references are equal: `Yes` is wrong if all ten references
+    are `yes`."""
     answer, references = one_line(answer), [one_line(r) for r in references]
     if len(set(references)) > 1:
         answer, references = normalize_vqa(answer), [normalize_vqa(r) for r in references]
@@ -138,23 +125,15 @@ def official_accuracy(answer: str, references: Sequence[str]) -> float:
 
 
 def textvqa_accuracy(answer: str, references: Sequence[str]) -> float:
-    """Return LLaVA's accuracy of an answer on TextVQA, 0 to 1, after normalising answer and references as LLaVA does
-    before answers are submitted to an evaluation server.
-
-    Args:
-        references: right answers to the question, one by each annotator.
-    """
+    """Return LLaVA's accuracy on TextVQA, 0 to 1, after normalising answer and references as LLaVA does before answers
+    are submitted."""
     return leave_one_out(prepare_submission(answer), [prepare_submission(r) for r in references])
 
 
 def leave_one_out(answer: str, references: Sequence[str]) -> float:
-    """Return the accuracy of an answer, 0 to 1, as VQAv2 defines it: each reference is left out in turn, and the mean
-    of min(1, matches / 3) is taken, where `matches` counts the remaining references that equal the answer. Raise
-    ValueError if there are no references.
-
-    Args:
-        references: right answers to the question, one by each annotator.
-    """
+    """Return VQAv2's accuracy, 0 to 1: each reference is left out in turn, and the mean of min(1, matches / 3) is
+    taken, where `matches` counts the remaining references that equal the answer. Raise ValueError without
+    references."""
     if not references:
         raise ValueError("an answer without references has no accuracy")
     matches = sum(r == answer for r in references)
@@ -163,22 +142,20 @@ def leave_one_out(answer: str, references: Sequence[str]) -> float:
 
 
 def exact_match(answer: str, references: Sequence[str]) -> float:
-    """Return 1 if an answer equals one of the right answers (`references`), except for case and surrounding white
-    space; else 0."""
+    """Return 1 if the answer equals a reference, except for case and surrounding white space; else 0."""
     return float(answer.strip().lower() in {r.strip().lower() for r in references})
 
 
 @functools.lru_cache(1 << 16)
 def normalize_vqa(text: str) -> str:
-    """Return an answer as VQAv2's evaluation normalises it: without punctuation and articles, and with digits for
-    number words."""
+    """Normalise an answer as VQAv2's evaluation does: no punctuation, no articles, digits for number words."""
     return plain_words(without_punctuation(one_line(text)))
 
 
 @functools.lru_cache(1 << 16)
 def prepare_submission(text: str) -> str:
-    """Return a model's answer as LLaVA prepares it for EvalAI's server: lower case, without commas and question marks,
-    `'s` separated from its word by a space, and then normalised as VQAv2's evaluation does."""
+    """Normalise an answer as LLaVA does for EvalAI's server: lower case, without commas and question marks, `'s`
+    separated from its word by a space, and then as VQAv2's evaluation."""
     text = text.lower().replace(",", "").replace("?", "").replace("'s", " 's").strip()
     return plain_words(without_punctuation(one_line(text)))
 
@@ -188,9 +165,9 @@ def one_line(text: str) -> str:
 
 
 def without_punctuation(text: str) -> str:
-    """Remove punctuation from a text by VQAv2's rules. A sign (such as `;`, `/` or `?`) is removed everywhere if it
-    stands beside a space anywhere in the text, or if the text has a number with a comma; otherwise it becomes a space.
-    Periods are removed except before a digit. Apostrophes and colons stay."""
+    """Remove punctuation by VQAv2's rules. A sign (such as `;`, `/` or `?`) is removed everywhere if it stands beside a
+    space anywhere in the text, or if the text has a number with a comma; otherwise it becomes a space. Periods are
+    removed except before a digit. Apostrophes and colons stay."""
     numbered = COMMA_IN_NUMBER.search(text) is not None
     left = text
     for sign in PUNCTUATION:

@@ -13,18 +13,13 @@ from llava_fsdp.runtime.files.safe_load import LARGE, read_json
 
 TEXTVQA_ANSWERS = 10
 OCR = "Reference OCR token:"
-"""Beginning of the line that lists words recognized in the image (OCR). Every question in the original LLaVA's file for
-TextVQA has such a line."""
+"""Beginning of the line of words recognized in the image (OCR), which every question in the original LLaVA's file for
+TextVQA has."""
 
 
 def read_vqa_questions(path: Path, content: dict[str, Any]) -> Iterator[BenchmarkQuestion]:
-    """Yield the questions in VQAv2's file `v2_OpenEnded_mscoco_*_questions.json`. Their images have the file names of
-    COCO's releases.
-
-    Args:
-        path: the file, for error messages.
-        content: the parsed content of the file.
-    """
+    """Yield the questions in the content of VQAv2's `v2_OpenEnded_mscoco_*_questions.json`. Their images have the file
+    names of COCO's releases."""
     subset = content.get("data_subtype")
     if not isinstance(subset, str):
         raise DataError(f"questions={path}: data_subtype is {shown(subset)}; it must be COCO's part, such as val2014")
@@ -38,9 +33,8 @@ def read_vqa_questions(path: Path, content: dict[str, Any]) -> Iterator[Benchmar
 
 
 def annotate_vqa(questions: list[BenchmarkQuestion], path: Path) -> list[BenchmarkQuestion]:
-    """Return the questions of the benchmark VQAv2 with right answers added, which are read from the annotations file
-    `path` and found by `question_id`. Each question also becomes a member of two groups, which are scored separately:
-    its answer type and its question type.
+    """Return questions of VQAv2 with the right answers from an annotations file, found by `question_id`. Each
+    question's answer type and question type become groups.
 
     Raises:
         DataError: the file has the wrong form, or has no annotation for a question.
@@ -57,9 +51,9 @@ def annotate_vqa(questions: list[BenchmarkQuestion], path: Path) -> list[Benchma
 
 
 def annotate_textvqa(questions: list[BenchmarkQuestion], path: Path) -> list[BenchmarkQuestion]:
-    """Return the questions of the benchmark TextVQA with right answers added, which are read from the annotations file
-    `path`. An annotation belongs to the question with the same text whose id is the annotation's image id (as in the
-    original LLaVA's file) or its question id.
+    """Return questions of TextVQA with the right answers from an annotations file. An annotation belongs to the
+    question with the same text whose id is the annotation's image id (as in the original LLaVA's file) or its question
+    id.
 
     Raises:
         DataError: the file has the wrong form, or has no annotation for a question.
@@ -89,12 +83,8 @@ def annotation_of(question: BenchmarkQuestion, row: dict[str, Any] | None, path:
 
 
 def check_ten(questions: list[BenchmarkQuestion], path: str) -> None:
-    """Raise DataError if a TextVQA question has right answers, but not exactly ten. The original LLaVA's TextVQA
-    evaluator asserts ten.
-
-    Args:
-        path: the file with the right answers, for the message.
-    """
+    """Raise DataError if a question has right answers, but not exactly ten: the original LLaVA's TextVQA evaluator
+    asserts ten."""
     for question in questions:
         if len(question.references) not in (0, TEXTVQA_ANSWERS):
             raise DataError(
@@ -104,7 +94,7 @@ def check_ten(questions: list[BenchmarkQuestion], path: str) -> None:
 
 
 def bare_question(prompt: str) -> str:
-    """Return the text of a TextVQA question in lower case, without the line of words that OCR found in the image and
-    without the last line if that is the instruction to answer in a single word or phrase."""
+    """Return the text of a TextVQA question in lower case, without the line of OCR words and the instruction to answer
+    in a single word or phrase."""
     lines = [line for line in prompt.split("\n") if not line.startswith(OCR) and line.strip() != SHORT]
     return "\n".join(lines).strip().lower()
