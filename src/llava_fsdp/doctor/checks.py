@@ -1,5 +1,4 @@
-"""Define all checks of `doctor`, the command that checks this machine before a training: their order, and the time
-limit of each."""
+"""All checks of `doctor`: their order, and the time limit of each."""
 
 import os
 import socket
@@ -22,15 +21,13 @@ from llava_fsdp.runtime.process.imports import broken_package
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 USUAL = 30.0
-"""Time limit in seconds of a check that has no other limit."""
+"""Usual time limit of a check in seconds."""
 SLOW = 240.0
-"""Time limit in seconds of a check that imports torch and transformers, long enough for a busy machine."""
+"""Time limit in seconds of a check that imports torch and transformers, enough for a busy machine."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """A check that `doctor` makes on this machine. It reports one or more findings."""
-
     group: str
     name: str
     """Name of the row in the report if the check raises an error or exceeds its time limit."""
@@ -152,12 +149,8 @@ def plan(context: Context) -> Iterator[Finding]:
 
 
 def training(context: Context) -> Iterator[Finding]:
-    """Make the checks that a training makes before it reads its dataset or its weights, with the training's own
-    functions. Yield their results.
-
-    Args:
-        context: the training's configuration, and facts about this machine.
-    """
+    """Make the checks that a training makes before it reads its dataset or its weights, by the training's own
+    functions."""
     if context.is_missing:
         return
     import torch
@@ -204,14 +197,8 @@ CHECKS = (
 
 
 def run_check(check: Check, context: Context) -> list[Finding]:
-    """Run one check of this machine and return its results. An error that the check raises, or an exceeded time limit,
-    is returned as a result too.
-
-    The check runs in a thread, which is abandoned if it hangs on a disk or a driver that does not answer.
-
-    Args:
-        context: the training's configuration, and facts about this machine.
-    """
+    """Run a check and return its results. An error or an exceeded time limit becomes a result too. The check runs in a
+    thread, which is abandoned if it hangs on a disk or a driver that does not answer."""
     found: list[Finding] = []
     failed: list[Finding] = []
 

@@ -19,16 +19,14 @@ from llava_fsdp.runtime.text.humanize import readable
 
 CURE_ON_CPU = "fewer ranks, which share this machine's memory (gpus=N here), sharding=zero3, precision=bf16_pure"
 MOST_COUNTED = 16 << 20
-"""Maximum size in bytes of all files of records together for which records are counted; counting more takes too
-long."""
+"""Bytes of all files of records up to which records are counted; counting more takes too long."""
 RECORDS = re.compile(r"\.path(\[\d+\])?$")
-"""Finds keys whose values are files of records; an item of a list has its number."""
+"""Keys whose values are files of records; an item of a list has its number."""
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
 def judge_paths(cfg: Config) -> Iterator[Finding]:
-    """Check that every path that the training with the configuration `cfg` reads exists, and that its `output_dir` is
-    not one of these paths. Yield the results."""
+    """Check that every path that the training reads exists, and that its `output_dir` is not one of them."""
     paths = paths_read(cfg)
     missing = {key: name for key, name in paths.items() if not exists(name)}
     if cfg.checkpoint.resume != "never" and list_checkpoints(Path(cfg.output_dir) / FOLDER):
@@ -48,13 +46,8 @@ def judge_paths(cfg: Config) -> Iterator[Finding]:
 
 
 def judge_model(cfg: Config, environment: Mapping[str, str], cache: Path) -> Iterator[Finding]:
-    """Check where each part of the model to train is: on this machine, in the Hugging Face cache folder `cache`, or
-    still to be downloaded. Yield the results.
-
-    Args:
-        cfg: the training's configuration.
-        environment: environment variables, which may forbid downloads.
-    """
+    """Check where each part of the model is: on this machine, in the Hugging Face cache folder `cache`, or still to be
+    downloaded. Environment variables may forbid downloads."""
     names = {"model.language": cfg.model.language, "model.vision": cfg.model.vision}
     if cfg.model.checkpoint is not None:
         names = {"model.checkpoint": cfg.model.checkpoint}
@@ -77,13 +70,7 @@ def judge_model(cfg: Config, environment: Mapping[str, str], cache: Path) -> Ite
 
 
 def judge_folder(cfg: ModelConfig, key: str, name: str) -> Finding:
-    """Check that the configuration in a model folder can be read, and return the result. Weights are not read.
-
-    Args:
-        cfg: `model.*` keys of the training's configuration.
-        key: the key that names the folder.
-        name: path of the folder.
-    """
+    """Check that the configuration in a model folder, which `key` names, can be read. Weights are not read."""
     from llava_fsdp.model.sources.pretrained import read_config  # loads torch and transformers
     from llava_fsdp.plan.model_shapes import shapes_of
 
@@ -97,19 +84,14 @@ def judge_folder(cfg: ModelConfig, key: str, name: str) -> Finding:
 
 
 def hub_cache(environment: Mapping[str, str]) -> Path:
-    """Return the cache folder of the Hugging Face hub client, as the environment variables `environment` set it."""
+    """Return the cache folder of the Hugging Face hub client."""
     home = environment.get("HF_HOME") or str(Path("~/.cache/huggingface").expanduser())
     return Path(environment.get("HF_HUB_CACHE") or f"{home}/hub")
 
 
 def judge_plan(needs: Needs, on_gpus: bool) -> Iterator[Finding]:
     """Check that the predicted peak memory of a rank fits into its GPU, or without GPUs into its share of the host's
-    memory. Yield the result.
-
-    Args:
-        needs: predicted memory and disk space of the training.
-        on_gpus: whether the ranks use GPUs, on which the advice depends.
-    """
+    memory."""
     row = needs.row
     total = row.bytes["total"]
     result = f"{readable(total)} of {readable(row.usable)} for tensors, a rank on {needs.machine}"
@@ -122,12 +104,8 @@ def judge_plan(needs: Needs, on_gpus: bool) -> Iterator[Finding]:
 
 
 def judge_taken(needs: Needs, free: Mapping[int, int]) -> Iterator[Finding]:
-    """Check that other processes leave enough memory on each GPU for a rank. Yield a result only if they do not.
-
-    Args:
-        needs: predicted memory and disk space of the training.
-        free: GPU index -> bytes that other processes leave free.
-    """
+    """Yield a result only if other processes leave too little memory on a GPU for a rank. `free`: GPU index -> free
+    bytes."""
     total = needs.row.bytes["total"]
     tight = [index for index, count in free.items() if count < total <= needs.row.usable]
     if tight:
@@ -137,11 +115,11 @@ def judge_taken(needs: Needs, free: Mapping[int, int]) -> Iterator[Finding]:
 
 
 def judge_precision(cfg: Config, devices: list[dict], has_bf16: bool) -> Iterator[Finding]:
-    """Check that the devices have instructions for the dtype in which the training with the configuration `cfg` would
-    compute. Yield the result, with the dtype that stands for `auto`.
+    """Check that the devices have instructions for the dtype in which the training would compute, and name the dtype
+    that stands for `auto`.
 
     Args:
-        devices: facts that torch reports about each GPU, such as `name` and `bf16`; empty: the training runs on CPUs.
+        devices: `TorchFacts.devices`; empty: the training runs on CPUs.
         has_bf16: whether all devices have instructions for bf16.
     """
     import torch
@@ -169,8 +147,8 @@ def judge_precision(cfg: Config, devices: list[dict], has_bf16: bool) -> Iterato
 
 
 def count_steps(cfg: Config) -> int | None:
-    """Return about how many optimizer steps the training with the configuration `cfg` has; None if its data files are
-    too large to count their samples, cannot be read, or are not named one by one."""
+    """Return about how many optimizer steps the training has; None if its data files are too large to count their
+    samples, cannot be read, or are not named one by one."""
     if cfg.max_steps is not None:
         return cfg.max_steps
     files = [path for key, path in data_paths(cfg)[0].items() if key.startswith("data.")]
@@ -184,8 +162,8 @@ def count_steps(cfg: Config) -> int | None:
 
 
 def data_paths(cfg: Config) -> tuple[dict[str, Path], dict[str, Path]]:
-    """Return the paths of a training's data that its configuration `cfg` names, as two dicts {configuration key: path}:
-    files of samples, and folders of images. Both are empty for the generated example dataset."""
+    """Return the files of records and the folders of images, each by configuration key; both empty for the generated
+    example dataset."""
     if cfg.data.source is Source.shapes:
         return {}, {}
     paths = {key: Path(name) for key, name in paths_read(cfg).items() if exists(name)}

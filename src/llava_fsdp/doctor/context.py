@@ -1,5 +1,4 @@
-"""Collect what the checks of `doctor`, the command that checks this machine before a training, need: the training's
-configuration, and facts about the machine. Each fact is computed once."""
+"""What the checks of `doctor` need: the training's configuration, and facts about this machine."""
 
 import os
 from dataclasses import dataclass, replace
@@ -18,8 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Needs:
-    """Memory and disk space that a training on this machine would need, as `llava-fsdp plan` predicts them. Sizes are
-    in bytes."""
+    """Memory and disk space of the training, as `llava-fsdp plan` predicts them, in bytes."""
 
     row: "PlanRow"
     machine: str
@@ -30,16 +28,14 @@ class Needs:
 
 
 class Context:
-    """Input of all checks of `doctor`, the command that checks this machine before a training: the training's
-    configuration, and facts about the machine. Each fact is computed once."""
+    """Input of all checks: the training's configuration, and facts about this machine, each computed once."""
 
     def __init__(self, cfg: DoctorConfig):
         self.cfg = cfg
         self.is_missing = False
         """Whether a path that the configuration names does not exist."""
         self.unreadable: str | None = None
-        """Configuration key of a model part that cannot be read; memory is then not planned. None if all can be
-        read."""
+        """Key of a model part that cannot be read; memory is then not planned. None if all can be read."""
 
     @cached_property
     def smi(self) -> list[SmiGpu]:
@@ -47,7 +43,7 @@ class Context:
 
     @property
     def gpus(self) -> list[SmiGpu]:
-        """GPUs on which `llava-fsdp train` would run on this machine, as nvidia-smi reports them."""
+        """GPUs on which `llava-fsdp train` would run, as nvidia-smi reports them."""
         return seen_gpus(self.smi, os.environ.get("CUDA_VISIBLE_DEVICES"), self.cfg.gpus)
 
     @cached_property
@@ -60,24 +56,23 @@ class Context:
 
     @property
     def has_bf16(self) -> bool:
-        """Whether the devices of all ranks on this machine have instructions for bf16."""
+        """Whether the devices of all ranks have instructions for bf16."""
         return all(one["bf16"] for one in self.torch.devices) if self.torch.devices else cpu_has_bf16()
 
     @cached_property
     def settled(self) -> DoctorConfig:
-        """The training's configuration, with `precision.param_dtype=auto` replaced as a new training on this machine
-        would do."""
+        """The configuration with `precision.param_dtype=auto` replaced as a new training here would do."""
         chosen = DType.bf16 if self.has_bf16 or self.cfg.precision.needs_bf16 else DType.fp32
         return replace(self.cfg, precision=self.cfg.precision.settled(chosen))
 
     @property
     def ranks(self) -> int:
-        """Number of ranks that `llava-fsdp train` would start on this machine."""
+        """Number of ranks that `llava-fsdp train` would start here."""
         return self.cfg.gpus or len(self.torch.devices) or 1
 
     @property
     def workers(self) -> int:
-        """Number of processes with which each rank of a training on this machine would prepare its data."""
+        """Number of processes with which each rank would prepare its data."""
         workers = self.cfg.data.workers
         return self.host.data_workers(self.ranks) if workers is None else workers
 
@@ -87,8 +82,7 @@ class Context:
 
     @cached_property
     def needs(self) -> Needs:
-        """Memory and disk space that a training on this machine would need, as `llava-fsdp plan` predicts them. Raises
-        the planner's errors if they cannot be predicted."""
+        """Raises the planner's errors if memory and disk space cannot be predicted."""
         import torch
 
         from llava_fsdp.parallel.memory.memory import ITEM_SIZE, checkpoint_bytes
@@ -119,8 +113,7 @@ class Context:
 
     @cached_property
     def known_needs(self) -> Needs | None:
-        """Memory and disk space that a training on this machine would need, as `llava-fsdp plan` predicts them; None if
-        the prediction fails."""
+        """`needs`; None if the prediction fails."""
         if self.unreadable is not None:
             return None
         try:
@@ -130,5 +123,5 @@ class Context:
 
     @property
     def checkpoint(self) -> int:
-        """Predicted size in bytes of a checkpoint of the training for which this machine is checked; 0 if unknown."""
+        """Predicted size of a checkpoint in bytes; 0 if unknown."""
         return 0 if self.known_needs is None else self.known_needs.checkpoint

@@ -1,5 +1,4 @@
-"""Define the class of a result of `doctor`, the command that checks this machine before a training. Imports no torch,
-which may itself be broken."""
+"""The result of a check of `doctor`. Imports no torch, which may itself be broken."""
 
 import subprocess
 from collections.abc import Sequence
@@ -17,11 +16,10 @@ class Level(Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of one check of this machine before a training: a row of the report that `doctor` prints."""
+    """Result of one check: a row of the report that `doctor` prints."""
 
     level: Level
     name: str
-    """Name of what was checked."""
     result: str
     cure: str = ""
     """Advice in one line; empty if nothing is wrong."""
@@ -40,8 +38,7 @@ def fail(name: str, result: str, cure: str) -> Finding:
 
 
 def output_of(command: Sequence[str], seconds: float) -> str | None:
-    """Run a program and return its standard output; None if the program is missing, fails, or runs longer than
-    `seconds`."""
+    """Return the standard output of a program; None if it is missing, fails, or runs longer than `seconds`."""
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds, check=False
@@ -52,8 +49,8 @@ def output_of(command: Sequence[str], seconds: float) -> str | None:
 
 
 def result_and_cure(error: Exception | str) -> tuple[str, str]:
-    """Split the message of an error or a warning into the problem and the advice, both of which are returned. The
-    advice is what follows the last semicolon, or begins with `pip`; empty without advice."""
+    """Split the message of an error or a warning into the problem and the advice. The advice is what follows the last
+    semicolon, or begins with `pip`; empty without advice."""
     for sign in ("; ", ": pip "):
         result, found, cure = str(error).rpartition(sign)
         if found:

@@ -23,7 +23,7 @@ STYLES = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold red"}
 
 
 def doctor(cfg: DoctorConfig) -> None:
-    """Check this machine for the training that `cfg` describes, and print the results.
+    """Check this machine for a training, and print the results.
 
     Raises:
         ConfigError: at least one check fails; the printed table says why.
@@ -50,11 +50,7 @@ def as_object(rows: list[tuple[str, Finding]]) -> dict:
 
 
 def show(rows: list[tuple[str, Finding]]) -> None:
-    """Print the results of all checks of this machine as a table, with the advice for a failed check below its result.
-
-    Args:
-        rows: (group of checks, result).
-    """
+    """Print the findings, each with its group of checks, as a table, with advice below a result."""
     console = TextConsole(width=None if sys.stdout.isatty() else 140)
     table = Table("", "what", "result", title="this machine, for this training", title_justify="left")
     for column in table.columns:

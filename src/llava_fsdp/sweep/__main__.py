@@ -1,5 +1,4 @@
-"""Entry point of `python -m llava_fsdp.sweep`, which runs several trainings with different settings; see
-sweep/main.py."""
+"""Entry point of `python -m llava_fsdp.sweep`; see sweep/main.py."""
 
 from llava_fsdp.runtime.process.safe_path import prepare_python
 

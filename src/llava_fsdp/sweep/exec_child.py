@@ -1,8 +1,8 @@
 """Run a command that gets SIGTERM when its parent process ends: `python -m llava_fsdp.sweep.exec_child PARENT
-COMMAND...`. Sweeps start their trainings with it.
+COMMAND...`, where PARENT is the parent's process id. Sweeps start their trainings with it.
 
-PARENT is the parent's process id. The default handling of SIGINT and SIGTERM is restored first: a worker of a Hydra
-launcher ignores both signals, and a command that it starts would inherit this.
+The default handling of SIGINT and SIGTERM is restored first: a worker of a Hydra launcher ignores both signals, and a
+command that it starts would inherit this.
 """
 
 import os

@@ -26,12 +26,12 @@ SMI_SECONDS = 20
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU, or a MIG instance of a GPU, on which a training of a sweep can run."""
+    """A GPU, or a MIG instance of a GPU."""
 
     name: str
-    """The device's name for CUDA_VISIBLE_DEVICES."""
+    """For CUDA_VISIBLE_DEVICES."""
     key: str
-    """The device's UUID, the same in every process of this machine."""
+    """UUID, the same in every process of this machine."""
 
     @property
     def is_part(self) -> bool:
@@ -39,7 +39,7 @@ class Device:
 
 
 def list_devices(listed: str, visible: str | None) -> list[Device]:
-    """Return the GPUs (or MIG instances) that a process would see.
+    """Return the GPUs or MIG instances that a process would see.
 
     Args:
         listed: output of `nvidia-smi -L`.
@@ -60,7 +60,7 @@ def list_devices(listed: str, visible: str | None) -> list[Device]:
 
 
 def devices_here() -> list[Device]:
-    """Return the GPUs (or MIG instances) of this machine that this process may use; empty if nvidia-smi fails."""
+    """Return the devices that this process may use; empty if nvidia-smi fails."""
     try:
         done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=SMI_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -69,8 +69,8 @@ def devices_here() -> list[Device]:
 
 
 def check_devices(devices: list[Device], count: int) -> None:
-    """Raise ConfigError if a training with `count` ranks needs more GPUs than are in `devices`, or several MIG
-    instances, between which ranks cannot communicate."""
+    """Raise ConfigError if a training with `count` ranks needs more devices than there are, or several MIG instances,
+    between which ranks cannot communicate."""
     if devices and count > len(devices):
         raise ConfigError(
             f"launch.nproc_per_node={count}: a job needs as many GPUs, and there are {len(devices)}; "
@@ -87,16 +87,14 @@ def check_devices(devices: list[Device], count: int) -> None:
 def locked(
     devices: list[Device], count: int, name: str, stop_level: Callable[[], int]
 ) -> Iterator[tuple[list[Device], list[int]]]:
-    """Context manager that waits until `count` of the GPUs in `devices` are used by no other training, and locks them
-    for one training of a sweep.
+    """Context manager that waits until `count` devices are free of other trainings, and locks them.
 
     Args:
         name: name of the training, for log messages.
-        stop_level: returns whether the user wants to stop the sweep: 0 if not. Above 0, waiting ends, and no GPU is
-            locked.
+        stop_level: as `StopRequest.level`. Above 0, waiting ends, and no device is locked.
 
     Yields:
-        The locked GPUs, and the file descriptors of their locks.
+        The locked devices, and the file descriptors of their locks.
     """
     if not devices:
         yield [], []
@@ -118,14 +116,9 @@ def locked(
 
 
 def take(devices: list[Device], count: int, folder: Path) -> list[tuple[Device, int]]:
-    """Lock the first `count` GPUs that are not locked yet, and return them with the file descriptors of their locks;
-    return an empty list if fewer are free. Only one process at a time can do this: otherwise two trainings could each
-    lock half of the GPUs and wait for the other half.
-
-    Args:
-        devices: GPUs to choose from.
-        folder: folder of the lock files.
-    """
+    """Lock the first `count` free devices, and return them with the file descriptors of their locks; empty if fewer are
+    free. Only one process at a time can do this: otherwise two trainings could each lock half of the devices and wait
+    for the other half."""
     with contextlib.ExitStack() as stack:
         entry = open_lock(folder / "door")
         stack.callback(os.close, entry)
@@ -150,8 +143,7 @@ def open_lock(path: Path) -> int:
 
 
 def lock_folder() -> Path:
-    """Create and return this user's folder of lock files for GPUs. Raises ConfigError if the folder belongs to another
-    user."""
+    """Create and return this user's folder of lock files. Raises ConfigError if it belongs to another user."""
     folder = Path(tempfile.gettempdir()) / f"llava_fsdp-devices-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     state = folder.lstat()

@@ -1,5 +1,5 @@
-"""Run a sweep's trainings with Hydra, its launcher and its sweeper, in a child process of the sweep's main process,
-which the user started."""
+"""Run a sweep's trainings with Hydra, its launcher and its sweeper, in a child process of the process that the user
+started."""
 
 import contextlib
 import io
@@ -22,9 +22,8 @@ from llava_fsdp.sweep.torchrun import JobFailed
 
 
 def main() -> None:
-    """Run all trainings of a sweep, write and print their results, and exit with the exit code of the first that
-    failed. The first two arguments in `sys.argv` are the path of the stop file, by which the main process asks to stop,
-    and the sweep's folder (empty for a single training); Hydra's arguments follow."""
+    """Run all trainings, write and print their results, and exit. The first two arguments in `sys.argv` are the path of
+    the stop file and the sweep's folder (empty for a single training); Hydra's arguments follow."""
     setup_logging()
     stop, folder = StopRequest(Path(sys.argv[1])), sys.argv[2]
     del sys.argv[1:3]
@@ -38,14 +37,11 @@ def main() -> None:
 
 
 def run_jobs(stop: StopRequest) -> tuple[list[Job], bool, str]:
-    """Run all trainings (jobs) of a sweep with Hydra.
-
-    Args:
-        stop: request of the user to stop the sweep, which is sent to every job.
+    """Run all jobs of a sweep with Hydra.
 
     Returns:
         The jobs that ran in this process (Hydra's launcher may run others elsewhere), whether all jobs succeeded, and
-        Hydra's error messages.
+            Hydra's error messages.
     """
     jobs: list[Job] = []
     errors = io.StringIO()
@@ -62,9 +58,8 @@ def run_jobs(stop: StopRequest) -> tuple[list[Job], bool, str]:
 
 
 def run_hydra(program: Callable[[], object], errors: io.StringIO) -> bool:
-    """Run Hydra's main function `program`, which runs all jobs of a sweep, and collect its error messages in `errors`.
-    Return whether all jobs succeeded. If a job fails, Hydra still runs the other jobs of its batch before it raises the
-    error, which is not printed again."""
+    """Run Hydra's main function, collect its error messages in `errors`, and return whether all jobs succeeded. If a
+    job fails, Hydra still runs the others of its batch before it raises the error, which is not printed again."""
     full = os.environ.get("HYDRA_FULL_ERROR") == "1"
     try:
         with contextlib.nullcontext() if full else contextlib.redirect_stderr(errors):
@@ -77,14 +72,9 @@ def run_hydra(program: Callable[[], object], errors: io.StringIO) -> bool:
 
 
 def end(jobs: list[Job], succeeded: bool, was_stopped: bool, errors: str) -> None:
-    """Exit with the exit code of the first job of a sweep that failed. If no job failed, exit with 75 if the sweep was
-    stopped (the same command continues it), exit with another code if Hydra itself failed, and return otherwise.
-
-    Args:
-        succeeded: whether Hydra raised no error.
-        was_stopped: whether the user stopped the sweep.
-        errors: Hydra's error messages.
-    """
+    """Exit with the exit code of the first job that failed; else with 75 if the sweep was stopped (the same command
+    continues it); else with another code if Hydra itself failed. Return otherwise. `succeeded`: whether Hydra raised no
+    error."""
     failed = [job.exit_code for job in jobs if job.exit_code not in (ExitCode.DONE, ExitCode.STOPPED)]
     if failed:
         sys.exit(failed[0])

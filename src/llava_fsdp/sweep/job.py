@@ -35,30 +35,30 @@ RUNNING = "running"
 
 @dataclass(kw_only=True)
 class Job:
-    """One training of a sweep (a job), and how it ended. It is written to `job.json`, because a Hydra launcher may run
-    the job in another process or on another machine."""
+    """A job, and how it ended. It is written to `job.json`, because a Hydra launcher may run it in another process or
+    on another machine."""
 
     number: int
     overrides: list[str]
     folder: str
     command: str = ""
     devices: list[str] = field(default_factory=list)
-    """The job's GPUs, as in CUDA_VISIBLE_DEVICES; empty if there are no GPUs, or if the job may use all of them."""
+    """The job's GPUs, as in CUDA_VISIBLE_DEVICES; empty without GPUs, or if the job may use all of them."""
     status: str = RUNNING
     exit_code: int = ExitCode.BUG
     reason: str = ""
     metric: str = SweepMetric.loss.value
     value: float | None = None
-    """Value that Hydra's sweeper minimises (see `value_of`); None until the job is done."""
+    """What Hydra's sweeper minimises (see `value_of`); None until the job is done."""
     last_steps: int = WINDOW
     """Number of steps, at the end of the training, over which the loss is averaged."""
     numbers: Results = field(default_factory=Results)
     seconds: float = 0.0
-    """Seconds from the start of the job's processes to their end, in the latest start of the sweep."""
+    """From the start of the job's processes to their end, in the latest start of the sweep."""
     has_own_run: bool = True
     """False if the job ended before its first step: its folder may then hold an earlier run with other overrides."""
     private: bool = True
-    """Whether files about this job can be read only by their owner, like the files of the training."""
+    """Whether files about this job can be read only by their owner, like those of the training."""
 
     @property
     def is_done(self) -> bool:
@@ -69,15 +69,14 @@ class Job:
         return 0o600 if self.private else 0o666
 
     def write(self) -> None:
-        """Write this training of a sweep to its job.json. The file is replaced atomically, because other processes read
-        it."""
+        """Write `job.json` atomically, because other processes read it."""
         content = json.dumps(asdict(self), indent=2) + "\n"
         replace_file(Path(self.folder) / JOB_FILE, content.encode(), self.file_mode)
 
 
 def read_jobs(folder: Path) -> list[Job]:
-    """Read the jobs (trainings) in a sweep's output folder, ordered by number. A job still recorded as `running` was
-    killed: its status is changed to `lost`."""
+    """Read the jobs in a sweep's folder, ordered by number. A job still recorded as `running` was killed: its status
+    becomes `lost`."""
     jobs = []
     for path in job_files(folder):
         try:
@@ -94,12 +93,8 @@ def read_jobs(folder: Path) -> list[Job]:
 
 
 def run_job(node: DictConfig, stop: StopRequest) -> Job:
-    """Run one training of a sweep to its end, and return how it ended. A failure is logged and recorded, not raised.
-
-    Args:
-        node: the training's configuration, as Hydra composed it.
-        stop: request of the user to stop the sweep, which is watched.
-    """
+    """Run a job to its end, and return how it ended. A failure is logged and recorded, not raised. `node`: the
+    training's configuration, as Hydra composed it."""
     if not log().handlers:  # this is a new process that Hydra's launcher started for the job
         setup_logging()
     settings = HydraConfig.get()
@@ -140,20 +135,14 @@ def run_job(node: DictConfig, stop: StopRequest) -> Job:
 
 
 def value_of(results: Results, metric: SweepMetric) -> float | None:
-    """Return the value of a training that Hydra's sweeper minimises: its result `metric`, negated for val_score; None
-    if it is missing."""
+    """Return the result that Hydra's sweeper minimises: `metric`, negated for val_score; None if it is missing."""
     value = getattr(results, metric.value)
     return -value if metric is SweepMetric.val_score and value is not None else value
 
 
 def make_job_folder(folder: Path, private: bool, is_sweep: bool) -> None:
-    """Create the output folder of one training of a sweep. A folder that already has a training is not changed.
-
-    Args:
-        private: whether only the folder's owner can read it.
-        is_sweep: False for a single training. In a sweep, Hydra has created the folder already, with default
-            permissions, which are corrected.
-    """
+    """Create a job's output folder. One that already has a training is not changed. In a sweep, Hydra has created it
+    with default permissions, which are corrected."""
     has_run = any((folder / name).exists() for name in (LOG_FILE, STATUS_FILE))
     make_run_folder(folder, private)
     if is_sweep and private and not has_run:
@@ -161,14 +150,9 @@ def make_job_folder(folder: Path, private: bool, is_sweep: bool) -> None:
 
 
 def record_failure(job: Job, error: LlavaFsdpError, is_stopping: bool) -> None:
-    """Record in `job`, one training of a sweep, why it did not finish. If it took a step in the current start of the
-    sweep, its results so far are recorded too.
-
-    Args:
-        error: why it did not finish.
-        is_stopping: whether the user has stopped the sweep. If the training had not begun by then, it is recorded as
-            stopped, and runs when the sweep is started again.
-    """
+    """Record why a job did not finish, and its results so far if it took a step in the current start of the sweep. A
+    job that had not begun when the user stopped the sweep is recorded as stopped, and runs when the sweep is started
+    again."""
     code, job.reason = error.exit_code, str(error)
     if isinstance(error, JobFailed) and not job.command and is_stopping:
         code, job.reason = ExitCode.STOPPED, "stopped before it began"
@@ -181,13 +165,8 @@ def record_failure(job: Job, error: LlavaFsdpError, is_stopping: bool) -> None:
 
 
 def train(config: SweepConfig, job: Job, stop_level: Callable[[], int]) -> None:
-    """Run one training of a sweep (`job`) with torchrun on free GPUs. Raises JobFailed if the training fails, or if the
-    user stopped the sweep before it began.
-
-    Args:
-        config: the training's configuration.
-        stop_level: returns whether the user wants to stop: 0: no, 1: save a checkpoint and end, 2: end at once.
-    """
+    """Run a job with torchrun on free GPUs. Raises JobFailed if it fails, or if the user stopped the sweep before it
+    began."""
     folder, count, name = Path(job.folder), config.launch.nproc_per_node, f"job {job.number}"
     devices = devices_here() if config.launch.devices is Devices.own else []
     check_devices(devices, count)
@@ -215,13 +194,8 @@ def report_end(job: Job) -> None:
 
 
 def check_job(config: SweepConfig, overrides: list[str], is_sweep: bool) -> None:
-    """Raise ConfigError if a training of a sweep cannot have the configuration `config`, for example because it names
-    several machines.
-
-    Args:
-        overrides: Hydra overrides of the training.
-        is_sweep: False for a single training, which may set output_dir.
-    """
+    """Raise ConfigError if a job cannot have this configuration, for example because it names several machines. A
+    single training, no sweep, may set output_dir."""
     at_least("launch.nproc_per_node", config.launch.nproc_per_node, 1)
     if config.launch.nnodes != 1:
         raise ConfigError(
@@ -242,14 +216,8 @@ def check_job(config: SweepConfig, overrides: list[str], is_sweep: bool) -> None
 
 
 def train_command(config: SweepConfig, overrides: list[str], folder: Path, config_folders: list[str]) -> list[str]:
-    """Return the torchrun command of one training of a sweep.
-
-    Args:
-        config: the training's configuration.
-        overrides: its Hydra overrides. Those of the sweep itself (launch.*, sweep.*) are left out of the command.
-        folder: its output folder, which becomes output_dir.
-        config_folders: folders that the user gave with `--config-dir`.
-    """
+    """Return the torchrun command of a job. Overrides of the sweep itself (launch.*, sweep.*) are left out.
+    `config_folders`: folders that the user gave with `--config-dir`."""
     command = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(config.launch.nproc_per_node), "-m", "llava_fsdp.train"]
     for path in config_folders:

@@ -22,7 +22,6 @@ from llava_fsdp.sweep.stop import STOP_FILE, StopRequest, supervise
 
 
 def main() -> None:
-    """Run a sweep in a child process (hydra_process.py), and exit with its exit code."""
     setup_logging()
     try:
         check_command_line(sys.argv[1:])
@@ -46,9 +45,8 @@ def main() -> None:
 
 
 def sweep_folder() -> Path | None:
-    """Return the output folder of the sweep that the command line (`sys.argv`) describes; None for a single training
-    (without `-m`). Results of an earlier sweep in it are removed. If the user gave no folder, one is chosen here,
-    before Hydra starts, so that every launcher uses the same."""
+    """Return the sweep's output folder; None for a single training (without `-m`). Results of an earlier sweep in it
+    are removed. If the user gave no folder, one is chosen before Hydra starts, so that every launcher uses the same."""
     if not {"-m", "--multirun", "hydra.mode=MULTIRUN"} & set(sys.argv[1:]):
         return None
     given = [a.partition("=")[2].strip("'\"") for a in sys.argv[1:] if a.startswith("hydra.sweep.dir=")]
@@ -64,8 +62,7 @@ def sweep_folder() -> Path | None:
 
 
 def refuse_maximizing(words: list[str]) -> None:
-    """Raise ConfigError if the command line of a sweep tells Hydra's sweeper to maximise the values of the trainings,
-    which must be minimised."""
+    """Raise ConfigError if Hydra's sweeper is told to maximise the values of the jobs, which must be minimised."""
     for word in words:
         key, _, value = word.partition("=")
         if re.fullmatch(r"[+~]*hydra\.sweeper\.direction", key) and "maximize" in value.lower():

@@ -28,8 +28,7 @@ PRINTED = ("steps", "loss", "lowest val loss", "best val score", "tokens/s", "me
 
 @restored_umask()
 def write_results(folder: Path, jobs: Sequence[Job]) -> None:
-    """Write the results of all trainings (jobs) into a sweep's output folder. An error is logged and does not end the
-    sweep."""
+    """Write the results of all jobs into a sweep's folder. An error is logged and does not end the sweep."""
     if not jobs:
         return
     if any(job.private for job in jobs):
@@ -49,7 +48,7 @@ def write_results(folder: Path, jobs: Sequence[Job]) -> None:
 
 
 def write_page(folder: Path) -> None:
-    """Write the HTML page that compares all trainings of the sweep in `folder`. An error is only logged."""
+    """Write the HTML page that compares all jobs. An error is only logged."""
     path = folder / REPORT_FILE
     try:
         put_page(path, comparison_page(runs_in(folder)), folder)
@@ -59,8 +58,7 @@ def write_page(folder: Path) -> None:
 
 
 def best_of(jobs: Sequence[Job]) -> Job | None:
-    """Return the training of a sweep with the lowest `value`, the first one if several have it; None if no training has
-    finished."""
+    """Return the (first) job with the lowest `value`; None if no job has finished."""
     done = [job for job in jobs if job.is_done and job.value is not None]
     return min(done, key=lambda job: job.value or 0.0, default=None)
 
@@ -70,7 +68,7 @@ def differing(jobs: Sequence[Job]) -> list[list[str]]:
 
 
 def show(jobs: Sequence[Job]) -> None:
-    """Print a table of all trainings of a sweep, the best of them, and why trainings failed."""
+    """Print a table of all jobs, the best of them, and why jobs failed."""
     if not jobs:
         return
     best, differences = best_of(jobs), differing(jobs)

@@ -32,8 +32,8 @@ MEANING = {
 
 
 class StopRequest:
-    """A request to stop a sweep, written to a stop file in a folder that all its jobs (trainings) see. Hydra's launcher
-    pickles the object and sends it to the jobs."""
+    """A request to stop, written to a file in a folder that all jobs see. Hydra's launcher pickles the object and sends
+    it to the jobs."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -44,8 +44,8 @@ class StopRequest:
         return self.main == (socket.gethostname(), os.getpid())
 
     def is_abandoned(self) -> bool:
-        """Return whether the process that runs the sweep with Hydra has ended, so that its trainings must end, too. If
-        it is on another machine, return False."""
+        """Return whether the process that runs Hydra has ended, so that its jobs must end, too; False if it is on
+        another machine."""
         host, pid = self.main
         with contextlib.suppress(PermissionError):
             try:
@@ -55,8 +55,8 @@ class StopRequest:
         return False
 
     def level(self) -> int:
-        """Return whether the sweep is to be stopped: 0: no, 1: save a checkpoint and end, 2: end at once. It is 1
-        without a request, too, if the process that runs Hydra has ended."""
+        """Return 0 (go on), `SAVE` or `NOW`. It is `SAVE` without a request, too, if the process that runs Hydra has
+        ended."""
         with contextlib.suppress(OSError, ValueError):
             return int(self.path.read_text())
         return SAVE if self.is_abandoned() else 0
@@ -70,27 +70,21 @@ class StopRequest:
         self.path.unlink(missing_ok=True)
 
     def take_signals(self) -> None:
-        """Install handlers in this process, which runs a sweep with Hydra, that ask all its trainings to stop on SIGINT
-        or SIGTERM."""
+        """Ask all jobs to stop on SIGINT or SIGTERM. For the process that runs Hydra."""
         for number in SIGNALS:
             signal.signal(number, lambda *_: self.raise_to(SAVE))
 
 
 def ignore_signals() -> None:
-    """Ignore SIGINT and SIGTERM in a process that runs one training of a sweep, as the sweep's main process handles
-    them."""
+    """Ignore SIGINT and SIGTERM in a process that runs a job: the main process handles them."""
     with contextlib.suppress(ValueError):  # not the main thread
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
 
 def supervise(words: Sequence[str], stop: StopRequest) -> int:
-    """Run the Python module that runs a sweep in a session of its own, and wait for it. The first SIGINT or SIGTERM
-    asks its trainings to save a checkpoint and end, the second to end at once; the third ends everything.
-
-    Args:
-        words: name and arguments of the module.
-        stop: passes the request to the trainings.
+    """Run a Python module (`words`: its name and arguments) in a session of its own, and wait for it. The first SIGINT
+    or SIGTERM asks the jobs to save a checkpoint and end, the second to end at once; the third ends everything.
 
     Returns:
         The module's exit code, or minus the number of the signal that killed it.

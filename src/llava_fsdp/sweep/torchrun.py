@@ -27,10 +27,9 @@ class JobFailed(LlavaFsdpError):
     """Error: one training of a sweep did not finish."""
 
     def __init__(self, reason: str, code: ExitCode = ExitCode.BUG, took_steps: bool = False):
-        """Create the error that one training of a sweep did not finish.
+        """Create the error.
 
         Args:
-            reason: why, for the message.
             code: exit code of the rank that failed first.
             took_steps: whether this start of the training took a step; if not, its folder may have the results of an
                 earlier start.
@@ -48,16 +47,15 @@ def run_torchrun(
     visible: str | None = None,
     locks: Sequence[int] = (),
 ) -> None:
-    """Run the torchrun command of one training of a sweep to its end. Its output is written to `train.log` in `folder`.
-    This process logs the latest step every 10 seconds.
+    """Run the torchrun command of a job to its end. Its output is written to `train.log` in `folder`. This process logs
+    the latest step every 10 seconds.
 
     The ranks write to the file directly: with a pipe, this process would wait for a rank that outlives torchrun. The
     command runs in a session of its own, so that a Ctrl-C reaches it only once, through this process.
 
     Args:
-        folder: the training's output folder.
-        name: name of the training, for log messages.
-        stop_level: returns whether the user wants to stop: 0: no, 1: save a checkpoint and end, 2: end at once.
+        name: name of the job, for log messages.
+        stop_level: as `StopRequest.level`.
         visible: value of CUDA_VISIBLE_DEVICES for the command; None: unchanged.
         locks: file descriptors of GPU locks, which the command inherits.
 
@@ -97,14 +95,8 @@ def run_torchrun(
 
 
 def follow(child: subprocess.Popen, reader: io.TextIOBase, name: str, stop_level: Callable[[], int]) -> None:
-    """Wait for the torchrun process `child` of one training of a sweep, end it when the user stops the sweep, and log
-    the latest step every 10 seconds.
-
-    Args:
-        reader: the file that the training writes its output to, opened for reading.
-        name: name of the training, for log messages.
-        stop_level: returns whether the user wants to stop: 0: no, 1: save a checkpoint and end, 2: end at once.
-    """
+    """Wait for torchrun, end it when the user stops the sweep, and log the latest step every 10 seconds. `reader`: the
+    file of its output."""
     next_line, sent = 0.0, 0
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -121,19 +113,13 @@ def follow(child: subprocess.Popen, reader: io.TextIOBase, name: str, stop_level
 
 
 def status_after(folder: Path, earlier: dict[str, Any] | None) -> dict[str, Any]:
-    """Return how a training ended: the status (a JSON object) that its latest start wrote to its output folder; empty
-    if it wrote none.
-
-    Args:
-        earlier: status in the folder before this start; None if there was none.
-    """
+    """Return the status that the latest start wrote; empty if it is `earlier`, the status before this start."""
     status = read_status(folder)
     return {} if status is None or status == earlier else status_of_latest_start(status)
 
 
 def failure_code(status: dict[str, Any]) -> ExitCode:
-    """Return the exit code of the rank that failed first, from the status that a training wrote when it ended;
-    ExitCode.BUG if the status has none."""
+    """Return the exit code of the rank that failed first; ExitCode.BUG if the status has none."""
     try:
         return ExitCode(status.get("exit_code") or ExitCode.BUG)
     except ValueError:

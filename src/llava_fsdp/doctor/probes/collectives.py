@@ -1,5 +1,4 @@
-"""Check communication between ranks on this machine: start ranks that run collectives (all-reduce, ...), and report in
-which collective they hang."""
+"""Start ranks on this machine that run collectives (all-reduce, ...), and report in which collective they hang."""
 
 import contextlib
 import os
@@ -17,7 +16,7 @@ from llava_fsdp.runtime.process.process_end import without_launcher
 from llava_fsdp.runtime.text.humanize import readable
 
 LIMIT = 60.0
-"""Time limit in seconds of the communication check, for all ranks together."""
+"""Time limit in seconds of this check, for all ranks together."""
 PROGRAM = ("-m", "llava_fsdp.doctor.probes.collectives_worker")
 MORE = "NCCL_DEBUG=INFO prints more; NCCL_P2P_DISABLE=1 avoids access to each other's memory"
 LOOPBACK = "GLOO_SOCKET_IFNAME=lo lets them use loopback"
@@ -43,14 +42,14 @@ ERROR_LINE = re.compile(r"(?i)^(?!frame #).*\b\w*(error|exception)\b.*:")
 
 
 def try_ranks(count: int, on_gpus: bool, limit: float = LIMIT, program: Sequence[str] = PROGRAM) -> Iterator[Finding]:
-    """Start `count` ranks with torchrun, as a training does, and let them run collectives. Yield the result: the speed,
-    an error, or where the ranks hang.
+    """Start `count` ranks with torchrun, as a training does, and let them run collectives. Yield the speed, an error,
+    or where the ranks hang.
 
     Args:
-        on_gpus: whether the ranks use GPUs with NCCL; False: the CPU with gloo.
+        on_gpus: with NCCL; False: on the CPU with gloo.
         limit: time limit in seconds.
-        program: arguments of `python` in each rank. A folder is appended to them, in which the rank records how far it
-            has come.
+        program: arguments of `python` in each rank. A folder is appended, in which the rank records how far it has
+            come.
     """
     name = f"{count} ranks, {'NCCL' if on_gpus else 'gloo'}"
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder, open(Path(folder) / "output", "w+") as output:
@@ -81,8 +80,8 @@ def try_ranks(count: int, on_gpus: bool, limit: float = LIMIT, program: Sequence
 
 
 def stages_of(folder: Path, count: int) -> list[str]:
-    """Return how far each of `count` ranks has come in the check of collectives: the last stage (started, joined, ...)
-    that it has recorded in `folder`; an empty text for a rank that has not started."""
+    """Return the last stage (started, joined, ...) that each of `count` ranks has recorded in a folder; empty for a
+    rank that has not started."""
     stages = []
     for rank in range(count):
         lines = []
@@ -93,15 +92,7 @@ def stages_of(folder: Path, count: int) -> list[str]:
 
 
 def stuck(name: str, stages: Sequence[str], limit: float, on_gpus: bool) -> Finding:
-    """Return the result of a check of collectives that hangs. It names the ranks that are furthest behind, and the
-    collective in which they hang.
-
-    Args:
-        name: name of the check in the report.
-        stages: last stage (started, joined, ...) that each rank has reached.
-        limit: time limit in seconds that was exceeded.
-        on_gpus: whether the ranks use GPUs, on which the advice depends.
-    """
+    """Return a finding that names the ranks which are furthest behind, and where they hang."""
     order = list(STUCK)
     reached = [order.index(stage.split()[0] if stage else "") for stage in stages]
     first = min(reached)
@@ -112,8 +103,7 @@ def stuck(name: str, stages: Sequence[str], limit: float, on_gpus: bool) -> Find
 
 
 def reason(output: str) -> str:
-    """Return the most informative error line in the output of torchrun and its ranks: the last error of the ranks, or
-    of torchrun if no rank printed one."""
+    """Return the last error in the output of the ranks, or of torchrun if no rank printed one."""
     # once a rank has failed, torchrun ends the others, and may print errors of its own about that
     texts = [text.splitlines() for text in output.partition(" failed (exitcode: ")[::2]]
     lines = [[line.strip() for line in text if line.strip()] for text in texts]
@@ -122,7 +112,7 @@ def reason(output: str) -> str:
 
 
 def end(process: subprocess.Popen) -> None:
-    """End a torchrun process by SIGTERM, or SIGKILL if that does not help; its ranks end with it."""
+    """End a torchrun process, and its ranks with it, by SIGTERM, or SIGKILL if that does not help."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is None:
             process.send_signal(number)

@@ -1,5 +1,5 @@
-"""Run one rank of `doctor`'s check of communication: join the process group as a training does, run collectives and
-check their results. `doctor` is the command that checks this machine before a training.
+"""One rank of `doctor`'s check of communication: join the process group as a training does, run collectives and check
+their results.
 
 `torchrun --nnodes 2 --nproc-per-node 8 ... -m llava_fsdp.doctor.probes.collectives_worker FOLDER` tests several
 machines. Each rank R writes how far it has come (started, joined, ...) into FOLDER/rank-R.
@@ -64,8 +64,7 @@ def main() -> None:
 
 
 def check_exchange(world: World) -> None:
-    """Send each rank one number by an all-to-all, as experts on several ranks exchange tokens, and check what this rank
-    gets."""
+    """Send each rank one number by an all-to-all, as experts on several ranks exchange tokens."""
     ranks = torch.arange(world.size, device=world.device)
     received = torch.empty_like(ranks)
     dist.all_to_all_single(received, world.rank * world.size + ranks)
@@ -73,8 +72,7 @@ def check_exchange(world: World) -> None:
 
 
 def check_messages(world: World) -> None:
-    """Send numbers to the next rank, the last rank to the first, as the stages of a pipeline do, and check what this
-    rank gets."""
+    """Send numbers to the next rank, the last rank to the first, as the stages of a pipeline do."""
     sent = torch.full((4,), float(world.rank), device=world.device)
     received = torch.empty_like(sent)
     after, before = (world.rank + 1) % world.size, (world.rank - 1) % world.size
@@ -90,7 +88,7 @@ def expect(found: torch.Tensor, wanted: torch.Tensor | float, what: str) -> None
 
 
 def speed(device: torch.device, size: int) -> float:
-    """Measure the bytes per second that each of `size` ranks sends in an all-reduce, like the bus bandwidth of
+    """Return the bytes per second that each of `size` ranks sends in an all-reduce, like the bus bandwidth of
     nccl-tests."""
     count = (64 if device.type == "cuda" else 4) * MIB
     values = torch.ones(count // 4, device=device)

@@ -1,5 +1,7 @@
-"""Check the free space and the speed of the folders that a training writes and reads, before it starts. This takes a
-few seconds."""
+"""Check the free space and the speed of the folders that a training writes and reads. This takes a few seconds.
+
+In all checks, `name` is that of the check in the report.
+"""
 
 import contextlib
 import os
@@ -17,15 +19,15 @@ from llava_fsdp.runtime.text.humanize import readable
 MIB = 1 << 20
 BLOCK = 8 * MIB
 MOST = 256 * MIB
-"""Maximum number of bytes that a speed measurement writes and reads."""
+"""Maximum number of bytes that a measurement writes and reads."""
 SECONDS = 2.0
-"""Seconds after which a speed measurement stops, once its current read or write is finished."""
+"""Seconds after which a measurement stops, once its current read or write is finished."""
 IMAGES = 64
-"""Maximum number of image files that are read to measure speed."""
+"""Maximum number of image files that are read."""
 SLOW_SAVE = 600
-"""A disk is reported as slow if writing a checkpoint takes more seconds than this."""
+"""Seconds for writing a checkpoint above which a disk is reported as slow."""
 SLOW_READ = 20 * MIB
-"""A disk is reported as slow if it reads a dataset with fewer bytes per second than this."""
+"""Bytes per second of reading a dataset below which a disk is reported as slow."""
 
 
 @dataclass(frozen=True)
@@ -33,14 +35,14 @@ class Speed:
     """Speed of a disk in bytes per second."""
 
     write: float
-    """Write speed, including the fsync."""
+    """With the fsync."""
     read: float
-    """Read speed, without the file cache if the system allows dropping it."""
+    """Without the file cache, if the system allows dropping it."""
 
 
 def measure(folder: Path, max_bytes: int = MOST) -> Speed:
-    """Measure the speed of a folder's disk: write a temporary file of at most `max_bytes` bytes, fsync it and read it.
-    The file has no name, so that it cannot be left behind."""
+    """Measure a disk's speed: write a temporary file of at most `max_bytes` bytes, fsync it and read it. The file has
+    no name, so that it cannot be left behind."""
     block = os.urandom(MIB) * (BLOCK // MIB)  # a disk that compresses would seem too fast
     with tempfile.TemporaryFile(dir=folder) as file:
         handle, written, start = file.fileno(), 0, time.monotonic()
@@ -52,11 +54,7 @@ def measure(folder: Path, max_bytes: int = MOST) -> Speed:
 
 
 def read_speed(handle: int, max_bytes: int = MOST) -> float:
-    """Read an open file from its beginning, at most `max_bytes` bytes, and return the bytes per second.
-
-    Args:
-        handle: file descriptor.
-    """
+    """Read an open file from its beginning, at most `max_bytes` bytes, and return the bytes per second."""
     if hasattr(os, "posix_fadvise"):
         with contextlib.suppress(OSError):
             os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -71,10 +69,9 @@ def read_speed(handle: int, max_bytes: int = MOST) -> float:
 
 
 def judge_room(name: str, folder: Path, free: int, needed: int, what: str, cure: str) -> Iterator[Finding]:
-    """Check that a folder's disk has enough free bytes and inodes for a training. Yield the result.
+    """Check that a folder's disk has enough free bytes and inodes.
 
     Args:
-        name: name of the check in the report.
         free: free bytes of the disk.
         needed: bytes that the training writes into the folder; 0: unknown.
         what: what these bytes are for, in words with a verb, such as "checkpoints take".
@@ -92,13 +89,7 @@ def judge_room(name: str, folder: Path, free: int, needed: int, what: str, cure:
 def judge_speed(
     name: str, folder: Path, checkpoint: int, measure_speed: Callable[[Path], Speed] = measure
 ) -> Iterator[Finding]:
-    """Check how fast a folder's disk writes and reads, and how long writing a checkpoint takes. Yield the result.
-
-    Args:
-        name: name of the check in the report.
-        checkpoint: size of a checkpoint in bytes; 0: unknown.
-        measure_speed: function that measures the speed of a folder's disk.
-    """
+    """Check how fast a folder's disk is. `checkpoint`: size of a checkpoint in bytes; 0: unknown."""
     try:
         speed = measure_speed(folder)
     except OSError as error:
@@ -117,12 +108,7 @@ def judge_speed(
 
 
 def check_writable(name: str, folder: Path) -> Iterator[Finding]:
-    """Check that a file can be created in a folder, or in its nearest parent that exists. Yield a result only if it
-    cannot.
-
-    Args:
-        name: name of the check in the report.
-    """
+    """Yield a result only if no file can be created in a folder, or in its nearest parent that exists."""
     present = existing(folder)
     try:
         with tempfile.TemporaryFile(dir=present):
@@ -133,7 +119,7 @@ def check_writable(name: str, folder: Path) -> Iterator[Finding]:
 
 
 def images_in(folder: Path, max_files: int = IMAGES) -> list[Path]:
-    """Return at most `max_files` files below a folder: the first that are found within 2 seconds."""
+    """Return at most `max_files` files below a folder: the first that are found within `SECONDS`."""
 
     def files() -> Iterator[Path]:
         start = time.monotonic()
@@ -146,11 +132,7 @@ def images_in(folder: Path, max_files: int = IMAGES) -> list[Path]:
 
 
 def judge_images(name: str, paths: Iterable[Path]) -> Iterator[Finding]:
-    """Measure how fast image files are read, one after the other. Yield the result.
-
-    Args:
-        name: name of the check in the report.
-    """
+    """Measure how fast image files are read, one after the other."""
     count, files, start = 0, 0, time.monotonic()
     for path in paths:
         try:
@@ -174,12 +156,8 @@ def judge_images(name: str, paths: Iterable[Path]) -> Iterator[Finding]:
 
 
 def judge_records(name: str, path: Path, index: Path) -> Iterator[Finding]:
-    """Measure how fast the file `path` of a dataset's samples is read. Yield the result.
-
-    Args:
-        name: name of the check in the report.
-        index: folder of the dataset's index, which need not exist.
-    """
+    """Measure how fast a file of records is read. `index` is the folder of the dataset's index, which need not
+    exist."""
     with open(path, "rb") as file:
         handle = file.fileno()
         count = os.fstat(handle).st_size

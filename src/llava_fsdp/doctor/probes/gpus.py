@@ -1,4 +1,5 @@
-"""Check the GPUs that the driver and torch report, and how they are connected, before a training."""
+"""Check the GPUs that the driver and torch report, and how they are connected. In all checks, `facts` is what torch
+reports, and `visible` the value of CUDA_VISIBLE_DEVICES (None: not set)."""
 
 import json
 import re
@@ -13,7 +14,7 @@ from llava_fsdp.runtime.text.humanize import readable
 
 MIB = 1 << 20
 SECONDS = 20
-"""Time limit of nvidia-smi in seconds. It is slow when GPUs are asleep."""
+"""Time limit of nvidia-smi in seconds, which is slow when GPUs are asleep."""
 TORCH_SECONDS = 90
 """Time limit in seconds for importing torch and using every GPU once."""
 FIELDS = (
@@ -23,15 +24,15 @@ FIELDS = (
 QUERY = ["nvidia-smi", f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits"]
 MOST_PAIRS = 4
 TAKEN = 0.1
-"""A warning is reported if other processes use more than this share of a GPU's memory."""
+"""Share of a GPU's memory above which the use by other processes is a warning."""
 SLOW_LINKS = ("SYS", "NODE", "PHB")
-"""Connections between GPUs that pass through the CPU, as named in the output of `nvidia-smi topo -m`. Other names in
-this output: PIX and PXB are PCIe switches, and NV4 means four NVLinks."""
+"""Connections through the CPU, as `nvidia-smi topo -m` names them. PIX and PXB are PCIe switches, and NV4 means four
+NVLinks."""
 
 
 @dataclass(frozen=True)
 class SmiGpu:
-    """A GPU of this machine as nvidia-smi reports it. Memory is in bytes."""
+    """A GPU as nvidia-smi reports it. Memory is in bytes."""
 
     index: int
     name: str
@@ -46,8 +47,8 @@ class SmiGpu:
 
 @dataclass(frozen=True)
 class TorchFacts:
-    """What torch reports about itself and the GPUs of this machine. It is collected in a separate process, because a
-    broken driver may crash that process."""
+    """What torch reports about itself and the GPUs, collected in a separate process, which a broken driver may
+    crash."""
 
     version: str
     cuda: str | None
@@ -56,15 +57,14 @@ class TorchFacts:
     nccl: str | None
     available: bool
     devices: list[dict[str, Any]]
-    """A dict for each GPU, with keys name, capability, memory, bf16, error."""
+    """For each GPU the keys name, capability, memory, bf16, error."""
     no_peers: list[list[int]]
     """Pairs of GPUs that cannot access each other's memory."""
     error: str = ""
 
 
 def parse_smi(text: str) -> list[SmiGpu]:
-    """Parse the CSV output of `nvidia-smi --query-gpu=index,name,uuid,...` into GPUs. Lines of any other form are
-    skipped; an unknown number becomes 0."""
+    """Parse the output of `QUERY`. Lines of any other form are skipped; an unknown number becomes 0."""
     gpus = []
     for line in text.splitlines():
         fields = [field.strip() for field in line.split(",")]
@@ -78,12 +78,11 @@ def parse_smi(text: str) -> list[SmiGpu]:
 
 
 def seen_gpus(gpus: Sequence[SmiGpu], visible: str | None, count: int | None) -> list[SmiGpu]:
-    """Return those of this machine's GPUs that a training's ranks run on, in the order of the ranks.
+    """Return the GPUs that a training's ranks run on, in the order of the ranks.
 
     Args:
-        gpus: all GPUs of this machine.
-        visible: value of CUDA_VISIBLE_DEVICES; None: not set. If it names MIG instances, all GPUs in MIG mode are
-            returned, because the driver's list of GPUs does not say to which GPU a MIG instance belongs.
+        visible: if it names MIG instances, all GPUs in MIG mode are returned, because the driver's list does not say to
+            which GPU an instance belongs.
         count: number of ranks; None: one on each GPU.
     """
     if visible is None:
@@ -104,13 +103,7 @@ def read_torch() -> TorchFacts:
 
 
 def judge_torch(facts: TorchFacts, gpus: Sequence[SmiGpu], visible: str | None) -> Iterator[Finding]:
-    """Check that the torch build (CUDA, NCCL) can use the GPUs that the driver reports. Yield the result.
-
-    Args:
-        facts: what torch reports about itself and the GPUs.
-        gpus: what nvidia-smi reports about each GPU.
-        visible: value of CUDA_VISIBLE_DEVICES; None: not set.
-    """
+    """Check that the torch build (CUDA, NCCL) can use the GPUs that the driver reports."""
     if facts.error:
         yield fail("torch", facts.error, f"run: {sys.executable} -c 'import torch; torch.cuda.init()'")
         return
@@ -130,12 +123,7 @@ def judge_torch(facts: TorchFacts, gpus: Sequence[SmiGpu], visible: str | None) 
 
 
 def judge_gpus(gpus: Sequence[SmiGpu], facts: TorchFacts) -> Iterator[Finding]:
-    """Check each GPU: its memory, memory used by other processes, memory errors, MIG mode. Yield the results.
-
-    Args:
-        gpus: what nvidia-smi reports about each GPU.
-        facts: what torch reports about itself and the GPUs.
-    """
+    """Check each GPU: its memory, memory used by other processes, memory errors, MIG mode."""
     if not gpus and not facts.devices:
         yield ok("GPUs", "none: ranks run on the CPU, over gloo")
         return
@@ -164,12 +152,8 @@ def judge_gpus(gpus: Sequence[SmiGpu], facts: TorchFacts) -> Iterator[Finding]:
 
 
 def judge_links(matrix: str | None, facts: TorchFacts) -> Iterator[Finding]:
-    """Check how the GPUs are connected, and whether they can access each other's memory. Yield the results.
-
-    Args:
-        matrix: output of `nvidia-smi topo -m`; None: it could not be run.
-        facts: what torch reports about itself and the GPUs.
-    """
+    """Check how the GPUs are connected, and whether they can access each other's memory. `matrix`: output of
+    `nvidia-smi topo -m`; None: it could not be run."""
     links = parse_links(matrix or "")
     if links:
         kinds = sorted(set(links.values()))
@@ -190,8 +174,7 @@ def judge_links(matrix: str | None, facts: TorchFacts) -> Iterator[Finding]:
 
 
 def parse_links(matrix: str) -> dict[tuple[int, int], str]:
-    """Parse the output of `nvidia-smi topo -m`. Return (GPU index, GPU index) -> type of their connection, such as
-    `NV4`, `PIX`, `SYS`."""
+    """Parse the output of `nvidia-smi topo -m`: (GPU index, GPU index) -> connection, such as `NV4`, `PIX`, `SYS`."""
     links = {}
     plain = re.sub(r"\x1b\[[0-9;]*m", "", matrix)  # the heading is underlined
     for line in plain.splitlines():
@@ -205,18 +188,13 @@ def parse_links(matrix: str) -> dict[tuple[int, int], str]:
 
 
 def list_pairs(pairs: Sequence[Sequence[int]]) -> str:
-    """Return a text that lists pairs of GPU indices, such as "0-1, 0-2"; of many pairs, only the first few."""
+    """Return pairs of GPU indices as text, such as "0-1, 0-2"; of many pairs, only the first few."""
     shown = ", ".join(f"{a}-{b}" for a, b in pairs[:MOST_PAIRS])
     return shown + (f" and {len(pairs) - MOST_PAIRS} more pairs" if len(pairs) > MOST_PAIRS else "")
 
 
 def judge_count(ranks: int, facts: TorchFacts, environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Check that there is a GPU for each of the training's `ranks` ranks on this machine. Yield the result.
-
-    Args:
-        facts: what torch reports about itself and the GPUs.
-        environment: environment variables; CUDA_VISIBLE_DEVICES is named in the result.
-    """
+    """Check that there is a GPU for each of this machine's ranks."""
     count = len(facts.devices)
     if count and ranks > count:
         visible = environment.get("CUDA_VISIBLE_DEVICES")

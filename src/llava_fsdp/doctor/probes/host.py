@@ -1,4 +1,4 @@
-"""Check CPU cores, memory, shared memory and process limits of this machine or container, before a training."""
+"""Check CPU cores, memory, shared memory and process limits of this machine or container."""
 
 import os
 import resource
@@ -12,17 +12,12 @@ GIB = 1 << 30
 FILES, MANY = 4096, 65536
 """Limits of open files per process: fewer than the first may be too few; the second is enough for any training."""
 HEADROOM = 0.9
-"""A warning is reported if the training is planned to use more than this share of the host's free memory."""
+"""Share of the free memory above which the planned use is a warning."""
 
 
 def judge_cores(host: Host, ranks: int, workers: int | None) -> Iterator[Finding]:
-    """Check that this machine has enough CPU cores for a training. Yield the result.
-
-    Args:
-        host: cores and memory of this machine or container.
-        ranks: number of ranks on this machine.
-        workers: processes with which each rank prepares its data; None: chosen from the number of cores.
-    """
+    """Check that there are enough CPU cores. `workers`: processes with which each rank prepares its data; None: chosen
+    from the number of cores."""
     quota = f", {host.quota:.3g} by the container's quota" if host.quota is not None else ""
     result = f"{host.cores}{quota}, for {ranks} rank{'s' * (ranks > 1)}"
     needed = ranks * (1 + (workers or 0))
@@ -37,13 +32,7 @@ def judge_cores(host: Host, ranks: int, workers: int | None) -> Iterator[Finding
 
 
 def judge_memory(host: Host, needed: int, what: str) -> Iterator[Finding]:
-    """Check that this machine has enough free memory for the training. Yield the result.
-
-    Args:
-        host: cores and memory of this machine or container.
-        needed: bytes that all ranks on this machine need together; 0: unknown.
-        what: what these bytes are for, in words.
-    """
+    """Check that there is enough free memory. `needed`: bytes of all ranks of this machine, for `what`; 0: unknown."""
     limit = f", {readable(host.limit)} for this container" if host.limit is not None else ""
     result = f"{readable(host.memory)}{limit}, {readable(host.free)} free"
     if needed > host.free:
@@ -63,13 +52,8 @@ def read_shared() -> tuple[int, int]:
 
 
 def judge_shared(total: int, free: int, needed: int, several_gpus: bool) -> Iterator[Finding]:
-    """Check that this machine has enough shared memory (/dev/shm) for a training. Yield the result.
-
-    Args:
-        total, free: size and free bytes of the shared memory.
-        needed: bytes for the locks of the processes that prepare data.
-        several_gpus: whether NCCL's buffers need room, too.
-    """
+    """Check that there is enough shared memory (/dev/shm): `needed` bytes for the locks of the processes that prepare
+    data, and room for NCCL's buffers between several GPUs."""
     result = f"/dev/shm of {readable(total)}, {readable(free)} free"
     cure = "docker run --ipc=host, or --shm-size=16g; Kubernetes: an emptyDir of medium Memory at /dev/shm"
     if needed > free:
@@ -82,8 +66,8 @@ def judge_shared(total: int, free: int, needed: int, several_gpus: bool) -> Iter
 
 
 def read_limits() -> dict[str, int]:
-    """Return limits of this process by name: soft and hard limit of open files (`nofile`, `hard`), and soft limit of
-    locked memory in bytes (`memlock`). -1 means no limit."""
+    """Return limits of this process: open files, soft (`nofile`) and `hard`; bytes of locked memory (`memlock`). -1: no
+    limit."""
     nofile, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return {"nofile": nofile, "hard": hard, "memlock": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]}
 

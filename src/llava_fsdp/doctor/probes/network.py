@@ -20,7 +20,7 @@ class Interface:
     address: str | None
     up: bool
     megabits: int | None
-    """Speed in megabits per second; None: unknown."""
+    """Megabits per second; None: unknown."""
 
     def __str__(self) -> str:
         return f"{self.name} {self.address}" + (f" ({self.megabits / 1000:.3g} Gb/s)" if self.megabits else "")
@@ -37,8 +37,7 @@ def read_interfaces() -> list[Interface]:
 
 
 def address_of(name: str) -> str | None:
-    """Return the IPv4 address of the network interface `name`; None if it has none. torch's stores and gloo prefer
-    IPv4."""
+    """Return the IPv4 address of an interface; None if it has none. torch's stores and gloo prefer IPv4."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
@@ -48,8 +47,7 @@ def address_of(name: str) -> str | None:
 
 
 def read_infiniband() -> dict[str, str]:
-    """Return the state of each InfiniBand port, such as `4: ACTIVE`, by the names of its card and port
-    (`card:port`)."""
+    """Return the state of each InfiniBand port, such as `4: ACTIVE`, by `card:port`."""
     try:
         ports = sorted(Path("/sys/class/infiniband").glob("*/ports/*"))
     except OSError:
@@ -67,14 +65,8 @@ def lookup(host: str) -> str | None:
 def judge_interfaces(
     interfaces: Sequence[Interface], ports: Mapping[str, str], environment: Mapping[str, str], nodes: int
 ) -> Iterator[Finding]:
-    """Check the network interfaces of this machine, and its InfiniBand ports. Yield the results.
-
-    Args:
-        interfaces: all interfaces.
-        ports: state of each InfiniBand port, by `card:port`.
-        environment: environment variables; NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME must name interfaces that exist.
-        nodes: number of machines of the training.
-    """
+    """Check the network interfaces and the InfiniBand ports (state by `card:port`). Those that NCCL_SOCKET_IFNAME and
+    GLOO_SOCKET_IFNAME name must exist. `nodes`: number of machines of the training."""
     useful = [each for each in interfaces if each.up and each.address is not None and each.name != "lo"]
     names = {each.name for each in interfaces}
     for variable in CHOICES:
@@ -101,14 +93,7 @@ def judge_interfaces(
 
 
 def judge_name(host: str, address: str | None, nodes: int) -> Iterator[Finding]:
-    """Check that this machine's host name has an address that other machines can reach; gloo looks it up. Yield the
-    result.
-
-    Args:
-        host: the host name.
-        address: its IPv4 address; None if it has none.
-        nodes: number of machines of the training.
-    """
+    """Check that this machine's host name has an IPv4 address that other machines can reach; gloo looks it up."""
     if address is None:
         cure = f"add a line to /etc/hosts: ADDRESS {host}; or GLOO_SOCKET_IFNAME=eth0"
         make = fail if nodes > 1 else warn

@@ -1,4 +1,5 @@
-"""Check the Python version, the packages that every training needs, and those that a training's configuration needs."""
+"""Check the Python version, the packages that every training needs, and those that this configuration needs.
+`version_of` returns the installed version of a package, or None."""
 
 import importlib.metadata
 import sys
@@ -22,11 +23,10 @@ SLOW = {
 }
 """Environment variables that make training slower, and why."""
 OFF = ("", "0", "off", "false", "info")
-"""Values of these environment variables that do not slow training down."""
+"""Values of these variables that do not slow training down."""
 
 
 def version_of(package: str) -> str | None:
-    """Return the installed version of a package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -43,7 +43,7 @@ def judge_python(version: tuple[int, int, int]) -> Iterator[Finding]:
 
 
 def requirements() -> list[str]:
-    """Return the requirements that the installed llava-fsdp package declares; empty in a git checkout."""
+    """Return the requirements that the installed package declares; empty in a git checkout."""
     try:
         return importlib.metadata.requires("llava-fsdp") or []
     except importlib.metadata.PackageNotFoundError:
@@ -51,12 +51,7 @@ def requirements() -> list[str]:
 
 
 def judge_packages(declared: list[str], version_of: Callable[[str], str | None]) -> Iterator[Finding]:
-    """Check that the packages that llava_fsdp needs are installed in the right versions. Yield the results.
-
-    Args:
-        declared: requirements, such as `numpy>=1.26`. Those of extras are ignored.
-        version_of: function that returns the installed version of a package, or None.
-    """
+    """Check that the packages in `declared` (such as `numpy>=1.26`; those of extras are ignored) are installed."""
     from packaging.requirements import Requirement  # installed with transformers, and may be missing too
 
     needed = [r for r in map(Requirement, declared) if r.marker is None or r.marker.evaluate({"extra": ""})]
@@ -74,11 +69,6 @@ def judge_packages(declared: list[str], version_of: Callable[[str], str | None])
 
 
 def judge_optional(version_of: Callable[[str], str | None]) -> Iterator[Finding]:
-    """Report which optional packages are installed.
-
-    Args:
-        version_of: function that returns the installed version of a package, or None.
-    """
     versions = {name: version_of(name) for name in OPTIONAL}
     installed = ", ".join(f"{name} {version}" for name, version in versions.items() if version is not None)
     missing = ", ".join(name for name, version in versions.items() if version is None)
@@ -86,9 +76,8 @@ def judge_optional(version_of: Callable[[str], str | None]) -> Iterator[Finding]
 
 
 def needs_of(cfg: Config) -> dict[str, Callable[[], str]]:
-    """Return functions that check what the training's configuration `cfg`, with its dtype chosen, needs (attention
-    kernel, peft, bitsandbytes, ...), by name. Each returns a description, or raises the error that the training would
-    raise."""
+    """Return functions that check what the configuration, with its dtype chosen, needs (attention kernel, peft,
+    bitsandbytes, ...), by name. Each returns a description, or raises the error that the training would raise."""
     import torch
 
     from llava_fsdp.config import Attention, LinearKind, Quantizer
@@ -146,13 +135,7 @@ def needs_of(cfg: Config) -> dict[str, Callable[[], str]]:
 
 
 def judge_needs(needs: Mapping[str, Callable[[], str]]) -> Iterator[Finding]:
-    """Run functions that check what a training's configuration needs, and yield the result of each. If one fails, the
-    others still run.
-
-    Args:
-        needs: the functions, by name. Each returns a description, or raises a LlavaFsdpError, which says what is
-            missing.
-    """
+    """Run the functions of `needs_of`. If one fails, the others still run."""
     for name, need in needs.items():
         try:
             yield ok(name, need())
@@ -161,7 +144,7 @@ def judge_needs(needs: Mapping[str, Callable[[], str]]) -> Iterator[Finding]:
 
 
 def judge_environment(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Warn of those of the environment variables `environment` that make training slower. Yield the results."""
+    """Warn of variables that make training slower."""
     slow = {name: why for name, why in SLOW.items() if environment.get(name, "").lower() not in OFF}
     for name, why in slow.items():
         yield warn(name, f"{environment[name]}: {why}", f"unset {name}")

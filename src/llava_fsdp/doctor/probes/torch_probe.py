@@ -1,8 +1,5 @@
-"""Print what torch reports about itself and the GPUs of this machine as one line of JSON, after using each GPU once.
-
-This runs in a separate process (`python -m llava_fsdp.doctor.probes.torch_probe`), as a broken driver may hang or crash
-it.
-"""
+"""Print what torch reports about itself and the GPUs as one line of JSON, after using each GPU once. Runs in a separate
+process, as a broken driver may hang or crash it."""
 
 import json
 from typing import Any
