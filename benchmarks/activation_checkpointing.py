@@ -1,38 +1,28 @@
-"""What does recomputation save, and what does it cost?
+"""What does activation checkpointing save, and what does it cost? Some minutes on a CPU.
 
-    python benchmarks/activation_checkpointing.py                              # into benchmarks/results; none,
-    selective and full
-    python benchmarks/activation_checkpointing.py FOLDER --model llava_v1_5_7b --ranks 8 --tokens 4096      # on a GPU
+    python benchmarks/activation_checkpointing.py                              # none, selective and full
+    python benchmarks/activation_checkpointing.py FOLDER --model llava_v1_5_7b --ranks 8 --tokens 4096     # on a GPU
 
-The field's rule of thumb is half the memory for a fifth more time. Each mode trains the same steps of the same model,
-as one rank or as rank 0 of imagined ones; the losses are compared to the bit first. Steps of the modes take turns.
+Each mode trains the same steps of the same model, as one rank or as rank 0 of simulated ones; losses must be equal to
+the bit. Steps of the modes take turns. The rule of thumb is half the memory for a fifth more time.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import importlib.util
-import platform
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from capped import write_json
-from hydra import compose, initialize_config_dir
-from memory import MODELS, RESULTS, write_model
-from provenance import commit, machine
-from rich.console import Console
-from rich.table import Table
+from bench import MIB, Report, clock, command_line, composed, facts, in_turns, reason, show, write, write_json
+from memory import MODELS, write_model
 
-from llava_fsdp.config import ActivationCheckpointing, ActivationCheckpointingConfig, Config, config_dir, load
+from llava_fsdp.config import ActivationCheckpointing, ActivationCheckpointingConfig, Config
 from llava_fsdp.data.loader import ModelShape
 from llava_fsdp.data.synthetic import SyntheticLoader, fullest, synthetic_step
 from llava_fsdp.model.llava import Llava
@@ -83,8 +73,7 @@ def configure(options: argparse.Namespace, work: Path) -> Config:
         "optim.schedule=constant",
         "optim.warmup_ratio=0",
     ]
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        return load(Config, compose("train", overrides))
+    return composed(overrides)
 
 
 def build(mode: str, cfg: Config, world: World) -> Run:
@@ -102,7 +91,7 @@ def build(mode: str, cfg: Config, world: World) -> Run:
 
 
 def drawn(cfg: Config, world: World) -> tuple[TrainState, Llava]:
-    """A run of random weights and no dataset; where it is one of imagined ranks, collectives reach nobody."""
+    """A run of random weights and no dataset; where it is one of simulated ranks, collectives reach nobody."""
     plan = SHARD_PLANS[cfg.sharding.strategy]
     torch.manual_seed(cfg.seed)
     model = build_model(cfg, shapes_of(cfg.model), world.device)
@@ -125,14 +114,7 @@ def step(run: Run, world: World) -> None:
     run.losses.append(result.loss)
 
 
-def clock(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        return time.perf_counter()
-    return time.process_time()
-
-
-def compare(options: argparse.Namespace, work: Path) -> dict[str, Any]:
+def compare(options: argparse.Namespace, work: Path) -> Report:
     """Run all modes; return the result, which is written after each round of steps. A mode that fails takes no further
     part, and its row has the reason.
 
@@ -140,35 +122,40 @@ def compare(options: argparse.Namespace, work: Path) -> dict[str, Any]:
         SystemExit: two modes that promise the same bits have other losses.
     """
     cfg = configure(options, work)
-    report, runs, failed = facts_of(options), {}, {}
+    report = facts("what does activation checkpointing save, and what does it cost?", options) | {
+        "clock": "wall seconds" if torch.cuda.is_available() else "CPU seconds of the process",
+        "rule_of_thumb": RULE_OF_THUMB, "losses": "equal to the bit",
+    }  # fmt: skip
+    runs: dict[str, Run] = {}
+    failed: dict[str, str] = {}
 
     def attempt(mode: str, action: Callable[[], Any]) -> None:
         try:
             action()
         except Exception as error:
             runs.pop(mode, None)
-            failed[mode] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"
+            failed[mode] = reason(error)
             print(f"{mode}: {failed[mode]}", file=sys.stderr)
 
     with distributed(cfg) as world:
         return_freed_memory()
         for mode in options.modes:
             attempt(mode, lambda mode=mode: runs.update({mode: build(mode, cfg, world)}))
-        for repetition in range(options.repetitions):
-            for mode in options.modes if repetition % 2 == 0 else options.modes[::-1]:
-                if mode in runs:
-                    attempt(mode, lambda mode=mode: step(runs[mode], world))
-            report["rows"] = rows_of(runs, failed)
-            save(report, options)
+        for number, mode in enumerate(in_turns(options.modes, options.repetitions), start=1):
+            if mode in runs:
+                attempt(mode, lambda mode=mode: step(runs[mode], world))
+            if number % len(options.modes) == 0:
+                report["rows"] = rows_of(runs, failed)
+                write_json(report, name_of(options), options.folder)
     return report
 
 
-def rows_of(runs: dict[str, Run], failed: dict[str, str]) -> list[dict[str, Any]]:
+def rows_of(runs: dict[str, Run], failed: dict[str, str]) -> list[Report]:
     exact = {mode: run.losses for mode, run in runs.items() if mode != "budget"}
     if len({tuple(losses) for losses in exact.values()}) > 1:
         raise SystemExit(f"losses differ: {exact}")
     base = runs.get("none")
-    rows: list[dict[str, Any]] = [{"mode": mode, "failed": reason} for mode, reason in failed.items()]
+    rows: list[Report] = [{"mode": mode, "failed": why} for mode, why in failed.items()]
     for mode, run in runs.items():
         peak = run.held + max(run.rises)
         row = {
@@ -190,10 +177,9 @@ def rows_of(runs: dict[str, Run], failed: dict[str, str]) -> list[dict[str, Any]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", nargs="?", type=Path, default=RESULTS, help="for the JSON and the picture")
+    parser = command_line(__doc__)
     parser.add_argument("--model", help="one of conf/model, of which only the shape is taken; a small deep one")
-    parser.add_argument("--ranks", type=int, default=1, help="imagined ranks")
+    parser.add_argument("--ranks", type=int, default=1, help="simulated ranks")
     parser.add_argument("--tokens", type=int, default=2048, help="positions of the row")
     parser.add_argument("--repetitions", type=int, default=5)
     modes = [mode.value for mode in ActivationCheckpointing]
@@ -204,96 +190,52 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="checkpointing-") as made:
         write_model(Path(made) / "deep", *MODELS["tiny" if options.tiny else "deep"])
         options.model = None if options.tiny else options.model
-        finish(compare(options, Path(made)), options)
-
-
-def facts_of(options: argparse.Namespace) -> dict[str, Any]:
-    cuda = torch.cuda.is_available()
-    return {
-        "question": "what does recomputation save, and what does it cost?",
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": commit(),
-        "command": " ".join(
-            ["python benchmarks/activation_checkpointing.py", *[a for a in sys.argv[1:] if a != str(options.folder)]]
-        ),
-        "machine": machine(torch.cuda.get_device_name() if cuda else None),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "options": {k: v for k, v in vars(options).items() if k != "folder"},
-        "clock": "wall seconds, the device waited for" if cuda else "CPU seconds of the process",
-        "rule_of_thumb": RULE_OF_THUMB,
-        "losses": "equal to the bit",
-        "rows": [],
-    }
-
-
-def save(report: dict[str, Any], options: argparse.Namespace) -> Path:
-    model = f"{options.model}-" if options.model else ""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return write_json(report, f"activation-checkpointing-{model}{device}", options.folder)
-
-
-def finish(report: dict[str, Any], options: argparse.Namespace) -> None:
-    path = save(report, options)
-    console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
-    console.print(table_of(report))
-    failed = any("failed" in row for row in report["rows"])
-    drawn = not failed and draw(report, path.with_suffix(".png"))
-    console.print(f"wrote {path}" + (f" and {path.with_suffix('.png')}" if drawn else "; no picture"))
-    if failed:
+        report = compare(options, Path(made))
+    show_rows(report)
+    if any("failed" in row for row in report["rows"]):
         raise SystemExit(1)
+    write(report, name_of(options), options.folder, draw)
 
 
-def table_of(report: dict[str, Any]) -> Table:
-    heads = ["activation_checkpointing", "peak", "/ none", "held", "rise in a step", "/ none", "seconds", "/ none"]
-    table = Table(*heads)
+def name_of(options: argparse.Namespace) -> str:
+    model = f"{options.model}-" if options.model else ""
+    return f"activation-checkpointing-{model}{'cuda' if torch.cuda.is_available() else 'cpu'}"
+
+
+def show_rows(report: Report) -> None:
+    lines = []
     for row in report["rows"]:
         if "failed" in row:
-            table.add_row(row["mode"], f"FAILED: {row['failed']}")
+            lines.append((row["mode"], f"FAILED: {row['failed']}"))
             continue
         ratios = [f"{row[key]:.2f}" if key in row else "-" for key in ("memory_ratio", "rise_ratio", "time_ratio")]
-        sizes = [f"{row[key] / 2**20:,.0f} MiB" for key in ("peak_bytes", "held_bytes")]
-        table.add_row(
-            row["mode"], sizes[0], ratios[0], sizes[1], f"{max(row['rise_bytes']) / 2**20:,.0f} MiB", ratios[1],
-            f"{min(row['seconds']):.2f}", ratios[2],
-        )  # fmt: skip
+        sizes = [f"{size / MIB:,.0f} MiB" for size in (row["peak_bytes"], row["held_bytes"], max(row["rise_bytes"]))]
+        seconds = f"{min(row['seconds']):.2f}"
+        lines.append((row["mode"], sizes[0], ratios[0], *sizes[1:], ratios[1], seconds, ratios[2]))
+    heads = ("activation_checkpointing", "peak", "/ none", "held", "rise in a step", "/ none", "seconds", "/ none")
     rule = report["rule_of_thumb"]
-    table.caption = f"rule of thumb for full: {rule['memory']} of the memory, {rule['time']} of the time"
-    return table
+    show(f"rule of thumb for full: {rule['memory']} of the memory, {rule['time']} of the time", heads, lines)
 
 
-def draw(report: dict[str, Any], path: Path) -> bool:
-    """Memory and time as shares of `none`, with the rule of thumb. False without matplotlib."""
-    if importlib.util.find_spec("matplotlib") is None:
-        return False
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    rows = report["rows"]
-    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-    held = [row["held_bytes"] / 2**20 for row in rows]
-    rises = [max(row["rise_bytes"]) / 2**20 for row in rows]
+def draw(pyplot: Any, report: Report) -> None:
+    """Memory and time of each mode, with the rule of thumb."""
+    rows, rule = report["rows"], report["rule_of_thumb"]
+    _, axes = pyplot.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    held = [row["held_bytes"] / MIB for row in rows]
+    rises = [max(row["rise_bytes"]) / MIB for row in rows]
+    seconds = [min(row["seconds"]) for row in rows]
     places = range(len(rows))
-    axes[0].bar(places, held, color="C0", label="held between steps")
-    axes[0].bar(places, rises, bottom=held, color="C1", label="rise in a step")
-    axes[0].axhline(report["rule_of_thumb"]["memory"] * (held[0] + rises[0]), color="k", linestyle=":")
+    axes[0].bar(places, held, label="held between steps")
+    axes[0].bar(places, rises, bottom=held, label="rise in a step")
     axes[0].set_ylabel("MiB")
-    axes[1].bar(places, [min(row["seconds"]) for row in rows], color="C2", label="fastest step")
-    axes[1].axhline(report["rule_of_thumb"]["time"] * min(rows[0]["seconds"]), color="k", linestyle=":")
+    axes[1].bar(places, seconds, label="fastest step")
     axes[1].set_ylabel(report["clock"], fontsize="small")
-    for axis, key in zip(axes, ("memory_ratio", "time_ratio"), strict=True):
-        axis.set_xticks(list(places), [f"{row['mode']}\n{row[key]:.2f}" for row in rows])
-        axis.plot([], [], "k:", label="rule of thumb for full")
+    limits = rule["memory"] * (held[0] + rises[0]), rule["time"] * seconds[0]
+    for axis, key, limit in zip(axes, ("memory_ratio", "time_ratio"), limits, strict=True):
+        axis.set_xticks(places, [f"{row['mode']}\n{row[key]:.2f}" for row in rows])
+        axis.axhline(limit, color="k", linestyle=":", label="rule of thumb for full")
         axis.legend(fontsize="small")
-    size = f"{report['options']['model'] or 'small model'}, {report['options']['tokens']} positions"
-    figure.suptitle(
-        f"{size}, {report['machine']['device']}, torch {report['torch']}, {report['date'][:10]}", fontsize=10
-    )
-    figure.savefig(path, dpi=90)
-    return True
+    axes[0].set_title(f"{report['options'].get('model', 'small model')}, {report['options']['tokens']} tokens")
 
 
 if __name__ == "__main__":

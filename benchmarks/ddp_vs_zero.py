@@ -1,11 +1,10 @@
-"""How large a batch fits under one limit, and how long does an epoch take at it: DDP, zero2 and zero3.
+"""How large a batch fits into a limited memory, and how long does an epoch take with it: DDP, zero2, zero3?
 
     python benchmarks/ddp_vs_zero.py
 
-`torch.nn.parallel.DistributedDataParallel` in a loop as one writes it, against ours, on two gloo ranks that may have
-the same private memory. The same model, samples, loss and optimizer; losses at batch 1 are compared first. Largest
-batches are found by bisection: a batch fits if the two longest steps of an epoch run. How to read the result is in
-benchmarks/README.md.
+Two gloo ranks have the same limit on private memory. The model, samples, loss and optimizer are the same, and losses
+with a batch of 1 must agree first. A batch fits if the two longest steps of an epoch run; the largest one is found by
+bisection. benchmarks/README.md explains the result.
 """
 
 import argparse
@@ -20,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from capped import MIB, Fits, attempt, facts, largest, private_bytes, write
-from provenance import REPOSITORY
+from bench import MIB, Report, command_line, facts, write
+from capped import attempt, largest, private_bytes
 from strategy_runs import Case, Run, build, configure, specialize, write_language_model
 
 from llava_fsdp.config import Config
@@ -30,19 +29,18 @@ from llava_fsdp.data.toy_shapes import ensure_shapes
 from llava_fsdp.parallel.ranks.mesh import World
 from llava_fsdp.train.setup.build_state import open_data
 
-QUESTION = "how large a batch fits under one limit on memory, and how long does an epoch take at it?"
 VARIANTS = ("ddp", "zero2", "zero3")
 KINDS = ("train", "eval")
 PUBLISHED = {"batch": {"zero": 200, "ddp": 100}, "epoch_seconds": {"zero": 19.06, "ddp": 27.36}}
 EQUAL_WITHIN = 1e-5
 LONGEST = 0
-"""Instead of a number of steps: the two with the longest rows."""
+"""In place of a number of steps: the two with the longest rows."""
 KEPT = 8
 """Steps that are prepared; an epoch of more runs them again."""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--hidden", type=int, default=384)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--limit", type=int, default=None, help="MiB beyond what the imports take; default: 24 bytes a "
@@ -51,16 +49,17 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=2, help="epochs of each variant, in turn")
     parser.add_argument("--start", type=int, default=8, help="batch of a rank that is tried first")
     parser.add_argument("--most", type=int, default=256, help="largest batch of a rank that is tried")
-    parser.add_argument("--out", type=Path, default=REPOSITORY / "benchmarks" / "results")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         report = measure(Path(folder), options)
-    show(report)
-    write(report, "ddp-vs-zero", options.out, draw)
+    for row in report["rows"]:
+        found = {k: [row[k]["batch"], round(best(row, k, "wall"), 2), round(best(row, k, "cpu"), 2)] for k in KINDS}
+        print(f"{row['variant']}: batch of a rank, wall and CPU seconds of an epoch: {json.dumps(found)}")
+    write(report, "ddp-vs-zero", options.folder, draw)
 
 
-def measure(work: Path, options: argparse.Namespace) -> dict[str, Any]:
-    known = facts(QUESTION, options)
+def measure(work: Path, options: argparse.Namespace) -> Report:
+    known = facts("how large a batch fits into a limited memory, and how long does an epoch take with it?", options)
     ensure_shapes(work / "shapes")
     write_language_model(work / "language", options)
     trained = sum(attempt(None, count_trained, work, options).results or []) // 2
@@ -97,12 +96,12 @@ def compare_losses(limit: int, work: Path, options: argparse.Namespace) -> None:
     print(f"losses at batch 1 are equal: {losses['ddp']}", flush=True)
 
 
-def find_batches(variant: str, limit: int, work: Path, options: argparse.Namespace) -> dict[str, Any]:
-    row: dict[str, Any] = {"variant": variant, "attempts": []}
+def find_batches(variant: str, limit: int, work: Path, options: argparse.Namespace) -> Report:
+    row: Report = {"variant": variant, "attempts": []}
     for kind, function in (("train", train_steps), ("eval", evaluate_steps)):
 
         def fits(batch: int, kind: str = kind, function: Any = function) -> bool:
-            outcome: Fits = attempt(limit, function, variant, batch, LONGEST, work, options)
+            outcome = attempt(limit, function, variant, batch, LONGEST, work, options)
             row["attempts"].append({"kind": kind, "batch": batch, "fits": bool(outcome), "why": outcome.why})
             print(f"{variant} {kind} at {batch}: {'fits' if outcome else 'does not fit'}", flush=True)
             return bool(outcome)
@@ -112,7 +111,7 @@ def find_batches(variant: str, limit: int, work: Path, options: argparse.Namespa
     return row
 
 
-def time_epochs(row: dict[str, Any], limit: int, work: Path, options: argparse.Namespace) -> None:
+def time_epochs(row: Report, limit: int, work: Path, options: argparse.Namespace) -> None:
     """At the largest batches; one whose later steps do not fit after all is made smaller."""
     for kind, function in (("train", train_steps), ("eval", evaluate_steps)):
         while True:
@@ -148,9 +147,7 @@ def prepare(world: World, variant: str, batch: int, work: Path, options: argpars
         return build(variant, cfg, world), cfg
 
 
-def train_steps(
-    world: World, variant: str, batch: int, steps: int, work: Path, options: argparse.Namespace
-) -> dict[str, Any]:
+def train_steps(world: World, variant: str, batch: int, steps: int, work: Path, options: argparse.Namespace) -> Report:
     run, _ = prepare(world, variant, batch, work, options)
     prepared = prepare_steps(run, steps, options)
     started = time.perf_counter(), time.process_time()
@@ -161,7 +158,7 @@ def train_steps(
 
 def evaluate_steps(
     world: World, variant: str, batch: int, steps: int, work: Path, options: argparse.Namespace
-) -> dict[str, Any]:
+) -> Report:
     """Between two epochs of training: the optimizer's state is there."""
     run, cfg = prepare(world, variant, batch, work, options)
     with contextlib.redirect_stderr(io.StringIO()):
@@ -189,26 +186,19 @@ def micro_of(step: Step) -> MicroBatch:
     return step.micro_batches[0]
 
 
-def timed(started: tuple[float, float]) -> dict[str, Any]:
+def timed(started: tuple[float, float]) -> Report:
     return {"wall": time.perf_counter() - started[0], "cpu": time.process_time() - started[1]}
 
 
 # What is shown
 
 
-def best(row: dict[str, Any], kind: str, clock: str) -> float:
+def best(row: Report, kind: str, clock: str) -> float:
     return min(epoch[clock] for epoch in row[kind]["epochs"])
 
 
-def show(report: dict[str, Any]) -> None:
-    for row in report["rows"]:
-        found = {k: [row[k]["batch"], round(best(row, k, "wall"), 2), round(best(row, k, "cpu"), 2)] for k in KINDS}
-        print(f"{row['variant']}: batch of a rank, wall and CPU seconds of an epoch: {json.dumps(found)}")
-    print(f"published: {json.dumps(report['published'])}")
-
-
-def draw(pyplot: Any, report: dict[str, Any]) -> None:
-    figure, axes = pyplot.subplots(1, 3, figsize=(11, 3.8), layout="constrained")
+def draw(pyplot: Any, report: Report) -> None:
+    _, axes = pyplot.subplots(1, 3, figsize=(11, 3.8), layout="constrained")
     names = [row["variant"] for row in report["rows"]]
     for offset, kind in enumerate(KINDS):
         places = [n + 0.4 * offset - 0.2 for n in range(len(names))]
@@ -222,13 +212,6 @@ def draw(pyplot: Any, report: dict[str, Any]) -> None:
         axis.set_xticks(range(len(names)), names)
         axis.set_title(title, fontsize="medium")
     axes[0].legend()
-    batch, epoch = report["published"]["batch"], report["published"]["epoch_seconds"]
-    figure.suptitle(
-        f"{report['ranks']} ranks, {report['trained_parameters'] / 1e6:.1f} M trained parameters, "
-        f"{report['limit_beyond_imports_bytes'] / MIB:.0f} MiB beyond the imports; published: batch "
-        f"{batch['zero']} against {batch['ddp']}, epoch {epoch['zero']} s against {epoch['ddp']} s",
-        fontsize="small",
-    )
 
 
 if __name__ == "__main__":

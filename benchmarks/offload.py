@@ -1,17 +1,16 @@
-"""What trains under a limit on memory that DDP, or sharding alone, does not fit into?
+"""What trains in a limited memory that DDP, or sharding alone, does not fit into? A few minutes.
 
-    python benchmarks/offload.py      # two gloo ranks under one RLIMIT_DATA; on a GPU one rank under a share of it
+    python benchmarks/offload.py      # two gloo ranks with one RLIMIT_DATA; on a GPU one rank with a part of its memory
 
-On the CPU: a model whose DDP fails at batch 1 trains at batch 16 under zero3 on the same ranks; and one twice as deep,
-which zero3 alone does not fit, trains with `offload=nvme` and the losses that it has without a limit. On a GPU: a model
-of 1.5 billion parameters within 24 GB, with every `offload`. How to read the result is in benchmarks/README.md.
+On the CPU a model that does not fit under DDP at batch 1 trains at batch 16 with zero3, and one that is twice as deep
+trains with `offload=nvme`, with the losses that it has without a limit. On a GPU a model of 1.5 billion parameters
+trains within 24 GB, with every `offload`. benchmarks/README.md explains the result.
 """
 
 import argparse
 import contextlib
 import io
 import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from capped import MIB, Fits, PeakPrivate, attempt, facts, private_bytes, write
-from provenance import REPOSITORY
+from bench import MIB, Report, command_line, facts, run_json, write
+from capped import Fits, PeakPrivate, attempt, private_bytes
 from strategy_runs import Case, build, configure, specialize, write_language_model
 
-from llava_fsdp.config import OffloadConfig, OffloadMode
+from llava_fsdp.config import Config, OffloadConfig, OffloadMode
 from llava_fsdp.data.toy_shapes import ensure_shapes
 from llava_fsdp.parallel.memory.offload import explained_memory_errors
 from llava_fsdp.parallel.ranks.mesh import World, distributed, make_meshes
@@ -33,21 +32,16 @@ from llava_fsdp.runtime.errors import OutOfMemory
 from llava_fsdp.train.loop import train_step
 from llava_fsdp.train.setup.build_state import build_state
 
-QUESTION = "what trains under a limit on memory that DDP, or sharding alone, does not fit into?"
 STEPS = 2
-GB = 10**9
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hidden", type=int, default=None, help="512; on a GPU 2048")
-    parser.add_argument("--layers", type=int, default=None, help="8, and twice as many for nvme; on a GPU 28")
+    parser = command_line(__doc__)
+    parser.add_argument("--hidden", type=int, help="512; on a GPU 2048")
+    parser.add_argument("--layers", type=int, help="8, and twice as many for nvme; on a GPU 28")
     parser.add_argument("--batch", type=int, default=16, help="samples of a rank in a micro-batch")
-    parser.add_argument(
-        "--limit", type=int, default=None, help="MiB beyond the imports: 400; on a GPU MB in all: 24000"
-    )
-    parser.add_argument("--scratch", type=Path, default=None, help="a folder on a local disk")
-    parser.add_argument("--out", type=Path, default=REPOSITORY / "benchmarks" / "results")
+    parser.add_argument("--limit", type=int, help="MiB beyond the imports: 400; on a GPU MB in all: 24000")
+    parser.add_argument("--scratch", type=Path, help="a folder on a local disk")
     parser.add_argument("--attempt", nargs=3, metavar=("MODE", "BATCH", "WORK"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     on_gpu = torch.cuda.is_available()
@@ -58,20 +52,20 @@ def main() -> None:
         mode, batch, work = options.attempt
         print(json.dumps(gpu_attempt(mode, int(batch), Path(work), options)))
         return
-    known = facts(QUESTION, options)
+    known = facts("what trains in a limited memory that DDP, or sharding alone, does not fit into?", options)
     with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
         ensure_shapes(Path(folder) / "shapes")
         report = on_one_gpu(Path(folder), options) if on_gpu else on_two_ranks(Path(folder), options)
     report = known | report
     for row in report["rows"]:
         print(describe(row))
-    write(report, f"offload-{'cuda' if on_gpu else 'cpu'}", options.out, draw)
+    write(report, f"offload-{'cuda' if on_gpu else 'cpu'}", options.folder, draw)
 
 
 # Two ranks of this machine
 
 
-def on_two_ranks(work: Path, options: argparse.Namespace) -> dict[str, Any]:
+def on_two_ranks(work: Path, options: argparse.Namespace) -> Report:
     limit = private_bytes() + options.limit * MIB
     # variant, offload, layers, batch, whether the limit is on
     cases = [
@@ -96,21 +90,27 @@ def on_two_ranks(work: Path, options: argparse.Namespace) -> dict[str, Any]:
     return {"ranks": 2, "limit_bytes": limit, "limit_beyond_imports_bytes": options.limit * MIB, "rows": rows}
 
 
-def row_of(variant: str, mode: str, layers: int, batch: int, limited: bool, outcome: Fits) -> dict[str, Any]:
-    row: dict[str, Any] = {
-        "variant": variant, "offload": mode, "layers": layers, "batch": batch, "limited": limited,
-        "fits": bool(outcome), "why": outcome.why,
-    }  # fmt: skip
+def base_row(variant: str, mode: str, layers: int, batch: int, limited: bool, why: str) -> Report:
+    return {"variant": variant, "offload": mode, "layers": layers, "batch": batch, "limited": limited,
+            "fits": not why, "why": why}  # fmt: skip
+
+
+def row_of(variant: str, mode: str, layers: int, batch: int, limited: bool, outcome: Fits) -> Report:
+    row = base_row(variant, mode, layers, batch, limited, outcome.why)
     for found in outcome.results or []:
         row |= {key: max(row.get(key, 0), found[key]) for key in ("step_seconds", "private_bytes", "trained")}
         row["losses"] = found["losses"]
     return row
 
 
-def cpu_steps(world: World, variant: str, mode: str, batch: int, work: Path) -> dict[str, Any]:
+def configured(variant: str, mode: str, batch: int, work: Path, ranks: int, precision: str) -> Config:
     chosen = argparse.Namespace(rows=batch, activation_checkpointing="full")
-    cfg = specialize(configure(Case("finetune", 1), chosen, work, world.size), variant, "fp32")
-    cfg = replace(cfg, offload=OffloadConfig(mode=OffloadMode(mode), folder=str(work) if mode == "nvme" else None))
+    cfg = specialize(configure(Case("finetune", 1), chosen, work, ranks), variant, precision)
+    return replace(cfg, offload=OffloadConfig(mode=OffloadMode(mode), folder=str(work) if mode == "nvme" else None))
+
+
+def cpu_steps(world: World, variant: str, mode: str, batch: int, work: Path) -> Report:
+    cfg = configured(variant, mode, batch, work, world.size, "fp32")
     with PeakPrivate() as peak:
         with contextlib.redirect_stderr(io.StringIO()):
             run = build(variant, cfg, world)
@@ -129,30 +129,24 @@ def cpu_steps(world: World, variant: str, mode: str, batch: int, work: Path) -> 
 # One GPU
 
 
-def on_one_gpu(work: Path, options: argparse.Namespace) -> dict[str, Any]:
+def on_one_gpu(work: Path, options: argparse.Namespace) -> Report:
     write_language_model(work / "language", options)
     rows = []
     for mode in OffloadMode:
         for batch in (1, options.batch):
             sizes = ["--hidden", str(options.hidden), "--layers", str(options.layers), "--limit", str(options.limit)]
             command = [sys.executable, __file__, *sizes, "--attempt", mode.value, str(batch), str(work)]
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-            rows.append(json.loads(done.stdout.splitlines()[-1]))
+            found = run_json(command, timeout=3600)
+            rows.append(base_row("one rank", mode.value, options.layers, batch, True, found.get("failed", "")) | found)
             print(describe(rows[-1]), flush=True)
     return {"ranks": 1, "limit_bytes": options.limit * 10**6, "rows": rows}
 
 
-def gpu_attempt(mode: str, batch: int, work: Path, options: argparse.Namespace) -> dict[str, Any]:
+def gpu_attempt(mode: str, batch: int, work: Path, options: argparse.Namespace) -> Report:
     """A few steps in a process of their own, which may allocate `limit` MB of the GPU."""
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, options.limit * 10**6 / total))
-    chosen = argparse.Namespace(rows=batch, activation_checkpointing="full")
-    cfg = specialize(configure(Case("finetune", 1), chosen, work, 1), "zero3", "bf16")
-    cfg = replace(cfg, offload=OffloadConfig(mode=OffloadMode(mode), folder=str(work) if mode == "nvme" else None))
-    row: dict[str, Any] = {
-        "variant": "one rank", "offload": mode, "layers": options.layers, "batch": batch, "limited": True,
-        "fits": False, "why": "",
-    }  # fmt: skip
+    cfg = configured("zero3", mode, batch, work, 1, "bf16")
     plan = SHARD_PLANS[cfg.sharding.strategy]
     with distributed(cfg) as world:
         try:
@@ -168,9 +162,8 @@ def gpu_attempt(mode: str, batch: int, work: Path, options: argparse.Namespace) 
                     torch.cuda.synchronize()
                     seconds.append(time.perf_counter() - started)
         except OutOfMemory as error:
-            return row | {"why": str(error)}
-        return row | {
-            "fits": True,
+            return {"fits": False, "why": str(error)}
+        return {
             "step_seconds": min(seconds[1:]),
             "peak_bytes": torch.cuda.max_memory_allocated(),
             "trained": sum(p.numel() for p in state.masters.named.values()),
@@ -181,21 +174,21 @@ def gpu_attempt(mode: str, batch: int, work: Path, options: argparse.Namespace) 
 # What is shown
 
 
-def name_of(row: dict[str, Any]) -> str:
+def name_of(row: Report) -> str:
     offload = "" if row["offload"] == "none" else f" offload={row['offload']}"
     return f"{row['variant']}{offload}, {row['layers']} layers, batch {row['batch']}" + (
         "" if row["limited"] else ", free"
     )
 
 
-def describe(row: dict[str, Any]) -> str:
+def describe(row: Report) -> str:
     if not row["fits"]:
         return f"{name_of(row)}: does not fit ({row['why']})"
     held = row.get("peak_bytes", row.get("private_bytes", 0))
     return f"{name_of(row)}: {row['step_seconds']:.2f} s a step, {held / MIB:,.0f} MiB, losses {row['losses']}"
 
 
-def draw(pyplot: Any, report: dict[str, Any]) -> None:
+def draw(pyplot: Any, report: Report) -> None:
     """Bytes that each run held, against the limit; what did not fit is crossed out at it."""
     rows, limit = report["rows"], report["limit_bytes"] / MIB
     _, axes = pyplot.subplots(figsize=(9, 0.5 * len(rows) + 1.8), layout="constrained")
