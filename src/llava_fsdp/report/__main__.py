@@ -1,5 +1,4 @@
-"""Entry point of `python -m llava_fsdp.report`, which writes an HTML page about one or more trainings; see
-report/main.py."""
+"""Entry point of `python -m llava_fsdp.report`; see main.py for what it does."""
 
 from llava_fsdp.runtime.process.safe_path import prepare_python
 

@@ -1,5 +1,4 @@
-"""Report page that compares several training runs: their curves in common charts, their results, and the configuration
-keys in which they differ."""
+"""Compare several runs on a page: their curves in common charts, their results, and the keys in which they differ."""
 
 import time
 from collections.abc import Iterator
@@ -17,9 +16,9 @@ from llava_fsdp.report.run_reader import Run
 from llava_fsdp.runtime.text.humanize import moment
 
 MOST_DRAWN = 64
-"""Maximum number of runs whose curves are drawn; the tables list all runs."""
+"""Maximum number of runs whose curves are drawn; the tables list all."""
 IGNORED = ("output_dir", "track.name")
-"""Configuration keys that are not compared, because they differ between any two runs."""
+"""Keys that are not compared, because they differ between any two runs."""
 
 
 def comparison_page(runs: list[Run]) -> str:
@@ -45,12 +44,12 @@ def results_table(runs: list[Run]) -> str:
 
 
 def best_of(runs: list[Run]) -> tuple[int | None, str]:
-    """Return the index of the best of several training runs, and the name of the metric by which they are compared.
+    """Return the index of the best run, and the metric by which runs are compared.
 
     The metric is that of the runs' sweep. Runs that are not of one sweep are compared by the loss of the last
     validation, or by the loss of their last steps if a run has no validation. The index is None if no run has a value,
-    or if such runs have only one, or if two of them have the least one as the page shows it: in four decimals, in
-    which losses do not differ that are equal but for rounding.
+    or if such runs have only one, or if two of them have the least one as the page shows it: in four decimals, in which
+    losses do not differ that are equal but for rounding.
     """
     metric, values = runs[0].metric or "", [run.value for run in runs]
     if not metric or any(run.metric != metric for run in runs):
@@ -65,8 +64,7 @@ def best_of(runs: list[Run]) -> tuple[int | None, str]:
 
 
 def charts(runs: list[Run]) -> Iterator[Chart]:
-    """Yield a chart for each metric, with one line for each training run. The bands between least and greatest value
-    are left out, because they would cover the lines of other runs."""
+    """Yield a chart for each metric, with one line for each run. Bands are left out, as they would cover other runs."""
     curves = [(chart, names, key) for chart, names in CURVES for key in names]
     most = points_each(len(runs) * (len(curves) + 2))
     for chart, names, key in curves:
@@ -97,13 +95,11 @@ def differences(runs: list[Run]) -> Iterator[str]:
 def differing(
     trees: list[dict[str, Any]], overrides: list[dict[str, Any]] | None = None, ignored: tuple[str, ...] = ()
 ) -> list[list[str]]:
-    """Compare several training runs: return a table row (key, its value in each run) for each key whose value is not
-    the same in all runs.
+    """Return a row (key, its value in each run) for each key whose value differs between runs.
 
     Args:
         trees: for each run, its values by key; empty if they are unknown.
         overrides: for each run, the values that its sweep sets, which are compared if its values are unknown.
-        ignored: keys that are not compared.
     """
     overrides = overrides or [{} for _ in trees]
     rows = []

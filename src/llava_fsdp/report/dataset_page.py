@@ -1,6 +1,5 @@
-"""Build the report page of a training dataset. It shows the data sources and their files, the lengths of the samples,
-how much various maximum lengths would truncate, samples with problems, and some samples as a model is trained on
-them."""
+"""Build the page of a dataset: its sources and files, the lengths of its samples, what maximum lengths would truncate,
+its problems, and some samples as a model is trained on them."""
 
 from collections.abc import Iterable, Iterator
 from html import escape
@@ -12,12 +11,11 @@ from llava_fsdp.report.charts.svg import Bar, draw_bars
 from llava_fsdp.report.examples import Example, examples_body
 
 FIRST = 5
-"""Number of records with a problem of one kind that are shown without unfolding."""
+"""Number of records with one kind of problem that are shown without unfolding."""
 LISTED = 100
-"""Number of records with a problem of one kind that are on the page, including those that must be unfolded."""
+"""Number of records with one kind of problem that are on the page, folded ones included."""
 WORST, FOLDED = 20, 1000
-"""Number of files that are shown without unfolding, those with the most skipped records first; and number of further
-files that must be unfolded."""
+"""Number of files shown without unfolding, those with the most skipped records first; and of further, folded ones."""
 NAMED = 3
 """Number of kinds of problems, and of sources with a problem, that a table cell names."""
 SPACE = "\u00a0"
@@ -26,12 +24,7 @@ COLUMNS = ("records", "skipped", "problems", "images", "tokens", "median", "long
 
 
 def dataset_page(report: dict[str, Any], examples: list[Example]) -> str:
-    """Return the report page of a training dataset as HTML.
-
-    Args:
-        report: content of the dataset's report.json.
-        examples: some samples as a model is trained on them.
-    """
+    """Return the page as HTML. `report` is the content of report.json."""
     out = report["left_out"]
     counts = f"{report['records']:,} records, {report['kept']:,} kept, {out['wrong']:,} skipped as wrong, "
     counts += f"{out['too_long']:,} as too long."
@@ -51,12 +44,7 @@ def dataset_page(report: dict[str, Any], examples: list[Example]) -> str:
 
 
 def sources(report: dict[str, Any]) -> Iterator[str]:
-    """Yield HTML tables for the report page of a dataset: one of the data sources and, if one of them has several
-    files, one of all files.
-
-    Args:
-        report: content of the dataset's report.json.
-    """
+    """Yield a table of the data sources and, if one of them has several files, one of all files."""
     more = ("text_only", "label_tokens", "tiles", "image_tokens", "images")
     rows = ([own["name"], own["file"], *counted(own), *(own[name] for name in more)] for own in report["sources"])
     yield table(["source", "file", *COLUMNS, *spaced(more[:-1]), "folder of images"], rows)
@@ -84,31 +72,21 @@ def sources(report: dict[str, Any]) -> Iterator[str]:
 
 
 def unread_keys(sources: dict[str, dict[str, int]]) -> Iterator[str]:
-    """Yield an HTML table, for the report page of a dataset, of the keys of its records that are not read and could
-    change what is learnt.
-
-    Args:
-        sources: {data source: {key: number of records}}.
-    """
+    """Yield a table of keys that are not read and could change what is learnt, from {source: {key: number of
+    records}}."""
     rows = [[name, key, count] for name, keys in sources.items() for key, count in keys.items()]
     yield table(["source", "key", "records"], rows) if rows else "<p>There are none.</p>\n"
 
 
 def counted(counts: dict[str, Any]) -> list[object]:
-    """Return the cells for a data source, or for one of its files, in a table of a dataset's report page: numbers of
-    records, skipped records, problems, images and tokens, the median and greatest length, and the share of label
-    tokens.
-
-    Args:
-        counts: counts of the source or file, from the dataset's report.json.
-    """
+    """Return a source's or a file's cells in a table (`COLUMNS`)."""
     share = f"{100 * label_share(counts):.1f} %" if counts["tokens"] else None
     lengths = [counts["pictures"], counts["tokens"], counts["median"], counts["longest"], share]
     return [counts["records"], counts["left_out"], most_of(counts["problems"]), *lengths]
 
 
 def most_of(counts: dict[str, int]) -> str:
-    """Return a text with the greatest of the named counts, such as "bad image 12, no label 3, bad JSON 2, 4 more"."""
+    """Return the greatest counts as text, such as "bad image 12, no label 3, bad JSON 2, 4 more"."""
     first = sorted(counts, key=lambda name: -counts[name])[:NAMED]
     more = [f"{len(counts) - NAMED}{SPACE}more"] if len(counts) > NAMED else []
     return ", ".join([*(f"{name}{SPACE}{counts[name]:,}" for name in first), *more])
@@ -119,14 +97,8 @@ def label_share(own: dict[str, Any]) -> float:
 
 
 def badness(counts: dict[str, Any], sources: list[dict[str, Any]]) -> tuple[float, ...]:
-    """Return a sort key for the files of a dataset. It puts files with the most samples that are skipped as bad first,
-    then those with the most problems, then those whose share of label tokens differs most from that of their data
-    source.
-
-    Args:
-        counts: counts of the file, from the dataset's report.json.
-        sources: counts of all data sources, from the same.
-    """
+    """Return a sort key that puts files with the most skipped samples first, then those with the most problems, then
+    those whose share of label tokens differs most from that of their source."""
     share = next(label_share(source) for source in sources if source["name"] == counts["name"])
     problems = sum(counts["problems"].values()) / counts["records"]
     return -counts["left_out"] / counts["records"], -problems, -abs(label_share(counts) - share)

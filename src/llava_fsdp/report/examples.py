@@ -9,7 +9,7 @@ from llava_fsdp.runtime.text.terminal_text import shown_name, shown_text
 
 NAME_LENGTH = 200
 NEWLINE = "\u23ce"
-"""Character that is shown at the end of a line, so that a line break of the text can be seen."""
+"""Character that shows a line break of the text."""
 EXPLAINED = (
     "Drawn at random from all sources, and the same at each call. Each is shown as a training reads it: its text "
     "after the template and the tokenizer, token by token, and its images as the vision tower gets them. The loss is "
@@ -21,8 +21,7 @@ EXPLAINED = (
 
 @dataclass(frozen=True)
 class Text:
-    """Part of a sample that a report page shows: consecutive text tokens. The loss is computed on all of them (they are
-    labels), or on none."""
+    """Consecutive text tokens of a sample. The loss is computed on all of them (they are labels), or on none."""
 
     role: str
     """Who wrote the text, such as `human`; empty if not known."""
@@ -35,27 +34,26 @@ class Text:
 
 @dataclass(frozen=True)
 class Images:
-    """Part of a sample that a report page shows: the tokens of one image or one video, with thumbnails."""
+    """The tokens of one image or one video of a sample, with thumbnails."""
 
     title: str
-    """Title of the block, such as `image 1`."""
+    """Such as `image 1`."""
     name: str
     count: int
     """Number of tokens."""
     tile: str
     """Word for a tile: `tile`, or `frame` of a video."""
     tiles: list[str]
-    """Thumbnails of the tiles as data: URLs, in order."""
+    """Thumbnails as data: URLs, in order."""
     note: str = ""
-    """Reason why thumbnails are missing; empty if there are all."""
+    """Why thumbnails are missing; empty if there are all."""
     side: int = 160
     """Width and height of a thumbnail in pixels; it is shown smaller, for screens of high resolution."""
 
 
 @dataclass(frozen=True)
 class Gap:
-    """Part of a sample that a report page leaves out because the sample is long: number of its tokens, of labels
-    (tokens on which the loss is computed) among them, and of images."""
+    """Tokens that are left out because the sample is long, with the numbers of labels and images among them."""
 
     count: int
     labels: int
@@ -76,16 +74,13 @@ class Example:
     cut: int = 0
     """Number of tokens that truncation has removed."""
     labels_cut: int = 0
-    """Number of labels that truncation has removed."""
     images_cut: int = 0
-    """Number of images that truncation has removed."""
     error: str = ""
-    """Error message if the record cannot be shown; else empty."""
+    """Why the record cannot be shown; else empty."""
 
 
 def examples_body(examples: list[Example]) -> Iterator[str]:
-    """Yield the HTML of some samples of a dataset for its report page, after a text that explains how tokens are
-    marked."""
+    """Yield the HTML of some samples, after a text that explains how tokens are marked."""
     if not examples:
         yield "<p>There are no samples.</p>\n"
         return
@@ -150,7 +145,7 @@ def spelled(pieces: Iterable[tuple[str, bool]]) -> Iterator[str]:
 
 
 def name(text: str) -> str:
-    """Return a name from a dataset, such as a file's, as HTML, on one line and not too long."""
+    """Return a name from a dataset, such as a file's, as HTML on one line."""
     return escape(shortened(shown_name(text), NAME_LENGTH))
 
 

@@ -1,7 +1,6 @@
 """Write an HTML page about one training, or one that compares several: `llava-fsdp report outputs/finetune`.
 
-Reads the files in a training's output folder, whether the training is running, has ended or was killed. Imports neither
-torch nor transformers.
+Reads the files in a training's output folder, whether it is running, has ended or was killed. Imports no torch.
 """
 
 import sys
@@ -39,11 +38,10 @@ def main() -> None:
 
 
 def write(arguments: list[str]) -> Path:
-    """Write the HTML page about one or more trainings that a command line asks for, and return its path. Raises
-    LlavaFsdpError if a folder cannot be read or the page cannot be written.
+    """Write the page that a command line asks for, and return its path.
 
-    Args:
-        arguments: arguments of the command: output folders of trainings, and `out=FILE`.
+    Raises:
+        LlavaFsdpError: a folder cannot be read, or the page cannot be written.
     """
     folders, out = parse(arguments)
     runs = [run for folder in folders for run in runs_in(folder)]
@@ -58,8 +56,7 @@ def write(arguments: list[str]) -> Path:
 
 
 def parse(arguments: list[str]) -> tuple[list[Path], Path | None]:
-    """Return the output folders of trainings that the command line of `report` names, and the path of the page
-    (`out=FILE`) or None."""
+    """Return the folders that a command line names, and the path of the page (`out=FILE`) or None."""
     for word in arguments:
         if word.startswith("-"):
             raise ConfigError(f"{word} is not an option; options are written key=value, and -h lists them")
@@ -73,8 +70,7 @@ def parse(arguments: list[str]) -> tuple[list[Path], Path | None]:
 
 
 def uniquely_named(runs: list[Run]) -> list[Run]:
-    """Return the training runs. If two of them have the same name, the path of each run's folder is first added to its
-    name."""
+    """Add the path of each run's folder to its name if two have the same."""
     if len({run.name for run in runs}) < len(runs):
         for run in runs:
             run.name = f"{run.name} ({run.folder.resolve()})" if run.name != name_of(run.folder) else str(run.folder)

@@ -1,5 +1,4 @@
-"""Build the report page of a profile: how the time of the training steps that PyTorch's profiler recorded is
-divided."""
+"""Build the page of a profile: how the time of the recorded steps is divided."""
 
 from llava_fsdp.report.charts.html import heading, section, table, whole_page
 from llava_fsdp.report.charts.svg import Bar, draw_bars
@@ -18,18 +17,13 @@ LONGEST = {
     False: "Each without the operations it calls, and without waiting for a collective, which is communication above. "
     "autograd::... is autograd's own work around an operation, FSDP's hooks among it.",
 }
-"""Whether the profile was recorded on a GPU -> note above the table of kernels or operations that took longest."""
+"""Whether the profile was recorded on a GPU -> note above the table of what took longest."""
 NAME_LENGTH = 100
 
 
 def profile_page(times: Times, title: str, first: int = 1) -> str:
-    """Return the report page of a training's profile as HTML: the time of each step by category, and the kernels or
-    operations that took longest.
-
-    Args:
-        times: times of the recorded steps.
-        first: number of the first recorded step.
-    """
+    """Return the page as HTML: the time of each step by category, and the kernels or operations that took longest.
+    `first` is the number of the first recorded step."""
     count = len(times.steps)
     total = {name: sum(step[name] for step in times.steps) for name in CATEGORIES}
     whole = sum(total.values())

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 RANGE = "llava_fsdp::"
-"""Prefix of the profiler ranges that mark the parts of a step (data, forward, backward, optimizer)."""
+"""Prefix of the profiler ranges that mark the parts of a step."""
 COMPUTING = ("forward", "backward", "optimizer")
 CATEGORIES = ("data", *COMPUTING, "communication", "host gaps")
 STEP = "ProfilerStep#"
-"""Beginning of the name that PyTorch's profiler gives each step."""
+"""Prefix of the name that PyTorch's profiler gives each step."""
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHING = ("cuda_runtime", "cuda_driver")
 COLLECTIVE_KERNEL, COLLECTIVE_OP = "nccl", ("gloo:", "nccl:", "c10d::")
@@ -34,15 +34,15 @@ Spans = list[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Times:
-    """How the time of the training steps in a profile is divided. A profile has at least one step."""
+    """How the time of the steps in a profile is divided; there is at least one."""
 
     on_device: bool
     """Whether the times are those of a GPU; if not, of the main thread."""
     steps: list[dict[str, float]]
     """For each step the seconds of each category; their sum is the step's time."""
     longest: list[tuple[str, float]]
-    """(name, seconds over all steps) of the kernels that took longest, or of the operations if there is no GPU. An
-    operation's time excludes the operations that it called, and waiting for collectives."""
+    """(name, seconds over all steps) of the kernels that took longest, or of the operations without a GPU. An
+    operation's time excludes those that it called, and waiting for collectives."""
 
 
 class TraceError(Exception):
@@ -50,9 +50,12 @@ class TraceError(Exception):
 
 
 def times_of(path: Path) -> Times:
-    """Compute how the time of training steps is divided, from the gzipped trace of PyTorch's profiler
-    (`export_chrome_trace`) in the file `path`. Raises OSError, and TraceError if the trace is incomplete or contains no
-    step."""
+    """Divide the time of the steps in a gzipped trace of PyTorch's profiler (`export_chrome_trace`).
+
+    Raises:
+        OSError: the file cannot be read.
+        TraceError: the trace is incomplete or contains no step.
+    """
     try:
         with gzip.open(path, "rt") as file:
             events = [e for e in json.load(file)["traceEvents"] if e.get("ph") == "X"]
@@ -89,15 +92,12 @@ def times_of(path: Path) -> Times:
 
 
 def device_spans(kernels: list[Any], events: list[Any], parts: dict[str, Spans]) -> tuple[dict[str, Spans], Spans]:
-    """Divide the time of a GPU in a profiler's trace: return the time spans of computing kernels, by the part of the
-    training step that launched them, and the time spans of collectives. A time in which kernels of two parts run counts
-    for only one of them.
+    """Return the time spans of a GPU's computing kernels, by the part of the step that launched them, and those of
+    collectives. A time in which kernels of two parts run counts for only one of them.
 
     Args:
-        kernels: the trace's events of kernels.
         events: all events of the trace.
-        parts: time spans of each part of a step (forward, backward, optimizer) on the host, as (begin, end) in
-            microseconds.
+        parts: time spans of each part of a step on the host.
     """
     launches = {e["args"].get("correlation"): e["ts"] for e in events if e.get("cat") in LAUNCHING and "args" in e}
     ran: dict[str, list[Any]] = {name: [] for name in COMPUTING}
@@ -122,15 +122,13 @@ def device_spans(kernels: list[Any], events: list[Any], parts: dict[str, Spans])
 def host_spans(
     operations: list[Any], annotations: list[Any], main: Any, parts: dict[str, Spans]
 ) -> tuple[dict[str, Spans], Spans]:
-    """Divide the time of the main thread in a profiler's trace without a GPU: return the time spans in which it ran
-    operations, by part of the training step, and the time spans of collectives in which it only waited. Collectives run
-    in other threads; an operation that waits for one does not compute.
+    """Return the time spans in which the main thread ran operations, by part of the step, and those in which it only
+    waited for collectives. Collectives run in other threads; an operation that waits for one does not compute.
 
     Args:
-        operations: the trace's events of operations, of all threads.
-        annotations: the trace's events of ranges that the program marked.
+        operations: events of operations, of all threads.
+        annotations: events of ranges that the program marked.
         main: id of the main thread.
-        parts: time spans of each part of a step (forward, backward, optimizer), as (begin, end) in microseconds.
     """
     here = [e for e in operations if e["tid"] == main and not e["name"].startswith(COLLECTIVE_OP)]
     kernels = united(spans_of(e for e in here if e["name"].startswith("aten::")))
@@ -141,13 +139,8 @@ def host_spans(
 
 
 def add_exclusive(events: list[Any], waiting: Spans, total: Counter[str]) -> None:
-    """Add the time in microseconds of one thread's operations in a profiler's trace to `total`, by name. An operation's
-    time excludes the operations that it called, and the time spans in `waiting`.
-
-    Args:
-        events: the trace's events of these operations.
-        waiting: time spans (begin, end) in microseconds in which the thread waited for a collective.
-    """
+    """Add the microseconds of one thread's operations to `total`, by name. An operation's time excludes the operations
+    that it called, and the spans in which it was `waiting` for a collective."""
     open_: list[Any] = []
     for event in sorted(events, key=lambda e: (e["ts"], -e["dur"])):
         while open_ and open_[-1]["ts"] + open_[-1]["dur"] <= event["ts"]:
@@ -174,8 +167,7 @@ def united(spans: Iterable[tuple[float, float]]) -> Spans:
 
 
 def within(spans: Spans, others: Spans) -> Spans:
-    """Return the times that lie both in a time span of `spans` and in one of `others`. Time spans are (begin, end),
-    sorted, and do not overlap."""
+    """Return the times that lie in a span of both."""
     common, at = [], 0
     for begin, end in spans:
         while at < len(others) and others[at][1] <= begin:
@@ -188,12 +180,11 @@ def within(spans: Spans, others: Spans) -> Spans:
 
 
 def without(spans: Spans, others: Spans) -> Spans:
-    """Return those parts of the time spans `spans` that no time span of `others` covers. Time spans are (begin, end),
-    sorted, and do not overlap."""
+    """Return the times in `spans` that no span of `others` covers."""
     edges = [float("-inf"), *(edge for span in others for edge in span), float("inf")]
     return within(spans, list(zip(edges[::2], edges[1::2], strict=True)))
 
 
 def length(spans: Spans) -> float:
-    """Return the total length in seconds of time spans, which are (begin, end) in microseconds."""
+    """Return the sum of spans in seconds."""
     return sum(end - begin for begin, end in spans) / 1e6

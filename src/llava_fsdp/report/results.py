@@ -1,5 +1,4 @@
-"""Compute the results of a training run (final loss, speed, memory ...), and format them for tables, report pages and a
-sweep's results.json."""
+"""Compute the results of a training (final loss, speed, memory ...), and format them as text."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -14,28 +13,26 @@ from llava_fsdp.runtime.text.humanize import duration, readable
 
 @dataclass(frozen=True)
 class Results:
-    """Results of a training run, over all its starts (the first one and those that resumed it). A result that was not
-    measured is None."""
+    """Results of a training over all its starts. What was not measured is None."""
 
     steps: int = 0
     loss: float | None = None
-    """Mean loss over the label tokens of the run's last steps (20 by default)."""
+    """Mean loss over the label tokens of the last steps (20 by default)."""
     lowest_loss: float | None = None
     """Lowest mean loss of consecutive steps, as many as `loss` is averaged over."""
     val_loss: float | None = None
     """Lowest loss of all validations."""
     last_val_loss: float | None = None
-    """Loss of the last validation."""
     val_score: float | None = None
     """Best score of all validations."""
     tokens_per_second: float | None = None
-    """Tokens per second of all ranks together, mean over the second half of the run."""
+    """All ranks together, mean over the second half of the run."""
     mfu: float | None = None
-    """Model FLOPs utilization as a share of the GPU's peak, mean over the second half of the run."""
+    """Share of the GPU's peak FLOPs, mean over the second half of the run."""
     peak_memory_bytes: int | None = None
     """Peak memory of rank 0."""
     data_share: float | None = None
-    """Share of the time in training steps that rank 0 spent waiting for data."""
+    """Share of the time in steps that rank 0 waited for data."""
     skipped_steps: int = 0
     train_seconds: float = 0.0
     """Seconds spent in training steps."""
@@ -55,19 +52,13 @@ TEXTS: dict[str, Callable[[Results], str | None]] = {
     "skipped steps": lambda r: str(r.skipped_steps) if r.skipped_steps else None,
     "training": lambda r: duration(r.train_seconds) if r.steps else None,
 }
-"""Name of each result, as shown on pages and in the terminal -> function that formats the result. `loss` is shown under
-a longer name, which says how many steps the loss is averaged over (see `loss_name`)."""
+"""Name of each result on pages and in the terminal -> its text. The name of `loss` comes from `loss_name`."""
 METRICS = {"val_loss": "lowest val loss", "val_score": "best val score", "last_val_loss": "last val loss"}
-"""Metrics other than the loss by which runs can be compared -> names of these metrics on pages."""
+"""Metrics other than the loss by which runs can be compared -> their names on pages."""
 
 
 def loss_name(windows: Collection[int]) -> str:
-    """Return the name under which the mean loss of the last steps of training runs is shown. It states the number of
-    steps if that is the same for all runs.
-
-    Args:
-        windows: for each run, the number of steps over which its last loss is averaged.
-    """
+    """Return the name of the last steps' mean loss, with the number of steps if all `windows` are equal."""
     return f"loss of last {min(windows)} steps" if len(set(windows)) == 1 else "loss of last steps"
 
 
@@ -80,13 +71,7 @@ def number(value: float | None, form: str) -> str | None:
 
 
 def columns(results: list[Results], windows: Collection[int], wanted: Collection[str] = TEXTS) -> dict[str, list[str]]:
-    """Return the columns of a table that compares the results of training runs: name of the result -> its text for each
-    run. A column is left out if no run has a value.
-
-    Args:
-        windows: for each run, the number of steps over which its last loss is averaged.
-        wanted: names of the results to include.
-    """
+    """Return a table's columns: name of a result -> its text for each run. Columns without any value are left out."""
     texts_by_column = {name: [TEXTS[name](one) or "" for one in results] for name in wanted}
     names = {"loss": loss_name(windows)}
     return {names.get(name, name): texts for name, texts in texts_by_column.items() if any(texts)}
@@ -113,11 +98,7 @@ def results_of(run: Run) -> Results:
 
 
 def read_results(folder: Path, window: int) -> Results:
-    """Read the results of a training run from its output folder; the run may be unfinished.
-
-    Args:
-        window: number of steps over which the last loss and the lowest loss are averaged.
-    """
+    """Read the results of a training, which may be unfinished, from its output folder."""
     run = Run(folder, "", History(window))
     try:
         read_metrics(run)

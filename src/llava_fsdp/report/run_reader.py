@@ -1,5 +1,4 @@
-"""Read a training's output folder: metrics, configuration, how the training was started and how it ended. Imports no
-torch.
+"""Read a training's output folder: metrics, configuration, how it was started and how it ended. Imports no torch.
 
 The training may still be running, may have been killed, or may run on another machine. Incomplete lines are counted and
 skipped. A folder that is not the output folder of a training is refused.
@@ -42,52 +41,48 @@ JOB: dict[str, Kinds] = {
     "has_own_run": (bool, type(None)), "value": (float, type(None)), "metric": (str, type(None)),
     "last_steps": (int, type(None)),
 }  # fmt: skip
-"""Allowed types of the values that are read from a sweep's job.json."""
+"""Allowed types of the values in a sweep's job.json."""
 LONGEST_LINE = 1 << 22
-"""Maximum number of characters that are read as one line; the line of a validation with its answers has a few
-thousand."""
+"""Maximum number of characters of a line; a validation with its answers has a few thousand."""
 MOST_VALIDATIONS = 2000
 
 
 @dataclass
 class Run:
-    """What was read from a training's output folder: metrics, validations, configuration, how the training was started,
-    and how it ended."""
+    """What was read from a training's output folder."""
 
     folder: Path
     name: str
     history: History = field(default_factory=History)
     starts: list[dict[str, Any]] = field(default_factory=list)
-    """A description of each start of the run (versions, device, command ...; see `run_info.py`), in order."""
+    """Each start of the run in order, with versions, device, command and so on (`run_info.py`)."""
     validations: list[dict[str, Any]] = field(default_factory=list)
     status: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
-    """The run's configuration: value by dotted key."""
+    """Value by dotted key."""
     overrides: dict[str, Any] = field(default_factory=dict)
-    """If the run is a job of a sweep: the values that the job's overrides set, by dotted key."""
+    """What the overrides of a sweep's job set: value by dotted key."""
     value: float | None = None
-    """If the run is a finished job of a sweep: the value that the sweep minimises."""
+    """The value that the sweep minimises, if this is a finished job of a sweep."""
     metric: str | None = None
-    """If the run is a job of a sweep: the name of the metric from which `value` comes."""
+    """The name of the metric from which `value` comes, if this is a job of a sweep."""
     unread: dict[str, int] = field(default_factory=dict)
-    """Number of lines that could not be read, by file name."""
+    """File name -> number of lines that could not be read."""
 
     @property
     def about(self) -> dict[str, Any]:
-        """How the training was started most recently (versions, device, command ...); empty if this is unknown."""
+        """The most recent of `starts`; empty if there is none."""
         return self.starts[-1] if self.starts else {}
 
     @property
     def num_lost(self) -> int:
-        """Number of the training's steps that have no row in metrics.jsonl, because the file was truncated or
-        damaged."""
+        """Number of steps without a row in metrics.jsonl, because the file was truncated or damaged."""
         first = min((start["step"] for start in self.starts), default=0)
         return max(0, self.history.step - first - self.history.steps) if self.starts else 0
 
     @property
     def end(self) -> dict[str, Any]:
-        """Status (running, done, failed ...) of the training's last start that took steps. A start that failed before
-        its first step does not count."""
+        """Status of the last start that took steps. A start that failed before its first step does not count."""
         before = self.status.get("before")
         is_refused = self.status.get("status") not in ("running", "stopping", "done")
         return before if is_refused and isinstance(before, dict) else self.status
@@ -111,9 +106,9 @@ def read_run(folder: Path, name: str | None = None, is_own: bool = False, window
     """Read everything in a training's output folder except the weights.
 
     Args:
-        name: name of the training on report pages; None: the last two parts of the folder's path.
-        is_own: whether this process is the one that runs, or ran, the training. If not, the folder's lock is checked,
-            which shows whether the training was killed.
+        name: name of the training on pages; None: the last two parts of the folder's path.
+        is_own: whether this process runs, or ran, the training. If not, the folder's lock is checked, which shows
+            whether the training was killed.
         window: number of steps over which the last loss and the lowest loss are averaged.
 
     Raises:
@@ -140,8 +135,7 @@ def read_run(folder: Path, name: str | None = None, is_own: bool = False, window
 
 
 def status_or_why(folder: Path) -> dict[str, Any]:
-    """Return how a training stands (running, done, failed ...) from the status file in its output folder. If the file
-    cannot be read, the status is `unknown` with the reason; if there is no file, the result is an empty dict."""
+    """Return the content of the status file; empty without one. If it cannot be read, the status is `unknown`."""
     try:
         return status_of(folder)
     except MissingJson:
@@ -151,8 +145,7 @@ def status_or_why(folder: Path) -> dict[str, Any]:
 
 
 def runs_in(folder: Path) -> list[Run]:
-    """Read the training in an output folder and return it, as a list of one. If the folder is that of a sweep, return
-    the trainings of all its jobs, in the order of their numbers."""
+    """Read the training in a folder or, if it is that of a sweep, those of all its jobs in order."""
     jobs = [] if (folder / JOB_FILE).is_file() or not folder.is_dir() else sorted(job_files(folder))
     if not jobs:
         return [read_run(folder)]
@@ -162,14 +155,16 @@ def runs_in(folder: Path) -> list[Run]:
 
 
 def job_files(folder: Path) -> Iterator[Path]:
-    """Return the paths of job.json of all jobs in a sweep's output folder; they may be several folders deep
-    (hydra.sweep.subdir)."""
+    """Yield each job.json of a sweep; they may be several folders deep (hydra.sweep.subdir)."""
     return folder.glob(f"**/{JOB_FILE}")
 
 
 def read_job(path: Path) -> dict[str, Any]:
-    """Return the content of a job.json, which describes one training of a sweep. Raises ConfigError if it is not what a
-    sweep writes."""
+    """Return the content of a job.json.
+
+    Raises:
+        ConfigError: it is not what a sweep writes.
+    """
     try:
         job = read_object(path, JOB)
         if not all(isinstance(word, str) for word in job["overrides"]):
@@ -182,14 +177,7 @@ def read_job(path: Path) -> dict[str, Any]:
 
 
 def run_of_job(job: dict[str, Any], folder: Path, name: str) -> Run:
-    """Read one training of a sweep from its output folder. It has no metrics if it ended before its first step, or if
-    the folder cannot be read.
-
-    Args:
-        job: content of its job.json.
-        folder: its output folder.
-        name: its name on report pages.
-    """
+    """Read a job's training. It has no metrics if it ended before its first step, or if the folder cannot be read."""
     status = {"status": "failed" if job.get("exit_code") else "unknown", "reason": str(job.get("reason") or "")}
     run = Run(folder, name, status=status)
     if job.get("has_own_run", True):
@@ -204,8 +192,7 @@ def run_of_job(job: dict[str, Any], folder: Path, name: str) -> Run:
 
 
 def job_names(jobs: Sequence[tuple[int, Sequence[str]]]) -> list[str]:
-    """Return a name for each training of a sweep, given as (number, Hydra overrides). The name consists of the number
-    and those overrides that not all trainings of the sweep have."""
+    """Return a name for each job of a sweep: its number, and those of its Hydra overrides that not all jobs have."""
     differing = own_overrides([overrides for _, overrides in jobs])
     return [
         f"{number}: {' '.join(words) or 'as the others'}" for (number, _), words in zip(jobs, differing, strict=True)
@@ -213,15 +200,13 @@ def job_names(jobs: Sequence[tuple[int, Sequence[str]]]) -> list[str]:
 
 
 def own_overrides(jobs: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Return, for each training of a sweep, given by its Hydra overrides, those overrides that not all trainings have.
-    If there is a single training, all its overrides are returned."""
+    """Return for each job its overrides that not all jobs have; all of them for a single job."""
     count = Counter(override for overrides in jobs for override in set(overrides))
     return [[word for word in overrides if count[word] < len(jobs) or len(jobs) == 1] for overrides in jobs]
 
 
 def values_typed(overrides: Sequence[str]) -> dict[str, Any]:
-    """Return {key: value} of Hydra overrides, each a text `key=value`. Values are parsed, so that 1e-4 equals 0.0001 in
-    a configuration."""
+    """Return {key: value} of Hydra overrides. Values are parsed, so that 1e-4 equals 0.0001 in a configuration."""
     values: dict[str, Any] = {}
     for word in overrides:
         key, equals, text = word.lstrip("+").partition("=")
@@ -242,14 +227,16 @@ def value_typed(text: str) -> int | float | bool | str | None:
 
 
 def name_of(folder: Path) -> str:
-    """Return a name for a training: the last two parts of its output folder's path. One part would often be the same
-    for several trainings."""
+    """Return the last two parts of a folder's path; one would often be the same for several trainings."""
     return "/".join(folder.resolve().parts[1:][-2:])
 
 
 def read_metrics(run: Run) -> None:
-    """Read metrics.jsonl in a training's output folder into `run.history`. Raises DataError if the file has lines, but
-    none of them describes a training step."""
+    """Read metrics.jsonl into `run.history`.
+
+    Raises:
+        DataError: the file has lines, but none of them describes a training step.
+    """
     path, first = run.folder / METRICS_FILE, ""
     for number, line in lines_of(path):
         try:
@@ -265,18 +252,12 @@ def read_metrics(run: Run) -> None:
 
 
 def read_validations(run: Run) -> list[dict[str, Any]]:
-    """Return the parsed rows of validation.jsonl in a training's output folder, one for each step that was validated,
-    up to the training's last step. `read_metrics` must be called first, as it sets that step in `run`."""
+    """Return a row of validation.jsonl for each validated step, up to the last step that `read_metrics` has read."""
     return validations_until(read_rows(run, VALIDATION_FILE, check_validation), run.history.step)
 
 
 def read_rows(run: Run, name: str, check: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:
-    """Return the JSON objects in the JSON Lines file `name` of a training's output folder. Lines that are not JSON
-    objects, or for which `check` raises an error, are counted in `run.unread`.
-
-    Args:
-        run: the training, as read so far.
-    """
+    """Return the JSON objects in a JSON Lines file. Others, and those that `check` refuses, count in `run.unread`."""
     rows = []
     for _, line in lines_of(run.folder / name):
         try:
@@ -291,8 +272,11 @@ def read_rows(run: Run, name: str, check: Callable[[dict[str, Any]], None]) -> l
 
 
 def lines_of(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield (line number, text) of each line of a file that is not blank; nothing if there is no file. Raises DataError
-    if the file cannot be read."""
+    """Yield (line number, text) of each line that is not blank; nothing if there is no file.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
     if not path.is_file():
         return
     try:
@@ -334,26 +318,24 @@ def are_numbers(values: list[Any]) -> bool:
 
 
 def validations_until(rows: list[dict[str, Any]], step: int) -> list[dict[str, Any]]:
-    """Return the last of the rows of each step up to `step`, in the order of steps. Rows of later steps are left out:
-    they were written before the training resumed from an earlier step.
-
-    Args:
-        rows: parsed rows of a training's validation.jsonl.
-    """
+    """Return the last row of each step up to `step`, in the order of steps. Later ones were written before the training
+    resumed from an earlier step."""
     by_step = {row["step"]: row for row in rows if row["step"] <= step}
     return [by_step[step] for step in sorted(by_step)]
 
 
 def thinned(rows: list[dict[str, Any]], most: int = MOST_VALIDATIONS) -> list[dict[str, Any]]:
-    """Return every n-th of the rows of a file about a training, including the last one. n is chosen so that at most
-    `most` rows remain."""
+    """Return every n-th row including the last one, at most `most`."""
     every = -(-len(rows) // most) or 1
     return rows[::-1][::every][::-1]
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the values in a training's config.yaml by dotted key, with secrets hidden. Raises ConfigError if the file
-    is not YAML."""
+    """Return the values in a config.yaml by dotted key, with secrets hidden.
+
+    Raises:
+        ConfigError: the file is not YAML.
+    """
     if not path.is_file():
         return {}
     try:
@@ -364,7 +346,6 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def put_page(path: Path, page: str, *folders: Path) -> None:
-    """Write the HTML text `page` to a file, replacing an existing one atomically. Only users who may read the metrics
-    in all `folders`, the output folders of the trainings on the page, may read the file."""
+    """Write a page atomically. Only users who may read the metrics in all `folders` may read it."""
     modes = [mode_of(folder / METRICS_FILE) for folder in folders]
     replace_file(path, shown_text(page).encode(), functools.reduce(operator.and_, modes))

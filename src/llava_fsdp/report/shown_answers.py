@@ -1,20 +1,15 @@
-"""Choose which of a validation's answers are shown: wrong ones first, and as many of every data source. Imports no
-torch."""
+"""Choose which of a validation's answers are shown. Imports no torch."""
 
 from collections.abc import Sequence
 from typing import Any
 
 
 def choose_answers(answers: Sequence[dict[str, Any]], most: int) -> list[dict[str, Any]]:
-    """Return at most `most` answers of a validation, in the order in which they are given.
+    """Return at most `most` answers of a validation (as in validation.jsonl), in the order in which they are given.
 
-    The data sources take turns, so that each gets an equal share, or all its answers if it has fewer. Of a source,
-    wrong answers (of a score below 1) come before right ones, and both are spread evenly over the source. The choice
-    depends only on the arguments.
-
-    Args:
-        answers: answers as in validation.jsonl, each with its `source` (a missing one counts as a source of its own)
-            and its `score`.
+    The data sources take turns, so that each gets an equal share, or all its answers if it has fewer. A missing source
+    counts as one of its own. In a source, wrong answers (of a score below 1) come before right ones, and both are
+    spread evenly over the source. The choice depends only on the arguments.
     """
     by_source: dict[str, list[int]] = {}
     for number, answer in enumerate(answers):
@@ -29,7 +24,6 @@ def choose_answers(answers: Sequence[dict[str, Any]], most: int) -> list[dict[st
 
 
 def bits_reversed(number: int) -> int:
-    """Return a number whose 32 bits are those of `number` in reverse order. Numbers from 0 on that are sorted by it
-    begin with 0, followed by numbers that are halfway, a quarter of the way and so on, so that every beginning of the
-    sorted list is spread evenly."""
+    """Return the number whose 32 bits are those of `number` in reverse order. Numbers sorted by it begin with 0,
+    halfway, a quarter of the way and so on, so that every beginning of the sorted list is spread evenly."""
     return int(f"{number:032b}"[::-1], 2)

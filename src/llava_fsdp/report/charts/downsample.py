@@ -1,5 +1,4 @@
-"""Downsample the curves of a training's metrics step by step, in limited memory however long the training is. Imports
-only the standard library.
+"""Downsample the curves of a training's metrics step by step, in limited memory. Imports only the standard library.
 
 A curve is divided into stretches of equally many steps. For each stretch it keeps the mean, the least and the greatest
 value, so that a spike of one step is still seen among a hundred thousand. Only the numbers of the steps decide where
@@ -14,15 +13,13 @@ from typing import Any, NamedTuple
 
 MOST_POINTS = 1000
 WINDOW = 20
-"""Number of steps over which the last loss and the lowest loss are averaged, because the loss of a single step is
-noisy."""
+"""Number of steps over which the last loss and the lowest loss are averaged, because a single step's loss is noisy."""
 MOST_SKIPS = 100
 MOST_SOURCES = 200
 
 
 class Point(NamedTuple):
-    """A point of a downsampled curve over training steps: the mean, least and greatest value over a stretch of
-    consecutive steps."""
+    """A stretch of consecutive steps of a curve."""
 
     step: float
     """Mean of the step numbers in this stretch."""
@@ -38,14 +35,13 @@ class Curve:
         self.most = most
         self.width = 1
         self.stretches: dict[int, list[float]] = {}
-        """Values of a stretch of `width` steps, by `step // width`: [number of values, sum of their steps, sum of the
-        values, least value, greatest value]."""
+        """`step // width` -> [number of values, sum of their steps, sum of the values, least value, greatest value]."""
 
     def __len__(self) -> int:
         return len(self.stretches)
 
     def add(self, step: int, value: float | None) -> None:
-        """Add a metric's value in a training step to the curve. A value that is missing or not finite is ignored."""
+        """Add the value of a step; ignore one that is missing or not finite."""
         if value is None or not math.isfinite(value):
             return
         put(self.stretches, step // self.width, [1.0, float(step), value, value, value])
@@ -54,8 +50,7 @@ class Curve:
             self.stretches = halved(self.stretches)
 
     def points(self, most: int | None = None) -> list[Point]:
-        """Return the points of the downsampled curve in the order of training steps. If there are more than `most`,
-        neighbouring points are merged."""
+        """Return the points in the order of steps. If there are more than `most`, neighbours are merged."""
         stretches = self.stretches
         while most is not None and len(stretches) > max(1, most):
             stretches = halved(stretches)
@@ -91,12 +86,12 @@ SUMS = (
     "samples", "tokens", "label_tokens", "images", "seconds", "data_seconds", "truncated", "skipped_records",
     "unlabelled",
 )  # fmt: skip
-"""Keys of a row of metrics.jsonl whose values are added up over the run."""
+"""Keys of a row of metrics.jsonl that are added up over the run."""
 
 
 @dataclass
 class History:
-    """The metrics of a training run, collected from the rows of its metrics.jsonl: curves over its steps, and sums."""
+    """The metrics of a run: curves over its steps, and sums."""
 
     window: int = WINDOW
     """Number of steps over which the last loss and the lowest loss are averaged."""
@@ -106,20 +101,20 @@ class History:
     source_labels: dict[str, int] = field(default_factory=dict)
     sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SUMS, 0))
     steps: int = 0
-    """Number of rows (steps) added."""
+    """Number of rows added."""
     last: dict[str, Any] = field(default_factory=dict)
     skipped: list[int] = field(default_factory=list)
-    """Numbers of the first steps that were skipped, at most `MOST_SKIPS`."""
+    """The first steps that were skipped, at most `MOST_SKIPS`."""
     skipped_steps: int = 0
     lowest: tuple[float, int] | None = None
     """(loss, step): the lowest mean loss of `window` consecutive steps, and the last of these steps."""
     recent: deque[tuple[float, float]] = field(default_factory=deque)
-    """(loss, label tokens) of the last steps that have a loss, at most `window` of them."""
+    """(loss, label tokens) of the last `window` steps that have a loss."""
     recent_sources: deque[dict[str, tuple[float | None, int]]] = field(default_factory=deque)
     """For each step in `recent`: data source -> (loss, label tokens)."""
 
     def add(self, row: dict[str, Any]) -> None:
-        """Add a parsed row of metrics.jsonl, which describes one training step, to the curves and sums of the run.
+        """Add a parsed row of metrics.jsonl.
 
         Raises:
             ValueError: the row is not valid; then nothing is added.
@@ -153,32 +148,29 @@ class History:
 
     @property
     def step(self) -> int:
-        """Number of the last training step whose metrics were added."""
+        """Number of the last step that was added."""
         return int(self.last.get("step", 0))
 
     @property
     def loss(self) -> float | None:
-        """Mean loss of the training run's last steps, as many as `window` says; None if no step has a loss."""
+        """Mean loss of the last `window` steps; None if no step has a loss."""
         return mean_loss(self.recent) if self.recent else None
 
     def source_loss(self, name: str) -> float | None:
-        """Return the training run's mean loss on the data source `name` in its last `window` steps; None if it has no
-        loss there."""
+        """Return the mean loss of a data source in the last `window` steps; None if it has none there."""
         found = [steps[name] for steps in self.recent_sources if name in steps]
         values = [(loss, labels) for loss, labels in found if loss is not None]
         return mean_loss(values) if values else None
 
     @property
     def lowest_loss(self) -> tuple[float, int] | None:
-        """(loss, step): the training run's lowest mean loss of `window` consecutive steps, and the last of these steps.
-        If there are fewer than `window` steps, the loss is the mean of all steps."""
+        """(loss, step) as in `lowest`. With fewer than `window` steps, the loss is the mean of all."""
         if self.lowest is None and self.loss is not None:
             return self.loss, self.step
         return self.lowest
 
     def mean(self, name: str) -> float | None:
-        """Return the mean of the metric `name` over the second half of a training run; None without values. The first
-        half is left out, because it includes loading and compiling."""
+        """Return the mean of a metric over the second half of the run, as the first includes loading and compiling."""
         points = self.curves[name].points() if name in self.curves else []
         rest = points[len(points) // 2 :]
         return sum(point.mean for point in rest) / len(rest) if rest else None
@@ -188,16 +180,14 @@ class History:
         return max((point.most for point in points), default=None)
 
     def largest_sources(self, most: int) -> Iterator[tuple[str, Curve]]:
-        """Return the names and loss curves of those data sources of a training run that have the most label tokens, at
-        most `most` of them."""
+        """Return the loss curves of the `most` data sources with the most label tokens."""
         chosen = sorted(self.source_labels, key=lambda name: -self.source_labels[name])[:most]
         return ((name, self.sources[name]) for name in self.sources if name in chosen)
 
 
 def mean_loss(steps: Iterable[tuple[float, float]]) -> float:
-    """Return the mean loss of several training steps, each given as (loss, number of label tokens), weighted by label
-    tokens. If all losses are equal, the result is exactly that loss. If no step has label tokens, all steps have the
-    same weight."""
+    """Return the mean of losses, given as (loss, number of label tokens), weighted by label tokens; unweighted if no
+    step has any. If all losses are equal, the result is exactly that loss."""
     losses, tokens = zip(*steps, strict=True)
     if len(set(losses)) == 1:
         return losses[0]
@@ -212,8 +202,11 @@ def checked(row: object) -> tuple[int, dict[str, float | None]]:
 
 
 def number_of(row: dict[str, Any], name: str) -> float | None:
-    """Return the number under the key `name` in a parsed row of metrics.jsonl; None if it is missing or not finite.
-    Raises ValueError if the value is not a number."""
+    """Return a number in a row; None if it is missing or not finite.
+
+    Raises:
+        ValueError: the value is not a number.
+    """
     value = row.get(name)
     if value is None:
         return None
@@ -223,7 +216,7 @@ def number_of(row: dict[str, Any], name: str) -> float | None:
 
 
 def sources_of(row: dict[str, Any]) -> dict[str, tuple[float | None, int]]:
-    """Return {name of a data source: (loss, number of label tokens)} of a parsed row of metrics.jsonl."""
+    """Return {data source: (loss, number of label tokens)} of a row."""
     sources = row.get("sources") or {}
     if not isinstance(sources, dict) or not all(isinstance(source, dict) for source in sources.values()):
         raise ValueError("sources is not an object of objects")

@@ -1,5 +1,4 @@
-"""Build the HTML that all report pages (about trainings, datasets and profiles) share: the whole page, headings and
-tables. Text from data, models and users is escaped."""
+"""Build the HTML that all pages share: the page around it, headings and tables. Text from outside is escaped."""
 
 import json
 import re
@@ -11,17 +10,17 @@ from typing import Any
 ASSETS = Path(__file__).parents[1] / "assets"
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 DATA = "<script type='application/json'>"
-"""Opening HTML tag of the element with a chart's values, from which assets/charts.js draws the chart."""
+"""Opening tag of the element with a chart's values, from which assets/charts.js draws it."""
 LONGEST_CELL = 2000
-"""Maximum number of characters of a table cell; longer text is cut."""
+"""Maximum number of characters of a table cell."""
 LONG_CELL = 24
-"""Number of characters of a table cell above which its text is wrapped."""
+"""Number of characters above which a cell's text is wrapped."""
 NUMBER = re.compile(r"-?[\d.,]+(e-?\d+)?( ?%|[kMGT]| ([KMG]i)?B)?|(\d+h)?\d+m(\d+s)?")
-"""Pattern of a number, with or without a unit. A table column that contains only numbers is aligned to the right."""
+"""Pattern of a number, with or without a unit. A column of numbers is aligned to the right."""
 
 
 def whole_page(title: str, body: str) -> str:
-    """Return a complete HTML page around the HTML text `body`. The page loads no other file."""
+    """Return a complete page, which loads no other file."""
     script = f"<script>\n{(ASSETS / 'charts.js').read_text()}</script>" if DATA in body else ""
     return (
         "<!doctype html>\n<html lang='en'><head><meta charset='utf-8'>"
@@ -33,11 +32,11 @@ def whole_page(title: str, body: str) -> str:
 
 
 def heading(kind: str, title: str, *lines: str | tuple[str, str], state: str = "") -> str:
-    """Return the HTML head of a report page.
+    """Return the head of a page.
 
     Args:
         kind: kind of the page, such as run or sweep.
-        lines: lines of text below the title: a text, or (CSS class, text).
+        lines: lines below the title: a text, or (CSS class, text).
         state: state of the training, shown beside the title.
     """
     pairs = [("", line) if isinstance(line, str) else line for line in lines]
@@ -52,13 +51,7 @@ def section(title: str, *body: str) -> str:
 
 
 def table(names: Iterable[str], rows: Iterable[Iterable[object]], best: int | None = None) -> str:
-    """Return an HTML table. Columns that are empty in every row are left out.
-
-    Args:
-        names: names of the columns.
-        rows: values of the cells, row by row.
-        best: index of a row that is marked as the best; None: no row is marked.
-    """
+    """Return an HTML table. Columns that are empty in every row are left out, and row number `best` is marked."""
     texts = [[cell_text(value) for value in row] for row in rows]
     columns = [column for column in zip(names, *texts, strict=True) if any(column[1:]) or not texts]
     if not columns:
@@ -88,6 +81,5 @@ def shortened(text: str, most: int = LONGEST_CELL) -> str:
 
 
 def inline_json(value: Any) -> str:
-    """Return a value as JSON for use inside an HTML script element. It is escaped so that no text in it can end the
-    element."""
+    """Return a value as JSON for an HTML script element, escaped so that no text in it can end the element."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c").replace("&", "\\u0026")

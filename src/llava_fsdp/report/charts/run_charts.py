@@ -1,4 +1,4 @@
-"""Make the charts of a training run's metrics, for the report page of one run and the comparison of several runs."""
+"""Make the charts of a run's metrics, for its own page and for comparisons."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -31,7 +31,7 @@ CURVES = (
     ),
     (Chart("Idle experts", unit="of all experts", smooths=True, share=True), {"experts_idle": "idle experts"}),
 )
-"""The charts of a run. For each: (chart without lines, {key in metrics.jsonl: name of the line})."""
+"""For each chart of a run: (chart without lines, {key in metrics.jsonl: name of the line})."""
 
 
 def figures(charts: Iterable[Chart]) -> str:

@@ -1,5 +1,4 @@
-"""Build the parts of a training's report page below the charts: sample answers, trained parts of the model, differences
-between the configuration and the files in conf/, and environment."""
+"""Build the parts of a run's page below the charts: answers, trained parts, differences from conf/, environment."""
 
 from collections.abc import Callable, Iterator
 from html import escape
@@ -16,21 +15,15 @@ MOST_STARTS = 50
 MOST_ANSWERS = 100
 MOST_EARLIER = 5
 MOST_TEXT = 1200
-"""Maximum number of characters shown of a question or an answer."""
+"""Maximum number of characters of a question or an answer."""
 MOST_ROWS = 1000
 MOST_COMMAND = 20_000
 Thumbnail = Callable[[str], str | None]
-"""Type of a function that returns the data URL of a thumbnail for the path of an image, or None if there is none."""
+"""Returns the data: URL of a thumbnail for an image's path, or None."""
 
 
 def answers(run: Run, thumbnail: Thumbnail) -> Iterator[str]:
-    """Yield HTML with the model's sample answers in the last validation that has any. Earlier answers to the same
-    questions are shown with them.
-
-    Args:
-        run: the training, as read from its output folder.
-        thumbnail: function that returns the data: URL of a thumbnail for an image's path, or None.
-    """
+    """Yield the answers of the last validation that has any, each with earlier answers to the same question."""
     rows = [row for row in run.validations if row.get("answers")]
     if not rows:
         return
@@ -65,13 +58,7 @@ def texts_of(answer: dict[str, Any], rows: list[dict[str, Any]]) -> Iterator[str
 
 
 def earlier(answer: dict[str, Any], rows: list[dict[str, Any]]) -> list[tuple[int, str]]:
-    """Return (step, text) of the answers in earlier validations to the question of `answer`. An answer that equals the
-    previous one is left out.
-
-    Args:
-        answer: an answer in the last validation, as in validation.jsonl.
-        rows: parsed rows of validation.jsonl that have answers.
-    """
+    """Return (step, text) of earlier answers to the same question, without those that equal the one before."""
     key = answer.get("record"), answer.get("question")
     texts: list[tuple[int, str]] = []
     for row in rows[:-1]:
@@ -84,7 +71,7 @@ def earlier(answer: dict[str, Any], rows: list[dict[str, Any]]) -> list[tuple[in
 
 
 def validation_sources(run: Run) -> Iterator[str]:
-    """Yield HTML with a table of the last validation's loss and score by data source, if it has several."""
+    """Yield a table of the last validation's loss and score by data source, if it has several."""
     row = run.validations[-1] if run.validations else {}
     if len(row.get("sources") or {}) < 2:
         return

@@ -1,8 +1,5 @@
-"""Draw charts of curves and bars for report pages, as HTML figures with SVG. A script (assets/charts.js) adds zoom,
-pan, smoothing and values on hover to the curves.
-
-Without JavaScript the same charts are shown, but without zoom, pan, smoothing and hover.
-"""
+"""Draw charts of curves and bars for pages, as HTML figures with SVG. A script (assets/charts.js) adds zoom, pan,
+smoothing and values on hover to the curves; without JavaScript the charts are shown all the same."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -16,19 +13,19 @@ from llava_fsdp.report.charts.html import DATA, inline_json, shortened
 WIDTH, HEIGHT = 640, 240
 WIDE_WIDTH, WIDE_HEIGHT = 1296, 330
 SMALL_WIDTH, SMALL_HEIGHT = 400, 220
-"""Size of a bar chart in a narrow window. Curves need no such size: the script redraws them in each window's size."""
+"""Size of a bar chart in a narrow window. The script redraws curves in each window's size."""
 LEFT, RIGHT, TOP, BELOW = 68, 10, 10, 24
 COLOURS = 8
 """Number of line colours in the style sheet; further lines are dashed."""
 DASH = 12
-"""Length in pixels of the dashes of lines that lie on each other."""
+"""Pixels of the dashes of lines that lie on each other."""
 DIGITS = 6
-"""Number of significant digits of the values that are stored in a page."""
+"""Significant digits of the values in a page."""
 PAGE_POINTS = 40_000
-"""Maximum number of points of all lines of a page together; a point takes about 80 bytes of the page."""
+"""Maximum number of points of all lines of a page; a point takes about 80 bytes."""
 NAME_LENGTH = 80
 FLAT = 1e-12
-"""Relative difference below which the values of a chart differ only by rounding; they are then drawn as one value."""
+"""Relative difference below which a chart's values differ only by rounding, and are drawn as one value."""
 RARE = 3
 """Percentage of a line's points whose band (least to greatest value) may lie outside of the chart. If none may, a spike
 of one step would make the rest of the line flat."""
@@ -51,9 +48,9 @@ class Chart:
     unit: str = ""
     note: str = ""
     smooths: bool = False
-    """Whether the chart has a slider for smoothing."""
+    """Whether it has a slider for smoothing."""
     logs: bool = False
-    """Whether the chart has a switch for a logarithmic axis."""
+    """Whether it has a switch for a logarithmic axis."""
     marks: list[int] = field(default_factory=list)
     """Steps after which the run was restarted."""
     level: tuple[str, float] | None = None
@@ -70,18 +67,18 @@ class Bar:
     label: str
     values: Sequence[float]
     texts: Sequence[str]
-    """Text for each value, shown on hover."""
+    """Text of each value, shown on hover."""
     sum: str = ""
     """Text above the bar."""
 
 
 def points_each(curves: int) -> int:
-    """Return the maximum number of points of each curve, on a report page with `curves` curves."""
+    """Return the maximum number of points of each curve on a page."""
     return max(20, min(1000, PAGE_POINTS // max(1, curves)))
 
 
 def draw(chart: Chart) -> str:
-    """Return a chart of curves as an HTML figure with SVG; an empty text if there is no value to draw."""
+    """Return a chart of curves as an HTML figure; empty if there is no value to draw."""
     lines = [line for line in chart.lines if line.points]
     if not lines:
         return ""
@@ -98,8 +95,7 @@ def draw(chart: Chart) -> str:
 
 
 def equal_lines(lines: Sequence[Line]) -> list[list[int]]:
-    """Return groups of those lines of a chart that lie on each other, because their points are equal. A line is given
-    by its index in `lines`."""
+    """Return groups of lines whose points are equal, as indices in `lines`."""
     groups: dict[tuple[object, ...], list[int]] = {}
     for index, line in enumerate(lines):
         groups.setdefault(tuple((p.step, rounded(p.mean)) for p in line.points), []).append(index)
@@ -107,13 +103,7 @@ def equal_lines(lines: Sequence[Line]) -> list[list[int]]:
 
 
 def turns(number: int, lines: int) -> str:
-    """Return the CSS of one of several equal curves, which lie on top of each other in a chart. The curve is dashed,
-    with its dashes in the gaps of the others, so that all can be seen.
-
-    Args:
-        number: index of the curve among them.
-        lines: number of these curves.
-    """
+    """Return the CSS of one of several equal curves: its dashes lie in the gaps of the others, so all can be seen."""
     size = min(lines, COLOURS)
     return f"stroke-dasharray:{DASH} {DASH * (size - 1)};stroke-dashoffset:{-DASH * (number % size)}"
 
@@ -126,12 +116,10 @@ def equal_note(lines: Sequence[Line], groups: list[list[int]]) -> str:
 
 
 def draw_bars(title: str, unit: str, bars: Sequence[Bar], names: Sequence[str] = (), stacked: bool = False) -> str:
-    """Return a chart of vertical bars as an HTML figure with SVG; an empty text if all values are 0.
+    """Return a chart of vertical bars as an HTML figure; empty if all values are 0.
 
     Args:
-        unit: unit of the values, shown beside the title.
-        bars: each has one or more values.
-        names: names of the values of each bar, for a legend.
+        names: of the values of each bar, for a legend.
         stacked: whether the values of a bar are drawn on top of each other; False: side by side.
     """
     longest = max((sum(bar.values) if stacked else max(bar.values) for bar in bars), default=0)
@@ -175,9 +163,6 @@ def figure(kind: str, title: str, unit: str, drawn: Iterable[str], names: list[t
     """Return an HTML <figure> around a chart.
 
     Args:
-        kind: CSS class of the figure.
-        unit: unit of the values, shown beside the title.
-        drawn: SVG elements of the chart.
         names: (name, CSS class of the colour) of each curve, for a legend, which is left out if there is only one.
         more: HTML to put below the chart.
     """
@@ -191,7 +176,7 @@ def figure(kind: str, title: str, unit: str, drawn: Iterable[str], names: list[t
 
 @dataclass(frozen=True)
 class Scale:
-    """Converts the steps and values of a chart to pixel coordinates."""
+    """Converts steps and values to pixel coordinates."""
 
     first: float
     last: float
@@ -229,8 +214,8 @@ class Scale:
 
 
 def extent(line: Line) -> tuple[float, float]:
-    """Return the least and greatest value of a line that a chart must show. All means are shown, and all bands (least
-    to greatest value of a stretch of steps) except the few percent that reach farthest."""
+    """Return the least and greatest value that a chart must show: all means, and all bands (least to greatest value of
+    a stretch of steps) except the few percent that reach farthest."""
     means = [point.mean for point in line.points]
     spare = len(means) * RARE // 100
     low, high = sorted(p.least for p in line.points)[spare], sorted(p.most for p in line.points)[-1 - spare]
@@ -273,12 +258,7 @@ def text_at(x: float, y: float, text: str, anchor: str, more: str = "") -> str:
 
 
 def shapes(scale: Scale, line: Line, dash: str = "") -> list[str]:
-    """Return the SVG elements of a line of a chart: the curve of its means, and the band from least to greatest value.
-
-    Args:
-        scale: converts steps and values to pixels.
-        dash: CSS for a dashed curve; empty: not dashed.
-    """
+    """Return a line's SVG elements: the curve of its means, and the band from least to greatest value."""
     at = [(f"{scale.x(p.step):.1f}", p) for p in line.points]
     colour, parts = colour_class(line.colour), []
     if any(p.least < p.most for p in line.points):
@@ -297,12 +277,7 @@ def colour_class(number: int) -> str:
 
 
 def data(chart: Chart, lines: Sequence[Line], dashes: Sequence[str]) -> str:
-    """Return an HTML script element with a chart's values, from which the page's script redraws the chart.
-
-    Args:
-        lines: the lines of the chart that have points.
-        dashes: for each line, CSS for a dashed curve; empty: not dashed.
-    """
+    """Return an HTML script element with a chart's values, from which the page's script redraws the chart."""
     values = {
         "share": chart.share,
         "smooths": chart.smooths,
@@ -323,14 +298,14 @@ def line_data(line: Line) -> dict[str, Any]:
 
 
 def rounded(value: float) -> float | int:
-    """Return a value of a chart rounded, so that it takes few characters in JSON."""
+    """Round a value, so that it takes few characters in JSON."""
     if value == int(value) and abs(value) < 1e7:
         return int(value)
     return float(f"{value:.{DIGITS}g}") if abs(value) < 1e6 else round(value, 1)
 
 
 def ticks(low: float, high: float, most: int) -> list[float]:
-    """Return about `most` round numbers between `low` and `high`, for an axis of a chart."""
+    """Return about `most` round numbers between `low` and `high`."""
     if not high > low:
         return [low]
     rough = (high - low) / most
@@ -341,20 +316,14 @@ def ticks(low: float, high: float, most: int) -> list[float]:
 
 
 def digits(values: list[float]) -> int:
-    """Return the number of significant digits (at least 4) that an axis of a chart needs to show its neighbouring
-    `values` as different texts."""
+    """Return the significant digits (at least 4) with which neighbouring values differ as text."""
     if len(values) < 2 or not values[1] > values[0]:
         return 4
     return max(4, 1 + math.ceil(math.log10(max(map(abs, values)) / (values[1] - values[0]))))
 
 
 def short_text(value: float, share: bool = False, digits: int = 4) -> str:
-    """Return a value as short text for an axis of a chart or a table, such as 20k, 61G, 2e-5.
-
-    Args:
-        share: whether to show the value, a fraction of 1, in percent.
-        digits: number of significant digits.
-    """
+    """Return a value as short text, such as 20k, 61G, 2e-5; a `share`, a fraction of 1, in percent."""
     if share:
         return f"{100 * value:.{digits}g} %"
     if value == 0:
