@@ -1,14 +1,13 @@
-"""How fast is a training step of LLaVA-1.5-7B on one GPU, beside what others run?
+"""How fast is a training step of LLaVA-1.5-7B on one GPU, compared with others? At most ten minutes a call.
 
-    python benchmarks/speed.py OUT                      # stage 2: ours, transformers' model, DeepSpeed
-    python benchmarks/speed.py OUT --stage pretrain     # stage 1
-    python benchmarks/speed.py OUT --variants           # ours: compiled or not, recomputation, fp8, one of eight ranks
-    python benchmarks/speed.py OUT --sweep              # ours on a CPU: planned size of micro-batches, and eight others
-    python benchmarks/speed.py OUT --tiny               # a small model, to try the script itself; a CPU will do
+    python benchmarks/speed.py FOLDER                      # stage 2: ours, transformers' model, DeepSpeed
+    python benchmarks/speed.py FOLDER --stage pretrain     # stage 1
+    python benchmarks/speed.py FOLDER --variants           # ours: compiled or not, fp8, one of eight ranks, ...
+    python benchmarks/speed.py FOLDER --tiny               # a small model, to try the script itself; a CPU will do
 
-Nothing is downloaded: weights are random, of the real shapes, samples are drawn once from a seed and are the same for
-all. What the device's products and copies reach is measured first, and that ours and transformers' model have the same
-loss. Every way runs in a process of its own. How to read the result is in benchmarks/README.md.
+Weights are random, of the real shapes; samples are drawn from a seed and are the same for all. First the device's own
+limits are measured, and the losses of ours and of transformers' model are compared. Every way runs in a process of its
+own. benchmarks/README.md explains the result.
 """
 
 from __future__ import annotations
@@ -17,9 +16,7 @@ import argparse
 import gc
 import importlib.util
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,16 +27,11 @@ from typing import Any
 import numpy as np
 import torch
 from activation_checkpointing import drawn
-from capped import facts as known_facts
-from capped import write, write_json
-from hydra import compose, initialize_config_dir
+from bench import Report, clock, command_line, composed, facts, run_json, show, write, write_json
 from memory import write_model
-from provenance import REPOSITORY
-from rich.console import Console
-from rich.table import Table
 from speed_peers import PEERS, Work, samples_of_steps, time_steps
 
-from llava_fsdp.config import Config, config_dir, load
+from llava_fsdp.config import Config
 from llava_fsdp.data.batching.batch import MicroBatch, Step, StepFacts
 from llava_fsdp.data.batching.collate import boundaries
 from llava_fsdp.data.batching.packing import pack_step
@@ -53,7 +45,6 @@ from llava_fsdp.train.loop import train_step
 from llava_fsdp.train.setup.build_model import shape_of
 from llava_fsdp.train.setup.dry_run import settle_auto
 
-QUESTION = "how fast is a training step on one GPU, beside what others run?"
 LARGE = 130e9
 """Bytes: a device with so much holds a 7B's fp32 masters, gradients and moments; a smaller one trains in bf16 alone."""
 EQUAL_WITHIN = 1e-2
@@ -87,28 +78,17 @@ SIDE_BY_SIDE = [
 VARIANTS = [
     Way("compiled", None, ("compile=true", "activation_checkpointing=full", *FIXED)),
     Way("not compiled", None, ("compile=false", "activation_checkpointing=full", *FIXED)),
-    Way("compiled, selective", None, ("compile=true", "activation_checkpointing=selective", *FIXED)),
-    Way("compiled, dynamic", None, ("compile=true", "activation_checkpointing=dynamic", *FIXED)),
-    Way("compiled, nothing again", None, ("compile=true", "activation_checkpointing=none", *FIXED)),
+    *(Way(f"compiled, {mode}", None, ("compile=true", f"activation_checkpointing={mode}", *FIXED))
+      for mode in ("selective", "dynamic", "none")),
     Way("compiled, fp8", None, ("compile=true", "activation_checkpointing=full", "precision.linear=fp8", *FIXED),
-         "torchao"),
-    Way("compiled, nothing again, int8", None,
-        ("compile=true", "activation_checkpointing=none", "precision=int8_mixed", *FIXED),
-         "torchao"),
+        "torchao"),
+    Way("compiled, none, int8", None,
+        ("compile=true", "activation_checkpointing=none", "precision=int8_mixed", *FIXED), "torchao"),
     Way("auto", None, AUTO),
     Way("auto, fp8", None, ("precision.linear=fp8", *AUTO), "torchao"),
     Way("one of 8 simulated ranks, zero3: gathers are copies in the GPU's own memory, not NVLink", None,
-         ("dry_run=8", "sharding=zero3", "activation_checkpointing=none", *FIXED)),
+        ("dry_run=8", "sharding=zero3", "activation_checkpointing=none", *FIXED)),
 ]  # fmt: skip
-
-SIZES = (1024, 1280, 1536, 1792, 2048, 2560, 3072, 4096)
-"""Tokens of a micro-batch in the sweep; the smallest has room for the longest sample."""
-SWEPT = ("precision=fp32", "compile=true", "activation_checkpointing=none")
-SWEEP = [
-    Way("the planner's choice", None, (*SWEPT, "tokens_per_micro_batch=auto")),
-    *(Way(f"{size:,} tokens", None, (*SWEPT, f"tokens_per_micro_batch={size}")) for size in SIZES),
-]
-
 
 # Ours
 
@@ -129,11 +109,10 @@ def configure(work: Work, overrides: tuple[str, ...]) -> Config:
         f"global_batch_size={work.samples}",
         *(o.replace("8192", str(work.row)) for o in overrides),
     ]
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        return load(Config, compose("train", named))
+    return composed(named)
 
 
-def run_ours(work: Work, way: Way) -> dict[str, Any]:
+def run_ours(work: Work, way: Way) -> Report:
     cfg = configure(work, way.overrides)
     with distributed(cfg) as world:
         cfg = settle_auto(cfg, world)
@@ -211,9 +190,9 @@ def packed(texts: list[torch.Tensor], picture: int, side: int, labels: int) -> M
 # What the device can do, and whether both models are the same
 
 
-def ceilings(device: torch.device, tiny: bool) -> dict[str, Any]:
+def ceilings(device: torch.device, tiny: bool) -> Report:
     """TFLOPs a second of bf16 products of random numbers, and bytes a second of copies within the device's memory."""
-    found: dict[str, Any] = {"products": {}}
+    found: Report = {"products": {}}
     for m, k, n in ((512, 512, 512),) if tiny else PRODUCTS:
         left, right = (torch.randn(s, device=device, dtype=torch.bfloat16) for s in ((m, k), (k, n)))
         found["products"][f"{m}x{k}x{n}"] = 2 * m * k * n / best_of(device, lambda a=left, b=right: a @ b) / 1e12
@@ -228,17 +207,14 @@ def best_of(device: torch.device, action: Any, repeats: int = 20) -> float:
         action()
     seconds = []
     for _ in range(repeats):
-        wait(device)
-        started = time.perf_counter()
+        started = wall(device)
         action()
-        wait(device)
-        seconds.append(time.perf_counter() - started)
+        seconds.append(wall(device) - started)
     return min(seconds)
 
 
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def wall(device: torch.device) -> float:
+    return clock(device) if device.type == "cuda" else time.perf_counter()
 
 
 def compare_losses(work: Work) -> dict[str, float]:
@@ -284,11 +260,9 @@ def compare_losses(work: Work) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", nargs="?", type=Path, default=REPOSITORY / "benchmarks" / "results")
+    parser = command_line(__doc__)
     parser.add_argument("--stage", choices=["finetune", "pretrain"], default="finetune")
     parser.add_argument("--variants", action="store_true", help="ours in several ways, and nobody else")
-    parser.add_argument("--sweep", action="store_true", help="ours with eight sizes of micro-batches, twice; a CPU")
     parser.add_argument("--tiny", action="store_true", help="a small model and short steps")
     parser.add_argument("--row", type=int, help="tokens of a micro-batch instead of 8192, where it is not planned")
     parser.add_argument("--limit", type=float, default=110, help="seconds that one way may take")
@@ -298,46 +272,32 @@ def main() -> None:
     if options.child:
         print(json.dumps(run_child(json.loads(options.child))))
         return
-    report = known_facts(QUESTION, options)
+    report = facts("how fast is a training step on one GPU, compared with others?", options)
     with tempfile.TemporaryDirectory(prefix="speed-") as folder:
-        write_model(Path(folder), *((448, 5, 4001) if options.sweep else (64, 2, 512)))
+        write_model(Path(folder), 64, 2, 512)
         work = work_of(options, Path(folder))
         work = replace(work, row=options.row or work.row)
         report["work"] = {k: str(v) if isinstance(v, Path) else v for k, v in vars(work).items() if k != "models"}
-        report["work"]["precision"] = precision = "fp32" if options.sweep else precision_of(work)
+        report["work"]["precision"] = precision = precision_of(work)
         report["ways"] = []
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        variants = "-variants" if options.variants else "-sweep" if options.sweep else ""
+        variants = "-variants" if options.variants else ""
         name = f"speed-{options.stage}{variants}-{precision}-{device}"
         for what in ("ceilings", "first_loss"):
             report[what] = start(what, work, options)
-            write_json(report, name, options.out)
+            write_json(report, name, options.folder)
             if "failed" in report[what] or "not_run" in report[what]:
                 raise SystemExit(f"{what}: {report[what]}")
-        ways = VARIANTS if options.variants else [*SWEEP, *SWEEP[::-1]] if options.sweep else SIDE_BY_SIDE
+        ways = VARIANTS if options.variants else SIDE_BY_SIDE
         for way in ways:
             if wanted(way, options):
                 report["ways"].append(timed(way, work, options))
                 rate(report)
-                write_json(report, name, options.out)
-    if options.sweep:
-        report["chosen_beside_best"] = beside_best(report["ways"])
-        print(f"CPU seconds of the planner's choice beside the best size: {report['chosen_beside_best']}")
-    Console(width=None if sys.stdout.isatty() else 140, highlight=False).print(table_of(report))
-    write(report, name, options.out, draw)
+                write_json(report, name, options.folder)
+    show_rows(report)
+    write(report, name, options.folder, draw)
     if any("failed" in row for row in report["ways"]):
         raise SystemExit(1)
-
-
-def beside_best(rows: list[dict[str, Any]]) -> float | None:
-    """CPU seconds of a step of the planner's choice over those of the fastest size, medians of both runs; None if one
-    of them did not run."""
-    found: dict[str, list[float]] = {}
-    for row in rows:
-        found.setdefault(row["name"], []).extend(row.get("cpu_seconds", []))
-    medians = {name: statistics.median(seconds) for name, seconds in found.items() if seconds}
-    chosen = medians.pop(SWEEP[0].name, None)
-    return chosen / min(medians.values()) if chosen is not None and medians else None
 
 
 def wanted(way: Way, options: argparse.Namespace) -> bool:
@@ -346,8 +306,6 @@ def wanted(way: Way, options: argparse.Namespace) -> bool:
 
 def work_of(options: argparse.Namespace, models: Path) -> Work:
     large = torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory > LARGE
-    if options.sweep:
-        return Work("finetune", None, models, 20, 4, 6, 2, 1024, 1024, 160, True)
     if options.tiny:
         return Work(options.stage, None, models, 8, 4, 3, 1, 160, 320, 40, True)
     if options.stage == "pretrain":
@@ -355,8 +313,8 @@ def work_of(options: argparse.Namespace, models: Path) -> Work:
     return Work("finetune", "llava_v1_5_7b", models, 64, 16, 6, 2, 2048, 8192, 265, large)
 
 
-def timed(way: Way, work: Work, options: argparse.Namespace) -> dict[str, Any]:
-    row: dict[str, Any] = {"name": way.name}
+def timed(way: Way, work: Work, options: argparse.Namespace) -> Report:
+    row: Report = {"name": way.name}
     if way.needs is not None and importlib.util.find_spec(way.needs) is None:
         row["not_run"] = f"{way.needs} is not installed"
     elif way.peer == "deepspeed" and not torch.cuda.is_available():
@@ -367,31 +325,17 @@ def timed(way: Way, work: Work, options: argparse.Namespace) -> dict[str, Any]:
     return row
 
 
-def start(what: str, work: Work, options: argparse.Namespace, way: Way | None = None) -> dict[str, Any]:
+def start(what: str, work: Work, options: argparse.Namespace, way: Way | None = None) -> Report:
     """In a process of its own, so that nothing of one is left for the next."""
-    told = {"what": what, "work": {**vars(work), "models": str(work.models)}, "tiny": options.tiny or options.sweep}
+    told = {"what": what, "work": {**vars(work), "models": str(work.models)}, "tiny": options.tiny}
     told["way"] = None if way is None else [way.name, way.peer, list(way.overrides), way.needs]
     command = [sys.executable, str(Path(__file__).resolve()), "--child", json.dumps(told)]
-    environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=options.limit, check=False, env=environment
-        )
-    except subprocess.TimeoutExpired as error:
-        progress = bytes(error.stderr or b"").decode(errors="replace").strip().splitlines()
-        print(*progress[-30:], sep="\n", file=sys.stderr)
-        return {"failed": f"not done within {options.limit:g} s", "progress": progress[-30:]}
-    if done.returncode:
-        said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1][:300]
-        kind, _, reason = said.partition(": ")
-        if kind.endswith(".ConfigError"):  # this machine cannot do it
-            return {"not_run": reason}
-        print(done.stderr[-4000:], file=sys.stderr)
-        return {"failed": said}
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    found = run_json(command, options.limit, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
+    kind, _, why = found.get("failed", "").partition(": ")
+    return {"not_run": why} if kind.endswith(".ConfigError") else found  # this machine cannot do it
 
 
-def run_child(told: dict[str, Any]) -> dict[str, Any]:
+def run_child(told: Report) -> Report:
     work = Work(**{**told["work"], "models": Path(told["work"]["models"])})
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if told["what"] == "ceilings":
@@ -407,7 +351,7 @@ def run_child(told: dict[str, Any]) -> dict[str, Any]:
     return PEERS[peer](work, parts.language, parts.vision, device)
 
 
-def rate(report: dict[str, Any]) -> None:
+def rate(report: Report) -> None:
     """Real tokens a second and MFU of every way: the same FLOPs for all, of the real positions, nothing run again."""
     ours = next((row for row in report["ways"] if "flops" in row), None)
     if ours is None:
@@ -425,47 +369,34 @@ def rate(report: dict[str, Any]) -> None:
         row["ours_is_faster_by"] = statistics.median(row["seconds"]) / statistics.median(ours["seconds"])
 
 
-def table_of(report: dict[str, Any]) -> Table:
-    title = f"{report['work']['stage']}, {report['work']['precision']}"
-    table = Table(
-        "",
-        "s / step",
-        "samples / s",
-        "TFLOPs / s",
-        "MFU",
-        "of measured product",
-        "GB",
-        "ours is faster by",
-        title=title,
-    )
+def show_rows(report: Report) -> None:
+    lines = []
     for row in report["ways"]:
         if "flops_per_second" not in row:
-            why = f"NOT RUN: {row['not_run']}" if "not_run" in row else f"FAILED: {row['failed']}"
-            table.add_row(row["name"], why)
+            why = f"NOT RUN: {row['not_run']}" if "not_run" in row else f"FAILED: {row.get('failed')}"
+            lines.append((row["name"], why))
             continue
-        memory = row["max_memory_allocated"]
-        table.add_row(
+        memory, mfu = row["max_memory_allocated"], row["mfu"]
+        lines.append((
             row["name"], f"{statistics.median(row['seconds']):.3f}", f"{row['samples_per_second']:.1f}",
-            f"{row['flops_per_second'] / 1e12:.3g}", "unknown" if row["mfu"] is None else f"{row['mfu']:.1%}",
+            f"{row['flops_per_second'] / 1e12:.3g}", "unknown" if mfu is None else f"{mfu:.1%}",
             f"{row['of_measured_product']:.1%}", "" if memory is None else f"{memory / 1e9:.1f}",
             f"{row['ours_is_faster_by']:.2f}",
-        )  # fmt: skip
-    return table
+        ))  # fmt: skip
+    heads = ("", "s / step", "samples / s", "TFLOPs / s", "MFU", "of measured product", "GB", "ours is faster by")
+    show(f"{report['work']['stage']}, {report['work']['precision']}", heads, lines)
 
 
-def draw(pyplot: Any, report: dict[str, Any]) -> None:
+def draw(pyplot: Any, report: Report) -> None:
     rows = [row for row in report["ways"] if "flops_per_second" in row][::-1]
-    figure, axes = pyplot.subplots(figsize=(10, 0.5 * len(rows) + 1.8), layout="constrained")
+    _, axes = pyplot.subplots(figsize=(10, 0.5 * len(rows) + 1.8), layout="constrained")
     axes.barh(range(len(rows)), [row["flops_per_second"] / 1e12 for row in rows], color="C0")
     most = max(report["ceilings"]["products"].values())
     axes.axvline(most, color="k", linestyle=":", label="fastest product measured")
     axes.set_yticks(range(len(rows)), [row["name"] for row in rows])
     axes.set_xlabel("TFLOPs a second that the real positions need")
     axes.legend(fontsize="small")
-    figure.suptitle(
-        f"{report['work']['precision']}, {report['machine']['device']}, torch {report['torch']}, {report['date'][:10]}",
-        fontsize="medium",
-    )
+    axes.set_title(report["work"]["precision"])
 
 
 if __name__ == "__main__":
