@@ -5,8 +5,7 @@ from transformers import PretrainedConfig
 
 
 def find_blocks(model: nn.Module) -> nn.ModuleList:
-    """Return the blocks of one of transformers' models: its first ModuleList with as many modules as the model's
-    configuration has layers."""
+    """Return the blocks of a model: its first ModuleList with as many modules as its configuration has layers."""
     config = model.config
     assert isinstance(config, PretrainedConfig)
     layers = config.num_hidden_layers

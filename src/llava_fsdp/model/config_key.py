@@ -6,11 +6,8 @@ from transformers import PretrainedConfig
 
 
 class ConfigKey:
-    """A model configuration that is hashed and compared by its class and values as they were when the key was made. The
-    attention implementation is not one of these values.
-
-    Use a key at once: `config` is not a copy.
-    """
+    """A model configuration that is hashed and compared by its class and values, without the attention implementation,
+    as they were when the key was made. Use a key at once: `config` is not a copy."""
 
     def __init__(self, config: PretrainedConfig):
         self.config = config

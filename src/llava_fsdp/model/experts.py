@@ -25,8 +25,8 @@ class Router:
     choices: int
     """Number of experts that a token is sent to."""
     returns_choices: bool
-    """Whether the module's last output holds the numbers of the chosen experts. If not, a token is sent to the experts
-    with the largest logits."""
+    """Whether the module's last output holds the chosen experts. If not, these are the experts with the largest
+    logits."""
 
 
 @dataclass
@@ -64,10 +64,11 @@ class RankPositions:
 
 
 def find_routers(model: nn.Module) -> list[Router]:
-    """Return the routers of a language model that is on the meta device, in the order of its layers.
+    """Return the routers of a meta-device language model, in the order of its layers; an empty list if it has none, or
+    routers with unlike numbers of experts.
 
-    transformers' models declare which modules return router logits. Each such module is tried on two tokens, because
-    their outputs differ. The list is empty if the model has no router, or routers with unlike numbers of experts.
+    transformers' models declare which modules return router logits. Each is tried on two tokens, because their outputs
+    differ.
     """
     declared = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits", ())
     recorders = declared if isinstance(declared, (list, tuple)) else [declared]
@@ -87,9 +88,8 @@ def probe(name: str, module: nn.Module, index: int, config: Any) -> Router | Non
     """Return the router that a module on the meta device is; None if it does not return logits for each token.
 
     Args:
-        name: name of the module in the language model.
+        name: the module's name in the language model.
         index: index of the logits in the tuple that the module should return.
-        config: transformers' configuration of the language model.
     """
     weight = next(module.parameters(), None)
     if weight is None or not weight.is_meta:
@@ -123,9 +123,7 @@ class RouterOutputs:
         Args:
             routers: all routers of the language model; at least one.
             with_gradients: whether a loss of the outputs will be trained. Then blocks must not be compiled.
-            inside: the part of the language model that this rank has, whose routers alone are watched; None: the whole
-                language model.
-            compiled: whether blocks are compiled.
+            inside: the part of the language model that this rank has, whose routers alone are watched; None: all.
             positions: the positions whose tokens these routers get; None: all.
         """
         assert not (compiled and with_gradients), "checked by the configuration"
@@ -143,7 +141,7 @@ class RouterOutputs:
 
     @contextmanager
     def keep(self) -> Iterator[list[RouterOutput]]:
-        """Context manager for one forward pass. It yields a list, to which the output of each router is added at the
+        """Context manager for one forward pass. It yields a list, to which the routers' outputs are added at the
         end."""
         kept: list[RouterOutput] = []
         for hook in self.hooks:
@@ -184,7 +182,7 @@ class RouterHook:
 
 
 def find_experts(model: nn.Module) -> dict[str, Any]:
-    """Return the modules of a language model that each hold the experts of a layer, by name: those which transformers'
+    """Return the modules that hold the experts of a layer, by name: those which transformers'
     `use_experts_implementation` lets a registered function run."""
     marks = ("num_experts", "has_gate", "has_bias", "is_transposed")
     return {name: m for name, m in model.named_modules() if all(hasattr(m, mark) for mark in marks)}
@@ -203,8 +201,8 @@ def check_widths(model: nn.Module) -> None:
 
 
 def check_shared_experts(model: nn.Module, size: int, tensor: int) -> None:
-    """Raise ConfigError if `size` ranks cannot share the experts of a language model that is on the meta device, or if
-    `tensor` ranks cannot compute its layers together."""
+    """Raise ConfigError if `size` ranks cannot share the experts of a meta-device language model, or if `tensor` ranks
+    cannot compute its layers together."""
     kind, found = type(model).__name__, find_experts(model)
     if size == 1:
         if found and tensor > 1:
@@ -233,11 +231,11 @@ def check_shared_experts(model: nn.Module, size: int, tensor: int) -> None:
 
 
 def samples_of_tokens(lengths: torch.Tensor, shape: torch.Size, is_packed: bool) -> torch.Tensor:
-    """Return the number of each token's sample in a micro-batch, int64 [rows * length]; the number of samples for
-    padding.
+    """Return the number of each token's sample in a micro-batch, int64 [rows * length]; for padding, the number of
+    samples.
 
     Args:
-        lengths: number of tokens of each sample, int64 [samples].
+        lengths: the samples' lengths in tokens, int64 [samples].
         shape: [rows, length] of the micro-batch.
         is_packed: whether all samples follow one another in one row. If not, each has a row of its own.
     """
@@ -251,11 +249,7 @@ def samples_of_tokens(lengths: torch.Tensor, shape: torch.Size, is_packed: bool)
 
 def count_choices(output: RouterOutput, samples: torch.Tensor, num_samples: int) -> torch.Tensor:
     """Count how often the tokens of each sample chose each expert, float32 [samples + 1, experts]; the last row counts
-    the padding.
-
-    Args:
-        samples: number of each token's sample, as `samples_of_tokens` returns it.
-    """
+    the padding. `samples` comes from `samples_of_tokens`."""
     experts = output.router.experts
     pairs = (samples[:, None] * experts + output.chosen).flatten()
     counts = output.logits.new_zeros((num_samples + 1) * experts, dtype=torch.float32)
@@ -266,7 +260,7 @@ def count_choices(output: RouterOutput, samples: torch.Tensor, num_samples: int)
 def balance_loss(
     output: RouterOutput, samples: torch.Tensor, lengths: torch.Tensor, counts: torch.Tensor
 ) -> torch.Tensor:
-    """Return a router's load-balance loss, summed over the samples of a micro-batch, float32 []. With
+    """Return a router's load-balance loss, summed over the samples of a micro-batch, float32 scalar. With
     `parallel.tensor` it has the terms of this rank's tokens; the ranks' results add up to the loss.
 
     For a sample of n tokens it is n * E * sum over experts e of f_e * P_e: E is the number of experts, f_e the share of
@@ -274,9 +268,9 @@ def balance_loss(
     loads are equal. Only the probabilities have a gradient.
 
     Args:
-        samples: number of each token's sample, as `samples_of_tokens` returns it.
-        lengths: number of tokens of each sample, int64 [samples].
-        counts: how often each sample chose each expert (`count_choices`), with the tokens of all ranks.
+        samples: number of each token's sample (`samples_of_tokens`).
+        lengths: the samples' lengths in tokens, int64 [samples].
+        counts: the result of `count_choices`, with the tokens of all ranks.
     """
     pairs = output.router.choices * lengths.clamp(min=1)
     shares = counts[:-1] / pairs[:, None]  # f, float32 [samples, experts]

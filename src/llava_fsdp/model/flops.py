@@ -16,9 +16,8 @@ from llava_fsdp.model.weights.quantization import weight_shape
 
 
 class Flops(NamedTuple):
-    """FLOPs of a model's forward and backward pass, per token, per pair of tokens, per label (a token whose loss is
-    computed) and per image tile (one input image of the vision tower). A multiplication with an addition counts as two
-    FLOPs."""
+    """FLOPs of a model's forward and backward pass, by kind of work. A multiplication with an addition counts as two. A
+    label is a token whose loss is computed; a tile is one input image of the vision tower."""
 
     token: float
     """FLOPs per token in the language model's blocks, without attention."""
@@ -30,34 +29,23 @@ class Flops(NamedTuple):
     """FLOPs per image tile in the vision tower and the projector."""
 
     def of(self, tokens: float, pairs: float, labels: float, tiles: float) -> float:
-        """Return the FLOPs of a model's forward and backward pass over a set of samples.
-
-        Args:
-            tokens: number of tokens in all the samples.
-            pairs: sum of the squares of the samples' lengths in tokens.
-            labels: number of tokens whose loss is computed.
-            tiles: number of image tiles, the input images of the vision tower.
-        """
+        """Return the FLOPs for a set of samples. `pairs` is the sum of the squares of their lengths in tokens."""
         return self.token * tokens + self.pair * pairs + self.label * labels + self.tile * tiles
 
 
 def count_flops(model: Llava, activation_checkpointing: bool, compiled: bool = False) -> Flops:
-    """Count the FLOPs of a model's forward and backward pass, per token, per pair of tokens, per label (a token whose
-    loss is computed) and per image tile (one input image of the vision tower).
+    """Count the FLOPs of a model's forward and backward pass. `compiled` says whether the language model's blocks are
+    compiled.
 
     The FLOPs of a weight per token are: 2 in the forward pass, 2 for the gradient of its input, 2 for its own gradient
     if it is trained (with LoRA adapters, only the adapters' weights are), and 2 if activation checkpointing computes
     its product again. The gradient passes through the whole language model even if that is frozen, because the
     projector comes before it; if the projector is frozen too, only through the blocks from the first that trains on. In
-    a mixture of experts, only the experts that a token is sent to are counted. Attention
-    in a sliding window is counted as full attention (`pairs_in_windows` computes the difference). DoRA's work on whole
-    weights, once per micro-batch, is not counted. When a block is computed again, its last matrix product is left out,
-    because its output is not needed. With activation checkpointing in fp16, the logits are computed again too
-    (`model/loss.py`).
-
-    Args:
-        compiled: whether torch.compile compiles the language model's blocks. A compiled block is computed again
-            completely.
+    a mixture of experts, only the experts that a token is sent to are counted. Attention in a sliding window is counted
+    as full attention (`pairs_in_windows` computes the difference). DoRA's work on whole weights, once per micro-batch,
+    is not counted. When a block is computed again, its last matrix product is left out, because its output is not
+    needed; a compiled block is computed again completely. With activation checkpointing in fp16, the logits are
+    computed again too (`model/loss.py`).
     """
     trains = {part: part in model.cfg.trained for part in Part}
     language: Any = model.language_model.config
@@ -85,11 +73,8 @@ def pairs_in_windows(language: PretrainedConfig, tokens: int, pairs: int) -> flo
     model's sliding windows, on average over the layers. With a window of w tokens, a sample of n tokens has at most w *
     n of the n * n / 2 pairs.
 
-    Args:
-        language: the language model's configuration.
-        tokens: sum of the samples' lengths in tokens. The single lengths are not known, so that the result is too large
-            if the samples have different lengths.
-        pairs: sum of the squares of the samples' lengths.
+    `tokens` is the sum of the lengths. The single lengths are not known, so that the result is too large if they
+    differ.
     """
     layers = layers_with_window(language)
     if not layers:
@@ -99,14 +84,11 @@ def pairs_in_windows(language: PretrainedConfig, tokens: int, pairs: int) -> flo
 
 
 def tower_flops(model: Llava, trains: bool, activation_checkpointing: bool) -> float:
-    """Count the FLOPs per image (one input tile of the vision tower) of the layers of a model's vision tower that run.
-    If the tower is frozen, only their forward pass is counted.
+    """Count the FLOPs per tile of the vision tower's layers that run; only of their forward pass if neither the tower
+    nor its LoRA adapters train.
 
     Every token attends to all tokens. No gradient of the pixels is computed. The patch embedding, a convolution, runs
     once per patch.
-
-    Args:
-        trains: whether the vision tower or its LoRA adapters train.
     """
     vision, tokens = model.parts.vision, model.probe.tokens
     stack = list(find_blocks(model.vision_tower))
@@ -129,8 +111,8 @@ def tower_flops(model: Llava, trains: bool, activation_checkpointing: bool) -> f
 
 
 def first_passed(model: Llava, part: Part) -> int:
-    """Return the number of the first block of a part of a model (language model, vision tower) through which the
-    gradient passes in the backward pass; blocks before it only run forward. 0 if something before all blocks trains."""
+    """Return the number of the first block of a part through which the gradient passes; blocks before it only run
+    forward. 0 if something before all blocks trains."""
     trained = model.cfg.trained
     before = trained.keys() & ({Part.projector, Part.vision} if part is Part.language else set())
     if before or trained.get(part) is None:
@@ -140,14 +122,8 @@ def first_passed(model: Llava, part: Part) -> int:
 
 
 def projector_flops(model: Llava, trains: dict[Part, bool]) -> float:
-    """Count the FLOPs per image (one input tile of the vision tower) of a model's projector, which maps image features
-    to embeddings of the language model.
-
-    The gradient of a layer's input is computed if anything before the layer trains.
-
-    Args:
-        trains: for the projector and the vision tower, whether it trains.
-    """
+    """Count the projector's FLOPs per tile. The gradient of a layer's input is computed if anything before the layer
+    trains."""
     own, tower = trains[Part.projector], trains[Part.vision]
     layers = [2 * p.numel() for p in model.multi_modal_projector.parameters() if p.ndim > 1]
     has_norm = model.cfg.shuffle_factor > 1  # before the first layer
@@ -156,12 +132,8 @@ def projector_flops(model: Llava, trains: dict[Part, bool]) -> float:
 
 
 def matrix_weights(*modules: nn.Module, active: int | None = None) -> int:
-    """Return the number of weights of modules that are used in matrix products: all except norms, biases and
-    embeddings.
-
-    Args:
-        active: number of experts that a token is sent to, of each mixture of experts; None: all experts are counted.
-    """
+    """Return the number of weights used in matrix products: all except norms, biases and embeddings. `active` is the
+    argument of `matrices`."""
     return sum(sum(s for _, s in matrices(module, active)) - rows_looked_up(module) for module in modules)
 
 
@@ -169,9 +141,8 @@ def matrices(module: nn.Module, active: int | None = None) -> list[tuple[nn.Para
     """Return each matrix parameter of a module, in the order of registration, and the number of its weights that one
     token is multiplied with. For a quantized matrix this is the number before quantization.
 
-    Args:
-        active: number of experts that a token is sent to; None: all experts are counted. The experts of a mixture are a
-            single parameter, [experts, rows, columns].
+    The experts of a mixture are one parameter, [experts, rows, columns]. `active` is the number of experts that a token
+    is sent to; None: all are counted.
     """
     found = []
     for name, parameter in module.named_parameters():
@@ -184,11 +155,7 @@ def matrices(module: nn.Module, active: int | None = None) -> list[tuple[nn.Para
 
 
 def trained_weights(*modules: nn.Module, active: int | None = None) -> int:
-    """Return the number of trained weights in the matrices of modules.
-
-    Args:
-        active: number of experts that a token is sent to, of each mixture of experts; None: all experts are counted.
-    """
+    """Return the number of trained weights in the matrices of modules. `active` is the argument of `matrices`."""
     return sum(size for module in modules for p, size in matrices(module, active) if p.requires_grad)
 
 
@@ -199,8 +166,8 @@ def rows_looked_up(module: nn.Module) -> int:
 
 
 def last_products(blocks: nn.ModuleList | list[nn.Module]) -> int:
-    """Return the number of weights in the last matrix product of each transformer block, summed over the blocks. The
-    last product is that of the matrix which the block registers last. Blocks with a mixture of experts are not counted,
-    because the output of their last product is needed for the router's gradient."""
+    """Return the number of weights in the last matrix product of each block, which is that of the matrix registered
+    last, summed over the blocks. Blocks with a mixture of experts are not counted, because the output of their last
+    product is needed for the router's gradient."""
     found = [matrices(block) for block in blocks]
     return sum(own[-1][1] for own in found if all(parameter.ndim < 3 for parameter, _ in own))

@@ -29,16 +29,8 @@ class Sampling:
 
 
 def choose(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator | None) -> torch.Tensor:
-    """Choose the next token of every row of a batch, greedily or by sampling.
-
-    Args:
-        logits: float32 [rows, vocabulary]
-        sampling: temperature and top-p.
-        generator: random generator on the logits' device; None: torch's default generator.
-
-    Returns:
-        ids of the chosen tokens, int64 [rows]
-    """
+    """Choose the next token of every row of a batch, int64 [rows], from the logits, float32 [rows, vocabulary]. The
+    generator is on the logits' device; None: torch's default generator."""
     if sampling.temperature == 0:
         return logits.argmax(-1)
     shares = torch.softmax(logits / sampling.temperature, -1)
@@ -59,8 +51,8 @@ def write_tokens(
     sampling: Sampling,
     generator: torch.Generator | None = None,
 ) -> Iterator[torch.Tensor]:
-    """Generate the tokens that follow a prompt: yield the next token of all rows of a batch until the caller stops
-    iterating or `sampling.max_new_tokens` are generated.
+    """Generate the tokens that follow a prompt: yield the next token of all rows of a batch, int64 [rows], until the
+    caller stops iterating or `sampling.max_new_tokens` are generated.
 
     When a token is yielded, the cache contains all tokens before it, but not yet the token itself. With FSDP every
     forward pass is a collective, so that all ranks must take equally many tokens.
@@ -69,14 +61,9 @@ def write_tokens(
         model: a Llava in evaluation mode, without gradients, or what has the same arguments and results.
         ids: the prompt's tokens that are not in the cache yet, int64 [rows, length], padded on the left.
         mask: bool [rows, tokens in the cache + length]: False at padding.
-        images: the images of the tokens in `ids`: the arguments `image_positions`, `image_rows` and `images` of
-            `Llava.forward`.
+        images: the images of the tokens in `ids`.
         cache: key-value cache of earlier tokens, which is extended.
-        sampling: temperature, top-p and maximum number of tokens.
         generator: random generator on the model's device; None: torch's default generator.
-
-    Yields:
-        chosen token ids, int64 [rows]
     """
     rows, length = ids.shape
     positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -length:]
@@ -95,24 +82,18 @@ def write_tokens(
 
 @dataclass
 class PrefixCache:
-    """Key-value cache of a conversation, which is kept between its turns, so that the model only has to process the new
-    tokens of each turn."""
+    """Key-value cache of a conversation, kept between its turns, so that the model processes only new tokens."""
 
     cache: DynamicCache | None = None
     tokens: list[int] = field(default_factory=list)
     """Ids of the tokens in the cache. Image tokens have negative ids, which differ between images."""
 
     def reuse(self, model: Llava, tokens: list[int]) -> tuple[DynamicCache, int]:
-        """Crop a conversation's key-value cache to the longest prefix that its tokens share with `tokens`. Return the
-        cache and the prefix's length in tokens.
+        """Crop the cache to the longest prefix that its tokens share with `tokens`, those of the conversation until
+        now. Return the cache and the prefix's length in tokens.
 
         The prefix never includes the last token of `tokens`, because the model has to process at least one token. A
         cache that cannot be cropped or is incomplete is replaced by an empty one.
-
-        Args:
-            model: the model whose key-value cache this is.
-            tokens: ids of the conversation's tokens until now. Image tokens have negative ids, which differ between
-                images.
         """
         pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(self.tokens, tokens[:-1], strict=False))
         common = sum(1 for _ in pairs)
@@ -127,27 +108,22 @@ class PrefixCache:
         return cache, common
 
     def is_complete(self, cache: DynamicCache) -> bool:
-        """Return whether every layer of a conversation's key-value cache holds all tokens of the conversation until
-        now; after an interrupted forward pass some layers hold fewer."""
+        """Return whether every layer of a cache holds all tokens; after an interrupted forward pass some hold fewer."""
         return all(isinstance(own, DynamicLayer) and own.get_seq_length() == len(self.tokens) for own in cache.layers)
 
 
 def can_be_cropped(cache: DynamicCache) -> bool:
-    """Return whether tokens can be removed from the end of a key-value cache; with sliding windows or recurrent states
-    they cannot."""
+    """Return whether tokens can be removed from a cache's end; with sliding windows or recurrent states they cannot."""
     return all(type(layer) is DynamicLayer for layer in cache.layers)
 
 
 def check_answers(
     model: Callable[..., torch.Tensor], language: PretrainedConfig, device: torch.device, size: int
 ) -> None:
-    """Check that a model can generate answers, by generating two tokens without an image. Collective: all ranks must
-    call it.
+    """Check that a model can generate answers, by generating two tokens without an image. Collective.
 
     Args:
         model: a Llava in evaluation mode, without gradients, or what has the same arguments and results.
-        language: configuration of the language model.
-        device: the model's device.
         size: width and height of the vision tower's input images, in pixels.
 
     Raises:

@@ -92,30 +92,26 @@ class Llava(nn.Module):
         collector: LossCollector | None = None,
         hidden: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the sum of the losses of all labels (tokens that the model is trained to predict) or, with
-        `return_logits`, the logits at the labels. A stage that is not the last one returns its last block's output.
+        """Return the sum of the losses of all labels (tokens that the model is trained to predict), float32 scalar, or,
+        with `return_logits`, the logits at the labels, float32 [labels, vocabulary]. A stage that is not the last one
+        returns its last block's output, [rows, length, hidden].
 
         Args:
             input_ids: int64 [rows, length], padded on the right, so that causal attention ignores the padding. A packed
-                row (a sequence in which several samples follow one another) is int64 [1, tokens].
-            segments: None for padded rows. For a packed row: position ids int64 [1, tokens] that begin at 0 in every
-                sample, cumulative sample lengths int32 [samples + 1], and the samples' lengths. For generation with a
-                key-value cache: positions and mask of the new tokens, and the cache.
+                row (several samples one after another) is int64 [1, tokens].
+            segments: the sample boundaries of a packed row, or the input for generation; None for padded rows.
             image_positions: int64 [image tokens]: index of each image token in the flattened rows.
             image_rows: int64 [image tokens]: index of each image token's feature in the concatenated features of all
                 tiles. The index after the last feature selects the learned end-of-line vector (`image_newline`). For
                 tokens that are weighted sums of four features: the indices, int64 [image tokens, 4], and the weights,
                 float32 [image tokens, 4].
-            images: image tiles (inputs of the vision tower), float32 [tiles, 3, size, size], normalised; None if no
-                rank has an image.
+            images: tiles, the vision tower's input images, float32 [tiles, 3, size, size], normalised; None if no rank
+                has an image.
             seeds: dropout seeds, int64 [samples] and int64 [tiles]; used in training with dropout.
             label_positions: int64 [labels]: index in the flattened rows of the token at which each label is predicted.
             label_ids: int64 [labels]; not used with `return_logits`.
             collector: collects the loss of every single label, if the loss function computes these losses.
             hidden: output of the stage before, [rows, length, hidden]; None for the first stage.
-
-        Returns:
-            float32 scalar, or float32 [labels, vocabulary], or [rows, length, hidden].
         """
         assert (hidden is None) == self.is_first, "only the first stage begins with token ids"
         assert not isinstance(segments, tuple) or self.kernel is not None, "packed rows need an attention kernel"
@@ -140,17 +136,8 @@ class Llava(nn.Module):
         image_rows: FeatureRows,
         images: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return the input embeddings of the language model, [rows, length, hidden]. The embeddings of image tokens are
-        projected image features.
-
-        Args:
-            input_ids: int64 [rows, length].
-            image_positions: int64 [image tokens]: index of each image token in the flattened rows.
-            image_rows: index of each image token's feature in the concatenated features of all images, int64 [image
-                tokens]; for tokens that are weighted sums of four features, the indices and the weights, both [image
-                tokens, 4].
-            images: input images of the vision tower, float32 [tiles, 3, size, size]; None if no rank has an image.
-        """
+        """Return the language model's input embeddings, [rows, length, hidden]. Those of image tokens are projected
+        image features. The arguments are those of `forward`."""
         if images is None:
             return self.language_model.get_input_embeddings()(input_ids)
         features = self.multi_modal_projector(self.image_features(images)).flatten(0, 1)  # [tiles * tokens, hidden]
@@ -171,13 +158,10 @@ class Llava(nn.Module):
         return self.probe.features // self.cfg.shuffle_factor**2
 
     def image_features(self, images: torch.Tensor) -> torch.Tensor:
-        """Compute the vision tower's features of images, [tiles, features, vision width].
+        """Compute the vision tower's features of tiles, [tiles, features, vision width].
 
-        If the micro-batch has no image, a frozen vision tower does not run, and a trainable vision tower runs on a
-        blank image whose features are discarded, so that its blocks run on every rank.
-
-        Args:
-            images: input images of the vision tower, float32 [tiles, 3, size, size]; there may be none.
+        If the micro-batch has no tile, a frozen vision tower does not run, and a trainable one runs on a blank tile
+        whose features are discarded, so that its blocks run on every rank.
         """
         trains = Part.vision in self.cfg.trained
         if not trains and not len(images):
@@ -187,16 +171,14 @@ class Llava(nn.Module):
             return selected_features(self.vision_tower, pixels, self.cfg.select_layer, self.probe)[: len(images)]
 
     def blocks(self) -> list[nn.ModuleList]:
-        """Return the lists of transformer blocks: that of the language model and, if the vision tower trains, that of
-        the vision tower."""
+        """Return the lists of transformer blocks of the language model and, if it trains, of the vision tower."""
         stacks = [find_blocks(self.language_model)]
         if Part.vision in self.cfg.trained and self.vision_tower is not None:
             stacks.append(find_blocks(self.vision_tower))
         return stacks
 
     def used_blocks(self, part: Part) -> list[nn.Module]:
-        """Return the transformer blocks of the language model or the vision tower, without those of the vision tower
-        whose output is not used because of `model.select_layer`."""
+        """Return the transformer blocks of a part, without the vision tower's blocks after `model.select_layer`."""
         if part is Part.language:
             return list(find_blocks(self.language_model))
         return list(find_blocks(self.vision_tower))[: self.probe.layers]
@@ -218,28 +200,25 @@ class Llava(nn.Module):
                 )
 
     def output_layer(self) -> nn.Module | None:
-        """Return the output layer; None if the model is a stage without it, or if its weight is that of the
-        embeddings."""
+        """Return the output layer; None in a stage without it, and if its weight is that of the embeddings."""
         tied = self.parts.language.tie_word_embeddings
         return None if tied else self.lm_head
 
     def whole_while_frozen(self) -> list[nn.Module]:
-        """Return the modules whose weights FSDP does not shard while they are frozen: the vision tower. If it is
-        frozen, it does not run on ranks without images, so that it must not need collectives."""
+        """Return the modules that FSDP does not shard while they are frozen: the vision tower. A frozen one does not
+        run on ranks without images, so it must not need collectives."""
         return [self.vision_tower] if self.vision_tower is not None else []
 
     def with_vocabulary(self) -> set[str]:
-        """Return the names of the parameters with one row per token of the vocabulary: the weights of the embeddings
-        and of the output layer."""
+        """Return the names of the weights of the embeddings and the output layer, which have a row for each token."""
         embeddings = self.language_model.get_input_embeddings().weight
         names = {name for name, own in self.language_model.named_parameters() if own is embeddings}
         return {"lm_head.weight", *(f"language_model.{name}" for name in names)}
 
     def freeze(self) -> None:
-        """Freeze all parameters of the model except those that train: the parameters of the parts (projector, language
-        model, vision tower) in `model.train`, or of their blocks that it names, or, if a part has LoRA adapters, only
-        its adapters and the biases that `model.lora.bias` selects. Parameters that can never get a gradient are frozen
-        too."""
+        """Freeze all parameters except those that train: those of the parts in `model.train`, or of their blocks that
+        it names; in a part with LoRA adapters, only the adapters and the biases that `model.lora.bias` selects.
+        Parameters that can never get a gradient are frozen too."""
         self.requires_grad_(False)
         modules = {
             Part.projector: [self.multi_modal_projector],
@@ -261,14 +240,8 @@ class Llava(nn.Module):
 
 
 def take_features(features: torch.Tensor, rows: FeatureRows) -> torch.Tensor:
-    """Return the image feature of each image token, [image tokens, hidden]. Weighted sums of features are computed in
-    float32.
-
-    Args:
-        features: features of all images, [tiles * tokens, hidden].
-        rows: the index of each image token's feature in `features`, int64 [image tokens]; for tokens that are weighted
-            sums of four features, the indices and the weights, both [image tokens, 4].
-    """
+    """Return the image feature of each image token, [image tokens, hidden], from the features of all tiles, [tiles *
+    tokens, hidden]. Weighted sums are computed in float32. `rows` is the argument `image_rows` of `Llava.forward`."""
     if isinstance(rows, torch.Tensor):
         return features.index_select(0, rows)
     pairs = zip(rows[0].unbind(1), rows[1].unbind(1), strict=True)
@@ -283,16 +256,13 @@ def build_llava(
     kernel: Kernel | None = None,
     loss: LossConfig | None = None,
 ) -> Llava:
-    """Build a LLaVA model on the meta device, with the LoRA adapters and quantized layers that `cfg` selects, and
-    freeze the parameters that do not train.
+    """Build a LLaVA model on the meta device, with the configured LoRA adapters and quantized layers, and freeze what
+    does not train.
 
     Args:
-        parts: configurations of the language model and the vision tower, and the folders of their files.
-        cfg: the section `model` of the configuration.
         compute_dtype: dtype of the matrix products in the forward pass.
-        kernel: attention implementation for packed rows (sequences in which several samples follow one another); None:
-            the model accepts only padded rows.
-        loss: the section `loss` of the configuration; None: the loss is computed from the logits of all labels at once.
+        kernel: attention implementation for packed rows; None: the model accepts only padded rows.
+        loss: None: the loss is computed from the logits of all labels at once.
 
     Raises:
         ConfigError: the language model cannot keep the samples of a packed row apart, or does not support adapters or
@@ -328,8 +298,8 @@ def build_llava(
 
 
 def refuse_layerdrop(config: PretrainedConfig) -> None:
-    """Raise ModelError if a part of the model, given by its configuration, leaves out whole layers at random while it
-    trains: each rank would leave out other layers, and wait for ever for the weights of the others' layers."""
+    """Raise ModelError if a part of the model leaves out whole layers at random in training: each rank would leave out
+    other layers, and wait for ever for the weights of the others' layers."""
     for key, value in config.to_dict().items():
         if key.endswith("layerdrop") and value:
             raise ModelError(
@@ -339,10 +309,6 @@ def refuse_layerdrop(config: PretrainedConfig) -> None:
 
 
 def refuse_packing(reason: str | None) -> None:
-    """Raise ConfigError if a language model would mix samples that follow one another in a packed row.
-
-    Args:
-        reason: why it would mix them; None if it would not.
-    """
+    """Raise ConfigError if there is a reason why a language model would mix the samples of a packed row."""
     if reason is not None:
         raise ConfigError(f"pack=true: {reason}; set pack=false, or auto")

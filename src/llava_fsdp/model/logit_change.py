@@ -27,8 +27,7 @@ class Meaning(Enum):
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table of configuration keys: what the value of a key does to logits. It does the same in all types
-    of language models but those in `unlike`."""
+    """What the value of a configuration key does to logits, in all types of language models but those in `unlike`."""
 
     key: str
     meaning: Meaning
@@ -90,26 +89,16 @@ class LogitChange:
             output.div_(self.cap).tanh_().mul_(self.cap)
 
     def slope(self, logits: torch.Tensor) -> torch.Tensor | float:
-        """Return the derivative of the logits with respect to the output of the output layer, for each logit; a number
-        if it is the same for all.
-
-        Args:
-            logits: the logits, any shape; not changed.
-        """
+        """Return the derivative of the logits with respect to the output of the output layer: a tensor of the logits'
+        shape, or a number if it is the same for all."""
         if self.cap is None:
             return self.factor
         return (logits / self.cap).square_().neg_().add_(1).mul_(self.factor)
 
 
 def logit_change(language: PretrainedConfig) -> LogitChange:
-    """Return how the class of a language model in transformers makes logits from the output of its output layer.
-
-    Args:
-        language: the language model's configuration.
-
-    Raises:
-        ModelError: a value is not a number, or is one with which no logits can be computed.
-    """
+    """Return how the class of a language model in transformers makes logits. Raises ModelError if a value in the
+    configuration is not a number, or is one with which no logits can be computed."""
     factor, cap = 1.0, None
     for row, meaning, value in values_of(language):
         match meaning:
@@ -127,12 +116,8 @@ def logit_change(language: PretrainedConfig) -> LogitChange:
 
 
 def values_of(language: PretrainedConfig) -> list[tuple[Row, Meaning, float]]:
-    """Return the rows of the table whose keys the configuration of a language model has, what they mean for it, and
-    their values.
-
-    Raises:
-        ModelError: a value is not a number, or is 0 or infinite.
-    """
+    """Return the rows of the table whose keys a configuration has, what they mean for it, and their values. Raises
+    ModelError if a value is not a number, or is 0 or infinite."""
     found = []
     for row in TABLE:
         value, meaning = getattr(language, row.key, None), row.meaning_in(language.model_type)
@@ -153,7 +138,7 @@ def keys_that_change(language: PretrainedConfig) -> list[str]:
 
 
 def without_change(language: PretrainedConfig) -> dict[str, Any]:
-    """Return values for a language model's configuration with which its class in transformers changes no logits: the
-    logits are then the output of the output layer."""
+    """Return values for a configuration with which the class in transformers leaves the output layer's output
+    unchanged."""
     neutral = {Meaning.WIDTH: language.hidden_size, Meaning.CAPS: None}
     return {row.key: neutral.get(meaning, 1.0) for row, meaning, _ in values_of(language)}

@@ -5,6 +5,15 @@ chunk are computed in the forward pass, so that the chunk's logits are computed 
 linear cross entropy, arXiv 2410.10989). There are no collectives here, because FSDP has gathered the weight for the
 model's forward pass. Therefore ranks may have different numbers of chunks. The exception is a vocabulary that ranks
 divide among them (`VocabularyPart`): there are collectives for each chunk, and these ranks have the same labels.
+
+The loss functions have these arguments in common:
+    hidden: last hidden states at the labels, [labels, width].
+    weight: weight of the output layer, [vocabulary, width].
+    label_ids: int64 [labels].
+    chunk_tokens: largest number of labels whose logits are in memory at a time.
+    collector: gets the loss of every single label; None: these losses are not kept.
+    part: which rows of the output layer `weight` has; None: all.
+    change: how logits are made from the output of the output layer.
 """
 
 from __future__ import annotations
@@ -28,11 +37,8 @@ UNCHANGED = LogitChange()
 
 
 class LossCollector:
-    """Collector for the losses of single labels (tokens to predict), without gradients. The loss function appends
-    losses to it.
-
-    This is a class and not a list, because FSDP passes copies of lists to the model.
-    """
+    """Losses of single labels, without gradients, which the loss function appends. This is a class and not a list,
+    because FSDP passes copies of lists to the model."""
 
     def __init__(self) -> None:
         self.chunks: list[torch.Tensor] = []
@@ -52,8 +58,7 @@ class VocabularyPart:
 
 
 class LabelLoss(Protocol):
-    """Protocol of functions that compute the sum of the cross entropies of all labels (tokens to predict) of a
-    micro-batch."""
+    """Function that computes the sum of the cross entropies of all labels of a micro-batch."""
 
     def __call__(
         self,
@@ -64,29 +69,14 @@ class LabelLoss(Protocol):
         collector: LossCollector | None = None,
         change: LogitChange = UNCHANGED,
     ) -> torch.Tensor:
-        """Return the sum of the cross entropies of all labels (tokens to predict), float32 scalar.
-
-        Args:
-            hidden: last hidden states at the labels, [labels, width].
-            weight: weight of the output layer, [vocabulary, width].
-            label_ids: int64 [labels].
-            collector: gets the loss of every single label, if the function computes these losses.
-            change: how logits are made from the output of the output layer.
-        """
+        """Return the sum, float32 scalar. The arguments are described at the top of the module."""
         ...
 
 
 class OutputLayer(nn.Linear):
-    """Linear layer from hidden states to the logits of all tokens of the vocabulary, which also computes the loss. The
-    loss is computed inside of the module that has the weight, because FSDP gathers a weight before its module's forward
-    pass and reduces its gradient after the module's backward pass.
-
-    Args:
-        hidden: width of the hidden states.
-        vocabulary: number of tokens of the vocabulary.
-        label_loss: function that computes the loss.
-        change: how logits are made from the output of this layer.
-    """
+    """Linear layer from hidden states to the logits of the vocabulary, which also computes the loss. The loss is
+    computed inside of the module that has the weight, because FSDP gathers a weight before its module's forward pass
+    and reduces its gradient after the module's backward pass."""
 
     def __init__(self, hidden: int, vocabulary: int, label_loss: LabelLoss, change: LogitChange = UNCHANGED):
         super().__init__(hidden, vocabulary, bias=False)
@@ -97,21 +87,16 @@ class OutputLayer(nn.Linear):
         self, hidden: torch.Tensor, label_ids: torch.Tensor | None = None, *, collector: LossCollector | None = None
     ) -> torch.Tensor:
         """Return the sum of the losses of all labels, float32 scalar or, without labels, the logits, float32 [labels,
-        vocabulary]. The arguments are those of `LabelLoss`."""
+        vocabulary]."""
         if label_ids is None:
             return self.change.apply(super().forward(hidden).float())
         return self.label_loss(hidden, self.weight, label_ids, collector=collector, change=self.change)
 
 
 def choose_loss(cfg: LossConfig, compute_dtype: torch.dtype, change: LogitChange = UNCHANGED) -> LabelLoss:
-    """Return the loss function that the configuration names (`loss.kernel`): torch's, or the one of this module that
-    computes the logits of some labels (tokens to predict) at a time. `auto` is the latter, which was faster in all
-    measurements.
-
-    Args:
-        cfg: the section `loss` of the configuration.
-        compute_dtype: dtype of the hidden states.
-        change: how logits are made from the output of the output layer.
+    """Return the loss function that `loss.kernel` names: torch's, or the one of this module that computes the logits of
+    a chunk at a time. `auto` is the latter, which was faster in all measurements. `compute_dtype` is the dtype of the
+    hidden states.
 
     Raises:
         ConfigError: with `loss.kernel=torch`, the installed torch has no such kernel, or would round the loss to 16
@@ -145,28 +130,15 @@ def whole_loss(
     collector: LossCollector | None = None,
     change: LogitChange = UNCHANGED,
 ) -> torch.Tensor:
-    """Compute the sum of the cross entropies of all labels (tokens to predict), float32 scalar, from the logits of all
-    labels at once.
-
-    Args:
-        hidden: last hidden states at the labels, [labels, width].
-        weight: weight of the output layer, [vocabulary, width].
-        label_ids: int64 [labels].
-        collector: gets the loss of every single label; None: these losses are not kept.
-        change: how logits are made from the output of the output layer.
-    """
+    """Compute the sum of the cross entropies of all labels, float32 scalar, from the logits of all labels at once."""
     logs = functional.log_softmax(change.apply(functional.linear(hidden, weight).float()), dim=-1)
     record_losses(collector, logs, label_ids)
     return functional.nll_loss(logs, label_ids, reduction="sum")
 
 
 def record_losses(collector: LossCollector | None, logs: torch.Tensor, label_ids: torch.Tensor) -> None:
-    """Append the loss of every label (token to predict) to the collector, if there is one.
-
-    Args:
-        logs: log-probabilities, [labels, vocabulary].
-        label_ids: int64 [labels].
-    """
+    """Append the loss of every label to the collector, if there is one. `logs` are log-probabilities, [labels,
+    vocabulary]."""
     if collector is not None:
         collector.chunks.append(-logs.detach().gather(1, label_ids[:, None])[:, 0])
 
@@ -180,20 +152,11 @@ def chunked_loss(
     part: VocabularyPart | None = None,
     change: LogitChange = UNCHANGED,
 ):
-    """Compute the sum of the cross entropies of all labels (tokens to predict), float32 scalar, with the logits of at
-    most `chunk_tokens` labels in memory. The output of the output layer is computed in the compute dtype and cast to
-    float32.
+    """Compute the sum of the cross entropies of all labels, float32 scalar, a chunk at a time. The output of the output
+    layer is computed in the compute dtype and cast to float32. All ranks that divide the vocabulary must call this with
+    the same labels.
 
     If there are not more labels than `chunk_tokens`, the result equals that of `whole_loss` bit for bit.
-
-    Args:
-        hidden: last hidden states at the labels, [labels, width].
-        weight: weight of the output layer, [vocabulary, width].
-        label_ids: int64 [labels].
-        collector: gets the loss of every single label; None: these losses are not kept.
-        part: which rows of the output layer `weight` has; None: all. All ranks that divide them must call this with the
-            same labels.
-        change: how logits are made from the output of the output layer.
     """
     arguments = hidden, weight, label_ids, chunk_tokens, collector, part, change
     return ChunkedLoss.apply(*arguments) if torch.is_grad_enabled() else ChunkedLoss.forward_alone(*arguments)
@@ -207,19 +170,12 @@ def recomputed_loss(
     collector: LossCollector | None = None,
     change: LogitChange = UNCHANGED,
 ):
-    """Compute the sum of the cross entropies of all labels (tokens to predict) in fp16, float32 scalar, with the logits
-    of at most `chunk_tokens` labels in memory. The backward pass computes the logits again.
+    """Compute the sum of the cross entropies of all labels in fp16, float32 scalar, a chunk at a time. The backward
+    pass computes the logits again.
 
     In fp16 the gradients cannot be computed in the forward pass, because the loss scale is known only in the backward
     pass. Without the loss scale, gradients would leave the range of fp16: probabilities of rare words below 6e-8 would
     become 0, and the sum over the labels of a frequent word would overflow at 65504.
-
-    Args:
-        hidden: last hidden states at the labels, [labels, width].
-        weight: weight of the output layer, [vocabulary, width].
-        label_ids: int64 [labels].
-        collector: gets the loss of every single label; None: these losses are not kept.
-        change: how logits are made from the output of the output layer.
     """
     total = hidden.new_zeros((), dtype=torch.float32)
     if not len(label_ids):  # every rank needs a gradient to reduce, also without labels
@@ -300,17 +256,7 @@ class ChunkedLoss(torch.autograd.Function):
         part: VocabularyPart | None,
         change: LogitChange,
     ):
-        """Compute the sum of the cross entropies of all labels (tokens to predict), float32 scalar, and no gradients.
-
-        Args:
-            hidden: last hidden states at the labels, [labels, width].
-            weight: weight of the output layer, [vocabulary, width].
-            label_ids: int64 [labels].
-            chunk_tokens: number of labels whose logits are computed at a time.
-            collector: gets the loss of every single label; None: these losses are not kept.
-            part: which rows of the output layer `weight` has; None: all.
-            change: how logits are made from the output of the output layer.
-        """
+        """Compute the sum of the cross entropies of all labels, float32 scalar, and no gradients."""
         total = hidden.new_zeros((), dtype=torch.float32)
         for chunk, ids in zip(hidden.split(chunk_tokens), label_ids.split(chunk_tokens), strict=True):
             total += loss_and_gradient(chunk, weight, ids, False, collector, part, change)[0]
@@ -326,21 +272,9 @@ def loss_and_gradient(
     part: VocabularyPart | None = None,
     change: LogitChange = UNCHANGED,
 ) -> tuple[torch.Tensor, Any]:
-    """Compute the sum of the cross entropies of labels (tokens to predict) from the logits of all of them at once.
-
-    Args:
-        hidden: last hidden states at the labels, [labels, width].
-        weight: weight of the output layer, [vocabulary, width].
-        ids: the labels' token ids, int64 [labels].
-        differentiate: whether to compute the gradient.
-        collector: gets the loss of every single label; None: these losses are not kept.
-        part: which rows of the output layer `weight` has; None: all.
-        change: how logits are made from the output of the output layer.
-
-    Returns:
-        The sum, float32 scalar, and its gradient with respect to the output of the output layer, [labels, vocabulary]
-        in the dtype of `weight`; None without `differentiate`.
-    """
+    """Compute the sum of the cross entropies of labels from the logits of all of them at once, float32 scalar. If
+    `differentiate` is set, also return its gradient with respect to the output of the output layer, [labels,
+    vocabulary] in the dtype of `weight`; else None."""
     output = functional.linear(hidden, weight)
     wide = output.float()
     # each of these tensors is large; only one is kept at a time, and with a cap its slope
@@ -374,16 +308,11 @@ def loss_and_gradient_of_part(
     part: VocabularyPart,
     slope: torch.Tensor | float,
 ) -> tuple[torch.Tensor, Any]:
-    """Compute the sum of the cross entropies of labels (tokens to predict), and its gradient with respect to the part
-    of the output layer's output that this rank has, where each rank has a part of the vocabulary.
+    """Do the same as `loss_and_gradient` where each rank has a part of the vocabulary.
 
     Args:
-        logits: float32 [labels, own part of the vocabulary]; overwritten.
-        ids: the labels' token ids, int64 [labels].
+        logits: float32 [labels, this rank's part of the vocabulary]; overwritten.
         dtype: dtype of the gradient.
-        differentiate: whether to compute the gradient.
-        collector: gets the loss of every single label; None: these losses are not kept.
-        part: which tokens the logits belong to.
         slope: derivative of the logits with respect to the output of the output layer.
     """
     logits -= part.largest(logits.amax(1))[:, None]
@@ -420,16 +349,9 @@ def torch_loss(
     collector: LossCollector | None = None,
     change: LogitChange = UNCHANGED,
 ) -> torch.Tensor:
-    """Compute the sum of the cross entropies of all labels (tokens to predict) with torch's linear_cross_entropy. This
-    kernel does not return the losses of single labels, so that nothing is appended to `collector`.
-
-    Args:
-        hidden: last hidden states at the labels, [labels, width].
-        weight: weight of the output layer, [vocabulary, width].
-        label_ids: int64 [labels].
-        chunk_tokens: number of labels whose logits are in memory at a time.
-        change: a factor of the logits, without a cap.
-    """
+    """Compute the sum of the cross entropies of all labels with torch's linear_cross_entropy. This kernel does not
+    return the losses of single labels, so nothing is appended to `collector`. `change` may have a factor, but no
+    cap."""
     assert change.cap is None, "refused by choose_loss"
     if change.factor != 1.0:
         hidden = hidden * change.factor

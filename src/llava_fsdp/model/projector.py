@@ -15,18 +15,12 @@ from llava_fsdp.runtime.errors import ConfigError
 
 class Projector(nn.Module):
     """Projector of image features into the language model's embedding space: a linear layer, an MLP with GELU, or the
-    identity. With pixel shuffle, each square of f x f neighbouring features is first joined into one feature, and an
-    MLP with a LayerNorm follows.
+    identity. With pixel shuffle, each square of `factor` x `factor` neighbouring features is first joined into one
+    feature, and an MLP with a LayerNorm follows. A factor of 1 means no pixel shuffle.
 
-    The projector is that of LLaVA (multimodal_projector/builder.py:33-51) or, with pixel shuffle, that of transformers'
-    InternVL (InternVLMultiModalProjector in modeling_internvl.py). Layers have the same names as in transformers:
-    layer_norm, linear_1, linear_2, ...
-
-    Args:
-        kind: `model.projector_type`, such as mlp2x_gelu.
-        features: width of the vision tower's features.
-        hidden: width of the language model.
-        factor: f of the pixel shuffle; 1: no pixel shuffle.
+    It is that of LLaVA (multimodal_projector/builder.py:33-51) or, with pixel shuffle, that of transformers' InternVL
+    (InternVLMultiModalProjector in modeling_internvl.py). Layers are named as there: layer_norm, linear_1, linear_2,
+    ...
     """
 
     def __init__(self, kind: str, features: int, hidden: int, factor: int = 1):
@@ -46,9 +40,7 @@ class Projector(nn.Module):
             self.add_module(f"linear_{number}", nn.Linear(features if number == 1 else hidden, hidden))
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
-        """Project image features to embeddings of the language model: [tiles, features, width] -> [tiles, features /
-        f**2, hidden], where a tile is one input image of the vision tower, and f is the factor of the pixel shuffle (1
-        without it)."""
+        """Project image features to embeddings: [tiles, features, width] -> [tiles, features / factor**2, hidden]."""
         if self.factor > 1:
             features = self.layer_norm(pixel_shuffle(features, self.factor))
         for number in range(1, self.depth + 1):
@@ -59,9 +51,8 @@ class Projector(nn.Module):
 
 
 def pixel_shuffle(features: torch.Tensor, factor: int) -> torch.Tensor:
-    """Join each square of factor x factor neighbouring image features of a square grid into one feature, row by row:
-    [tiles, side**2, width] -> [tiles, (side / factor)**2, factor**2 * width], where a tile is one input image of the
-    vision tower."""
+    """Join each square of factor x factor neighbouring features of a square grid into one feature, row by row: [tiles,
+    side**2, width] -> [tiles, (side / factor)**2, factor**2 * width]."""
     tiles, count, width = features.shape
     across = math.isqrt(count) // factor
     squares = features.view(tiles, across, factor, across, factor, width).transpose(2, 3)
@@ -69,14 +60,8 @@ def pixel_shuffle(features: torch.Tensor, factor: int) -> torch.Tensor:
 
 
 def check_can_be_shuffled(cfg: ModelConfig, vision: PretrainedConfig, features: int) -> None:
-    """Raise ConfigError if the projector has a pixel shuffle, which joins squares of neighbouring image features, but
-    the vision tower's features are not a square grid that can be divided into these squares.
-
-    Args:
-        cfg: the section `model` of the configuration.
-        vision: configuration of the vision tower.
-        features: number of features of an input image that the projector gets.
-    """
+    """Raise ConfigError if the projector has a pixel shuffle, and the vision tower's features (their number is
+    `features`) are not a square grid that can be divided into squares of its size."""
     side, factor = image_size(vision) // patch_size(vision), cfg.shuffle_factor
     if factor == 1:
         return

@@ -22,8 +22,8 @@ MULTIPLIERS = (0x7FEB352D, 0x2C1B3C6D)
 
 @dataclass
 class TokenKeys:
-    """Hashes of the sample and the position of each token of a micro-batch, from which the dropout masks of all layers
-    are computed."""
+    """Hashes of each token's sample and position in a micro-batch, from which the dropout masks of all layers
+    follow."""
 
     language: torch.Tensor | None = None
     """Hashes of the language model's tokens, int32 [rows, length]."""
@@ -38,16 +38,15 @@ class TokenKeys:
         segments: tuple[torch.Tensor, torch.Tensor, tuple[int, ...]] | None,
         vision_tokens: int,
     ) -> None:
-        """Compute the hashes of the tokens of a micro-batch, from which its dropout masks are computed, from the seeds
-        of its samples and image tiles (input images of the vision tower).
+        """Compute the hashes of a micro-batch's tokens from the seeds of its samples and tiles (the vision tower's
+        input images).
 
         Args:
             seeds: of the tokens, int64, [rows, length] or broadcast to it; below 2**31.
             tile_seeds: int64 [tiles], below 2**31.
             shape: [rows, length]
-            segments: position ids, cumulative sample lengths and sample lengths of a packed row, in which several
-                samples follow one another; None: every row is one sample.
-            vision_tokens: number of tokens that an image tile has in the vision tower.
+            segments: sample boundaries of a packed row (`Segments`); None: every row is one sample.
+            vision_tokens: number of tokens that a tile has in the vision tower.
         """
         positions = torch.arange(shape[1], device=seeds.device)[None] if segments is None else segments[0]
         self.language = hashed(seeds, positions)
@@ -57,17 +56,12 @@ class TokenKeys:
 
 
 class SampleDropout(nn.Module):
-    """Dropout whose mask depends only on the sample, the token, the channel and the layer, and not on the rank or on
-    other samples. Values that are kept are divided by the probability of being kept."""
+    """Dropout whose mask depends on the sample, the token, the channel and the layer, not on the rank or other samples.
+    Values that are kept are divided by the probability of being kept."""
 
     def __init__(self, p: float, name: str, keys: TokenKeys):
-        """Create the dropout of one module, whose mask is a hash of the token, the channel and the module's name.
-
-        Args:
-            p: probability with which a value is dropped.
-            name: name of the module, with which its masks differ from those of other modules.
-            keys: hashes of the tokens of the current micro-batch.
-        """
+        """Create the dropout of one module. A value is dropped with probability `p`. The module's name, with which its
+        masks differ from those of other modules, must begin with the name of its part."""
         super().__init__()
         self.p = p
         # a tensor and not an int, which torch.compile would treat as a constant, so that it would compile every layer
@@ -78,8 +72,7 @@ class SampleDropout(nn.Module):
         """Number of the first channel of the input; not 0 if ranks have divided the channels among them."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply dropout in training, with a mask that is a hash of the token, the channel and the layer: [...,
-        channels] -> [..., channels]."""
+        """Apply dropout in training: [..., channels] -> [..., channels]."""
         if not self.training:
             return x
         keys = self.keys.vision if self.in_tower else self.keys.language

@@ -26,16 +26,14 @@ SIZES = ("image_size", "patch_size", "num_hidden_layers", "hidden_size")
 
 
 class Probe(NamedTuple):
-    """Properties of a vision tower (vision encoder), found by running it on the meta device: numbers of tokens and
-    features, and which layers and parameters are used."""
+    """Properties of a vision tower (vision encoder), found by running it on the meta device."""
 
     features: int
     """Number of features of an image tile that the projector gets."""
     tokens: int
     """Number of tokens that an image tile has in the vision tower."""
     drops_cls: bool
-    """Whether the vision tower's first token, the CLS token, is left out. Registers (tokens that belong to no patch)
-    stay."""
+    """Whether the first token, the CLS token, is left out. Registers (tokens that belong to no patch) stay."""
     leftovers: tuple[str, ...]
     """Names of the parameters that are used only after the selected hidden state. They never get a gradient and are
     frozen; otherwise optimizers and checkpoints would disagree about them."""
@@ -47,13 +45,13 @@ class Probe(NamedTuple):
 
 
 def image_size(vision: PretrainedConfig) -> int:
-    """Return the width and height, in pixels, of the images that a vision tower takes, from its configuration. Some
-    configurations have it as a pair of equal numbers."""
+    """Return the width and height, in pixels, of a vision tower's input images. Some configurations have it as a
+    pair."""
     return side(vision.image_size)
 
 
 def patch_size(vision: PretrainedConfig) -> int:
-    """Return the width and height of a vision tower's patches, in pixels, from its configuration."""
+    """Return the width and height of a vision tower's patches, in pixels."""
     return side(vision.patch_size)
 
 
@@ -62,12 +60,8 @@ def side(size: int | Sequence[int]) -> int:
 
 
 def build_vision_tower(vision: PretrainedConfig) -> nn.Module:
-    """Build transformers' model for a vision tower's configuration.
-
-    Raises:
-        ModelError: transformers cannot build the model, or it is not a vision transformer that turns an image into one
-            sequence of tokens.
-    """
+    """Build transformers' model for a vision tower's configuration. Raises ModelError if transformers cannot build it,
+    or it is not a vision transformer that turns an image into one sequence of tokens."""
     kind, lacks = MODEL_MAPPING.get(type(vision), None), [name for name in SIZES if not hasattr(vision, name)]
     if kind is None:
         raise ModelError(f"{unsupported(vision)} transformers has no class for it alone")
@@ -89,8 +83,7 @@ def build_vision_tower(vision: PretrainedConfig) -> nn.Module:
 
 
 def unsupported(vision: PretrainedConfig) -> str:
-    """Return the beginning of the error message for a vision tower, given by its configuration, of a type that is not
-    supported."""
+    """Return the beginning of the error message for a vision tower of a type that is not supported."""
     return f"model.vision: a vision tower of type {vision.model_type} is not supported:"
 
 
@@ -108,7 +101,6 @@ def hidden_state(
 
     Args:
         pixels: [images, 3, size, size], in the vision tower's dtype.
-        select_layer: index of the hidden state.
         last_layer: name of the layer whose output is this hidden state; None: the whole vision tower runs.
     """
     if last_layer is None:
@@ -131,14 +123,9 @@ def hidden_state(
 
 
 def selected_features(vision_tower: nn.Module, pixels: torch.Tensor, select_layer: int, probe: Probe) -> torch.Tensor:
-    """Compute the features of images that the projector gets: a hidden state of the vision tower, without the CLS token
-    if the probe says so, float [images, features, width].
-
-    Args:
-        pixels: [images, 3, size, size], in the vision tower's dtype.
-        select_layer: index of the hidden state.
-        probe: what `probe_vision_tower` found about this vision tower.
-    """
+    """Compute the features of images that the projector gets: the hidden state `select_layer`, without the CLS token if
+    the probe says so, float [images, features, width]. `pixels` is [images, 3, size, size], in the vision tower's
+    dtype."""
     features = hidden_state(vision_tower, pixels, select_layer, probe.last_layer)
     return features[:, 1:] if probe.drops_cls else features
 
@@ -150,20 +137,15 @@ def first_of(output: Any) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def found_of_vision_tower(vision: ConfigKey, select_layer: int, feature: Feature) -> Probe:
-    """Build a vision tower on the meta device, and return what `probe_vision_tower` returns for it. The answers for the
-    last 64 configurations are cached."""
+    """Build a vision tower on the meta device and probe it. The answers for the last 64 configurations are cached."""
     with torch.device("meta"):
         vision_tower = build_vision_tower(vision.config)
     return probe_vision_tower(vision_tower, vision.config, select_layer, feature)
 
 
 def probe_vision_tower(vision_tower: nn.Module, vision: PretrainedConfig, select_layer: int, feature: Feature) -> Probe:
-    """Run a meta-device vision tower once, to find which of its layers, tokens and parameters are used.
-
-    Args:
-        vision: the vision tower's configuration in transformers.
-        select_layer: index of the hidden state that is used, `model.select_layer`.
-        feature: which tokens of this hidden state are used, `model.select_feature`.
+    """Run a meta-device vision tower once, to find which of its layers, tokens and parameters are used. `select_layer`
+    and `feature` are the settings `model.select_layer` and `model.select_feature`.
 
     Raises:
         ConfigError: the vision tower has no layer `model.select_layer`, or no CLS token for

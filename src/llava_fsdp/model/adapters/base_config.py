@@ -45,8 +45,8 @@ STRETCHED = frozenset({"dynamic", "longrope", "yarn"})
 
 
 def base_config(parts: Parts) -> dict[str, Any]:
-    """Return those values of a base model's configuration that change what the model computes, as JSON would return
-    them: of the language model (`language`), of the vision tower (`vision`), and how logits are made (`logits`)."""
+    """Return those values of a base model's configuration that change what the model computes, as JSON returns them: of
+    the language model (`language`), of the vision tower (`vision`), and how logits are made (`logits`)."""
     found = {"language": of_part(parts.language), "vision": of_part(parts.vision), "logits": asdict(parts.logit_change)}
     return json.loads(json.dumps(found, default=str))
 
@@ -77,9 +77,7 @@ def check_base_config(folder: Path, parts: Parts, base: str, key: str) -> None:
     folder that does not record the configuration is not checked.
 
     Args:
-        folder: the adapter's folder.
-        parts: the base model that is used.
-        base: folder or hub name of its language model or of the whole model, for the error message.
+        base: folder or hub name of the language model or of the whole model, for the error message.
         key: configuration key that names this folder, for the error message.
 
     Raises:
@@ -99,8 +97,8 @@ def check_base_config(folder: Path, parts: Parts, base: str, key: str) -> None:
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
-    """Return the two values of each key that both nested dictionaries have and whose values differ, by the key's path
-    with dots."""
+    """Return the two values of each key that both nested dictionaries have with different values, by its path with
+    dots."""
     found: dict[str, tuple[Any, Any]] = {}
     for key in then.keys() & now.keys():
         pair = then[key], now[key]

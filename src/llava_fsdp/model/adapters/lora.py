@@ -25,8 +25,8 @@ from llava_fsdp.runtime.errors import ConfigError
 
 
 class Adaptable(Protocol):
-    """Protocol with the attributes of the class `Llava` that lora.py uses. lora.py cannot import `Llava`, because
-    llava.py imports lora.py."""
+    """Protocol with those attributes of `Llava` that are used here. llava.py imports this file, which cannot import
+    `Llava`."""
 
     cfg: Any
     parts: Any
@@ -45,21 +45,16 @@ class Adaptable(Protocol):
 
 
 def targets(model: Adaptable) -> list[str]:
-    """Return the full paths of the linear layers that get LoRA adapters: all in the blocks of the language model, the
-    vision tower or both, as `model.cfg.adapted` lists them, except the vision tower's layers after
-    `model.select_layer`."""
+    """Return the full paths of the linear layers that get LoRA adapters: all in the blocks of the parts that
+    `model.cfg.adapted` lists, except the vision tower's layers after `model.select_layer`."""
     leftovers = {f"vision_tower.{name}" for name in model.probe.leftovers}
     found = [name for part in model.cfg.adapted for name in linear_layers(model, part)]
     return [name for name in found if f"{name}.weight" not in leftovers]
 
 
 def linear_layers(model: Adaptable, part: Part) -> list[str]:
-    """Return the full paths of the linear layers in the transformer blocks of one part of a model, the language model
-    or the vision tower. Subclasses of `nn.Linear` with another forward pass, such as Llama 4's router, are left out.
-
-    Args:
-        model: a LLaVA model without LoRA adapters.
-    """
+    """Return the full paths of the linear layers in the blocks of one part of a model without adapters. Subclasses of
+    `nn.Linear` with another forward pass, such as Llama 4's router, are left out."""
     root_name = {Part.language: "language_model", Part.vision: "vision_tower"}[part]
     root = model.get_submodule(root_name)
     in_blocks = {module for block in find_blocks(root) for module in block.modules()}
@@ -68,14 +63,11 @@ def linear_layers(model: Adaptable, part: Part) -> list[str]:
 
 
 def add_adapters(model: Adaptable, cfg: LoraConfig, keys: TokenKeys) -> list[str]:
-    """Add LoRA adapters with peft to the configured layers of a meta-device model, in place.
+    """Add LoRA adapters with peft to the configured layers of a meta-device model, in place. Return the full paths of
+    the modules that got one.
 
     Args:
-        cfg: the section `model.lora` of the configuration.
         keys: hashes of the current micro-batch's tokens, from which the adapters compute their dropout masks.
-
-    Returns:
-        Full paths of the modules that got an adapter.
 
     Raises:
         ConfigError: peft is not installed, or the model has no linear layer to adapt.
@@ -95,15 +87,8 @@ def add_adapters(model: Adaptable, cfg: LoraConfig, keys: TokenKeys) -> list[str
 
 
 def put_adapters(model: Any, cfg: LoraConfig, names: list[str]) -> None:
-    """Add LoRA adapters with peft to the named modules of a model, in place.
-
-    Args:
-        cfg: the adapters' settings, such as rank and scale.
-        names: full paths of the modules.
-
-    Raises:
-        ConfigError: peft is not installed.
-    """
+    """Add LoRA adapters with peft to the modules with these full paths, in place. Raises ConfigError if peft is not
+    installed."""
     peft = import_peft()
     settings = peft.LoraConfig(
         r=cfg.r,
@@ -131,8 +116,8 @@ def import_peft() -> Any:
 
 
 def trained_with_adapters(model: Adaptable) -> list[nn.Parameter]:
-    """Return the trained parameters of those parts of a model (language model, vision tower) that have LoRA adapters:
-    the parameters of the adapters, and the biases that `model.lora.bias` selects."""
+    """Return the trained parameters of those parts that have LoRA adapters: the parameters of the adapters, and the
+    biases that `model.lora.bias` selects."""
     roots = {Part.language: (model.language_model, model.lm_head), Part.vision: (model.vision_tower,)}
     trained = [p for n, p in model.named_parameters() if is_adapter(n)]
     bias = model.cfg.lora.bias
@@ -145,12 +130,8 @@ def trained_with_adapters(model: Adaptable) -> list[nn.Parameter]:
 
 
 def check_gradients(model: Adaptable) -> None:
-    """Check, by running a model with LoRA adapters on the meta device, that every trainable parameter of the language
-    model and the vision tower gets a gradient.
-
-    Raises:
-        ConfigError: a parameter that trains can never get a gradient.
-    """
+    """Raise ConfigError if a trainable parameter of the language model or the vision tower can never get a gradient, by
+    running a model with LoRA adapters on the meta device."""
     language, vision_tower = model.language_model, model.vision_tower
     size = model.parts.image_size
     was_training = model.training
@@ -178,12 +159,8 @@ def check_gradients(model: Adaptable) -> None:
 
 @contextmanager
 def tried(model: str) -> Iterator[None]:
-    """Context manager for running a model with LoRA adapters on the meta device. If the model fails, as some mixtures
-    of experts do, it raises ConfigError.
-
-    Args:
-        model: name of the model, for the message.
-    """
+    """Context manager for running a model on the meta device: raise ConfigError, which names the model, if it fails
+    with adapters, as some mixtures of experts do."""
     try:
         yield
     except (RuntimeError, NotImplementedError, TypeError) as error:
@@ -194,12 +171,8 @@ def tried(model: str) -> Iterator[None]:
 
 
 def without_gradient(part: str, module: nn.Module, out: torch.Tensor) -> list[str]:
-    """Return the names of a module's trainable parameters on which the module's output does not depend.
-
-    Args:
-        part: name of the module, with which the parameters' names begin.
-        out: the module's output.
-    """
+    """Return the names of a module's trainable parameters, with the prefix `part`, on which its output does not
+    depend."""
     trained = {f"{part}.{name}": p for name, p in module.named_parameters() if p.requires_grad}
     if not trained:
         return []
@@ -208,12 +181,8 @@ def without_gradient(part: str, module: nn.Module, out: torch.Tensor) -> list[st
 
 
 def start_of_a(parent: nn.Module) -> float:
-    """Return the bound of the uniform distribution from which peft initialises the matrix A of a LoRA adapter
-    (`kaiming_uniform_` with a = sqrt(5)). Matrix B is initialised with 0.
-
-    Args:
-        parent: the linear layer whose weight is the matrix A.
-    """
+    """Return the bound of the uniform distribution from which peft initialises the matrix A of an adapter, the weight
+    of `parent` (`kaiming_uniform_` with a = sqrt(5)). Matrix B is initialised with 0."""
     assert isinstance(parent, nn.Linear)
     return parent.in_features**-0.5
 

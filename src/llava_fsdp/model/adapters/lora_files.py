@@ -68,23 +68,14 @@ def is_adapter_folder(folder: Path) -> bool:
 
 
 def adapter_folders(name: str) -> tuple[Path, Path]:
-    """Return the two paths at which the folder of a LoRA adapter may be, if a setting of the configuration has the
-    value `name`: `name` itself, and its subfolder `adapter`, which the output folder of a training run has. The paths
-    need not exist."""
+    """Return the two paths at which the folder of a LoRA adapter may be: `name` itself, and its subfolder `adapter`,
+    which the output folder of a run has. The paths need not exist."""
     return Path(name), Path(name) / FOLDER
 
 
 def find_adapter(name: str, key: str) -> Path:
-    """Return the folder of the LoRA adapter that a setting of the configuration names: the folder `name` itself or, if
-    `name` is the output folder of a training run, the final adapter in it.
-
-    Args:
-        name: the setting's value.
-        key: the setting, for error messages.
-
-    Raises:
-        ConfigError: there is no adapter in the folder.
-    """
+    """Return the folder of the LoRA adapter that a setting names: the folder `name` itself or, if it is the output
+    folder of a run, the final adapter in it. Raises ConfigError, which names the setting `key`, if there is none."""
     for folder in adapter_folders(name):
         if is_adapter_folder(folder):
             return folder
@@ -99,11 +90,8 @@ def find_adapter(name: str, key: str) -> Path:
 
 
 def open_adapter(folder: Path) -> AdapterFolder:
-    """Open a folder with a LoRA adapter that peft, the original LLaVA or llava_fsdp has written.
-
-    Raises:
-        ModelError: the folder has no LoRA adapter, or one of an unsupported form, or a file is missing or damaged.
-    """
+    """Open a folder with a LoRA adapter that peft, the original LLaVA or llava_fsdp has written. Raises ModelError if
+    it has none, or one of an unsupported form, or a file is missing or damaged."""
     check_folder(folder)
     settings = read_json(folder / ADAPTER_CONFIG)
     with foreign(f"{folder / ADAPTER_CONFIG} is damaged"):
@@ -123,17 +111,9 @@ def open_adapter(folder: Path) -> AdapterFolder:
 
 
 def check_meaning(folder: Path, lora: LoraConfig) -> None:
-    """Check that the LoRA settings in an adapter's adapter_config.json are still those of the training, which
-    llava_fsdp wrote into `llava_fsdp.json` in the same folder. A user may change other settings in adapter_config.json,
-    such as the path of the base model.
-
-    Args:
-        folder: the adapter's folder.
-        lora: the settings read from adapter_config.json.
-
-    Raises:
-        ModelError: a setting differs.
-    """
+    """Raise ModelError if the LoRA settings in an adapter's adapter_config.json are no longer those of the training,
+    which llava_fsdp wrote into `llava_fsdp.json` beside it. A user may change other settings in adapter_config.json,
+    such as the path of the base model."""
     trained = read_notes(folder).get("lora", {})
     with foreign(f"{folder / NOTES} is not what was written"):
         for key in ("alpha", "use_dora", "use_rslora"):  # another r would give other shapes
@@ -145,12 +125,8 @@ def check_meaning(folder: Path, lora: LoraConfig) -> None:
 
 
 def check_kind(settings: dict[str, Any], folder: Path) -> None:
-    """Raise ModelError unless an adapter_config.json describes plain LoRA with one rank and one scale for all modules.
-
-    Args:
-        settings: content of adapter_config.json.
-        folder: its folder, for the message.
-    """
+    """Raise ModelError unless an adapter_config.json describes plain LoRA with one rank and one scale for all
+    modules."""
     kind = settings.get("peft_type")
     if kind != "LORA":
         raise ModelError(f"{folder} is a {kind} adapter; only LoRA is read")
@@ -166,15 +142,8 @@ def check_kind(settings: dict[str, Any], folder: Path) -> None:
 
 
 def read_lora(settings: dict[str, Any], folder: Path) -> LoraConfig:
-    """Return the LoRA settings that an adapter_config.json contains.
-
-    Args:
-        settings: content of adapter_config.json.
-        folder: its folder, for error messages.
-
-    Raises:
-        ModelError: rank or scale is not a valid number; the message has the key and its value.
-    """
+    """Return the LoRA settings in an adapter_config.json. Raises ModelError, with the key and its value, if rank or
+    scale is not a valid number."""
     r: Any = settings.get("r")
     alpha: Any = settings.get("lora_alpha")
     dropout: Any = settings.get("lora_dropout") or 0.0
@@ -196,11 +165,6 @@ def read_lora(settings: dict[str, Any], folder: Path) -> LoraConfig:
 def started_from(found: AdapterFolder, model: nn.Module, cfg: LoraConfig) -> dict[str, StoredTensor]:
     """Return the initial values for a run that continues the training of a LoRA adapter, by parameter name: the
     adapter's parameters, and the other weights that were trained with it.
-
-    Args:
-        found: the adapter.
-        model: the run's model.
-        cfg: the run's LoRA configuration.
 
     Raises:
         ConfigError: the run's configuration has another rank or scale.
@@ -230,12 +194,8 @@ def started_from(found: AdapterFolder, model: nn.Module, cfg: LoraConfig) -> dic
 
 
 def check_strangers(found: AdapterFolder, names: set[str]) -> None:
-    """Check the tensors of a LoRA adapter's folder that the model has no parameters for. Adapters whose matrix B is 0
-    have no effect and are ignored with a warning. The original LLaVA adds such adapters to vision towers.
-
-    Args:
-        found: the adapter's folder.
-        names: names of these tensors.
+    """Check the tensors of an adapter's folder that the model has no parameters for. Adapters whose matrix B is 0 have
+    no effect and are ignored with a warning. The original LLaVA adds such adapters to vision towers.
 
     Raises:
         ModelError: an adapter has a matrix B that is not 0, or a tensor is not part of an adapter, so that training
@@ -255,8 +215,8 @@ def check_strangers(found: AdapterFolder, names: set[str]) -> None:
 
 
 def without_idle_tower(found: AdapterFolder) -> AdapterFolder:
-    """Return an opened folder of LoRA adapters without those adapters of the vision tower that were never trained. The
-    original LLaVA adds such adapters (LLaVA#1647)."""
+    """Return an adapter folder without those adapters of the vision tower that were never trained. The original LLaVA
+    adds such adapters (LLaVA#1647)."""
     idle = {module for module in unchanged_modules(found.tensors) if module.startswith(TOWER)}
     if not idle:
         return found
@@ -266,12 +226,7 @@ def without_idle_tower(found: AdapterFolder) -> AdapterFolder:
 
 
 def warn_of_ignored(folder: Path, modules: set[str]) -> None:
-    """Log a warning that untrained LoRA adapters (those whose matrix B is 0) are ignored.
-
-    Args:
-        folder: folder of the adapters.
-        modules: names of the modules that these adapters adapt.
-    """
+    """Log a warning that untrained LoRA adapters (those whose matrix B is 0) of these modules are ignored."""
     log().warning(
         "%s: the adapters of %d modules, such as %s, were not trained (B is 0) and are ignored",
         folder, len(modules), min(modules),
@@ -279,12 +234,7 @@ def warn_of_ignored(folder: Path, modules: set[str]) -> None:
 
 
 def check_fits(found: AdapterFolder, shapes: Mapping[str, tuple[int, ...]], base: str) -> None:
-    """Check that a LoRA adapter fits a base model.
-
-    Args:
-        found: the adapter's opened folder.
-        shapes: shapes of the base model's parameters, by name.
-        base: name of the base model, for messages.
+    """Check that a LoRA adapter fits a base model, whose parameters have these shapes; `base` is its name in messages.
 
     Raises:
         ModelError: the model lacks a module that the adapter adapts, the adapter lacks a weight, or a weight has
@@ -313,11 +263,7 @@ def check_fits(found: AdapterFolder, shapes: Mapping[str, tuple[int, ...]], base
 
 
 def unchanged_modules(tensors: Mapping[str, Any]) -> list[str]:
-    """Return the names of the modules whose LoRA matrix B is still 0, so that their adapters have no effect.
-
-    Args:
-        tensors: the stored parameters of the adapters, by name.
-    """
+    """Return the names of the modules whose LoRA matrix B is still 0, so that their adapters have no effect."""
     found = {n: t for n, t in tensors.items() if n.endswith(LORA_B)}
     return sorted(module_of(n) for n, t in found.items() if not torch.count_nonzero(t.rows(0, t.shape[0])))
 
@@ -326,7 +272,6 @@ def check_changed(tensors: Mapping[str, Any], what: str, cure: str) -> None:
     """Check that training has changed a model's LoRA adapters. Log a warning if it has changed only some of them.
 
     Args:
-        tensors: the stored parameters of the adapters, by name.
         what: how messages name the adapters, such as their folder.
         cure: what the user can do, for the error's message.
 

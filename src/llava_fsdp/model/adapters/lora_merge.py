@@ -40,8 +40,7 @@ class Merged:
         return torch.promote_types(self.weight.dtype, parts)
 
     def rows(self, begin: int, end: int) -> torch.Tensor:
-        """Return rows [begin, end) of a weight into which its LoRA adapter is merged, float32 [end - begin, in]; they
-        are not rounded to `dtype`."""
+        """Return rows [begin, end), float32 [end - begin, in]; they are not rounded to `dtype`."""
         a = self.a.rows(0, self.a.shape[0]).float()
         summed = self.weight.rows(begin, end).float() + (self.b.rows(begin, end).float() @ a) * self.scaling
         if self.magnitude is None:
@@ -51,12 +50,7 @@ class Merged:
 
 def merged(sources: Mapping[str, Stored], scaling: float) -> dict[str, Stored]:
     """Merge a model's LoRA adapters into its weights, row by row when rows are read. Return the merged parameters by
-    their names in the model without adapters.
-
-    Args:
-        sources: where the parameters of the model with adapters are read from, by parameter name.
-        scaling: factor of the adapters' product B A.
-    """
+    their names in the model without adapters."""
     result: dict[str, Stored] = {}
     for name, source in sources.items():
         if is_adapter(name):
@@ -71,8 +65,7 @@ def merged(sources: Mapping[str, Stored], scaling: float) -> dict[str, Stored]:
 
 @dataclass(frozen=True)
 class RowLengths:
-    """The initial values of DoRA's magnitudes: the norms of a stored weight's rows. They are computed when they are
-    read."""
+    """The initial values of DoRA's magnitudes: the norms of a stored weight's rows, computed when they are read."""
 
     weight: Stored
 

@@ -17,12 +17,10 @@ def is_adapter(name: str) -> bool:
 
 
 def without_base(name: str) -> str:
-    """Return a parameter's name as it is in the model without LoRA adapters: peft's `.base_layer` is removed from the
-    name."""
+    """Return a parameter's name without peft's `.base_layer`, as it is in the model without LoRA adapters."""
     return name.replace(BASE, ".")
 
 
 def module_of(name: str) -> str:
-    """Return the name of the module to which a LoRA adapter belongs, given the name of one of the adapter's
-    parameters."""
+    """Return the name of the module to which a LoRA adapter belongs, given the name of one of its parameters."""
     return next(name.removesuffix(end) for end in ENDINGS if name.endswith(end))

@@ -31,14 +31,14 @@ from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.files.safe_load import foreign
 
 Segments = tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]
-"""Sample boundaries of a packed row: position_ids int64 [1, tokens], cu_seqlens int32 [samples + 1], and the samples'
-lengths."""
+"""Sample boundaries of a packed row: position_ids int64 [1, tokens] that begin at 0 in every sample, cu_seqlens
+(cumulative sample lengths) int32 [samples + 1], and the samples' lengths."""
 
 
 @dataclass(frozen=True, eq=False)
 class CachedRows:
-    """Input of the model for generation: for each row of a batch, the new tokens, and the key-value cache with the
-    earlier tokens. Rows are padded on the left."""
+    """Input for generation: for each row of a batch, padded on the left, the new tokens, and a key-value cache with the
+    earlier tokens."""
 
     position_ids: torch.Tensor
     """Positions of the new tokens, int64 [rows, length]."""
@@ -49,9 +49,8 @@ class CachedRows:
 
     @property
     def allowed(self) -> torch.Tensor:
-        """Attention mask for generation with a key-value cache, bool [rows, 1, length, cached + length], where `length`
-        is the number of new tokens: True where a new token may attend to a token, namely to itself and to earlier
-        tokens that are not padding.
+        """Attention mask, bool [rows, 1, length, cached + length]: True where a new token may attend to a token, namely
+        to itself and to earlier tokens that are not padding. `length` is the number of new tokens.
 
         A padding token attends to itself too, because attending to no token gives NaN.
         """
@@ -66,19 +65,17 @@ NAMES = {
     Attention.varlen: "llava_fsdp_varlen",
     Attention.flash: "llava_fsdp_dao",  # transformers would look up a name with "flash" on the hub
 }
-"""Names under which llava_fsdp's attention implementations for packed rows are registered in transformers'
-AttentionInterface."""
+"""Names of the attention implementations for packed rows in transformers' AttentionInterface."""
 PADDED = "llava_fsdp_padded"
-"""Name of llava_fsdp's attention implementation for padded rows, which calls transformers' SDPA. Unlike for its own
-implementations, transformers builds no mask for it."""
+"""Name of the attention implementation for padded rows. It calls transformers' SDPA, but transformers builds no mask
+for it."""
 OURS = frozenset({PADDED, *NAMES.values()})
 """Names of all attention implementations of llava_fsdp. transformers builds no mask for them."""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """The attention implementation that was chosen for packed rows (sequences in which several samples follow one
-    another), and why it was chosen."""
+    """The attention implementation that was chosen for packed rows, and why."""
 
     attention: Attention
     reason: str
@@ -91,17 +88,8 @@ class Kernel:
 def choose_kernel(
     attention: Attention, language: PretrainedConfig, device: torch.device, compute_dtype: torch.dtype
 ) -> Kernel:
-    """Choose the attention implementation for packed rows (sequences in which several samples follow one another): the
-    one that `attention` names or, if it is `auto`, the best one that can run this model on this device in this dtype.
-
-    Args:
-        attention: auto, sdpa (transformers' SDPA, sample by sample), varlen (torch's varlen_attn) or flash (the package
-            flash-attn).
-        language: the language model's configuration.
-
-    Raises:
-        ConfigError: the named implementation cannot run this model here.
-    """
+    """Choose the attention implementation for packed rows: the one that `attention` names or, if it is `auto`, the best
+    one that can run this model on this device in this dtype. Raises ConfigError if the named one cannot."""
     if attention is Attention.auto:
         lack = kernel_missing(Attention.varlen, language, device, compute_dtype)
         if lack is None:
@@ -116,12 +104,7 @@ def choose_kernel(
 def kernel_missing(
     attention: Attention, language: PretrainedConfig, device: torch.device, compute_dtype: torch.dtype
 ) -> str | None:
-    """Return why an attention implementation cannot run this model on this device in this dtype; None if it can.
-
-    Args:
-        attention: the implementation: sdpa, varlen (torch's varlen_attn) or flash (the package flash-attn).
-        language: the language model's configuration.
-    """
+    """Return why an attention implementation cannot run this model on this device in this dtype; None if it can."""
     if attention is Attention.sdpa:
         return None
     what, module, cure = {
@@ -135,12 +118,8 @@ def kernel_missing(
 def flash_kernel_missing(
     language: PretrainedConfig, device: torch.device, compute_dtype: torch.dtype, what: str
 ) -> str | None:
-    """Return why FlashAttention-2 cannot run this model on this device in this dtype; None if it can.
-
-    Args:
-        language: the language model's configuration.
-        what: the name for the message: varlen_attn or flash-attn, which both run FlashAttention-2.
-    """
+    """Return why FlashAttention-2 cannot run this model on this device in this dtype; None if it can. `what` is its
+    name in the message: varlen_attn or flash-attn."""
     if device.type != "cuda":
         return f"{what} needs CUDA, and this run is on {device.type}"
     lack = not_for_flash(language, compute_dtype, what)
@@ -150,13 +129,8 @@ def flash_kernel_missing(
 
 
 def not_for_flash(language: PretrainedConfig, compute_dtype: torch.dtype, what: str) -> str | None:
-    """Return why FlashAttention-2 cannot run this model in this dtype, on whatever GPU; None if it can.
-
-    Args:
-        language: the language model's configuration.
-        what: the name for the message: varlen_attn or flash-attn, which both run FlashAttention-2. Only flash-attn has
-            dropout.
-    """
+    """Return why FlashAttention-2 cannot run this model in this dtype, on whatever GPU; None if it can. `what` is
+    varlen_attn or flash-attn; only flash-attn has dropout."""
     if compute_dtype not in (torch.bfloat16, torch.float16):
         return f"{what} computes in 16 bits, and this run in {str(compute_dtype).removeprefix('torch.')}"
     head = head_size(language)
@@ -174,7 +148,7 @@ def head_size(language: PretrainedConfig) -> int:
 
 
 def register_attention() -> None:
-    """Register llava_fsdp's attention implementations with transformers; calling this again changes nothing."""
+    """Register the attention implementations for packed rows; calling this again changes nothing."""
     for attention, name in NAMES.items():
         kernel = kernel_of(attention)
         if kernel is not None:
@@ -182,24 +156,19 @@ def register_attention() -> None:
 
 
 def kernel_of(attention: Attention) -> Attend | None:
-    """Return the function that computes attention over a packed row with an implementation; None if the installed torch
-    does not have it."""
+    """Return the function of an attention implementation; None if the installed torch does not have it."""
     if attention is Attention.varlen:
         return make_varlen() if importlib.util.find_spec("torch.nn.attention.varlen") is not None else None
     return {Attention.sdpa: each_alone, Attention.flash: flash}[attention]
 
 
 def padded_attention(language: PretrainedConfig) -> str:
-    """Return the name, in transformers' AttentionInterface, of the attention implementation for padded rows (one sample
-    in each row): `PADDED`, which is llava_fsdp's, if every layer of the language model has full causal attention
-    through the AttentionInterface. Otherwise it is transformers' "sdpa", or "eager" if transformers has no SDPA for the
-    model.
+    """Return the name of the attention implementation for padded rows (one sample in each row): `PADDED`, if every
+    layer has full causal attention through the AttentionInterface. Otherwise it is transformers' "sdpa", or "eager" if
+    transformers has no SDPA for the model. `PADDED` is registered here.
 
     `PADDED` is faster: with "sdpa" and "eager", transformers searches the position ids of every micro-batch for packed
     samples, and the host waits for the device.
-
-    Args:
-        language: the language model's configuration.
     """
     if attention_of_transformers(language) == "eager":
         return "eager"
@@ -210,10 +179,9 @@ def padded_attention(language: PretrainedConfig) -> str:
 
 
 class NothingPacked(CompilingMode):
-    """Dispatch mode for running a language model with padded rows (one sample in each row) on the meta device: every
-    conversion of a tensor to a Python bool gives True, although the tensor has no value. transformers makes such a
-    conversion to find out whether the positions of a row are consecutive, so that the row has no packed samples
-    (masking_utils.py, `find_packed_sequence_indices`)."""
+    """Dispatch mode for running a language model with padded rows on the meta device: every conversion of a tensor to a
+    Python bool gives True. transformers makes such a conversion to find out whether the positions of a row are
+    consecutive, so that the row has no packed samples (masking_utils.py, `find_packed_sequence_indices`)."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype is torch.bool:
@@ -222,8 +190,7 @@ class NothingPacked(CompilingMode):
 
 
 def attention_of_transformers(language: PretrainedConfig) -> str:
-    """Return the name of transformers' own attention implementation for a language model, given by its configuration:
-    "sdpa", or "eager" if transformers has no SDPA for it."""
+    """Return the name of transformers' own attention implementation for a language model: "sdpa", or "eager"."""
     has_softcap = getattr(language, "attn_logit_softcapping", None) is not None  # older releases' SDPA ignores it
     has_sdpa = getattr(MODEL_MAPPING[type(language)], "_supports_sdpa", False)
     return "sdpa" if has_sdpa and not has_softcap else "eager"
@@ -238,33 +205,24 @@ def attend_padded(
     allowed: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute a layer's attention with transformers' SDPA, for padded rows (one sample in each row) or for generation
-    with a key-value cache. This is a function for transformers' AttentionInterface, with its arguments and results.
-
-    Args:
-        allowed: the mask for generation (`CachedRows.allowed`), used instead of `attention_mask`; None for padded rows.
-        others: further arguments of transformers' SDPA.
-    """
+    """Compute attention with transformers' SDPA, for padded rows or for generation. This is a function for
+    transformers' AttentionInterface. `allowed` is `CachedRows.allowed`, used instead of `attention_mask`; None for
+    padded rows."""
     return sdpa_attention_forward(module, query, key, value, attention_mask if allowed is None else allowed, **others)
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Lengths of the samples that follow one another in a packed row, as Python ints, so that no layer waits for the
-    device.
-
-    This is a class and not a tuple, because torch.compile would recompile a layer for every length of a tuple.
-    """
+    """Sample lengths of a packed row, as Python ints, so that no layer waits for the device. This is a class and not a
+    tuple, because torch.compile would recompile a layer for every length of a tuple."""
 
     each: tuple[int, ...]
-    """The length of each sample."""
     longest: int
 
 
 @dataclass(frozen=True)
 class AttentionForm:
-    """Options of a layer's causal attention: scale of the scores, dropout, sliding window, soft cap and attention
-    sinks."""
+    """Options of a layer's causal attention."""
 
     scaling: float | None = None
     """Factor by which scores are multiplied; None: one over the square root of the head's size."""
@@ -274,13 +232,12 @@ class AttentionForm:
     softcap: float | None = None
     """Magnitude to which tanh limits the scores (Gemma 2, arXiv:2408.00118 section 2); None: no limit."""
     sinks: torch.Tensor | None = None
-    """Scores, [heads], of an additional token without a value that takes part in each softmax (GPT-OSS); None: there is
-    no such token."""
+    """Scores, [heads], of an additional token without a value that takes part in each softmax (GPT-OSS); None: no such
+    token."""
 
     @property
     def is_plain(self) -> bool:
-        """Whether transformers' SDPA, given a mask, can compute attention with these options: they have no soft cap and
-        no attention sinks."""
+        """Whether transformers' SDPA, given a mask, supports these options: no soft cap and no attention sinks."""
         return self.softcap is None and self.sinks is None
 
 
@@ -295,8 +252,7 @@ class Boundaries:
 
 @dataclass(frozen=True)
 class PackedRow:
-    """Sample boundaries of a packed row (several samples one after the other), and the options of a layer's
-    attention."""
+    """Sample boundaries of a packed row, and the options of a layer's attention."""
 
     queries: Boundaries
     form: AttentionForm
@@ -313,11 +269,10 @@ size]. Query, key and value are [1, heads, tokens, size]."""
 def attend_with(
     kernel: Attend, around: Callable[[Attend, Any], Attend] = lambda kernel, row_chunks: kernel
 ) -> Callable[..., tuple[torch.Tensor, None]]:
-    """Return a function for transformers' AttentionInterface that computes attention over packed rows with `kernel`.
+    """Return a function for transformers' AttentionInterface that computes attention with `kernel`.
 
     Args:
-        kernel: computes the attention of one layer, [1, tokens, heads, size], from the attention module, query, key and
-            value ([1, heads, tokens, size]) and the row's boundaries and options.
+        kernel: computes attention over packed rows.
         around: wraps the kernel, if several ranks share a row; called with the kernel and the argument `row_chunks` of
             the forward pass.
     """
@@ -340,12 +295,11 @@ def attend_with(
         row_chunks: Any = None,
         **others: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Compute a layer's causal attention; in a packed row (a sequence in which several samples follow one another),
-        only within each sample.
+        """Compute a layer's causal attention; in a packed row, only within each sample.
 
         Args:
             sliding_window, softcap, s_aux: transformers' names for `window`, `softcap` and `sinks` of `AttentionForm`.
-            allowed: the mask for generation with a key-value cache (`CachedRows.allowed`).
+            allowed: the mask for generation (`CachedRows.allowed`).
             visits: list to which (module, window) is appended if the row is packed; None: nothing is recorded.
             row_chunks: this rank's chunks of the row, if several ranks share it; passed on to `around`.
         """
@@ -370,18 +324,13 @@ def attend_alone(
     form: AttentionForm,
     allowed: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute a layer's causal attention for rows that contain one sample each.
+    """Compute a layer's causal attention for rows with one sample each: [rows, heads, tokens, size] -> [rows, tokens,
+    heads, size].
 
     Args:
-        module: the layer's attention module.
-        query: [rows, heads, tokens, size]; only of the last tokens if `key` and `value` contain earlier tokens too.
-        key, value: [rows, heads, tokens, size].
-        form: options of the attention, such as a sliding window.
+        query: only of the last tokens if `key` and `value` contain earlier tokens too.
         allowed: mask, bool [rows, 1, tokens, all tokens]. `key` and `value` may lack the earliest of all tokens. None:
             a token attends to itself and all earlier tokens.
-
-    Returns:
-        [rows, tokens, heads, size]
     """
     length, total = query.shape[2], key.shape[2]
     if allowed is not None:
@@ -403,17 +352,11 @@ QUERIES_AT_ONCE = 256
 
 
 def attend_latest(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, form: AttentionForm) -> torch.Tensor:
-    """Compute causal attention of the latest tokens of a sample with SDPA, QUERIES_AT_ONCE queries at a time.
+    """Compute causal attention of the latest tokens of a sample with SDPA, QUERIES_AT_ONCE queries at a time, for plain
+    options: queries [1, heads, tokens, size] and keys and values [1, heads, all tokens, size] -> [1, tokens, heads,
+    size].
 
     A mask for all queries would grow with the square of the sample's length. The masks of the parts are views of one.
-
-    Args:
-        query: [1, heads, tokens, size], of the sample's latest tokens.
-        key, value: [1, heads, all tokens, size].
-        form: options of the attention, without a soft cap and attention sinks.
-
-    Returns:
-        [1, tokens, heads, size]
     """
     groups = query.shape[1] // key.shape[1]
     key, value = (part.repeat_interleave(groups, dim=1) for part in (key, value))  # SDPA would do it for each part
@@ -435,12 +378,8 @@ def attend_latest(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, f
 def attend_with_mask(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, form: AttentionForm, mask: torch.Tensor | None
 ) -> torch.Tensor:
-    """Compute attention with transformers' SDPA: [rows, heads, tokens, size] -> [rows, tokens, heads, size].
-
-    Args:
-        form: options of the attention, without a soft cap and attention sinks.
-        mask: bool, or scores to add; None: causal attention.
-    """
+    """Compute attention with transformers' SDPA, for plain options: [rows, heads, tokens, size] -> [rows, tokens,
+    heads, size]. The mask is bool, or scores to add; None: causal attention."""
     options = {"dropout": form.dropout, "scaling": form.scaling}
     grouped: Any = HeadGroups(query.shape[1] // key.shape[1])
     return sdpa_attention_forward(grouped, query, key, value, as_four(mask), **options)[0]
@@ -448,8 +387,7 @@ def attend_with_mask(
 
 @dataclass(frozen=True)
 class HeadGroups:
-    """What transformers' SDPA reads of a layer. The layer itself may have other numbers of heads than a part of it that
-    one rank computes."""
+    """What transformers' SDPA reads of a layer; the part of a layer that one rank computes may have fewer heads."""
 
     num_key_value_groups: int
     is_causal: bool = True
@@ -461,8 +399,8 @@ def as_four(mask: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def in_window(length: int, total: int, window: int, device: torch.device) -> torch.Tensor:
-    """Return the attention mask of a sliding window for the last `length` of `total` tokens, bool [length, total]: True
-    at the token itself and at the `window - 1` tokens before it."""
+    """Return the mask of a sliding window for the last `length` of `total` tokens, bool [length, total]: True at the
+    token itself and at the `window - 1` tokens before it."""
     keys = torch.arange(total, device=device)
     distance = keys[total - length :, None] - keys
     return (distance >= 0) & (distance < window)
@@ -471,17 +409,12 @@ def in_window(length: int, total: int, window: int, device: torch.device) -> tor
 def attend_in_steps(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, form: AttentionForm, allowed: torch.Tensor
 ) -> torch.Tensor:
-    """Compute attention as transformers' eager implementations of Gemma 2 and GPT-OSS do, with the softmax in fp32. The
-    scores of all pairs of tokens are in memory at the same time.
+    """Compute attention as transformers' eager implementations of Gemma 2 and GPT-OSS do, with the softmax in fp32:
+    [rows, heads, tokens, size] -> [rows, tokens, heads, size]. The scores of all pairs of tokens are in memory at the
+    same time.
 
-    Args:
-        query, key, value: [rows, heads, tokens, size].
-        form: options of the attention, such as a soft cap. Its sliding window is not used, but must be part of the
-            mask.
-        allowed: mask, bool, broadcast to [rows, heads, queries, keys]: True where a query may attend to a key.
-
-    Returns:
-        [rows, tokens, heads, size]
+    `allowed` is a bool mask, broadcast to [rows, heads, queries, keys]: True where a query may attend to a key. A
+    sliding window must be part of it, because that of `form` is not used.
     """
     groups = query.shape[1] // key.shape[1]
     key, value = (part.repeat_interleave(groups, dim=1) for part in (key, value))
@@ -499,18 +432,12 @@ def attend_in_steps(
 
 
 CHANGES_ATTENTION = ("position_bias", "sinks")
-"""Names of arguments that layers of some models pass to their attention, and that llava_fsdp's implementations do not
-support."""
+"""Names of arguments that layers of some models pass to their attention, and that are not supported here."""
 
 
 def refuse_other_attention(module: nn.Module, others: dict[str, Any], mask: torch.Tensor | None) -> None:
-    """Raise ConfigError if a layer asks for attention that llava_fsdp's attention implementations do not support.
-
-    Args:
-        module: the layer's attention module.
-        others: further keyword arguments that the layer passes to its attention.
-        mask: the mask that the layer passes.
-    """
+    """Raise ConfigError if a layer asks for attention that is not supported here, by the arguments or the mask that it
+    passes."""
     if mask is not None:  # transformers builds no mask for our implementations
         raise ConfigError(f"{type(module).__name__} attends with a mask of its own")
     for name in CHANGES_ATTENTION:
@@ -524,19 +451,10 @@ def refuse_other_attention(module: nn.Module, others: dict[str, Any], mask: torc
 def each_alone(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: PackedRow
 ) -> torch.Tensor:
-    """Compute a layer's attention for a packed row (a sequence in which several samples follow one another), sample by
-    sample, with transformers' SDPA if it supports the layer's options.
+    """Compute attention for a packed row, sample by sample, with transformers' SDPA if it supports the layer's options.
 
     The row is divided with `split`, not with slices: the backward pass of a slice would fill a whole row with zeros for
     every sample.
-
-    Args:
-        module: the layer's attention module.
-        query, key, value: [1, heads, tokens, size].
-        row: the boundaries of the samples, and the layer's attention options.
-
-    Returns:
-        [1, tokens, heads, size]
     """
     keys = (row.keys or row.queries).lengths.each
     queries, keys, values = query.split(row.queries.lengths.each, 2), key.split(keys, 2), value.split(keys, 2)
@@ -545,9 +463,8 @@ def each_alone(
 
 
 def make_varlen() -> Attend:
-    """Return an attention implementation for packed rows (sequences in which several samples follow one another) that
-    calls torch's varlen_attn. The function's arguments depend on torch's version: in torch 2.11 it has no `enable_gqa`,
-    and in 2.10 it has `is_causal` instead of `window_size`."""
+    """Return an attention implementation for packed rows that calls torch's varlen_attn. Its arguments depend on
+    torch's version: in torch 2.11 it has no `enable_gqa`, and in 2.10 it has `is_causal` instead of `window_size`."""
     from torch.nn.attention.varlen import varlen_attn
 
     known = inspect.signature(varlen_attn).parameters
@@ -580,9 +497,9 @@ def make_varlen() -> Attend:
 
 
 def both_boundaries(row: PackedRow) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-    """Return the boundaries of a row's samples as FlashAttention's functions take them: cumulative lengths of queries
-    and of keys, and the greatest number of queries and of keys of a sample. If a sample has more keys than queries, its
-    queries are its last tokens (flash-attn since 2.1)."""
+    """Return a row's boundaries as FlashAttention's functions take them: cumulative lengths of queries and of keys, and
+    the greatest number of queries and of keys of a sample. If a sample has more keys than queries, its queries are its
+    last tokens (flash-attn since 2.1)."""
     queries, keys = row.queries, row.keys or row.queries
     return queries.cu_seqlens, keys.cu_seqlens, queries.lengths.longest, keys.lengths.longest
 
@@ -605,14 +522,11 @@ def flash(
 
 
 def attention_arguments(segments: Segments | CachedRows | None, implementation: str | None = None) -> dict[str, Any]:
-    """Return the additional keyword arguments of a language model's forward pass for a packed row (a sequence in which
-    several samples follow one another) or for generation with a key-value cache; an empty dict for padded rows (one
-    sample in each row).
+    """Return the additional keyword arguments of a language model's forward pass for a packed row or for generation; an
+    empty dict for padded rows.
 
-    Args:
-        segments: sample boundaries of a packed row, or the input for generation; None for padded rows.
-        implementation: name of the model's attention implementation. For generation with one of llava_fsdp's, the
-            arguments contain the mask; otherwise transformers builds the mask.
+    `implementation` is the name of the model's attention implementation. For generation with one of llava_fsdp's, the
+    arguments contain the mask; otherwise transformers builds the mask.
     """
     if segments is None:
         return {}
@@ -625,28 +539,16 @@ def attention_arguments(segments: Segments | CachedRows | None, implementation: 
 
 
 def packing_refused(language: PretrainedConfig) -> str | None:
-    """Return why a language model, given by its configuration, would mix samples that follow one another in a packed
-    row; None if it keeps them apart.
-
-    The model's configuration is read, and the model runs on the meta device.
-
-    Raises:
-        ModelError: transformers cannot build the model.
-    """
+    """Return why a language model would mix the samples of a packed row; None if it keeps them apart. Its configuration
+    is read, and it runs on the meta device. Raises ModelError if transformers cannot build it."""
     return other_attention(language) or found_out_of_reach(ConfigKey(language), Attention.sdpa)
 
 
 @functools.lru_cache(maxsize=64)
 def found_out_of_reach(language: ConfigKey, attention: Attention) -> str | None:
     """Build a language model on the meta device, and return what `layers_out_of_reach` returns for it. The answers for
-    the last 64 configurations are cached.
-
-    Args:
-        attention: the attention implementation for packed rows.
-
-    Raises:
-        ModelError: transformers cannot build the model, or torch cannot multiply its experts.
-    """
+    the last 64 configurations are cached. Raises ModelError if transformers cannot build it, or torch cannot multiply
+    its experts."""
     register_attention()
     config = copy.deepcopy(language.config)
     with torch.device("meta"), foreign(f"transformers cannot build a {config.model_type} model"):
@@ -656,9 +558,8 @@ def found_out_of_reach(language: ConfigKey, attention: Attention) -> str | None:
 
 
 def other_attention(language: PretrainedConfig) -> str | None:
-    """Return why a language model, judged by its configuration, would mix samples that follow one another in a packed
-    row: it has attention other than full causal attention or causal attention in a sliding window. None if it has
-    not."""
+    """Return which attention a configuration has, other than full causal attention and causal attention in a sliding
+    window, that would mix the samples of a packed row; else None."""
     if not getattr(MODEL_MAPPING[type(language)], "_supports_attention_backend", False):
         return (
             f"transformers' {language.model_type} does not attend through its AttentionInterface, so the samples of a "
@@ -683,10 +584,7 @@ def other_attention(language: PretrainedConfig) -> str | None:
 def longrope_limit(language: PretrainedConfig) -> int | None:
     """Return the length in tokens above which a language model has other rotary frequencies (`rope_type=longrope`);
     None if they are the same for all lengths. transformers chooses the frequencies of a whole batch by its longest row.
-
-    Args:
-        language: the language model's configuration. Its rotary embeddings may be given for each kind of layer.
-    """
+    The configuration may have rotary embeddings for each kind of layer."""
     given = getattr(language, "rope_parameters", None) or {}
     kinds = [given, *(own for own in given.values() if isinstance(own, dict))]
     limits = [
@@ -699,12 +597,7 @@ def longrope_limit(language: PretrainedConfig) -> int | None:
 
 def check_lengths(language: PretrainedConfig, longest: int, is_alone: bool) -> None:
     """Raise ConfigError if what a language model computes of a sample depends on the other samples of its micro-batch.
-
-    Args:
-        language: the language model's configuration.
-        longest: greatest number of tokens of a sample (`data.max_length`).
-        is_alone: whether each micro-batch has one sample.
-    """
+    `longest` is `data.max_length`; `is_alone` says whether each micro-batch has one sample."""
     limit = longrope_limit(language)
     if limit is not None and longest > limit and not is_alone:
         raise ConfigError(
@@ -716,14 +609,13 @@ def check_lengths(language: PretrainedConfig, longest: int, is_alone: bool) -> N
 
 
 def in_bf16(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return a model's parameters and buffers by name, floats in bf16, which some kernels of mixtures of experts
-    require."""
+    """Return a model's parameters and buffers, floats in bf16, which some kernels of mixtures of experts require."""
     named = itertools.chain(model.named_parameters(), model.named_buffers())
     return {name: value.bfloat16() if value.is_floating_point() else value for name, value in named}
 
 
 def layers_with_window(language: PretrainedConfig) -> int:
-    """Return how many layers of a language model attend in a sliding window, as the model's configuration says."""
+    """Return how many layers of a language model attend in a sliding window."""
     kinds = getattr(language, "layer_types", None)
     if kinds:
         return sum(kind == "sliding_attention" for kind in kinds)
@@ -733,11 +625,7 @@ def layers_with_window(language: PretrainedConfig) -> int:
 
 def grows_with_square(attention: Attention, model: nn.Module) -> bool:
     """Return whether attention over packed rows makes masks or scores of all pairs of a sample's tokens, so that its
-    memory grows with the square of the sample's length.
-
-    Args:
-        model: the language model.
-    """
+    memory grows with the square of the sample's length."""
     config: Any = model.config
     has_sinks = any(name.endswith(".sinks") for name, _ in model.named_parameters())
     if has_sinks or getattr(config, "attn_logit_softcapping", None) is not None:
@@ -746,13 +634,9 @@ def grows_with_square(attention: Attention, model: nn.Module) -> bool:
 
 
 def layers_out_of_reach(model: PreTrainedModel) -> str | None:
-    """Run a meta-device language model on a packed row (a sequence in which several samples follow one another). Return
-    why a layer would mix the samples: it mixes tokens outside llava_fsdp's attention implementation, or does not get
-    the sample boundaries. None if all layers keep the samples apart.
-
-    Args:
-        model: the language model, with llava_fsdp's attention implementation `sdpa`, `varlen` or `flash`.
-    """
+    """Run a meta-device language model on a packed row. Return why a layer would mix the samples: it mixes tokens
+    outside llava_fsdp's attention implementation, or does not get the sample boundaries. None if all layers keep the
+    samples apart. The model must have the implementation `sdpa`, `varlen` or `flash`."""
     config: Any = model.config
     mixers = sorted({type(m).__name__ for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd)})
     if mixers:

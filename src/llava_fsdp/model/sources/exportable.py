@@ -15,18 +15,13 @@ from llava_fsdp.model.vision_tower import patch_size
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 
 KEPT = "original"
-"""Name of the subfolder, in a model folder for transformers, that keeps the configuration and tokenizer files of the
+"""Name of the subfolder of a model folder for transformers that keeps the configuration and tokenizer files of the
 original LLaVA model, so that the folder can be converted back."""
 
 
 def check_hf(model: Llava, aspect: AspectRatio) -> None:
     """Raise ConfigError if transformers has no class that computes what a model computes. The message names a format
-    that the model can be exported in.
-
-    Args:
-        aspect: how an image is fitted into the square input of the vision tower; with anyres it is cut into several
-            tiles.
-    """
+    that the model can be exported in."""
     refused = why_not_hf(model, aspect)
     if refused is not None:
         choice = "llava" if why_not_original(model) is None else None
@@ -35,8 +30,7 @@ def check_hf(model: Llava, aspect: AspectRatio) -> None:
 
 def check_original(model: Llava) -> None:
     """Raise ConfigError or ModelError if the original LLaVA lacks a model's projector or language model. The message
-    names a format that the model can be exported in.
-    """
+    names a format that the model can be exported in."""
     refused = why_not_original(model)
     if refused is not None:
         aspects = AspectRatio if model.cfg.patch_merge is PatchMerge.spatial_unpad else [AspectRatio.square]
@@ -51,11 +45,8 @@ def check_projector(model: Llava) -> None:
 
 
 def cure(model: Llava, choice: str | None) -> str:
-    """Return what to do instead of an export that is refused.
-
-    Args:
-        choice: the other format for a whole model, if that is possible.
-    """
+    """Return what to do instead of an export that is refused. `choice` is the other format for a whole model, if
+    possible."""
     if choice is not None:
         return f"choose format={choice}"
     without = "train with export.enabled=false (or, with adapters, export.merge=false); chat and evaluate read the run"
@@ -65,11 +56,7 @@ def cure(model: Llava, choice: str | None) -> str:
 
 
 def why_not_hf(model: Llava, aspect: AspectRatio) -> ConfigError | ModelError | None:
-    """Return the error with which an export for transformers is refused; None if it is possible.
-
-    Args:
-        aspect: how an image is fitted into the square input of the vision tower.
-    """
+    """Return the error with which an export for transformers is refused; None if it is possible."""
     return error_of(lambda: require_hf(model, aspect))
 
 
@@ -97,13 +84,8 @@ def require_original(model: Llava) -> None:
 
 def require_hf(model: Llava, aspect: AspectRatio) -> None:
     """Raise ConfigError if transformers has no class that computes what a model computes: LLaVA for images of one tile,
-    LLaVA-NeXT or LLaVA-OneVision for images cut into several tiles, InternVL for projectors with pixel shuffle. None of
-    them caps logits.
-
-    Args:
-        aspect: how an image is fitted into the square input of the vision tower; with anyres it is cut into several
-            tiles.
-    """
+    LLaVA-NeXT or LLaVA-OneVision for images cut into several tiles (`aspect` anyres), InternVL for projectors with
+    pixel shuffle. None of them caps logits."""
     cfg, parts, tiled = model.cfg, model.parts, aspect in (AspectRatio.anyres, AspectRatio.anyres_max)
     require_no_cap(parts)
     if cfg.shuffle_factor > 1:
@@ -136,12 +118,8 @@ def require_no_cap(parts: Parts) -> None:
 
 
 def require_internvl(model: Llava, tiled: bool) -> None:
-    """Raise ConfigError if transformers' InternVL cannot compute what a model computes whose projector has a pixel
-    shuffle.
-
-    Args:
-        tiled: whether images are cut into several tiles.
-    """
+    """Raise ConfigError if transformers' InternVL cannot compute what a model with pixel shuffle computes. `tiled` says
+    whether images are cut into several tiles."""
     kind, said = model.parts.vision.model_type, f"model.projector_type={model.cfg.projector_type}"
     if not isinstance(model.parts.vision, InternVLVisionConfig):
         raise ConfigError(
@@ -156,12 +134,8 @@ def require_internvl(model: Llava, tiled: bool) -> None:
 
 
 def original_folder(parts: Parts) -> Path | None:
-    """Return the folder of the original LLaVA's configuration and tokenizer files, if a model was loaded from a model
-    of the original LLaVA, or from an export of such a model; else None.
-
-    Args:
-        parts: the folders from which the model was loaded.
-    """
+    """Return the folder of the original LLaVA's configuration and tokenizer files, if the model was loaded from a model
+    of the original LLaVA, or from an export of such a model; else None."""
     if parts.whole is None:
         return None
     if (parts.whole / KEPT / "config.json").is_file():

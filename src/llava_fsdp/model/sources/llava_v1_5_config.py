@@ -1,5 +1,5 @@
 """Read and write the `config.json` of the original LLaVA, the code of Liu et al. (llava_arch.py:60-104,
-model/builder.py:26-167)."""
+model/builder.py:26-167). The argument `raw` of functions is its content; `folder` is its folder, for messages."""
 
 import json
 from dataclasses import dataclass
@@ -13,12 +13,11 @@ from llava_fsdp.config import Feature, ModelConfig, PatchMerge
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 
 TOWER = "vision_tower"
-"""Name of a subfolder that llava_fsdp adds to model folders for the original LLaVA. It contains the vision tower's
-configuration and its image preprocessing settings, because the original's config.json contains only the name of a
-vision tower."""
+"""Name of a subfolder that llava_fsdp adds to model folders for the original LLaVA, with the configuration and
+preprocessing settings of the vision tower, because the original's config.json contains only the tower's name."""
 FIRST_NAME = "llava"
-"""`model_type` of the first models of the original LLaVA; later models have llava_llama. transformers uses this
-model_type for a model class of its own."""
+"""`model_type` of the first models of the original LLaVA; later ones have llava_llama. transformers uses it for a class
+of its own."""
 FEATURES = {Feature.patch: "patch", Feature.full: "cls_patch"}
 """`model.select_feature` -> the original LLaVA's name for it."""
 NEEDED = {"s2": False}
@@ -40,20 +39,14 @@ CLIP_336 = {
 
 
 def is_original(raw: dict[str, Any]) -> bool:
-    """Return whether a model's config.json was written by the original LLaVA (the code of Liu et al.), and not by
-    transformers for its own LLaVA models.
-
-    Args:
-        raw: content of config.json.
-    """
+    """Return whether a config.json was written by the original LLaVA, and not by transformers for its own LLaVA
+    models."""
     return "mm_vision_tower" in raw or str(raw.get("model_type")) in ("llava_llama", "llava_mpt", "llava_mistral")
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Which features of the vision tower a model was trained with, and how they become image tokens: the projector's
-    type, the layer of the vision tower, whether its CLS token is a feature, how the tiles of an image are merged, and
-    whether special tokens surround an image."""
+    """Which features of the vision tower a model was trained with, and how they become image tokens."""
 
     projector_type: str
     select_layer: int
@@ -63,15 +56,8 @@ class Selection:
 
 
 def read_selection(raw: dict[str, Any], folder: Path) -> Selection:
-    """Read the settings of projector and vision features from a config.json of the original LLaVA, with its defaults.
-
-    Args:
-        raw: content of config.json.
-        folder: the folder of config.json, for error messages.
-
-    Raises:
-        ModelError: the model is not supported, or the file does not say which layer of the vision tower is selected.
-    """
+    """Read the settings of projector and vision features, with the original's defaults. Raises ModelError if the model
+    is not supported, or the file does not say which layer of the vision tower is selected."""
     check_supported(raw, folder)
     if "mm_vision_select_layer" not in raw:
         raise ModelError(f"{folder / 'config.json'} has no mm_vision_select_layer; add the layer it was trained with")
@@ -85,16 +71,8 @@ def read_selection(raw: dict[str, Any], folder: Path) -> Selection:
 
 
 def read_feature(raw: dict[str, Any], folder: Path) -> Feature:
-    """Return with which tokens of the vision tower a model of the original LLaVA was trained: all (`full`), or all
-    except the CLS token (`patch`, which is the default).
-
-    Args:
-        raw: content of the model's config.json.
-        folder: the folder of config.json, for error messages.
-
-    Raises:
-        ModelError: config.json has an unknown value.
-    """
+    """Return with which tokens of the vision tower a model was trained: all (`full`), or all except the CLS token
+    (`patch`, the default). Raises ModelError at an unknown value."""
     names = {name: feature for feature, name in FEATURES.items()}
     feature = raw.get("mm_vision_select_feature", "patch")
     if feature not in names:
@@ -103,12 +81,7 @@ def read_feature(raw: dict[str, Any], folder: Path) -> Feature:
 
 
 def check_supported(raw: dict[str, Any], folder: Path) -> None:
-    """Raise ModelError if a model of the original LLaVA is not supported.
-
-    Args:
-        raw: content of the model's config.json.
-        folder: the folder of config.json, for error messages.
-    """
+    """Raise ModelError if the model is not supported."""
     if raw.get("model_type") not in ("llava_llama", FIRST_NAME):
         raise ModelError(
             f"{folder / 'config.json'} has model_type={raw.get('model_type')}; of the original's models, llava_llama "
@@ -123,12 +96,7 @@ def check_supported(raw: dict[str, Any], folder: Path) -> None:
 
 
 def check_agrees(raw: dict[str, Any], cfg: ModelConfig, folder: Path) -> None:
-    """Check that a config.json of the original LLaVA has the same projector and vision feature settings as the section
-    `model` of the configuration (`cfg`).
-
-    Args:
-        raw: content of config.json.
-        folder: the folder of config.json, for error messages.
+    """Check that a config.json has the same projector and vision feature settings as the configuration.
 
     Raises:
         ConfigError: a value differs; the message has the key and both values.
@@ -162,12 +130,7 @@ def check_agrees(raw: dict[str, Any], cfg: ModelConfig, folder: Path) -> None:
 
 
 def language_config(raw: dict[str, Any]) -> PretrainedConfig:
-    """Return the language model's configuration in transformers, from a config.json of the original LLaVA (the code of
-    Liu et al.), which has the fields of this configuration at the top level.
-
-    Args:
-        raw: content of config.json.
-    """
+    """Return the language model's configuration, whose fields the original's config.json has at the top level."""
     fields = {key: raw[key] for key in (*LANGUAGE_KEYS, "rope_theta", "pretraining_tp") if key in raw}
     if raw.get("rope_scaling") is not None:
         fields["rope_scaling"] = dict(raw["rope_scaling"])  # transformers writes into it
@@ -177,12 +140,10 @@ def language_config(raw: dict[str, Any]) -> PretrainedConfig:
 def original_config(
     language: PretrainedConfig, features: int, cfg: ModelConfig, tower: str, max_length: int, drops_cls: bool
 ) -> dict[str, Any]:
-    """Build a config.json of the original LLaVA, for a model that does not come with one.
+    """Build a config.json for a model that does not come with one.
 
     Args:
-        language: the language model's configuration.
         features: width of the vision tower's features.
-        cfg: the section `model` of the configuration.
         tower: name or folder from which the original LLaVA will load the vision tower.
         max_length: maximum length of a sample in tokens.
         drops_cls: whether the vision tower's CLS token is left out.
@@ -216,15 +177,9 @@ def original_config(
 
 
 def rope(language: PretrainedConfig) -> dict[str, Any]:
-    """Return the fields of a config.json for the rotary embeddings of a language model, in the form of transformers 4,
-    which the original LLaVA uses.
-
-    Args:
-        language: the language model's configuration.
-
-    Raises:
-        ModelError: the Llama class in the original LLaVA's version of transformers does not support the language model.
-    """
+    """Return the fields for a language model's rotary embeddings in the form of transformers 4, which the original
+    LLaVA uses. Raises ModelError if the Llama class of its version of transformers does not support the language
+    model."""
     if language.model_type != "llama":
         raise ModelError(f"the original LLaVA has no language model with model_type={language.model_type}")
     plain = {"mlp_bias": False, "head_dim": language.hidden_size // language.num_attention_heads}
@@ -243,7 +198,7 @@ def rope(language: PretrainedConfig) -> dict[str, Any]:
 
 
 def known_tower(vision: PretrainedConfig) -> str | None:
-    """Return the hub name of LLaVA 1.5's vision tower if `vision` is the configuration of that tower, else None."""
+    """Return the hub name of LLaVA 1.5's vision tower if this is its configuration, else None."""
     same = isinstance(vision, CLIPVisionConfig) and all(getattr(vision, k) == v for k, v in CLIP_336.items())
     return "openai/clip-vit-large-patch14-336" if same else None
 
@@ -251,11 +206,7 @@ def known_tower(vision: PretrainedConfig) -> str | None:
 def generation_config(given: dict[str, Any]) -> dict[str, Any]:
     """Return the content of a generation_config.json without its sampling values (temperature, top_p, ...), if it has
     no `do_sample`. transformers refuses to save sampling values without `do_sample`, and Vicuna's file has them
-    (LLaVA#1144).
-
-    Args:
-        given: content of generation_config.json.
-    """
+    (LLaVA#1144)."""
     if given.get("do_sample"):
         return given
     return {k: v for k, v in given.items() if k not in ("temperature", "top_p", "top_k", "typical_p")}

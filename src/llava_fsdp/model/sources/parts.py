@@ -26,7 +26,7 @@ class Parts:
     whole: Path | None
     """Folder of a whole model (`model.checkpoint`); None if language model and vision tower are given separately."""
     trained_feature: Feature | None = None
-    """With which tokens of the vision tower `model.checkpoint` was trained: `patch` (without the CLS token) or `full`;
+    """With which tokens of the vision tower `model.checkpoint` was trained: without the CLS token (`patch`) or `full`;
     None without `model.checkpoint`."""
     grid_pinpoints: list[list[int]] | None = None
     """If `model.checkpoint` is a LLaVA-NeXT or LLaVA-OneVision, the sizes [width, height] in pixels into which its
@@ -49,14 +49,8 @@ class Parts:
 
 
 def read_json(path: Path, what: str) -> dict:
-    """Read a JSON file of a model folder.
-
-    Args:
-        what: text with which error messages begin, such as the setting that names the folder.
-
-    Raises:
-        ModelError: the file contains no JSON object, or names Python code in the model folder.
-    """
+    """Read a JSON file of a model folder. Raises ModelError, whose message begins with `what`, if the file contains no
+    JSON object, or names Python code in the model folder."""
     try:
         found = read_any_json(path)
         refuse_model_code(found, path)

@@ -1,4 +1,5 @@
-"""Find the folders of a model's parts (language model, vision tower, projector), and read their configurations."""
+"""Find the folders of a model's parts (language model, vision tower, projector), and read their configurations. The
+argument `key` of functions is the setting that names a folder, such as model.vision, for error messages."""
 
 import os
 import re
@@ -41,11 +42,11 @@ CHECKPOINT_FILE = "manifest.json"
 NEXT = LlavaNextConfig.model_type
 """`model_type` in the config.json of transformers' LLaVA-NeXT, in which an image is divided into several tiles."""
 ONEVISION = LlavaOnevisionConfig.model_type
-"""`model_type` in the config.json of transformers' LLaVA-OneVision, in which the image of a sample is divided into
-several tiles if it is the only one, and is a single tile otherwise."""
+"""`model_type` in the config.json of transformers' LLaVA-OneVision, in which an image that is alone in its sample is
+divided into several tiles, and every other image is a single tile."""
 LIMITED = re.compile(r"anyres_max_(\d+)")
-"""Pattern for the `vision_aspect_ratio` in LLaVA-OneVision's config.json. Its number is the value of `data.max_tiles`
-in this package."""
+"""Pattern for the `vision_aspect_ratio` in LLaVA-OneVision's config.json. Its number is the value of
+`data.max_tiles`."""
 INTERNVL = InternVLConfig.model_type
 LARGEST_SIZES = {
     "hidden_size": 1 << 17, "intermediate_size": 1 << 20, "num_hidden_layers": 1 << 10, "num_attention_heads": 1 << 12,
@@ -56,18 +57,16 @@ LARGEST_SIZES = {
 
 
 class NoProjector(ConfigError):
-    """Error: a training would start from the projector that another training (stage=pretrain) has made, but that
-    training does not exist or has not finished."""
+    """Error: a training would start from the projector of another training (stage=pretrain) that has not finished."""
 
 
 class UnfinishedRun(NoProjector):
-    """Error: the training whose projector is asked for has no export, as it has not finished or was told to write
-    none."""
+    """Error: the run whose projector is asked for has no export, as it has not finished or was told to write none."""
 
 
 def find_parts(cfg: ModelConfig) -> Parts:
-    """Find the folders of the language model and the vision tower that the section `model` of the configuration (`cfg`)
-    names, and read their configurations. Models on the hub are downloaded.
+    """Find the folders of the language model and the vision tower that the configuration names, and read their
+    configurations. Models on the hub are downloaded.
 
     Raises:
         ConfigError: a name is neither a folder nor a hub name.
@@ -100,12 +99,8 @@ def find_parts(cfg: ModelConfig) -> Parts:
 
 
 def separate_parts(language: Path, vision: Path) -> Parts:
-    """Read the configurations of a language model and of a vision tower that are in two folders.
-
-    Args:
-        language: folder of the language model, or of a vision-language model with it.
-        vision: folder of the vision tower, or of a model with it.
-    """
+    """Read the configurations of a language model and of a vision tower in two folders. Each may hold a larger
+    model."""
     tower = vision_config(read_config(vision, "model.vision"))
     return parts_of(read_config(language, "model.language"), tower, language, vision)
 
@@ -116,14 +111,8 @@ def parts_of(
     language_folder: Path | None = None,
     vision_folder: Path | None = None,
 ) -> Parts:
-    """Return the parts of a model whose language model and vision tower come from two folders.
-
-    Args:
-        config: configuration in the language model's folder: that of a language model, or of a vision-language model.
-        vision: configuration of the vision tower.
-        language_folder: the language model's folder; None: no files are read.
-        vision_folder: the vision tower's folder; None: no files are read.
-    """
+    """Return the parts of a model whose language model and vision tower come from two folders; without a folder, no
+    files are read. `config` may be that of a vision-language model with the language model."""
     text = text_config(config)
     text.tie_word_embeddings = has_tied_weights(language_model_of, config, language_folder)
     is_inside = text is not config  # the class of a vision-language model has the output layer
@@ -134,12 +123,7 @@ def parts_of(
 def check_named_language(cfg: ModelConfig, folder: Path) -> None:
     """Raise ConfigError if the user names a language model (`model.language`), but `model.checkpoint`, which may be set
     by the training stage (`stage=`) and not by the user, is a whole LLaVA model made from another one. The user's
-    language model would silently not be used.
-
-    Args:
-        cfg: the section `model` of the configuration.
-        folder: the folder of the whole model.
-    """
+    language model would silently not be used."""
     theirs, is_named = read_notes(folder).get("language"), cfg.name == "own" and cfg.language != cfg.checkpoint
     if is_named and theirs and os.path.realpath(theirs) != os.path.realpath(cfg.language):
         raise ConfigError(
@@ -150,13 +134,8 @@ def check_named_language(cfg: ModelConfig, folder: Path) -> None:
 
 
 def artifacts_of(parts: Parts, projector: Path | None, cfg: ModelConfig) -> list[Path]:
-    """Return the folders and files from which a training run reads weights, tokenizer and image preprocessor.
-
-    Args:
-        parts: the folders of the language model and the vision tower.
-        projector: the path of the projector, as `find_projector` returned it; None: no projector is read.
-        cfg: the section `model` of the configuration, which may name a LoRA adapter.
-    """
+    """Return the folders and files from which a run reads weights, tokenizer and image preprocessor. `projector` is
+    what `find_projector` returned."""
     found = [parts.whole, parts.language_folder, parts.vision_folder, projector]
     if cfg.lora.checkpoint is not None:
         found.append(find_adapter(cfg.lora.checkpoint, "model.lora.checkpoint"))
@@ -164,12 +143,8 @@ def artifacts_of(parts: Parts, projector: Path | None, cfg: ModelConfig) -> list
 
 
 def refuse_unread_weights(folders: dict[str, Path]) -> None:
-    """Raise ConfigError if a model folder contains weights, which would not be read because of
-    `model.random_weights=true`.
-
-    Args:
-        folders: setting that names a folder, such as model.language -> the folder.
-    """
+    """Raise ConfigError if a model folder contains weights, which `model.random_weights=true` would not read. `folders`
+    has the setting that names each folder, such as model.language."""
     for key, folder in folders.items():
         if any((folder / name).is_file() for name in WHOLE_MODEL):
             raise ConfigError(
@@ -179,14 +154,9 @@ def refuse_unread_weights(folders: dict[str, Path]) -> None:
 
 
 def original_parts(folder: Path, raw: dict, cfg: ModelConfig) -> Parts:
-    """Return the folders and configurations of the language model and the vision tower of a LLaVA model in a folder of
-    the original LLaVA. A folder that llava_fsdp wrote in that format also contains the vision tower's configuration;
-    otherwise `model.vision` names the vision tower.
-
-    Args:
-        folder: the model's folder.
-        raw: content of its config.json, which has the language model's fields at the top level.
-        cfg: the section `model` of the configuration.
+    """Return the parts of a LLaVA model in a folder of the original LLaVA, whose config.json has the content `raw`. A
+    folder that llava_fsdp wrote also contains the vision tower's configuration; otherwise `model.vision` names the
+    vision tower.
 
     Raises:
         ConfigError: the configuration has other projector or vision feature settings than the folder.
@@ -204,14 +174,9 @@ def original_parts(folder: Path, raw: dict, cfg: ModelConfig) -> Parts:
 
 
 def check_original_is_tied(language: PretrainedConfig, folder: Path) -> None:
-    """Raise ModelError if a model in a folder of the original LLaVA says that the output layer has the weight of the
-    embeddings, and its files hold two different weights: the original LLaVA would use one of them alone, and
-    transformers 5 both.
-
-    Args:
-        language: the language model's configuration.
-        folder: the model's folder.
-    """
+    """Raise ModelError if a model of the original LLaVA says that the output layer has the weight of the embeddings,
+    and its files hold two different weights: the original LLaVA would use one of them alone, and transformers 5
+    both."""
     if language.tie_word_embeddings and any((folder / name).is_file() for name in WHOLE_MODEL):
         if not is_tied(language_model_of, language, open_tensors(folder), folder):
             raise ModelError(
@@ -221,15 +186,9 @@ def check_original_is_tied(language: PretrainedConfig, folder: Path) -> None:
 
 
 def read_llava_config(folder: Path, key: str) -> Any:
-    """Read the configuration in a folder of one of transformers' models LLaVA, LLaVA-NeXT, LLaVA-OneVision or InternVL.
-    The result is typed as Any, because the types of the fields in transformers are too narrow.
-
-    Args:
-        key: the setting that names the folder, such as model.checkpoint, for error messages.
-
-    Raises:
-        ModelError: the folder has another kind of model, or a projector or vision features that are not supported.
-    """
+    """Read the configuration of one of transformers' models LLaVA, LLaVA-NeXT, LLaVA-OneVision or InternVL. The result
+    is typed as Any, because the types of the fields in transformers are too narrow. Raises ModelError if the folder has
+    another kind of model, or a projector or vision features that are not supported."""
     config = read_config(folder, key)
     if not isinstance(config, LlavaConfig | LlavaNextConfig | LlavaOnevisionConfig | InternVLConfig):
         raise ModelError(
@@ -249,13 +208,7 @@ def read_llava_config(folder: Path, key: str) -> Any:
 
 def check_internvl(config: Any, folder: Path, key: str) -> None:
     """Raise ModelError if the projector of an InternVL model, or the features that the projector gets, are not
-    supported.
-
-    Args:
-        config: the model's configuration in transformers.
-        folder: the model's folder, for the message.
-        key: the setting that names the folder, such as model.checkpoint, for the message.
-    """
+    supported."""
     if config.downsample_ratio not in (1 / 2, 1 / 4, 1 / 8):
         raise ModelError(f"{key}={folder} has downsample_ratio={config.downsample_ratio}; 0.5, 0.25, 0.125 are known")
     if config.vision_feature_layer == -1 and not config.vision_config.use_mean_pooling:
@@ -266,38 +219,22 @@ def check_internvl(config: Any, folder: Path, key: str) -> None:
 
 
 def projector_type_of(config: Any) -> str:
-    """Return the projector type, as the setting `model.projector_type` names it, of one of transformers' LLaVA or
-    InternVL models.
-
-    Args:
-        config: the model's configuration in transformers.
-    """
+    """Return the value of `model.projector_type` for the configuration of one of transformers' LLaVA or InternVL
+    models."""
     if not isinstance(config, InternVLConfig):
         return "mlp2x_gelu"
     return f"pixel_shuffle{round(1 / config.downsample_ratio)}x_mlp2x_gelu"
 
 
 def merge_of(config: Any) -> PatchMerge:
-    """Return how one of transformers' LLaVA or InternVL models joins the tiles into which an image is divided (LLaVA
-    has only one tile): the value of the setting `model.patch_merge`.
-
-    Args:
-        config: the model's configuration in transformers.
-    """
+    """Return the value of `model.patch_merge`, how tiles of an image are joined, for the configuration of one of
+    transformers' LLaVA or InternVL models (LLaVA has only one tile)."""
     return PatchMerge.spatial_unpad if isinstance(config, LlavaNextConfig | LlavaOnevisionConfig) else PatchMerge.flat
 
 
 def grids_of(config: Any, folder: Path) -> list[list[int]] | None:
-    """Return the sizes [width, height] in pixels into which a LLaVA-NeXT or LLaVA-OneVision model fits images; None for
-    other models.
-
-    Args:
-        config: the model's configuration in transformers, which has the sizes as [height, width].
-        folder: the model's folder, for error messages.
-
-    Raises:
-        ModelError: the sizes are damaged.
-    """
+    """Return the sizes [width, height] in pixels into which a LLaVA-NeXT or LLaVA-OneVision model fits images (`config`
+    has them as [height, width]); None for other models. Raises ModelError if they are damaged."""
     if not isinstance(config, LlavaNextConfig | LlavaOnevisionConfig):
         return None
     grids: Any = config.image_grid_pinpoints
@@ -308,16 +245,8 @@ def grids_of(config: Any, folder: Path) -> list[list[int]] | None:
 
 
 def max_tiles_of(config: Any, folder: Path) -> int | None:
-    """Return the maximum number of tiles of an image (the setting `data.max_tiles`) with which a LLaVA-OneVision model
-    was trained; None for other models.
-
-    Args:
-        config: the model's configuration in transformers.
-        folder: the model's folder, for error messages.
-
-    Raises:
-        ModelError: the configuration has the number in an unknown form.
-    """
+    """Return the `data.max_tiles` with which a LLaVA-OneVision model was trained; None for other models. Raises
+    ModelError if the configuration has the number in an unknown form."""
     if not isinstance(config, LlavaOnevisionConfig):
         return None
     found = LIMITED.fullmatch(str(config.vision_aspect_ratio))
@@ -330,14 +259,9 @@ def max_tiles_of(config: Any, folder: Path) -> int | None:
 
 
 def check_selection(config: Any, cfg: ModelConfig, folder: Path) -> None:
-    """Check that the LLaVA model that the setting `model.checkpoint` names was trained with the `select_layer`,
-    `select_feature`, `projector_type` and `patch_merge` of this configuration. A LLaVA-1.5 model may be trained further
-    with any `patch_merge`: it then gets a random end-of-line vector.
-
-    Args:
-        config: the model's own configuration in transformers.
-        cfg: the section `model` of this configuration.
-        folder: the model's folder.
+    """Check that the model in `folder`, whose own configuration is `config`, was trained with the `select_layer`,
+    `select_feature`, `projector_type` and `patch_merge` of the run's configuration. A LLaVA-1.5 model may be trained
+    further with any `patch_merge`: it then gets a random end-of-line vector.
 
     Raises:
         ConfigError: a setting differs.
@@ -377,14 +301,8 @@ def check_selection(config: Any, cfg: ModelConfig, folder: Path) -> None:
 def trained_vocabulary(folder: Path, config: Any) -> int:
     """Return the number of trained rows of the embeddings of a LLaVA or InternVL model. Exports add untrained rows: for
     the image token, for a padding token, and up to a multiple of 64. These rows are dropped when a model is loaded,
-    because each of them would take part in every softmax.
-
-    Args:
-        config: the configuration in the model's folder.
-
-    Raises:
-        ModelError: the number that llava_fsdp wrote into the folder is damaged.
-    """
+    because each of them would take part in every softmax. Raises ModelError if the number that llava_fsdp wrote into
+    the folder is damaged."""
     notes = read_notes(folder)
     if notes:
         rows = notes.get("vocab_size")
@@ -402,14 +320,9 @@ def trained_vocabulary(folder: Path, config: Any) -> int:
 def has_tied_weights(
     build: Callable[[PretrainedConfig], PreTrainedModel], config: PretrainedConfig, folder: Path | None
 ) -> bool:
-    """Return whether the output layer of a model has the weight of its embeddings, as in transformers' own class. Log a
-    warning if the configuration says so and the folder's files hold two different weights: both are kept then.
-
-    Args:
-        build: builds transformers' class for a configuration, on the meta device.
-        config: configuration of the language model or the whole model.
-        folder: the folder of the files; None: only the configuration decides. It may have no weights.
-    """
+    """Return whether the output layer of a model has the weight of its embeddings, as in the class of transformers that
+    `build` builds on the meta device. Log a warning if the configuration says so and the folder's files hold two
+    different weights: both are kept then. Without a folder, or without weights in it, the configuration decides."""
     tied = is_tied(build, config, {}, Path())
     if not tied or folder is None or not any((folder / name).is_file() for name in WHOLE_MODEL):
         return tied
@@ -427,19 +340,15 @@ def text_config(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def vision_config(config: PretrainedConfig) -> PretrainedConfig:
-    """Return the configuration of a vision tower: the field `vision_config` of `config` if there is one, as for a whole
-    CLIP or SigLIP model, else `config` itself."""
+    """Return the field `vision_config` of a configuration, as of a whole CLIP or SigLIP model, or else the
+    configuration itself."""
     return getattr(config, "vision_config", None) or config
 
 
 def resolve(name: str, key: str) -> Path:
-    """Return the model folder that a setting of the configuration names: one that is shipped with the package, one on
-    this machine, or one that is downloaded from the hub. If llava_fsdp wrote the folder, the digests of its small files
-    and the sizes of all its files are checked. (`check_artifacts` checks the weights' digests later.)
-
-    Args:
-        name: the setting's value.
-        key: the setting, such as model.vision, for error messages.
+    """Return the model folder that a setting names with `name`: one that is shipped with the package, one on this
+    machine, or one that is downloaded from the hub. If llava_fsdp wrote the folder, the digests of its small files and
+    the sizes of all its files are checked. (`check_artifacts` checks the weights' digests later.)
 
     Raises:
         ConfigError: there is no such folder.
@@ -470,12 +379,8 @@ def find_folder(name: str, key: str) -> Path:
 
 
 def public_name(name: str) -> str:
-    """Return the name of a model for a file that others read: a hub name as it is, and of a folder the last name of its
-    path, which says nothing about this machine.
-
-    Args:
-        name: a hub name, a name of a model that is shipped with the package, or a folder.
-    """
+    """Return the name of a model for a file that others read: a hub or package name as it is, and of a folder the last
+    name of its path, which says nothing about this machine."""
     is_public = name.startswith(PACKAGE) or (HUB_NAME.fullmatch(name) and not Path(name).is_dir())
     return name if is_public else Path(name).name
 
@@ -494,14 +399,8 @@ def download(name: str, key: str) -> Path:
 
 
 def resolve_model(name: str, key: str) -> Path:
-    """Return the folder of the whole LLaVA model that a setting of the configuration names: the folder `name` itself
-    or, if `name` is the output folder of a training run, the exported model in it. Raises ModelError or ConfigError if
-    there is no whole model.
-
-    Args:
-        name: the setting's value.
-        key: the setting, such as model.checkpoint, for error messages.
-    """
+    """Return the folder of the whole LLaVA model that a setting names: the folder `name` itself or, if it is the output
+    folder of a run, the exported model in it. Raises ModelError or ConfigError if there is no whole model."""
     folder = Path(name)
     if (folder / EXPORT / "config.json").is_file() or read_notes(folder / EXPORT):
         return resolve(str(folder / EXPORT), key)
@@ -536,20 +435,14 @@ def resolve_model(name: str, key: str) -> Path:
 
 
 def stages() -> list[str]:
-    """Return the names of the training stages that the package has configurations for, such as pretrain: the values of
-    `stage=` on the command line."""
+    """Return the training stages that have a configuration, such as pretrain: the values of `stage=` on the command
+    line."""
     return [file.stem for file in (config_dir() / "stage").glob("*.yaml")]
 
 
 def read_config(folder: Path, key: str) -> PretrainedConfig:
-    """Read the `config.json` of a model folder with transformers.
-
-    Args:
-        key: the setting that names the folder, such as model.vision, for error messages.
-
-    Raises:
-        ModelError: the folder has no config.json, or one that transformers cannot read.
-    """
+    """Read the `config.json` of a model folder with transformers. Raises ModelError if there is none, or transformers
+    cannot read it."""
     if not (folder / "config.json").is_file() and is_run(folder):
         raise ModelError(
             f"{key}={folder} is the output folder of a run, which has a whole model and not a part of one; start from "
@@ -571,20 +464,14 @@ def read_config(folder: Path, key: str) -> PretrainedConfig:
 
 
 def with_parts(config: Any) -> list[Any]:
-    """Return a model's configuration in transformers, followed by the configurations of its language model and its
-    vision tower if it contains them."""
+    """Return a model's configuration, followed by those of its language model and vision tower if it contains them."""
     inside = (getattr(config, "text_config", None), getattr(config, "vision_config", None))
     return [config, *(part for part in inside if part is not None)]
 
 
 def check_sizes(config: Any, folder: Path) -> None:
-    """Raise ModelError if a model's configuration contains a size that no model can have. Building such a model would
-    fail with another error, or never end.
-
-    Args:
-        config: the model's configuration in transformers.
-        folder: the model's folder, for the message.
-    """
+    """Raise ModelError if a configuration contains a size that no model can have. Building such a model would fail with
+    another error, or never end."""
     for own in with_parts(config):
         for name, most in LARGEST_SIZES.items():
             value = getattr(own, name, None)
@@ -602,8 +489,8 @@ def check_sizes(config: Any, folder: Path) -> None:
 
 
 def find_projector(cfg: Config) -> Path | None:
-    """Return the path of the projector with which a training run starts; None if the projector is initialised randomly,
-    or is part of `model.checkpoint` or of the LoRA adapter's folder.
+    """Return the path of the projector with which a run starts; None if it is initialised randomly, or is part of
+    `model.checkpoint` or of the LoRA adapter's folder.
 
     Raises:
         NoProjector: there is no projector yet; the message says how to train one.
@@ -650,14 +537,13 @@ def find_projector(cfg: Config) -> Path | None:
 
 
 def without_export(run: Path) -> str:
-    """Say why the output folder of a run has no export, and how a training can begin with its projector, as a text that
-    follows its path."""
+    """Return why a run has no export, and how a training can begin with its projector, as a text that follows its
+    path."""
     return f"{lacking_export(run)}{projector_cure(run, find_parts)}"
 
 
 def check_same_model(folder: Path, cfg: Config) -> None:
-    """Raise ConfigError if the projector in `folder` was trained for another language model or vision tower than those
-    of the configuration."""
+    """Raise ConfigError if the projector in `folder` was trained for another language model or vision tower."""
     notes = read_notes(folder)
     for key, ours in (("language", cfg.model.language), ("vision", cfg.model.vision)):
         if notes.get(key) != ours:

@@ -1,5 +1,4 @@
-"""Derive the section `model` of the configuration (the model's files, and settings such as the projector's type) from a
-model folder."""
+"""Derive the section `model` of the configuration from a model folder."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -31,8 +30,7 @@ from llava_fsdp.runtime.text.log import log
 
 
 def read_model(folder: Path, language: str | None, vision: str | None) -> ModelConfig:
-    """Derive the section `model` of the configuration from a model folder of llava_fsdp, transformers or the original
-    LLaVA.
+    """Derive the section `model` from a model folder of llava_fsdp, transformers or the original LLaVA.
 
     Args:
         language: the language model's folder or hub name; needed for a folder that contains only a projector.
@@ -40,7 +38,7 @@ def read_model(folder: Path, language: str | None, vision: str | None) -> ModelC
             that it names is not on this machine.
 
     Raises:
-        ConfigError: the folder has no language model or no vision tower, and the argument for it is None.
+        ConfigError: an argument that is needed is None.
         ModelError: the folder holds no LLaVA model, or one of an unsupported form.
     """
     raw = read_json(folder / "config.json", f"source={folder}")
@@ -75,14 +73,12 @@ def read_model(folder: Path, language: str | None, vision: str | None) -> ModelC
 
 
 def read_base(found: AdapterFolder, base: str | None, vision: str | None) -> ModelConfig:
-    """Derive the section `model` of the configuration for the base model of a LoRA adapter.
+    """Derive the section `model` for the base model of a LoRA adapter.
 
     Args:
-        found: the opened folder of the adapter.
-        base: folder or hub name of a language model or a whole LLaVA model; None: the base model that the adapter's
-            files name.
-        vision: folder or hub name of the vision tower; needed if the one that the adapter's files name is not on this
-            machine.
+        base: folder or hub name of a language model or a whole LLaVA model; None: the one that the adapter's files
+            name.
+        vision: folder or hub name of the vision tower; needed if the one that the files name is not on this machine.
 
     Raises:
         ConfigError: neither `base` nor the files name a base model, or the named one is not on this machine.
@@ -119,19 +115,16 @@ def read_base(found: AdapterFolder, base: str | None, vision: str | None) -> Mod
 
 
 def on_base(cfg: ModelConfig, folder: Path) -> ModelConfig:
-    """Return a copy of the section `model` of the configuration (`cfg`) in which the base model is replaced by the one
-    in `folder`: a whole LLaVA model or a language model."""
+    """Return a copy of `cfg` in which the base model is the one in `folder`: a whole LLaVA model or a language
+    model."""
     whole = is_whole(folder)
     checkpoint, language = (str(folder), cfg.language) if whole else (None, str(folder))
     return replace(cfg, checkpoint=checkpoint, language=language, random_weights=False)
 
 
 def named_base(found: AdapterFolder) -> Path:
-    """Return the folder of the base model that peft's `adapter_config.json` in a LoRA adapter's folder names.
-
-    Raises:
-        ConfigError: the file names no base model, or one that is not on this machine.
-    """
+    """Return the folder of the base model that peft's `adapter_config.json` names. Raises ConfigError if it names none,
+    or one that is not on this machine."""
     name: Any = found.settings.get("base_model_name_or_path")
     if not name:
         raise ConfigError(f"source={found.folder} does not say what it is for; give its base with base=PATH")
@@ -149,9 +142,7 @@ def check_named_base(found: AdapterFolder, parts: Parts, base: str, key: str) ->
     that the folder names are compared, and a base that it names, and that cannot be compared, is named in a warning.
 
     Args:
-        found: the adapter's folder.
-        parts: the base model that is used.
-        base: its folder or hub name.
+        base: folder or hub name of the base model.
         key: configuration key that names the base model, for messages.
 
     Raises:
@@ -178,8 +169,8 @@ def check_named_base(found: AdapterFolder, parts: Parts, base: str, key: str) ->
 
 
 def said_types(found: AdapterFolder) -> dict[str, str]:
-    """Return the type of language model, such as qwen2, of a LoRA adapter's base model, by the place in the adapter's
-    folder that says it."""
+    """Return the types of language model, such as qwen2, that a LoRA adapter's folder names for its base, by the place
+    that names it."""
     said = {}
     mapping = found.settings.get("auto_mapping")
     library = str(mapping.get("parent_library") or "").split(".") if isinstance(mapping, dict) else []
@@ -197,8 +188,8 @@ def said_types(found: AdapterFolder) -> dict[str, str]:
 
 
 def type_of_language(raw: dict[str, Any]) -> str:
-    """Return the type of the language model in a config.json, which may be that of a whole model or of the original
-    LLaVA (llava_llama); empty if it says none."""
+    """Return the type of the language model in a config.json, also of a whole model or the original LLaVA
+    (llava_llama); empty if it says none."""
     text = raw.get("text_config")
     kind = (text if isinstance(text, dict) else raw).get("model_type") or ""
     return str(kind).removeprefix("llava_") if is_original(raw) else str(kind)
@@ -211,16 +202,9 @@ def is_whole(folder: Path) -> bool:
 
 
 def find_tower(raw: dict, folder: Path) -> str:
-    """Return the folder or hub name of the vision tower that a config.json of the original LLaVA names. A relative name
-    is also looked up next to the model's folder.
-
-    Args:
-        raw: content of config.json.
-        folder: the model's folder, which contains config.json.
-
-    Raises:
-        ConfigError: the vision tower is not on this machine, and its name is not a hub name.
-    """
+    """Return the folder or hub name of the vision tower that a config.json of the original LLaVA (content `raw`) names.
+    A relative name is also looked up next to the model's folder. Raises ConfigError if the tower is not on this machine
+    and its name is not a hub name."""
     name = str(raw.get("mm_vision_tower") or raw.get("vision_tower") or "")
     if (folder / TOWER / "config.json").is_file() or (name and Path(name).is_dir()):
         return name

@@ -29,11 +29,7 @@ the folder is a run without an export, so they cannot import it."""
 
 def projector_cure(run: Path, find_parts: FindParts) -> str:
     """Return how a training can begin with the projector that a run without an export has saved, as a text that follows
-    the text of `lacking_export`; empty if the only way is what that text says.
-
-    Args:
-        run: the run's output folder.
-    """
+    that of `lacking_export`; empty if the only way is what that text says."""
     if not has_saved(run):
         return nothing_saved(run)
     try:
@@ -51,13 +47,9 @@ def projector_cure(run: Path, find_parts: FindParts) -> str:
 
 
 def whole_cure(run: Path, key: str, find_parts: FindParts) -> str:
-    """Return how the whole model that a run without an export has saved can be read, as a text that follows the text of
-    `lacking_export`; empty if the only way is what that text says.
-
-    Args:
-        run: the run's output folder.
-        key: the setting that names the run, such as model.checkpoint.
-    """
+    """Return how the whole model that a run without an export has saved can be read, as a text that follows that of
+    `lacking_export`; empty if the only way is what that text says. `key` is the setting that names the run, such as
+    model.checkpoint."""
     if not has_saved(run):
         return nothing_saved(run)
     return f"{or_also(run)}{way_to_whole(run, run, f'{run}_model', key, find_parts)}"
@@ -68,8 +60,7 @@ def way_to_whole(run: Path, source: Path, to: str, key: str, find_parts: FindPar
     command, and how its adapters can go on.
 
     Args:
-        run: the run's output folder.
-        source: that folder, or a checkpoint or the adapter in it.
+        source: the run, or a checkpoint or the adapter in it.
         to: the folder to write.
         key: the setting, such as model.checkpoint.
     """
@@ -106,11 +97,7 @@ def has_saved(run: Path) -> bool:
 
 def open_run(run: Path, find_parts: FindParts) -> tuple[Llava, Config]:
     """Return the model that a run has trained, on the meta device, without its adapters, and the run's configuration.
-
-    Raises:
-        ConfigError: the run's config.yaml cannot be read.
-        ModelError: a part of the model is missing.
-    """
+    Raises ConfigError if its config.yaml cannot be read, and ModelError if a part of the model is missing."""
     path = run / "config.yaml"
     if not path.is_file():
         raise ConfigError(f"{path} is missing")

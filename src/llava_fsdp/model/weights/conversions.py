@@ -49,9 +49,7 @@ class ConvertedTensor:
     """A model's parameter whose values are converted, when they are read, from one or several tensors in files."""
 
     lazy: LazyTensor
-    """The conversion, which reads the files."""
     parts: list[StoredTensor]
-    """The tensors in files."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -62,8 +60,7 @@ class ConvertedTensor:
         return reduce(torch.promote_types, [part.dtype for part in self.parts])
 
     def rows(self, begin: int, end: int) -> torch.Tensor:
-        """Read rows [begin, end) of dimension 0 of a parameter whose values are converted from tensors in files. Only
-        the parts of the files that contain these values are read."""
+        """Read rows [begin, end) of dimension 0, and only those parts of the files that contain these values."""
         return self.lazy.rows(begin, end).to(self.dtype)
 
     def part(self, box: Box) -> torch.Tensor:
@@ -73,14 +70,13 @@ class ConvertedTensor:
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """Where in files the weights of one of transformers' models are. The function `plan_load` makes it.
+    """Where in files the weights of one of transformers' models are, as `plan_load` finds it.
 
     Attributes:
-        sources: from what the values of parameters and buffers are read, by their names in the model. A tied parameter
-            is listed under each of its names.
+        sources: from what parameters and buffers are read, by their names in the model; a tied parameter has each of
+            its names.
         unused: names of tensors in the files that the model has no parameter for, as transformers renames them.
-        misshapen: (shape in the files, shape in the model), by parameter name, if the two differ. These parameters are
-            not in `sources`.
+        misshapen: (shape in the files, shape in the model), by parameter name. These parameters are not in `sources`.
         model: the model, on the meta device. Its parameters have been replaced; only its modules may be used.
     """
 
@@ -91,9 +87,8 @@ class LoadPlan:
 
 
 def language_model_of(config: PretrainedConfig) -> PreTrainedModel:
-    """Build transformers' language model with its output layer for a configuration, on the meta device. If the
-    configuration is that of a vision-language model, build the vision-language model, which contains the language
-    model."""
+    """Build transformers' language model with its output layer on the meta device; for the configuration of a
+    vision-language model, the whole vision-language model."""
     return on_meta(AutoModelForImageTextToText if is_vision_language_model(config) else AutoModelForCausalLM, config)
 
 
@@ -112,22 +107,15 @@ def whole_model_of(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def on_meta(kind: Any, config: PretrainedConfig) -> PreTrainedModel:
-    """Build a model on the meta device with one of transformers' auto classes (`kind`). Raises ModelError if
-    transformers cannot build it."""
+    """Build a model on the meta device with one of transformers' auto classes. Raises ModelError if transformers
+    cannot."""
     with torch.device("meta"), foreign(f"transformers cannot build a {config.model_type} model"):
         return kind.from_config(copy.deepcopy(config), dtype=torch.float32, trust_remote_code=False)
 
 
 def names_of_parts(model: Any) -> dict[str, str]:
-    """Return which prefix of parameter names in transformers' model corresponds to which prefix in llava_fsdp's model,
-    for the output layer and for the rest of the language model: {transformers' prefix: llava_fsdp's prefix}.
-
-    Args:
-        model: one of transformers' language models or vision-language models.
-
-    Raises:
-        ModelError: the model has no language model with an output layer.
-    """
+    """Return {prefix of parameter names in transformers' model: prefix in llava_fsdp's} for the output layer and for
+    the rest of the language model. Raises ModelError if the model has no language model with an output layer."""
     head = model.get_output_embeddings()
     path = next((path for path, module in model.named_modules() if module is head), None)
     if path is None:
@@ -136,15 +124,8 @@ def names_of_parts(model: Any) -> dict[str, str]:
 
 
 def place_of(model: nn.Module, part: PretrainedConfig) -> str:
-    """Return the prefix of the parameter names of a language model or vision tower inside a larger model.
-
-    Args:
-        model: the larger model.
-        part: the configuration of the language model or vision tower.
-
-    Raises:
-        ModelError: the larger model has no submodule of transformers' class for this configuration.
-    """
+    """Return the prefix of the parameter names of a language model or vision tower inside a larger model. Raises
+    ModelError if the larger model has no submodule of transformers' class for this configuration."""
     kind = MODEL_MAPPING.get(type(part), None)
     path = next((path for path, module in model.named_modules() if kind is not None and type(module) is kind), None)
     if not path:
@@ -176,15 +157,8 @@ def plan_with_all_rows(
     tensors: Mapping[str, StoredTensor],
     folder: Path,
 ) -> LoadPlan:
-    """Find where in files the weights of one of transformers' models are. The embeddings and the output layer in the
-    files may have more rows than the configuration's vocabulary.
-
-    Args:
-        build: builds transformers' model for a configuration, on the meta device.
-        config: the model's configuration.
-        tensors: the tensors in the files, by their names in the files.
-        folder: the folder of the files, for error messages.
-    """
+    """Find the same as `plan_load`, for files whose embeddings and output layer may have more rows than the
+    configuration's vocabulary."""
     plan = plan_load(lambda: build(config), tensors, folder)
     vocabulary = config.get_text_config().vocab_size
     shapes = list(plan.misshapen.values())
@@ -201,12 +175,8 @@ def plan_with_all_rows(
 
 
 def tied_weights(model: Any) -> tuple[str, str] | None:
-    """Return the names of the weights of the output layer and of the embeddings of one of transformers' models, if its
-    class ties them; else None. The class decides by `tie_word_embeddings` in one of the parts of its configuration.
-
-    Args:
-        model: a language model or a vision-language model, which may be on the meta device.
-    """
+    """Return the names of the weights of the output layer and of the embeddings, if transformers' class ties them; else
+    None. The class decides by `tie_word_embeddings` in one of the parts of its configuration."""
     head = model.get_output_embeddings()
     path = next((path for path, module in model.named_modules() if module is head and head is not None), None)
     for one, other in model.all_tied_weights_keys.items():
@@ -221,16 +191,9 @@ def is_tied(
     tensors: Mapping[str, StoredTensor],
     folder: Path,
 ) -> bool:
-    """Return whether the output layer of one of transformers' models has the weight of its embeddings after
-    `from_pretrained`: its configuration says so, and the files do not hold two different weights. If they do,
-    `from_pretrained` warns and keeps both.
-
-    Args:
-        build: builds the model for a configuration, on the meta device.
-        config: the model's configuration.
-        tensors: the tensors in the model's files, by their names in the files; none if it has no files.
-        folder: the folder of the files, for error messages.
-    """
+    """Return whether the output layer has the weight of the embeddings after `from_pretrained`: the configuration says
+    so, and the files do not hold two different weights. If they do, `from_pretrained` warns and keeps both. The
+    arguments are those of `plan_load`; `tensors` is empty for a model without files."""
     parts = (config, getattr(config, "text_config", None))
     if not any(getattr(part, "tie_word_embeddings", False) for part in parts):
         return False
@@ -245,16 +208,11 @@ def is_tied(
 
 
 def last_parts(name: str) -> str:
-    """Return the last two parts of a parameter's name: those of its module and of the parameter in it."""
     return ".".join(name.split(".")[-2:])
 
 
 def has_same_values(one: Any, other: Any) -> bool:
-    """Return whether two parameters have the same values in their files, a range of rows at a time.
-
-    Args:
-        one, other: the two parameters (`Stored`).
-    """
+    """Return whether two parameters (`Stored`) have the same values in their files, read a range of rows at a time."""
     if one.shape != other.shape:
         return False
     dtype = torch.promote_types(one.dtype, other.dtype)
@@ -268,17 +226,11 @@ def has_same_values(one: Any, other: Any) -> bool:
 def converted(
     model: Any, tensors: Mapping[str, StoredTensor], folder: Path, renames: dict[str, str] | None = None
 ) -> LoadPlan:
-    """Find where in files the values of each weight of a model are, by running transformers' conversion of the files'
-    tensors without reading their values.
+    """Find the same as `plan_load` by running transformers' conversion without reading values.
 
     Args:
         model: one of transformers' models on the meta device. Its parameters are replaced.
-        tensors: the tensors in the files, by their names in the files.
-        folder: the folder of the files, for error messages.
         renames: renamings in addition to transformers' rules: pattern for names in the files -> replacement.
-
-    Raises:
-        ModelError: transformers cannot convert the files' tensors to those of the model.
     """
     reads = {name: tensor.part for name, tensor in tensors.items()}
     lazy = {name: LazyTensor(tensor.shape, [name], reads[name]) for name, tensor in tensors.items()}
@@ -311,13 +263,8 @@ def plan_save(config: PretrainedConfig, read: Callable[[str, Box], torch.Tensor]
     """Find from which parameters each tensor in the files of a saved vision-language model is made, as
     `save_pretrained` does. Return the tensors by their names in the files; they can be read lazily.
 
-    Names of vision towers contain the prefix `vision_model.`, which all releases of transformers can read.
-
-    Args:
-        config: configuration of a vision-language model.
-        read: function that reads a part of a parameter. It gets the parameter's name in llava_fsdp (the name in
-            transformers' model without the leading `model.`), and for each dimension the range [first, last) of
-            indices.
+    Names of vision towers contain the prefix `vision_model.`, which all releases of transformers can read. `read` gets
+    a parameter's name in llava_fsdp (in transformers' model without the leading `model.`), and the part to read.
     """
     model: Any = whole_model_of(config)
     left_out = {*(model._keys_to_ignore_on_save or ()), *model.all_tied_weights_keys}
@@ -333,12 +280,8 @@ def plan_save(config: PretrainedConfig, read: Callable[[str, Box], torch.Tensor]
 
 
 def check_runs(config: PretrainedConfig) -> None:
-    """Check that transformers can compute the logits of a text with a vision-language model of this configuration, by
-    running it on the meta device. Some language models return other outputs than the vision-language model expects.
-
-    Raises:
-        ModelError: transformers cannot compute the logits.
-    """
+    """Check on the meta device that transformers can compute the logits of a text with a vision-language model of this
+    configuration: some language models return other outputs than it expects. Raises ModelError if it cannot."""
     model: Any = whole_model_of(config).bfloat16()  # some kernels of mixtures of experts need 16 bits
     failing = f"transformers cannot compute logits of a {config.model_type} with these parts"
     # operations that need values raise RuntimeError on the meta device, which is no error of the model

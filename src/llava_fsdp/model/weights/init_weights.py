@@ -29,8 +29,7 @@ class Rule(Enum):
 
 @dataclass(frozen=True)
 class DrawRule:
-    """How a parameter is initialised: with ones, with zeros, or from a normal or uniform distribution of a given
-    scale."""
+    """How a parameter is initialised."""
 
     rule: Rule
     scale: float = 0.0
@@ -52,8 +51,7 @@ class Drawn:
         return torch.float32
 
     def rows(self, begin: int, end: int) -> torch.Tensor:
-        """Generate the random initial values of a whole parameter, and return rows [begin, end) of dimension 0,
-        float32."""
+        """Generate the whole parameter, and return rows [begin, end) of dimension 0, float32."""
         generator = torch.Generator().manual_seed(derive("weight", self.seed, self.name))
         whole = torch.empty(self.shape)
         match self.rule.rule:
@@ -84,11 +82,9 @@ SCALES = {"vision_tower": Scale(0.2, 0.3), "language_model": Scale(0.5, 1.0), "l
 
 
 def draw_rule(model: nn.Module, name: str) -> DrawRule:
-    """Choose how the parameter `name` of a model is initialised: norms as the identity, biases with 0, and matrices
-    with a standard deviation proportional to 1 / sqrt(fan-in).
-
-    The projector is initialised like `nn.Linear`, as in LLaVA (multimodal_projector/builder.py:39-44).
-    """
+    """Choose how the parameter `name` is initialised: norms as the identity, biases with 0, matrices with a standard
+    deviation proportional to 1 / sqrt(fan-in), and the projector like `nn.Linear`, as in LLaVA
+    (multimodal_projector/builder.py:39-44)."""
     parent = model.get_submodule(name.rpartition(".")[0])
     shape = weight_shape(model, name)
     part = name.partition(".")[0]
@@ -107,13 +103,10 @@ def draw_rule(model: nn.Module, name: str) -> DrawRule:
 
 def computed_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the buffers of a meta-device model that transformers computes (rotary frequencies, position ids), on the
-    CPU, by name.
+    CPU, by name. The children of the model that have such buffers must be transformers' models.
 
-    These buffers are in no file, and they are uninitialised after a meta-device model is materialised. transformers
-    computes them in `_init_weights`, which is called here on copies of the modules that have such buffers.
-
-    Args:
-        model: a model whose children with such buffers are transformers' models.
+    These buffers are in no file, and are uninitialised after a meta-device model is materialised. transformers computes
+    them in `_init_weights`, which is called here on copies of the modules that have such buffers.
     """
     buffers: dict[str, torch.Tensor] = {}
     for part_name, part in model.named_children():
@@ -131,17 +124,9 @@ def computed_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def recomputed(part: PreTrainedModel, module: nn.Module, names: list[str]) -> dict[str, torch.Tensor]:
-    """Compute buffers of a module with transformers' `_init_weights`, on the CPU, and return them by name. This is done
-    twice, from different initial values, to prove that `_init_weights` sets all of these buffers.
-
-    Args:
-        part: the transformers model that contains the module.
-        module: a module on the meta device; it is not changed.
-        names: names of the buffers in the module.
-
-    Raises:
-        ModelError: `_init_weights` does not set a buffer.
-    """
+    """Compute the named buffers of a meta-device module with the `_init_weights` of its transformers model `part`, on
+    the CPU. This is done twice, from different initial values, to prove that `_init_weights` sets all of them. Raises
+    ModelError if it does not."""
     results = []
     for filling in (1, 2):
         twin = copy.deepcopy(module).to_empty(device="cpu")

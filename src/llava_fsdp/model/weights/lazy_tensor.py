@@ -20,14 +20,12 @@ aten = torch.ops.aten
 
 
 class LazyTensor(torch.Tensor):
-    """A tensor that has a shape, but no values in memory.
-
-    It claims to be float32 on the CPU, whatever dtype the files have, so that transformers' conversions do not cast it.
-    Values that are read have the dtype of the files.
+    """A tensor that has a shape, but no values in memory. It claims to be float32 on the CPU, whatever dtype the files
+    have, so that transformers' conversions do not cast it. Values that are read have the dtype of the files.
 
     Attributes:
         sources: names of the tensors in files from which its values are made, in order, each once.
-        read: function that reads a part of its values, given for each dimension the range [first, last) of indices.
+        read: function that reads a part of its values.
     """
 
     sources: tuple[str, ...]
@@ -59,13 +57,12 @@ class LazyTensor(torch.Tensor):
         return compute_later(func, args, kwargs, shapes) if result is NotImplemented else result
 
     def rows(self, begin: int, end: int) -> torch.Tensor:
-        """Read rows [begin, end) of dimension 0 of a tensor whose values are not in memory, or the value of a
-        scalar."""
+        """Read rows [begin, end) of dimension 0, or the value of a scalar."""
         return self.read(((begin, end), *whole(self.shape[1:])) if self.ndim else ())
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """Return the ranges [first, last) of indices, one for each dimension, that cover a whole tensor of this shape."""
+    """Return the box that covers a whole tensor of this shape."""
     return tuple((0, size) for size in shape)
 
 
@@ -74,8 +71,7 @@ def same(x: LazyTensor, *_: Any, **__: Any) -> LazyTensor:
 
 
 def part(x: LazyTensor, dim: int, begin: int, end: int) -> LazyTensor:
-    """Return a LazyTensor (a tensor whose values are read later) of the indices [begin, end) of dimension `dim` of
-    `x`."""
+    """Return a LazyTensor of the indices [begin, end) of dimension `dim` of `x`."""
 
     def read(box: Box) -> torch.Tensor:
         first, last = box[dim]
@@ -132,12 +128,7 @@ def cat(tensors: Sequence[LazyTensor], dim: int = 0) -> Any:
 
 def nonempty(read: Read, like: LazyTensor) -> Read:
     """Extend a function that reads a part of a tensor to parts without elements, for which it may have no values to
-    concatenate.
-
-    Args:
-        read: the function. It gets for each dimension the range [first, last) of indices.
-        like: a tensor that has the dtype of the values that are read.
-    """
+    concatenate. `like` has the dtype of the values."""
 
     def read_any(box: Box) -> torch.Tensor:
         if all(first < last for first, last in box):
@@ -191,15 +182,11 @@ def view(x: LazyTensor, shape: Sequence[int], *_: Any, **__: Any) -> LazyTensor:
 
 
 def read_view(x: LazyTensor, shape: Sequence[int], box: Box) -> torch.Tensor:
-    """Read a part of `x.view(shape)`, and as few other values of `x` as possible.
+    """Read the part `box` of `x.view(shape)`, and as few other values of `x` as possible.
 
     No other values are read if the shapes differ only in dimensions of size 1. If the shapes have equal leading
     dimensions, the part is read in full in all later dimensions. Otherwise all rows of `x` that contain values of the
     part are read.
-
-    Args:
-        x: a tensor whose values are not in memory.
-        box: the part: for each dimension of `shape`, the range [first, last) of indices.
     """
     sizes = [last - first for first, last in box]
     if [size for size in shape if size != 1] == [size for size in x.shape if size != 1]:
@@ -222,13 +209,8 @@ def read_view(x: LazyTensor, shape: Sequence[int], box: Box) -> torch.Tensor:
 
 
 def on_meta(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run a torch operation on the meta device, with meta tensors of the same shapes and dtypes instead of its tensor
-    arguments. Return its results, which have shapes but no values.
-
-    Args:
-        func: the operation, such as torch.ops.aten.cat.default.
-        args, kwargs: the operation's arguments.
-    """
+    """Run a torch operation with meta tensors instead of its tensor arguments. Return its results, which have shapes
+    but no values."""
 
     def moved(value: Any) -> Any:
         return torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, torch.Tensor) else value
@@ -238,15 +220,9 @@ def on_meta(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def compute_later(func: Any, args: Any, kwargs: Any, shapes: Any) -> Any:
-    """Return the results of a torch operation on LazyTensors (tensors whose values are read later), as LazyTensors:
-    whenever a part of a result is read, all of the operation's inputs are read and the whole operation is computed.
-    Used for operations that compute new values; those that only move values are read in parts.
-
-    Args:
-        func: the operation, such as torch.ops.aten.mul.Tensor.
-        args, kwargs: the operation's arguments.
-        shapes: the operation's results on the meta device.
-    """
+    """Return the results of a torch operation on LazyTensors, as LazyTensors: whenever a part of a result is read, all
+    inputs are read and the whole operation is computed. Used for operations that compute new values. `shapes` are the
+    results on the meta device."""
 
     def in_memory(value: Any) -> Any:
         return value.read(whole(value.shape)) if isinstance(value, LazyTensor) else value
@@ -275,5 +251,5 @@ OPERATIONS: dict[Any, Callable[..., Any]] = {
     aten.unsqueeze: unsqueeze, aten.squeeze: squeeze, aten.slice: slice_of, aten.select: select, aten.unbind: unbind,
     aten.split: split, aten.split_with_sizes: split,
 }  # fmt: skip
-"""Operations that only move values -> functions that record them. Such a function returns NotImplemented for arguments
-that it does not support."""
+"""Operations that only move values -> functions that record them, or return NotImplemented for unsupported
+arguments."""

@@ -1,5 +1,9 @@
 """Load the weights of a sharded model, from files or randomly initialised: each rank reads only its own part, one
-parameter at a time. Compute hashes of weights, by which a resumed run recognizes them."""
+parameter at a time. Compute digests (hashes of the values) of weights, by which a resumed run recognizes them.
+
+The argument `tensors` of functions has the tensors of a folder's files by their names there; results have llava_fsdp's
+parameter names.
+"""
 
 import hashlib
 import json
@@ -53,8 +57,8 @@ DIGESTED_BYTES = 16 << 20
 
 
 class Shard(Protocol):
-    """Protocol of a rank's shard of one parameter: the rows [begin, end) of dimension 0, a range of their columns, and
-    the tensors that contain their values."""
+    """Protocol of a rank's shard of one parameter: the rows [begin, end) of dimension 0, and a range of their
+    columns."""
 
     @property
     def begin(self) -> int: ...
@@ -69,19 +73,16 @@ class Shard(Protocol):
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All tensors that contain the values of a rank's shard of a parameter, such as the fp32 master weight and its
-        copy in the compute dtype."""
+        """All tensors that hold the shard's values, such as the fp32 master weight and its copy in the compute
+        dtype."""
         ...
 
 
 def find_weights(model: Llava, parts: Parts, cfg: ModelConfig, projector: Path | None, seed: int) -> dict[str, Stored]:
     """Find from where the initial values of every parameter of a meta-device model are read: tensors in files, or a
-    random distribution. Return these sources by parameter name.
+    random distribution.
 
     Args:
-        model: the model.
-        parts: folders of the language model and the vision tower, or of a whole LLaVA model.
-        cfg: the section `model` of the configuration.
         projector: folder or file of the projector; None: the projector is initialised randomly, unless it is part of
             `model.checkpoint` or of the adapter's files.
         seed: seed of the random initialisation.
@@ -138,12 +139,8 @@ def find_weights(model: Llava, parts: Parts, cfg: ModelConfig, projector: Path |
 
 
 def missing(name: str, parts: Parts, projector: Path | None) -> ModelError:
-    """Return the error to raise if the parameter `name` is in no file.
-
-    Args:
-        parts: folders of the language model and the vision tower, or of a whole LLaVA model.
-        projector: folder or file of the projector, if it is separate.
-    """
+    """Return the error to raise if the parameter `name` is in no file. `projector` is the projector's path, if
+    separate."""
     if name == "lm_head.weight":
         return ModelError(
             f"{parts.whole or parts.language_folder} has no weights for {name}, its output layer; if this is to have "
@@ -167,14 +164,12 @@ def missing(name: str, parts: Parts, projector: Path | None) -> ModelError:
 def adapter_sources(
     model: nn.Module, base: dict[str, Stored], given: dict[str, Stored], seed: int
 ) -> dict[str, Stored]:
-    """Find from where the initial values of the parameters of a model's LoRA adapters are read: tensors in files, or
-    peft's initial values. Return these sources by parameter name.
+    """Find from where the initial values of the parameters of a model's LoRA adapters are read.
 
     Args:
-        model: the model with adapters.
-        base: sources of the parameters that do not belong to adapters, by parameter name.
-        given: stored parameters of an adapter whose training is continued, by parameter name. Adapter parameters that
-            are not among them get peft's initial values.
+        base: sources of the parameters that do not belong to adapters.
+        given: stored parameters of an adapter whose training is continued. Adapter parameters that are not among them
+            get peft's initial values.
         seed: seed of the random initialisation.
 
     Raises:
@@ -203,14 +198,8 @@ def adapter_sources(
 
 
 def vision_tower(tensors: Mapping[str, StoredTensor], parts: Parts, model: nn.Module) -> dict[str, Stored]:
-    """Find the parameters of the vision tower in the files of its folder, which may also contain a whole CLIP, SigLIP
-    or vision-language model. Return the stored parameters by llava_fsdp's names.
-
-    Args:
-        tensors: the tensors in the folder's files, by their names in the files.
-        parts: the vision tower's folder and configuration.
-        model: llava_fsdp's model.
-    """
+    """Find the parameters of the vision tower in its folder, which may contain a whole CLIP, SigLIP or vision-language
+    model."""
     folder = parts.vision_folder
     config = read_config(folder, "model.vision")
     if not is_vision_language_model(config):
@@ -223,16 +212,8 @@ def vision_tower(tensors: Mapping[str, StoredTensor], parts: Parts, model: nn.Mo
 def language_model(
     tensors: Mapping[str, StoredTensor], config: PretrainedConfig, folder: Path, model: nn.Module
 ) -> dict[str, Stored]:
-    """Find the parameters of the language model in the files of its folder. Return the stored parameters by
-    llava_fsdp's names.
-
-    Args:
-        tensors: the tensors in the folder's files, by their names in the files.
-        config: the folder's configuration: that of a language model, or of a vision-language model, of which only the
-            language model is used.
-        folder: the folder of the files, for messages.
-        model: llava_fsdp's model.
-    """
+    """Find the parameters of the language model in its folder, whose configuration may be that of a vision-language
+    model."""
     plan = plan_load(lambda: language_model_of(config), tensors, folder)
     unused = [] if is_vision_language_model(config) else [name for name in plan.unused if not COMPUTED.search(name)]
     if unused:
@@ -244,16 +225,9 @@ def language_model(
 
 
 def whole_model(parts: Parts, model: nn.Module) -> dict[str, Stored]:
-    """Find all parameters of a LLaVA model (vision tower, projector and language model) in the files of its folder
-    `parts.whole`. Return the stored parameters by llava_fsdp's names. If this folder has no vision tower, the vision
-    tower's parameters are in `parts.vision_folder`.
-
-    Args:
-        model: llava_fsdp's model.
-
-    Raises:
-        ModelError: the folder has a tensor that is no parameter of this model.
-    """
+    """Find all parameters of a LLaVA model in its folder `parts.whole`; those of the vision tower in
+    `parts.vision_folder`, if the former has none. Raises ModelError if the folder has a tensor that is no parameter of
+    this model."""
     folder = parts.whole
     assert folder is not None
     tensors = open_tensors(folder)
@@ -267,15 +241,7 @@ def whole_model(parts: Parts, model: nn.Module) -> dict[str, Stored]:
 def original_model(
     tensors: Mapping[str, StoredTensor], parts: Parts, folder: Path, model: nn.Module
 ) -> dict[str, Stored]:
-    """Find all parameters of a LLaVA model in the files of a folder of the original LLaVA. Return the stored parameters
-    by llava_fsdp's names.
-
-    Args:
-        tensors: the tensors in the folder's files, by their names in the files.
-        parts: configurations of the language model and the vision tower, and the folder of the vision tower.
-        folder: the folder of the files.
-        model: llava_fsdp's model.
-    """
+    """Find all parameters of a LLaVA model in a folder of the original LLaVA."""
     found: dict[str, Stored] = {}
     tower: dict[str, StoredTensor] = {}
     language: dict[str, StoredTensor] = {}
@@ -307,7 +273,6 @@ def by_our_names(plan: LoadPlan, prefixes: dict[str, str], model: nn.Module, fol
         plan: where in files the parameters of one of transformers' models are.
         prefixes: prefix of names in transformers' model -> prefix of names in llava_fsdp's model. The first one that
             fits is used; parameters to which none fits are left out.
-        model: llava_fsdp's model.
         folder: the folder of the files, for error messages.
 
     Raises:
@@ -333,19 +298,14 @@ def by_our_names(plan: LoadPlan, prefixes: dict[str, str], model: nn.Module, fol
 
 
 def parameter_names(model: nn.Module) -> set[str]:
-    """Return the names of all parameters of a model, as they are without LoRA adapters; tied parameters with each of
-    their names."""
+    """Return the names of all parameters as they are without LoRA adapters; tied parameters with each of their
+    names."""
     return {without_base(name) for name, _ in model.named_parameters(remove_duplicate=False)}
 
 
 def refuse_unused(names: list[str], folder: Path) -> None:
-    """Raise ModelError if files contain tensors that the model has no parameter for, except buffers that are computed
-    and not loaded.
-
-    Args:
-        names: names of the tensors in files that the model has no parameter for.
-        folder: the folder of the files, for the message.
-    """
+    """Raise ModelError if files contain tensors that the model has no parameter for, except buffers that are
+    computed."""
     unknown = [name for name in names if not COMPUTED.search(name)]
     if unknown:
         raise ModelError(
@@ -355,12 +315,8 @@ def refuse_unused(names: list[str], folder: Path) -> None:
 
 
 def projector_alone(path: Path) -> dict[str, Stored]:
-    """Open the projector's tensors in a file or folder, which contains a projector or a whole LLaVA model. Return them
-    by llava_fsdp's parameter names.
-
-    Raises:
-        ModelError: the projector was trained together with rows of the token embeddings (LLaVA's mm_use_im_start_end).
-    """
+    """Open the projector's tensors in a file or folder, which contains a projector or a whole LLaVA model. Raises
+    ModelError if it was trained together with rows of the token embeddings (LLaVA's mm_use_im_start_end)."""
     tensors = open_tensors(path, projector_only=True)
     named = {projector_name(name): tensor for name, tensor in tensors.items()}
     others = sorted(name for name in tensors if projector_name(name) is None)
@@ -370,14 +326,9 @@ def projector_alone(path: Path) -> dict[str, Stored]:
 
 
 def check_projector_names(names: Collection[str], model: Llava, what: str) -> None:
-    """Raise ModelError if files hold a projector of another type than the model has.
-
-    Args:
-        names: names of the stored parameters. Those that are not the projector's are left out; nothing is checked if
-            none is.
-        model: the model.
-        what: the setting that names the files, for the message.
-    """
+    """Raise ModelError if files hold a projector of another type than the model has. Parameters that are not a
+    projector's are left out; nothing is checked if no other is left. `what` is the setting that names the files, for
+    the message."""
     got = {name for name in names if name.startswith(PROJECTOR_PREFIX)}
     wanted = {name for name in parameter_names(model) if name.startswith(PROJECTOR_PREFIX)}
     if not got or got == wanted:
@@ -396,14 +347,8 @@ def check_projector_names(names: Collection[str], model: Llava, what: str) -> No
 
 
 def check_shape(name: str, expected: tuple[int, ...], stored: Stored, may_have_more_rows: bool) -> None:
-    """Raise ModelError if a parameter in a file has not the shape that the model needs.
-
-    Args:
-        name: the parameter's name, for the message.
-        expected: the shape that the model needs.
-        stored: the parameter in the file.
-        may_have_more_rows: whether dimension 0 may be larger in the file.
-    """
+    """Raise ModelError if a parameter in a file has not the shape that the model needs; dimension 0 may be larger with
+    `may_have_more_rows`."""
     got = stored.shape
     if got == expected or (may_have_more_rows and got[:1] > expected[:1] and got[1:] == expected[1:]):
         return
@@ -414,13 +359,11 @@ def check_shape(name: str, expected: tuple[int, ...], stored: Stored, may_have_m
 
 
 def fingerprint(model: nn.Module, digests: Mapping[str, str]) -> str:
-    """Return a hash of the names and shapes of all parameters of a model, and of the values of its frozen parameters.
+    """Return a hash of the names and shapes of all parameters of a model, and of the values of its frozen parameters,
+    given the digests of the latter.
 
     When a run resumes, the hash shows whether the frozen parameters are still the same; the trained parameters are in
     the checkpoint. A quantized parameter is represented by its values before quantization.
-
-    Args:
-        digests: digests (hashes of the values) of the frozen parameters, by name.
     """
     whole = hashlib.sha256()
     for name, parameter in model.named_parameters():
@@ -434,8 +377,7 @@ def base_fingerprint(digests: Mapping[str, str], apart: Collection[str]) -> str:
     adapter.
 
     Args:
-        digests: digests (hashes of the values) of the base model's weights, by their names in the model with or without
-            adapters.
+        digests: of the base model's weights, by their names in the model with or without adapters.
         apart: names of the weights that are saved with the adapter.
     """
     without = {without_base(name) for name in apart}
@@ -452,12 +394,10 @@ def frozen_digests(
     gather: Callable[[list[tuple[str, str]]], list[tuple[str, str]]] = list,
     watch: Callable[[Iterable[str]], Iterable[str]] = iter,
 ) -> dict[str, str]:
-    """Compute the digests (hashes of the values) of all frozen parameters of a model, by name. Each of `size` ranks
-    computes the digests of some of them.
+    """Compute the digests of all frozen parameters of a model, by name. Each of `size` ranks computes some of them.
 
     Args:
-        sources: where the parameters' values are read from, by parameter name.
-        rank: the number of this rank.
+        sources: where the parameters' values are read from.
         gather: returns the (name, digest) pairs of all ranks, given those of this rank.
         watch: wraps the iteration over this rank's names, to show progress: a frozen 13B model has 26 GB.
     """
@@ -470,13 +410,8 @@ def frozen_digests(
 
 
 def digest_of(source: Stored, shape: tuple[int, ...]) -> str:
-    """Return the SHA-256 of a parameter's values, read from its source. If the parameter is randomly initialised,
-    return a text with its distribution and seed instead.
-
-    Args:
-        source: the parameter in a file, or its random distribution.
-        shape: the parameter's shape; further rows in the file are left out.
-    """
+    """Return the SHA-256 of a parameter's values; if it is randomly initialised, a text with its distribution and seed.
+    Rows of a file beyond `shape` are left out."""
     if isinstance(source, Drawn):
         return f"{source.rule.rule.value} {source.rule.scale!r} {source.seed}"
     digest = hashlib.sha256(str(source.dtype).encode())
@@ -500,8 +435,6 @@ def load_weights(
     columns. A weight that will be quantized is read whole, because its scales depend on the whole weight.
 
     Args:
-        sources: where the values are read from, by parameter name.
-        shards: this rank's shards, by parameter name.
         watch: wraps the iteration over parameter names, to show progress.
         packed: quantized layers, by the names of their weights; None: no weight is quantized.
 
@@ -524,15 +457,8 @@ def load_weights(
 
 
 def check_values(name: str, source: Stored, values: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    """Raise ModelError if values that were read for a parameter are not finite, or too large for a tensor that they
-    will be copied into. The values are in memory, so that the file is not read again.
-
-    Args:
-        name: the parameter's name.
-        source: from what the values were read, for the message.
-        values: the values, in a floating-point dtype.
-        tensors: the tensors that they will be copied into.
-    """
+    """Raise ModelError if values that were read for a parameter are not finite, or too large for one of the tensors
+    that they will be copied into. The values are in memory, so that the file is not read again."""
     if isinstance(source, Drawn) or not values.numel():
         return
     least, most = (float(end) for end in values.aminmax())  # both are NaN if a value is

@@ -74,20 +74,12 @@ class Packing:
 
 
 class QuantizedLinear(nn.Module):
-    """Linear layer with a quantized weight. The bits of the weight are a tensor [elements, 1] of the compute dtype; the
-    scales and offsets with which it is dequantized are buffers."""
+    """Linear layer with a quantized weight: a tensor [elements, 1] of the compute dtype, which holds the bits, and
+    buffers with the scales and offsets."""
 
     def __init__(self, linear: nn.Linear, cfg: QuantizeConfig, dtype: torch.dtype):
-        """Create the quantized layer that replaces a linear layer; its weight is not quantized yet.
-
-        Args:
-            linear: the layer to replace, on the meta device; its bias is kept.
-            cfg: the section `model.quantize` of the configuration, such as the number of bits.
-            dtype: the compute dtype.
-
-        Raises:
-            ValueError: the bits of the weight do not fill whole elements of `dtype`.
-        """
+        """Create the layer that replaces a meta-device linear layer; its bias is kept, its weight is not quantized yet.
+        `dtype` is the compute dtype. Raises ValueError if the bits of the weight do not fill whole elements of it."""
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.packing = Packing(cfg.mode, cfg.double, linear.out_features, linear.in_features)
@@ -107,26 +99,21 @@ class QuantizedLinear(nn.Module):
 
     @property
     def statistics(self) -> list[torch.Tensor]:
-        """The buffers (such as scales) with which the layer's weight is dequantized, in the order of
-        `Packing.statistics`."""
+        """The buffers with which the weight is dequantized, in the order of `Packing.statistics`."""
         return [getattr(self, name) for name in self.packing.statistics]
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Shape of a quantized layer's weight before quantization, (out_features, in_features)."""
+        """Shape of the weight before quantization, (out_features, in_features)."""
         return self.out_features, self.in_features
 
     @torch.no_grad()
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
-        """Quantize a weight on the device of this layer's buffers, and set the buffers (such as scales) with which it
-        is dequantized.
+        """Quantize a weight on the device of this layer's buffers, and set the buffers. Return its bits with the shape
+        and dtype of this layer's parameter.
 
-        Args:
-            weight: [out_features, in_features], on any device and in any dtype. Before it is quantized, it is rounded
-                to the compute dtype.
-
-        Returns:
-            The bits of the quantized weight, with the shape and dtype of this layer's parameter.
+        The weight is [out_features, in_features], on any device and in any dtype; it is first rounded to the compute
+        dtype.
         """
         assert tuple(weight.shape) == self.shape, f"{tuple(weight.shape)} is not {self.shape}"
         dtype = self.weight.dtype
@@ -138,8 +125,8 @@ class QuantizedLinear(nn.Module):
 
     @torch.no_grad()
     def draw_scales(self, scale: float) -> None:
-        """Fill the buffers of a quantized layer so that a packed weight of any bits is dequantized to values between
-        -`scale` and `scale`. Used with random bits, when only shapes and memory matter."""
+        """Fill the buffers so that any bits are dequantized to values between -`scale` and `scale`. Used with random
+        bits, when only shapes and memory matter."""
         for name, tensor in zip(self.packing.statistics, self.statistics, strict=True):
             is_scale = name in ("scales", "offset") or (name == "absmax" and not self.packing.double)
             tensor.fill_(scale if is_scale else 0)
@@ -172,16 +159,14 @@ class UnpackedProduct(torch.autograd.Function):
 
 
 def packed_of(packing: Packing, weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Quantize the weight of a linear layer. Return its bits, and the statistics (such as scales) that are needed to
-    dequantize it.
+    """Quantize the weight of a linear layer.
 
     Args:
-        packing: the format of the result.
         weight: [out_features, in_features], in the compute dtype.
         dtype: dtype of the tensor in which the bits are returned.
 
     Returns:
-        The bits as a tensor [elements, 1], and the statistics in the order of `Packing.statistics`.
+        The bits as a tensor [elements, 1], and the statistics (such as scales) in the order of `Packing.statistics`.
 
     Raises:
         ModelError: with int8, a value is beyond the range of fp16 or not finite.
@@ -212,14 +197,8 @@ def packed_of(packing: Packing, weight: torch.Tensor, dtype: torch.dtype) -> tup
 
 
 def unpacked(packing: Packing, packed: torch.Tensor, statistics: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Dequantize the weight of a linear layer: return it as [out_features, in_features], in the dtype of the tensor
-    that holds its bits.
-
-    Args:
-        packing: the format in which the weight is stored.
-        packed: the bits of the weight, [elements, 1].
-        statistics: the scales and offsets, in the order of `Packing.statistics`.
-    """
+    """Dequantize a weight, [out_features, in_features], in the dtype of the tensor [elements, 1] that holds its bits.
+    The statistics are in the order of `Packing.statistics`."""
     from bitsandbytes.functional import QuantState, dequantize_4bit
 
     shape = torch.Size((packing.out_features, packing.in_features))
@@ -242,7 +221,6 @@ def quantize_layers(model: nn.Module, names: list[str], cfg: QuantizeConfig, dty
 
     Args:
         names: full paths of the layers. If a layer has a LoRA adapter, its base layer is replaced.
-        cfg: the section `model.quantize` of the configuration.
         dtype: the compute dtype.
 
     Raises:
@@ -282,14 +260,7 @@ def weight_shape(model: nn.Module, name: str) -> tuple[int, ...]:
 
 
 def check_quantizer(cfg: QuantizeConfig, device: torch.device) -> None:
-    """Check that quantization with bitsandbytes works on this device.
-
-    Args:
-        cfg: the section `model.quantize` of the configuration.
-
-    Raises:
-        ConfigError: bitsandbytes is not installed, or does not support this device.
-    """
+    """Raise ConfigError if bitsandbytes is not installed, or does not support this device."""
     if cfg.mode is Quantizer.none:
         return
     cure = "set model.quantize.mode=none, which is LoRA over weights in full"
@@ -311,11 +282,7 @@ def check_quantizer(cfg: QuantizeConfig, device: torch.device) -> None:
 
 
 def import_bitsandbytes(mode: Quantizer) -> Any:
-    """Import bitsandbytes, which takes seconds; raise ConfigError if it is not installed.
-
-    Args:
-        mode: the format of quantized weights that needs it, for the message.
-    """
+    """Import bitsandbytes, which takes seconds; raise ConfigError, which names the mode, if it is not installed."""
     try:
         import bitsandbytes
     except ImportError as error:

@@ -31,7 +31,7 @@ CODES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file. Its values are read only when its methods `rows` and `part` are called."""
+    """A tensor in a file. Its values are read only when `rows` or `part` is called."""
 
     file: Path
     name: str
@@ -46,8 +46,7 @@ class StoredTensor:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of a tensor in a file. Raises ModelError if it is not a float of at least 16 bits, as in quantized
-        models."""
+        """Dtype of the tensor. Raises ModelError if it is not a float of at least 16 bits, as in quantized models."""
         if isinstance(self.handle, dict):
             found: Any = self.handle[self.name].dtype
         else:
@@ -58,17 +57,13 @@ class StoredTensor:
         return found
 
     def rows(self, begin: int, end: int) -> torch.Tensor:
-        """Read rows [begin, end) of dimension 0 of a tensor in a file."""
+        """Read rows [begin, end) of dimension 0."""
         if isinstance(self.handle, dict):
             return self.handle[self.name][begin:end]
         return self.handle.get_slice(self.name)[begin:end]
 
     def part(self, box: tuple[tuple[int, int], ...]) -> torch.Tensor:
-        """Read a part of a tensor in a file.
-
-        Args:
-            box: the part: for each dimension, the range [first, last) of indices.
-        """
+        """Read a part of a tensor: for each dimension, the range [first, last) of indices."""
         sizes = [last - first for first, last in box]
         if 0 in sizes:
             return torch.empty(sizes, dtype=self.dtype)
@@ -80,11 +75,7 @@ class StoredTensor:
 
 def open_tensors(path: Path, projector_only: bool = False) -> dict[str, StoredTensor]:
     """Open all tensors of a file or a model folder, by their names in the files. Values are not read yet.
-
-    Args:
-        path: the file or folder.
-        projector_only: whether to open a file with only the projector, if the folder has such a file as well as a whole
-            model.
+    `projector_only` prefers a file with only the projector to a whole model, if the folder has both.
 
     Raises:
         ModelError: there are no weights, a shard is missing, or a file cannot be read.
@@ -110,13 +101,8 @@ def require_weights(path: Path) -> Path:
 
 
 def refuse_adapter(path: Path, tensors: Mapping[str, StoredTensor]) -> None:
-    """Raise ModelError if a file that is read as a model or a projector belongs to a LoRA adapter, or was saved from
-    a model with one.
-
-    Args:
-        path: the file.
-        tensors: its tensors, by their names in the file.
-    """
+    """Raise ModelError if a file that is read as a model or a projector belongs to a LoRA adapter, or was saved from a
+    model with one."""
     if path.name.startswith(OF_ADAPTERS):
         raise ModelError(f"{path} is a file {ADAPTER_CURE}")
     name = next((name for name in tensors if name.startswith(PEFT)), None)
@@ -129,12 +115,7 @@ def refuse_adapter(path: Path, tensors: Mapping[str, StoredTensor]) -> None:
 
 def refuse_parts(path: Path, tensors: Mapping[str, StoredTensor]) -> None:
     """Raise ModelError if a file of tensors was saved from a wrapped model: one whose parameters DeepSpeed has divided
-    among ranks, or that DistributedDataParallel has renamed.
-
-    Args:
-        path: the file.
-        tensors: its tensors, by their names in the file.
-    """
+    among ranks, or that DistributedDataParallel has renamed."""
     empty = next((name for name, tensor in tensors.items() if tensor.shape == (0,)), None)
     if empty is not None:
         raise ModelError(
@@ -195,8 +176,7 @@ def open_file(path: Path) -> dict[str, StoredTensor]:
 
 
 def check_header(path: Path) -> None:
-    """Raise ModelError if the header of a safetensors file is so large that reading it would take far more memory than
-    that of any model."""
+    """Raise ModelError if the header of a safetensors file would take far more memory than that of any model."""
     try:
         with open(path, "rb") as file:
             size = int.from_bytes(file.read(8), "little")
@@ -207,11 +187,8 @@ def check_header(path: Path) -> None:
 
 
 def is_plain_archive(path: Path) -> bool:
-    """Return whether a file is a zip archive like those of torch.save, which can be memory-mapped.
-
-    Raises:
-        ModelError: the archive has compressed or duplicate entries, so that it could unpack to any size.
-    """
+    """Return whether a file is a zip archive like those of torch.save, which can be memory-mapped. Raises ModelError if
+    it has compressed or duplicate entries, so that it could unpack to any size."""
     if not zipfile.is_zipfile(path):
         return False
     with zipfile.ZipFile(path) as archive:
@@ -224,12 +201,8 @@ def is_plain_archive(path: Path) -> bool:
 
 
 def why_unreadable(path: Path, message: str) -> str:
-    """Return the error message for a file that torch.load cannot read. It names a cause that is found in torch's error
-    message, and does not repeat torch's advice to set weights_only=False.
-
-    Args:
-        message: torch's error message.
-    """
+    """Return the error message for a file that torch.load cannot read. It names the cause found in torch's message, and
+    does not repeat torch's advice to set weights_only=False."""
     code = re.search(r"GLOBAL (\S+)", message)
     if code:
         return (
@@ -243,8 +216,8 @@ def why_unreadable(path: Path, message: str) -> str:
 
 
 class Stored(Protocol):
-    """Protocol of what the values of a parameter are read from, such as a tensor in a file: any range of rows of
-    dimension 0 at a time."""
+    """Protocol of what a parameter is read from, such as a tensor in a file: any range of rows of dimension 0 at a
+    time."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...

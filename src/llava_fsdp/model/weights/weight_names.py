@@ -22,16 +22,15 @@ RENAMES: list[tuple[re.Pattern[str], str]] = [
     ]
 ]
 COMPUTED = re.compile(r"(^|\.)(position_ids|rotary_emb\.inv_freq)$")
-"""Pattern for names of buffers that need not be loaded, because they are computed; some releases of transformers save
-them with the weights."""
+"""Pattern for names of buffers that are computed and not loaded, although some releases of transformers save them."""
 ORIGINAL_TOWER = "model.vision_tower.vision_tower."
 """Prefix of the names of a vision tower's tensors in files of the original LLaVA."""
 SEQUENTIAL = re.compile(r"^mm_projector\.(\d+)\.")
 
 
 def ours(name: str) -> str:
-    """Translate the name of a tensor in a file of a whole model or a part of it (not of a LoRA adapter), in any
-    supported format, to llava_fsdp's parameter name."""
+    """Translate the name of a tensor in a file of a model or a part of it (not of a LoRA adapter), in any supported
+    format, to llava_fsdp's parameter name."""
     for pattern, replacement in RENAMES:
         if pattern.search(name):
             name = pattern.sub(replacement, name)
@@ -42,20 +41,15 @@ def ours(name: str) -> str:
 
 
 def projector_name(name: str) -> str | None:
-    """Translate the name of a tensor in a file, in any supported format, to llava_fsdp's parameter name. Return None if
-    the tensor does not belong to a projector."""
+    """Translate as `ours` does. Return None if the tensor does not belong to a projector."""
     own = ours(name)
     return own if own == "image_newline" or own.startswith("multi_modal_projector.") else None
 
 
 def original(name: str, projector_type: str) -> str:
     """Translate llava_fsdp's parameter name to the name in the original LLaVA, whose projector is a Linear, or a
-    Sequential in which every second module has weights. The original LLaVA has no projector with pixel shuffle, whose
-    parameters keep transformers' names.
-
-    Args:
-        projector_type: the model's projector, such as linear or mlp2x_gelu.
-    """
+    Sequential in which every second module has weights. It has no projector with pixel shuffle, whose parameters keep
+    transformers' names."""
     if name.startswith("language_model."):
         return name.replace("language_model.", "model.", 1)
     if name.startswith("lm_head."):
@@ -76,12 +70,8 @@ PEFT = "base_model.model."
 
 
 def in_adapter(name: str, projector_type: str) -> str:
-    """Translate llava_fsdp's parameter name to the name in LoRA adapter files of LLaVA and peft, which do not contain
-    `default`, the adapter's name in peft.
-
-    Args:
-        projector_type: the model's projector, such as linear or mlp2x_gelu.
-    """
+    """Translate llava_fsdp's parameter name to the name in adapter files of LLaVA and peft, which do not contain
+    `default`, the adapter's name in peft."""
     name = PEFT + original(name, projector_type)
     return name.replace(".default.weight", "" if ".lora_magnitude_vector." in name else ".weight")
 
