@@ -41,19 +41,13 @@ OWN_FILES = (
 )
 """Files that llava_fsdp writes into folders of adapters and models, and no other program."""
 LOGGED = 1 << 30
-"""Minimum total size in bytes of the compared files with which `check_artifacts` logs a message, since comparing them
-takes seconds."""
+"""Bytes of compared files above which `check_artifacts` logs a message, since comparing them takes seconds."""
 
 
 def check_artifacts(paths: Iterable[Path], local_rank: int = 0, local_size: int = 1, is_first: bool = True) -> None:
-    """Compare the model files that a program loads with the digests (sizes and hashes) recorded in `llava_fsdp.json` in
-    their folders. Files without a digest are not checked. A collective: the ranks of one machine divide the files among
-    themselves.
-
-    Args:
-        paths: model files, or whole model folders.
-        local_rank, local_size: number of this rank among the ranks of its machine, and the number of these ranks.
-        is_first: whether this rank logs messages.
+    """Compare model files, or all files of model folders, with the digests recorded in `llava_fsdp.json` in their
+    folders. Files without a digest are not checked. Collective: the ranks of one machine divide the files among
+    themselves. Only the rank with `is_first` logs.
 
     Raises:
         DamagedModel: a file has changed, is missing or cannot be read; raised on every rank.
@@ -82,9 +76,9 @@ def check_artifacts(paths: Iterable[Path], local_rank: int = 0, local_size: int 
 
 
 def warn_of_older(paths: Iterable[Path]) -> None:
-    """Log which of the folders with a whole model, a projector or an adapter have no digests: those of earlier versions
-    of llava_fsdp, and those without a `llava_fsdp.json`. It is missing where another program wrote the folder, and
-    where somebody left it out of a copy. The folders of a language model or a vision tower never have it."""
+    """Log which of the folders with a whole model, a projector or an adapter have no digests. `llava_fsdp.json` is
+    missing where another program wrote the folder, and where somebody left it out of a copy; earlier versions of
+    llava_fsdp wrote none with digests. The folders of a language model or a vision tower never have it."""
     for folder in (path.parent if path.is_file() else path for path in paths):
         notes = read_notes(folder)
         if notes and is_older(notes):
@@ -118,8 +112,8 @@ def holds_model(folder: Path) -> bool:
 
 
 def accept(folder: Path, names: list[str]) -> None:
-    """Record new digests (sizes and hashes) of files that a user changed, added or removed on purpose in a model
-    folder. They are recorded in `llava_fsdp.json` in that folder.
+    """Record new digests, in `llava_fsdp.json` of a model folder, of files that a user changed, added or removed on
+    purpose.
 
     Args:
         names: paths of these files, relative to the folder. `llava_fsdp.json` itself may be among them: its present

@@ -34,11 +34,11 @@ from llava_fsdp.runtime.text.progress import watch_loading
 
 @torch.no_grad()
 def export(cfg: ConversionConfig) -> Path:
-    """Convert the model `cfg.source` into the folder `cfg.to`, and return that folder. The folder gets its final name
-    after the logits of the written model were compared with those of the source (unless `cfg.verify` is false).
+    """Convert the model `cfg.source` into the folder `cfg.to`, and return that folder. It gets its final name after the
+    logits of the written model were compared with those of the source (unless `cfg.verify` is false).
 
-    If `cfg.accept` names files, nothing is converted: new digests (sizes and hashes) of these files in the folder
-    `cfg.source` are recorded, and that folder is returned.
+    If `cfg.accept` names files, nothing is converted: new digests of these files in the folder `cfg.source` are
+    recorded, and that folder is returned.
 
     Raises:
         ConfigError: a setting is wrong, or `cfg.to` exists and may not be replaced.
@@ -96,11 +96,8 @@ def write(
     """Write all files of an export. If this fails, nothing is left.
 
     Args:
-        source: description of the model.
-        sources: stored values of the parameters to write, by name.
-        dtypes: the dtypes to write them in, by name.
+        sources: stored values of the parameters to write, by name; `dtypes` are the dtypes to write them in.
         staged: folder to write into, before it gets its final name.
-        cfg: settings of the command `export`.
         apart: adapters to write into a subfolder; None: there are none, or they are merged in `sources`.
     """
     weights = Weights(
@@ -122,13 +119,7 @@ def write(
 
 def check_target(final: Path, staged: Path, cfg: ConversionConfig) -> None:
     """Raise ConfigError unless the target folder of an export is free, or is a model folder that may be replaced
-    (`overwrite=true`) and contains none of the inputs.
-
-    Args:
-        final: the target folder `cfg.to`.
-        staged: folder that is written first and then renamed to `final`.
-        cfg: settings of the command `export`.
-    """
+    (`overwrite=true`) and contains none of the inputs."""
     inputs = {"source": cfg.source, "base": cfg.base, "language": cfg.language, "vision": cfg.vision}
     for key, name in inputs.items():
         read = Path(name).resolve() if name and not name.startswith(PACKAGE) else None

@@ -74,16 +74,14 @@ from llava_fsdp.runtime.text.log import log
 
 @dataclass(frozen=True)
 class Opened:
-    """A model opened for export.
+    """A model opened for export. Stored values are by parameter name, and are read only when they are needed.
 
     Attributes:
-        source: description of its architecture and settings.
-        sources: stored values of every parameter, by name, which are read only when they are needed. If the model has
-            LoRA adapters, they are merged in these values.
+        sources: stored values of every parameter; LoRA adapters are merged in them.
         folder: the folder that was opened.
         adapted: the model before its adapters are merged; None if it has no adapters.
-        read: stored values of every parameter without adapters, by name, as the folders of `source.model.parts` have
-            them; None for a training, whose trained weights are in a checkpoint.
+        read: stored values of every parameter without adapters, as the folders of `source.model.parts` have them; None
+            for a training, whose trained weights are in a checkpoint.
     """
 
     source: SourceModel
@@ -94,12 +92,10 @@ class Opened:
 
 
 def open_source(cfg: ConversionConfig) -> Opened:
-    """Open the model that the command `export` is to convert (`cfg.source`): a training, a checkpoint, a LoRA adapter
-    folder, a model folder or a model on the Hugging Face hub.
+    """Open the model that the command `export` is to convert, `cfg.source`.
 
     Raises:
-        ConfigError: `cfg.source` is not a model, or it needs a language model or a vision tower that `cfg` does not
-            name.
+        ConfigError: it is not a model, or it needs a language model or a vision tower that `cfg` does not name.
         ModelError, CheckpointError: the model cannot be read.
     """
     path = Path(cfg.source)
@@ -123,13 +119,8 @@ def open_source(cfg: ConversionConfig) -> Opened:
 
 
 def open_run(run: Path, cfg: ConversionConfig) -> Opened:
-    """Open the model of a training for export: its newest valid checkpoint; or the export that the training wrote at
-    its end, if that is of the same step, is undamaged and has the dtype that `cfg` asks for.
-
-    Args:
-        run: output folder of the training.
-        cfg: settings of the command `export`.
-    """
+    """Open the model of a training: its newest valid checkpoint; or the export that the training wrote at its end, if
+    that is of the same step, is undamaged and has the dtype that `cfg` asks for."""
     newest = newest_alone(run / FOLDER)
     if newest is None:
         return open_final_folder(run, cfg)
@@ -148,15 +139,7 @@ def open_run(run: Path, cfg: ConversionConfig) -> Opened:
 
 def open_final_folder(run: Path, cfg: ConversionConfig) -> Opened:
     """Open the model that a training without checkpoints wrote at its end: its LoRA adapter folder; or its export, if
-    there is no adapter folder or both were written at the same step.
-
-    Args:
-        run: output folder of the training.
-        cfg: settings of the command `export`.
-
-    Raises:
-        CheckpointError: the training has neither folder.
-    """
+    there is no adapter folder or both were written at the same step. Raises CheckpointError if it has neither."""
     notes, adapter_notes = read_notes(run / EXPORT), read_notes(run / adapter.FOLDER)
     is_merged = bool(notes) and all(adapter_notes.get(key) == notes.get(key) for key in ("run", "step"))
     is_wanted = not is_merged or cfg.format is FolderFormat.peft
@@ -168,12 +151,8 @@ def open_final_folder(run: Path, cfg: ConversionConfig) -> Opened:
 
 
 def open_checkpoint(checkpoint: Checkpoint, cfg: ConversionConfig) -> Opened:
-    """Open a checkpoint for export. Trained weights are read from the checkpoint, and frozen weights from the models
+    """Open a checkpoint that was checked before. Trained weights are read from it, and frozen weights from the models
     that the training loaded.
-
-    Args:
-        checkpoint: the checkpoint, which was checked before.
-        cfg: settings of the command `export`.
 
     Raises:
         CheckpointError: the frozen weights differ from those with which the model was trained.
@@ -218,13 +197,8 @@ def run_config(facts: dict[str, Any], folder: Path) -> Config:
 
 
 def open_adapted(folder: Path, cfg: ConversionConfig) -> Opened:
-    """Open a LoRA adapter folder (of llava_fsdp, peft or the original LLaVA) for export, with the adapter merged into
-    its base model.
-
-    Args:
-        folder: the adapter folder.
-        cfg: settings of the command `export`.
-    """
+    """Open a LoRA adapter folder (of llava_fsdp, peft or the original LLaVA), with the adapter merged into its base
+    model."""
     found = adapter.without_idle_tower(open_adapter(folder))
     notes = read_notes(folder)
     model_config = read_base(found, cfg.base or cfg.language, cfg.vision)
@@ -248,12 +222,7 @@ def open_adapted(folder: Path, cfg: ConversionConfig) -> Opened:
 
 def check_projector(adapter_folder: AdapterFolder, base: dict[str, Stored], where: str) -> None:
     """Raise ModelError if neither a LoRA adapter folder nor the adapter's base model has a projector: the export would
-    have a random one.
-
-    Args:
-        base: values of the base model's parameters, by name: stored in files or random.
-        where: folder or hub name of the base model, for the error message.
-    """
+    have a random one. `where` is the base model's folder or hub name, for the message."""
     names = {without_base(name) for name in adapter_folder.tensors}
     drawn = [
         name
@@ -268,12 +237,8 @@ def check_projector(adapter_folder: AdapterFolder, base: dict[str, Stored], wher
 
 
 def with_adapters(base: dict[str, Stored], adapter_folder: AdapterFolder) -> dict[str, Stored]:
-    """Return the stored values of all parameters of a model with LoRA adapters, by their names in that model.
-
-    Args:
-        base: stored values of the base model's parameters, by their names in the base model.
-        adapter_folder: the adapters, whose tensors replace or complete those of the base model.
-    """
+    """Return the stored values of all parameters of a model with LoRA adapters, by their names in that model. The
+    tensors of the adapter folder replace or complete those of the base model."""
     adapted = set(adapter_folder.modules)
     whole = {without_base(name): tensor for name, tensor in adapter_folder.tensors.items() if not is_adapter(name)}
     sources: dict[str, Stored] = {}
@@ -284,12 +249,8 @@ def with_adapters(base: dict[str, Stored], adapter_folder: AdapterFolder) -> dic
 
 
 def open_model(folder: Path, cfg: ConversionConfig) -> Opened:
-    """Open a model folder of llava_fsdp, transformers or the original LLaVA for export; or a folder with a projector
-    alone, together with the language model and the vision tower to which it belongs.
-
-    Args:
-        cfg: settings of the command `export`.
-    """
+    """Open a model folder of llava_fsdp, transformers or the original LLaVA; or a folder with a projector alone,
+    together with the language model and the vision tower to which it belongs."""
     check_folder(folder, SMALL)
     model_config = read_model(folder, cfg.language, cfg.vision)
     parts = find_parts(model_config)
@@ -301,14 +262,8 @@ def open_model(folder: Path, cfg: ConversionConfig) -> Opened:
 
 
 def source_of_folder(folder: Path, model: Llava, model_config: ModelConfig, cfg: ConversionConfig) -> SourceModel:
-    """Return a description of the model in a folder for its export. Settings such as the conversation template come
-    from the folder's `llava_fsdp.json` or `config.json`, and from `cfg` if neither has them.
-
-    Args:
-        model: model with this architecture, whose weights are not used.
-        model_config: model configuration with which `model` was built.
-        cfg: settings of the command `export`.
-    """
+    """Return a description of the model in a folder. Settings such as the conversation template come from the folder's
+    `llava_fsdp.json` or `config.json`, and from `cfg` if neither has them. The weights of `model` are not used."""
     has_config = (folder / "config.json").is_file()
     raw = read_json(folder / "config.json", f"source={folder}") if has_config else {}
     notes = read_notes(folder)
@@ -333,12 +288,7 @@ def source_of_folder(folder: Path, model: Llava, model_config: ModelConfig, cfg:
 
 
 def default_template(cfg: ConversionConfig, parts: Parts) -> str:
-    """Return the name of the conversation template of a model to export whose folder names none.
-
-    Args:
-        cfg: settings of the command `export`, which may name a template.
-        parts: the folders from which the model was loaded.
-    """
+    """Return the name of the conversation template of a model whose folder names none."""
     if cfg.template == OWN:
         return own_name(parts.language_folder) or OWN
     if cfg.template != AUTO:
@@ -351,16 +301,8 @@ C = TypeVar("C", bound=Enum)
 
 
 def choice_of(kind: type[C], notes: dict[str, Any], key: str, default: C, folder: Path) -> C:
-    """Return a setting from the contents of a model folder's `llava_fsdp.json` as a member of an enumeration; raise
-    ModelError if its value is not a member.
-
-    Args:
-        kind: the enumeration.
-        notes: contents of the file.
-        key: name of the setting.
-        default: returned if the file lacks the setting.
-        folder: the model folder, for the error message.
-    """
+    """Return a setting of a model folder's `llava_fsdp.json`, whose contents are `notes`, as a member of an
+    enumeration, or `default` if the file lacks it. Raises ModelError if its value is not a member."""
     value = notes.get(key, default.value)
     value = VALUES.get((f"data.{key}", str(value)), value)
     if value not in [choice.value for choice in kind]:
@@ -370,24 +312,15 @@ def choice_of(kind: type[C], notes: dict[str, Any], key: str, default: C, folder
 
 def max_tiles_of(raw: dict[str, Any]) -> int:
     """Return the limit on the number of vision features of an image that is cut into tiles, as a number of tiles: N if
-    the original LLaVA's config.json has `image_aspect_ratio=anyres_max_N`, else the default of `data.max_tiles`.
-
-    Args:
-        raw: contents of that config.json.
-    """
+    the original LLaVA's config.json has `image_aspect_ratio=anyres_max_N`, else the default of `data.max_tiles`."""
     found = LIMITED.fullmatch(str(raw.get("image_aspect_ratio")))
     return int(found[1]) if found else MAX_TILES
 
 
 def aspect_of(folder: Path, raw: dict[str, Any], notes: dict[str, Any]) -> AspectRatio:
-    """Return how a model fits images into the square input of its vision tower. This is read from the first of these
-    files that contains it: `llava_fsdp.json`, the original LLaVA's config.json, transformers' preprocessor_config.json.
-
-    Args:
-        folder: the model folder with these files.
-        raw: contents of config.json.
-        notes: contents of `llava_fsdp.json`.
-    """
+    """Return how a model fits images into the square input of its vision tower, from the first of these files that says
+    it: `llava_fsdp.json` (`notes`), the original LLaVA's config.json (`raw`), transformers'
+    preprocessor_config.json."""
     value = notes.get("image_aspect_ratio")
     if value is None and is_original(raw):
         value = raw.get("image_aspect_ratio", "square")

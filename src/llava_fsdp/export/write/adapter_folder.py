@@ -75,8 +75,7 @@ class Base:
     """The base model of a LoRA adapter, as `llava_fsdp.json` in the adapter's folder describes it.
 
     Attributes:
-        model: configuration with which the base model can be found and built again.
-        seed: seed of those weights of the base model that are initialized randomly instead of loaded from a file.
+        seed: seed of those weights that are initialized randomly instead of loaded from a file.
         fingerprint: hash of all weights that are not saved in the adapter's folder; see `base_fingerprint`.
     """
 
@@ -91,15 +90,11 @@ class Base:
 
 @dataclass(frozen=True)
 class AdapterWriter:
-    """Writer of the LoRA adapter folders of one training. Its attributes stay the same during the training; its method
-    `write` gets the tensors of one step.
+    """Writer of the LoRA adapter folders of one training.
 
     Attributes:
-        source: description of the model with which the adapter is used: its configuration, its conversation template
-            and its image preprocessing.
-        lora: settings of the adapters.
-        modules: names of the modules that have adapters, as llava_fsdp's model has them.
-        base: the model without the adapters.
+        source: description of the model with which the adapter is used.
+        modules: llava_fsdp's names of the modules that have adapters.
         small_files: contents of the configuration and tokenizer files that the original LLaVA reads, by their paths
             relative to the adapter folder.
     """
@@ -116,13 +111,10 @@ class AdapterWriter:
         tensors: Mapping[str, Stored],
         history: dict[str, Any],
     ) -> None:
-        """Write a LoRA adapter folder: the tensors, their configuration, and `llava_fsdp.json`, which describes them.
-        Only one tensor of the adapters is in memory at a time.
+        """Write a folder that is empty or absent: the tensors (by llava_fsdp's parameter names), their configuration,
+        and `llava_fsdp.json` with the history. Only one tensor of the adapters is in memory at a time.
 
-        Args:
-            folder: the adapter folder, which must be empty or absent.
-            tensors: all tensors to write, by llava_fsdp's parameter names.
-            history: id of the training, its stage and the step that produced the adapter, for `llava_fsdp.json`.
+        `history` is the id of the training, its stage and the step that produced the adapter.
         """
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in self.small_files.items():
@@ -151,12 +143,7 @@ class AdapterWriter:
         shutil.copymode(folder / ADAPTER_CONFIG, file)  # write_tensors creates files that only their owner can read
 
     def write_others(self, folder: Path, tensors: Mapping[str, Stored]) -> None:
-        """Write the files `non_lora_trainables` of a LoRA adapter folder, from which the original LLaVA loads the
-        projector.
-
-        Args:
-            tensors: the tensors to write, by llava_fsdp's parameter names.
-        """
+        """Write the files `non_lora_trainables`, from which the original LLaVA loads the projector."""
         renamed = {self.rename(name): whole_rows(tensor).contiguous().clone() for name, tensor in tensors.items()}
         save_file(renamed, folder / OTHERS_FILES[0], metadata={"format": "pt"})
         torch.save(renamed, folder / OTHERS_FILES[1])
@@ -167,8 +154,8 @@ class AdapterWriter:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Contents of the file adapter_config.json, which peft reads, of a LoRA adapter folder. Keys that peft 0.7 (the
-        original LLaVA's) does not know are left out unless the adapter needs them."""
+        """Contents of adapter_config.json, which peft reads. Keys that peft 0.7 (the original LLaVA's) does not know
+        are left out unless the adapter needs them."""
         named = partial(original, projector_type=self.source.model.cfg.projector_type)
         alpha = self.lora.alpha
         newer = {"use_dora": self.lora.use_dora, "use_rslora": self.lora.use_rslora}
@@ -201,30 +188,19 @@ class AdapterWriter:
 
 
 def is_projector(name: str) -> bool:
-    """Return whether a parameter is saved in the files `non_lora_trainables` of a LoRA adapter folder instead of
-    together with the adapters. These are the projector's weights and the `image_newline` vector.
-
-    Args:
-        name: llava_fsdp's name of the parameter.
-    """
+    """Return whether a parameter is saved in the files `non_lora_trainables` instead of together with the adapters: the
+    projector's weights and the `image_newline` vector."""
     return name.startswith(PROJECTOR_PREFIX) or name == NEWLINE
 
 
 def whole_rows(tensor: Stored) -> torch.Tensor:
-    """Return all values of a parameter. They are read from a file, or generated if they are random, only when this is
-    called."""
+    """Return all values of a parameter, read from a file, or generated if they are random, when this is called."""
     return tensor.rows(0, tensor.shape[0])
 
 
 def small_files(source: SourceModel, dtype: torch.dtype) -> dict[str, bytes]:
-    """Return the contents of the configuration and tokenizer files that the original LLaVA reads in a LoRA adapter
-    folder, by their paths relative to the folder. Files that cannot be made for this model are left out, and the reason
-    is logged.
-
-    Args:
-        source: description of the model with which the adapter is used.
-        dtype: dtype of weights that the configuration names.
-    """
+    """Return the value of `AdapterWriter.small_files`. Files that cannot be made for this model are left out, and the
+    reason is logged. `dtype` is the dtype of weights that the configuration names."""
     steps = {"config.json": lambda made: write_configs(source, dtype, made)}
     steps["generation_config.json"] = lambda made: write_generation_of_original(source, made)
     steps["tokenizer"] = lambda made: copy_or_convert_tokenizer(source, made)
@@ -239,14 +215,8 @@ def small_files(source: SourceModel, dtype: torch.dtype) -> dict[str, bytes]:
 
 
 def adapter_tensors(model: ModelConfig, trained: Collection[str], sources: Mapping[str, Stored]) -> list[str]:
-    """Return the names of the tensors to save in the LoRA adapter folder of a training: tensors that the training
-    trains, tensors of the adapter from which it continues, and the projector if it is not part of the base model.
-
-    Args:
-        model: configuration of the trained model.
-        trained: names of the tensors that the training trains.
-        sources: where the initial value of each parameter comes from (a file or random numbers), by name.
-    """
+    """Return the names of the tensors to save in the LoRA adapter folder of a training: tensors that it trains, tensors
+    of the adapter from which it continues, and the projector if it is not part of the base model."""
     before = adapter_folders(model.lora.checkpoint) if model.lora.checkpoint else ()
 
     def must_save(name: str, source: Stored) -> bool:
@@ -259,17 +229,13 @@ def adapter_tensors(model: ModelConfig, trained: Collection[str], sources: Mappi
 
 def check_base(model: Llava, cfg: ModelConfig, digests: Mapping[str, str]) -> None:
     """Check that the LoRA adapter from which a training continues (`model.lora.checkpoint`) was trained on the base
-    model of this training.
+    model of this training. `digests` come from `frozen_digests`.
 
     The configuration of the base model that the adapter's folder records is compared in any case.
 
     If the adapter's folder has no fingerprint (hash) of a base model (as folders of peft and the original LLaVA), the
     types of model that it names are compared. The fingerprint is not checked if this training trains weights that were
     frozen when the adapter was trained.
-
-    Args:
-        cfg: configuration of the model.
-        digests: hashes of the model's frozen weights, by name; see `frozen_digests`.
 
     Raises:
         ModelError: the adapter's folder has the fingerprint of another base model, or names one of another type.
@@ -286,8 +252,8 @@ def check_base(model: Llava, cfg: ModelConfig, digests: Mapping[str, str]) -> No
 
 
 def check_fingerprint(adapter: AdapterFolder, actual: str, where: str, key: str) -> None:
-    """Raise ModelError if a LoRA adapter was trained on another base model: the fingerprint (hash) of a base model in
-    the adapter's folder differs from `actual`. Without such a fingerprint nothing is checked.
+    """Raise ModelError if the fingerprint (hash) of a base model in an adapter's folder differs from `actual`. Without
+    one nothing is checked.
 
     Args:
         actual: fingerprint of the base model that is to be used.
@@ -304,12 +270,8 @@ def check_fingerprint(adapter: AdapterFolder, actual: str, where: str, key: str)
 
 
 def prove_adapter(folder: Path, tensors: Mapping[str, Stored]) -> None:
-    """Read a LoRA adapter folder that was just written; raise ModelError if a tensor in it differs from the tensor that
-    was to be written.
-
-    Args:
-        tensors: the tensors that were to be written, by llava_fsdp's parameter names.
-    """
+    """Read a LoRA adapter folder that was just written; raise ModelError if a tensor in it differs from the given
+    ones."""
     written = open_adapter(folder).tensors
     pickled = open_file(folder / OTHERS_FILES[1])
     stored = {tensor.name: tensor for tensor in written.values()}

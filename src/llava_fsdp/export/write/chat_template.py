@@ -5,6 +5,12 @@ Training tokenizes each stretch of text between two images separately. transform
 once, and some tokenizers encode text differently if an image's special token precedes it. The template therefore splits
 the conversation at its `<image>` tags, and puts a space before a stretch where the tokenizer needs one to give the same
 ids as training.
+
+Arguments of many functions here:
+    template: the conversation template of training.
+    start_end: whether training puts `<im_start>` and `<im_end>` around every image.
+    gap: rule for where to put a space before the text that follows an image.
+    video: whether parts of type `video` and `<video>` tags are accepted, and treated like images.
 """
 
 import itertools
@@ -35,7 +41,7 @@ VIDEO_TAG = "<video>"
 ANY_TAG = f"{IMAGE_TAG}|{VIDEO_TAG}"
 STRETCHES = ("What is it?", "\nx", " and  ", "  two", ", a", "12 b", "größe 中文 🙂", "\t\n a", "###", "[INST] x", "▁x")
 """Test texts for `find_gap`: some tokenizers give them other ids after an image's special token, or at the beginning of
-a conversation, than if they are encoded separately."""
+a conversation, than alone."""
 PROBES: tuple[tuple[str, ...], ...] = (
     ("what colour is it?", "red"),
     ("<image>\nwhat colour  is it?", "red", " and now ", " blue\n", "", ""),
@@ -45,8 +51,7 @@ PROBES: tuple[tuple[str, ...], ...] = (
     ("first <image> , then<image>\n<image>", "two", "text", "c", "x <image>y <image> z", "d"),
     ("what?", "nothing", "<image>\nand here?", "a  circle"),
 )
-"""Test conversations for `rehearse`, as (question, answer, question, ...). Wrong chat templates gave other token ids
-for them than training."""
+"""Test conversations for `rehearse`, as (question, answer, ...), to which wrong chat templates gave other token ids."""
 VIDEO_PROBES: tuple[tuple[str, ...], ...] = (
     ("<video>\nwhat colour  is it?", "red", "and now", "blue"),
     ("is  it\n<video> ", "12 größe 中文 🙂"),
@@ -69,8 +74,8 @@ SEEN: tuple[tuple[tuple[str, ...], str | None], ...] = (
 
 @dataclass(frozen=True)
 class Gap:
-    """Rule for where a chat template puts a space before a stretch of text (the text between two images), so that the
-    stretch gets the same token ids after an image's special token as if it were tokenized separately.
+    """Rule for where a chat template puts a space before a stretch of text (between two images), so that the stretch
+    gets the same token ids after an image's special token as if it were tokenized separately.
 
     Attributes:
         everywhere: put a space before every stretch, with the exceptions in `but_before`; False: put no spaces.
@@ -92,16 +97,12 @@ class Gap:
 
 
 def find_gap(theirs: Any, ours: Tokenizer) -> Gap:
-    """Return the rule for where a chat template must put spaces, so that transformers' tokenizer gives text after an
-    image's special token the same ids as training.
+    """Return the rule with which the exported tokenizer (`theirs`, opened with transformers) gives text after an
+    image's special token the same ids as the tokenizer of training (`ours`).
 
     A Llama tokenizer with `legacy=false` puts one space before each text that it encodes. Training encodes every
     stretch of text between images separately, but transformers the whole conversation as one text, so that spaces are
     missing. If no rule gives equal ids, the rule without spaces is returned; `rehearse` then reports the difference.
-
-    Args:
-        theirs: tokenizer of the exported model, opened with transformers.
-        ours: the tokenizer of training.
     """
     added = (str(token) for token in theirs.added_tokens_decoder.values())
     special = tuple(t for t in added if [i.id for i in ours.encode(f"{t}x")][:1] == [theirs.convert_tokens_to_ids(t)])
@@ -126,18 +127,12 @@ def refuse(why: str) -> str:
 
 def chat_template(template: Template, start_end: bool, adds_bos: bool, gap: Gap, video: bool = False) -> str:
     """Return a chat template for transformers (Jinja) that formats conversations as training does with one of
-    llava_fsdp's conversation templates.
+    llava_fsdp's conversation templates. `adds_bos` says whether the conversation begins with the BOS token, as it does
+    in training if the tokenizer has one.
 
     The content of a message may be text with `<image>` tags, or a list of parts of type `image` and `text`. As in
     training, the image of a message with exactly one image is moved to the front of the message, an answer before the
     first question is left out, and the text of a system message replaces the template's system text.
-
-    Args:
-        template: the conversation template.
-        start_end: whether to put `<im_start>` and `<im_end>` around every image.
-        adds_bos: whether the conversation begins with the BOS token, as it does in training if the tokenizer has one.
-        gap: rule for where to put a space before the text that follows an image (see `Gap`).
-        video: accept parts of type `video` and `<video>` tags, which are treated like images.
     """
     pattern, checks = template.pattern, checks_of(video)
     before, after = template.around_system
@@ -184,17 +179,9 @@ def chat_template(template: Template, start_end: bool, adds_bos: bool, gap: Gap,
 
 
 def own_chat_template(template: ChatTemplate, start_end: bool, gap: Gap, video: bool = False) -> str:
-    """Return a chat template for transformers (Jinja) that formats conversations as training does with the chat
-    template of the language model itself.
-
-    It turns messages into those of training (see `chat_template`), and then contains the model's own template.
-
-    Args:
-        template: the language model's own template, as training used it.
-        start_end: whether to put `<im_start>` and `<im_end>` around every image.
-        gap: rule for where to put a space between a BOS token that a processor adds and the text.
-        video: accept parts of type `video` and `<video>` tags, which are treated like images.
-    """
+    """Return a chat template for transformers (Jinja) that formats conversations as training does with the language
+    model's own chat template. It turns messages into those of training (see `chat_template`), and then contains the own
+    template. `gap` applies between a BOS token that a processor adds and the text."""
     takes_parts = template.images is not None
     text = "[{'type': 'text', 'text': said.text}]" if template.parts else "said.text"
     content = "said.parts" if takes_parts else text
@@ -229,11 +216,7 @@ def own_chat_template(template: ChatTemplate, start_end: bool, gap: Gap, video: 
 
 
 def begun(gap: Gap) -> tuple[str, ...]:
-    """Return lines of Jinja code that output the BOS token with which the variable `text` begins, and take it off.
-
-    Args:
-        gap: rule for where to put a space before the text that follows.
-    """
+    """Return lines of Jinja code that output the BOS token with which the variable `text` begins, and take it off."""
     return (
         "{{- bos_token -}}",
         "{%- set text = text[bos_token | length:] -%}",
@@ -242,13 +225,8 @@ def begun(gap: Gap) -> tuple[str, ...]:
 
 
 def written_images(template: ChatTemplate, start_end: bool) -> list[str]:
-    """Return lines of Jinja code that output a conversation with the image token of the export in the place of the
-    text that the model's own template writes for an image.
-
-    Args:
-        template: a template that gets images as parts of messages.
-        start_end: whether to put `<im_start>` and `<im_end>` around every image.
-    """
+    """Return lines of Jinja code that output a conversation with the image token of the export in the place of the text
+    that the model's own template writes for an image. The template must get images as parts of messages."""
     assert template.images is not None
     tags = (template.images.image, image_tag(template, start_end)), (template.images.video, VIDEO_TAG)
     code = "".join(f".replace({quoted(old)}, {quoted(new)})" for old, new in tags if old != new)
@@ -256,13 +234,8 @@ def written_images(template: ChatTemplate, start_end: bool) -> list[str]:
 
 
 def stretches(text: str, gap: Gap) -> list[str]:
-    """Return lines of Jinja code that output a conversation, split at its `<image>` tags into stretches of text. The
-    Jinja list `chat.tags` has the tag to output for each of them.
-
-    Args:
-        text: name of the Jinja variable that holds the conversation.
-        gap: rule for where to put a space before the text that follows an image (see `Gap`).
-    """
+    """Return lines of Jinja code that output the conversation in the Jinja variable `text`, split at its `<image>`
+    tags. The Jinja list `chat.tags` has the tag to output for each of them."""
     return [
         f"{{%- for stretch in {text}.split('<image>') -%}}",
         "{%- if not loop.first -%}{{- chat.tags[loop.index0 - 1] -}}{%- endif -%}",
@@ -311,11 +284,7 @@ VIDEO_AS_IMAGE = "{%- set said.text = said.text.replace('<video>', '<image>') -%
 
 def parts_lines(video: bool) -> list[str]:
     """Return lines of Jinja code that set the variable `said.parts` to the parts of a user's message. As in training, a
-    line break directly before or after an image tag is no text.
-
-    Args:
-        video: whether `<video>` tags stand for videos.
-    """
+    line break directly before or after an image tag is no text."""
     tag = "<video>" if video else "<image>"  # no stretch between image tags has a second one
     return [
         "{%- set said.parts = [] -%}",
@@ -354,8 +323,8 @@ CHECKS = (
 VIDEO_CHECK = "{%- elif '<image>' in said.text or '<video>' in said.text -%}"
 """The first line of CHECKS if videos are accepted."""
 UNASKED = "{%- if chat.begun or loop.index > 2 or loop.index == 2 and messages[0]['role'] != 'system' -%}"
-"""Jinja condition that is true for an answer without a question, unless it begins the conversation. Training leaves out
-an answer before the first question."""
+"""Jinja condition that is true for an answer without a question, which training leaves out, unless it begins the
+conversation."""
 
 
 def tags_of(video: bool) -> tuple[str, ...]:
@@ -371,13 +340,8 @@ def checks_of(video: bool) -> tuple[str, ...]:
 
 
 def question(template: Template | ChatTemplate, start_end: bool) -> list[str]:
-    """Return lines of Jinja code that rewrite a user's message, which is in the Jinja variable `said.text`, as training
-    does: a single `<image>` tag is moved to its front (see `conversation.image_first`).
-
-    Args:
-        template: the conversation template of training.
-        start_end: whether to put `<im_start>` and `<im_end>` around every image.
-    """
+    """Return lines of Jinja code that rewrite a user's message, in the variable `said.text`, as training does: a single
+    `<image>` tag is moved to its front (see `conversation.image_first`)."""
     pieces, tag = "{%- set pieces = said.text.split('<image>') -%}", quoted(image_tag(template, start_end))
     if template.image_only:
         return [pieces, "{%- set said.text = '<image>' * (pieces|length - 1) -%}"]
@@ -393,17 +357,11 @@ def question(template: Template | ChatTemplate, start_end: bool) -> list[str]:
 
 
 def rehearse(folder: Path, ours: Tokenizer, template: Template | ChatTemplate, start_end: bool) -> str | None:
-    """Compare the token ids that the chat template of an exported model gives with the token ids of training, for test
-    conversations and for their prompts (the conversation without its last answer).
+    """Compare the token ids that the chat template of an exported model gives with those of training, for test
+    conversations and for their prompts (the conversation without its last answer). Return a message about the first
+    conversation whose ids differ; None if all are equal.
 
-    Args:
-        folder: the exported folder. It must have `config.json`, by which transformers chooses the tokenizer's class.
-        ours: the tokenizer of training.
-        template: the conversation template of training.
-        start_end: whether training puts `<im_start>` and `<im_end>` around every image.
-
-    Returns:
-        A message about the first conversation whose ids differ; None if all ids are equal.
+    The exported folder must have `config.json`, by which transformers chooses the tokenizer's class.
     """
     theirs = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     encoder = ExactEncoder(ours, template, lambda *_: np.zeros(1, dtype=np.int64), UNLIMITED, TooLong.fail, start_end)
@@ -426,17 +384,10 @@ def rehearse(folder: Path, ours: Tokenizer, template: Template | ChatTemplate, s
 
 
 def rendered(tokenizer: Any, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
-    """Return the text that the chat template of a tokenizer makes of a conversation. The template, of which a part may
-    come from a model of unknown origin, is rendered by transformers in a process with limits.
-
-    Args:
-        tokenizer: transformers' tokenizer.
-        messages: the conversation.
-        add_generation_prompt: whether the text ends with the beginning of an answer, as for generation.
-
-    Raises:
-        TemplateRefused: the template fails or breaks a limit.
-    """
+    """Return the text that the chat template of transformers' tokenizer makes of a conversation. The template, of which
+    a part may come from a model of unknown origin, is rendered by transformers in a process with limits.
+    `add_generation_prompt` adds the beginning of an answer. Raises TemplateRefused if the template fails or breaks a
+    limit."""
     variables = {**tokenizer.special_tokens_map, "add_generation_prompt": add_generation_prompt}
     return render(tokenizer.get_chat_template(), messages, variables)[0]
 
@@ -450,19 +401,8 @@ def templated(tokenizer: Any, messages: list[dict[str, Any]], add_generation_pro
 def rehearse_images(
     folder: Path, ours: Tokenizer, template: Template | ChatTemplate, start_end: bool, tokens: ImageTokens
 ) -> str | None:
-    """Compare the token ids that the processor of an exported model gives conversations with images with the token ids
-    of training, and those of their prompts.
-
-    Args:
-        folder: the exported folder, with all files of the processor.
-        ours: the tokenizer of training.
-        template: the conversation template of training.
-        start_end: whether training puts `<im_start>` and `<im_end>` around every image.
-        tokens: computes which tokens training gives an image.
-
-    Returns:
-        A message about the first conversation whose ids differ; None if all ids are equal.
-    """
+    """Do the same as `rehearse` for the processor of an exported model, which must have all its files, and
+    conversations with images. `tokens` computes which tokens training gives an image."""
     processor: Any = AutoProcessor.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     encoder = ExactEncoder(ours, template, lambda *_: np.zeros(1, dtype=np.int64), UNLIMITED, TooLong.fail, start_end)
     image_id, image = processor.tokenizer.convert_tokens_to_ids(IMAGE_TAG), Image.new("RGB", PROBED)
@@ -494,7 +434,6 @@ def trained_ids(
     begin with: training tokenizes the answers that have labels by themselves.
 
     Args:
-        encoder: tokenizes conversations as training does.
         texts: the messages in turn: question, answer, question, and so on; with `<image>` and `<video>` tags.
         image_id: token id that stands for an image, one token for each.
         system: text of a system message before the first question; None: no system message.
@@ -528,30 +467,21 @@ def trained_ids(
 
 
 def joins_lines(template: Template | ChatTemplate) -> bool:
-    """Return whether a line break beside an image tag is text in training. It is not where training gives images to
-    the language model's own template as parts of messages."""
+    """Return whether a line break beside an image tag is text in training. It is not where the language model's own
+    template gets images as parts of messages."""
     return not isinstance(template, ChatTemplate) or template.images is None
 
 
 def as_text(texts: Iterable[str], system: str | None = None) -> list[dict[str, Any]]:
-    """Return a conversation as chat messages for transformers, whose content is text with `<image>` tags.
-
-    Args:
-        texts: the messages in turn: question, answer, question, and so on.
-        system: text of a system message before the first question; None: no system message.
-    """
+    """Return a conversation as chat messages for transformers, whose content is text with `<image>` tags. The arguments
+    are those of `trained_ids`."""
     lead = [] if system is None else [{"role": "system", "content": system}]
     return [*lead, *({"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts))]
 
 
 def as_parts(texts: Iterable[str], system: str | None = None, joins: bool = True) -> list[dict[str, Any]]:
     """Return a conversation as chat messages for transformers, whose content is a list of image, video and text parts.
-
-    Args:
-        texts: the messages in turn: question, answer, question, and so on; with `<image>` and `<video>` tags.
-        system: text of a system message before the first question; None: no system message.
-        joins: whether a line break beside a tag belongs to the text before or after it; False: it is left out.
-    """
+    The arguments are those of `trained_ids`; with `joins` false, a line break beside a tag is left out."""
     messages = as_text(texts, system)
     for message in messages:
         parts: list[dict[str, str]] = []

@@ -21,8 +21,7 @@ HEAD = "lm_head.weight"
 
 def folded_fields(parts: Parts) -> dict[str, Any]:
     """Return values for the language model's configuration in an export whose output layer contains the factor of the
-    logits. With them no key changes logits, and the output layer has a weight of its own instead of that of the
-    embeddings. The result is empty if the logits have no factor."""
+    logits: no key changes logits, and the output layer has a weight of its own. Empty if the logits have no factor."""
     if parts.logit_change.changes_nothing:
         return {}
     return {**without_change(parts.language), "tie_word_embeddings": False}
@@ -33,10 +32,6 @@ def with_folded_head(weights: Weights, model: Llava) -> Weights:
 
     The weight is first rounded to the dtype of the export, as it is without a factor. Multiplying by a power of two
     changes no digit of it; after another factor it is rounded again (`is_rounded`).
-
-    Args:
-        weights: the model's weights, without the factor.
-        model: the model to export; only its configuration and its parameters' names are used.
     """
     factor = model.parts.logit_change.factor
     if factor == 1.0:
@@ -56,12 +51,8 @@ def with_folded_head(weights: Weights, model: Llava) -> Weights:
 
 
 def is_rounded(parts: Parts, dtype: torch.dtype) -> bool:
-    """Return whether the weight of the output layer is rounded when the factor of the logits is multiplied into it, so
-    that the export's logits differ in the last digits of this dtype.
-
-    Args:
-        dtype: dtype of the exported weight.
-    """
+    """Return whether the weight of the output layer, in this dtype, is rounded when the factor of the logits is
+    multiplied into it, so that the export's logits differ in their last digits."""
     factor = abs(parts.logit_change.factor)
     if factor == 1.0 or dtype == torch.float32:
         return False

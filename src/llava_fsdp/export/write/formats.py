@@ -1,5 +1,13 @@
 """Write a model folder in one of three formats: a model for transformers, a model for the original LLaVA, or a
-projector alone, with which the original LLaVA's second training stage begins."""
+projector alone, with which the original LLaVA's second training stage begins.
+
+Arguments of many functions here:
+    source: description of the model to export, without its weights.
+    weights: its weights, which are gathered from all ranks.
+    dtype: dtype of the exported weights.
+    staged: folder to write into, which gets its final name later.
+    rows: number of rows of the exported embeddings (the size of the exported vocabulary).
+"""
 
 import copy
 import shutil
@@ -78,11 +86,9 @@ TOKENIZER_FILES = (
 @dataclass(frozen=True)
 class SourceModel:
     """Description of a model to export: its architecture, and settings such as conversation template and preprocessing.
-    Its weights are not part of the description.
 
     Attributes:
-        model: model with this architecture. Only its configuration and shapes are used: its weights may be sharded or
-            on the meta device.
+        model: model with this architecture. Its weights are not used, and may be sharded or on the meta device.
         template: name of the conversation template.
         aspect: how an image is fitted into the square input of the vision tower; with anyres and anyres_max it is cut
             into several square tiles.
@@ -95,8 +101,8 @@ class SourceModel:
         special_tokens: how special tokens such as `</s>` in a text are tokenized.
         max_length: maximum number of tokens of a sample.
         language, vision: folders or hub names of the language model and of the vision tower; empty if not known.
-        renamed_tower: name of the vision tower to write into the original LLaVA's config.json; None: the name that the
-            original model has.
+        renamed_tower: name of the vision tower to write into the original LLaVA's config.json; None: the original's
+            name.
         history: id of the training, stage and step that produced the model, and the parts that were trained.
         video_sampling: how frames of a video are selected, if the model takes videos.
     """
@@ -122,8 +128,7 @@ class SourceModel:
 
     @property
     def image_tokens(self) -> ImageTokens:
-        """Object that computes, from the size of an image in pixels, into how many square tiles it is cut and which
-        tokens it gets in the model to export."""
+        """Object that computes into how many square tiles an image is cut, and which tokens it gets."""
         tile = self.model.parts.image_size
         sizes = tuple(grid_sizes(self.grid_pinpoints, tile, self.aspect))
         merge = self.model.cfg.patch_merge
@@ -135,14 +140,8 @@ class SourceModel:
 
 
 def source_of_run(model: nn.Module, cfg: Config, run: str, step: int) -> SourceModel:
-    """Return a description of a trained model for its export.
-
-    Args:
-        model: the trained model, which may be sharded.
-        cfg: configuration of the training.
-        run: unique id of the training.
-        step: number of steps after which the model is exported.
-    """
+    """Return a description of a trained model, which may be sharded, after `step` steps. `run` is the training's unique
+    id."""
     assert isinstance(model, Llava)  # also with FSDP, which gives the model a subclass of Llava
     language, vision = names_of_parts(model.parts, cfg.model)
     return SourceModel(
@@ -163,13 +162,8 @@ def source_of_run(model: nn.Module, cfg: Config, run: str, step: int) -> SourceM
 
 
 def names_of_parts(parts: Parts, cfg: ModelConfig) -> tuple[str, str]:
-    """Return the folders or hub names of the language model and the vision tower of a training; empty for a part whose
-    name is not known, because it comes from a whole model (`model.checkpoint`) that does not name its parts.
-
-    Args:
-        parts: the folders from which the training loaded its model.
-        cfg: model configuration of the training.
-    """
+    """Return the folders or hub names of the language model and the vision tower of a training; empty for a part that
+    comes from a whole model (`model.checkpoint`) which does not name its parts."""
     if parts.whole is None:
         return cfg.language, cfg.vision
     notes, brings_tower = read_notes(parts.whole), parts.vision_folder.is_relative_to(parts.whole)
@@ -183,16 +177,8 @@ def history(run: str, stage: str, step: int, train: list[str]) -> dict[str, Any]
 def write_folder(
     folder_format: FolderFormat, source: SourceModel, weights: Weights, staged: Path, notes: dict[str, Any]
 ) -> None:
-    """Write a model, with its weights, configuration and tokenizer, into a folder. All ranks must call this; the first
-    rank writes.
-
-    Args:
-        folder_format: the program for which the folder is written: transformers, the original LLaVA, or the original
-            LLaVA's second training stage, which needs the projector alone.
-        source: description of the model to export, without its weights.
-        weights: its weights, which are gathered from all ranks.
-        staged: folder to write into, which gets its final name later.
-        notes: additional contents of the folder's `llava_fsdp.json`.
+    """Write a model, with its weights, configuration and tokenizer, into a folder. Collective; the first rank writes.
+    `notes` are additional contents of the folder's `llava_fsdp.json`.
 
     Raises:
         ModelError, ConfigError: the format does not support this model; the message says why.
@@ -218,14 +204,8 @@ def write_folder(
 
 
 def write_notes(source: SourceModel, staged: Path, notes: dict[str, Any]) -> None:
-    """Write `llava_fsdp.json` into an exported folder: settings that its other files do not contain, and digests (sizes
-    and hashes) of all other files, which must be complete.
-
-    Args:
-        source: description of the exported model, whose settings are written.
-        staged: the exported folder, before it gets its final name.
-        notes: further settings to write, by name.
-    """
+    """Write `llava_fsdp.json` into an exported folder: settings that its other files do not contain, further settings
+    (`notes`), and digests (sizes and hashes) of all other files, which must be complete."""
     notes = {
         **source.history,
         **notes,
@@ -248,17 +228,8 @@ def write_notes(source: SourceModel, staged: Path, notes: dict[str, Any]) -> Non
 
 
 def begin_hf(source: SourceModel, dtype: torch.dtype, staged: Path) -> int:
-    """Write all files of a model folder for transformers except the weights.
-
-    Args:
-        source: description of the model to export, without its weights.
-        dtype: dtype of the exported weights.
-        staged: folder to write into, which gets its final name later.
-
-    Returns:
-        The number of rows that the exported embeddings must have, so that there is a row for each token that the export
-        adds to the tokenizer.
-    """
+    """Write all files of a model folder for transformers except the weights. Return the number of rows that the
+    exported embeddings must have, one for each token that the export adds to the tokenizer."""
     model, parts = source.model, source.model.parts
     check_hf(model, source.aspect)
     has_video = source.aspect is AspectRatio.anyres_max
@@ -282,15 +253,8 @@ def begin_hf(source: SourceModel, dtype: torch.dtype, staged: Path) -> int:
 def write_hf_config(
     source: SourceModel, dtype: torch.dtype, staged: Path, ids: TokenIds, rows: int
 ) -> LlavaConfig | LlavaNextConfig | LlavaOnevisionConfig | InternVLConfig:
-    """Write `config.json` of a model for transformers, and return the configuration.
-
-    Args:
-        source: description of the model to export, without its weights.
-        dtype: dtype of the exported weights.
-        staged: folder to write into, which gets its final name later.
-        ids: ids of the special tokens that the export adds.
-        rows: number of rows of the exported embeddings (the size of the exported vocabulary).
-    """
+    """Write `config.json` of a model for transformers, with the ids of the special tokens that the export adds, and
+    return it."""
     config = hf_config(source, dtype, rows)
     config.image_token_id, config.pad_token_id = ids.image, ids.pad
     if ids.video is not None:
@@ -303,14 +267,7 @@ def write_hf_config(
 
 
 def write_hf_weights(source: SourceModel, weights: Weights, staged: Path, rows: int) -> None:
-    """Write the weights of a model folder for transformers. All ranks must call this; the first rank writes.
-
-    Args:
-        source: description of the model to export, without its weights.
-        weights: its weights, which are gathered from all ranks.
-        staged: folder to write into, which gets its final name later.
-        rows: number of rows of the exported embeddings (the size of the exported vocabulary).
-    """
+    """Write the weights of a model folder for transformers. Collective; the first rank writes."""
     plan = partial(plan_save, hf_config(source, weights.widest, rows))
     weights = with_folded_head(weights, source.model)
     write_shards(weights, staged, plan, source.model.with_vocabulary(), source.vocabulary, rows)
@@ -319,14 +276,7 @@ def write_hf_weights(source: SourceModel, weights: Weights, staged: Path, rows: 
 def hf_config(
     source: SourceModel, dtype: torch.dtype, rows: int
 ) -> LlavaConfig | LlavaNextConfig | LlavaOnevisionConfig | InternVLConfig:
-    """Return transformers' configuration of a model to export. The ids of its image and padding tokens are not set in
-    it.
-
-    Args:
-        source: description of the model to export, without its weights.
-        dtype: dtype of the exported weights.
-        rows: number of rows of the exported embeddings (the size of the exported vocabulary).
-    """
+    """Return transformers' configuration of a model to export, without the ids of its image and padding tokens."""
     model, parts = source.model, source.model.parts
     text = {**parts.language.to_dict(), **folded_fields(parts), "vocab_size": rows, "use_cache": True}
     fields: dict[str, Any] = {
@@ -364,11 +314,6 @@ def write_configs(source: SourceModel, dtype: torch.dtype, staged: Path) -> None
     """Write `config.json` for the original LLaVA, and a subfolder with the vision tower's configuration and image
     preprocessing.
 
-    Args:
-        source: description of the model to export, without its weights.
-        dtype: dtype of the exported weights.
-        staged: folder to write into, which gets its final name later.
-
     Raises:
         ModelError, ConfigError: the original LLaVA does not support this model, or the vision tower's name is not
             known.
@@ -382,13 +327,8 @@ def write_configs(source: SourceModel, dtype: torch.dtype, staged: Path) -> None
 
 
 def write_generation_of_original(source: SourceModel, staged: Path) -> None:
-    """Write `generation_config.json` for the original LLaVA, with the tokens that end an answer. If the model to export
-    was loaded from a folder of the original LLaVA whose file has these tokens, that file's contents are kept.
-
-    Args:
-        source: description of the model to export, without its weights.
-        staged: folder to write into, which gets its final name later.
-    """
+    """Write `generation_config.json` for the original LLaVA, with the tokens that end an answer. If the model was
+    loaded from a folder of the original LLaVA whose file has these tokens, that file's contents are kept."""
     parts, llava_folder = source.model.parts, original_folder(source.model.parts)
     ends, _ = find_ends(parts, source.template, [] if llava_folder is None else [llava_folder])
     folder = parts.language_folder
@@ -402,13 +342,8 @@ def write_generation_of_original(source: SourceModel, staged: Path) -> None:
 
 
 def copy_or_convert_tokenizer(source: SourceModel, staged: Path) -> None:
-    """Write a tokenizer for the original LLaVA. If the model to export was loaded from a folder of the original LLaVA,
-    that folder's tokenizer is copied; otherwise the language model's tokenizer is converted.
-
-    Args:
-        source: description of the model to export, without its weights.
-        staged: folder to write into, which gets its final name later.
-    """
+    """Write a tokenizer for the original LLaVA: copy that of the folder of the original LLaVA from which the model was
+    loaded, or else convert the language model's."""
     parts, llava_folder = source.model.parts, original_folder(source.model.parts)
     if llava_folder is not None and has_tokenizer(llava_folder):
         copy_files(llava_folder, staged, TOKENIZER_FILES)
@@ -422,16 +357,8 @@ def copy_or_convert_tokenizer(source: SourceModel, staged: Path) -> None:
 
 def begin_projector(source: SourceModel, weights: Weights, staged: Path) -> None:
     """Write `config.json` beside a projector, if the original LLaVA has such a model. It can read no other projector;
-    llava_fsdp reads every projector without that file.
-
-    Args:
-        source: description of the model to export, without its weights.
-        weights: its weights.
-        staged: folder to write into, which gets its final name later.
-
-    Raises:
-        ConfigError: the projector has no weights, or the vision tower's name is not known.
-    """
+    llava_fsdp reads every projector without that file. Raises ConfigError if the projector has no weights, or the
+    vision tower's name is not known."""
     check_projector(source.model)
     if why_not_original(source.model) is not None:
         return
@@ -442,13 +369,8 @@ def begin_projector(source: SourceModel, weights: Weights, staged: Path) -> None
 
 
 def config_of_original(source: SourceModel, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the contents of config.json for the original LLaVA. If the model to export was loaded from a folder with
-    such a file, its values are kept, except for settings in which the model now differs from it.
-
-    Args:
-        source: description of the model to export, without its weights.
-        dtype: dtype of the exported weights.
-    """
+    """Return the contents of config.json for the original LLaVA. If the model was loaded from a folder with such a
+    file, its values are kept, except for settings in which the model now differs from it."""
     model, parts = source.model, source.model.parts
     llava_folder = original_folder(parts)
     if llava_folder is not None:
@@ -478,22 +400,14 @@ def config_of_original(source: SourceModel, dtype: torch.dtype) -> dict[str, Any
 
 def aspect_of_original(source: SourceModel) -> str:
     """Return how images are fitted into the vision tower's square input, as the original LLaVA's config.json says it;
-    with anyres_max as LLaVA-NeXT's repository says it for LLaVA-OneVision.
-
-    Args:
-        source: description of the model to export.
-    """
+    with anyres_max as LLaVA-NeXT's repository says it for LLaVA-OneVision."""
     is_limited = source.aspect is AspectRatio.anyres_max
     return f"anyres_max_{source.max_tiles}" if is_limited else source.aspect.value
 
 
 def tower_name(source: SourceModel) -> str:
-    """Return the name (of a hub model or folder) from which the original LLaVA is to load the vision tower of an
-    exported model; raise ConfigError if it is not known.
-
-    Args:
-        source: description of the model to export, without its weights.
-    """
+    """Return the hub name or folder from which the original LLaVA is to load the vision tower; raise ConfigError if it
+    is not known."""
     name = source.vision or known_tower(source.model.parts.vision)
     if not name:
         raise ConfigError("the original's folders name their vision tower, and the source does not: give vision=NAME")

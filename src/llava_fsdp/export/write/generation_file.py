@@ -1,5 +1,5 @@
 """Write the `generation_config.json` of an exported model, and check that transformers' `generate` ends an answer at
-every token that ends one."""
+every token that ends one. The argument `ends` of functions has the ids of these tokens."""
 
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
@@ -27,19 +27,12 @@ LONGEST = 4
 
 
 def find_ends(parts: Parts, template_name: str, folders: Iterable[Path] = ()) -> tuple[list[int], str | None]:
-    """Return what ends an answer of an exported model: the ids of tokens, sorted, and a text.
+    """Return what ends an answer: the ids of tokens, sorted, and a text if it may consist of several tokens, so that no
+    token stands for it; None if the tokens are enough.
 
     The tokens are those where `chat` stops. If the conversation template ends an answer with a text that is not a
-    special token, `chat` looks for this text; here, each token whose text contains it ends an answer.
-
-    Args:
-        parts: the folders from which the model was loaded.
-        template_name: name of the conversation template of training.
-        folders: further folders of the model, whose `generation_config.json` may name more tokens.
-
-    Returns:
-        The ids, and the text that ends an answer if it may consist of several tokens, so that no token stands for it;
-        None if the tokens are enough.
+    special token, `chat` looks for this text; here, each token whose text contains it ends an answer. The
+    `generation_config.json` in further `folders` of the model may name more tokens.
     """
     folder, language = parts.language_folder, parts.language
     tokenizer, stop = None, ""
@@ -61,17 +54,13 @@ def tokens_with(tokenizer: Tokenizer, text: str) -> set[int]:
 
 
 def generation_fields(folder: Path, ends: Sequence[int], bos: int | None, pad: int | None) -> dict[str, Any]:
-    """Return the contents of a `generation_config.json`: those of the language model's file, such as its temperature,
-    with the tokens that end an answer.
+    """Return the contents of a `generation_config.json`: those of the language model's file in `folder`, if there is
+    one, such as its temperature, with the tokens that end an answer. Raises ModelError if transformers cannot read that
+    file.
 
     Args:
-        folder: folder of the language model, which may lack the file.
-        ends: ids of the tokens that end an answer.
         bos: id of the token with which a sequence begins, for a folder whose file does not name it.
         pad: id of the padding token.
-
-    Raises:
-        ModelError: transformers cannot read the language model's file.
     """
     given = read_optional(folder / FILE)
     with foreign(f"{folder / FILE}: transformers cannot read it"):
@@ -82,15 +71,8 @@ def generation_fields(folder: Path, ends: Sequence[int], bos: int | None, pad: i
 
 
 def write_generation(parts: Parts, staged: Path, ends: Sequence[int], pad: int, rows: int) -> None:
-    """Write `generation_config.json` of a model folder for transformers, and check it.
-
-    Args:
-        parts: the folders from which the model was loaded.
-        staged: folder to write into, which gets its final name later.
-        ends: ids of the tokens that end an answer.
-        pad: id of the padding token of the export.
-        rows: number of rows of the exported embeddings.
-    """
+    """Write `generation_config.json` into `staged`, a model folder for transformers, and check it. `rows` is the number
+    of rows of the exported embeddings."""
     fields = generation_fields(parts.language_folder, ends, parts.language.bos_token_id, pad)
     write_json(staged / FILE, fields | {"transformers_version": transformers.__version__})
     check_ends(staged, ends, rows)
@@ -98,17 +80,9 @@ def write_generation(parts: Parts, staged: Path, ends: Sequence[int], pad: int, 
 
 @torch.random.fork_rng(devices=[])
 def check_ends(folder: Path, ends: Collection[int], rows: int) -> None:
-    """Check that transformers' `generate` ends an answer of an exported model at each of the tokens that end one, and
-    that the folder names no other token. A model with one small layer writes the answers, each of which is prescribed.
-
-    Args:
-        folder: the exported folder, which has its `generation_config.json`.
-        ends: ids of the tokens that end an answer.
-        rows: number of rows of the exported embeddings. A token without a row cannot be generated.
-
-    Raises:
-        ModelError: an answer does not end where it must.
-    """
+    """Check that transformers' `generate` ends an answer at each of the tokens that end one, and that the folder names
+    no other token. A model with one small layer writes the answers, each of which is prescribed. A token beyond the
+    `rows` of the exported embeddings cannot be generated. Raises ModelError if an answer does not end where it must."""
     with foreign(f"{folder}: transformers cannot generate with its {FILE}"):
         config = GenerationConfig.from_pretrained(folder, local_files_only=True)
         # the ways to search for an answer and the kinds of cache have no effect on where an answer ends

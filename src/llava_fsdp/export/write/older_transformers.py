@@ -18,8 +18,7 @@ SCALED = ("gemma", "gemma2", "vaultgemma")
 STRICT = ("phi3", "olmo2")
 """Types of language models that in transformers 4 call the kind of rotary scaling `type`, and accept no more keys."""
 NESTED = ("gemma3_text", "olmo3")
-"""Types of language models that in transformers 4 too have different rotary embeddings in layers with sliding windows
-and in the others."""
+"""Types of language models whose layers with sliding windows have other rotary embeddings in transformers 4, too."""
 PARTIAL = {"gpt_neox": "rotary_pct", "gpt_neox_japanese": "rotary_pct"}
 """Types of language models -> their name of `partial_rotary_factor` in transformers 4, if it is another one."""
 LAYERS = ("full_attention", "sliding_attention")
@@ -28,13 +27,8 @@ NEWER_KEYS = ("backend", "is_local", "local_files_only", "processor_class")
 
 
 def with_older_fields(fields: dict[str, Any], config: PretrainedConfig) -> dict[str, Any]:
-    """Return the contents of a `config.json` with the fields that transformers 4 reads beside those of transformers 5,
-    in all its parts, and without the path from which each part was loaded.
-
-    Args:
-        fields: the contents that transformers 5 has saved.
-        config: the configuration.
-    """
+    """Return the contents of a `config.json`, saved by transformers 5, with the fields that transformers 4 reads beside
+    them, in all its parts, and without the path from which each part was loaded."""
     found = {key: value for key, value in fields.items() if key != "_name_or_path"}
     for name in ("text_config", "vision_config"):
         if isinstance(found.get(name), dict):
@@ -48,11 +42,8 @@ def with_older_fields(fields: dict[str, Any], config: PretrainedConfig) -> dict[
 
 
 def older_rope(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields for rotary embeddings in the form of transformers 4.
-
-    Args:
-        fields: the configuration of a language model or vision tower, in the form of transformers 5.
-    """
+    """Return the fields for rotary embeddings in the form of transformers 4 for a part's fields in the form of
+    transformers 5."""
     rope: dict[str, Any] = fields.get("rope_parameters") or {}
     kind = fields.get("model_type")
     if kind in SCALED:
@@ -74,12 +65,8 @@ def older_rope(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def flat_rope(rope: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields for rotary embeddings that are equal in all layers, in the form of transformers 4.
-
-    Args:
-        rope: `rope_parameters` of transformers 5.
-        fields: the configuration that contains them.
-    """
+    """Return the fields, in the form of transformers 4, for rotary embeddings that are equal in all layers. `rope` is
+    the field `rope_parameters` of `fields`."""
     scaling = {key: value for key, value in rope.items() if key not in ("rope_theta", "partial_rotary_factor", "type")}
     found: dict[str, Any] = {"rope_theta": rope.get("rope_theta"), "rope_scaling": None}
     if "partial_rotary_factor" in rope:
@@ -106,12 +93,8 @@ def flat_rope(rope: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def older_tokenizer(fields: dict[str, Any], frozen: dict[str, Any]) -> dict[str, Any]:
-    """Return the contents of a `tokenizer_config.json` in a form that transformers 4 and 5 read.
-
-    Args:
-        fields: the contents that transformers 5 has saved.
-        frozen: the contents of the `tokenizer.json` beside it.
-    """
+    """Return the contents of a `tokenizer_config.json`, saved by transformers 5, in a form that transformers 4 and 5
+    read. `frozen` are the contents of the `tokenizer.json` beside it."""
     found = {key: value for key, value in fields.items() if key not in NEWER_KEYS}
     if found.get("tokenizer_class") == "TokenizersBackend":
         found["tokenizer_class"] = "PreTrainedTokenizerFast"

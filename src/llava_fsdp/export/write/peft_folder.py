@@ -42,12 +42,7 @@ from llava_fsdp.runtime.text.log import log
 
 
 def write_adapters(staged: Path, adapted: Adapted) -> None:
-    """Write LoRA adapters into the subfolder `adapter` of an exported base model.
-
-    Args:
-        staged: the exported base model, before it gets its final name.
-        adapted: the adapters.
-    """
+    """Write LoRA adapters into the subfolder `adapter` of an exported base model, before it gets its final name."""
     folder = staged / FOLDER
     folder.mkdir()
     tensors = {n: whole_rows(t).contiguous() for n, t in adapted.sources.items() if is_adapter(n)}
@@ -63,14 +58,10 @@ def in_class(name: str) -> str:
 
 
 def settings(adapted: Adapted, model: nn.Module) -> dict[str, Any]:
-    """Return the contents of adapter_config.json.
+    """Return the contents of adapter_config.json. `model` is transformers' model, on the meta device.
 
     vLLM needs the last parts of the modules' names in `target_modules`. To peft these mean every module whose name ends
     so, also in the vision tower; those that have no adapter are in `exclude_modules` (peft 0.14 and later).
-
-    Args:
-        adapted: the adapters.
-        model: transformers' model, on the meta device.
     """
     wanted = {f"model.{module}" for module in adapted.modules}
     linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
@@ -95,27 +86,19 @@ def settings(adapted: Adapted, model: nn.Module) -> dict[str, Any]:
 
 
 def with_rounded_base(adapted: Adapted, dtypes: dict[str, torch.dtype]) -> Adapted:
-    """Return a model with adapters, and its base rounded as it is exported.
-
-    Args:
-        dtypes: dtypes of the exported base's parameters, by name.
-    """
+    """Return a model with adapters, and its base rounded to the dtypes in which it is exported."""
     rounded = {n: t if is_adapter(n) else Rounded(t, dtypes[without_base(n)]) for n, t in adapted.sources.items()}
     return replace(adapted, sources=rounded)
 
 
 def prove_adapters(staged: Path, model: Llava, adapted: Adapted, rule: ImageTokens) -> None:
     """Load an exported base model with transformers, put its adapters on it with peft, and compare the logits with
-    those of the model with adapters.
+    those of the model with adapters. Raises ModelError if they differ, or peft does not use every adapter.
 
     Args:
         staged: the exported folder, whose base model is the source's in its own dtypes.
         model: a model of the same architecture without adapters; its weights are not used.
-        adapted: the adapters and all weights.
         rule: computes which tokens an image gets.
-
-    Raises:
-        ModelError: the logits differ, or peft does not use every adapter.
     """
     compute, (micro, sizes) = compute_dtype(model), random_rows(model, rule)
     expected = logits(load_copy(model, adapted.sources, compute, adapted), micro)

@@ -1,5 +1,13 @@
 """Write the tokenizer and image preprocessing of an exported model, with which transformers gives the same token ids
-and pixels as training."""
+and pixels as training.
+
+Arguments of many functions here:
+    folder: the folder with the tokenizer or the image preprocessing of training.
+    staged: the exported folder, before it gets its final name.
+    vocab_size: number of rows of the trained model's embeddings.
+    start_end: whether training puts `<im_start>` and `<im_end>` around every image.
+    pads: whether images are padded to squares.
+"""
 
 import json
 import shutil
@@ -52,8 +60,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 class TokenIds(NamedTuple):
-    """Ids of tokens that the tokenizer of an exported model has and that training does not need: `<image>`, padding,
-    and perhaps `<video>`."""
+    """Ids of tokens that the export adds to the tokenizer."""
 
     image: int
     pad: int
@@ -64,20 +71,12 @@ class TokenIds(NamedTuple):
 def write_tokenizer(
     folder: Path, staged: Path, language: PretrainedConfig, template_name: str, start_end: bool, video: bool = False
 ) -> tuple[TokenIds, int]:
-    """Write a tokenizer for transformers, with an `<image>` token and a padding token. Return the ids of these tokens,
-    and the number of rows that the exported model's embeddings must have.
+    """Write a tokenizer for transformers, with an `<image>` token, a padding token and, with `video`, a `<video>`
+    token. Return the ids of these tokens, and the number of rows that the exported model's embeddings must have.
 
     As in the hub's conversions of LLaVA, new ids follow the existing ones, and the number of rows is rounded up to a
     multiple of 64. A language model that has enough rows already keeps its size. If `folder` has no tokenizer, nothing
     is written.
-
-    Args:
-        folder: the language model's folder, with the tokenizer of training.
-        staged: folder to write into, which gets its final name later.
-        language: the language model's configuration.
-        template_name: name of the conversation template of training.
-        start_end: whether the chat template puts `<im_start>` and `<im_end>` around every image.
-        video: whether the tokenizer gets a `<video>` token, too.
     """
     vocab_size = language.vocab_size
     if lacks_tokenizer(folder, staged):
@@ -120,24 +119,14 @@ def write_tokenizer(
 
 def rows_for(ids: TokenIds, vocab_size: int) -> int:
     """Return the number of rows that an exported model's embeddings must have: that of the trained model or, if new
-    tokens need more, the next multiple of 64.
-
-    Args:
-        ids: ids of the tokens that the export adds.
-        vocab_size: number of rows of the trained model's embeddings.
-    """
+    tokens need more, the next multiple of 64."""
     needed = max(number for number in ids if number is not None) + 1
     return vocab_size if needed <= vocab_size else -(-needed // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 def begins_with_bos(template: Template | ChatTemplate, folder: Path) -> bool:
     """Return whether the language model's own chat template writes the BOS token, so that transformers' processor must
-    not add one; False for a conversation template of llava_fsdp.
-
-    Args:
-        template: the conversation template of training.
-        folder: the language model's folder, whose tokenizer defines the BOS token.
-    """
+    not add one; False for a conversation template of llava_fsdp."""
     bos = special_tokens(folder).get("bos_token")
     return (
         isinstance(template, ChatTemplate) and bos is not None and template.layout("hg").frames[0].text.startswith(bos)
@@ -155,13 +144,10 @@ def write_template(
     """Write the chat template of an exported model for transformers.
 
     Args:
-        staged: folder to write into, which gets its final name later.
-        template: the conversation template of training.
-        start_end: whether to put `<im_start>` and `<im_end>` around every image.
         adds_bos: whether a conversation begins with the BOS token; ignored for the language model's own template.
-        gap: rule for where to put a space before the text that follows an image; None: nowhere. With the
-            language model's own template, with which training tokenizes text as transformers does, only before a text
-            that follows a BOS token.
+        gap: rule for where to put a space before the text that follows an image; None: nowhere. With the language
+            model's own template, with which training tokenizes text as transformers does, only before a text that
+            follows a BOS token.
         video: accept videos in messages, which are treated like images.
     """
     gap = Gap(False) if gap is None else gap
@@ -184,12 +170,8 @@ def update_config(staged: Path, **values: Any) -> None:
 
 
 def leave_bos_out(staged: Path) -> None:
-    """Change the tokenizer of an exported model so that transformers adds no BOS token: remove the post-processor from
-    `tokenizer.json`, as transformers ignores `add_bos_token=false`.
-
-    Args:
-        staged: the exported folder, before it gets its final name.
-    """
+    """Change the exported tokenizer so that transformers adds no BOS token: remove the post-processor from
+    `tokenizer.json`, as transformers ignores `add_bos_token=false`."""
     path = staged / "tokenizer.json"
     frozen = read_json(path, largest=LARGE)
     if (frozen.get("post_processor") or {}).get("type") == "TemplateProcessing":
@@ -198,19 +180,14 @@ def leave_bos_out(staged: Path) -> None:
 
 
 def from_file(folder: Path) -> Any:
-    """Open the file `tokenizer.json` in a folder unchanged as transformers' tokenizer. The tokenizer class that the
-    folder names is not used, since some classes change the contents of `tokenizer.json`."""
+    """Open a folder's `tokenizer.json` unchanged as transformers' tokenizer. The tokenizer class that the folder names
+    is not used, since some classes change its contents."""
     return PreTrainedTokenizerFast.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
 
 
 def keep_llama(folder: Path, staged: Path) -> None:
     """Add the SentencePiece model (`tokenizer.model`) of a Llama tokenizer to an exported model, and set those values
-    in `tokenizer_config.json` that transformers 5 does not write there.
-
-    Args:
-        folder: the language model's folder, with the tokenizer of training.
-        staged: the exported folder, before it gets its final name.
-    """
+    in `tokenizer_config.json` that transformers 5 does not write there."""
     old, path = read_optional(folder / "tokenizer_config.json"), staged / "tokenizer_config.json"
     config = {**read_optional(path), "legacy": is_legacy(old), "add_bos_token": old.get("add_bos_token", True)}
     config["tokenizer_class"] = old.get("tokenizer_class", "LlamaTokenizer")
@@ -233,18 +210,11 @@ def check_template(
     tokens: ImageTokens | None = None,
 ) -> None:
     """Compare the token ids that the chat template of an exported model gives with those of training, and log a warning
-    if they differ. A difference is no error, since llava_fsdp's own programs do not use the chat template.
+    if they differ. A difference is no error, since llava_fsdp's own programs do not use the chat template. The exported
+    folder must have all its files except the weights and `generation_config.json`.
 
-    Args:
-        folder: the language model's folder, with the tokenizer of training.
-        staged: the exported folder; it must have all its files except the weights and `generation_config.json`.
-        language: the language model's configuration.
-        template_name: name of the conversation template of training.
-        start_end: whether training puts `<im_start>` and `<im_end>` around every image.
-        tokens: computes which tokens training gives an image; None: conversations with images are not compared.
-
-    Raises:
-        ModelError: transformers cannot read the written tokenizer.
+    Without `tokens`, which computes the tokens that training gives an image, conversations with images are not
+    compared. Raises ModelError if transformers cannot read the written tokenizer.
     """
     if not has_tokenizer(folder):
         return
@@ -269,17 +239,9 @@ def can_load_processor(staged: Path) -> bool:
 
 
 def check_image_tokens(staged: Path, size: Size, expected: int) -> None:
-    """Check that transformers' processor of an exported model gives an image as many tokens as training does. A
-    processor that also takes videos needs torchvision; without torchvision it is not checked.
-
-    Args:
-        staged: the exported folder, which has the processor's files.
-        size: width and height in pixels of the image.
-        expected: number of tokens that training gives such an image.
-
-    Raises:
-        ModelError: the processor cannot be loaded, or gives another number.
-    """
+    """Check that transformers' processor gives an image of this size in pixels the expected number of tokens, that of
+    training. A processor that also takes videos needs torchvision, and is not checked without it. Raises ModelError if
+    the processor cannot be loaded, or gives another number."""
     if not can_load_processor(staged):
         log().info("the export's processor is not checked, because its video part needs torchvision")
         return
@@ -296,15 +258,12 @@ def check_image_tokens(staged: Path, size: Size, expected: int) -> None:
 
 def write_llama(staged: Path, legacy: bool) -> None:
     """Change the `tokenizer.json` of an exported Llama tokenizer so that it gives the same token ids as the
-    SentencePiece model, and name a tokenizer class in `tokenizer_config.json` with which transformers loads
-    `tokenizer.json` unchanged.
+    SentencePiece model, and name a tokenizer class in `tokenizer_config.json` with which transformers loads it
+    unchanged.
 
     transformers 5 writes the same `tokenizer.json` for both values of `legacy` and leaves the difference to the
-    tokenizer class, which for a LLaVA model is another one than for a Llama model.
-
-    Args:
-        staged: the exported folder, before it gets its final name.
-        legacy: whether every piece of text between special tokens begins with one `▁`; False: only the whole text does.
+    tokenizer class, which for a LLaVA model is another one than for a Llama model. With `legacy`, every piece of text
+    between special tokens begins with one `▁`; without, only the whole text does.
     """
     path = staged / "tokenizer.json"
     frozen = read_json(path, largest=LARGE)
@@ -320,14 +279,8 @@ def write_llama(staged: Path, legacy: bool) -> None:
 
 
 def check_same_ids(folder: Path, staged: Path, vocab_size: int, same_bos: bool = True) -> None:
-    """Raise ModelError if an exported tokenizer gives other token ids for test texts than the tokenizer of training.
-
-    Args:
-        folder: folder with the tokenizer of training.
-        staged: folder with the exported tokenizer.
-        vocab_size: number of rows of the trained model's embeddings.
-        same_bos: whether both tokenizers must also have the same BOS token.
-    """
+    """Raise ModelError if an exported tokenizer gives other token ids for test texts than the tokenizer of training or,
+    with `same_bos`, has another BOS token."""
     trained, written = open_tokenizer(folder, vocab_size), open_tokenizer(staged, vocab_size)
     specials = "".join(text for text in ("<s>", "</s>", "<im_start>", "<im_end>") if trained.special(text) is not None)
     for text in (*PROBES, f"a{specials}USER: b", f"{specials} c"):
@@ -337,15 +290,9 @@ def check_same_ids(folder: Path, staged: Path, vocab_size: int, same_bos: bool =
 
 
 def write_preprocessor(folder: Path, staged: Path, pads: bool, grid_pinpoints: list[list[int]] | None = None) -> None:
-    """Write the image preprocessing for transformers (`preprocessor_config.json`).
-
-    Args:
-        folder: the vision tower's folder, whose image preprocessing is converted.
-        staged: folder to write into, which gets its final name later.
-        pads: whether images are padded to squares.
-        grid_pinpoints: sizes [height, width] in pixels that images are fitted into before they are cut into square
-            tiles; None: an image is one tile.
-    """
+    """Write `preprocessor_config.json`, the image preprocessing for transformers, from that in the vision tower's
+    folder. `grid_pinpoints` are sizes [height, width] in pixels that images are fitted into before they are cut into
+    square tiles; None: an image is one tile."""
     ours = read_preprocessor(folder)
     square = {"height": ours.size, "width": ours.size}
     kind = preprocessor_fields(folder).get("image_processor_type", "CLIPImageProcessor")
@@ -387,18 +334,12 @@ def write_processor(
 ) -> None:
     """Write the files with which transformers prepares images and prompts: `preprocessor_config.json`,
     `processor_config.json` and with LLaVA-OneVision `video_preprocessor_config.json`. If the vision tower's folder has
-    no image preprocessing, only log a warning.
+    no image preprocessing, only log a warning. `tokens` is the number of image tokens of a tile (an input of the vision
+    tower).
 
     An InternVL model gets a LlavaProcessor too, with patches as wide as the squares of patches that its projector
     joins. InternVL's own processor needs torchvision, and puts two tokens around every image that training does not
     have.
-
-    Args:
-        folder: the vision tower's folder, whose image preprocessing is converted.
-        staged: folder to write into, which gets its final name later.
-        config: transformers' configuration of the exported model.
-        pads: whether images are padded to squares.
-        tokens: number of image tokens of a tile (an input of the vision tower).
     """
     if not preprocessor_fields(folder):
         log().warning("%s has no preprocessor_config.json, so the exported model gets none", folder)
@@ -426,14 +367,7 @@ def write_processor(
 
 def write_onevision(folder: Path, staged: Path, config: LlavaOnevisionConfig, tokens: int) -> None:
     """Write the files with which transformers' LlavaOnevisionProcessor prepares images, videos and prompts. They are
-    written without transformers, whose video processor needs torchvision.
-
-    Args:
-        folder: the vision tower's folder, whose image preprocessing is converted.
-        staged: folder to write into, which gets its final name later.
-        config: transformers' configuration of the exported model.
-        tokens: number of image tokens of a tile (an input of the vision tower).
-    """
+    written without transformers, whose video processor needs torchvision."""
     ours = read_preprocessor(folder)
     common = {
         "processor_class": "LlavaOnevisionProcessor",
@@ -471,14 +405,8 @@ def write_onevision(folder: Path, staged: Path, config: LlavaOnevisionConfig, to
 
 
 def convert_tokenizer_to_original(folder: Path, staged: Path, vocab_size: int, max_length: int) -> None:
-    """Write a tokenizer for the original LLaVA, which uses transformers 4.37.
-
-    Args:
-        folder: folder with the tokenizer that is converted.
-        staged: folder to write into, which gets its final name later.
-        vocab_size: number of rows of the model's embeddings; tokens with ids of `vocab_size` or more are left out.
-        max_length: maximum number of tokens of a text, which is written into the tokenizer's configuration.
-    """
+    """Write a tokenizer for the original LLaVA, which uses transformers 4.37, with a maximum number of tokens of a
+    text. Tokens with ids of `vocab_size` or more are left out."""
     if lacks_tokenizer(folder, staged):
         return
     old = read_optional(folder / "tokenizer_config.json")
@@ -501,8 +429,8 @@ def convert_tokenizer_to_original(folder: Path, staged: Path, vocab_size: int, m
 
 
 def as_older_release(contents: dict[str, Any], vocab_size: int) -> dict[str, Any]:
-    """Return the contents of a tokenizer.json converted for version 0.15 of the tokenizers library: each merge of two
-    tokens is one string, and tokens with ids of `vocab_size` or more are removed. `contents` is changed in place."""
+    """Convert the contents of a tokenizer.json, in place, for version 0.15 of the tokenizers library: each merge of two
+    tokens is one string, and tokens with ids of `vocab_size` or more are removed."""
     contents["added_tokens"] = [t for t in contents.get("added_tokens", []) if t["id"] < vocab_size]
     merges = contents["model"].get("merges")
     if merges and isinstance(merges[0], list) and not any(" " in part for pair in merges for part in pair):
@@ -517,11 +445,7 @@ def as_older_release(contents: dict[str, Any], vocab_size: int) -> dict[str, Any
 
 
 def metaspaces(tree: Any) -> list[dict[str, Any]]:
-    """Return every component of type Metaspace (which writes spaces as `▁`) in a tokenizer.json.
-
-    Args:
-        tree: contents of the file, or a part of them.
-    """
+    """Return every component of type Metaspace (which writes spaces as `▁`) in a tokenizer.json or a part of it."""
     if isinstance(tree, list):
         return [space for part in tree for space in metaspaces(part)]
     if not isinstance(tree, dict):

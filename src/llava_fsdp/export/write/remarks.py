@@ -13,12 +13,8 @@ LLaVA-OneVision, whatever its configuration says (vllm/model_executor/models/lla
 
 
 def remarks_on(tokens: ImageTokens, stop: str | None) -> list[str]:
-    """Return what other programs do differently with an exported model, one sentence or more for each difference.
-
-    Args:
-        tokens: computes into how many tiles the model cuts an image, and which tokens the image gets.
-        stop: text that ends an answer, if no token stands for it; else None.
-    """
+    """Return what other programs do differently with an exported model, one text for each difference. `stop` is a text
+    that ends an answer, if no token stands for it."""
     found = []
     if stop is not None:
         found.append(
@@ -39,13 +35,8 @@ def remarks_on(tokens: ImageTokens, stop: str | None) -> list[str]:
 
 
 def write_remarks(staged: Path, remarks: list[str]) -> None:
-    """Log remarks about an exported model as warnings, and write them into a `README.md` in its folder. Without remarks
-    no file is written.
-
-    Args:
-        staged: the exported folder, before it gets its final name.
-        remarks: see `remarks_on`.
-    """
+    """Log remarks about an exported model as warnings, and write them, if there are any, into a `README.md` in its
+    folder."""
     for remark in remarks:
         log().warning("%s", remark)
     if remarks:

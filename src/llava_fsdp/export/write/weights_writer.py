@@ -30,13 +30,12 @@ class Weights:
     shapes: dict[str, tuple[int, ...]]
     dtypes: dict[str, torch.dtype]
     read: Callable[[str], torch.Tensor]
-    """Gathers the parameter of this name on the CPU of the first rank. All ranks must call it."""
+    """Gathers the parameter of this name on the CPU of the first rank. Collective."""
     is_first_rank: bool = True
     watch: Callable[[Iterable[str]], Iterable[str]] = iter
     """Yields the names that it is given, and shows progress."""
     on_first_rank: Callable[[Callable[[], object], str], object] = on_first_rank
-    """Runs an action, such as writing a file, on rank 0, and raises its error on every rank. If only one rank writes
-    weights, this is a function that just calls the action."""
+    """Runs an action on rank 0, and raises its error on every rank. With one rank, it just calls the action."""
 
     @property
     def widest(self) -> torch.dtype:
@@ -53,13 +52,10 @@ def write_shards(
     rows: int,
 ) -> None:
     """Write all weights of a model as safetensors files of at most 5 GB, with an index file if there are several. Rank
-    0 has the tensors of only one file in memory at a time. All ranks must call this.
+    0 has the tensors of only one file in memory at a time. Collective.
 
     Args:
-        weights: the weights, which are gathered from all ranks.
-        staged: folder to write into, which gets its final name later.
-        plan: returns the tensors to write, by name, whose values are read later. Its argument is a function for this,
-            which reads a part of a parameter by llava_fsdp's name of it.
+        plan: returns the tensors to write, by name, whose values are read later with the function that it is given.
         vocabulary: llava_fsdp's names of the parameters with a row for each token: embeddings and output layer.
         trained: number of rows of these parameters that are trained.
         rows: number of rows of these parameters to write; rows after the trained ones are the trained rows' mean.
@@ -109,8 +105,8 @@ def write_shards(
 
 
 def save(tensors: dict[str, torch.Tensor], path: Path, failed: list[Exception]) -> None:
-    """Write tensors into a safetensors file; or, if `failed` has exceptions of earlier steps of an export, raise the
-    first of them instead."""
+    """Write tensors into a safetensors file; or, if earlier steps of an export failed, raise the first of their
+    exceptions."""
     if failed:
         raise failed[0]
     save_file(tensors, path, metadata={"format": "pt"})
@@ -118,7 +114,7 @@ def save(tensors: dict[str, torch.Tensor], path: Path, failed: list[Exception]) 
 
 @dataclass
 class Group:
-    """Tensors to write that must be in the same file, because they are made of the same parameters of the model.
+    """Tensors that must be in the same file, because they are made of the same parameters of the model.
 
     Attributes:
         parameters: llava_fsdp's names of these parameters.
@@ -132,16 +128,8 @@ class Group:
 
 
 def plan_files(outputs: dict[str, LazyTensor], weights: Weights) -> list[list[Group]]:
-    """Decide which tensors are written into which file. Tensors that are made of the same parameters form a group, and
-    a file has groups of at most 5 GB together, or one group.
-
-    Args:
-        outputs: the tensors to write, by name, whose values are not read yet.
-        weights: the model's weights, from which the tensors are made.
-
-    Returns:
-        The groups of each file.
-    """
+    """Decide which tensors are written into which file, and return the groups of each. A file has groups of at most 5
+    GB together, or one group."""
     groups: dict[str, Group] = {}  # by each of its parameters
     for name, output in outputs.items():
         dtype = reduce(torch.promote_types, [weights.dtypes[source] for source in output.sources])
@@ -163,14 +151,8 @@ def plan_files(outputs: dict[str, LazyTensor], weights: Weights) -> list[list[Gr
 
 
 def renamed(shapes: Mapping[str, Sequence[int]], rename: Callable[[str], str], read: ReadPart) -> dict[str, LazyTensor]:
-    """Return the tensors that `write_shards` is to write, by name, if every parameter is written as one tensor under
-    another name. Their values are read when they are written.
-
-    Args:
-        shapes: shapes of the parameters, by llava_fsdp's names.
-        rename: returns the new name of a parameter.
-        read: reads a part of a parameter, given llava_fsdp's name of it.
-    """
+    """Return the argument of `write_shards` if every parameter, whose shapes are given by llava_fsdp's names, is
+    written as one tensor under another name."""
     return {
         rename(name): LazyTensor(shape, [name], lambda box, name=name: read(name, box))
         for name, shape in shapes.items()
@@ -178,21 +160,15 @@ def renamed(shapes: Mapping[str, Sequence[int]], rename: Callable[[str], str], r
 
 
 def with_rows(tensor: torch.Tensor, trained: int, rows: int) -> torch.Tensor:
-    """Return the rows to write of a parameter with a row for each token (embeddings or output layer): its first
-    `trained` rows, followed by copies of their mean until there are `rows` rows."""
+    """Return the first `trained` rows of a parameter, followed by copies of their mean until there are `rows` rows."""
     mean = tensor[:trained].float().mean(dim=0, keepdim=True)
     return torch.cat([tensor[:trained], mean.to(tensor.dtype).expand(rows - trained, -1)])
 
 
 def write_projector(weights: Weights, staged: Path, rename: Callable[[str], str]) -> None:
-    """Write the projector's weights twice: as `mm_projector.bin` (a pickle, for the original LLaVA) and as
-    `mm_projector.safetensors`. All ranks must call this; the first rank writes.
-
-    Args:
-        weights: the model's weights.
-        staged: folder to write into, which gets its final name later.
-        rename: returns the name in the files of a parameter, given llava_fsdp's name of it.
-    """
+    """Write the projector's weights as `mm_projector.bin` (a pickle, for the original LLaVA) and as
+    `mm_projector.safetensors`. Collective; the first rank writes. `rename` returns the name in the files for
+    llava_fsdp's name."""
     tensors: dict[str, torch.Tensor] = {}
     for name in (n for n in weights.shapes if n.startswith(PROJECTOR_PREFIX)):
         tensor = weights.read(name)
