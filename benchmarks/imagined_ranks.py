@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from capped import facts, write_json
 from hydra import compose, initialize_config_dir
-from packing import draw_lengths, write_model
 from provenance import REPOSITORY
 from rich.console import Console
 from rich.table import Table
+from samples import draw_lengths, write_model
 
 from llava_fsdp.checkpoint.commit import Entries, merge_entries
 from llava_fsdp.checkpoint.layout import written_rows

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
-from packing import MEAN_TEXT, PICTURE, grouped, write_model, write_records
 from safetensors.torch import load_file, save_file
+from samples import IMAGE, MEAN_TEXT, grouped, write_model, write_records
 from starts import write_llava, write_samples
 
 from llava_fsdp.config import Config, config_dir, load
@@ -18,7 +18,7 @@ from llava_fsdp.data.batching.packing import Assignment
 SCALE = 4
 """Samples are as many times shorter than LLaVA's, so that a step takes a few seconds."""
 SIDE = 12
-"""Patches on a side: PICTURE / SCALE positions for a picture."""
+"""Patches on a side: IMAGE / SCALE positions for a picture."""
 VOCABULARY = 2048
 DATA = ("mixed", "equal", "text")
 PADDED_LAYOUTS = ("grouped", "sorted")
@@ -70,7 +70,7 @@ def lengths_of(data: str, options: argparse.Namespace) -> list[tuple[int, bool]]
     """
     steps, ranks, rows = options.steps, options.ranks, options.rows
     if data == "equal":
-        return [(PICTURE + MEAN_TEXT, True)] * (steps * ranks * rows)
+        return [(IMAGE + MEAN_TEXT, True)] * (steps * ranks * rows)
     lengths, order = grouped("medium", ranks, rows)
     shown = [micro for micro in order if lengths[micro[0]][1]]
     return [(lengths[i][0], data == "mixed") for micro in shown[: steps * ranks] for i in micro]
