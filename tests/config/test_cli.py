@@ -1,6 +1,7 @@
 """What every entry does at its end."""
 
 import contextlib
+import inspect
 import json
 import os
 import re
@@ -15,11 +16,12 @@ from typing import Any, NoReturn
 import pytest
 from omegaconf import OmegaConf
 
-from llava_fsdp.config import ChatConfig, Config, schema_keys
+from llava_fsdp.config import ChatConfig, Config, did_you_mean, schema_keys
 from llava_fsdp.config.command_line import cli
-from llava_fsdp.config.command_line.foreign_names import FOREIGN, called_here
+from llava_fsdp.config.command_line.foreign_names import FOREIGN
 from llava_fsdp.migrate.flags.llava_flags import FLAGS
 from llava_fsdp.migrate.flags.next_flags import NEXT_FLAGS
+from llava_fsdp.migrate.flags.trainer_flags import OTHER_FLAGS
 from llava_fsdp.runtime.errors import (
     CommunicationError,
     ConfigError,
@@ -423,6 +425,8 @@ def test_words_with_unknown_names(words: list[str], said: str | None) -> None:
         ("mm_tunable_parts=mm_mlp_adapter", r"model\.train="), ("cutoff_len=2048", r"data\.max_length"),
         ("num_gpus=8", "--nproc-per-node"), ("--learning_rate=1", r"not a flag.*optim\.lr"),
         ("--per-device-train-batch-size", "not a flag.*micro_batch_size"), ("optimizer=sgd", "AdamW"),
+        ("model_name=x", r"model\.checkpoint .* or model\.language$"), ("warmup_ratio=0.03", r"optim\.warmup_ratio$"),
+        ("eval_steps=10", "val.every=STEPS"), ("deepspeed=zero3.json", "sharding="), ("tf32=true", "leave it out"),
         ("+per_device_train_batch_size=1", None),
     ],
 )  # fmt: skip
@@ -440,14 +444,32 @@ def test_a_command_is_answered_with_keys_of_its_own() -> None:
 
 
 def test_every_name_of_another_program_leads_to_keys_that_exist() -> None:
-    """And every flag of LLaVA's and transformers' trainers that migrate maps to a key has an answer."""
     keys = schema_keys(Config)
     for text in set(FOREIGN.values()):
         named = [*re.findall(r"[a-z_]+(?:\.[a-z_0-9]+)+", text), re.split("[ =:,]", text)[0]]
         assert all(key in keys or key.startswith(("-", "nothing")) for key in named), text
     assert not FOREIGN.keys() & set(keys)
-    plain = [name for name, flag in {**FLAGS, **NEXT_FLAGS}.items() if getattr(flag.rule, "__name__", "") == "rule"]
-    assert len(plain) > 10 and [name for name in plain if not called_here(name, keys) and name not in keys] == []
+
+
+def keys_told(rule: object) -> set[str]:
+    """The keys that a rule of `migrate` can print: those of its attributes, its closure and its code."""
+    cells = [cell.cell_contents for cell in getattr(rule, "__closure__", None) or ()]
+    given = [key for cell in cells for key in (cell if isinstance(cell, tuple) else (cell,)) if isinstance(key, str)]
+    code = inspect.getsource(rule) if inspect.isfunction(rule) else ""
+    return {*given, getattr(rule, "key", ""), *re.findall(r'\btell\("([\w.]+)"', code)}
+
+
+def test_every_flag_that_migrate_maps_is_answered_with_the_same_key() -> None:
+    keys, answered = schema_keys(Config), 0
+    for name, flag in [item for table in (FLAGS, NEXT_FLAGS, OTHER_FLAGS) for item in table.items()]:
+        told = keys_told(flag.rule) & set(keys)
+        if told and name not in keys:
+            answer = did_you_mean(name, keys)
+            words = set(re.findall(r"[\w.]+", answer))
+            assert words & (told | {key for key in keys if key.rpartition(".")[0] in told}), (name, told, answer)
+            assert answer.startswith("; here it is ")
+            answered += 1
+    assert answered > 100
 
 
 @pytest.mark.parametrize(

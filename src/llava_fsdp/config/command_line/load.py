@@ -202,8 +202,7 @@ def did_you_mean(name: str, known: list[str]) -> str:
     """
     if new := present_key(name):
         return f"; it is called {new} now"
-    is_mistyped = difflib.get_close_matches(name, known, 1, 0.9)
-    if not is_mistyped and (here := called_here(name, known)):
+    if here := called_here(name, known):
         return f"; {here}"
     groups = {key.rpartition(".")[0] for key in known}
     leaf = name.rpartition(".")[2]
