@@ -12,11 +12,11 @@ from llava_fsdp.config.command_line.tree import leaves_of
 from llava_fsdp.runtime.errors import ConfigError
 
 PACKAGED_OR_HUB = re.compile(r"package:.*|[\w-][\w.-]*/[\w.-]+")
-"""Pattern of names of models in this package (`package:NAME`) or on the Hugging Face hub (`ORG/NAME`)."""
+"""Names of models in this package (`package:NAME`) or on the Hugging Face hub (`ORG/NAME`)."""
 
 
 def check_paths(cfg: Config) -> None:
-    """Check all paths in the configuration of a training before anything is read or written.
+    """Check all paths of a training before anything is read or written.
 
     Raises:
         ConfigError: several paths do not exist (the message names all), or the training would write into a folder that
@@ -46,8 +46,8 @@ def check_paths(cfg: Config) -> None:
 
 
 def paths_read(cfg: Config) -> dict[str, str]:
-    """Return {configuration key: path} of all local paths that a training reads. URLs, names of models on the Hugging
-    Face hub, and names of models in this package (`package:NAME`) are left out."""
+    """Return all local paths that a training reads, by key. URLs, and names of models on the Hugging Face hub or in
+    this package, are left out."""
     paths: dict[str, str | None] = {}
     is_read = {"data": cfg.data.source is not Source.shapes, "val": cfg.val.every is not None}
     for group in (group for group, read in is_read.items() if read):
@@ -86,19 +86,15 @@ MACHINE_PATHS = re.compile(
     r"model\.(language|vision|checkpoint|projector|lora\.checkpoint)|offload\.folder|"
     r"(data|val)\.(.+\.)?(path|images|root|index|cache)"
 )
-"""Pattern of keys whose paths may differ between machines, because each machine has its own copy."""
+"""Keys whose paths may differ between machines, because each machine has its own copy."""
 
 
 def check_same_settings(cfg: Config, gather: Callable[[list[dict[str, str]]], list[dict[str, str]]]) -> None:
-    """Check that a training, which the user starts separately on each machine, has the same configuration on all of
-    them. All ranks must call this.
-
-    Paths of data and models may differ, because their contents are compared when they are read.
+    """Check that a training has the same configuration on all machines, on each of which the user starts it. Paths of
+    data and models may differ: their contents are compared when they are read. Collective.
 
     Args:
-        cfg: configuration of this rank.
-        gather: function that takes a list with the settings of this rank, and returns the lists of all ranks joined in
-            rank order.
+        gather: takes a list of this rank, and returns the lists of all ranks joined in rank order.
 
     Raises:
         ConfigError: the configurations differ; raised on every rank.

@@ -1,5 +1,9 @@
-"""Functions that all command-line programs share: read a typed configuration from the command line, and convert an
-error to an exit code. Imports no torch."""
+"""What all command-line programs share: read a typed configuration, and convert an error to an exit code. Imports no
+torch.
+
+In all functions, `config_name` is the command, which is also the name of its top-level YAML file, such as `train`, and
+`schema` is the dataclass with the keys of its configuration.
+"""
 
 import contextlib
 import io
@@ -51,33 +55,27 @@ LITERAL = frozenset({
     "track.name", "track.project",
 })  # fmt: skip
 PATH_KEYS = {"chat": "model.checkpoint", "evaluate": "model.checkpoint", "export": "source"}
-"""Command -> key that its first argument sets, if this argument is a path without `key=`."""
+"""Command -> key that its first argument sets if this is a path without `key=`."""
 BACKBONES = ("model.language", "model.vision", "model.checkpoint")
 WITH_VALUES = frozenset({
     *FLAGS, "--config-name", "-cn", "--cfg", "-c", "--package", "-p", "--info", "-i", "--experimental-rerun",
 })  # fmt: skip
-"""Hydra's flags whose value may be the next command-line argument."""
+"""Hydra's flags whose value may be the next argument."""
 FOLDER_SECONDS = 30
-"""Number of seconds that a later rank waits for rank 0 to create the run's folder."""
+"""Seconds that a later rank waits for rank 0 to create the run's folder."""
 WriteStatus = Callable[[Path, Outcome], dict[str, Any] | None]
-"""Type of a function that records in a run's folder how this rank ended. It returns the recorded status of the rank
-that failed first; None if no other rank failed before."""
+"""Records in a run's folder how this rank ended. Returns the status of the rank that failed first; None if no other
+rank failed before."""
 
 
 def no_status(folder: Path, outcome: Outcome) -> None:
-    """Do nothing. This is the default of the argument `on_exit` of `run`, for programs that do not record in a file how
-    they ended.
-
-    Args:
-        folder: output folder of the program; ignored.
-        outcome: how the program ended; ignored.
-    """
+    """Do nothing: for programs that do not record in a file how they ended."""
 
 
 @contextlib.contextmanager
 def until_reader_leaves() -> Iterator[None]:
-    """Context manager that ends its `with` block without an error if the program that reads stdout through a pipe (such
-    as `head` in `| head`) has exited."""
+    """Context manager that ends without an error if the program that reads stdout through a pipe (such as `head` in `|
+    head`) has exited."""
     try:
         yield
         sys.stdout.flush()
@@ -99,16 +97,12 @@ def reader_has_left() -> bool:
 
 
 def start_process(config_name: str, schema: type) -> None:
-    """Prepare the process of one rank of a training. From now on the process ends when torchrun ends, and at once after
-    a signal to stop, because before the first step there is nothing to save.
+    """Prepare the process of a rank. From now on it ends when torchrun ends, and at once after a signal to stop,
+    because before the first step there is nothing to save.
 
-    torchrun restarts its workers after any exit code. If this process may be such a restart, the status file in the
-    training's output folder is read: if an earlier attempt ended with an error that a restart cannot fix, this process
-    ends at once with the same exit code.
-
-    Args:
-        config_name: name of the command, which is also the name of its top-level YAML file, such as `train`.
-        schema: dataclass with the keys of the command's configuration.
+    torchrun restarts its workers after any exit code. If this process may be such a restart, and `run_status.json` says
+    that an earlier attempt ended with an error that a restart cannot fix, this process ends at once with the same exit
+    code.
     """
     signal.signal(signal.SIGTERM, lambda *_: os._exit(ExitCode.STOPPED))
     signal.signal(signal.SIGINT, lambda *_: os._exit(ExitCode.INTERRUPTED))
@@ -135,10 +129,8 @@ def run(config_name: str, schema: type[T], task: Callable[[T], object], on_exit:
     anymore.
 
     Args:
-        config_name: name of the command, which is also the name of its top-level YAML file, such as `train`.
-        schema: dataclass of which `task` gets an object.
-        on_exit: called as `on_exit(output_dir, outcome)` as soon as the outcome is known. If another rank failed
-            earlier, `on_exit` returns the status of that rank, and this rank does not report its own error.
+        on_exit: called as soon as the outcome is known. If it returns the status of a rank that failed earlier, this
+            rank does not report its own error.
     """
     setup_logging()
     folder, is_training = typed_output_dir(), on_exit is not no_status
@@ -186,11 +178,8 @@ def end_process(
 
     Args:
         folder: the run's output folder; None: nothing is recorded.
-        outcome: how the rank ended.
-        message: message to print.
         silent: whether rank 0 prints the message of this failure, because every rank has it.
         ends_torchrun: whether to end torchrun on this machine in any case.
-        on_exit: see `run`.
     """
     first = write_outcome(folder, outcome, on_exit)
     code = outcome.ending.exit_code
@@ -216,15 +205,8 @@ def end_process(
 
 
 def make_folder_of_status(folder: Path, outcome: Outcome, is_private: bool) -> None:
-    """Create the run's output folder if it does not exist, so that an error which comes before the run has created it
-    is recorded there, too. Otherwise restarted ranks would meet the same error again. Where `output_dir` itself is the
-    mistake, nothing is created.
-
-    Args:
-        folder: the run's output folder.
-        outcome: how this rank ended.
-        is_private: whether only its owner may read the folder.
-    """
+    """Create the run's output folder, so that an error from before the run has created it is recorded there. Otherwise
+    restarted ranks would meet the same error again. Where `output_dir` itself is the mistake, nothing is created."""
     ending = outcome.ending
     is_mistake = ending.is_permanent and not ending.is_stop and ending.exit_code != ExitCode.DONE
     if is_mistake and not outcome.reason.startswith("output_dir="):
@@ -233,16 +215,16 @@ def make_folder_of_status(folder: Path, outcome: Outcome, is_private: bool) -> N
 
 
 def await_folder(folder: Path) -> None:
-    """Wait until the run's output folder exists, but at most `FOLDER_SECONDS` seconds. Rank 0 creates it, and another
-    rank that has failed may have to wait for it before it can record its failure there."""
+    """Wait up to `FOLDER_SECONDS` until rank 0 has created the run's output folder, in which this rank records its
+    failure."""
     until = time.monotonic() + FOLDER_SECONDS
     while is_absent(folder) and time.monotonic() < until:
         time.sleep(0.2)
 
 
 def stop_restarts(ends_torchrun: bool, is_permanent: bool, report: dict[str, Any] | None) -> None:
-    """End the processes that would restart this rank after its end, if a restart cannot help. These are torchrun or,
-    with `llava-fsdp train`, this package's own version of torchrun's agent (train/launch/agent.py).
+    """End what would restart this rank although a restart cannot help: torchrun or, with `llava-fsdp train`, this
+    package's version of torchrun's agent (train/launch/agent.py).
 
     Args:
         ends_torchrun: whether to end torchrun on this machine in any case.
@@ -259,15 +241,8 @@ def stop_restarts(ends_torchrun: bool, is_permanent: bool, report: dict[str, Any
 
 
 def write_outcome(folder: Path | None, outcome: Outcome, on_exit: WriteStatus) -> dict[str, Any] | None:
-    """Record how this rank ended (`outcome`), by calling `on_exit(folder, outcome)`. Errors are logged and not raised.
-
-    Args:
-        folder: the run's output folder; None if it is not known. Nothing is called then, or if other processes, which
-            were launched separately, are using the folder.
-
-    Returns:
-        The result of `on_exit`: the recorded status of the rank that failed first, if that is another rank; else None.
-    """
+    """Call `on_exit`, and return its result. Errors are logged and not raised. Nothing is called without a folder, or
+    if processes that were launched separately are using it."""
     if folder is not None and not is_locked_by_other_launch(folder):
         with log_write_errors(folder):
             return on_exit(folder, outcome)
@@ -279,8 +254,8 @@ def is_later_rank() -> bool:
 
 
 def typed_output_dir() -> Path | None:
-    """Return the folder that is given as `output_dir=` on the command line, where an error can be recorded even if the
-    configuration cannot be read. Return None if it is not given, or for a dry run, which records nothing."""
+    """Return the folder that is typed as `output_dir=`, where an error can be recorded even if the configuration cannot
+    be read; None without it, or for a dry run, which records nothing."""
     if any(a.startswith("dry_run=") for a in sys.argv[1:]):
         return None
     folders = [a.partition("=")[2] for a in sys.argv[1:] if a.startswith("output_dir=")]
@@ -288,11 +263,8 @@ def typed_output_dir() -> Path | None:
 
 
 def write_torchrun_error(message: str) -> None:
-    """Write an error message into the file from which torchrun prints the root cause of a failure (its path is in the
-    environment variable TORCHELASTIC_ERROR_FILE).
-
-    torch's own decorator `@record` is not used, because it adds a traceback even to the message about a user's mistake.
-    """
+    """Write an error message into the file from which torchrun prints the root cause of a failure. torch's own
+    decorator `@record` adds a traceback even to the message about a user's mistake."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         message = shown_text(redact(message, secrets_of()))
         info = {"py_callstack": message, "timestamp": str(int(time.time()))}
@@ -301,12 +273,8 @@ def write_torchrun_error(message: str) -> None:
 
 
 def compose(config_name: str, schema: type) -> DictConfig | None:
-    """Build a command's configuration from YAML files and the command line (`sys.argv`) with Hydra. Return None if only
-    help or the configuration was printed.
-
-    Args:
-        config_name: name of the command, which is also the name of its top-level YAML file, such as `train`.
-        schema: dataclass with the keys of the command's configuration; used for checks and help.
+    """Build a command's configuration from YAML files and `sys.argv` with Hydra; None if only help or the configuration
+    was printed.
 
     Raises:
         ConfigError: a key or choice does not exist (Hydra's message, shortened, with the nearest key that exists), or a
@@ -337,13 +305,8 @@ def compose(config_name: str, schema: type) -> DictConfig | None:
 
 
 def compose_with_flags(config_name: str, schema: type) -> DictConfig | None:
-    """Build a command's configuration as `compose` does, but with Hydra's own program (`hydra.main`), which supports
-    Hydra's flags such as `--cfg job` but takes longer. Return None if only help or the configuration was printed.
-
-    Args:
-        config_name: name of the command, which is also the name of its top-level YAML file, such as `train`.
-        schema: dataclass with the keys of the command's configuration; used for error messages.
-    """
+    """Do what `compose` does with Hydra's own program (`hydra.main`), which supports Hydra's flags such as `--cfg job`
+    but takes longer."""
     composed: list[DictConfig] = []
 
     def body(node: DictConfig) -> None:
@@ -366,12 +329,8 @@ def compose_with_flags(config_name: str, schema: type) -> DictConfig | None:
 
 
 def name_folder(arguments: list[str], key: str | None) -> list[str]:
-    """Return command-line arguments, with `key=` put in front of the first one if it is a bare path, as in `llava-fsdp
-    chat FOLDER`, even with `=` in the path. It is unchanged if it already is `key=value` or a flag.
-
-    Args:
-        key: configuration key for which a bare path may be given; None: all arguments are returned unchanged.
-    """
+    """Return arguments with `key=` put in front of the first one if it is a bare path, as in `llava-fsdp chat FOLDER`,
+    even with `=` in the path. With key=None nothing changes."""
     if key is None or not arguments or arguments[0].startswith(("-", "~")):
         return arguments
     name, equals, _ = arguments[0].partition("=")
@@ -381,12 +340,12 @@ def name_folder(arguments: list[str], key: str | None) -> list[str]:
 
 
 def with_own_model(arguments: list[str]) -> list[str]:
-    """Return command-line arguments, with `model=own` (settings for a model that the user names) appended if they set
-    model.language, model.vision or model.checkpoint, but do not choose other settings by `model=`. Otherwise the
-    default `model=tiny` would apply, whose learning rate is for two million parameters.
+    """Return arguments with `model=own` (settings for a model that the user names) appended if they set model.language,
+    model.vision or model.checkpoint, but not `model=`. Otherwise the default `model=tiny` would apply, whose learning
+    rate is for two million parameters.
 
     Raises:
-        ConfigError: of these keys, only model.vision is set.
+        ConfigError: only model.vision of these keys is set.
     """
     given = {word.partition("=")[0].lstrip("+"): word.partition("=")[2] for word in arguments if "=" in word}
     named = {key for key in BACKBONES if given.get(key, "null") != "null" and not given[key].startswith("package:")}
@@ -402,13 +361,9 @@ def with_own_model(arguments: list[str]) -> list[str]:
 
 
 def refuse_unknown(arguments: list[str], schema: type) -> None:
-    """Raise ConfigError for a command-line argument with an unknown key, or with an unknown choice of a config group
-    (`group=choice`); the message suggests the nearest known one. Hydra would find this error too, but needs seconds.
-    With `--config-dir` the choices are not known here, so the check is left to Hydra.
-
-    Args:
-        schema: dataclass with the keys of the command's configuration.
-    """
+    """Raise ConfigError for an unknown key or choice of a config group (`group=choice`), with the nearest known one.
+    Hydra would find it too, but needs seconds. With `--config-dir` the choices are not known here, so the check is left
+    to Hydra."""
     if any(word.startswith("--config-dir") or word == "-cd" for word in arguments):
         return
     keys = schema_keys(schema)
@@ -431,9 +386,9 @@ def refuse_unknown(arguments: list[str], schema: type) -> None:
 
 
 def taken_literally(argument: str) -> str:
-    """Return a command-line argument `key=value` in the form in which Hydra takes its value literally: the value is
-    quoted, if values of this key are texts or paths, and it is not quoted yet. An argument that sets a key of a data
-    source, whose name the user chooses, also gets Hydra's prefix `++`, which allows new keys."""
+    """Return an argument `key=value` in the form in which Hydra takes its value literally: quoted, if values of this
+    key are texts or paths. A key of a data source, whose name the user chooses, also gets Hydra's prefix `++`, which
+    allows new keys."""
     key, equals, value = argument.partition("=")
     if key.startswith(SOURCES):  # the user chose the source's name, and Hydra adds a new key only with ++
         name, literal = f"++{key}", key.endswith((".path", ".images"))
@@ -444,8 +399,7 @@ def taken_literally(argument: str) -> str:
 
 
 def quoted(text: str) -> str:
-    """Quote a text, which may contain any characters, for the command-line grammar of Hydra. A text that needs no
-    quotes is returned unchanged."""
+    """Quote a text, which may contain any characters, for Hydra's command-line grammar, if it needs quotes."""
     if re.fullmatch(r"[\w/.:-]*", text, re.ASCII):
         return text
     escaped = re.sub(r"(\\*)'", r"\1\1\\'", text)
@@ -462,11 +416,7 @@ def refuse_multirun(config_name: str) -> None:
 
 
 def refuse_bare_words(arguments: list[str], config_name: str) -> None:
-    """Raise ConfigError for a command-line argument without `key=`. Hydra's own message would speak of quotes instead.
-
-    Args:
-        config_name: name of the command, by which the message suggests a key.
-    """
+    """Raise ConfigError for an argument without `key=`. Hydra's own message would speak of quotes instead."""
     flag = ""
     for word in arguments:
         if not word.startswith(("-", "~")) and "=" not in word and flag not in WITH_VALUES:
@@ -478,11 +428,7 @@ def refuse_bare_words(arguments: list[str], config_name: str) -> None:
 
 def shorten(message: str, schema: type) -> str:
     """Return an error message of Hydra without its search path and its advice about stack traces and `+`, and with the
-    nearest existing key added if a key is unknown.
-
-    Args:
-        schema: dataclass that defines the existing keys.
-    """
+    nearest key if a key is unknown."""
     text = re.split(r"\n\s*(?:Config search path|Set the environment variable|To append to your config)", message)[0]
     text = re.sub(r"\n\s*(?:full_key|object_type)\b.*", "", text).strip()
     if "Traceback" in text:  # for some mistakes Hydra prints its own stack trace; the message is its last line
@@ -498,7 +444,7 @@ def shorten(message: str, schema: type) -> str:
 
 
 def is_unreadable(argument: str) -> bool:
-    """Return whether Hydra's grammar for `key=value` has no meaning for a command-line argument."""
+    """Return whether Hydra's grammar for `key=value` has no meaning for an argument."""
     try:
         OverridesParser.create().parse_overrides([argument])
     except HydraException:

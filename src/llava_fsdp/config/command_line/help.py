@@ -35,12 +35,11 @@ EXAMPLES = {
     "export": "outputs/finetune to=outputs/llava-mine format=llava",
     "sweep": "-m stage=finetune optim.lr=1e-5,2e-5",
 }
-"""Arguments of one typical call of each command."""
+"""Arguments of a typical call of each command."""
 
 
 def asked_help(arguments: list[str]) -> str | None:
-    """Return the group of configuration keys for which command-line arguments ask for help, such as `data` for `--help
-    data`; an empty text if they ask for help on all keys, and None if they do not ask for help."""
+    """Return the group of keys for which `--help GROUP` asks; empty for all keys, None without `--help`."""
     for word, behind in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
         if word in FLAGS:
             return "" if "=" in behind or behind.startswith("-") else behind
@@ -48,13 +47,13 @@ def asked_help(arguments: list[str]) -> str | None:
 
 
 def render_help(config_name: str, schema: type, arguments: list[str], group: str = "") -> str:
-    """Return the help text of a command: its configuration keys with their values, types and meanings.
+    """Return the help of a command as text.
 
     Args:
-        config_name: name of the command, which is also the name of its top-level YAML file, such as `train`.
-        schema: dataclass with the keys of a command's configuration.
+        config_name: the command.
+        schema: dataclass with the keys of its configuration.
         arguments: keys and choices that the command line sets; the shown values include them.
-        group: group of keys such as `data` or `model.lora` to which the text is limited; empty: all groups.
+        group: group of keys such as `data` or `model.lora` to show; empty: all groups.
 
     Raises:
         ConfigError: the group does not exist, or the values contradict each other.
@@ -85,12 +84,8 @@ def render_help(config_name: str, schema: type, arguments: list[str], group: str
 
 
 def groups_of(schema: Any, prefix: str = "") -> dict[str, Any]:
-    """Return {dotted name: class} of all groups of keys in a configuration, such as `model.lora`.
-
-    Args:
-        schema: dataclass of the configuration. Its fields whose types are dataclasses are the groups.
-        prefix: text to put before the names.
-    """
+    """Return the classes of all groups of keys in a configuration by dotted name, such as `model.lora`. Groups are
+    fields whose types are dataclasses."""
     found: dict[str, Any] = {}
     for key in fields(schema):
         if is_dataclass(key.type):
@@ -105,13 +100,8 @@ def about(group: str, schema: Any) -> list[str]:
 
 
 def choices_of(schema: Any, group: str = "") -> list[str]:
-    """Return lines of help: for each of Hydra's config groups, the choices that a command offers (`group=choice`).
-    These are the YAML files in the group's folder in `conf/`.
-
-    Args:
-        schema: dataclass of the command's configuration, whose fields name the groups.
-        group: the only group to list; empty: all groups.
-    """
+    """Return lines of help: the choices (`group=choice`) of one or all of Hydra's config groups: YAML files in the
+    group's folder in `conf/`."""
     names = [group] if group else [key.name for key in fields(schema)]
     lines = []
     for name in names:
@@ -121,10 +111,10 @@ def choices_of(schema: Any, group: str = "") -> list[str]:
 
 
 def table(group: str, schema: Any, node: DictConfig) -> list[str]:
-    """Return lines of help: name, value, type and meaning of each configuration key of a group, without its subgroups.
+    """Return lines of help: name, value, type and meaning of each key of a group, without its subgroups.
 
     Args:
-        group: dotted name of the group; empty: the keys that are in no group.
+        group: dotted name; empty: the keys that are in no group.
         schema: dataclass of the group.
         node: the whole configuration, from which the values are taken.
     """
@@ -152,12 +142,8 @@ def shown(values: Any, name: str) -> str:
 
 
 def meanings(schema: Any) -> dict[str, str]:
-    """Return {field name: docstring} of the fields of a configuration dataclass and of its base classes. The docstrings
-    are the strings behind the fields in the source code.
-
-    Args:
-        schema: the dataclass.
-    """
+    """Return the docstrings of the fields of a configuration class and its bases, which are the strings behind the
+    fields in the source code."""
     found: dict[str, str] = {}
     classes: list[type] = [base for base in schema.__mro__ if hasattr(base, "__dataclass_fields__")]
     for one in reversed(classes):

@@ -22,16 +22,14 @@ FOLDER_FLAGS = ("--config-dir", "-cd")
 PATH_FLAGS = ("--config-path", "-cp")
 FLAGS = (*FOLDER_FLAGS, *PATH_FLAGS)
 SETTABLE = ("mode", "verbose", "sweep", "launcher", "sweeper")
-"""Keys below `hydra` that users may set. The config groups hydra/launcher, hydra/sweeper and hydra/sweeper/... are also
-allowed."""
+"""Keys below `hydra` that users may set, as well as the config groups hydra/launcher, hydra/sweeper and
+hydra/sweeper/..."""
 CALLS = re.compile(rf"(?<!\w)(?:{'|'.join(TARGETS)}|custom_search_space)(?!\w)|oc\.(?:create|decode)\b")
-"""Pattern of the keys by which Hydra or its Optuna plugin calls Python, and of resolvers that could create such a key
-from a text."""
+"""Keys by which Hydra or its Optuna plugin calls Python, and resolvers that could create such a key from a text."""
 
 
 def check_command_line(arguments: list[str], text_keys: Collection[str] = ()) -> None:
-    """Check command-line arguments for secrets, for keys that users must not set, and for Python code that Hydra would
-    call.
+    """Check arguments for secrets, for keys that users must not set, and for Python code that Hydra would call.
 
     Args:
         text_keys: keys whose values are given to Hydra as quoted text, so that they may contain anything but `${...}`.
@@ -59,8 +57,7 @@ def check_command_line(arguments: list[str], text_keys: Collection[str] = ()) ->
 
 
 def flag_values(arguments: list[str]) -> dict[str, str]:
-    """Return {flag: value} of Hydra's flags --config-dir, --config-path and their short forms in command-line
-    arguments. They may be written `--flag value` or `--flag=value`."""
+    """Return the values of `FLAGS`, which may be written `--flag value` or `--flag=value`."""
     values = {}
     for word, behind in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
         flag, equals, value = word.partition("=")
@@ -70,8 +67,7 @@ def flag_values(arguments: list[str]) -> dict[str, str]:
 
 
 def refuse_secrets(arguments: list[str]) -> None:
-    """Raise ConfigError if a command-line argument sets a key that is named like a secret, or contains a secret such as
-    a token."""
+    """Raise ConfigError if an argument sets a key that is named like a secret, or contains a secret such as a token."""
     for word in arguments:
         key, equals, _ = word.partition("=")
         if (equals and is_secret_name(key.rpartition(".")[2])) or has_secret(word):
@@ -83,23 +79,18 @@ def refuse_secrets(arguments: list[str]) -> None:
 
 
 def refuse_calls(setting: str, shown: str) -> None:
-    """Raise ConfigError if a setting (`key=value`, or the key alone) could make Hydra call Python code.
-
-    Args:
-        shown: name of the setting for the error message.
-    """
+    """Raise ConfigError, which names `shown`, if a setting (`key=value`, or the key alone) could make Hydra call Python
+    code."""
     if CALLS.search(setting):
         raise ConfigError(f"{shown}: no configuration may name Python to call; take it out")
 
 
 def check_hydra_key(key: str, value: str, shown: str) -> None:
-    """Raise ConfigError if a setting belongs to Hydra's own `hydra` node of the configuration, unless users may set its
-    key.
+    """Raise ConfigError, which names `shown`, if a setting belongs to Hydra's own `hydra` node, unless users may set
+    its key.
 
     Args:
-        key: dotted key or config group that is set, which may be followed by `@` and a package.
-        value: value that the setting gives to the key.
-        shown: name of the setting for the error message.
+        key: dotted key or config group, which may be followed by `@` and a package.
     """
     parts = re.split(r"[./@:]", key)
     if "hydra" not in parts:
@@ -128,11 +119,8 @@ def yaml_files(folder: str) -> Iterator[Path]:
 
 
 def check_yaml(path: Path, relative_path: Path) -> None:
-    """Check one YAML file of a folder that the user gives to Hydra by `--config-dir`.
-
-    Args:
-        path: the YAML file.
-        relative_path: its path relative to the folder. It tells for which config group the file is a choice.
+    """Check a YAML file of a `--config-dir`. Its path relative to that folder tells for which config group it is a
+    choice.
 
     Raises:
         ConfigError: the file is not YAML, sets a key that users must not set, or names Python code that Hydra would
@@ -158,7 +146,7 @@ def check_yaml(path: Path, relative_path: Path) -> None:
 
 
 def default_of(keys: list[str], value: str) -> tuple[str, str]:
-    """Return (group, choice) of one entry of a Hydra defaults list. The entry is either `- override /GROUP: CHOICE`,
-    where `keys` are the parts of its key and `value` is CHOICE, or `- GROUP/CHOICE`, where `keys` is empty."""
+    """Return (group, choice) of an entry of a Hydra defaults list: `- override /GROUP: CHOICE`, where `keys` are the
+    parts of its key and `value` is CHOICE, or `- GROUP/CHOICE`, where `keys` is empty."""
     group, choice = (".".join(keys), value) if keys else value.rpartition("/")[::2]
     return re.sub(r"^(?:(?:override|optional)\s+)*/?", "", group), choice

@@ -29,8 +29,8 @@ SOURCES = tuple(NAMED)
 
 
 def config_dir() -> Path:
-    """Return the folder `conf` with the YAML files of the configuration. It is in the package if that was installed
-    from a wheel, else in the git checkout."""
+    """Return the folder `conf` of YAML files: in the package if that was installed from a wheel, else in the git
+    checkout."""
     here = Path(__file__).parents[2]
     packaged = here / "conf"
     return packaged if packaged.is_dir() else here.parents[1] / "conf"
@@ -65,7 +65,7 @@ def load(schema: type[T], node: DictConfig) -> T:
 
 def with_lists_as_texts(node: DictConfig) -> DictConfig:
     """Return a composed configuration in which lists of paths (`data.path`, `val.sources.NAME.path` and the like) are
-    texts, as on the command line; the same object if it has no such list. OmegaConf has no type for a text or a list.
+    texts, as on the command line: OmegaConf has no type for a text or a list.
 
     Raises:
         ConfigError: a list has an item that is not a path.
@@ -88,8 +88,8 @@ def with_lists_as_texts(node: DictConfig) -> DictConfig:
 
 @functools.cache
 def node_of(schema: type) -> DictConfig:
-    """Return OmegaConf's node of a dataclass, with the nodes of the dataclasses in it. Do not change it: it is made
-    once, because that takes longer than to copy it."""
+    """Return OmegaConf's node of a dataclass, with those of the dataclasses in it. Do not change it: it is made once,
+    because that takes longer than to copy it."""
     node = OmegaConf.structured(schema)
     for name, kind in get_type_hints(schema).items():
         if is_dataclass(kind) and OmegaConf.is_missing(node, name):
@@ -99,8 +99,8 @@ def node_of(schema: type) -> DictConfig:
 
 
 def refuse_calls(node: DictConfig) -> None:
-    """Raise ConfigError if a composed configuration has a key by which Hydra would call Python code, such as
-    `_target_`, or a value that would read a secret from an environment variable."""
+    """Raise ConfigError for a key by which Hydra would call Python code, such as `_target_`, or a value that would read
+    a secret from an environment variable."""
     raw = OmegaConf.to_container(without_hydra(node), resolve=False)
     for name, key in keys_of(raw):
         if key in TARGETS:
@@ -122,13 +122,7 @@ def without_hydra(node: DictConfig) -> DictConfig:
 
 
 def describe_error(schema: Any, node: DictConfig, error: OmegaConfBaseException) -> str:
-    """Return a message for an error that OmegaConf raised for a composed configuration: the key, its value and the
-    values that the key accepts.
-
-    Args:
-        schema: dataclass to which the configuration was to be converted.
-        node: the composed configuration.
-    """
+    """Return a message for an error of OmegaConf: the key, its value and the values that the key accepts."""
     key = str(error.full_key or error.key)
     try:
         value: object = OmegaConf.select(node, key)
@@ -150,13 +144,7 @@ def describe_error(schema: Any, node: DictConfig, error: OmegaConfBaseException)
 
 
 def schema_keys(schema: Any, prefix: str = "") -> list[str]:
-    """Return all dotted keys of a configuration, including groups of keys: for example `model`, `model.lora`,
-    `model.lora.r`.
-
-    Args:
-        schema: dataclass of the configuration.
-        prefix: text to put before each key.
-    """
+    """Return all dotted keys of a configuration, also those of groups: `model`, `model.lora`, `model.lora.r`."""
     keys = []
     for key in fields(schema):
         keys.append(prefix + key.name)
@@ -166,8 +154,7 @@ def schema_keys(schema: Any, prefix: str = "") -> list[str]:
 
 
 def refuse_unknown_keys(schema: Any, node: DictConfig) -> None:
-    """Raise ConfigError if a composed configuration has a key that the dataclass `schema` does not have. Hydra itself
-    accepts any key in `+key=value`."""
+    """Raise ConfigError if a composed configuration has an unknown key. Hydra accepts any key in `+key=value`."""
     known = schema_keys(schema)
     groups = {key.rpartition(".")[0] for key in known}  # names with keys below them
 
@@ -192,14 +179,9 @@ def refuse_unknown_keys(schema: Any, node: DictConfig) -> None:
 
 
 def did_you_mean(name: str, known: list[str]) -> str:
-    """Return a suggestion for an unknown configuration key, as the end of an error message: the present name of the key
-    if it was renamed, the key with the same meaning if another program has one of this name, else the most similar
-    known key; empty if none is similar.
-
-    Args:
-        name: the unknown key. If it is dotted, only keys are suggested, and no groups such as `data`.
-        known: all keys and groups that exist.
-    """
+    """Return a suggestion for an unknown key, as the end of an error message: its present name if it was renamed, the
+    key with the same meaning if another program has one of this name, else the most similar one; empty if none is
+    similar. For a dotted name, no groups are suggested."""
     if new := present_key(name):
         return f"; it is called {new} now"
     if here := called_here(name, known):
@@ -213,8 +195,7 @@ def did_you_mean(name: str, known: list[str]) -> str:
 
 
 def nearest(name: str, known: list[str]) -> str:
-    """Return "; did you mean NAME?", the end of an error message, with the name in `known` that is most similar to the
-    mistyped `name`. Return an empty text if none is similar enough."""
+    """Return "; did you mean NAME?" with the most similar name, or an empty text if none is similar enough."""
     area, _, leaf = name.rpartition(".")
     same_area = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == area}
     near = difflib.get_close_matches(leaf, list(same_area), n=1, cutoff=0.7)

@@ -1,5 +1,5 @@
-"""Compare the configuration of a training with its recipe: the default values that the YAML files have for the chosen
-training stage and model. Imports no torch."""
+"""Compare the configuration of a training with its recipe: the defaults that the YAML files have for its stage, model
+and kind of data. Imports no torch."""
 
 import functools
 from dataclasses import asdict
@@ -17,21 +17,12 @@ from llava_fsdp.config.command_line.tree import dotted, written
 from llava_fsdp.runtime.text.redact import redact_values, secrets_of
 
 Difference = list[str]
-"""Type of one difference from the recipe: [key, value in the recipe, value in the run]."""
+"""[key, value in the recipe, value in the run]."""
 
 
 def differences(cfg: Config, arguments: list[str]) -> list[Difference] | None:
-    """Compare the configuration of a training with its recipe: the default values that the YAML files have for the
-    chosen training stage, model and kind of data.
-
-    Args:
-        cfg: configuration of the training.
-        arguments: command-line arguments of the training, which may name a folder of the user's own YAML files.
-
-    Returns:
-        [key, value in the recipe, value in the training] for each key whose values differ, with secrets hidden; None if
-        the YAML files have no such stage, model or kind of data.
-    """
+    """Return the keys whose values differ from the recipe, with secrets hidden; None if the YAML files have no such
+    stage, model or kind of data. The `arguments` of the command line may name a folder of the user's own YAML files."""
     recipe = recipe_of(cfg, arguments)
     if recipe is None:
         return None
@@ -43,13 +34,7 @@ def differences(cfg: Config, arguments: list[str]) -> list[Difference] | None:
 
 
 def recipe_of(cfg: Config, arguments: list[str]) -> dict[str, Any] | None:
-    """Return the default configuration for the stage, model and kind of data of a training, without its other settings,
-    as {dotted key: value}. Return None if the YAML files have no such stage, model or kind of data.
-
-    Args:
-        cfg: configuration of the training.
-        arguments: command-line arguments of the training, which may name a folder of the user's own YAML files.
-    """
+    """Return the recipe: dotted key -> value; None if the YAML files have no such stage, model or kind of data."""
     flags = flag_values(arguments)
     folder = next((flags[flag] for flag in FOLDER_FLAGS if flag in flags), None)
     chosen = [f"stage={cfg.stage.name}", f"model={cfg.model.name}", f"data={cfg.data.source.value}"]
@@ -60,12 +45,8 @@ def recipe_of(cfg: Config, arguments: list[str]) -> dict[str, Any] | None:
 
 @functools.cache
 def composed(*choices: str) -> dict[str, Any] | None:
-    """Return the configuration that a training would have with only these command-line arguments, as {dotted key:
-    value}. Return None if a choice does not exist.
-
-    Args:
-        choices: arguments `group=choice` that choose YAML files, such as `stage=pretrain`.
-    """
+    """Return the configuration of a training with only these arguments (such as `stage=pretrain`): dotted key -> value;
+    None if a choice does not exist."""
     try:
         with initialize_config_dir(str(config_dir()), version_base="1.3"):
             node = without_hydra(compose("train", list(choices)))
@@ -78,7 +59,7 @@ def composed(*choices: str) -> dict[str, Any] | None:
 
 
 def values_of(cfg: Config) -> dict[str, Any]:
-    """Convert the configuration of a training to a flat {dotted key: value}."""
+    """Return a configuration as dotted key -> value."""
     tree = OmegaConf.to_container(OmegaConf.create(asdict(cfg), flags={"allow_objects": True}), enum_to_str=True)
     assert isinstance(tree, dict)
     return dotted({str(key): value for key, value in tree.items()})

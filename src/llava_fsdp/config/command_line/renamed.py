@@ -1,5 +1,5 @@
-"""Old names of configuration keys, of their values, and of files and columns in a training's output folder; used for
-error messages and for reading files that older versions have written."""
+"""Old names of configuration keys, of their values, and of files and columns in a run's folder; for error messages and
+for reading what older versions have written."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,19 +12,19 @@ KEYS: Mapping[str, str] = MappingProxyType({
     "data.bad": "data.bad_records",
     "data.bad_budget": "data.max_bad_records",
 })  # fmt: skip
-"""Old key or group -> present key or group. The part of a key after a group's name is unchanged."""
+"""Old key or group -> present one. The part of a key after a group's name is unchanged."""
 VALUES: Mapping[tuple[str, str], str] = MappingProxyType({
     ("data.bad_records", "quarantine"): "skip",
     ("data.too_long", "quarantine"): "skip",
     ("data.pixels", "lean"): "fast",
 })  # fmt: skip
-"""Renamed values of keys: (present key, old value) -> present value."""
+"""(present key, old value) -> present value."""
 OLD_FILES: Mapping[str, str] = MappingProxyType({"quarantine.jsonl": "skipped_records.jsonl"})
 """Old name of a file in a run's folder -> present name."""
 
 
 def present_key(key: str) -> str | None:
-    """Return the present name of a dotted configuration key that was renamed; None if `key` was not renamed."""
+    """Return the present name of a renamed key; None if `key` was not renamed."""
     for old, new in KEYS.items():
         if key == old or key.startswith(f"{old}."):
             return new + key.removeprefix(old)
@@ -32,12 +32,8 @@ def present_key(key: str) -> str | None:
 
 
 def present_tree(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Convert a configuration in nested dictionaries, which an older version may have written, to the present names of
-    keys and values.
-
-    Args:
-        prefix: dotted name of the group of keys that `tree` is, followed by a dot; empty for a whole configuration.
-    """
+    """Convert a configuration that an older version may have written to the present names of keys and values. `prefix`:
+    dotted name, with a dot at the end, of the group that `tree` is."""
     present: dict[str, Any] = {}
     for key, value in tree.items():
         name = KEYS.get(f"{prefix}{key}", f"{prefix}{key}")
@@ -50,8 +46,7 @@ def present_tree(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def present_row(row: Any) -> Any:
-    """Convert a row of `metrics.jsonl`, which an older version may have written, to the present column names. Return
-    anything that is not such an old row unchanged."""
+    """Convert a row of `metrics.jsonl` that an older version may have written to the present column names."""
     if isinstance(row, dict) and "quarantined" in row:
         row = {**row, "skipped_records": row["quarantined"]}
         del row["quarantined"]
@@ -59,8 +54,7 @@ def present_row(row: Any) -> Any:
 
 
 def rename_old_files(folder: Path) -> None:
-    """Rename files that an older version has written into the output folder `folder` of a training to their present
-    names, before the training continues."""
+    """Rename files that an older version has written into a run's folder, before the run continues."""
     for old, new in OLD_FILES.items():
         if (folder / old).is_file() and not (folder / new).exists():
             (folder / old).rename(folder / new)

@@ -7,15 +7,11 @@ from typing import Any
 TARGETS = ("_target_", "_partial_", "_args_", "_recursive_", "_convert_")
 """Configuration keys by which Hydra calls Python functions."""
 ENV = re.compile(r"\$\{\s*oc\.env\s*:([^}]*)")
-"""Pattern of a reference to an environment variable in a configuration value."""
+"""A reference to an environment variable in a configuration value."""
 
 
 def dotted(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested dictionaries to {dotted key: value}. A list counts as one value.
-
-    Args:
-        prefix: text to put before each key.
-    """
+    """Flatten nested dictionaries to {dotted key: value}. A list counts as one value."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"
@@ -24,7 +20,7 @@ def dotted(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def written(value: object) -> str:
-    """Format a configuration value as it is written on a command line: `true`, `null`, `[1, 2]`."""
+    """Format a value as on a command line: `true`, `null`, `[1, 2]`."""
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     if isinstance(value, list | tuple):
@@ -33,12 +29,8 @@ def written(value: object) -> str:
 
 
 def keys_of(tree: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (dotted name, last part of the name) of every key in nested dictionaries and lists; an item of a list has
-    its index as name.
-
-    Args:
-        prefix: text to put before each dotted name.
-    """
+    """Yield (dotted name, last part of the name) of every key in nested dictionaries and lists; the name of a list's
+    item is its index."""
     if isinstance(tree, dict):
         for key, value in tree.items():
             yield f"{prefix}{key}", str(key)
@@ -49,12 +41,8 @@ def keys_of(tree: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
 
 
 def leaves_of(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted name, value) for each value in nested dictionaries and lists that is not a dictionary or list
-    itself; an item of a list has its index as name.
-
-    Args:
-        prefix: text to put before each dotted name.
-    """
+    """Yield (dotted name, value) of each value in nested dictionaries and lists that is neither; the name of a list's
+    item is its index."""
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else None
     if items is None:
         yield prefix.removesuffix("."), tree
