@@ -1,14 +1,13 @@
-"""How many CPU seconds lie between a command and the end of its first step, beside other trainers?
+"""How many CPU seconds lie between a command and the end of its first step? A few minutes.
 
-    python benchmarks/first_step.py [FOLDER] [--before COMMIT] [--rounds 5]
+    python benchmarks/first_step.py
 
-Each way is a process of its own that trains one step of the embedded tiny model and ends; ways take turns. `--before`
-adds this project at an older commit. The files of all have been read once before anything is timed.
+Each way is a process of its own that trains one step of the embedded tiny model and ends; ways take turns. The files of
+all are read once before anything is timed.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import os
 import resource
@@ -20,8 +19,8 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from bench import Report, command_line, facts, write_json
 from provenance import REPOSITORY
 
 PEER = Path(__file__).with_name("first_step_peer.py")
@@ -31,30 +30,25 @@ TRAIN = (
 )  # fmt: skip
 
 
-def ways_of(work: Path, before: str | None) -> dict[str, tuple[Sequence[str], Path]]:
-    """Each way's arguments for Python, and the folder of the sources that it imports."""
-    ours = REPOSITORY / "src"
+def ways_of() -> dict[str, Sequence[str]]:
+    """Each way's arguments for Python."""
     ways = {
-        "imports of torch and transformers' models alone": ([str(PEER), "imports"], ours),
-        "this project": (TRAIN, ours),
-        "transformers' Trainer": ([str(PEER), "trainer"], ours),
+        "imports of torch and transformers' models alone": (str(PEER), "imports"),
+        "this project": TRAIN,
+        "transformers' Trainer": (str(PEER), "trainer"),
     }
     if importlib.util.find_spec("deepspeed") is not None:
-        ways["DeepSpeed's engine"] = ([str(PEER), "deepspeed"], ours)
-    if before is not None:
-        old = work / "before"
-        subprocess.run(["git", "-C", str(REPOSITORY), "worktree", "add", "--detach", str(old), before], check=True)
-        ways[f"this project at {before}"] = (TRAIN, old / "src")
+        ways["DeepSpeed's engine"] = (str(PEER), "deepspeed")
     return ways
 
 
-def run(arguments: Sequence[str], sources: Path, work: Path) -> tuple[float, float]:
+def run(arguments: Sequence[str], work: Path) -> tuple[float, float]:
     """Return the CPU seconds and the wall-clock seconds of a process and its children.
 
     Raises:
         SystemExit: it failed.
     """
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(sources), "DS_ACCELERATOR": "cpu"}
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY / "src"), "DS_ACCELERATOR": "cpu"}
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
     shutil.rmtree(work / "out", ignore_errors=True)  # a run that has ended is not trained again
     started, wall = spent(), time.perf_counter()
@@ -74,31 +68,19 @@ def spent() -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="How many CPU seconds does a training of one step take?")
-    parser.add_argument("folder", nargs="?", type=Path, default=REPOSITORY / "benchmarks" / "results")
-    parser.add_argument("--before", metavar="COMMIT")
+    parser = command_line(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    from capped import facts, write_json  # imports torch
-
     report = facts("how many CPU seconds lie between a command and the end of its first step?", options)
-    found: dict[str, dict[str, list[float]]] = {}
+    rows: list[Report] = [{"way": name, "cpu_seconds": [], "wall_seconds": []} for name in ways_of()]
     with tempfile.TemporaryDirectory(prefix="first-step-") as folder:
-        work = Path(folder)
-        ways = ways_of(work, options.before)
-        try:
-            first = run(TRAIN, REPOSITORY / "src", work)  # also builds data and index
-            for round_number in range(options.rounds + 1):
-                for name, (arguments, sources) in ways.items():
-                    cpu, wall = run(arguments, sources, work)
-                    if round_number > 0:
-                        own = found.setdefault(name, {"cpu_seconds": [], "wall_seconds": []})
-                        own["cpu_seconds"].append(cpu)
-                        own["wall_seconds"].append(wall)
-        finally:
-            subprocess.run(["git", "-C", str(REPOSITORY), "worktree", "remove", "--force", str(work / "before")],
-                           check=False, capture_output=True)  # fmt: skip
-    rows: list[dict[str, Any]] = [{"way": name, **taken} for name, taken in found.items()]
+        first = run(TRAIN, Path(folder))  # also builds data and index
+        for number in range(options.rounds + 1):
+            for row, arguments in zip(rows, ways_of().values(), strict=True):
+                cpu, wall = run(arguments, Path(folder))
+                if number > 0:
+                    row["cpu_seconds"].append(cpu)
+                    row["wall_seconds"].append(wall)
     report |= {"rows": rows, "first_command": {"cpu_seconds": first[0], "wall_seconds": first[1]}}
     for row in rows:
         cpu = row["cpu_seconds"]

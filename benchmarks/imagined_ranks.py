@@ -1,9 +1,9 @@
-"""What grows with the number of ranks, up to 1,024?
+"""What grows with the number of ranks, up to 1,024? Some minutes on an idle core.
 
-    python benchmarks/imagined_ranks.py [FOLDER]         # into benchmarks/results; --ranks, --quick
+    python benchmarks/imagined_ranks.py                 # --ranks, --quick
 
-Every column is measured in a process of its own, which acts as rank 0 of that many ranks. Steps are those of a small
-model, all else is of LLaVA-1.5-7B with empty weights. How to read the result is in benchmarks/README.md.
+For each number of ranks a process of its own acts as rank 0. Steps are those of a small model, all else is of
+LLaVA-1.5-7B with empty weights. benchmarks/README.md explains the result.
 """
 
 from __future__ import annotations
@@ -19,20 +19,15 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
-from capped import facts, write_json
-from hydra import compose, initialize_config_dir
-from provenance import REPOSITORY
-from rich.console import Console
-from rich.table import Table
+from bench import Report, command_line, composed, facts, show, write_json
 from samples import draw_lengths, write_model
 
 from llava_fsdp.checkpoint.commit import Entries, merge_entries
 from llava_fsdp.checkpoint.layout import written_rows
 from llava_fsdp.checkpoint.manifest import STATE_FILE, Manifest, RowRange, TensorEntry, parse, rank_file, render
-from llava_fsdp.config import Config, PlanConfig, config_dir, load
+from llava_fsdp.config import PlanConfig
 from llava_fsdp.data.batching.packing import pack_step
 from llava_fsdp.data.synthetic import Contents, SyntheticLoader
 from llava_fsdp.parallel.ranks.mesh import distributed, make_meshes
@@ -57,14 +52,9 @@ ROW_TOKENS = PACKED * 2048
 REPEATS = 3
 
 
-def loaded(root: type, command: str, overrides: list[str]) -> Any:
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        return load(root, compose(command, overrides))
-
-
-def measure_step(ranks: int, folder: Path) -> dict[str, Any]:
+def measure_step(ranks: int, folder: Path) -> Report:
     """Two steps of the small model: what a rank holds and sends, beside what the planner says."""
-    cfg = loaded(Config, "train", [
+    cfg = composed([
         "stage=finetune", f"model.language={folder / 'language'}", f"model.vision={folder / 'vision'}",
         "model.projector=random", f"output_dir={folder / 'run'}", "precision=fp32", "activation_checkpointing=none",
         f"micro_batch_size={SAMPLES}", f"global_batch_size={SAMPLES * ranks}", f"dry_run={ranks}",
@@ -84,11 +74,11 @@ def measure_step(ranks: int, folder: Path) -> dict[str, Any]:
     }
 
 
-def measure_run(ranks: int, folder: Path) -> dict[str, Any]:
+def measure_run(ranks: int, folder: Path) -> Report:
     """Build rank 0's state of the 7B model, and the manifest of a checkpoint of all ranks."""
     more = [f"output_dir={folder / 'run'}", f"global_batch_size={PACKED * ranks}", f"dry_run={ranks}"]
     chosen = ["activation_checkpointing=full", f"tokens_per_micro_batch={ROW_TOKENS}"]  # nothing is left to a planner
-    cfg = loaded(Config, "train", [*SEVEN_B, *more, *chosen])
+    cfg = composed([*SEVEN_B, *more, *chosen])
     with distributed(cfg) as world:
         began = time.process_time()
         shard_plan = SHARD_PLANS[cfg.sharding.strategy]
@@ -155,33 +145,30 @@ def measure_order(ranks: int) -> float:
 def measure_plan(ranks: int, folder: Path) -> float:
     """CPU seconds of `llava-fsdp plan` for nodes of 8 H100s, without imports."""
     more = ["gpu=h100", "gpus=8", f"nodes={ranks // 8}", f"global_batch_size={PACKED * ranks}", "format=json"]
-    cfg = loaded(PlanConfig, "plan", [*SEVEN_B, *more, f"page={folder / 'page.html'}"])
+    cfg = composed([*SEVEN_B, *more, f"page={folder / 'page.html'}"], PlanConfig, "plan")
     began = time.process_time()
     with contextlib.redirect_stdout(io.StringIO()):
         plan(cfg)
     return time.process_time() - began
 
 
-def measure(ranks: int, folder: Path) -> dict[str, Any]:
+def measure(ranks: int, folder: Path) -> Report:
     torch.set_num_threads(1)
     own = {"order_seconds": measure_order(ranks), "plan_seconds": measure_plan(ranks, folder)}
     return {"ranks": ranks} | measure_step(ranks, folder) | measure_run(ranks, folder) | own
 
 
-def printed(rows: list[dict[str, Any]]) -> Table:
-    table = Table(title="rank 0 of that many ranks", title_justify="left")
-    for name in ("", *(f"{row['ranks']:,}" for row in rows)):
-        table.add_column(name, justify="right" if name else "left")
+def show_rows(rows: list[Report]) -> None:
+    lines = []
     for name in (name for name in rows[0] if name != "ranks"):
         values = [row[name] for row in rows]
         texts = [f"{v['measured']:,} / {v['planned']:,.0f}" if isinstance(v, dict) else f"{v:,.4g}" for v in values]
-        table.add_row(name, *texts)
-    return table
+        lines.append((name, *texts))
+    show("rank 0 of that many ranks: measured / planned", ("", *(f"{row['ranks']:,}" for row in rows)), lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What grows with the number of ranks?")
-    parser.add_argument("folder", nargs="?", type=Path, default=REPOSITORY / "benchmarks" / "results")
+    parser = command_line(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 256, 1024], help="multiples of 8")
     parser.add_argument("--quick", action="store_true", help="8 and 16 ranks")
     parser.add_argument("--point", type=int, help=argparse.SUPPRESS)
@@ -198,7 +185,7 @@ def main() -> None:
             write_model(Path(folder), HIDDEN, 2, SIDE, VOCABULARY)
             subprocess.run([sys.executable, __file__, folder, "--point", str(ranks)], check=True)
             rows.append(json.loads(Path(folder, "row.json").read_text()))
-    Console(width=140).print(printed(rows))
+    show_rows(rows)
     print(f"wrote {write_json(report | {'rows': rows}, 'imagined-ranks-cpu', options.folder)}")
 
 

@@ -1,16 +1,16 @@
-"""How fast would a training be on 8 to 1,024 GPUs, with the fastest layout of ranks and with sharding alone?
+"""How fast would a training be on 8 to 1,024 GPUs, by the planner? Half an hour of two cores.
 
-    python benchmarks/layout_curves.py [OUT] [--models 7B 13B ...] [--nodes 128] [--jobs 2]   # half an hour of two
+    python benchmarks/layout_curves.py --jobs 2
+    python benchmarks/layout_curves.py FOLDER --models 7B --nodes 16
 
 Runs `llava-fsdp plan parallel=auto` for models of five sizes, each with CLIP's ViT-L/14-336 and 1,024 samples a step.
-Nothing is measured: all values are predictions. How to read them is in benchmarks/README.md.
+Nothing is measured: all values are predictions. benchmarks/README.md explains the result.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
@@ -19,11 +19,9 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any
 
-from capped import facts, write
-from provenance import REPOSITORY
+from bench import Report, command_line, facts, run_json, write
 from transformers import CLIPVisionConfig, LlamaConfig, MixtralConfig, PretrainedConfig, Qwen2Config
 
-QUESTION = "how fast would a training be on 8 to 1,024 GPUs, with each layout of ranks, by the planner?"
 TOWER = CLIPVisionConfig(
     hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, num_attention_heads=16, image_size=336,
     patch_size=14, projection_dim=768,
@@ -47,7 +45,7 @@ MODELS = {
 """Name -> configuration of the language model, in the sizes of published ones."""
 
 
-def planned(config: PretrainedConfig, folder: Path, nodes: int, gpu: str) -> dict[str, Any]:
+def planned(config: PretrainedConfig, folder: Path, nodes: int, gpu: str) -> Report:
     """Return the plan of training a language model on so many nodes of 8 GPUs."""
     for part, own in (("language", config), ("vision", TOWER)):
         (folder / part).mkdir(parents=True)
@@ -57,34 +55,32 @@ def planned(config: PretrainedConfig, folder: Path, nodes: int, gpu: str) -> dic
         "model.projector=random", "global_batch_size=1024", "parallel=auto", "gpus=8", f"nodes={nodes}", f"gpu={gpu}",
         f"page={folder / 'page.html'}", "format=json",
     ]  # fmt: skip
-    command = [sys.executable, "-m", "llava_fsdp.plan", *keys]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{done.stderr[-2000:]}\nllava-fsdp plan failed")
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    found = run_json([sys.executable, "-m", "llava_fsdp.plan", *keys], timeout=3600)
+    if "failed" in found:
+        raise SystemExit(f"llava-fsdp plan failed: {found['failed']}")
+    return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", nargs="?", type=Path, default=REPOSITORY / "benchmarks" / "results")
+    parser = command_line(__doc__)
     parser.add_argument("--models", nargs="*", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--nodes", type=int, default=128, help="of 8 GPUs")
     parser.add_argument("--gpu", default="h100")
     parser.add_argument("--jobs", type=int, default=1, help="models that are planned at the same time")
     options = parser.parse_args()
-    report = facts(QUESTION, options) | {"models": {}}
+    report = facts("how fast would a training be on 8 to 1,024 GPUs, by the planner?", options) | {"models": {}}
     with tempfile.TemporaryDirectory() as made, ThreadPoolExecutor(options.jobs) as pool:
         folders = [Path(made, name) for name in options.models]
         args = [MODELS[name] for name in options.models], folders, repeat(options.nodes), repeat(options.gpu)
         note(report, options, pool.map(planned, *args))
 
 
-def note(report: dict[str, Any], options: argparse.Namespace, plans: Iterable[dict[str, Any]]) -> None:
+def note(report: Report, options: argparse.Namespace, plans: Iterable[Report]) -> None:
     """Write the plans of all models into the result, each as soon as it and those before it are there."""
     for name, plan in zip(options.models, plans, strict=True):
         report["assumptions"] = plan["assumptions"]
         report["models"][name] = {"points": plan["scaling"], "search": plan["search"]["layouts"]}
-        write(report, f"layout-curves-{options.gpu}", options.out, draw)
+        write(report, f"layout-curves-{options.gpu}", options.folder, draw)
         for point in plan["scaling"]:
             if point["fits"]:
                 print(
@@ -92,7 +88,7 @@ def note(report: dict[str, Any], options: argparse.Namespace, plans: Iterable[di
                 )
 
 
-def draw(pyplot: Any, report: dict[str, Any]) -> None:
+def draw(pyplot: Any, report: Report) -> None:
     _, axes = pyplot.subplots(figsize=(10, 6), layout="constrained")
     styles = {"fastest layout": "-o", "zero3": "--", "hybrid": ":"}
     for colour, (name, model) in enumerate(report["models"].items()):

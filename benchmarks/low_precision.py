@@ -1,15 +1,14 @@
-"""What do 8 and 4 bits cost or save beside bf16, on the same steps of the embedded tiny model?
+"""What do 8 and 4 bits cost or save compared with bf16, on the same steps of the embedded tiny model? Half an hour.
 
-    python benchmarks/low_precision.py [FOLDER]         # into benchmarks/results; --ways, --steps, --seeds, --quick
+    python benchmarks/low_precision.py                  # --ways, --name, --steps, --seeds, --quick
 
 Each way trains all weights of the language model and the projector, or adapters over a frozen base, in one process.
 The ways take turns, ten steps each, on the same samples from the same random weights. Each seed gives other weights and
-another order of samples. See benchmarks/README.md.
+another order of samples. benchmarks/README.md explains the result.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 import time
@@ -18,13 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from capped import facts, write
-from hydra import compose, initialize_config_dir
-from provenance import REPOSITORY
-from rich.console import Console
-from rich.table import Table
+from bench import MIB, Report, clock, command_line, composed, facts, show, write
 
-from llava_fsdp.config import Config, config_dir, load
+from llava_fsdp.config import Config
 from llava_fsdp.parallel.ranks.mesh import World, distributed, make_meshes
 from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.runtime.errors import ConfigError
@@ -62,16 +57,11 @@ class Way:
 
 def configure(overrides: list[str], folder: Path, steps: int, seed: int) -> Config:
     """The tiny model, and images of coloured shapes."""
-    more = [
-        f"seed={seed}",
-        f"output_dir={folder}",
-        f"max_steps={steps}",
-        "model.projector=random",
-        "optim.schedule=constant",
-    ]
-    more += ["global_batch_size=4", "micro_batch_size=4", "checkpoint.every=null", f"data.root={folder.parent}/shapes"]
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        return load(Config, compose("train", [*more, *overrides]))
+    return composed([
+        f"seed={seed}", f"output_dir={folder}", f"max_steps={steps}", "model.projector=random",
+        "optim.schedule=constant", "global_batch_size=4", "micro_batch_size=4", "checkpoint.every=null",
+        f"data.root={folder.parent}/shapes", *overrides,
+    ])  # fmt: skip
 
 
 def begin(cfg: Config, world: World) -> Way:
@@ -90,34 +80,26 @@ def begin(cfg: Config, world: World) -> Way:
 def take_turn(way: Way, first: int, last: int, world: World) -> None:
     for number in range(first, last):
         step = way.state.loader.steps.prepare(number)
-        meter, started = PeakMeter(world.device), now(world.device)
+        meter, started = PeakMeter(world.device), clock(world.device)
         result = train_step(way.state, step, SHARD_PLANS[way.cfg.sharding.strategy], way.cfg, time.perf_counter())
-        way.seconds.append(now(world.device) - started)
+        way.seconds.append(clock(world.device) - started)
         way.rises.append(next(iter(meter.read().values())))
         way.losses.append(result.loss)
 
 
-def now(device: torch.device) -> float:
-    """CPU seconds of this process; on a GPU wall-clock seconds, after all its kernels have ended."""
-    if device.type == "cpu":
-        return time.process_time()
-    torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
-def row_of(name: str, ways: list[Way], tokens: float, beside: list[Way] | None, clock: str) -> dict[str, Any]:
+def row_of(name: str, ways: list[Way], tokens: float, beside: list[Way] | None, unit: str) -> Report:
     """Results of a way's runs, one for each seed.
 
     Args:
-        clock: `cpu_second`, or `second` on a GPU.
+        unit: `cpu_second`, or `second` on a GPU.
     """
     seconds = [taken for way in ways for taken in way.seconds]
     row = {
         "way": name,
         "losses": [way.losses for way in ways],
-        f"{clock}s": seconds,
+        f"{unit}s": seconds,
         "last_loss": statistics.mean(last_loss(way) for way in ways),
-        f"tokens_per_{clock}": tokens / statistics.median(seconds),
+        f"tokens_per_{unit}": tokens / statistics.median(seconds),
         "held_bytes": ways[0].held,
         "rise_bytes": statistics.median(rise for way in ways for rise in way.rises),
     }
@@ -133,28 +115,24 @@ def last_loss(way: Way) -> float:
     return statistics.mean(way.losses[-LAST:])
 
 
-def printed(report: dict[str, Any]) -> Table:
-    table = Table(title=f"{report['options']['steps']} steps of the tiny model", title_justify="left")
-    heads = "last loss", "beside", "all steps beside", "tokens / s", "time beside", "weights MiB", "rise MiB"
-    for head in ("way", *heads):
-        table.add_column(head, justify="left" if head == "way" else "right")
-    for row in report["rows"]:
-        beside = [spread(row["last_beside"]), spread(row["all_beside"])] if "last_beside" in row else ["", ""]
-        rate = next(value for key, value in row.items() if key.startswith("tokens_per_"))
-        table.add_row(
-            row["way"], f"{row['last_loss']:.4f}", *beside, f"{rate:,.0f}",
-            f"{row['time_beside']:.2f} x" if "time_beside" in row else "",
-            f"{row['held_bytes'] / 2**20:.1f}", f"{row['rise_bytes'] / 2**20:.1f}",
-        )  # fmt: skip
-    return table
+def show_rows(report: Report, unit: str) -> None:
+    heads = "way", "last loss", "beside", "all steps beside", "tokens / s", "time beside", "weights MiB", "rise MiB"
+    lines = [
+        (row["way"], f"{row['last_loss']:.4f}",
+         *(percent(row[key]) if key in row else "" for key in ("last_beside", "all_beside")),
+         f"{row[f'tokens_per_{unit}']:,.0f}", f"{row['time_beside']:.2f} x" if "time_beside" in row else "",
+         f"{row['held_bytes'] / MIB:.1f}", f"{row['rise_bytes'] / MIB:.1f}")
+        for row in report["rows"]
+    ]  # fmt: skip
+    show(f"{report['options']['steps']} steps of the tiny model", heads, lines)
 
 
-def spread(values: list[float]) -> str:
+def percent(values: list[float]) -> str:
     """Mean, minimum and maximum of numbers, as percentages."""
     return f"{statistics.mean(values):+.2%} ({min(values):+.2%} to {max(values):+.2%})"
 
 
-def draw(pyplot: Any, report: dict[str, Any]) -> None:
+def draw(pyplot: Any, report: Report) -> None:
     _, axes = pyplot.subplots(figsize=(9, 4), layout="constrained")
     for row in report["rows"]:
         axes.plot(row["losses"][0], label=row["way"], linewidth=1)
@@ -164,8 +142,7 @@ def draw(pyplot: Any, report: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What do 8 and 4 bits cost or save beside bf16?")
-    parser.add_argument("folder", nargs="?", type=Path, default=REPOSITORY / "benchmarks" / "results")
+    parser = command_line(__doc__)
     parser.add_argument(
         "--ways", nargs="+", choices=WAYS, default=list(WAYS), help="each needs the way that it is compared with"
     )
@@ -204,13 +181,12 @@ def main() -> None:
         of_seeds = [way.state.loader.steps for way in next(iter(ways.values()))]
         tokens = statistics.mean(s.prepare(n).facts.tokens for s in of_seeds for n in range(options.steps))
     device = world.device.type
-    clock = "cpu_second" if device == "cpu" else "second"
-    rows = [row_of(name, runs, tokens, ways.get(WAYS[name][1] or ""), clock) for name, runs in ways.items()]
+    unit = "cpu_second" if device == "cpu" else "second"
+    rows = [row_of(name, runs, tokens, ways.get(WAYS[name][1] or ""), unit) for name, runs in ways.items()]
     report |= {"rows": rows, "not_run": not_run, "tokens_of_a_step": tokens, "last": LAST}
-    console = Console(width=140)
-    console.print(printed(report))
+    show_rows(report, unit)
     for name, why in not_run.items():
-        console.print(f"NOT RUN: {name}: {why}")
+        print(f"NOT RUN: {name}: {why}")
     write(report, options.name or f"low-precision-{device}", options.folder, draw)
 
 
