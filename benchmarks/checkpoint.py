@@ -1,34 +1,30 @@
-"""What does a checkpoint cost, beside writing the same bytes and beside PyTorch's distributed checkpoint?
+"""What does a checkpoint cost, compared with a raw write of the same bytes and PyTorch's distributed checkpoint?
 
-    python benchmarks/checkpoint.py [FOLDER]               # two gloo ranks; 1 GiB of state in all
+    python benchmarks/checkpoint.py                        # two gloo ranks; 1 GiB of state in all; a few minutes
     python benchmarks/checkpoint.py FOLDER --gib 2 --repeats 3 --scratch DIR
 
-Every repeat runs all of it in turn, on the same state: fp32 weights and moments, cut over the ranks.
-How to read the result is in benchmarks/README.md.
+Every repeat runs all ways in turn, on the same state: fp32 weights and moments, sharded over the ranks.
+benchmarks/README.md explains the result.
 """
 
 import argparse
-import hashlib
 import multiprocessing
 import os
 import shutil
 import tempfile
 import time
-import zlib
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from capped import facts as known_facts
-from capped import write
-from provenance import REPOSITORY
+from bench import Report, command_line, facts, write
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from xxhash import xxh3_128
 
 from llava_fsdp.checkpoint import safetensors_stream
 from llava_fsdp.checkpoint.reader import load
@@ -37,7 +33,6 @@ from llava_fsdp.checkpoint.verify import Checkpoint, newest_together, verify_tog
 from llava_fsdp.config import CheckpointConfig, OnSaveError
 from llava_fsdp.parallel.ranks.consensus import on_all_ranks
 
-QUESTION = "what does a checkpoint cost, beside a raw write of the same bytes and PyTorch's distributed checkpoint?"
 RANKS = 2
 COLUMNS = 4096
 CHUNK = 8 << 20
@@ -46,14 +41,15 @@ Tensors = dict[str, torch.Tensor]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", nargs="?", type=Path, default=REPOSITORY / "benchmarks" / "results")
+    parser = command_line(__doc__)
     parser.add_argument("--gib", type=float, default=1.0, help="of state, in all")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--compute", type=float, default=1.0, help="seconds of a forward and a backward pass")
     parser.add_argument("--scratch", type=Path, default=None, help="a folder on the disk to measure")
     options = parser.parse_args()
-    report = known_facts(QUESTION, options)
+    report = facts(
+        "what does a checkpoint cost, compared with a raw write and PyTorch's distributed checkpoint?", options
+    )
     with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
         context = multiprocessing.get_context("spawn")
         results = context.Queue()
@@ -65,19 +61,13 @@ def main() -> None:
         for process in processes:
             process.join()
             assert process.exitcode == 0, "a rank failed"
-    report |= {"ranks": RANKS, **found, "digests": digests()}
+    report |= {"ranks": RANKS, **found}
     report["ratios"] = ratios(report["seconds"])
     for name, seconds in report["seconds"].items():
         print(f"{name:32} {min(seconds):7.3f} s (median {median(seconds):.3f})")
     for name, value in report["ratios"].items():
         print(f"{name:64} {value:7.3f}")
-    for name, rate in report["digests"].items():
-        print(f"{name:32} {rate:7,.0f} MB/s on one core")
-    write(report, "checkpoint-cpu", options.out, draw)
-
-
-def median(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2]
+    write(report, "checkpoint-cpu", options.folder, draw)
 
 
 def ratios(seconds: dict[str, list[float]]) -> dict[str, float]:
@@ -230,7 +220,7 @@ def compute(seconds: float) -> None:
         left @ left
 
 
-def run_facts(step: int) -> dict[str, Any]:
+def run_facts(step: int) -> Report:
     return {
         "format": 6, "run": "benchmark", "step": step, "samples": step, "skipped": 0, "seed": 0, "scaler": None,
         "broken": [], "fingerprints": dict.fromkeys(("dataset", "encoding", "order", "model"), ""), "trainable": [],
@@ -238,30 +228,10 @@ def run_facts(step: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def digests() -> dict[str, float]:
-    """MB a second of digests that a file could have."""
-    content = os.urandom(1 << 20) * 128
-    ways: dict[str, Callable[[], object]] = {
-        "xxh128": lambda: xxh3_128(content).digest(),
-        "sha256": lambda: hashlib.sha256(content).digest(),
-        "blake2b": lambda: hashlib.blake2b(content).digest(),
-        "crc32": lambda: zlib.crc32(content),
-    }
-    found = {}
-    for name, way in ways.items():
-        seconds = []
-        for _ in range(3):
-            started = time.perf_counter()
-            way()
-            seconds.append(time.perf_counter() - started)
-        found[name] = len(content) / min(seconds) / 1e6
-    return found
-
-
 # What is shown
 
 
-def draw(pyplot: Any, report: dict[str, Any]) -> None:
+def draw(pyplot: Any, report: Report) -> None:
     """Seconds of each way, the median, and every repeat as a dot."""
     seconds = report["seconds"]
     _, axes = pyplot.subplots(figsize=(9, 0.45 * len(seconds) + 1.5), layout="constrained")

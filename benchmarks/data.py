@@ -1,24 +1,17 @@
-"""How many pictures a second does a core prepare, and how many does a loader deliver?
+"""How many images a second does a core prepare? About three minutes on an idle core.
 
-    python benchmarks/data.py                          # into benchmarks/results; about five minutes
-    python benchmarks/data.py FOLDER --sizes 640x480 --pictures 4 --repeats 3 --steps 4
+    python benchmarks/data.py                          # --sizes, --images, --repeats
 
-From a file to the tower's bytes: `data.pixels=exact`, `data.pixels=fast`, and transformers' CLIPImageProcessor on the
-padded picture, which is what the original runs. How to read the result is in benchmarks/README.md.
+From a file to the vision tower's bytes: `data.pixels=exact`, `data.pixels=fast`, and transformers' CLIPImageProcessor
+on the padded image, which is what the original runs. benchmarks/README.md explains the result.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import importlib.util
 import json
-import multiprocessing
-import resource
 import statistics
-import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,21 +19,14 @@ from typing import Any
 import numpy as np
 import PIL
 import torch
-import transformers
-from hydra import compose, initialize_config_dir
+from bench import Report, clock, command_line, facts, in_turns, show, spread, write
 from PIL import Image, features
-from provenance import REPOSITORY, commit, machine
-from rich.console import Console
-from rich.table import Table
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-from llava_fsdp.config import AspectRatio, Config, Pixels, config_dir, load
+from llava_fsdp.config import AspectRatio, Pixels
 from llava_fsdp.data.images.preprocess import Preprocessor, load_image, pad_to_square, read_preprocessor
-from llava_fsdp.data.loader import Loader, ModelShape, build_loader, normalize
+from llava_fsdp.data.loader import normalize
 
-GOALS = {"exact": 120, "fast": 240}
-"""Pictures a second a core, JPEG of quality 90 and 640 x 480, padded to 336."""
-GOAL_CASE = ("JPEG", "640x480", "pad")
 SIZES = ("336x336", "640x480", "480x640", "1024x768", "2048x1536")
 FORMATS: dict[str, dict[str, Any]] = {"JPEG": {"quality": 90}, "PNG": {}, "WEBP": {"quality": 90}}
 CLIP = {
@@ -53,12 +39,11 @@ CLIP = {
     "image_mean": [0.48145466, 0.4578275, 0.40821073],
     "image_std": [0.26862954, 0.26130258, 0.27577711],
 }
-WORDS = "the a man dog bus street red white on of with and sits near large small two table window".split()
 Prepare = Callable[[Path], object]
 
 
 def photo(seed: int, width: int, height: int) -> Image.Image:
-    """A picture that costs a decoder what a photo does: smooth areas, edges, texture here and there, little grain.
+    """An image that costs a decoder what a photo does: smooth areas, edges, texture here and there, little grain.
 
     Power falls with frequency as in natural images; a tenth of the area has texture, and ellipses have edges. At
     640 x 480 a JPEG of quality 90 has about 56 KB, as one of COCO's.
@@ -83,48 +68,47 @@ def photo(seed: int, width: int, height: int) -> Image.Image:
     return Image.fromarray(np.stack(channels, axis=-1).clip(0, 255).astype(np.uint8))
 
 
-# What a core does
-
-
-def measure(options: argparse.Namespace, work: Path, preprocessor: Preprocessor, console: Console) -> list[dict]:
+def measure(options: argparse.Namespace, work: Path, preprocessor: Preprocessor) -> list[Report]:
     rows = []
     for size in options.sizes:
         width, height = (int(n) for n in size.split("x"))
-        pictures = [photo(options.seed + n, width, height) for n in range(options.pictures)]
+        images = [photo(seed, width, height) for seed in range(options.images)]
         for kind, how in FORMATS.items():
-            files = [work / f"{size}-{n}.{kind.lower()}" for n in range(len(pictures))]
-            for picture, file in zip(pictures, files, strict=True):
-                picture.save(file, kind, **how)
-            for aspect in (AspectRatio.pad, AspectRatio.square):
-                ways = variants(preprocessor, aspect, work)
-                row = {"format": kind, "size": size, "aspect": aspect.value}
-                row["bytes"] = round(statistics.mean(f.stat().st_size for f in files))
-                row |= {"differences": compare(files, preprocessor, ways)}
-                row["seconds"] = timed(files, ways, options.repeats)
-                rows.append(row)
-                rates = ", ".join(f"{way} {per_second(row, way):.0f}" for way in ways)
-                console.print(f"{kind} {size} {aspect.value} ({row['bytes'] / 1000:.0f} kB): {rates} pictures/s")
+            files = [work / f"{size}-{n}.{kind.lower()}" for n in range(len(images))]
+            for image, file in zip(images, files, strict=True):
+                image.save(file, kind, **how)
+            ways = ways_of(preprocessor, work)
+            row: Report = {"format": kind, "size": size, "aspect": AspectRatio.pad.value}
+            row["bytes"] = round(statistics.mean(f.stat().st_size for f in files))
+            row |= {"differences": compare(files, preprocessor, ways)}
+            seconds = timed(files, ways, options.repeats)
+            row["cpu_seconds"] = {way: spread(taken) for way, taken in seconds.items()}
+            rows.append(row)
+            print(f"{kind} {size}: {', '.join(f'{way} {per_second(row, way)}' for way in ways)} images/s", flush=True)
     return rows
 
 
-def variants(preprocessor: Preprocessor, aspect: AspectRatio, folder: Path) -> dict[str, Prepare]:
+def ways_of(preprocessor: Preprocessor, folder: Path) -> dict[str, Prepare]:
     theirs = CLIPImageProcessorPil.from_pretrained(folder)
 
     def processor(file: Path) -> np.ndarray:
         with Image.open(file) as opened:
-            picture = opened.convert("RGB")
-        shown = pad_to_square(picture, preprocessor.mean_colour) if aspect is AspectRatio.pad else picture
-        return np.asarray(theirs(shown, return_tensors="np")["pixel_values"][0])
+            image = pad_to_square(opened.convert("RGB"), preprocessor.mean_colour)
+        return np.asarray(theirs(image, return_tensors="np")["pixel_values"][0])
 
     return {
-        "exact": lambda file: load_image(file, preprocessor, aspect, "", Pixels.exact),
-        "fast": lambda file: load_image(file, preprocessor, aspect, "", Pixels.fast),
+        "exact": lambda file: load_image(file, preprocessor, AspectRatio.pad, "", Pixels.exact),
+        "fast": lambda file: load_image(file, preprocessor, AspectRatio.pad, "", Pixels.fast),
         "processor": processor,
     }
 
 
 def compare(files: list[Path], preprocessor: Preprocessor, ways: dict[str, Prepare]) -> dict[str, float]:
-    """Equal first: the exact path must be the processor's, to the bit; of the fast one the mean difference in bytes."""
+    """How far `fast` is from `exact`, in levels of 255: the mean over all images, and of the worst one.
+
+    Raises:
+        SystemExit: `exact` is not the processor to the bit.
+    """
     table, far = torch.from_numpy(preprocessor.pixel_table()), []
     for file in files:
         exact, fast = np.asarray(ways["exact"](file)), np.asarray(ways["fast"](file))
@@ -132,207 +116,63 @@ def compare(files: list[Path], preprocessor: Preprocessor, ways: dict[str, Prepa
         if not np.array_equal(values, ways["processor"](file)):
             raise SystemExit(f"{file.name}: data.pixels=exact is not what CLIPImageProcessor makes; nothing was timed")
         far.append(np.abs(exact.astype(int) - fast).mean())
-    return {"lean_mean": float(np.mean(far)), "lean_worst_picture": float(np.max(far))}
+    return {"fast_mean": float(np.mean(far)), "fast_worst_image": float(np.max(far))}
 
 
 def timed(files: list[Path], ways: dict[str, Prepare], repeats: int) -> dict[str, list[float]]:
-    """CPU seconds a picture, each the mean over all files; the ways take turns."""
+    """CPU seconds an image, each the mean over all files; the ways take turns."""
     seconds: dict[str, list[float]] = {way: [] for way in ways}
-    for turn in range(repeats):
-        for way in list(ways)[:: 1 if turn % 2 == 0 else -1]:
-            began = time.process_time()
-            for file in files:
-                ways[way](file)
-            seconds[way].append((time.process_time() - began) / len(files))
+    cpu = torch.device("cpu")
+    for way in in_turns(list(ways), repeats):
+        began = clock(cpu)
+        for file in files:
+            ways[way](file)
+        seconds[way].append((clock(cpu) - began) / len(files))
     return seconds
 
 
-def per_second(row: dict, way: str, statistic: Callable = min) -> float:
-    return 1 / statistic(row["seconds"][way])
+def per_second(row: Report, way: str) -> str:
+    return f"{1 / row['cpu_seconds'][way]['min']:.0f} ({1 / row['cpu_seconds'][way]['median']:.0f})"
 
 
-def together(files: list[Path], preprocessor: Preprocessor, repeats: int, processes: int) -> dict[str, list[float]]:
-    """The same with several processes at once: CPU seconds a picture, by way, of each process its least."""
-    context, found = multiprocessing.get_context("fork"), {}
-    for way in ("exact", "fast"):
-        with context.Pool(processes) as pool:
-            jobs = [pool.apply_async(alone, (files, preprocessor, Pixels(way), repeats)) for _ in range(processes)]
-            found[way] = [min(job.get()) for job in jobs]
-    return found
-
-
-def alone(files: list[Path], preprocessor: Preprocessor, pixels: Pixels, repeats: int) -> list[float]:
-    way = {"way": lambda file: load_image(file, preprocessor, AspectRatio.pad, "", pixels)}
-    return timed(files, way, repeats)["way"]
-
-
-# What a loader delivers
-
-
-def deliver(options: argparse.Namespace, work: Path) -> list[dict]:
-    """Whole steps through the loader: texts tokenized, pictures read, micro-batches laid out, no model."""
-    count = options.steps * options.batch
-    write_records(work, count, options.seed)
-    rows: list[dict] = []
-    cases = [(workers, pixels) for workers in options.workers for pixels in ("exact", "fast")]
-    for _ in range(options.repeats_of_loader):
-        for workers, pixels in cases:
-            loader = open_loader(work, options, workers, pixels)
-            before, began = cpu_seconds(), time.perf_counter()
-            images = sum(step.facts.images for step in map(loader.agree, loader.prepared(0)))
-            assert images == count
-            wall, cpu = time.perf_counter() - began, cpu_seconds() - before
-            rows.append({"workers": workers, "pixels": pixels, "images": images, "wall": wall, "cpu": cpu})
-    return rows
-
-
-def cpu_seconds() -> float:
-    """Of this process and of the workers that have ended."""
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(u.ru_utime + u.ru_stime for u in used)
-
-
-def write_records(work: Path, count: int, seed: int) -> None:
-    dice = np.random.default_rng(seed)
-    files = [f"loader-{n}.jpeg" for n in range(min(count, 64))]
-    for n, name in enumerate(files):
-        photo(seed + 1000 + n, 640, 480).save(work / name, "JPEG", quality=90)
-    records = [
-        {
-            "id": f"{n}",
-            "image": files[n % len(files)],
-            "conversations": [
-                {"from": "human", "value": "<image>\n" + " ".join(dice.choice(WORDS, 12))},
-                {"from": "gpt", "value": " ".join(dice.choice(WORDS, 60))},
-            ],
-        }
-        for n in range(count)
-    ]
-    (work / "records.json").write_text(json.dumps(records))
-
-
-def open_loader(work: Path, options: argparse.Namespace, workers: int, pixels: str) -> Loader:
-    values = [
-        "data=llava_json", f"data.path={work / 'records.json'}", f"data.images={work}", f"data.workers={workers}",
-        f"data.pixels={pixels}", f"global_batch_size={options.batch}", f"micro_batch_size={min(8, options.batch)}",
-        f"max_steps={options.steps}", "data.max_length=2048",
+def show_rows(rows: list[Report]) -> None:
+    heads = ("format, size", "kB", "exact /s", "fast /s", "processor /s", "fast differs by")
+    lines = [
+        (f"{row['format']} {row['size']}", f"{row['bytes'] / 1000:.0f}",
+         *(per_second(row, way) for way in row["cpu_seconds"]), f"{row['differences']['fast_mean']:.2f} of 255")
+        for row in rows
     ]  # fmt: skip
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        cfg = load(Config, compose("train", values))
-    shape = ModelShape(image_tokens=576, image_size=336, max_length=2048, vocab_size=100_000)
-    language = REPOSITORY / "src" / "llava_fsdp" / "assets" / "tiny-llama"
-    return build_loader(cfg, language, work, shape, 0, 1, torch.device("cpu"))
+    show("images a CPU second: best (median) of the repeats", heads, lines)
 
 
-# What is written
+def draw(pyplot: Any, report: Report) -> None:
+    """Images a CPU second by format and size."""
+    rows = report["rows"]
+    _, axes = pyplot.subplots(figsize=(11, 4.5), layout="constrained")
+    for number, way in enumerate(rows[0]["cpu_seconds"]):
+        rates = [1 / row["cpu_seconds"][way]["min"] for row in rows]
+        axes.bar([place + 0.27 * (number - 1) for place in range(len(rows))], rates, 0.25, label=way)
+    names = [f"{row['format']}\n{row['size']}\n{row['bytes'] / 1000:.0f} kB" for row in rows]
+    axes.set(xticks=range(len(rows)), xticklabels=names, ylabel="images a CPU second, one core")
+    axes.tick_params(axis="x", labelsize=7)
+    axes.legend()
 
 
 def main() -> None:
-    options = parse()
-    console = Console(stderr=True)
+    parser = command_line(__doc__)
+    parser.add_argument("--sizes", nargs="+", default=list(SIZES), help="WIDTHxHEIGHT")
+    parser.add_argument("--images", type=int, default=6, help="different images of each size and format")
+    parser.add_argument("--repeats", type=int, default=7)
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    report: dict[str, Any] = {
-        "question": "pictures a second that a core prepares, and that a loader delivers",
-        "machine": machine(),
-        "shared": "the machine has other work; CPU seconds are compared, wall seconds say little",
-        "commit": commit(),
-        "command": " ".join(["python", "benchmarks/data.py", *sys.argv[1:]]),
-        "date": datetime.date.today().isoformat(),
-        "versions": {
-            "python": sys.version.split()[0],
-            "pillow": PIL.__version__,
-            "libjpeg_turbo": features.version("libjpeg_turbo"),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
-        "options": {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()},
-        "goals": {"case": GOAL_CASE, "pictures_per_second_per_core": GOALS},
-    }
+    report = facts("how many images a second does a core prepare?", options)
+    report["versions"] = {"pillow": PIL.__version__, "libjpeg_turbo": features.version("libjpeg_turbo")}
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         (work / "preprocessor_config.json").write_text(json.dumps(CLIP))
-        preprocessor = read_preprocessor(work)
-        report["rows"] = measure(options, work, preprocessor, console)
-        goal = next((r for r in report["rows"] if (r["format"], r["size"], r["aspect"]) == GOAL_CASE), None)
-        if goal is not None:
-            report["goals"]["reached"] = {way: per_second(goal, way) for way in GOALS}
-            files = sorted(work.glob(f"{GOAL_CASE[1]}-*.jpeg"))
-            report["two_processes"] = together(files, preprocessor, options.repeats, 2)
-        report["loader"] = deliver(options, work)
-    write(report, options.out, console)
-
-
-def write(report: dict, folder: Path, console: Console) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"data-{report['date']}.json"
-    path.write_text(json.dumps(report, indent=1) + "\n")
-    table = Table("format", "size", "aspect", "kB", "exact /s", "fast /s", "processor /s", "fast differs by")
-    for row in report["rows"]:
-        rates = [f"{per_second(row, w):.0f} ({per_second(row, w, statistics.median):.0f})" for w in row["seconds"]]
-        far = f"{row['differences']['lean_mean']:.2f} of 255"
-        table.add_row(row["format"], row["size"], row["aspect"], f"{row['bytes'] / 1000:.0f}", *rates, far)
-    table.caption = "pictures a CPU second: best (median) of the repeats"
-    console.print(table)
-    for way, seconds in report.get("two_processes", {}).items():
-        console.print(
-            f"two processes at once, {way}: {', '.join(f'{1 / s:.0f}' for s in seconds)} pictures a CPU second"
-        )
-    for row in best_of(report["loader"]):
-        rates = f"{row['images'] / row['wall']:.0f} a second, {row['images'] / row['cpu']:.0f} a CPU second"
-        console.print(f"loader, {row['workers']} workers, {row['pixels']}: {rates}")
-    console.print(f"{path}{' and .png' if draw(report, path.with_suffix('.png')) else ', no picture: no matplotlib'}")
-
-
-def best_of(rows: list[dict]) -> list[dict]:
-    """Of each case the run with the least CPU seconds."""
-    cases = dict.fromkeys((r["workers"], r["pixels"]) for r in rows)
-    return [min((r for r in rows if (r["workers"], r["pixels"]) == case), key=lambda r: r["cpu"]) for case in cases]
-
-
-def draw(report: dict, path: Path) -> bool:
-    """Pictures a CPU second by format and size, the goals as lines; and what the loader delivers."""
-    if importlib.util.find_spec("matplotlib") is None:
-        return False
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    rows = [r for r in report["rows"] if r["aspect"] == "pad"]
-    figure, (above, below) = pyplot.subplots(2, 1, figsize=(11, 9), layout="constrained")
-    for offset, way in enumerate(("exact", "fast", "processor")):
-        places = [n + 0.27 * (offset - 1) for n in range(len(rows))]
-        above.bar(places, [per_second(r, way) for r in rows], 0.25, color=f"C{offset}", label=way)
-    for offset, (way, goal) in enumerate(GOALS.items()):
-        above.axhline(goal, color=f"C{offset}", linestyle=":", label=f"goal of {way} for JPEG 640x480")
-    names = [f"{r['format']}\n{r['size']}\n{r['bytes'] / 1000:.0f} kB" for r in rows]
-    above.set(xticks=range(len(rows)), xticklabels=names, ylabel="pictures a CPU second", title="one core, pad to 336")
-    above.tick_params(axis="x", labelsize=7)
-    above.legend()
-    found = best_of(report["loader"])
-    for offset, (clock, label) in enumerate((("wall", "a second"), ("cpu", "a CPU second, workers and main process"))):
-        places = [n + 0.4 * offset - 0.2 for n in range(len(found))]
-        below.bar(places, [r["images"] / r[clock] for r in found], 0.38, color=f"C{offset + 3}", label=label)
-    names = [f"{r['workers']} workers\n{r['pixels']}" for r in found]
-    below.set(xticks=range(len(found)), xticklabels=names, ylabel="pictures", title="the loader, JPEG 640x480")
-    below.legend()
-    figure.suptitle(f"{report['machine']['device']}, {report['machine']['cpus']} cores, shared; {report['date']}")
-    figure.savefig(path, dpi=110)
-    return True
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", nargs="?", type=Path, default=REPOSITORY / "benchmarks" / "results")
-    parser.add_argument("--sizes", nargs="+", default=list(SIZES), help="WIDTHxHEIGHT")
-    parser.add_argument("--pictures", type=int, default=6, help="different pictures of each size and format")
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--workers", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--batch", type=int, default=32, help="samples a step of the loader")
-    parser.add_argument("--steps", type=int, default=16)
-    parser.add_argument("--repeats-of-loader", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args()
+        report["rows"] = measure(options, work, read_preprocessor(work))
+    show_rows(report["rows"])
+    write(report, "data", options.folder, draw)
 
 
 if __name__ == "__main__":
