@@ -1,4 +1,4 @@
-"""Load of each expert and load-balance loss of a training step of a mixture of experts, summed over all ranks."""
+"""Load of each expert and load-balance loss of a step of a mixture of experts, summed over all ranks."""
 
 from __future__ import annotations
 
@@ -19,17 +19,15 @@ IDLE = 0.1
 
 
 class ExpertSums:
-    """Sums of a training step over its micro-batches, which stay on the device until the host reads the step's loss.
-    Without routers, nothing is computed and no collective runs."""
+    """Sums of a step over its micro-batches, which stay on the device until the host reads the step's loss. Without
+    routers, nothing is computed and no collective runs."""
 
     def __init__(self, outputs: RouterOutputs | None, facts: StepFacts, coefficient: float, device: torch.device):
         """Begin a step.
 
         Args:
             outputs: keeps what the routers return; None: there are none, or they are not watched.
-            facts: counts of the step over all ranks.
-            coefficient: factor of the load-balance loss in the loss that is trained (`model.balance_loss`).
-            device: device of the model.
+            coefficient: factor of the load-balance loss in the trained loss (`model.balance_loss`).
         """
         assert outputs is None or outputs.with_gradients is (coefficient > 0), "the loss would have no gradient"
         self.outputs = outputs
@@ -44,17 +42,13 @@ class ExpertSums:
             have."""
 
     def keep(self) -> AbstractContextManager[list[RouterOutput]]:
-        """Context manager for one forward pass: it yields the list to which each router adds its output."""
+        """Context manager for a forward pass: it yields the list to which each router adds its output."""
         return self.outputs.keep() if self.outputs is not None else nullcontext([])
 
     def add(self, micro: MicroBatch, kept: list[RouterOutput], loss: torch.Tensor) -> torch.Tensor:
-        """Add one forward pass to the sums, and return the loss to train: `loss` plus the load-balance loss.
-
-        Args:
-            kept: what the routers returned in this forward pass. The list is emptied, so that it takes no memory in the
-                backward pass.
-            loss: the loss of the labels.
-        """
+        """Add a forward pass to the sums, and return the loss to train: `loss`, that of the labels, plus the
+        load-balance loss. `kept`, what the routers returned, is emptied, so that it takes no memory in the backward
+        pass."""
         if self.outputs is None:
             return loss
         is_whole = len(self.outputs.routers) == self.outputs.count
@@ -65,24 +59,14 @@ class ExpertSums:
     def add_to_hidden(
         self, micro: MicroBatch, kept: list[RouterOutput], hidden: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """Add the forward pass of a stage that has no loss of labels to the sums. Return its hidden states, whose
-        backward pass also trains the load-balance loss.
-
-        Args:
-            kept: what the routers of the stage returned in this forward pass. The list is emptied.
-            hidden: output of the stage.
-            scale: the loss scale.
-        """
+        """Add the forward pass of a stage without a loss of labels to the sums. Return its output `hidden`, whose
+        backward pass also trains the load-balance loss. `kept` is emptied. `scale`: the loss scale."""
         balance = self.add_balance(micro, kept) if self.outputs is not None else None
         return hidden if balance is None else WithLoss.apply(hidden, balance * scale)
 
     def add_balance(self, micro: MicroBatch, kept: list[RouterOutput]) -> torch.Tensor | None:
-        """Add the outputs of routers to the sums. Return the load-balance loss times its coefficient, float32 []; None
-        if it is not trained.
-
-        Args:
-            kept: what the routers returned in a forward pass. The list is emptied.
-        """
+        """Add the outputs of routers to the sums, and empty `kept`. Return the load-balance loss times its coefficient,
+        float32 []; None if it is not trained."""
         assert self.outputs is not None
         is_trained = self.coefficient > 0 and bool(kept)
         lengths = micro.sample_lengths
@@ -108,7 +92,7 @@ class ExpertSums:
 
         Returns:
             (The numbers of `ExpertLoad`, float32 [3], or [0] without routers; the load of each expert: number of
-            (token, choice) pairs, float32 [layers, experts], or None.)
+                (token, choice) pairs, float32 [layers, experts], or None.)
         """
         if self.outputs is None:
             return torch.zeros(0), None

@@ -58,20 +58,20 @@ from llava_fsdp.train.pipeline_step import evaluate
 from llava_fsdp.train.state import TrainState
 
 FAR = 0.5
-"""Largest accepted mean difference between logits that a training computes in 16 or 8 bits and those of a copy of its
-weights in fp32, relative to the mean absolute logit. A few hundredths are usual; logits of two unrelated models differ
-by more than 1."""
+"""Largest accepted mean difference, relative to the mean absolute logit, between logits that a training computes in 16
+or 8 bits and those of a copy of its weights in fp32. A few hundredths are usual; logits of unrelated models differ by
+more than 1."""
 MUCH = 0.05
 """Kullback-Leibler divergence in nats per token from which on the effect of rounding is a warning."""
 
 
 def export(state: TrainState, cfg: Config, is_first_rank: bool) -> Path:
     """Write the trained model to `output_dir/export` and, with `export.verify`, compare its logits with those of the
-    model in memory. Collective: all ranks must call it.
+    model in memory. Collective.
 
     Trained weights are gathered one at a time. Frozen weights are read again from their source files, bit for bit. If
-    the model has adapters, `output_dir/adapter` is written first. The export is then the base model with the adapters
-    merged into it; it is not written with `export.merge=false`.
+    the model has adapters, `output_dir/adapter` is written first, and the export is the base model with the adapters
+    merged into it (with `export.merge=false` there is none).
 
     Returns:
         The folder of the export, or that of the adapter if there is no export.
@@ -125,13 +125,8 @@ def export(state: TrainState, cfg: Config, is_first_rank: bool) -> Path:
 
 
 def how_to_go_on(cfg: Config, final: Path, staged: Path) -> str:
-    """Return the end of an error message about an export that is refused: where its files and the trained weights are,
-    and the command that writes the export from the last checkpoint without comparing it.
-
-    Args:
-        final: the export's folder, which was not made.
-        staged: the folder of the files that were written.
-    """
+    """Return the end of an error message about a refused export: where its files and the trained weights are, and the
+    command that writes the export from the last checkpoint without comparing it."""
     dtype = f"dtype={cfg.export.dtype.value}" if cfg.export.dtype.value in [kept.value for kept in KeptDType] else ""
     replaced = "overwrite=true" if final.exists() else ""
     words = f"source={cfg.output_dir}", f"to={final}", dtype, "verify=false", replaced
@@ -143,8 +138,7 @@ def how_to_go_on(cfg: Config, final: Path, staged: Path) -> str:
 
 
 def export_adapter(state: TrainState, cfg: Config, is_first_rank: bool) -> Adapted:
-    """Write the trained LoRA adapters to `output_dir/adapter`, read them again and compare them. Collective: all ranks
-    must call it.
+    """Write the trained LoRA adapters to `output_dir/adapter`, read them again and compare them. Collective.
 
     Returns:
         The base model and the adapters, with trained values on rank 0 and initial values on the other ranks.
@@ -181,16 +175,15 @@ def export_adapter(state: TrainState, cfg: Config, is_first_rank: bool) -> Adapt
 
 
 def with_trained(state: TrainState, is_first_rank: bool) -> dict[str, Stored]:
-    """Return the current values of all parameters by name: frozen parameters as tensors in their source files, and on
-    rank 0 trained parameters as tensors in memory. On other ranks, trained parameters have their initial values.
-    Collective: all ranks must call it."""
+    """Return all parameters by name: frozen ones in their source files, and trained ones with their values in memory on
+    rank 0, and their initial values on other ranks. Collective."""
     trained = {name: parameter_values(name, state, is_first_rank) for name in state.trained}
     return state.sources | ({name: MemoryTensor(values) for name, values in trained.items()} if is_first_rank else {})
 
 
 def is_current(state: TrainState, cfg: Config) -> bool:
-    """Return whether `output_dir` already contains an undamaged export of the model after the training's current step,
-    in the configured dtype. Collective: all ranks must call it."""
+    """Return whether `output_dir` already contains an undamaged export of the current step in the configured dtype.
+    Collective."""
     wanted = {"run": state.run, "step": state.step}
     folders = {FOLDER: wanted} if cfg.model.lora.enabled else {}
     if cfg.export.merge or not cfg.model.lora.enabled:
@@ -212,9 +205,8 @@ def is_current(state: TrainState, cfg: Config) -> bool:
 
 
 def parameter_values(name: str, state: TrainState, is_first_rank: bool) -> torch.Tensor:
-    """Return the values of the whole parameter `name` on the CPU of rank 0; the result on other ranks is not used. A
-    trained parameter is gathered from all ranks, which all must call this; a frozen one is read from its source
-    file."""
+    """Return a whole parameter on the CPU of rank 0; the result on other ranks is not used. A trained parameter is
+    gathered from all ranks (collective); a frozen one is read from its source file."""
     master = state.masters.named.get(name)
     full = whole(master) if master is not None else None
     if state.pipeline is not None and (full is not None or name in state.elsewhere):
@@ -226,17 +218,16 @@ def parameter_values(name: str, state: TrainState, is_first_rank: bool) -> torch
 
 
 def verify(state: TrainState, cfg: Config, staged: Path, weights: Weights) -> None:
-    """Read the exported folder again, and compare it with the trained model. Collective: all ranks must call it.
+    """Read the exported folder again, before it gets its final name, and compare it with the trained model. Collective.
 
     1. Every weight that llava_fsdp reads from the folder is the trained one, rounded to `export.dtype`, to the bit.
     2. A copy of the model on rank 0, with the trained weights, has the logits of the model in training, on a few
-       samples (unless its base is quantized, which the copy is not). It is on the GPU, if there is room, or on the CPU.
+    samples (unless its base is quantized, which the copy is not). It is on the GPU, if there is room, or on the CPU.
     3. The copy with rounded weights has the logits that transformers computes from the folder.
 
     The log says how far the logits of 3 are from those of 2: the effect of rounding, to which no bound applies.
 
     Args:
-        staged: the exported folder, before it gets its final name.
         weights: what was exported: the trained weights, with LoRA adapters merged into them.
 
     Raises:
@@ -314,30 +305,20 @@ def check_copy(trained: torch.Tensor, live: torch.Tensor, cfg: Config, compute: 
 
 
 def log_close(what: str, found: Distance, bound: float, by_largest: bool) -> None:
-    """Log that two computations have the same logits, up to a difference that is accepted.
-
-    Args:
-        what: the weights, and the two ways in which the logits are computed from them.
-        found: the distance between the logits.
-        bound: largest accepted difference.
-        by_largest: whether the bound applies to the largest difference, and not to the mean one.
-    """
+    """Log that the logits of two computations, which `what` names, differ by less than `bound`: by the largest
+    difference or by the mean one."""
     shown = f"{found.largest:.2g} of the largest logit" if by_largest else str(found)
     log().info("export: %s: logits differ by %s, within the bound of %.2g", what, shown, bound)
 
 
 def short_name(dtype: torch.dtype) -> str:
-    """Return the name that a dtype has in the configuration, such as bf16."""
+    """Return the name of a dtype in the configuration, such as bf16."""
     return next(name.value for name, own in DTYPES.items() if own == dtype)
 
 
 def report_rounding(moved: Distance, cfg: Config) -> None:
     """Log how far rounding to `export.dtype` moves the logits of the trained model: as a warning if much of what was
-    trained is lost.
-
-    Args:
-        moved: distance of the export's logits from those of the trained model.
-    """
+    trained is lost."""
     dtype = cfg.export.dtype.value
     text = f"export: the trained weights, as trained and rounded to export.dtype={dtype}: logits differ by {moved}"
     used = DType.fp32 if cfg.model.lora.enabled else cfg.precision.param_dtype
@@ -351,8 +332,7 @@ def report_rounding(moved: Distance, cfg: Config) -> None:
 
 
 def live_logits(state: TrainState, micro: MicroBatch) -> torch.Tensor:
-    """Return the logits of the model in training for a micro-batch: float32 [labels, vocabulary]. Collective: all ranks
-    must call it."""
+    """Return the logits of the model in training: float32 [labels, vocabulary]. Collective."""
     for root in state.roots:
         root.eval()
     with torch.no_grad():
@@ -367,12 +347,8 @@ def live_logits(state: TrainState, micro: MicroBatch) -> torch.Tensor:
 
 
 def used_dtypes(model: Llava, cfg: Config) -> dict[str, torch.dtype]:
-    """Return the dtype to which training rounds each weight before it is used, by name. Weights that LoRA adapters
-    adapt are used unrounded: the adapters are added to the results of their layers.
-
-    Args:
-        model: the model without LoRA adapters.
-    """
+    """Return the dtype to which training rounds each weight of a model without adapters before it is used. Weights that
+    adapters adapt are used unrounded: the adapters are added to the results of their layers."""
     norms = norm_weights(model, cfg.precision)
     used = torch.float32 if cfg.model.lora.enabled else DTYPES[cfg.precision.param_dtype]
     return {name: torch.float32 if own in norms else used for name, own in model.named_parameters()}
@@ -388,7 +364,7 @@ def check_weights(
     used: dict[str, torch.dtype],
 ) -> None:
     """Check that every weight in an exported folder is the trained one, rounded to the dtype of the export, to the bit.
-    Collective: all ranks must call it.
+    Collective.
 
     Args:
         trained: the trained weights.
@@ -434,8 +410,7 @@ def check_weights(
 
 
 def whole_model(state: TrainState) -> torch.nn.Module:
-    """Return the model in training or, if each rank has only some stages of it, a copy of the whole model on the meta
-    device, for its shapes and its configuration."""
+    """Return the model in training or, if each rank has only some stages of it, the whole model on the meta device."""
     if state.pipeline is None:
         return state.model
     assert isinstance(state.model, Llava)
@@ -443,8 +418,8 @@ def whole_model(state: TrainState) -> torch.nn.Module:
 
 
 def copied_parts(model: Llava) -> Parts:
-    """Return a copy of the configurations with which a model was built, to build a second one: building would change
-    the attention implementation in the configuration of the first."""
+    """Return a copy of the configurations of a model, to build a second one: building would change the attention
+    implementation in the configuration of the first."""
     parts = copy.deepcopy(model.parts)
     # None: transformers' own way to run experts. The one registered for training sends tokens to other ranks, which
     # fails on the meta device, on which `build_llava` runs the model.
@@ -453,8 +428,7 @@ def copied_parts(model: Llava) -> Parts:
 
 
 def plain_model(state: TrainState) -> Llava:
-    """Return a copy of the model on the meta device, for its shapes and its configuration: whole, without LoRA adapters
-    and not quantized, as it is exported."""
+    """Return the model on the meta device as it is exported: whole, without adapters and not quantized."""
     model = whole_model(state)
     assert isinstance(model, Llava)
     parts = copied_parts(model)
@@ -462,7 +436,6 @@ def plain_model(state: TrainState) -> Llava:
 
 
 def writer_of(state: TrainState, cfg: Config) -> AdapterWriter:
-    """Create the object that writes folders with this run's LoRA adapters."""
     names = adapter_tensors(cfg.model, state.trained, state.sources)
     source = source_of_run(whole_model(state), cfg, state.run, state.step)
     return AdapterWriter(
@@ -475,8 +448,8 @@ def writer_of(state: TrainState, cfg: Config) -> AdapterWriter:
 
 
 def in_checkpoints(state: TrainState, cfg: Config) -> AdapterFolder | None:
-    """Return how rank 0 writes a folder with the LoRA adapters into each checkpoint: a function and the size of such a
-    folder. Return None on the other ranks, and if the model has no adapters. Collective: all ranks must call it."""
+    """Return how rank 0 writes a folder with the LoRA adapters into each checkpoint; None on other ranks, and without
+    adapters. Collective."""
 
     if not cfg.model.lora.enabled:
         return None
@@ -501,8 +474,7 @@ def in_checkpoints(state: TrainState, cfg: Config) -> AdapterFolder | None:
 
 @dataclass(frozen=True)
 class MemoryTensor:
-    """A tensor in memory with the same interface as a tensor in a file (`Stored`), so that it can be used in its
-    place."""
+    """A tensor in memory with the interface of a tensor in a file (`Stored`)."""
 
     tensor: torch.Tensor
 

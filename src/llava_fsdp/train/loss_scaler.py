@@ -12,30 +12,30 @@ from llava_fsdp.runtime.errors import NumericError
 from llava_fsdp.runtime.text.log import log
 
 FACTOR = 2.0
-"""Factor by which the loss scale is raised or lowered."""
+"""Factor by which the scale is raised or lowered."""
 
 
 @dataclass
 class LossScaler:
-    """The loss scale of fp16 training, which is updated after every step, depending on whether gradients overflowed. It
-    is the same on every rank."""
+    """The loss scale of fp16 training, the same on every rank, updated after every step, depending on whether gradients
+    overflowed."""
 
     cfg: ScalerConfig
     scale: float
     hysteresis: int
-    """Number of overflows until the scale is halved; at 1 the next overflow halves it."""
+    """Number of overflows until the scale is halved."""
     steps: int = 0
     """Number of updates so far."""
     last_overflow: int = -1
-    """Index of the last step whose gradients overflowed; -1 before the first overflow."""
+    """Index of the last update after an overflow; -1 before the first overflow."""
 
     @property
     def is_dynamic(self) -> bool:
         return self.cfg.scale is None
 
     def update(self, overflowed: bool, step: int) -> None:
-        """Lower the loss scale if gradients overflowed in `step`, which is counted from 1. Raise it after every
-        `cfg.window` steps without overflow.
+        """Lower the scale if gradients overflowed in `step`, counted from 1. Raise it after every `cfg.window` steps
+        without overflow.
 
         Raises:
             NumericError: gradients overflowed although the scale is at its minimum.
@@ -56,8 +56,7 @@ class LossScaler:
         self.steps += 1
 
     def lower(self, step: int) -> None:
-        """Count an overflow of fp16 gradients in `step` (counted from 1), and halve a dynamic loss scale if there were
-        enough overflows. Raises NumericError if the scale is at its minimum."""
+        """Count an overflow, and halve a dynamic scale if there were enough. Raises NumericError at the minimum."""
         if not self.is_dynamic:
             return
         if self.hysteresis > 1:
@@ -72,7 +71,7 @@ class LossScaler:
         self.scale = max(self.scale / FACTOR, self.cfg.minimum)
 
     def state(self) -> dict[str, Any]:
-        """Return the values, by name, that a checkpoint stores so that the fp16 loss scale can be restored."""
+        """Return what a checkpoint stores of the scale."""
         return {name: getattr(self, name) for name in ("scale", "hysteresis", "steps", "last_overflow")}
 
     def restore(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,5 @@
-"""Build the AdamW optimizer with LLaVA's parameter groups, and the learning rate schedule."""
+"""The AdamW optimizer with LLaVA's parameter groups, and learning rate schedules: functions that return the factor of
+the learning rate at `step` (from 0) of `total` steps."""
 
 import math
 from collections.abc import Callable
@@ -17,8 +18,8 @@ from llava_fsdp.runtime.errors import ConfigError
 
 
 def cosine(step: int, total: int, warmup: int) -> float:
-    """Learning rate factor at `step` (counted from 0) of `total` steps: linear warm-up for `warmup` steps, and then
-    half a cosine down to 0 (transformers `get_cosine_schedule_with_warmup`)."""
+    """Linear warm-up for `warmup` steps, then half a cosine down to 0 (transformers
+    `get_cosine_schedule_with_warmup`)."""
     if step < warmup:
         return step / max(1, warmup)
     progress = (step - warmup) / max(1, total - warmup)
@@ -26,22 +27,19 @@ def cosine(step: int, total: int, warmup: int) -> float:
 
 
 def linear(step: int, total: int, warmup: int) -> float:
-    """Learning rate factor at `step` (counted from 0) of `total` steps: linear warm-up for `warmup` steps, and then a
-    linear decay to 0 (transformers `get_linear_schedule_with_warmup`)."""
+    """Linear warm-up for `warmup` steps, then a linear decay to 0 (transformers `get_linear_schedule_with_warmup`)."""
     if step < warmup:
         return step / max(1, warmup)
     return max(0.0, (total - step) / max(1, total - warmup))
 
 
 def constant(step: int, total: int, warmup: int) -> float:
-    """Learning rate factor at `step` (counted from 0): linear warm-up for `warmup` steps, and then the constant 1
-    (transformers `get_constant_schedule_with_warmup`). `total` is not used; all schedules take it."""
+    """Linear warm-up for `warmup` steps, then 1 (transformers `get_constant_schedule_with_warmup`)."""
     return step / warmup if step < warmup else 1.0
 
 
 def warmup_decay(step: int, total: int, warmup: int) -> float:
-    """Learning rate factor at `step` (counted from 0) of `total` steps: logarithmic warm-up for `warmup` steps, and
-    then a linear decay to 0 (DeepSpeed `WarmupDecayLR` with its default warm-up)."""
+    """Logarithmic warm-up, then a linear decay to 0 (DeepSpeed `WarmupDecayLR` with its default warm-up)."""
     warmup = max(2, warmup)
     if step < warmup:
         return math.log(step + 1) / math.log(warmup)
@@ -49,8 +47,7 @@ def warmup_decay(step: int, total: int, warmup: int) -> float:
 
 
 def warmup_log(step: int, total: int, warmup: int) -> float:
-    """Learning rate factor at `step` (counted from 0): logarithmic warm-up for `warmup` steps, and then the constant 1
-    (DeepSpeed `WarmupLR` with its default warm-up). `total` is not used; all schedules take it."""
+    """Logarithmic warm-up, then 1 (DeepSpeed `WarmupLR` with its default warm-up)."""
     warmup = max(2, warmup)
     return math.log(step + 1) / math.log(warmup) if step < warmup else 1.0
 
@@ -66,8 +63,8 @@ SCHEDULES: dict[Schedule, Callable[[int, int, int], float]] = {
 
 @dataclass(frozen=True)
 class LearningRate:
-    """Learning rate schedule of a training. At each step, the base learning rate of every parameter group is multiplied
-    by a factor, which is 0 at the first step of a warm-up."""
+    """Schedule of a training: the base learning rate of every parameter group is multiplied by a factor, which is 0 at
+    the first step of a warm-up."""
 
     base: float
     schedule: Schedule
@@ -75,8 +72,7 @@ class LearningRate:
     warmup_steps: int
 
     def apply(self, optimizer: torch.optim.Optimizer, step: int) -> float:
-        """Set the learning rate of every parameter group for a step, counted from 0. Return the learning rate
-        `optim.lr` times the schedule's factor."""
+        """Set the learning rate of every parameter group for a step, counted from 0. Return that of `optim.lr`."""
         factor = SCHEDULES[self.schedule](step, self.total_steps, self.warmup_steps)
         for group in optimizer.param_groups:
             group["lr"] = group["base_lr"] * factor
@@ -91,11 +87,10 @@ def build_optimizer(
     is_part: bool = False,
     compiled: bool = False,
 ) -> tuple[torch.optim.Optimizer, LearningRate]:
-    """Build AdamW, and the learning rate schedule over `total_steps` steps.
+    """Build AdamW, and the learning rate schedule.
 
     Args:
-        model: the model; its modules decide which parameters have weight decay.
-        masters: the weights to update, by parameter name.
+        masters: the weights to update.
         is_part: whether the model is a part of one that is divided among ranks, in which nothing may train.
         compiled: whether torch.compile makes the kernels that convert int8 moments.
     """
@@ -125,8 +120,8 @@ def warmup_steps(optim: OptimConfig, total_steps: int) -> int:
 
 
 def prepare_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Create the states of an AdamW optimizer that do not exist yet, as zeros, so that a checkpoint can be loaded into
-    them before the first step."""
+    """Create the optimizer's missing states, as zeros, so that a checkpoint can be loaded into them before the first
+    step."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if not optimizer.state.get(parameter):
@@ -135,7 +130,7 @@ def prepare_moments(optimizer: torch.optim.Optimizer) -> None:
 
 
 def base_lr(name: str, cfg: OptimConfig) -> float:
-    """Return the base learning rate of the parameter `name`: projector and vision encoder may have their own."""
+    """Return the base learning rate of a parameter: projector and vision encoder may have their own."""
     own = {"multi_modal_projector.": cfg.projector_lr, "vision_tower.": cfg.vision_lr}
     for prefix, lr in own.items():
         if name.startswith(prefix) and lr is not None:
@@ -144,8 +139,7 @@ def base_lr(name: str, cfg: OptimConfig) -> float:
 
 
 def decayed_names(model: nn.Module) -> set[str]:
-    """Return the names of the parameters with weight decay: all except biases and norms (LLaVA
-    llava_trainer.py:150-228)."""
+    """Return the parameters with weight decay: all except biases and norms (LLaVA llava_trainer.py:150-228)."""
     found = set()
     for module_name, module in model.named_modules():
         for leaf, _ in module.named_parameters(recurse=False):

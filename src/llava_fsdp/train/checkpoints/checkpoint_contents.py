@@ -15,8 +15,7 @@ from llava_fsdp.train.state import TrainState
 
 
 def tensors(state: TrainState) -> dict[str, torch.Tensor]:
-    """Return all tensors that a checkpoint of the training contains (master weights and optimizer states), by their
-    names in the checkpoint."""
+    """Return the tensors of a checkpoint (master weights and optimizer states), by their names in it."""
     found: dict[str, torch.Tensor] = {}
     for name, parameter in state.masters.named.items():
         found[f"model.{name}"] = plain(parameter)
@@ -26,9 +25,8 @@ def tensors(state: TrainState) -> dict[str, torch.Tensor]:
 
 
 def facts_of(state: TrainState, cfg: Config) -> dict[str, Any]:
-    """Return all values of a checkpoint other than tensors (counters, configuration, ...), the content of its
-    `state.json`. The entries `versions` and `written_by` are for human readers and for `has_same_memory`
-    (train/checkpoints/resume.py)."""
+    """Return the content of a checkpoint's `state.json`: all values other than tensors. The entries `versions` and
+    `written_by` are for human readers and for `has_same_memory` (train/checkpoints/resume.py)."""
     return {
         "format": FORMAT,
         "run": state.run,

@@ -1,5 +1,4 @@
-"""Check, before training begins and before each save, that tensors and counters which several ranks hold are equal on
-these ranks."""
+"""Check, before training begins and before each save, that tensors and counters which several ranks hold are equal."""
 
 import json
 import socket
@@ -23,8 +22,7 @@ SHOWN = 3
 
 
 def check_replicas(state: TrainState, parent: Path) -> None:
-    """Check that the weights, moments, buffers and counters that several ranks hold are equal on all these ranks.
-    Collective: all ranks must call it.
+    """Check that the weights, moments, buffers and counters that several ranks hold are equal. Collective.
 
     Args:
         parent: folder of the run's checkpoints.
@@ -45,8 +43,8 @@ def check_replicas(state: TrainState, parent: Path) -> None:
 
 
 def differences_in_stages(state: TrainState, pipeline: Pipeline) -> list[Difference]:
-    """Return the tensors that differ between ranks with the same stages of the model, and the counters that differ
-    between any ranks. Collective: all ranks must call it."""
+    """Return the tensors that differ between ranks with the same stages, and the counters that differ between any
+    ranks. Collective."""
     number, size = pipeline.equal_ranks
     layouts = checksums_of_rank(all_tensors(state), {}, size)
     own = [found for layout in layouts for found in find_differences(layout, pipeline.gather_in_stage)]
@@ -57,7 +55,7 @@ def differences_in_stages(state: TrainState, pipeline: Pipeline) -> list[Differe
 
 
 def all_tensors(state: TrainState) -> dict[str, torch.Tensor]:
-    """Return all tensors of a training by name: the tensors that checkpoints contain, frozen weights, and buffers."""
+    """Return the tensors of checkpoints, frozen weights and buffers, by name."""
     found = tensors(state)
     for name, tensor in (*state.model.named_parameters(), *state.model.named_buffers()):
         found.setdefault(f"model.{clean_name(name)}", tensor)
@@ -65,8 +63,7 @@ def all_tensors(state: TrainState) -> dict[str, torch.Tensor]:
 
 
 def counters(state: TrainState) -> dict[str, str]:
-    """Return the values other than tensors that each rank computes for itself and that affect later steps (steps done,
-    loss scale, ...), as text by name."""
+    """Return, as text, the values other than tensors that each rank computes for itself and that affect later steps."""
     return {
         "step, samples": f"{state.step} {state.samples}",
         "skipped steps": f"{state.skipped} {state.consecutive}",
@@ -76,14 +73,7 @@ def counters(state: TrainState) -> dict[str, str]:
 
 
 def describe(found: list[Difference], hosts: list[str], step: int, parent: Path) -> ReplicaError:
-    """Build the error for tensors and counters that should be equal on several ranks, but are not.
-
-    Args:
-        found: the differences.
-        hosts: host name of each rank.
-        step: number of finished steps.
-        parent: folder of the run's checkpoints.
-    """
+    """Build the error for tensors and counters that should be equal, but are not. `hosts`: host name of each rank."""
     ranks = sorted({rank for difference in found for rank in difference.ranks})
     named = ", ".join(f"rank {rank} ({hosts[rank]})" for rank in ranks[:SHOWN])
     named += f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else ""

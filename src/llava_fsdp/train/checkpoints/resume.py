@@ -36,34 +36,37 @@ from llava_fsdp.train.state import TrainState
 
 C = TypeVar("C", bound=Config)
 FIXED_KEYS = ("seed", "global_batch_size", "model", "loss", "optim", "data", "labels", "sampler")
-"""Configuration keys, or sections of keys, whose values must stay the same when a run continues, except `FREE_KEYS`."""
+"""Keys, or groups of keys, that must stay the same when a run continues, except `FREE_KEYS`."""
 MEMORY_KEYS = (
     "activation_checkpointing", "attention", "compile", "data", "deterministic", "loss", "micro_batch_size", "model",
     "offload", "optim", "pack", "precision", "sampler", "sharding", "tokens_per_micro_batch",
 )  # fmt: skip
-"""Configuration keys, or sections of keys, on which the memory of a step depends. If one of them changes, a run with
+"""Keys, or groups of keys, on which the memory of a step depends. If one changes, a run with
 `activation_checkpointing=dynamic` measures again."""
 STORED_AS = ("precision.master_dtype", "precision.moment_dtype")
-"""Configuration keys with the dtypes of a checkpoint's tensors, which must stay the same when a run continues."""
+"""Dtypes of a checkpoint's tensors, which must stay the same when a run continues."""
 FREE_KEYS = {
     "data.path", "data.images", "data.root", "data.workers", "data.prefetch", "data.stall", "data.source",
     "data.index", "data.cache", "data.cache_gb", "data.examine", "data.examine_images", "data.allow_links",
     "data.bad_records", "data.max_bad_records",
     "model.name", "model.language", "model.vision", "model.checkpoint", "model.projector", "model.lora.checkpoint",
 }  # fmt: skip
-"""Configuration keys that may change when a run continues, because they do not change the result of a training: paths,
-names, and how records are read from disk."""
+"""Keys that may change when a run continues, because they do not change the result of a training: paths, names, and how
+records are read from disk."""
 
 
 def resume(state: TrainState, cfg: Config, must: bool = False) -> Path | None:
-    """Load the checkpoint that the setting `checkpoint.resume` selects into `state`, and return its folder; None if
-    training starts at step 0. Collective: all ranks must call it. Raises CheckpointError if all checkpoints are
-    damaged, or if the selected one was written with another model, dataset or recipe; ModelError if it has adapters
-    whose base model had another configuration.
+    """Load the checkpoint that `checkpoint.resume` selects, and return its folder; None if training starts at step 0.
+    Collective.
 
     Args:
         must: whether weights that the checkpoint has were not read from their sources (`without_saved_sources`), so
             that training cannot start at step 0.
+
+    Raises:
+        CheckpointError: all checkpoints are damaged, or the selected one was written with another model, dataset or
+            recipe.
+        ModelError: the checkpoint has adapters whose base model had another configuration.
     """
     found = choose(cfg)
     if found is None and must:
@@ -103,13 +106,8 @@ def resume(state: TrainState, cfg: Config, must: bool = False) -> Path | None:
 
 
 def check_finite(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """Raise CheckpointError if a tensor that was read from a checkpoint has a value on this rank that is NaN or
-    infinite. Tensors of 8 bits and integers are not checked.
-
-    Args:
-        tensors: the tensors, by name.
-        folder: the checkpoint's folder, for the message.
-    """
+    """Raise CheckpointError if a tensor from a checkpoint has a value on this rank that is NaN or infinite. Tensors of
+    8 bits and integers are not checked."""
     for name, tensor in tensors.items():
         own = local(tensor)
         is_checked = own.is_floating_point() and own.element_size() > 1 and own.numel()
@@ -121,27 +119,21 @@ def check_finite(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
 
 
 def has_same_memory(then: dict[str, Any], now: dict[str, Any]) -> bool:
-    """Return whether a run needs as much memory as the one that wrote a checkpoint, as far as its settings, its number
-    of ranks and the versions of torch and of this package tell.
-
-    Args:
-        then: content of the checkpoint's `state.json`.
-        now: the same of the present run.
-    """
+    """Return whether a run needs as much memory as the one that wrote a checkpoint, as far as settings, number of ranks
+    and versions of software tell. `then` and `now` are contents of `state.json`."""
     same_settings = all(then["config"].get(key) == now["config"][key] for key in MEMORY_KEYS)
     return same_settings and all(then[key] == now[key] for key in ("written_by", "versions"))
 
 
 def tensors_elsewhere(own: dict[str, torch.Tensor]) -> dict[str, Described]:
-    """Return dtype and shape, by name, of the tensors of a checkpoint that ranks with other stages of the model hold.
-    Collective: all ranks must call it."""
+    """Return dtype and shape of the tensors of a checkpoint that ranks with other stages hold. Collective."""
     found = {name: value for each in gather_lists([described(own)]) for name, value in each.items()}
     return {name: value for name, value in found.items() if name not in own}
 
 
 def choose(cfg: Config) -> Checkpoint | None:
-    """Choose and verify the checkpoint from which to resume, according to the setting `checkpoint.resume`; None if
-    training starts at step 0. Rank 0 chooses. Collective: all ranks must call it."""
+    """Choose on rank 0, by `checkpoint.resume`, and verify the checkpoint from which to resume; None if training starts
+    at step 0. Collective."""
     output = Path(cfg.output_dir)
     wanted = on_first_rank(lambda: requested_resume(cfg), f"cannot look for checkpoints in {output}")
     if wanted == "never":
@@ -157,10 +149,10 @@ def choose(cfg: Config) -> Checkpoint | None:
 
 
 def requested_resume(cfg: Config) -> str:
-    """Return the value of the setting `checkpoint.resume`: `auto` (the newest checkpoint), `never` or a checkpoint. A
-    name such as `step-000200` is that of a checkpoint of `output_dir`, if the current folder has none of this name. If
-    this is a restart by torchrun or a scheduler, and the run has saved a checkpoint since it began as that value says,
-    return `auto` instead."""
+    """Return `auto` (the newest checkpoint), `never` or a checkpoint, as `checkpoint.resume` says. A name such as
+    `step-000200` is that of a checkpoint of `output_dir`, if the current folder has none of this name. If this is a
+    restart by torchrun or a scheduler, and the run has saved a checkpoint since it began as that value says, return
+    `auto` instead."""
     output, wanted = Path(cfg.output_dir), cfg.checkpoint.resume
     begun = begun_at(output, wanted) if wanted != "auto" else None
     if begun is not None and any((step_of(p) or 0) > begun for p in list_checkpoints(output / FOLDER)):
@@ -172,11 +164,7 @@ def requested_resume(cfg: Config) -> str:
 
 
 def start_over(output: Path) -> None:
-    """Move the output of an earlier run away, and record that a run starts there at step 0.
-
-    Args:
-        output: the run's folder, `output_dir`.
-    """
+    """Move the output of an earlier run away, and record that a run starts there at step 0."""
     left = (
         FOLDER, "export", ADAPTER_FOLDER, "metrics.jsonl", "skipped_records.jsonl", "validation.jsonl", "starts.jsonl",
         "report.html", "tensorboard",
@@ -186,8 +174,7 @@ def start_over(output: Path) -> None:
 
 
 def continues(cfg: Config) -> bool:
-    """Return whether the training would resume from a checkpoint, by the setting `checkpoint.resume`, instead of
-    starting at step 0."""
+    """Return whether the training would resume from a checkpoint instead of starting at step 0."""
     wanted = requested_resume(cfg)
     named = wanted not in ("auto", "never")
     return named or (wanted == "auto" and bool(list_checkpoints(Path(cfg.output_dir) / FOLDER)))
@@ -196,7 +183,7 @@ def continues(cfg: Config) -> bool:
 def without_saved_sources(cfg: C) -> C:
     """Return the configuration without the sources of weights that the run reads from its checkpoint instead: the
     projector if it trains, and the adapter from which the run began if its folder is gone. So the run continues if what
-    it began with has been deleted or moved. The configuration itself is returned if the run starts at step 0.
+    it began with has been deleted or moved.
 
     A lost adapter may have had weights that are frozen in this run. The fingerprint of the frozen weights then differs
     from that in the checkpoint, which is refused.
@@ -236,7 +223,7 @@ def check_settings(cfg: Config) -> None:
 
 def settings_to_continue(cfg: Config) -> tuple[Path, dict[str, Any]] | None:
     """Return the folder of the checkpoint from which the run would resume, which is not verified, and the settings of
-    the run that wrote it: dotted key -> value. Return None if training starts at step 0.
+    the run that wrote it: dotted key -> value; None if training starts at step 0.
 
     Raises:
         CheckpointError, OSError, ValueError, TypeError: the checkpoint cannot be read.
@@ -252,8 +239,8 @@ def settings_to_continue(cfg: Config) -> tuple[Path, dict[str, Any]] | None:
 
 
 def recorded_dtype(cfg: Config) -> DType | None:
-    """Return the compute dtype (`precision.param_dtype`) of the run from whose checkpoint the training would resume;
-    None if it starts at step 0, or if the checkpoint cannot be read, which is reported later."""
+    """Return the compute dtype of the run from whose checkpoint the training would resume; None if it starts at step 0,
+    or if the checkpoint cannot be read, which is reported later."""
     try:
         found = settings_to_continue(cfg)
         return None if found is None else DType(found[1]["precision.param_dtype"])
@@ -262,7 +249,7 @@ def recorded_dtype(cfg: Config) -> DType | None:
 
 
 def require_checkpoint(folder: Path) -> None:
-    """Raise CheckpointError if a folder, which the user gave as `checkpoint.resume`, is not a checkpoint."""
+    """Raise CheckpointError if the folder given as `checkpoint.resume` is not a checkpoint."""
     if not any((folder / name).is_file() for name in (MANIFEST_FILE, STATE_FILE)):
         raise CheckpointError(
             f"checkpoint.resume={folder} is not a checkpoint; give auto, never, or a step-NNNNNN folder of a run"
@@ -270,21 +257,15 @@ def require_checkpoint(folder: Path) -> None:
 
 
 def is_fixed(key: str) -> bool:
-    """Return whether the value of a configuration key (with dots, such as `optim.lr`) must stay the same when a run
-    continues."""
+    """Return whether a key such as `optim.lr` must stay the same when a run continues."""
     free = key in FREE_KEYS or re.fullmatch(r"data\.sources\.[^.]+\.(path|images)", key) is not None
     return key in STORED_AS or (key.partition(".")[0] in FIXED_KEYS and not free)
 
 
 def refuse_changes(facts: dict[str, Any], cfg: Config, state: TrainState, folder: Path) -> None:
     """Raise CheckpointError if the data, the model, or settings that must stay the same have changed since a checkpoint
-    was written. The message lists every key that differs and says what the user can do.
-
-    Args:
-        facts: content of the checkpoint's `state.json`.
-        cfg, state: the current configuration and the training state.
-        folder: folder of the checkpoint, for the message.
-    """
+    was written (`facts`: content of its `state.json`). The message lists every difference and says what the user can
+    do."""
     then, now = settings_then(facts["config"]), flat(jsonable(asdict(cfg)))
     differing = changed_settings(then, now)
     paths = then.get("data.path"), now.get("data.path")
@@ -313,13 +294,8 @@ def refuse_changes(facts: dict[str, Any], cfg: Config, state: TrainState, folder
 
 
 def refuse_other_base(state: TrainState, cfg: Config, folder: Path) -> None:
-    """Raise ModelError if a checkpoint has LoRA adapters, and the configuration of their base model has changed since
-    it was written. Collective: all ranks must call it.
-
-    Args:
-        state: the training state, whose model was built with the present configuration.
-        folder: folder of the checkpoint.
-    """
+    """Raise ModelError if a checkpoint has adapters, and the configuration of their base model has changed since it was
+    written. Collective."""
     if isinstance(state.model, Llava):
         where, parts = cfg.model.checkpoint or cfg.model.language, state.model.parts
         key = "model.checkpoint or model.language"
@@ -329,12 +305,7 @@ def refuse_other_base(state: TrainState, cfg: Config, folder: Path) -> None:
 
 
 def other_settings(folder: Path, differing: list[str]) -> str:
-    """Return the error message for a checkpoint that was written with other settings.
-
-    Args:
-        folder: folder of the checkpoint.
-        differing: a text for each setting that differs, such as `key: old -> new`.
-    """
+    """Return the error message for a checkpoint with other settings. `differing`: texts such as `key: old -> new`."""
     return (
         f"{folder} was written by a run with other settings:\n  "
         + "\n  ".join(differing)
@@ -343,24 +314,15 @@ def other_settings(folder: Path, differing: list[str]) -> str:
 
 
 def settings_then(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration of the run that wrote a checkpoint: dotted key -> value.
-
-    Args:
-        config: the entry `config` of the checkpoint's `state.json`.
-    """
+    """Return the configuration of the run that wrote a checkpoint (entry `config` of `state.json`): dotted key ->
+    value."""
     # older checkpoints, whose runs used neither adapters nor quantization, lack these keys
     added = {"model": {"lora": asdict(LoraConfig()), "quantize": asdict(QuantizeConfig())}}
     return flat(jsonable(added)) | flat(present_tree(config))
 
 
 def changed_settings(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Return a text `key: old -> new` for each configuration key that has changed although it must stay the same when a
-    run continues.
-
-    Args:
-        then: the configuration of the run that wrote the checkpoint: dotted key -> value.
-        now: the current configuration, in the same form.
-    """
+    """Return `key: old -> new` for each key that has changed although it must stay the same when a run continues."""
     # `auto` may stand for the same value; the fingerprint "encoding" shows if the template or the number of image
     # tokens has changed
     free = {"model.select_feature": {"auto"}, "data.template": {"auto", OWN}}
@@ -373,6 +335,5 @@ def changed_settings(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def flat(tree: dict[str, Any]) -> dict[str, Any]:
-    """Flatten nested dictionaries to {dotted key: value}, such as {"optim.lr": 1e-3}. Empty dictionaries are left
-    out."""
+    """Flatten nested dictionaries, without empty ones, to {dotted key: value}."""
     return {key: value for key, value in dotted(tree).items() if value != {}}

@@ -1,5 +1,5 @@
-"""Find rows that are missing from a run's JSON Lines files (metrics of steps, dataset records that could not be used,
-validations) when the run continues, because a file was truncated, emptied or damaged."""
+"""Find rows of finished steps that a run's JSON Lines files lack when it continues, because a file was truncated,
+emptied or damaged."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -19,15 +19,15 @@ MOST_RANGES = 8
 
 
 def lost_rows(folder: Path, step: int) -> list[str]:
-    """Return a message for each JSON Lines file in a run's folder (metrics of steps, dataset records that could not be
-    used, validations) that lacks rows of finished steps.
+    """Return a message for each JSON Lines file (metrics, skipped records, validations) that lacks rows of finished
+    steps.
 
     Steps before the first start in this folder are not checked: a run that continues from a checkpoint in another
     folder has no rows for them. Validations are checked only for steps after the last start, because `val.every` is
     known only for these, and only before `step`, because the validation of `step` itself may not be done yet.
 
     Args:
-        step: the step after which the run continues; rows of later steps are not expected.
+        step: the step after which the run continues.
 
     Raises:
         OSError: a file cannot be read.
@@ -57,11 +57,8 @@ def lost_rows(folder: Path, step: int) -> list[str]:
 
 
 def due_between(begin: int, end: int, facts: dict[str, Any]) -> range:
-    """Return the steps after `begin` and before `end` after which a validation was due.
-
-    Args:
-        facts: content of a checkpoint's `state.json`, with the configuration that says how often there are validations.
-    """
+    """Return the steps between `begin` and `end` after which a validation was due, by the configuration in a
+    checkpoint's `state.json`."""
     config = facts.get("config")
     val = config.get("val") if isinstance(config, dict) else None
     every = val.get("every") if isinstance(val, dict) else None
@@ -71,18 +68,12 @@ def due_between(begin: int, end: int, facts: dict[str, Any]) -> range:
 
 
 def skipped_in(row: dict[str, Any]) -> int:
-    """Return how many rows `skipped_records.jsonl`, which lists dataset records that could not be used, must have for a
-    training step.
-
-    Args:
-        row: the step's row of `metrics.jsonl`.
-    """
+    """Return how many rows of `skipped_records.jsonl` belong to a row of `metrics.jsonl`."""
     counts = [present_row(row).get("skipped_records"), row.get("unlabelled")]
     return sum(count for count in counts if type(count) is int)
 
 
 def rows_until(path: Path, last: int) -> list[dict[str, Any]]:
-    """Return the rows of a JSON Lines file whose entry `step` is at most `last`."""
     return [row for row in read_rows(path) if type(row.get("step")) is int and row["step"] <= last]
 
 
@@ -91,8 +82,7 @@ def steps_in(path: Path, last: int) -> list[int]:
 
 
 def format_ranges(steps: Iterable[int]) -> str:
-    """Format sorted numbers of training steps as ranges in text, such as `1 to 16, 20`; at most eight ranges are
-    named."""
+    """Format sorted steps as ranges, such as `1 to 16, 20`; at most `MOST_RANGES` are named."""
     found: list[list[int]] = []
     for step in steps:
         if found and step == found[-1][1] + 1:

@@ -1,4 +1,4 @@
-"""Generate answers to held-out questions with the model in training, on all ranks, and score the answers."""
+"""Generate answers to held-out questions with the model in training, on all ranks, and score them."""
 
 from __future__ import annotations
 
@@ -52,11 +52,10 @@ class AnswerGenerator:
         pause: Callable[[], None],
         metric: AnswerMetric | None = None,
     ):
-        """Create a generator of answers to held-out questions.
+        """Create the generator.
 
         Args:
             model: the sharded model in training, or this rank's stages of it.
-            held_out: the validation data, with the questions.
             wants_stop: returns whether this rank was requested to stop.
             pause: called by all ranks between two batches. It saves or stops the run if this was requested on any rank.
             metric: scores the answers; None: `val.metric`.
@@ -77,20 +76,18 @@ class AnswerGenerator:
 
     @property
     def rows(self) -> int:
-        """Number of held-out questions that a rank answers in one batch: at most `val.batch_size`, and so few that
-        questions and answers together have at most half as many tokens as one rank processes at once in training. At
-        least one question.
+        """Number of questions that a rank answers at once: at most `val.batch_size`, at least one, and so few that
+        questions and answers have at most half as many tokens as one rank processes at once in training.
 
-        The number of tokens is halved because the key-value cache of a token takes up to twice the memory that training
-        keeps of a token for the backward pass of a block.
+        Half, because the key-value cache of a token takes up to twice the memory that training keeps of a token for the
+        backward pass of a block.
         """
         longest = max(len(question.sample.input_ids) for question in self.questions) + self.cfg.val.max_new_tokens
         return max(1, min(self.cfg.val.batch_size, self.cfg.rank_tokens // 2 // longest))
 
     def answers(self) -> list[Answered]:
-        """Answer all held-out questions, each on one rank. Return the answers with their scores on every rank, in the
-        order of the questions. Collective: all ranks must call it. Raises ImageError if an image cannot be read any
-        more and `data.bad_records=fail`."""
+        """Answer all questions, each on one rank. Return the answers on every rank, in the order of the questions.
+        Collective. Raises ImageError if an image cannot be read any more and `data.bad_records=fail`."""
         if not self.questions:
             return []
         divided = self.model if isinstance(self.model, PipelinedModel) else None
@@ -109,12 +106,7 @@ class AnswerGenerator:
         return sorted(gather_lists([] if is_copy else found), key=lambda answered: answered.number)
 
     def answer(self, numbers: list[int]) -> list[Answered]:
-        """Generate answers to this rank's questions of a batch of held-out questions, and score them. Collective: all
-        ranks must call it.
-
-        Args:
-            numbers: indices of this rank's questions in the list of all held-out questions; may be empty.
-        """
+        """Answer this rank's questions of a batch; `numbers`, their indices, may be empty. Collective."""
         read = [(number, row) for number in numbers if (row := self.read(self.questions[number])) is not None]
         prompts = lay_out_prompts([row for _, row in read], self.loader.steps.collate)
         micro = self.loader.to_device(prompts.micro)
@@ -141,7 +133,7 @@ class AnswerGenerator:
         return Answered(number, text, score)
 
     def read(self, question: HeldOutQuestion) -> Row | None:
-        """Return the tokenized sample of a held-out question and its image tiles; None if an image is broken and
+        """Return the tokenized sample of a question and its image tiles; None if an image is broken and
         `data.bad_records=skip`. Raises ImageError if an image is broken and `data.bad_records=fail`."""
         try:
             return question.sample, [

@@ -2,10 +2,9 @@
 
 Usage: `python -m llava_fsdp.train.launch.agent PARENT REPORT FLAGS... -- WORDS...`.
 
-launcher.py starts this program. PARENT is the launcher's process id: when the launcher ends, this process gets SIGTERM
-and stops its ranks. REPORT is a file descriptor to which a failure is written as a line with a JSON object; a rank may
-have written one before (`process_end.end_agent`). FLAGS are torchrun's flags, and WORDS are the arguments of the
-training program.
+launcher.py starts this program. PARENT is its process id: when it ends, this process gets SIGTERM and stops its ranks.
+REPORT is a file descriptor to which a failure is written as a line with a JSON object; a rank may have written one
+before (`process_end.end_agent`). FLAGS are torchrun's flags, and WORDS are the arguments of the training program.
 """
 
 import contextlib
@@ -45,13 +44,8 @@ def main() -> None:
 
 
 def run(flags: list[str], words: list[str]) -> dict[str, object] | None:
-    """Run all ranks of a training on this machine to their end, under torchrun. Return None if all succeeded, else a
-    dict with the `reason` of the failure and, if known, the exit `code`.
-
-    Args:
-        flags: torchrun's flags.
-        words: the arguments of the training program.
-    """
+    """Run the ranks on this machine to their end. Return None if all succeeded, else the `reason` of the failure and,
+    if known, the exit `code`."""
     from torch.distributed import DistError  # this import takes seconds, in which a signal ends the process
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -89,13 +83,8 @@ def is_given(flags: list[str], name: str) -> bool:
 
 
 def choose_ranks(args: Namespace, is_chosen: bool) -> None:
-    """Set the number of ranks that torchrun starts on this machine (`args.nproc_per_node`), and divide the CPU cores
-    among the ranks (OMP_NUM_THREADS).
-
-    Args:
-        args: torchrun's parsed arguments.
-        is_chosen: whether the user has set the number. Otherwise it is the number of GPUs, or 1 without GPUs.
-    """
+    """Set the number of ranks on this machine in torchrun's arguments, unless the user has, to the number of GPUs, or 1
+    without GPUs. Divide the CPU cores among the ranks (OMP_NUM_THREADS)."""
     import torch
     from torch.distributed.run import determine_local_world_size
 

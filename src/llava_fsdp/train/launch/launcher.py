@@ -46,23 +46,22 @@ TORCHRUN_WITH_VALUE = frozenset({
 """torchrun's flags that take a value (torch/distributed/run.py)."""
 TORCHRUN_WITHOUT_VALUE = frozenset({"standalone", "virtual-local-rank"})
 TORCHRUN_PROGRAM = frozenset({"module", "no-python", "run-path"})
-"""torchrun's flags that choose the program to run. They are refused, because the program is always the training."""
+"""torchrun's flags that choose the program. They are refused: it is always the training."""
 HYDRA_WITHOUT_VALUE = frozenset({"--help", "-h", "--hydra-help", "--version", "--resolve", "--multirun", "-m"})
 PRINTS = frozenset({"--help", "-h", "--cfg", "-c", "--info", "-i", "--hydra-help", "--version"})
-"""Flags with which the training program only prints something, such as its help, and does not train."""
+"""Flags with which the training only prints something, such as its help."""
 NUMBERS = {"nnodes": r"[1-9]\d*(:[1-9]\d*)?", "nproc-per-node": r"[1-9]\d*|gpu|cpu|auto|xpu", "max-restarts": r"\d+",
            "node-rank": r"\d+", "master-port": r"\d+", "rdzv-endpoint": r".+?(:\d+)?"}  # fmt: skip
-"""torchrun's flags whose values are checked -> pattern for a valid value."""
+"""Patterns for the values of torchrun's flags that are checked."""
 AGENT = (sys.executable, "-P", "-m", "llava_fsdp.train.launch.agent")
-"""Command that starts torchrun's agent."""
 MEETING = 10
-"""Seconds for which a machine with an invalid command line waits for the other machines of the run, to end them too."""
+"""Seconds that a machine with an invalid command line waits for the run's other machines, to end them too."""
 STOPS = {signal.SIGINT: ExitCode.INTERRUPTED, signal.SIGTERM: ExitCode.STOPPED, signal.SIGHUP: ExitCode.STOPPED}
 """Signal that stops a training -> exit code if the training has not recorded how it ended."""
 SIGNALS = {*STOPS, signal.SIGUSR1, signal.SIGCHLD}
-"""Signals that the launcher handles while the ranks run."""
+"""Signals that this process handles while the ranks run."""
 AGENT_ENDS = 1.0
-"""Seconds within which torchrun's agent should end by itself after its ranks have ended; then it is terminated."""
+"""Seconds within which torchrun's agent should end after its ranks; then it is terminated."""
 
 
 def main() -> None:
@@ -98,7 +97,7 @@ def main() -> None:
 
 
 def split(words: list[str]) -> tuple[list[str], list[str]]:
-    """Split the arguments of a command line into torchrun's flags, as `--name=value`, and all others.
+    """Split arguments into torchrun's flags, as `--name=value`, and all others.
 
     Raises:
         ConfigError: a flag is not one of torchrun's, or torchrun would not accept its value.
@@ -133,11 +132,8 @@ def split(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def read_training(words: list[str]) -> Config | None:
-    """Read the configuration from the command line, as the ranks will do. Return None if the command does not train,
-    but only prints something or measures memory (`dry_run`).
-
-    Args:
-        words: the arguments of the command line without torchrun's flags.
+    """Read the configuration from the arguments (without torchrun's flags), as the ranks will do. None if the command
+    does not train, but only prints something or measures memory (`dry_run`).
 
     Raises:
         ConfigError: the configuration is invalid.
@@ -153,14 +149,14 @@ def read_training(words: list[str]) -> Config | None:
 
 
 def given_ranks(flags: list[str]) -> int | None:
-    """Return the number of ranks on this machine that torchrun's flags give; None if they leave it to the GPUs."""
+    """Return the number of ranks on this machine that the flags give; None if they leave it to the GPUs."""
     values = [flag.partition("=")[2] for flag in flags if flag.startswith("--nproc-per-node=")]
     return int(values[-1]) if values and values[-1].isdigit() else None
 
 
 def with_rendezvous(flags: list[str]) -> list[str]:
-    """Return torchrun's flags (as `--name=value`) with defaults added for those that are missing: `--max-restarts=3`;
-    `--standalone` if no flag is about several machines; `--rdzv-backend=c10d` if there is an `--rdzv-endpoint`."""
+    """Return torchrun's flags with defaults for those that are missing: `--max-restarts=3`; `--standalone` if no flag
+    is about several machines; `--rdzv-backend=c10d` if there is an `--rdzv-endpoint`."""
     added = [] if is_given(flags, "max-restarts") else ["--max-restarts=3"]
     if is_one_machine(flags):
         added.append("--standalone")
@@ -170,13 +166,9 @@ def with_rendezvous(flags: list[str]) -> list[str]:
 
 
 def end_others(flags: list[str]) -> None:
-    """End the run on the other machines, because the command line of this machine is invalid. To do so, join the
-    rendezvous at which the other machines wait, and then end this process, which makes their torchrun end too. Machines
-    that do not join within `MEETING` (10) seconds are not ended; they wait until their own `join_timeout`.
-
-    Args:
-        flags: torchrun's flags, as `--name=value`.
-    """
+    """End the run on the other machines, because the command line of this one is invalid: join the rendezvous at which
+    they wait, and then end this process, which makes their torchrun end too. Machines that do not join within `MEETING`
+    seconds wait until their own `join_timeout`."""
     log().info("looking for machines that wait for this one, to end them")
     conf = [flag.partition("=")[2] for flag in flags if flag.startswith("--rdzv-conf=")][-1:]
     meeting = f"--rdzv-conf={','.join([*conf, f'join_timeout={MEETING}'])}"
@@ -184,37 +176,31 @@ def end_others(flags: list[str]) -> None:
 
 
 def is_one_machine(flags: list[str]) -> bool:
-    """Return whether a run is on a single machine: none of torchrun's `flags` is about several machines."""
+    """Return whether none of torchrun's flags is about several machines."""
     return not any(is_given(flags, name) for name in ("nnodes", "rdzv-endpoint", "rdzv-backend", "master-addr"))
 
 
 class Launch:
-    """Runs torchrun's agent once, which starts the ranks of a training, and handles signals to this process (the
-    launcher) until the agent ends."""
+    """Runs torchrun's agent once, which starts the ranks, and handles signals to this process until the agent ends."""
 
     def __init__(self, folder: Path):
         self.folder = folder
         self.before = read_status(folder)
-        """The run status in the folder before this launch, left by an earlier run."""
+        """The run's status before this launch, left by an earlier run."""
         self.stopped_by: signal.Signals | None = None
-        """The first signal that requested the training to stop; None before it."""
+        """The first signal that requested a stop."""
         self.stopped_in: dict[str, Any] | None = None
-        """The run status in the folder when the first signal to stop came."""
+        """The run's status when that signal came."""
         self.is_at_once = False
         """Whether Ctrl-C was pressed after the first signal to stop, so that the ranks end without a checkpoint."""
         self.last_stop = 0.0
-        """Time, by the monotonic clock, of the last signal to stop that was handled."""
+        """Time of the last signal to stop that was handled, by the monotonic clock."""
         self.stopping: set[int] = set()
         """Process ids of the ranks that were told to stop."""
 
     def run(self, flags: list[str], words: list[str]) -> dict[str, Any]:
-        """Run a training to its end, under torchrun's agent. Return the report of the rank that failed first, or of the
-        agent about its own failure: a dict with `reason` and, if known, `code`; empty if nothing failed.
-
-        Args:
-            flags: torchrun's flags.
-            words: the arguments of the training program.
-        """
+        """Run a training, with the arguments `words`, to its end. Return the report of the rank that failed first, or
+        of the agent about its own failure: a dict with `reason` and, if known, `code`; empty if nothing failed."""
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # from here on `wait` receives the signals
         environment = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": STOP_SECONDS, **os.environ}
         report, theirs = os.pipe()
@@ -229,7 +215,7 @@ class Launch:
         return json.loads(lines[0]) if lines else {}
 
     def wait(self) -> None:
-        """Wait until torchrun's agent, which starts the ranks, has ended, and pass signals on to the ranks until then.
+        """Wait until torchrun's agent has ended, and pass signals on to the ranks until then.
 
         When the training is to stop, the agent is terminated only after the ranks have ended, so that it does not start
         the ranks again. It gets no signal earlier, because a scheduler may also send a signal to all processes, and an
@@ -254,8 +240,8 @@ class Launch:
                 self.agent.kill()
 
     def stop(self, number: signal.Signals) -> None:
-        """Handle signal `number`, which stops the training. After the first signal, the ranks save a checkpoint and
-        end. After another SIGINT they end at once, and after a third SIGINT they are killed."""
+        """Handle a signal to stop. After the first one, the ranks save a checkpoint and end. After another SIGINT they
+        end at once, and after a third SIGINT they are killed."""
         now = time.monotonic()
         if self.stopped_by is None:
             self.stopped_by, self.stopped_in = number, read_status(self.folder)
@@ -270,11 +256,11 @@ class Launch:
         self.last_stop = now
 
     def ranks(self) -> set[int]:
-        """Return the process ids of the training's ranks on this machine."""
+        """Return the process ids of the ranks on this machine."""
         return children(self.agent.pid)
 
     def signal_ranks(self, number: int) -> set[int]:
-        """Send signal `number` to the training's ranks on this machine; return their process ids."""
+        """Send a signal to the ranks on this machine; return their process ids."""
         ranks = self.ranks()
         for rank in sorted(ranks):
             with contextlib.suppress(ProcessLookupError):
@@ -282,11 +268,7 @@ class Launch:
         return ranks
 
     def end(self, report: dict[str, Any]) -> int:
-        """Print, as the last line, how the training ended, and return its exit code.
-
-        Args:
-            report: the report of torchrun's agent, as `run` returned it.
-        """
+        """Print, as the last line, how the training ended, and return its exit code. `report`: what `run` returned."""
         if self.agent.returncode == ExitCode.DONE:
             return ExitCode.DONE
         path, status = self.folder / STATUS_FILE, read_status(self.folder)
@@ -311,8 +293,8 @@ class Launch:
 
 
 def beginning_of(reason: str) -> str:
-    """Return the first line of an error's text, to repeat it where the whole text has been printed before. If the line
-    announces the next lines with a colon, return only its sentences before that, or a reference to the text."""
+    """Return the first line of an error that has been printed before. If it announces the next lines with a colon,
+    return only its sentences before that, or a reference to the text."""
     line = reason.partition("\n")[0].rstrip()
     if not line.endswith(":"):
         return line

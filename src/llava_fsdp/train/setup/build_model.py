@@ -24,9 +24,6 @@ from llava_fsdp.parallel.tensor.tensor_plan import tensor_plan
 def build_model(cfg: Config, parts: Parts, device: torch.device) -> Llava:
     """Build the model on the meta device, as it will be trained on `device`.
 
-    Args:
-        parts: the configurations of the language model and of the vision encoder.
-
     Raises:
         ConfigError: the device or the model does not support the configuration.
     """
@@ -50,8 +47,7 @@ def build_model(cfg: Config, parts: Parts, device: torch.device) -> Llava:
 
 
 def shape_of(model: Llava) -> ModelShape:
-    """Return the properties of a model on which the preparation of data depends, such as the number of tokens of an
-    image."""
+    """Return what the preparation of data depends on, such as the number of tokens of an image."""
     language = model.parts.language
     return ModelShape(
         image_tokens=model.image_tokens,
@@ -66,7 +62,7 @@ def shape_of(model: Llava) -> ModelShape:
 
 
 def mean_counts(records: Records) -> tuple[float, float, float, float]:
-    """Return the mean number of tokens, pairs of tokens, labels and tiles of a dataset's samples, by which a model is
-    divided into stages."""
+    """Return the mean number of tokens, pairs of tokens, labels and tiles of a sample, by which a model is divided into
+    stages."""
     pairs = float((records.lengths.astype(np.float64) ** 2).mean())
     return float(records.lengths.mean()), pairs, float(records.labels.mean()), float(records.tiles.mean())

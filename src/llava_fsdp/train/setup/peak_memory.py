@@ -12,8 +12,7 @@ from llava_fsdp.runtime.process.host import process_memory
 
 class PeakMeter:
     """Measures the peak memory since its construction, minus the memory that was in use then: on CUDA the allocated and
-    the reserved memory, on a CPU the resident memory of the process without mapped files (such as the code of
-    libraries)."""
+    the reserved memory, on a CPU the resident memory without mapped files (such as the code of libraries)."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -30,8 +29,7 @@ class PeakMeter:
             self.before = process_memory("VmRSS") - process_memory("RssFile")
 
     def read(self) -> dict[str, int]:
-        """Return the peak memory since the meter was created, minus the memory that was in use then, as {name: bytes}.
-        The names are `max_memory_allocated` and `max_memory_reserved` on a GPU, and `peak_resident` on a CPU."""
+        """Return bytes: `max_memory_allocated` and `max_memory_reserved` on a GPU, `peak_resident` on a CPU."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             return {
@@ -42,14 +40,14 @@ class PeakMeter:
 
 
 def trim_heap() -> None:
-    """Make glibc return the process's free memory to the system; does nothing with other C libraries."""
+    """Make glibc return free memory to the system; does nothing with other C libraries."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def reset_peak_memory() -> None:
-    """Reset the peak of this process's resident memory (VmHWM) to its present value (Linux, `man 5 proc`: clear_refs),
-    if that is permitted."""
+    """Reset the peak of resident memory (VmHWM) to its present value (Linux, `man 5 proc`: clear_refs), if that is
+    permitted."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")

@@ -40,17 +40,16 @@ from llava_fsdp.train.setup.build_model import build_model
 
 C = TypeVar("C", bound=Config)
 VICUNA, STAGE_1 = "v1", "plain"
-"""Names of the conversation templates of Vicuna and of stage 1 (`stage=pretrain`)."""
+"""Conversation templates of Vicuna and of stage 1 (`stage=pretrain`)."""
 PROMPTS = {"qwen": "chatml", "mistral": "mistral_instruct", "mpt": "mpt"}
-"""Beginning of a language model's `model_type` -> the conversation template with which instruct models of this type
-were trained."""
+"""Beginning of a `model_type` -> conversation template with which its instruct models were trained."""
 FEW_STEPS = 20
 """Number of steps below which a training hardly changes a model."""
 
 
 def preflight(cfg: Config, device: torch.device) -> list[str]:
-    """Make all checks that a training on `device` makes before it reads records or values of weights. Return the
-    warnings that the training would log, as texts.
+    """Make all checks that a training makes before it reads records or values of weights. Return the warnings that it
+    would log.
 
     Raises:
         ConfigError, ModelError, DataError: a check failed; a training would end with the same error.
@@ -67,17 +66,16 @@ def preflight(cfg: Config, device: torch.device) -> list[str]:
 
 
 def warn_if_refused(cfg: Config, here: bool = True) -> str:
-    """Log a warning with the training's error if a training would refuse the configuration.
-
-    If a part of the model would have to be downloaded, only paths are checked.
+    """Log a warning with the training's error if a training would refuse the configuration. If a part of the model
+    would have to be downloaded, only paths are checked.
 
     Args:
         here: whether the training would run on this machine. Otherwise what depends on the device is not checked.
 
     Returns:
         A remark to log after the command's own results if only the projector is missing, because `stage=pretrain` has
-        not trained it yet; otherwise an empty text. This is not a warning: all stages may be planned before the first
-        one is trained.
+            not trained it yet; otherwise an empty text. This is not a warning: all stages may be planned before the
+            first one is trained.
 
     Raises:
         ConfigError: a path that the configuration names does not exist.
@@ -105,9 +103,8 @@ def warn_if_refused(cfg: Config, here: bool = True) -> str:
 
 
 def check_run(cfg: Config) -> None:
-    """Check that the paths that a training reads exist, that the packages of its trackers (TensorBoard, Weights &
-    Biases) are installed, that its settings agree with the run that `output_dir` may already contain, and that the
-    projector from which it starts is there.
+    """Check that the paths that a training reads exist, that the packages of its trackers are installed, that its
+    settings agree with the run that `output_dir` may already contain, and that its projector is there.
 
     Raises:
         ConfigError, ModelError: one of these checks failed.
@@ -127,7 +124,7 @@ def check_run(cfg: Config) -> None:
 
 
 def find_parts_of_run(cfg: Config) -> Parts:
-    """Find the folders of the language model and the vision encoder of a training, and read their configurations.
+    """Find the folders of the language model and the vision encoder, and read their configurations.
 
     Raises:
         ConfigError, ModelError: a part is missing. If the run continues from a checkpoint, the message says why the
@@ -150,9 +147,8 @@ def find_parts_of_run(cfg: Config) -> Parts:
 
 
 def open_model(cfg: Config, device: torch.device) -> tuple[Llava, Path | None]:
-    """Find the files of the language model and the vision encoder, and build the model on the meta device for a
-    training on `device`. Return the model, and the path from which its projector is read (None if there is no such
-    path).
+    """Build the model of a training on the meta device. Return it with the path from which its projector is read (None
+    if there is no such path).
 
     Raises:
         ConfigError, ModelError: a part is missing, or the model or the device does not support the configuration.
@@ -163,17 +159,14 @@ def open_model(cfg: Config, device: torch.device) -> tuple[Llava, Path | None]:
 
 
 def find_sources(cfg: Config, model: Llava, projector: Path | None) -> dict[str, Stored]:
-    """Find the source of the initial values of every parameter: tensors in files, or a random distribution. Return the
-    sources by parameter name.
+    """Return the source of the initial values of every parameter: tensors in files, or a random distribution.
 
     Args:
-        model: the model on the meta device.
-        projector: path from which the projector (from image features to the language model) is read; None if there is
-            none.
+        model: on the meta device.
 
     Raises:
-        ModelError: no file contains a parameter, or a file contains it with another shape. If the projector does not
-            fit because it was trained with another language model or vision tower, the message names these.
+        ModelError: no file contains a parameter, or a file contains it with another shape. If the projector was trained
+            with another language model or vision tower, the message names these.
     """
     try:
         return find_weights(model, model.parts, cfg.model, projector, cfg.seed)
@@ -190,9 +183,9 @@ def find_sources(cfg: Config, model: Llava, projector: Path | None) -> dict[str,
 
 
 def check_prompts(cfg: Config, model: Llava) -> list[str]:
-    """Compare small copies of the language model and the vision tower with transformers' own classes for them, check
-    that the language model is causal and, if the model will be exported, try the export of a small copy of the model.
-    Return warnings, one of them if the conversation template is meant for another language model.
+    """Compare small copies of the language model and the vision tower with transformers' own classes, check that the
+    language model is causal and, if the model will be exported, try the export of a small copy. Return warnings, one of
+    them if the conversation template is meant for another language model.
 
     Raises:
         ModelError: a small copy computes something else than transformers' class, a token depends on later ones, or the
@@ -220,13 +213,8 @@ def check_prompts(cfg: Config, model: Llava) -> list[str]:
 
 
 def foreign_prompts(cfg: Config, kind: str, vocabulary: int) -> list[str]:
-    """Return a list with a warning if the conversation template is Vicuna's (v1) although the language model is of
-    another type than Vicuna; else an empty list.
-
-    Args:
-        kind: the language model's `model_type`.
-        vocabulary: size of its vocabulary.
-    """
+    """Return a warning, in a list, if the conversation template is Vicuna's (v1) although the language model, of
+    `model_type` `kind`, is another."""
     is_llama_3 = kind == "llama" and vocabulary > 100_000
     if cfg.trained_template != VICUNA or (kind == "llama" and not is_llama_3):
         return []
@@ -239,26 +227,21 @@ def foreign_prompts(cfg: Config, kind: str, vocabulary: int) -> list[str]:
 
 
 def prompts_of(kind: str) -> str | None:
-    """Return the name of the conversation template with which instruct models of a type (`model_type`, such as
-    `mistral`) were trained; None if it is unknown."""
+    """Return the conversation template with which instruct models of a `model_type` were trained; None if unknown."""
     return next((name for start, name in PROMPTS.items() if kind.startswith(start)), None)
 
 
 def with_template(cfg: C, parts: Parts) -> C:
-    """Return the configuration with `data.template=auto` replaced by the first of the following conversation templates
-    that exists:
+    """Return the configuration with `data.template=auto` replaced by the first of these templates that exists:
 
     1. the template with which `model.checkpoint` was trained, if the notes in its folder (`llava_fsdp.json`) name one,
-       and not that of `stage=pretrain`;
+    and not that of `stage=pretrain`;
     2. the chat template in the language model's folder, or in the folder of a whole model whose notes name no template,
-       if the model is in transformers' form or a LLaVA-NeXT, and its template can be trained with;
+    if the model is in transformers' form or a LLaVA-NeXT, and its template can be trained with;
     3. the template with which instruct models of the language model's type were trained;
     4. v1.
 
     `data.template=chat_template` is replaced by a name that identifies the chat template.
-
-    Args:
-        parts: the language model and the vision encoder, and their folders.
 
     Raises:
         ConfigError: `data.template=chat_template`, and the language model's folder has none.
@@ -283,9 +266,8 @@ def with_template(cfg: C, parts: Parts) -> C:
 
 
 def few_steps(cfg: Config, steps: int) -> list[str]:
-    """Return a list with a warning if a training of `steps` steps will hardly change the model; else an empty list. The
-    reason is that the dataset has few records or, if the user has set `max_steps`, that the learning rate of all steps
-    is 0."""
+    """Return a warning, in a list, if a training of `steps` steps will hardly change the model: the dataset has few
+    records or, if the user has set `max_steps`, the learning rate of all steps is 0."""
     warmup, is_chosen = warmup_steps(cfg.optim, steps), cfg.max_steps is not None
     factors = (SCHEDULES[cfg.optim.schedule](step, steps, warmup) for step in range(steps))
     if any(factors) if is_chosen else steps >= FEW_STEPS:

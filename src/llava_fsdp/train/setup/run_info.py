@@ -1,8 +1,7 @@
-"""Describe a start of a training run as a JSON object: hardware, versions, trainable parts, changed settings. A run
-that resumes has several starts.
+"""Describe a start of a run as a JSON object: hardware, versions, trainable parts, changed settings. A run that resumes
+has several starts.
 
-Rank 0 appends this description to `starts.jsonl`, and the report and the trackers (TensorBoard, Weights & Biases) show
-it. It contains no host names.
+Rank 0 appends this description to `starts.jsonl`, and the report and the trackers show it. It contains no host names.
 """
 
 import importlib.metadata
@@ -40,13 +39,7 @@ from llava_fsdp.train.setup.summary import describe_data, trained_counts, unlike
 
 
 def about_run(cfg: Config, world: World, model: Llava, records: Records, weights: dict[str, Weight]) -> dict[str, Any]:
-    """Describe the current start of a run (hardware, versions, ...) as a JSON object.
-
-    Args:
-        world: this rank's device, and the number of ranks.
-        records: the records of the training data.
-        weights: the properties of all parameters, by name.
-    """
+    """Describe the current start of a run. `weights`: the properties of all parameters."""
     compiles = choose_compiling(cfg, world.device, model.kernel and model.kernel.attention).on
     tensor, size, own = cfg.parallel.tensor, world.size // cfg.parallel.pipeline, weights
     if tensor > 1:
@@ -82,12 +75,7 @@ def about_run(cfg: Config, world: World, model: Llava, records: Records, weights
 
 def planned_peak(cfg: Config, world: World, model: Llava, records: Records) -> int | None:
     """Return the planned peak memory of a GPU in bytes; None on a CPU, where a process holds much more memory than its
-    tensors, and if the plan fails.
-
-    Args:
-        world: this rank's device, and the number of ranks.
-        records: the records of the training data.
-    """
+    tensors, and if the plan fails."""
     if world.device.type != "cuda":
         return None
     rule = ImageTokens.of_config(cfg, model.parts.image_size, model.image_tokens)
@@ -103,8 +91,7 @@ def device_name(device: torch.device) -> str:
 
 
 def versions(device: torch.device) -> dict[str, str]:
-    """Return the versions of the software that affects numerical results, by name. Those of CUDA and NCCL are included
-    only if `device` is a GPU."""
+    """Return the versions of software that affect numerical results; those of CUDA and NCCL only on a GPU."""
     found = {
         "llava_fsdp": __version__,
         "python": platform.python_version(),
@@ -120,7 +107,7 @@ def versions(device: torch.device) -> dict[str, str]:
 
 def commit() -> str | None:
     """Return the git commit of the checkout from which this package runs, with `-dirty` appended if files have changed;
-    None if it does not run from a checkout."""
+    None without a checkout."""
     root = Path(__file__).resolve().parents[4]
     if not (root / ".git").exists():
         return None
@@ -134,7 +121,7 @@ def commit() -> str | None:
 
 
 def command_line() -> str:
-    """Return the command line of this rank, including torchrun and its number of ranks. Secrets are hidden."""
+    """Return the command line of this rank, with torchrun and its number of ranks. Secrets are hidden."""
     words = ["python"]
     if "TORCHELASTIC_RUN_ID" in os.environ:
         nodes, ranks = os.environ.get("GROUP_WORLD_SIZE", "1"), os.environ.get("LOCAL_WORLD_SIZE", "1")

@@ -31,21 +31,16 @@ VARIABLES = (
     "CUBLAS_WORKSPACE_CONFIG",
     "ATEN_CPU_CAPABILITY",
 )
-"""Environment variables that can change the results of the same kernels."""
+"""Variables that can change the results of the same kernels."""
 SHOWN = 3
 """Maximum number of hosts that a message names."""
 Gather = Callable[[list[Any]], list[Any]]
-"""Type of a function that takes this rank's items and returns the items of all ranks in rank order."""
+"""Takes this rank's items and returns those of all ranks in rank order."""
 
 
 def check_same_software(cfg: Config, device: torch.device, gather: Gather) -> None:
     """Raise ConfigError on every rank if software differs between ranks; log a warning if hardware or kernels differ.
-    The messages contain each version, its ranks and their hosts. Collective: all ranks must call it.
-
-    Args:
-        device: this rank's device, which is compared too.
-        gather: a function that takes this rank's list, and returns the lists of all ranks, concatenated in rank order.
-    """
+    The messages contain each version, its ranks and their hosts. Collective."""
     own = {name: read() for name, read in must_agree(cfg).items()}
     may = {name: read() for name, read in may_differ(device).items()}
     found = gather([(socket.gethostname(), own, may)])
@@ -63,7 +58,7 @@ def check_same_software(cfg: Config, device: torch.device, gather: Gather) -> No
 
 def must_agree(cfg: Config) -> dict[str, Callable[[], str]]:
     """Return functions that read the versions of software that must be the same on all ranks, because another version
-    could change results: name -> function."""
+    could change results."""
     used = {
         "peft": cfg.model.lora.enabled,
         "bitsandbytes": cfg.model.quantize.mode is not Quantizer.none,
@@ -83,8 +78,7 @@ def must_agree(cfg: Config) -> dict[str, Callable[[], str]]:
 
 
 def may_differ(device: torch.device) -> dict[str, Callable[[], str]]:
-    """Return functions that describe hardware and software that may differ between ranks, with only a warning: name ->
-    function. `device` is this rank's device."""
+    """Return functions that describe hardware and software that may differ between ranks, with only a warning."""
     return {
         "device": lambda: device_name(device),
         "CPU": lambda: f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}",
@@ -96,13 +90,11 @@ def may_differ(device: torch.device) -> dict[str, Callable[[], str]]:
 
 
 def torch_build() -> str:
-    """Return the version of torch, with the git commit and the CUDA version of its build."""
     return f"{torch.__version__} (git {str(torch.version.git_version)[:12]}, CUDA {torch.version.cuda})"
 
 
 def loaded_version(module: ModuleType) -> str:
-    """Return the version of a module that this process has imported. The installed package may have been updated since
-    then."""
+    """Return the version of an imported module. The installed package may have been updated since."""
     return str(module.__version__)
 
 
@@ -114,12 +106,8 @@ def installed_version(package: str) -> str:
 
 
 def package_digest(files: dict[str, str] | None = None) -> str:
-    """Return a digest (hexadecimal) of the names and contents of the installed llava_fsdp's files. It is the same for a
-    checkout and for a wheel built from that checkout.
-
-    Args:
-        files: file name -> digest, as `package_files` returns them; None: those of the running package.
-    """
+    """Return a digest of the names and contents of llava_fsdp's files: the same for a checkout and for a wheel built
+    from it. `files`: as from `package_files`; None: those of the running package."""
     digest = xxh3_128()
     for name, content in sorted((package_files() if files is None else files).items()):
         digest.update(f"{name} {content}\n".encode())
@@ -127,12 +115,8 @@ def package_digest(files: dict[str, str] | None = None) -> str:
 
 
 def package_files(package: Path = PACKAGE, conf: Path | None = None) -> dict[str, str]:
-    """Return the digest of each file of llava_fsdp, by its path within the package.
-
-    Args:
-        package: folder of the package's modules.
-        conf: folder of its configuration files, which get the prefix `conf/`; None: that of the running package.
-    """
+    """Return the digest of each file of llava_fsdp, by its path within the package. Files of the folder `conf` (None:
+    that of the running package) get the prefix `conf/`."""
     roots = {"": package, "conf/": conf or config_dir().resolve()}  # in a wheel, conf/ is already inside the package
     return {
         prefix + path.relative_to(root).as_posix(): xxh3_128(path.read_bytes()).hexdigest()
@@ -143,25 +127,15 @@ def package_files(package: Path = PACKAGE, conf: Path | None = None) -> dict[str
 
 
 def is_own(path: Path) -> bool:
-    """Return whether a file is part of llava_fsdp: it is not a compiled file, a hidden file or a backup copy of an
-    editor.
-
-    Args:
-        path: the file's path within the package's folder.
-    """
+    """Return whether a file, by its path in the package, is part of llava_fsdp: no compiled or hidden file, no backup
+    copy of an editor."""
     hidden = any(part.startswith(".") or part == "__pycache__" for part in path.parts)
     return not hidden and not path.name.endswith((".pyc", "~", ".orig", ".rej"))
 
 
 def differences(hosts: list[str], facts: list[dict[str, str]]) -> list[str]:
-    """Return a text for each version that differs between ranks: its name and its different values, each with the ranks
-    and hosts that have it.
-
-    Args:
-        hosts: the host name of each rank.
-        facts: the versions on each rank: name -> version. Ranks with another version of the package may have other
-            names.
-    """
+    """Return a text for each version that differs between ranks: its name and its values, each with the ranks and hosts
+    that have it. `facts`: name -> version of each rank; another version of the package may have other names."""
     found = []
     for name in dict.fromkeys(name for own in facts for name in own):
         ranks_of: dict[str | None, list[int]] = {}
@@ -174,12 +148,7 @@ def differences(hosts: list[str], facts: list[dict[str, str]]) -> list[str]:
 
 
 def describe(ranks: list[int], hosts: list[str]) -> str:
-    """Describe ranks and their hosts in words, such as `ranks 8-15 (node1)`.
-
-    Args:
-        ranks: the ranks, in ascending order.
-        hosts: the host name of every rank of the run.
-    """
+    """Describe ranks, in ascending order, and their hosts, such as `ranks 8-15 (node1)`."""
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and spans[-1][-1] == rank - 1:

@@ -45,13 +45,8 @@ PARTS = {
 
 
 def unlike_original(cfg: Config, compiles: bool = False) -> str:
-    """Return one line that lists the settings because of which results differ numerically from those of the original
-    LLaVA trainer.
-
-    Args:
-        compiles: whether the language model's blocks are compiled, which changes rounding, so that the line mentions
-            it.
-    """
+    """Return one line with the settings because of which results differ numerically from those of the original LLaVA
+    trainer. `compiles`: whether blocks are compiled, which changes rounding."""
     precision = cfg.precision
     # (key, value, whether the value equals that of the original LLaVA)
     choices = [
@@ -82,12 +77,10 @@ def show_run(
     """Print in at most fifteen lines which model is trained on which data, and how.
 
     Args:
-        world: this rank's device, and the number of ranks.
-        loader: yields the training data.
-        held_out: the validation data; None without validation.
-        weights: the properties of all parameters (shape, dtype, ...), by name.
+        held_out: None without validation.
+        weights: the properties of all parameters (shape, dtype, ...).
         projector: description of the projector with which the training starts.
-        kernel: the attention kernel for rows of packed samples, and why it was chosen; None if rows are padded.
+        kernel: None if rows are padded.
         planned: planned peak memory of a GPU in bytes; None if there is no plan, as on a CPU.
     """
     console = TextConsole(on_stderr=True, width=None if sys.stderr.isatty() else 120)
@@ -129,8 +122,7 @@ def describe_trained(weights: dict[str, Weight]) -> str:
 
 
 def describe_blocks(train: list[str]) -> str:
-    """Return the values of `model.train`, for the line of what trains, if one of them names blocks; else an empty
-    text."""
+    """Return the values of `model.train` if one of them names blocks; else an empty text."""
     return f" (model.train=[{','.join(train)}])" if any(":" in text for text in train) else ""
 
 
@@ -144,11 +136,7 @@ def describe_steps(cfg: Config, loader: Loader, mean: float) -> str:
 
 
 def describe_learning(optim: OptimConfig, weights: dict[str, Weight]) -> str:
-    """Return the learning rates of the parts of the model that train, and their schedule.
-
-    Args:
-        weights: the properties of all parameters, by name.
-    """
+    """Return the learning rates of the parts of the model that train, and their schedule."""
     own = {part: optim.lr for part, (trains, _) in trained_counts(weights).items() if trains}
     for part, rate in (("multi_modal_projector", optim.projector_lr), ("vision_tower", optim.vision_lr)):
         if part in own and rate is not None:
@@ -260,12 +248,7 @@ def describe_activation_checkpointing(cfg: Config, world: World) -> str:
 
 
 def trained_counts(weights: dict[str, Weight]) -> dict[str, tuple[int, int]]:
-    """Return the number of trainable and of frozen weights in each part of the model (vision tower, projector, ...):
-    part -> (trainable, frozen).
-
-    Args:
-        weights: the properties of all parameters, by name.
-    """
+    """Return the number of (trainable, frozen) weights in each part of the model (vision tower, projector, ...)."""
     found = {}
     for part in PARTS:
         own = [w for n, w in weights.items() if n.partition(".")[0] == part]
