@@ -38,7 +38,6 @@ class Question:
 
     Attributes:
         turns: the conversation, which ends with the question. It has an image tag for each of `images`.
-        images: image files of the conversation.
         where: beginning of error messages about the question.
     """
 
@@ -53,7 +52,6 @@ class LoadedImage:
 
     Attributes:
         number: number that no other image of the same assistant has.
-        path: the image's file.
         tiles: pixels, uint8 [tiles, 3, size, size].
         rows: one element for each of the image's tokens, which tells of which vision features the token is made.
         images: number of images of the conversation, which decides whether an image is cut into tiles.
@@ -67,8 +65,7 @@ class LoadedImage:
 
 
 class Assistant:
-    """A trained vision-language model in memory, ready to answer questions: with its tokenizer, its image preprocessing
-    and its conversation template."""
+    """A trained vision-language model in memory, with its tokenizer, image preprocessing and conversation template."""
 
     def __init__(
         self,
@@ -79,12 +76,9 @@ class Assistant:
         opened: Opened | None = None,
         limited_images: bool = False,
     ):
-        """Load a trained vision-language model for chatting.
+        """Load a trained vision-language model for chatting. The first three arguments are those of `open_model`.
 
         Args:
-            checkpoint: folder of a training run, of a checkpoint or of a model, or a model's name on the hub.
-            default_template: conversation template to use if the model's folder does not name one.
-            default_aspect: how to fit images into the vision tower's square input if the model's folder does not say.
             device: where the model computes; None: the GPU if there is one, else the CPU.
             opened: the result of `open_model` for `checkpoint`; None: `open_model` is called here.
             limited_images: whether to read images in another process, with limits on time and memory.
@@ -122,12 +116,8 @@ class Assistant:
 
     @torch.inference_mode()
     def answers(self, questions: list[Question], max_new_tokens: int, blank: bool = False) -> list[str]:
-        """Let the model answer several questions in one batch, with greedy decoding. Return the answers.
-
-        Args:
-            questions: each with the conversation before it and its images.
-            max_new_tokens: maximum number of tokens of an answer.
-            blank: whether to replace all images by images of the mean colour.
+        """Let the model answer several questions in one batch, with greedy decoding. With `blank`, all images are
+        replaced by images of the mean colour.
 
         Raises:
             DataError: an image cannot be read, or a question is longer than the model can read.
@@ -158,21 +148,12 @@ class Assistant:
     def stream(
         self, turns: Sequence[Turn], images: Sequence[LoadedImage], sampling: Sampling, generator: torch.Generator
     ) -> Generator[str, None, bool]:
-        """Generate the model's answer to a conversation's last question, token by token. The beginning that the
-        conversation shares with the previously answered one is not computed again, since its keys and values are
-        cached.
+        """Generate the model's answer to a conversation's last question: after every token, yield the new piece of the
+        answer that can no longer change, which may be empty. Return whether the model ended the answer; False if it was
+        cut at the maximum number of tokens. The generator of random numbers must be on the assistant's `device`.
 
-        Args:
-            turns: the conversation; the last turn is the question.
-            images: images of the conversation, in the order of their image tags in `turns`.
-            sampling: temperature, top_p and maximum number of tokens of the answer.
-            generator: source of randomness for choosing tokens; must be on the assistant's `device`.
-
-        Yields:
-            after every token, the new piece of the answer that can no longer change; it may be empty.
-
-        Returns:
-            whether the model ended the answer; False if the answer was cut at the maximum number of tokens.
+        The beginning that the conversation shares with the previously answered one is not computed again, since its
+        keys and values are cached. The images are in the order of their tags in `turns`.
 
         Raises:
             DataError: tags and images do not match, or the conversation is longer than the model can read.
@@ -201,12 +182,9 @@ class Assistant:
         return False
 
     def load_image(self, path: ImageFile, where: str, images: int = 1) -> LoadedImage:
-        """Read an image file or a video and prepare it for the model's vision tower.
-
-        Args:
-            where: beginning of error messages.
-            images: number of images of the conversation, which decides whether the image is cut into tiles. Videos do
-                not count.
+        """Read an image file or a video and prepare it for the model's vision tower. Error messages begin with `where`.
+        `images` is the number of images of the conversation, without videos, which decides whether the image is cut
+        into tiles.
 
         Raises:
             ImageError: the file cannot be read.
@@ -221,13 +199,9 @@ class Assistant:
         return LoadedImage(next(self._numbers), path, tiles, rows, images)
 
     def prepared(self, images: Sequence[LoadedImage]) -> list[LoadedImage]:
-        """Return the images of a conversation, prepared for the vision tower in the way that their number demands:
-        LLaVA-OneVision cuts an image into tiles only if it is the only one. So images may be read again after one was
-        added.
-
-        Raises:
-            ImageError: a file cannot be read.
-        """
+        """Return the images of a conversation, prepared in the way that their number demands: LLaVA-OneVision cuts an
+        image into tiles only if it is the only one. So images may be read again after one was added. Raises ImageError
+        if that fails."""
         count, tiled = count_images(image.path for image in images), self.reader.tokens.needs_size
         return [
             image
@@ -244,11 +218,8 @@ class Assistant:
         self, turns: Sequence[Turn], images: Sequence[LoadedImage], where: str
     ) -> tuple[np.ndarray, list[LoadedImage]]:
         """Return the token ids of a conversation as a prompt for the model's next answer, int64 [length], and the
-        conversation's images in the order of their tokens. The ids of image tokens are IMAGE_ID.
-
-        Args:
-            images: images of the conversation, in the order of their image tags in `turns`.
-            where: beginning of error messages.
+        conversation's images in the order of their tokens. The ids of image tokens are IMAGE_ID. The given images are
+        in the order of their image tags in `turns`. Error messages begin with `where`.
 
         Raises:
             DataError: tags and images do not match, or the prompt is longer than the model can read.
@@ -270,8 +241,7 @@ class Assistant:
     def to_device(
         self, ids: np.ndarray, images: Sequence[LoadedImage], blank: bool = False
     ) -> tuple[torch.Tensor, ImageInputs]:
-        """Return a batch's token ids and its image inputs (positions of the image tokens, their vision features,
-        pixels) on the model's device, as `Llava.forward` takes them.
+        """Return a batch's token ids and its image inputs on the model's device, as `Llava.forward` takes them.
 
         Args:
             ids: int64 [batch, length]; the ids of image tokens are IMAGE_ID.
@@ -298,12 +268,7 @@ class Assistant:
 def images_after(images: Sequence[LoadedImage], tokens: np.ndarray) -> list[LoadedImage]:
     """Return what of a conversation's images the model must still read if the first tokens of the prompt are cached.
     Images whose image tokens are all among the cached ones are left out; an image of which some are cached keeps only
-    the others (in its `rows`).
-
-    Args:
-        images: all images of the conversation.
-        tokens: ids of the cached tokens. Image tokens have the id IMAGE_ID.
-    """
+    the others (in its `rows`). Image tokens have the id IMAGE_ID."""
     before = int((tokens == IMAGE_ID).sum())
     rest = []
     for image in images:
@@ -315,12 +280,7 @@ def images_after(images: Sequence[LoadedImage], tokens: np.ndarray) -> list[Load
 
 def with_image_numbers(tokens: np.ndarray, images: Sequence[LoadedImage]) -> list[int]:
     """Replace the id of every image token (IMAGE_ID) in a prompt with a negative number that is unique to the image and
-    the token's position in it. Two conversations then share a prefix only if their images are the same.
-
-    Args:
-        tokens: token ids of the prompt.
-        images: images of the conversation.
-    """
+    the token's position in it. Two conversations then share a prefix only if their images are the same."""
     numbered = tokens.copy()
     numbers = [-(1 << 40) - image.number * (1 << 24) - np.arange(len(image.rows)) for image in images]
     numbered[tokens == IMAGE_ID] = np.concatenate([np.zeros(0, np.int64), *numbers])

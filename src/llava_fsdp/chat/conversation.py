@@ -13,8 +13,8 @@ from llava_fsdp.runtime.errors import DataError
 
 
 class Conversation:
-    """Keeps the turns and images of a chat, and lets the model (`assistant`) answer. An added image is shown to the
-    model with the next question, and stays in the conversation.
+    """The turns and images of a chat, which the assistant's model answers. An added image is shown to the model with
+    the next question, and stays in the conversation.
 
     Args:
         max_images: maximum number of images; None: no limit.
@@ -38,10 +38,7 @@ class Conversation:
         """Images that will be shown with the next question."""
 
     def add(self, path: Path, where: str) -> None:
-        """Read an image file, to show it to the model with the next question of the conversation.
-
-        Args:
-            where: beginning of error messages.
+        """Read an image file, to show it with the next question. Error messages begin with `where`.
 
         Raises:
             ImageError: the image cannot be read.
@@ -59,10 +56,6 @@ class Conversation:
 
         Closing the generator stops the answer; the text generated so far stays in the conversation. If an error is
         raised, the conversation is again as it was before the question.
-
-        Args:
-            text: the question.
-            sampling: temperature, top_p and maximum number of tokens of the answer.
 
         Raises:
             DataError: the question is not valid text, has the wrong number of image tags, or is too long.
@@ -90,12 +83,9 @@ class Conversation:
             raise
 
     def with_tags(self, text: str) -> str:
-        """Return the question `text` with one image tag (`<image>`) for each image that was added to the conversation
-        since the last question. If the question has no tags, they are put in front of it.
-
-        Raises:
-            DataError: the question has image tags, but not one for each of these images; or it is not valid text.
-        """
+        """Return the question with one image tag (`<image>`) for each image that was added since the last question. If
+        the question has no tags, they are put in front of it. Raises DataError if it has tags, but not one for each of
+        these images; or it is not valid text."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -109,8 +99,7 @@ class Conversation:
         return text if tags else f"{IMAGE_TAG}\n" * len(self.next_images) + text
 
     def exchanges(self) -> list[tuple[str, list[Path], str]]:
-        """Return the conversation with the model as a list of (question without image tags, files of the images shown
-        with it, answer)."""
+        """Return a list of (question without image tags, files of the images shown with it, answer)."""
         rest = iter(self.images)
         found = []
         for question, answer in zip(self.turns[::2], self.turns[1::2], strict=True):
@@ -119,8 +108,8 @@ class Conversation:
         return found
 
     def undo(self) -> bool:
-        """Remove the last question of the conversation and its answer; the question's images are kept for the next
-        question. Return whether there was a question."""
+        """Remove the last question and its answer; its images are kept for the next question. Return whether there was
+        one."""
         if not self.turns:
             return False
         kept = len(self.images) - self.tags(self.turns[-2])

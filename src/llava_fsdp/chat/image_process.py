@@ -24,11 +24,7 @@ several times, and may have 15 to 30 million pixels, as its format decides."""
 
 
 class ImageProcess:
-    """Reads images and videos as `ImageReader.load` does, in another process.
-
-    Args:
-        reader: how images are prepared for the vision tower.
-    """
+    """Reads images and videos as `ImageReader.load` does, in another process."""
 
     def __init__(self, reader: ImageReader):
         self.process = LimitedProcess(make_work, SECONDS, MEMORY)
@@ -44,16 +40,8 @@ class ImageProcess:
 
     def load(self, path: Path, where: str, images: int) -> tuple[np.ndarray, Size | None]:
         """Return the tiles of an image or video, uint8 [tiles, 3, size, size], and the size in pixels of an image if
-        the number of its tokens depends on it.
-
-        Args:
-            path: the file.
-            where: beginning of error messages.
-            images: number of images of the conversation.
-
-        Raises:
-            ImageError: the file cannot be read, or takes too much time or memory.
-        """
+        the number of its tokens depends on it. Error messages begin with `where`; `images` is the number of images of
+        the conversation. Raises ImageError if the file cannot be read, or takes too much time or memory."""
         request = {"reader": self._reader, "path": str(path), "where": where, "images": images}
         try:
             answer, content = self.process(request)

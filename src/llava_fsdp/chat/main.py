@@ -47,15 +47,8 @@ def chat(cfg: ChatConfig) -> None:
 
 
 def image_files(image: str | None) -> list[Path]:
-    """Return the image files that the user names on the command line of `chat` by `image=FILE` or `image=[FILE,FILE]`.
-    In a list, a name with a comma is in double quotes.
-
-    Args:
-        image: the text after `image=`; None if no image is given.
-
-    Raises:
-        ConfigError: one of the names is not a file.
-    """
+    """Return the image files of the command line's `image=FILE` or `image=[FILE,FILE]`. In a list, a name with a comma
+    is in double quotes. Raises ConfigError if one of the names is not a file."""
     if image is None:
         return []
     names = [image]
@@ -75,8 +68,7 @@ class Terminal:
         self.sampling = Sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_p)
 
     def run(self) -> None:
-        """Let the model answer the questions that the user types in the terminal, until the end of the input or /quit.
-        An error in a line is logged, and reading continues."""
+        """Answer the lines that the user types, until the end of the input or /quit. An error in a line is logged."""
         if sys.stdin.isatty():
             assistant = self.conversation.assistant
             log().info("%s, template %s; /help lists all commands", assistant.checkpoint, assistant.template_name)
@@ -136,8 +128,8 @@ class Terminal:
 
 @contextlib.contextmanager
 def stop_on_interrupt() -> Iterator[threading.Event]:
-    """Context manager for the time in which the chat prints an answer: it yields an event, which the first Ctrl-C sets.
-    The second Ctrl-C raises KeyboardInterrupt."""
+    """Context manager for the time in which an answer is printed: it yields an event, which the first Ctrl-C sets. The
+    second Ctrl-C raises KeyboardInterrupt."""
     stopped = threading.Event()
 
     def interrupt(*_: object) -> None:
@@ -153,8 +145,7 @@ def stop_on_interrupt() -> Iterator[threading.Event]:
 
 
 def typed_lines() -> Iterator[str]:
-    """Yield the non-empty lines that the user types in the chat (standard input). On a terminal he can edit lines and
-    recall earlier ones."""
+    """Yield the non-empty lines that the user types. On a terminal, lines can be edited and recalled."""
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if is_terminal:
         with contextlib.suppress(ImportError):

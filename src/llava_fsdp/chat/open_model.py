@@ -22,8 +22,7 @@ from llava_fsdp.runtime.text.log import log
 
 
 def open_model(checkpoint: str, default_template: str, default_aspect: AspectRatio = AspectRatio.pad) -> Opened:
-    """Find a trained model for chat or evaluation, and return its settings and the files with its weights; the weights
-    are not loaded yet.
+    """Find a trained model for chat or evaluation. Its weights are not loaded yet.
 
     Args:
         checkpoint: folder of a training run, of a checkpoint or of a model, or a model's name on the hub. If it is a
@@ -57,8 +56,7 @@ def open_model(checkpoint: str, default_template: str, default_aspect: AspectRat
 
 
 def warn_of_later_checkpoint(run: Path) -> None:
-    """Log a warning if the folder of a training run has a checkpoint newer than the model that was exported from the
-    run, as happens when the run was continued."""
+    """Log a warning if a run has a checkpoint newer than its exported model, as happens when the run was continued."""
     kept = list_checkpoints(run / FOLDER)
     exported = read_notes(run / EXPORT).get("step")
     if kept and exported is not None and (step_of(kept[-1]) or 0) > exported:
@@ -66,8 +64,8 @@ def warn_of_later_checkpoint(run: Path) -> None:
 
 
 def lacks_padding(folder: Path) -> bool:
-    """Return whether a model folder does not say whether the model expects its images padded to squares. Many folders
-    in transformers' format do not say it."""
+    """Return whether a model folder does not say whether images are padded to squares, as many in transformers'
+    format."""
     raw = config_of(folder, "config.json")
     if not raw or is_original(raw) or raw.get("model_type") in (NEXT, ONEVISION) or (folder / NOTES).is_file():
         return False

@@ -66,20 +66,17 @@ Entries = Mapping[str, TensorEntry]
 
 @dataclass(frozen=True)
 class AdapterFolder:
-    """The folder with the LoRA adapters that rank 0 adds to each checkpoint, in peft's format for other programs: its
-    size, and the function that writes it."""
+    """The folder with the LoRA adapters that rank 0 adds to each checkpoint, in peft's format for other programs."""
 
     nbytes: int
     """Size of the adapter folder in bytes."""
     write: Callable[[Path, Checkpoint], None]
-    """Function that writes the adapter folder. Its arguments are the folder's path, and the checkpoint, whose manifest
-    does not list the adapter folder yet."""
+    """Writes the folder with this path. The checkpoint's manifest does not list it yet."""
 
 
 @dataclass
 class Committer:
-    """Writes checkpoints, one at a time. All ranks of a process group write together: each rank a file with its
-    tensors, and rank 0 the other files."""
+    """Writes checkpoints, one at a time: each rank a file with its tensors, and rank 0 the other files."""
 
     parent: Path
     """The folder that contains all checkpoints."""
@@ -97,12 +94,12 @@ class Committer:
     """Names of the checkpoints that this process has written or verified."""
 
     def write(self, facts: dict[str, Any], entries: Entries, values: Mapping[str, torch.Tensor]) -> Path:
-        """Write one checkpoint and return its folder. Collective: all ranks of the process group must call it.
+        """Write one checkpoint and return its folder. Collective.
 
         Args:
             facts: the content of `state.json`: all state except tensors, including `step`.
-            entries: what the checkpoint's manifest records of the rows (slices of dimension 0) that this rank writes,
-                by tensor name.
+            entries: what the manifest records of the rows (slices of dimension 0) that this rank writes, by tensor
+                name.
             values: the values of these rows, by tensor name.
 
         Raises:
@@ -128,8 +125,8 @@ class Committer:
         return final
 
     def begin(self, staged: Path) -> None:
-        """Create the temporary folder `staged`, into which a checkpoint is written. Raises CheckpointError if the disk
-        has no room for a checkpoint."""
+        """Create the temporary folder of a checkpoint. Raises CheckpointError if the disk has no room for a
+        checkpoint."""
         make_folder(self.parent)
         make_empty(staged)
         try:
@@ -139,27 +136,19 @@ class Committer:
             raise
 
     def write_rank_file(self, staged: Path, rank: int, values: Mapping[str, torch.Tensor]) -> Digest:
-        """Write the file with this rank's part of a checkpoint; return the file's size and digest.
-
-        Args:
-            staged: the temporary folder into which the checkpoint is written.
-            values: the tensors, or those rows of them, that this rank writes, by tensor name.
-        """
+        """Write the file with the rows that this rank writes, into the temporary folder; return the file's size and
+        digest."""
         described = {name: (value.dtype, tuple(value.shape)) for name, value in values.items()}
         digest = write_tensors(staged / rank_file(rank), described, values.__getitem__, self.hasher)
         self.at("file written")
         return digest
 
     def complete(self, staged: Path, final: Path, facts: dict[str, Any], written: list[tuple[Digest, Entries]]) -> None:
-        """Write all files of a checkpoint except the ranks' tensor files, and rename the checkpoint's folder to its
-        final name. Called on rank 0.
+        """Write all files of a checkpoint except the ranks' tensor files, and rename its folder to its final name.
+        Called on rank 0.
 
-        Args:
-            staged: the folder, which still has a temporary name.
-            final: the folder's final path.
-            facts: the content of `state.json`: all state except tensors, including `step`.
-            written: for each rank, the size and digest of its tensor file, and what the manifest records of the tensors
-                in this file, by tensor name.
+        `written` has, for each rank, the digest of its tensor file, and what the manifest records of the tensors in
+        this file.
         """
         content = render_facts(facts)
         write_durably(staged / STATE_FILE, content)
@@ -200,13 +189,8 @@ class Committer:
         self.good &= {folder.name for folder in list_checkpoints(self.parent)}
 
     def write_adapter(self, adapter_folder: AdapterFolder, checkpoint: Checkpoint) -> dict[str, Digest]:
-        """Write a folder with the LoRA adapters into a checkpoint; return size and digest of its files, by path within
-        the checkpoint.
-
-        Args:
-            adapter_folder: contains the function that writes the folder.
-            checkpoint: the checkpoint, whose folder still has a temporary name.
-        """
+        """Write a folder with the LoRA adapters into a checkpoint; return the digests of its files, by path in the
+        checkpoint."""
         folder = checkpoint.folder / ADAPTER_FOLDER
         adapter_folder.write(folder, checkpoint)
         sync_tree(folder)
@@ -231,13 +215,8 @@ class Committer:
 
 
 def merge_entries(ranks: list[Entries]) -> dict[str, TensorEntry]:
-    """Merge what the ranks record for a checkpoint's manifest into one entry per tensor. `manifest.render` checks later
-    that no row (slice of dimension 0) of a tensor is missing.
-
-    Args:
-        ranks: for each rank, the entries of the tensors of which it wrote rows, by tensor name. An entry has the
-            tensor's dtype and shape, the file, and the range of rows in it.
-    """
+    """Merge the entries of all ranks for a checkpoint's manifest into one entry per tensor. `manifest.render` checks
+    later that no row (slice of dimension 0) of a tensor is missing."""
     tensors = {}
     for name in sorted({name for entries in ranks for name in entries}):
         parts = [entries[name] for entries in ranks if name in entries]

@@ -14,9 +14,9 @@ from llava_fsdp.parallel.ranks.consensus import rank_and_size
 
 
 def held_rows(tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
-    """Return the rows (slices of dimension 0) of a tensor that this rank holds: the index of the first row, and the
-    rows' values [rows, ...], of some columns if the tensor is divided by columns (`local_columns`). A scalar is
-    returned unchanged, with index 0."""
+    """Return the rows of a tensor that this rank holds: the index of the first row, and the rows' values [rows, ...],
+    of some columns if the tensor is divided by columns (`local_columns`). A scalar is returned unchanged, with index
+    0."""
     begin, end = local_rows(tensor)
     values = local(tensor)
     assert values.ndim == 0 or len(values) == end - begin, f"{tuple(values.shape)} holds rows {begin} to {end}"
@@ -26,19 +26,15 @@ def held_rows(tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
 def written_rows(
     tensors: Mapping[str, torch.Tensor], file: str, equal_ranks: tuple[int, int] | None = None
 ) -> tuple[dict[str, TensorEntry], dict[str, torch.Tensor]]:
-    """Choose the rows (slices of dimension 0) that this rank writes to a checkpoint. Rows that several ranks hold are
-    divided evenly among these ranks.
+    """Choose the rows that this rank writes to a checkpoint. Rows that several ranks hold are divided evenly among
+    them. Return, by tensor name, what the manifest records of the chosen rows, and the values [rows, ...]. Tensors
+    without chosen rows are left out.
 
     Args:
-        tensors: all tensors of the checkpoint by name that this rank holds a part of. Ranks of the same stages of a
-            model have the same names.
+        tensors: all tensors of the checkpoint that this rank holds a part of. Ranks of the same stages of a model have
+            the same names.
         file: name of this rank's file in the checkpoint.
         equal_ranks: (i, n): this rank is number i of the n ranks with the same tensors; None: all ranks have the same.
-
-    Returns:
-        By tensor name, what the checkpoint's manifest records of the chosen rows (dtype and shape of the tensor,
-            `file`, ranges of rows and columns); and, by tensor name, the values [rows, ...]. Tensors without chosen
-            rows are left out.
     """
     entries, written = {}, {}
     for number, name in enumerate(sorted(tensors)):
@@ -61,9 +57,7 @@ def replica_of(tensor: torch.Tensor, equal_ranks: tuple[int, int] | None = None)
     is not a DTensor is held by all ranks that have the same tensors. If the mesh of a DTensor does not contain all of
     these, other meshes of the same form hold copies of the tensor.
 
-    Args:
-        equal_ranks: number of this rank among those that have the same tensors, which are consecutive ranks, and their
-            number; None: all ranks have the same.
+    `equal_ranks` is as in `written_rows`; ranks that have the same tensors are consecutive.
     """
     own, size = equal_ranks or rank_and_size()
     if not isinstance(tensor, DTensor):
@@ -83,12 +77,8 @@ def replica_of(tensor: torch.Tensor, equal_ranks: tuple[int, int] | None = None)
 
 @functools.cache
 def copy_of_mesh(ranks: tuple[int, ...], size: int) -> tuple[int, int]:
-    """Return (i, n): a mesh is number i, from 0, of the n meshes of the same form that together contain all ranks.
-
-    Args:
-        ranks: ranks of the mesh.
-        size: number of all ranks.
-    """
+    """Return (i, n): the mesh with these ranks is number i, from 0, of the n meshes of the same form that together
+    contain all `size` ranks."""
     offsets = [rank - min(ranks) for rank in ranks]
     begins: list[int] = []
     covered: set[int] = set()

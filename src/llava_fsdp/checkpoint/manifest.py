@@ -24,29 +24,27 @@ MANIFEST_FILE = "manifest.json"
 STATE_FILE = "state.json"
 RANK_FILE = re.compile(r"rank-\d{5}\.safetensors")
 ADAPTER_FILE = re.compile(rf"{ADAPTER_FOLDER}(/[A-Za-z0-9]\w*)?/[A-Za-z0-9][\w.-]*")
-"""Pattern for paths of the files in a checkpoint's adapter folder, which contains a copy of the adapters for other
-programs."""
+"""Pattern for paths of the files in a checkpoint's adapter folder, a copy of the adapters for other programs."""
 LARGEST = 1 << 30
 """Largest accepted size of a manifest in bytes: enough for 2000 tensors on 10,000 ranks."""
 HEX = re.compile(r"[0-9a-f]{32}")
 
 
 class RowRange(NamedTuple):
-    """Rows [begin, end) of a tensor (slices of dimension 0), and the name of the checkpoint file that holds these rows.
-    A scalar counts as one row."""
+    """Rows [begin, end) of a tensor, and the name of the file that holds them. A scalar counts as one row."""
 
     file: str
     begin: int
     end: int
     columns: tuple[int, int] | None = None
-    """The range of columns (indices of dimension 1) that the file holds of these rows; None: all. Tensor parallelism
-    divides some weights by columns, and FSDP shards experts along dimension 1 if they are fewer than the ranks."""
+    """Columns (indices of dimension 1) that the file holds of these rows; None: all. Tensor parallelism divides some
+    weights by columns, and FSDP shards experts along dimension 1 if they are fewer than the ranks."""
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """What a checkpoint's manifest records of a tensor: its dtype, its shape, and the files that hold its rows (slices
-    of dimension 0), in the order of the columns and then of the rows."""
+    """A tensor's dtype and shape, and the files that hold its rows, in the order of the columns and then of the
+    rows."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -61,7 +59,7 @@ class TensorEntry:
         return torch.Size(self.shape).numel() * self.dtype.itemsize // max(1, self.rows)
 
     def columns_of(self, rows: RowRange) -> tuple[int, int]:
-        """Return the range of columns (indices of dimension 1) in a file; (0, 1) for a tensor without columns."""
+        """Return the range of columns in a file; (0, 1) for a tensor without columns."""
         return rows.columns or (0, self.shape[1] if len(self.shape) > 1 else 1)
 
     def shape_of(self, rows: RowRange) -> tuple[int, ...]:
@@ -74,8 +72,6 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of a checkpoint's `manifest.json`: its training step, its files and its tensors."""
-
     step: int
     files: Mapping[str, Digest]
     """Size and digest of every file except the manifest, by path within the checkpoint's folder."""
@@ -87,8 +83,7 @@ def rank_file(rank: int) -> str:
 
 
 def render(manifest: Manifest) -> bytes:
-    """Format a manifest as the content of a checkpoint's `manifest.json`. Raises CheckpointError if a row (slice of
-    dimension 0) of a tensor is missing or listed twice."""
+    """Format a manifest. Raises CheckpointError if a row of a tensor is missing or listed twice."""
     for name, entry in manifest.tensors.items():
         require_coverage(name, entry)
     values = {
@@ -115,8 +110,8 @@ def one_item_per_line(value: Any) -> str:
 
 
 def parse(content: bytes) -> Manifest:
-    """Parse the content of a checkpoint's `manifest.json` and check that it is consistent. Raises CheckpointError, and
-    no other error, for any invalid content."""
+    """Parse a manifest and check that it is consistent. Raises CheckpointError, and no other error, for any invalid
+    content."""
     body = unsealed(content)
     if body is None:
         raise CheckpointError(f"{MANIFEST_FILE} is not what was written: its digest of itself differs")
@@ -142,13 +137,9 @@ def parse(content: bytes) -> Manifest:
 
 
 def parse_entry(name: str, values: dict[str, Any], holders: set[str]) -> TensorEntry:
-    """Parse what a checkpoint's manifest records of a tensor. 1,024 ranks write a million ranges of rows of a 7B model,
-    which take seconds. Raises CheckpointError, ValueError, TypeError or KeyError if something is invalid.
-
-    Args:
-        name: the tensor's name.
-        holders: names of the files with tensors that the manifest lists.
-    """
+    """Parse the entry of a tensor. 1,024 ranks write a million ranges of rows of a 7B model, which take seconds.
+    `holders` are the files with tensors. Raises CheckpointError, ValueError, TypeError or KeyError if something is
+    invalid."""
     ranges = []
     for file, begin, end, *columns in values["pieces"]:
         if file not in holders:
@@ -163,16 +154,15 @@ def parse_entry(name: str, values: dict[str, Any], holders: set[str]) -> TensorE
 
 
 def parse_size(value: Any) -> int:
-    """Return `value`, read from a checkpoint's manifest, if it is a valid size, step or row number; raise ValueError
-    otherwise."""
+    """Return `value` if it is a valid size, step or row number; raise ValueError otherwise."""
     if type(value) is not int or not 0 <= value < LARGEST_DIMENSION:
         raise ValueError(f"{str(value)[:50]} is not a size")
     return value
 
 
 def parse_file_name(value: Any) -> str:
-    """Return `value`, read from a checkpoint's manifest, if it is the path of a file that a checkpoint's folder can
-    contain; raise ValueError otherwise. Such a path cannot lead out of the folder."""
+    """Return `value` if it is the path of a file that a checkpoint's folder can contain, which cannot lead out of the
+    folder; raise ValueError otherwise."""
     if not isinstance(value, str) or not (
         value == STATE_FILE or RANK_FILE.fullmatch(value) or ADAPTER_FILE.fullmatch(value)
     ):
@@ -181,8 +171,7 @@ def parse_file_name(value: Any) -> str:
 
 
 def parse_digest(values: dict[str, Any]) -> Digest:
-    """Parse what a checkpoint's manifest records of a file: its size (`bytes`) and XXH128 digest (`xxh128`). Raises
-    ValueError if one of them is invalid."""
+    """Parse the size (`bytes`) and XXH128 digest (`xxh128`) of a file. Raises ValueError if one of them is invalid."""
     size, digest = parse_size(values["bytes"]), values["xxh128"]
     if not isinstance(digest, str) or not HEX.fullmatch(digest):
         raise ValueError(f"{str(digest)[:50]!r} is not an XXH128")
@@ -190,14 +179,8 @@ def parse_digest(values: dict[str, Any]) -> Digest:
 
 
 def require_coverage(name: str, entry: TensorEntry) -> None:
-    """Raise CheckpointError unless every value of a tensor is in exactly one file of a checkpoint: the ranges of
-    columns follow one another, and for each of them the ranges of rows (slices of dimension 0). The message names the
-    tensor and the rows or columns.
-
-    Args:
-        name: the tensor's name.
-        entry: what the checkpoint's manifest records of the tensor: its shape, and which file holds which rows.
-    """
+    """Raise CheckpointError, naming the tensor and the rows or columns, unless every value of a tensor is in exactly
+    one file: the ranges of columns follow one another, and for each of them the ranges of rows."""
     if not any(rows.columns for rows in entry.ranges):
         require_run(f"{name}: rows", [(rows.begin, rows.end) for rows in entry.ranges], entry.rows)
         return

@@ -21,8 +21,8 @@ Columns = tuple[int, int] | None
 Described = tuple[torch.dtype, tuple[int, ...]]
 """Dtype and shape of a tensor."""
 LARGE_ROW = 1 << 16
-"""Bytes. If a row in a file is at least as large, the wanted columns of it are read alone. Smaller rows are read whole,
-because many small reads are slow."""
+"""Bytes. From a row that is at least as large, the wanted columns are read alone. Smaller rows are read whole, because
+many small reads are slow."""
 WEIGHT_PREFIX = "model."
 """Prefix of the names of trained weights in a checkpoint. All other tensors are the optimizer's state."""
 
@@ -31,16 +31,11 @@ WEIGHT_PREFIX = "model."
 def load(
     checkpoint: Checkpoint, into: dict[str, torch.Tensor], elsewhere: Mapping[str, Described] | None = None
 ) -> None:
-    """Fill tensors with the values in a checkpoint. Only the rows (slices of dimension 0) that this rank holds are read
-    and, from large rows, only the columns (indices of dimension 1) that it holds.
+    """Fill tensors with the values in a checkpoint. Only the rows that this rank holds are read and, from large rows,
+    only the columns that it holds.
 
-    Args:
-        into: the tensors to fill, by name.
-        elsewhere: dtype and shape of tensors that only other ranks have, by name. Together with `into` they must have
-            the names, shapes and dtypes of the checkpoint's tensors.
-
-    Raises:
-        CheckpointError: the checkpoint has other tensors, or a file of it cannot be read.
+    `elsewhere` describes the tensors that only other ranks have. Together with `into` they must have the names, shapes
+    and dtypes of the checkpoint's tensors. Raises CheckpointError if they have not, or a file cannot be read.
     """
     with name_in_errors(checkpoint.folder):
         targets = {name: (*held_rows(tensor), local_columns(tensor)) for name, tensor in into.items()}
@@ -55,12 +50,7 @@ def described(tensors: Mapping[str, torch.Tensor]) -> dict[str, Described]:
 
 def require_same_tensors(manifest: Manifest, expected: dict[str, Described]) -> None:
     """Raise CheckpointError, naming a tensor, unless a checkpoint's tensors have exactly the expected names, shapes and
-    dtypes: no tensor may be cast, truncated or skipped.
-
-    Args:
-        manifest: the content of the checkpoint's `manifest.json`, which lists its tensors.
-        expected: dtype and shape of each tensor, by name.
-    """
+    dtypes: no tensor may be cast, truncated or skipped."""
     differing = sorted(manifest.tensors.keys() ^ expected.keys())
     if differing:
         name = differing[0]
@@ -77,14 +67,10 @@ def require_same_tensors(manifest: Manifest, expected: dict[str, Described]) -> 
 def fill(
     folder: Path, entries: Mapping[str, TensorEntry], targets: dict[str, tuple[int, torch.Tensor, Columns]]
 ) -> None:
-    """Read ranges of rows (slices of dimension 0) of a checkpoint's tensors. Each file that contains some of these rows
-    is opened once.
+    """Read ranges of rows of a checkpoint's tensors. Each file that contains some of these rows is opened once.
 
-    Args:
-        folder: folder of the checkpoint.
-        entries: what the checkpoint's manifest records of the tensors, by name: which file holds which rows.
-        targets: by tensor name, the index of the first row to read, the tensor to fill [rows, ...], and the columns to
-            read.
+    `targets` has, by tensor name, the index of the first row to read, the tensor to fill [rows, ...], and the columns
+    to read.
     """
     by_file: dict[str, list[tuple[str, RowRange]]] = {}
     for name, (first, values, columns) in targets.items():
@@ -130,8 +116,8 @@ def overlap(own: tuple[int, int], columns: Columns) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor in a checkpoint, whose rows (slices of dimension 0) may be in the files of several ranks. Its values are
-    not read before `rows` is called."""
+    """A tensor in a checkpoint, whose rows may be in the files of several ranks. They are not read before `rows` is
+    called."""
 
     folder: Path
     key: str
@@ -146,8 +132,7 @@ class SavedTensor:
         return self.entry.dtype
 
     def rows(self, begin: int, end: int) -> torch.Tensor:
-        """Read rows [begin, end) of a tensor in a checkpoint (slices of dimension 0) into a new CPU tensor. Raises
-        CheckpointError if they cannot be read."""
+        """Read rows [begin, end) into a new CPU tensor. Raises CheckpointError if they cannot be read."""
         values = torch.empty(end - begin, *self.shape[1:], dtype=self.dtype)
         with name_in_errors(self.folder):
             fill(self.folder, {self.key: self.entry}, {self.key: (begin, values, None)})
@@ -156,7 +141,7 @@ class SavedTensor:
 
 def saved_weights(checkpoint: Checkpoint) -> dict[str, SavedTensor]:
     """Return the trained weights in a verified checkpoint by parameter name, in the dtype in which the optimizer
-    updates them. Their values are not read yet."""
+    updates them, not read yet."""
     return {
         key.removeprefix(WEIGHT_PREFIX): SavedTensor(checkpoint.folder, key, entry)
         for key, entry in checkpoint.manifest.tensors.items()

@@ -13,8 +13,7 @@ from llava_fsdp.runtime.files.run_dir import FOLDER, list_checkpoints, step_of
 from llava_fsdp.runtime.text.log import log
 
 POINTER = "latest"
-"""Name of a file that contains the name of the newest checkpoint, for people and scripts. llava_fsdp does not read this
-file."""
+"""Name of a file with the name of the newest checkpoint, for people and scripts. llava_fsdp does not read it."""
 STAGED = ".tmp"
 """Ending of the name of a checkpoint's folder that is not complete yet, or that is being deleted."""
 REPLACED = ".replaced.tmp"
@@ -22,7 +21,7 @@ REPLACED = ".replaced.tmp"
 
 
 def write_latest(folder: Path) -> None:
-    """Write the name of the newest checkpoint, `folder`, into the file `latest` beside it."""
+    """Write the name of the newest checkpoint into the file `latest` beside it."""
     replace_file(folder.parent / POINTER, folder.name.encode() + b"\n", 0o600, durable=True)
 
 
@@ -43,22 +42,14 @@ def delete(folder: Path) -> None:
 def restore_replaced(parent: Path) -> None:
     """Give checkpoints their names back that a crashed save has renamed. A save that replaces a checkpoint first
     renames the old checkpoint. If the save crashed before the new checkpoint had its final name, the old one gets that
-    name again.
-
-    Args:
-        parent: the folder that contains the checkpoints.
-    """
+    name again."""
     for path in parent.glob("step-*" + REPLACED) if parent.is_dir() else ():
         if not os.path.lexists(named := path.with_name(path.name.removesuffix(REPLACED))):
             os.rename(path, named)
 
 
 def delete_temporary(parent: Path) -> None:
-    """Delete the temporary folders that interrupted saves and deletions of checkpoints have left.
-
-    Args:
-        parent: the folder that contains the checkpoints.
-    """
+    """Delete the temporary folders that interrupted saves and deletions of checkpoints have left."""
     for path in parent.glob("step-*" + STAGED) if parent.is_dir() else ():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -68,13 +59,8 @@ def prune(
     parent: Path, keep: int, keep_every: int | None, is_good: Callable[[Path], bool], at: Callable[[str], None]
 ) -> None:
     """Delete old checkpoints. Kept are the newest `keep` undamaged checkpoints, all damaged ones that are newer than
-    the last of these, and, unless `keep_every` is None, those whose step is a multiple of `keep_every`.
-
-    Args:
-        parent: the folder that contains the checkpoints.
-        is_good: returns whether a checkpoint is undamaged.
-        at: called with the text "one deleted" after each deletion; for tests, which end the process there.
-    """
+    the last of these, and, unless `keep_every` is None, those whose step is a multiple of `keep_every`. After each
+    deletion `at` is called with "one deleted", for tests, which end the process there."""
     good = 0
     for folder in reversed(list_checkpoints(parent)):
         step = step_of(folder)
@@ -88,13 +74,8 @@ def prune(
 
 
 def set_aside(output: Path, paths: Iterable[Path]) -> None:
-    """Move files and folders of an earlier run into a new folder `old-N` in `output`, so that they are neither lost nor
-    mixed with the output of the current run.
-
-    Args:
-        output: the output folder that both runs use.
-        paths: the files and folders in `output` to move. Those that do not exist are ignored.
-    """
+    """Move those of these files and folders of an earlier run that exist into a new folder `old-N` in `output`, so that
+    they are neither lost nor mixed with the output of the current run."""
     present = [path for path in paths if os.path.lexists(path)]
     if not present:
         return
@@ -110,14 +91,8 @@ def set_aside(output: Path, paths: Iterable[Path]) -> None:
 
 
 def set_aside_later(output: Path, folder: Path, step: int) -> None:
-    """Move all checkpoints of later steps than the one from which the run continues into a new folder `old-N` in
-    `output`.
-
-    Args:
-        output: the run's output folder.
-        folder: the checkpoint from which the run continues.
-        step: the step of that checkpoint.
-    """
+    """Move all checkpoints of later steps than that of `folder`, from which the run continues, into a new folder
+    `old-N` in `output`."""
     parent = output / FOLDER
     later = [p for p in list_checkpoints(parent) if (step_of(p) or 0) > step and p.resolve() != folder.resolve()]
     set_aside(output, later)

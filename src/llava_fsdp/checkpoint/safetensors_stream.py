@@ -30,16 +30,16 @@ CODES = {
 }  # fmt: skip
 DTYPES = {code: dtype for dtype, code in CODES.items()}
 WRITEBACK = 64 << 20
-"""Number of bytes after which the kernel is asked to start writing them to the disk. Otherwise the kernel would start
-only when the bytes that wait to be written fill a tenth of the memory."""
+"""Bytes after which the kernel is asked to start writing them to the disk. Otherwise it would start only when the bytes
+that wait fill a tenth of the memory."""
 LARGEST_HEADER = 100 << 20
-"""Maximum accepted size of a header in bytes. The safetensors library has the same limit."""
+"""Maximum accepted size of a header in bytes, as in the safetensors library."""
 LARGEST_DIMENSION = 1 << 62
 
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """Dtype, shape and byte range of a tensor in a safetensors file, from the file's header."""
+    """A tensor in a safetensors file, from the file's header."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -53,14 +53,9 @@ def size_of(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
 
 
 def build_header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[bytes, list[str]]:
-    """Build the header of a safetensors file, with the 8 bytes before it that give its length.
-
-    Args:
-        tensors: dtype and shape of each tensor, by name.
-
-    Returns:
-        The header, and the tensors' names in the order of their data: wide dtypes first, so that all data is aligned.
-    """
+    """Build the header of a safetensors file, with the 8 bytes before it that give its length, from each tensor's dtype
+    and shape. Also return the tensors' names in the order of their data: wide dtypes first, so that all data is
+    aligned."""
     order = sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name))
     described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
@@ -80,7 +75,7 @@ def write_tensors(
     read: Callable[[str], torch.Tensor],
     hasher: Executor,
 ) -> Digest:
-    """Write tensors to a new safetensors file, a few MiB at a time, and force the file to the disk. Return its size and
+    """Write tensors to a new safetensors file, a few MiB at a time, and force it to the disk. Return its size and
     digest.
 
     Args:
@@ -109,14 +104,8 @@ def write_tensors(
 
 
 def chunks(head: bytes, order: list[str], read: Callable[[str], torch.Tensor]) -> Iterator[memoryview]:
-    """Yield the content of a safetensors file: first its header, then the data of its tensors in pieces of a few
-    MiB. Raises NumericError if a value is not finite.
-
-    Args:
-        head: the header, with the 8 bytes before it that give its length.
-        order: the tensors' names, in the order of their data.
-        read: returns the tensor with a given name.
-    """
+    """Yield the content of a safetensors file: its header `head`, then the tensors' data in pieces of a few MiB. Raises
+    NumericError if a value is not finite."""
     yield memoryview(head)
     for name in order:
         flat = read(name).detach().reshape(-1)
@@ -144,11 +133,7 @@ def require_finite(name: str, part: torch.Tensor) -> None:
 
 def begin_writing(descriptor: int, begin: int, length: int) -> None:
     """Ask the kernel to start writing the bytes [begin, begin + length) of a file to the disk in the background. Does
-    nothing if the operating system has no such call.
-
-    Args:
-        descriptor: file descriptor of the file.
-    """
+    nothing if the operating system has no such call."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, begin, length, os.POSIX_FADV_DONTNEED)
 
@@ -173,15 +158,8 @@ def open_file(path: Path) -> int:
 
 
 def read_header(descriptor: int, name: str) -> dict[str, TensorPlace]:
-    """Read the header of a safetensors file: dtype, shape and byte range of each tensor, by name.
-
-    Args:
-        descriptor: file descriptor of the file.
-        name: name of the file, for error messages.
-
-    Raises:
-        CheckpointError: the file is not a safetensors file, or its data does not match the header.
-    """
+    """Read the header of a safetensors file, whose name is for error messages. Raises CheckpointError if it is not such
+    a file, or its data does not match the header."""
     size = os.fstat(descriptor).st_size
     length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
     if size < 8 or not 2 <= length <= min(size - 8, LARGEST_HEADER):
@@ -212,17 +190,8 @@ def parse_place(described: dict[str, Any], base: int) -> TensorPlace:
 
 
 def read_rows(descriptor: int, name: str, begin: int, into: torch.Tensor) -> None:
-    """Fill a tensor on any device with bytes of a file.
-
-    Args:
-        descriptor: file descriptor of the file.
-        name: name of the file, for error messages.
-        begin: offset in the file of the tensor's first byte.
-        into: the tensor to fill.
-
-    Raises:
-        CheckpointError: the file ends before the tensor is full.
-    """
+    """Fill a tensor on any device with the bytes of a file from the offset `begin` on. Raises CheckpointError if the
+    file ends before the tensor is full."""
     direct = into.device.type == "cpu" and into.is_contiguous()
     flat = into.detach().reshape(-1) if direct else torch.empty(into.numel(), dtype=into.dtype)
     if not flat.numel():

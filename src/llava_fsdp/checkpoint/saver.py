@@ -34,8 +34,8 @@ MARGIN = 1.2
 
 
 class Saver:
-    """Saves a run's state as checkpoints, in the background if possible. All ranks must call each method, except
-    `failed` and `before_update`, which need no other rank."""
+    """Saves a run's state as checkpoints, in the background if possible. Every method is a collective, except `failed`
+    and `before_update`."""
 
     def __init__(
         self,
@@ -50,11 +50,10 @@ class Saver:
         check: Callable[[], None] = lambda: None,
         equal_ranks: tuple[int, int] | None = None,
     ):
-        """Prepare to save checkpoints: create their folder, start the threads that write them, and allocate the buffers
-        for copies of the state.
+        """Create the folder of the checkpoints, start the threads that write them, and allocate the buffers for copies
+        of the state.
 
         Args:
-            parent: the folder that contains the checkpoints.
             tensors: returns the tensors to save of which this rank holds a part, by name, with the same names, shapes
                 and sharding at every call.
             facts: returns all other state to save, including `step`.
@@ -98,8 +97,7 @@ class Saver:
             self.touched = self.writer.submit(self.snapshot.touch)
 
     def rows_to_write(self) -> tuple[dict[str, TensorEntry], dict[str, torch.Tensor]]:
-        """Return what this rank writes to a checkpoint: by tensor name, what the checkpoint's manifest records of this
-        rank's rows (slices of dimension 0); and, by tensor name, the values of these rows."""
+        """Return what `layout.written_rows` returns for this rank."""
         return written_rows(self.tensors(), rank_file(rank_and_size()[0]), self.equal_ranks)
 
     @property
@@ -138,8 +136,7 @@ class Saver:
             self.under_way = self.writer.submit(write)
 
     def before_update(self) -> None:
-        """Wait until the copy of the state that a checkpoint is written from is complete. To be called before the
-        optimizer changes the state. Not a collective."""
+        """Wait until the copy of the state is complete. To be called before the optimizer changes the state."""
         if self.snapshot is not None:
             self.snapshot.wait()
 
@@ -166,15 +163,14 @@ class Saver:
             self.error.__cause__ = error
 
     def is_serious(self, error: BaseException | None) -> bool:
-        """Return whether `error`, raised while a checkpoint was saved, must end the run; False for None. With
-        `checkpoint.on_save_error=warn`, a full disk does not end the run, but weights that are not finite and lost
-        ranks do."""
+        """Return whether an error of a save must end the run. With `checkpoint.on_save_error=warn`, a full disk does
+        not, but weights that are not finite and lost ranks do."""
         forgiven = self.cfg.on_save_error is OnSaveError.warn and type(error) is CheckpointError
         return error is not None and not forgiven
 
     def reset_saved_step(self) -> None:
-        """Forget which step was saved as a checkpoint last, and the error of a failed save. To be called when the run's
-        folder was lost, with the checkpoints in it."""
+        """Forget which step was saved last, and the error of a failed save. To be called when the run's folder was
+        lost, with the checkpoints in it."""
         self.wait()
         self.error = self.saved_step = None
 
@@ -185,8 +181,8 @@ class Saver:
             raise self.error
 
     def close(self) -> None:
-        """Wait until the last checkpoint is on the disk, and then free the threads, the buffers and the process group.
-        If a save has failed, raise its error."""
+        """Wait until the last checkpoint is on the disk, and free the threads, the buffers and the process group. If a
+        save has failed, raise its error."""
         self.wait()
         self.writer.shutdown()
         self.hasher.shutdown()
@@ -200,13 +196,8 @@ class Saver:
 
 
 def prepare_folder(parent: Path, needed: int) -> None:
-    """Create the folder that contains the checkpoints, and check that it is writable and has room for another
-    checkpoint. Called on rank 0.
-
-    Args:
-        parent: the folder.
-        needed: bytes of the tensors and LoRA adapters of one checkpoint.
-    """
+    """Create the folder of the checkpoints, and check that it is writable and has room for another one of `needed`
+    bytes. Called on rank 0."""
     make_folder(parent)
     restore_replaced(parent)  # a run that continues from another folder has not done this for its own folder yet
     delete_temporary(parent)

@@ -28,8 +28,8 @@ growth of processes during the run."""
 
 
 class Snapshot:
-    """A copy, in host memory, of all tensors that this rank writes to checkpoints, so that training can go on while a
-    checkpoint is written from the copy. If the tensors are on a GPU, the memory is pinned."""
+    """A copy, in host memory, of all tensors that this rank writes to checkpoints. If they are on a GPU, it is
+    pinned."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]):
         self.on_gpu = device_of(tensors.values()) is not None
@@ -52,22 +52,20 @@ class Snapshot:
         self.filled.set()
 
     def touch(self) -> None:
-        """Write to every memory page of the buffers for the copy of the state. Otherwise the first copy would wait for
-        the system to provide the pages."""
+        """Write to every memory page of the buffers. Otherwise the first copy would wait for the system to provide the
+        pages."""
         memory = torch.frombuffer(self.arena.memory, dtype=torch.uint8)
         memory[::PAGE].zero_()
 
     def begin(self) -> None:
-        """Mark the tensors of the state as ready to be copied for a checkpoint. They must not change until `wait`
-        returns."""
+        """Mark the tensors as ready to be copied. They must not change until `wait` returns."""
         self.filled.clear()
         if self.updated is not None:
             self.updated.record()
 
     def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy the tensors (by name) into the buffers from which a checkpoint is written. Called in the thread that
-        writes checkpoints. On a GPU the copy runs on a side stream, after the optimizer's update that was queued before
-        `begin` was called."""
+        """Copy the tensors (by name) into the buffers. Called in the thread that writes checkpoints. On a GPU the copy
+        runs on a side stream, after the optimizer's update that was queued before `begin` was called."""
         assert tensors.keys() == self.buffers.keys()
         try:
             if self.stream is None or self.updated is None or self.copied is None:
@@ -83,14 +81,14 @@ class Snapshot:
             self.filled.set()
 
     def wait(self) -> None:
-        """Wait until the tensors may change again, because they are copied for the checkpoint. On a GPU the host waits
-        only until the copies are queued, and the current CUDA stream waits until the copies are done."""
+        """Wait until the tensors may change again. On a GPU the host waits only until the copies are queued, and the
+        current CUDA stream waits until the copies are done."""
         self.filled.wait()
         if self.copied is not None:
             torch.cuda.current_stream().wait_event(self.copied)
 
     def ready(self) -> dict[str, torch.Tensor]:
-        """Wait until the tensors are copied for the checkpoint, and return the copies by tensor name."""
+        """Wait until the tensors are copied, and return the copies by tensor name."""
         if self.copied is not None:
             self.copied.synchronize()
         return self.buffers
@@ -102,24 +100,16 @@ def device_of(tensors: Iterable[torch.Tensor]) -> torch.device | None:
 
 
 def use_device(device: torch.device | None) -> None:
-    """Make a GPU the current one of the calling thread. A new thread's current GPU is number 0, and its first call of
-    CUDA would make a context there: half a gigabyte of GPU 0's memory for each rank of the machine.
-
-    Args:
-        device: the GPU; None: the thread uses no GPU.
-    """
+    """Make a GPU, if there is one, the current one of the calling thread. A new thread's current GPU is number 0, and
+    its first call of CUDA would make a context there: half a gigabyte of GPU 0's memory for each rank of the
+    machine."""
     if device is not None:
         torch.cuda.set_device(device)
 
 
 def fits(nbytes: int, group: dist.ProcessGroup | None) -> bool:
-    """Return whether host memory has room for a copy of the training state of all ranks, from which checkpoints are
-    written in the background; all ranks get the same result. Collective: all ranks must call it.
-
-    Args:
-        nbytes: size of this rank's copy.
-        group: the process group of all ranks; None for the default group.
-    """
+    """Return whether host memory has room for the copies of all ranks, of which this one has `nbytes`; all ranks get
+    the same result. Collective."""
     host = socket.gethostname()
     needed = sum(count for name, count in gathered((host, nbytes), group) if name == host)
     available = read_host().free

@@ -19,7 +19,7 @@ TYPES: dict[str, tuple[type, ...]] = {
 SCALER: dict[str, tuple[type, ...]] = {
     "scale": (float,), "hysteresis": (int,), "steps": (int,), "last_overflow": (int,),
 }  # fmt: skip
-"""Allowed types of the values in the entry `scaler` (the loss scale of fp16) of `state.json`, by key."""
+"""Allowed types of the values in the entry `scaler` (the loss scale of fp16), by key."""
 COUNTERS = ("step", "samples", "skipped", "consecutive")
 FINGERPRINTS = ("dataset", "encoding", "order", "model")
 
@@ -29,9 +29,8 @@ def render_facts(facts: dict[str, Any]) -> bytes:
 
 
 def parse_facts(content: bytes, manifest: Manifest) -> dict[str, Any]:
-    """Parse a checkpoint's `state.json`, which contains all state of a run except the tensors. Check its types, and
-    that its step is that of the checkpoint's manifest. Raises CheckpointError, and no other error, for any invalid
-    content."""
+    """Parse a checkpoint's `state.json`. Check its types, and that its step is that of the manifest. Raises
+    CheckpointError, and no other error, for any invalid content."""
     try:
         missing_in_older = {"consecutive": 0, "dynamic": None}
         facts: dict[str, Any] = missing_in_older | parse_object(content)
@@ -56,8 +55,7 @@ def parse_facts(content: bytes, manifest: Manifest) -> dict[str, Any]:
 
 
 def require_types(found: dict[str, Any], types: dict[str, tuple[type, ...]]) -> None:
-    """Raise KeyError or TypeError unless `found` has exactly the keys of `types`, with values of the types listed
-    there."""
+    """Raise KeyError or TypeError unless `found` has exactly the keys of `types`, with values of these types."""
     wrong = [key for key, allowed in types.items() if type(found[key]) not in allowed]
     unknown = found.keys() - types.keys()
     if wrong or unknown:
@@ -65,8 +63,8 @@ def require_types(found: dict[str, Any], types: dict[str, tuple[type, ...]]) -> 
 
 
 def jsonable(value: Any) -> Any:
-    """Return a copy of a value in which enums in nested dicts and lists are replaced by their values, so that it can be
-    written as JSON."""
+    """Return a copy in which enums in nested dicts and lists are replaced by their values, so that it can be written as
+    JSON."""
     if isinstance(value, dict):
         return {k: jsonable(v) for k, v in value.items()}
     if isinstance(value, list):

@@ -32,8 +32,7 @@ from llava_fsdp.runtime.text.log import log
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A verified checkpoint: its folder, its manifest (the list of its files and tensors) and its state except the
-    tensors."""
+    """A verified checkpoint."""
 
     folder: Path
     manifest: Manifest
@@ -51,8 +50,8 @@ def verify(folder: Path) -> Checkpoint:
 
 
 def verify_together(folder: Path) -> Checkpoint:
-    """Verify a checkpoint with all ranks, each of which reads some of the files. Collective: all ranks must call it. If
-    the checkpoint is damaged, all raise the same CheckpointError."""
+    """Verify a checkpoint with all ranks, each of which reads some of the files. Collective. If the checkpoint is
+    damaged, all raise the same CheckpointError."""
     rank, size = rank_and_size()
     checkpoint = on_first_rank(name_in_errors(folder)(lambda: check_contents(folder)), f"{folder} cannot be read")
     names = share(checkpoint.manifest.files, rank, size)
@@ -62,8 +61,8 @@ def verify_together(folder: Path) -> Checkpoint:
 
 @contextlib.contextmanager
 def name_in_errors(folder: Path) -> Iterator[None]:
-    """Context manager and decorator that prefixes the messages of CheckpointErrors with the path of a checkpoint's
-    folder, and turns OSErrors into such CheckpointErrors."""
+    """Context manager and decorator that prefixes the messages of CheckpointErrors with the folder's path, and turns
+    OSErrors into such CheckpointErrors."""
     try:
         yield
     except CheckpointError as error:
@@ -73,8 +72,7 @@ def name_in_errors(folder: Path) -> Iterator[None]:
 
 
 def check_contents(folder: Path) -> Checkpoint:
-    """Read a checkpoint and check everything except the digests of its tensor files. Raises CheckpointError if
-    something is wrong."""
+    """Check everything except the digests of the tensor files. Raises CheckpointError if something is wrong."""
     manifest = check_files(folder)
     step = step_of(folder)
     if step is not None and step != manifest.step:
@@ -86,8 +84,8 @@ def check_contents(folder: Path) -> Checkpoint:
 
 
 def check_files(folder: Path) -> Manifest:
-    """Read a checkpoint's manifest (the list of its files and tensors), and compare the names and sizes of the files in
-    its folder with it. Raises CheckpointError if a file is missing, is not listed or has another size."""
+    """Read a checkpoint's manifest, and compare the names and sizes of the files in its folder with it. Raises
+    CheckpointError if a file is missing, is not listed or has another size."""
     require_plain_folder(folder)
     entries = {entry.name: entry for entry in os.scandir(folder)}
     if MANIFEST_FILE not in entries:
@@ -111,16 +109,9 @@ def check_files(folder: Path) -> Manifest:
 
 
 def adapter_entries(folder: os.DirEntry[str] | None) -> dict[str, os.DirEntry[str]]:
-    """Return the files in the folder of LoRA adapters of a checkpoint, and in its subfolders, by path within the
-    checkpoint.
-
-    Args:
-        folder: the folder of adapters; None: the checkpoint has no such folder.
-
-    Raises:
-        CheckpointError: the folder is missing or a symbolic link. (`open_file` refuses only links at the end of a
-            path.)
-    """
+    """Return the files in a checkpoint's folder of LoRA adapters, if it has one, and in its subfolders, by path within
+    the checkpoint. Raises CheckpointError if a folder is missing or a symbolic link. (`open_file` refuses only links at
+    the end of a path.)"""
     if folder is None or not folder.is_dir(follow_symlinks=False):
         raise CheckpointError(f"{ADAPTER_FOLDER} is missing, or not a folder")
     found: dict[str, os.DirEntry[str]] = {}
@@ -143,8 +134,8 @@ def read_small(path: Path, largest: int) -> bytes:
 
 
 def check_headers(folder: Path, manifest: Manifest) -> None:
-    """Check that every tensor file of a checkpoint contains exactly the rows (slices of dimension 0) that the
-    checkpoint's manifest lists for it. Raises CheckpointError, naming the file and the tensor, if not."""
+    """Check that every tensor file contains exactly the rows that the manifest lists for it. Raises CheckpointError,
+    naming the file and the tensor, if not."""
     expected: dict[str, dict[str, tuple[object, tuple[int, ...]]]] = {
         name: {} for name in manifest.files if RANK_FILE.fullmatch(name)
     }
@@ -170,27 +161,22 @@ def digest_files(checkpoint: Checkpoint, names: list[str]) -> None:
 
 
 def check_digest(folder: Path, name: str, manifest: Manifest) -> None:
-    """Raise CheckpointError if the size or digest of the file `name` in a checkpoint's folder differs from that in the
-    checkpoint's manifest."""
+    """Raise CheckpointError if the size or digest of a file differs from that in the manifest."""
     if digest_of_file(folder / name) != manifest.files[name]:
         raise CheckpointError(f"{name} is not what was written: its digest differs")
 
 
 def digest_of_file(path: Path) -> Digest:
-    """Return the size and digest of a file. Raises CheckpointError if the path is a link or not a regular file, or if
-    it cannot be opened."""
+    """Return the size and digest of a file. Raises CheckpointError if it is a link or no regular file, or cannot be
+    opened."""
     with os.fdopen(open_file(path), "rb", buffering=0) as file:
         return digest_of(file)
 
 
 def newest_together(parent: Path, strict: bool) -> Checkpoint | None:
-    """Return the newest checkpoint in a folder that passes verification, or None if there are no checkpoints.
-    Collective: all ranks must call it.
-
-    Args:
-        parent: the folder that contains the checkpoints.
-        strict: whether to raise an error if the newest checkpoint is damaged. Otherwise a warning is logged, and the
-            checkpoint before it is used.
+    """Return the newest checkpoint in `parent` that passes verification, or None if there are no checkpoints.
+    Collective. If the newest is damaged, it is an error with `strict`; else a warning is logged, and the one before it
+    is used.
 
     Raises:
         CheckpointError: all checkpoints are damaged; with `strict`, the newest one is.
@@ -204,21 +190,15 @@ def newest_together(parent: Path, strict: bool) -> Checkpoint | None:
 
 
 def newest_alone(parent: Path) -> Checkpoint | None:
-    """Return the newest checkpoint in the folder `parent` that passes verification, or None if there are no
-    checkpoints. Unlike `newest_together`, this runs in one process and changes nothing in the folder."""
+    """Return what `newest_together` returns. This runs in one process and changes nothing in the folder."""
     return first_good(list_checkpoints(parent)[::-1], False, verify)
 
 
 def first_good(folders: list[Path], strict: bool, check: Callable[[Path], Checkpoint]) -> Checkpoint | None:
-    """Return the first of several checkpoints that is undamaged; None if `folders` is empty.
-
-    Args:
-        folders: the checkpoints' folders, in the order in which they are tried.
-        strict: whether to raise an error, instead of trying the next checkpoint, if the first one is damaged.
-        check: verifies a checkpoint; raises CheckpointError if it is damaged.
+    """Return the first of these checkpoints that is undamaged; None if there are none.
 
     Raises:
-        CheckpointError: all checkpoints are damaged; with `strict`, the first one is.
+        CheckpointError: all are damaged; with `strict`, the first one is. `check` raises it, too, for a damaged one.
     """
     reasons = []
     for folder in folders:

@@ -29,17 +29,8 @@ footer, button[aria-label="Share"] {display: none}  /* the latter sends an image
 
 
 def make_app(sessions: Sessions, cfg: ChatConfig) -> tuple[Any, dict[int, Callable[[list[Any]], object]]]:
-    """Build the web application of the page for chatting with a model, without the checks of requests, which
-    `security.py` adds.
-
-    Args:
-        sessions: the conversations of all browser tabs, and the model.
-        cfg: configuration of the command `chat`.
-
-    Returns:
-        The application, and for the number of each function that the page calls, a function that checks the values of
-        its inputs.
-    """
+    """Build the web application of the page, without the checks of requests, which `security.py` adds. Also return, for
+    the number of each function that the page calls, a function that checks the values of its inputs."""
     page = make_page(sessions, cfg)
     app = gr.mount_gradio_app(
         fastapi.FastAPI(docs_url=None, redoc_url=None, openapi_url=None),
@@ -64,13 +55,8 @@ def make_app(sessions: Sessions, cfg: ChatConfig) -> tuple[Any, dict[int, Callab
 
 
 def check_inputs(blocks: Sequence[Any], data: list[Any]) -> None:
-    """Raise an exception if Gradio would not accept the values of the inputs of a function that the page calls. It does
-    the same later, where it prints a traceback.
-
-    Args:
-        blocks: Gradio's components from which the inputs come.
-        data: their values, as a request gives them.
-    """
+    """Raise an exception if Gradio would not accept these values of the inputs of a function, given the components that
+    the inputs come from. Gradio does the same later, where it prints a traceback."""
     for block, value in zip(blocks, data, strict=True):
         if value is None:
             raise ValueError("an input is missing")
@@ -136,11 +122,10 @@ def make_page(sessions: Sessions, cfg: ChatConfig) -> gr.Blocks:
 
 
 def answer(sessions: Sessions, key: str, box: dict[str, Any], settings: tuple[float, float, float]) -> Iterator[Any]:
-    """Let the model answer a question from the chat page, and yield updates of the page's conversation and question box
+    """Let the model answer a question from the page, and yield updates of the page's conversation and question box
     meanwhile.
 
     Args:
-        sessions: the conversations of all browser tabs, and the model.
         key: Gradio's key of the browser tab.
         box: content of the question box: text and files.
         settings: temperature, top_p and max_new_tokens.
@@ -166,8 +151,8 @@ def box_with(text: str, files: list[str]) -> gr.MultimodalTextbox:
 
 
 def checked_sampling(temperature: float, top_p: float, max_new_tokens: float) -> Sampling:
-    """Return the values of the chat page's sliders as settings for generating an answer. Raise DataError if one is out
-    of range, which is possible if the request does not come from the page."""
+    """Return the values of the page's sliders. Raises DataError if one is out of range, which is possible if the
+    request does not come from the page."""
     if not (0 <= temperature <= 100 and 0 < top_p <= 1 and 1 <= max_new_tokens <= 1 << 20):
         raise DataError(
             f"temperature={temperature}, top_p={top_p} and max_new_tokens={max_new_tokens} are out of range"
@@ -184,12 +169,8 @@ def history(session: Session) -> list[Any]:
 
 
 def message(role: str, text: str, files: list[Path]) -> dict[str, Any]:
-    """Return a message for gr.Chatbot, with HTML in `text` escaped. Files that Gradio has deleted are left out.
-
-    Args:
-        role: user or assistant.
-        files: images that are shown with the message.
-    """
+    """Return a message for gr.Chatbot, with HTML in `text` escaped, and the images that are shown with it. Files that
+    Gradio has deleted are left out."""
     text = html.escape(text, quote=False)
     images: list[Any] = [{"path": str(path), "alt_text": path.name} for path in files if path.is_file()]
     return {"role": role, "content": [*images, *([text] if text or not files else [])]}

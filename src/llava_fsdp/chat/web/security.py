@@ -72,9 +72,8 @@ class RequestRefused(Exception):
 @dataclass(frozen=True)
 class Guard:
     """ASGI application that checks requests to the chat page and passes the accepted ones on to another ASGI
-    application.
-
-    A request that makes the other application fail is answered with 400, and one line is logged instead of a traceback.
+    application. A request that makes the other fail is answered with 400, and one line is logged instead of a
+    traceback.
 
     Attributes:
         app: the other application.
@@ -145,8 +144,8 @@ class Guard:
             await send(message)
 
     def check_upload(self, headers: Mapping[str, str]) -> None:
-        """Raise RequestRefused if the request headers of an upload to the chat page announce too many bytes
-        (Content-Length). The server reads no more than that length."""
+        """Raise RequestRefused if the headers of an upload announce too many bytes (Content-Length). The server reads
+        no more than that length."""
         length = headers.get("content-length", "")
         if (
             not length.isdecimal() or "transfer-encoding" in headers
@@ -171,14 +170,11 @@ def bytes_in(folder: Path) -> int:
 
 def check_names(headers: Mapping[str, str], host: str, method: str = "GET") -> None:
     """Raise RequestRefused if a request's headers show that it comes from another site that is open in the user's
-    browser.
+    browser. Another site may only link to the page, not send a form. `host` is the name or address that the page is
+    served at.
 
     Another site can make its name resolve to this machine (DNS rebinding), so the Host must be a name of this machine
     or an IP address.
-
-    Args:
-        host: name or address that the chat page is served at.
-        method: the request's HTTP method. Another site may only link to the page, not send a form.
     """
     requested = headers.get("host", "")
     try:
@@ -205,8 +201,7 @@ def is_address(name: str) -> bool:
 
 
 def check_route(method: str, path: str) -> None:
-    """Raise RequestRefused for a request with an HTTP method and path that the chat page does not use; Gradio has many
-    such routes."""
+    """Raise RequestRefused for a method and path that the page does not use; Gradio has many such routes."""
     if len(path) > LONGEST_PATH:
         raise RequestRefused(414, "the address is too long")
     routes = {"GET": READ, "HEAD": READ, "POST": WRITTEN}.get(method)
@@ -215,8 +210,7 @@ def check_route(method: str, path: str) -> None:
 
 
 def check_file(name: object, uploads: Path) -> None:
-    """Raise RequestRefused unless `name` is the path of a file in `uploads`, the folder of the files that were uploaded
-    to the chat page."""
+    """Raise RequestRefused unless `name` is the path of a file in `uploads`, the folder of the uploaded files."""
     folder = os.path.realpath(uploads)
     try:
         inside = (
@@ -232,8 +226,8 @@ def check_file(name: object, uploads: Path) -> None:
 
 
 def check_body(body: bytes, uploads: Path) -> Any:
-    """Return the parsed body of a request to the chat page. Raise RequestRefused if it is not JSON, or names a URL or a
-    file outside `uploads`, the folder of the files that were uploaded to the page."""
+    """Return the parsed body of a request. Raises RequestRefused if it is not JSON, or names a URL or a file outside
+    `uploads`, the folder of the uploaded files."""
     if not body:
         return None
     try:
@@ -259,12 +253,8 @@ def no_number(name: str) -> None:
 
 
 def check_call(tree: Any, functions: Mapping[int, Callable[[list[Any]], object]]) -> None:
-    """Raise RequestRefused if a request calls no function of the chat page, or not with the inputs that it takes.
-
-    Args:
-        tree: parsed body of the request.
-        functions: {number of a function: checks the values of its inputs, with any exception}.
-    """
+    """Raise RequestRefused if a parsed request calls no function of the page, or not with the inputs that it takes.
+    `functions` are those of `Guard`."""
     if not isinstance(tree, dict):
         raise RequestRefused(422, "not an object")
     number, data, session = tree.get("fn_index"), tree.get("data"), tree.get("session_hash")
@@ -282,8 +272,7 @@ def check_call(tree: Any, functions: Mapping[int, Callable[[list[Any]], object]]
 
 
 def objects_of(tree: Any) -> Iterator[dict[str, Any]]:
-    """Yield all objects (dicts) within a parsed JSON value, at any depth. This is done without recursion, because they
-    may be deeply nested."""
+    """Yield all objects (dicts) within a parsed JSON value, without recursion, because they may be deeply nested."""
     left = [tree]
     while left:
         value = left.pop()
@@ -318,8 +307,8 @@ def replayed(body: bytes, receive: Receive) -> Receive:
 
 
 def with_headers(send: Send) -> Send:
-    """Return an ASGI `send` function that calls `send`, but adds security headers to a response (HEADERS) and removes
-    headers that would let other sites read it."""
+    """Return an ASGI `send` function that adds security headers to a response (HEADERS) and removes headers that would
+    let other sites read it."""
 
     async def sent(message: Message) -> None:
         if message["type"] == "http.response.start":

@@ -14,19 +14,15 @@ from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.text.log import log
 
 GRACE = 2
-"""Seconds that open connections get to finish when the server ends. Connections of a page that is still open in a
-browser never close by themselves."""
+"""Seconds that open connections get to finish when the server ends. Those of a page that is still open in a browser
+never close by themselves."""
 FORM = 64 << 10
 """Maximum number of bytes that an upload request may have for each file besides the file's content."""
 
 
 def serve(cfg: ChatConfig) -> None:
-    """Serve the web page for chatting with a model until Ctrl-C or SIGTERM, then delete the files that were uploaded to
-    it.
-
-    Raises:
-        ConfigError: gradio is not installed, or the address is taken; raised before the model is loaded.
-    """
+    """Serve the web page until Ctrl-C or SIGTERM, then delete the uploaded files. Raises ConfigError before the model
+    is loaded if gradio is not installed, or the address is taken."""
     with tempfile.TemporaryDirectory(prefix="llava_fsdp-page-") as folder:
         prepare_environment(folder)
         try:
@@ -68,16 +64,16 @@ def serve(cfg: ChatConfig) -> None:
 
 
 def prepare_environment(folder: str) -> None:
-    """Set the environment variables that Gradio reads when it is imported: files that users upload to the chat page are
-    stored in `folder`, and telemetry is off."""
+    """Set the environment variables that Gradio reads when it is imported: uploaded files are stored in `folder`, and
+    telemetry is off."""
     for name in [name for name in os.environ if name.startswith("GRADIO_")]:
         del os.environ[name]
     os.environ |= {"GRADIO_TEMP_DIR": folder, "GRADIO_ANALYTICS_ENABLED": "False", "HF_HUB_DISABLE_TELEMETRY": "1"}
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """Open a listening socket for the chat page. Raise ConfigError if the port is taken or the address does not belong
-    to this machine."""
+    """Open a listening socket. Raises ConfigError if the port is taken or the address does not belong to this
+    machine."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return socket.create_server(address, family=family)

@@ -1,5 +1,5 @@
 """Keep the conversations of the web page for chatting with a model, one for every browser tab. They are stored on the
-server only."""
+server only. The argument `key` of functions is Gradio's key of the tab."""
 
 import threading
 from collections import OrderedDict
@@ -19,14 +19,13 @@ MAX_QUESTION_LENGTH = 20_000
 
 
 class Session(Conversation):
-    """Conversation of a browser tab of the chat page with the model, and the generator that yields the latest
-    answer."""
+    """Conversation of a browser tab with the model, and the generator that yields the latest answer."""
 
     answer: Generator[str, None, None] | None = None
 
 
 class Sessions:
-    """The conversations of all browser tabs of the chat page, by Gradio's key of the tab. They share one model."""
+    """The conversations of all browser tabs. They share one model."""
 
     def __init__(self, assistant: Assistant, cfg: ChatConfig):
         self.assistant = assistant
@@ -46,14 +45,8 @@ class Sessions:
             return self._sessions[key]
 
     def ask(self, session: Session, text: str, files: list[Path], sampling: Sampling) -> Iterator[str]:
-        """Ask the model a question in the conversation of a browser tab, and yield pieces of the answer, until it ends
-        or is stopped.
-
-        Args:
-            session: the conversation.
-            text: the question.
-            files: images to show with the question.
-            sampling: temperature, top_p and maximum number of tokens of the answer.
+        """Ask the model a question in the conversation of a tab, and yield pieces of the answer, until it ends or is
+        stopped.
 
         Raises:
             DataError: the question is not valid, or an image cannot be read; the message does not show the server's
@@ -79,22 +72,14 @@ class Sessions:
             session.next_images = []
 
     def stop(self, key: str) -> None:
-        """Stop the model's answer in a browser tab. The text generated so far stays in the conversation.
-
-        Args:
-            key: Gradio's key of the tab.
-        """
+        """Stop the model's answer in a tab. The text generated so far stays in the conversation."""
         with self._model_lock:
             session = self._sessions.get(key)
             if session is not None and session.answer is not None:
                 session.answer.close()
 
     def forget(self, key: str) -> None:
-        """Stop the model's answer in a browser tab and delete the tab's conversation.
-
-        Args:
-            key: Gradio's key of the tab.
-        """
+        """Stop the model's answer in a tab and delete the conversation."""
         with self._model_lock:
             self.stop(key)
             self._sessions.pop(key, None)

@@ -26,9 +26,6 @@ def check_causal(model: Llava) -> None:
     predict, and sees the padding of padded rows. Only rank 0 calls this. If no small copy can be made, nothing is
     checked.
 
-    Args:
-        model: the model, which may be on the meta device; its weights are not used.
-
     Raises:
         ModelError: a hidden state changes with a later token or another row. The message names the keys of the
             configuration that cause it, if it is found.
@@ -52,7 +49,7 @@ def check_causal(model: Llava) -> None:
 
 def causes(small: PretrainedConfig) -> list[str]:
     """Return the keys, with their values, of a small copy's configuration whose default values would make the language
-    model causal. The list is empty if there is no such key."""
+    model causal; an empty list if there is no such key."""
     found = []
     defaults = type(small)().to_dict()
     for key, value in small.to_dict().items():
@@ -75,14 +72,8 @@ def causes(small: PretrainedConfig) -> list[str]:
 def what_is_seen(key: ConfigKey) -> str | None:
     """Return in words what a token of a small language model sees that it must not see: later tokens, because a hidden
     state changes with one or because a layer says that it is not causal (some of transformers' attention
-    implementations ignore that); or other rows. None if it sees neither.
-
-    Args:
-        key: the language model's configuration.
-
-    Raises:
-        NoSmallCopy: transformers cannot build or run the model.
-    """
+    implementations ignore that); or other rows. None if it sees neither. Raises NoSmallCopy if transformers cannot
+    build or run the model."""
     config: Any = key.config
     with foreign(f"transformers cannot run a small copy of a {config.model_type}", NoSmallCopy):
         model = AutoModel.from_config(

@@ -57,11 +57,9 @@ class UnlikeOwnClass(ModelError):
 
 
 def compare_language(parts: Parts) -> None:
-    """Check that a language model has the same logits here as in its class in transformers, with a small copy of it
-    that has random weights. Only rank 0 calls this. If no small copy can be made, a warning says so.
-
-    Args:
-        parts: a model whose language model is not read from a whole LLaVA model (`model.checkpoint`).
+    """Check that a language model, which is not read from a whole LLaVA model (`model.checkpoint`), has the same logits
+    here as in its class in transformers, with a small copy. Only rank 0 calls this. If no small copy can be made, a
+    warning says so.
 
     Raises:
         UnlikeOwnClass: the logits differ, and the message names the size of the difference and what seems to cause it;
@@ -78,12 +76,8 @@ def compare_language(parts: Parts) -> None:
 
 
 def check_text(config: PretrainedConfig, named: str) -> None:
-    """Check that a small copy of a language model has the same logits here as in its class in transformers.
-
-    Args:
-        config: configuration in the language model's folder: that of a language model, or of a vision-language model of
-            which only the language model is used.
-        named: beginning of the error message, which says whose logits differ.
+    """Check that a small copy of a language model, or of the one in a vision-language model, has the same logits here
+    as in its class in transformers. The error message begins with `named`, which says whose logits differ.
 
     Raises:
         UnlikeOwnClass: the logits differ, or this package cannot compute them.
@@ -106,8 +100,8 @@ def check_text(config: PretrainedConfig, named: str) -> None:
 
 def suspects(config: PretrainedConfig) -> list[str]:
     """Return the keys of a language model's configuration that cause the difference, as texts with their values: the
-    difference is gone in a small copy with a neutral value of the key. The list is empty if no such key is found within
-    some seconds."""
+    difference is gone in a small copy with a neutral value of the key. Empty if no such key is found within some
+    seconds."""
     found, begin = [], time.monotonic()
     for key, value in text_config(config).to_dict().items():
         if time.monotonic() - begin > SEARCH_SECONDS:
@@ -131,14 +125,9 @@ def suspects(config: PretrainedConfig) -> list[str]:
 
 @lru_cache(maxsize=64)
 def text_difference(key: ConfigKey) -> tuple[float, float | None]:
-    """Compare the logits of random text of a small copy of a model in transformers' own class and in this package's.
-
-    Args:
-        key: configuration of a language model, or of a vision-language model with one.
-
-    Returns:
-        The largest difference, relative to the largest logit; and the factor by which all logits differ, None if there
-        is no such factor.
+    """Compare the logits of random text of a small copy in transformers' own class and in this package's. Return the
+    largest difference, relative to the largest logit; and the factor by which all logits differ, None if there is no
+    such factor.
 
     Raises:
         ModelError: no small copy can be made.
@@ -167,11 +156,8 @@ def text_difference(key: ConfigKey) -> tuple[float, float | None]:
 
 def small_configuration(config: PretrainedConfig) -> PretrainedConfig:
     """Return the configuration of a small copy of a language model, or of a vision-language model in which only the
-    language model is shrunk. If it cannot be shrunk but is small already, return the configuration itself.
-
-    Raises:
-        ModelError: no small copy can be made.
-    """
+    language model is shrunk; the configuration itself if it cannot be shrunk but is small already. Raises ModelError if
+    no small copy can be made."""
     text = text_config(config)
     try:
         language = shrink(text, layers_of(text))
@@ -187,8 +173,8 @@ def small_configuration(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def layers_of(config: PretrainedConfig) -> int:
-    """Return how many layers a small copy of a language model needs: all layers, if the first layer of some kind comes
-    late (see `count_layers`)."""
+    """Return how many layers a small copy needs: all, if the first layer of some kind comes late (see
+    `count_layers`)."""
     try:
         return count_layers(on_meta(AutoModel, config))
     except NoSmallCopy:
@@ -203,11 +189,7 @@ def check_size(config: PretrainedConfig) -> None:
 
 
 def random_model(parts: Parts) -> Llava:
-    """Return a model on the CPU with random weights in fp32.
-
-    Args:
-        parts: configurations of the language model and the vision tower; their folders are not read.
-    """
+    """Return a model on the CPU with random weights in fp32. The folders of its parts are not read."""
     cfg = ModelConfig(
         name="own", language="", vision="", checkpoint=None, projector="random", projector_type="linear",
         select_layer=-2, patch_merge=PatchMerge.flat, select_feature=Feature.auto, image_start_end=False,
@@ -222,8 +204,8 @@ def random_model(parts: Parts) -> Llava:
 
 
 def build(config: PretrainedConfig) -> Any:
-    """Build transformers' own class of a model on the CPU. In a vision-language model, only the language model and the
-    output layer are on the CPU. The rest stays on the meta device, because text alone does not need it."""
+    """Build transformers' own class of a model on the CPU. In a vision-language model, all but the language model and
+    the output layer stays on the meta device, because text alone does not need it."""
     own = copy.deepcopy(config)
     text = text_config(own)
     if not is_vision_language_model(config):
@@ -238,11 +220,8 @@ def build(config: PretrainedConfig) -> Any:
 
 
 def own_class(config: PretrainedConfig, ours: Llava) -> Any:
-    """Build transformers' own class of a model on the CPU, and give it the weights of this package's model.
-
-    Args:
-        config: configuration of a language model, or of a vision-language model.
-        ours: this package's model.
+    """Build transformers' own class of a language or vision-language model on the CPU, and give it the weights of
+    `ours`.
 
     Raises:
         UnlikeOwnClass: one of both has a parameter that the other lacks.

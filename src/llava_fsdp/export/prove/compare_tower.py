@@ -29,17 +29,12 @@ IMAGES = 2
 
 
 def compare_tower(model: Llava) -> None:
-    """Check that a model's vision tower gives the features of transformers' own class, with a small copy of the vision
-    tower that has random weights. Only rank 0 calls this. If no small copy can be made, a warning says so.
+    """Check that a small copy of a model's vision tower, with random weights, gives the features of transformers' own
+    class. Only rank 0 calls this. If no small copy can be made, a warning says so. Raises ModelError if the features
+    differ, or are not finite.
 
     transformers' class is the one for the configuration in the vision tower's folder. If this is the configuration of a
     larger model, such as a whole CLIP, the larger model is built and its vision tower is used.
-
-    Args:
-        model: the model, which may be on the meta device; its weights are not used.
-
-    Raises:
-        ModelError: the features differ, or are not finite.
     """
     parts = model.parts
     feature = Feature.patch if model.probe.drops_cls else Feature.full
@@ -67,7 +62,7 @@ def compare_features(config: ConfigKey, vision: ConfigKey, select_layer: int, fe
 
     Args:
         config: the configuration in the vision tower's folder: that of the vision tower, or of a larger model.
-        vision: the configuration of the small copy of the vision tower.
+        vision: the configuration of the small copy.
         select_layer: index of the hidden state of the small copy that is used.
         feature: which of its tokens are used: `patch` (without the CLS token) or `full`.
 
@@ -98,15 +93,9 @@ def compare_features(config: ConfigKey, vision: ConfigKey, select_layer: int, fe
 
 
 def source_tower(config: PretrainedConfig, vision: PretrainedConfig) -> PreTrainedModel:
-    """Build transformers' own model for a small copy of a vision tower, on the CPU, in evaluation mode.
-
-    Args:
-        config: the configuration in the vision tower's folder: that of the vision tower, or of a larger model.
-        vision: the configuration of the small copy of the vision tower.
-
-    Raises:
-        NoSmallCopy: no small copy of the larger model can be made, or it has no such vision tower.
-    """
+    """Build transformers' own model for a small copy of a vision tower, on the CPU, in evaluation mode. The arguments
+    are those of `compare_features`. Raises NoSmallCopy if no small copy of the larger model can be made, or it has no
+    such vision tower."""
     whole: Any = config
     if getattr(whole, "vision_config", None) is None:
         with foreign("transformers cannot build it", NoSmallCopy):
@@ -124,15 +113,8 @@ def source_tower(config: PretrainedConfig, vision: PretrainedConfig) -> PreTrain
 
 
 def copy_of(vision: PretrainedConfig, source: PreTrainedModel) -> nn.Module:
-    """Build a vision tower as a training builds it, with the weights of transformers' model, in evaluation mode.
-
-    Args:
-        vision: its configuration.
-        source: transformers' model of the same configuration.
-
-    Raises:
-        ModelError: the two have weights of other names.
-    """
+    """Build a vision tower as a training builds it, with the weights of transformers' model of the same configuration,
+    in evaluation mode. Raises ModelError if the two have weights of other names."""
     with torch.device("meta"):
         tower = build_vision_tower(vision)
     theirs = dict(source.named_parameters())

@@ -30,16 +30,11 @@ SPARE = 3
 
 @torch.random.fork_rng(devices=[])  # transformers draws random numbers while it builds a model, on this rank alone
 def compare_whole(source: SourceModel) -> None:
-    """Check that a whole model has the same logits here as in its class in transformers, for text with an image, with a
-    small copy that has random weights. Only rank 0 calls this. If no small copy can be made, a warning says so.
+    """Check that a small copy of a whole model, with random weights, has the same logits here as in its class in
+    transformers, for text with an image. Only rank 0 calls this. If no small copy can be made, a warning says so.
 
-    A folder of the original LLaVA is not compared, because transformers has no class for it.
-
-    Args:
-        source: description of the model that a training builds from the folder, without its weights.
-
-    Raises:
-        UnlikeOwnClass: the logits differ.
+    A folder of the original LLaVA is not compared, because transformers has no class for it. Raises UnlikeOwnClass if
+    the logits differ.
     """
     folder = source.model.parts.whole
     assert folder is not None
@@ -79,13 +74,8 @@ def without_adapters(source: SourceModel) -> SourceModel:
 
 
 def tokens_of(config: Any, model: Llava) -> ImageTokens:
-    """Return the object that computes which tokens an image gets, as the class of a whole model does, for its small
-    copy.
-
-    Args:
-        config: the small copy's configuration in transformers.
-        model: the small copy.
-    """
+    """Return the object that computes which tokens an image gets in the small copy, whose configuration in transformers
+    is `config`, as the class of the whole model does."""
     tile, merge = model.parts.image_size, model.cfg.patch_merge
     if not isinstance(config, LlavaNextConfig | LlavaOnevisionConfig):
         return ImageTokens(AspectRatio.square, tile, model.image_tokens)

@@ -39,13 +39,8 @@ class Distance:
         )
 
     def exceeds(self, compute: torch.dtype, has_experts: bool) -> str:
-        """Return what is wrong if logits that two classes computed from the same weights differ by more than another
-        order of summation explains; an empty text if they do not.
-
-        Args:
-            compute: dtype in which both classes computed.
-            has_experts: whether the model is a mixture of experts.
-        """
+        """Return what is wrong if logits that two classes computed from the same weights, both in the dtype `compute`,
+        differ by more than another order of summation explains; an empty text if they do not."""
         bound = bound_of_classes(compute, has_experts)
         found, of = (self.largest, "largest") if compute == torch.float32 else (self.mean, "mean")
         if found <= bound:  # NaN is not
@@ -54,22 +49,15 @@ class Distance:
 
 
 def bound_of_classes(compute: torch.dtype, has_experts: bool) -> float:
-    """Return the largest accepted difference between logits that two classes compute from the same weights: relative to
-    the largest logit in fp32, to the mean absolute logit in 16 bits.
-
-    Args:
-        compute: dtype in which both classes compute.
-        has_experts: whether the model is a mixture of experts.
-    """
+    """Return the largest accepted difference between logits that two classes compute in the dtype `compute` from the
+    same weights: relative to the largest logit in fp32, to the mean absolute logit in 16 bits."""
     return CLOSE if compute == torch.float32 else CLOSE_EXPERTS if has_experts else CLOSE_16_BIT
 
 
 @torch.no_grad()
 def distance(found: torch.Tensor, expected: torch.Tensor) -> Distance:
-    """Compare logits with the expected ones: both float32 [labels, vocabulary].
-
-    Further columns of `found` are left out: an export has more rows of the vocabulary than are trained.
-    """
+    """Compare logits with the expected ones: both float32 [labels, vocabulary]. Further columns of `found` are left
+    out: an export has more rows of the vocabulary than are trained."""
     found = found[:, : expected.shape[1]]
     difference = (found - expected).abs()
     kl, changed = 0.0, 0

@@ -35,20 +35,15 @@ from llava_fsdp.runtime.text.log import log
 
 def prove_reading(model: Llava, sources: dict[str, Stored], rule: ImageTokens) -> bool:
     """Compare the logits of weights that were read with those of transformers' own class for the folder that they come
-    from: of text with an image for a whole model, of text alone for a language model.
+    from: of text with an image for a whole model, of text alone for a language model. Raises ModelError if they differ.
+
+    Return whether they were compared. They are not if transformers has no class for the folder (that of the original
+    LLaVA) or cannot load it; a warning says the latter.
 
     Args:
         model: a model of the architecture that was read, without adapters; its weights are not used.
         sources: stored values of its parameters, by name, as they are in the folder.
-        rule: computes into how many tiles (square inputs of the vision tower) the model cuts an image, and which tokens
-            the image gets.
-
-    Returns:
-        Whether the logits were compared. They are not if transformers has no class for the folder (that of the original
-        LLaVA) or cannot load it; a warning says the latter.
-
-    Raises:
-        ModelError: the logits differ.
+        rule: computes which tokens an image gets.
     """
     parts, compute = model.parts, compute_dtype(model)
     folder = parts.whole or parts.language_folder

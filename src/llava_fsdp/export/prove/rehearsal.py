@@ -41,11 +41,9 @@ from llava_fsdp.runtime.text.log import log
 FRAMES = 3
 """Number of frames of the video for which logits are compared."""
 WriteHf = Callable[[SourceModel, Weights, Path], None]
-"""Type of a function that writes the configuration and weights of a model folder for transformers, without a
-tokenizer."""
+"""Function that writes the configuration and weights of a model folder for transformers, without a tokenizer."""
 Inputs = list[tuple[MicroBatch, list[Size] | None]]
-"""Type of a list of test inputs. An input is a micro-batch, and the sizes in pixels of its images, or None if it has a
-video instead of images."""
+"""Test inputs. Each is a micro-batch, and the sizes in pixels of its images, or None if it has a video instead."""
 
 
 class CannotBeExported(ModelError):
@@ -55,13 +53,7 @@ class CannotBeExported(ModelError):
 
 def write_hf(source: SourceModel, weights: Weights, staged: Path) -> None:
     """Write the configuration and weights of a model folder for transformers, but no tokenizer. The image, padding and
-    video tokens get the ids after those of the model's vocabulary.
-
-    Args:
-        source: description of the model to export, without its weights.
-        weights: its weights.
-        staged: folder to write into.
-    """
+    video tokens get the ids after those of the model's vocabulary."""
     first = source.vocabulary
     ids = TokenIds(image=first, pad=first + 1, video=None if source.sampling is None else first + 2)
     write_hf_config(source, weights.widest, staged, ids, first + len(ids))
@@ -70,16 +62,12 @@ def write_hf(source: SourceModel, weights: Weights, staged: Path) -> None:
 
 @torch.random.fork_rng(devices=[])  # transformers draws random numbers while it loads, on this rank alone
 def rehearse_hf(source: SourceModel, dtype: torch.dtype, write: WriteHf = write_hf) -> None:
-    """Check that a model can be exported for transformers, before it is trained. Only rank 0 calls this.
+    """Check that a model can be exported for transformers, before it is trained. Only rank 0 calls this. `write` writes
+    the export of the small copy.
 
     First, all files except the weights are written into a temporary folder, and the processor in it is tried on an
     image. Then a small copy of the model with random weights is exported, loaded with transformers, and its logits are
     compared. If no small copy can be made, only names and shapes of the weights are checked, on the meta device.
-
-    Args:
-        source: description of the model, without its weights.
-        dtype: dtype of the export.
-        write: function that writes the export of the small copy into a folder.
 
     Raises:
         ModelError, ConfigError: the model cannot be exported.
@@ -109,17 +97,12 @@ def rehearse_hf(source: SourceModel, dtype: torch.dtype, write: WriteHf = write_
 
 
 def prepare_copy(source: SourceModel) -> tuple[SourceModel, Weights, Inputs, list[torch.Tensor]]:
-    """Make a small copy of a model with random weights, and what is needed to compare its export with it.
-
-    Args:
-        source: description of the model, without its weights.
+    """Make a small copy of a model with random weights. Raises ModelError if that is not possible, or its logits are
+    not finite.
 
     Returns:
         A description of the small copy, its weights with LoRA adapters merged, test inputs (micro-batches with an image
-        or a video), and the copy's logits for each of them: float32 [labels, vocabulary].
-
-    Raises:
-        ModelError: no small copy can be made, or its logits are not finite.
+            or a video), and the copy's logits for each of them: float32 [labels, vocabulary].
     """
     small, values = small_copy(source)
     model, rule = small.model, small.image_tokens
@@ -143,14 +126,8 @@ def prepare_copy(source: SourceModel) -> tuple[SourceModel, Weights, Inputs, lis
 
 
 def compare(folder: Path, inputs: Inputs, expected: list[torch.Tensor]) -> None:
-    """Raise ModelError if transformers computes other logits from the export of a small copy of a model than the small
-    copy itself has.
-
-    Args:
-        folder: the exported folder.
-        inputs: test inputs: micro-batches with an image or a video.
-        expected: logits of the small copy for each of the inputs: float32 [labels, vocabulary].
-    """
+    """Raise ModelError if transformers computes other logits from the export of a small copy than the small copy itself
+    (`expected`, float32 [labels, vocabulary] for each of the inputs)."""
     with foreign("transformers cannot compute logits of the export of a small copy"):
         exported = open_export(folder, torch.float32)
         written = [exported_logits(exported, micro, micro.images, sizes) for micro, sizes in inputs]
@@ -165,12 +142,8 @@ def compare(folder: Path, inputs: Inputs, expected: list[torch.Tensor]) -> None:
 
 @contextmanager
 def name_the_model(model: Llava) -> Iterator[None]:
-    """Context manager that turns a ModelError in its `with` block into a CannotBeExported, whose message names the
-    model's parts and a configuration key with which the training needs no export.
-
-    Args:
-        model: the model that is to be exported.
-    """
+    """Context manager that turns a ModelError into a CannotBeExported, whose message names the model's parts and a
+    configuration key with which the training needs no export."""
     parts, cfg = model.parts, model.cfg
     try:
         yield
@@ -185,22 +158,16 @@ def name_the_model(model: Llava) -> Iterator[None]:
 
 
 def cure(model: Llava) -> str:
-    """Return a text that names the configuration key with which a training needs no export, and what can be written
-    later."""
+    """Return a text that names the key with which a training needs no export, and what can be written later."""
     key = "export.merge=false" if model.cfg.lora.enabled else "export.enabled=false"
     later = " (llava-fsdp export format=llava can write one for the original's programs later)"
     return f"set {key} to train without an export{later if why_not_original(model) is None else ''}"
 
 
 def rehearse_on_meta(source: SourceModel, dtype: torch.dtype, rows: int) -> None:
-    """Check the export of a model for transformers without values: raise CannotBeExported if transformers' model, on
-    the meta device, does not have the same parameters, or does not run.
-
-    Args:
-        source: description of the model, without its weights.
-        dtype: dtype of the export.
-        rows: number of rows of the exported embeddings (the size of the exported vocabulary).
-    """
+    """Check the export for transformers without values: raise CannotBeExported if transformers' model, on the meta
+    device, does not have the same parameters, or does not run. `rows` is the number of rows of the exported
+    embeddings."""
     model, config = source.model, hf_config(source, dtype, rows)
     with name_the_model(model):
         names = {without_base(name) for name, _ in model.named_parameters() if not is_adapter(name)}
@@ -209,12 +176,8 @@ def rehearse_on_meta(source: SourceModel, dtype: torch.dtype, rows: int) -> None
 
 
 def check_names(config: PretrainedConfig, names: Collection[str]) -> None:
-    """Raise ModelError unless transformers' model with this configuration has exactly the parameters `names`.
-
-    Args:
-        names: llava_fsdp's names of the parameters; transformers' names are converted to these before they are
-            compared.
-    """
+    """Raise ModelError unless transformers' model with this configuration has exactly the parameters `names`, which are
+    llava_fsdp's names; transformers' names are converted to these before they are compared."""
     needed = {name for output in plan_save(config, read_nothing).values() for name in output.sources}
     if needed != set(names):
         raise ModelError(f"transformers' class and this model do not agree about {min(needed ^ set(names))}")

@@ -45,14 +45,7 @@ class NoSmallCopy(ModelError):
 
 def small_copy(source: SourceModel) -> tuple[SourceModel, dict[str, Drawn]]:
     """Return a description of a small copy of a model, built on the meta device, and random values of the copy's
-    parameters, by name.
-
-    Args:
-        source: description of the model.
-
-    Raises:
-        NoSmallCopy: no small copy of this model can be made.
-    """
+    parameters, by name. Raises NoSmallCopy if no small copy can be made."""
     model, parts = source.model, source.model.parts
     language = shrink(parts.language, count_layers(model.language_model))
     vision, select_layer = shrink_tower(model)
@@ -68,10 +61,7 @@ def small_copy(source: SourceModel) -> tuple[SourceModel, dict[str, Drawn]]:
 
 def shrink_tower(model: Llava) -> tuple[PretrainedConfig, int]:
     """Return the configuration of a small copy of a model's vision tower, and the value of `model.select_layer` for it.
-
-    Raises:
-        NoSmallCopy: no small copy of this vision tower can be made.
-    """
+    Raises NoSmallCopy if no small copy can be made."""
     vision = model.parts.vision
     depth = min(vision.num_hidden_layers, max(3, count_layers(model.vision_tower)))
     small = shrink_image(shrink(vision, depth), model.cfg.shuffle_factor)
@@ -80,11 +70,7 @@ def shrink_tower(model: Llava) -> tuple[PretrainedConfig, int]:
 
 def count_layers(part: Any) -> int:
     """Return how many of a transformer's first layers a small copy of it needs so that it has a layer of each kind; at
-    least 2, if there are as many. Raises NoSmallCopy if these are too many.
-
-    Args:
-        part: the language model or the vision tower.
-    """
+    least 2, if there are as many. Raises NoSmallCopy if these are too many."""
     config, blocks = part.config, find_blocks(part)
     depth = len(blocks)
     lists = [v for v in config.to_dict().values() if isinstance(v, list) and len(v) == depth]
@@ -116,13 +102,9 @@ def comparable(value: Any) -> Any:
 
 
 def shrink(config: PretrainedConfig, layers: int) -> PretrainedConfig:
-    """Return a configuration of the same class for a small copy of a model, with `layers` layers and small widths.
-    Values of keys that this module does not know stay unchanged.
-
-    Raises:
-        NoSmallCopy: the configuration has no single number of layers or heads, or transformers refuses the small
-            values.
-    """
+    """Return a configuration of the same class for a small copy, with `layers` layers and small widths. Values of keys
+    that this module does not know stay unchanged. Raises NoSmallCopy if the configuration has no single number of
+    layers or heads, or transformers refuses the small values."""
     for key in ("num_hidden_layers", "num_attention_heads", "hidden_size"):
         if not isinstance(getattr(config, key, None), int):
             raise NoSmallCopy(f"the configuration of its {config.model_type} has no {key}")
@@ -162,15 +144,8 @@ def shrink(config: PretrainedConfig, layers: int) -> PretrainedConfig:
 
 
 def shrunk(name: str, value: Any, maxima: dict[str, int], vocabulary: int) -> Any:
-    """Return the value of a configuration key for a small copy of a model: reduced if it is a size or a token id, else
-    unchanged.
-
-    Args:
-        name: the key.
-        value: the original model's value of the key.
-        maxima: maximum values of the keys that are sizes.
-        vocabulary: number of tokens of the small copy; all token ids must be below it.
-    """
+    """Return the value of the key `name` for a small copy: reduced if it is a size (with a maximum in `maxima`) or a
+    token id, which must be below the small copy's `vocabulary`; else unchanged."""
     most = maxima.get(name)
     if most is None and "intermediate_size" in name:
         most = MOST_EXPERT if "moe" in name else MOST_INTERMEDIATE
@@ -182,13 +157,9 @@ def shrunk(name: str, value: Any, maxima: dict[str, int], vocabulary: int) -> An
 
 
 def shrink_rope(values: Any, ratio: float) -> Any:
-    """Return the configuration of rotary embeddings (RoPE) for a small copy of a model. Lists with one number for each
-    frequency get shorter; the sections of MRoPE, which has several positions for each token, get narrower.
-
-    Args:
-        values: the configuration of the original model, or a part of it.
-        ratio: width of an attention head of the small copy, divided by that of the original model.
-    """
+    """Return the configuration of rotary embeddings, or a part of it, for a small copy, whose attention heads are
+    narrower by the factor `ratio`. Lists with one number for each frequency get shorter; the sections of MRoPE, which
+    has several positions for each token, get narrower."""
     if not isinstance(values, dict):
         return values
     result = {}
@@ -205,11 +176,8 @@ def shrink_rope(values: Any, ratio: float) -> Any:
 
 def shrink_image(vision: PretrainedConfig, factor: int) -> PretrainedConfig:
     """Return a vision tower's configuration changed to images of few patches. As in the original configuration, the
-    number of patches in each direction is odd or even, and the same number of pixels remains at the edge.
-
-    Args:
-        factor: number of patches in each direction that the projector joins; the new number is a multiple of it.
-    """
+    number of patches in each direction is odd or even, and the same number of pixels remains at the edge. The number is
+    a multiple of `factor`, the number of patches in each direction that the projector joins."""
     values, size, patch = vision.to_dict(), image_size(vision), patch_size(vision)
     grid = size // patch
     few = 2 * factor if factor > 1 else 3 + (grid % 2 == 0)
@@ -219,14 +187,8 @@ def shrink_image(vision: PretrainedConfig, factor: int) -> PretrainedConfig:
 
 
 def shrink_layer(cfg: ModelConfig, depth: int, new_depth: int) -> int:
-    """Return the value of `model.select_layer`, which selects the vision tower's layer whose output is used, for a
-    small copy with fewer layers: the layer that is as far from the last one, or the first layer if there are too few.
-
-    Args:
-        cfg: configuration of the original model.
-        depth: number of layers of the original vision tower.
-        new_depth: number of layers of the small copy's vision tower.
-    """
+    """Return the value of `model.select_layer` for a small copy whose vision tower has `new_depth` instead of `depth`
+    layers: the layer that is as far from the last one, or the first layer if there are too few."""
     behind = -cfg.select_layer - 1 if cfg.select_layer < 0 else depth - cfg.select_layer
     behind = min(behind, new_depth - 1)
     return -behind - 1 if cfg.select_layer < 0 else new_depth - behind
@@ -234,12 +196,7 @@ def shrink_layer(cfg: ModelConfig, depth: int, new_depth: int) -> int:
 
 def check_same_structure(model: Llava, small: Llava) -> None:
     """Raise NoSmallCopy if the small copy of a model has parameters of other names than the model (apart from layer
-    numbers), or is not small.
-
-    Args:
-        model: the original model.
-        small: the small copy.
-    """
+    numbers), or is not small."""
 
     def names(module: nn.Module) -> set[str]:
         found = (re.sub(r"\.\d+\.", ".0.", name) for name, _ in module.named_parameters())
@@ -256,8 +213,8 @@ def check_same_structure(model: Llava, small: Llava) -> None:
 
 
 def random_values(model: Llava) -> dict[str, Drawn]:
-    """Return random values of all parameters of a small copy, by name, which are generated when they are read. Norms
-    and biases are random too, so that an export that swaps two parameters has other logits."""
+    """Return random values of all parameters, by name, which are generated when they are read. Norms and biases are
+    random too, so that an export that swaps two parameters has other logits."""
 
     # adapters' products become about as large as the weights
     lora = model.cfg.lora.scaling if model.adapted else 1.0

@@ -1,4 +1,12 @@
-"""Compare the logits of a model with the logits of its export, loaded again from the exported folder."""
+"""Compare the logits of a model with the logits of its export, loaded again from the exported folder.
+
+Arguments of many functions here:
+    model, shapes: a model of the right architecture, which may be on the meta device; its weights are not used.
+    sources: stored values of the parameters, by name.
+    rule: computes into how many tiles (square inputs of the vision tower) the model cuts an image, and which tokens the
+        image gets.
+    adapted: LoRA adapters that are not merged; None: there are none.
+"""
 
 import gc
 from dataclasses import dataclass
@@ -61,13 +69,8 @@ class Rounded:
 
 @dataclass(frozen=True)
 class Adapted:
-    """A model with LoRA adapters that are not merged into its weights.
-
-    Attributes:
-        lora: settings of the adapters.
-        modules: names of the modules that have adapters.
-        sources: stored values of all parameters, those of the adapters included, by name.
-    """
+    """A model with LoRA adapters that are not merged into its weights. `modules` are the names of the modules that have
+    adapters; `sources` are stored values of all parameters, those of the adapters included, by name."""
 
     lora: LoraConfig
     modules: list[str]
@@ -80,8 +83,7 @@ class Adapted:
 
     @property
     def merged(self) -> dict[str, Stored]:
-        """Stored values of all parameters of the model after its LoRA adapters are merged into the weights, by their
-        names in a model without adapters."""
+        """Stored values of all parameters after the adapters are merged, by their names in a model without adapters."""
         return merged(self.sources, self.lora.scaling)
 
 
@@ -91,11 +93,8 @@ def prove_merge(adapted: Adapted) -> float:
     merged by it in fp32. Weights are compared before they are rounded to the dtype of an export, which both sides would
     round in the same way. One module is in memory at a time.
 
-    Returns:
-        The largest difference between two weights of a module, relative to the module's largest weight.
-
-    Raises:
-        ModelError: a difference is larger than another order of summation explains.
+    Return the largest difference between two weights of a module, relative to the module's largest weight. Raises
+    ModelError if it is larger than another order of summation explains.
     """
     ours, found = adapted.merged, 0.0
     for module in adapted.modules:
@@ -113,12 +112,7 @@ def prove_merge(adapted: Adapted) -> float:
 
 
 def merged_by_peft(module: str, adapted: Adapted) -> torch.Tensor:
-    """Return the weight of an adapted module after peft has merged its LoRA adapter into it: float32 [out, in].
-
-    Args:
-        module: name of the module.
-        adapted: the adapters and the base model.
-    """
+    """Return the weight of an adapted module after peft has merged its LoRA adapter into it: float32 [out, in]."""
     names = [name for name in (BASE_WEIGHT, *ENDINGS) if module + name in adapted.sources]
     stored = {name: adapted.sources[module + name] for name in names}
     rows, columns = stored[BASE_WEIGHT].shape
@@ -139,27 +133,11 @@ def prove(
     rule: ImageTokens,
 ) -> Distance:
     """Load an exported folder and compare its logits with those of the weights that were exported, rounded to the
-    dtypes of the export.
+    dtypes of the export. Return the distance between them.
 
     The logits must be equal if llava_fsdp's model class loads the export, and close if transformers' model class loads
     it. If weights were rounded, the log says how far the export is from the weights before that; no bound applies to
-    this effect of rounding.
-
-    Args:
-        folder_format: the program for which the folder was written: transformers, the original LLaVA, or the original
-            LLaVA's second training stage, which needs the projector alone.
-        model: a model of the exported architecture; its weights are not used.
-        sources: stored values of the parameters that were exported, by name.
-        dtypes: dtypes of the exported parameters, by name.
-        folder: the exported folder.
-        rule: computes into how many tiles (square inputs of the vision tower) the model cuts an image, and which tokens
-            the image gets.
-
-    Returns:
-        The distance of the export's logits from the expected ones.
-
-    Raises:
-        ModelError: the logits differ.
+    this effect of rounding. Raises ModelError if the logits differ.
     """
     compute = compute_dtype(model)
     micro, sizes = random_rows(model, rule)
@@ -211,13 +189,9 @@ def compute_dtype(model: Llava) -> torch.dtype:
 
 
 def compute_place(model: Llava, device: torch.device) -> tuple[torch.device, torch.dtype]:
-    """Return where to compute a model's logits, and in which dtype: on this device, if it is a GPU whose free memory
-    holds the weights in fp32 or else in bf16, and a forward pass; else on the CPU, as `compute_dtype` says.
-
-    Args:
-        model: the model; its weights are not used.
-        device: the device of the training, in which the training's state still is.
-    """
+    """Return where to compute a model's logits, and in which dtype: on this device, that of the training, if it is a
+    GPU whose free memory holds the weights in fp32 or else in bf16, and a forward pass; else on the CPU, as
+    `compute_dtype` says."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(device)
@@ -231,13 +205,7 @@ def compute_place(model: Llava, device: torch.device) -> tuple[torch.device, tor
 def random_rows(model: Llava, rule: ImageTokens) -> tuple[MicroBatch, list[Size]]:
     """Return a random micro-batch of two sequences, one with an image and one without, in which every token is a label;
     and the size [(width, height)] of the image in pixels. If the model cuts images into tiles, this image has several
-    tiles, and needs padding.
-
-    Args:
-        model: the model for which the micro-batch is made; its weights are not used.
-        rule: computes into how many tiles (square inputs of the vision tower) the model cuts an image, and which tokens
-            the image gets.
-    """
+    tiles, and needs padding."""
     tile = model.parts.image_size
     size = (tile, tile + tile // 3) if rule.needs_size(1) else (tile, tile)
     return random_micro_batch(model, rule, rule.of(size, 1), rule.count_tiles(size, 1)), [size]
@@ -248,9 +216,6 @@ def random_micro_batch(model: Llava, rule: ImageTokens, tokens: np.ndarray, tile
     is a label.
 
     Args:
-        model: the model for which the micro-batch is made; its weights are not used.
-        rule: computes into how many tiles (square inputs of the vision tower) the model cuts an image, and which tokens
-            the image gets.
         tokens: one element for each token of the image or the video, as `rule.of` or `rule.of_video` returns them.
         tiles: number of tiles of the image, or of frames of the video.
     """
@@ -277,15 +242,8 @@ def load_copy(
     adapted: Adapted | None = None,
     device: torch.device | str = "cpu",
 ) -> Llava:
-    """Return a model on a device, with weights loaded from `sources`. During loading, host memory holds the model and
-    only one other parameter at a time.
-
-    Args:
-        shapes: a model with the architecture to build, which may be on the meta device.
-        sources: stored values of the parameters, by name.
-        compute: dtype of the returned model's parameters.
-        adapted: describes the LoRA adapters that the model gets; None: it gets none.
-    """
+    """Return a model on a device, with parameters of the dtype `compute` loaded from `sources`. During loading, host
+    memory holds the model and only one other parameter at a time."""
     model = empty_copy(shapes, compute, adapted, device)
     load_weights(sources, local_shards(model, MasterWeights({})))
     return model
@@ -294,11 +252,7 @@ def load_copy(
 def empty_copy(
     shapes: Llava, compute: torch.dtype, adapted: Adapted | None = None, device: torch.device | str = "cpu"
 ) -> Llava:
-    """Return a model on a device whose weights have no values yet.
-
-    Args:
-        shapes, compute, adapted: as those of `load_copy`.
-    """
+    """Return what `load_copy` returns, but with weights that have no values yet."""
     model = build_llava(shapes.parts, shapes.cfg.plain, compute)
     if adapted is not None:
         with torch.device("meta"):
@@ -341,26 +295,13 @@ def replace_projector(model: Llava, file: Path) -> None:
 def reloaded_logits(
     folder: Path, micro: MicroBatch, images: torch.Tensor, dtype: torch.dtype, sizes: list[Size]
 ) -> torch.Tensor:
-    """Load an exported folder with transformers, and return its logits for the label tokens of a micro-batch: float32
-    [labels, rows of the exported embeddings].
-
-    Args:
-        micro: the micro-batch.
-        images: pixels of all images, normalised and cut into tiles (square inputs of the vision tower): [tiles, 3,
-            height, width].
-        dtype: dtype in which the model is loaded and computes.
-        sizes: width and height in pixels of each image.
-    """
+    """Load an exported folder with transformers, in this dtype, and return what `exported_logits` returns."""
     return exported_logits(open_export(folder, dtype).to(images.device), micro, images, sizes)
 
 
 def open_export(folder: Path, dtype: torch.dtype) -> Any:
-    """Load an exported folder with transformers, and return the model. Raise ModelError if a weight of transformers'
-    model is missing in the files, or the files have a weight that the model does not have.
-
-    Args:
-        dtype: dtype of the loaded weights.
-    """
+    """Load an exported folder with transformers. Raises ModelError if a weight of transformers' model is missing in the
+    files, or the files have a weight that the model does not have."""
     transformers_logging.disable_progress_bar()
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     loaded: Any = AutoModelForImageTextToText.from_pretrained(
@@ -385,8 +326,6 @@ def exported_logits(model: Any, micro: MicroBatch, images: torch.Tensor, sizes: 
     rows of the exported embeddings].
 
     Args:
-        model: the loaded model.
-        micro: the micro-batch.
         images: pixels of all images, normalised and cut into tiles (square inputs of the vision tower), or of the
             frames of one video: [tiles or frames, 3, height, width].
         sizes: width and height in pixels of each image; None: `images` is a video.
