@@ -1,11 +1,11 @@
-"""How many real tokens does a CPU second train, beside every peer, on the same weights, samples and steps?
+"""How many real tokens does a CPU second train, compared with every peer, on the same weights, samples and steps?
 
-    python benchmarks/peers.py [FOLDER]
-    python benchmarks/peers.py [FOLDER] --against packed
+    python benchmarks/peers.py                          # half an hour of two cores
+    python benchmarks/peers.py FOLDER --against packed  # an hour
     python benchmarks/peers.py --readme RESULT.json     # the table between README.md's markers, of a stored result
 
-Each peer is a torchrun of CPU ranks. Up to four are in memory, and one runs at a time. What is compared
-and how to read the result is in benchmarks/README.md; the peers are in peers_rank.py and peers_packed.py.
+Each peer is a torchrun of CPU ranks. Up to four are in memory, and one runs at a time. The peers are in peers_rank.py
+and peers_packed.py. benchmarks/README.md explains the result.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import argparse
 import importlib.metadata
 import importlib.util
 import json
-import os
 import secrets
 import signal
 import statistics
@@ -28,12 +27,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from capped import facts, write
+from bench import Report, command_line, facts, spread, write
 from peers_data import DATA, PADDED_LAYOUTS, RATE, lengths_of, write_start
 from peers_environments import CANNOT_RUN, FOREIGN, environment_of
-from peers_table import draw, printed, rewrite_readme
+from peers_table import draw, rewrite_readme, show_rows
 from provenance import REPOSITORY
-from rich.console import Console
 from safetensors.torch import load_file
 from torchruns import deepspeed_missing, end, last_of, start
 from zero_json import deepspeed_config
@@ -54,25 +52,22 @@ PEERS = {
     "original": "LLaVA's own way: DeepSpeed ZeRO-3, padded, everything recomputed",
     "rows": "the loop by hand around transformers' model, packed: rows of several samples, with its own mask",
     "row": "the loop by hand around transformers' model, packed: one row, SDPA a sample at a time",
-    "row, labels": "as `row`, logits at labels alone",
-    "row, labels, our cut": "as `row, labels`, each rank with the samples that our packing gives it",
     "trl": "TRL's SFTTrainer, packed (best fit, padding-free); on a CPU it is DDP",
     "automodel": "NeMo Automodel's Llama, packing and collator; FSDP2 by hand",
 }
 OURS, SAME_MODEL = "ours packed", "by hand, our model"
 PADDED_PEERS = ("by hand", "hf", "zero2", "zero3", "original")
 PACKED_PEERS = ("rows", "row", "trl", "automodel")
-"""What somebody would use instead of this project. The other peers that pack show where the difference comes from."""
 TEXT_PEERS = ("trl", "automodel")
 """They train on text alone."""
-AGAINST: dict[str, dict[str, Any]] = {
+AGAINST: dict[str, Report] = {
     "padded": {
         "ranks": 2, "rows": 16, "steps": 1, "repeats": 5, "data": ["mixed", "equal"],
         "peers": [OURS, "ours padded", SAME_MODEL, *PADDED_PEERS],
     },
     "packed": {
         "ranks": 4, "rows": 4, "steps": 8, "repeats": 3, "data": list(DATA),
-        "peers": [OURS, "row", "rows", SAME_MODEL, "row, labels", "row, labels, our cut", "by hand", *TEXT_PEERS],
+        "peers": [OURS, "row", "rows", SAME_MODEL, "by hand", *TEXT_PEERS],
     },
 }  # fmt: skip
 """What is compared if nothing else is asked for."""
@@ -89,18 +84,18 @@ class Peer:
         self.process = process
         self.log = log
         self.connections: dict[int, Connection] = {}
-        self.seen: dict[str, list[dict[str, Any]]] = {name: [] for name in data}
+        self.seen: dict[str, list[Report]] = {name: [] for name in data}
         """Rounds of each data set, the warm-up first."""
 
     def fail(self, problem: str) -> SystemExit:
         return SystemExit(f"{last_of(self.log)}\n{self.name}: {problem}; the end of its output is above")
 
-    def run_round(self, data: str, steps: int, timeout: float, profiled: bool = False) -> None:
+    def run_round(self, data: str, steps: int, timeout: float) -> None:
         """Run the first `steps` steps of a data set, and keep their losses and the seconds of a step; CPU seconds are
         those of all ranks together."""
         try:
             for connection in self.connections.values():
-                connection.send((data, steps, profiled))
+                connection.send((data, steps))
         except OSError as error:
             raise self.fail("a rank has ended") from error
         found = [self.answer(connection, timeout) for connection in self.connections.values()]
@@ -108,12 +103,11 @@ class Peer:
         self.seen[data].append({
             "cpu": sum(f["cpu"] for f in found) / steps,
             "wall": max(f["wall"] for f in found) / steps,
-            "of_kinds": {kind: sum(f["of_kinds"][kind] for f in found) / steps for kind in found[0]["of_kinds"]},
             "losses": mean_of_ranks([f["losses"] for f in found]),
             "norms": mean_of_ranks([f["norms"] for f in found]),
         })  # fmt: skip
 
-    def answer(self, connection: Connection, timeout: float) -> dict[str, Any]:
+    def answer(self, connection: Connection, timeout: float) -> Report:
         if not connection.poll(timeout):
             raise self.fail(f"no answer within {timeout} s (--timeout)")
         try:
@@ -139,7 +133,7 @@ def missing(peer: str) -> str | None:
     return None
 
 
-def plan_of(peer: str, data: list[str], work: Path, listener: Listener, options: argparse.Namespace) -> dict[str, Any]:
+def plan_of(peer: str, data: list[str], work: Path, listener: Listener, options: argparse.Namespace) -> Report:
     zero = 2 if peer == "zero2" else 3
     return {
         "peer": peer,
@@ -147,7 +141,7 @@ def plan_of(peer: str, data: list[str], work: Path, listener: Listener, options:
         "key": options.key,
         "work": str(work),
         "data": data,
-        "rounds": (1 + options.repeats + options.profile) * len(data),
+        "rounds": (1 + options.repeats) * len(data),
         "timeout": options.timeout,
         "adamw": ADAMW,
         "clip": CLIP,
@@ -224,26 +218,22 @@ def without(names: list[str], left_out: Iterable[str]) -> list[str]:
     return [name for name in names if name not in left_out]
 
 
-def measure(peers: list[Peer], options: argparse.Namespace, console: Console) -> None:
+def measure(peers: list[Peer], options: argparse.Namespace) -> None:
     """Run a round of each peer to warm up, check that all have the same losses, and run the timed rounds, in which the
     peers take turns in this order and then in the opposite one."""
     for peer in peers:
         for data in peer.data:
             peer.run_round(data, min(WARM_UP, options.steps), options.timeout)
     differences = check_equal({peer.name: peer.seen for peer in peers})
-    console.print(f"{', '.join(peer.name for peer in peers)}: equal before anything is timed: {differences}")
+    print(f"{', '.join(peer.name for peer in peers)}: equal before anything is timed: {differences}")
     for repeat in range(options.repeats):
         for peer in peers if repeat % 2 == 0 else peers[::-1]:
             for data in peer.data:
                 peer.run_round(data, options.steps, options.timeout)
-        console.print(f"round {repeat + 1} of {options.repeats}")
-    if options.profile:
-        for peer in peers:
-            for data in peer.data:
-                peer.run_round(data, options.steps, options.timeout, profiled=True)
+        print(f"round {repeat + 1} of {options.repeats}")
 
 
-def merge(seen: dict[str, dict[str, list[dict[str, Any]]]], peers: list[Peer]) -> None:
+def merge(seen: dict[str, dict[str, list[Report]]], peers: list[Peer]) -> None:
     """Add a group's rounds to those of the groups before. A peer's warm-up round is kept once. Each round is compared
     with the same round of the group's first peer, which is ours."""
     for peer in peers:
@@ -255,7 +245,7 @@ def merge(seen: dict[str, dict[str, list[dict[str, Any]]]], peers: list[Peer]) -
             known.setdefault(data, peer.seen[data][:1]).extend(peer.seen[data][1:])
 
 
-def check_equal(seen: dict[str, dict[str, list[dict[str, Any]]]]) -> dict[str, float]:
+def check_equal(seen: dict[str, dict[str, list[Report]]]) -> dict[str, float]:
     """Compare the losses and norms of all peers' warm-up steps with those of the first peer.
 
     Returns:
@@ -289,24 +279,21 @@ def check_equal(seen: dict[str, dict[str, list[dict[str, Any]]]]) -> dict[str, f
 # What is reported
 
 
-def rows_of(
-    seen: dict[str, dict[str, list[dict[str, Any]]]], work: Path, options: argparse.Namespace
-) -> list[dict[str, Any]]:
+def rows_of(seen: dict[str, dict[str, list[Report]]], work: Path, options: argparse.Namespace) -> list[Report]:
     rows = []
     for data in options.data:
         real, computed = tokens_of(work / "samples" / data, options)
         for name, rounds in seen.items():
             if data not in rounds:
                 continue
-            timed = [r for r in rounds[data][1:] if not r["of_kinds"]]
+            timed = rounds[data][1:]
             cpu, wall = ([r[clock] for r in timed] for clock in ("cpu", "wall"))
             rows.append({
                 "data": data,
                 "peer": name,
-                "cpu_seconds": {"min": min(cpu), "median": statistics.median(cpu), "all": cpu},
-                "wall_seconds": {"min": min(wall), "median": statistics.median(wall), "all": wall},
+                "cpu_seconds": spread(cpu),
+                "wall_seconds": spread(wall),
                 "times_ours": [r["times_ours"] for r in timed],
-                "seconds_of_kinds": rounds[data][-1]["of_kinds"],
                 "real_tokens": real,
                 "computed_positions": computed if name in PADDED_PEERS else None,
                 "real_tokens_per_cpu_second": real / min(cpu),
@@ -330,10 +317,10 @@ def tokens_of(folder: Path, options: argparse.Namespace) -> tuple[float, float]:
     return real / options.steps, computed / options.steps
 
 
-def goals_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def goals_of(rows: list[Report]) -> list[Report]:
     """What this project wants to reach, and whether it has; without the peer that a goal needs there is none."""
     rate = {(r["data"], r["peer"]): 1 / statistics.median(r["times_ours"]) for r in rows}
-    found: list[dict[str, Any]] = []
+    found: list[Report] = []
 
     def goal(what: str, data: str, ours: str, others: list[str], least: float) -> None:
         known = [rate[data, o] for o in others if (data, o) in rate]
@@ -341,14 +328,11 @@ def goals_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             value = rate[data, ours] / max(known)
             found.append({"what": what, "value": value, "goal": least, "met": value >= least})
 
-    everybody = [*PADDED_PEERS, "ours padded"]
     for data, least in (("mixed", 1.2), ("equal", 1.0), ("text", 1.0)):
         goal(f"{data}: ours packed / the best packed peer", data, OURS, list(PACKED_PEERS), least)
     goal("mixed lengths: ours packed / the best padded peer", "mixed", OURS, list(PADDED_PEERS), 1.6)
-    goal("mixed lengths: ours packed / the best that pads, ours included", "mixed", OURS, everybody, 1.0)
     goal("equal lengths: ours packed / FSDP2 by hand", "equal", OURS, ["by hand"], 0.99)
     goal("equal lengths: ours packed / DeepSpeed ZeRO-3", "equal", OURS, ["zero3"], 1.0)
-    goal("equal lengths: ours padded / FSDP2 by hand", "equal", "ours padded", ["by hand"], 0.99)
     for data in DATA:
         goal(f"{data} lengths: the trainer beside the loop by hand, our model", data, OURS, [SAME_MODEL], 1 / 1.01)
     return found
@@ -374,9 +358,7 @@ def main() -> None:
     torch.set_num_threads(1)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # else the peers would stay behind
     report = facts("how many real tokens does a CPU second train, beside every peer?", options)
-    report["command"] = report["command"].replace(f" {options.folder}", "")  # a folder of this machine
     options.key = secrets.token_hex(16)
-    console = Console(width=140)
     not_run = {name: why for name in options.peers if (why := missing(name)) is not None}
     if options.against == "packed":
         not_run |= CANNOT_RUN
@@ -386,11 +368,11 @@ def main() -> None:
         with Listener(
             str(work / "socket"), "AF_UNIX", backlog=options.ranks, authkey=bytes.fromhex(options.key)
         ) as listener:
-            seen: dict[str, dict[str, list[dict[str, Any]]]] = {}
+            seen: dict[str, dict[str, list[Report]]] = {}
             for names, data in groups(without(options.peers, not_run), options.data):
                 peers = start_peers(names, data, work, listener, options)
                 try:
-                    measure(peers, options, console)
+                    measure(peers, options)
                     for peer in peers:
                         peer.process.wait(options.timeout)
                 finally:
@@ -410,19 +392,15 @@ def main() -> None:
         "goals": goals_of(rows),
         "rows": rows,
     }
-    console.print(printed(report))
+    show_rows(report)
     for goal in report["goals"]:
-        console.print(
-            f"{goal['what']}: {goal['value']:.3f}, goal {goal['goal']:.2f}: {'met' if goal['met'] else 'MISSED'}"
-        )
+        print(f"{goal['what']}: {goal['value']:.3f}, goal {goal['goal']:.2f}: {'met' if goal['met'] else 'MISSED'}")
     name = "peers-cpu" if options.against == "padded" else f"packed-peers-{options.hidden}-cpu"
-    name = f"profiled-{name}" if options.profile else name
     write(report, name, options.folder, draw)
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="How many real tokens does a CPU second train, beside every peer?")
-    parser.add_argument("folder", nargs="?", type=Path, default=REPOSITORY / "benchmarks" / "results")
+    parser = command_line(__doc__)
     parser.add_argument(
         "--against",
         choices=AGAINST,
@@ -447,10 +425,6 @@ def parse() -> argparse.Namespace:
         "--padded", choices=PADDED_LAYOUTS, default="grouped",
         help="the padded peers' rows: as LLaVA's sampler deals them, or sorted by length within a step, as ours are",
     )  # fmt: skip
-    parser.add_argument(
-        "--profile", action="store_true",
-        help="one more round of each peer with torch's profiler, which measures wall time",
-    )  # fmt: skip
     parser.add_argument("--timeout", type=int, default=300, help="seconds that a peer may take to start, or a round")
     parser.add_argument("--quick", action="store_true", help="a small model, one step, two rounds")
     parser.add_argument("--readme", type=Path, metavar="RESULT", help="write a stored result's table into README.md")
@@ -463,8 +437,6 @@ def parse() -> argparse.Namespace:
         options.hidden, options.layers, options.steps, options.repeats = 64, 2, 1, 2
     if options.hidden % 32:
         parser.error(f"--hidden {options.hidden} must be a multiple of 32, the width of a head")
-    if options.profile and options.ranks > (os.cpu_count() or 1):
-        parser.error(f"--profile needs a core for each rank: --ranks {os.cpu_count()}")
     if min(options.repeats, options.steps, options.ranks, options.rows) < 1:
         parser.error("--repeats, --steps, --ranks and --rows must be at least 1")
     return options

@@ -7,18 +7,18 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from hydra import compose, initialize_config_dir
+from bench import composed
 from safetensors.torch import load_file, save_file
 from samples import IMAGE, MEAN_TEXT, grouped, write_model, write_records
 from starts import write_llava, write_samples
 
-from llava_fsdp.config import Config, config_dir, load
+from llava_fsdp.config import Config
 from llava_fsdp.data.batching.packing import Assignment
 
 SCALE = 4
 """Samples are as many times shorter than LLaVA's, so that a step takes a few seconds."""
 SIDE = 12
-"""Patches on a side: IMAGE / SCALE positions for a picture."""
+"""Patches on a side: IMAGE / SCALE positions for an image."""
 VOCABULARY = 2048
 DATA = ("mixed", "equal", "text")
 PADDED_LAYOUTS = ("grouped", "sorted")
@@ -62,9 +62,9 @@ class Fixed:
 
 
 def lengths_of(data: str, options: argparse.Namespace) -> list[tuple[int, bool]]:
-    """(positions, has a picture) of every sample, at LLaVA's own scale, in the order of the original's sampler.
+    """(positions, has an image) of every sample, at LLaVA's own scale, in the order of the original's sampler.
 
-    mixed: the guess of packing.py with the medium tail, and of its epoch the first steps with pictures: a step of the
+    mixed: the guess of packing.py with the medium tail, and of its epoch the first steps with images: a step of the
     original's is of one modality, and 19 of 20 have them. equal: all of the mean length. text: the lengths of mixed,
     all of it text.
     """
@@ -104,8 +104,7 @@ def configure(work: Path, data: str, pack: bool, options: argparse.Namespace) ->
         "export.enabled=false",
         "model.projector=random",
     ]
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        return load(Config, compose("train", overrides))
+    return composed(overrides)
 
 
 def write_language(weights: Path, drawn: Path, folder: Path) -> None:
@@ -121,17 +120,16 @@ def write_language(weights: Path, drawn: Path, folder: Path) -> None:
 
 
 def write_start(work: Path, options: argparse.Namespace) -> None:
-    """Weights, records, and for transformers' side the micro-batches of every step as tensors: padded, and packed."""
+    """Weights, records, and for transformers' side the padded micro-batches of every step as tensors."""
     parts = work / "parts"
     write_model(parts, options.hidden, options.layers, SIDE, VOCABULARY)
     for data in options.data:
         write_records(work / data, lengths_of(data, options), SIDE * SIDE, SCALE, captions=True)
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        named = [f"model.language={parts / 'language'}", f"model.vision={parts / 'vision'}", "model.projector=random"]
-        drawn = load(Config, compose("train", ["stage=finetune", *named]))
+    named = [f"model.language={parts / 'language'}", f"model.vision={parts / 'vision'}", "model.projector=random"]
+    drawn = composed(["stage=finetune", *named])
     write_llava(work / "weights", drawn, parts / "language", parts / "vision")
     write_language(work / "weights" / "model.safetensors", parts / "language", work / "language")
     for data in options.data:
-        for folder, pack, layout in (("samples", False, options.padded), ("packed", True, "ours")):
-            cfg, order = configure(work, data, pack, options), Fixed(options.steps, layout, options.ranks, options.rows)
-            write_samples(work / folder / data, cfg, options.ranks, options.steps, 1, order)
+        order = Fixed(options.steps, options.padded, options.ranks, options.rows)
+        cfg = configure(work, data, False, options)
+        write_samples(work / "samples" / data, cfg, options.ranks, options.steps, 1, order)

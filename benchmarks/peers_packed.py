@@ -34,8 +34,8 @@ def samples_of(tensors: dict[str, torch.Tensor], number: int) -> list[dict[str, 
     return found
 
 
-def read(plan: dict[str, Any], data: str, folder: str = "samples") -> dict[str, torch.Tensor]:
-    return load_file(Path(plan["work"]) / folder / data / f"rank{dist.get_rank()}.safetensors")
+def read(plan: dict[str, Any], data: str) -> dict[str, torch.Tensor]:
+    return load_file(Path(plan["work"]) / "samples" / data / f"rank{dist.get_rank()}.safetensors")
 
 
 def image_inputs(tensors: dict[str, torch.Tensor], number: int, data: str) -> dict[str, torch.Tensor]:
@@ -96,44 +96,21 @@ def filled_rows(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tenso
     return {name: torch.cat(rows) for name, rows in fields.items()}
 
 
-def run_one_row(plan: dict[str, Any], at_labels: bool = False, our_cut: bool = False) -> None:
-    """One row of all samples, and torch's SDPA a sample at a time.
-
-    Args:
-        at_labels: compute logits at labels alone (`logits_to_keep`).
-        our_cut: give the ranks the samples that our packing gives them, instead of those of the original's sampler.
-    """
+def run_one_row(plan: dict[str, Any]) -> None:
+    """One row of all samples, and torch's SDPA a sample at a time."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=plan["timeout"]))
-    steps: dict[str, list[tuple[dict[str, Any], torch.Tensor, torch.Tensor]]] = {}
+    steps: dict[str, list[dict[str, Any]]] = {}
     for data in plan["data"]:
-        padded, ours = read(plan, data), read(plan, data, "packed")
+        tensors = read(plan, data)
         steps[data] = []
         for number in range(plan["options"]["steps"]):
-            row = (
-                {
-                    name.removeprefix(f"{number}.0."): value
-                    for name, value in ours.items()
-                    if name.startswith(f"{number}.0.")
-                }
-                if our_cut
-                else in_one_row(samples_of(padded, number)) | image_inputs(padded, number, data)
-            )
-            labels, ends = row.pop("labels"), row.pop("cu_seqlens")
-            inputs = row | {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "use_cache": False}
-            steps[data].append((inputs, labels, padded[f"{number}.label_tokens"]))
+            row = in_one_row(samples_of(tensors, number)) | image_inputs(tensors, number, data)
+            ends, count = row.pop("cu_seqlens"), tensors[f"{number}.label_tokens"]
+            more = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "num_items_in_batch": count, "use_cache": False}
+            steps[data].append(row | more)
     transformers_each_sample()
     model = sharded(plan, EACH_SAMPLE)
-
-    def losses(step: tuple[dict[str, Any], torch.Tensor, torch.Tensor]) -> Iterator[torch.Tensor]:
-        inputs, labels, count = step
-        if not at_labels:
-            yield model(**inputs, labels=labels, num_items_in_batch=count).loss
-            return
-        where = (labels[0, 1:] != IGNORE).nonzero().flatten()
-        logits = model(**inputs, logits_to_keep=where).logits
-        yield functional.cross_entropy(logits[0], labels[0, where + 1], reduction="sum") / count
-
-    loop_by_hand(plan, model, Rounds(plan), steps, losses)
+    loop_by_hand(plan, model, Rounds(plan), steps, lambda step: iter([model(**step).loss]))
     end_process_group()
 
 

@@ -46,36 +46,17 @@ class Rounds:
             prepared: the steps of each data set. A round takes as many as peers.py says, from the first.
         """
         for _ in range(self.number):
-            data, count, profiled = self.client.recv()
+            data, count = self.client.recv()
             own = prepared[data][:count]
             gc.collect()
             dist.barrier()
-            profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) if profiled else None
-            with profiler or contextlib.nullcontext():
-                cpu, wall = time.process_time(), time.perf_counter()
-                yield from own
-                cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
-            seconds = {"cpu": cpu, "wall": wall, "of_kinds": seconds_of_kinds(profiler, cpu) if profiler else {}}
+            cpu, wall = time.process_time(), time.perf_counter()
+            yield from own
+            cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+            seconds = {"cpu": cpu, "wall": wall}
             self.client.send(seconds | {"losses": floats(self.losses), "norms": floats(self.norms)})
             self.losses.clear()
             self.norms.clear()
-
-
-def seconds_of_kinds(profiler: torch.profiler.profile, cpu: float) -> dict[str, float]:
-    """How many of a profiled round's CPU seconds are matrix products and attention, and how many are left, those of the
-    profiler included. The profiler measures wall-clock seconds, which for these two are CPU seconds if each rank has a
-    core of its own.
-
-    Args:
-        cpu: CPU seconds of the round.
-    """
-    kinds = {"matrix products": ("aten::mm", "aten::addmm", "aten::bmm"), "attention": ("aten::_scaled_dot_product",)}
-    events = profiler.key_averages()
-    found = {
-        kind: sum(event.self_cpu_time_total for event in events if event.key.startswith(names)) / 1e6
-        for kind, names in kinds.items()
-    }
-    return found | {"everything else": cpu - sum(found.values())}
 
 
 def floats(values: list[torch.Tensor | float]) -> list[float]:
@@ -350,13 +331,13 @@ def end_process_group() -> None:
     time.sleep(0.2)  # gloo's thread may abort the interpreter otherwise (pytorch#179291)
 
 
-def packed(name: str, **options: Any) -> Any:
+def packed(name: str) -> Any:
     """A function of peers_packed.py, which imports this module."""
 
     def run(plan: dict[str, Any]) -> None:
         import peers_packed
 
-        getattr(peers_packed, f"run_{name}")(plan, **options)
+        getattr(peers_packed, f"run_{name}")(plan)
 
     return run
 
@@ -372,8 +353,6 @@ PEERS = {
     "original": lambda plan: run_deepspeed(plan, activation_checkpointing=True),
     "rows": packed("filled_rows"),
     "row": packed("one_row"),
-    "row, labels": packed("one_row", at_labels=True),
-    "row, labels, our cut": packed("one_row", at_labels=True, our_cut=True),
     "trl": packed("trl"),
     "automodel": packed("automodel"),
 }

@@ -1,4 +1,4 @@
-"""What a result of peers.py looks like: on the terminal, as a picture, and as a table between README.md's markers."""
+"""What a result of peers.py looks like: on the terminal, as a plot, and as a table between README.md's markers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from bench import Report, show
 from provenance import REPOSITORY
-from rich.table import Table
 
 README = REPOSITORY / "README.md"
 BEGIN, END = "<!-- peers -->", "<!-- /peers -->"
@@ -17,7 +17,7 @@ NO_RESULT = "No result is stored yet: `python benchmarks/peers.py` makes one. On
 DATA = ("equal", "mixed")
 
 
-def rates(report: dict[str, Any]) -> dict[str, dict[str, float]]:
+def rates(report: Report) -> dict[str, dict[str, float]]:
     """Real tokens a CPU second, the median over the rounds, by peer and data set."""
     found: dict[str, dict[str, float]] = {}
     for row in report["rows"]:
@@ -25,7 +25,7 @@ def rates(report: dict[str, Any]) -> dict[str, dict[str, float]]:
     return found
 
 
-def times_ours(report: dict[str, Any]) -> dict[str, dict[str, float]]:
+def times_ours(report: Report) -> dict[str, dict[str, float]]:
     """CPU seconds of a step over those of this project's step in the same round, by peer and data set; the median over
     the rounds. This project runs in more rounds than its peers, so that their fastest rounds cannot be compared."""
     found: dict[str, dict[str, float]] = {}
@@ -34,22 +34,18 @@ def times_ours(report: dict[str, Any]) -> dict[str, dict[str, float]]:
     return found
 
 
-def printed(report: dict[str, Any]) -> Table:
-    table = Table(title="CPU seconds of a step, all ranks together", title_justify="left")
-    for head in ("peer", "data", "CPU s min", "median", "wall s min", "real tokens / CPU s", "ours packed is"):
-        table.add_column(head, justify="left" if head in ("peer", "data") else "right")
-    times_of = times_ours(report)
-    for row in report["rows"]:
-        cpu, rate = row["cpu_seconds"], row["real_tokens_per_cpu_second_median"]
-        times = f"{times_of[row['peer']][row['data']]:.3f} x"
-        table.add_row(
-            row["peer"], row["data"], f"{cpu['min']:.3f}", f"{cpu['median']:.3f}", f"{row['wall_seconds']['min']:.3f}",
-            f"{rate:,.0f}", times,
-        )  # fmt: skip
-    return table
+def show_rows(report: Report) -> None:
+    heads = ("peer, data", "CPU s min", "median", "wall s min", "real tokens / CPU s", "ours packed is")
+    lines = [
+        (f"{row['peer']}, {row['data']}", f"{row['cpu_seconds']['min']:.3f}", f"{row['cpu_seconds']['median']:.3f}",
+         f"{row['wall_seconds']['min']:.3f}", f"{row['real_tokens_per_cpu_second_median']:,.0f}",
+         f"{median(row['times_ours']):.3f} x")
+        for row in report["rows"]
+    ]  # fmt: skip
+    show("CPU seconds of a step, all ranks together", heads, lines)
 
 
-def draw(pyplot: Any, report: dict[str, Any]) -> None:
+def draw(pyplot: Any, report: Report) -> None:
     """Bars of real tokens a CPU second, all data sets side by side."""
     found, sets = rates(report), report["options"]["data"]
     width = 0.8 / len(sets)
@@ -62,13 +58,10 @@ def draw(pyplot: Any, report: dict[str, Any]) -> None:
     axes.invert_yaxis()
     axes.legend(loc="lower right", fontsize="small")
     axes.set_xlabel("real tokens a CPU second")
-    machine = f"{report['ranks']} ranks, {report['machine']['device']}"
-    axes.set_title(
-        f"{machine}, torch {report['torch']}, {report['precision']}, {report['date'][:10]}", fontsize="medium"
-    )
+    axes.set_title(f"{report['ranks']} ranks, {report['precision']}")
 
 
-def markdown(report: dict[str, Any], result: str) -> str:
+def markdown(report: Report, result: str) -> str:
     """README's section of a result.
 
     Args:
@@ -87,11 +80,11 @@ def markdown(report: dict[str, Any], result: str) -> str:
             lines.append(f"| {what} | NOT RUN: {report['not_run'][peer]} | | | |")
     options, machine = report["options"], report["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
-    picture = result.removesuffix(".json") + ".png"
+    plot = result.removesuffix(".json") + ".png"
     return "\n".join([
         *lines,
         "",
-        f"![Real tokens a CPU second of this project and its peers]({picture})",
+        f"![Real tokens a CPU second of this project and its peers]({plot})",
         "",
         f"Stage 2 in {report['precision']} of a model of width {options['hidden']} and {options['layers']} layers on "
         f"{report['ranks']} CPU ranks ({machine['device']}), {versions}; medians over {options['repeats']} rounds of "

@@ -168,13 +168,13 @@ def placed(rows: list[MicroBatch], device: torch.device) -> list[MicroBatch]:
     return [row.map(torch.Tensor.pin_memory) for row in rows] if device.type == "cuda" else rows
 
 
-def packed(texts: list[torch.Tensor], picture: int, side: int, labels: int) -> MicroBatch:
-    """A picture first in every sample, then its text, all of which but the first id is a label."""
-    lengths = [picture + len(text) for text in texts]
+def packed(texts: list[torch.Tensor], image: int, side: int, labels: int) -> MicroBatch:
+    """An image first in every sample, then its text, all of which but the first id is a label."""
+    lengths = [image + len(text) for text in texts]
     begins = (torch.tensor(lengths).cumsum(0) - torch.tensor(lengths)).tolist()
-    ids = torch.cat([torch.cat([torch.zeros(picture, dtype=torch.int64), text]) for text in texts])
-    shown = torch.cat([torch.arange(begin, begin + picture) for begin in begins])
-    asked = torch.cat([torch.arange(b + picture, b + n - 1) for b, n in zip(begins, lengths, strict=True)])
+    ids = torch.cat([torch.cat([torch.zeros(image, dtype=torch.int64), text]) for text in texts])
+    shown = torch.cat([torch.arange(begin, begin + image) for begin in begins])
+    asked = torch.cat([torch.arange(b + image, b + n - 1) for b, n in zip(begins, lengths, strict=True)])
     return MicroBatch(
         input_ids=ids[None],
         image_positions=shown,

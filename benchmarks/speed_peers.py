@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 Samples = list[torch.Tensor]
-"""int64 [length] texts; each follows a picture"""
+"""int64 [length] texts; each follows an image"""
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,11 @@ class Work:
     """fp32 masters, gradients and moments; else everything in bf16."""
 
 
-def samples_of_steps(work: Work, picture: int, vocabulary: int) -> list[Samples]:
+def samples_of_steps(work: Work, image: int, vocabulary: int) -> list[Samples]:
     """The texts of every step, the same for all: lognormal lengths as in LLaVA's second stage, or captions' lengths.
 
     Args:
-        picture: positions of a picture.
+        image: tokens of an image.
     """
     dice, draw = random.Random(0), torch.Generator().manual_seed(0)
     sigma = 0.65 if work.stage == "finetune" else 0.3
@@ -57,7 +57,7 @@ def samples_of_steps(work: Work, picture: int, vocabulary: int) -> list[Samples]
         texts = []
         for _ in range(work.samples):
             length = int(work.mean_text * dice.lognormvariate(-(sigma**2) / 2, sigma))
-            length = max(4, min(work.longest - picture, length))
+            length = max(4, min(work.longest - image, length))
             texts.append(torch.randint(1, vocabulary - 2, (length,), generator=draw))
         steps.append(texts)
     return steps
@@ -92,7 +92,7 @@ def time_steps(work: Work, device: torch.device, run: Callable[[int], float]) ->
 
 
 def build(work: Work, language: Any, vision: Any, device: torch.device) -> Any:
-    """Random weights of the shapes, on the device; the last id but one stands for a picture."""
+    """Random weights of the shapes, on the device; the last id but one stands for an image."""
     from transformers import LlavaConfig, LlavaForConditionalGeneration
 
     config = LlavaConfig(
@@ -123,15 +123,15 @@ def build(work: Work, language: Any, vision: Any, device: torch.device) -> Any:
     return model.train()
 
 
-def padded(texts: Samples, picture: int, image_id: int, side: int, device: torch.device) -> dict[str, torch.Tensor]:
+def padded(texts: Samples, image: int, image_id: int, side: int, device: torch.device) -> dict[str, torch.Tensor]:
     """A micro-batch as transformers' model takes it; all of a text but its first id are labels."""
-    longest = picture + max(map(len, texts))
+    longest = image + max(map(len, texts))
     ids = torch.zeros((len(texts), longest), dtype=torch.int64)
     mask, labels = torch.zeros_like(ids), torch.full_like(ids, -100)
     for row, text in enumerate(texts):
-        end = picture + len(text)
-        ids[row, :picture], ids[row, picture:end], mask[row, :end] = image_id, text, 1
-        labels[row, picture + 1 : end] = text[1:]
+        end = image + len(text)
+        ids[row, :image], ids[row, image:end], mask[row, :end] = image_id, text, 1
+        labels[row, image + 1 : end] = text[1:]
     pixels = torch.zeros((len(texts), 3, side, side), dtype=torch.bfloat16)
     fields = {"input_ids": ids, "attention_mask": mask, "labels": labels, "pixel_values": pixels}
     return {name: value.to(device) for name, value in fields.items()}
@@ -176,10 +176,10 @@ def prepared(
     work: Work, model: Any, cut: Callable[[Samples, int], list[Samples]], rows: int, device: torch.device
 ) -> list[list[dict[str, torch.Tensor]]]:
     vision, vocabulary = model.config.vision_config, model.config.text_config.vocab_size
-    picture = (vision.image_size // vision.patch_size) ** 2
+    image = (vision.image_size // vision.patch_size) ** 2
     return [
-        [padded(micro, picture, vocabulary - 1, vision.image_size, device) for micro in cut(texts, rows)]
-        for texts in samples_of_steps(work, picture, vocabulary)
+        [padded(micro, image, vocabulary - 1, vision.image_size, device) for micro in cut(texts, rows)]
+        for texts in samples_of_steps(work, image, vocabulary)
     ]
 
 

@@ -88,11 +88,10 @@ def image_id(language: PretrainedConfig) -> int:
 
 
 def transformers_inputs(micro: MicroBatch, image: int, image_tokens: int) -> dict[str, torch.Tensor]:
-    """A micro-batch with normalised pictures as LlavaForConditionalGeneration takes it: labels beside ids. A packed row
-    has its position ids and, under `cu_seqlens`, the boundaries of its samples.
+    """A padded micro-batch with normalised images as LlavaForConditionalGeneration takes it: labels beside ids.
 
-    Padded rows without pictures get a row of a blank picture and no label: the original shows its tower a blank picture
-    there (train.py:735-738), because a rank that leaves modules out goes wrong in DeepSpeed's collectives.
+    Rows without images get a row of a blank image and no label: the original shows its tower a blank image there
+    (train.py:735-738), because a rank that leaves modules out goes wrong in DeepSpeed's collectives.
     """
     ids = micro.input_ids.clone()
     ids.view(-1)[micro.image_positions] = image
@@ -101,9 +100,6 @@ def transformers_inputs(micro: MicroBatch, image: int, image_tokens: int) -> dic
     # rows are padded on the right with id 0, which no text has
     mask = ids.flip(1).cumsum(1).flip(1).ne(0).long()
     images = micro.images
-    if micro.lengths:
-        packed = {"position_ids": micro.position_ids, "cu_seqlens": micro.cu_seqlens}
-        return {"input_ids": ids, "labels": labels, **packed, **({"pixel_values": images} if len(images) else {})}
     if not len(images):
         width = max(0, image_tokens - ids.shape[1])
         ids, mask = (functional.pad(rows, (0, width, 0, 1)) for rows in (ids, mask))
