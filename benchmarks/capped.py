@@ -4,36 +4,27 @@ The limit is RLIMIT_DATA, set on each process after its imports: it counts priva
 anonymous mappings), touched or not, and no mapped files. Freed blocks of 1 MiB and more go back to the system at once.
 """
 
-import argparse
-import contextlib
 import gc
-import json
 import multiprocessing
-import platform
 import resource
-import shlex
 import signal
-import sys
 import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import transformers
-from provenance import commit, machine
 
 from llava_fsdp.parallel.memory.malloc import return_freed_memory
 from llava_fsdp.parallel.memory.offload import NO_ROOM
 from llava_fsdp.parallel.ranks.mesh import World
 from llava_fsdp.runtime.errors import OutOfMemory
 
-MIB = 1 << 20
 RANKS = 2
 ABORTED = (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS)
 """A process ends so where memory runs out in a thread of gloo's, which has nobody to tell."""
@@ -160,55 +151,3 @@ def largest(fits: Callable[[int], bool], start: int, most: int) -> int:
         middle = (good + bad) // 2
         good, bad = (middle, bad) if fits(middle) else (good, middle)
     return good
-
-
-def facts(question: str, options: argparse.Namespace) -> dict[str, Any]:
-    """What a reader needs to run it again, without folders of this machine; asked for at the beginning, while the code
-    is that which runs."""
-    folders = {str(value) for value in vars(options).values() if isinstance(value, Path)}
-    words = [word for word in without(sys.argv[1:], "--scratch", "--out", "--environments") if word not in folders]
-    return {
-        "question": question,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit(),
-        "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *words]),
-        "options": {
-            name: value
-            for name, value in vars(options).items()
-            if not isinstance(value, Path) and name not in ("attempt", "readme")
-        },
-        "machine": machine(torch.cuda.get_device_name() if torch.cuda.is_available() else None),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-
-
-def without(arguments: list[str], *flags: str) -> list[str]:
-    """A command line without folders of this machine."""
-    kept = [a for a in arguments if not a.startswith(tuple(f"{flag}=" for flag in flags))]
-    return [a for n, a in enumerate(kept) if a not in flags and (n == 0 or kept[n - 1] not in flags)]
-
-
-def write_json(report: dict[str, Any], name: str, folder: Path) -> Path:
-    """Write a result, or as much of it as there is so far: a benchmark may be killed before its end."""
-    path = folder / f"{name}-{report['date'][:10]}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_suffix(".new")
-    new.write_text(json.dumps(report, indent=1) + "\n")
-    new.replace(path)
-    return path
-
-
-def write(report: dict[str, Any], name: str, folder: Path, draw: Callable[[Any, dict[str, Any]], None]) -> None:
-    """JSON, and a picture beside it where matplotlib is."""
-    path = write_json(report, name, folder)
-    print(f"wrote {path}")
-    with contextlib.suppress(ImportError):
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-
-        draw(pyplot, report)
-        pyplot.savefig(path.with_suffix(".png"), dpi=100)

@@ -1,10 +1,10 @@
-"""Does a training come out as under DeepSpeed, which the original uses?
+"""Does a training give the same losses as with DeepSpeed, which the original uses? About 15 minutes on two idle cores.
 
-    python benchmarks/deepspeed_curves.py [FOLDER]
+    python benchmarks/deepspeed_curves.py
 
 The same weights, samples, optimizer and schedule go through DeepSpeed's ZeRO-2 and ZeRO-3 and through this project's
 zero2 and zero3, on two CPU ranks: in fp32, where the losses must agree, and in bf16, where the distance from the fp32
-curve is what is compared. How to read the result is in benchmarks/README.md.
+curve is compared. benchmarks/README.md explains the result.
 
 Ours is `llava_fsdp.train` itself; DeepSpeed's side is deepspeed_peer.py. Each training is a torchrun of its own.
 """
@@ -13,12 +13,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import importlib.metadata
-import importlib.util
 import json
 import math
-import platform
 import re
 import shutil
 import statistics
@@ -30,18 +27,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_dir
-from provenance import REPOSITORY, commit, machine
-from rich.console import Console
-from rich.table import Table
+from bench import ASSETS, Report, command_line, composed, facts, show, write
 from starts import write_llava, write_samples
 from torchruns import deepspeed_missing, launch
 from zero_json import deepspeed_config
 
-from llava_fsdp.config import Config, DType, config_dir, load
+from llava_fsdp.config import Config, DType
 from llava_fsdp.data.toy_shapes import ensure_shapes
 
-ASSETS = REPOSITORY / "src" / "llava_fsdp" / "assets"
 RANKS = 2
 ACCUMULATION = 2
 ROWS = 4
@@ -68,7 +61,7 @@ class Case:
 CASES = [Case("pretrain", 2), Case("finetune", 2), Case("finetune", 3)]
 
 # Whose training, its dtype, and what DeepSpeed's configuration adds to the recipe's.
-VARIANTS: dict[str, tuple[str, DType, dict[str, Any]]] = {
+VARIANTS: dict[str, tuple[str, DType, Report]] = {
     "ours fp32": ("ours", DType.fp32, {}),
     "deepspeed fp32": ("deepspeed", DType.fp32, {}),
     "ours bf16": ("ours", DType.bf16, {}),
@@ -116,11 +109,6 @@ def configure(case: Case, dtype: DType, seed: int, steps: int, work: Path, outpu
     ]
 
 
-def composed(overrides: list[str]) -> Config:
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        return load(Config, compose("train", overrides))
-
-
 def write_start(folder: Path, seed: int, work: Path) -> None:
     """The embedded tiny model with weights drawn from the seed."""
     overrides = configure(CASES[0], DType.fp32, seed, 1, work, folder)
@@ -141,7 +129,7 @@ class Curve:
     commit: str
 
 
-def train(case: Case, variant: str, seed: int, options: argparse.Namespace, work: Path) -> Curve:
+def train(case: Case, variant: str, seed: int, options: argparse.Namespace, work: Path, commit: str) -> Curve:
     """Run one training to its end, or read it where an earlier run in the same `--work` folder ended it.
 
     Raises:
@@ -173,13 +161,13 @@ def train(case: Case, variant: str, seed: int, options: argparse.Namespace, work
         rows = json.loads((output / "steps.json").read_text())
     assert len(rows) == options.steps
     losses, grad_norms, lrs = ([r[name] for r in rows] for name in ("loss", "grad_norm", "lr"))
-    curve = Curve(losses, grad_norms, lrs, seconds, options.commit)
+    curve = Curve(losses, grad_norms, lrs, seconds, commit)
     with renamed_when_whole(kept) as file:
         file.write_text(json.dumps(asdict(curve)))
     return curve
 
 
-def peer_plan(cfg: Config, case: Case, more: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+def peer_plan(cfg: Config, case: Case, more: Report, options: argparse.Namespace) -> Report:
     """What DeepSpeed's side is told: our configuration in its words."""
     bf16 = cfg.precision.param_dtype is DType.bf16
     hidden = json.loads((ASSETS / "tiny-llama" / "config.json").read_text())["hidden_size"]
@@ -219,7 +207,7 @@ def steps_alike(ours: list[float], theirs: list[float], within: float) -> int:
     return apart.index(True) if True in apart else len(apart)
 
 
-def compare(case: Case, seed: int, curves: dict[str, Curve]) -> dict[str, Any]:
+def compare(case: Case, seed: int, curves: dict[str, Curve]) -> Report:
     """The figures of one case and seed: fp32 against fp32, and how far each bf16 curve is from DeepSpeed's fp32."""
     ours, peer = curves["ours fp32"], curves["deepspeed fp32"]
     return {
@@ -244,7 +232,7 @@ def compare(case: Case, seed: int, curves: dict[str, Curve]) -> dict[str, Any]:
     }
 
 
-def findings(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def findings(rows: list[Report]) -> Report:
     """Each requirement and whether it holds. Distances are means over the seeds; single seeds are counted beside."""
     worst = max(r["fp32_largest_relative_difference"]["loss"] for r in rows)
     by_case: dict[str, list[dict[str, float]]] = {}
@@ -264,7 +252,7 @@ def findings(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def paired(differences: list[float]) -> dict[str, Any]:
+def paired(differences: list[float]) -> Report:
     """Mean over the seeds and its 95 % confidence interval (Student's t); no interval for a single seed."""
     mean = statistics.mean(differences)
     if len(differences) == 1:
@@ -273,7 +261,7 @@ def paired(differences: list[float]) -> dict[str, Any]:
     return {"mean": mean, "interval": [mean - half, mean + half]}
 
 
-def no_further(peer: str, means: dict[str, dict[str, float]], rows: list[dict[str, Any]]) -> dict[str, Any]:
+def no_further(peer: str, means: dict[str, dict[str, float]], rows: list[Report]) -> Report:
     far = [r["bf16_distance_from_fp32"] for r in rows]
     return {
         "by_case": {case: mean["ours bf16"] <= mean[peer] for case, mean in means.items()},
@@ -287,16 +275,31 @@ def no_further(peer: str, means: dict[str, dict[str, float]], rows: list[dict[st
 def main() -> None:
     options = parse()
     check_peer()
+    known = facts("does a training give the same losses as with DeepSpeed?", options)
     rows = []
     with open_work(options) as work:
         ensure_shapes(work / "shapes", train_pictures=options.steps * ROWS * ACCUMULATION * RANKS)
         for seed in range(options.seeds):
             prepare(seed, options.steps, work)
             for case in [c for c in CASES if options.stage in (None, c.stage)]:
-                curves = {variant: train(case, variant, seed, options, work) for variant in VARIANTS}
+                curves = {name: train(case, name, seed, options, work, known["commit"]) for name in VARIANTS}
                 rows.append(compare(case, seed, curves))
                 print(f"{case}, seed {seed}: {describe(rows[-1])}", file=sys.stderr)
-    finish(rows, options)
+    report = known | {
+        "commits_of_trainings": sorted({commit for row in rows for commit in row["commits"]}),
+        "ranks": RANKS,
+        "accumulation": ACCUMULATION,
+        "rows_of_a_micro_batch": ROWS,
+        "ours": AS_THE_ORIGINAL + OUR_PRECISION,
+        "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers", "deepspeed")},
+        "findings": findings(rows),
+        "rows": rows,
+    }
+    show_rows(rows)
+    print(json.dumps(report["findings"], indent=1))
+    write(report, "deepspeed-curves" + (f"-{options.stage}" if options.stage else ""), options.folder, draw)
+    if not report["findings"]["fp32_within_bound"]:
+        raise SystemExit(f"losses in fp32 differ by more than {FP32_BOUND:g}")
 
 
 @contextlib.contextmanager
@@ -334,15 +337,14 @@ def renamed_when_whole(path: Path) -> Iterator[Path]:
     beside.replace(path)
 
 
-def describe(row: dict[str, Any]) -> str:
+def describe(row: Report) -> str:
     exact = row["fp32_largest_relative_difference"]
     distances = ", ".join(f"{name} {value:.3g}" for name, value in row["bf16_distance_from_fp32"].items())
     return f"fp32 loss {exact['loss']:.2g}, norm {exact['grad_norm']:.2g}; distances {distances}"
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Does a training come out as under DeepSpeed?")
-    parser.add_argument("folder", nargs="?", type=Path, default=REPOSITORY / "benchmarks" / "results")
+    parser = command_line(__doc__)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--seeds", type=int, default=3, help="trainings of every kind; a seed draws weights and order")
     parser.add_argument("--stage", choices=CORPORA, help="only its rows, in files of their own; default: both stages")
@@ -353,7 +355,6 @@ def parse() -> argparse.Namespace:
     options = parser.parse_args()
     if not 1 <= options.seeds <= len(T_95) + 1:
         parser.error(f"--seeds {options.seeds}: give 1 to {len(T_95) + 1}")
-    options.commit = commit()
     return options
 
 
@@ -363,82 +364,25 @@ def check_peer() -> None:
         raise SystemExit(lack)
 
 
-def finish(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
-    report = facts(rows, options) | {"findings": findings(rows), "rows": rows}
-    name = "deepspeed-curves" + (f"-{options.stage}" if options.stage else "")
-    path = options.folder / f"{name}-{datetime.date.today().isoformat()}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json_text(report))
-    console = Console(width=None if sys.stdout.isatty() else 160)
-    console.print(table_of(rows))
-    console.print(report["findings"])
-    drawn = draw(report, path.with_suffix(".png"))
-    console.print(f"wrote {path}" + (f" and {path.with_suffix('.png')}" if drawn else "; no picture: no matplotlib"))
-    if not report["findings"]["fp32_within_bound"]:
-        raise SystemExit(f"losses in fp32 differ by more than {FP32_BOUND:g}")
-
-
-def json_text(report: dict[str, Any]) -> str:
-    """Indented, with every curve on a line of its own."""
-    text = json.dumps(report, indent=1)
-    return re.sub(r"\[[^\[\]{}\"]*\]", lambda m: " ".join(m[0].split()), text) + "\n"
-
-
-def facts(rows: list[dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
-    """What a reader needs to run it again."""
-    commits = sorted({commit for row in rows for commit in row["commits"]})
-    packages = ("torch", "transformers", "deepspeed")
-    return {
-        "question": "does a training come out as under DeepSpeed?",
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": options.commit,
-        "commits_of_trainings": commits,
-        "command": f"python benchmarks/deepspeed_curves.py --steps {options.steps} --seeds {options.seeds}"
-        + (f" --stage {options.stage}" if options.stage else ""),
-        "options": {name: getattr(options, name) for name in ("steps", "seeds", "stage")},
-        "ranks": RANKS,
-        "accumulation": ACCUMULATION,
-        "rows_of_a_micro_batch": ROWS,
-        "ours": AS_THE_ORIGINAL + OUR_PRECISION,
-        "machine": machine(),
-        "python": platform.python_version(),
-        "versions": {name: importlib.metadata.version(name) for name in packages},
-    }
-
-
-def table_of(rows: list[dict[str, Any]]) -> Table:
-    table = Table(title="fp32: largest relative difference; bf16: mean distance from fp32", title_justify="left")
+def show_rows(rows: list[Report]) -> None:
     names = list(rows[0]["bf16_distance_from_fp32"])
-    for head in ["stage", "ZeRO", "seed", "loss from, to", "fp32 loss", "fp32 gradient norm", *names]:
-        table.add_column(head, justify="left" if head == "stage" else "right")
+    lines = []
     for row in rows:
         exact, far = row["fp32_largest_relative_difference"], row["bf16_distance_from_fp32"]
-        first, last = row["first_and_last_loss"]
-        shown = [row["stage"], str(row["zero"]), str(row["seed"]), f"{first:.2f}, {last:.2f}"]
-        shown += [f"{exact['loss']:.1e}", f"{exact['grad_norm']:.1e}", *(f"{far[n]:.5f}" for n in names)]
-        table.add_row(*shown)
-    return table
+        name = f"{row['stage']}, ZeRO-{row['zero']}, seed {row['seed']}"
+        lines.append((name, f"{exact['loss']:.1e}", f"{exact['grad_norm']:.1e}", *(f"{far[n]:.5f}" for n in names)))
+    heads = ("stage, ZeRO, seed", "fp32 loss", "fp32 gradient norm", *names)
+    show("fp32: largest relative difference; bf16: mean distance from fp32", heads, lines)
 
 
-def draw(report: dict[str, Any], path: Path) -> bool:
-    """The fp32 curves over each other with their difference, and the bf16 distances. False without matplotlib."""
-    if importlib.util.find_spec("matplotlib") is None:
-        return False
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (curves, distances) = pyplot.subplots(1, 2, figsize=(13, 5), layout="constrained")
+def draw(pyplot: Any, report: Report) -> None:
+    """The fp32 curves over each other with their difference, and the bf16 distances."""
+    _, (curves, distances) = pyplot.subplots(1, 2, figsize=(13, 5), layout="constrained")
     draw_curves(curves, [r for r in report["rows"] if r["seed"] == 0])
     draw_distances(distances, sorted(report["rows"], key=lambda r: (r["stage"] != "pretrain", r["zero"], r["seed"])))
-    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
-    figure.suptitle(f"{report['ranks']} CPU ranks, {versions}, {report['date'][:10]}", fontsize="medium")
-    figure.savefig(path, dpi=90)
-    return True
 
 
-def draw_curves(axis: Any, rows: list[dict[str, Any]]) -> None:
+def draw_curves(axis: Any, rows: list[Report]) -> None:
     below = axis.twinx()
     for number, row in enumerate(rows):
         ours, peer = (row["curves"][name]["loss"] for name in ("ours fp32", "deepspeed fp32"))
@@ -456,7 +400,7 @@ def draw_curves(axis: Any, rows: list[dict[str, Any]]) -> None:
     axis.legend(fontsize="small")
 
 
-def draw_distances(axis: Any, rows: list[dict[str, Any]]) -> None:
+def draw_distances(axis: Any, rows: list[Report]) -> None:
     names = list(rows[0]["bf16_distance_from_fp32"])
     width = 0.8 / len(names)
     for number, name in enumerate(names):

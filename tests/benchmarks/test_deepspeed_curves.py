@@ -1,7 +1,6 @@
 """What benchmarks/deepspeed_curves.py gives to DeepSpeed's side, and what it makes of the curves; without DeepSpeed."""
 
 import importlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -38,7 +37,7 @@ def test_transformers_is_given_the_very_samples(starts: ModuleType, parts: Path,
     cfg = make_config(parts, dataset, tmp_path / "run", "pack=false", "micro_batch_size=2")
     model = build_llava(find_parts(cfg.model), cfg.model, torch.float32)
     ranks = [open_data(cfg, World(rank, 2, rank, 2, CPU), model) for rank in range(2)]
-    without_picture = 0
+    without_image = 0
     for number in range(cfg.max_steps or 0):
         tokens = labels = 0
         for loader in ranks:
@@ -47,7 +46,7 @@ def test_transformers_is_given_the_very_samples(starts: ModuleType, parts: Path,
                 given = starts.transformers_inputs(loader.to_device(micro), IMAGE, model.image_tokens)
                 if not len(micro.images):
                     given = without_blank(given, micro.input_ids.shape, model.image_tokens)
-                    without_picture += 1
+                    without_image += 1
                 flat = given["input_ids"].flatten()
                 assert torch.equal((flat == IMAGE).nonzero().flatten(), micro.image_positions)
                 assert torch.equal(flat[flat != IMAGE], micro.input_ids.flatten()[flat != IMAGE])
@@ -59,11 +58,11 @@ def test_transformers_is_given_the_very_samples(starts: ModuleType, parts: Path,
                 assert all(row[:n].all() for row, n in zip(given["attention_mask"], lengths, strict=True))
                 tokens, labels = tokens + int(lengths.sum()), labels + len(micro.label_ids)
         assert (tokens, labels) == (step.facts.tokens, step.facts.label_tokens)
-    assert without_picture  # else nothing was said about them
+    assert without_image  # else nothing was said about them
 
 
 def without_blank(given: dict[str, torch.Tensor], shape: torch.Size, image_tokens: int) -> dict[str, torch.Tensor]:
-    """The rows of the samples, after a look at the one that was added: a blank picture and nothing else."""
+    """The rows of the samples, after a look at the one that was added: a blank image and nothing else."""
     rows, length = shape
     shown = [IMAGE] * image_tokens
     assert given["input_ids"][rows:].tolist() == [shown + [0] * (given["input_ids"].shape[1] - image_tokens)]
@@ -82,13 +81,6 @@ def test_curves_are_compared_step_by_step(curves: ModuleType) -> None:
     assert curves.steps_alike(exact, exact, 0.0) == 4
     with pytest.raises(ValueError):
         curves.distance(other, exact[:3])
-
-
-def test_report_reads_back_with_a_curve_on_each_line(curves: ModuleType) -> None:
-    report = {"rows": [{"loss": [1.5, 2.0, 3.25], "name": "a [b]"}], "none": []}
-    text = curves.json_text(report)
-    assert json.loads(text) == report
-    assert "[ 1.5, 2.0, 3.25 ]" in text
 
 
 def test_without_deepspeed_it_says_so(curves: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
