@@ -32,8 +32,7 @@ CACHE_KEY = "TORCHINDUCTOR_CACHE_DIR"
 
 @dataclass(frozen=True)
 class Compiling:
-    """The decision whether the language model's blocks are compiled with torch.compile, and the reason for it as
-    text."""
+    """Whether the language model's blocks are compiled, and why."""
 
     on: bool
     reason: str
@@ -44,11 +43,10 @@ def choose_compiling(cfg: Config, device: torch.device, attention: Attention | N
     depending on the device and on other settings.
 
     Args:
-        attention: the attention kernel for rows in which several samples are packed; None if rows are padded instead.
+        attention: the kernel for rows in which several samples are packed; None if rows are padded instead.
 
     Raises:
-        ConfigError: `compile=true` or `activation_checkpointing=budget` is impossible on this machine or with these
-            settings.
+        ConfigError: `compile=true` or `activation_checkpointing=budget` is impossible here or with these settings.
         CompileError: blocks are to be compiled, and torch.compile cannot use the folder of its cache.
     """
     mode = cfg.activation_checkpointing.mode
@@ -73,14 +71,8 @@ def choose_compiling(cfg: Config, device: torch.device, attention: Attention | N
 def compiling_of_settings(
     cfg: Config, mode: ActivationCheckpointing, attention: Attention | None, device: str
 ) -> Compiling:
-    """Decide whether to compile the language model's blocks on a machine that has the compiler, as the planner does for
-    machines other than this one.
-
-    Args:
-        mode: the mode of activation checkpointing, instead of the configuration's.
-        attention: the attention kernel for rows in which several samples are packed; None if rows are padded instead.
-        device: type of the device, `cuda` or `cpu`.
-    """
+    """Decide as `choose_compiling` does, for any machine that has the compiler, with this mode of activation
+    checkpointing. `device` is `cuda` or `cpu`."""
     if mode is ActivationCheckpointing.budget:
         return Compiling(True, "activation_checkpointing=budget is the compiler's choice")
     if cfg.compile is False:
@@ -107,21 +99,13 @@ def compiling_of_settings(
 
 
 def splits_blocks(mode: ActivationCheckpointing, attention: Attention | None) -> bool:
-    """Return whether a compiled block would be split into two graphs although its activation checkpointing mode needs a
-    single graph. This happens in the mode `selective` with SDPA, which runs one sample at a time outside the graph.
-
-    Args:
-        attention: the attention kernel for rows in which several samples are packed; None if rows are padded instead.
-    """
+    """Return whether a compiled block would be split in two by SDPA, which runs one sample at a time outside the graph,
+    although its activation checkpointing needs a single graph."""
     return mode is ActivationCheckpointing.selective and attention is Attention.sdpa
 
 
 def check_compiler(device: torch.device, setting: str) -> None:
-    """Raise ConfigError if torch.compile cannot work on this machine with this device.
-
-    Args:
-        setting: the setting that needs torch.compile, as `key=value`, with which the message begins.
-    """
+    """Raise ConfigError if torch.compile cannot work here. `setting` is what needs it, as `key=value`."""
     lack = compiler_missing(device)
     if lack is not None:
         other = "compile=auto" if setting.startswith("compile") else "activation_checkpointing=selective"
@@ -129,7 +113,7 @@ def check_compiler(device: torch.device, setting: str) -> None:
 
 
 def compiler_missing(device: torch.device) -> str | None:
-    """Return the reason why torch.compile cannot work on this machine with this device, or None if it can."""
+    """Return why torch.compile cannot work on this machine with this device, or None if it can."""
     if not torch._dynamo.is_dynamo_supported():
         return "it does not support this Python or platform"
     if device.type == "cuda":
@@ -171,8 +155,7 @@ def check_cache() -> None:
 
 @contextmanager
 def explained_compiler_errors() -> Iterator[None]:
-    """Context manager that turns errors of torch.compile itself, and not those of the compiled code, into
-    CompileError."""
+    """Turn errors of torch.compile itself, and not those of the compiled code, into CompileError."""
     from torch._dynamo.exc import TorchDynamoException
 
     try:
@@ -195,11 +178,7 @@ class Compilations:
     """
 
     def __init__(self, compiler: Callable[[torch.fx.GraphModule, list[torch.Tensor]], Any] | None = None) -> None:
-        """Begin to count at 0.
-
-        Args:
-            compiler: makes a function of a graph and examples of its inputs; None: Inductor.
-        """
+        """`compiler` makes a function of a graph and examples of its inputs; None: Inductor."""
         self.compiler = compiler
         self.total = 0
         self._steps = 0
@@ -207,8 +186,7 @@ class Compilations:
         """Number of graphs that were compiled in the first `WARM_UP` steps."""
 
     def after_step(self) -> int:
-        """Return the number of graphs that torch.compile has compiled since the end of the warm-up (the first `WARM_UP`
-        steps). Call this once after every step."""
+        """Return the number of graphs compiled since the first `WARM_UP` steps. To be called once after every step."""
         self._steps += 1
         if self._steps <= WARM_UP:
             self._expected = self.total
@@ -218,7 +196,7 @@ class Compilations:
 def compile_blocks(
     stack: nn.ModuleList, budget: float | None = None, count: Compilations | None = None, one_row: bool = False
 ) -> None:
-    """Replace `forward` of every block of a stack, in place, by a function that compiles it at its first call.
+    """Replace `forward` of every block of a language model, in place, by a function that compiles it at its first call.
 
     Only `forward` is compiled and not `__call__`, so that the hooks which `fully_shard` adds later are not compiled.
     All blocks of one class share the compiled code, in which the lengths of rows are symbolic. torch would compile
@@ -226,10 +204,8 @@ def compile_blocks(
     every batch has one row.
 
     Args:
-        stack: the blocks (layers) of a language model.
-        budget: the fraction of a block's activations that is kept (`torch._functorch.config.activation_memory_budget`);
-            None keeps torch's default.
-        count: counts every compiled graph; None: they are not counted.
+        budget: share of a block's activations that is kept (`torch._functorch.config.activation_memory_budget`); None
+            keeps torch's default.
         one_row: whether every batch has exactly one row.
     """
     backend = inductor_with(budget, count or Compilations())
@@ -257,16 +233,10 @@ def run_block(
     times, and validation must not use up these compilations.
 
     Args:
-        block: a block (layer) of the language model.
-        plain: the block's uncompiled forward.
         compiled: the compiled forward of the block's class, which also takes the block.
         settings: context manager under which the compiled forward runs.
         one_row: whether every batch has exactly one row.
         hidden: the block's input, [rows, length, channels].
-        args, kwargs: further arguments of the block's forward.
-
-    Returns:
-        What the block's forward returns.
     """
     is_rare = hidden.ndim == 3 and (hidden.shape[1] == 1 or (hidden.shape[0] == 1) is not one_row)
     if is_rare or not torch.is_grad_enabled():
@@ -279,7 +249,7 @@ def run_block(
 
 class CompilerSettings:
     """Context manager with torch's settings under which blocks are compiled. One object is entered for every block,
-    because making the settings takes twice as long as entering them."""
+    because making it takes twice as long as entering it."""
 
     def __init__(self) -> None:
         # Without duck shapes, torch does not assume that two lengths which are equal at the compilation stay equal.
@@ -298,11 +268,8 @@ class CompilerSettings:
 
 
 def with_own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a block's `forward` (unbound, taking the block) in a function with a code object of its own.
-
-    torch stores compiled graphs by code object. Without the wrapper, the layers of all transformers models would share
-    one code object, because transformers wraps their forwards by the same function.
-    """
+    """Wrap a block's unbound `forward` in a function with a code object of its own, by which torch stores compiled
+    graphs. transformers wraps the forwards of all models by the same function, so that they would share one."""
 
     def call(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return forward(block, *args, **kwargs)
@@ -312,13 +279,7 @@ def with_own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def inductor_with(budget: float | None, count: Compilations) -> Callable[..., Any]:
-    """Return a torch.compile backend: Inductor, which also counts every compiled graph.
-
-    Args:
-        budget: the fraction of activations that is kept (`torch._functorch.config.activation_memory_budget`); None
-            keeps torch's default.
-        count: the counter of graphs.
-    """
+    """Return Inductor as a torch.compile backend that counts graphs, with a `budget` as for `compile_blocks`."""
 
     def compiled(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
         from torch._functorch import config as functorch

@@ -10,9 +10,8 @@ from torch.distributed.fsdp import FSDPModule
 
 @contextmanager
 def evaluating(model: nn.Module, device: torch.device, stages: Sequence[nn.Module] = ()) -> Iterator[None]:
-    """Context manager for evaluating a model during its training: dropout and gradients are turned off. At its end,
-    training mode and the states of the random generators of the CPU and of `device` are restored. `stages` are the
-    parts of the model that are called in its place, if it is divided among ranks."""
+    """Turn off dropout and gradients, and restore at the end training mode and the states of the random generators of
+    the CPU and of `device`. `stages` are called in the model's place, if it is divided among ranks."""
     models = stages or [model]
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.no_grad():
@@ -27,7 +26,7 @@ def evaluating(model: nn.Module, device: torch.device, stages: Sequence[nn.Modul
 
 
 def forget_passes(model: nn.Module) -> None:
-    """Free the weights of a model that FSDP has gathered, and clear FSDP's list of the units that ran a forward pass.
+    """Free the weights that FSDP has gathered, and clear FSDP's list of the units that ran a forward pass.
 
     FSDP lists every unit that runs forward, also without gradients, and clears the list only after a backward pass. If
     the list contained the units of an evaluation, the next backward pass would gather their weights a second time.
@@ -39,7 +38,6 @@ def forget_passes(model: nn.Module) -> None:
 
 
 def forget_order(units: Sequence[FSDPModule]) -> None:
-    """Clear FSDP's list of the units that ran a forward pass."""
     for unit in units:
         state = unit._get_fsdp_state()
         state._comm_ctx.post_forward_order.clear()

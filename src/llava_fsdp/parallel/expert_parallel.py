@@ -45,12 +45,11 @@ class SharedExperts:
 def share_experts(
     language_model: Any, modules: Sequence[nn.Module], mesh: DeviceMesh, shards_frozen: bool
 ) -> SharedExperts:
-    """Divide the experts of a meta-device language model among ranks, in place.
+    """Divide the experts of a meta-device language model evenly among ranks, in place.
 
     Args:
-        modules: the modules of experts. The ranks divide the experts of each evenly.
-        mesh: mesh of all ranks with the dimensions (replicate, shard, expert) or (shard, expert). The ranks of a line
-            along `expert` share the experts.
+        mesh: all ranks with the dimensions (replicate, shard, expert) or (shard, expert). The ranks of a line along
+            `expert` share the experts.
         shards_frozen: whether FSDP shards frozen weights too. Frozen experts that it does not shard become DTensors of
             the whole mesh, so that it is known which ranks hold copies of them.
     """
@@ -85,8 +84,8 @@ class Route:
 
 
 class Exchange:
-    """Collectives between the ranks that share experts. Holds only the group's name, so that it does not keep the group
-    alive."""
+    """Collectives between the ranks that share experts. Only the group's name is held, so that the group can be
+    freed."""
 
     def __init__(self, group: dist.ProcessGroup):
         self.size = group.size()
@@ -111,16 +110,8 @@ class Exchange:
         return _functional_collectives.wait_tensor(got)
 
     def rows(self, rows: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
-        """Send rows to the other ranks; differentiable.
-
-        Args:
-            rows: [rows, ...]: the rows for rank 0, then those for rank 1, ...
-            send: number of rows for each rank.
-            receive: number of rows from each rank.
-
-        Returns:
-            The rows from rank 0, then those from rank 1, ...
-        """
+        """Send rows [rows, ...] to the other ranks, those for rank 0 first. Return those from rank 0, rank 1, ...
+        Differentiable. `send` and `receive` are the numbers of rows for and from each rank."""
         return _functional_collectives.all_to_all_single_autograd(rows.contiguous(), receive, send, self.group)
 
 
@@ -150,10 +141,9 @@ def run_shared(
     module: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, *, exchange: Exchange
 ) -> torch.Tensor:
     """Run a layer's experts, of which this rank holds a part: return for each token the weighted sum of what its
-    experts compute, [tokens, width]. Collective: all ranks that share experts must call it, also without tokens.
+    experts compute, [tokens, width]. Collective, also without tokens.
 
     Args:
-        module: the layer's module of experts.
         hidden: the tokens, [tokens, width].
         chosen: numbers of each token's experts, int64 [tokens, choices].
         weights: weights of the sum, [tokens, choices].
@@ -187,11 +177,7 @@ def run_own(experts: OwnExperts, rows: torch.Tensor, numbers: torch.Tensor) -> t
 
 
 def run_with(language_model: Any, exchange: Exchange, name: str) -> None:
-    """Let a language model run its experts with `run_shared`.
-
-    Args:
-        name: name of the function in transformers' table, in which it stays until the process ends.
-    """
+    """Let a language model run its experts with `run_shared`, which stays in transformers' table under `name`."""
     ALL_EXPERTS_FUNCTIONS.register(name, partial(run_shared, exchange=exchange))
     language_model.set_experts_implementation(name)
 
@@ -206,8 +192,7 @@ def share_experts_on_meta(language_model: Any, modules: Sequence[nn.Module], siz
 
 
 class OwnExperts:
-    """This rank's part of a module of experts, with the attributes that transformers' functions read. Weights are plain
-    tensors."""
+    """This rank's part of a module of experts, with the attributes that transformers' functions read."""
 
     def __init__(self, module: nn.Module, count: int):
         self.module = module

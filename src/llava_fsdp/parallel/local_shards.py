@@ -1,5 +1,5 @@
-"""Access this rank's shards of parameters as plain tensors (not DTensors), and gather whole parameters from their
-shards."""
+"""Access this rank's shards of parameters as plain tensors (not DTensors), and gather whole parameters. Rows are
+indices of dimension 0, columns of dimension 1."""
 
 from dataclasses import dataclass
 
@@ -14,8 +14,7 @@ from llava_fsdp.parallel.precision.precision import MasterWeights
 
 @dataclass(frozen=True)
 class LocalShard:
-    """The part of a parameter that this rank holds: its rows (indices of dimension 0) from `begin` to `end`, `end`
-    excluded, and of these rows all columns (indices of dimension 1) or a range of them."""
+    """The part of a parameter that this rank holds: rows `begin` to `end`, `end` excluded."""
 
     begin: int
     end: int
@@ -27,12 +26,7 @@ class LocalShard:
 
 
 def local_shards(model: nn.Module, masters: MasterWeights) -> dict[str, LocalShard]:
-    """Return the part of every parameter of a model that this rank holds (its range of rows and its tensors), by
-    parameter name.
-
-    Args:
-        masters: the master weights, which the optimizer updates; they may be tensors other than the model's parameters.
-    """
+    """Return the part of every parameter that this rank holds, by name."""
     shards = {}
     for wrapped_name, parameter in model.named_parameters():
         name = clean_name(wrapped_name)
@@ -44,8 +38,7 @@ def local_shards(model: nn.Module, masters: MasterWeights) -> dict[str, LocalSha
 
 
 def local_rows(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the range [begin, end) of the rows (indices of dimension 0) of a tensor that this rank holds. A scalar
-    counts as one row, which every rank holds."""
+    """Return the range [begin, end) of a tensor's rows that this rank holds. A scalar is one row on every rank."""
     if not tensor.ndim:
         return 0, 1
     if not isinstance(tensor, DTensor):
@@ -57,8 +50,7 @@ def local_rows(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def local_columns(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """Return the range [begin, end) of the columns (indices of dimension 1) of a tensor that this rank holds; None if
-    the tensor is not divided by columns, so that every rank holds whole rows."""
+    """Return the range [begin, end) of a tensor's columns that this rank holds; None if it holds whole rows."""
     if not isinstance(tensor, DTensor) or all(p.is_replicate() or p.dim == 0 for p in tensor.placements):  # type: ignore[attr-defined]
         return None
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -66,28 +58,27 @@ def local_columns(tensor: torch.Tensor) -> tuple[int, int] | None:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of a tensor as a plain tensor, detached from autograd. A tensor that is not a DTensor
-    counts as its own shard."""
+    """Return this rank's shard as a plain tensor, detached from autograd. A plain tensor is its own shard."""
     tensor = tensor.detach()
     return unwrapped(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
 
 
 def plain_shard(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor that holds this rank's shard of a weight, gradient or moment, for operations in place. It costs
-    the host a tenth of the time of `local`, which detaches. `DTensor.to_local` makes a new view of a parameter."""
+    """Return the tensor that holds this rank's shard, for operations in place. It costs the host a tenth of the time of
+    `local`, which detaches. `DTensor.to_local` makes a new view of a parameter."""
     shard = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return shard if type(shard) in (torch.Tensor, nn.Parameter) else unwrapped(shard)
 
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the full-precision tensor inside torchao's wrapper of a weight that is gathered in fp8. Any other tensor
-    is returned unchanged."""
+    """Return the full-precision tensor inside torchao's wrapper of a weight that is gathered in fp8, if there is
+    one."""
     return getattr(tensor, "_tensor", tensor)
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor or DTensor without torchao's wrapper for weights that are gathered in fp8, and detached from
-    autograd. Collectives and checkpoints cannot use the wrapper."""
+    """Return a tensor or DTensor detached from autograd and without torchao's wrapper for weights that are gathered in
+    fp8, which collectives and checkpoints cannot use."""
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor) or type(tensor.to_local()) is torch.Tensor:
         return tensor
@@ -98,16 +89,12 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def like(tensor: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
-    """Return a DTensor that is sharded like `tensor` and whose shard on this rank is `shard`. If `tensor` is not a
-    DTensor, return `shard`.
-
-    `shard` stays on its device, which `DTensor.from_local` would change to the device of the mesh.
-    """
+    """Return a DTensor that is sharded like `tensor` and whose shard on this rank is `shard`; `shard` itself if
+    `tensor` is plain. It stays on its device, which `DTensor.from_local` would change to that of the mesh."""
     return DTensor(shard, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else shard  # type: ignore[call-arg]
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the full values of a tensor on every rank, gathered if the tensor is a DTensor; then all ranks must call
-    this."""
+    """Return the full values of a tensor on every rank. Collective if it is a DTensor."""
     tensor = plain(tensor)
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

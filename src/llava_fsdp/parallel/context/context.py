@@ -17,8 +17,7 @@ OLDEST_TORCH = (2, 13)
 
 
 def check_torch(key: str = "parallel.context") -> None:
-    """Raise ConfigError if the installed torch is older than `OLDEST_TORCH`. `key` is the configuration key that needs
-    it."""
+    """Raise ConfigError if the installed torch is older than `OLDEST_TORCH`, which `key` needs."""
     found = tuple(map(int, re.findall(r"\d+", torch.__version__)[:2]))
     if found < OLDEST_TORCH:
         raise ConfigError(
@@ -28,16 +27,14 @@ def check_torch(key: str = "parallel.context") -> None:
 
 
 def exchange_in(group: dist.ProcessGroup) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function that does an all-to-all on [ranks, ...]: part i goes to rank i of the group; the result has the
-    parts received from rank 0, 1, ... The function holds only the group's name, so that it does not keep the group
-    alive."""
+    """Return an all-to-all on [ranks, ...]: part i goes to rank i of the group; the result has the parts received from
+    rank 0, 1, ... It holds only the group's name, so the group can be freed."""
     counts, name = [1] * group.size(), group.group_name
     return lambda parts: _functional_collectives.all_to_all_single_autograd(parts, counts, counts, name)
 
 
 def gather_in(group: dist.ProcessGroup) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return an all-gather: [n, ...] -> [ranks * n, ...], the tensors of the group's ranks in order. Its backward pass
-    sums the gradients of all ranks. The function holds only the group's name, so that it does not keep the group
-    alive."""
+    sums the gradients of all ranks. It holds only the group's name, so the group can be freed."""
     name = group.group_name
     return lambda own: _functional_collectives.all_gather_single_autograd(own, 0, name)

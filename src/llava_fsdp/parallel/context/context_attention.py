@@ -37,7 +37,7 @@ from llava_fsdp.model.packed_attention.attention import (
 from llava_fsdp.runtime.errors import ConfigError
 
 Collective = Callable[[torch.Tensor], torch.Tensor]
-"""Type of a differentiable collective operation."""
+"""A differentiable collective operation."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,6 @@ def plan_context(how: ContextHow, language: PretrainedConfig, size: int, index: 
     """Choose how the `size` ranks that share a row attend; `auto` is `ulysses` if it can share out the heads.
 
     Args:
-        language: configuration of the language model.
         index: number of this rank among those that share a row.
         tensor: number of ranks that each have some of the heads already (`parallel.tensor`).
 
@@ -88,11 +87,9 @@ def share_attention(
     in validation) are still computed by one rank.
 
     Args:
-        exchange: all-to-all on [ranks, ...]: part i goes to rank i; the result has the parts received from rank 0, 1,
-            ...
+        exchange: all-to-all on [ranks, ...], as `exchange_in` returns it.
         gather: [n, ...] -> [ranks * n, ...], the tensors of all ranks in order.
-        name: name of the attention implementation in transformers' AttentionInterface. It stays registered there until
-            the process ends.
+        name: name in transformers' AttentionInterface, where it stays registered until the process ends.
     """
     config: Any = language_model.config
     attend = kernel_of(kernel.attention)
@@ -107,8 +104,7 @@ def share_attention(
 
 
 class Ulysses:
-    """Attention function for packed rows (several samples end to end) whose positions are divided among ranks. Each
-    rank computes all positions of the row for some of the heads."""
+    """Attention for packed rows in which each rank computes all positions of the row for some of the heads."""
 
     def __init__(self, attend: Attend, cut: ContextCut, exchange: Collective):
         self.attend = attend
@@ -118,8 +114,7 @@ class Ulysses:
     def __call__(
         self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: PackedRow
     ) -> torch.Tensor:
-        """Compute attention; query, key and value are [1, heads, own positions, width], the result is [1, own
-        positions, heads, width]."""
+        """[1, heads, own positions, width] of query, key and value -> [1, own positions, heads, width]"""
         repeats = self.size // math.gcd(key.shape[1], self.size)
         if repeats > 1:  # the ranks cannot divide the key heads evenly: repeat them until they can
             key, value = (part.repeat_interleave(repeats, dim=1) for part in (key, value))
@@ -146,8 +141,8 @@ class Ulysses:
 
 @dataclass(frozen=True, eq=False)
 class RowChunk:
-    """One chunk of a row's queries, and the keys that they attend to: those from the beginning of the chunk's first
-    sample to the end of the chunk."""
+    """A chunk of a row's queries, and the keys that they attend to: those from the beginning of its first sample to its
+    end."""
 
     keys: slice
     """Positions of the keys in the row."""
@@ -159,8 +154,7 @@ class RowChunk:
 
 @dataclass(frozen=True, eq=False)
 class RowChunks:
-    """This rank's chunks of a row. One object instead of a list: torch.compile would compile again for each new list of
-    numbers."""
+    """This rank's chunks of a row, as one object: torch.compile would compile again for each new list of numbers."""
 
     each: tuple[RowChunk, ...]
 
@@ -179,18 +173,12 @@ class AddRowChunks:
 
 
 def row_chunks_of(lengths: Sequence[int], cu_seqlens: torch.Tensor, cut: ContextCut) -> RowChunks:
-    """Return the chunks of a row that this rank computes.
-
-    Args:
-        lengths: lengths of the row's samples.
-        cu_seqlens: the same as cumulative lengths on the device, int32 [samples + 1].
-    """
+    """Return the chunks of a row that this rank computes. `cu_seqlens` are cumulative lengths, int32 [samples + 1]."""
     return RowChunks(tuple(row_chunk_of(lengths, cu_seqlens, *chunk) for chunk in cut.chunks(sum(lengths))))
 
 
 def row_chunk_of(lengths: Sequence[int], cu_seqlens: torch.Tensor, begin: int, end: int) -> RowChunk:
-    """Return the chunk [begin, end) of a row whose samples have the given lengths. The host does not wait for the
-    device."""
+    """Return the chunk [begin, end) of a row. The host does not wait for the device."""
     ends = list(itertools.accumulate(lengths))
     i, j = bisect_right(ends, begin), bisect_left(ends, end) + 1  # the chunk has tokens of the samples i to j - 1
     first = ends[i] - lengths[i]
@@ -212,8 +200,8 @@ def lengths_between(edges: Sequence[int]) -> Lengths:
 
 
 class GatheredKeys:
-    """Attention function for packed rows (several samples end to end) whose positions are divided among ranks. Each
-    rank computes the queries of its own positions, with the keys and values of all positions of the row."""
+    """Attention for packed rows in which each rank computes the queries of its own positions, with the keys and values
+    of all positions of the row."""
 
     def __init__(self, attend: Attend, gather: Collective, size: int, row_chunks: RowChunks):
         self.attend = attend
@@ -224,8 +212,7 @@ class GatheredKeys:
     def __call__(
         self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: PackedRow
     ) -> torch.Tensor:
-        """Compute attention; query, key and value are [1, heads, own positions, width], the result is [1, own
-        positions, heads, width]."""
+        """[1, heads, own positions, width] of query, key and value -> [1, own positions, heads, width]"""
         key, value = self.gathered(key), self.gathered(value)
         queries = query.split([part.tokens for part in self.row_chunks.each], dim=2)
         found = []

@@ -1,5 +1,4 @@
-"""Wrap a model's blocks for activation checkpointing: a block's activations are computed again in the backward pass
-instead of being kept.
+"""Wrap a model's blocks for activation checkpointing: activations are computed again in the backward pass, not kept.
 
 Without compilation, every mode of the setting `activation_checkpointing` trains bit for bit the same weights as the
 mode `none`, except `budget`, in which torch.compile chooses what is kept: the same operations run again on the same
@@ -47,17 +46,13 @@ def apply_activation_checkpointing(
     one_row: bool = False,
     has_units: bool = False,
 ) -> None:
-    """Wrap every block of every stack in place for activation checkpointing, and compile the blocks of the first stack,
-    the language model's.
+    """Wrap every block of every stack in place, and compile the blocks of the first stack, the language model's.
 
     A block is compiled first and then wrapped, except in the mode `selective`, which keeps the results of single
     operations. In this mode the wrapper is compiled together with the block: a compiled block runs as one operation, so
     that only the compiler can keep results within it.
 
     Args:
-        stacks: lists of blocks, the language model's first.
-        cfg: the mode of activation checkpointing and, for the mode `budget`, the fraction of activations to keep.
-        device: the device on which the model will run.
         count: counts the compiled graphs; None: blocks are not compiled, except with the mode `budget`.
         one_row: whether every batch has exactly one row.
         has_units: whether blocks contain FSDP units of their own, such as experts that ranks share.
@@ -89,8 +84,8 @@ def apply_activation_checkpointing(
 def without_marks(
     contexts: Callable[[], tuple[TorchDispatchMode, TorchDispatchMode]],
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return the two contexts of selective activation checkpointing, of the forward pass and of its repetition, as
-    contexts that do not see the profiler's marks.
+    """Return the contexts of selective activation checkpointing, of the forward pass and of its repetition, so that
+    they do not see the profiler's marks.
 
     torch ends the run if an operation runs more often in the repetition. FSDP sets a mark around each of its hooks, and
     one more in the repetition for a unit within the block, which then is FSDP's root (`FSDP::root_pre_forward`).
@@ -116,27 +111,21 @@ class Unmarked(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Return true: compiled functions may be compiled and run while this mode is active. torch would otherwise run
-        them uncompiled."""
+        """Return true: otherwise torch would run compiled functions uncompiled while this mode is active."""
         return True
 
 
 def clean_name(name: str) -> str:
-    """Return the name of a parameter or module without the prefixes that activation checkpointing adds, as it was
-    before wrapping."""
+    """Return the name of a parameter or module as it was before its block was wrapped."""
     return name.replace(WRAPPED, "")
 
 
 def keep_products_and_attention(
     context: SelectiveCheckpointContext, operation: Any, *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
-    """Policy of selective activation checkpointing, which torch calls for every operation in a block, with its
-    arguments: results of matrix products and attention (the operations in `KEPT`) are kept for the backward pass, and
-    all others are computed again.
-
-    Attention with dropout is always computed again. Otherwise later operations would draw other random numbers in the
-    backward pass than in the forward pass.
-    """
+    """Policy that torch calls for every operation in a block: the results of operations in `KEPT` are kept, and all
+    others are computed again. So is attention with dropout. Otherwise later operations would draw other random numbers
+    in the backward pass than in the forward pass."""
     named = isinstance(operation, torch._ops.OpOverload) and operation._schema.name in KEPT
     if named and not has_dropout(operation, args, kwargs):
         return CheckpointPolicy.MUST_SAVE
@@ -144,7 +133,7 @@ def keep_products_and_attention(
 
 
 def has_dropout(operation: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether the call `operation(*args, **kwargs)` has a dropout probability above 0."""
+    """Return whether a call has a dropout probability above 0."""
     for place, argument in enumerate(operation._schema.arguments):
         if argument.name == "dropout_p":
             return bool(args[place] if place < len(args) else kwargs.get("dropout_p", argument.default_value))

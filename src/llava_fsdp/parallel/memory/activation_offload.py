@@ -36,17 +36,15 @@ class HostInputs:
 
     @property
     def stream(self) -> torch.cuda.Stream:
-        """The CUDA stream for copies between device and host. It is created at its first use, because the device may
-        not be initialised when this object is created."""
+        """The CUDA stream for copies, created at its first use: before, the device may not be initialised."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(self.device)
         return self._stream
 
     def pack(self, tensor: torch.Tensor) -> OffloadedTensor | torch.Tensor:
-        """Hook that autograd calls with each tensor that it saves, here the inputs of blocks: begin to copy the tensor
-        to host memory, and return an object that holds the copy. A parameter, or a tensor that is empty, not contiguous
-        or not floating-point, is returned unchanged. torch's checkpoint saves an empty tensor with each block's
-        input."""
+        """Begin to copy a saved tensor to host memory, and return an object that holds the copy. A parameter, or a
+        tensor that is empty, not contiguous or not floating-point, is returned unchanged. torch's checkpoint saves an
+        empty tensor with each block's input."""
         is_data = tensor.is_floating_point() and tensor.is_contiguous() and tensor.numel() > 0
         if not is_data or isinstance(tensor, nn.Parameter):
             return tensor
@@ -58,41 +56,29 @@ class HostInputs:
         return offloaded
 
     def unpack(self, kept: OffloadedTensor | torch.Tensor) -> torch.Tensor:
-        """Hook that autograd calls in the backward pass with a result of `pack`: return the saved tensor on the device.
-        An offloaded tensor is copied back for this; any other tensor is returned unchanged."""
+        """Return a saved tensor on the device, in the backward pass."""
         return kept.restore() if isinstance(kept, OffloadedTensor) else kept
 
 
 class OffloadedTensor:
-    """An activation that is offloaded to host memory until the backward pass.
-
-    Its device copy is freed once the copy to the host has finished, and made again for the backward pass.
-    """
+    """An activation that is offloaded to host memory until the backward pass. Its device copy is freed once the copy to
+    the host has finished, and made again for the backward pass."""
 
     def __init__(self, owner: HostInputs, tensor: torch.Tensor, before: OffloadedTensor | None):
-        """Begin to copy a tensor to host memory.
-
-        Args:
-            owner: hooks with the device and the CUDA stream of the copies.
-            tensor: a tensor on the device.
-            before: the tensor that was offloaded before this one, which the backward pass needs after it; None: this
-                is the first.
-        """
+        """Begin to copy a tensor to host memory. The backward pass needs the one offloaded `before` after this one."""
         self.owner = owner
         self.before = weakref.ref(before) if before is not None else None
         self.on_device: torch.Tensor | None = tensor
         """The copy on the device; None while the tensor is only in host memory."""
         self.done: torch.Event | None = None
-        """Event recorded after the most recent copy to or from the host; None if no later work has to wait for a
-        copy."""
+        """Event recorded after the most recent copy to or from the host; None if no later work has to wait for it."""
         self.host = torch.empty_like(tensor, device="cpu", pin_memory=owner.on_cuda)
         self.copy(self.host, tensor)
         if not owner.on_cuda:
             self.on_device = None
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy the tensor `source` into `to`. On CUDA this runs on the side stream (the stream for such copies), after
-        all work that is already queued on the main stream."""
+        """Copy on the side stream, after all work that is already queued on the main stream."""
         if not self.owner.on_cuda:
             to.copy_(source)
             return
@@ -103,28 +89,27 @@ class OffloadedTensor:
             self.done = stream.record_event()
 
     def wait(self) -> None:
-        """Make later work on the main CUDA stream wait for the most recent copy of this offloaded tensor to or from the
-        host."""
+        """Make later work on the main CUDA stream wait for the most recent copy to or from the host."""
         if self.done is not None:
             torch.cuda.current_stream(self.owner.device).wait_event(self.done)
             self.done = None
 
     def release(self) -> None:
-        """Free the device memory of this tensor, which is being copied to the host. Before that, the main CUDA stream
-        is made to wait for the copy, so that work which reuses the memory runs after it."""
+        """Free the device memory of this tensor. Later work on the main CUDA stream, which may reuse it, waits for the
+        copy."""
         self.wait()
         self.on_device = None
 
     def fetch(self) -> None:
-        """Begin to copy the offloaded tensor back to the device. The device memory is allocated on the main CUDA
-        stream, so that it can be freed there without waiting for the side stream, which copies."""
+        """Begin to copy the tensor back to the device. The memory is allocated on the main CUDA stream, so that it can
+        be freed there without waiting for the side stream, which copies."""
         if self.on_device is None:
             self.on_device = torch.empty_like(self.host, device=self.owner.device, pin_memory=False)
             self.copy(self.on_device, self.host)
 
     def restore(self) -> torch.Tensor:
-        """Return this offloaded tensor on the device, for the backward pass, and begin to copy back the tensor that was
-        offloaded before it, the input of the preceding block."""
+        """Return this tensor on the device for the backward pass, and begin to copy back the one offloaded before it,
+        the input of the preceding block."""
         self.fetch()
         self.wait()
         tensor, self.on_device = self.on_device, None
@@ -136,8 +121,7 @@ class OffloadedTensor:
 
 
 class BlockFromHost(ActivationWrapper):
-    """Wrapper that keeps the input of a model's block in host memory. The backward pass copies the input back to the
-    device and runs the block again."""
+    """Wrapper that keeps the input of a block in host memory, from which the backward pass runs the block again."""
 
     def __init__(self, block: nn.Module, host: HostInputs):
         super().__init__(block)

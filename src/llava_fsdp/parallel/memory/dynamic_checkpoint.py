@@ -31,8 +31,8 @@ FIRST, LAST = 2, 3
 """The steps, counted from 1, in which blocks are measured. The fastest run counts: in step 2 the compiler may still
 compile a block again, for rows of another length."""
 SIZE_MARGIN = 1.1
-"""A block that keeps its activations does so for inputs of at most this many times the largest measured size and row
-length. With larger inputs it is recomputed."""
+"""A block keeps its activations for inputs of at most this many times the largest measured size and row length. With
+larger inputs it is recomputed."""
 WARN_AFTER = 10
 """Number of steps with larger inputs after which a warning is printed."""
 GB = 1e9
@@ -40,17 +40,16 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class Measured:
-    """Bytes that one block would keep and seconds of its forward pass, for each element of its input."""
+    """What was measured of one block."""
 
     size: int
-    """Number of elements of the largest measured input; 0 if the block has not run backward."""
+    """Number of elements of the largest input; 0 if the block has not run backward."""
     length: int
-    """Length of the longest row of a measured input. Some attention keeps bytes for each pair of tokens in a row."""
+    """Length of the longest row of an input. Some attention keeps bytes for each pair of tokens in a row."""
     nbytes: float
-    """Bytes kept for each element of the input, beyond the input itself: the most that was measured."""
+    """The most bytes kept for each element of the input, beyond the input itself."""
     seconds: float
-    """Seconds of the block's forward pass for each element of the input: the minimum over runs, and then the maximum
-    over ranks."""
+    """Seconds of the forward pass for each element of the input: the least of all runs, then the most of all ranks."""
 
 
 class Limit(NamedTuple):
@@ -67,15 +66,13 @@ class KeptBlocks:
     """The blocks that keep their activations, the same on every rank."""
 
     limits: dict[int, Limit]
-    """Number of a block -> the largest input for which it keeps its activations. Blocks are numbered in the order of
-    `model.blocks()`: the language model's first."""
+    """Number of a block in `model.blocks()` -> the largest input for which it keeps its activations."""
     device: str
     """Name and memory of the device on which the choice was made."""
 
 
 class DynamicBlock(ActivationWrapper):
-    """Wrapper around a model's block that recomputes it in the backward pass or keeps its activations. It can measure
-    the bytes of the activations and the time of the block's forward pass."""
+    """Wrapper around a block that recomputes it in the backward pass or keeps its activations."""
 
     def __init__(self, block: nn.Module, device: torch.device):
         super().__init__(block)
@@ -86,8 +83,7 @@ class DynamicBlock(ActivationWrapper):
         self.measures = False
         """Whether one more forward pass is measured before each recomputation."""
         self.runs: list[tuple[torch.Size, int, Callable[[], float]]] = []
-        """For each measured run: shape of the input, bytes kept, and a function that returns the seconds, which waits
-        for the device."""
+        """For each measured run: shape of the input, bytes kept, and a function that waits and returns the seconds."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.limit.size:
@@ -153,13 +149,7 @@ class DynamicCheckpointing:
     """Lets blocks measure in the first steps of a process, and then chooses which of them keep their activations."""
 
     def __init__(self, stacks: Sequence[nn.ModuleList], cfg: ActivationCheckpointingConfig, world: World):
-        """Begin with every block recomputed.
-
-        Args:
-            stacks: the model's lists of blocks, the language model's first; the blocks are wrapped.
-            cfg: says which part of the memory that is left activations may take.
-            world: the device, and the number of ranks on this machine.
-        """
+        """Begin with every block recomputed. `stacks` has the wrapped blocks, the language model's first."""
         assert cfg.budget is not None, "checked by the configuration"
         self.blocks = [block for stack in stacks for block in stack if isinstance(block, DynamicBlock)]
         self.share, self.world = cfg.budget, world
@@ -168,14 +158,11 @@ class DynamicCheckpointing:
         self.steps_with_larger = 0
         """Number of steps in which a block that keeps its activations had a larger input, on this rank."""
         self.kept: KeptBlocks | None = None
-        """The choice; None until it is made."""
+        """None until the choice is made."""
 
     def after_step(self, skipped: bool) -> None:
-        """To be called after each step: let the blocks measure, or choose. Collective: all ranks must call it.
-
-        Args:
-            skipped: whether the step did not update the weights, so that optimizer states may not exist yet.
-        """
+        """Let the blocks measure, or choose. To be called after each step. Collective. If the step was `skipped`, it
+        did not update the weights, and optimizer states may not exist yet."""
         if self.kept is not None:
             self.warn_of_larger()
             return
@@ -217,8 +204,7 @@ class DynamicCheckpointing:
         return {"device": self.kept.device, "limits": [[number, *limit] for number, limit in self.kept.limits.items()]}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Make the choice that a checkpoint contains, if it was made on devices like those of all ranks. Collective:
-        all ranks must call it."""
+        """Make the choice that a checkpoint contains, if it was made on devices like those of all ranks. Collective."""
         if set(gathered(device_of(self.world))) != {state["device"]}:
             return
         self.keep(
@@ -232,12 +218,8 @@ class DynamicCheckpointing:
 
 def choose(blocks: Sequence[Measured], room: float) -> dict[int, Limit]:
     """Choose the blocks that keep their activations, and return for each the largest input for which it does, by its
-    number. They are those whose forward pass takes the longest for their bytes, as many as there is room for. Among
-    equal blocks, later ones come first, because they keep their activations for a shorter time.
-
-    Args:
-        room: bytes that the activations of these blocks may take together.
-    """
+    number. They are those whose forward pass takes the longest for their bytes, as many as fit into `room` bytes. Among
+    equal blocks, later ones come first, because they keep their activations for a shorter time."""
     places = [number for number, block in enumerate(blocks) if block.size and block.nbytes]
     places.sort(key=lambda number: (blocks[number].seconds / blocks[number].nbytes, number), reverse=True)
     found = {}
@@ -250,7 +232,7 @@ def choose(blocks: Sequence[Measured], room: float) -> dict[int, Limit]:
 
 
 def worst_of(of_ranks: Sequence[Measured]) -> Measured:
-    """Combine the measurements of one block on all ranks: the largest input, the most bytes, the most seconds."""
+    """Combine the measurements of one block on all ranks."""
     return Measured(
         max(one.size for one in of_ranks),
         max(one.length for one in of_ranks),
@@ -260,11 +242,7 @@ def worst_of(of_ranks: Sequence[Measured]) -> Measured:
 
 
 def describe(blocks: Sequence[Measured], limits: Mapping[int, Limit], room: float) -> str:
-    """Describe for the log how many blocks keep their activations, and what this saves.
-
-    Args:
-        room: bytes that their activations could take together.
-    """
+    """Describe how many blocks keep their activations, which could take `room` bytes, and what this saves."""
     ran = [block for block in blocks if block.size]
     taken = sum(limit.size * blocks[number].nbytes for number, limit in limits.items())
     forward = sum(block.size * block.seconds for block in ran)
@@ -277,7 +255,6 @@ def describe(blocks: Sequence[Measured], limits: Mapping[int, Limit], room: floa
 
 
 def device_of(world: World) -> str:
-    """Return the name and the memory of this rank's device, as text."""
     if world.device.type != "cuda":
         return f"CPU, {read_host().usable_memory} bytes, {world.local_size} ranks"
     found = torch.cuda.get_device_properties(world.device)
@@ -286,12 +263,7 @@ def device_of(world: World) -> str:
 
 def memory_left(world: World) -> float:
     """Return the bytes of the device's free memory, which exclude all that torch's allocator has reserved so far. On a
-    CPU it is this rank's equal share of the host's free memory, minus the memory that the steps so far took only for a
-    time.
-
-    Args:
-        world: the device, and the number of ranks on this machine.
-    """
+    CPU it is this rank's equal share of the host's free memory, minus what the steps so far took only for a time."""
     if world.device.type == "cuda":
         # torch's allocator does not return memory after the peak
         return float(torch.cuda.mem_get_info(world.device)[0])
@@ -347,8 +319,8 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def storages_of(tensor: torch.Tensor) -> dict[int, int]:
-    """Return the memory of a tensor, which its views share: address -> bytes. A tensor of a class that wraps others,
-    such as a weight that is cast to fp8, has the memory of these."""
+    """Return the memory of a tensor, which its views share: address -> bytes. A tensor that wraps others, such as a
+    weight that is cast to fp8, has their memory."""
     if is_traceable_wrapper_subclass(tensor):
         parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
         return {address: size for part in parts for address, size in storages_of(part).items()}

@@ -22,14 +22,13 @@ GIB = 1 << 30
 
 
 class Arena:
-    """A region of zeroed host memory from which tensors are allocated one after the other, each on memory pages of its
-    own. The region may be a memory-mapped file."""
+    """A region of zeroed host memory, or a mapped file, in which each tensor has memory pages of its own."""
 
     def __init__(self, nbytes: int, folder: Path | None = None, pin: bool = False):
         """Allocate anonymous memory, or create and map a file.
 
         Args:
-            nbytes: size of the region, at least the sum of `Arena.room` over all tensors that `take` will allocate.
+            nbytes: at least the sum of `Arena.room` over all tensors that `take` will allocate.
             folder: folder of the file, which has no name in it; None means anonymous memory.
             pin: pin the anonymous memory, for asynchronous copies to and from the GPU. torch's own pinned allocator
                 would round every tensor up to a power of two.
@@ -59,13 +58,11 @@ class Arena:
 
     @staticmethod
     def room(shape: Iterable[int], dtype: torch.dtype) -> int:
-        """Return the number of bytes that a tensor takes in an `Arena` (a region of host memory): its size rounded up
-        to whole memory pages."""
+        """Return the bytes that a tensor takes in an arena: its size rounded up to whole memory pages."""
         return -(-math.prod(shape) * dtype.itemsize // PAGE) * PAGE
 
     def take(self, shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
-        """Allocate a tensor in this arena (a region of host memory). It has a storage of its own, so that saving or
-        copying it does not include other tensors of the arena."""
+        """Allocate a tensor with a storage of its own, so that saving or copying it does not include other tensors."""
         shape = tuple(shape)
         count = math.prod(shape)
         if not count:
@@ -76,8 +73,7 @@ class Arena:
         return torch.frombuffer(self.memory, dtype=dtype, count=count, offset=begin).view(shape)
 
     def fetch(self, tensor: torch.Tensor) -> None:
-        """Read a tensor of this arena (a region of host memory), which must be a mapped file, from disk into memory
-        before it is used; return when it has been read."""
+        """Read a tensor of a mapped file from disk before it is used; return when it has been read."""
         assert self.is_file_backed
         begin, length = self.pages(tensor)
         if length:
@@ -86,26 +82,22 @@ class Arena:
             torch.frombuffer(self.memory, dtype=torch.uint8, count=length, offset=begin)[::PAGE].sum()
 
     def release(self, tensor: torch.Tensor) -> None:
-        """Remove a tensor of this arena (a region of host memory), which must be a mapped file, from this process's
-        memory. Its data stays in the system's page cache or on disk and can be read again."""
+        """Remove a tensor of a mapped file from this process's memory. It can be read again from page cache or disk."""
         assert self.is_file_backed, "anonymous memory would be lost"
         begin, length = self.pages(tensor)
         if length:
             self.memory.madvise(mmap.MADV_DONTNEED, begin, length)
 
     def release_all(self) -> None:
-        """Remove all tensors of this arena (a region of host memory), which must be a mapped file, from this process's
-        memory. Their data can be read again."""
+        """Remove all tensors of a mapped file from this process's memory. Their data can be read again."""
         assert self.is_file_backed
         self.memory.madvise(mmap.MADV_DONTNEED, 0, self.size)
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor was allocated in this arena (a region of host memory)."""
         return 0 <= tensor.data_ptr() - self.base < self.size
 
     def pages(self, tensor: torch.Tensor) -> tuple[int, int]:
-        """Return byte offset and length of the memory pages that hold a contiguous tensor of this arena (a region of
-        host memory). The offset counts from the begin of the region."""
+        """Return byte offset in the arena and length of the memory pages that hold a contiguous tensor."""
         if not tensor.numel():
             return 0, 0
         begin = tensor.data_ptr() - self.base
@@ -116,19 +108,14 @@ class Arena:
 
 
 class Memory(mmap.mmap):
-    """A memory mapping that can be pinned for CUDA, and is then unpinned before it is unmapped. Tensors in the mapping
-    keep it alive."""
+    """A memory mapping that can be pinned for CUDA, and is unpinned before it is unmapped. Tensors in it keep it
+    alive."""
 
     registered: int | None = None
-    """Address of the pinned memory; None if the memory is not pinned."""
+    """Address of the pinned memory; None if it is not pinned."""
 
     def register(self, base: int, size: int) -> None:
-        """Pin this memory mapping for CUDA. Raises OffloadError if CUDA refuses.
-
-        Args:
-            base: address of the mapping.
-            size: its size in bytes.
-        """
+        """Pin the mapping at the address `base` for CUDA. Raises OffloadError if CUDA refuses."""
         code = torch.cuda.cudart().cudaHostRegister(base, size, 0)  # pyright: ignore[reportOptionalMemberAccess]
         if int(code) != 0:
             raise OffloadError(
@@ -144,8 +131,7 @@ class Memory(mmap.mmap):
 
 
 def mapped_file(size: int, folder: Path) -> Memory:
-    """Create a file of `size` bytes in the folder, but without a name in it, and map it into memory. Raises
-    OffloadError if the disk has too little room."""
+    """Create a file without a name and map it into memory. Raises OffloadError if the disk has too little room."""
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = nameless_file(folder)
     try:
@@ -172,8 +158,7 @@ def mapped_file(size: int, folder: Path) -> Memory:
 
 
 def nameless_file(folder: Path) -> int:
-    """Create a file in the folder, but without a name in it, so that it is deleted when nothing uses it any more.
-    Return its open file descriptor."""
+    """Create a file without a name, which is deleted when nothing uses it any more. Return its descriptor."""
     try:
         return os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
     except (OSError, AttributeError):  # the filesystem or the operating system has no O_TMPFILE

@@ -11,13 +11,11 @@ import os
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 SMALLEST, LARGEST = 128 * 2**10, 32 * 2**20
-"""Lowest and highest value, in bytes, of the threshold above which glibc maps each block of memory separately. The
-lowest is glibc's default, the highest the maximum that glibc accepts."""
+"""Least (glibc's default) and greatest bytes of the threshold above which glibc maps a block separately."""
 NEVER = -1
-"""Value of the trim threshold with which glibc never returns free memory at the heap's end to the system."""
+"""Trim threshold with which glibc never returns free memory at the heap's end."""
 KERNELS = 256
-"""Maximum number of compiled kernels that oneDNN may cache. A micro-batch uses fewer: the matrix products of a block
-use about 30."""
+"""Maximum number of compiled kernels in oneDNN's cache. The matrix products of a block use about 30."""
 
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -26,7 +24,7 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 def extend_segments() -> None:
     """Make torch's CUDA allocator extend its segments (ranges of reserved memory) instead of adding new ones, unless
-    the user has set the allocator's environment variable. Must be called before this process uses the GPU.
+    the user has set its environment variable. Must be called before this process uses the GPU.
 
     Each packed row has another length, and each length asks for blocks of other sizes. Free parts of segments that
     cannot grow are then often too small for the next row.
@@ -55,12 +53,8 @@ def keep_freed_memory() -> None:
 
 
 def set_thresholds(mmap: int, trim: int) -> None:
-    """Set two thresholds of glibc's allocator, in bytes. Does nothing with other C libraries.
-
-    Args:
-        mmap: a larger block of memory is mapped separately.
-        trim: if more memory is free at the heap's end, it is returned to the system; -1 means never.
-    """
+    """Set the bytes above which glibc maps a block separately, and trims the heap's end. Other C libraries are left
+    alone."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(M_MMAP_THRESHOLD, mmap)
@@ -68,7 +62,7 @@ def set_thresholds(mmap: int, trim: int) -> None:
 
 
 def limit_kernel_cache() -> None:
-    """Make oneDNN cache at most `KERNELS` compiled kernels, unless the environment already sets
+    """Make oneDNN cache at most `KERNELS` compiled kernels, unless the environment sets
     ONEDNN_PRIMITIVE_CACHE_CAPACITY.
 
     oneDNN compiles a kernel for every shape and by default caches 1024 kernels. Rows of packed samples have new lengths

@@ -1,9 +1,8 @@
-"""Compute by arithmetic the bytes of parameters, gradients and optimizer state that a rank holds under each sharding
-strategy (ZeRO stage).
+"""Compute by arithmetic the bytes of parameters, gradients and optimizer state on a rank under each sharding strategy.
 
 FSDP2 shards dimension 0 like `torch.chunk`: if n rows are sharded over s ranks, a rank holds at most ceil(n / s) rows,
-and the last ranks may hold fewer or none. Experts that are fewer than the ranks are sharded along dimension 1 if
-their sizes allow it (`sharded_dimension`). Tests compare these formulas with the tensors that ranks really hold.
+and the last ranks may hold fewer or none. Experts that are fewer than the ranks are sharded along dimension 1 if their
+sizes allow it (`sharded_dimension`). Tests compare these formulas with the tensors that ranks really hold.
 """
 
 import math
@@ -18,42 +17,41 @@ from llava_fsdp.parallel.zero import SHARD_PLANS, Sync
 
 ITEM_SIZE = {DType.bf16: 2, DType.fp16: 2, DType.fp32: 4}
 NUM_MOMENTS = 2
-"""Number of Adam's moments."""
 ROOT, OUTPUT, NORMS = "", "output layer", "norms"
 """Names of the FSDP units that are no blocks: the root unit, the output layer, and all norms that compute in fp32."""
 
 
 @dataclass(frozen=True)
 class Weight:
-    """The properties of one parameter (shape, dtypes, ...) from which the bytes that a rank holds are computed."""
+    """The properties of one parameter from which the bytes that a rank holds are computed."""
 
     shape: tuple[int, ...]
     trainable: bool
     whole: bool
     """Whether the parameter, if it is frozen, stays unsharded even if the strategy shards frozen weights."""
     fp32: bool
-    """Whether the parameter is stored in fp32 and used in fp32 computations, whatever the model's compute dtype is."""
+    """Whether the parameter is stored and used in fp32, whatever the model's compute dtype is."""
     fp8: bool = False
     """Whether FSDP gathers the parameter in fp8."""
     unit: str = ""
-    """Name of the FSDP unit that gathers the parameter; empty for the root unit. A unit has the name of its first
-    block. Experts that ranks share are a unit of their own (`unit_of_experts`)."""
+    """FSDP unit, named after its first block; empty for the root unit. Shared experts have their own
+    (`unit_of_experts`)."""
     per_element: int = 1
-    """Number of weights that are packed into one element; 1 unless the weights are quantised and packed."""
+    """Number of weights that are packed into one element; 1 unless they are quantised and packed."""
     statistics: int = 0
     """Bytes of the scales and offsets of a quantised weight, which every rank holds whole."""
     sharers: int = 1
-    """Number of ranks that share the rows (experts) of the parameter evenly (`parallel.expert`). FSDP shards the part
-    of one of them over the ranks that have the same part."""
+    """Number of ranks that share the rows (experts) evenly (`parallel.expert`). FSDP shards the part of one of them
+    over the ranks that have the same part."""
     tensor: int = 1
     """Number of ranks that compute each layer together (`parallel.tensor`), if all of them take part in sharding the
     parameter, as they do for experts that ranks share; 1 for other parameters."""
     moments: MomentDType | None = None
-    """The dtype in which Adam's moments are stored; None for a frozen parameter, which has no moments."""
+    """The dtype of Adam's moments; None for a frozen parameter."""
 
     @property
     def fsdp_unit(self) -> str:
-        """Name of the FSDP unit that gathers the parameter. All norms that compute in fp32 are one unit."""
+        """The FSDP unit that gathers the parameter. All norms that compute in fp32 are one unit."""
         return NORMS if self.fp32 else self.unit
 
     @property
@@ -62,34 +60,28 @@ class Weight:
 
     @property
     def count(self) -> int:
-        """Number of weights of the parameter: the number of elements times the number of (quantised) weights packed
-        into each element."""
+        """Number of elements times the number of quantised weights packed into each."""
         return self.numel * self.per_element
 
     def item_size(self, precision: PrecisionConfig) -> int:
-        """Return the bytes of one element of the parameter in the compute dtype."""
+        """Return the bytes of one element in the compute dtype."""
         return ITEM_SIZE[DType.fp32 if self.fp32 else precision.param_dtype]
 
     def gathered_size(self, precision: PrecisionConfig) -> int:
-        """Return the bytes of one element of the parameter in the dtype in which FSDP gathers it."""
+        """Return the bytes of one element in the dtype in which FSDP gathers it."""
         return 1 if self.fp8 else self.item_size(precision)
 
     def master_size(self, precision: PrecisionConfig) -> int:
-        """Return the bytes of one element of the parameter's master weight, or of its gradient in the optimizer's
-        step."""
+        """Return the bytes of one element of the master weight, or of its gradient in the optimizer's step."""
         return 2 if precision.master_dtype is MasterDType.bf16 and not self.fp32 else 4
 
     def reduce_size(self, precision: PrecisionConfig) -> int:
-        """Return the bytes of one element of the parameter's gradient while it is reduced over ranks."""
+        """Return the bytes of one element of the gradient while it is reduced over ranks."""
         return ITEM_SIZE[DType.fp32 if self.fp32 else precision.reduce_dtype]
 
     def moment_bytes(self, local: int) -> int:
-        """Return the bytes of both of Adam's moments of a shard.
-
-        Args:
-            local: number of the parameter's elements in the shard. With int8 moments, these are whole slices of
-                dimension 0 or, if the parameter is sharded along dimension 1, whole blocks.
-        """
+        """Return the bytes of both of Adam's moments of a shard of `local` elements. With int8 moments, these are whole
+        slices of dimension 0 or, if the parameter is sharded along dimension 1, whole blocks."""
         assert self.moments is not None
         if is_quantised(self.shape, self.moments):
             row = math.prod(self.shape[1:])
@@ -100,23 +92,21 @@ class Weight:
 
     @property
     def gathered(self) -> int:
-        """Number of the parameter's elements that a rank has when FSDP has gathered it."""
+        """Number of elements that a rank has when FSDP has gathered the parameter."""
         return self.numel // self.sharers
 
     def own_shards(self, shards: int) -> int:
-        """Return over how many ranks FSDP shards the parameter if it shards others over `shards` ranks."""
+        """Return over how many ranks FSDP shards this parameter if it shards others over `shards` ranks."""
         return max(1, shards * self.tensor // self.sharers)
 
     def dimension(self, shards: int) -> int:
-        """Return the dimension along which FSDP shards the parameter, if it shards other parameters over `shards`
-        ranks."""
+        """Return the dimension along which FSDP shards this parameter if it shards others over `shards` ranks."""
         own = (self.shape[0] // self.sharers, *self.shape[1:]) if self.shape else ()
         return sharded_dimension(own, self.own_shards(shards), self.moments)
 
     def local(self, shards: int, rank: int) -> int:
-        """Return the number of the parameter's elements on rank `rank` of the `shards` ranks over which FSDP shards
-        weights: on the first of those that compute layers together. FSDP splits dimension 0 like `torch.chunk`, and
-        dimension 1 evenly."""
+        """Return the number of elements on rank `rank` of the `shards` ranks over which FSDP shards weights: on the
+        first of those that compute layers together. FSDP splits dimension 0 like `torch.chunk`, dimension 1 evenly."""
         own, place = self.own_shards(shards), rank * self.tensor // self.sharers
         if own == 1 or self.dimension(shards) == 1:
             return self.gathered // own
@@ -126,14 +116,13 @@ class Weight:
         return self.gathered // rows * held if rows else 0
 
     def padded(self, shards: int) -> int:
-        """Return the number of the parameter's elements in the largest of `shards` shards, to whose size FSDP pads all
-        shards."""
+        """Return the number of elements in the largest of `shards` shards, to whose size FSDP pads all."""
         return self.local(shards, 0)
 
 
 def sharded_dimension(shape: Sequence[int], shards: int, moments: MomentDType | None) -> int:
     """Return the dimension along which FSDP shards a parameter over `shards` ranks: 1 for a stack of matrices, such as
-    the experts of a layer, if there are fewer matrices than ranks; otherwise 0, which is FSDP2's default.
+    a layer's experts, if there are fewer matrices than ranks; otherwise 0, which is FSDP2's default.
 
     Along dimension 0, each rank beyond the number of matrices would hold a whole matrix of padding. FSDP2 shards
     dimension 1 only evenly. If moments are int8, each rank's part of a matrix must also consist of whole blocks, so
@@ -141,7 +130,6 @@ def sharded_dimension(shape: Sequence[int], shards: int, moments: MomentDType | 
 
     Args:
         shape: the parameter's shape; that of experts is [experts, outputs, inputs] or [experts, inputs, outputs].
-        moments: the dtype in which Adam's moments are stored; None for a frozen parameter.
     """
     if len(shape) != 3 or not 0 < shape[0] < shards or shape[1] % shards:
         return 0
@@ -150,14 +138,8 @@ def sharded_dimension(shape: Sequence[int], shards: int, moments: MomentDType | 
 
 
 def divided_weights(weights: Mapping[str, Weight], plan: Mapping[str, Cut], size: int, index: int) -> dict[str, Weight]:
-    """Return the properties of the parts of all parameters that a rank has under tensor parallelism, by parameter name.
-
-    Args:
-        weights: the properties of the whole parameters.
-        plan: how the weights of modules and single parameters are divided, by their names.
-        size: number of ranks that divide them.
-        index: number of the rank among these.
-    """
+    """Return the part of every parameter that rank `index` of `size` has under tensor parallelism, by name. `plan` has
+    the names of modules and of single parameters."""
     found = {}
     for name, weight in weights.items():
         owner, _, leaf = name.rpartition(".")
@@ -180,15 +162,12 @@ def unit_of_experts(block: str) -> str:
 
 @dataclass(frozen=True)
 class Bytes:
-    """Bytes of parameters, gradients and optimizer state on one rank, after an optimizer step and between
-    micro-batches."""
+    """Bytes on one rank after an optimizer step or, in fields that end in `between`, between two micro-batches."""
 
     parameters: int
-    """Bytes of parameters after an optimizer step. `gradients` and `optimizer` are also counted at that moment."""
     gradients: int
     optimizer: int
     parameters_between: int
-    """Bytes of parameters between two micro-batches of a step. `gradients_between` is also counted at that moment."""
     gradients_between: int
 
 
@@ -215,11 +194,8 @@ def bytes_per_rank(
     weights in the compute dtype, if that is not the master dtype.
 
     Args:
-        weights: the properties of all parameters of the model.
-        strategy: the sharding strategy (ZeRO stage).
-        world_size: number of ranks.
         shard_size: number of ranks over which hybrid strategies shard.
-        offload: what is offloaded; it matters only for one rank, which uses FSDP only to offload weights.
+        offload: matters only for one rank, which uses FSDP only to offload weights.
         padded: whether to count padding too. FSDP pads the parameters and gradients of a short shard to the size of a
             full shard (`FSDPParam.reset_sharded_param`, `foreach_reduce`). Moments have no padding.
         divided: whether `weights` are a part of the model, which ranks have under tensor or pipeline parallelism;
@@ -255,7 +231,6 @@ def bytes_per_rank(
 
 
 def checkpoint_bytes(weights: list[Weight], precision: PrecisionConfig) -> int:
-    """Return the bytes of a checkpoint's tensors: master weights, moments and step counts of all trainable weights.
-    `weights` are the properties of all parameters."""
+    """Return the bytes of a checkpoint's tensors: master weights, moments and step counts of all trainable weights."""
     trainable = [w for w in weights if w.trainable]
     return sum(w.master_size(precision) * w.numel + w.moment_bytes(w.numel) + 4 for w in trainable)

@@ -74,8 +74,7 @@ NO_ROOM = re.compile(
 
 
 class Offload:
-    """Places this rank's parameters, gradients and optimizer moments on the device, in host memory or in files,
-    according to the setting `offload` (`none`, `optimizer`, `params` or `nvme`)."""
+    """Places this rank's parameters, gradients and moments where the setting `offload` says."""
 
     def __init__(self, cfg: Config, device: torch.device):
         self.mode = cfg.offload.mode
@@ -89,15 +88,14 @@ class Offload:
 
     @property
     def policy(self) -> OffloadPolicy:
-        """FSDP's offload policy for `fully_shard`, according to the setting `offload`. Mapped files are not pinned,
-        because all their pages would then stay in memory."""
+        """FSDP's offload policy. Mapped files are not pinned, because all their pages would then stay in memory."""
         if not self.mode.moves_weights:
             return OffloadPolicy()
         return CPUOffloadPolicy(pin_memory=self.pin and self.mode is OffloadMode.params)
 
     def materialize(self, model: nn.Module) -> None:
-        """Allocate all tensors of a meta-device model on this rank, uninitialised: shards that are to be offloaded in
-        host memory or a file, everything else on the device."""
+        """Allocate all tensors of a meta-device model, uninitialised: shards that are to be offloaded in host memory or
+        a file."""
         made = self.take_shards(model) if self.mode.moves_weights else {}
 
         def allocate(tensor: torch.Tensor) -> torch.Tensor:
@@ -112,14 +110,11 @@ class Offload:
             self.take_gradients(model)
 
     def take_shards(self, model: nn.Module) -> dict[int, torch.Tensor]:
-        """Allocate this rank's padded shard of every sharded parameter in host memory or in a file. Return the shards
-        by `id` of the meta tensors that they replace.
+        """Allocate this rank's padded shard of every parameter of a model on the meta device, after `fully_shard`, in
+        host memory or in a file. Return the shards by `id` of the meta tensors that they replace.
 
         Also sets FSDP's private `_sharded_param_data`, for which there is no public setting. Otherwise FSDP would copy
         shards that need padding to memory of its own. tests/parallel/test_offload.py checks the shards' addresses.
-
-        Args:
-            model: a model on the meta device, after `fully_shard`.
         """
         modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         # without duplicates, because several modules may be in one FSDP unit
@@ -134,8 +129,7 @@ class Offload:
         return made
 
     def take_gradients(self, model: nn.Module) -> None:
-        """Reserve space in a file for this rank's gradient of every trainable parameter of a sharded model, and
-        register hooks that move reduced gradients into the file."""
+        """Reserve space in a file for this rank's gradients, and register hooks that move reduced gradients there."""
         trainable = [p for p in model.parameters() if p.requires_grad]
         assert all(isinstance(p, DTensor) for p in trainable)
         self.gradients = Arena(sum(Arena.room(local(p).shape, p.dtype) for p in trainable), self.folder)
@@ -144,14 +138,12 @@ class Offload:
             parameter.register_post_accumulate_grad_hook(GradientIntoFile(place))
 
     def drop_loaded_shards(self) -> None:
-        """Remove the shards that are in a memory-mapped file from this process's memory; the file keeps them. To be
-        called when the weights are loaded."""
+        """Remove mapped shards from this process's memory, once weights are loaded; the file keeps them."""
         if self.shards is not None and self.shards.is_file_backed:
             self.shards.release_all()
 
     def optimizer(self, inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Wrap the optimizer `inner` so that its moments are offloaded, if the setting `offload` is `optimizer` or
-        `nvme`. With other values return `inner` itself."""
+        """Wrap an optimizer so that its moments are offloaded, if the setting is `optimizer` or `nvme`."""
         if self.mode is OffloadMode.optimizer:
             return StreamedOptimizer(
                 inner, lambda size: Arena(size, pin=self.pin), lambda made: DeviceStaging(made, self.device)
@@ -165,8 +157,8 @@ class Offload:
 
 
 class GradientIntoFile:
-    """Gradient hook of a sharded parameter that moves this rank's shard of the gradient into a memory-mapped file. FSDP
-    adds the gradients of later micro-batches to the gradient in the file."""
+    """Gradient hook that moves this rank's shard of the gradient into a mapped file, where FSDP adds later ones to
+    it."""
 
     def __init__(self, place: torch.Tensor):
         self.place = place
@@ -180,14 +172,13 @@ class GradientIntoFile:
 
 
 def fsdp_parameters(module: FSDPModule) -> list[Any]:
-    """Return the objects (`FSDPParam`) by which FSDP represents the parameters of an FSDP unit internally."""
+    """Return the objects (`FSDPParam`) by which FSDP represents the parameters of a unit internally."""
     group = module._get_fsdp_state()._fsdp_param_group
     return [] if group is None else group.fsdp_params
 
 
 def filesystem(folder: Path) -> str | None:
-    """Return the type of the filesystem (ext4, tmpfs, ...) that contains a folder, which need not exist yet; None if
-    unknown."""
+    """Return the type (ext4, tmpfs, ...) of the filesystem of a folder, which need not exist yet; None if unknown."""
     device = os.stat(existing(folder)).st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     try:
@@ -200,11 +191,10 @@ def filesystem(folder: Path) -> str | None:
 
 @contextmanager
 def explained_memory_errors(cfg: Callable[[], Config], device: torch.device) -> Iterator[None]:
-    """Context manager that replaces torch's or Python's out-of-memory error by an OutOfMemory error, which names
-    settings with which this training would need less memory.
+    """Replace an out-of-memory error by one that names settings with which this training would need less memory.
 
     Args:
-        cfg: returns the configuration. It is called after the error, when the planner may have replaced `auto`.
+        cfg: called after the error, when the planner may have replaced `auto`.
 
     Raises:
         OutOfMemory: memory ran out in the body.
@@ -222,8 +212,7 @@ def explained_memory_errors(cfg: Callable[[], Config], device: torch.device) -> 
 
 
 def cures(cfg: Config, device: torch.device) -> list[str]:
-    """Return settings, as `key=value`, with which a training on `device` needs less memory than with `cfg`. The
-    settings that slow it down least come first."""
+    """Return settings, as `key=value`, that need less memory, those first that slow a training down least."""
     by_mode = {
         ActivationCheckpointing.none: ["activation_checkpointing=full"],
         ActivationCheckpointing.dynamic: ["a smaller activation_checkpointing.budget"],
@@ -244,8 +233,7 @@ def cures(cfg: Config, device: torch.device) -> list[str]:
 
 
 def describe_offload(cfg: Config, device: torch.device) -> str:
-    """Describe in one line what the setting `offload` moves off the device and where, for the summary at the start of a
-    training."""
+    """Describe in one line what is moved off the device and where."""
     mode = cfg.offload.mode
     if mode is OffloadMode.none:
         return "none"
@@ -259,7 +247,7 @@ def describe_offload(cfg: Config, device: torch.device) -> str:
 
 
 def offload_folder(cfg: Config) -> Path:
-    """Return the folder for the files into which `offload=nvme` moves parameters, gradients and moments.
+    """Return the folder for the files of `offload=nvme`.
 
     Raises:
         ConfigError: `offload.folder` does not exist. It is not created, since it may be on a disk that is not mounted.
@@ -270,8 +258,7 @@ def offload_folder(cfg: Config) -> Path:
 
 
 def warn_if_useless(cfg: Config, world: World) -> None:
-    """Log a warning on rank 0 if the setting `offload` saves no memory on this machine. `world` has this rank's number
-    and device."""
+    """Log a warning on rank 0 if the setting `offload` saves no memory on this machine."""
     text = describe_offload(cfg, world.device)
     if world.is_first and "saves nothing" in text:
         log().warning("offload=%s", text)

@@ -1,5 +1,5 @@
-"""Two ways to update the optimizer's offloaded moments: copy them from host memory to buffers on the device and back,
-or update them in memory-mapped files, which are read ahead."""
+"""Two ways to update offloaded moments: copy them from host memory to buffers on the device and back, or update them in
+memory-mapped files, which are read ahead. Buckets and pieces are those of streamed_optimizer.py."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,8 +12,8 @@ from llava_fsdp.parallel.memory.streamed_optimizer import Piece, State, Streamed
 
 
 class DeviceStaging:
-    """Copies the optimizer's moments from host memory to the device and back, one bucket (a group of pieces of
-    parameters) at a time. There are two device buffers, so that one bucket is copied while another is updated.
+    """Copies moments from host memory to the device and back. There are two device buffers, so that one bucket is
+    copied while another is updated.
 
     On a GPU, there is one stream for copies to the device and another for copies from the device, and the host waits
     only once, at the end of the optimizer's step. On a CPU there are no streams. The buffers exist only during a step.
@@ -23,14 +23,14 @@ class DeviceStaging:
         self.optimizer = optimizer
         self.device = device
         self.bytes = max((sum(map(self.bytes_of, bucket)) for bucket in optimizer.buckets), default=0)
-        """Size of a device buffer in bytes: that of the largest bucket."""
+        """Size of a device buffer: that of the largest bucket."""
         self.streams: CopyStreams | None = CopyStreams(device) if device.type == "cuda" else None
         self.buffers: list[torch.Tensor] = []
         self.staged: dict[int, list[State]] = {}
         """Bucket number -> the moments of the bucket's pieces, in a device buffer."""
 
     def bytes_of(self, piece: Piece) -> int:
-        """Return the bytes that the moments of a piece of a parameter take in a device buffer."""
+        """Return the bytes that the moments of a piece take in a device buffer."""
         return sum(padded(m.numel()) * m.itemsize for m in self.optimizer.moments(piece).values())
 
     def begin(self) -> None:
@@ -47,8 +47,7 @@ class DeviceStaging:
         return self.staged[number]
 
     def load(self, number: int) -> None:
-        """Begin to copy the moments of bucket `number` (a group of pieces of parameters) into the device buffer that
-        bucket `number - 2` has used. Does nothing if there is no such bucket."""
+        """Begin to copy a bucket, if there is one, into the device buffer that bucket `number - 2` has used."""
         if number >= len(self.optimizer.buckets):
             return
         buffer, offset, states = self.buffers[number % 2], 0, []
@@ -75,8 +74,7 @@ class DeviceStaging:
 
 
 class CopyStreams:
-    """Two CUDA streams, for copies of optimizer moments from the host to device buffers and back, and the events that
-    order them with the current stream."""
+    """Streams for copies to device buffers and back, and the events that order them with the current stream."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -86,15 +84,13 @@ class CopyStreams:
         self.stored = [torch.cuda.Event(), torch.cuda.Event()]
 
     def begin(self) -> None:
-        """Make the copies of optimizer moments to the device wait for earlier work on the current CUDA stream, which
-        may still use the memory of the newly allocated buffers."""
+        """Make copies to the device wait for earlier work, which may still use the new buffers' memory."""
         self.inward.wait_stream(torch.cuda.current_stream(self.device))
 
     @contextmanager
     def loading(self, number: int) -> Iterator[None]:
-        """Context manager for copies of the moments of bucket `number` (a group of pieces of parameters) from the host
-        into one of two device buffers. They run on the stream for copies to the device, once the bucket that used this
-        buffer before has been copied to the host."""
+        """Context manager that runs copies to the device once the bucket that used this buffer before is on the
+        host."""
         with torch.cuda.stream(self.inward):
             if number > 1:
                 self.inward.wait_event(self.stored[number % 2])
@@ -102,37 +98,27 @@ class CopyStreams:
             self.loaded[number % 2].record(self.inward)
 
     def wait_loaded(self, number: int) -> None:
-        """Make the current CUDA stream wait until the moments of bucket `number` (a group of pieces of parameters) have
-        been copied to the device."""
+        """Make the current stream wait until a bucket has been copied to the device."""
         torch.cuda.current_stream(self.device).wait_event(self.loaded[number % 2])
 
     @contextmanager
     def storing(self, number: int) -> Iterator[None]:
-        """Context manager for copies of the moments of bucket `number` (a group of pieces of parameters) from a device
-        buffer to the host. They run on the stream for copies to the host, after the bucket's update."""
+        """Context manager that runs copies of a bucket to the host after its update."""
         self.outward.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.outward):
             yield
             self.stored[number % 2].record(self.outward)
 
     def end(self) -> None:
-        """End an optimizer step: block the host until all copies of the moments from the device to the host are done.
-        Then the caller may free the buffers on the device, and a checkpoint may read the moments on the host."""
+        """Wait for all copies to the host. Then device buffers may be freed, and a checkpoint may read the moments."""
         self.outward.synchronize()
 
 
 class FileStaging:
-    """Reads the optimizer's moments ahead, which are updated in place in memory-mapped files: while one bucket (a group
-    of pieces of parameters) is updated, a thread reads the next one from disk."""
+    """Updates moments in memory-mapped files: while one bucket is updated, a thread reads the next one from disk."""
 
     def __init__(self, optimizer: StreamedOptimizer, others: list[Arena]):
-        """Create the thread that reads the optimizer's moments ahead from a memory-mapped file.
-
-        Args:
-            optimizer: the optimizer whose moments are in the file.
-            others: the mapped files of parameters and gradients, which are read ahead, and removed from memory after
-                the update, like the moments.
-        """
+        """`others` are the mapped files of parameters and gradients, which are read ahead and released, too."""
         self.optimizer = optimizer
         self.arenas = [optimizer.arena, *others]
         self.thread = ThreadPoolExecutor(1, "offload")
@@ -156,9 +142,7 @@ class FileStaging:
         self.ahead = None
 
     def each(self, number: int, act: Callable[[Arena, torch.Tensor], None]) -> None:
-        """Call `act(arena, tensor)` for every tensor that the update of bucket `number` (a group of pieces of
-        parameters) reads or writes in a memory-mapped file; `arena` is that file. Does nothing if there is no such
-        bucket."""
+        """Call `act(file, tensor)` for every tensor in a mapped file that the update of a bucket reads or writes."""
         for piece in self.optimizer.buckets[number] if number < len(self.optimizer.buckets) else ():
             values = [piece.of(t) for t in (piece.parameter, piece.parameter.grad) if t is not None]
             for tensor in (*self.optimizer.moments(piece).values(), *values):

@@ -1,10 +1,9 @@
-"""An optimizer with offloaded moments: one bucket of moments at a time is brought to the device, and an inner optimizer
-updates it there.
+"""An optimizer with offloaded moments: one bucket of moments at a time is brought to the device and updated there.
 
-Parameters are flattened and split into pieces, and pieces are grouped into buckets. The inner optimizer steps one
-bucket at a time, with the same pieces of the moments. The results are bit for bit those without offload. The inner
-optimizer can be any of torch's with an elementwise update, if it keeps only scalars and tensors of the parameter's
-shape for each parameter (Adam, AdamW, SGD with momentum, ...).
+Parameters are flattened and split into pieces, and pieces are grouped into buckets. An inner optimizer steps one bucket
+at a time, with the same pieces of the moments. The results are bit for bit those without offload. The inner optimizer
+can be any of torch's with an elementwise update, if it keeps only scalars and tensors of the parameter's shape for each
+parameter (Adam, AdamW, SGD with momentum, ...).
 """
 
 from collections.abc import Callable, Iterator
@@ -18,20 +17,18 @@ from llava_fsdp.parallel.memory.host_memory import Arena
 from llava_fsdp.runtime.errors import ConfigError
 
 BUCKET_BYTES = 128 << 20
-"""Maximum bytes of the moments of a bucket (a group of pieces of parameters). Two buckets are on the device at a
-time."""
+"""Maximum bytes of the moments of a bucket. Two buckets are on the device at a time."""
 ALIGNMENT = 256
-"""Every piece of a parameter begins at a multiple of this number of elements, so that the kernel's vector instructions
-process the same elements together as if the parameter were not split."""
+"""Every piece begins at a multiple of this number of elements, so that the kernel's vector instructions process the
+same elements together as if the parameter were not split."""
 
 State = dict[str, torch.Tensor]
-"""The optimizer state of a piece of a parameter: tensors by name, such as `exp_avg`."""
+"""The optimizer state of a piece: tensors by name, such as `exp_avg`."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements [begin, end) of this rank's flattened shard of a parameter. Offloaded moments are made available for an
-    update by such pieces."""
+    """Elements [begin, end) of this rank's flattened shard of a parameter."""
 
     group: int
     """Index of the parameter's group in the optimizer's `param_groups`."""
@@ -40,8 +37,7 @@ class Piece:
     end: int
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a view of the elements of this piece (a range of a parameter's flattened shard) in another tensor that
-        is sharded like the parameter: its gradient or a moment."""
+        """Return a view of this piece of a gradient or moment that is sharded like the parameter."""
         shard = local(tensor)
         assert shard.is_contiguous(), f"a copy would be updated: {tuple(shard.shape)} with strides {shard.stride()}"
         return shard.view(-1)[self.begin : self.end]
@@ -53,7 +49,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class StateSpec:
-    """Names and dtypes of the state tensors that an optimizer keeps for each parameter of one dtype."""
+    """What an optimizer keeps for each parameter of one dtype."""
 
     moments: dict[str, torch.dtype]
     """Dtypes of the state tensors that have the parameter's shape, by name."""
@@ -66,39 +62,33 @@ class StateSpec:
 
 
 class Staging(Protocol):
-    """Protocol of classes that make offloaded moments available for an update, one bucket (a group of pieces of
-    parameters) at a time, and store them again."""
+    """Makes offloaded moments available for an update, one bucket at a time, and stores them again."""
 
     def begin(self) -> None:
-        """Begin an optimizer step: start to fetch the offloaded moments of the first bucket (a group of pieces of
-        parameters)."""
+        """Begin a step: start to fetch the moments of the first bucket."""
         ...
 
     def fetch(self, number: int) -> list[State]:
-        """Return the moments of each piece of bucket `number` (a group of pieces of parameters), ready for the update,
-        and begin to fetch those of the next bucket."""
+        """Return the moments of each piece of a bucket, ready for the update, and begin to fetch the next bucket."""
         ...
 
     def put_back(self, number: int) -> None:
-        """Begin to store the updated moments of bucket `number` (a group of pieces of parameters)."""
+        """Begin to store a bucket's updated moments."""
         ...
 
     def end(self) -> None:
-        """End an optimizer step: wait until all offloaded moments are stored."""
+        """Wait until all moments are stored."""
         ...
 
 
 class StreamedOptimizer(torch.optim.Optimizer):
-    """Optimizer with offloaded moments that steps another optimizer over one bucket (a group of pieces of parameters)
-    at a time. Its `state` contains the whole moments.
-
-    All state exists from the beginning, as zeros, so that a checkpoint can be loaded into it.
+    """Optimizer with offloaded moments that steps another one over one bucket at a time. Its `state` contains the whole
+    moments. All state exists from the beginning, as zeros, so that a checkpoint can be loaded into it.
 
     Args:
         inner: the other optimizer, without state; its parameter groups are used.
-        make_arena: allocates a memory region of a given number of bytes for all moments.
+        make_arena: allocates so many bytes for all moments.
         make_staging: creates the object that makes the moments available for updates.
-        bucket_bytes: maximum bytes of the moments of a bucket.
     """
 
     def __init__(
@@ -125,8 +115,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self.staging = make_staging(self)
 
     def moments(self, piece: Piece) -> State:
-        """Return views of the offloaded moments of a piece (a range of a parameter's flattened shard), by the moment's
-        name."""
+        """Return views of the offloaded moments of a piece, by name."""
         state = self.state[piece.parameter]
         return {n: piece.of(state[n]) for n in self.moment_names[piece.parameter.dtype]}
 
@@ -140,8 +129,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self.staging.end()
 
     def update(self, bucket: list[Piece], moments: list[State]) -> None:
-        """Step the inner optimizer over the pieces of parameters in one bucket; `moments` are the moments of each
-        piece, on the device."""
+        """Step the inner optimizer over a bucket. `moments` are those of each piece, on the device."""
         groups: list[dict[str, Any]] = [{**group, "params": []} for group in self.param_groups]
         stepped: list[tuple[Piece, torch.Tensor, State]] = []
         for piece, fetched in zip(bucket, moments, strict=True):
@@ -171,8 +159,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
 
 def probe(inner: torch.optim.Optimizer, example: torch.Tensor) -> StateSpec:
-    """Find out which state the optimizer `inner` keeps for parameters of the dtype of `example`, by stepping it once
-    with a parameter of two zeros.
+    """Find out what an optimizer keeps for parameters of this dtype, by stepping it once with two zeros.
 
     Raises:
         ConfigError: the optimizer has state other than scalars and tensors of the parameter's shape.
@@ -200,13 +187,8 @@ def probe(inner: torch.optim.Optimizer, example: torch.Tensor) -> StateSpec:
 def split_into_buckets(
     groups: list[dict[str, Any]], item_sizes: dict[torch.dtype, int], bucket_bytes: int
 ) -> Iterator[list[Piece]]:
-    """Split parameters into pieces (ranges of their flattened shards), and yield buckets (lists of pieces) with at most
-    `bucket_bytes` bytes of optimizer moments.
-
-    Args:
-        groups: the optimizer's `param_groups`.
-        item_sizes: dtype of a parameter -> bytes of the moments of one element.
-    """
+    """Yield buckets of pieces with at most `bucket_bytes` bytes of moments; one element has `item_sizes[dtype]`
+    bytes."""
     bucket: list[Piece] = []
     filled = 0
     for group, parameter in ((i, p) for i, g in enumerate(groups) for p in g["params"]):
@@ -225,6 +207,5 @@ def split_into_buckets(
 
 
 def padded(count: int) -> int:
-    """Round a number of elements up to a multiple of `ALIGNMENT` (256). Every piece of a parameter begins at such a
-    multiple."""
+    """Round a number of elements up to a multiple of `ALIGNMENT`."""
     return -(-count // ALIGNMENT) * ALIGNMENT

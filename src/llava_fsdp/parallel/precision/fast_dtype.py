@@ -1,5 +1,4 @@
-"""Choose the compute dtype of `precision=auto`: bf16 where the devices of all ranks have instructions for it, else
-fp32. Warn of a compute dtype for which a device has no instructions."""
+"""Choose the compute dtype of `precision=auto`, and warn of a dtype for which a device has no instructions."""
 
 import time
 from collections.abc import Sequence
@@ -15,27 +14,24 @@ from llava_fsdp.runtime.process.host import cpu_has_bf16, gpu_has_bf16
 
 C = TypeVar("C", bound=Config)
 ROWS, WIDTHS, REPEATS = 32, (576, 1536), 2
-"""Sizes of the linear layer whose time is measured: rows of its input, widths of input and output; and how often."""
+"""The linear layer whose time is measured: rows of its input, widths of input and output; and how often."""
 
 
 def has_bf16(device: torch.device) -> bool:
-    """Return whether a device has instructions for bf16. Emulated bf16 does not count: it is many times slower than
-    fp32."""
+    """Return whether a device has instructions for bf16. Emulated bf16 is many times slower than fp32."""
     if device.type == "cuda":
         return gpu_has_bf16(torch.cuda.get_device_capability(device)[0], torch.version.hip is not None)
     return cpu_has_bf16()
 
 
 def settle_precision(cfg: C, able: Sequence[bool], kind: str, recorded: DType | None = None) -> tuple[C, str | None]:
-    """Replace every `auto` in `precision` by a dtype, the same on all ranks.
+    """Replace every `auto` in `precision` by a dtype, the same on all ranks: bf16 where the devices of all have
+    instructions for it, else fp32. Also return a line with the choice and its reason; None if there was no `auto`.
 
     Args:
         able: for each rank, whether its device has instructions for bf16.
-        kind: kind of the devices, cuda or cpu.
+        kind: cuda or cpu.
         recorded: compute dtype of the run that is resumed; None: no run is resumed.
-
-    Returns:
-        The new configuration, and a line with the choice and its reason; None if there was no `auto`.
     """
     if cfg.precision.param_dtype is not DType.auto:
         return cfg, None
@@ -57,12 +53,8 @@ def settle_precision(cfg: C, able: Sequence[bool], kind: str, recorded: DType | 
 
 
 def slow_dtype(cfg: Config, device: torch.device, able: bool) -> str | None:
-    """Return a warning if a device computes more slowly in the configuration's compute dtype than in fp32, as a short
-    measurement shows; None if it does not, or if it has instructions for that dtype.
-
-    Args:
-        able: whether the device has instructions for bf16.
-    """
+    """Return a warning if a device without instructions for the compute dtype is slower in it than in fp32, as a short
+    measurement shows; else None. `able` says whether it has instructions for bf16."""
     dtype = cfg.precision.param_dtype
     if dtype is DType.fp32 or (dtype is DType.bf16 and able) or (dtype is DType.fp16 and device.type == "cuda"):
         return None
@@ -83,7 +75,7 @@ def slowdown(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def seconds_of(dtype: torch.dtype, device: torch.device) -> float:
-    """Return the shortest of some times in seconds of a linear layer's forward and backward pass in a dtype."""
+    """Return the shortest time of a linear layer's forward and backward pass."""
     width, wide = WIDTHS
     x = torch.ones(ROWS, width, dtype=dtype, device=device, requires_grad=True)
     weight = torch.ones(wide, width, dtype=dtype, device=device, requires_grad=True)

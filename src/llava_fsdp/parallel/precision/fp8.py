@@ -24,8 +24,7 @@ LARGEST = torch.finfo(FP8).max
 
 
 def check_fp8(device: torch.device) -> None:
-    """Raise ConfigError if this machine cannot multiply matrices in fp8 on `device`. Which GPUs of AMD can is not
-    checked."""
+    """Raise ConfigError if this machine cannot multiply matrices in fp8. Which GPUs of AMD can is not checked."""
     if device.type != "cuda":
         raise ConfigError(f"precision.linear=fp8 needs a CUDA GPU, and this run is on {device.type}; {CURE}")
     major, minor = torch.cuda.get_device_capability(device)
@@ -40,24 +39,16 @@ def check_fp8(device: torch.device) -> None:
 
 def fp8_settings(sharded: bool) -> Any:
     """Return torchao's settings for float8 layers (`Float8LinearConfig`). torchao pads the number of tokens to a
-    multiple of 16, so that any number of tokens is allowed.
-
-    Args:
-        sharded: whether FSDP shards the weights; it then all-gathers them in fp8.
-    """
+    multiple of 16, so that any number is allowed. If FSDP shards the weights, it all-gathers them in fp8."""
     from torchao.float8 import Float8LinearConfig
 
     return Float8LinearConfig(enable_fsdp_float8_all_gather=sharded, pad_inner_dim=True)
 
 
 def multiply_in_fp8(blocks: nn.ModuleList, sharded: bool) -> None:
-    """Replace the linear layers of a stack of blocks on the meta device by fp8 layers, in place. Parameters keep their
-    names.
+    """Replace the linear layers of blocks on the meta device by fp8 layers, in place. Parameters keep their names.
 
     Layers with a size that is not a multiple of 16 are not replaced, nor are frozen layers, unless all are frozen.
-
-    Args:
-        sharded: whether FSDP shards the weights; it then all-gathers those that train in fp8.
 
     Raises:
         ConfigError: no layer can be replaced.
@@ -80,13 +71,12 @@ def multiply_in_fp8(blocks: nn.ModuleList, sharded: bool) -> None:
 
 
 def weights_in_fp8(blocks: nn.ModuleList) -> set[torch.Tensor]:
-    """Return the weights of a stack of blocks that train in fp8 and that FSDP gathers in it; empty if all are frozen.
-    Call this before `multiply_in_fp8`."""
+    """Return the weights of blocks that will train in fp8 and that FSDP gathers in it; empty if all are frozen."""
     return {module.weight for module in blocks.modules() if isinstance(module, nn.Linear) and takes_fp8(module)}
 
 
 def takes_fp8(module: nn.Module) -> bool:
-    """Return whether a module is a trainable linear layer whose sizes are multiples of 16, as fp8 products need."""
+    """Return whether a module is a trainable linear layer with sizes that fp8 products need."""
     return has_fp8_sizes(module) and module.weight.requires_grad
 
 
@@ -97,8 +87,8 @@ def has_fp8_sizes(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 
 class FrozenFp8Linear(nn.Linear):
-    """A linear layer whose weight is frozen, and that multiplies in fp8: its input by the weight, and in the backward
-    pass the output gradient by the weight. Each row of a factor has a scale of its own."""
+    """A linear layer with a frozen weight that multiplies in fp8: its input by the weight, and in the backward pass the
+    output gradient by the weight. Each row of a factor has a scale of its own."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         x = input.reshape(-1, self.in_features)
@@ -107,11 +97,11 @@ class FrozenFp8Linear(nn.Linear):
 
 
 class FrozenProduct(torch.autograd.Function):
-    """Multiply by the transpose of a frozen weight in fp8. Only the weight is kept for the backward pass."""
+    """Multiply `x` [tokens, in] by a frozen weight [out, in], transposed, in fp8. Only the weight is kept for
+    backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Return the product [tokens, out] of `x` [tokens, in] and `weight` [out, in]."""
         ctx.save_for_backward(weight)
         return fp8_product(x, weight)
 
@@ -122,27 +112,22 @@ class FrozenProduct(torch.autograd.Function):
 
 
 def fp8_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Return `left @ right.T` in the dtype of `left`, multiplied in fp8 with a scale for each row of both matrices.
-
-    Args:
-        left: [m, k].
-        right: [n, k].
-    """
+    """Return `left` [m, k] times the transpose of `right` [n, k] in the dtype of `left`. Both have a scale for each
+    row."""
     (rows, row_scales), (columns, column_scales) = cast_rows(left), cast_rows(right)
     row_scales, column_scales = row_scales.view(-1, 1), column_scales.view(1, -1)
     return torch._scaled_mm(rows, columns.T, scale_a=row_scales, scale_b=column_scales, out_dtype=left.dtype)
 
 
 def cast_rows(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cast a matrix [m, k] to fp8. Return it, contiguous, and the scales of its rows, float32 [m]: a row is its fp8
-    values times its scale."""
+    """Cast a matrix [m, k] to fp8, contiguous. Return it and the scales of its rows, float32 [m]: row = values *
+    scale."""
     scales = matrix.abs().amax(1).float().clamp(min=1e-12) / LARGEST
     return (matrix.float() / scales[:, None]).to(FP8).contiguous(), scales
 
 
 def prepare_scales(model: nn.Module) -> None:
-    """Compute the fp8 scales of all sharded weights of a model in one all-reduce; otherwise the forward pass would run
-    one all-reduce per weight. Collective: all ranks must call it."""
+    """Compute the fp8 scales of all sharded weights in one all-reduce and not one per weight. Collective."""
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
     precompute_float8_dynamic_scale_for_fsdp(model)

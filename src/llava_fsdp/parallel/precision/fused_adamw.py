@@ -39,8 +39,7 @@ def fused_adamw(
 
 
 class FusedAdamW(torch.optim.AdamW):
-    """torch's fused AdamW, which updates the shards of this rank as plain tensors. Operations on DTensors take the host
-    much longer."""
+    """torch's fused AdamW, which updates this rank's shards as plain tensors. DTensors take the host much longer."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -48,11 +47,7 @@ class FusedAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Update all parameters that have a gradient.
-
-        Args:
-            closure: must be None; it is an argument of all optimizers of torch.
-        """
+        """Update all parameters that have a gradient. `closure`, an argument of all torch optimizers, must be None."""
         assert closure is None, "gradients are computed before"
         for group in self.param_groups:
             updated = [p for p in group["params"] if p.grad is not None]
@@ -74,15 +69,13 @@ class FusedAdamW(torch.optim.AdamW):
                 fused_adamw(list(zip(*tensors, strict=True)), steps, group)
 
     def new_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        """Return the initial AdamW state of a parameter: zero moments, which are sharded like the parameter, and a step
-        count of 0 on the parameter's device."""
+        """Return zero moments, sharded like the parameter, and a step count of 0 on its device."""
         moments = {name: torch.zeros_like(parameter, requires_grad=False) for name in MOMENTS}
         return {"step": torch.zeros((), dtype=torch.float32, device=parameter.device), **moments}
 
 
 def check_layout(tensors: Sequence[torch.Tensor]) -> None:
-    """Assert that all tensors are contiguous and have the shape and dtype of the first one, as the fused AdamW kernel
-    needs."""
+    """Assert that all tensors are contiguous and have the shape and dtype of the first one."""
     shape, dtype = tensors[0].shape, tensors[0].dtype
     for tensor in tensors:
         assert tensor.is_contiguous() and tensor.shape == shape and tensor.dtype == dtype, (

@@ -22,11 +22,9 @@ kernel for GPUs times 27 variants of itself, which takes seconds, and packed row
 
 
 def check_int8_mixed(device: torch.device) -> None:
-    """Raise ConfigError if this machine cannot train with int8 products on `device`: torchao or its prototype is
-    missing, the GPU is older than compute capability 8.0, or torchao's kernel is for the other device. Where torchao
-    finds Triton and a GPU it uses a kernel for GPUs alone, and elsewhere torch's `_int_mm`, which on a GPU refuses
-    most numbers of tokens.
-    """
+    """Raise ConfigError if this machine cannot train with int8 products: torchao or its prototype is missing, the GPU
+    is older than compute capability 8.0, or torchao's kernel is for the other device. Where torchao finds Triton and a
+    GPU it uses a kernel for GPUs alone, and elsewhere torch's `_int_mm`, which on a GPU refuses most lengths."""
     key = "precision.linear=int8_mixed"
     if importlib.util.find_spec("torchao") is None:
         raise ConfigError(f"{key} needs torchao: pip install llava-fsdp[fp8], or {CURE}")
@@ -54,22 +52,16 @@ def check_int8_mixed(device: torch.device) -> None:
 
 
 class Int8Products(torch.autograd.Function):
-    """Multiply by a transposed matrix in int8, forwards and backwards.
+    """Multiply `x` (tokens, in) by the transpose of `weight` (out, in) in int8, forwards and backwards.
 
     The three products are those of torchao's own function, which torch.compile cannot trace: it would divide a block's
-    graph at each linear layer, and cast to int8 in separate kernels.
+    graph at each linear layer, and cast to int8 in separate kernels. For the products `x` is padded with zeros to a
+    multiple of `padded_to` tokens. Padded copies are not kept for the backward pass: layers that read the same input
+    would each keep one.
     """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, padded_to: int) -> torch.Tensor:
-        """Return the product, (tokens, out).
-
-        Args:
-            x: (tokens, in).
-            weight: (out, in).
-            padded_to: number of tokens to whose multiple `x` is padded with zeros for the products. Padded copies are
-                not kept for the backward pass: layers that read the same input would each keep one.
-        """
         ctx.save_for_backward(x, weight)
         ctx.padded_to = padded_to
         return int8_product(padded(x, padded_to), weight.T)[: len(x)]
@@ -88,12 +80,7 @@ def padded(rows: torch.Tensor, multiple: int) -> torch.Tensor:
 
 
 def int8_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Multiply two matrices that are cast to int8, with a scale for each row of `left` and each column of `right`.
-
-    Args:
-        left: (m, k).
-        right: (k, n).
-    """
+    """Multiply (m, k) and (k, n), cast to int8 with a scale for each row of `left` and column of `right`."""
     from torchao.prototype.quantized_training.int8_mixed_precision import quantize_int8_rowwise, scaled_int8_mm
 
     rows, row_scale = quantize_int8_rowwise(left)
@@ -119,13 +106,9 @@ class Int8Linear(nn.Linear):
 
 
 def multiply_in_int8(blocks: nn.ModuleList, padded_to: int) -> None:
-    """Replace the linear layers of a stack of blocks on the meta device by int8 layers, in place. Parameters keep their
-    names.
-
-    Layers whose weight is frozen, or has a size that is not a multiple of 16, are not replaced.
-
-    Args:
-        padded_to: number of tokens to whose multiple inputs are padded, see `PADDED_TO`. It changes no result.
+    """Replace the linear layers of blocks on the meta device by int8 layers, in place. Parameters keep their names.
+    Layers whose weight is frozen, or has a size that is not a multiple of 16, are not replaced. Inputs are padded to a
+    multiple of `padded_to` tokens (`PADDED_TO`), which changes no result.
 
     Raises:
         ConfigError: no layer can be replaced.

@@ -29,8 +29,7 @@ from llava_fsdp.runtime.seeds import derive
 BLOCK = 256
 """Number of consecutive elements of a row of an int8 moment that share one scale."""
 CHUNK_ELEMENTS = 1 << 22
-"""Number of a parameter's elements that are updated at a time. The fp32 weight, its gradient and its moments then take
-16 MiB each."""
+"""Number of elements that are updated at a time. Weight, gradient and moments in fp32 then take 16 MiB each."""
 Conversions = tuple[Callable[..., torch.Tensor], Callable[..., None]]
 """Functions that convert codes of an int8 moment to fp32 (`dequantise`), and fp32 values into codes (`requantise`)."""
 SCALE = "_scale"
@@ -38,14 +37,13 @@ SCALE = "_scale"
 
 
 class LowBitAdamW(torch.optim.Optimizer):
-    """AdamW (arXiv 1711.05101) for fp32 or bf16 weights, with gradients of the weights' dtype and moments of fp32, bf16
-    or int8.
+    """AdamW (arXiv 1711.05101) for fp32 or bf16 weights and gradients, with moments of fp32, bf16 or int8.
 
     Args:
-        groups: parameter groups as `torch.optim.AdamW` takes them, with lr and weight_decay in each.
-        moments: the dtype in which moments are stored. With int8, the moments of one-dimensional parameters are fp32.
-        seed: seed of the stochastic rounding. Random numbers depend on the seed, the step, the parameter, and the
-            first row and the columns of this rank's shard, so that replicas stay equal and a resumed run draws the same
+        groups: as `torch.optim.AdamW` takes them, with lr and weight_decay in each.
+        moments: with int8, the moments of one-dimensional parameters are fp32.
+        seed: seed of the stochastic rounding. Random numbers depend on the seed, the step, the parameter, and the first
+            row and the columns of this rank's shard, so that replicas stay equal and a resumed run draws the same
             numbers.
         compiled: whether torch.compile makes the kernels that convert int8 moments to fp32 and back. A GPU then reads
             and writes them fewer times. There the compiled kernels may round divisions differently.
@@ -68,8 +66,7 @@ class LowBitAdamW(torch.optim.Optimizer):
             self.conversions = torch.compile(dequantise, dynamic=True), torch.compile(requantise, dynamic=True)
 
     def new_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        """Return the initial AdamW state of a parameter: zero moments, which are sharded like the parameter, and a step
-        count of 0 on the CPU."""
+        """Return zero moments, sharded like the parameter, and a step count of 0 on the CPU."""
         state = {"step": torch.zeros((), dtype=torch.float32)}
         for name in MOMENTS:
             if is_quantised(parameter.shape, self.moments):
@@ -92,10 +89,9 @@ class LowBitAdamW(torch.optim.Optimizer):
                     self.update(parameter, group, number)
 
     def update(self, parameter: nn.Parameter, group: dict[str, Any], number: int) -> None:
-        """Update one parameter and its moments by AdamW.
+        """Update one parameter and its moments.
 
         Args:
-            parameter: the parameter, with its gradient.
             group: hyperparameters (lr, betas, ...), as in `param_groups`.
             number: number of the parameter, counted over all groups, for the seed of the stochastic rounding.
         """
@@ -119,19 +115,14 @@ class LowBitAdamW(torch.optim.Optimizer):
 
 
 def is_quantised(shape: tuple[int, ...], moments: MomentDType) -> bool:
-    """Return whether a parameter's moments are stored in int8. Moments of one-dimensional parameters (norms and biases)
-    are not: they are so small that int8 would save nothing.
-
-    Args:
-        shape: the parameter's shape.
-        moments: the configured dtype of moments.
-    """
+    """Return whether a parameter's moments are int8. Those of one-dimensional parameters (norms and biases) are not:
+    they are so small that int8 would save nothing."""
     return moments is MomentDType.int8 and len(shape) > 1
 
 
 def zero_scales(parameter: nn.Parameter) -> torch.Tensor:
-    """Return the initial scales of a parameter's int8 moment, one for each block of 256 elements of a row: zeros,
-    float32 [rows, blocks per row], sharded like the parameter."""
+    """Return the initial scales of an int8 moment, one for each block of 256 elements of a row: zeros, float32 [rows,
+    blocks per row], sharded like the parameter."""
 
     def shape_of(values: torch.Tensor) -> tuple[int, int]:
         return values.shape[0], math.ceil(math.prod(values.shape[1:]) / BLOCK)
@@ -147,14 +138,12 @@ def zero_scales(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def as_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of a tensor as a plain tensor with at least one dimension: a scalar becomes a tensor of
-    one element."""
+    """Return this rank's shard as a plain tensor with at least one dimension: a scalar becomes one element."""
     return torch.atleast_1d(local(tensor))
 
 
 def row_chunks(tensor: torch.Tensor) -> Iterator[slice]:
-    """Yield slices that split a tensor's rows (indices of dimension 0) into chunks of about `CHUNK_ELEMENTS` (4 Mi)
-    elements; none if it is empty."""
+    """Yield slices of a tensor's rows (dimension 0) with about `CHUNK_ELEMENTS` elements each; none if it is empty."""
     if tensor.numel() == 0:
         return
     rows = max(1, CHUNK_ELEMENTS // (tensor.numel() // tensor.shape[0]))
@@ -163,8 +152,7 @@ def row_chunks(tensor: torch.Tensor) -> Iterator[slice]:
 
 
 class StoredMoment:
-    """This rank's rows (indices of dimension 0) of one of a parameter's two AdamW moments, in their stored form: fp32,
-    bf16, or int8 codes with scales."""
+    """This rank's rows of one of AdamW's moments as it is stored: fp32, bf16, or int8 codes with scales."""
 
     def __init__(self, state: dict[str, torch.Tensor], name: str, conversions: Conversions):
         self.from_codes, self.into_codes = conversions
@@ -175,19 +163,14 @@ class StoredMoment:
         self.map = torch.tensor(dynamic_map(signed), device=self.values.device) if quantised else None
 
     def read(self, rows: slice) -> torch.Tensor:
-        """Return a slice of this rank's rows of the optimizer moment in fp32. If the moment is stored in fp32, this is
-        a view, so that an update of it changes the stored moment."""
+        """Return rows in fp32. Of a moment in fp32 this is a view, so that an update of it changes the stored
+        moment."""
         if self.scales is None or self.map is None:
             return self.values[rows].float()
         return self.from_codes(self.values[rows], self.scales[rows], self.map)
 
     def write(self, rows: slice, value: torch.Tensor, generator: torch.Generator) -> None:
-        """Store fp32 values as a slice of this rank's rows of the optimizer moment.
-
-        Args:
-            value: the values, which are overwritten in this.
-            generator: random numbers for the stochastic rounding to bf16.
-        """
+        """Store fp32 values, which are overwritten, as rows. Stochastic rounding to bf16 draws from `generator`."""
         if self.scales is None or self.map is None:
             store(value, self.values[rows], generator)
         else:
@@ -195,8 +178,7 @@ class StoredMoment:
 
 
 def store(value: torch.Tensor, target: torch.Tensor, generator: torch.Generator) -> None:
-    """Write fp32 values to `target`. If `target` is bf16, the values are rounded stochastically, with random numbers
-    from `generator`. `value` is overwritten in this."""
+    """Write fp32 values to `target`. For bf16 they are rounded stochastically, and `value` is overwritten."""
     if target.dtype == torch.float32:
         if target.data_ptr() != value.data_ptr():
             target.copy_(value)
@@ -228,15 +210,9 @@ def dynamic_map(signed: bool) -> tuple[float, ...]:
 
 
 def quantise(value: torch.Tensor, map_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise fp32 values [rows, ...]; return uint8 codes of the same shape, and scales, float32 [rows, blocks]. A
-    block is 256 consecutive elements of a row.
-
-    The scale of a block is its largest magnitude. The code of a value is the index in `map_` of the entry that is
-    nearest to value / scale.
-
-    Args:
-        map_: the values that the codes stand for, from `dynamic_map`, float32 [256].
-    """
+    """Quantise fp32 values [rows, ...]; return uint8 codes of the same shape, and scales, float32 [rows, blocks] of
+    `BLOCK` elements. The scale of a block is its largest magnitude. The code of a value is the index in `map_`
+    (`dynamic_map`, float32 [256]) of the entry that is nearest to value / scale."""
     blocks = into_blocks(value)
     scales = blocks.abs().amax(-1).clip_(min=1e-12)
     middles = (map_[:-1] + map_[1:]) / 2
@@ -245,27 +221,20 @@ def quantise(value: torch.Tensor, map_: torch.Tensor) -> tuple[torch.Tensor, tor
 
 
 def requantise(value: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, map_: torch.Tensor) -> None:
-    """Overwrite codes and scales with those that `quantise` returns for fp32 values."""
+    """Overwrite codes and scales with those that `quantise` returns."""
     new_codes, new_scales = quantise(value, map_)
     codes.copy_(new_codes)
     scales.copy_(new_scales)
 
 
 def dequantise(codes: torch.Tensor, scales: torch.Tensor, map_: torch.Tensor) -> torch.Tensor:
-    """Convert codes and scales, as `quantise` returns them, back to float32 values of the codes' shape. The result is
-    contiguous, because the fused AdamW kernel updates it in place.
-
-    Args:
-        codes: uint8 [rows, ...].
-        scales: float32 [rows, blocks], one for each block of 256 elements of a row.
-        map_: the values that the codes stand for, from `dynamic_map`, float32 [256].
-    """
+    """Convert codes and scales of `quantise` back to float32 values of the codes' shape. The result is contiguous,
+    because the fused AdamW kernel updates it in place."""
     values = map_[codes.flatten(1).int()]
     return values.mul_(scales.repeat_interleave(BLOCK, 1)[:, : values.shape[1]]).view(codes.shape)
 
 
 def into_blocks(value: torch.Tensor) -> torch.Tensor:
-    """Copy values [rows, ...] into blocks [rows, blocks, BLOCK] of `BLOCK` (256) elements; each row is padded with
-    zeros to a multiple of `BLOCK`."""
+    """Copy values [rows, ...] into blocks [rows, blocks, BLOCK]; each row is padded with zeros."""
     flat = value.flatten(1)
     return functional.pad(flat, (0, -flat.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))

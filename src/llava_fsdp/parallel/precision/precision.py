@@ -1,5 +1,4 @@
-"""Set the dtypes in which weights are stored, the dtypes in which they are used in the forward and backward pass, and
-the dtypes in which the optimizer updates them."""
+"""Set the dtypes in which weights are stored, used in the forward and backward pass, and updated by the optimizer."""
 
 from collections.abc import Callable
 
@@ -19,12 +18,8 @@ def store_weights(model: nn.Module, cfg: PrecisionConfig, sharded: bool) -> None
     divided among ranks (`cut_model`): the local tensor of a DTensor keeps its dtype.
 
     Frozen weights are stored in the compute dtype, because FSDP does not cast parameters that it ignores. Trainable
-    weights are stored in the master dtype with FSDP; without FSDP they are stored in the compute dtype, and
-    `MasterWeights` holds separate masters. Norms may stay in fp32. Buffers keep their dtype: rotary frequencies are
-    fp32.
-
-    Args:
-        sharded: whether FSDP is used.
+    weights are stored in the master dtype with FSDP (`sharded`); without FSDP they are stored in the compute dtype, and
+    `MasterWeights` holds separate masters. Norms may stay in fp32. Buffers (rotary frequencies) keep their dtype.
     """
     compute, master = DTYPES[cfg.param_dtype], MASTERS[cfg.master_dtype]
     kept = norm_weights(model, cfg)
@@ -56,14 +51,12 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def norm_weights(model: nn.Module, cfg: PrecisionConfig) -> set[nn.Parameter]:
-    """Return the parameters of the model's normalization layers if these are kept in fp32, that is if
-    `precision.norm_dtype` differs from the compute dtype; else an empty set."""
+    """Return the parameters of the norms that are kept in fp32."""
     return {p for norm in norms_kept_in_fp32(model, cfg) for p in norm.parameters()}
 
 
 def compute_norms_in_fp32(model: nn.Module, cfg: PrecisionConfig) -> None:
-    """Register hooks on the model's normalization layers if these are kept in fp32 (`precision.norm_dtype`). The hooks
-    cast a norm's input to fp32 and its output back to the compute dtype."""
+    """Make the norms that are kept in fp32 cast their input to fp32 and their output back to the compute dtype."""
     for norm in norms_kept_in_fp32(model, cfg):
         norm.register_forward_pre_hook(lambda _, inputs: (inputs[0].float(), *inputs[1:]))
         norm.register_forward_hook(lambda _, inputs, output: output.to(DTYPES[cfg.param_dtype]))
@@ -86,11 +79,9 @@ class MasterWeights:
         in_fp8: nn.Module | None = None,
         compiled: bool = False,
     ):
-        """Create a separate master weight (which the optimizer updates) for each trainable parameter that needs one,
-        and register a hook that adds the parameter's gradient to the master weight's gradient.
+        """Create a master weight for each trainable parameter that needs one, and a hook that adds its gradient.
 
         Args:
-            trainable: the model's trainable parameters by name.
             master: dtype of the master weights, except those of parameters in fp32, which are in fp32.
             in_fp8: the model, if some of its layers multiply in fp8; else None.
             compiled: whether torch.compile makes the kernel that adds gradients.
@@ -110,8 +101,8 @@ class MasterWeights:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Update what depends on the master weights (which the optimizer updates) after they have changed: their copies
-        in the compute dtype, and the scales of fp8 layers. If layers multiply in fp8, all ranks must call this."""
+        """Update what depends on the master weights after they have changed: their copies in the compute dtype, and the
+        scales of fp8 layers. Collective if layers multiply in fp8."""
         if self._copies:
             torch._foreach_copy_([p for p, _ in self._copies], [m for _, m in self._copies])
         if self._in_fp8 is not None:
@@ -119,8 +110,7 @@ class MasterWeights:
 
 
 class GradientInto:
-    """Gradient hook of a parameter that is a low-precision copy of a master weight: adds the parameter's gradient to
-    the gradient of the master weight, in the master's dtype, and then frees the parameter's gradient."""
+    """Gradient hook of a copy in the compute dtype: adds its gradient to the master weight's, and frees it."""
 
     def __init__(self, master: nn.Parameter, add: Callable[[torch.Tensor, torch.Tensor], None]):
         self.master = master
@@ -145,10 +135,8 @@ def gradient_adder(compiled: bool) -> Callable[[torch.Tensor, torch.Tensor], Non
     for bit a cast gradient added, without the memory and the traffic of the cast.
 
     torch's own kernel for two dtypes does not use the whole bandwidth of a GPU: the gradients of a 7B model took 25 ms
-    on an H200, where 17 ms are possible, and they are added in every micro-batch.
-
-    Args:
-        compiled: whether torch.compile makes the kernel, for gradients whose size is a multiple of COLUMNS.
+    on an H200, where 17 ms are possible, and they are added in every micro-batch. If `compiled`, torch.compile makes
+    the kernel, for gradients whose size is a multiple of COLUMNS.
     """
 
     def add(total: torch.Tensor, gradient: torch.Tensor) -> None:

@@ -26,27 +26,18 @@ COLLECTIVES = {name: kind for kind, names in OPERATIONS.items() for name in name
 
 
 class Traffic:
-    """Counts of the collectives that this rank has issued. For each kind of collective, such as `all_gather`, the dict
-    `moved` has the entries `calls`, `bytes` and `sent`.
+    """Counts of this rank's collectives: `calls`, `bytes` and `sent` for each kind, such as `all_gather`.
 
-    `bytes` are those of whole tensors: the output of an all-gather, the input of the others.
-    `sent` are the bytes that one of n ranks sends in a ring algorithm: (n - 1) / n of the whole tensor, and twice that
-    for an all-reduce; all of a tensor that is sent to one other rank. Collectives of a single rank send nothing and are
-    not counted.
+    `bytes` are those of whole tensors: the output of an all-gather, the input of the others. `sent` are the bytes that
+    one of n ranks sends in a ring algorithm: (n - 1) / n of the whole tensor, and twice that for an all-reduce; all of
+    a tensor that is sent to one other rank. Collectives of a single rank send nothing and are not counted.
     """
 
     def __init__(self) -> None:
         self.moved = {kind: {"calls": 0, "bytes": 0, "sent": 0} for kind in KINDS}
 
     def add(self, kind: str, payload: int, ranks: int) -> None:
-        """Count one collective.
-
-        Args:
-            kind: kind of the collective, such as `all_gather`.
-            payload: bytes of the whole tensor: the output of an all-gather, the input of a reduce-scatter or an
-                all-reduce.
-            ranks: number of ranks in the collective.
-        """
+        """Count one collective of so many ranks. `payload` is the bytes of the whole tensor."""
         if ranks < 2:
             return
         passes = {"all_reduce": 2, "receive": 0}.get(kind, 1)
@@ -56,11 +47,10 @@ class Traffic:
 
 
 class CollectiveBytes(TorchDispatchMode):
-    """`TorchDispatchMode` that adds up, in its attribute `traffic`, the bytes of each kind of collective issued while
-    it is active.
+    """Dispatch mode that adds up, in `traffic`, the bytes of each kind of collective issued while it is active.
 
     Raises:
-        AssertionError: while the mode is active, a collective is issued that is not in the table `COLLECTIVES`.
+        AssertionError: a collective is issued that is not in the table `COLLECTIVES`.
     """
 
     def __init__(self) -> None:
@@ -86,18 +76,12 @@ class CollectiveBytes(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Return true: compiled functions may be compiled and run while this mode is active. torch would otherwise run
-        them uncompiled."""
+        """Return true: otherwise torch would run compiled functions uncompiled while this mode is active."""
         return True
 
 
 def ranks_of(func: Any, args: tuple) -> int:
-    """Return the number of ranks in the process group of a collective.
-
-    Args:
-        func: the collective, as an operation of torch's dispatcher.
-        args: its positional arguments.
-    """
+    """Return the number of ranks in the process group of a collective, given as an operation of torch's dispatcher."""
     for argument, value in zip(func._schema.arguments, args, strict=False):
         if argument.name == "process_group":
             return dist.ProcessGroup.unbox(value).size()
@@ -107,7 +91,7 @@ def ranks_of(func: Any, args: tuple) -> int:
 
 
 def has_group(func: torch._ops.OpOverload) -> bool:
-    """Return whether an operation of torch has an argument for a process group, as collectives do."""
+    """Return whether an operation has an argument for a process group, as collectives do."""
     return any(a.name in ("process_group", "group_name") for a in func._schema.arguments)
 
 

@@ -1,5 +1,9 @@
 """Make all ranks act alike: an error on one rank is raised on every rank, and a request on one rank (to stop, to save)
-is carried out on every rank."""
+is carried out on every rank.
+
+In this module, `failing` says what could not be done, such as "cannot write FILE". An error that is not a
+LlavaFsdpError becomes a CheckpointError whose message begins with it. `group` has all ranks; None is the default one.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,17 +27,10 @@ def rank_and_size() -> tuple[int, int]:
 
 
 def on_first_rank(action: Callable[[], R], failing: str, group: dist.ProcessGroup | None = None) -> R:
-    """Run a function on rank 0 only, and return its result or raise its error on every rank. Collective: all ranks must
-    call it.
-
-    Args:
-        failing: text that says what could not be done, such as "cannot write FILE". The message of an error that is not
-            a LlavaFsdpError begins with it.
-        group: a process group of all ranks; None is the default group.
+    """Run a function on rank 0 only, and return its result on every rank. Collective.
 
     Raises:
-        LlavaFsdpError: rank 0's error; any other error of rank 0 becomes a CheckpointError whose message begins with
-            `failing`.
+        LlavaFsdpError: rank 0's error.
     """
     outcome: list[Any] = [None, None]
     cause: Exception | None = None
@@ -51,17 +48,10 @@ def on_first_rank(action: Callable[[], R], failing: str, group: dist.ProcessGrou
 
 
 def on_all_ranks(action: Callable[[], R], failing: str, group: dist.ProcessGroup | None = None) -> R:
-    """Run a function on every rank and return this rank's result; if it fails on any rank, raise an error on every
-    rank. Collective: all ranks must call it.
-
-    Args:
-        failing: text that says what could not be done, such as "cannot write FILE". The message of an error that is not
-            a LlavaFsdpError begins with it.
-        group: a process group of all ranks; None is the default group.
+    """Run a function on every rank and return this rank's result. Collective.
 
     Raises:
-        LlavaFsdpError: the error of the lowest rank that failed. With several ranks, the message begins with that
-            rank's number. Any other error becomes a CheckpointError.
+        LlavaFsdpError: the error of the lowest rank that failed, on every rank, with that rank's number.
     """
     result: Any = None
     local_failure: Failure | None = None
@@ -79,12 +69,7 @@ def on_all_ranks(action: Callable[[], R], failing: str, group: dist.ProcessGroup
 
 
 def gathered(value: R, group: dist.ProcessGroup | None = None) -> list[R]:
-    """Return the values of all ranks, in rank order, on every rank. Collective: all ranks must call it.
-
-    Args:
-        value: this rank's value, which can be pickled.
-        group: a process group of all ranks; None is the default group.
-    """
+    """Return the values of all ranks, which can be pickled, in rank order on every rank. Collective."""
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
@@ -93,13 +78,7 @@ def gathered(value: R, group: dist.ProcessGroup | None = None) -> list[R]:
 
 
 def gathered_on_first(value: R, group: dist.ProcessGroup | None = None) -> list[R]:
-    """Return the values of all ranks, in rank order, on rank 0, and an empty list on the other ranks. Collective: all
-    ranks must call it.
-
-    Args:
-        value: this rank's value, which can be pickled.
-        group: a process group of all ranks; None is the default group.
-    """
+    """Return `gathered` on rank 0, and an empty list on the other ranks. Collective."""
     if not dist.is_initialized():
         return [value]
     values: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
@@ -108,12 +87,7 @@ def gathered_on_first(value: R, group: dist.ProcessGroup | None = None) -> list[
 
 
 def failure_of(error: Exception, failing: str) -> Failure:
-    """Convert an error to its class and message, which can be sent to the other ranks.
-
-    Args:
-        failing: text that says what could not be done, such as "cannot write FILE". An error that is not a
-            LlavaFsdpError becomes a CheckpointError whose message begins with this text.
-    """
+    """Convert an error to its class and message, which can be sent to the other ranks."""
     if isinstance(error, LlavaFsdpError):
         return type(error), str(error)
     if isinstance(error, OSError):
@@ -123,8 +97,7 @@ def failure_of(error: Exception, failing: str) -> Failure:
 
 @dataclass(frozen=True)
 class Votes:
-    """The requests of one rank that all ranks must carry out in the same step: stop the run, save a checkpoint, and so
-    on."""
+    """The requests of one rank that all ranks must carry out in the same step."""
 
     stop: bool = False
     save: bool = False
@@ -134,14 +107,12 @@ class Votes:
     """Whether the run's folder was deleted or moved. Only rank 0 checks this."""
 
     def agreed(self) -> "Votes":
-        """Return the requests of all ranks combined (stop the run, save a checkpoint, and so on): each one is set if
-        any rank has set it. Collective: all ranks must call it."""
+        """Return the requests of all ranks: each one is set if any rank has set it. Collective."""
         return Votes(*any_rank(self.stop, self.save, self.failed, self.lost))
 
 
 def any_rank(*flags: bool) -> tuple[bool, ...]:
-    """Return for each flag whether any rank has set it. Collective: all ranks must call it. It takes 0.13 ms between
-    two processes with gloo."""
+    """Return for each flag whether any rank has set it. Collective, 0.13 ms between two processes with gloo."""
     if rank_and_size()[1] == 1:
         return flags
     votes = torch.tensor(flags, dtype=torch.int32)

@@ -30,11 +30,7 @@ def is_simulated() -> bool:
 
 
 def simulate_collectives(model: nn.Module, traffic: Traffic) -> None:
-    """Replace the collectives of every FSDP unit of a model by simulated ones, which need no other rank.
-
-    Args:
-        traffic: counts the bytes that real collectives would send.
-    """
+    """Replace the collectives of every FSDP unit by simulated ones. `traffic` counts what real ones would send."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_custom_all_gather(SimulatedGather(traffic))
@@ -42,8 +38,7 @@ def simulate_collectives(model: nn.Module, traffic: Traffic) -> None:
 
 
 class Allocating:
-    """Base class of the simulated all-gather and reduce-scatter: allocates a new buffer for each call, as FSDP2's own
-    collectives do."""
+    """Base class that allocates a new buffer for each call, as FSDP2's own collectives do."""
 
     def __init__(self, traffic: Traffic):
         self.traffic = traffic

@@ -1,7 +1,8 @@
-"""Let the ranks of a run meet in a store at MASTER_ADDR:MASTER_PORT, within one time limit, and name the ranks that do
-not come.
+"""Let the ranks of a run meet in a store at MASTER_ADDR:MASTER_PORT, within one time limit, and name those that do not
+come. torch.distributed alone would wait for several timeouts one after the other, and its errors name no rank.
 
-torch.distributed alone would wait for several timeouts one after the other, and its errors name no rank.
+In this module, `until` is the time, by the monotonic clock, at which this rank gives up, and `size` is the number of
+ranks as this rank knows it.
 """
 
 import os
@@ -21,7 +22,7 @@ MET = "met"
 POLL = 0.2
 """Seconds between two looks into the store, and between two attempts to reach it."""
 HELD = 3.0
-"""Greatest number of seconds for which rank 0, with which the store ends, lets other ranks read why it gives up."""
+"""Most seconds for which rank 0, with which the store ends, lets other ranks read why it gives up."""
 TELL = 60.0
 """Seconds of waiting after which a rank logs for whom it waits, and between two such messages."""
 MOST_NAMED = 8
@@ -33,17 +34,12 @@ CURE = (
 
 
 def meet(rank: int, size: int, until: float) -> dist.Store:
-    """Wait until all ranks have come to the store, and return the store. Its keys have a prefix that is new after every
+    """Wait until all ranks have come to the store, and return it. Its keys have a prefix that is new after every
     restart, because torchrun's store outlives a restart and contains the addresses of dead ranks (pytorch#135712).
 
     The prefix is the number of restarts. Each node counts its own restarts, so that the numbers differ if nodes come
     and go. In that case torchrun must use a new store for every start, which it does with
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
-
-    Args:
-        rank: this process's rank.
-        size: number of ranks.
-        until: time, by the monotonic clock, at which this rank gives up.
 
     Raises:
         CommunicationError: the store cannot be reached or a rank has not come in time, two processes have the same
@@ -64,11 +60,7 @@ def uses_agent_store() -> bool:
 
 
 def open_store(rank: int, until: float) -> dist.Store:
-    """Connect to the store at MASTER_ADDR:MASTER_PORT. On rank 0, also start it there, unless torchrun runs it.
-
-    Args:
-        rank: this process's rank.
-        until: time, by the monotonic clock, at which this rank gives up.
+    """Connect to the store. On rank 0, also start it, unless torchrun runs it.
 
     Raises:
         CommunicationError: the store cannot be reached, or its port is in use.
@@ -110,12 +102,7 @@ def open_store(rank: int, until: float) -> dist.Store:
 
 
 def await_port(host: str, port: int, rank: int, until: float) -> None:
-    """Wait until a connection to a port of a host can be made. Raises CommunicationError if there is none in time.
-
-    Args:
-        rank: this process's rank, for the message.
-        until: time, by the monotonic clock, at which this rank gives up.
-    """
+    """Wait until a connection can be made. Raises CommunicationError if there is none in time."""
     told = time.monotonic()
     while True:
         try:
@@ -135,12 +122,6 @@ def await_port(host: str, port: int, rank: int, until: float) -> None:
 
 def sign_and_wait(store: dist.Store, rank: int, size: int, until: float) -> None:
     """Write into the store that this rank has come, and wait until all ranks have.
-
-    Args:
-        store: the store in which the ranks meet.
-        rank: this process's rank.
-        size: number of ranks, as this rank knows it.
-        until: time, by the monotonic clock, at which this rank gives up.
 
     Raises:
         CommunicationError: a rank has not come in time, two processes have the same rank, or ranks disagree about the
@@ -187,7 +168,6 @@ def conclude(store: dist.Store, verdict: str) -> None:
     """End the waiting of all ranks, unless another rank has already ended it.
 
     Args:
-        store: the store in which the ranks meet.
         verdict: `MET`; or the number of the rank that caused the failure, a space, and an error message for every rank.
     """
     store.compare_set("verdict", "", verdict)
@@ -201,12 +181,7 @@ def hold(store: dist.Store) -> None:
 
 
 def ended_ranks(store: dist.Store, size: int) -> list[tuple[int, str]]:
-    """Return the numbers and names of ranks on this machine whose processes have ended after they came to the store.
-
-    Args:
-        store: the store in which the ranks have met.
-        size: number of ranks.
-    """
+    """Return the numbers and names of ranks on this machine whose processes have ended after they came to the store."""
     ended = []
     for rank in range(size):
         name = store.get(key_of(rank)).decode()
@@ -225,7 +200,7 @@ def address() -> str:
 
 
 def remaining(until: float) -> timedelta:
-    """Return the time until `until`, a time by the monotonic clock; at least a second."""
+    """Return the time that is left, at least a second."""
     return timedelta(seconds=max(1.0, until - time.monotonic()))
 
 

@@ -27,15 +27,12 @@ WORDS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
 def shared_tensors(
     tensors: Mapping[str, torch.Tensor], ranks: int
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Select the tensors of which other ranks hold copies.
+    """Return this rank's tensors of which other ranks hold copies, in two dicts by name: its part of the DTensors that
+    are replicated over a dimension of their mesh or whose mesh does not contain all `ranks`, and the plain tensors,
+    which each of the ranks holds whole.
 
     Args:
-        tensors: tensors by name; DTensors if they are sharded.
         ranks: number of ranks that have these tensors, or parts of them.
-
-    Returns:
-        Two dicts by tensor name: this rank's part of the DTensors that are replicated over a dimension of their mesh or
-            whose mesh does not contain all these ranks, and the plain tensors, which each of the ranks holds whole.
     """
     of_mesh, everywhere = {}, {}
     for name, tensor in tensors.items():
@@ -49,8 +46,8 @@ def shared_tensors(
 
 
 def shard_number(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the number of the shard that this rank holds of sharded tensors; 0 if none of the tensors is sharded.
-    Ranks with the same shard number are replicas of each other."""
+    """Return the number of the shard that this rank holds of sharded tensors; 0 if none of them is sharded. Ranks with
+    the same number are replicas of each other."""
     for tensor in tensors:
         if isinstance(tensor, DTensor):
             coordinate = tensor.device_mesh.get_coordinate()
@@ -63,7 +60,7 @@ def shard_number(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Compute an unsigned 64-bit checksum of each tensor's memory, by name. Waits for the device at most once."""
+    """Compute an unsigned 64-bit checksum of each tensor's memory. Waits for the device at most once."""
     found = {name: digest_on_host(t) for name, t in tensors.items() if t.device.type == "cpu"}
     on_device = {name: weighted_sum(t) for name, t in tensors.items() if t.device.type != "cpu"}
     if on_device:
@@ -73,7 +70,7 @@ def checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
 
 
 def digest_on_host(tensor: torch.Tensor) -> int:
-    """Compute the 64-bit xxh3 digest of a CPU tensor's bytes. It is about as fast as memory can be read."""
+    """Compute the 64-bit xxh3 digest of a CPU tensor's bytes, about as fast as memory can be read."""
     return xxh3_64_intdigest(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
@@ -96,7 +93,7 @@ def weighted_sum(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor or other value that should be equal on several ranks, but is not, and the ranks on which it differs."""
+    """A tensor or other value that should be equal on several ranks, but is not."""
 
     name: str
     ranks: tuple[int, ...]
@@ -107,20 +104,18 @@ class Difference:
 
 @dataclass(frozen=True)
 class RankChecksums:
-    """Checksums, by name, of one rank's copies of tensors and other values (such as counters) that must be equal on
-    several ranks."""
+    """Checksums, by name, of one rank's copies of what must be equal on several ranks."""
 
     shard: int
     """The rank's shard number. Ranks with the same number hold the same rows of the tensors in `of_mesh`."""
     of_mesh: dict[str, int]
-    """Checksums of this rank's rows of sharded tensors of which other ranks hold copies."""
+    """Those of this rank's rows of sharded tensors of which other ranks hold copies."""
     everywhere: dict[str, int]
-    """Checksums of tensors and other values that are the same on all ranks."""
+    """Those of tensors and other values that are the same on all ranks."""
 
     @property
     def totals(self) -> tuple[int, int, int]:
-        """This rank's shard number; one checksum of all checksums of sharded tensors that other ranks also hold; and
-        one of all checksums of values that every rank holds."""
+        """This rank's shard number, one checksum of all in `of_mesh`, and one of all in `everywhere`."""
         of_mesh, everywhere = (xxh3_64_intdigest(repr(sums).encode()) for sums in (self.of_mesh, self.everywhere))
         return self.shard, of_mesh, everywhere
 
@@ -128,17 +123,14 @@ class RankChecksums:
 def checksums_of_rank(
     tensors: Mapping[str, torch.Tensor], facts: Mapping[str, str], ranks: int | None = None
 ) -> list[RankChecksums]:
-    """Compute the checksums of this rank's copies of the tensors and other values that must be equal on several ranks.
+    """Compute the checksums of this rank's copies of what must be equal on several ranks. Return one object for each
+    way in which tensors are distributed over ranks, since each has replicas of its own. The first one also has what is
+    the same on all ranks.
 
     Args:
-        tensors: tensors by name, in the same order on every rank; those of which no other rank holds a copy are left
-            out.
+        tensors: tensors by name, in the same order on every rank; those without a copy on another rank are left out.
         facts: other values that must be equal on every rank, as text by name.
         ranks: number of ranks that have these tensors, or parts of them; None: all ranks.
-
-    Returns:
-        One object for each way in which tensors are distributed over ranks, since each has replicas of its own. The
-            first one also has what is the same on all ranks.
     """
     of_mesh, everywhere = shared_tensors(tensors, ranks or rank_and_size()[1])
     layouts: dict[Any, dict[str, torch.Tensor]] = {}
@@ -155,15 +147,13 @@ def checksums_of_rank(
 
 
 def find_differences(own: RankChecksums, gather: Callable[[list[Any]], list[Any]]) -> list[Difference]:
-    """Compare checksums between ranks, and return the same list on every rank: the tensors and values that should be
-    equal on several ranks, but are not. Collective: all ranks must call it.
+    """Compare checksums between ranks, and return the same list on every rank. Collective.
 
     Each rank first sends three numbers: its shard number and two totals of its checksums. Only if totals that must be
     equal differ, each rank sends the checksum of every tensor.
 
     Args:
-        own: the checksums of this rank.
-        gather: a function that takes this rank's list, and returns the lists of all ranks, concatenated in rank order.
+        gather: takes this rank's list, and returns the lists of all ranks, concatenated in rank order.
     """
     totals = gather([own.totals])
     if len({(shard, total) for shard, total, _ in totals}) == len({shard for shard, *_ in totals}):
@@ -173,12 +163,7 @@ def find_differences(own: RankChecksums, gather: Callable[[list[Any]], list[Any]
 
 
 def compare(found: list[RankChecksums]) -> list[Difference]:
-    """Compare the checksums of all ranks by name, and return the tensors and values that should be equal on several
-    ranks, but are not.
-
-    Args:
-        found: the checksums of each rank, in rank order.
-    """
+    """Return the tensors and values that differ between ranks, given the checksums of each rank in rank order."""
     replicas: dict[int, list[int]] = {}
     for rank, held in enumerate(found):
         replicas.setdefault(held.shard, []).append(rank)
@@ -196,11 +181,9 @@ def compare(found: list[RankChecksums]) -> list[Difference]:
 
 
 def outvoted(name: str, values: dict[int, int | None]) -> Difference | None:
-    """Compare one tensor's checksums between ranks, and return the ranks whose checksum differs from that of the
-    majority; None if all are equal.
+    """Return the ranks whose checksum differs from that of the majority; None if all are equal.
 
     Args:
-        name: name of the tensor, for the result.
         values: rank -> checksum of the tensor on this rank; None if the rank does not have the tensor.
     """
     value, votes = Counter(values.values()).most_common(1)[0]
@@ -212,12 +195,10 @@ def outvoted(name: str, values: dict[int, int | None]) -> Difference | None:
 
 
 def sharded_norm(norms: torch.Tensor, mesh: DeviceMesh, sharded: Sequence[int]) -> torch.Tensor:
-    """Return the norm of several sharded gradients together, float32 []. Collective: all ranks of the mesh must call
-    it.
+    """Return the norm of several sharded gradients together, float32 []. Collective for the ranks of the mesh.
 
     Args:
         norms: for each gradient the norm of this rank's shard, float32 [gradients].
-        mesh: the mesh of the gradients.
         sharded: dimensions of the mesh over which the gradients are sharded.
     """
     for dimension in (n for n in sharded if mesh.size(n) > 1):
@@ -228,7 +209,7 @@ def sharded_norm(norms: torch.Tensor, mesh: DeviceMesh, sharded: Sequence[int]) 
 
 
 def same_on_every_rank(norms: torch.Tensor, mesh: DeviceMesh, sharded: Sequence[int]) -> torch.Tensor:
-    """Return `sharded_norm`, with the same bits on all ranks. Collective: all ranks must call it.
+    """Return `sharded_norm`, with the same bits on all ranks. Collective.
 
     Each replica sums over its own shards, and the order of summation may depend on a machine's network links. Replicas
     that clip gradients by norms with different bits would drift apart. Therefore all ranks get the largest norm.

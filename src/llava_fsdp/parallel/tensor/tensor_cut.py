@@ -5,7 +5,7 @@ from enum import Enum
 
 class Cut(Enum):
     """How the weights of a module, or a single parameter, are divided among the ranks that compute it together. The
-    first six values are the names that transformers uses in a configuration's `base_model_tp_plan`."""
+    first six values are the names in transformers' `base_model_tp_plan`."""
 
     COLWISE = "colwise"
     """Each rank has some rows of a linear layer's weight, and computes these outputs."""

@@ -24,13 +24,11 @@ BY_INPUTS = (Cut.ROWWISE, Cut.ROWWISE_SPLIT)
 def cut_model(
     model: nn.Module, plan: Mapping[str, Cut], mesh: DeviceMesh, chains: Sequence[Sequence[nn.Module]]
 ) -> None:
-    """Divide the weights of a meta-device model among the ranks of a mesh, and the positions between its layers, in
-    place. Tied parameters stay tied.
+    """Divide the weights of a meta-device model among the ranks of a one-dimensional mesh, and the positions between
+    its layers, in place. `requires_grad` must be set. Tied parameters stay tied.
 
     Args:
-        model: the model, with `requires_grad` set.
         plan: style by the full name of a module or parameter.
-        mesh: mesh with one dimension, the ranks that compute each layer together.
         chains: the language model's blocks that this rank has, in lists of consecutive ones.
     """
     names: dict[nn.Parameter, list[str]] = {}
@@ -61,8 +59,7 @@ def cut_model(
 
 
 def siblings_of(model: nn.Module, plan: Mapping[str, Cut]) -> dict[nn.Module, list[nn.Module]]:
-    """Return the linear layers that are divided by outputs, such as the layers of queries, keys and values, by the
-    module to which they belong."""
+    """Return the linear layers that are divided by outputs, such as queries, keys and values, by their parent."""
     found: dict[nn.Module, list[nn.Module]] = {}
     for name, cut in plan.items():
         if cut in BY_OUTPUTS and "lora_" not in name:
@@ -87,7 +84,8 @@ class Positions:
     """Divides the positions of hidden states among the ranks, wherever a block computes position by position: norms and
     residuals (sequence parallelism, arXiv 2205.05198). Attention and the MLP get all positions.
 
-    Ranks have ceil(length / ranks) positions each; the last ones may have fewer, or none.
+    Ranks have ceil(length / ranks) positions each; the last ones may have fewer, or none. `own` stands for this rank's
+    positions, [rows, own positions, channels], and `whole` for all, [rows, positions, channels].
     """
 
     def __init__(self, mesh: DeviceMesh):
@@ -96,36 +94,22 @@ class Positions:
         """Number of positions of the rows that the current block processes."""
 
     def own(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return this rank's positions of hidden states, [rows, own positions, channels]. The gradient of the whole is
-        gathered.
-
-        Args:
-            whole: [rows, positions, channels], the same on all ranks.
-        """
+        """Return this rank's positions of what is the same on all ranks. The gradient of the whole is gathered."""
         found = DTensor.from_local(whole, self.mesh, [Replicate()], run_check=False)
         return found.redistribute(placements=[Shard(1)]).to_local()
 
     def whole(self, own: torch.Tensor) -> torch.Tensor:
-        """Return all positions of hidden states, whose gradient must be the same on all ranks.
-
-        Args:
-            own: [rows, own positions, channels].
-        """
+        """Return all positions, whose gradient must be the same on all ranks."""
         return self.gathered(own)[0]
 
     def summed(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return `whole`, which is the same on all ranks, for layers that are divided by outputs: each rank's gradient
-        is a part, and the parts are summed."""
+        """Return `whole` for layers that are divided by outputs: the ranks' gradients are parts, which are summed."""
         return with_summed_gradient(whole, self.mesh)
 
     def gathered(self, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return all positions of hidden states twice. The first tensor is for code that every rank runs alike: its
-        gradient is taken as equal on all ranks. The second is for layers that are divided by outputs: each rank's
-        gradient is a part, and the parts are summed.
-
-        Args:
-            own: [rows, own positions, channels].
-        """
+        """Return all positions twice. The first tensor is for code that every rank runs alike: its gradient is taken as
+        equal on all ranks. The second is for layers that are divided by outputs: each rank's gradient is a part, and
+        the parts are summed."""
         shape = torch.Size((own.shape[0], self.length, own.shape[2]))
         stride = torch.empty(shape, device="meta").stride()
         parts = DTensor.from_local(own, self.mesh, [Shard(1)], run_check=False, shape=shape, stride=stride)
@@ -197,12 +181,11 @@ def hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
 
 
 def with_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: torch.Tensor) -> tuple[Any, dict[str, Any]]:
-    """Return arguments with other hidden states."""
     return ((hidden, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": hidden})
 
 
 def place(module: nn.Module, placements: Mapping[str, Placement], mesh: DeviceMesh) -> None:
-    """Replace some parameters of a module by DTensors with the given placements, by name."""
+    """Replace some parameters by DTensors with the given placements, by name."""
     for name, placement in placements.items():
         parameter = getattr(module, name)
         whole = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
@@ -210,9 +193,8 @@ def place(module: nn.Module, placements: Mapping[str, Placement], mesh: DeviceMe
 
 
 def divide(module: nn.Module, placements: Mapping[str, Placement], mesh: DeviceMesh) -> None:
-    """Replace some parameters of a module by DTensors with the given placements, by name, and let the module's forward
-    pass see this rank's part of each as a plain tensor. The gradient of a parameter that every rank has whole is summed
-    over the ranks."""
+    """Replace parameters by DTensors with the given placements, by name, and let the module's forward pass see this
+    rank's part of each as a plain tensor. The gradient of a parameter that every rank has whole is summed over them."""
     place(module, placements, mesh)
 
     def before(module: nn.Module, args: object) -> None:
@@ -230,15 +212,14 @@ def divide(module: nn.Module, placements: Mapping[str, Placement], mesh: DeviceM
 
 
 def with_summed_gradient(whole: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """Return `whole`, which is the same on all ranks of a mesh. Its gradient is the sum of the ranks' gradients."""
+    """Return what is the same on all ranks of a mesh, with the sum of the ranks' gradients as its gradient."""
     return DTensor.from_local(whole, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
 
 
 def cut_by_outputs(module: nn.Module, mesh: DeviceMesh, is_gathered: bool, sums_gradient: bool) -> None:
-    """Divide the outputs of a linear layer among ranks. Its input is the same on all ranks.
+    """Divide the outputs of a linear layer, whose input is the same on all ranks, and gather them if `is_gathered`.
 
     Args:
-        is_gathered: whether the layer returns all outputs on every rank.
         sums_gradient: whether to sum the gradient of the input, of which each rank computes a part. Adapters need this;
             for other layers, `GatheredInput` sums it once for all layers of a module.
     """
@@ -251,8 +232,7 @@ def cut_by_outputs(module: nn.Module, mesh: DeviceMesh, is_gathered: bool, sums_
 
 
 def gather_outputs(module: nn.Linear, mesh: DeviceMesh) -> None:
-    """Register a hook that returns all outputs of a layer whose outputs are divided among ranks. A scalar is returned
-    unchanged."""
+    """Register a hook that returns all outputs of a layer whose outputs are divided. A scalar is returned unchanged."""
     outputs = module.out_features
 
     def after(module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
@@ -267,12 +247,8 @@ def gather_outputs(module: nn.Linear, mesh: DeviceMesh) -> None:
 
 
 def cut_by_inputs(module: nn.Module, mesh: DeviceMesh, takes_whole: bool) -> None:
-    """Divide the inputs of a linear layer among ranks. Their outputs, [rows, positions, channels], are summed. A rank
-    gets the sums of its own positions, and adds the bias to them.
-
-    Args:
-        takes_whole: whether the layer's input is whole on every rank; otherwise each rank's input is its part.
-    """
+    """Divide the inputs of a linear layer among ranks, which are whole on every rank if it `takes_whole`. Outputs,
+    [rows, positions, channels], are summed. A rank gets the sums of its own positions, and adds the bias to them."""
     assert isinstance(module, nn.Linear)
     divide(module, {"weight": Shard(1)}, mesh)
     has_bias = module.bias is not None
@@ -328,8 +304,8 @@ def cut_embedding(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def cut_output(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Divide the rows of the output layer among ranks. Its logits are gathered on every rank; a loss, which is a
-    scalar, is returned as it is."""
+    """Divide the rows of the output layer among ranks. Logits are gathered on every rank; a loss is returned as it
+    is."""
     assert isinstance(module, nn.Linear) and module.bias is None
     divide(module, {"weight": Shard(0)}, mesh)
     gather_outputs(module, mesh)
@@ -343,8 +319,8 @@ def own_rows(rows: int, mesh: DeviceMesh) -> tuple[int, int]:
 
 
 def reduction(mesh: DeviceMesh, operation: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return an all-reduce without gradients over the ranks of a mesh, `sum` or `max`. It holds only the group's name,
-    so that it does not keep the group alive."""
+    """Return an all-reduce without gradients, `sum` or `max`. It holds only the group's name, so the group can be
+    freed."""
     name = mesh.get_group().group_name
 
     def reduced(own: torch.Tensor) -> torch.Tensor:

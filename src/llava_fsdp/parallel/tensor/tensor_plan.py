@@ -5,6 +5,9 @@ Outputs of the first linear layers of attention and of an MLP are divided, so th
 of the intermediate channels; the last linear layer sums. Between them (residuals, norms) a rank computes its own
 positions of each row, and so it does in the layers of a mixture of experts (router, experts), each of which computes
 token by token. The other parts (vision tower, projector, last norm) are computed by every rank.
+
+In this module, `size` is the number of ranks that compute a layer together. A plan has a style for each module or
+parameter that is divided, by its full name.
 """
 
 import math
@@ -30,11 +33,7 @@ DIVIDED = (Cut.COLWISE, Cut.ROWWISE)
 
 
 def tensor_plan(model: Llava, size: int) -> dict[str, Cut]:
-    """Return how the weights of a model are divided among `size` ranks: a style for each module or parameter that is
-    divided, by its full name.
-
-    Args:
-        model: the model on the meta device, with its adapters.
+    """Return how the weights of a model on the meta device, with its adapters, are divided.
 
     Raises:
         ConfigError: the language model has no plan, or one with a style that is not supported, or sizes that cannot be
@@ -83,11 +82,8 @@ def is_inside(name: str, modules: Iterable[str]) -> bool:
 
 
 def in_mixture(language: nn.Module, name: str, size: int) -> dict[str, Cut]:
-    """Return the style of the weights of a module with a router and experts, by the names of their modules in the
-    language model. The experts are not among them: other ranks share them (`parallel.expert`).
-
-    Args:
-        name: name of the module in the language model.
+    """Return the style of the weights of a module with a router and experts. The experts are not among them: other
+    ranks share them (`parallel.expert`).
 
     Raises:
         ConfigError: an adapter in it has dropout, whose mask would be that of other positions than the rank's own.
@@ -108,13 +104,7 @@ def in_mixture(language: nn.Module, name: str, size: int) -> dict[str, Cut]:
 def styles_of(
     config: PretrainedConfig, modules: Mapping[str, nn.Module], parameters: Mapping[str, nn.Parameter], size: int
 ) -> dict[str, Cut]:
-    """Return the styles of transformers' plan for a language model, by the names of its modules and parameters.
-
-    Args:
-        config: the language model's configuration.
-        modules: its modules by name.
-        parameters: its parameters by name.
-        size: number of ranks.
+    """Return the styles of transformers' plan, by the names of modules and parameters of a language model.
 
     Raises:
         ConfigError: there is no plan, a style is unknown, or the heads cannot be divided.
@@ -154,7 +144,7 @@ def refuse_dropout(config: PretrainedConfig, size: int) -> None:
 
 
 def check_heads(config: PretrainedConfig, size: int) -> None:
-    """Raise ConfigError if the heads of attention, or of its keys and values, cannot be divided among `size` ranks."""
+    """Raise ConfigError if the heads of attention, or of its keys and values, cannot be divided."""
     for key in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(config, key, None) or config.num_attention_heads
         if any(number % size for number in (heads if isinstance(heads, list) else [heads])):
@@ -165,8 +155,8 @@ def check_heads(config: PretrainedConfig, size: int) -> None:
 
 
 def check_sizes(name: str, module: nn.Module, style: Cut, size: int) -> None:
-    """Raise ConfigError if a module is not of a kind that its style divides, or has a size that `size` ranks cannot
-    divide evenly although what it computes stays divided."""
+    """Raise ConfigError if a module is not of a kind that its style divides, or has a size that cannot be divided
+    evenly although what it computes stays divided."""
     if style is Cut.SUMMED:
         return
     linear = getattr(module, "base_layer", module)
@@ -189,9 +179,8 @@ def check_vocabulary(vocabulary: int, size: int) -> None:
 
 
 def with_adapter(name: str, module: nn.Module, style: Cut) -> dict[str, Cut]:
-    """Return how a module and its LoRA adapter are divided, by name. The adapter's matrix on the divided side of the
-    layer is divided like the layer. The other matrix is whole on every rank; behind a layer whose outputs are summed,
-    it gets the rank's own positions."""
+    """Return how a module and its LoRA adapter are divided. The adapter's matrix on the divided side of the layer is
+    divided like it. The other is whole on every rank; behind a sum, it gets the rank's own positions."""
     if not hasattr(module, "base_layer"):
         return {name: style}
     found = {f"{name}.base_layer": style}
@@ -203,14 +192,8 @@ def with_adapter(name: str, module: nn.Module, style: Cut) -> dict[str, Cut]:
 
 
 def between_layers(language: nn.Module, plan: Mapping[str, Cut], size: int, mixtures: Sequence[str]) -> dict[str, Cut]:
-    """Return the style of the weights of blocks that are used outside of attention and the MLP, by the full names of
-    their modules. A rank computes there with its own positions, and so has a part of the gradient.
-
-    Args:
-        language: the language model.
-        plan: the styles of the other weights by full name.
-        size: number of ranks.
-        mixtures: names of the modules that hold the router and the experts of a layer, which are left out.
+    """Return the style of the weights of blocks that are used outside of attention, the MLP and the `mixtures`. A rank
+    computes there with its own positions, and so has a part of the gradient.
 
     Raises:
         ConfigError: a weight there is a matrix: its module may need all positions.
@@ -237,14 +220,8 @@ def between_layers(language: nn.Module, plan: Mapping[str, Cut], size: int, mixt
 
 
 def refuse_forgotten(language: nn.Module, plan: Mapping[str, Cut], size: int) -> None:
-    """Raise ConfigError for a weight that the plan does not mention although it is used where data are divided: beside
-    layers that divide them. Each rank would compute only a part of its gradient.
-
-    Args:
-        language: the language model.
-        plan: the styles by full name.
-        size: number of ranks.
-    """
+    """Raise ConfigError for a weight that the plan does not mention beside layers that divide data: each rank would
+    compute only a part of its gradient."""
     parents = {
         owner(name.removesuffix(".base_layer")) for name, cut in plan.items() if cut in DIVIDED and "lora_" not in name
     }
@@ -263,14 +240,7 @@ def owner(name: str) -> str:
 
 
 def divide_dropout(model: nn.Module, plan: Mapping[str, Cut], size: int, index: int) -> None:
-    """Tell the dropout of each adapter whose input is divided which channels this rank has, so that masks are those of
-    one rank.
-
-    Args:
-        plan: the styles by full name.
-        size: number of ranks.
-        index: number of this rank among them.
-    """
+    """Tell the dropout of each divided adapter which channels rank `index` has, so that masks are those of one rank."""
     for name, cut in plan.items():
         if cut is Cut.ROWWISE and name.endswith(f".lora_A.{ADAPTER}"):
             layer = model.get_submodule(name.removesuffix(f".lora_A.{ADAPTER}"))
