@@ -118,7 +118,7 @@ def show(title: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Non
     """Print a table; all columns but the first are numbers."""
     table = Table(title=title, title_justify="left")
     for number, head in enumerate(heads):
-        table.add_column(head, justify="right" if number else "left")
+        table.add_column(head, justify="right" if number else "left", overflow="fold")
     for row in rows:
         table.add_row(*row)
     Console(width=None if sys.stdout.isatty() else 160, highlight=False).print(table)

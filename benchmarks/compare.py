@@ -1,9 +1,8 @@
-"""Is a result slower than an earlier one of the same benchmark?
+"""Is a result slower than an earlier one of the same benchmark? Seconds.
 
     python benchmarks/compare.py OLD.json NEW.json [--limit 1.05] [--only REGEX] [--across]
 
-Every time and rate that both hold, as how many times as slow it became, and what the two were run with. Exit code 1:
-something is past the limit; 2: the two cannot be compared.
+Compares every time and rate that both contain. Exit code 1: something is past the limit; 2: the two cannot be compared.
 """
 
 from __future__ import annotations
@@ -12,22 +11,20 @@ import argparse
 import json
 import math
 import re
-import shlex
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rich.console import Console
-from rich.table import Table
+from bench import Report, show
 
 RATE = re.compile(r"_per_(\w+_)?second|_rate$|^rates?$")
 TIME = re.compile(r"seconds$|^(cpu|wall)(_s)?$|_ms$")
 DERIVED = re.compile(r"ratio|_to_ddp$|_is_times$")
 ASIDE = {"options", "machine", "goals", "findings", "equality", "published", "error", "versions", "environment"}
 """Parts of a result in which nothing was timed, or that say again what its rows hold."""
-FOLDERS = {"out", "folder", "scratch", "work", "timeout", "readme"}
+UNMEASURED = {"out", "folder", "scratch", "work", "timeout", "readme"}
 """Options that change nothing of what is measured."""
 NAMING = {
     "accumulation", "at", "batch", "labels", "layers", "limited", "pictures", "ranks", "records", "seed", "trains",
@@ -42,23 +39,27 @@ PROVENANCE = ("date", "commit", "python", "torch", "transformers")
 def main() -> None:
     options = parse()
     old, new = (read(path) for path in (options.old, options.new))
-    if apart := differences(old, new, options):
+    if apart := differences(old, new, options.across):
         refuse(*apart)
     compared, skipped = compare(old, new, re.compile(options.only))
     if not compared:
         refuse("they have no time and no rate in common" + (f" that matches {options.only}" if options.only else ""))
-    console = Console(width=None if sys.stdout.isatty() else 160)
-    console.print(provenance_of(old, new))
-    console.print(table_of(compared, options.limit))
+    sides = [{name: report.get(name) for name in PROVENANCE} | report.get("versions", {}) for report in (old, new)]
+    names = dict.fromkeys(name for side in sides for name in side)
+    show(script_of(new), ("", "old", "new"), [(n, *(str(s.get(n) or "not said") for s in sides)) for n in names])
+    slowest_first = sorted(compared.items(), key=lambda item: -item[1][2])
+    lines = [(path.replace("[", r"\["), f"{was:.4g}", f"{now:.4g}", f"{times:.3f}")
+             for path, (was, now, times) in slowest_first]  # fmt: skip
+    show("times as slow", ("what", "old", "new", "times as slow"), lines)
     for name in skipped:
-        console.print(f"not compared: {name}")
+        print(f"not compared: {name}")
     slower = [path for path, (_, _, times) in compared.items() if times > options.limit]
-    console.print(f"{len(compared)} compared, {len(slower)} more than {options.limit:g} times as slow")
+    print(f"{len(compared)} compared, {len(slower)} more than {options.limit:g} times as slow")
     sys.exit(1 if slower else 0)
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Is a result slower than an earlier one of the same benchmark?")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path)
     parser.add_argument("--limit", type=float, default=1.05, help="times as slow that is still good; default 1.05")
@@ -74,42 +75,18 @@ def parse() -> argparse.Namespace:
     return options
 
 
-def read(path: Path) -> dict[str, Any]:
+def read(path: Path) -> Report:
     try:
         report = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         refuse(f"{path} cannot be read: {error}")
-    if not isinstance(report, dict) or "machine" not in report:
-        refuse(f"{path} is no result of a benchmark: it names no machine")
-    if script_of(report) is None and "question" not in report:
-        refuse(f"{path} says neither its question nor its command: which benchmark is it of? Run that again")
+    if not isinstance(report, dict) or not {"machine", "command", "options"} <= report.keys():
+        refuse(f"{path} is no result of a benchmark: it needs `machine`, `command` and `options`")
     return report
 
 
-def words_of(report: dict[str, Any]) -> list[str]:
-    """The command line; none where a result does not say it."""
-    command = report.get("command") or []
-    return shlex.split(command) if isinstance(command, str) else [str(word) for word in command]
-
-
-def script_of(report: dict[str, Any]) -> str | None:
-    return next((Path(word).name for word in words_of(report) if word.endswith(".py")), None)
-
-
-def arguments_of(report: dict[str, Any]) -> dict[str, str] | None:
-    """What the script was told, by flag, without folders; None where a result does not say its command."""
-    words = words_of(report)
-    start = next((n for n, word in enumerate(words) if word.endswith(".py")), None)
-    if start is None:
-        return None
-    found: dict[str, list[str]] = {}
-    for word in words[start + 1 :]:
-        if word.startswith("--"):
-            name, _, value = word[2:].partition("=")
-            found[name] = [value] if value else []
-        elif found:  # what stands before the first flag is a folder
-            found[list(found)[-1]].append(word)
-    return {name.replace("-", "_"): " ".join(values) for name, values in found.items()}
+def script_of(report: Report) -> str:
+    return next((Path(word).name for word in report["command"].split() if word.endswith(".py")), report["command"])
 
 
 def refuse(*reasons: str) -> NoReturn:
@@ -117,48 +94,34 @@ def refuse(*reasons: str) -> NoReturn:
     sys.exit(2)
 
 
-def differences(old: dict[str, Any], new: dict[str, Any], options: argparse.Namespace) -> list[str]:
-    """Why two results must not be compared; empty where they may."""
-    known = [(each(old), each(new)) for each in (script_of, lambda report: report.get("question"))]
-    known = [pair for pair in known if None not in pair]
-    if not known:
-        return [
-            f"one says its command alone, the other its question: {named(old)} and {named(new)}; run one of them again"
-        ]
-    if any(before != after for before, after in known):
-        return [f"they are of different benchmarks: {named(old)} and {named(new)}"]
+def differences(old: Report, new: Report, across: bool) -> list[str]:
+    """Why two results must not be compared; empty if they may.
+
+    Args:
+        across: results of different machines may be compared.
+    """
+    if script_of(old) != script_of(new):
+        return [f"they are of different benchmarks: {script_of(old)} and {script_of(new)}"]
     found = []
-    if old["machine"] != new["machine"] and not options.across:
+    if old["machine"] != new["machine"] and not across:
         found.append(f"they are of different machines, {old['machine']} and {new['machine']}; --across compares them")
     for name in ("ranks", "precision"):
         if old.get(name) != new.get(name):
             found.append(f"{name} was {old.get(name)} and is {new.get(name)}")
-    before, after = (told(r, all("options" in each for each in (old, new))) for r in (old, new))
-    for name in sorted((before.keys() | after.keys()) - FOLDERS):
-        was, is_ = (own.get(name, "not given") for own in (before, after))
+    before, after = old["options"], new["options"]
+    for name in sorted((before.keys() | after.keys()) - UNMEASURED):
+        was, is_ = before.get(name), after.get(name)
         chooses = all(own is None or isinstance(own, list) for own in (was, is_))  # rows: what both have is compared
         if was != is_ and not chooses:
             found.append(f"option {name} was {was} and is {is_}")
     return found
 
 
-def named(report: dict[str, Any]) -> str:
-    """The benchmark, as far as a result says it: its script, and its question."""
-    script, question = script_of(report), report.get("question")
-    said = [script or "", f'"{question}"' if question else ""]
-    return " ".join(filter(None, said))
-
-
-def told(report: dict[str, Any], by_options: bool) -> dict[str, Any]:
-    """What a benchmark was run with: its options, or its command line where not both results hold options."""
-    return report["options"] if by_options else arguments_of(report) or {}
-
-
 Compared = dict[str, tuple[float, float, float]]
 """path -> old, new, and how many times as slow"""
 
 
-def compare(old: dict[str, Any], new: dict[str, Any], only: re.Pattern[str]) -> tuple[Compared, list[str]]:
+def compare(old: Report, new: Report, only: re.Pattern[str]) -> tuple[Compared, list[str]]:
     """What both hold, and the paths that only one holds or that are no numbers above 0."""
     before, after = (dict(measured(report)) for report in (old, new))
     compared: Compared = {}
@@ -207,7 +170,7 @@ def kind_of(path: tuple[str, ...]) -> bool | None:
     return None
 
 
-def names_of(rows: list[dict[str, Any]]) -> list[str]:
+def names_of(rows: list[Report]) -> list[str]:
     """Rows by what they say they are of, whatever other rows there are: a part of a result is compared with all of it.
 
     Several of one name are told apart by their place among them, where both results hold as many.
@@ -226,29 +189,6 @@ def names_of(rows: list[dict[str, Any]]) -> list[str]:
         seen[name] += 1
         found.append(f"[{name}]" if total[name] == 1 else f"[{name}; {seen[name]} of {total[name]}]")
     return found
-
-
-def provenance_of(old: dict[str, Any], new: dict[str, Any]) -> Table:
-    """When, of which commit and with which versions the two were made; what differs stands out."""
-    table = Table(title=named(new), title_justify="left")
-    for head in ("", "old", "new"):
-        table.add_column(head, overflow="fold")
-    before, after = ({n: r.get(n) for n in PROVENANCE} | r.get("versions", {}) for r in (old, new))
-    for name in dict.fromkeys([*before, *after]):
-        was, is_ = (str(own.get(name) or "not said") for own in (before, after))
-        table.add_row(name, was, is_, style="" if was == is_ or name == "date" else "yellow")
-    return table
-
-
-def table_of(compared: Compared, limit: float) -> Table:
-    """The slowest first."""
-    table = Table(title="times as slow", title_justify="left")
-    for head in ("what", "old", "new", "times as slow"):
-        table.add_column(head, justify="left" if head == "what" else "right", overflow="fold")
-    for path, (was, now, times) in sorted(compared.items(), key=lambda item: -item[1][2]):
-        style = "red" if times > limit else ""
-        table.add_row(path.replace("[", r"\["), f"{was:.4g}", f"{now:.4g}", f"{times:.3f}", style=style)
-    return table
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 RESULT: dict[str, Any] = {
-    "question": "how fast?",
+    "command": "python benchmarks/peers.py --steps 3",
     "machine": {"device": "a processor", "cpus": 2},
     "options": {"steps": 3, "folder": "here", "seconds": 5},
     "rows": [
@@ -120,36 +120,18 @@ def test_both_sides_are_said(compared: Compared) -> None:
         assert was in line and is_ in line
 
 
-COMMAND = "python benchmarks/loss.py --labels 1024 --chunks 128 256 --out here"
-BARE = {name: RESULT[name] for name in ("machine", "rows")} | {"command": COMMAND}
-
-
-def test_a_result_without_a_question_is_known_by_its_script(compared: Compared) -> None:
-    assert compared(BARE, BARE | {"command": COMMAND.replace("here", "there").split()})[0] == 0
-    assert compared(BARE, BARE | {"question": "how costly?"})[0] == 0
-    code, said = compared(BARE, BARE | {"command": COMMAND.replace("loss", "peers"), "question": "how fast?"})
-    assert code == 2 and 'different benchmarks: loss.py and peers.py "how fast?"' in said
-    code, said = compared(BARE, BARE | {"command": COMMAND.replace("1024", "2048")})
-    assert code == 2 and "option labels was 1024 and is 2048" in said
-    code, said = compared(BARE, BARE | {"command": "python benchmarks/loss.py folder --labels 1024"})
-    assert code == 2 and "option chunks was 128 256 and is not given" in said
-    code, said = compared(BARE, RESULT)
-    assert code == 2 and 'loss.py and "how fast?"; run one of them again' in said
-    code, said = compared(BARE, {name: BARE[name] for name in ("machine", "rows")})
-    assert code == 2 and "new.json says neither its question nor its command" in said
-
-
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        (RESULT, changed(question="how large?"), 'different benchmarks: "how fast?" and "how large?"'),
+        (RESULT, changed(command="python benchmarks/data.py"), "different benchmarks: peers.py and data.py"),
         (RESULT, changed(machine={"device": "another"}), "different machines"),
         (RESULT, changed(options={"steps": 4, "seconds": 5}), "option steps was 3 and is 4"),
-        (RESULT, changed(options={"steps": 3}), "option seconds was 5 and is not given"),
+        (RESULT, changed(options={"steps": 3}), "option seconds was 5 and is None"),
         (RESULT, changed(ranks=4), "ranks was None and is 4"),
         (RESULT, changed(rows=[], seconds={}), "no time and no rate in common"),
         (RESULT, "{", "cannot be read"),
         (RESULT, [], "is no result of a benchmark"),
+        (RESULT, {"machine": {}}, "it needs `machine`, `command` and `options`"),
     ],
 )
 def test_what_is_not_alike_is_refused(old: object, new: object, said: str, compared: Compared) -> None:
