@@ -3,11 +3,11 @@
 #
 #   benchmarks/gpu.sh OUT_FOLDER tests      tests/gpu
 #   benchmarks/gpu.sh OUT_FOLDER            checks: sharding strategies, a training of both stages and its answers
-#   benchmarks/gpu.sh OUT_FOLDER memory   what the planner says of LLaVA-1.5-7B, and recomputation, beside measurements;
+#   benchmarks/gpu.sh OUT_FOLDER memory   what the planner says of LLaVA-1.5-7B, and activation checkpointing, compared with measurements;
 #                                         needs 80 GB
-#   benchmarks/gpu.sh OUT_FOLDER speed      steps of LLaVA-1.5-7B's second stage, ours beside transformers' and DeepSpeed's
+#   benchmarks/gpu.sh OUT_FOLDER speed      steps of LLaVA-1.5-7B's second stage, compared with transformers' and DeepSpeed's
 #   benchmarks/gpu.sh OUT_FOLDER pretrain   the same of its first stage
-#   benchmarks/gpu.sh OUT_FOLDER variants   ours, compiled or not, with each recomputation, in fp8, as a simulated rank
+#   benchmarks/gpu.sh OUT_FOLDER variants   ours, compiled or not, with each activation checkpointing, in fp8, as a simulated rank
 #   ... --dry                             the smallest sizes of every part, to try the script itself, with or without a GPU
 #
 # Into OUT_FOLDER: of tests: gpu-tests.jsonl; of checks: strategies-*.json and .png, training.json; of memory:
@@ -135,7 +135,7 @@ measure_memory() {
     fi
     part memory 440 "$python" benchmarks/memory.py "$out" --real "${sizes[@]}"
     part recompute 120 "$python" benchmarks/activation_checkpointing.py "$out" --modes full "${recomputed[@]}"
-    has matplotlib || not_run "the pictures" "matplotlib is not installed"
+    has matplotlib || not_run "the plots" "matplotlib is not installed"
 }
 
 measure_speed() {
@@ -149,7 +149,7 @@ measure_speed() {
         variants) how+=(--variants) ;;
     esac
     part "$what" 560 "$python" benchmarks/speed.py "$out" "${how[@]}"
-    has matplotlib || not_run "the pictures" "matplotlib is not installed"
+    has matplotlib || not_run "the plots" "matplotlib is not installed"
 }
 
 run_tests() {
@@ -178,7 +178,7 @@ run_checks() {
         [ "$gpus" -gt 0 ] || not_run "strategies at the size of a GPU" "torch sees no GPU; the tiny model runs on the CPU instead"
     fi
     part strategies 130 "$python" benchmarks/strategies.py "$out" "${sizes[@]}"
-    has matplotlib || not_run "the picture of strategies" "matplotlib is not installed"
+    has matplotlib || not_run "the plot of strategies" "matplotlib is not installed"
 
     # The embedded default, both stages, then its held-out questions: the commands of the README.
     run=("data.root=$work/shapes" "data.workers=$([ "$gpus" -gt 0 ] && echo 4 || echo 0)" "log_every=5")

@@ -69,10 +69,10 @@ AUTO = ("activation_checkpointing=auto", "tokens_per_micro_batch=auto")
 FIXED = ("tokens_per_micro_batch=8192",)
 SIDE_BY_SIDE = [
     Way("ours", None, AUTO),
-    Way("transformers, padded, full recomputation", "as_it_comes"),
-    Way("transformers, tuned: sorted by length, no recomputation", "tuned"),
+    Way("transformers, padded, full activation checkpointing", "as_it_comes"),
+    Way("transformers, tuned: sorted by length, no activation checkpointing", "tuned"),
     Way("transformers with Liger kernels, tuned", "liger", needs="liger_kernel"),
-    Way("DeepSpeed ZeRO-3, padded, full recomputation", "deepspeed", needs="deepspeed"),
+    Way("DeepSpeed ZeRO-3, padded, full activation checkpointing", "deepspeed", needs="deepspeed"),
     Way("ours, once more", None, AUTO),
 ]
 VARIANTS = [

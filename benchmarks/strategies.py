@@ -275,14 +275,14 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     world = read_world()
     options.precision = options.precision or ("bf16" if world.device.type == "cuda" else "fp32")
-    report = facts("what does each row of the ZeRO table cost on the same work?", options) | {
-        "ranks": world.size,
-        "equality": {"fp32_largest_relative_difference": 0.0, "bound": EQUAL_WITHIN, "steps": CHECKED_STEPS},
-        "not_run": not_run(world),
-        "rows": [],
-    }
     name = f"strategies-{world.device.type}"
     with process_group(world), working_folder(world) as work:
+        report = facts("what does each row of the ZeRO table cost on the same work?", options) | {
+            "ranks": world.size,
+            "equality": {"fp32_largest_relative_difference": 0.0, "bound": EQUAL_WITHIN, "steps": CHECKED_STEPS},
+            "not_run": not_run(world),
+            "rows": [],
+        }
         if world.is_first:
             write_language_model(work / "language", options)
             ensure_shapes(work / "shapes", train_pictures=CHECKED_STEPS * options.rows * world.size)
