@@ -3,11 +3,10 @@
 #
 #   benchmarks/gpu.sh OUT_FOLDER tests      tests/gpu
 #   benchmarks/gpu.sh OUT_FOLDER            checks: sharding strategies, a training of both stages and its answers
-#   benchmarks/gpu.sh OUT_FOLDER memory   what the planner says of LLaVA-1.5-7B, and activation checkpointing, compared with measurements;
-#                                         needs 80 GB
-#   benchmarks/gpu.sh OUT_FOLDER speed      steps of LLaVA-1.5-7B's second stage, compared with transformers' and DeepSpeed's
+#   benchmarks/gpu.sh OUT_FOLDER memory     LLaVA-1.5-7B on 80 GB: the planner and activation checkpointing, measured
+#   benchmarks/gpu.sh OUT_FOLDER speed      steps of its second stage, compared with transformers' and DeepSpeed's
 #   benchmarks/gpu.sh OUT_FOLDER pretrain   the same of its first stage
-#   benchmarks/gpu.sh OUT_FOLDER variants   ours, compiled or not, with each activation checkpointing, in fp8, as a simulated rank
+#   benchmarks/gpu.sh OUT_FOLDER variants   ours: compiled or not, each activation checkpointing, fp8, a simulated rank
 #   ... --dry                             the smallest sizes of every part, to try the script itself, with or without a GPU
 #
 # Into OUT_FOLDER: of tests: gpu-tests.jsonl; of checks: strategies-*.json and .png, training.json; of memory:

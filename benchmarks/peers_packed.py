@@ -12,7 +12,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from peers_rank import Rounds, end_process_group, loop_by_hand, shard_by_hand, transformers_model
+from peers_rank import (
+    Rounds,
+    end_process_group,
+    loop_by_hand,
+    shard_by_hand,
+    stream_of,
+    trainer_arguments,
+    transformers_model,
+)
 from safetensors.torch import load_file
 from torch.nn import functional
 
@@ -151,28 +159,16 @@ def run_trl(plan: dict[str, Any]) -> None:
     from trl import SFTConfig, SFTTrainer
     from trl.data_utils import pack_dataset
 
-    folder, optimizer = str(Path(plan["work"]) / "language"), plan["adamw"]
-    steps = plan["options"]["steps"]
+    folder, steps = str(Path(plan["work"]) / "language"), plan["options"]["steps"]
     arguments = SFTConfig(
-        output_dir=str(Path(plan["work"]) / "runs" / "trl"), use_cpu=True, bf16=False, packing=True,
-        packing_strategy="bfd", max_length=1024, per_device_train_batch_size=plan["options"]["rows"],
-        gradient_checkpointing=False, max_steps=plan["rounds"] * steps + 1, learning_rate=optimizer["lr"],
-        lr_scheduler_type="constant", adam_beta1=optimizer["betas"][0], adam_beta2=optimizer["betas"][1],
-        adam_epsilon=optimizer["eps"], weight_decay=optimizer["weight_decay"], optim="adamw_torch_fused",
-        max_grad_norm=plan["clip"], logging_strategy="no", save_strategy="no", report_to=[], disable_tqdm=True,
-        ddp_find_unused_parameters=False, ddp_broadcast_buffers=False, dataloader_pin_memory=False,
+        **trainer_arguments(plan, "trl"), bf16=False, packing=True, packing_strategy="bfd", max_length=1024,
+        per_device_train_batch_size=plan["options"]["rows"], gradient_checkpointing=False,
     )  # fmt: skip
     rounds_of: list[Rounds] = []
 
     class MeasuredTrainer(SFTTrainer):
         def get_train_dataloader(self) -> Any:
-            stream = rounds_of[0].steps(self.collated)
-
-            class Stream(torch.utils.data.IterableDataset):
-                def __iter__(self) -> Iterator[Any]:
-                    return stream
-
-            return torch.utils.data.DataLoader(Stream(), batch_size=None)  # cut over the ranks already
+            return stream_of(rounds_of[0].steps(self.collated))
 
         def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
             loss = super().training_step(*args, **kwargs)

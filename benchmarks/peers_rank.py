@@ -248,42 +248,41 @@ def transformers_steps(plan: dict[str, Any], with_count: bool = True) -> dict[st
     return steps
 
 
-def run_hf(plan: dict[str, Any]) -> None:
-    """transformers' Trainer, which is DDP on a CPU: accelerate takes FSDP for accelerators alone."""
-    from torch.utils.data import IterableDataset
-    from transformers import Trainer, TrainingArguments
-
+def trainer_arguments(plan: dict[str, Any], name: str) -> dict[str, Any]:
+    """The arguments of transformers' Trainer and of TRL's."""
     optimizer = plan["adamw"]
-    arguments = TrainingArguments(
-        output_dir=str(Path(plan["work"]) / "runs" / "hf"),
-        use_cpu=True,
-        max_steps=plan["rounds"] * plan["options"]["steps"] + 1,  # one more is asked for, and there is none
-        learning_rate=optimizer["lr"],
-        lr_scheduler_type="constant",
-        adam_beta1=optimizer["betas"][0],
-        adam_beta2=optimizer["betas"][1],
-        adam_epsilon=optimizer["eps"],
-        weight_decay=optimizer["weight_decay"],
-        optim="adamw_torch_fused",
-        max_grad_norm=plan["clip"],
-        logging_strategy="no",
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        ddp_find_unused_parameters=False,
-        ddp_broadcast_buffers=False,
-        dataloader_pin_memory=False,
-    )
-    rounds = Rounds(plan)
-    steps = rounds.steps(transformers_steps(plan, with_count=False))
+    return {
+        "output_dir": str(Path(plan["work"]) / "runs" / name),
+        "max_steps": plan["rounds"] * plan["options"]["steps"] + 1,  # one more is asked for, and there is none
+        "learning_rate": optimizer["lr"], "lr_scheduler_type": "constant", "weight_decay": optimizer["weight_decay"],
+        "adam_beta1": optimizer["betas"][0], "adam_beta2": optimizer["betas"][1], "adam_epsilon": optimizer["eps"],
+        "optim": "adamw_torch_fused", "max_grad_norm": plan["clip"], "use_cpu": True, "logging_strategy": "no",
+        "save_strategy": "no", "report_to": [], "disable_tqdm": True, "ddp_find_unused_parameters": False,
+        "ddp_broadcast_buffers": False, "dataloader_pin_memory": False,
+    }  # fmt: skip
 
-    class Stream(IterableDataset):
+
+def stream_of(steps: Iterator[Any]) -> torch.utils.data.DataLoader:
+    """A loader of what is cut over the ranks already."""
+
+    class Stream(torch.utils.data.IterableDataset):
         def __iter__(self) -> Iterator[Any]:
             return steps
 
+    return torch.utils.data.DataLoader(Stream(), batch_size=None)
+
+
+def run_hf(plan: dict[str, Any]) -> None:
+    """transformers' Trainer, which is DDP on a CPU: accelerate takes FSDP for accelerators alone."""
+    from transformers import Trainer, TrainingArguments
+
+    arguments = TrainingArguments(**trainer_arguments(plan, "hf"))  # makes the process group
+    rounds = Rounds(plan)
+    steps = rounds.steps(transformers_steps(plan, with_count=False))
+
     class MeasuredTrainer(Trainer):
         def get_train_dataloader(self) -> Any:
-            return torch.utils.data.DataLoader(Stream(), batch_size=None)  # cut over the ranks already
+            return stream_of(steps)
 
         def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
             loss = super().training_step(*args, **kwargs)
