@@ -7,27 +7,12 @@ if __name__ == "__main__":
 
 import difflib
 import os
-import runpy
 import signal
 import sys
 
 from llava_fsdp import __version__
+from llava_fsdp.commands import COMMANDS, start
 from llava_fsdp.runtime.exit_codes import ExitCode
-
-COMMANDS = {
-    "train": "train a model under torchrun, on all GPUs of this machine or, with --nnodes, of several",
-    "prepare": "check a dataset before training: bad records, lengths, truncated samples",
-    "plan": "predict which ways to train a model fit into which GPUs, and how fast; needs no GPU",
-    "doctor": "check whether this machine has what a training needs",
-    "status": "print how the training in a folder ended, and exit with its exit code",
-    "report": "write a web page about one training, or a comparison of several",
-    "evaluate": "answer questions of benchmarks with a trained model, and score the answers",
-    "chat": "ask a trained model about images, in the terminal or on a web page",
-    "export": "write a trained model for transformers or for the original LLaVA",
-    "sweep": "run several trainings with different settings, one after the other or side by side",
-    "migrate": "turn LLaVA's scripts, DeepSpeed's JSON or Accelerate's YAML into one command",
-    "completion": "print the code with which a shell completes commands and keys: completion bash, or zsh",
-}
 
 
 def main() -> None:
@@ -46,19 +31,17 @@ def main() -> None:
         print(f"{name} is not a command of llava-fsdp{hint}", file=sys.stderr)
         sys.exit(ExitCode.USER)
     sys.argv = [f"llava-fsdp {name}", *rest]
-    module = name
-    if name == "train":  # starts torchrun; `python -m llava_fsdp.train`, which torchrun runs, is one rank
-        module = "train.launch.launcher"
+    if name == "train":  # before the launcher handles signals
         signal.signal(signal.SIGTERM, lambda *_: os._exit(ExitCode.STOPPED))
         signal.signal(signal.SIGINT, lambda *_: os._exit(ExitCode.INTERRUPTED))
     try:
-        runpy.run_module(f"llava_fsdp.{module}", run_name="__main__", alter_sys=False)
+        start(name)
     except KeyboardInterrupt:
         sys.exit(ExitCode.INTERRUPTED)
 
 
 def usage() -> str:
-    lines = [f"  {name:12}{meaning}" for name, meaning in COMMANDS.items()]
+    lines = [f"  {name:12}{command.meaning}" for name, command in COMMANDS.items()]
     return "\n".join([
         "usage: llava-fsdp COMMAND ARGUMENTS...", "", *lines, "",
         "llava-fsdp COMMAND --help lists the arguments of a command.",

@@ -10,24 +10,10 @@ if __name__ == "__main__":
 
 import sys
 
-from llava_fsdp.__main__ import COMMANDS
-from llava_fsdp.config import (
-    ChatConfig,
-    Config,
-    ConversionConfig,
-    DoctorConfig,
-    EvaluateConfig,
-    PlanConfig,
-    PrepareConfig,
-    SweepConfig,
-    config_dir,
-    schema_keys,
-)  # fmt: skip
+from llava_fsdp import config
+from llava_fsdp.commands import COMMANDS
+from llava_fsdp.config import config_dir, schema_keys
 
-SCHEMAS = {
-    "train": Config, "prepare": PrepareConfig, "plan": PlanConfig, "doctor": DoctorConfig, "evaluate": EvaluateConfig,
-    "chat": ChatConfig, "export": ConversionConfig, "sweep": SweepConfig, "status": Config,
-}  # fmt: skip
 SCRIPT = """\
 # eval "$(llava-fsdp completion bash)" in ~/.bashrc; in ~/.zshrc the same with zsh
 _llava_fsdp() {
@@ -71,13 +57,13 @@ def completions(command: str, word: str) -> list[str]:
     `GROUP=CHOICE` for every YAML file in Hydra's config group GROUP; else the command's configuration keys that begin
     with `word`, each followed by `=`. While the command itself is typed, it equals `word`, and names of commands are
     returned."""
-    if command not in SCHEMAS:
+    if command not in COMMANDS or not COMMANDS[command].keys:
         return [name for name in COMMANDS if name.startswith(word)] if command == word else []
     group, equals, begun = word.partition("=")
     if equals:
         stems = sorted(path.stem for path in (config_dir() / group).glob("*.yaml")) if group.isidentifier() else []
         return [f"{group}={stem}" for stem in stems if stem.startswith(begun)]
-    keys = schema_keys(SCHEMAS[command])
+    keys = schema_keys(getattr(config, COMMANDS[command].keys))
     groups = {key.rpartition(".")[0] for key in keys}
     takes_value = [key for key in keys if key not in groups or (config_dir() / key).is_dir()]
     return [f"{key}=" for key in takes_value if key.startswith(word)]

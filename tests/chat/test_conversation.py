@@ -14,11 +14,14 @@ import pytest
 import torch
 from small import command_config, write_json
 
+from llava_fsdp import commands
 from llava_fsdp.chat import assistant as module
 from llava_fsdp.chat import main, open_model
 from llava_fsdp.chat.assistant import Assistant, LoadedImage, images_after
 from llava_fsdp.chat.conversation import Conversation
-from llava_fsdp.config import AspectRatio, ChatConfig, ConversionConfig, Pixels, SpecialTokens
+from llava_fsdp.commands import start
+from llava_fsdp.config import AspectRatio, ChatConfig, ConversionConfig, Pixels, SpecialTokens, TrainedModelConfig
+from llava_fsdp.config.command_line import cli
 from llava_fsdp.data.records.record import Turn
 from llava_fsdp.data.text.constants import IMAGE_ID
 from llava_fsdp.data.text.templates import IMAGE_TAG
@@ -200,9 +203,11 @@ def test_which_model_is_opened_is_said_before_it_takes_time(
     said: list[str] = []
     own = importlib.import_module(f"llava_fsdp.{command}.main")
     monkeypatch.setattr(own, command, lambda cfg: said.extend(caplog.messages))
-    cfg: Any = SimpleNamespace(model=SimpleNamespace(checkpoint="outputs/a"))
+    cfg = SimpleNamespace(model=TrainedModelConfig(checkpoint="outputs/a"))
+    monkeypatch.setattr(cli, "run", lambda name, keys, task: task(cfg))
+    monkeypatch.setattr(commands, "prepare_python", lambda: None)
     with caplog.at_level("INFO", "llava_fsdp"):
-        importlib.import_module(f"llava_fsdp.{command}.__main__").task(cfg)
+        start(command)
     (line,) = said
     assert "model.checkpoint=outputs/a" in line
 

@@ -39,7 +39,7 @@ PATIENCE = 90_000
 PACED = """
 import time
 from llava_fsdp.chat.assistant import Assistant
-from llava_fsdp.chat.__main__ import main
+from llava_fsdp.commands import start
 
 fast = Assistant.stream
 
@@ -53,7 +53,7 @@ def paced(*args):
             return end.value
 
 Assistant.stream = paced
-main()
+start("chat")
 """
 """The command, with a model that takes its time as a real one does: a small one is done before a button is found."""
 

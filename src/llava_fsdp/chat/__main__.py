@@ -1,28 +1,4 @@
-"""Entry point of `python -m llava_fsdp.chat`, which chats with a trained model about images; see chat/main.py."""
-
-from llava_fsdp.runtime.process.safe_path import prepare_python
+from llava_fsdp.commands import start
 
 if __name__ == "__main__":
-    prepare_python()  # before other imports, which files there might hide
-
-from llava_fsdp.config import ChatConfig
-from llava_fsdp.config.command_line import cli
-from llava_fsdp.runtime.process.imports import importing
-from llava_fsdp.runtime.text.log import leave_noise_out, log
-
-
-def main() -> None:
-    leave_noise_out()
-    cli.run("chat", ChatConfig, task)
-
-
-def task(cfg: ChatConfig) -> None:
-    log().info("opening model.checkpoint=%s; to load a large model takes minutes", cfg.model.checkpoint)
-    with importing():  # after the command line is checked, as torch takes seconds
-        from llava_fsdp.chat.main import chat
-
-    chat(cfg)
-
-
-if __name__ == "__main__":
-    main()
+    start("chat", is_module=True)

@@ -6,18 +6,12 @@ separate Unix session, passes signals on to the ranks, and prints as its last li
 torch.
 """
 
-from llava_fsdp.runtime.process.safe_path import prepare_python
-
-if __name__ == "__main__":
-    prepare_python()  # before other imports, which files there might hide
-
 import contextlib
 import difflib
 import json
 import logging
 import os
 import re
-import runpy
 import signal
 import subprocess
 import sys
@@ -25,6 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from llava_fsdp.commands import start
 from llava_fsdp.config import Config, load, schema_keys
 from llava_fsdp.config.command_line import cli
 from llava_fsdp.config.command_line.foreign_names import called_here
@@ -90,7 +85,7 @@ def main() -> None:
         sys.exit(error.exit_code)
     if cfg is None:  # nothing is trained, so that this process can run the command itself
         sys.argv[1:] = words
-        runpy.run_module("llava_fsdp.train", run_name="__main__")
+        start("train", is_module=True)
         return
     launch = Launch(Path(cfg.output_dir))
     sys.exit(launch.end(launch.run(with_rendezvous(flags), words)))
@@ -299,7 +294,3 @@ def beginning_of(reason: str) -> str:
     if not line.endswith(":"):
         return line
     return line.rpartition(". ")[0] or "for the reason above"
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,29 @@
+"""Read the command line of the command `plan`, and show what it waits for; main.py has what it does."""
+
+import sys
+
+from llava_fsdp.config import PlanConfig
+from llava_fsdp.config.command_line import cli
+from llava_fsdp.runtime.process.imports import importing
+from llava_fsdp.runtime.text.log import leave_noise_out, log
+from llava_fsdp.runtime.text.progress import StageLine
+
+
+def main() -> None:
+    words = sys.argv[1:]
+
+    def task(cfg: PlanConfig) -> None:
+        with StageLine("plan") as line:
+            line.stage("loading torch")
+            with importing():  # after the command line is checked, as torch takes seconds
+                from llava_fsdp.plan.main import plan
+                from llava_fsdp.train.setup.preflight import warn_if_refused
+
+            line.stage("checks of the configuration")
+            remark = warn_if_refused(cfg, here=cfg.gpu == "auto")
+            plan(cfg, words, line)
+            if remark:
+                log().info("%s", remark)
+
+    leave_noise_out()
+    cli.run("plan", PlanConfig, task)
