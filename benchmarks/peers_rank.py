@@ -72,7 +72,9 @@ def run_ours(plan: dict[str, Any], pack: bool) -> None:
     from llava_fsdp.parallel.zero import SHARD_PLANS
     from llava_fsdp.runtime.files.run_dir import claimed
     from llava_fsdp.runtime.process.watchdog import Watchdog
-    from llava_fsdp.train.events.metrics import Reporter
+    from llava_fsdp.train.events.gc_schedule import GarbageCollection
+    from llava_fsdp.train.events.reports import Reports, open_reports
+    from llava_fsdp.train.events.run_events import EventList, RunEvents
     from llava_fsdp.train.events.save_and_stop import RunController, open_saver
     from llava_fsdp.train.loop import fit
     from llava_fsdp.train.setup.build_state import build_state
@@ -89,21 +91,20 @@ def run_ours(plan: dict[str, Any], pack: bool) -> None:
         shard_plan = SHARD_PLANS[cfg.sharding.strategy]
         state = build_state(cfg, world, shard_plan, ranks.make_meshes(world, shard_plan, cfg))
         last = state.loader.total_steps
+        reports = open_reports(state, cfg) if world.is_first else Reports()
         steps = prepared_steps(cfgs, world, state.model, plan)
         rounds = Rounds(plan)
         state.loader = kept(state.loader, rounds.steps(steps))
-        reporter = Reporter(cfg, 0, last, world.is_first)
         controller = RunController(state, open_saver(state, cfg), cfg, last, watchdog)
 
-        def after_step(result: StepResult) -> None:
-            reporter(result)
-            controller.after_step(result)
-            rounds.losses.append(result.loss)
-            rounds.norms.append(result.grad_norm)
+        class Noted(RunEvents):
+            def after_step(self, result: StepResult) -> None:
+                rounds.losses.append(result.loss)
+                rounds.norms.append(result.grad_norm)
 
+        events = EventList([reports, controller, Noted(), GarbageCollection(cfg.gc_every)])
         with watchdog.steps():
-            fit(state, shard_plan, cfg, after_step, controller.between_steps, watchdog)
-        reporter.close()
+            fit(state, shard_plan, cfg, events, watchdog)
 
 
 def ours_configured(plan: dict[str, Any], pack: bool) -> tuple[Any, dict[str, Any]]:

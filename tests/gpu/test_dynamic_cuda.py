@@ -6,6 +6,7 @@ from typing import Any, cast
 import pytest
 import torch
 from small import make_config
+from steps import Calls
 from test_activation_checkpointing_cuda import BLOCKS, ROWS, WIDTH, Block
 from test_working_copy import build_run
 from torch import nn
@@ -60,7 +61,7 @@ def test_training_is_that_of_none(
         )  # fmt: skip
         state = build_run(cfg, device, None)
         results: list[StepResult] = []
-        fit(state, SHARD_PLANS[cfg.sharding.strategy], cfg, results.append)
+        fit(state, SHARD_PLANS[cfg.sharding.strategy], cfg, Calls(results.append))
         kept = state.dynamic.kept if state.dynamic is not None else None
         return [r.loss for r in results], [r.grad_norm for r in results], kept and len(kept.limits)
 

@@ -27,7 +27,7 @@ from llava_fsdp.parallel.local_shards import local
 from llava_fsdp.parallel.memory.activation_checkpoint import apply_activation_checkpointing
 from llava_fsdp.parallel.ranks.mesh import World
 from llava_fsdp.runtime.errors import CompileError, ConfigError
-from llava_fsdp.train.events.metrics import Reporter
+from llava_fsdp.train.events.step_warnings import CompileWarnings
 from llava_fsdp.train.loop import train_step
 from llava_fsdp.train.state import StepResult
 
@@ -271,18 +271,18 @@ def test_rare_shapes_run_uncompiled(shape: tuple[int, ...], one_row: bool, gradi
     assert seen[0].shape == shape and seen[0]._is_view() is not compiles
 
 
-def test_late_compilations_are_warned_of_once(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_compilations_are_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
     warnings = []
 
     class Log:
         def warning(self, *told: object) -> None:
             warnings.append(told)
 
-    monkeypatch.setattr("llava_fsdp.train.events.metrics.log", Log)
-    reporter = Reporter(configure(), 0, 9, False)
+    monkeypatch.setattr("llava_fsdp.train.events.step_warnings.log", Log)
+    observer = CompileWarnings()
     for step, recompiles in enumerate([0] * (WARM_UP + 1) + [2, 2]):
         facts = StepFacts.__new__(StepFacts)
         object.__setattr__(facts, "step", step)
-        reporter(StepResult(facts, 1.0, 1.0, 1.0, 1.0, recompiles=recompiles))
+        observer.after_step(StepResult(facts, 1.0, 1.0, 1.0, 1.0, recompiles=recompiles))
     ((text, *values),) = warnings
     assert (text % tuple(values)).startswith(f"step {WARM_UP + 2}: 2 graphs were compiled again")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from harness import RankPool, single_world
 from small import make_config
-from steps import begin, held_masters
+from steps import Calls, begin, held_masters
 from torch import nn
 
 from llava_fsdp.config import ActivationCheckpointing, ActivationCheckpointingConfig, Config
@@ -257,7 +257,7 @@ def fitted(world: World, configs: list[Config], lefts: list[float | None]) -> li
         dynamic_checkpoint.memory_left = own if left is None else lambda world, left=left: left * (1 + world.rank)
         state, plan = begin(world, cfg)
         results: list[StepResult] = []
-        fit(state, plan, cfg, results.append)
+        fit(state, plan, cfg, Calls(results.append))
         kept = state.dynamic.kept if state.dynamic is not None else None
         found.append(([r.loss for r in results], [r.grad_norm for r in results], held_masters(state), kept))
     dynamic_checkpoint.memory_left = own

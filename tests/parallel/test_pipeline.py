@@ -45,7 +45,6 @@ from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.train import main as train
 from llava_fsdp.train import pipeline_step
-from llava_fsdp.train.events.profiler import NoProfiler
 from llava_fsdp.train.setup.build_state import build_state
 from llava_fsdp.train.setup.preflight import preflight
 
@@ -289,7 +288,7 @@ def test_the_balance_loss_of_every_stage_has_the_loss_scale(monkeypatch: pytest.
         keep=lambda: nullcontext([]), add_to_hidden=lambda micro, kept, output, scale: output * scale
     )
     sources: Any = None
-    work = pipeline_step.TrainingWork(state, [micro], 512.0, sources, experts, NoProfiler())
+    work = pipeline_step.TrainingWork(state, [micro], 512.0, sources, experts)
     assert work.forward(FirstStage(), 0, torch.ones(2)).tolist() == [512, 512]
 
 
@@ -297,7 +296,7 @@ def test_a_backward_pass_has_the_dropout_of_its_own_micro_batch(monkeypatch: pyt
     monkeypatch.setattr(pipeline_step, "Llava", FirstStage)
     state: Any = SimpleNamespace(loader=SimpleNamespace(device=CPU))
     nothing: Any = None
-    work = pipeline_step.TrainingWork(state, [], 1.0, nothing, nothing, NoProfiler())
+    work = pipeline_step.TrainingWork(state, [], 1.0, nothing, nothing)
     stage = FirstStage()
     work.keys = {(stage, number): (torch.tensor(number), None) for number in range(3)}
     for number in (1, 0, 2):

@@ -17,7 +17,9 @@ from llava_fsdp.model.flops import Flops
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.plan.time.mfu import Utilization, peak_of, recomputed_flops_share, utilization_of
 from llava_fsdp.train import main as train
-from llava_fsdp.train.events.metrics import Reporter
+from llava_fsdp.train.events.console import Console
+from llava_fsdp.train.events.metrics import MetricsFile
+from llava_fsdp.train.events.reports import Reports
 from llava_fsdp.train.state import StepResult
 
 ANYRES = "data.image_aspect_ratio=anyres", "export.enabled=false", "data.max_length=512"
@@ -122,12 +124,10 @@ def test_the_line_of_a_step_has_mfu(
     parts: Path, dataset: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     known = Utilization(Flops(1, 0, 0, 0), LlamaConfig(), Flops(1, 0, 0, 0), 400.0, "")
-    reporter = Reporter(
-        make_config(parts, dataset, tmp_path, "log_every=1"), 4, 9, is_first_rank=True, utilization=known
-    )
+    cfg = make_config(parts, dataset, tmp_path, "log_every=1")
+    reports = Reports([MetricsFile(tmp_path, 4), Console(cfg, 4, 9)], known)
     with caplog.at_level("INFO"):
-        reporter(StepResult(StepFacts(4, samples=1, tokens=100, label_tokens=1), 1.0, 0.1, 1.0, 0.5))
-    reporter.close()
+        reports.after_step(StepResult(StepFacts(4, samples=1, tokens=100, label_tokens=1), 1.0, 0.1, 1.0, 0.5))
     assert "MFU 50.0%, HFU 100.0%" in caplog.text
     row = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert (row["flops"], row["mfu"], row["hfu"]) == (100, 0.5, 1.0)

@@ -17,7 +17,6 @@ from llava_fsdp.parallel.ranks.comm_volume import CollectiveBytes
 from llava_fsdp.parallel.ranks.mesh import World
 from llava_fsdp.plan.memory.activations import MicroBatch
 from llava_fsdp.plan.planner import peak
-from llava_fsdp.train.events.profiler import NoProfiler
 from llava_fsdp.train.expert_sums import ExpertSums
 from llava_fsdp.train.loop import SourceSums
 from llava_fsdp.train.pipeline_step import run_pipeline
@@ -62,7 +61,7 @@ def moved_in_step(world: World, cfg: Config) -> tuple[dict[str, int], list[Micro
         step = state.loader.steps.prepare(0)
         sources, experts = SourceSums(step.facts, world.device), ExpertSums(None, step.facts, 0.0, world.device)
         with CollectiveBytes() as counter:
-            run_pipeline(state, state.pipeline, step, 1.0, sources, experts, NoProfiler())
+            run_pipeline(state, state.pipeline, step, 1.0, sources, experts)
     sent = {kind: own["bytes" if kind == "receive" else "sent"] for kind, own in counter.moved.items()}
     return sent, [describe(micro, world.rank) for micro in step.micro_batches]
 

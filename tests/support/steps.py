@@ -1,6 +1,7 @@
 """A run's state and steps without the command around them: what one rank builds, trains and ends with."""
 
 import hashlib
+from collections.abc import Callable
 
 import torch
 from loaders import agreed_steps
@@ -10,12 +11,26 @@ from llava_fsdp.parallel.local_shards import local
 from llava_fsdp.parallel.ranks.mesh import World, make_meshes
 from llava_fsdp.parallel.zero import SHARD_PLANS, ShardPlan
 from llava_fsdp.train.checkpoints.checkpoint_contents import tensors
+from llava_fsdp.train.events.run_events import RunEvents
 from llava_fsdp.train.loop import train_step
 from llava_fsdp.train.setup.build_state import build_state
 from llava_fsdp.train.state import StepResult, TrainState
 
 Trace = tuple[list[float], list[float], dict[str, torch.Tensor]]
 """Losses, gradient norms, and this rank's masters at the end."""
+
+
+class Calls(RunEvents):
+    """Calls a function after each step, and another one before it."""
+
+    def __init__(self, after: Callable[[StepResult], object], before: Callable[[], object] = lambda: None):
+        self.after, self.before = after, before
+
+    def after_step(self, result: StepResult) -> None:
+        self.after(result)
+
+    def before_step(self) -> None:
+        self.before()
 
 
 def begin(world: World, cfg: Config) -> tuple[TrainState, ShardPlan]:

@@ -76,12 +76,12 @@ def note_resources(notes: str) -> None:
     """Write what this process holds behind every step: bytes of memory, open files and threads."""
     import gc
 
-    from llava_fsdp.train.events.metrics import Reporter
+    from llava_fsdp.train.events.reports import Reports
 
-    told = Reporter.__call__
+    told = Reports.after_step
     gc.freeze()  # what was imported stays, and need not be walked through every time
 
-    def noted(self: Reporter, result: Any) -> None:
+    def noted(self: Reports, result: Any) -> None:
         told(self, result)
         gc.collect()
         held = dict(line.split(":") for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
@@ -93,4 +93,4 @@ def note_resources(notes: str) -> None:
         with open(notes, "a") as file:
             file.write(json.dumps(row) + "\n")
 
-    Reporter.__call__ = noted
+    Reports.after_step = noted

@@ -19,7 +19,8 @@ from tiers import slow_after
 from llava_fsdp.config import Config
 from llava_fsdp.data.batching.batch import StepFacts
 from llava_fsdp.parallel.compile import choose_compiling
-from llava_fsdp.train.events.metrics import COLLAPSED_STEPS, Reporter, metrics_row
+from llava_fsdp.train.events.metrics import metrics_row
+from llava_fsdp.train.events.step_warnings import COLLAPSED_STEPS, ExpertWarnings
 from llava_fsdp.train.state import ExpertLoad, StepResult
 
 NUMBERS = ("loss", "grad_norm", "balance_loss", "expert_load_max", "experts_idle")
@@ -114,13 +115,14 @@ def test_a_row_has_the_numbers_of_experts() -> None:
     assert [row[key] for key in NUMBERS[2:]] == [1.5, 3.0, None]
 
 
-def test_collapsed_experts_are_warned_of_once(configure: Configure, caplog: pytest.LogCaptureFixture) -> None:
-    reporter = Reporter(configure(), 0, 1000, is_first_rank=False)
+def test_collapsed_experts_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    warnings = ExpertWarnings()
     steps = [0.6] * (COLLAPSED_STEPS - 1) + [0.5] + [0.6] * (COLLAPSED_STEPS + 9)
     with caplog.at_level(logging.WARNING):
         for step, idle in enumerate(steps):
             facts = StepFacts(step)
-            reporter.warn(StepResult(facts, 1.0, 1.0, 1.0, 1.0, expert_load=ExpertLoad(1.0, 1.0, idle)))
+            result = StepResult(facts, 1.0, 1.0, 1.0, 1.0, expert_load=ExpertLoad(1.0, 1.0, idle))
+            warnings.step({}, result)
     assert [record.args[0] for record in caplog.records if isinstance(record.args, tuple)] == [2 * COLLAPSED_STEPS]
 
 

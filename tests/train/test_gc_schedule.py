@@ -1,19 +1,21 @@
 """Garbage is collected at the steps of the plan, and nowhere else."""
 
 import gc
+from typing import cast
 
 import pytest
 from harness import single_world
 from small import Configure
+from steps import Calls
 from tiers import slow_after
 from torch.utils.data import Dataset
 
 from llava_fsdp.data.batching.workers import WorkerStatus, from_workers
 from llava_fsdp.parallel.zero import SHARD_PLANS
-from llava_fsdp.train.events.gc_schedule import scheduled_gc
+from llava_fsdp.train.events.gc_schedule import GarbageCollection
+from llava_fsdp.train.events.run_events import EventList, RunStart
 from llava_fsdp.train.loop import fit
 from llava_fsdp.train.setup.build_state import build_state
-from llava_fsdp.train.state import StepResult
 
 
 @pytest.mark.parametrize(("every", "expected"), slow_after(1, [("2", [2, 4]), ("50", []), ("null", None)]))
@@ -23,17 +25,16 @@ def test_a_run_collects_at_its_steps(every: str, expected: list[int] | None, con
     state = build_state(cfg, single_world(), plan, None)
     collected: list[tuple[int, int]] = []
     enabled: list[bool] = []
+    collection = GarbageCollection(cfg.gc_every)
+    events = EventList([Calls(lambda result: enabled.append(gc.isenabled())), collection])
 
     def note(phase: str, info: dict[str, int]) -> None:
         if phase == "start" and state.step and not gc.isenabled():
             collected.append((state.step, info["generation"]))
 
-    def after_step(result: StepResult) -> None:
-        enabled.append(gc.isenabled())
-
     gc.callbacks.append(note)
     try:
-        fit(state, plan, cfg, after_step)
+        fit(state, plan, cfg, events)
     finally:
         gc.callbacks.remove(note)
     assert gc.isenabled()
@@ -42,15 +43,21 @@ def test_a_run_collects_at_its_steps(every: str, expected: list[int] | None, con
         assert collected == [(step, 1) for step in expected]
 
 
+def start(every: int | None) -> GarbageCollection:
+    collection, run = GarbageCollection(every), object()
+    collection.on_start(cast(RunStart, run))
+    return collection
+
+
 def test_the_collector_is_back_whatever_happens() -> None:
-    with pytest.raises(ValueError), scheduled_gc(3):
-        assert not gc.isenabled()
-        raise ValueError
+    """A run that ends in an error closes its observers."""
+    collection = start(3)
+    assert not gc.isenabled()
+    collection.close()
     assert gc.isenabled()
     gc.disable()
     try:
-        with scheduled_gc(3):
-            pass
+        start(3).close()
         assert not gc.isenabled(), "as it was"
     finally:
         gc.enable()
@@ -64,5 +71,8 @@ class Enabled(Dataset):
 
 
 def test_data_workers_keep_pythons_own_way() -> None:
-    with scheduled_gc(3):
+    collection = start(3)
+    try:
         assert list(from_workers(Enabled(), range(2), WorkerStatus(1), 1, 10, False)) == [True, True]
+    finally:
+        collection.close()

@@ -33,8 +33,8 @@ def test_every_training_leaves_a_page(configure: Configure, tmp_path: Path) -> N
     for steps, starts in ((2, [0]), (4, [0, 2])):
         run = train.RunParts()
         train.train(configure(f"max_steps={steps}", *words, to="run"), run)
-        assert run.reporter is not None
-        run.reporter.end()
+        assert run.reports is not None
+        run.reports.end()
         assert [row["step"] for row in rows_of(tmp_path / "run" / "starts.jsonl")] == starts
     run = read_run(tmp_path / "run")
     assert run.history.steps == 4 and list(run.history.sources) == ["mixed"]
@@ -91,7 +91,7 @@ def test_pages_take_a_hundredth_of_the_time(
     page = live(parts, dataset, tmp_path / "run")
     for step in range(1, 1001):
         clock[0] += 1
-        page.add({"step": step, "loss": 1.0})
+        page.step({"step": step, "loss": 1.0})
     assert started[0] == 1010
     assert [b - a for a, b in itertools.pairwise(started)] == [between] * (len(started) - 1)
     assert len(started) >= 5 and not page.failed
@@ -105,11 +105,11 @@ def test_no_step_builds_a_page(parts: Path, dataset: Path, tmp_path: Path, monke
     monkeypatch.setattr(live_page, "put_page", lambda *_: here.append("written"))
     page.due = 0.0
     lines(folder / "metrics.jsonl", ({"step": step, "loss": 1.0} for step in (1, 2)))
-    page.add({"step": 1, "loss": 1.0})
+    page.step({"step": 1, "loss": 1.0})
     process, ends = page.process, time.monotonic() + 60
     assert here == [] and process is not None
     while page.process is not None and time.monotonic() < ends:
-        page.add({"step": 2, "loss": 1.0})
+        page.step({"step": 2, "loss": 1.0})
         time.sleep(0.05)
     assert process.returncode == 0 and not page.failed and here == []
     assert "<b>2</b><span>of 9 steps" in (folder / "report.html").read_text()
@@ -122,7 +122,7 @@ def test_the_last_page_is_the_complete_one(parts: Path, dataset: Path, tmp_path:
     process = subprocess.Popen([sys.executable, "-c", deaf], stdout=subprocess.PIPE)
     assert process.stdout is not None and process.stdout.readline()
     page.process = process
-    page.add({"step": 5, "loss": 1.0})
+    page.step({"step": 5, "loss": 1.0})
     page.write()
     assert process.returncode == -signal.SIGKILL and page.process is None and not page.failed
     assert "<b>5</b><span>of 9 steps" in (tmp_path / "run" / "report.html").read_text()
@@ -168,7 +168,7 @@ def test_a_process_that_fails_is_one_warning(
     monkeypatch.setattr(live_page, "SHARE", 1e9)
     page, ends = live(parts, dataset, tmp_path / "run"), time.monotonic() + 60
     while len(started) < 4 and time.monotonic() < ends:
-        page.add({"step": 1, "loss": 1.0})
+        page.step({"step": 1, "loss": 1.0})
     page.end_process()
     started[1].wait()
     assert len(started) == 4 and started[0].returncode == 3
@@ -199,7 +199,7 @@ def test_the_page_has_the_validations_so_far(parts: Path, dataset: Path, tmp_pat
     """Not those of later steps, which a resumed run does again; a line that cannot be read is counted once."""
     page = live(parts, dataset, tmp_path / "run")
     for step in (2, 4):
-        page.add({"step": step, "loss": 1.0})
+        page.step({"step": step, "loss": 1.0})
         lines(tmp_path / "run" / "validation.jsonl", (validation(s, [None], ("a",)) for s in range(2, step + 3, 2)))
         with (tmp_path / "run" / "validation.jsonl").open("a") as file:
             file.write("no object\n")

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from harness import single_world
 from small import Configure
+from steps import Calls
 from tiers import slow_after
 from torch import nn
 
@@ -21,7 +22,6 @@ from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.runtime.seeds import derive
 from llava_fsdp.train import loop
 from llava_fsdp.train import main as train
-from llava_fsdp.train.events.profiler import NoProfiler
 from llava_fsdp.train.loop import train_step
 from llava_fsdp.train.state import StepResult
 
@@ -124,7 +124,7 @@ def test_a_step_knows_how_long_it_waited_for_its_data(monkeypatch: pytest.Monkey
         return StepResult(StepFacts(state.step - 1), 1.0, 0.1, 1.0, 10.0)
 
     monkeypatch.setattr(loop, "train_step", step)
-    loader = SimpleNamespace(prepared=prepared, agree=lambda step: -step)
+    loader = SimpleNamespace(prepared=prepared, agree=lambda step: -step, total_steps=6)
     roots = [nn.Linear(1, 1).eval() for _ in range(2)]
     state: Any = SimpleNamespace(step=4, roots=roots, loader=loader, compilations=None, dynamic=None)
     waited: list[float] = []
@@ -133,9 +133,9 @@ def test_a_step_knows_how_long_it_waited_for_its_data(monkeypatch: pytest.Monkey
         waited.append(result.data_seconds)
         move(100, "after", state.step)
 
-    cfg: Any = SimpleNamespace(gc_every=None)
+    cfg: Any = SimpleNamespace(output_dir="")
     plan: Any = None
-    loop.fit(state, plan, cfg, after, lambda: move(0, "between"))
+    loop.fit(state, plan, cfg, Calls(after, lambda: move(0, "between")))
     assert waited == [3, 3] and all(root.training for root in roots)
     assert told == [
         own for number in (4, 5) for own in (("data", number), ("between",), ("step", number), ("after", number + 1))
@@ -150,10 +150,10 @@ def test_an_update_ends_a_series_of_skipped_steps() -> None:
         optimizer=SimpleNamespace(step=lambda: told.append("step"), zero_grad=lambda **values: told.append(values)),
         masters=SimpleNamespace(refresh=lambda: told.append("refresh")),
     )  # fmt: skip
-    loop.update_or_skip(state, False, NoProfiler())
+    loop.update_or_skip(state, False)
     assert told == [{"set_to_none": True}] and (state.skipped, state.consecutive) == (5, 3)
     told.clear()
-    loop.update_or_skip(state, True, NoProfiler())
+    loop.update_or_skip(state, True)
     assert told == ["step", "refresh", {"set_to_none": True}] and (state.skipped, state.consecutive) == (5, 0)
 
 
@@ -185,7 +185,7 @@ def test_the_norm_of_stages_is_the_same_on_all_ranks(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_the_first_rank_writes_the_page_of_a_run_without_a_reporter(
+def test_the_first_rank_writes_the_page_of_a_run_without_reports(
     rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written = []

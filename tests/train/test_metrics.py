@@ -18,9 +18,15 @@ from llava_fsdp.report.run_reader import Run, own_overrides, thinned, validation
 from llava_fsdp.runtime.files import jsonl
 from llava_fsdp.runtime.files.jsonl import Rows
 from llava_fsdp.runtime.text.humanize import duration
+from llava_fsdp.runtime.text.log import log
 from llava_fsdp.train.events import metrics
+from llava_fsdp.train.events.console import Console
 from llava_fsdp.train.events.lost_rows import due_between, skipped_in
-from llava_fsdp.train.events.metrics import FEWEST, Reporter, begin_skipped_records, drop_later_rows, metrics_row
+from llava_fsdp.train.events.metrics import MetricsFile, drop_later_rows, metrics_row
+from llava_fsdp.train.events.reports import Reports
+from llava_fsdp.train.events.skipped_records import SkippedRecords, begin_skipped_records
+from llava_fsdp.train.events.step_report import StepReport
+from llava_fsdp.train.events.step_warnings import FEWEST, CompileWarnings, LossWarnings, SampleWarnings
 from llava_fsdp.train.state import StepResult
 
 
@@ -225,30 +231,39 @@ def test_a_row_is_appended_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
     assert path.read_bytes() == b"one\ntwo\n"
 
 
-def reporter(log_every: int = 5, sigma: float | None = 6.0) -> Reporter:
-    """One that writes no files."""
-    cfg: Any = SimpleNamespace(
-        output_dir="", log_every=log_every, numeric=SimpleNamespace(spike_sigma=sigma), stage=SimpleNamespace(name="s")
-    )
-    return Reporter(cfg, 0, 12, is_first_rank=False)
+def console(log_every: int = 5) -> Console:
+    cfg: Any = SimpleNamespace(log_every=log_every, stage=SimpleNamespace(name="s"))
+    return Console(cfg, 0, 12)
+
+
+class Seen(StepReport):
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+
+    def step(self, row: dict[str, Any], result: StepResult) -> None:
+        self.rows.append(row)
 
 
 def test_every_record_that_a_step_lacks_has_a_row(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Those that are skipped, of which a warning is logged, and those without a label; other ranks write nothing."""
-    metrics.log().propagate = True
-    own, seen = reporter(), []
-    own.metrics, own.skipped_records = Rows(tmp_path / "metrics.jsonl"), Rows(tmp_path / "skipped_records.jsonl")
-    own.page, own.trackers = (SimpleNamespace(add=seen.append, step=seen.append) for _ in range(2))  # type: ignore[assignment]
+    """Those that are skipped, of which a warning is logged, and those without a label; while the run's folder is lost
+    nothing is written."""
+    log().propagate = True
+    seen, lost = [Seen(), Seen()], [True]
+    own = Reports([MetricsFile(tmp_path, 0), *seen, SkippedRecords(tmp_path, 0)], is_lost=lambda: lost[0])
     lacks = StepFacts(6, samples=1)
     skipped = [SkippedSample(number, f"r{number}", "image_missing", f"reason {number}", lacks) for number in (4, 9)]
     facts = StepFacts(6, samples=5, tokens=9, label_tokens=5, skipped=skipped, unlabelled=["a", "b"])
     result = StepResult(facts, 1.0, 0.1, 1.5, 1.0)
-    own(result)
-    assert seen == [] and not list(tmp_path.iterdir())
-    own.enabled = True
-    own(result)
+    own.after_step(result)
+    assert not seen[0].rows and not list(tmp_path.iterdir())
+    lost[0] = False
+    own.after_step(result)
     (row,) = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
-    assert seen == [row, row] and (row["step"], row["skipped_records"], row["unlabelled"]) == (7, 2, 2)
+    assert [each.rows for each in seen] == [[row], [row]] and (
+        row["step"],
+        row["skipped_records"],
+        row["unlabelled"],
+    ) == (7, 2, 2)
     rows = [json.loads(line) for line in (tmp_path / "skipped_records.jsonl").read_text().splitlines()]
     assert [(own["step"], own["record"], own["kind"]) for own in rows] == [
         (7, "r4", "image_missing"), (7, "r9", "image_missing"), (7, "a", "no_labels"), (7, "b", "no_labels"),
@@ -263,16 +278,16 @@ ROW: dict[str, Any] = {
 }  # fmt: skip
 
 
-def shown(caplog: pytest.LogCaptureFixture, own: Reporter, **values: Any) -> str:
+def shown(caplog: pytest.LogCaptureFixture, own: StepReport, **values: Any) -> str:
     caplog.clear()
-    metrics.log().propagate = True
-    own.show({**ROW, **values})
+    log().propagate = True
+    own.step({**ROW, **values}, result_of(4))
     return "\n".join(dict.fromkeys(caplog.messages))
 
 
 def test_a_step_is_shown_every_so_often_and_the_last(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "llava_fsdp")
-    own = reporter()
+    own = console()
     assert [step for step in range(1, 13) if shown(caplog, own, step=step)] == [5, 10, 12]
     assert "tokens/s  MFU 50.0%  lr" in shown(caplog, own, mfu=0.5, hfu=None)
     own.recent.clear()
@@ -286,7 +301,7 @@ def test_a_step_is_shown_every_so_often_and_the_last(caplog: pytest.LogCaptureFi
 
 
 def test_steps_that_train_little_are_told(caplog: pytest.LogCaptureFixture) -> None:
-    own = reporter(log_every=100)
+    own = SampleWarnings()
     assert shown(caplog, own) == "", "half of the samples have labels"
     assert shown(caplog, own, unlabelled=3) == "step 5: 3 of 4 samples have no label"
     for values in ({"label_tokens": 0}, {"grad_norm": 0.0}):
@@ -302,20 +317,20 @@ def result_of(step: int, loss: float = 1.0, **values: Any) -> StepResult:
 
 def test_what_is_unlike_the_steps_before_is_told(caplog: pytest.LogCaptureFixture) -> None:
     """A skipped step, but in fp16, where the scaler tells; a loss that stands out; and new graphs, each once."""
-    metrics.log().propagate = True
-    own = reporter()
+    log().propagate = True
+    own, compiling = LossWarnings(6.0), CompileWarnings()
     for step in range(FEWEST):
-        own.warn(result_of(step, 1.0 + step % 2))
-    own.warn(result_of(16, float("inf"), skipped=True, loss_scale=64.0))
+        own.step({}, result_of(step, 1.0 + step % 2))
+    own.step({}, result_of(16, float("inf"), skipped=True, loss_scale=64.0))
     assert not caplog.messages
-    own.warn(result_of(17, 4.51))
+    own.step({}, result_of(17, 4.51))
     assert set(caplog.messages) == {"step 18: loss 4.5100 stands out from the steps before (1.5000 +- 0.5000)"}
-    own.warn(result_of(18, 4.4, skipped=True))
+    own.step({}, result_of(18, 4.4, skipped=True))
     assert "step 19: loss 4.4, gradient norm 1.5; the weights were not updated" in caplog.messages
     caplog.clear()
     for recompiles, told in ((2, "2 graphs"), (2, None), (5, "3 graphs")):
         before = len(caplog.messages)
-        own.warn_of_compiling(result_of(20, recompiles=recompiles))
+        compiling.after_step(result_of(20, recompiles=recompiles))
         assert (len(caplog.messages) > before) is (told is not None)
         assert told is None or caplog.messages[-1].startswith(f"step 21: {told} were compiled again")
 

@@ -15,7 +15,7 @@ import torch
 from harness import RankPool, single_world
 from loaders import agreed_steps
 from small import Configure
-from steps import begin
+from steps import Calls, begin
 from tiers import slow_after
 from torch._inductor.exc import InductorError
 
@@ -34,7 +34,8 @@ from llava_fsdp.runtime.process.watchdog import BEAT, Run, Watchdog
 from llava_fsdp.train import loop
 from llava_fsdp.train import main as train
 from llava_fsdp.train.checkpoints.resume import resume
-from llava_fsdp.train.events.metrics import FEWEST, Spikes
+from llava_fsdp.train.events.run_events import RunEvents
+from llava_fsdp.train.events.step_warnings import FEWEST, Spikes
 from llava_fsdp.train.state import StepResult, TrainState
 
 TrainStep = Callable[..., StepResult]
@@ -304,11 +305,11 @@ def test_a_compiler_that_dies_of_the_stop_is_no_bug(configure: Configure, monkey
     monkeypatch.setattr(loop, "log", lambda: SimpleNamespace(info=said.append))
     monkeypatch.setattr(loop, "train_step", compiling)
     with pytest.raises(Stopped, match="SIGTERM: stopped in step 1, while it compiled"):
-        loop.fit(state, plan, cfg, lambda _: None, watchdog=watchdog)
+        loop.fit(state, plan, cfg, RunEvents(), watchdog)
     assert not said, "nothing is to be compiled"
     state.compilations = Compilations()
     with pytest.raises(CompileError, match=r"RuntimeError: g\+\+ was ended"):
-        loop.fit(state, plan, cfg, lambda _: None)
+        loop.fit(state, plan, cfg, RunEvents())
     assert len(said) == 1 and said[0].startswith("compiling the language model's blocks")
 
 
@@ -322,7 +323,7 @@ def test_a_rank_that_reports_a_step_is_behind_those_that_go_on(configure: Config
     def look() -> None:
         seen.append(Beat(0, "", 0, watchdog.step, watchdog.phase.value, 0, "", 0))
 
-    loop.fit(state, plan, cfg, lambda _: look(), look, watchdog)
+    loop.fit(state, plan, cfg, Calls(lambda _: look(), look), watchdog)
     assert [beat.place for beat in seen] == sorted({beat.place for beat in seen})
 
 

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from harness import CPU, RankPool, World
 from small import Configure, make_config
 from steps import begin
@@ -56,7 +57,7 @@ def recorded(world: World, parts: Path, dataset: Path, folder: Path) -> list[dic
     cfg = make_config(parts, dataset, folder, *PROFILE[:2], "sharding=zero3")
     folder.mkdir(exist_ok=True)
     state, plan = begin(world, cfg)
-    fit(state, plan, cfg, lambda _: None, profiler=StepProfiler(cfg, (2, 3), world.rank, world.device))
+    fit(state, plan, cfg, StepProfiler(cfg, (2, 3), world.rank, world.device))
     return times_of(folder / "profile" / f"rank-{world.rank}.trace.json.gz").steps
 
 
@@ -85,7 +86,7 @@ def test_steps_that_do_not_come_are_refused(configure: Configure, monkeypatch: p
 
 def opened(cfg: Config, done: int, total: int) -> tuple[int, int] | None:
     recorder = open_profiler(cfg, 0, CPU, done, total)
-    return (recorder.first, recorder.last) if isinstance(recorder, StepProfiler) else None
+    return None if recorder is None else (recorder.first, recorder.last)
 
 
 def test_which_steps_are_recorded(configure: Configure) -> None:
@@ -111,16 +112,22 @@ def test_a_trace_that_was_cut_short_is_said_to_be(
     )
     recorder = StepProfiler(configure(), (2, 2), 0, CPU)
     with pytest.raises(StorageError, match=r"rank-0.trace.json.gz was not written to its end .*profile=false"):
-        list(recorder.steps(iter([1, 2, 3])))
+        for number in (1, 2, 3):
+            recorder.begin(number)
     with pytest.raises(TraceError, match="holds no step"):
         times(tmp_path)
 
 
-def test_a_step_that_is_none_asks_to_stop_and_does_not_end_the_steps(configure: Configure, tmp_path: Path) -> None:
-    """A rank whose data do not come is asked between two steps, profiled or not."""
+def test_a_run_that_ends_early_writes_no_trace(
+    configure: Configure, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     recorder = StepProfiler(configure(*PROFILE[:2]), (2, 3), 0, CPU)
-    assert list(recorder.steps(iter(["first", None]))) == ["first", None]
-    assert recorder.profiler is None and not (tmp_path / "profile").exists()
+    recorder.begin_next()
+    recorder.begin_next()
+    assert torch.autograd._profiler_enabled()
+    recorder.close()
+    assert not torch.autograd._profiler_enabled() and not (tmp_path / "profile").exists()
+    assert "the run has ended before step 3" in caplog.text
 
 
 def event(name: str, cat: str, ts: float, dur: float, tid: int = 1, **args: object) -> dict:

@@ -118,22 +118,22 @@ def test_a_request_is_answered_once_and_nothing_is_saved_twice(make: Make) -> No
     controller = make(step=4)
     watchdog = controller.watchdog
     watchdog.saves = 1
-    controller.between_steps()
+    controller.before_step()
     assert saves(controller) == [], "the state that the run continued from is on the disk"
     controller.state.step = 5
-    controller.between_steps()
+    controller.before_step()
     assert saves(controller) == [], "that request was answered"
     watchdog.saves = 2
-    controller.between_steps()
-    controller.between_steps()
+    controller.before_step()
+    controller.before_step()
     assert saves(controller) == [5]
     watchdog.stop = "SIGTERM"
     with pytest.raises(Stopped, match="SIGTERM: stopped after step 5; the same command continues there") as caught:
-        controller.between_steps()
+        controller.before_step()
     assert saves(controller) == [5] and caught.value.asked_here
     controller.state.step = 6
     with pytest.raises(Stopped, match="after step 6"):
-        controller.between_steps()
+        controller.before_step()
     assert saves(controller) == [5, 6]
 
 
@@ -142,20 +142,20 @@ def test_what_another_rank_wants_is_done_here(make: Make, monkeypatch: pytest.Mo
     controller.state.step = 2
     monkeypatch.setattr(module.Votes, "agreed", lambda votes: module.Votes(stop=True))
     with pytest.raises(Stopped, match="a signal on another rank: stopped after step 2") as caught:
-        controller.between_steps()
+        controller.before_step()
     assert saves(controller) == [2] and not caught.value.asked_here
     monkeypatch.setattr(module.Votes, "agreed", lambda votes: module.Votes(failed=True))
     saver: Any = controller.saver
     saver.failed = True
     with pytest.raises(CheckpointError, match="the disk is full"):
-        controller.between_steps()
+        controller.before_step()
 
 
 def test_waiting_for_the_last_checkpoint_is_said_if_it_is_long(
     make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "llava_fsdp")
-    make().close()
+    make().on_end()
     assert not caplog.messages
     controller, said = make(), threading.Event()
     controller.state.step = 7
@@ -163,7 +163,7 @@ def test_waiting_for_the_last_checkpoint_is_said_if_it_is_long(
     heard: list[tuple[object, ...]] = []
     monkeypatch.setattr(module, "log", lambda: SimpleNamespace(info=lambda *words: heard.append(words) or said.set()))
     monkeypatch.setattr(controller, "finish", lambda: said.wait(10) or pytest.fail("nothing was said"))
-    controller.close()
+    controller.on_end()
     assert [words[-1] for words in heard] == [7]
 
 
@@ -178,11 +178,11 @@ def test_a_stop_in_the_last_step_is_one_where_an_export_is_left(
     saver: Any = controller.saver
     if stops:
         with pytest.raises(Stopped, match="the same command exports the model"):
-            controller.close()
+            controller.on_end()
     else:
-        controller.close()
+        controller.on_end()
     assert saver.is_closed and controller.saver is None
-    controller.close()
+    controller.on_end()
 
 
 @pytest.mark.parametrize(

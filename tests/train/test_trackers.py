@@ -17,8 +17,11 @@ from small import config_of, make_config
 
 from llava_fsdp.config import Config
 from llava_fsdp.runtime.errors import ConfigError
+from llava_fsdp.runtime.exit_codes import ENDINGS
+from llava_fsdp.runtime.files.status_file import Outcome, write_ending
 from llava_fsdp.train.events import trackers
-from llava_fsdp.train.events.metrics import Reporter
+from llava_fsdp.train.events.reports import Reports
+from llava_fsdp.train.events.step_report import StepReport
 from llava_fsdp.train.events.trackers import Trackers, check_installed, values_of_step, values_of_validation
 
 SECRET = "hf_abcdefghij0123456789xyz"
@@ -67,10 +70,10 @@ def test_tensorboard_files_are_read_back(cfg: Any, caplog: pytest.LogCaptureFixt
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     configured = cfg("track.tensorboard=true")
-    follow(configured, 0, 4).close()
+    follow(configured, 0, 4).end()
     second = follow(configured, 2, 5)
     second.validation({"step": 5, "loss": 1.5, "score": 0.25, "sources": {}})
-    second.close()
+    second.end()
     events = EventAccumulator(str(Path(configured.output_dir) / "tensorboard")).Reload()
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 1), (2, 2), (3, 23), (4, 24), (5, 25)]
     assert [e.value for e in events.Scalars("validation/score")] == [0.25]
@@ -91,10 +94,10 @@ def test_weights_and_biases_offline(cfg: Any, monkeypatch: pytest.MonkeyPatch, t
     for name in ("WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
         monkeypatch.setenv(name, str(tmp_path / name))
     configured = cfg("track.wandb=offline", "track.project=seen", "track.name=a b")
-    follow(configured, 0, 2).close(patience=60)
+    follow(configured, 0, 2).end(patience=60)
     second = follow(configured, 2, 4)
     second.validation({"step": 3, "loss": 1.5, "score": None, "sources": {}})
-    second.close(patience=60)
+    second.end(patience=60)
     files = sorted(Path(configured.output_dir).glob("wandb/offline-run-*/*.wandb"))
     assert len(files) >= 1 and {file.stem for file in files} == {"run-abc123"}
     steps, runs = [], []
@@ -169,7 +172,7 @@ def test_weights_and_biases_is_told_of_steps_in_order(
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     found = follow(cfg(f"track.wandb={mode}", "track.project=seen"), 2, 3)
     found.validation({"step": 3, "loss": 1.5, "score": None, "sources": {}})
-    found.close(exit_code=7)
+    found.end(exit_code=7)
     begun = wandb.begun
     assert (begun["id"], begun["project"], begun["name"], begun["mode"]) == ("abc123", "seen", "run", mode)
     assert begun["resume"] == resumes
@@ -195,7 +198,7 @@ def test_a_tracker_that_fails_leaves_the_other_one(
     monkeypatch.setattr(trackers, "TensorBoard", Unopened)
     wandb = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    follow(cfg("track.tensorboard=true", "track.wandb=offline"), 0, 2).close()
+    follow(cfg("track.tensorboard=true", "track.wandb=offline"), 0, 2).end()
     assert [step for kind, _, step in (own for own in wandb.told if own[0] == "log")] == [1, 2]
     assert [r.levelname for r in caplog.records] == ["WARNING"]
 
@@ -211,7 +214,7 @@ def test_what_a_tracker_raises_is_a_warning(
             raise RuntimeError("no room")
 
     monkeypatch.setattr(trackers, "TensorBoard", Broken)
-    follow(cfg("track.tensorboard=true"), 0, 3).close()
+    follow(cfg("track.tensorboard=true"), 0, 3).end()
     assert [r.levelname for r in caplog.records] == ["WARNING"] and "no room" in caplog.text
 
 
@@ -225,7 +228,7 @@ def test_a_tracker_that_hangs_holds_nothing_up(
     monkeypatch.setattr(trackers, "TensorBoard", Stuck)
     monkeypatch.setattr(trackers, "MOST_WAITING", 3)
     found = follow(cfg("track.tensorboard=true"), 0, 10)
-    found.close(patience=0.2)
+    found.end(patience=0.2)
     assert "3 rows behind" in caplog.text and "not finished" in caplog.text
     assert found.dropped == 7 and len(caplog.records) == 2, "each is told once"
 
@@ -235,19 +238,24 @@ def test_the_end_has_one_deadline(cfg: Any) -> None:
     found, joined = Trackers(cfg(), 0, "abc", {}, {}), []
     found.thread = SimpleNamespace(join=joined.append, is_alive=lambda: False)  # pyright: ignore[reportAttributeAccessIssue]
     found.waiting = SimpleNamespace(put=lambda row, timeout: time.sleep(0.05))  # pyright: ignore[reportAttributeAccessIssue]
-    found.close(patience=1.0)
+    found.end(patience=1.0)
     assert len(joined) == 1 and joined[0] <= 0.95
 
 
-def test_the_end_of_a_run_waits_as_long_as_it_is_told(cfg: Any) -> None:
-    reporter, given = Reporter(cfg(), 0, 1, is_first_rank=False), []
-    reporter.enabled = True
-    run = SimpleNamespace(status={"exit_code": 5})
-    reporter.page = SimpleNamespace(write=lambda: None, run=run, failed=True)  # pyright: ignore[reportAttributeAccessIssue]
-    reporter.trackers = SimpleNamespace(close=lambda code, patience: given.append((code, patience)))  # pyright: ignore[reportAttributeAccessIssue]
-    reporter.end()
-    reporter.end(trackers.HURRY)
-    assert given == [(5, trackers.PATIENCE), (5, trackers.HURRY)] and trackers.HURRY < trackers.PATIENCE
+def test_the_end_of_a_run_waits_as_long_as_it_is_told(tmp_path: Path) -> None:
+    """Every report learns the exit code that `run_status.json` has."""
+    given: list[tuple[int, float]] = []
+
+    class Noted(StepReport):
+        def end(self, exit_code: int, patience: float) -> None:
+            given.append((exit_code, patience))
+
+    write_ending(tmp_path, Outcome(ENDINGS["numeric"], "why"))
+    reports = Reports([Noted()], folder=tmp_path)
+    reports.end()
+    reports.end(trackers.HURRY)
+    code = ENDINGS["numeric"].exit_code
+    assert code and given == [(code, trackers.PATIENCE), (code, trackers.HURRY)] and trackers.HURRY < trackers.PATIENCE
 
 
 def test_without_a_wish_there_is_no_thread(cfg: Any) -> None:

@@ -37,6 +37,7 @@ from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.runtime.errors import ConfigError, DataError, Stopped
 from llava_fsdp.runtime.process.watchdog import Watchdog
 from llava_fsdp.train import main as train
+from llava_fsdp.train.events.run_events import RunEvents
 from llava_fsdp.train.events.validation import Validation
 from llava_fsdp.train.state import TrainState
 
@@ -197,18 +198,21 @@ def open_state(
     assert state.held_out is not None
     Path(cfg.output_dir).mkdir(exist_ok=True)
     state.model.train()
-    pauses = Pauses()
-    return state, Validation(state, state.held_out, cfg, 4, Watchdog(), pauses, lambda _: None, on_result)
+    return state, Validation(state, state.held_out, cfg, Watchdog(), Pauses(on_result))
 
 
-class Pauses:
+class Pauses(RunEvents):
     """Counts batches, and ends the run at one of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_result: Callable[[dict[str, Any]], None]) -> None:
         self.count = 0
         self.last = 0
+        self.on_result = on_result
 
-    def __call__(self) -> None:
+    def after_validation(self, row: dict[str, Any]) -> None:
+        self.on_result(row)
+
+    def on_pause(self) -> None:
         self.count += 1
         if self.count == self.last:
             raise Stopped("now")
@@ -225,7 +229,7 @@ def leave_nothing(world: World, cfg: Config) -> None:
     validation.measure()
     assert len(modes) > 10 and not any(modes), "it ran as in training"
     before = torch.get_rng_state()
-    validation.pause_run.last = validation.pause_run.count + 2  # type: ignore[attr-defined]
+    validation.events.last = validation.events.count + 2  # type: ignore[attr-defined]
     with pytest.raises(Stopped):
         validation.measure()
     assert torch.equal(torch.get_rng_state(), before)

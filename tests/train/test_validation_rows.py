@@ -12,6 +12,7 @@ import torch
 from llava_fsdp.config import Metric
 from llava_fsdp.runtime.files.jsonl import Rows
 from llava_fsdp.train.events import validation, validation_answers
+from llava_fsdp.train.events.run_events import RunEvents
 from llava_fsdp.train.events.validation import LossSum, Validation, as_line, as_object, row_of
 from llava_fsdp.train.events.validation_answers import Answered, AnswerGenerator
 
@@ -52,7 +53,7 @@ def test_a_validation_that_is_owed_is_done_when_a_run_continues(step: int, done:
     held: Any = SimpleNamespace(state=SimpleNamespace(step=step), done=done, measure=lambda: seen.append(step))
     held.is_due = lambda: Validation.is_due(held)
     held.cfg, held.last_step = SimpleNamespace(val=SimpleNamespace(every=3)), 7
-    Validation.catch_up(held)
+    Validation.on_start(held, held)
     assert len(seen) == measured
 
 
@@ -105,7 +106,8 @@ def test_a_validation_that_is_reported_shows_some_answers_and_their_metric(tmp_p
     passed: list[dict[str, Any]] = []
     held: Any = SimpleNamespace(
         state=SimpleNamespace(step=7), held_out=held_out, rows=Rows(tmp_path / "validation.jsonl"),
-        cfg=SimpleNamespace(val=SimpleNamespace(shown=2)), metric=SimpleNamespace(name="vqa"), on_result=passed.append,
+        cfg=SimpleNamespace(val=SimpleNamespace(shown=2)), metric=SimpleNamespace(name="vqa"),
+        events=SimpleNamespace(after_validation=passed.append),
     )  # fmt: skip
     answers = [Answered(number, f"answer {number}", score) for number, score in ((0, 1.0), (1, 0.5), (2, 0.0))]
     losses = [LossSum(6.0, 3), LossSum(1.0, 4)]
@@ -139,7 +141,7 @@ def test_losses_are_summed_by_source_and_counted_once(monkeypatch: pytest.Monkey
         device=torch.device("cpu"), prepared=lambda first, stops: iter(steps[first:]), agree=lambda step: step
     )
     held: Any = SimpleNamespace(
-        state=None, note=lambda text: None, pause=lambda: paused.append(1), watchdog=SimpleNamespace(wants_stop=bool),
+        state=None, events=RunEvents(), pause=lambda: paused.append(1), watchdog=SimpleNamespace(wants_stop=bool),
         held_out=SimpleNamespace(
             loader=loader, names=["a", "b"],
             sampler=SimpleNamespace(source=lambda number: (0, 1, 0)[number], per_epoch=3),

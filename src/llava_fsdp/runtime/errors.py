@@ -169,6 +169,13 @@ class MetricError(ConfigError):
     on_every_rank = False
 
 
+class EventError(ConfigError):
+    """Error: an observer that a program gave to a training (`events=`) has raised an exception. Raised only on the rank
+    on which that happened."""
+
+    on_every_rank = False
+
+
 class CheckpointError(LlavaFsdpError):
     """Error: a checkpoint cannot be written or read, or cannot be resumed with this configuration."""
 

@@ -2,8 +2,9 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,59 +26,67 @@ from llava_fsdp.runtime.process.heartbeat import Phase
 from llava_fsdp.runtime.process.watchdog import Watchdog
 from llava_fsdp.runtime.seeds import derive
 from llava_fsdp.runtime.text.log import log
-from llava_fsdp.train.events.gc_schedule import scheduled_gc
-from llava_fsdp.train.events.profiler import NoProfiler
+from llava_fsdp.train.events.profiler import part
+from llava_fsdp.train.events.run_events import RunEvents, RunStart
 from llava_fsdp.train.expert_sums import ExpertSums, expert_load
 from llava_fsdp.train.pipeline_step import run_pipeline
 from llava_fsdp.train.state import StepResult, TrainState
 
 Reduction = tuple[DeviceMesh, tuple[int, ...]]
 """Over which ranks a norm is reduced: a mesh, and the dimensions of the mesh."""
+END: Any = object()
+"""What comes after the last step."""
 
 
 def fit(
     state: TrainState,
     plan: ShardPlan,
     cfg: Config,
-    after_step: Callable[[StepResult], None],
-    between_steps: Callable[[], None] = lambda: None,
+    events: RunEvents,
     watchdog: Watchdog | None = None,
-    profiler: NoProfiler | None = None,
 ) -> None:
     """Train from the current step to the last one.
 
     Args:
         plan: the FSDP2 settings of the sharding strategy.
-        after_step: called on every rank with the result of each step, after the weights are updated.
-        between_steps: called on every rank when the data of the next step have arrived. If a stop was requested, it
+        events: the observers, which are told of each moment on every rank. If a stop was requested, `before_step`
             raises an error on every rank. In this case it is also called on ranks whose data have not arrived, because
             the other ranks wait for them.
         watchdog: records what this rank does, to report a hang, and whether a stop was requested.
-        profiler: records some of the steps; None: nothing is recorded.
     """
+    watchdog = watchdog or Watchdog()
+    try:
+        events.on_start(RunStart(cfg, Path(cfg.output_dir), rank_and_size()[0], state.step, state.loader.total_steps))
+        run_steps(state, plan, cfg, events, watchdog)
+        events.on_end()
+    finally:
+        events.close()
+
+
+def run_steps(state: TrainState, plan: ShardPlan, cfg: Config, events: RunEvents, watchdog: Watchdog) -> None:
+    """Run the steps of a training; see `fit` for the arguments."""
     for root in state.roots:
         root.train()
     started = time.perf_counter()
-    watchdog, profiler = watchdog or Watchdog(), profiler or NoProfiler()
     watchdog.at(Phase.DATA, state.step)
     if state.compilations is not None and state.step < state.loader.total_steps:
         log().info("compiling the language model's blocks: the first steps take much longer than those behind them")
     steps = state.loader.prepared(state.step, watchdog.wants_stop)  # kept in a variable, so that its workers stay alive
     try:
-        with explained_compiler_errors(), scheduled_gc(cfg.gc_every) as collect:
-            for step in profiler.steps(steps):
+        with explained_compiler_errors():
+            while (step := next_step(steps)) is not END:
                 waited = time.perf_counter() - started
                 watchdog.at(Phase.AGREEING)
-                between_steps()
-                assert step is not None, "between_steps raises on every rank when one of them was asked to stop"
+                events.before_step()
+                assert step is not None, "before_step raises on every rank when one of them was asked to stop"
                 watchdog.at(Phase.COMPUTE)
-                result = train_step(state, state.loader.agree(step), plan, cfg, started, watchdog, profiler)
+                result = train_step(state, state.loader.agree(step), plan, cfg, started, watchdog)
                 if state.dynamic is not None:
                     state.dynamic.after_step(result.skipped)
                 # the phase counts as progress in the next step, so that a rank that hangs here counts as late
                 watchdog.at(Phase.REPORT, state.step)
-                after_step(replace(result, data_seconds=waited))
-                collect(state.step)
+                watchdog.step_done()
+                events.after_step(replace(result, data_seconds=waited))
                 watchdog.at(Phase.DATA)
                 started = time.perf_counter()
     except (RuntimeError, CompileError) as error:
@@ -90,6 +99,12 @@ def fit(
         raise
 
 
+def next_step(steps: Iterator[Step | None]) -> Any:
+    """Wait for the data of the next step. Return them, None if a stop was requested before they came, or `END`."""
+    with part("data"):
+        return next(steps, END)
+
+
 def train_step(
     state: TrainState,
     step: Step,
@@ -97,7 +112,6 @@ def train_step(
     cfg: Config,
     started: float,
     watchdog: Watchdog | None = None,
-    profiler: NoProfiler | None = None,
 ) -> StepResult:
     """Run one optimizer step, and return its loss, gradient norm, duration and so on. If the loss or the norm of the
     gradients is not finite, the update of the weights is skipped.
@@ -107,12 +121,10 @@ def train_step(
         plan: the FSDP2 settings of the sharding strategy.
         started: time (`time.perf_counter`) at which the step began, which is when its data were requested.
         watchdog: records what this rank does, to report a hang.
-        profiler: names the parts of the step in a profile; None: nothing is recorded.
 
     Raises:
         NumericError: in fp16, gradients overflowed although the loss scale is at its minimum.
     """
-    profiler = profiler or NoProfiler()
     lr = state.learning_rate.apply(state.optimizer, state.step - state.skipped)
     scale = state.scaler.scale if state.scaler is not None else 1.0
     # Seeded anew for each step, so that a resumed run draws the same random numbers as a run without interruption.
@@ -122,10 +134,10 @@ def train_step(
     sources = SourceSums(step.facts, state.loader.device)
     experts = ExpertSums(state.routers, step.facts, cfg.model.balance_loss, state.loader.device)
     if state.pipeline is not None:
-        loss_sum = run_pipeline(state, state.pipeline, step, scale, sources, experts, profiler)
+        loss_sum = run_pipeline(state, state.pipeline, step, scale, sources, experts)
     else:
-        loss_sum = run_micro_batches(state, step, plan, scale, sources, experts, profiler)
-    with profiler.part("optimizer"):
+        loss_sum = run_micro_batches(state, step, plan, scale, sources, experts)
+    with part("optimizer"):
         line = state.pipeline.group if state.pipeline is not None else None
         norm = clip_gradients(state.masters, cfg.optim.clip, scale, line)
         # The only place in a step where the host waits for the device (except for the norm, if weights are in host
@@ -137,7 +149,7 @@ def train_step(
     is_finite = math.isfinite(grad_norm) and math.isfinite(loss)  # the same on all ranks, because both are global
     if watchdog is not None:
         watchdog.at(Phase.OPTIMIZER)
-    update_or_skip(state, is_finite, profiler)
+    update_or_skip(state, is_finite)
     state.step += 1
     state.samples += step.facts.samples
     return StepResult(
@@ -156,14 +168,13 @@ def train_step(
     )
 
 
-def update_or_skip(state: TrainState, is_finite: bool, profiler: NoProfiler) -> None:
+def update_or_skip(state: TrainState, is_finite: bool) -> None:
     """Update the weights and free the gradients, or skip the update if the loss or the gradients are not finite. In a
     skipped step, weights and moments are not changed and the learning rate schedule does not advance, but the step's
     samples count as consumed.
 
     Args:
         is_finite: whether the loss and the gradients are finite.
-        profiler: names the update in a profile.
 
     Raises:
         NumericError: in fp16, gradients overflowed although the loss scale is at its minimum.
@@ -171,7 +182,7 @@ def update_or_skip(state: TrainState, is_finite: bool, profiler: NoProfiler) -> 
     if state.scaler is not None:
         state.scaler.update(overflowed=not is_finite, step=state.step + 1)
     if is_finite:
-        with profiler.part("optimizer"):
+        with part("optimizer"):
             state.optimizer.step()
             state.masters.refresh()
         state.consecutive = 0
@@ -242,7 +253,6 @@ def run_micro_batches(
     scale: float,
     sources: SourceSums,
     experts: ExpertSums,
-    profiler: NoProfiler,
 ) -> torch.Tensor:
     """Run the forward and backward passes of a step's micro-batches, one after the other. Return this rank's part of
     the loss, float32 [].
@@ -251,19 +261,18 @@ def run_micro_batches(
         plan: the FSDP2 settings of the sharding strategy.
         scale: the loss scale.
         sources, experts: sums of the step, to which these micro-batches are added.
-        profiler: names the parts of the step in a profile.
     """
     loss_sum = torch.zeros((), device=state.loader.device)
     for number, micro in enumerate(step.micro_batches, start=1):
         begin_micro_batch(state.model, plan, is_last=number == len(step.micro_batches))
-        with profiler.part("forward"):
+        with part("forward"):
             micro = state.loader.to_device(micro)
             collector = sources.collector()
             with experts.keep() as kept:
                 loss = micro.scale * state.model(*micro.inputs, collector=collector)
             sources.add(micro, collector)
             trained_loss = experts.add(micro, kept, loss)
-        with profiler.part("backward"):
+        with part("backward"):
             (trained_loss * scale).backward()
         loss_sum += loss.detach()
     return loss_sum

@@ -5,7 +5,7 @@ step.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -34,31 +34,31 @@ from llava_fsdp.train import final_export
 from llava_fsdp.train.checkpoints.replica_check import check_replicas
 from llava_fsdp.train.checkpoints.resume import continues, recorded_dtype, resume
 from llava_fsdp.train.events.answer_metric import ScoreFunction, choose_metric
+from llava_fsdp.train.events.event_order import Observed, open_events
 from llava_fsdp.train.events.live_page import rewrite_page
-from llava_fsdp.train.events.metrics import Reporter, storage_errors
-from llava_fsdp.train.events.profiler import open_profiler
-from llava_fsdp.train.events.save_and_stop import RunController, open_saver
+from llava_fsdp.train.events.metrics import storage_errors
+from llava_fsdp.train.events.reports import Reports
+from llava_fsdp.train.events.run_events import RunEvents, check_own_events
 from llava_fsdp.train.events.trackers import HURRY
-from llava_fsdp.train.events.validation import open_validation
 from llava_fsdp.train.loop import fit
 from llava_fsdp.train.setup.build_model import build_model
 from llava_fsdp.train.setup.build_state import build_state, open_data
 from llava_fsdp.train.setup.dry_run import dry_run
 from llava_fsdp.train.setup.preflight import check_run, find_parts_of_run, with_template
 from llava_fsdp.train.setup.same_software import check_same_software
-from llava_fsdp.train.state import StepResult, TrainState
+from llava_fsdp.train.state import TrainState
 
 
 @dataclass
 class RunParts(Run):
-    """The parts of a training (state, reporter of metrics, ...) that the watchdog, which detects hangs, uses while it
+    """The parts of a training (state, reports, ...) that the watchdog, which detects hangs, uses while it
     runs, and that are used when the process ends. A part is None until it is built."""
 
     folder: Path = Path()
     dir_lock: RunDirLock | None = None
     count_collectives: Callable[[], int] = int
     state: TrainState | None = None
-    reporter: Reporter | None = None
+    reports: Reports | None = None
 
     def check_folder(self) -> None:
         if self.dir_lock is not None:
@@ -71,19 +71,25 @@ class RunParts(Run):
         return self.state.loader.status.describe_step(self.state.step) if self.state is not None else ""
 
     def report_end(self) -> None:
-        if self.reporter is not None:
-            self.reporter.end(HURRY)
+        if self.reports is not None:
+            self.reports.end(HURRY)
         elif ranks.own_rank() == 0:
             rewrite_page(self.folder)
 
 
-def train(cfg: Config, parts: RunParts | None = None, metric: ScoreFunction | None = None) -> None:
+def train(
+    cfg: Config,
+    parts: RunParts | None = None,
+    metric: ScoreFunction | None = None,
+    events: Sequence[RunEvents] = (),
+) -> None:
     """Run a training, from its configuration to its export.
 
     Args:
         metric: function that scores answers of a validation in place of `val.metric`; None: `val.metric` is used.
-        parts: gets the state, the reporter of metrics and others as they are built, for a caller that needs them when
-            the process ends; None: the caller does not need them.
+        parts: gets the state, the reports and others as they are built, for a caller that needs them when the process
+            ends; None: the caller does not need them.
+        events: observers of the program that trains, which come after those of the trainer.
     """
     parts = parts or RunParts()
     if cfg.dry_run is not None:
@@ -92,6 +98,7 @@ def train(cfg: Config, parts: RunParts | None = None, metric: ScoreFunction | No
         raise ConfigError("format=json is for dry_run=N; a training writes metrics.jsonl into output_dir")
     check_run(cfg)
     answer_metric = choose_metric(cfg, metric)
+    check_own_events(events)
     folder, rank = Path(cfg.output_dir), ranks.own_rank()
     parts.folder = folder
     with (
@@ -122,37 +129,11 @@ def train(cfg: Config, parts: RunParts | None = None, metric: ScoreFunction | No
         elif resumed:
             log().info("continuing after step %d of %d", state.step, last_step)
         write_config(cfg, world)
-        folder_of_adapters = final_export.in_checkpoints(state, cfg)
-        saver = open_saver(state, cfg, resumed, folder_of_adapters) if state.step < last_step else None
-        left_out = state.loader.steps.records.left_out()
-        reporter = parts.reporter = Reporter(
-            cfg, state.step, last_step, world.is_first, left_out, state.utilization, state.run, state.about
-        )
-
-        profiler = open_profiler(cfg, world.rank, world.device, state.step, last_step)
-        controller = RunController(state, saver, cfg, last_step, watchdog, parts.dir_lock)
-        validation = open_validation(
-            state, cfg, answer_metric, last_step, watchdog, controller.between_steps, reporter.note, reporter.validated
-        )
-        first_step = state.step
-
-        def after_step(result: StepResult) -> None:
-            watchdog.step_done()
-            if controller.folder_change() is None:  # nothing is written to a folder that may belong to another run now
-                reporter(result)
-            controller.after_step(result)
-            if state.step == first_step + 1:  # weights are loaded and kernels compiled, so that steps are short now
-                ranks.set_timeout(meshes, cfg.comm.timeout)
-                watchdog.limit = cfg.comm.timeout
-            if validation is not None and validation.is_due():
-                validation.measure()
-
+        seen = Observed(cfg, state, world, meshes, watchdog, parts.dir_lock)
+        observers = open_events(seen, answer_metric, resumed, events)
+        parts.reports, controller = observers.reports, observers.controller
         with watchdog.steps():
-            if validation is not None:
-                validation.catch_up()
-            fit(state, plan, cfg, after_step, controller.between_steps, watchdog, profiler)
-            controller.close()
-        reporter.close()
+            fit(state, plan, cfg, observers.all, watchdog)
         watchdog.at(Phase.EXPORT)
         with controller.lost_folder_explained():
             if cfg.export.enabled and not final_export.is_current(state, cfg):

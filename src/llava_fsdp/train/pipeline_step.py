@@ -11,7 +11,7 @@ from torch import nn
 
 from llava_fsdp.data.batching.batch import MicroBatch, Step
 from llava_fsdp.model.llava import Llava
-from llava_fsdp.train.events.profiler import NoProfiler
+from llava_fsdp.train.events.profiler import part
 from llava_fsdp.train.state import TrainState
 
 if TYPE_CHECKING:
@@ -30,20 +30,17 @@ class TrainingWork:
         scale: float,
         sources: SourceSums,
         experts: ExpertSums,
-        profiler: NoProfiler,
     ):
         """Begin a step.
 
         Args:
             scale: the loss scale.
             sources, experts: sums of the step, to which these micro-batches are added.
-            profiler: names the parts of the step in a profile.
         """
         self.loader = state.loader
         self.micro_batches = micro_batches
         self.scale = scale
         self.sources, self.experts = sources, experts
-        self.profiler = profiler
         self.loss_sum = torch.zeros((), device=state.loader.device)
         """Sum of the losses; 0 without the last stage."""
         self.keys: dict[tuple[nn.Module, int], tuple[torch.Tensor | None, torch.Tensor | None]] = {}
@@ -51,7 +48,7 @@ class TrainingWork:
 
     def forward(self, stage: nn.Module, number: int, hidden: torch.Tensor | None) -> torch.Tensor:
         assert isinstance(stage, Llava)
-        with self.profiler.part("forward"):
+        with part("forward"):
             micro = to_device(self.loader, stage, self.micro_batches[number])
             collector = self.sources.collector() if stage.is_last else None
             with self.experts.keep() as kept:
@@ -136,7 +133,6 @@ def run_pipeline(
     scale: float,
     sources: SourceSums,
     experts: ExpertSums,
-    profiler: NoProfiler,
 ) -> torch.Tensor:
     """Run the forward and backward passes of a step's micro-batches. Return this rank's part of the loss, float32 [],
     which is 0 without the last stage. Collective: all ranks must call it.
@@ -145,9 +141,8 @@ def run_pipeline(
         pipeline: this rank's stages.
         scale: the loss scale.
         sources, experts: sums of the step, to which these micro-batches are added.
-        profiler: names the parts of the step in a profile.
     """
-    work = TrainingWork(state, step.micro_batches, scale, sources, experts, profiler)
+    work = TrainingWork(state, step.micro_batches, scale, sources, experts)
     pipeline.run(work, [shape_of(micro) for micro in step.micro_batches])
     return work.loss_sum
 

@@ -50,8 +50,8 @@ def run(metric: "ScoreFunction | None" = None) -> None:
     def on_exit(folder: Path, outcome: Outcome) -> dict[str, Any] | None:
         first = write_ending(folder, outcome)
         with log_write_errors(folder / REPORT_FILE):
-            if parts is not None and parts.reporter is not None:
-                parts.reporter.end()
+            if parts is not None and parts.reports is not None:
+                parts.reports.end()
             elif env_rank() == 0:
                 from llava_fsdp.train.events.live_page import rewrite_page
 

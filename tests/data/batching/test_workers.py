@@ -15,6 +15,7 @@ from harness import single_world
 from loaders import agreed_steps
 from PIL import Image
 from small import make_config
+from steps import Calls
 from test_loader import open_loader
 from tiers import slow_after
 from torch.utils.data import _utils
@@ -216,5 +217,5 @@ def test_a_death_in_training_is_told_with_its_record(parts: Path, dataset: Path,
     record = state.loader.steps.records[state.loader.steps.sampler.samples(2)[1]]
     state.loader.steps.encoder = Trapped(state.loader.steps.encoder, die, record.id)
     with pytest.raises(WorkerError) as caught:
-        fit(state, plan, cfg, after_step=lambda _: time.sleep(60))
+        fit(state, plan, cfg, Calls(lambda _: time.sleep(60)))
     assert record.where in str(caught.value)

@@ -20,7 +20,8 @@ from llava_fsdp.data.text.encode import truncate
 from llava_fsdp.prepare import main as prepare
 from llava_fsdp.runtime.files.jsonl import Rows
 from llava_fsdp.runtime.text.terminal_text import OBEYED
-from llava_fsdp.train.events import metrics
+from llava_fsdp.train.events.lost_rows import SKIPPED_FILE
+from llava_fsdp.train.events.skipped_records import SkippedRecords
 
 
 def test_the_report_counts_what_is_there(parts: Path, dataset: Path, tmp_path: Path) -> None:
@@ -177,19 +178,18 @@ def test_as_a_user_runs_it(parts: Path, tmp_path: Path) -> None:
     assert wrong.returncode == 2 and "data.path=gone.json is not a file" in wrong.stderr and not wrong.stdout
 
 
-def test_what_is_left_out_is_listed_once(parts: Path, dataset: Path, tmp_path: Path) -> None:
+def test_what_is_left_out_is_listed_once(tmp_path: Path) -> None:
     """As of step 0, before what later steps leave out, however often the run goes on."""
-    cfg = make_config(parts, dataset, tmp_path)
     listed = [{"record": "a", "kind": "url", "reason": "b"}]
-    path = tmp_path / metrics.SKIPPED_FILE
-    metrics.Reporter(cfg, 0, 4, True, listed)
+    path = tmp_path / SKIPPED_FILE
+    SkippedRecords(tmp_path, 0, listed)
     assert path.read_text() == '{"step": 0, "record": "a", "kind": "url", "reason": "b"}\n'
     rows = Rows(path)
     rows.add({"step": 1, "record": "c"})
     rows.add({"step": 3, "record": "d"})
-    metrics.Reporter(cfg, 2, 4, True, listed)
+    SkippedRecords(tmp_path, 2, listed)
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1]
-    metrics.Reporter(cfg, 0, 4, True)
+    SkippedRecords(tmp_path, 0)
     assert not path.exists()
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from llava_fsdp.config import Config, Metric
 from llava_fsdp.evaluate.benchmarks.scoring import exact_match, vqa_accuracy
 from llava_fsdp.runtime.errors import ConfigError, MetricError
+from llava_fsdp.train.events.run_events import describe
 
 ScoreFunction = Callable[[str, str, str], float]
 """Type of a function that scores an answer: (question without image tags, the model's answer, the record's answer) ->
@@ -54,15 +55,6 @@ class AnswerMetric:
             shown = repr(value)[:200]
             raise MetricError(f"{asked} is {shown}; it must be a number from 0 to 1").about(record=record)
         return float(value)
-
-
-def describe(error: BaseException) -> str:
-    """Return an error as text: its type and message, and the file and line of the function that raised it."""
-    place = error.__traceback__
-    while place is not None and place.tb_next is not None:
-        place = place.tb_next
-    where = "" if place is None else f", {place.tb_frame.f_code.co_filename}:{place.tb_lineno}"
-    return f"{type(error).__name__}: {str(error)[:500]}{where}"
 
 
 def choose_metric(cfg: Config, own: ScoreFunction | None) -> AnswerMetric:

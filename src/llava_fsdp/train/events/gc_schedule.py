@@ -5,32 +5,31 @@ all other ranks would wait for this rank in the next collective (torchtitan, too
 """
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+
+from llava_fsdp.train.events.run_events import RunEvents, RunStart
+from llava_fsdp.train.state import StepResult
 
 
-@contextmanager
-def scheduled_gc(every: int | None) -> Iterator[Callable[[int], None]]:
-    """Context manager in which Python's garbage collector runs every `every` training steps instead of automatically.
-    The oldest generation of objects, which includes the model, is not collected. With `every=None`, automatic
-    collection stays on.
+class GarbageCollection(RunEvents):
+    """Runs Python's garbage collector every `every` training steps instead of automatically. The oldest generation of
+    objects, which includes the model, is not collected. With `every=None`, automatic collection stays on."""
 
-    Yields:
-        A function to call after each step with the number of finished steps.
-    """
-    if every is None:
-        yield lambda finished: None
-        return
+    def __init__(self, every: int | None):
+        self.every = every
+        self.was_enabled = False
+        """Whether automatic collection was on before the first step; False before it."""
 
-    def collect(finished: int) -> None:
-        if finished % every == 0:
+    def on_start(self, run: RunStart) -> None:
+        if self.every is None:
+            return
+        self.was_enabled = gc.isenabled()
+        gc.collect()  # free the objects that are left from building the model
+        gc.disable()
+
+    def after_step(self, result: StepResult) -> None:
+        if self.every is not None and (result.facts.step + 1) % self.every == 0:
             gc.collect(1)
 
-    was_enabled = gc.isenabled()
-    gc.collect()  # free the objects that are left from building the model
-    gc.disable()
-    try:
-        yield collect
-    finally:
-        if was_enabled:
+    def close(self) -> None:
+        if self.was_enabled:
             gc.enable()

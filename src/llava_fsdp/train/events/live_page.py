@@ -38,6 +38,8 @@ from llava_fsdp.runtime.files.status_file import read_status
 from llava_fsdp.runtime.process.process_end import end_with
 from llava_fsdp.runtime.text.log import log
 from llava_fsdp.runtime.text.redact import redact_values, secrets_of
+from llava_fsdp.train.events.step_report import StepReport
+from llava_fsdp.train.state import StepResult
 
 PAUSE = 10
 """Minimum number of seconds between two versions of the page."""
@@ -47,7 +49,7 @@ PATIENCE = 2
 """Seconds that the end of a run waits for such a process, which is asked to end, before it kills the process."""
 
 
-class LivePage:
+class LivePage(StepReport):
     """Collects the curves of a training and writes its HTML page `report.html`: itself when the run begins and ends,
     and by a process of its own after steps, so seldom that these processes take at most a hundredth of a core's time.
 
@@ -81,7 +83,7 @@ class LivePage:
             return  # the files of a finished run are not changed
         replace_lines(self.run.folder / STARTS_FILE, map(json.dumps, self.run.starts))
 
-    def add(self, row: dict[str, Any]) -> None:
+    def step(self, row: dict[str, Any], result: StepResult | None = None) -> None:
         """Add the metrics of a step, a row of `metrics.jsonl`, to the training's curves. If the page `report.html` is
         due, start a process that writes it."""
         try:
@@ -121,6 +123,11 @@ class LivePage:
             put_page(self.path, report_page(self.run, thumbnail), self.run.folder)
         except Exception as error:
             self.warn(error)
+
+    def end(self, exit_code: int, patience: float) -> None:
+        self.write()
+        if not self.failed:
+            log().info("report: %s", self.path)
 
     def end_process(self) -> None:
         """End the process that writes the page, if there is one, so that it cannot replace a later version."""

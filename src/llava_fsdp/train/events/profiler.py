@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch.autograd.profiler import record_function
@@ -19,8 +16,9 @@ from llava_fsdp.report.profile_trace import RANGE, TraceError, times_of
 from llava_fsdp.runtime.errors import StorageError
 from llava_fsdp.runtime.files.os_errors import why
 from llava_fsdp.runtime.text.log import log
+from llava_fsdp.train.events.run_events import RunEvents, RunStart
+from llava_fsdp.train.state import StepResult
 
-T = TypeVar("T")
 FOLDER = "profile"
 LATE = 12
 """Number of the last step that is profiled by default; the first step of this process has the number 1."""
@@ -28,22 +26,15 @@ MOST_ENTRIES = 200_000
 """Maximum number of allocations that CUDA's memory history records, which is enough for a few steps."""
 
 
-class NoProfiler:
-    """A profiler of training steps that records nothing, with the interface of `StepProfiler`."""
-
-    def steps(self, steps: Iterator[T]) -> Iterator[T]:
-        """Yield the training steps `steps` unchanged, and profile none of them."""
-        return steps
-
-    def part(self, name: str) -> AbstractContextManager[object]:
-        """Return a context manager for a part of a training step, such as `forward`; `name` is its name in the profile.
-        This profiler records nothing."""
-        return nullcontext()
+def part(name: str) -> AbstractContextManager[object]:
+    """Return a context manager for a part of a training step, such as `forward`, which names it in a profile. It does
+    nothing while no profiler of torch runs."""
+    return record_function(RANGE + name) if torch.autograd._profiler_enabled() else nullcontext()
 
 
-class StepProfiler(NoProfiler):
+class StepProfiler(RunEvents):
     """Profiles a range of training steps, and writes the results after the last step of the range. The first step of
-    this process has the number 1."""
+    this process has the number 1. The profile of a step includes the time of waiting for the step's data."""
 
     def __init__(self, cfg: Config, steps: tuple[int, int], rank: int, device: torch.device):
         self.first, self.last = steps
@@ -51,29 +42,26 @@ class StepProfiler(NoProfiler):
         self.rank = rank
         self.on_cuda = device.type == "cuda"
         self.profiler: profile | None = None
+        self.number = 0
+        """Number of the step that has begun last."""
 
-    def steps(self, steps: Iterator[T]) -> Iterator[T]:
-        """Yield the training steps `steps` unchanged, and profile those in the range. The profile of a step includes
-        the time of waiting for the step's data."""
-        try:
-            for number in itertools.count(1):
-                self.begin(number)
-                try:
-                    with self.part("data"):
-                        step = next(steps)
-                except StopIteration:
-                    return
-                yield step
-        finally:
-            if self.profiler is not None:  # the run has ended before the last step of the range: no trace is written
-                log().warning("profile=true: the run has ended before step %d of this start", self.last)
-                self.profiler.stop()
-                self.profiler = None
-                if self.on_cuda:
-                    torch.cuda.memory._record_memory_history(enabled=None)
+    def on_start(self, run: RunStart) -> None:
+        self.begin_next()
 
-    def part(self, name: str) -> AbstractContextManager[object]:
-        return nullcontext() if self.profiler is None else record_function(RANGE + name)
+    def after_step(self, result: StepResult) -> None:
+        self.begin_next()
+
+    def close(self) -> None:
+        if self.profiler is not None:  # the run has ended before the last step of the range: no trace is written
+            log().warning("profile=true: the run has ended before step %d of this start", self.last)
+            self.profiler.stop()
+            self.profiler = None
+            if self.on_cuda:
+                torch.cuda.memory._record_memory_history(enabled=None)
+
+    def begin_next(self) -> None:
+        self.number += 1
+        self.begin(self.number)
 
     def begin(self, number: int) -> None:
         """Start or advance the profiler before step `number` (the first of this process is 1), or write its results
@@ -119,16 +107,16 @@ class StepProfiler(NoProfiler):
             log().info("profile: %s; the trace beside it opens in https://ui.perfetto.dev", os.fspath(page))
 
 
-def open_profiler(cfg: Config, rank: int, device: torch.device, done: int, total: int) -> NoProfiler:
-    """Create the profiler of a training that has finished `done` of `total` steps. It records nothing if the setting
-    `profile` is false or if there are too few steps left.
+def open_profiler(cfg: Config, rank: int, device: torch.device, done: int, total: int) -> StepProfiler | None:
+    """Create the profiler of a training that has finished `done` of `total` steps. None: nothing is recorded, because
+    the setting `profile` is false or there are too few steps left.
 
     Args:
         rank: this rank's number, for the names of the files.
     """
     left = total - done
     if not cfg.profile or left <= 0:
-        return NoProfiler()
+        return None
     if cfg.profile_steps is None:
         return StepProfiler(cfg, usual_steps(left), rank, device)
     first, last = cfg.profile_steps
@@ -137,7 +125,7 @@ def open_profiler(cfg: Config, rank: int, device: torch.device, done: int, total
             "profile_steps=%s: this start has %d steps to do, and they are counted from its first; nothing is recorded",
             cfg.profile_steps, left,
         )  # fmt: skip
-        return NoProfiler()
+        return None
     return StepProfiler(cfg, (first, last), rank, device)
 
 

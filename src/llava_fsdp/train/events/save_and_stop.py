@@ -23,6 +23,7 @@ from llava_fsdp.runtime.process.watchdog import Watchdog
 from llava_fsdp.runtime.text.log import log
 from llava_fsdp.train.checkpoints.checkpoint_contents import facts_of, tensors
 from llava_fsdp.train.checkpoints.replica_check import check_replicas
+from llava_fsdp.train.events.run_events import RunEvents
 from llava_fsdp.train.optimizer import prepare_moments
 from llava_fsdp.train.state import StepResult, TrainState
 
@@ -32,7 +33,7 @@ SLOW = 5.0
 """Seconds of waiting for the last checkpoint after which a message says so."""
 
 
-class RunController:
+class RunController(RunEvents):
     """Saves the state of a training when a checkpoint is due or requested, and ends the run on request. While updates
     of the weights are skipped, a checkpoint that is due is postponed."""
 
@@ -84,9 +85,9 @@ class RunController:
         if self.is_save_due and (not state.consecutive or state.step == self.last_step):
             self.save()
 
-    def between_steps(self) -> None:
-        """Between two training steps, save or stop if this was requested on any rank, or stop if the run's folder is
-        lost. Collective: all ranks must call it.
+    def before_step(self) -> None:
+        """Between two training steps, or two batches of a validation, save or stop if this was requested on any rank,
+        or stop if the run's folder is lost. Collective: all ranks must call it.
 
         Raises:
             Stopped: a stop was requested. The state is on disk, unless saving failed and `checkpoint.on_save_error` is
@@ -97,7 +98,7 @@ class RunController:
             stop=self.watchdog.wants_stop(),
             save=self.watchdog.wants_save(),
             failed=self.saver is not None and self.saver.failed,
-            lost=self.folder_change() is not None,
+            lost=self.is_lost(),
         ).agreed()
         if votes.lost:
             self.stop_if_lost()
@@ -109,6 +110,9 @@ class RunController:
             self.finish()
             where = "continues there" if self.is_kept else "continues from the checkpoint before, as this one failed"
             raise self.stopped(f"stopped after step {self.state.step}; the same command {where}")
+
+    def on_pause(self) -> None:
+        self.before_step()
 
     def stopped(self, what: str) -> Stopped:
         """Return the exception with which the training stops on request. Its message says who requested it and then
@@ -134,7 +138,7 @@ class RunController:
             with self.lost_folder_explained():
                 self.saver.raise_if_failed()
 
-    def close(self) -> None:
+    def on_end(self) -> None:
         """Wait, after the last training step, until the last checkpoint is on disk.
 
         Raises:
@@ -145,7 +149,7 @@ class RunController:
             return
         with said_if_slow("waiting until the checkpoint of step %d is on disk", self.state.step):
             self.finish()
-        if Votes(lost=self.folder_change() is not None).agreed().lost:
+        if Votes(lost=self.is_lost()).agreed().lost:
             self.stop_if_lost()
         self.saver.close()
         lost, self.saver = self.saver.forgiven, None
@@ -161,6 +165,10 @@ class RunController:
         """Return what happened to the run's folder if it is lost (deleted, moved or replaced), else None. On ranks
         other than rank 0 always return None, without a collective."""
         return self.dir_lock.check_folder() if self.dir_lock is not None else None
+
+    def is_lost(self) -> bool:
+        """Return whether the run's folder is known to be lost, so that nothing may be written at its path."""
+        return self.folder_change() is not None
 
     @contextlib.contextmanager
     def lost_folder_explained(self) -> Iterator[None]:

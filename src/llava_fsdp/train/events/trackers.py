@@ -20,6 +20,8 @@ from llava_fsdp.config.command_line.tree import dotted, written
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.text.log import log
 from llava_fsdp.runtime.text.redact import redact, redact_values, secrets_of
+from llava_fsdp.train.events.step_report import StepReport
+from llava_fsdp.train.state import StepResult
 
 FOLDER = "tensorboard"
 MOST_WAITING = 20_000
@@ -76,7 +78,7 @@ def values_of_validation(row: dict[str, Any]) -> dict[str, float]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-class Trackers:
+class Trackers(StepReport):
     """The enabled trackers (TensorBoard, Weights & Biases), and the thread that sends metrics to them."""
 
     def __init__(self, cfg: Config, first_step: int, run: str, about: dict[str, Any], values: dict[str, Any]):
@@ -102,7 +104,7 @@ class Trackers:
         self.exit_code = 0
         self.dropped = 0
 
-    def step(self, row: dict[str, Any]) -> None:
+    def step(self, row: dict[str, Any], result: StepResult | None = None) -> None:
         self.put(row["step"], values_of_step(row))
 
     def validation(self, row: dict[str, Any]) -> None:
@@ -126,7 +128,7 @@ class Trackers:
                 )
 
     def work(self) -> None:
-        """Open the trackers (TensorBoard, Weights & Biases), log the queued values until `close` ends the queue, and
+        """Open the trackers (TensorBoard, Weights & Biases), log the queued values until `end` ends the queue, and
         close the trackers. Runs in a thread of its own."""
         opened: list[TensorBoard | WeightsAndBiases] = []
         with logged_errors("TensorBoard cannot log this run"):
@@ -143,7 +145,7 @@ class Trackers:
             with logged_errors(f"{type(tracker).__name__} was not closed"):
                 tracker.close(self.exit_code)
 
-    def close(self, exit_code: int = 0, patience: float = PATIENCE) -> None:
+    def end(self, exit_code: int = 0, patience: float = PATIENCE) -> None:
         """Wait at most `patience` seconds until the queued values are logged and the trackers (TensorBoard, Weights &
         Biases) are closed. `exit_code` is the training's exit code, which Weights & Biases shows."""
         if self.thread is None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,10 +30,11 @@ from llava_fsdp.runtime.process.watchdog import Watchdog
 from llava_fsdp.runtime.text.log import log
 from llava_fsdp.train.events.answer_metric import AnswerMetric, choose_metric
 from llava_fsdp.train.events.metrics import drop_later_rows, finite, rows_of, storage_errors
+from llava_fsdp.train.events.run_events import RunEvents, RunStart
 from llava_fsdp.train.events.validation_answers import Answered, AnswerGenerator
 from llava_fsdp.train.loop import summed
 from llava_fsdp.train.pipeline_step import PipelinedModel, evaluate
-from llava_fsdp.train.state import TrainState
+from llava_fsdp.train.state import StepResult, TrainState
 
 TITLES = {Metric.exact.value: "exact match", Metric.vqa.value: "VQA accuracy"}
 """Value of `val.metric` -> its name in a line of text."""
@@ -56,7 +56,7 @@ class LossSum:
         return {"loss": finite(mean), "label_tokens": self.label_tokens}
 
 
-class Validation:
+class Validation(RunEvents):
     """Validates the model in training after the steps at which a validation is due. Rank 0 writes the results."""
 
     def __init__(
@@ -64,33 +64,26 @@ class Validation:
         state: TrainState,
         held_out: HeldOut,
         cfg: Config,
-        last_step: int,
         watchdog: Watchdog,
-        pause: Callable[[], None],
-        note: Callable[[str], None],
-        on_result: Callable[[dict[str, Any]], None],
+        events: RunEvents,
         metric: AnswerMetric | None = None,
     ):
         """Prepare the validation of a training.
 
         Args:
             held_out: the validation data.
-            last_step: number of the run's last step.
             watchdog: knows whether this rank was requested to stop, and is told what the rank does.
-            pause: called by all ranks between two batches. It saves or stops the run if this was requested on any rank.
-            note: function that shows a text about the progress.
-            on_result: called on rank 0 with the results of each validation, a row of `validation.jsonl`.
+            events: learns of pauses, in which the run is saved or stopped if this was requested on any rank, of the
+                progress, and of the results.
             metric: scores the answers; None: `val.metric`.
         """
         self.state = state
         self.held_out = held_out
         self.cfg = cfg
         self.metric = metric or choose_metric(cfg, None)
-        self.last_step = last_step
+        self.last_step = state.loader.total_steps
         self.watchdog = watchdog
-        self.note = note
-        self.on_result = on_result
-        self.pause_run = pause
+        self.events = events
         self.rows = Rows(Path(cfg.output_dir) / VALIDATION_FILE)
         model = state.model if state.pipeline is None else PipelinedModel(state.model, state.pipeline)
         self.generator = AnswerGenerator(model, held_out, cfg, watchdog.wants_stop, self.pause, self.metric)
@@ -111,17 +104,21 @@ class Validation:
         step, every = self.state.step, self.cfg.val.every
         return every is not None and step > 0 and (step % every == 0 or step >= self.last_step)
 
-    def catch_up(self) -> None:
+    def on_start(self, run: RunStart) -> None:
         """Run the validation after the current training step, if it is due and the run stopped before it was finished.
         Collective: all ranks must call it."""
         if self.is_due() and not self.done:
             log().info("the validation of step %d is still to be done", self.state.step)
             self.measure()
 
+    def after_step(self, result: StepResult) -> None:
+        if self.is_due():
+            self.measure()
+
     def pause(self) -> None:
         """Save or stop the run, between two batches of a validation, if this was requested on any rank. Collective: all
         ranks must call it."""
-        self.pause_run()
+        self.events.on_pause()
         self.watchdog.at(Phase.VALIDATION, self.state.step)
 
     def measure(self) -> None:
@@ -164,7 +161,7 @@ class Validation:
             labels[source] += step.facts.label_tokens
             for left_out in step.facts.skipped if own_rank() == 0 else ():
                 log().warning("the validation is done without %s", left_out.reason)
-            self.note(f"validating: {number + 1} of {sampler.per_epoch}")
+            self.events.on_progress(f"validating: {number + 1} of {sampler.per_epoch}")
         return [
             LossSum(total, count)
             for total, count in zip(summed(sums / self.cfg.parallel.tensor).tolist(), labels, strict=True)
@@ -182,7 +179,7 @@ class Validation:
         row["metric"] = self.metric.name if questions else None
         row["answers"] = choose_answers(answered, self.cfg.val.shown)
         self.rows.add(row)
-        self.on_result(row)
+        self.events.after_validation(row)
         log().info("%s", as_line(row))
         if row["loss"] is None:
             log().warning("validation after step %d: the loss is no number", self.state.step)
@@ -247,22 +244,16 @@ def as_line(row: dict[str, Any]) -> str:
 def open_validation(
     state: TrainState,
     cfg: Config,
-    metric: AnswerMetric,
-    last_step: int,
     watchdog: Watchdog,
-    pause: Callable[[], None],
-    note: Callable[[str], None],
-    on_result: Callable[[dict[str, Any]], None],
+    events: RunEvents,
+    metric: AnswerMetric,
 ) -> Validation | None:
     """Create the validation of a training; None with `val.every=null`.
 
     Args:
-        metric: scores the answers.
-        last_step: number of the run's last step.
         watchdog: knows whether this rank was requested to stop, and is told what the rank does.
-        pause: called by all ranks between two batches. It saves or stops the run if this was requested on any rank.
-        note: function that shows a text about the progress.
-        on_result: called on rank 0 with the results of each validation, a row of `validation.jsonl`.
+        events: learns of pauses, of the progress and of the results.
+        metric: scores the answers.
 
     Raises:
         ConfigError: the model cannot generate answers.
@@ -274,4 +265,4 @@ def open_validation(
         if cfg.val.is_named and own_rank() == 0:
             log().warning("held-out records are given, but with val.every=null they are not used; set val.every=STEPS")
         return None
-    return Validation(state, state.held_out, cfg, last_step, watchdog, pause, note, on_result, metric)
+    return Validation(state, state.held_out, cfg, watchdog, events, metric)

@@ -1,0 +1,84 @@
+"""The observers of a training, in the order in which each moment reaches them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from llava_fsdp.config import Config
+from llava_fsdp.parallel.ranks.mesh import Meshes, World
+from llava_fsdp.runtime.files.run_dir_watch import RunDirLock
+from llava_fsdp.runtime.process.watchdog import Watchdog
+from llava_fsdp.train import final_export
+from llava_fsdp.train.events.answer_metric import AnswerMetric
+from llava_fsdp.train.events.gc_schedule import GarbageCollection
+from llava_fsdp.train.events.profiler import open_profiler
+from llava_fsdp.train.events.reports import Reports, open_reports
+from llava_fsdp.train.events.run_events import EventList, OwnEvent, RunEvents
+from llava_fsdp.train.events.save_and_stop import RunController, open_saver
+from llava_fsdp.train.events.step_warnings import CompileWarnings
+from llava_fsdp.train.events.timeouts import Timeouts
+from llava_fsdp.train.events.validation import open_validation
+from llava_fsdp.train.state import TrainState
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What the observers of a training are made of."""
+
+    cfg: Config
+    state: TrainState
+    """The state after it was resumed; its step is the one at which this start of the run begins."""
+    world: World
+    meshes: Meshes
+    watchdog: Watchdog
+    dir_lock: RunDirLock | None
+    """On rank 0 the lock on the run's folder; None on other ranks."""
+
+
+@dataclass(frozen=True)
+class TrainingEvents:
+    """The observers of a training, and those that are needed by name."""
+
+    all: EventList
+    controller: RunController
+    reports: Reports
+
+
+def open_events(
+    seen: Observed, metric: AnswerMetric, resumed: Path | None, own: Sequence[RunEvents] = ()
+) -> TrainingEvents:
+    """Make the observers of a training. Collective: all ranks must call it.
+
+    Args:
+        metric: scores the answers of validations.
+        resumed: folder of the verified checkpoint from which the run continues; None if it begins at step 0.
+        own: observers of the program that trains.
+
+    Raises:
+        CheckpointError: the disk has no room for a checkpoint, or the folder is not writable.
+        ConfigError: the model cannot generate answers.
+        StorageError: output_dir cannot be written.
+    """
+    cfg, state, world = seen.cfg, seen.state, seen.world
+    last_step = state.loader.total_steps
+    adapters = final_export.in_checkpoints(state, cfg)
+    saver = open_saver(state, cfg, resumed, adapters) if state.step < last_step else None
+    controller = RunController(state, saver, cfg, last_step, seen.watchdog, seen.dir_lock)
+    reports = open_reports(state, cfg, controller.is_lost) if world.is_first else Reports()
+    events = EventList()
+    ordered = [
+        CompileWarnings(),
+        reports,  # before the controller: a step that ends the run, by its loss or a full disk, has its row
+        controller,  # before all that takes long: a step is saved first, and a request to stop is answered first
+        Timeouts(seen.meshes, cfg.comm.timeout, seen.watchdog),  # behind the first save, which may take long
+        # behind the save, so that a run that stops while it validates has the step's checkpoint, and validates later
+        open_validation(state, cfg, seen.watchdog, events, metric),
+        *map(OwnEvent, own),  # behind ours: their errors cost no row, checkpoint or validation of the step
+        GarbageCollection(cfg.gc_every),  # behind all that makes garbage
+        # last: the next step's profile begins here, without what was done after the step before
+        open_profiler(cfg, world.rank, world.device, state.step, last_step),
+    ]
+    events.events = [event for event in ordered if event is not None]
+    return TrainingEvents(events, controller, reports)

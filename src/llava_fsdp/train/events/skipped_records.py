@@ -1,0 +1,58 @@
+"""List the records of a dataset that a training leaves out, in `skipped_records.jsonl`."""
+
+import itertools
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from llava_fsdp.runtime.files.jsonl import Rows, replace_lines
+from llava_fsdp.runtime.text.log import log
+from llava_fsdp.train.events.lost_rows import SKIPPED_FILE
+from llava_fsdp.train.events.metrics import rows_of, storage_errors
+from llava_fsdp.train.events.step_report import StepReport
+from llava_fsdp.train.state import StepResult
+
+
+class SkippedRecords(StepReport):
+    """Adds the records that a step lacks, and those that have no label, to `skipped_records.jsonl`, and logs a warning
+    of each that is skipped."""
+
+    def __init__(self, folder: Path, first_step: int, left_out: Iterable[dict[str, Any]] = ()):
+        """Begin the file anew.
+
+        Args:
+            folder: the run's folder.
+            first_step: number of steps that were finished when this start of the run began; later rows are dropped.
+            left_out: records that were skipped before training, each with the keys record, kind and reason. They are
+                listed with step 0.
+        """
+        self.rows = Rows(folder / SKIPPED_FILE)
+        with storage_errors(folder):
+            begin_skipped_records(self.rows.path, first_step, left_out)
+
+    def step(self, row: dict[str, Any], result: StepResult) -> None:
+        for sample in result.facts.skipped:
+            skipped = {"step": row["step"], "record": sample.record, "kind": sample.kind, "reason": sample.reason}
+            self.rows.add(skipped)
+            log().warning("step %d is trained without %s", row["step"], sample.reason)
+        for where in result.facts.unlabelled:
+            self.rows.add({"step": row["step"], "record": where, "kind": "no_labels", "reason": "no label"})
+
+    def on_end(self) -> None:
+        self.rows.close()
+
+
+def begin_skipped_records(path: Path, step: int, left_out: Iterable[dict[str, Any]]) -> None:
+    """Write the JSON Lines file of skipped records (records of the dataset that could not be used) anew, from its
+    present rows and those of records that were skipped before training.
+
+    Args:
+        step: present rows of later steps are dropped, because a resumed run repeats these steps.
+        left_out: the records that were skipped before training, which become the first rows, with step 0.
+    """
+    before = (json.dumps({"step": 0, **row}) for row in left_out)
+    later = rows_of(path, range(1, step + 1)) if path.is_file() else []
+    replace_lines(path, itertools.chain(before, later))
+    if not path.stat().st_size:
+        path.unlink()

@@ -1,0 +1,113 @@
+"""Warn of steps that are unlike those before: compilations, skipped updates, spikes of the loss, idle experts, and
+samples without labels."""
+
+import math
+import statistics
+from collections import deque
+from typing import Any
+
+from llava_fsdp.runtime.text.log import log
+from llava_fsdp.train.events.run_events import RunEvents
+from llava_fsdp.train.events.step_report import StepReport
+from llava_fsdp.train.state import StepResult
+
+WINDOW = 128
+"""Maximum number of preceding losses with which a loss is compared to decide whether it is a spike."""
+FEWEST = 16
+"""Minimum number of preceding losses that are needed to decide whether a loss is a spike."""
+MOST_IDLE = 0.5
+"""Share of idle experts above which a step counts as collapsed."""
+COLLAPSED_STEPS = 50
+"""Number of consecutive collapsed steps after which a warning is logged."""
+
+
+class CompileWarnings(RunEvents):
+    """Warns, on every rank, if torch.compile compiled graphs again. Any rank may do so, and all ranks wait for it."""
+
+    def __init__(self) -> None:
+        self.recompiles = 0
+
+    def after_step(self, result: StepResult) -> None:
+        if result.recompiles > self.recompiles:
+            log().warning(
+                "step %d: %d graphs were compiled again, which should happen only in the first steps "
+                "(TORCH_LOGS=recompiles shows why; compile=false turns compilation off)",
+                result.facts.step + 1, result.recompiles - self.recompiles,
+            )  # fmt: skip
+        self.recompiles = result.recompiles
+
+
+class ExpertWarnings(StepReport):
+    """Warns once if most experts have been idle for many steps."""
+
+    def __init__(self) -> None:
+        self.collapsed_steps = 0
+        """Number of collapsed steps up to the last one, without a gap."""
+
+    def step(self, row: dict[str, Any], result: StepResult) -> None:
+        load = result.expert_load
+        self.collapsed_steps = self.collapsed_steps + 1 if load is not None and load.experts_idle > MOST_IDLE else 0
+        if self.collapsed_steps == COLLAPSED_STEPS:
+            log().warning(
+                "step %d: for %d steps more than half of the experts have had less than a tenth of an equal share of "
+                "the tokens (experts_idle in metrics.jsonl); a larger model.balance_loss spreads the tokens",
+                result.facts.step + 1, COLLAPSED_STEPS,
+            )  # fmt: skip
+
+
+class LossWarnings(StepReport):
+    """Warns if the update of the weights was skipped, or if the loss is far above the preceding ones."""
+
+    def __init__(self, sigma: float | None):
+        """Begin without preceding losses.
+
+        Args:
+            sigma: number of standard deviations above the mean from which a loss stands out; None: none does.
+        """
+        self.spikes = Spikes(sigma)
+
+    def step(self, row: dict[str, Any], result: StepResult) -> None:
+        step = result.facts.step + 1
+        if result.skipped and result.loss_scale is None:
+            log().warning(
+                "step %d: loss %s, gradient norm %s; the weights were not updated",
+                step, result.loss, result.grad_norm,
+            )  # fmt: skip
+        elif (before := self.spikes.stands_out(result.loss)) is not None:
+            log().warning(
+                "step %d: loss %.4f stands out from the steps before (%.4f +- %.4f)", step, result.loss, *before
+            )
+
+
+class SampleWarnings(StepReport):
+    """Warns of a step that has trained nothing, or most of whose samples have no label."""
+
+    def step(self, row: dict[str, Any], result: StepResult) -> None:
+        if row["label_tokens"] == 0 or row["grad_norm"] == 0:
+            log().warning(
+                "step %d has trained nothing: %d samples, %d label tokens, gradient norm %g (%d samples truncated at "
+                "data.max_length, %d skipped); see data.max_length, data.template and model.train",
+                *(row[k] for k in ("step", "samples", "label_tokens", "grad_norm", "truncated", "skipped_records")),
+            )
+        elif 2 * row["unlabelled"] > row["samples"]:
+            log().warning("step %d: %d of %d samples have no label", row["step"], row["unlabelled"], row["samples"])
+
+
+class Spikes:
+    """Finds losses of a training that are far above the preceding ones."""
+
+    def __init__(self, sigma: float | None):
+        self.sigma = sigma
+        self.losses: deque[float] = deque(maxlen=WINDOW)
+
+    def stands_out(self, loss: float) -> tuple[float, float] | None:
+        """Return the mean and the standard deviation of the preceding losses if `loss` is far above them (by more than
+        `self.sigma` standard deviations), else None. Then count `loss` as a preceding loss, so that losses which stay
+        high are reported only for a while."""
+        found = None
+        if self.sigma is not None and math.isfinite(loss):
+            if len(self.losses) >= FEWEST:
+                mean, deviation = statistics.fmean(self.losses), statistics.pstdev(self.losses)
+                found = (mean, deviation) if loss > mean + self.sigma * deviation else None
+            self.losses.append(loss)
+        return found
