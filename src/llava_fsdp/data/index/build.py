@@ -68,21 +68,20 @@ LOCK = "lock"
 SILENT = 5.0
 """Number of seconds after which waiting for another process that holds the lock is logged."""
 DECODED_AT_MOST = 1_000_000
-"""Greatest number of images of a dataset that `data.examine=auto` decodes completely, which takes more than an hour on
-one core. If a dataset has more, it decodes a sample of them."""
+"""Number of images up to which `data.examine=auto` decodes all, which takes more than an hour on one core. Of more, it
+decodes a sample."""
 CHUNKS = {"records": 8192, "pictures": 1024, "encoded": 1024}
-"""For each pass over the dataset, the number of records that are processed as one chunk, which takes a few seconds."""
+"""For each pass over the dataset, the number of records in one chunk, which takes a few seconds."""
 EXAMINED = "examined"
-"""Key of `done.json`, in the folder of the columns about images, for the fields of `Examined`."""
+"""Key for the fields of `Examined` in `done.json`, in the folder of the columns about images."""
 ENCODED_FORMAT = 3
-"""Version of the columns about tokens. It is increased whenever the same encoder gives other values for a record (3:
-answers that are not learnt)."""
+"""Version of the columns about tokens, increased whenever the same encoder gives other values (3: answers that are not
+learnt)."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What the index (a folder of arrays) of a dataset is made from (dataset, encoder, image reader), and the number of
-    worker processes that make it."""
+    """What the index of a dataset is made from, and the number of worker processes that make it."""
 
     cfg: DataConfig
     encoder: Encoder
@@ -91,7 +90,6 @@ class Plan:
 
     @property
     def cache(self) -> CacheFolder:
-        """Folder on a local disk that caches byte ranges of remote files."""
         return CacheFolder(self.cfg.cache_folder / "images", self.cfg.cache_gb)
 
     @property
@@ -103,18 +101,14 @@ class Plan:
 
     @property
     def sized_by_records(self) -> ImageTokens | None:
-        """With `data.examine=lazy`, what computes the tokens of images, if their number depends on the images' sizes:
-        the records must give these then. None otherwise."""
+        """With `data.examine=lazy`, the rule for the tokens of images if they depend on sizes, which the records must
+        give then."""
         tokens = self.reader.tokens
         return tokens if self.cfg.examine is Examine.lazy and tokens.needs_size(1) else None
 
     def settled(self, records: Path) -> "Plan":
-        """Return this plan with `data.examine=auto` replaced by `decode` or `sample`, depending on the number of images
-        of the dataset.
-
-        Args:
-            records: folder of arrays about the records, from which the number of images is read.
-        """
+        """Return this plan with `data.examine=auto` replaced by `decode` or `sample`, by the number of images in the
+        columns in `records`."""
         if self.cfg.examine is not Examine.auto:
             return self
         images = int(open_column(records, "first_picture")[-1])
@@ -123,38 +117,34 @@ class Plan:
 
     @property
     def records_name(self) -> str:
-        """Name of the folder of arrays about the records in the dataset's index. They depend on whether videos are
-        read."""
+        """Name of the folder of columns about records, which depend on whether videos are read."""
         return "records" if self.reader.sampling is None else "records-videos"
 
     @property
     def whole_encoder(self) -> Encoder:
-        """The encoder of records, changed to truncate those that are too long. Whether they are skipped or stop the run
-        is decided whenever the dataset is opened."""
+        """The encoder, set to truncate long records. Opening the dataset decides whether they are skipped or stop the
+        run."""
         encoder = self.encoder
         return replace(encoder, too_long=TooLong.truncate) if isinstance(encoder, ExactEncoder) else encoder
 
 
 @dataclass(frozen=True)
 class Index:
-    """The opened index of a dataset: folders of arrays with one value per record or image, and counts of what is lost
-    by truncation."""
+    """The opened index of a dataset."""
 
     folder: Path
     """Folder of the whole index, with a subfolder for each state of the dataset's files."""
     store: RecordStore
     records: Path
-    """Folder of the columns about records."""
     pictures: Path
-    """Folder of the columns about images."""
     encoded: Path
-    """Folder of the columns about tokens."""
+    """Folder of the columns about tokens; `records` and `pictures` likewise for records and images."""
     limits: list[int]
-    """Maximum lengths in tokens for which it was counted how much truncation loses."""
+    """Maximum lengths in tokens for which the loss by truncation was counted."""
     losses: np.ndarray
     """Counts of what truncation at each maximum length loses, int64 [data sources, limits, LOSSES]."""
     examined: Examined | None = None
-    """With `data.examine=sample` or `lazy`, how many images were decoded; else None, because all were opened."""
+    """With `data.examine=sample` or `lazy`, how many images were decoded; None: all were opened."""
     unread_keys: dict[str, dict[str, int]] = field(default_factory=dict)
     """{data source: {key of its records that is not read and could change what is learnt: number of records}}."""
 
@@ -162,20 +152,18 @@ class Index:
         return len(self.store)
 
     def flags(self, begin: int, end: int) -> np.ndarray:
-        """Return the problems of the records with numbers in [begin, end), one bit for each kind of problem
-        (`problems.BITS`), uint32 [end - begin]."""
+        """Return the problems of the records begin to end - 1 as bits (`problems.BITS`), uint32 [end - begin]."""
         parts = [open_column(f, "flags")[begin:end] for f in (self.records, self.pictures, self.encoded)]
         return parts[0] | parts[1] | parts[2]
 
     def blocks(self) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield the problems of all records of the dataset, one bit for each kind of problem, in blocks: pairs (number
-        of the block's first record, uint32 [block])."""
+        """Yield the problems of all records in blocks: (number of the block's first record, uint32 [block])."""
         for begin in range(0, len(self), BLOCK):
             yield begin, self.flags(begin, begin + BLOCK)
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Yield all problems of the dataset's records as dicts with record (number), id, kind and reason: first those
-        found when reading records, then duplicate ids, problems of images, and problems of token counts."""
+        """Yield the problems as dicts with record (number), id, kind and reason: first those found when reading
+        records, then duplicate ids, problems of images, and problems of token counts."""
         for path in (self.records / ROWS, self.records / DUPLICATES, self.pictures / ROWS, self.encoded / ROWS):
             yield from read_rows(path.with_suffix(".jsonl"))
 
@@ -184,12 +172,9 @@ CHUNKS_FOLDER, ROWS_FOLDER = "chunks", "rows"
 
 
 def open_index(plan: Plan, watch: Watch, look_again: bool = False, since: str | None = None) -> Index:
-    """Open the index (a folder of arrays and JSON files with what is known about each record) of a dataset. If it is
-    missing or incomplete, make or complete it first.
+    """Open the index of a dataset. If it is missing or incomplete, make or complete it first.
 
     Args:
-        plan: the dataset, the encoder and the image reader from which the index is made.
-        watch: function that starts a progress bar.
         look_again: whether to read the files of records and every bad image again, because they may have been fixed.
         since: a text that `last_look` returned earlier. If it has changed, another process has examined all bad images
             since then, and they are not examined here.
@@ -230,8 +215,7 @@ def open_index(plan: Plan, watch: Watch, look_again: bool = False, since: str | 
 
 
 def is_foreign(error: OSError, folder: Path) -> bool:
-    """Return whether an OSError is about a file that is not in `folder`, which has the index (a folder of arrays) of a
-    dataset."""
+    """Return whether an OSError is about a file outside `folder`."""
     if not isinstance(error.filename, (str, bytes)):
         return False
     path, own = os.path.abspath(os.fsdecode(error.filename)), os.path.abspath(folder)
@@ -243,29 +227,19 @@ def look_file(plan: Plan) -> Path:
 
 
 def last_look(plan: Plan) -> str:
-    """Return a text that changes whenever a process has examined all bad images of a dataset again.
-
-    Args:
-        plan: the configured dataset, its encoder and its image reader.
-    """
+    """Return a text that changes whenever a process has examined all bad images of a dataset again."""
     path = look_file(plan)
     return path.read_text(errors="replace") if path.is_file() else ""
 
 
 def note_look(plan: Plan) -> None:
-    """Note in a file that all bad images of a dataset have been examined; this changes the text that `last_look`
-    returns.
-
-    Args:
-        plan: the configured dataset, its encoder and its image reader.
-    """
+    """Change the text that `last_look` returns, because all bad images have been examined."""
     look_file(plan).write_text(secrets.token_hex(8))
 
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Context manager that holds a lock on the file `path`, and waits for it first. The system releases the lock if
-    this process dies."""
+    """Hold a lock on the file `path`; wait for it first. The system releases it if this process dies."""
     with path.open("w") as file:
         until = time.monotonic() + SILENT
         while True:
@@ -282,14 +256,8 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def find(plan: Plan, sources: list[DataSource], folder: Path) -> Index | None:
-    """Open the existing index (a folder of arrays) of a dataset. Return None if there is no complete index for the
-    present sizes and modification times of its files.
-
-    Args:
-        plan: the dataset, the encoder and the image reader from which the index is made.
-        sources: the data sources of the dataset, with their files of records.
-        folder: folder of the index.
-    """
+    """Open the index if it is complete for the present sizes and modification times of the dataset's files; else return
+    None."""
     known = read_known(folder).get(stamp(sources, plan.cfg.max_record_bytes))
     if known is None:
         return None
@@ -327,16 +295,8 @@ def opened(plan: Plan, folder: Path, state: Path, pictures: Path, encoded: Path)
 
 
 def build(plan: Plan, sources: list[DataSource], folder: Path, watch: Watch, look_again: bool) -> Index:
-    """Make all missing parts of the index (a folder of arrays) of a dataset and open it. The caller must hold the lock
-    of the index.
-
-    Args:
-        plan: the dataset, the encoder and the image reader from which the index is made.
-        sources: the data sources of the dataset, with their files of records.
-        folder: folder of the index.
-        watch: function that starts a progress bar.
-        look_again: whether to read the files of records and every bad image again, because they may have been fixed.
-    """
+    """Make all missing parts of the index and open it. The caller must hold its lock. See `open_index` for
+    `look_again`."""
     most = plan.cfg.max_record_bytes
     begun = stamp(sources, most)
     known = find_state(sources, folder, most, watch, look_again)
@@ -372,26 +332,19 @@ def build(plan: Plan, sources: list[DataSource], folder: Path, watch: Watch, loo
 
 
 def is_part(name: str) -> bool:
-    """Return whether a folder with this name is a complete part of the index (a folder of arrays) of a dataset."""
     return name in ("texts", "records", "records-videos") or (
         name.startswith(("pictures-", "encoded-")) and not name.endswith((".parts", ".tmp"))
     )
 
 
 def chunk_parts(folder: Path) -> list[Path]:
-    """Return the paths in a dataset's index (a folder of arrays) that were each made from a single file of records."""
+    """Return the paths in the index that were each made from a single file of records."""
     return [*folder.glob(f"{CHUNKS_FOLDER}/*/*"), *folder.glob(f"{ROWS_FOLDER}/*")]
 
 
 def undo(folder: Path, state: Path, before: set[Path]) -> None:
-    """Delete the parts of a dataset's index (a folder of arrays) that were made while files of records changed. They
-    may be wrong, and would be taken for valid if the files changed back.
-
-    Args:
-        folder: folder of the whole index.
-        state: its subfolder for the present content of the files.
-        before: the parts that existed before; they are not deleted.
-    """
+    """Delete all parts of the index except `before`: those made while files of records changed. They may be wrong, and
+    would be taken for valid if the files changed back."""
     for path in {*state.iterdir(), *chunk_parts(folder)} - before:
         clear(path) if path.is_dir() else path.unlink(missing_ok=True)
 
@@ -401,13 +354,7 @@ def write_record_texts(files: list[SourceFile], keys: list[str], plan: Plan, wat
     compressed text files, and copy remote ones. A local text file is used itself.
 
     Args:
-        files: all files of records of the dataset.
         keys: for each file, a text that changes with its path and content; the folder for its text file is named by it.
-        plan: the configured dataset, its encoder and its image reader.
-        watch: function that starts a progress bar.
-
-    Returns:
-        The text file for each file of records.
     """
     folders = [plan.cfg.index_folder / ROWS_FOLDER / key for key in keys]
     data_files = open_data_files(files, None)
@@ -440,8 +387,8 @@ def write_record_texts(files: list[SourceFile], keys: list[str], plan: Plan, wat
 
 P = TypeVar("P", bound=Pass)
 Finish = Callable[[P, Sequence[Path], Path], dict[str, Any]]
-"""Function (pass over the dataset, files with the results of its chunks, folder of its joined columns) -> facts to
-store in `done.json`. It may add files to the folder."""
+"""Function (pass, files with the results of its chunks, folder of its joined columns) -> facts for `done.json`. It may
+add files to the folder."""
 
 
 def make(
@@ -454,19 +401,11 @@ def make(
     finish: Finish[P],
     left_out: Collection[str] = (),
 ) -> None:
-    """Run a pass over the dataset (a computation for each record) and write its result folder, unless the folder
-    exists.
+    """Run a pass and write its result folder `target`, unless that exists.
 
     Args:
-        task: the pass, which computes one chunk of consecutive records at a time.
         chunks: folder for the results of single chunks. They are kept, so that only new files are examined when files
             are added to the dataset.
-        target: the result folder.
-        workers: number of worker processes.
-        watch: function that starts a progress bar.
-        label: name of the pass for the progress bar.
-        finish: called with the pass, the files with the results of its chunks, and the folder of the joined results;
-            may add files to the folder, and returns JSON values to store in its `done.json`.
         left_out: names of columns that are not joined, because only `finish` needs them.
     """
     if target.is_dir():
@@ -494,40 +433,25 @@ def pictures_name(plan: Plan) -> str:
 
 
 def encoded_name(plan: Plan, pictures: Path) -> str:
-    """Return the name of a folder in a dataset's index (a folder of arrays): the one with the numbers of tokens of the
-    records. It changes with the encoder, the image reader and `pictures`.
-
-    Args:
-        plan: the dataset, the encoder and the image reader from which the index is made.
-        pictures: the folder of the arrays about images.
-    """
+    """Return the name of the folder with the numbers of tokens, which changes with encoder, image reader and
+    `pictures`."""
     return f"encoded-{short(encoding_of(plan), pictures.name)}"
 
 
 def encoding_of(plan: Plan) -> str:
-    """Return a checksum of all settings on which the numbers of tokens of records depend.
-
-    Args:
-        plan: the configured dataset, its encoder and its image reader.
-    """
+    """Return a checksum of all settings on which the numbers of tokens depend."""
     reader = plan.reader
     places = reader.fingerprint, reader.tokens.aspect.value, reader.pixels.value
     return short(ENCODED_FORMAT, plan.encoder.fingerprint, places)
 
 
 def chunks_of(plan: Plan, name: str) -> Path:
-    """Return the folder, in a dataset's index (a folder of arrays), for the results of a pass over the dataset (a
-    computation for each record), one file per chunk of consecutive records.
-
-    Args:
-        plan: the dataset, the encoder and the image reader from which the index is made.
-        name: name of the pass.
-    """
+    """Return the folder for the results of the chunks of the pass `name`."""
     return plan.cfg.index_folder / CHUNKS_FOLDER / name
 
 
 def newest(folder: Path) -> Path | None:
-    """Return the one of the folders named `folder`.N with the greatest number N; None if there is no such folder."""
+    """Return the folder named `folder`.N with the greatest number N; None if there is none."""
     versions = [p for p in folder.parent.glob(f"{folder.name}.*") if p.suffix[1:].isdigit()]
     return max(versions, key=lambda p: int(p.suffix[1:]), default=None)
 
@@ -536,9 +460,6 @@ def examine_pictures(plan: Plan, state: Path, watch: Watch, look_again: bool) ->
     """Examine the images of a dataset, unless this has been done, and return the folder of the result.
 
     Args:
-        plan: the configured dataset, its encoder and its image reader.
-        state: folder for the results with the present content of the dataset's files.
-        watch: function that starts a progress bar.
         look_again: whether to examine bad images again. Chunks of records with an image that was fixed are then
             computed anew.
     """
@@ -569,13 +490,7 @@ def examine_pictures(plan: Plan, state: Path, watch: Watch, look_again: bool) ->
 
 
 def count_examined(task: ExaminePictures, _: Sequence[Path], staged: Path) -> dict[str, Any]:
-    """Return how many images of a dataset were decoded, as JSON values to store; empty except with
-    `data.examine=sample` or `lazy`.
-
-    Args:
-        task: the pass over the dataset that examined the images.
-        staged: folder of the arrays that it has made.
-    """
+    """Return how many images were decoded, as JSON values; empty except with `data.examine=sample` or `lazy`."""
     digests = open_column(staged, "digest")
     if task.how not in (Examine.sample, Examine.lazy) or not len(digests):
         return {}
@@ -584,13 +499,8 @@ def count_examined(task: ExaminePictures, _: Sequence[Path], staged: Path) -> di
 
 
 def fixed_chunks(task: ExaminePictures, folder: Path) -> list[int]:
-    """Examine the bad images of a dataset again, and return the numbers of the chunks (consecutive records that are
-    examined together) with a record whose problems have changed.
-
-    Args:
-        task: the pass over the dataset that examines images.
-        folder: folder of the arrays that it has made before.
-    """
+    """Examine the bad images again. Return the numbers of the chunks with a record whose problems are not those in
+    `folder`."""
     flags = open_column(folder, "flags")
     fixed = {
         task.chunk_of(number)
@@ -601,12 +511,7 @@ def fixed_chunks(task: ExaminePictures, folder: Path) -> list[int]:
 
 
 def encoded_facts(task: EncodeRecords, chunks: Sequence[Path], _: Path) -> dict[str, Any]:
-    """Add up what truncation loses in each data source of a dataset, and return the sums as JSON values to store.
-
-    Args:
-        task: the pass over the dataset that counted tokens.
-        chunks: the file with the results of each chunk of consecutive records.
-    """
+    """Return what truncation loses in each data source, summed over its chunks, as JSON values."""
     shape = len(task.limits), len(LOSSES)
     losses = np.zeros((len(task.store.sources), *shape), dtype=np.int64)
     for chunk, first in zip(chunks, task.file_begins, strict=True):

@@ -19,18 +19,18 @@ from llava_fsdp.data.records.record import Record
 
 
 class Records:
-    """Sequence of the records of a dataset that are trained on, and columns (lengths, labels, ...): arrays with one
-    value for each of them. A record is parsed when it is accessed.
+    """The records of a dataset that are trained on, each parsed when it is accessed, and columns with a value for each.
 
-    The columns are memory-mapped files. If records are skipped, a copy of each column without their values is written
-    to disk when the column is first used.
+    Arguments and columns count the records that are trained on, unless they say otherwise. The columns are
+    memory-mapped files. If records are skipped, a copy of each column without their values is written to disk when the
+    column is first used.
     """
 
     def __init__(self, index: Index, labels: Parity, too_long: TooLong):
         self.index = index
         self.dropping = [kind for kind in Kind if not is_kept(kind, labels, too_long)]
         self.counts: dict[Kind, int] = dict.fromkeys(Kind, 0)
-        """Number of records of the dataset with each kind of problem."""
+        """Number of all records with each kind of problem."""
         self.out = 0
         """Number of records that are skipped because something is wrong with them."""
         self.long = 0
@@ -41,13 +41,11 @@ class Records:
         """Folder of the columns without the skipped records."""
         count = self._count()
         self.numbers = None if count == len(index) else self._shared("numbers", count, np.dtype(np.int64), self._choose)
-        """Number in the index of each record that is trained on, int64; None if all records of the index are trained
-        on."""
+        """Number of each record in the index, int64; None if all records are trained on."""
         self._sizes = PictureSizes(index.records, index.pictures)
 
     def _count(self) -> int:
-        """Count the records of the dataset with each kind of problem and those that are skipped; return the number of
-        records to train on."""
+        """Count the records with each kind of problem and the skipped ones; return the number of those to train on."""
         dropping = mask(*self.dropping)
         long = dropping & BITS[Kind.too_long]
         wrong = dropping & ~long
@@ -63,15 +61,13 @@ class Records:
         return kept
 
     def _choose(self) -> Iterator[np.ndarray]:
-        """Yield the numbers of the records to train on, counted among all records of the dataset, in blocks, int64
-        [block]."""
+        """Yield the numbers in the index of the records to train on, in blocks, int64 [block]."""
         dropping = mask(*self.dropping)
         for begin, flags in self.index.blocks():
             yield np.flatnonzero((flags & dropping) == 0) + begin
 
     def _blocks(self) -> Iterator[np.ndarray]:
-        """Yield the array `numbers` in blocks, int64 [block]: for each record that is trained on, its number among all
-        records of the dataset."""
+        """Yield the array `numbers` in blocks, int64 [block]."""
         assert self.numbers is not None
         for begin in range(0, len(self.numbers), BLOCK):
             yield self.numbers[begin : begin + BLOCK]
@@ -83,8 +79,7 @@ class Records:
         return len(self.index) if self.numbers is None else len(self.numbers)
 
     def at(self, number: int) -> int:
-        """Return the number of a record among all records of the dataset, skipped ones included, given its number among
-        those that are trained on."""
+        """Return a record's number in the index."""
         return number if self.numbers is None else int(self.numbers[number])
 
     def __getitem__(self, number: int) -> Record:
@@ -92,12 +87,7 @@ class Records:
         return self._sizes.put(self.index.store.record(at), at)
 
     def is_decoded(self, number: int, position: int) -> bool:
-        """Return whether an image was decoded, and was good, before training.
-
-        Args:
-            number: number of the record among those that are trained on.
-            position: index of the image in the record.
-        """
+        """Return whether a record's image with index `position` was decoded, and was good, before training."""
         return bool(self._digests[self._sizes.first[self.at(number)] + position])
 
     @cached_property
@@ -108,8 +98,7 @@ class Records:
         """Begin to download the images of records that are in remote files or folders.
 
         Args:
-            numbers: numbers of the records among those that are trained on.
-            names: for each of these numbers, the names of the images to download; None: all images.
+            names: for each record, the names of the images to download; None: all images.
         """
         places = [self.at(number) for number in sorted(numbers)]
         if names is None:
@@ -118,8 +107,7 @@ class Records:
         self.index.store.fetch_ahead(places, lambda number, name, place: place if name in wanted[number] else None)
 
     def where(self, number: int) -> str:
-        """Return the name of a record for messages, whether or not it can be parsed, given its number among the records
-        that are trained on."""
+        """Return the name of a record for messages, whether or not it can be parsed."""
         return self.index.store.name(self.at(number))
 
     def column(self, folder: Path, name: str) -> np.ndarray:
@@ -130,33 +118,33 @@ class Records:
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """Number of tokens of each record that is trained on, after truncation, int32 [records]."""
+        """Number of tokens after truncation, int32 [records]."""
         return self.column(self.index.encoded, "length")
 
     @cached_property
     def labels(self) -> np.ndarray:
-        """Number of label tokens of each record that is trained on, after truncation, int32 [records]."""
+        """Number of label tokens after truncation, int32 [records]."""
         return self.column(self.index.encoded, "labels")
 
     @cached_property
     def images(self) -> np.ndarray:
-        """Number of images of each record that is trained on, after truncation, int32 [records]."""
+        """Number of images after truncation, int32 [records]."""
         return self.column(self.index.encoded, "images")
 
     @cached_property
     def pictures(self) -> np.ndarray:
-        """Number of images of each record that is trained on, before truncation, int32 [records]."""
+        """Number of images before truncation, int32 [records]."""
         return self.column(self.index.records, "pictures")
 
     @cached_property
     def tiles(self) -> np.ndarray:
-        """Number of image tiles of each record that is trained on, after truncation, int32 [records]."""
+        """Number of image tiles after truncation, int32 [records]."""
         return self.column(self.index.encoded, "tiles")
 
     @cached_property
     def image_tokens(self) -> np.ndarray | None:
-        """Number of image tokens of each record that is trained on, after truncation, int32 [records]; None if the
-        dataset was examined by a version that did not count them."""
+        """Number of image tokens after truncation, int32 [records]; None if the dataset was examined by a version that
+        did not count them."""
         is_counted = (self.index.encoded / "image_tokens.npy").is_file()
         return self.column(self.index.encoded, "image_tokens") if is_counted else None
 
@@ -170,8 +158,7 @@ class Records:
 
     @cached_property
     def words(self) -> np.ndarray:
-        """Number of words of all messages of each record that is trained on, negative without an image, int32
-        [records]."""
+        """Number of words of all messages, negative without an image, int32 [records]."""
         return self.column(self.index.records, "words")
 
     @cached_property
@@ -193,8 +180,7 @@ class Records:
         return digest.hexdigest()[:32]
 
     def left_out(self) -> Iterator[dict[str, Any]]:
-        """Yield each problem of each skipped record as a dict with the record's name, the kind of problem and the
-        reason."""
+        """Yield each problem of each skipped record as a dict with the record's name, the kind and the reason."""
         for row in self.index.rows():
             if row["kind"] in self.dropping:
                 where = self.index.store.name(row["record"])

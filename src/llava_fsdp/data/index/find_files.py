@@ -19,7 +19,7 @@ from llava_fsdp.data.records.record import COMPRESSED_TARS, LINES, PARQUET, TAR
 from llava_fsdp.runtime.errors import ConfigError
 
 SUFFIXES = (".json", *LINES, PARQUET, TAR, *GZIP, *ZSTD, *COMPRESSED_TARS)
-"""Endings of the names of files of records; in a folder, other files are ignored."""
+"""Endings of the names of files of records; other files of a folder are ignored."""
 HUB_METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 """Names of files that describe a dataset of the Hugging Face hub."""
 OTHER_SPLIT = re.compile(r"(^|[/._-])(test|val|valid|validation|dev|eval)([/._-]|$)", re.IGNORECASE)
@@ -29,12 +29,12 @@ INDEX = ".index"
 
 
 def find_files(value: str, key: str) -> list[str | RemoteFile]:
-    """Return the files of records (JSON, Parquet, tar) that a setting names. Local files are returned as paths.
+    """Return the files of records that a setting names; local ones as paths.
 
     Args:
-        value: value of the setting: a file, a folder, in which all files of records are found, a pattern with `*`, `?`,
-            `[...]` or `**`, a URL, or a list of these (see `paths_in`). The files of a folder or pattern are sorted
-            by the bytes of their names.
+        value: a file, a folder, in which all files of records are found, a pattern with `*`, `?`, `[...]` or `**`, a
+            URL, or a list of these (see `paths_in`). The files of a folder or pattern are sorted by the bytes of their
+            names.
         key: name of the setting, for messages.
 
     Raises:
@@ -74,12 +74,7 @@ def find_files(value: str, key: str) -> list[str | RemoteFile]:
 
 def check_form(path: str, key: str) -> None:
     """Raise ConfigError if a path is an address `file:`, or what `save_to_disk` of Hugging Face datasets writes: a
-    folder with files `.arrow` and without files of records, or such a file.
-
-    Args:
-        path: a path that a setting names.
-        key: name of the setting, for messages.
-    """
+    folder with files `.arrow` and without files of records, or such a file."""
     if path[:5].lower() == "file:":
         raise ConfigError(f"{key}={path} is an address; give the path: {unquote(urlsplit(path).path)}")
     if os.path.isdir(path) and in_folder(Path(path)):
@@ -96,12 +91,8 @@ def check_form(path: str, key: str) -> None:
 
 
 def find_images(value: str, key: str) -> str:
-    """Return the folder of images that a setting names: a local path as it is, or a URL. A branch or tag of the Hugging
-    Face hub in the URL is replaced by its commit.
-
-    Args:
-        value: value of the setting: a path or URL.
-        key: name of the setting, for messages.
+    """Return the folder of images that the setting `key` names: a local path as it is, or a URL, in which a branch or
+    tag of the Hugging Face hub is replaced by its commit.
 
     Raises:
         ConfigError: the local folder does not exist.
@@ -120,11 +111,10 @@ def find_images(value: str, key: str) -> str:
 
 
 def remote_files(url: str, key: str) -> list[RemoteFile]:
-    """Return the files of records (JSON, Parquet, tar) that a URL names.
+    """Return the files of records that a URL names.
 
     Args:
         url: URL of a file, or of a folder, in which all files of records are found, or a pattern.
-        key: name of the setting that has this URL, for messages.
 
     Raises:
         ConfigError: no file of records is found, or files of a dataset of the hub are not for training.
@@ -147,19 +137,17 @@ def remote_files(url: str, key: str) -> list[RemoteFile]:
 
 
 def is_records(name: str) -> bool:
-    """Return whether a file with this name is a file of records (JSON, Parquet, tar)."""
     name = name.partition("?versionId=")[0]
     return name.lower().endswith(SUFFIXES) and not name.startswith(".") and name not in HUB_METADATA
 
 
 def in_index(path: str) -> bool:
-    """Return whether a path is inside the index (a folder of arrays) of a dataset."""
     return any(part.endswith(INDEX) for part in Path(path).parts[:-1])
 
 
 def in_folder(folder: Path) -> list[str]:
-    """Return the paths of the files of records (JSON, Parquet, tar) below a folder, without hidden files and files of a
-    dataset's index (a folder of arrays). Links to folders are not followed."""
+    """Return the paths of the files of records below a folder, without hidden files and files of an index. Links to
+    folders are not followed."""
     found: list[str] = []
     for root, folders, names in os.walk(folder, onerror=cannot_list):
         folders[:] = [name for name in folders if not name.startswith(".") and not name.endswith(INDEX)]

@@ -27,12 +27,8 @@ NOT_NUMPY = (ValueError, EOFError, OverflowError, SyntaxError, TypeError, tokeni
 
 
 def damaged(path: Path, what: str) -> DamagedError:
-    """Return a DamagedError about a file of a dataset's index (a folder of arrays).
-
-    Args:
-        path: the file. The folder of the whole index is taken to be three levels above it.
-        what: what is wrong with the file.
-    """
+    """Return a DamagedError that says `what` is wrong with a file of an index. The folder of the whole index is taken
+    to be three levels above the file."""
     folder = path.parents[min(2, len(path.parents) - 1)]
     within = path.relative_to(folder)
     return DamagedError(f"the index {folder} is damaged ({within}: {what}); delete it, and it is made again")
@@ -40,8 +36,8 @@ def damaged(path: Path, what: str) -> DamagedError:
 
 @contextlib.contextmanager
 def from_index(path: Path) -> Iterator[None]:
-    """Context manager for reading `path`, a file of a dataset's index (a folder of arrays). In the `with` block,
-    FileNotFoundError becomes DamagedError, and any other OSError becomes SourceError."""
+    """Context manager for reading a file of an index: a FileNotFoundError becomes a DamagedError, any other OSError a
+    SourceError."""
     with reading(path):
         try:
             yield
@@ -50,7 +46,7 @@ def from_index(path: Path) -> Iterator[None]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file of a dataset's index (a folder of arrays); raise DamagedError if it is invalid."""
+    """Read a JSON object from a file of an index; raise DamagedError if it is invalid."""
     with from_index(path):
         try:
             return parse_object(path.read_bytes())
@@ -59,12 +55,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_column(path: Path) -> np.ndarray:
-    """Open a .npy file of a dataset's index (a folder of arrays) as a read-only, memory-mapped array; an empty array is
-    read into memory.
-
-    Raises:
-        DamagedError: the file is missing or not a whole .npy file.
-    """
+    """Open a .npy file of an index as a read-only, memory-mapped array; an empty array is read into memory. Raise
+    DamagedError if the file is missing or not a whole .npy file."""
     with from_index(path):
         try:
             mapped = path.stat().st_size > 128  # an empty array cannot be mapped
@@ -74,8 +66,7 @@ def read_column(path: Path) -> np.ndarray:
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the problems of records that a JSON Lines file of a dataset's index lists, as dicts with record, id, kind
-    and reason."""
+    """Yield the problems in a JSON Lines file of an index as dicts with record, id, kind and reason."""
     with from_index(path), path.open("rb") as file:
         for line in file:
             try:
@@ -88,12 +79,8 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def write_done(folder: Path, facts: dict[str, Any]) -> None:
-    """Write `done.json` into a subfolder of a dataset's index (a folder of arrays), with the size and checksum of every
-    file in the subfolder. Call this after all other files are written.
-
-    Args:
-        facts: other entries of `done.json`, as JSON values.
-    """
+    """Write `done.json` into a folder of an index, with `facts` and the size and checksum of every file in the folder.
+    Call this after all other files are written."""
     paths = [path for path in sorted(folder.iterdir()) if path.name != DONE]
     files = {path.name: [path.stat().st_size, check_sum(path)] for path in paths}
     (folder / DONE).write_text(json.dumps({**facts, FILES: files}))
@@ -108,8 +95,8 @@ def check_sum(path: Path) -> int:
 
 
 def check_part(folder: Path, whole: bool) -> None:
-    """Raise DamagedError if a file in a subfolder of a dataset's index (a folder of arrays) is missing or its size has
-    changed; with `whole`, also if its checksum has changed."""
+    """Raise DamagedError if a file in a folder of an index is missing or its size has changed; with `whole`, also if
+    its checksum has changed."""
     files = read_json(folder / DONE).get(FILES)
     if not isinstance(files, dict) or not all(isinstance(own, list) and len(own) == 2 for own in files.values()):
         raise damaged(folder / DONE, "it is not what was written")

@@ -1,4 +1,7 @@
-"""Find the position of each record in a dataset's files, and read records by number."""
+"""Find the position of each record in a dataset's files, and read records by number.
+
+The records of all data sources are numbered in one sequence, in the order of the sources and of their files.
+"""
 
 import bisect
 import contextlib
@@ -45,12 +48,11 @@ COMMIT = re.compile(r"^(hf://datasets/[^@]+)@[^/]+")
 SPAN = "offset", "size", "line"
 """Columns of the index with the position of each record in its text file."""
 PIECE = 65_536
-"""The positions of this many records are written to one file. A search that was interrupted continues after the last
-such file."""
+"""Number of records whose positions are written to one file. An interrupted search continues after the last such
+file."""
 
 Needed = Callable[[int, str, ImageLocation], ImageLocation | None]
-"""Function (record number, image name, image location) -> location of the part of the image that is downloaded, or
-None."""
+"""Function (record number, image name, image location) -> location of the part of the image to download, or None."""
 
 
 @dataclass(frozen=True)
@@ -58,31 +60,30 @@ class SourceFile:
     """A file of records (JSON, Parquet, tar), and the settings by which it is read."""
 
     name: str
-    """Name of the data source that the file belongs to; a source may have several files."""
+    """Name of its data source, which may have several files."""
     path: str
     """Local path or URL."""
     images: str | None
-    """Path or URL of the folder that the image paths of the records are relative to; see `find_images`. None if no
-    folder is configured."""
+    """Path or URL of the folder that the image paths of the records are relative to; see `find_images`. None: not
+    configured."""
     question: str | None = None
-    """Key of a record's question, if the configuration names one; `answer` and `image_column` likewise."""
+    """Key of a record's question, if configured; `answer` and `image_column` likewise."""
     answer: str | None = None
     image_column: str | None = None
     size: int | None = None
-    """Number of bytes of a remote file; None: the file is local."""
+    """Number of bytes of a remote file; None: the file is local. `pin` likewise."""
     pin: str | None = None
-    """`RemoteFile.pin` of a remote file, which identifies its content; None: the file is local."""
+    """`RemoteFile.pin`, which identifies the content."""
 
     @property
     def remote(self) -> RemoteFile | None:
-        """The file of records as a RemoteFile; None if it is local."""
         return None if self.size is None or self.pin is None else RemoteFile(self.path, self.size, self.pin)
 
     @property
     def identity(self) -> list[Any]:
-        """Values that the records parsed from this file depend on, in addition to the file's content. The commit in a
-        URL of the Hugging Face hub is left out, because a new commit need not change this file. The commit in the URL
-        of a folder of images stays, because a new commit may change any of its images."""
+        """Values that the parsed records depend on, beside the file's content. The commit in a URL of the Hugging Face
+        hub is left out, because a new commit need not change this file. The commit in the URL of a folder of images
+        stays, because a new commit may change any of its images."""
         is_local = self.images is not None and not is_remote(self.images)
         images = os.path.realpath(str(self.images)) if is_local else self.images
         return [self.name, COMMIT.sub(r"\1", self.path), images, self.keys]
@@ -94,8 +95,7 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class DataSource:
-    """One of the data sources of a dataset, which are mixed in training (an entry of `data.sources`), with its files of
-    records."""
+    """One of the data sources, which are mixed in training (an entry of `data.sources`), with its files of records."""
 
     name: str
     path: str
@@ -104,31 +104,28 @@ class DataSource:
 
     @property
     def images(self) -> str | None:
-        """Path or URL of the folder of the data source's images; None if no folder is configured."""
         return self.files[0].images
 
 
 @dataclass(frozen=True)
 class Part:
-    """A file of records of a dataset, and the numbers of its records among those of the whole dataset."""
+    """A file of records, and the numbers of its records."""
 
     source: int
     """Index of the data source."""
     file: SourceFile
     text: str
     """Path of the text file with the records: `file` itself or, if it is a Parquet file, a tar, or a compressed or
-    remote file, the copy in the index that was written from it."""
+    remote file, the copy in the index."""
     key: str
     """Text that changes with the path and content of `file`."""
     first: int
-    """Number of the first record of this file among the records of all files."""
+    """Number of its first record."""
     count: int
-    """Number of records in this file."""
 
 
 def sources_of(cfg: DataConfig, group: str = "data") -> list[DataSource]:
-    """Return the data sources of a configuration (`data.path` and `data.images`, or `data.sources`), with the files of
-    records that they name.
+    """Return the data sources of a configuration, with the files of records that they name.
 
     Args:
         group: beginning of the configuration keys in error messages (`data` or `val`).
@@ -162,17 +159,11 @@ def sources_of(cfg: DataConfig, group: str = "data") -> list[DataSource]:
 
 
 def files_of(sources: Sequence[DataSource]) -> list[SourceFile]:
-    """Return the files of records of all data sources."""
     return [file for source in sources for file in source.files]
 
 
 def open_data_files(files: Iterable[SourceFile], cache: CacheFolder | None) -> DataFiles:
-    """Return an object that reads some files of records and the images in them.
-
-    Args:
-        files: the files of records.
-        cache: folder on a local disk that caches byte ranges of remote files; None: they are not cached.
-    """
+    """Return what reads files of records and the images in them. With `cache=None`, remote files are not cached."""
     return DataFiles({file.path: file.remote for file in files if file.remote is not None}, cache)
 
 
@@ -189,16 +180,15 @@ def digest(file: SourceFile) -> str:
 
 
 class RecordStore:
-    """Reads the records of a dataset by number, from positions in their files that were found before. The records of
-    all data sources are numbered in one sequence, in the order of the sources and of their files.
+    """Reads the records of a dataset by number, from positions in their files that were found before.
 
-    The columns `offset` (int64), `size` and `line` (int32), each [records], are the positions of the records in their
-    files. When a RecordStore is pickled, only its arguments are.
+    The columns `offset` (int64), `size` and `line` (int32), each [records], are these positions. When a RecordStore is
+    pickled, only its arguments are.
 
     Args:
-        folder: folder of the arrays with the positions of the records.
+        folder: folder of the columns.
         videos: whether videos are read. If false, a record that names a video has a problem.
-        cache: folder on a local disk that caches byte ranges of remote files; None: they are not cached.
+        cache: folder that caches byte ranges of remote files; None: they are not cached.
     """
 
     def __init__(self, folder: Path, videos: bool = False, cache: CacheFolder | None = None):
@@ -235,12 +225,11 @@ class RecordStore:
         return list(itertools.accumulate(counts, initial=0))
 
     def locate(self, number: int) -> tuple[SourceFile, int]:
-        """Return the file of a record, and the record's index within this file, given its number in the dataset."""
+        """Return the file of a record, and the record's index in it."""
         part = self.part(number)
         return part.file, number - part.first
 
     def part(self, number: int) -> Part:
-        """Return the file of records that contains a record, given the record's number in the dataset."""
         return self.parts[bisect.bisect_right(self._part_begins, number) - 1]
 
     @cached_property
@@ -249,7 +238,7 @@ class RecordStore:
         return {file: None if file.images is None else open_folder(file.images, self.data_files) for file in files}
 
     def read(self, number: int) -> bytes:
-        """Return the bytes of a record as JSON text, given its number in the dataset.
+        """Return the bytes of a record, JSON.
 
         Raises:
             DataError: the record is larger than data.max_record_bytes.
@@ -269,36 +258,28 @@ class RecordStore:
             raise
 
     def raw(self, number: int) -> Any:
-        """Return a record as a parsed JSON value, given its number in the dataset."""
+        """Return a record as a parsed JSON value."""
         return self.parse(number, self.read(number))
 
     def parse(self, number: int, text: bytes) -> Any:
-        """Parse the bytes of a record as JSON.
-
-        Args:
-            number: number of the record in the dataset, for error messages.
-            text: the bytes of the record.
-        """
+        """Parse the bytes of a record as JSON; the number is for error messages."""
         source, index = self.locate(number)
         return parse_text(source.path, index, text, self.line(number))
 
     def line(self, number: int) -> int | None:
-        """Return the number of the line on which a record begins in its file, from 1, given the record's number in the
-        dataset; None if that is not a text file."""
+        """Return the line, from 1, on which a record begins; None if its file is not a text file."""
         part = self.part(number)
         return None if is_container(part.file.path) else int(self.lines[number])
 
     def id_of(self, number: int) -> str | None:
-        """Return the id of a record, even if the record is invalid, given its number in the dataset; None if it has no
-        id."""
+        """Return the id of a record, even if the record is invalid; None if it has no id."""
         with contextlib.suppress(DataError):
             raw = self.raw(number)
             return id_of(raw) if isinstance(raw, dict) else None
         return None
 
     def name(self, number: int) -> str:
-        """Return the name of a record for messages, whether or not it can be parsed, given its number in the
-        dataset."""
+        """Return the name of a record for messages, whether or not it can be parsed."""
         source, index = self.locate(number)
         with contextlib.suppress(DataError):
             raw = self.raw(number)
@@ -308,13 +289,7 @@ class RecordStore:
 
     def fetch_ahead(self, numbers: Iterable[int], needed: Needed = lambda number, name, place: place) -> None:
         """Begin to download the images of records that are in remote files or folders. Downloads begun by earlier calls
-        are dropped if they were not read.
-
-        Args:
-            numbers: numbers of the records in the dataset.
-            needed: function (record number, image name, image location) -> location of the part of the image to
-                download, or None. By default, whole images are downloaded.
-        """
+        are dropped if they were not read. By default, whole images are downloaded."""
         places = []
         for number in numbers:
             source = self.part(number).file
@@ -330,15 +305,8 @@ class RecordStore:
         self.data_files.fetch_ahead(place for place in places if place is not None)
 
     def record(self, number: int, text: bytes | None = None) -> Record:
-        """Read and parse a record.
-
-        Args:
-            number: number of the record in the dataset.
-            text: the record's bytes, if they have been read already.
-
-        Raises:
-            DataError: the record is invalid; the error has a `kind`.
-        """
+        """Read and parse a record; `text` has its bytes if they have been read already. Raise a DataError with a `kind`
+        if it is invalid."""
         source, index = self.locate(number)
         folder = self._folders[source]
         raw = self.raw(number) if text is None else self.parse(number, text)
@@ -363,9 +331,8 @@ class TextFile:
     """A text file of records (JSON or JSON Lines) whose positions in the file are not known yet."""
 
     file: SourceFile
-    """The file of records that the configuration names."""
     path: Path
-    """Path of the text file: `file` itself, or the file in the index to which its records were written."""
+    """`file` itself, or the file in the index to which its records were written."""
     key: str
     """Text that changes with the path and content of `file`."""
 
@@ -373,7 +340,7 @@ class TextFile:
 @dataclass(frozen=True)
 class FindRecords:
     """Finds the positions of the records in text files. A call with the index of a file writes the positions of its
-    records, in several .npy files (pieces)."""
+    records to several .npy files (pieces)."""
 
     texts: tuple[TextFile, ...]
     folder: Path
@@ -392,8 +359,7 @@ class FindRecords:
         return {"count": np.zeros(0, dtype=np.int64)}
 
     def pieces(self, chunk: int) -> Path:
-        """Return the folder of the .npy files (pieces) with the positions of the records of one text file, given the
-        file's index."""
+        """Return the folder of the pieces of a file."""
         return self.folder / self.texts[chunk].key
 
     def files(self) -> list[Path]:
@@ -412,14 +378,10 @@ def join_positions(
     fingerprint: str,
     check: Callable[[], None],
 ) -> None:
-    """Join the positions of the records of all files of a dataset, and write them into a folder that RecordStore can
-    open.
+    """Join the positions of the records of all files, and write them into a folder that RecordStore can open.
 
     Args:
-        sources: the data sources of the dataset, with their files of records.
         found: the computation that has written the positions for the files of all sources, in their order.
-        folder: the folder to make.
-        fingerprint: checksum of the content of all files.
         check: called before the folder gets its final name; raises an error if a file has changed.
 
     Raises:
@@ -456,12 +418,10 @@ def join_positions(
 
 
 def split_file(path: Path, folder: Path, most: int, name: str | None = None) -> list[Path]:
-    """Find the positions of the records in a text file and write them to several .npy files (pieces). Pieces left by an
-    interrupted run are used again.
+    """Find the positions of the records in a text file and write them to several .npy files (pieces) in `folder`.
+    Pieces left by an interrupted run are used again.
 
     Args:
-        path: the text file.
-        folder: folder of the pieces.
         most: greatest size of a record in bytes.
         name: name of the file in error messages if `path` is a copy of it; None: `path`.
 

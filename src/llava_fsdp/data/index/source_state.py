@@ -20,13 +20,12 @@ from llava_fsdp.runtime.process.host import read_host
 from llava_fsdp.runtime.text.progress import Watch
 
 FORMAT = 10
-"""Version of the index format. It is increased whenever the columns change, or the values in them for the same
-record."""
+"""Version of the index format, increased whenever the columns change, or the values in them for the same record."""
 STORED_EVERY = 100
-"""While files are read, the checksums are stored whenever this many more are known."""
+"""Number of files after which the checksums known so far are stored."""
 KNOWN, DIGESTS = "known.json", "digests.json"
 STORED: dict[str, Kinds] = {"key": (str,), "fingerprint": (str,), "shards": (list,)}
-"""Keys under which `known.json` stores the fields of a State, in their order, and the types of the values."""
+"""Keys of `known.json` for the fields of a State, in their order, and the types of the values."""
 
 
 @dataclass(frozen=True)
@@ -36,23 +35,14 @@ class State:
     key: str
     """Text that changes with the content and paths of the files, and with `data.max_record_bytes`."""
     fingerprint: str
-    """Checksum of the content of all files."""
     file_keys: list[str]
     """For each file, a text that changes with its content and path, and with `data.max_record_bytes`."""
 
 
 def find_state(sources: list[DataSource], folder: Path, most: int, watch: Watch, look_again: bool) -> State:
-    """Compute checksums that identify the content of a dataset's files of records, or look them up in `known.json` by
-    the files' sizes and modification times.
-
-    Args:
-        sources: the data sources of the dataset, with their files of records.
-        folder: the folder with `known.json`.
-        most: greatest size of a record in bytes. The checksums depend on it, because with another limit other records
-            are valid.
-        watch: function that starts a progress bar.
-        look_again: read the files even if their sizes and modification times are known.
-    """
+    """Compute the State of a dataset's files, or look it up in `known.json` by their sizes and modification times; with
+    `look_again`, always compute it. It depends on `most`, the greatest size of a record in bytes, because with another
+    limit other records are valid."""
     known = read_known(folder)
     now = stamp(sources, most)
     if now not in known or look_again:
@@ -71,14 +61,8 @@ def find_state(sources: list[DataSource], folder: Path, most: int, watch: Watch,
 
 
 def digests_of(files: list[SourceFile], folder: Path, watch: Watch, look_again: bool) -> list[str]:
-    """Return the SHA-256 checksum of the content of each file of records. A file whose size and modification time are
-    the same as when it was last read is not read again, unless `look_again`.
-
-    Args:
-        files: the files of records.
-        folder: folder in which the checksums are stored.
-        watch: function that starts a progress bar.
-    """
+    """Return the SHA-256 checksum of each file. A file whose size and modification time are those stored in `folder` is
+    not read again, unless `look_again`."""
     stored: dict[str, list[Any]] = {}
     with contextlib.suppress(ValueError, OSError):
         stored = parse_object((folder / DIGESTS).read_bytes())
@@ -101,13 +85,7 @@ def digests_of(files: list[SourceFile], folder: Path, watch: Watch, look_again: 
 
 
 def check_unchanged(sources: list[DataSource], most: int, since: str, undo: Callable[[], None] = lambda: None) -> None:
-    """Raise SourceError, after calling `undo`, if the size or modification time of a file of records has changed.
-
-    Args:
-        sources: the data sources of the dataset, with their files of records.
-        most: greatest size of a record in bytes.
-        since: earlier result of `stamp` for the same sources and size.
-    """
+    """Call `undo` and raise SourceError if `stamp` no longer returns `since`."""
     try:
         is_changed = stamp(sources, most) != since
     except SourceError:  # a file is gone
@@ -118,8 +96,8 @@ def check_unchanged(sources: list[DataSource], most: int, since: str, undo: Call
 
 
 def read_known(folder: Path) -> dict[str, State]:
-    """Read `known.json` in a folder: {text that `stamp` returned for some files of records: checksums of their
-    content}. A damaged file counts as empty, because its content can be computed again."""
+    """Read `known.json`: {result of `stamp`: State}. A damaged file counts as empty, because its content can be
+    computed again."""
     path = folder / KNOWN
     try:
         known = parse_object(path.read_bytes()) if path.is_file() else {}
@@ -129,13 +107,7 @@ def read_known(folder: Path) -> dict[str, State]:
 
 
 def stamp(sources: list[DataSource], most: int) -> str:
-    """Return a text that changes with the sizes and modification times of the files of records of a dataset, and with
-    `most`.
-
-    Args:
-        sources: the data sources of the dataset, with their files of records.
-        most: greatest size of a record in bytes.
-    """
+    """Return a text that changes with the sizes and modification times of the files, and with `most`."""
     values = []
     for file in files_of(sources):
         values.append([file, *version_of(file)])
@@ -143,8 +115,8 @@ def stamp(sources: list[DataSource], most: int) -> str:
 
 
 def version_of(file: SourceFile) -> list[Any]:
-    """Return values that change when the content of a file of records does: its size, and its modification time in ns
-    (for a remote file, the storage's text for its version)."""
+    """Return values that change when a file's content does: its size, and its modification time in ns (for a remote
+    file, the storage's text for its version)."""
     if file.remote is not None:
         return [file.remote.size, file.remote.pin]
     with reading(Path(file.path)):

@@ -32,10 +32,9 @@ BARS = 48
 
 @dataclass
 class Counts:
-    """Counts of the records, tokens, images and problems of a data source, or of one of its files."""
+    """Counts of a data source, or of one of its files."""
 
     name: str
-    """Name of the data source."""
     file: str
     """The `path` of the data source, or the path of the file."""
     images: str | None
@@ -44,29 +43,24 @@ class Counts:
     """Number of skipped records. All fields below this one count only the records that are trained on."""
     text_only: int = 0
     pictures: int = 0
-    """Number of images in the records that are trained on; an image that occurs several times counts several times."""
+    """Number of images in the records; an image that occurs several times counts several times."""
     tokens: int = 0
-    """Number of tokens after truncation at data.max_length, including image tokens."""
+    """Number of tokens after truncation at data.max_length, including image tokens. The fields below count after
+    truncation, too."""
     median: int | None = None
-    """Median number of tokens of a record after truncation; None without records. `longest` is the greatest number."""
+    """Median number of tokens of a record; None without records. `longest` is the greatest number."""
     longest: int | None = None
     label_tokens: int = 0
     tiles: int = 0
-    """Number of image tiles after truncation."""
     image_tokens: int | None = None
-    """Number of image tokens after truncation; None if the index was made by a version that did not count them."""
+    """Number of image tokens; None if the index was made by a version that did not count them."""
     problems: dict[str, int] = field(default_factory=dict)
     """Number of records with each kind of problem, whether or not they are trained on."""
 
 
 def make_report(records: Records, cfg: Config) -> dict[str, Any]:
-    """Return the content of report.json: all statistics of a dataset, and for each kind of problem the first SHOWN
-    records that have it.
-
-    Args:
-        records: the dataset.
-        cfg: the configuration, some of whose settings are part of the report.
-    """
+    """Return the content of report.json: all statistics of a dataset, and the first SHOWN records with each kind of
+    problem."""
     index = records.index
     sources, files = with_problems(records)
     return {
@@ -95,16 +89,14 @@ def make_report(records: Records, cfg: Config) -> dict[str, Any]:
 
 
 def count_sources(records: Records) -> list[Counts]:
-    """Return counts of the records, tokens, images etc. of each data source of a dataset. The counts of problems are
-    left empty."""
+    """Count each data source, without its problems."""
     store, ends = records.index.store, list(itertools.accumulate(records.source_counts, initial=0))
     ranges = zip(store.sources, itertools.pairwise(store.source_bounds), itertools.pairwise(ends), strict=True)
     return [count(records, Counts(s.name, s.path, s.images, e - b, e - b), kept) for s, (b, e), kept in ranges]
 
 
 def count_files(records: Records) -> list[Counts]:
-    """Return counts of the records, tokens, images etc. of each file of records of a dataset. The counts of problems
-    are left empty."""
+    """Count each file of records, without its problems."""
     parts = records.index.store.parts
     bounds = file_bounds(records)
     kept = bounds if records.numbers is None else np.searchsorted(records.numbers, bounds)
@@ -113,16 +105,15 @@ def count_files(records: Records) -> list[Counts]:
 
 
 def file_bounds(records: Records) -> np.ndarray:
-    """Return the number in the dataset of the first record of each file, followed by the number of all records, skipped
-    ones included; int64 [files + 1]."""
+    """Return the number in the index of the first record of each file, followed by the number of all records; int64
+    [files + 1]."""
     return np.array([*(part.first for part in records.index.store.parts), len(records.index)], dtype=np.int64)
 
 
 def count(records: Records, counts: Counts, kept: tuple[int, int]) -> Counts:
-    """Count the tokens, images etc. of some records, and return `counts` with these fields filled in.
+    """Return `counts` with the fields on tokens, images etc. filled in.
 
     Args:
-        records: the dataset.
         counts: its field `left_out` has the number of all records, skipped ones included.
         kept: range [begin, end) of the records to count, numbered among those that are trained on.
     """
@@ -147,12 +138,8 @@ def count(records: Records, counts: Counts, kept: tuple[int, int]) -> Counts:
 
 
 def median(lengths: np.ndarray, begin: int, end: int, longest: int) -> int:
-    """Return the median of lengths[begin:end], without copying it. If their number is even, the lower of the two
-    middle ones is returned.
-
-    Args:
-        longest: greatest of the lengths.
-    """
+    """Return the median of lengths[begin:end], whose greatest is `longest`, without copying. Of an even number, the
+    lower of the two middle ones is returned."""
     half = (end - begin - 1) // 2
     if end - begin <= BLOCK:
         return int(np.partition(lengths[begin:end], half)[half])
@@ -163,7 +150,7 @@ def median(lengths: np.ndarray, begin: int, end: int, longest: int) -> int:
 
 
 def count_problems(records: Records) -> list[dict[str, int]]:
-    """Return, for each file of records of a dataset, {kind of problem: number of records that have it}."""
+    """Return, for each file of records, {kind of problem: number of records that have it}."""
     bounds, files = file_bounds(records), len(records.index.store.parts)
     found = {kind: np.zeros(files, dtype=np.int64) for kind, number in records.counts.items() if number}
     for begin, flags in records.index.blocks():
@@ -174,8 +161,7 @@ def count_problems(records: Records) -> list[dict[str, int]]:
 
 
 def with_problems(records: Records) -> tuple[list[Counts], list[Counts]]:
-    """Return counts (records, tokens, images, problems etc.) of each data source of a dataset, and those of each file
-    of records."""
+    """Return the counts, with problems, of each data source and of each file of records."""
     sources, files = count_sources(records), count_files(records)
     for part, own, problems in zip(records.index.store.parts, files, count_problems(records), strict=True):
         own.problems, whole = problems, sources[part.source].problems
@@ -184,8 +170,7 @@ def with_problems(records: Records) -> tuple[list[Counts], list[Counts]]:
 
 
 def describe_lengths(index: Index) -> dict[str, Any]:
-    """Return histogram, mean and percentiles of the lengths in tokens of all records of a dataset before truncation, as
-    a part of report.json."""
+    """Return histogram, mean and percentiles of the lengths in tokens of all records before truncation."""
     full = open_column(index.encoded, "full")
     longest = max((int(full[at : at + BLOCK].max(initial=0)) for at in range(0, len(full), BLOCK)), default=0)
     counts = np.zeros(longest + 1, dtype=np.int64)
@@ -207,8 +192,8 @@ def describe_lengths(index: Index) -> dict[str, Any]:
 
 
 def bar_width(longest: int) -> int:
-    """Return the width of the bars of a histogram of numbers from 0 to `longest`: the smallest of 1, 2, 5, 10, 20, ...
-    with which there are at most BARS bars."""
+    """Return the width of the bars of a histogram of 0 to `longest`: the smallest of 1, 2, 5, 10, 20, ... that gives at
+    most BARS bars."""
     power = 1
     while True:
         for step in (1, 2, 5):
@@ -218,8 +203,7 @@ def bar_width(longest: int) -> int:
 
 
 def describe_losses(index: Index) -> list[dict[str, Any]]:
-    """Return, for each maximum length in tokens, counts of what truncation to it loses in all data sources together and
-    in each one, as a part of report.json."""
+    """Return, for each maximum length, what truncation to it loses in all data sources together and in each one."""
     names = [source.name for source in index.store.sources]
     return [
         {
@@ -237,8 +221,8 @@ def losses(counts: np.ndarray) -> dict[str, int]:
 
 
 def list_problems(records: Records) -> dict[str, Any]:
-    """Return, for each kind of problem of a dataset's records, the number of records that have it, whether they are
-    trained on, and a list of the first SHOWN of them, as a part of report.json."""
+    """Return, for each kind of problem, the number of records that have it, whether they are trained on, and the first
+    SHOWN of them."""
     found = {
         kind: {"records": count, "kept": kind not in records.dropping, "meaning": PROBLEMS[kind].meaning, "first": []}
         for kind, count in records.counts.items()
@@ -269,12 +253,9 @@ def problem_rows(records: Records) -> Iterator[dict[str, Any]]:
 
 
 def write_report(records: Records, cfg: Config, encoding: tuple[Encoder, ImageReader], folder: Path) -> dict[str, Any]:
-    """Write report.json, report.html and problems.jsonl about a dataset into a folder; return the content of
-    report.json.
+    """Write report.json, report.html and problems.jsonl into a folder; return the content of report.json.
 
     Args:
-        records: the dataset.
-        cfg: the configuration, some of whose settings are part of the report.
         encoding: (encoder, image reader), with which some records are encoded to show them on the page.
     """
     report = make_report(records, cfg)

@@ -25,22 +25,21 @@ LOSSES = ("records", "positions", "labels", "unlabelled")
 """Names of the counts for each maximum length: truncated records, lost tokens, lost label tokens, and records that lose
 all their labels."""
 LOSSES_COLUMN = "losses"
-"""Column with the LOSSES of a chunk of consecutive records for each maximum length, int64 [lengths * LOSSES]."""
+"""Column with the LOSSES of a chunk for each maximum length, int64 [lengths * LOSSES]."""
 
 
 @dataclass(frozen=True)
 class EncodeRecords(Pass):
-    """Third pass over a dataset: encode each record, and store its numbers of tokens, labels, images and tiles.
+    """Third pass: encode each record, and store its numbers of tokens, labels, images and tiles.
 
-    Columns (arrays) with an int32 value per record: length, labels, images, tiles, image_tokens, positions_cut,
-    labels_cut, and full (length before truncation). All are 0 for a record that cannot be encoded. Column
-    LOSSES_COLUMN, the sums over the chunk of consecutive records.
+    Columns with an int32 value per record: length, labels, images, tiles, image_tokens, positions_cut, labels_cut, and
+    full (length before truncation). All are 0 for a record that cannot be encoded. Column LOSSES_COLUMN, the sums over
+    the chunk.
     """
 
     records_folder: Path
-    """Folder of the columns written by the pass ReadRecords."""
+    """Folder of the columns of the pass ReadRecords; `pictures_folder` likewise of ExaminePictures."""
     pictures_folder: Path
-    """Folder of the columns written by the pass ExaminePictures."""
     encoder: Encoder
     reader: ImageReader
 
@@ -49,12 +48,7 @@ class EncodeRecords(Pass):
         return PictureSizes(self.records_folder, self.pictures_folder)
 
     def key_of(self, numbers: range) -> str:
-        """Return a text that changes with all data on which the results for a chunk of consecutive records depend,
-        including the sizes of the images and lengths of the videos.
-
-        Args:
-            numbers: numbers of the records of the chunk in the dataset.
-        """
+        """Add the sizes of the images and the lengths of the videos."""
         begin, end = self.sizes.first[numbers.start], self.sizes.first[numbers.stop]
         own = self.sizes
         columns = (c for c in (own.width, own.height, own.stored_height, own.frames, own.rate) if c is not None)
@@ -106,13 +100,7 @@ class EncodeRecords(Pass):
         return made
 
     def check_shapes(self, record: Record, number: int) -> None:
-        """Raise DataError if the shape of an image of a record does not work with `data.image_aspect_ratio` and
-        `data.pixels`.
-
-        Args:
-            record: the parsed record.
-            number: number of the record in the dataset.
-        """
+        """Raise DataError if the shape of an image does not work with `data.image_aspect_ratio` and `data.pixels`."""
         reader = self.reader
         for place, name in enumerate(record.images):
             width, height, stored_height = self.sizes.of(number, place)
@@ -125,12 +113,7 @@ class EncodeRecords(Pass):
                 check_height(stored_height, what)
 
     def losses(self, made: Measured) -> np.ndarray:
-        """Count what truncation of a record would lose, int64 [limits, 4], for each maximum length in `self.limits`: 1
-        if it is truncated, the lost tokens, the lost label tokens, and 1 if it loses all its labels.
-
-        Args:
-            made: the encoded record, truncated at each maximum length and whole.
-        """
+        """Return LOSSES of a record for each maximum length in `self.limits`, int64 [lengths, LOSSES]."""
         lost = np.zeros((len(self.limits), len(LOSSES)), dtype=np.int64)
         labels = made.whole.num_labels
         for row, limit in enumerate(self.limits):
@@ -142,15 +125,7 @@ class EncodeRecords(Pass):
 
 
 def tell_special(record: Record, position: int, text: str, encoder: Encoder, tell: Tell) -> None:
-    """Report a special token in the text of a turn (message) of a record.
-
-    Args:
-        record: the parsed record.
-        position: index of the turn in the record.
-        text: text of the turn.
-        encoder: its tokenizer finds special tokens.
-        tell: function that is called with the kind of problem and the reason for the user.
-    """
+    """Report a special token in the text of the turn with index `position`."""
     named = (text[begin:end] for begin, end in encoder.tokenizer.find_special(text))
     found = next((token for token in named if token != IMAGE_TAG), None)
     if found is not None:
@@ -161,14 +136,7 @@ def tell_special(record: Record, position: int, text: str, encoder: Encoder, tel
 
 
 def check_cut(record: Record, made: Measured, max_length: int, tell: Tell) -> None:
-    """Report a record that is too long or has no labels after truncation.
-
-    Args:
-        record: the parsed record.
-        made: the encoded record, truncated and whole.
-        max_length: the length in tokens at which records are truncated.
-        tell: function that is called with the kind of each problem and the reason for the user.
-    """
+    """Report a record that is too long or has no labels after truncation."""
     sample, full = made.sample, len(made.whole.input_ids)
     least = "at least " if any(len(turn.text) > LONG for turn in record.turns) else ""  # a long text is shortened
     if sample.positions_cut:

@@ -1,5 +1,4 @@
-"""Verify, by reading them again, that the records and images from which a dataset's index (a folder of arrays) was made
-are unchanged.
+"""Verify, by reading them again, that the records and images from which a dataset's index was made are unchanged.
 
 Training recognises unchanged files by size and modification time, and does not examine an image again that was once
 good. Only this check finds a change that leaves both size and time as they were.
@@ -43,8 +42,8 @@ SHOWN = 20
 
 @dataclass(frozen=True)
 class CompareContent:
-    """Reads the records and images of a dataset again, and compares them with checksums stored before. A call with the
-    number of a chunk of consecutive records returns the array `rows`, which lists what has changed in it.
+    """Reads records and images again, and compares them with stored checksums. A call with the number of a chunk of
+    records returns the array `rows`, which lists what has changed in it.
 
     Records of Parquet files and tars are not compared here (see `changed_rows`). Images that have problems or were not
     decoded before have no checksum and are not compared.
@@ -54,9 +53,7 @@ class CompareContent:
     size: int
     """Number of records in a chunk."""
     records_folder: Path
-    """Folder of the columns about records."""
     pictures_folder: Path
-    """Folder of the columns about images."""
 
     @cached_property
     def names(self) -> PictureNames:
@@ -64,8 +61,7 @@ class CompareContent:
 
     @cached_property
     def digests(self) -> tuple[np.ndarray, np.ndarray]:
-        """The checksums stored in the dataset's index: two uint64 arrays, with one value per record and one per
-        image."""
+        """The stored checksums: two uint64 arrays, with one value per record and one per image."""
         return open_column(self.records_folder, "digest"), open_column(self.pictures_folder, "digest")
 
     def __call__(self, chunk: int) -> Columns:
@@ -98,8 +94,7 @@ class CompareContent:
 
 
 def digest_of(path: Path | ImageInContainer) -> int | str:
-    """Return the xxh3 checksum of the bytes of an image or of a video, or a text with the reason if they cannot be
-    read."""
+    """Return the xxh3 checksum of an image or video, or a text with the reason if it cannot be read."""
     try:
         if isinstance(path, Path) and is_video(path):
             return video_digest(path, "now")
@@ -109,12 +104,8 @@ def digest_of(path: Path | ImageInContainer) -> int | str:
 
 
 def verify_index(plan: Plan, watch: Watch) -> tuple[int, int]:
-    """Check that all records and images from which a dataset's index (a folder of arrays) was made are unchanged.
-    Return the number of records and the number of images that were compared.
-
-    Args:
-        plan: the dataset, the encoder and the image reader from which the index is made.
-        watch: function that starts a progress bar.
+    """Check that all records and images are those from which the index was made. Return the numbers of records and of
+    images that were compared.
 
     Raises:
         ConfigError: there is no complete index of the present files.
@@ -142,14 +133,7 @@ def verify_index(plan: Plan, watch: Watch) -> tuple[int, int]:
 
 
 def compare(index: Index, workers: int, watch: Watch) -> list[str]:
-    """Return a description of each image, and of each record in a text file, that has changed since the dataset's index
-    was made.
-
-    Args:
-        index: the opened index, which has checksums of the records and images.
-        workers: number of worker processes that read the dataset.
-        watch: function that starts a progress bar.
-    """
+    """Return a description of each image, and of each record in a text file, that has changed."""
     task = CompareContent(index.store, CHUNKS["pictures"], index.records, index.pictures)
     chunks = -(-len(index) // task.size)
     with tempfile.TemporaryDirectory(prefix="llava_fsdp_verify_") as made:
@@ -160,8 +144,7 @@ def compare(index: Index, workers: int, watch: Watch) -> list[str]:
 
 
 def changed_rows(index: Index) -> list[str]:
-    """Return a description of each record in a Parquet file or a tar that has changed since the dataset's index (which
-    has a checksum of each record) was made."""
+    """Return a description of each record in a Parquet file or a tar that has changed."""
     known, store = open_column(index.records, "digest"), index.store
     changed = []
     for part in store.parts:

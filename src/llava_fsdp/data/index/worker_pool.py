@@ -1,5 +1,5 @@
-"""Compute columns (arrays with one value per record or image) of a dataset in worker processes, one chunk of records at
-a time, and join the columns of all chunks.
+"""Compute columns of a dataset in worker processes, one chunk (consecutive records) at a time, and join the columns of
+all chunks.
 
 The result of a chunk is one file, which a later run reuses. Workers are spawned, and import only what their task needs:
 torch would take a third of a gigabyte in each. A spawned process imports the main module of its parent again, unless
@@ -34,20 +34,18 @@ from llava_fsdp.runtime.text.progress import Advance
 from llava_fsdp.runtime.text.terminal_text import guard_streams
 
 Columns = dict[str, np.ndarray]
-"""{name: column} for one chunk of records; a column is an array with one value per record or one per image."""
+"""{name: column} for one chunk; a column is an array with one value per record or one per image."""
 ROWS = "rows"
 """Name of the column that lists problems of records: JSON Lines as bytes, uint8 [bytes]."""
 BLOCK = 1 << 20
-"""Number of values of a column that are held in memory at the same time."""
+"""Number of values of a column that are in memory at the same time."""
 ALONE_SECONDS = 2.0
 """Number of seconds for which this process computes chunks before it starts workers, whose start takes as long."""
 ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-"""Environment variables with which libraries use one thread."""
 
 
 class Task(Protocol):
-    """Interface of a computation on a dataset, one chunk of consecutive records at a time: a call with the number of a
-    chunk returns {name: array}, arrays with one value per record or image of the chunk."""
+    """A computation on one chunk of a dataset, given the chunk's number."""
 
     def __call__(self, chunk: int) -> Columns: ...
 
@@ -61,16 +59,14 @@ def chunk_files(folder: Path, chunks: int) -> list[Path]:
 
 
 def run_chunks(task: Task, files: Sequence[Path], workers: int, advance: Advance) -> None:
-    """Compute the results of each chunk of consecutive records of a dataset whose file is missing or incomplete, and
-    write the file.
+    """Compute the results of each chunk whose file is missing or incomplete, and write the file.
 
     This process computes chunks for ALONE_SECONDS. Then worker processes compute the rest.
 
     Args:
-        task: computes the results of a chunk, given its number.
         files: the file for the results of each chunk.
         workers: number of worker processes; with 1, this process computes all chunks.
-        advance: reports progress; called with the number of chunks completed since the last call.
+        advance: called with the number of chunks completed since the last call.
 
     Raises:
         LlavaFsdpError: the error that a chunk raised; WorkerError if a worker died.
@@ -100,8 +96,8 @@ def run_chunks(task: Task, files: Sequence[Path], workers: int, advance: Advance
 
 
 class RecordingContext(SpawnContext):
-    """multiprocessing context that keeps a list of the processes it starts, so that they can be killed and their exit
-    codes read."""
+    """multiprocessing context that lists the processes it starts, so that they can be killed and their exit codes
+    read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,8 +136,7 @@ def run_in_workers(
 
 @contextlib.contextmanager
 def one_thread_each() -> Iterator[None]:
-    """Context manager that sets environment variables such as OMP_NUM_THREADS. Processes started in the `with` block
-    use one thread per library, because there is one worker per core."""
+    """Context manager: processes started in it use one thread per library, because there is one worker per core."""
     before = dict(os.environ)
     os.environ.update(ONE_THREAD)
     try:
@@ -154,18 +149,12 @@ def one_thread_each() -> Iterator[None]:
 
 
 WORK: list[Callable[[int], None]] = []
-"""In a worker process, a list with the function that computes and writes a chunk; empty in the main process."""
+"""In a worker process, the function that computes and writes a chunk; empty in the main process."""
 
 
 def begin(parent: int, task: Task, files: Sequence[Path]) -> None:
-    """Initialise a worker process, so that it computes chunks of consecutive records, ends when its parent ends, and
-    ignores Ctrl-C.
-
-    Args:
-        parent: id of the parent process.
-        task: computes the results of a chunk, given its number.
-        files: the file for the results of each chunk.
-    """
+    """Initialise a worker process, so that it computes chunks, ends when the process `parent` ends, and ignores
+    Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with(parent)
     os.dup2(2, 1)  # libraries' messages are not part of the command's output
@@ -178,8 +167,7 @@ def do_in_worker(chunk: int) -> None:
 
 
 def is_whole(path: Path) -> bool:
-    """Return whether the file with the results of a chunk of consecutive records exists and is a complete zip archive.
-    After a power loss, its end may be missing."""
+    """Return whether the file of a chunk is a complete zip archive. After a power loss, its end may be missing."""
     return path.is_file() and zipfile.is_zipfile(path)
 
 
@@ -199,17 +187,14 @@ def join(
     finish: Callable[[Path], dict[str, Any]],
     left_out: Collection[str] = (),
 ) -> None:
-    """Concatenate the results of all chunks of consecutive records of a dataset: each column (an array with one value
-    per record or image) becomes a .npy file, and the column ROWS, which lists problems of records, becomes
+    """Concatenate the results of all chunks: each column becomes a .npy file in `target`, and the column ROWS becomes
     `rows.jsonl`.
 
     Only one column of one chunk is in memory at a time.
 
     Args:
-        files: the file with the results of each chunk, in order.
         offsets: for each chunk, the number to add to the record numbers in its column ROWS, which are numbered within
             their own file of records.
-        target: the folder to make.
         finish: called with the folder of the concatenated columns; may add files to it, and returns JSON values to
             store in its `done.json`.
         left_out: names of columns that are not concatenated, because only `finish` needs them.
@@ -233,7 +218,7 @@ def join(
 
 
 def renumbered(rows: bytes, first: int) -> bytes:
-    """Return JSON Lines in which `first` is added to the number under the key `record` of each line."""
+    """Return JSON Lines with `first` added to the value of `record` in each line."""
     if not first:
         return rows
     made = (json.loads(line) for line in rows.splitlines())
@@ -245,12 +230,7 @@ def column(path: Path, name: str) -> np.ndarray:
 
 
 def columns_of(path: Path, *names: str) -> Columns:
-    """Read columns (arrays with one value per record or image) from the file with the results of a chunk of consecutive
-    records. Raise SourceError if the file is broken.
-
-    Args:
-        names: names of the columns; all columns if none is given.
-    """
+    """Read columns, by default all, from the file of a chunk. Raise SourceError if the file is broken."""
     try:
         with np.load(path, allow_pickle=False) as chunk:
             return {name: chunk[name] for name in names or chunk.files}
@@ -260,12 +240,8 @@ def columns_of(path: Path, *names: str) -> Columns:
 
 
 def write_column(path: Path, pieces: Iterator[np.ndarray], dtype: np.dtype) -> None:
-    """Write a one-dimensional array to a .npy file. Its length is written into the header last, when it is known.
-
-    Args:
-        pieces: the parts of the array, in order.
-        dtype: type of the values, which all pieces must have.
-    """
+    """Write a one-dimensional array, given in pieces, to a .npy file. Its length is written into the header last, when
+    it is known."""
     total = 0
     with path.open("wb") as file:
         file.seek(len(npy_header(dtype, 0)))
@@ -288,5 +264,5 @@ def open_column(folder: Path, name: str) -> np.ndarray:
 
 
 def rows_column(rows: Sequence[dict[str, Any]]) -> np.ndarray:
-    """Return JSON objects as an array: JSON Lines as bytes, uint8 [bytes]."""
+    """Return JSON objects as JSON Lines, uint8 [bytes]."""
     return np.frombuffer("".join(json.dumps(row) + "\n" for row in rows).encode(), dtype=np.uint8)

@@ -1,6 +1,10 @@
 """Parse the records of a dataset, each a conversation about images, from JSON. A record has one of several forms:
 LLaVA's `conversations`, `messages`, `texts`, or a question and an answer under the two keys that the settings
-`data.question` and `data.answer` name. Its keys tell which form it has."""
+`data.question` and `data.answer` name. Its keys tell which form it has.
+
+In the functions, `what` and `where` name a value and the record in error messages, and `form` is a value's place in the
+record, such as `messages[].`. A function raises DataError if the value that it parses is wrong.
+"""
 
 import base64
 import re
@@ -62,7 +66,6 @@ SPEAKERS = {
 }  # fmt: skip
 """{name of a speaker: role of a turn}. A turn whose speaker has another name keeps the name, and is refused later."""
 ROLES = ("human", "gpt")
-"""Roles of a question and of its answer."""
 TOOLS = frozenset("tool function ipython observation tool_call tool_response function_call function_response".split())
 """Names of speakers that are tools, or that call them."""
 TOOL_KEYS = ("tools", "functions", "tool_calls", "function_call")
@@ -95,8 +98,8 @@ DATA_URL = re.compile(r"data:image/[\w.+-]+(?:;[\w.+-]+=[^;,]*)*;base64,", re.IG
 
 @dataclass(frozen=True)
 class RecordKeys:
-    """Keys of a dataset's records (in Parquet files, columns) that the user names: the settings `data.question`,
-    `data.answer` and `data.image_column`."""
+    """Keys of records (in Parquet files, columns) that the user names: `data.question`, `data.answer` and
+    `data.image_column`."""
 
     question: str | None = None
     """Key of the question; None: records with a question and an answer under two keys are not read."""
@@ -110,21 +113,18 @@ class RecordKeys:
 
     @property
     def images(self) -> tuple[str, ...]:
-        """Keys of a dataset's records under which images are read: `image`, `images`, and the one that the setting
-        `data.image_column` names."""
         own = self.image
         return IMAGE_KEYS if own is None or own in IMAGE_KEYS else (*IMAGE_KEYS, own)
 
     @property
     def pair(self) -> tuple[str, str] | None:
-        """The keys of a dataset's records for a question and its answer, as the settings `data.question` and
-        `data.answer` name them; None if they are not set."""
+        """Keys of a question and its answer; None if they are not set."""
         return None if self.question is None or self.answer is None else (self.question, self.answer)
 
     @cached_property
     def read(self) -> frozenset[str]:
-        """All keys of a dataset's records that are read or refused, without those for videos. If the user names the
-        better answer of a pair, the other one is known, too."""
+        """All keys that are read or refused, without those for videos. If the user names the better answer of a pair,
+        the other one is known, too."""
         pair = self.pair or ()
         better = PREFERENCES if "chosen" in pair else frozenset[str]()
         return better | {*FORMS, *TOOL_KEYS, *SIZE_KEYS, *self.images, *pair, TOO_LARGE}
@@ -135,11 +135,10 @@ NO_KEYS = RecordKeys()
 
 @dataclass
 class RecordReader:
-    """Parses the values in the JSON of one dataset record. It also collects the images that are embedded in the record,
-    and notes media (such as audio) that this program does not read."""
+    """Parses the values in the JSON of one record. It also collects the images that are embedded in the record, and
+    notes media (such as audio) that are not read."""
 
     where: str
-    """Name of the record in error messages."""
     file: str
     """Path or URL of the file of records."""
     reads_videos: bool = False
@@ -149,43 +148,30 @@ class RecordReader:
     in_parts: list[str] = field(default_factory=list)
     """Names of the images and videos in the parts of turns."""
     unread: str | None = None
-    """Description of the first media that are not read; None if there are none."""
+    """Description of the first media that are not read."""
     not_obeyed: str | None = None
-    """Description of the first key that says what is learnt and cannot be obeyed; None if there is none."""
+    """Description of the first key that says what is learnt and cannot be obeyed."""
     unread_keys: list[str] = field(default_factory=list)
     """The keys with a value that are not read and could change what is learnt."""
 
     def bad(self, what: str, value: Any, cure: str) -> DataError:
-        """Make a DataError about a wrong value in a record.
-
-        Args:
-            what: name of the value.
-            value: the wrong value.
-            cure: what the value must be, such as `a path`.
-        """
+        """Return an error that says what a wrong value must be (`cure`, such as `a path`)."""
         return DataError(f"{self.where}: {what} is {shown(value)}; it must be {cure}", Kind.bad_form)
 
     def note_unread(self, raw: dict[str, Any], read_keys: Iterable[str] = ()) -> None:
-        """Store a description of the first value in a JSON object that is media (such as audio) which this program does
-        not read, unless one is stored already.
-
-        Args:
-            raw: a record, or an object in it.
-            read_keys: keys of the object whose media are read, and which are therefore ignored here.
-        """
+        """Note the first value in a record, or in an object in it, that is media which are not read. The media of
+        `read_keys` are read."""
         self.unread = self.unread or unread_media(raw, read_keys)
 
     def note_keys(
         self, what: str, raw: dict[str, Any], read_keys: Collection[str], form: str = "", is_answer: bool = True
     ) -> bool:
-        """Read the keys of a JSON object that say whether an answer is learnt, and note those that cannot be obeyed,
-        and those that are not read. Return whether the answer is learnt.
+        """Read the keys of a record, or of an object in it, that say whether an answer is learnt. Note those that
+        cannot be obeyed, and those that are not read. Return whether the answer is learnt.
 
         Args:
-            what: name of the object in error messages.
-            raw: a record, or an object in it.
-            read_keys: keys of the object that are read, and which are therefore ignored here.
-            form: the object's place in the record, such as `messages[].`; empty for the record itself.
+            read_keys: keys of the object that are read elsewhere.
+            form: empty for the record itself.
             is_answer: whether the object has an answer; a question is never learnt.
         """
         learnt = True
@@ -214,14 +200,13 @@ class RecordReader:
         return learnt
 
     def image(self, what: str, value: Any, is_nested: bool = False) -> str:
-        """Return the name of an image that a record contains: its path or, for an image that is embedded in the record,
-        a name made from its bytes.
+        """Return the name of an image: its path or, for an image that is embedded in the record, a name made from its
+        bytes.
 
         Args:
-            what: name of the value in error messages.
-            value: the image as a JSON value: a path, a data URL, or an object with one of the keys `image`,
-                `image_url`, `url`, `path`, `base64` and `bytes` (bytes or base64 text). In a row of a Parquet file or a
-                tar also an object with the image's location in the file.
+            value: a path, a data URL, or an object with one of the keys `image`, `image_url`, `url`, `path`, `base64`
+                and `bytes` (bytes or base64 text). In a row of a Parquet file or a tar also an object with the image's
+                location in the file.
             is_nested: whether `value` is itself the value of a key `image` or `image_url` of an object.
         """
         if isinstance(value, dict) and LOCATION in value and is_container(self.file):
@@ -248,12 +233,7 @@ class RecordReader:
         return value
 
     def video(self, what: str, value: Any) -> str:
-        """Return the path of a video that a record contains; raise DataError if it is not a valid path.
-
-        Args:
-            what: name of the value in error messages.
-            value: the path, as a JSON value that may be of another type.
-        """
+        """Check the path of a video and return it."""
         if not isinstance(value, str) or not value:
             cure = "a path or a list of paths: fix it, or leave the key out of a record without videos"
             raise self.bad(what, value, cure)
@@ -263,12 +243,7 @@ class RecordReader:
         return value
 
     def decoded(self, what: str, text: Any) -> bytes:
-        """Return the bytes of an image that a record contains as base64 text; raise DataError if it is not base64.
-
-        Args:
-            what: name of the text in error messages.
-            text: the base64 text, as a JSON value that may be of another type.
-        """
+        """Return the bytes of an image that is given as base64 text."""
         try:
             return base64.b64decode(text, validate=True)
         except (TypeError, ValueError) as error:
@@ -278,20 +253,14 @@ class RecordReader:
             ) from error
 
     def keep(self, data: bytes) -> str:
-        """Store the bytes of an image that is embedded in a record, and return a name for it, made from a hash of the
-        bytes."""
+        """Store the bytes of an image that is embedded in the record; return a name made from their hash."""
         name = f"{INLINE}{xxh3_128_hexdigest(data)}"
         self.inline[name] = data
         return name
 
     def located(self, what: str, values: Any) -> str:
-        """Store where an image lies in the Parquet file or tar of its record, and return a name for it, made from this
-        location.
-
-        Args:
-            what: name of the value in error messages.
-            values: the fields of the location, as `ImageLocation.to_json` writes them.
-        """
+        """Store where an image lies in the Parquet file or tar of the record (as `ImageLocation.to_json` writes it);
+        return a name made from this location."""
         try:
             location = location_from(self.file, values)
         except ValueError:
@@ -302,24 +271,13 @@ class RecordReader:
         return name
 
     def turns(self, key: str, raw: Any) -> list[Turn]:
-        """Parse the messages of a conversation from the value of a record's key `conversations` or `messages`.
-
-        Args:
-            key: name of the key, for error messages.
-            raw: its JSON value.
-        """
+        """Parse the value of the key `conversations` or `messages`."""
         if not isinstance(raw, list):
             raise self.bad(key, raw, "a list of turns, each an object with from and value, or role and content")
         return [self.turn(f"turn {number}", own, f"{key}[].") for number, own in enumerate(raw)]
 
     def turn(self, what: str, raw: Any, form: str = "") -> Turn:
-        """Parse one message of a conversation: an element of a record's list `conversations` or `messages`.
-
-        Args:
-            what: name of the message in error messages, such as `turn 0`.
-            raw: the message as a JSON value.
-            form: its place in the record, such as `messages[].`.
-        """
+        """Parse one message of `conversations` or `messages`."""
         fields = raw if isinstance(raw, dict) else {}
         speakers = [name for key, _ in TURN_KEYS if isinstance(name := fields.get(key), str)]
         self.refuse_tools(what, fields, speakers)
@@ -344,14 +302,7 @@ class RecordReader:
 
     def part(self, what: str, raw: Any, form: str = "", is_answer: bool = False) -> str:
         """Return the text of one part of a message whose content is a list of parts, as in OpenAI's chat format. For a
-        part that is an image or a video, the text is `<image>`, and its name is stored.
-
-        Args:
-            what: name of the part in error messages.
-            raw: the part as a JSON value.
-            form: its place in the record, such as `messages[].content[].`.
-            is_answer: whether it is a part of an answer.
-        """
+        part that is an image or a video, the text is `<image>`, and its name is stored."""
         kind = raw.get("type") if isinstance(raw, dict) else None
         if not isinstance(kind, str):
             raise self.bad(what, raw, "an object with type (text, image or image_url)")
@@ -378,14 +329,8 @@ class RecordReader:
         return ""
 
     def refuse_tools(self, what: str, raw: dict[str, Any], speakers: Iterable[str] = ()) -> None:
-        """Raise DataError if a record or a message has tools or calls of tools (functions), or a tool is among the
-        speakers.
-
-        Args:
-            what: name of the record or message in the error message.
-            raw: the record or message as a JSON object.
-            speakers: names of the message's speakers.
-        """
+        """Raise DataError if a record or a message has tools or calls of tools (functions), or a tool is among its
+        speakers."""
         speaker = next((own for own in speakers if own in TOOLS), None)
         called = next((own for own in TOOL_KEYS if own in raw and not has_no_tools(raw[own])), None)
         if called is not None or speaker is not None:
@@ -395,13 +340,8 @@ class RecordReader:
             )
 
     def pairs(self, key: str, raw: Any) -> list[Turn]:
-        """Parse the value of a record's key `texts`, a list of objects with a question (`user`) and its answer
-        (`assistant`). Return each as two messages.
-
-        Args:
-            key: name of the key, for error messages.
-            raw: its JSON value.
-        """
+        """Parse the value of the key `texts`, objects with a question (`user`) and its answer (`assistant`), into two
+        messages each."""
         if not isinstance(raw, list):
             raise self.bad(key, raw, "a list of objects with user and assistant")
         turns = []
@@ -417,12 +357,11 @@ class RecordReader:
         return turns
 
     def listed(self, raw: dict[str, Any], keys: Iterable[str], main: str) -> dict[str, list[str]]:
-        """Return the images or the videos of a record as {key of the record: names of those under it}.
+        """Return the images or the videos as {key of the record: names of those under it}, without keys that have no
+        value.
 
         Args:
-            raw: the record as a JSON object.
-            keys: the keys to read. The value of a key is an image (or video), or a list of them. Keys without a value
-                are left out.
+            keys: the keys to read. The value of a key is an image (or video), or a list of them.
             main: `image` or `video`: what is read, and the one of `keys` whose value must not be empty.
         """
         read = self.video if main == VIDEO else self.image
@@ -435,13 +374,8 @@ class RecordReader:
 
 
 def given_sizes(raw: Any, count: int) -> list[tuple[int, int]] | None:
-    """Return (width, height) in pixels of each image of a record, as the record's keys `width` and `height` give them:
-    each a number, or a list with one number for each image. None if they do not give valid sizes of all images.
-
-    Args:
-        raw: the record as a JSON object.
-        count: number of the record's images.
-    """
+    """Return (width, height) in pixels of each of `count` images, as the record's keys `width` and `height` give them:
+    each a number, or a list with one number for each image. None if they do not give valid sizes of all images."""
     columns: list[list[int]] = []
     for key in SIZE_KEYS:
         value = raw.get(key)
@@ -453,8 +387,8 @@ def given_sizes(raw: Any, count: int) -> list[tuple[int, int]] | None:
 
 
 def is_side(value: Any) -> bool:
-    """Return whether a JSON value is a valid width or height in pixels: a positive integer below 2**31. It may be a
-    float, because tables with missing values have integers as floats."""
+    """Return whether a JSON value is a valid width or height in pixels. It may be a float, because tables with missing
+    values have integers as floats."""
     return type(value) in (int, float) and 1 <= value <= LONGEST_SIDE and value == int(value)
 
 
@@ -464,13 +398,8 @@ def has_no_tools(value: Any) -> bool:
 
 
 def given_images(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return those keys of a JSON object, with their values, that contain an image: `image`, `image_url`, `url`,
-    `path`, `base64` and `bytes`. A path next to bytes is left out, because it is only their name, as Hugging Face
-    datasets writes it.
-
-    Args:
-        raw: an image, or a part of a message, as a JSON object.
-    """
+    """Return the items of a JSON object whose keys contain an image (GIVEN_AS). A path next to bytes is left out,
+    because it is only their name, as Hugging Face datasets writes it."""
     given = {key: raw[key] for key in GIVEN_AS if not is_empty(raw.get(key))}
     return {key: value for key, value in given.items() if key != "path" or "bytes" not in given}
 
@@ -484,17 +413,11 @@ FORMS: dict[str, Callable[[RecordReader, str, Any], list[Turn]]] = {
 
 
 def form_of(where: str, raw: dict[str, Any], keys: RecordKeys) -> str:
-    """Return the key of a record that tells in which form it has its conversation: `conversations`, `messages`,
-    `texts`, or one of the two keys of a question and its answer. Raise DataError if the record has no form, or the keys
-    of two.
+    """Return the key that tells in which form a record has its conversation: `conversations`, `messages`, `texts`, or
+    one of the two keys of a question and its answer. Raise DataError if it has no form, or the keys of two.
 
     A key that is null or empty is ignored if another one has a value, because in a table with records of several forms,
     each row has the keys of all forms.
-
-    Args:
-        where: name of the record in error messages.
-        raw: the record as a JSON object.
-        keys: names of the keys of question and answer.
     """
     known = [*FORMS, *(keys.pair or ())]
     named = [key for key in known if key in raw]
@@ -518,13 +441,10 @@ def form_of(where: str, raw: dict[str, Any], keys: RecordKeys) -> str:
 def parse_record(
     path: Path | str, index: int, raw: Any, line: int | None = None, keys: RecordKeys = NO_KEYS, videos: bool = False
 ) -> Record:
-    """Parse a record of a dataset: make a Record from its JSON.
+    """Make a Record from its JSON.
 
     Args:
-        path: the file that contains the record.
-        index: index of the record in the file.
         raw: the parsed JSON, or a row of a table with the same keys, in which images may also be bytes.
-        line: number of the line on which the record begins, if known.
         keys: names of the keys of question, answer and images, if the user has set them.
         videos: whether videos are read; if not, a video counts as media that are not read.
 
@@ -568,13 +488,7 @@ def parse_record(
 
 def one_list(where: str, listed: dict[str, list[str]], what: str = "images") -> tuple[str, ...]:
     """Return the names of a record's images (or videos), which several of its keys may list. Raise DataError if the
-    keys list different ones.
-
-    Args:
-        where: name of the record in error messages.
-        listed: {key of the record: names of the images that it lists}.
-        what: `images` or `videos`, for error messages.
-    """
+    keys list different ones."""
     filled = {key: names for key, names in listed.items() if names}
     if len({tuple(names) for names in filled.values()}) > 1:
         raise DataError(f"{where} has different {what} in {' and '.join(filled)}; keep one", Kind.bad_form)
@@ -591,9 +505,8 @@ def put_videos(
     for the next video, as in LLaVA-Video-178K. Files without a tag come last.
 
     Args:
-        images: names under the record's keys for images and in the parts of messages; some may be videos.
-        videos: names under the record's keys `video` and `videos`.
-        turns: the messages.
+        images: names under the keys for images and in the parts of messages; some may be videos.
+        videos: names under the keys `video` and `videos`.
     """
     images_left, videos_left, ordered = list(images), list(videos), list[str]()
 
@@ -621,13 +534,8 @@ def put_videos(
 
 
 def images_in_front(turns: list[Turn], num_images: int) -> list[Turn]:
-    """Return the messages of a record with one `<image>` tag for each image, on a line of its own, put before the first
-    question. Messages that have image tags already are returned unchanged.
-
-    Args:
-        turns: the messages.
-        num_images: number of the record's images.
-    """
+    """Put one `<image>` tag for each image, on a line of its own, before the first question, unless the messages have
+    image tags already."""
     first = next((number for number, turn in enumerate(turns) if turn.role == "human"), None)
     if not num_images or first is None or any(IMAGE_TAG in turn.text for turn in turns):
         return turns

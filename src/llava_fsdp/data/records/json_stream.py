@@ -17,7 +17,7 @@ BLOCK = 1 << 20
 MOST_BYTES = 4 << 20
 """Default of the setting `data.max_record_bytes`, in bytes."""
 SIGNS, SIGNS_IN_TEXT = re.compile(r'["{}\[\],]'), re.compile(r'["\\]')
-"""Regular expressions for the characters that determine where a JSON value ends, outside and inside a JSON string."""
+"""The characters that determine where a JSON value ends, outside and inside a JSON string."""
 SPACE = " \t\r\n"
 JSON_NAMES = {"{": "a JSON object", '"': "text"} | dict.fromkeys("-0123456789", "a number")
 HEADS: dict[bytes, str] = {
@@ -37,11 +37,10 @@ HEADS: dict[bytes, str] = {
 def spans(
     path: Path, after: Span | None = None, max_bytes: int = MOST_BYTES, name: str | Path | None = None
 ) -> Iterator[Span]:
-    """Yield the position (offset in bytes, size in bytes, number of its first line) of each record in a JSON list or
-    JSON Lines (`.jsonl`) file, in file order.
+    """Yield the position of each record in a JSON list or JSON Lines (`.jsonl`) file, in file order.
 
     Args:
-        after: position of a record; begin with the record after it. None: begin with the first record.
+        after: begin with the record after this one.
         max_bytes: greatest size of a record that is parsed to find its end. In a larger record, only brackets and
             quotes are matched.
         name: name of the file in error messages if `path` is a copy of it; None: `path`.
@@ -80,12 +79,8 @@ def line_spans(path: Path, after: Span | None, max_bytes: int, name: str | Path)
 
 
 def check_lines(file: BinaryIO, name: str | Path) -> None:
-    """Raise DataError if the first line of a JSON Lines file shows that the file is a JSON list.
-
-    Args:
-        file: the file, at its first byte of text.
-        name: its name in error messages.
-    """
+    """Raise DataError if the first line of a JSON Lines file, open at its first byte of text, shows that it is a JSON
+    list."""
     first = b""
     while not first and (line := file.readline(BLOCK)):
         first = line.strip()
@@ -118,12 +113,7 @@ def list_spans(path: Path, after: Span | None, max_bytes: int, name: str | Path)
 
 
 def window_behind(file: BinaryIO, after: Span, max_bytes: int) -> "Window":
-    """Return a Window, which reads JSON values from a file, that begins at the byte after a given record.
-
-    Args:
-        after: position of the record: (offset in bytes, size in bytes, number of its first line).
-        max_bytes: greatest size of a value that the Window parses.
-    """
+    """Return a Window that begins at the byte after the record `after`."""
     offset, size, line = after
     file.seek(offset)
     for begin in range(0, size, BLOCK):
@@ -132,13 +122,7 @@ def window_behind(file: BinaryIO, after: Span, max_bytes: int) -> "Window":
 
 
 def check_head(head: bytes, path: Path | str) -> None:
-    """Raise DataError if a file of records is empty, or if its first bytes are those of another file type (gzip, HTML,
-    ...).
-
-    Args:
-        head: the first bytes of the file.
-        path: the file, for error messages.
-    """
+    """Raise DataError if a file's first bytes, `head`, are missing or those of another file type (gzip, HTML, ...)."""
     if not head:
         raise DataError(f"{path} is empty (0 bytes); take it from its source again")
     found = [
@@ -151,15 +135,8 @@ def check_head(head: bytes, path: Path | str) -> None:
 
 
 def begin(file: BinaryIO, path: str | Path) -> int:
-    """Return the offset of the first byte of text in a file: 3 if it begins with a UTF-8 byte order mark, else 0.
-
-    Args:
-        file: the file, open at its beginning.
-        path: its name in error messages.
-
-    Raises:
-        DataError: the file is empty, of another type (gzip, HTML, ...), or UTF-16 or UTF-32.
-    """
+    """Return the offset of the first byte of text in a file that is open at its beginning: 3 if it begins with a UTF-8
+    byte order mark, else 0. Raise DataError if it is empty, of another type (gzip, HTML, ...), or UTF-16 or UTF-32."""
     head = file.read(64)
     check_head(head, path)
     encoding = json.detect_encoding(head[:4])
@@ -178,9 +155,8 @@ class Window:
 
     file: BinaryIO
     base: int
-    """Offset in the file of the first byte of `text`."""
     max_bytes: int = MOST_BYTES
-    """Greatest size in bytes of a JSON value that is parsed. If a value is larger, only its end is searched."""
+    """Greatest size in bytes of a value that is parsed. If a value is larger, only its end is searched."""
     text: str = ""
     at: int = 0
     """Offset in `text` of the next character to read; text before it may be dropped."""
@@ -190,11 +166,10 @@ class Window:
     """Offset in `text` up to which newlines have been counted into `line`."""
     ended: bool = False
     decoder: json.JSONDecoder = field(default_factory=lambda: json.JSONDecoder(parse_int=len))
-    """JSON decoder that does not convert integers. Python would raise an error for one with too many digits."""
+    """A decoder that does not convert integers. Python would raise an error for one with too many digits."""
 
     def more(self) -> None:
-        """Read more of the file into memory: as many bytes as are there already, but at least 1 MiB. Text that was read
-        past is dropped."""
+        """Double the text in memory, by at least 1 MiB, and drop the text that was read past."""
         self.line_here()
         self.text = self.text[self.at :]
         self.base += self.at
@@ -210,8 +185,7 @@ class Window:
         return self.line
 
     def next_sign(self) -> str:
-        """Move to the next character of the file that is not white space and return it, or "" at the end of the
-        file."""
+        """Move to the next character that is not white space and return it, or "" at the end of the file."""
         while True:
             self.at = after_space(self.text, self.at)
             if self.at < len(self.text):
@@ -221,8 +195,7 @@ class Window:
             self.more()
 
     def pass_value(self) -> tuple[int, int]:
-        """Move the reading position past the JSON value that begins there, and return the value's range of bytes
-        [begin, end) in the file.
+        """Move past the JSON value that begins here, and return its range of bytes [begin, end) in the file.
 
         The value counts as complete only if `,` or `]` follows, because a number may continue after the text in memory.
         """
@@ -247,8 +220,8 @@ class Window:
             self.more()
 
     def pass_large(self, begin: int, wrong: str, where: int) -> int:
-        """Move the reading position past a JSON value of more than `max_bytes` bytes without parsing it, and return the
-        offset in the file at which it ends. Only brackets and quotes are matched.
+        """Move past a JSON value of more than `max_bytes` bytes without parsing it, and return the offset in the file
+        of its end. Only brackets and quotes are matched.
 
         Called when the JSON parser has failed on the value although it had more than `max_bytes` bytes of it.
 
@@ -258,8 +231,8 @@ class Window:
             where: offset in the file that the message is about.
 
         Raises:
-            JSONDecodeError: the value has no end, or has at most `max_bytes` bytes, so that the parser's error was
-                right. The error has the message `wrong`.
+            JSONDecodeError: with the message `wrong`: the value has no end, or has at most `max_bytes` bytes, so that
+                the parser's error was right.
         """
         depth, in_text, is_closed = 0, False, False
         while not is_closed:
@@ -303,14 +276,8 @@ def open_list(window: Window, path: str | Path) -> None:
 
 
 def elements(window: Window, is_first: bool) -> Iterator[Span]:
-    """Yield the position (offset in bytes, size in bytes, number of its first line) of each further element of a JSON
-    list.
-
-    Args:
-        window: reads the file; its reading position is right after the opening bracket of the list, or right after an
-            element.
-        is_first: whether the position is after the opening bracket.
-    """
+    """Yield the position of each further element of a JSON list. The window is right after the opening bracket
+    (`is_first`), or right after an element."""
     while (sign := window.next_sign()) != "]":
         if not is_first:
             if sign != ",":
@@ -327,7 +294,7 @@ def elements(window: Window, is_first: bool) -> Iterator[Span]:
 
 
 def line_of(path: Path, at: int) -> int:
-    """Return the number of the line, from 1, that contains the byte at offset `at` of a file."""
+    """Return the number, from 1, of the line with the byte at offset `at`."""
     line = 1
     with path.open("rb") as file:
         while at > 0 and (read := file.read(min(at, BLOCK))):

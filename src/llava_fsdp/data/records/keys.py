@@ -1,5 +1,5 @@
-"""Keys of dataset records beside the conversation and its images: those that say what is learnt, those that are known
-to change nothing, and all others, which are reported because nothing reads them.
+"""Keys of records beside the conversation and its images: those that say what is learnt, those that are known to change
+nothing, and all others, which are reported because nothing reads them.
 
 Sources of the keys: OpenAI's `weight` (fine-tuning of chat models), axolotl's `train`, `train_detail` and `weight`,
 ms-swift's `loss`, `loss_scale` and `rejected_response`, LLaMA-Factory's `kto_tag`, trl's `chosen`, `rejected` and
@@ -60,7 +60,7 @@ SPANS = frozenset("train_detail train_details training_detail loss_spans loss_ra
 WORDS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 """Numbers and truth values that are written as text."""
 ASKING = frozenset(["user", "human"])
-"""Names of the asking speaker. As the value of `mask` (NeMo), they say that questions are not learnt, as is the case
+"""Names of the asking speaker. The value of `mask` may be one (NeMo): questions are not learnt, as is the case
 anyway."""
 CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 MOST_KEYS = 32
@@ -76,8 +76,6 @@ OTHERS = "(others)"
 
 
 class Meaning(Enum):
-    """What a key of a record says."""
-
     harmless = "nothing that is learnt depends on it"
     learnt = "whether an answer is learnt: 0 or false says that it is not"
     hidden = "whether an answer is learnt: true says that it is not"
@@ -104,8 +102,7 @@ REASONS = {
 
 @lru_cache(4096)  # records repeat a few keys millions of times
 def meaning_of(key: str) -> Meaning:
-    """Return what a key of a record or of a turn says. The style of its name (`lossScale`, `loss-scale`) does not
-    matter."""
+    """Return what a key says. The style of its name (`lossScale`, `loss-scale`) does not matter."""
     name = CAMEL.sub("_", key).lower().replace("-", "_").replace(" ", "_")
     if name in VERDICTS:
         return Meaning.verdict
@@ -120,7 +117,7 @@ def meaning_of(key: str) -> Meaning:
 
 def says_nothing(value: Any) -> bool:
     """Return whether a JSON value is null, NaN (a missing number, as pandas writes it), a blank text, or a list or
-    object that contains only such values. There is no recursion, because values may be nested deeply."""
+    object of only such values. There is no recursion, because values may be nested deeply."""
     inside = [value]
     while inside:
         own = inside.pop()
@@ -136,11 +133,8 @@ def says_nothing(value: Any) -> bool:
 
 def held(value: Any) -> Any:
     """Return the value of a key that is not read, or of one that says what is learnt, as it is written into the index:
-    numbers, truth values and short texts as they are, a placeholder for any other value, and None for none.
-
-    Args:
-        value: a value of a Parquet file, which may also be bytes, a date etc.
-    """
+    numbers, truth values and short texts as they are, a placeholder for any other value (in a Parquet file also bytes,
+    a date etc.), and None for none."""
     if says_nothing(value):
         return None
     is_short = isinstance(value, bool | int | float) or (isinstance(value, str) and len(value) <= MOST_HELD)
@@ -148,15 +142,8 @@ def held(value: Any) -> Any:
 
 
 def is_learnt(key: str, value: Any) -> bool:
-    """Return whether a key of a record or an answer lets the answer be learnt.
-
-    Args:
-        key: the key; `meaning_of` tells its meaning.
-        value: its value, which says something.
-
-    Raises:
-        ValueError: the value cannot be obeyed; the message says why, and what to do.
-    """
+    """Return whether a key, whose value says something, lets the answer be learnt. Raise ValueError if it cannot be
+    obeyed."""
     meaning = meaning_of(key)
     said = WORDS.get(value.strip().lower(), value) if isinstance(value, str) else value
     is_number = isinstance(said, int | float) and said in (0, 1)
@@ -177,23 +164,13 @@ def is_learnt(key: str, value: Any) -> bool:
 
 
 def count_keys(counts: Counter[str], keys: Mapping[str, int]) -> None:
-    """Add counts of keys that are not read to `counts`, which keeps at most MOST_NAMES different keys.
-
-    Args:
-        counts: {key: number of records}; is changed.
-        keys: further counts.
-    """
+    """Add counts of keys to `counts`, which keeps at most MOST_NAMES different keys."""
     for key, number in keys.items():
         counts[key if key in counts or len(counts) < MOST_NAMES else OTHERS] += number
 
 
 def describe_unread(sources: Mapping[str, Mapping[str, int]]) -> list[str]:
-    """Return a line for each data source with keys that are not read, which names the keys and how many records have
-    them.
-
-    Args:
-        sources: {name of a source: {key: number of records}}.
-    """
+    """Return a line for each source with keys that are not read, from {source: {key: number of records}}."""
     return [
         f"source {shown_name(name)} has keys that are not read: "
         + ", ".join(f"{shown_name(key)} ({count:,} records)" for key, count in Counter(keys).most_common())

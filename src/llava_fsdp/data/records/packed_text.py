@@ -31,17 +31,12 @@ thousandfold."""
 
 
 def is_copied(path: str) -> bool:
-    """Return whether a file of records is a text file that is compressed or remote, judged by its path or URL. Such a
-    file is read from a copy in the dataset's index folder."""
+    """Return whether a file of records is a compressed or remote text file, which is read from a copy in the index
+    folder."""
     return path.lower().endswith((*GZIP, *ZSTD)) or (is_remote(path) and path.lower().endswith((".json", *LINES)))
 
 
 def copy_name(path: str) -> str:
-    """Return the file name for the local copy of a compressed or remote text file of records.
-
-    Args:
-        path: path or URL of the file.
-    """
     return "copy.json" if path.lower().endswith(".json") else "copy.jsonl"
 
 
@@ -53,8 +48,7 @@ def check_unpacks(path: str) -> None:
 
 @dataclass(frozen=True)
 class Unpack:
-    """Decompresses local files of records and copies remote ones, in worker processes. Each call processes the file
-    with index `chunk` in `paths`."""
+    """Decompresses local files of records and copies remote ones, in worker processes: each call one of `paths`."""
 
     paths: tuple[str, ...]
     targets: tuple[Path, ...]
@@ -75,10 +69,7 @@ class Unpack:
 
 
 def blocks(packed: Reader) -> Iterator[bytes]:
-    """Yield the decompressed content of a file in blocks of bytes.
-
-    Args:
-        packed: the file; if its name ends in no suffix of GZIP and ZSTD, its content is yielded as it is.
+    """Yield the decompressed content of a file in blocks; a file without a suffix of GZIP and ZSTD as it is.
 
     Raises:
         DataError: the file is not whole, is not compressed as its name says, or unpacks to far more than text does.
@@ -99,11 +90,7 @@ def blocks(packed: Reader) -> Iterator[bytes]:
 
 @contextmanager
 def opened(packed: Reader) -> Iterator[Any]:
-    """Context manager that opens the decompressed content of a file as a binary file object.
-
-    Args:
-        packed: the file; if its name ends in no suffix of GZIP and ZSTD, its content is not decompressed.
-    """
+    """Context manager that opens a file as `blocks` yields it."""
     path, raw = packed.name.lower(), io.BufferedReader(ReaderFile(packed), BLOCK)
     if path.endswith(GZIP):
         with gzip.open(raw) as file:
@@ -119,7 +106,7 @@ def opened(packed: Reader) -> Iterator[Any]:
 
 @contextmanager
 def refused(path: str) -> Iterator[None]:
-    """Context manager in which errors of the decompression libraries become DataErrors that name the file `path`."""
+    """Context manager in which errors of the decompression libraries become DataErrors."""
     try:
         yield
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:

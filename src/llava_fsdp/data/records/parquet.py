@@ -1,10 +1,12 @@
-"""Read the rows of Parquet files as dataset records in JSON.
+"""Read the rows of Parquet files as records in JSON.
 
 The columns are: the conversation, under the same keys as in a JSON file; `id`; `image` and `images`, a path, the
 image's bytes, a struct of bytes and path as Hugging Face datasets writes it (without bytes, the path is used), or a
 list of these; `video`, a path or a list of paths. A null counts as a missing key. Other columns whose names mean media
 (audio, ...) are not read, and a record with a value in such a column is bad. So is a record whose column of videos
 contains bytes.
+
+`schema` is the file's Arrow schema, `kind` an Arrow type.
 """
 
 import contextlib
@@ -53,8 +55,8 @@ NOTHING = b"{}"
 MOST_EMPTY = 1000
 """A row group may have this many rows without a value, and more if they are not more than half of its rows."""
 NOT_UTF8 = b"\xff"
-"""Placeholder line for a Parquet row whose text is not UTF-8. It is not UTF-8 itself, so the checks of text files
-report the row."""
+"""Placeholder line for a row whose text is not UTF-8. It is not UTF-8 itself, so the checks of text files report the
+row."""
 
 
 def is_parquet(path: str | Path) -> bool:
@@ -62,28 +64,18 @@ def is_parquet(path: str | Path) -> bool:
 
 
 def check_installed(path: str) -> None:
-    """Raise ConfigError if a file is a Parquet file (by its suffix) and pyarrow, which reads it, is not installed."""
+    """Raise ConfigError if a file is a Parquet file and pyarrow, which reads it, is not installed."""
     if is_parquet(path) and importlib.util.find_spec("pyarrow") is None:
         raise ConfigError(f"{path} is Parquet, which needs pyarrow: pip install 'llava-fsdp[parquet]'")
 
 
 def turn_columns(keys: RecordKeys) -> tuple[str, ...]:
-    """Return the names of all columns of a Parquet file that can contain the conversation of a record.
-
-    Args:
-        keys: names of the columns of question and answer, if the user has set them.
-    """
+    """Return the names of all columns that can contain the conversation."""
     return (*FORMS, *(keys.pair or ()))
 
 
 def read_columns(keys: RecordKeys, schema: Any) -> list[str]:
-    """Return the names of those columns of a Parquet file that are read. Columns of videos are only read if they have
-    paths.
-
-    Args:
-        keys: names of the columns of question, answer and images, if the user has set them.
-        schema: Arrow schema of the file.
-    """
+    """Return the names of the columns that are read. Columns of videos are only read if they have paths."""
     names = dict.fromkeys(("id", *keys.images, *turn_columns(keys)))
     names |= dict.fromkeys(key for key in VIDEO_KEYS if key in schema.names and has_paths(schema, key))
     names |= dict.fromkeys(key for key in SIZE_KEYS if key in schema.names and has_numbers(schema, key))
@@ -91,7 +83,6 @@ def read_columns(keys: RecordKeys, schema: Any) -> list[str]:
 
 
 def has_numbers(schema: Any, name: str) -> bool:
-    """Return whether the column `name` of an Arrow schema has integers or floats, or lists of them."""
     from pyarrow import types
 
     kind = schema.field(name).type
@@ -100,16 +91,13 @@ def has_numbers(schema: Any, name: str) -> bool:
 
 
 def has_paths(schema: Any, name: str) -> bool:
-    """Return whether the column `name` of an Arrow schema contains texts (paths) or lists of texts."""
+    """Return whether a column contains texts (paths) or lists of texts."""
     kind = schema.field(name).type
     return is_text(kind.value_type if is_list(kind) else kind)
 
 
 def open_file(file: Reader, keys: RecordKeys = NO_KEYS) -> ParquetContainer:
     """Open a Parquet file of records.
-
-    Args:
-        keys: names of the columns of question, answer and images, if the user has set them.
 
     Raises:
         DataError: the file is not a Parquet file, or its columns are those of no form of records.
@@ -137,13 +125,7 @@ def open_file(file: Reader, keys: RecordKeys = NO_KEYS) -> ParquetContainer:
 
 
 def check_types(path: str, schema: Any, keys: RecordKeys = NO_KEYS) -> None:
-    """Raise DataError if the type of a column of a Parquet file that is read is not supported.
-
-    Args:
-        path: the file, for error messages.
-        schema: its Arrow schema.
-        keys: names of the columns of question, answer and images, if the user has set them.
-    """
+    """Raise DataError if the type of a column that is read is not supported."""
 
     for name in (name for name in turn_columns(keys) if name in schema.names):
         own = schema.field(name).type
@@ -177,8 +159,8 @@ def is_text(kind: Any) -> bool:
 
 
 def are_turns(kind: Any) -> bool:
-    """Return whether an Arrow type can be a list of messages of a conversation: a list of structs with the fields of a
-    message, or a type whose values are all empty."""
+    """Return whether a type can be a list of messages: a list of structs with the fields of a message, or a type whose
+    values are all empty."""
     from pyarrow import types
 
     if not is_list(kind) or types.is_null(kind.value_type):
@@ -189,8 +171,8 @@ def are_turns(kind: Any) -> bool:
 
 
 def is_plain(kind: Any) -> bool:
-    """Return whether all values of an Arrow type can be written in JSON: texts, numbers, booleans, and lists and
-    structs of these."""
+    """Return whether all values of a type can be written in JSON: texts, numbers, booleans, and lists and structs of
+    these."""
     from pyarrow import types
 
     if is_list(kind):
@@ -201,14 +183,14 @@ def is_plain(kind: Any) -> bool:
 
 
 def fields_of(kind: Any) -> dict[str, Any]:
-    """Return {field name: type} of an Arrow struct type; empty if `kind` is not a struct type."""
+    """Return {field name: type} of a struct type; empty for another type."""
     from pyarrow import types
 
     return {field.name: field.type for field in kind} if types.is_struct(kind) else {}
 
 
 def is_embedded(schema: Any, name: str) -> bool:
-    """Return whether the column `name` of an Arrow schema can contain the bytes of images."""
+    """Return whether a column can contain the bytes of images."""
     from pyarrow import types
 
     kind = schema.field(name).type
@@ -220,29 +202,18 @@ def is_embedded(schema: Any, name: str) -> bool:
 
 
 class ParquetRows:
-    """Reads the rows of a Parquet file as dataset records in JSON. Instead of the bytes of an image, the JSON contains
-    their location in the file."""
+    """Reads rows as records in JSON, with the location of an image in the file instead of its bytes. See `Rows`."""
 
     def __init__(self, file: Reader, keys: RecordKeys = NO_KEYS):
-        """Open a Parquet file of records.
-
-        Args:
-            keys: names of the columns of question, answer and images, if the user has set them.
-
-        Raises:
-            DataError: the file is not a Parquet file, or its columns are those of no form of records.
-            SourceError: the file cannot be read.
-        """
         self.parquet = open_file(file, keys)
         self.parquet.check_rows()
         self.written: dict[int, int] = {}
-        """{index of a row group: number of bytes of its rows as JSON, as far as they were read}."""
+        """{index of a row group: number of bytes of its rows as JSON, as far as they were read}; `total` is their
+        sum."""
         self.total = 0
-        """Sum of the numbers in `written`."""
         self.keys = keys
         schema = self.parquet.arrow.schema_arrow
         self.read = read_columns(keys, schema)
-        """Names of the columns that are read."""
         others = [name for name in schema.names if name not in (*self.read, *FORMS, LOCATION, TOO_LARGE)]
         media = [name for name in others if names_media(name) or name in TOOL_KEYS]
         binary = {leaf.partition(".")[0] for leaf in self.parquet.binary_leaves()}
@@ -255,33 +226,27 @@ class ParquetRows:
         self.unknown = [n for n in others if n not in (*self.told, *self.unread) and meaning_of(n) is Meaning.unknown]
         """Names of the columns that nothing reads, and that are not known to be harmless."""
         self.leaves = {name: leaf for name in keys.images if (leaf := self.leaf_with_images(name)) is not None}
-        """{name of a column of images: path of its leaf column with the images' bytes}, without columns that have only
+        """{name of a column of images: its leaf column with the images' bytes}, without columns that have only
         paths."""
         self.unread_leaves = [
             leaf for leaf in self.parquet.binary_leaves() if any(is_below(leaf, name) for name in self.unread)
         ]
-        """Paths of the leaf columns with the bytes of media that are not read."""
+        """Leaf columns with the bytes of media that are not read."""
         self.page_bytes = np.zeros(2, dtype=np.int64)
         """See `Rows.page_bytes`."""
         self.lists = {name for name in schema.names if is_list(schema.field(name).type)}
 
     @property
     def groups(self) -> int:
-        """Number of row groups of a Parquet file."""
         return self.parquet.groups
 
     @property
     def num_rows(self) -> int:
-        """Number of rows of a Parquet file."""
         return self.parquet.arrow.metadata.num_rows
 
     def leaf_with_images(self, name: str) -> str | None:
-        """Return the path of the leaf column of a Parquet file with the bytes of images (such as `image.bytes`); None
-        if there are no bytes, only paths.
-
-        Args:
-            name: name of a column of images (such as `image`).
-        """
+        """Return the leaf column (such as `image.bytes`) with the bytes of a column of images; None if it has only
+        paths."""
         schema = self.parquet.arrow.schema_arrow
         if name not in schema.names or not is_embedded(schema, name):
             return None
@@ -294,17 +259,8 @@ class ParquetRows:
         return leaves[0] if leaves else None
 
     def lines(self, group: int, max_bytes: int = MOST_BYTES) -> Iterator[bytes]:
-        """Yield each row of a row group of a Parquet file as a dataset record in JSON. A few hundred rows are in memory
-        at a time, and the locations of all images of the row group.
-
-        Args:
-            group: index of the row group.
-            max_bytes: greatest size of a record; a larger one is replaced by a placeholder with its size.
-
-        Raises:
-            DataError: the row group is damaged, or stored in a way that is not supported.
-            SourceError: the file cannot be read.
-        """
+        """Yield each row of a row group as a record in JSON. A few hundred rows are in memory at a time, and the
+        locations of all images of the row group. See `Rows.lines`."""
         locations = {name: self.parquet.locations(leaf, group) for name, leaf in self.leaves.items()}
         unread = {leaf: self.parquet.locations(leaf, group) for leaf in self.unread_leaves}
         wanted = self.read + self.unread + self.told
@@ -351,12 +307,7 @@ class ParquetRows:
                 number += 1
 
     def count_bytes(self, group: int, size: int) -> None:
-        """Count the bytes of a row as JSON. Raise DataError if all rows take more than a file of this size may.
-
-        Args:
-            group: index of the row's row group.
-            size: number of the bytes.
-        """
+        """Count the bytes of a row as JSON. Raise DataError if all rows take more than a file of this size may."""
         self.written[group] += size
         self.total += size
         if self.total > self.parquet.most_bytes:
@@ -368,13 +319,8 @@ class ParquetRows:
 
     def divide_unknown(self, group: int, wanted: Collection[str]) -> tuple[list[str], list[str]]:
         """Divide the columns of a row group that nothing reads, and that are not known to be harmless. Return those
-        that are small beside the columns that are read, so that it costs little to see in which rows they have a value;
-        and those larger ones that have any value in the row group.
-
-        Args:
-            group: index of the row group.
-            wanted: names of the columns that are read.
-        """
+        that are small beside the columns that are read (`wanted`), so that it costs little to see in which rows they
+        have a value; and those larger ones that have any value in the row group."""
         chunks = {leaf: self.parquet.footer.chunk(leaf, group) for leaf in self.parquet.footer.leaves}
         sizes = Counter[str]()
         for leaf, chunk in chunks.items():
@@ -400,13 +346,12 @@ class ParquetRows:
         unknown: Collection[str] = (),
         least: int = 0,
     ) -> bytes:
-        """Return a row of a Parquet file as a dataset record in JSON.
+        """Return a row as a record in JSON.
 
         Args:
             row: an Arrow RecordBatch of one row, without the bytes of images.
             locations: {name of a column of images: where in the file each of the row's images lies}.
             unread: names of the columns in which the row has bytes of media (such as audio) that are not read.
-            max_bytes: greatest size of a record; a larger one is replaced by a placeholder with its size.
             unknown: names of the columns that nothing reads and in which the row has a value.
             least: number of bytes that the row's images take at least.
         """
@@ -440,11 +385,9 @@ class ParquetRows:
         return json.dumps({"id": record.get("id"), TOO_LARGE: [len(made), max_bytes]}).encode()
 
     def images(self, name: str, value: Any, locations: list[ImageLocation | None]) -> Any:
-        """Return the images in one row of a column of a Parquet file as a JSON value: for each its location in the
-        file, or its path.
+        """Return the images in one row of a column: for each its location in the file, or its path.
 
         Args:
-            name: name of the column.
             value: the row's value in this column, without the bytes of images.
             locations: location of each image; empty if the column cannot contain bytes.
         """
@@ -510,8 +453,7 @@ def have_values(column: Any) -> list[bool]:
 
 
 def json_line(record: Any) -> bytes:
-    """Return a JSON value as one line of UTF-8. If it contains half of a surrogate pair, non-ASCII characters are
-    escaped."""
+    """Return a JSON value as one line of UTF-8. Around half of a surrogate pair, non-ASCII characters are escaped."""
     try:
         return json.dumps(record, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -519,22 +461,19 @@ def json_line(record: Any) -> bytes:
 
 
 def has_dictionary(schema: Any, name: str) -> bool:
-    """Return whether the column `name` of an Arrow schema is dictionary-encoded. Arrow counts the whole dictionary in
-    the size of each row."""
+    """Return whether a column is dictionary-encoded. Arrow counts the whole dictionary in the size of each row."""
     from pyarrow import types
 
     return types.is_dictionary(schema.field(name).type)
 
 
 def is_below(leaf: str, column: str) -> bool:
-    """Return whether a leaf column of a Parquet file (such as `image.bytes`) is a column of its schema (such as
-    `image`) or part of it."""
+    """Return whether a leaf column (such as `image.bytes`) is a column (such as `image`) or part of it."""
     return leaf == column or leaf.startswith(f"{column}.")
 
 
 def one_image(value: Any, location: ImageLocation | None) -> Any:
-    """Return an image of a row of a Parquet file as a JSON value: an object with its location if the file contains its
-    bytes, else its path.
+    """Return an image as JSON: an object with its location if the file contains its bytes, else its path.
 
     Args:
         value: the path, or a struct with the field `path`.
@@ -547,9 +486,9 @@ def one_image(value: Any, location: ImageLocation | None) -> Any:
 
 
 def plain_turn(turn: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return a message of a conversation, read from a Parquet file, with only those fields that are used (such as
-    `from` and `value`) and have a value. A field for media or calls of tools that has a value is kept with a
-    placeholder, and so is one that is not read, unless it is known to be harmless (`held`)."""
+    """Return a message with only those fields that are used (such as `from` and `value`) and have a value. A field for
+    media or calls of tools that has a value is kept with a placeholder, and so is one that is not read, unless it is
+    known to be harmless (`held`)."""
     if turn is None:
         return None
     made = {name: turn[name] for name in TURN if turn.get(name) is not None}

@@ -7,8 +7,6 @@ from llava_fsdp.config import Parity, TooLong
 
 
 class Kind(StrEnum):
-    """Kinds of problems that a record of a dataset can have, such as a missing image."""
-
     not_json = "not_json"
     not_utf8 = "not_utf8"
     record_too_large = "record_too_large"
@@ -38,7 +36,7 @@ class Kind(StrEnum):
 
 
 class Kept(Enum):
-    """The settings under which a dataset record that has a certain problem is still trained on."""
+    """The settings under which a record that has a certain problem is still trained on."""
 
     no = "no"
     yes = "yes"
@@ -49,8 +47,6 @@ class Kept(Enum):
 
 @dataclass(frozen=True)
 class Problem:
-    """Description of a kind of problem that a record of a dataset can have."""
-
     meaning: str
     kept: Kept
 
@@ -95,16 +91,11 @@ PROBLEMS: dict[Kind, Problem] = {
 }
 
 BITS: dict[Kind, int] = {kind: 1 << place for place, kind in enumerate(Kind)}
-"""The bit that stands for each kind of problem in the `flags` columns of a dataset's index."""
+"""The bit of each kind of problem in the `flags` columns of a dataset's index."""
 
 
 def is_kept(kind: Kind, labels: Parity, too_long: TooLong) -> bool:
-    """Return whether a dataset record that has a certain kind of problem is trained on.
-
-    Args:
-        labels: the setting `labels`: whether labels are exact or those of the original LLaVA.
-        too_long: the setting `data.too_long`: what happens to records that are longer than `data.max_length`.
-    """
+    """Return whether a record that has a certain kind of problem is trained on."""
     match PROBLEMS[kind].kept:
         case Kept.like_original:
             return labels is Parity.llava_v1_5
@@ -115,6 +106,5 @@ def is_kept(kind: Kind, labels: Parity, too_long: TooLong) -> bool:
 
 
 def mask(*kinds: Kind) -> int:
-    """Return an integer with one bit set for each of the given kinds of problems. The bit of a kind is its place in the
-    enum."""
+    """Return an integer with the bits of the kinds set."""
     return sum(BITS[kind] for kind in kinds)

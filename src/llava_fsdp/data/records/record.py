@@ -1,4 +1,7 @@
-"""A record of a dataset, which is a conversation about images, and checks of its parts. forms.py parses records."""
+"""A record of a dataset, which is a conversation about images, and checks of its parts. forms.py parses records.
+
+`where` and `what` name a record and a value in error messages.
+"""
 
 import json
 import re
@@ -17,7 +20,7 @@ from llava_fsdp.runtime.text.terminal_text import shown_name
 
 ADDRESS = re.compile(r"(?:[a-z][a-z0-9+.-]*://|data:)", re.IGNORECASE)
 WORD = re.compile(r"(?i:md5)|[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
-"""Pattern of one word in a JSON key. It finds `image` and `url` in `image_url`, `imageUrl2` and `IMAGE-URL`."""
+"""One word in a JSON key: finds `image` and `url` in `image_url`, `imageUrl2` and `IMAGE-URL`."""
 MEDIA = frozenset(
     "image img picture pic photo screenshot thumbnail frame jpg jpeg png gif "
     "video vid movie clip audio sound speech voice wav media".split()
@@ -40,16 +43,15 @@ LINES = (".jsonl", ".ndjson")
 COMPRESSED_TARS = (".tar.gz", ".tgz", ".tar.zst", ".tzst", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
 """Suffixes of compressed tars, which are refused when they are opened."""
 TOO_LARGE = "llava_fsdp bytes of a row"
-"""JSON key of the placeholder for a row of a Parquet file or a sample of a tar that is too large; its value is [size of
-the row, limit], both in bytes."""
+"""Key of the placeholder for a row or a sample of a tar that is too large; its value is [size, limit] in bytes."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 INLINE = "data:"
 """Beginning of the name of an image that is in the record itself or in its file; no path begins so."""
 LOCATION = "llava_fsdp place"
-"""JSON key of an object that is written instead of an image's path if the image is in the file of records itself. The
-value is the image's location (`ImageLocation.to_json`)."""
+"""Key of an object that is written instead of an image's path if the image is in the file of records itself. The value
+is the image's location (`ImageLocation.to_json`)."""
 HELD = "..."
-"""Placeholder in a record's JSON for a value that is not read: media such as audio, or a call of a tool."""
+"""Placeholder for a value that is not read: media such as audio, or a call of a tool."""
 JSON_NAMES = {
     dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number",
     type(None): "null",
@@ -58,7 +60,7 @@ JSON_NAMES = {
 
 @dataclass(frozen=True)
 class Turn:
-    """A message of a conversation: its speaker and its text."""
+    """A message of a conversation."""
 
     role: str
     """The speaker of the turn: human or gpt; the first turn may be from system."""
@@ -76,7 +78,7 @@ class Record:
     file: str
     """Path or URL of the file of records."""
     index: int
-    """Index of the record in its file."""
+    """Index in the file."""
     id: str
     images: tuple[str, ...]
     """Paths of the images and videos, relative to the image folder; for an image that is embedded in the record or its
@@ -86,82 +88,65 @@ class Record:
     """Whether the record has the key `image`, even with an empty value, or a key `video` that is read, or any image or
     video; LLaVA treats such a record as one with an image."""
     folder: Path | RemoteFolder | None = None
-    """Image folder of the record's data source; None: the image folder that is set for all sources."""
+    """Image folder of the record's data source; None: the one that is set for all sources."""
     sizes: tuple[tuple[int, int], ...] | None = None
-    """(width, height) in pixels of each image after turning by its EXIF orientation; None if the record does not come
-    from a dataset's index."""
+    """(width, height) in pixels of each image after turning by its EXIF orientation; None if not known from an
+    index."""
     frames: tuple[tuple[int, float], ...] | None = None
-    """(number of frames, frames per second) of each of `images`; (0, 0.0) for an image. None if the record does not
-    come from a dataset's index."""
+    """(number of frames, frames per second) of each of `images`, (0, 0.0) for an image; None if not known from an
+    index."""
     has_id: bool = True
     """Whether the record has an id; otherwise `id` is its index."""
     line: int | None = None
     """Line of the file on which the record begins, from 1; None if unknown or not a text file."""
     unread: str | None = None
-    """Description, for error messages, of a key or tag for media (video, audio, ...) that is not read; None if there is
-    none."""
+    """Description of a key or tag for media (video, audio, ...) that is not read."""
     not_obeyed: str | None = None
-    """Description, for error messages, of a key that says what is learnt and cannot be obeyed; None if there is
-    none."""
+    """Description of a key that says what is learnt and cannot be obeyed."""
     unread_keys: tuple[str, ...] = ()
     """The keys with a value that are not read and could change what is learnt, such as `messages[].name`."""
     inline: Mapping[str, bytes | ImageLocation] = field(default_factory=dict, compare=False, repr=False)
-    """{name: bytes or location} of the images that are embedded in the record or in its file. Different images have
-    different names."""
+    """{name: bytes or location} of the images that are embedded in the record or in its file. Names differ if images
+    do."""
     data_files: DataFiles | None = field(default=None, compare=False, repr=False)
     """Reads the images whose locations are in `inline`."""
 
     @property
     def signed_words(self) -> int:
-        """Length of a dataset record by which LLaVA sorts: the number of words of all its messages, negative if it has
-        no image (LLaVA train.py:684-690)."""
+        """Length by which LLaVA sorts: the number of words of all messages, negative if the record has no image (LLaVA
+        train.py:684-690)."""
         words = sum(len(turn.text.split()) for turn in self.turns)
         return words if self.has_image_key else -words
 
     @cached_property
     def num_images(self) -> int:
-        """Number of a dataset record's images, without its videos. Cached, because it is needed for each image."""
+        """Number of images, without videos. Cached, because it is needed for each image."""
         return count_images(self.images)
 
     @property
     def where(self) -> str:
-        """Name of a dataset record in messages: its file, line, index in the file, and id."""
+        """Name of the record in messages: its file, line, index in the file, and id."""
         return name_record(self.file, self.index, self.line, self.known_id)
 
     @property
     def known_id(self) -> str | None:
-        """The id that a dataset record has in its file; None if it has none."""
+        """The id in the file; None if it has none."""
         return self.id if self.has_id else None
 
 
 def name_place(file: str | Path, index: int, line: int | None) -> str:
-    """Return the name of a dataset record without its id, for error messages: its file, line and index.
-
-    Args:
-        index: its index in the file, from 0.
-        line: number of the line on which it begins, from 1; None if unknown.
-    """
+    """Return the name of a record without its id: its file, line (from 1; None if unknown) and index."""
     place = f"record {index}" if line is None else f"line {line}, record {index}"
     return f"{shown_name(file)}, {place}"
 
 
 def name_record(file: str | Path, index: int, line: int | None, identity: str | None) -> str:
-    """Return the name of a dataset record for error messages: its file, line, index and id.
-
-    Args:
-        index: its index in the file, from 0.
-        line: number of the line on which it begins, from 1; None if unknown.
-        identity: its id; None if it has none.
-    """
+    """Return the name of a record: its file, line (from 1; None if unknown), index and id."""
     return f"{name_place(file, index, line)} ({'without an id' if identity is None else f'id {shown_name(identity)}'})"
 
 
 def id_of(raw: dict[str, Any]) -> str | None:
-    """Return the id of a dataset record as text (numbers and other values as JSON); None if it is missing or null.
-
-    Args:
-        raw: the record as a JSON object.
-    """
+    """Return the id of a record as text (numbers and other values as JSON); None if it is missing or null."""
     value = raw.get("id")
     return value if value is None or isinstance(value, str) else json.dumps(value)
 
@@ -171,7 +156,7 @@ class TwiceError(ValueError):
 
 
 def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make a dict from the (key, value) pairs of a JSON object; raise TwiceError if a key is repeated."""
+    """Make a dict from the items of a JSON object; raise TwiceError if a key is repeated."""
     made = dict(pairs)
     if len(made) != len(pairs):
         keys = [key for key, _ in pairs]
@@ -186,11 +171,11 @@ so that one part of the program might not be able to write what another has pars
 
 
 def decode(text: bytes) -> Any:
-    """Parse the bytes of a dataset record as JSON.
+    """Parse the bytes of a record as JSON.
 
     Raises:
         ValueError: it is not UTF-8, not JSON, has a key twice, or a number that is too long.
-        RecursionError: lists and objects are nested deeper than 100 levels (MOST_DEPTH).
+        RecursionError: lists and objects are nested deeper than MOST_DEPTH.
     """
     value = DECODER.decode(text.decode())
     if text.count(b"[") + text.count(b"{") > MOST_DEPTH and is_deep(value):
@@ -199,8 +184,7 @@ def decode(text: bytes) -> Any:
 
 
 def is_deep(value: Any) -> bool:
-    """Return whether lists and objects in a JSON value are nested deeper than 100 levels (MOST_DEPTH), without
-    recursion."""
+    """Return whether a JSON value is nested deeper than MOST_DEPTH, without recursion."""
     level = [value]
     for _ in range(MOST_DEPTH + 1):
         level = [own for own in level if isinstance(own, dict | list)]
@@ -211,8 +195,8 @@ def is_deep(value: Any) -> bool:
 
 
 def without_locations(value: Any) -> Any:
-    """Return a JSON value from a user's file in which a placeholder replaces the value of each key `llava_fsdp place`
-    (LOCATION). Under this key, only the program itself may write where in a Parquet file or tar an image lies."""
+    """Replace the value of each key LOCATION in a user's JSON by a placeholder: only the program itself may write under
+    this key where in a Parquet file or tar an image lies."""
     if isinstance(value, list):
         return [without_locations(own) for own in value]
     if isinstance(value, dict):
@@ -223,14 +207,8 @@ def without_locations(value: Any) -> Any:
 
 
 def parse_text(path: Path | str, index: int, text: bytes, line: int | None = None) -> Any:
-    """Parse the bytes of a dataset record as JSON; raise DataError if they are not UTF-8 or not valid JSON.
-
-    Args:
-        path: the file that contains the record; it and the next arguments name the record in error messages.
-        index: index of the record in the file, from 0.
-        text: the bytes.
-        line: number of the line on which the record begins, from 1; None if unknown.
-    """
+    """Parse the bytes of a record as JSON; raise DataError if they are not UTF-8 or not valid JSON. `line` is from
+    1."""
     where = name_place(path, index, line)
     try:
         return decode(text)
@@ -260,11 +238,6 @@ def json_cure(text: bytes) -> str:
 
 
 def check_bytes(size: int, max_bytes: int, where: str) -> None:
-    """Raise DataError if the size of a dataset record exceeds a limit, both in bytes.
-
-    Args:
-        where: name of the record in the error message.
-    """
     if size > max_bytes:
         raise DataError(
             f"{where} has {size:,} bytes, over data.max_record_bytes={max_bytes}; make several records of it, or raise "
@@ -274,41 +247,24 @@ def check_bytes(size: int, max_bytes: int, where: str) -> None:
 
 
 def is_container(file: object) -> bool:
-    """Return whether a file of records is a Parquet file or a tar, judged by the suffix of its name. Such a file may
-    contain images.
-
-    Args:
-        file: path or URL of the file.
-    """
+    """Return whether a path or URL of a file of records ends as a Parquet file or a tar does. Such a file may contain
+    images."""
     return str(file).lower().endswith((PARQUET, TAR, *COMPRESSED_TARS))
 
 
 def is_video(file: object) -> bool:
-    """Return whether a file is a video, judged by the suffix of its name.
-
-    Args:
-        file: path of the file, or another object whose `str` is a path.
-    """
+    """Return whether a path (or the `str` of an object) ends as a video does."""
     return Path(str(file)).suffix.lower() in VIDEO_FORMATS
 
 
 def count_images(names: Iterable[object]) -> int:
-    """Return how many files are images and not videos, judged by the suffixes of their names.
-
-    Args:
-        names: paths of images and videos.
-    """
+    """Return how many of the names do not end as a video does."""
     return sum(not is_video(name) for name in names)
 
 
 def unread_media(raw: dict[str, Any], read_keys: Iterable[str]) -> str | None:
-    """Return a description, for error messages, of the first value in a JSON object that is media (video, audio, ...)
-    which this package does not read; None if it has no such media. The keys of the object tell what is media.
-
-    Args:
-        raw: a record of a dataset, or an object in it.
-        read_keys: keys whose media are read, and which are therefore ignored here.
-    """
+    """Return a description of the first value in a JSON object whose key means media (video, audio, ...) and is not
+    among `read_keys`; None if there is none."""
     for key, value in raw.items():
         if key not in read_keys and names_media(key) and not is_empty(value):
             return f"the key {shown(key)}, {shown(value)}"
@@ -316,8 +272,8 @@ def unread_media(raw: dict[str, Any], read_keys: Iterable[str]) -> str | None:
 
 
 def names_media(key: str) -> bool:
-    """Return whether a key of a JSON object means, by its words, that the value is an image, a video or a sound (such
-    as `audioUrl`), and not a fact about one (such as `image_width`)."""
+    """Return whether a key means, by its words, that the value is an image, a video or a sound (such as `audioUrl`),
+    and not a fact about one (such as `image_width`)."""
     return has_media_words(key) if len(key) > 100 else short_key_names_media(key)  # long keys would fill the cache
 
 
@@ -333,8 +289,8 @@ def has_media_words(key: str) -> bool:
 
 
 def unread_tag(turns: Sequence[Turn]) -> str | None:
-    """Return a description, for error messages, of the first `<video>` or `<audio>` tag in a question of a
-    conversation; None if it has no such tag. A tag with a closing tag is HTML and is ignored."""
+    """Return a description of the first `<video>` or `<audio>` tag in a question; None if there is none. A tag with a
+    closing tag is HTML and is ignored."""
     for turn in turns:
         found = MEDIA_TAG.search(turn.text) if turn.role == "human" else None
         if found is not None and f"</{found[1].lower()}>" not in turn.text.lower():
@@ -356,12 +312,7 @@ def is_empty(value: Any) -> bool:
 
 
 def unread_reason(where: str, unread: str) -> str:
-    """Return an error message about a dataset record with media (such as audio) that this program does not read.
-
-    Args:
-        where: name of the record.
-        unread: description of the media, as in `Record.unread`.
-    """
+    """Return an error message about a record with media that are not read, described as in `Record.unread`."""
     if any(own in unread for own in ('"video"', '"videos"', "<video>")):
         return (
             f"{where} has {unread}, and {VIDEOS_NEED}, from the keys video and videos and from video parts, from files "
@@ -381,14 +332,8 @@ def shown(value: Any) -> str:
 
 
 def check_name(name: str, where: str, key: str = "image") -> None:
-    """Raise DataError if a dataset record names an image or a video by something other than a relative path below the
-    image folder.
-
-    Args:
-        name: what the record has as the path.
-        where: name of the record in the error message.
-        key: key of the record that has the path.
-    """
+    """Raise DataError if a record names an image or a video by something other than a relative path below the image
+    folder."""
     if name[:5].lower() == "file:":
         raise DataError(
             f"{where}: {key} is {name[:80]!r}, an address of a local file; give its path below data.images instead",
@@ -421,11 +366,7 @@ def check_name(name: str, where: str, key: str = "image") -> None:
 
 
 def check_text(text: str, what: str) -> None:
-    """Raise DataError if a text cannot be encoded as UTF-8, because it contains half of a surrogate pair.
-
-    Args:
-        what: name of the text in the error message.
-    """
+    """Raise DataError if a text cannot be encoded as UTF-8, because it contains half of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

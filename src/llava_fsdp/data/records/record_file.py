@@ -1,5 +1,4 @@
-"""Read all records of a dataset file directly, without the index (a folder of facts about the records) that training
-makes first."""
+"""Read all records of a file directly, without the index that training makes first."""
 
 import contextlib
 import tempfile
@@ -19,7 +18,7 @@ from llava_fsdp.runtime.errors import DataError
 
 
 class RecordFile:
-    """Sequence of the records of a dataset file. The file is read at once; a record is parsed when it is accessed."""
+    """Sequence of the records of a file. The file is read at once; a record is parsed when it is accessed."""
 
     def __init__(
         self,
@@ -48,14 +47,8 @@ class RecordFile:
 def read_records(
     path: str, max_bytes: int, keys: RecordKeys = NO_KEYS, data_files: DataFiles | None = None
 ) -> Iterator[tuple[bytes, int | None]]:
-    """Yield each record of a dataset file as (JSON bytes, number of the line on which it begins, or None if the file is
-    not a text file).
-
-    Args:
-        path: path or URL of a JSON, JSON Lines or Parquet file or a tar.
-        max_bytes: greatest size of a record. A larger record of a Parquet file or tar is replaced by a placeholder.
-        keys: names of the keys of question, answer and images, if the user has set them.
-        data_files: opens the file; None if it is a local file.
+    """Yield each record of a JSON, JSON Lines or Parquet file or a tar as (JSON bytes, number of the line on which it
+    begins, or None if the file is not a text file). A local file needs no `data_files`.
 
     Raises:
         DataError: the file is not a list of records, or a record of a text file is larger than `max_bytes`.

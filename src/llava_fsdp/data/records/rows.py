@@ -1,5 +1,5 @@
-"""Copy the records of Parquet files and tars to JSON Lines files in the dataset's index (a folder of facts about the
-dataset), which are then read like any text file. Images are not copied: the JSON has their locations."""
+"""Copy the records of Parquet files and tars to JSON Lines files in the dataset's index, which are then read like any
+text file. Images are not copied: the JSON has their locations."""
 
 import os
 import shutil
@@ -24,12 +24,11 @@ ROWS_ALONE = 100_000
 
 
 class Rows(Protocol):
-    """Interface for reading the records of a Parquet file or a tar."""
+    """Reads the records of a Parquet file or a tar."""
 
     @property
     def groups(self) -> int:
-        """Number of parts of a Parquet file or tar of records that can be read independently (row groups; 1 for a
-        tar)."""
+        """Number of parts that can be read independently (row groups; 1 for a tar)."""
         ...
 
     @property
@@ -39,16 +38,12 @@ class Rows(Protocol):
 
     @property
     def page_bytes(self) -> np.ndarray:
-        """Two sums over the images that `lines` has found in compressed pages of a Parquet file: the bytes of the
-        images, and the bytes that must be decompressed to read each image alone, int64 [2]."""
+        """Two sums over the images that `lines` has found in compressed pages: the bytes of the images, and the bytes
+        that must be decompressed to read each image alone, int64 [2]."""
         ...
 
     def lines(self, group: int, max_bytes: int, /) -> Iterator[bytes]:
-        """Yield the records of one part of a Parquet file or tar as JSON.
-
-        Args:
-            group: index of the part (in a Parquet file, the row group).
-            max_bytes: greatest size of a record; a larger one is replaced by a placeholder.
+        """Yield the records of one part as JSON. A record larger than `max_bytes` is replaced by a placeholder.
 
         Raises:
             DataError: the file is damaged, or has a form that is not supported.
@@ -58,34 +53,13 @@ class Rows(Protocol):
 
 
 def open_rows(path: str, keys: RecordKeys, data_files: DataFiles) -> Rows:
-    """Open a Parquet file or a tar of records, to read the records as JSON.
-
-    Args:
-        path: path or URL of the file.
-        keys: names of the keys (columns) of question, answer and images, if the user has set them.
-        data_files: opens the file, local or remote.
-
-    Raises:
-        DataError: the file is damaged, or has a form that is not supported.
-        SourceError: the file cannot be read.
-    """
+    """Open a Parquet file or a tar of records. See `Rows.lines` for the errors."""
     file = data_files.open(path)
     return ParquetRows(file, keys) if is_parquet(path) else TarRows(file, keys)
 
 
 def all_lines(path: str, keys: RecordKeys, max_bytes: int, data_files: DataFiles) -> Iterator[bytes]:
-    """Yield all records of a Parquet file or a tar as JSON.
-
-    Args:
-        path: path or URL of the file.
-        keys: names of the keys (columns) of question, answer and images, if the user has set them.
-        max_bytes: greatest size of a record; a larger one is replaced by a placeholder.
-        data_files: opens the file, local or remote.
-
-    Raises:
-        DataError: the file is damaged, or has a form that is not supported.
-        SourceError: the file cannot be read.
-    """
+    """Yield all records of a Parquet file or a tar as JSON. See `Rows.lines`."""
     rows = open_rows(path, keys, data_files)
     for group in range(rows.groups):
         yield from rows.lines(group, max_bytes)
@@ -93,8 +67,7 @@ def all_lines(path: str, keys: RecordKeys, max_bytes: int, data_files: DataFiles
 
 @dataclass(frozen=True)
 class RowsFile:
-    """A Parquet file or tar of records, and the paths in the dataset's index folder to which its records are copied as
-    JSON."""
+    """A Parquet file or tar, and the paths in the index folder to which its records are copied as JSON."""
 
     path: str
     folder: Path
@@ -103,20 +76,15 @@ class RowsFile:
 
     @property
     def whole(self) -> Path:
-        """Path of the JSON Lines file to which all records of a Parquet file or tar are copied."""
+        """Path of the JSON Lines file with all records."""
         return self.folder / "rows.jsonl"
 
     def text(self, groups: range) -> Path:
-        """Return the path of the JSON Lines file to which the records of some row groups of a Parquet file are copied.
-
-        Args:
-            groups: indices of the consecutive row groups; a tar counts as a single one.
-        """
+        """Return the path of the JSON Lines file with the records of consecutive row groups."""
         return self.folder / f"{groups.start:08d}-{groups.stop:08d}.jsonl"
 
     def delete_parts(self) -> None:
-        """Delete the JSON Lines files with the records of some row groups, which are not needed once a file with the
-        records of all row groups exists."""
+        """Delete the files with the records of some row groups, which are not needed once `whole` exists."""
         for path in self.folder.glob("[0-9]*"):
             path.unlink(missing_ok=True)
 
@@ -129,18 +97,17 @@ class WriteRows:
 
     files: tuple[RowsFile, ...]
     max_bytes: int
-    """Greatest size of a record in bytes."""
     data_files: DataFiles
     by_group: bool
-    """Whether a chunk is a row group instead of a file, if the file has more than ROWS_ALONE rows. Then several
-    processes can copy one file, but its records are written twice: `gather` copies them."""
+    """Whether a chunk is a row group if its file has more than ROWS_ALONE rows. Then several processes can copy one
+    file, but its records are written twice: `gather` copies them."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_last"}  # an open file is not pickled
 
     @cached_property
     def parts(self) -> list[tuple[int, range]]:
-        """What each chunk of the work consists of: (index of the Parquet file or tar, indices of the row groups)."""
+        """What each chunk consists of: (index of the file, indices of the row groups)."""
         found = []
         for number, file in enumerate(self.files):
             rows = open_rows(file.path, file.keys, self.data_files)
@@ -149,7 +116,7 @@ class WriteRows:
         return found
 
     def chunks(self) -> list[Path]:
-        """Return a path for each chunk of the work; the path exists once the chunk's records are written."""
+        """Return a path for each chunk, which exists once the chunk's records are written."""
         return [self.files[number].text(groups).with_suffix(".npz") for number, groups in self.parts]
 
     def __call__(self, chunk: int) -> Columns:
@@ -163,8 +130,7 @@ class WriteRows:
         return {"page_bytes": rows.page_bytes - before}
 
     def opened(self, number: int) -> Rows:
-        """Open the Parquet file or tar with index `number`, to read its records. The last file stays open, because
-        reading its footer again may take long."""
+        """Open a file by its index. The last one stays open, because reading its footer again may take long."""
         if number not in self._last:
             self._last.clear()
             file = self.files[number]
@@ -176,8 +142,8 @@ class WriteRows:
         return {}
 
     def gather(self) -> None:
-        """Join the JSON Lines files that the chunks have written to one for each Parquet file or tar, and delete them
-        if there are several. Log a warning if images are in compressed pages, where reading them is slow."""
+        """Join the copies of each file to one, and delete them. Log a warning if images are in compressed pages, where
+        reading them is slow."""
         page_bytes = sum((column(chunk, "page_bytes") for chunk in self.chunks()), np.zeros(2, dtype=np.int64))
         if page_bytes[0]:
             log().warning(

@@ -38,31 +38,20 @@ OTHER_MEDIA = (
 
 
 class TarRows:
-    """Reads the samples of a WebDataset tar as dataset records in JSON, in which images are given by their locations in
-    the tar."""
+    """Reads the samples of a tar as records in JSON, with images given by their locations. See `Rows`."""
 
     num_rows = 0
-    """See `Rows.num_rows`."""
     groups = 1
-    """Number of parts that can be read independently: a tar is read as a whole."""
+    """A tar is read as a whole."""
     page_bytes = np.zeros(2, dtype=np.int64)
-    """See `Rows.page_bytes`; a tar has no compressed pages."""
+    """A tar has no compressed pages."""
 
     def __init__(self, file: Reader, keys: RecordKeys = NO_KEYS):
         self.file = file
         self.keys = keys
 
     def lines(self, _: int = 0, max_bytes: int = MOST_BYTES) -> Iterator[bytes]:
-        """Yield the samples of a WebDataset tar as dataset records in JSON.
-
-        Args:
-            _: not used, because a tar is always read as a whole.
-            max_bytes: greatest size of a record; a larger one is replaced by a placeholder.
-
-        Raises:
-            DataError: the tar is compressed, truncated or damaged; see `tar_container.samples`.
-            SourceError: the tar cannot be read.
-        """
+        """Yield the samples as records. See `Rows.lines` and `tar_container.samples`."""
         skipped: Counter[str] = Counter()
         for sample in samples(self.file, skipped):
             yield SampleReader(self.file, sample, self.keys, max_bytes).line()
@@ -73,8 +62,7 @@ class TarRows:
 
 
 class SampleReader:
-    """Converts a sample of a WebDataset tar (files that differ only in their extensions) to a dataset record in
-    JSON."""
+    """Converts a sample to a record in JSON."""
 
     def __init__(self, file: Reader, sample: TarSample, keys: RecordKeys, max_bytes: int):
         self.file = file
@@ -89,7 +77,6 @@ class SampleReader:
         """Whether the record names one image and the sample has one, which is then meant, whatever its name."""
 
     def line(self) -> bytes:
-        """Return a sample of a WebDataset tar as one line of JSON."""
         texts = (RECORD, *(self.keys.pair or ()))
         largest = max(self.sample.members.get(extension, (0, 0))[1] for extension in texts)
         if largest > self.max_bytes:
@@ -109,8 +96,8 @@ class SampleReader:
         return made
 
     def invalid(self, data: bytes) -> bytes:
-        """Return one line that is not valid JSON, made from the content of a tar's `.json` file that is invalid. The
-        checks of text files will report it."""
+        """Return one line that is not valid JSON, made from an invalid member `json`. The checks of text files will
+        report it."""
         line = data.replace(b"\n", b" ").replace(b"\r", b" ").strip() or b"!"
         try:
             decode(line)
@@ -119,12 +106,8 @@ class SampleReader:
         return b"!" + line
 
     def record(self, raw: dict[str, Any]) -> dict[str, Any]:
-        """Return the record of a WebDataset sample, with the locations in the tar of its images, with a question and an
-        answer that are files of their own, and with placeholders for other media.
-
-        Args:
-            raw: the record as parsed from the sample's `.json` file.
-        """
+        """Return the sample's record with the locations of its images, with a question and an answer that are members
+        of their own, and with placeholders for other media."""
         made = {"id": self.sample.key} | {key: value for key, value in raw.items() if key != "id" or value is not None}
         made.pop(TOO_LARGE, None)  # only this program writes it
         for key in self.keys.pair or ():
@@ -147,12 +130,7 @@ class SampleReader:
         return made | {f"media {own}": HELD for own in media} | {f"member {own}": HELD for own in others}
 
     def placed(self, raw: dict[str, Any]) -> dict[str, Any]:
-        """Return a record of a tar in which each image that is a file of the same sample is replaced by its location in
-        the tar.
-
-        Args:
-            raw: the record as a JSON object.
-        """
+        """Return a record in which each image that is a member is replaced by its location."""
         made = raw | {key: self.put(raw[key]) for key in self.keys.images if key in raw}
         for key in ("conversations", "messages"):
             if isinstance(raw.get(key), list):
@@ -165,23 +143,14 @@ class SampleReader:
         return turn | {"content": [self.part(part) for part in turn["content"]]}
 
     def part(self, part: Any) -> Any:
-        """Return a part of a message. If it names an image that is a file of the same sample in the tar, the name is
-        replaced by the image's location.
-
-        Args:
-            part: the part as a JSON value: an object for a text or an image.
-        """
+        """Return a part of a message. If it names an image that is a member, the name is replaced by its location."""
         if not isinstance(part, dict):
             return part
         return part | {key: self.put(part[key]) for key in GIVEN_AS if key in part}
 
     def put(self, value: Any) -> Any:
-        """Return the value of a record's key for images, in which each image that is a file of the same sample in the
-        tar is replaced by its location.
-
-        Args:
-            value: the JSON value: a path, an object with a path, or a list of these.
-        """
+        """Return the value of a key for images (a path, an object with a path, or a list of these), in which each image
+        that is a member is replaced by its location."""
         if isinstance(value, list):
             return [self.put(own) for own in value]
         if isinstance(value, dict):
@@ -193,16 +162,15 @@ class SampleReader:
         return value if extension is None else self.location(extension)
 
     def extension_of(self, name: str) -> str | None:
-        """Return the extension of the image in a WebDataset sample that the sample's record means by a name; None if it
-        means none of the sample's files."""
+        """Return the extension of the image that the record means by a name; None if it means no member."""
         if ADDRESS.match(name):
             return None
         return self.images[0] if self.is_only else self.meant.get(name.rpartition("/")[2].lower())
 
     @cached_property
     def meant(self) -> dict[str, str]:
-        """{name of an image in lower case: extension of the file of the WebDataset sample that it means}. The name may
-        be the file's name or its extension."""
+        """{name of an image in lower case: extension of the member that it means}. The name may be the member's file
+        name or its extension."""
         key, found = self.sample.key.rpartition("/")[2].lower(), dict[str, str]()
         for extension in self.images:
             found.setdefault(extension, extension)
@@ -210,7 +178,6 @@ class SampleReader:
         return found
 
     def location(self, extension: str) -> dict[str, Any]:
-        """Return a JSON object with the location in the tar of the sample's file that has the given extension."""
         offset, size = self.sample.members[extension]
         return {LOCATION: ImageLocation(self.file.name, offset, size, name=f"{self.sample.key}.{extension}").to_json()}
 

@@ -31,18 +31,12 @@ NOTED = {
     Kind.duplicate_id: "have the id of an earlier one",
     Kind.unlearnt_answer: "have earlier answers that are not trained, as the chat template writes them anew for later",
 }
-"""{kind of problem: warning about records that have it and are trained on}. The number of these records is put before
-the text."""
+"""{kind of problem: warning about records that have it and are trained on}, to follow the number of these records."""
 
 
 def open_records(cfg: Config, encoder: Encoder, reader: ImageReader, show: Watch) -> Records:
     """Open the records of the configured dataset, and check whether training may begin with them. If the dataset has no
-    index (a folder of arrays and JSON files with what is known about each record), make it first.
-
-    Args:
-        encoder: encodes a record as token ids and labels.
-        reader: reads images as tiles.
-        show: function that starts a progress bar.
+    index, make it first.
 
     Raises:
         DataError: there are more bad or long records than `data.bad_records`, `data.max_bad_records` and
@@ -63,16 +57,8 @@ def open_records(cfg: Config, encoder: Encoder, reader: ImageReader, show: Watch
 
 
 def look_again(plan: Plan, cfg: Config, records: Records, show: Watch, since: str) -> Records:
-    """Examine the bad records of a dataset again, because the user may have fixed their files, and return the dataset
-    as it is now. If what was found cannot be written, log a warning and return `records` unchanged.
-
-    Args:
-        plan: the configured dataset, its encoder and its image reader.
-        records: the dataset as it was opened.
-        show: function that starts a progress bar.
-        since: a text that `last_look` returned earlier. If it has changed, another process has examined the bad images
-            since then, and they are not examined here.
-    """
+    """Examine the bad records again, because the user may have fixed their files, and return the dataset as it is now.
+    If the result cannot be written, log a warning and return `records` unchanged. See `open_index` for `since`."""
     try:
         index = open_index(plan, show, look_again=True, since=since)
     except BuildError as error:
@@ -89,7 +75,7 @@ def report(records: Records, cfg: Config, plan: Plan) -> None:
 
 
 def same_files(records: Records) -> str:
-    """Return a warning about files that several data sources of the dataset contain; empty without such files."""
+    """Return a warning about files that several data sources contain; empty without such files."""
     names: dict[str, list[str]] = {}
     for part in records.index.store.parts:
         names.setdefault(os.path.realpath(part.file.path), []).append(part.file.name)
@@ -98,8 +84,8 @@ def same_files(records: Records) -> str:
 
 
 def remarks(records: Records) -> str:
-    """Return warnings about a dataset: records that have a problem but are trained on, data sources whose records have
-    no image or have keys that are not read, and files that several sources contain; empty without them."""
+    """Return warnings, or an empty text: records that have a problem but are trained on, data sources whose records
+    have no image or have keys that are not read, and files that several sources contain."""
     said = [
         f"{records.counts[kind]:,} {words}"
         for kind, words in NOTED.items()
@@ -117,7 +103,7 @@ def remarks(records: Records) -> str:
 
 
 def refuse_bad_records(records: Records, cfg: DataConfig) -> None:
-    """Raise DataError if the dataset has more bad or too long records than the configuration allows."""
+    """Raise DataError if there are more bad or too long records than the configuration allows."""
     report = cfg.index_folder / PAGE
     if cfg.too_long is TooLong.fail and records.counts[Kind.too_long]:
         how = "raise data.max_length, or set data.too_long=truncate or skip"

@@ -19,16 +19,10 @@ DUPLICATES = "duplicates"
 
 
 def read_facts(task: ReadRecords, chunks: Sequence[Path], staged: Path) -> dict[str, Any]:
-    """Add files to the result of the first pass over a dataset, which reads all records: first_picture (int64 [records
-    + 1], the index of each record's first image), name_end (int64 [images + 1], the end of each image's path in the
-    array of all paths) and the list of duplicate ids. Return, for each data source, how many of its records have each
-    key that is not read.
-
-    Args:
-        task: the first pass.
-        chunks: the file with the results of each chunk of consecutive records.
-        staged: folder of the arrays that it has made.
-    """
+    """Add files to the folder `staged` with the joined columns of the first pass: first_picture (int64 [records + 1],
+    the index of each record's first image), name_end (int64 [images + 1], the end of each image's path in the array of
+    all paths) and the list of duplicate ids. Return, for each data source, how many of its records have each key that
+    is not read."""
     for name, counts in (("first_picture", "pictures"), ("name_end", NAME_SIZE)):
         sums = running_sum(column(chunk, counts) for chunk in chunks)
         write_column(staged / f"{name}.npy", sums, np.dtype(np.int64))
@@ -52,11 +46,7 @@ def read_facts(task: ReadRecords, chunks: Sequence[Path], staged: Path) -> dict[
 
 
 def running_sum(pieces: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-    """Yield 0 and the cumulative sums of an array in pieces, int64 [counts + 1] together.
-
-    Args:
-        pieces: the parts of the array, in order; any of them may be empty.
-    """
+    """Yield 0 and the cumulative sums of an array that is given in pieces, int64 [counts + 1] together."""
     total = 0
     yield np.zeros(1, dtype=np.int64)
     for counts in pieces:
@@ -65,13 +55,10 @@ def running_sum(pieces: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
 
 
 def duplicates(hashes: np.ndarray, begin: int, end: int) -> np.ndarray:
-    """Find the records with numbers in [begin, end) that have the same id as an earlier one of them.
+    """Find the records begin to end - 1 that have the same id as an earlier one of them.
 
-    Ids are compared by their hashes, one part of the hash values at a time, so that memory does not grow with the
-    number of records.
-
-    Args:
-        hashes: hash of the id of each record of the dataset, uint64 [records]; 0 without an id.
+    Ids are compared by their hashes (uint64 [records], 0 without an id), one part of the hash values at a time, so that
+    memory does not grow with the number of records.
 
     Returns:
         int64 [duplicates, 2]: number of a record whose id is not new, and number of the first record with this id.

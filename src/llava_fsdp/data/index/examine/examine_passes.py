@@ -1,5 +1,8 @@
-"""The first two passes over a dataset that make its index (a folder of arrays): read all records, and examine all
-images."""
+"""The first two passes over a dataset that make its index: read all records, and examine all images.
+
+A pass is a computation for each record. It processes chunks: consecutive records of one file. Numbers of records and of
+images count those of the whole dataset.
+"""
 
 from __future__ import annotations
 
@@ -48,25 +51,19 @@ Tell = Callable[[str, str], None]
 
 
 class Findings:
-    """Collects the problems that are found in the records of one chunk (consecutive records that are examined
-    together)."""
+    """Collects the problems of the records of one chunk."""
 
     def __init__(self, numbers: range, first: int):
         self.numbers = numbers
         self.first = first
-        """Number of the first record of the file of records to which the chunk belongs."""
+        """Number of the first record in the file of records to which the chunk belongs."""
         self.flags = np.zeros(len(numbers), dtype=np.uint32)
-        """Problems of each record as bits (`problems.BITS`), uint32 [records of the chunk]."""
+        """Problems as bits (`problems.BITS`), uint32 [records of the chunk]."""
         self.rows: list[dict[str, Any]] = []
 
     def of(self, number: int, identity: str | None) -> Tell:
-        """Return a function (kind of problem, reason) that adds a problem of a record. If there are several
-        problems of the same kind, only the first one is added.
-
-        Args:
-            number: number of the record in the dataset.
-            identity: id of the record; None if it has none.
-        """
+        """Return a function that adds a problem of a record. From several problems of one kind, only the first is
+        added."""
         at, identity = number - self.numbers.start, identity and identity[:LONGEST_ID]
 
         def tell(kind: str, reason: str) -> None:
@@ -84,12 +81,7 @@ class Findings:
 
 
 def attempt(make: Callable[[], T], tell: Tell) -> T | None:
-    """Call `make` and return its result. If it raises a DataError with a kind, which means that a record is bad, report
-    this and return None.
-
-    Args:
-        tell: function that is called with the kind and the message of the error.
-    """
+    """Return the result of `make`. If it raises a DataError with a kind, the record is bad: tell it and return None."""
     try:
         return make()
     except DataError as error:
@@ -101,10 +93,8 @@ def attempt(make: Callable[[], T], tell: Tell) -> T | None:
 
 @dataclass(frozen=True)
 class Pass(ABC):
-    """Base class of the passes over a dataset: computations for each record whose results become arrays in the
-    dataset's index (a folder of arrays). Each call processes one chunk, which consists of at most `size` records of one
-    file. The results depend on this file alone, so that they can be used again when other files are added to the
-    dataset."""
+    """Base class of the passes: results of a chunk become columns of the index. They depend on the chunk's file of
+    records alone, so that they can be used again when other files are added to the dataset."""
 
     folder: Path
     """Folder of the index that a RecordStore opens."""
@@ -121,7 +111,7 @@ class Pass(ABC):
 
     @cached_property
     def chunks(self) -> list[range]:
-        """For each chunk (consecutive records of one file that are examined together), the numbers of its records."""
+        """For each chunk, the numbers of its records."""
         return [
             range(begin, min(begin + self.size, part.first + part.count))
             for part in self.store.parts
@@ -130,26 +120,20 @@ class Pass(ABC):
 
     @property
     def file_begins(self) -> list[int]:
-        """For each chunk (consecutive records of one file that are examined together), the number of the first record
-        of its file."""
+        """For each chunk, the number of the first record of its file."""
         return [self.store.part(numbers.start).first for numbers in self.chunks]
 
     def chunk_of(self, number: int) -> int:
-        """Return the number of the chunk (consecutive records that are examined together) that contains a record, given
-        the record's number in the dataset."""
+        """Return the index of the chunk that contains a record."""
         return bisect.bisect_right(self.chunks, number, key=lambda numbers: numbers.start) - 1
 
     def files(self, folder: Path) -> list[Path]:
-        """Return the path of the file for the result of each chunk of consecutive records, in `folder`."""
+        """Return the path of the file in `folder` for the result of each chunk."""
         return [folder / f"{self.key_of(numbers)}-{numbers.start - first:09d}.npz"
                 for numbers, first in zip(self.chunks, self.file_begins, strict=True)]  # fmt: skip
 
     def key_of(self, numbers: range) -> str:
-        """Return a text that changes with all data on which the results for a chunk of consecutive records depend.
-
-        Args:
-            numbers: numbers of the records of the chunk in the dataset.
-        """
+        """Return a text that changes with all data on which the results for a chunk depend."""
         return self.store.part(numbers.start).key
 
     def __reduce__(self) -> tuple:
@@ -159,30 +143,16 @@ class Pass(ABC):
         return self.of(self.chunks[chunk])
 
     def of(self, numbers: range) -> Columns:
-        """Examine consecutive records, and return {name: column}, arrays with one value per record or image.
-
-        Args:
-            numbers: numbers of the records in the dataset; all must be in the same file of records.
-        """
+        """Examine consecutive records of one file; see `Columns`."""
         found = Findings(numbers, self.store.part(numbers.start).first)
         return {**self.columns(numbers, found), **found.columns}
 
     @abstractmethod
     def columns(self, numbers: range, found: Findings) -> Columns:
-        """Examine consecutive records, and return {name: column}, arrays with one value per record or image.
-
-        Args:
-            numbers: numbers of the records in the dataset.
-            found: collects the problems of these records; is added to.
-        """
+        """Examine consecutive records; add their problems to `found`."""
 
     def records(self, numbers: range) -> Iterator[tuple[int, Record]]:
-        """Yield (number, record) for those of some records of the dataset that are valid. The first pass over the
-        dataset (ReadRecords) reports invalid ones.
-
-        Args:
-            numbers: numbers of the records in the dataset.
-        """
+        """Yield (number, record) for the valid records. The pass ReadRecords reports the invalid ones."""
         for number in numbers:
             record = attempt(partial(self.store.record, number), lambda *_: None)
             if record is not None:
@@ -192,17 +162,16 @@ class Pass(ABC):
 NAME_SIZE = "name_size"
 """Column with the number of bytes of each image's path, int32 [images]."""
 UNREAD = "unread_keys"
-"""Column with the keys that no record's parser reads and how many records have them, an object in JSON, uint8
-[bytes]."""
+"""Column with the keys that no parser reads and how many records have them, JSON, uint8 [bytes]."""
 
 
 @dataclass(frozen=True)
 class ReadRecords(Pass):
-    """First pass over a dataset: parse each record and store its id, number of words and images.
+    """First pass: parse each record and store its id, number of words and images.
 
     Columns with a value per record: id_hash (0: no id), digest (xxh3 checksum of its bytes; 0: not read), words,
-    pictures (number of images). Column with a value per image: NAME_SIZE. Column `names`:
-    the bytes of all image paths. Column UNREAD: {key that is not read: number of records of the chunk with it}.
+    pictures (number of images). Column with a value per image: NAME_SIZE. Column `names`: the bytes of all image paths.
+    Column UNREAD.
     """
 
     def columns(self, numbers: range, found: Findings) -> Columns:
@@ -247,11 +216,7 @@ def id_hash(identity: str) -> int:
 
 
 def check_pictures_named(record: Record, tell: Tell) -> None:
-    """Report problems of how a record names its images and videos; the files are not read.
-
-    Args:
-        tell: function that is called with the kind of each problem and the reason for the user.
-    """
+    """Report problems of how a record names its images and videos; the files are not read."""
     outside = next((name for name in record.images if name not in record.inline), None)
     if outside is not None and record.folder is None:
         tell(
@@ -278,7 +243,7 @@ class ImageProblem:
 
 @dataclass(frozen=True)
 class ExaminePictures(Pass):
-    """Second pass over a dataset: check images and store their sizes.
+    """Second pass: check images and store their sizes.
 
     Columns with a value per image: width and height in pixels after turning by the EXIF orientation, stored_height
     (before turning), and digest (uint64, xxh3 checksum of the file's bytes if all were read). If videos are read, also
@@ -287,19 +252,18 @@ class ExaminePictures(Pass):
     """
 
     records_folder: Path
-    """Folder of the columns written by the pass ReadRecords."""
     how: Examine
-    """The setting `data.examine`, which says what images are decoded; `auto` has been replaced."""
+    """The setting `data.examine`; `auto` has been replaced."""
     opens_all: bool
     """Whether images that are not decoded are opened, for their sizes."""
     sample_size: int
     """With `how=sample`, the number of images that are drawn at random and decoded."""
     scaled: bool
-    """Whether training scales 16-bit and floating point images to 8 bits (depends on `data.pixels`). If so, an image
-    that cannot be scaled has a problem."""
+    """Whether training scales images of more than 8 bits per value to 8 bits (by `data.pixels`). If so, an image that
+    cannot be scaled has a problem."""
     allow_links: bool
     sized_by_records: ImageTokens | None = None
-    """With `lazy`, the rule for the tokens of images if they depend on sizes: the records give these then."""
+    """See `Plan.sized_by_records`."""
 
     @cached_property
     def names(self) -> PictureNames:
@@ -312,17 +276,11 @@ class ExaminePictures(Pass):
 
     @cached_property
     def sample(self) -> ImageSample:
-        """With `data.examine=sample`, the images of the dataset that are decoded."""
         ends = ends_of(self.names.first, [part.first for part in self.store.parts])
         return ImageSample(ends, self.sample_size)
 
     def key_of(self, numbers: range) -> str:
-        """Return a text that changes with all data on which the results for a chunk of consecutive records depend; with
-        `data.examine=sample` also with which images are decoded, because that depends on the whole dataset.
-
-        Args:
-            numbers: numbers of the records of the chunk in the dataset.
-        """
+        """Add which images are decoded if they are a sample, because that depends on the whole dataset."""
         key = super().key_of(numbers)
         if self.how is not Examine.sample:
             return key
@@ -330,11 +288,7 @@ class ExaminePictures(Pass):
         return f"{key}-{xxh3_64_hexdigest((self.sample.between(begin, end) - begin).tobytes())}"
 
     def rows_of(self, numbers: range) -> tuple[int, int]:
-        """Return the range [begin, end) of the images of consecutive records among all images of the dataset.
-
-        Args:
-            numbers: numbers of the records in the dataset.
-        """
+        """Return the range [begin, end) of the images of consecutive records."""
         return int(self.names.first[numbers.start]), int(self.names.first[numbers.stop])
 
     def columns(self, numbers: range, found: Findings) -> Columns:
@@ -376,20 +330,15 @@ class ExaminePictures(Pass):
         return columns
 
     def decoded(self, begin: int, end: int) -> Collection[int]:
-        """Return which of the images with indices in [begin, end) are decoded, as a set or range of their indices among
-        all images of the dataset."""
+        """Return the numbers of those of the images begin to end - 1 that are decoded."""
         if self.how is Examine.sample:
             return frozenset(self.sample.between(begin, end).tolist())
         return range(begin, end) if self.how is Examine.decode else ()
 
     def opened(self, numbers: range, decoded: Collection[int]) -> Sequence[int]:
-        """Return the numbers of those of some records that have an image which is opened. With a sample, this avoids
-        going through all records: a large dataset may have a hundred million, of which three thousand are examined.
-
-        Args:
-            numbers: numbers of consecutive records in the dataset.
-            decoded: those of their images that are decoded, as indices among all images of the dataset.
-        """
+        """Return the numbers of those records that have an image which is opened; `decoded` are the images that are
+        decoded. With a sample, this avoids going through all records: a large dataset may have a hundred million, of
+        which three thousand are examined."""
         if self.opens_all:
             return numbers
         rows = np.array(sorted(decoded), dtype=np.int64)
@@ -400,15 +349,7 @@ class ExaminePictures(Pass):
         self, decoded: Collection[int], seen: Collection[Looked], number: int, name: str, location: ImageLocation
     ) -> ImageLocation | None:
         """Return the location of the part of a remote image that is read when it is examined; None if it is not opened,
-        or was examined before.
-
-        Args:
-            decoded: the images that are decoded, as indices among all images of the dataset.
-            seen: the images that were examined before.
-            number: number of the record in the dataset.
-            name: name of the image in the record.
-            location: where the bytes of the whole image are.
-        """
+        or is among those `seen` before."""
         rows = range(*self.rows_of(range(number, number + 1)))
         full = rows[self.names.of(number).index(name)] in decoded
         if (self.store.locate(number)[0].images, name, full) in seen:
@@ -416,12 +357,7 @@ class ExaminePictures(Pass):
         return location if full else head_of(location) if self.opens_all else None
 
     def inline_of(self, number: int, names: list[str]) -> dict[str, ImageFile]:
-        """Return the images that are embedded in a record or in its file (Parquet or tar), by their names.
-
-        Args:
-            number: number of the record in the dataset.
-            names: names of its images.
-        """
+        """Return the images that are embedded in a record or in its file (Parquet or tar), by their names."""
         if not any(name.startswith(INLINE) for name in names):
             return {}
         return inline_images(self.store.record(number))
@@ -430,8 +366,6 @@ class ExaminePictures(Pass):
         """Check that an image or video can be read, and return its size, or its problem.
 
         Args:
-            folder: path or URL of the image folder of the record; None if it has none.
-            name: name of the image in the record.
             full: whether to decode it.
             file: the image, if it is embedded in the record or its file; None: `name` is a path in `folder`.
         """
@@ -458,12 +392,6 @@ def sizes_of(number: int, record: Record, store: RecordStore, tokens: ImageToken
     """Return the sizes that a record gives of its images, as (width, height) in pixels; empty if the numbers of their
     tokens do not depend on sizes.
 
-    Args:
-        number: number of the record in the dataset.
-        record: the parsed record.
-        store: reads the records of the dataset.
-        tokens: says whether the numbers of tokens depend on sizes.
-
     Raises:
         ConfigError: the record does not give the sizes of all its images, or has a video.
     """
@@ -487,7 +415,7 @@ def sizes_of(number: int, record: Record, store: RecordStore, tokens: ImageToken
 
 
 class PictureNames:
-    """Reads the names (paths) of the images of records from the arrays of a dataset's index."""
+    """Reads the names (paths) of the images of records from the index."""
 
     def __init__(self, records: Path):
         self.first, self.end = open_column(records, "first_picture"), open_column(records, "name_end")
@@ -499,7 +427,7 @@ class PictureNames:
 
 
 class PictureSizes:
-    """Reads the sizes of the images of records from the arrays of a dataset's index."""
+    """Reads the sizes of the images of records from the index."""
 
     def __init__(self, records: Path, pictures: Path):
         self.first = open_column(records, "first_picture")
@@ -509,23 +437,13 @@ class PictureSizes:
         self.frames, self.rate = (open_column(pictures, n) if has_videos else None for n in ("frames", "rate"))
 
     def of(self, number: int, position: int) -> tuple[int, int, int]:
-        """Return (width, height, stored height) in pixels of one of a record's images; the stored height is the one
-        before turning by the EXIF orientation. All are 0 if the image has problems or has not been opened.
-
-        Args:
-            number: number of the record in the dataset.
-            position: index of the image in the record.
-        """
+        """Return (width, height, height before turning by the EXIF orientation) in pixels of the record's image with
+        index `position`. All are 0 if the image has problems or has not been opened."""
         row = int(self.first[number]) + position
         return int(self.width[row]), int(self.height[row]), int(self.stored_height[row])
 
     def put(self, record: Record, number: int) -> Record:
-        """Return a copy of a record with the sizes of its images and the lengths of its videos.
-
-        Args:
-            record: the parsed record.
-            number: its number in the dataset.
-        """
+        """Return a copy of a record with the sizes of its images and the lengths of its videos."""
         if not record.images:
             return record
         positions = range(len(record.images))
@@ -533,13 +451,8 @@ class PictureSizes:
         return replace(record, sizes=sizes, frames=tuple(self.frames_of(number, position) for position in positions))
 
     def frames_of(self, number: int, position: int) -> tuple[int, float]:
-        """Return (number of frames, frames per second) of one of a record's videos; zeros for an image, and if the
-        dataset was examined without its videos.
-
-        Args:
-            number: number of the record in the dataset.
-            position: index of the video among the images and videos of the record.
-        """
+        """Return (number of frames, frames per second) of a video; zeros for an image, and if the dataset was examined
+        without its videos."""
         if self.frames is None or self.rate is None:
             return 0, 0.0
         row = int(self.first[number]) + position

@@ -27,24 +27,14 @@ SIDES = {1: 160, 6: 128, 12: 96, TILES: 64}
 
 
 def draw_examples(records: Records, encoder: Encoder, reader: ImageReader) -> list[Example]:
-    """Return up to SHOWN records that are trained on, encoded as the dataset's report page shows them. They are drawn
-    at random, with the same result at each call.
-
-    Args:
-        records: the dataset.
-        encoder: encodes a record as token ids and labels.
-        reader: reads images as tiles.
-    """
+    """Return up to SHOWN records that are trained on, as the dataset's report page shows them. They are drawn at
+    random, with the same result at each call."""
     return [make_example(records, number, encoder, reader) for number in draw(records.source_counts, SHOWN)]
 
 
 def draw(counts: list[int], most: int) -> list[int]:
-    """Draw at most `most` records at random, in about equal numbers from each data source. Return their numbers,
-    sorted.
-
-    Args:
-        counts: number of records of each source. The records of all sources are numbered in one sequence.
-    """
+    """Draw at most `most` records at random, in about equal numbers from each data source, of which `counts` are the
+    numbers of records. Return their numbers, sorted."""
     dice = random.Random(SEED)
     sources = [source for source, count in enumerate(counts) if count]
     dice.shuffle(sources)  # with more sources than records to draw, any of them may be left out
@@ -59,14 +49,7 @@ def draw(counts: list[int], most: int) -> list[int]:
 
 
 def make_example(records: Records, number: int, encoder: Encoder, reader: ImageReader) -> Example:
-    """Encode a record as training does, and return the parts of it that the dataset's report page shows.
-
-    Args:
-        records: the dataset.
-        number: number of the record among those that are trained on.
-        encoder: encodes a record as token ids and labels.
-        reader: reads images as tiles.
-    """
+    """Encode a record as training does, and return the parts of it that the page shows."""
     store, at = records.index.store, records.at(number)
     file, index = store.locate(at)
     place = file.name, file.path, store.line(at), index, store.id_of(at)
@@ -84,15 +67,8 @@ def make_example(records: Records, number: int, encoder: Encoder, reader: ImageR
 
 
 def parts_of(record: Record, sample: Sample, encoder: Encoder, reader: ImageReader) -> Iterator[Text | Images | Gap]:
-    """Yield the parts of an encoded record in order, for the dataset's report page: images, and runs of text tokens
-    that are all labels or all not. The middle of a long record is left out.
-
-    Args:
-        record: the parsed record.
-        sample: the record as encoded by `encoder`.
-        encoder: its tokenizer turns token ids into text.
-        reader: reads images as tiles.
-    """
+    """Yield the parts of an encoded record in order: images, and runs of text tokens that are all labels or all not.
+    The middle of a long record is left out."""
     ids, is_image = sample.input_ids, sample.input_ids == IMAGE_ID
     marks = sample.labels != IGNORE
     marks[:1] = False  # the first token is never predicted, so its label does not count
@@ -117,12 +93,8 @@ def parts_of(record: Record, sample: Sample, encoder: Encoder, reader: ImageRead
 
 
 def middle(is_image: np.ndarray) -> tuple[int, int]:
-    """Return the range [begin, end) of tokens in the middle of a long encoded record that the dataset's report page
-    does not show. If the record is shown completely, the range is empty and at its end.
-
-    Args:
-        is_image: whether each token of the record is an image token, bool [tokens].
-    """
+    """Return the range [begin, end) of tokens in the middle of a long record that are not shown. If the record is shown
+    completely, the range is empty and at its end. `is_image`: bool [tokens]."""
     text = np.flatnonzero(~is_image)
     if len(text) <= HEAD + TAIL:
         return len(is_image), len(is_image)
@@ -143,8 +115,7 @@ class Roles:
         self.are_known = isinstance(encoder, ExactEncoder) and is_whole
 
     def of(self, place: int) -> str:
-        """Return the role (human, gpt, ...) of the token with index `place` in the encoded record; empty if it is not
-        known."""
+        """Return the role (human, gpt, ...) of the token with index `place`; empty if it is not known."""
         if not self.are_known:
             return ""
         if self.marks[place]:
@@ -156,16 +127,13 @@ class Roles:
 def show_images(
     record: Record, names: Sequence[str], number: int, count: int, reader: ImageReader, room: int
 ) -> Images:
-    """Read an image or a video of a record as training does, and return what the dataset's report page shows of it.
+    """Read an image or a video of a record as training does, and return what the page shows of it.
 
     Args:
-        record: the parsed record.
         names: names of the record's images and videos that truncation has left.
         number: index in `names` of the one to read.
         count: number of its tokens.
-        reader: reads images as tiles.
-        room: number of tiles of this record that may still be shown. The image is shown whole, up to TILES tiles, if
-            this is above 0.
+        room: number of tiles of this record that may still be shown. If it is above 0, up to TILES tiles are shown.
     """
     name = names[number]
     kind, tile = ("video", "frame") if is_video(name) else ("image", "tile")

@@ -20,8 +20,7 @@ SEED = 0
 
 @dataclass(frozen=True)
 class ImageSample:
-    """The images of a dataset that are decoded before training with `data.examine=sample`. Images are numbered in the
-    order of the records."""
+    """The images that `data.examine=sample` decodes, as numbers in the order of the records."""
 
     ends: tuple[int, ...]
     """For each file of records, the number after that of its last image."""
@@ -35,16 +34,14 @@ class ImageSample:
 
     @cached_property
     def drawn(self) -> np.ndarray:
-        """Numbers of the images of the dataset that are drawn at random, each with the same probability; int64, in
-        ascending order."""
+        """Those drawn at random, each with the same probability; int64, ascending."""
         if self.size >= self.total:
             return np.arange(self.total)
         return np.sort(permuted(np.arange(self.size), self.total, "images to examine", SEED))
 
     @cached_property
     def chosen(self) -> np.ndarray:
-        """Numbers of the images of the dataset that are decoded before training: those drawn at random, and EACH_FILE
-        of each file of records; int64, in ascending order."""
+        """All that are decoded: those drawn at random, and EACH_FILE of each file of records; int64, ascending."""
         begins = (0, *self.ends[:-1])
         pairs = [(begin, end) for begin, end in zip(begins, self.ends, strict=True) if begin < end]
         spread = [
@@ -54,8 +51,7 @@ class ImageSample:
         return np.union1d(self.drawn, np.maximum(spread, firsts).astype(np.int64))
 
     def between(self, begin: int, end: int) -> np.ndarray:
-        """Return the numbers of the images that are decoded before training and are in [begin, end), int64 in ascending
-        order."""
+        """Return those from begin to end - 1 that are decoded, int64, ascending."""
         first, last = np.searchsorted(self.chosen, (begin, end))
         return self.chosen[first:last]
 
@@ -65,35 +61,27 @@ class Examined:
     """Counts of the images of a dataset that were decoded before training, if not all were."""
 
     images: int
-    """Number of images of the dataset."""
     decoded: int = 0
     bad: int = 0
-    """Number of the decoded images that have a problem."""
     drawn: int = 0
     """Number of the decoded images that were drawn at random; `bad_drawn` is the number of the bad ones among them."""
     bad_drawn: int = 0
 
     @classmethod
     def of(cls, sample: ImageSample, digests: np.ndarray) -> "Examined":
-        """Count the images of a dataset that were decoded before training, and the bad ones among them.
-
-        Args:
-            sample: the images that were decoded.
-            digests: checksum of each image of the dataset; 0 for an image that is bad or was not decoded.
-        """
+        """Count the decoded images by the checksum of each image; 0 for one that is bad or was not decoded."""
         bad, bad_drawn = (int(np.count_nonzero(digests[rows] == 0)) for rows in (sample.chosen, sample.drawn))
         return cls(sample.total, len(sample.chosen), bad, len(sample.drawn), bad_drawn)
 
     @property
     def bound(self) -> float | None:
-        """Upper bound, at 95 % confidence, of the fraction of bad images among all images of the dataset; None if no
-        image was decoded, or all were."""
+        """Upper bound, at 95 % confidence, of the fraction of bad images in the dataset; None if no image was decoded,
+        or all were."""
         return None if self.decoded in (0, self.images) else upper_bound(self.bad_drawn, self.drawn)
 
     @property
     def summary(self) -> str:
-        """Sentence for the user that says how many images were decoded before training, and how many of these are
-        bad."""
+        """Sentence for the user: how many images were decoded, and how many of these are bad."""
         if not self.decoded:
             return f"none of {self.images:,} images was opened before training; each is checked when it is read"
         found = f"{self.decoded:,} of {self.images:,} images were decoded before training, {self.bad:,} of them are bad"
@@ -124,8 +112,8 @@ def upper_bound(bad: int, drawn: int) -> float:
 
 
 def at_most(bad: int, drawn: int, share: float) -> float:
-    """Return the probability that at most `bad` of `drawn` randomly drawn items are bad, if the fraction `share` of all
-    items is bad (0 < share < 1)."""
+    """Return the probability that at most `bad` of `drawn` random items are bad, if the fraction of all is `share` (0
+    to 1, exclusive)."""
     yes, no = math.log(share), math.log1p(-share)
     whole = math.lgamma(drawn + 1)
     terms = (
@@ -135,10 +123,6 @@ def at_most(bad: int, drawn: int, share: float) -> float:
 
 
 def ends_of(first_picture: np.ndarray, file_begins: Sequence[int]) -> tuple[int, ...]:
-    """Return for each file of records the number after that of its last image.
-
-    Args:
-        first_picture: number of each record's first image, followed by the number of all images, int64 [records + 1].
-        file_begins: number of each file's first record.
-    """
+    """Return for each file of records the number after that of its last image, from `first_picture` as written by
+    `read_facts`."""
     return tuple(first_picture[[*file_begins[1:], len(first_picture) - 1]].tolist())
