@@ -27,22 +27,14 @@ class TemplateRefused(Exception):
 
 @lru_cache(1)
 def process() -> LimitedProcess:
-    """Return the process that renders templates for the current process. It starts when it is first used."""
+    """The process that renders templates for the current one. It starts when it is first used."""
     return LimitedProcess(make_work, SECONDS, MEMORY)
 
 
 def render(code: str, messages: list[dict[str, Any]], variables: dict[str, Any]) -> tuple[str, float]:
-    """Render a conversation as transformers' `apply_chat_template` does. Return the text, and the seconds of processor
-    time that this took, without compiling the template.
-
-    Args:
-        code: Jinja code of the template.
-        messages: the conversation, as transformers takes it.
-        variables: further variables of the template, such as `add_generation_prompt` and `bos_token`.
-
-    Raises:
-        TemplateRefused: the template fails or breaks a limit.
-    """
+    """Render a conversation, in transformers' form, as its `apply_chat_template` does. Return the text, and the seconds
+    of processor time that this took, without compiling the template. Raise TemplateRefused if the template fails or
+    breaks a limit. `variables` are the template's, such as `add_generation_prompt` and `bos_token`."""
     try:
         answer, text = process()({"code": code, "messages": messages, "variables": variables})
     except LimitBroken as error:
@@ -81,5 +73,5 @@ def make_work() -> Work:
 
 
 def size_of(messages: list[dict[str, Any]]) -> int:
-    """Return the number of characters of a conversation's texts, in any form in which transformers takes them."""
+    """Return the number of characters of the texts, in any form in which transformers takes them."""
     return sum(len(value) if isinstance(value, str) else len(str(value)) for own in messages for value in own.values())

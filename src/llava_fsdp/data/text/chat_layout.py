@@ -6,6 +6,9 @@ two things must hold, which are learnt from renderings of marker texts:
 1. The text before its labels is the template's own prompt (`add_generation_prompt=True`) for the turns before it. All
    that the template writes between this prompt and the answer has labels, too, because the model must write it.
 2. The answer, with what ends it, is written in the same way once other turns follow.
+
+A function raises Unfit if the template cannot be used for the conversations. Frames are the template's own texts, slots
+the positions of the conversation's texts between them.
 """
 
 import re
@@ -16,44 +19,40 @@ from typing import Any, Protocol
 from llava_fsdp.data.text.message_parts import IMAGE, TEXT, VIDEO, TurnShape, parse_shape, shape_of
 
 MARK = "\ue000turn {}\ue001"
-"""Text that stands for text number {} of a conversation. It has private-use characters, which no template treats
-specially."""
+"""Stands for text number {} of a conversation, with private-use characters, which no template treats specially."""
 MARKS = re.compile("\ue000turn (\\d+)\ue001")
 LEFT, RIGHT = "\n\t\n", "\n \n"
 """White space that is put before and after MARK, to determine how the template strips a text."""
 STRIPPED = ("", "\n", None)
-"""Possible arguments of `str.strip` with which a template strips a text: it strips nothing, line breaks, or white
-space."""
+"""Possible arguments of `str.strip` with which a template strips a text: nothing, line breaks, or white space."""
 SHOWN = 40
 """Number of characters of a template's text that an error message shows."""
 
 
 class Unfit(Exception):
-    """Raised if a chat template cannot be used for a conversation; the message says why."""
+    """A chat template cannot be used for a conversation; the message says why."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Position in the text of a rendered conversation at which one of its texts is inserted."""
+    """Position in a rendered conversation at which one of its texts is inserted."""
 
     number: int
-    """Number of the text among the texts of the conversation."""
+    """Number of the text in the conversation."""
     turn: int
-    """Index of the turn (message) whose text it is."""
+    """Index of the text's turn (message)."""
     left: str | None
-    """Argument of `str.lstrip` with which the template strips the text."""
+    """Argument of `str.lstrip` with which the template strips the text; `right` likewise of `str.rstrip`."""
     right: str | None
-    """Argument of `str.rstrip` with which the template strips the text."""
 
     def fill(self, text: str) -> str:
-        """Return a text as the chat template writes it: without the white space that it strips."""
+        """Return a text without the white space that the template strips."""
         return text.lstrip(self.left).rstrip(self.right)
 
 
 @dataclass(frozen=True)
 class Frame:
-    """Text that a chat template writes between two texts of a conversation, before the first one or after the last
-    one."""
+    """Text that a chat template writes before, between or after the texts of a conversation."""
 
     text: str
     end: int = 0
@@ -65,29 +64,24 @@ class Frame:
 
 @dataclass(frozen=True)
 class Layout:
-    """The text that a chat template writes around the texts of every conversation of one shape. A conversation that
-    ends with a question is a prompt, whose text ends where the model's answer begins."""
+    """The frames and slots of every conversation of one shape. A conversation that ends with a question is a prompt,
+    whose text ends where the model's answer begins."""
 
     frames: tuple[Frame, ...]
-    """The template's own texts as they are trained: one before each text, and one after the last."""
+    """The frames as they are trained: one before each text, and one after the last."""
     slots: tuple[Slot, ...]
-    """For each position between two frames, the text that is inserted there."""
     shown: tuple[str, ...] | None = None
-    """The template's own texts in a conversation that is rendered whole, if they are not those of `frames`: before the
-    last answer it writes other white space than in its prompt."""
+    """The frames in a conversation that is rendered whole, if they differ: before the last answer it writes other white
+    space than in its prompt."""
     answers: dict[int, bool] = field(default_factory=dict)
     """{index of an answer's turn: whether it has labels}; empty for a prompt."""
 
     def fill(self, texts: Sequence[str]) -> list[str]:
-        """Return the texts of a conversation as the chat template writes them, and in its order."""
+        """Return the texts of a conversation as the template writes them, and in its order."""
         return [slot.fill(texts[slot.number]) for slot in self.slots]
 
     def join(self, filled: Sequence[str]) -> str:
-        """Return the text of a whole conversation as the chat template renders it.
-
-        Args:
-            filled: the texts of the conversation, as `fill` returns them.
-        """
+        """Return the text of a whole conversation, from the result of `fill`."""
         return joined(self.shown or [frame.text for frame in self.frames], filled)
 
     @property
@@ -95,11 +89,7 @@ class Layout:
         return [MARK.format(slot.number) for slot in self.slots]
 
     def until_answer(self, frames: Sequence[str]) -> str:
-        """Return the text of a conversation of marker texts, up to its last answer and with it.
-
-        Args:
-            frames: the template's own texts.
-        """
+        """Return the text of a conversation of marker texts, up to its last answer and with it."""
         return joined([*frames[:-1], ""], self.marks)
 
 
@@ -119,13 +109,8 @@ def joined(frames: Sequence[str], filled: Sequence[str]) -> str:
 
 
 def learn(form: Form, shape: str, has_labels: bool = True) -> Layout:
-    """Find out what a chat template writes around the texts of conversations of one shape, by rendering marker texts.
-    Raise Unfit if the template cannot be used for them.
-
-    Args:
-        shape: the conversations' shape (see `shape_of`).
-        has_labels: whether to find out what has labels; otherwise no text has.
-    """
+    """Learn the layout of one shape (see `shape_of`) by rendering marker texts; without `has_labels`, no text has
+    labels."""
     order, frames = form.marked(shape)
     _, lefts = form.marked(shape, before=LEFT)
     _, rights = form.marked(shape, after=RIGHT)
@@ -152,16 +137,10 @@ def learn(form: Form, shape: str, has_labels: bool = True) -> Layout:
 
 
 def with_labels(form: Form, turns: list[TurnShape], slots: tuple[Slot, ...], frames: list[str]) -> Layout:
-    """Find out which text of conversations that end with an answer has labels. Raise Unfit if an answer cannot be
-    trained after the prompt that the template has for it.
+    """Find out which text of conversations that end with an answer has labels.
 
     An earlier answer has labels if the whole conversation begins with the text that is trained where this answer is the
     last one. It has no labels if the whole conversation only has other white space before it than its prompt.
-
-    Args:
-        turns: the shape of each message.
-        slots: the positions of the conversation's texts.
-        frames: what the template writes around the texts.
     """
     last = len(turns) - 1
     if slots[-1].turn != last:
@@ -193,14 +172,8 @@ def with_labels(form: Form, turns: list[TurnShape], slots: tuple[Slot, ...], fra
 def after_prompt(
     form: Form, turns: list[TurnShape], slots: tuple[Slot, ...], frames: list[str]
 ) -> tuple[list[str], int]:
-    """Return the template's own texts of conversations whose last answer is trained after the template's prompt for it,
-    and the number of characters between this prompt and the answer. Raise Unfit if the answer cannot follow the prompt.
-
-    Args:
-        turns: the shape of each message.
-        slots: the positions of the conversation's texts.
-        frames: what the template writes around the texts.
-    """
+    """Return the frames of conversations whose last answer is trained after the template's prompt for it, and the
+    number of characters between this prompt and the answer."""
     where = f"cannot teach turn {len(turns) - 1}, an answer:"
     if not frames[-1].startswith(form.stop):
         raise Unfit(f"{where} it does not end with {form.stop!r}")
@@ -218,7 +191,7 @@ def after_prompt(
 
 
 def difference(wanted: str, found: str) -> str:
-    """Return words that say where two texts differ, for an error message."""
+    """Return words that say where two texts differ."""
     same = next(
         (n for n, (a, b) in enumerate(zip(wanted, found, strict=False)) if a != b), min(len(wanted), len(found))
     )
@@ -227,17 +200,12 @@ def difference(wanted: str, found: str) -> str:
 
 
 def stripped(padded: str, frame: str, pad: str, strip: Any) -> str | None:
-    """Return the argument of `strip` with which a chat template strips a text: "" (nothing is stripped), a line break,
-    or None (white space).
+    """Return the argument of `strip` (`str.lstrip` or `str.rstrip`) with which a template strips a text; see STRIPPED.
 
     Args:
-        padded: text of the template before a text (or the reversed text after it), rendered with the white space `pad`
+        padded: the template's text before a text (or the reversed text after it), rendered with the white space `pad`
             between it and the text.
         frame: the same text, rendered without `pad`.
-        strip: `str.lstrip` or `str.rstrip`.
-
-    Raises:
-        Unfit: the template strips other characters.
     """
     for chars in STRIPPED:
         rest = strip(pad, chars)

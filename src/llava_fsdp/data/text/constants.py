@@ -1,5 +1,4 @@
-"""Special values in token ids (for image tokens) and in labels (for tokens without a label), which are in no
-vocabulary."""
+"""Special values in token ids and in labels, which are in no vocabulary."""
 
 IMAGE_ID = -200
 """Value in `input_ids` that stands for a token of an image (LLaVA constants.py:9)."""

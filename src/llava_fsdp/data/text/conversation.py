@@ -1,5 +1,9 @@
-"""Render the conversation of a dataset record as text. The text is divided into segments that are supervised (answers,
-which have labels) or not."""
+"""Render the conversation of a record as text, in segments that have labels (answers) or not.
+
+In the functions, `form` is the conversation template, `start_end` says whether to put `<im_start>` and `<im_end>`
+around every image tag, and `has_images` whether `<image>` tags stand for images; otherwise they are ordinary text.
+`where` names the conversation in error messages.
+"""
 
 import itertools
 import re
@@ -25,26 +29,20 @@ IM_START, IM_END = "<im_start>", "<im_end>"
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of the text of a conversation: all its tokens are supervised (have labels), or none is."""
+    """A part of the text of a conversation. All its tokens are supervised (have labels), or no one is."""
 
     text: str
     supervised: bool
     from_record: bool = False
-    """Whether the text comes from the record; otherwise it comes from the conversation template."""
+    """Whether the text comes from the record and not from the conversation template."""
     image: int | None = None
-    """With a model's own chat template: index of the image or video in whose place the text stands; None: the segment
-    is text."""
+    """With a model's own chat template: index of the image or video in whose place the text stands."""
     begins_answer: bool = False
     """With a model's own chat template: whether the prompt for generation ends before this segment."""
 
 
 def render(record: Record, form: Template | ChatTemplate, start_end: bool) -> list[Segment]:
-    """Render a dataset record's conversation as text, with an image tag for each image. Return the text as segments,
-    which know whether their tokens have labels.
-
-    Args:
-        form: the conversation template.
-        start_end: whether to put `<im_start>` and `<im_end>` around every image tag.
+    """Render a record's conversation, with an image tag for each image.
 
     Raises:
         DataError: turns do not alternate human, gpt after a system turn, or an answer is missing, or the number of
@@ -64,18 +62,13 @@ def prompt(
     where: str = "the conversation",
     media: str = "",
 ) -> list[Segment]:
-    """Render the messages (turns) of a conversation as text, without the text that ends a conversation. If the last
-    message is a question, the text ends where a model's answer begins. Return the text as segments, which know whether
-    their tokens have labels.
+    """Render the turns of a conversation without the text that ends a conversation. If the last turn is a question, the
+    text ends where a model's answer begins.
 
     The text of a system turn (only the first turn can be one) replaces the template's system text. The template for
     captions leaves out system texts and questions.
 
     Args:
-        form: the conversation template.
-        start_end: whether to put `<im_start>` and `<im_end>` around every image tag.
-        has_images: whether `<image>` tags stand for images; otherwise they are ordinary text.
-        where: name of the conversation in error messages.
         media: the kinds of the conversation's images and videos (see `media_of`), for a model's own chat template;
             empty: all are images.
 
@@ -101,12 +94,7 @@ def prompt(
 
 
 def write_system(turn: Turn | None, form: Template) -> list[Segment]:
-    """Return the system text of a conversation as segments (pieces of text without labels).
-
-    Args:
-        turn: the conversation's system message; None: the template's system text is used.
-        form: the conversation template.
-    """
+    """Return the text of the system turn or, without one, that of the template."""
     if turn is None or form.image_only:
         return [Segment(form.system, False)]
     before, after = form.around_system
@@ -114,26 +102,13 @@ def write_system(turn: Turn | None, form: Template) -> list[Segment]:
 
 
 def write_question(text: str, form: Template, start_end: bool, has_images: bool) -> list[Segment]:
-    """Return a question of a conversation as segments (pieces of text without labels).
-
-    Args:
-        form: the conversation template.
-        start_end: whether to put `<im_start>` and `<im_end>` around every image tag.
-        has_images: whether `<image>` tags stand for images; otherwise they are ordinary text.
-    """
     if form.image_only:
         return [Segment(IMAGE_TAG * text.count(IMAGE_TAG), False)]
     return tagged(image_first(text, has_images), image_tag(form, start_end), has_images)
 
 
 def tagged(text: str, tag: str, has_images: bool) -> list[Segment]:
-    """Return a question of a conversation as segments (pieces of text without labels), with its `<image>` tags
-    replaced.
-
-    Args:
-        tag: text that replaces each tag.
-        has_images: whether `<image>` tags stand for images; otherwise they are ordinary text and are kept.
-    """
+    """Return a question with each `<image>` tag replaced by `tag`."""
     first, *rest = text.split(IMAGE_TAG) if has_images else [text]
     segments = [Segment(first, False, from_record=True)]
     for piece in rest:
@@ -145,14 +120,11 @@ def tagged(text: str, tag: str, has_images: bool) -> list[Segment]:
 def own_prompt(
     turns: Sequence[Turn], form: ChatTemplate, start_end: bool, media: str, where: str, has_labels: bool = True
 ) -> list[Segment]:
-    """Render the messages (turns) of a conversation as text with a model's own chat template. Return the text as
-    segments, which know whether their tokens have labels, and which image stands in their place.
+    """Render the turns of a conversation with a model's own chat template. The segments know which image stands in
+    their place.
 
     Args:
-        form: the chat template.
-        start_end: whether to put `<im_start>` and `<im_end>` around every image tag.
         media: the kind of the image or video of each `<image>` tag (see `media_of`); empty: tags are ordinary text.
-        where: name of the conversation in error messages.
         has_labels: whether answers are to have labels; otherwise the text is as transformers writes it.
 
     Raises:
@@ -186,60 +158,40 @@ def own_prompt(
 
 
 def image_order(segments: Sequence[Segment], count: int) -> list[int]:
-    """Return the indices of a conversation's images and videos in the order in which they stand in its text.
-
-    Args:
-        segments: the conversation's text.
-        count: number of its images and videos.
-    """
+    """Return the indices of the `count` images and videos in the order in which they stand in the text."""
     order = [segment.image for segment in segments if segment.image is not None]
     return order or list(range(count))
 
 
 def image_tag(form: Template | ChatTemplate, start_end: bool) -> str:
-    """Return the text that stands for an image in a conversation: `<image>` and the text that the conversation template
-    puts around it.
-
-    Args:
-        form: the conversation template.
-        start_end: whether to put `<im_start>` and `<im_end>` around `<image>`.
-    """
+    """Return `<image>` with the text that the template puts around it."""
     return form.image.replace(IMAGE_TAG, f"{IM_START}{IMAGE_TAG}{IM_END}") if start_end else form.image
 
 
 def image_first(text: str, has_images: bool) -> str:
     """Return a question with its `<image>` tag moved to a line of its own at the front (LLaVA train.py:308-329). A
-    question with no tag or several is returned unchanged.
-
-    Args:
-        has_images: whether `<image>` tags stand for images; if not, the question is returned unchanged.
-    """
+    question with no tag or several is returned unchanged."""
     if not has_images or text.count(IMAGE_TAG) != 1:
         return text
     return f"{IMAGE_TAG}\n{text.replace(IMAGE_TAG, '').strip()}".strip()
 
 
 def split_system(turns: Sequence[Turn]) -> tuple[Turn | None, Sequence[Turn]]:
-    """Return the system message with which a conversation begins (None if it has none), and its other messages
-    (turns)."""
+    """Return the system turn with which a conversation begins (None if it has none), and its other turns."""
     return (turns[0], turns[1:]) if turns and turns[0].role == "system" else (None, turns)
 
 
 def asked_turns(record: Record) -> tuple[Turn, ...]:
-    """Return the messages of a dataset record without an answer that precedes the first question, as LLaVA does (LLaVA
-    train.py:441-443)."""
+    """Return the turns of a record without an answer that precedes the first question, as LLaVA does
+    (train.py:441-443)."""
     system, turns = split_system(record.turns)
     asked = turns[1:] if turns and turns[0].role == "gpt" else turns
     return tuple(asked) if system is None else (system, *asked)
 
 
 def opening_question(record: Record) -> tuple[str | None, str, int, str]:
-    """Return a dataset record's system text (None if it has none), its first question (with image tags), the number of
-    the question's images, and the answer to it.
-
-    Raises:
-        DataError: the record does not begin with a question and its answer.
-    """
+    """Return a record's system text (None if it has none), its first question (with image tags), the number of the
+    question's images, and the answer to it. Raise DataError if the record begins otherwise."""
     system, turns = split_system(asked_turns(record))
     if [turn.role for turn in turns[:2]] != ["human", "gpt"]:
         raise DataError(f"{record.where}: it must begin with a question (human) and its answer (gpt)")
@@ -248,21 +200,18 @@ def opening_question(record: Record) -> tuple[str | None, str, int, str]:
 
 
 def opening_turns(record: Record) -> list[Turn]:
-    """Return the messages of a dataset record up to its first question: its system message, if it has one, and the
-    question."""
+    """Return the turns up to the first question: the system turn, if there is one, and the question."""
     system, turns = split_system(asked_turns(record))
     return [turns[0]] if system is None else [system, turns[0]]
 
 
 def asking(system: str | None, question: str) -> list[Turn]:
-    """Return the messages of a conversation that consists of a system text (None: no system text) and a question."""
     asked = Turn("human", question)
     return [asked] if system is None else [Turn("system", system), asked]
 
 
 def role_cure(role: str) -> str:
-    """Return advice for an error message about a message of a conversation whose role (`human`, `gpt`, ...) is
-    wrong."""
+    """Return advice for an error message about a turn whose role is wrong."""
     match role.lower():
         case "human" | "gpt" if role in ("human", "gpt"):
             return "human (user) and gpt (assistant) take turns, human first: fix the conversation"
@@ -275,8 +224,8 @@ def role_cure(role: str) -> str:
 
 
 def check_turns(record: Record) -> None:
-    """Raise DataError if the messages of a dataset record do not alternate human, gpt after a system message, or the
-    image tags in them do not match the record's images."""
+    """Raise DataError if the turns do not alternate human, gpt after a system turn, or the image tags in them do not
+    match the record's images."""
     system, turns = split_system(asked_turns(record))
     for position, turn in enumerate(turns, start=0 if system is None else 1):
         expected = "human" if (position % 2 == 0) is (system is None) else "gpt"

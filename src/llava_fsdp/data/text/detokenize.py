@@ -1,5 +1,4 @@
-"""Decode an answer's tokens to text while the answer is generated. Text is returned as soon as later tokens cannot
-change it."""
+"""Decode an answer's tokens while it is generated. Text is returned as soon as later tokens cannot change it."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,8 +11,8 @@ from llava_fsdp.runtime.errors import ModelError
 BROKEN = "\ufffd"
 """Replacement character U+FFFD, which a tokenizer's decoder writes for incomplete or invalid UTF-8."""
 PENDING = 8
-"""Greatest number of tokens whose text is held back until a character is complete. A UTF-8 character has at most four
-bytes."""
+"""Greatest number of tokens whose text is held back until a character is complete. UTF-8 has at most four bytes a
+character."""
 
 
 def find_stops(
@@ -26,9 +25,9 @@ def find_stops(
     Another text that ends an answer has to be looked for in the generated text.
 
     Args:
-        tokenizer: the model's tokenizer; None: the model has none, and `stop` is not used.
+        tokenizer: None: the model has none, and `stop` is not used.
         stop: text that ends an answer in the conversation template.
-        ends: `eos_token_id` of the language model's configuration: an id, a list of ids, or None.
+        ends: `eos_token_id` of the language model's configuration.
         folders: folders of the model with these files, which may be absent.
 
     Raises:
@@ -47,12 +46,7 @@ def find_stops(
 
 
 def eos_ids(content: Any, path: Path) -> list[int]:
-    """Return the ids of `eos_token_id` in a configuration; empty if it has none.
-
-    Args:
-        content: contents of the file, or a part of them; anything else than a dict has no ids.
-        path: the file, for error messages.
-    """
+    """Return the ids of `eos_token_id` in the content of a configuration, or a part of it; empty if it has none."""
     value = content.get("eos_token_id") if isinstance(content, dict) else None
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(number) is int and number >= 0 for number in ids):
@@ -61,7 +55,6 @@ def eos_ids(content: Any, path: Path) -> list[int]:
 
 
 def ends_in_special(tokenizer: Tokenizer | None, stop: str) -> bool:
-    """Return whether the last token of a text is a special token."""
     special = [] if tokenizer is None else tokenizer.find_special(stop)
     return bool(special) and special[-1][1] == len(stop)
 
@@ -71,14 +64,13 @@ class Piece:
     """The text of a token, or of several tokens that are one character together."""
 
     text: str
-    """The text. For a special token, it is the token's name; for a token without text, its id."""
+    """For a special token, its name; for a token without text, its id."""
     is_special: bool = False
     """Whether `text` is a name or id instead of decoded text."""
 
 
 def spell(tokenizer: Tokenizer, ids: list[int]) -> list[Piece]:
-    """Return the text of each token in a list of token ids, in order. Tokens that are bytes of the same character
-    become one piece."""
+    """Return the text of each token, in order. Tokens that are bytes of the same character become one piece."""
     before = [token.id for token in tokenizer.encode("a")]  # at the beginning of a text, decoding may drop a space
     begin = len(tokenizer.decode(before))
     pieces: list[Piece] = []
@@ -108,17 +100,16 @@ def spell(tokenizer: Tokenizer, ids: list[int]) -> list[Piece]:
 class AnswerText:
     """Collects the tokens of an answer while a model generates it, and returns its text in pieces. A returned piece is
     final: it never contains half a character, a part of the text that ends the answer, or white space at the beginning
-    or end of the whole answer."""
+    or end of the whole answer.
+
+    Args:
+        stop: text that ends the answer.
+        stops: ids of the tokens that end the answer.
+        begin: text that a model writes before an answer, such as an empty thought. It is no part of the answer's text
+            if the answer begins with it.
+    """
 
     def __init__(self, tokenizer: Tokenizer, stop: str, stops: frozenset[int], begin: str = ""):
-        """Begin an empty answer, whose tokens are then added one by one.
-
-        Args:
-            stop: text that ends the answer.
-            stops: ids of the tokens that end the answer.
-            begin: text that a model writes before an answer, such as an empty thought. It is no part of the answer's
-                text if the answer begins with it.
-        """
         self._begin = tokenizer.encode_rest(begin, tokenizer.find_special(begin)) if begin else []
         self._generated: list[int] = []
         self.tokenizer = tokenizer
@@ -133,8 +124,7 @@ class AnswerText:
         self._held = ""
 
     def push(self, token: int) -> str:
-        """Add a generated token (its id) to the answer, and return the text that became final with it, which may be
-        empty."""
+        """Add a token, and return the text that became final with it, which may be empty."""
         if self.ended:
             return ""
         self._generated.append(token)
@@ -149,11 +139,11 @@ class AnswerText:
         return self._release(self._decode(is_last=False))
 
     def _is_beginning(self) -> bool:
-        """Return whether all tokens so far are those of the text that a model writes before an answer."""
+        """Return whether all tokens so far are those of `begin`."""
         return self._generated == self._begin[: len(self._generated)]
 
     def close(self) -> str:
-        """End a generated answer and return its text that was still held back."""
+        """End the answer and return its text that was still held back."""
         begun = self._release(self._decode(is_last=True))
         rest = self._held.rstrip()
         rest = rest if self.text else rest.strip()

@@ -1,4 +1,4 @@
-"""Encode dataset records (conversations about images) as token ids and labels."""
+"""Encode records (conversations about images) as token ids and labels."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -21,21 +21,21 @@ from llava_fsdp.runtime.errors import DataError
 
 UNLIMITED = 1 << 40
 LONG = 1 << 18
-"""Number of characters. From a question or an answer that has more, only the beginning is tokenized, if the beginning
-alone has more tokens than are asked for. The whole text would take minutes and gigabytes."""
+"""From a question or an answer of more characters than this, only the beginning is tokenized, if it alone has more
+tokens than are asked for. The whole text would take minutes and gigabytes."""
 LEAST_CHARACTERS = 8
 """Number of characters per token that is assumed first; few texts have more."""
 MARGIN = 1024
-"""Number of tokens that a shortened text has in addition to those that are asked for, because the tokens near its end
-may differ from those of the whole text."""
+"""Number of tokens of a shortened text beyond those asked for, because the tokens near its end may differ from those of
+the whole text."""
 ImageRows = Callable[[Record, int], np.ndarray]
-"""Function (record, index of an image) -> tokens of the image, as `ImageTokens.of` returns them: for each token the
-index of its vision feature, int64 [tokens]."""
+"""Function (record, index of an image) -> index of the vision feature of each token of the image, int64 [tokens]; see
+`ImageTokens.of`."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A dataset record encoded as token ids and labels; its images are not read yet."""
+    """A record encoded as token ids and labels; its images are not read yet."""
 
     input_ids: np.ndarray
     """Token ids, int64 [length]; IMAGE_ID at image tokens."""
@@ -53,34 +53,31 @@ class Sample:
     """Number of answers without labels, because a model's own chat template, or its tokenizer, writes them in the
     prompts of later answers in another way than a model generates them."""
     places: tuple[int, ...] | None = None
-    """For each image, its index among the images of the record; None: they have the order of the record."""
+    """For each image, its index among those of the record; None: they have the order of the record."""
 
     @property
     def num_labels(self) -> int:
-        """Number of labels of an encoded dataset record that count in the loss. The first token is never predicted, so
-        its label does not count."""
+        """Number of labels that count in the loss. The first token is never predicted, so its label does not count."""
         return int((self.labels[1:] != IGNORE).sum())
 
     def place(self, number: int) -> int:
-        """Return the index of an image of an encoded dataset record among the images of the record."""
+        """Return the index of an image among those of the record."""
         return number if self.places is None else self.places[number]
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A dataset record encoded in several ways: as in training (`sample`), not truncated (`whole`), and truncated to
-    several lengths (`at`)."""
+    """A record encoded in several ways: as in training (`sample`), not truncated (`whole`), and truncated (`at`)."""
 
     sample: Sample
     whole: Sample
     at: dict[int, Sample]
-    """Truncated samples by maximum length, for those maximum lengths that are below the length of the whole sample."""
+    """Truncated samples by those maximum lengths that are below the length of the whole sample."""
 
 
 @dataclass(frozen=True)
 class ExactEncoder:
-    """Encodes dataset records as token ids and labels, with labels for exactly the answers, including the text that
-    ends an answer (`labels=exact`)."""
+    """Encodes records with labels for exactly the answers, including the text that ends an answer (`labels=exact`)."""
 
     tokenizer: Tokenizer
     template: Template | ChatTemplate
@@ -93,14 +90,13 @@ class ExactEncoder:
 
     @property
     def fingerprint(self) -> str:
-        """Text that changes with all settings that affect the token ids and labels of encoded records, except the order
-        of vision features."""
+        """Text that changes with all settings that affect the token ids and labels, except the order of vision
+        features."""
         form = f"{self.template} {self.start_end} {self.special_tokens.value}"
         return f"exact {self.tokenizer.fingerprint} {form} {self.max_length}"
 
     def __call__(self, record: Record) -> Sample | None:
-        """Encode a dataset record as token ids and labels; return None if it is too long and is therefore skipped
-        (`data.too_long=skip`).
+        """Encode a record; return None if it is skipped because it is too long (`data.too_long=skip`).
 
         Raises:
             DataError: the record is invalid, or is too long with `data.too_long=fail`.
@@ -117,20 +113,16 @@ class ExactEncoder:
         return None if self.too_long is TooLong.skip else truncate(whole, self.max_length)
 
     def measure(self, record: Record, limits: Sequence[int]) -> Measured:
-        """Encode a dataset record as token ids and labels. Return it as in training, without truncation, and truncated
-        to each of several lengths that it exceeds. Raise DataError if it is invalid. What is much longer than all of
-        these lengths is shortened also without truncation.
-
-        Args:
-            limits: the lengths, in tokens.
-        """
+        """Encode a record as in training, without truncation, and truncated to each of several lengths that it exceeds.
+        Raise DataError if it is invalid. What is much longer than all of these lengths is shortened also without
+        truncation."""
         whole = self._whole(record, max(*limits, self.max_length))
         over = {n: truncate(whole, n) for n in {*limits, self.max_length} if n < len(whole.input_ids)}
         return Measured(over.get(self.max_length, whole), whole, over)
 
     def _whole(self, record: Record, longest: int) -> Sample:
-        """Encode a dataset record as token ids and labels without truncation. Texts of more than LONG characters may be
-        shortened; then the first `longest` tokens are right, and there are more."""
+        """Encode a record without truncation. Texts of more than LONG characters may be shortened; then the first
+        `longest` tokens are right, and there are more."""
         rows = [self.image_rows(record, n) for n in range(len(record.images))]
         special = None if self.special_tokens is SpecialTokens.parse else []
         segments = [
@@ -151,12 +143,7 @@ class ExactEncoder:
 
 def beginning(text: str, tokenizer: Tokenizer, special: list[Stretch] | None, longest: int) -> str:
     """Return the beginning of a text that has more than `longest` tokens; the whole text if it is not known to have
-    more.
-
-    Args:
-        special: ranges of characters that are read as special tokens; see `Tokenizer.encode`.
-        longest: a number of tokens.
-    """
+    more. See `Tokenizer.encode` for `special`."""
     size = max(LONG, LEAST_CHARACTERS * (longest + MARGIN))
     while size < len(text):
         if len(tokenizer.encode(text[:size], special)) > longest + MARGIN:
@@ -166,8 +153,8 @@ def beginning(text: str, tokenizer: Tokenizer, special: list[Stretch] | None, lo
 
 
 def truncate(sample: Sample, max_length: int) -> Sample:
-    """Truncate an encoded dataset record to `max_length` tokens, or to fewer if an image would be split: then it ends
-    before this image."""
+    """Truncate a sample to `max_length` tokens, or to fewer if an image would be split: then it ends before this
+    image."""
     ids, labels, rows = sample.input_ids, sample.labels, sample.image_rows
     shown = int((ids[:max_length] == IMAGE_ID).sum())
     ends = np.cumsum([len(r) for r in rows])
@@ -183,8 +170,7 @@ def truncate(sample: Sample, max_length: int) -> Sample:
 
 @dataclass(frozen=True)
 class OriginalEncoder:
-    """Encodes dataset records with the token ids, labels and truncation of the original LLaVA trainer
-    (`labels=llava_v1_5`)."""
+    """Encodes records with the token ids, labels and truncation of the original LLaVA trainer (`labels=llava_v1_5`)."""
 
     own: Original
     image_rows: ImageRows
@@ -208,8 +194,7 @@ class OriginalEncoder:
         return f"llava_v1_5 {own.tokenizer.fingerprint} {own.form} {own.pad_id} {own.start_end} {own.max_length}"
 
     def __call__(self, record: Record) -> Sample:
-        """Encode a dataset record as token ids and labels, as LLaVA's dataset, collator and model do (LLaVA
-        train.py:743-773, llava_arch.py:226-279)."""
+        """Encode a record as LLaVA's dataset, collator and model do (LLaVA train.py:743-773, llava_arch.py:226-279)."""
         made = encode_like_original(record, self.own)
         kept = (
             made.ids[: self.own.max_length] != self.own.pad_id
@@ -233,8 +218,8 @@ class OriginalEncoder:
         return Measured(sample, whole, {**over, **({self.max_length: sample} if sample.positions_cut else {})})
 
     def _at(self, record: Record, max_length: int) -> Sample:
-        """Encode a dataset record as token ids and labels with `max_length` instead of the configured maximum length.
-        This may also change labels, because LLaVA makes them after truncation."""
+        """Encode a record with another maximum length. This may also change labels, because LLaVA makes them after
+        truncation."""
         return replace(self, own=replace(self.own, max_length=max_length))(record)
 
 
@@ -242,14 +227,8 @@ Encoder = ExactEncoder | OriginalEncoder
 
 
 def spliced(ids: np.ndarray, labels: np.ndarray, counts: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Return token ids and labels in which each id of an image (IMAGE_ID, -200) is repeated once for each token of the
-    image, without a label (IGNORE, -100).
-
-    Args:
-        ids: token ids, int64 [length], with one IMAGE_ID for each image.
-        labels: labels, int64 [length].
-        counts: number of tokens of each image.
-    """
+    """Return token ids and labels, int64 [length], in which each IMAGE_ID is repeated for each token of the image,
+    without a label. `counts` has the number of tokens of each image."""
     repeats = np.ones(len(ids), dtype=np.int64)
     repeats[ids == IMAGE_ID] = counts
     labels = np.where(ids == IMAGE_ID, IGNORE, labels)
@@ -269,7 +248,6 @@ def encode_segments(
     ordinary text. The text of a model's own chat template is tokenized as `encode_chat` does.
 
     Args:
-        segments: the text of the conversation, in pieces whose tokens have labels or not.
         image_lengths: number of tokens of each image.
         special_tokens: whether special tokens such as `</s>` in the text of a record are ordinary text (`text`) or read
             as special tokens (`parse`).
@@ -301,12 +279,8 @@ def encode_segments(
 
 
 def template_special(segments: list[Segment], tokenizer: Tokenizer) -> list[Stretch]:
-    """Return the ranges [begin, end) of characters, in the joined text of all segments, of the special tokens that come
-    from the conversation template and not from a dataset record.
-
-    Args:
-        segments: the pieces of a conversation's text, which know whether they come from the record.
-    """
+    """Return the ranges of characters, in the joined text of all segments, of the special tokens that come from the
+    conversation template and not from a record."""
     found: list[Stretch] = []
     at = 0
     for from_record, stretch in itertools.groupby(segments, lambda s: s.from_record):
@@ -318,11 +292,8 @@ def template_special(segments: list[Segment], tokenizer: Tokenizer) -> list[Stre
 
 def are_supervised(tokens: list[Token], before: np.ndarray) -> list[bool]:
     """Return for each token of a text whether it has a label, which it has if one of its characters is supervised. A
-    token without characters counts as if it had the next character.
-
-    Args:
-        before: number of supervised characters before each character of the text, int64 [characters + 1].
-    """
+    token without characters counts as if it had the next character. `before`: number of supervised characters before
+    each character, int64 [characters + 1]."""
     begin = np.array([token.begin for token in tokens], dtype=np.int64)
     end = np.array([token.end for token in tokens], dtype=np.int64)
     end = np.minimum(np.maximum(end, begin + 1), len(before) - 1)
@@ -336,13 +307,6 @@ def encode_prompt(
     special_tokens: SpecialTokens = SpecialTokens.text,
     adds_bos: bool = True,
 ) -> np.ndarray:
-    """Return the token ids of a prompt from which a model generates an answer, int64 [length].
-
-    Args:
-        segments: the text of the prompt in pieces.
-        image_lengths: number of tokens of each image.
-        special_tokens: whether special tokens such as `</s>` in the text of a record are ordinary text (`text`) or read
-            as special tokens (`parse`).
-        adds_bos: whether the tokenizer's BOS token, if it has one, is put first.
-    """
+    """Return the token ids, int64 [length], of a prompt from which a model generates an answer. See
+    `encode_segments`."""
     return encode_segments(segments, tokenizer, image_lengths, special_tokens, adds_bos)[0]

@@ -31,13 +31,12 @@ class ChatIds:
     ids: np.ndarray
     """Token ids, int64 [length]; IMAGE_ID at image tokens."""
     labels: np.ndarray
-    """Labels, int64 [length]."""
     unlearnt: int
     """Number of answers without labels, because later prompts show them with other tokens than a model generates."""
 
 
 def is_chat(segments: Sequence[Segment]) -> bool:
-    """Return whether a conversation, given as segments, is to be tokenized as in this module."""
+    """Return whether a model's own chat template has written the segments."""
     return any(segment.begins_answer or segment.image is not None for segment in segments)
 
 
@@ -52,7 +51,6 @@ def encode_chat(
     """Return the token ids and labels of a conversation.
 
     Args:
-        segments: the text of the conversation, as a model's own chat template writes it.
         image_lengths: number of tokens of each image, in the order of the record.
         special_tokens: whether special tokens in the text of a record are ordinary text or read as special tokens.
         adds_bos: whether the tokenizer's BOS token, if it has one, is put first.
@@ -105,13 +103,13 @@ class Conversation:
         self.text = "".join(texts)
         self.image_numbers = [segment.image for segment in segments if segment.image is not None]
         self.images: list[Stretch] = []
-        """The range [begin, end) of characters of each image."""
+        """Range of characters of each image."""
         self.targets: list[Stretch] = []
-        """The range of characters of each answer that may have labels, with what ends it."""
+        """Range of characters of each answer that may have labels, with what ends it."""
         self.unlearnt = 0
         """Number of answers that have no labels because of what the template writes."""
         self.records: list[Stretch] = []
-        """The ranges of characters that come from the record."""
+        """Ranges of characters that come from the record."""
         for segment, begin, end in zip(segments, starts, starts[1:], strict=False):
             if segment.image is not None:
                 self.images.append((begin, end))
@@ -131,11 +129,7 @@ class Conversation:
         self.ends = [token.end for token in tokens]
 
     def find_special(self, segments: Sequence[Segment], texts: Sequence[str], parses: bool) -> list[Stretch]:
-        """Return the ranges of characters of special tokens: all, or those of the template alone.
-
-        Args:
-            parses: whether special tokens in the text of a record are read as such.
-        """
+        """Return the ranges of special tokens: with `parses`, all; else those of the template alone."""
         if parses:
             return self.tokenizer.find_special(self.text)
         found: list[Stretch] = []
@@ -152,17 +146,12 @@ class Conversation:
         return [(a - begin, b - begin) for a, b in self.special if begin <= a and b <= end]
 
     def first_from(self, place: int) -> int:
-        """Return the index of the first token that begins at a character or after it."""
         return bisect.bisect_left(self.begins, place)
 
     def prompt_end(self, end: int) -> tuple[int, list[int]]:
-        """Tokenize the end of a prompt without the text that follows it: from the prompt's last special token or image
-        on. Return the index of the token of the whole conversation at which this end begins, and the end's token ids.
-        What precedes a special token or an image is tokenized independently of what follows it.
-
-        Args:
-            end: number of characters of the prompt.
-        """
+        """Tokenize the end of a prompt of `end` characters without the text that follows it: from the prompt's last
+        special token or image on. Return the index of the token of the whole conversation at which this end begins, and
+        the end's token ids. What precedes a special token or an image is tokenized independently of what follows it."""
         anchors = [begin for begin, last in self.special if last <= end]
         begin = anchors[-1] if anchors else 0
         first = bisect.bisect_right(self.ends, begin) if anchors else 0

@@ -1,5 +1,5 @@
 """Render conversations with a language model's own chat template (Jinja), and find which characters come from the turns
-(messages) of a dataset record, and which have labels.
+(messages) of a record, and which have labels.
 
 The text is exactly what transformers' `apply_chat_template` renders. The template's own text around the turns depends
 only on the shape of the conversation: the roles of its turns and the kinds of their parts. So it is determined once for
@@ -29,7 +29,7 @@ from llava_fsdp.runtime.files.safe_load import read_text
 from llava_fsdp.runtime.text.log import log
 
 OWN = "chat_template"
-"""Name of a language model's own template in `data.template`; a run records it as chat_template-DIGEST."""
+"""Name of a model's own template in `data.template`; a run records it as chat_template-DIGEST."""
 FILE = "chat_template.jinja"
 BEGIN = "{# the model's own chat template begins #}\n"
 END = "{{ '' }}{% endset %}{# the model's own chat template ends #}"
@@ -46,15 +46,14 @@ DATE = (
     " | replace('%b', 'Jul') | replace('%B', 'July') | replace('%A', 'Friday') | replace('%y', '24')"
     " | replace('%Y', '2024') -}}{%- endmacro %}\n"
 )
-"""Jinja code that is put before a template which writes today's date. It makes the date always 26 July 2024, which
-Llama 3 writes if it knows none. Otherwise the tokens of a record would change from day to day."""
+"""Jinja code that is put before a template which writes today's date: it is always 26 July 2024, which Llama 3 writes
+if it knows none. Otherwise the tokens of a record would change from day to day."""
 BOS = "{%- if true %}{{- bos_token }}{%- endif %}\n"
-"""Jinja code that is put before the template of a LLaVA-NeXT model. It writes the BOS token, which the processor adds
+"""Jinja code that is put before the template of a LLaVA-NeXT model: it writes the BOS token, which the processor adds
 and the template lacks."""
 SECONDS = 0.2
-"""Greatest number of seconds of processor time that a template may take to render a short conversation of marker texts;
-a slower template is refused. Each template renders about thirty of them. `bounded_jinja` has the limits for all
-conversations."""
+"""Greatest processor time in seconds for rendering a short conversation of marker texts, of which a template gets about
+thirty; a slower template is refused. `bounded_jinja` has the limits for all conversations."""
 WHOLE = ("llava", "llava_next", "llava_onevision", "internvl")
 """Types (`model_type`) of transformers' whole models, whose processors give images to the template as parts."""
 UNREAD = ("fails: ", "leaves turns out")
@@ -63,43 +62,39 @@ UNREAD = ("fails: ", "leaves turns out")
 
 @dataclass(frozen=True)
 class ImageParts:
-    """The texts for images and videos of a whole model, whose chat template gets them as parts of messages. They are
-    those of the model's processor in transformers."""
+    """The texts for images and videos of a whole model, whose chat template gets them as parts of messages, as its
+    processor in transformers has them."""
 
     image: str = IMAGE_TAG
     """Text that the template writes for an image, in whose place the processor puts the image's tokens."""
     video: str = "<video>"
-    """Text that the template writes for a video."""
     before: str = ""
-    """Text that the processor puts before the tokens of an image."""
+    """Text that the processor puts before the tokens of an image; `after` likewise."""
     after: str = ""
-    """Text that the processor puts after the tokens of an image."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of the text of a conversation: text of the chat template, or of a turn (message), or an image."""
+    """A part of the text of a conversation: text of the template, or of a turn, or an image."""
 
     text: str
     supervised: bool
-    """Whether the tokens of the text have labels."""
+    """Whether the tokens have labels."""
     turn: int | None = None
     """Index of the turn; None: the text is the template's."""
     image: int | None = None
-    """Index of the image or video among those of the conversation, in the place of which `text` stands; None: the piece
-    is text."""
+    """Index of the image or video in the place of which `text` stands."""
     begins_answer: bool = False
     """Whether the prompt for generation ends before this piece, in a conversation that goes on with an answer."""
 
 
 @dataclass(frozen=True, repr=False)
 class ChatTemplate:
-    """A language model's own chat template (Jinja), which renders conversations as text."""
+    """A language model's own chat template."""
 
     code: str
     """Jinja code."""
     path: Path
-    """The file that contains the template."""
     variables: dict[str, str]
     """{variable of the template: special token}."""
     tokenizer: Tokenizer
@@ -126,7 +121,6 @@ class ChatTemplate:
 
     @cached_property
     def image(self) -> str:
-        """The text that stands for an image in a conversation."""
         own = self.images or ImageParts()
         return f"{own.before}{IMAGE_TAG}{own.after}"
 
@@ -137,14 +131,13 @@ class ChatTemplate:
 
     @property
     def stop(self) -> str:
-        """The text with which a chat template ends an answer. Raises Unfit if there is no special token in it."""
+        """The text that ends an answer. Raises Unfit if there is no special token in it."""
         return self._stop
 
     @cached_property
     def _stop(self) -> str:
-        """The text with which a chat template ends an answer: all its text after the last answer up to and including
-        the first special token. Special tokens directly after this one are included if they also follow an earlier
-        answer. Raises Unfit if there is no special token."""
+        """All text after the last answer up to and including the first special token. Special tokens directly after
+        this one are included if they also follow an earlier answer. Raises Unfit if there is no special token."""
         _, frames = self.marked("hg")
         last = frames[-1]
         try:
@@ -168,13 +161,12 @@ class ChatTemplate:
         return between if between.strip() else ""
 
     def write(self, turns: Sequence[Turn], where: str, media: str = "", has_labels: bool = True) -> list[Piece]:
-        """Render the messages (turns) of a conversation with the chat template. Return its text as pieces, which know
-        whether their tokens have labels. If the last message is a question, the text is the prompt for its answer.
+        """Render the turns of a conversation. If the last turn is a question, the text is the prompt for its answer.
 
         Args:
             where: name of the conversation in error messages.
-            media: the kinds of the conversation's images and videos (see `media_of`), if the template gets them as
-                parts of messages; otherwise empty.
+            media: the kinds of the images and videos (see `media_of`), if the template gets them as parts; otherwise
+                empty.
             has_labels: whether answers are to have labels; otherwise the text is as transformers writes it.
 
         Raises:
@@ -195,13 +187,7 @@ class ChatTemplate:
         return list(self.pieces(layout, filled, media))
 
     def pieces(self, layout: Layout, filled: Sequence[str], media: str) -> Iterator[Piece]:
-        """Yield the text of a conversation as pieces, which know whether their tokens have labels.
-
-        Args:
-            layout: what the template writes around the conversation's texts.
-            filled: the texts as the template writes them.
-            media: the kinds of the conversation's images and videos.
-        """
+        """Yield the text of a conversation, whose texts are `filled` as the template writes them."""
         numbers = {kind: iter([n for n, own in enumerate(media) if own == kind]) for kind in (IMAGE, VIDEO)}
         kinds = {text: kind for kind, text in self.placeholders.items()}
         finder = re.compile("(" + "|".join(map(re.escape, kinds)) + ")") if media else None
@@ -225,13 +211,8 @@ class ChatTemplate:
         yield from own(last.text[last.end :], False)
 
     def layout(self, shape: str, has_labels: bool = True) -> Layout:
-        """Return what a chat template writes around the texts of conversations of one shape. The result is cached.
-        Raise Unfit if the template cannot be used for them.
-
-        Args:
-            shape: such as `hg` for a question (human) and an answer (gpt); see `shape_of`.
-            has_labels: whether answers are to have labels.
-        """
+        """Return the layout of conversations of one shape, such as `hg` for a question (human) and an answer (gpt); see
+        `shape_of`. The result is cached. Raise Unfit if the template cannot be used for them."""
         key = shape if has_labels else f"{shape} without labels"
         if key not in self.layouts:
             try:
@@ -244,15 +225,9 @@ class ChatTemplate:
         return found
 
     def marked(self, shape: str, before: str = "", after: str = "") -> tuple[list[int], list[str]]:
-        """Render a conversation whose texts are marker texts. Return the order in which the chat template writes the
-        texts (their numbers), and its own text before, between and after them. Raise Unfit if a text is not written
-        exactly once.
-
-        Args:
-            shape: the conversation's shape (see `shape_of`).
-            before: text that is put before each marker text.
-            after: text that is put after each marker text.
-        """
+        """Render a conversation of one shape whose texts are marker texts, with `before` and `after` around each.
+        Return the order in which the template writes the texts (their numbers), and its own text before, between and
+        after them. Raise Unfit if a text is not written exactly once."""
         messages, number = [], 0
         for turn in parse_shape(shape):
             texts = [before + MARK.format(number + n) + after for n in range(turn.kinds.count(TEXT))]
@@ -265,13 +240,9 @@ class ChatTemplate:
         return order, MARKS.split(text)[::2]
 
     def render(self, messages: Sequence[Message], most: float = math.inf) -> str:
-        """Render a conversation with the chat template and return the text; raise Unfit if the template fails, or takes
-        too much time or memory. If the last message is no answer, the text ends with the beginning of an answer, as for
-        generation.
-
-        Args:
-            most: seconds of processor time that this may take.
-        """
+        """Render a conversation; raise Unfit if the template fails, or takes too much memory, or more than `most`
+        seconds of processor time. If the last message is no answer, the text ends with the beginning of an answer, as
+        for generation."""
         made = [
             {"role": ROLES[message.role], "content": message.content() if self.parts else message.texts[0]}
             for message in messages
@@ -295,21 +266,19 @@ def digest(code: str) -> str:
 
 
 def is_own(name: str) -> bool:
-    """Return whether a value of the setting `data.template` means the language model's own chat template instead of one
-    of LLaVA's."""
+    """Return whether `data.template` has the model's own chat template instead of one of LLaVA's."""
     return name == OWN or name.startswith(f"{OWN}-")
 
 
 def own_name(folder: Path) -> str | None:
-    """Return the name under which a run records the chat template in a model's folder (`chat_template-DIGEST`); None if
-    the folder has none."""
+    """Return the name (`chat_template-DIGEST`) under which a run records the template in a model's folder; None without
+    one."""
     found = find_code(folder)
     return None if found is None else f"{OWN}-{digest(found[1])}"
 
 
 def usable_name(folder: Path) -> str | None:
-    """Return the name under which a run records the chat template in a model's folder (`chat_template-DIGEST`); None if
-    the folder has none, or one that cannot be used (this is logged)."""
+    """Return `own_name`; None also if the template cannot be used (this is logged)."""
     name = own_name(folder)
     try:
         return name and (open_template(name, folder, open_tokenizer(folder)) and name)
@@ -319,15 +288,13 @@ def usable_name(folder: Path) -> str | None:
 
 
 def find_code(folder: Path) -> tuple[Path, str] | None:
-    """Find the chat template in a model's folder. Return its file and the Jinja code with what it lacks (see
-    `complete`); None if the folder has none."""
+    """Return the file of a model's template and the Jinja code, completed by `complete`; None without one."""
     found = find_file(folder)
     return None if found is None else (found[0], complete(found[1], folder))
 
 
 def find_file(folder: Path) -> tuple[Path, str] | None:
-    """Find the chat template in a model's folder. Return its file and the file's Jinja code; None if the folder has
-    none.
+    """Return the file of a model's template and its Jinja code; None without one.
 
     The files are those of transformers: `chat_template.jinja`, `chat_template.json`, `tokenizer_config.json`.
     """
@@ -343,13 +310,9 @@ def find_file(folder: Path) -> tuple[Path, str] | None:
 
 
 def complete(code: str, folder: Path) -> str:
-    """Return the Jinja code of a chat template, preceded by code that adds what it lacks: the BOS token for a
-    LLaVA-NeXT model, and a fixed date for a template that writes the current one.
-
-    Args:
-        code: text of the template's file; of a file that this program exported, only the model's own template is taken.
-        folder: folder of the model.
-    """
+    """Return the code of a template, preceded by code that adds what it lacks: the BOS token for a LLaVA-NeXT model,
+    and a fixed date for a template that writes the current one. From a file that this program exported, only the
+    model's own template is taken."""
     for begin in (BEGIN, BEGIN_PARTS):
         if begin in code:
             end = END if END in code else OLDER_END
@@ -361,8 +324,7 @@ def complete(code: str, folder: Path) -> str:
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
-    """Return {variable of chat templates, such as `bos_token`: special token} from the tokenizer's files in a model's
-    folder."""
+    """Return {variable of templates, such as `bos_token`: special token} from the tokenizer's files."""
     found = read_optional(folder / "special_tokens_map.json") | read_optional(folder / "tokenizer_config.json")
     if (folder / "tokenizer.model").is_file():
         found = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", **found}
@@ -372,13 +334,7 @@ def special_tokens(folder: Path) -> dict[str, str]:
 
 
 def open_template(name: str, folder: Path, tokenizer: Tokenizer) -> Template | ChatTemplate:
-    """Return the conversation template that the setting `data.template` names: one of LLaVA's, or the language model's
-    own chat template.
-
-    Args:
-        name: the setting's value.
-        folder: folder of the language model.
-        tokenizer: its tokenizer.
+    """Return the conversation template that `data.template` names: one of LLaVA's, or the model's own.
 
     Raises:
         ConfigError: there is no such template; or the folder's chat template is missing, is not the one that `name`
@@ -414,14 +370,12 @@ def open_template(name: str, folder: Path, tokenizer: Tokenizer) -> Template | C
 
 
 def is_whole(folder: Path) -> bool:
-    """Return whether a folder has one of transformers' whole models, such as a LLaVA or an InternVL."""
     return read_optional(folder / "config.json").get("model_type") in WHOLE
 
 
 def read_image_parts(folder: Path) -> ImageParts | None:
-    """Return the texts for images and videos in the chat template of a whole model of transformers, as its processor
-    reads them from the folder; None if the folder has another model, or an export whose training had image tags in the
-    text of messages."""
+    """Return the texts for images and videos of one of transformers' whole models; None if the folder has another
+    model, or an export whose training had image tags in the text of messages."""
     found = find_file(folder)
     if not is_whole(folder) or found is None or BEGIN in found[1]:
         return None
@@ -443,8 +397,8 @@ def read_image_parts(folder: Path) -> ImageParts | None:
 
 
 def unfit(chat_template: ChatTemplate) -> str | None:
-    """Return the reason, for an error message, why a model's chat template cannot be used for training; None if it can
-    be used for conversations of one question and its answer (others are tried when a record has them)."""
+    """Return the reason why a template cannot be used for training; None if it can be used for conversations of one
+    question and its answer (others are tried when a record has them)."""
     try:
         chat_template.layout("hg")
         if chat_template.images is not None:

@@ -1,8 +1,10 @@
-"""Encode dataset records with exactly LLaVA's token ids and labels, bugs included (`labels=llava_v1_5`; LLaVA
+"""Encode records with exactly LLaVA's token ids and labels, bugs included (`labels=llava_v1_5`; LLaVA
 train.py:268-775).
 
 LLaVA finds the tokens to supervise by tokenizing parts of the text again and adding up their lengths. If the sum is not
 the length of the whole text, it masks all labels of the sample.
+
+`has_image` says whether `<image>` tags stand for images; otherwise they are ordinary text.
 """
 
 from dataclasses import dataclass
@@ -25,40 +27,32 @@ class Original:
     tokenizer: Tokenizer
     form: Template
     max_length: int
-    """The tokenizer's `model_max_length`. Samples without image are truncated to this number of tokens before labels
-    are made."""
+    """The tokenizer's `model_max_length`. Samples without image are truncated to it before labels are made."""
     pad_id: int = 0
-    """Id of the padding token, by default that of `<unk>` (0). LLaVA does not count tokens with this id, and removes
-    them as padding."""
+    """Id of the padding token, by default that of `<unk>`. LLaVA does not count tokens with this id, and removes them
+    as padding."""
     start_end: bool = False
     """LLaVA's setting `mm_use_im_start_end`: put `<im_start>` and `<im_end>` around each image."""
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Token ids and labels of a conversation, as the original LLaVA's dataset returns them."""
+    """Token ids and labels as LLaVA's dataset returns them."""
 
     ids: np.ndarray
     """Token ids, int64 [length]; each image is a single IMAGE_ID."""
     labels: np.ndarray
-    """Labels, int64 [length]; IGNORE for tokens that are not supervised."""
+    """Labels, int64 [length]."""
     mismatch: tuple[int, int] | None = None
-    """If LLaVA masks all labels of the sample because two token counts differ, these counts: (sum over the parts of the
-    text, count for the whole text). Otherwise None."""
+    """The two counts (sum over the parts of the text, count for the whole text) because of which LLaVA masks all
+    labels."""
     cut: int = 0
     """Number of tokens by which a sample without image was truncated."""
 
 
 def encode_like_original(record: Record, settings: Original) -> Tokens:
-    """Return the token ids and labels that the original LLaVA's dataset returns for a record (and its collator then
-    pads).
-
-    Args:
-        settings: tokenizer, conversation template, maximum length etc.
-
-    Raises:
-        DataError: LLaVA raises an exception for this record.
-    """
+    """Return what LLaVA's dataset returns for a record (and its collator then pads). Raise DataError if LLaVA raises an
+    exception."""
     turns = list(record.turns)
     if record.has_image_key:
         turns = [Turn(t.role, image_first(t.text, settings)) for t in turns]
@@ -66,12 +60,8 @@ def encode_like_original(record: Record, settings: Original) -> Tokens:
 
 
 def check_like_original(record: Record, settings: Original) -> None:
-    """Raise DataError if the original LLaVA trainer would fail at a dataset record. The record is only tokenized for
-    this check if it has more image tags than images.
-
-    Args:
-        settings: tokenizer, conversation template, maximum length etc.
-    """
+    """Raise DataError if LLaVA would fail at a record, which is only tokenized if it has more image tags than
+    images."""
     turns = list(record.turns)
     if not all(turn.learnt for turn in turns):
         raise DataError(
@@ -97,8 +87,7 @@ def check_like_original(record: Record, settings: Original) -> None:
 
 
 def check_images(ids: np.ndarray, record: Record) -> None:
-    """Raise DataError if the token ids of a dataset record contain more images (IMAGE_ID, -200) than the original LLaVA
-    reads for it, which is at most one."""
+    """Raise DataError if the token ids contain more images than LLaVA reads for a record, which is at most one."""
     num_tags = int((ids == IMAGE_ID).sum())
     if num_tags > len(record.images[:1]):
         raise DataError(
@@ -109,26 +98,15 @@ def check_images(ids: np.ndarray, record: Record) -> None:
 
 
 def image_first(text: str, settings: Original) -> str:
-    """Return a message (question or answer) with a single image tag at its beginning instead of all its image tags; a
-    message without image tags is returned unchanged (LLaVA train.py:308-329).
-
-    Args:
-        settings: the conversation template, which may put text around an image tag.
-    """
+    """Return a turn with a single image tag at its beginning instead of all its image tags; without image tags it is
+    returned unchanged (LLaVA train.py:308-329)."""
     if IMAGE_TAG in text:
         text = f"{IMAGE_TAG}\n{text.replace(IMAGE_TAG, '').strip()}".strip()
     return text.replace(IMAGE_TAG, image_tag(settings.form, settings.start_end))
 
 
 def encode_turns(turns: list[Turn], has_image: bool, settings: Original, where: str) -> Tokens:
-    """Encode the messages of a conversation as token ids and labels, as the original LLaVA does with the style of the
-    conversation template (LLaVA train.py:610-655).
-
-    Args:
-        has_image: whether `<image>` tags stand for images; otherwise they are ordinary text.
-        settings: tokenizer, conversation template, maximum length etc.
-        where: name of the record in error messages.
-    """
+    """Encode the turns of a conversation in the style of the template (LLaVA train.py:610-655)."""
     match settings.form.style:
         case Style.PLAIN:
             return encode_caption(turns, settings, where)
@@ -139,14 +117,8 @@ def encode_turns(turns: list[Turn], has_image: bool, settings: Original, where: 
 
 
 def encode_caption(turns: list[Turn], settings: Original, where: str) -> Tokens:
-    """Encode an image and its caption as token ids and labels, as the original LLaVA does with its template `plain`
-    (LLaVA train.py:588-607): the question is replaced by an `<image>` tag, and the caption is supervised.
-
-    Args:
-        turns: two messages: a question and the caption.
-        settings: tokenizer, conversation template, maximum length etc.
-        where: name of the record in error messages.
-    """
+    """Encode an image and its caption with the template `plain` (LLaVA train.py:588-607): the question is replaced by
+    an `<image>` tag, and the caption is supervised."""
     check_caption(turns, where)
     ids = with_images(f"{IMAGE_TAG}{turns[1].text}{settings.form.sep}", settings.tokenizer)
     labels = ids.copy()
@@ -163,13 +135,8 @@ def check_caption(turns: list[Turn], where: str) -> None:
 
 
 def encode_markers(turns: list[Turn], has_image: bool, settings: Original) -> Tokens:
-    """Encode the messages of a conversation as token ids and labels, as the original LLaVA does with its template `v0`.
-    It also tokenizes each message by itself to find the labels (LLaVA train.py:268-305, 630-655).
-
-    Args:
-        has_image: whether `<image>` tags stand for images; otherwise they are ordinary text.
-        settings: tokenizer, conversation template, maximum length etc.
-    """
+    """Encode the turns of a conversation with the template `v0`. LLaVA also tokenizes each turn by itself to find the
+    labels (LLaVA train.py:268-305, 630-655)."""
     form = settings.form
     names = {"human": form.user, "gpt": form.assistant}
     header = f"{form.system}\n\n"
@@ -196,8 +163,8 @@ def encode_markers(turns: list[Turn], has_image: bool, settings: Original) -> To
 
 @dataclass(frozen=True)
 class Rounds:
-    """The original LLaVA's corrections, for one style of conversation templates, to the number of tokens that it counts
-    for a round (a question and its answer)."""
+    """LLaVA's corrections, for one style of templates, to the number of tokens that it counts for a round (a question
+    and its answer)."""
 
     begin: int
     """Number of tokens before the first round: the BOS token."""
@@ -208,7 +175,6 @@ class Rounds:
     """Number of tokens to add to the count for each round but the first, if the tokenizer's `legacy` equals
     `corrects`."""
     corrects: bool | None
-    """Value of the tokenizer's `legacy` with which `correction` is added; None: never."""
 
 
 ROUNDS: dict[Style, Rounds] = {
@@ -219,15 +185,9 @@ ROUNDS: dict[Style, Rounds] = {
 
 
 def encode_rounds(text: str, has_image: bool, settings: Original) -> Tokens:
-    """Encode a conversation as token ids and labels, as the original LLaVA does with templates like v1, llama_2 and
-    mpt. To mask the labels of questions, it tokenizes each round (question and answer) and each question by itself and
-    counts tokens. If the counts do not add up to the length of the whole text, all labels are masked.
-
-    Args:
-        text: the whole conversation, rendered by the template.
-        has_image: whether `<image>` tags stand for images; otherwise they are ordinary text.
-        settings: tokenizer, conversation template, maximum length etc.
-    """
+    """Encode a conversation, rendered with a template like v1, llama_2 or mpt. To mask the labels of questions, LLaVA
+    tokenizes each round (question and answer) and each question by itself and counts tokens. If the counts do not add
+    up to the length of the whole text, all labels are masked."""
     rule = ROUNDS[settings.form.style]
     tokenize = with_images if has_image else plain_text
     whole = tokenize(text, settings.tokenizer)
@@ -256,23 +216,14 @@ def encode_rounds(text: str, has_image: bool, settings: Original) -> Tokens:
 
 
 def answer_mark(form: Template) -> str:
-    """Return the text at which the original LLaVA splits a round of a conversation into question and answer.
-
-    Args:
-        form: the conversation template.
-    """
+    """Return the text at which LLaVA splits a round into question and answer."""
     if form.style is Style.LLAMA_2:
         return "[/INST] "
     return form.sep + form.assistant + (": " if form.style is Style.TWO else "")
 
 
 def split_rounds(text: str, form: Template) -> list[str]:
-    """Split the text of a conversation into rounds, each of which is a question and its answer, as the original LLaVA
-    does.
-
-    Args:
-        form: the conversation template that rendered the text.
-    """
+    """Split the text of a conversation into rounds (a question and its answer) as LLaVA does."""
     if form.style is not Style.MPT:
         return text.split(form.sep2)
     parts = text.split(form.sep)
@@ -282,14 +233,7 @@ def split_rounds(text: str, form: Template) -> list[str]:
 
 
 def conversation(turns: list[Turn], form: Template, where: str) -> str:
-    """Return the text of a conversation, rendered by a template of the original LLaVA. If a message is empty, only
-    its role is written (LLaVA conversation.py:32-106).
-
-    Args:
-        turns: the messages.
-        form: the template.
-        where: name of the conversation in error messages.
-    """
+    """Render a conversation. Of an empty turn, only the role is written (LLaVA conversation.py:32-106)."""
     if not turns:
         raise DataError(f"{where}: the conversation is empty; the original stops here", Kind.odd_turns)
     if turns[0].role == "gpt":
@@ -327,8 +271,8 @@ def conversation_llama_2(turns: list[Turn], form: Template, where: str) -> str:
 
 
 def with_images(text: str, tokenizer: Tokenizer) -> np.ndarray:
-    """Return the token ids of a text with the id IMAGE_ID (-200) for each image tag, int64 [length]. The parts between
-    image tags are tokenized separately (LLaVA mm_utils.py:185-204)."""
+    """Return the token ids of a text with IMAGE_ID for each image tag, int64 [length]. The parts between image tags are
+    tokenized separately (LLaVA mm_utils.py:185-204)."""
     ids = [] if tokenizer.bos is None else [tokenizer.bos]
     for number, chunk in enumerate(text.split(IMAGE_TAG)):
         ids += [IMAGE_ID] if number else []

@@ -1,4 +1,4 @@
-"""Divide the messages (turns) of a conversation into the parts that a chat template gets: texts, images and videos."""
+"""Divide the turns of a conversation into the parts that a chat template gets: texts, images and videos."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,39 +19,36 @@ TURNS = re.compile(f"([{''.join(LETTERS)}])([{TEXT}{IMAGE}{VIDEO}]*)")
 
 @dataclass(frozen=True)
 class Message:
-    """A message of a conversation, divided into parts."""
+    """A turn of a conversation, divided into parts."""
 
     role: str
     """`system`, `human` or `gpt`."""
     kinds: str
     """The kind of each part: `t` (text), `i` (image) or `v` (video)."""
     texts: tuple[str, ...]
-    """The texts of the parts that are texts."""
     learnt: bool = True
-    """Whether the message has labels if it is an answer (`Turn.learnt`)."""
+    """See `Turn.learnt`."""
 
     def content(self) -> list[dict[str, str]]:
-        """Return the parts of a message in transformers' form."""
+        """Return the parts in transformers' form."""
         texts = iter(self.texts)
         names = {IMAGE: "image", VIDEO: "video"}
         return [{"type": "text", "text": next(texts)} if k == TEXT else {"type": names[k]} for k in self.kinds]
 
 
 def media_of(names: Iterable[object]) -> str:
-    """Return the kinds of the images and videos of a conversation, as one letter each (`i` or `v`), given their names
-    or files."""
+    """Return the kinds of images and videos as one letter each (`i` or `v`), given their names or files."""
     return "".join(VIDEO if is_video(name) else IMAGE for name in names)  # pyright: ignore[reportArgumentType]
 
 
 def divide(turns: Sequence[Turn], media: str) -> list[Message]:
-    """Divide the messages (turns) of a conversation into parts. Only questions have several.
+    """Divide the turns of a conversation into parts. Only questions have several.
 
     A line break directly before or after an image tag is no text: LLaVA's records write it between an image and the
     text of a question. It is kept if the record has the parts themselves (`Turn.parts`).
 
     Args:
-        media: the kinds of the conversation's images and videos, in the order of their tags; empty: image tags are
-            ordinary text.
+        media: the kinds of the images and videos, in the order of their tags; empty: image tags are ordinary text.
     """
     kinds = iter(media)
     return [
@@ -63,11 +60,7 @@ def divide(turns: Sequence[Turn], media: str) -> list[Message]:
 
 
 def divide_question(turn: Turn, kinds: Iterator[str] | None) -> Message:
-    """Divide a question into its texts, images and videos.
-
-    Args:
-        kinds: yields the kind of each image or video of the conversation; None: image tags are ordinary text.
-    """
+    """Divide a question. `kinds` yields the kind of each image or video; None: image tags are ordinary text."""
     letters: list[str] = []
     texts: list[str] = []
     for part in (turn.text,) if turn.parts is None else turn.parts:
@@ -86,14 +79,11 @@ def divide_question(turn: Turn, kinds: Iterator[str] | None) -> Message:
 
 
 class TurnShape(NamedTuple):
-    """What a chat template knows of a message before it reads its texts."""
+    """What a chat template knows of a message before it reads its texts; the fields are those of Message."""
 
     role: str
-    """`system`, `human` or `gpt`."""
     kinds: str
-    """The kind of each part."""
     learnt: bool
-    """Whether the message has labels if it is an answer."""
 
 
 def shape_of(messages: Iterable[Message | TurnShape]) -> str:
@@ -107,5 +97,5 @@ def shape_of(messages: Iterable[Message | TurnShape]) -> str:
 
 
 def parse_shape(shape: str) -> list[TurnShape]:
-    """Return what is known of each message of a conversation with a shape (see `shape_of`)."""
+    """Undo `shape_of`."""
     return [TurnShape(LETTERS[letter][0], kinds or TEXT, LETTERS[letter][1]) for letter, kinds in TURNS.findall(shape)]

@@ -22,8 +22,8 @@ class Style(Enum):
 
 @dataclass(frozen=True)
 class Pattern:
-    """The texts around questions and answers in one style of conversation templates. `{system}`, `{sep}` etc. stand for
-    the texts of a particular template."""
+    """The texts around questions and answers in one style. `{system}`, `{sep}` etc. stand for the texts of a
+    template."""
 
     before_system: str
     first_question: str
@@ -52,8 +52,7 @@ STYLES: dict[Style, Pattern] = {
 
 @dataclass(frozen=True)
 class Template:
-    """A conversation template of LLaVA: the text around questions and answers. The fields have the names that LLaVA
-    gives them."""
+    """A conversation template of LLaVA; the fields have the names that LLaVA gives them."""
 
     style: Style
     system: str = ""
@@ -71,14 +70,13 @@ class Template:
 
     @cached_property
     def pattern(self) -> Pattern:
-        """The texts that a conversation template writes around questions and answers."""
         own = asdict(self)
         return Pattern(*(part.format(**own) for part in astuple(STYLES[self.style])))
 
     @property
     def around_system(self) -> tuple[str, str]:
-        """The texts (before, after) that a conversation template writes around the system text of a dataset record,
-        which replaces its own system text."""
+        """The texts (before, after) around the system text of a record, which replaces the template's own system
+        text."""
         match self.style:
             case Style.LLAMA_2:
                 before, after = LLAMA_2_SYSTEM.split("{}")
@@ -90,13 +88,11 @@ class Template:
 
     @property
     def image_only(self) -> bool:
-        """Whether a conversation template replaces each question by its image tags (stage 1: the model captions the
-        image)."""
+        """Whether each question is replaced by its image tags (stage 1: the model captions the image)."""
         return self.style is Style.PLAIN
 
     @property
     def stop(self) -> str:
-        """The text with which a conversation template ends an answer."""
         return self.pattern.after_answer
 
 
@@ -174,11 +170,7 @@ ALIASES: dict[str, str] = {
 
 
 def template(name: str) -> Template:
-    """Return the conversation template of LLaVA with a given name or alias.
-
-    Raises:
-        ConfigError: no template has that name (LLaVA silently takes v1); the message lists the names.
-    """
+    """Return the template with a name or alias. Raise ConfigError if there is none (LLaVA silently takes v1)."""
     found = TEMPLATES.get(ALIASES.get(name, name))
     if found is None:
         raise ConfigError(

@@ -39,17 +39,15 @@ SPACE = "▁"
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A token of a text, and the range of characters from which it comes."""
-
     id: int
     begin: int
     end: int
-    """The token comes from the characters [begin, end) of the text. A character that is not in the vocabulary becomes
-    several byte tokens; only the last of them has a range that is not empty."""
+    """The token comes from the characters [begin, end). A character that is not in the vocabulary becomes several byte
+    tokens; only the last of them has a range that is not empty."""
 
 
 class Tokenizer(ABC):
-    """Converts text to tokens and token ids back to text, for one model."""
+    """Converts text to token ids and back, for one model."""
 
     bos: int | None
     """Id of the token with which each sequence begins; None if the model expects no such token."""
@@ -63,30 +61,23 @@ class Tokenizer(ABC):
     _special: dict[str, int]
     """{special token: id}."""
     _find: re.Pattern[str]
-    """Finds special tokens in a text."""
 
     @abstractmethod
     def encode(self, text: str, special: list[Stretch] | None = None) -> list[Token]:
         """Return the tokens of a text, without adding a BOS or EOS token.
 
         Args:
-            special: ranges [begin, end) of characters, in order, that are read as special tokens; special tokens
-                elsewhere in the text are read as ordinary text. A range whose text is no special token of the tokenizer
-                divides the text as one does, and gives no token; it stands for an image. None: all special tokens in
-                the text are read as such.
+            special: ranges of characters, in order, that are read as special tokens; elsewhere in the text, special
+                tokens are read as ordinary text. A range whose text is no special token divides the text as one does,
+                and gives no token; it stands for an image. None: all special tokens in the text are read as such.
         """
 
     def ids_of(self, text: str, special: list[Stretch]) -> list[int]:
-        """Return the ids of the tokens that `encode` gives."""
         return [token.id for token in self.encode(text, special)]
 
     def encode_rest(self, text: str, special: list[Stretch]) -> list[int]:
         """Return the token ids of a text that continues another one: without the space that some tokenizers put before
-        a text.
-
-        Args:
-            special: as for `encode`.
-        """
+        a text."""
         for lead in ("\n", "a", "."):
             shifted = [(begin + len(lead), end + len(lead)) for begin, end in special]
             ids = [token.id for token in self.encode(lead + text, shifted)]
@@ -97,18 +88,18 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def decode(self, ids: list[int]) -> str:
-        """Return the text of a list of token ids, without special tokens."""
+        """Return the text, without special tokens."""
 
     def find_special(self, text: str) -> list[Stretch]:
-        """Return the ranges [begin, end) of characters in which a text contains special tokens of the tokenizer."""
+        """Return the ranges of the special tokens in a text."""
         return [found.span() for found in self._find.finditer(text)]
 
     def special(self, text: str) -> int | None:
-        """Return the id of a special token, given its text; None if the text is not a special token."""
+        """Return the id of a special token; None if the text is not one."""
         return self._special.get(text)
 
     def name(self, token: int) -> str | None:
-        """Return the text of a special token, given its id; None if the id is not that of a special token."""
+        """Return the text of a special token; None if the id is not that of one."""
         return self._names.get(token)
 
     @cached_property
@@ -120,9 +111,8 @@ def open_tokenizer(folder: Path, vocab_size: int | None = None, extra: tuple[str
     """Read the tokenizer of a model folder (`tokenizer.model` or `tokenizer.json`).
 
     Args:
-        vocab_size: number of token ids that the model knows: of trained rows of its embeddings. Placeholders with this
-            id or a higher one are left out: an export adds an image tag and a padding token without training the model
-            on them. None: no limit.
+        vocab_size: number of trained rows of the model's embeddings. Placeholders with this id or a higher one are left
+            out: an export adds an image tag and a padding token without training the model on them. None: no limit.
         extra: special tokens to add after the last id, unless the tokenizer has them.
 
     Raises:
@@ -149,41 +139,29 @@ def read_tokenizer(folder: Path, config: dict, vocab_size: int | None, extra: tu
 
 
 def reads_pieces(folder: Path, config: dict) -> bool:
-    """Return whether the tokenizer of a folder is read from its `tokenizer.model`, and not from its `tokenizer.json`.
-
-    Args:
-        config: content of `tokenizer_config.json`.
-    """
+    """Return whether the tokenizer is read from its `tokenizer.model`, and not from its `tokenizer.json`. `config` is
+    always the content of `tokenizer_config.json`."""
     has_both = (folder / "tokenizer.json").is_file()
     return (folder / "tokenizer.model").is_file() and (config.get("tokenizer_class") in LLAMA_CLASSES or not has_both)
 
 
 def is_legacy(config: dict) -> bool:
-    """Return the setting `legacy` of a Llama tokenizer; true by default, as in transformers 4.
-
-    Args:
-        config: content of its `tokenizer_config.json`.
-    """
+    """Return the setting `legacy` of a Llama tokenizer; true by default, as in transformers 4."""
     return config.get("legacy") is not False
 
 
 def read_optional(path: Path) -> dict:
-    """Return the content of a JSON file; an empty dict if the file does not exist."""
+    """Return the content of a JSON file; empty if it does not exist."""
     return read_json(path) if path.is_file() else {}
 
 
 def within(token: int, vocab_size: int | None) -> bool:
-    """Return whether a token id is below the number of ids that the model knows (None: no limit)."""
     return vocab_size is None or token < vocab_size
 
 
 def added_tokens(folder: Path, config: dict) -> dict[str, int]:
     """Return {text: id} of the tokens that were added to a `tokenizer.model`, from the other files that transformers 4
-    writes to its folder.
-
-    Args:
-        config: content of `tokenizer_config.json`.
-    """
+    writes."""
     listed = config.get("added_tokens_decoder", {})
     return read_optional(folder / "added_tokens.json") | {t["content"]: int(i) for i, t in listed.items()}
 
@@ -194,11 +172,6 @@ def refuse_tokens_without_rows(folder: Path, config: dict, vocab_size: int) -> N
 
     Placeholders are no such tokens, as no text contains them: the tokens for images, videos, audio and padding, unless
     padding also begins or ends texts or stands in the chat template.
-
-    Args:
-        folder: the model's folder.
-        config: content of its `tokenizer_config.json`.
-        vocab_size: number of trained rows of the embeddings.
     """
     path = folder / "tokenizer.json"
     frozen = read_json(path, largest=LARGE) if path.is_file() and not reads_pieces(folder, config) else {}
@@ -227,7 +200,6 @@ def refuse_tokens_without_rows(folder: Path, config: dict, vocab_size: int) -> N
 
 
 def fields_of(value: Any) -> dict:
-    """Return a value of `tokenizer_config.json` if it is an object, else an empty dict."""
     return value if isinstance(value, dict) else {}
 
 
@@ -292,13 +264,8 @@ class JsonTokenizer(Tokenizer):
         return [token.id for token in self._encode(self._rest if begin else self._fast, part)]
 
     def _encode_stretches(self, text: str, special: list[Stretch], cuts: list[Stretch]) -> list[Token]:
-        """Tokenize a text with ranges that stand for images. As in the tokenizers library, where an image is a special
-        token, a space that is put before a whole text is not put after an image.
-
-        Args:
-            special: all ranges of special tokens and images.
-            cuts: the ranges of images.
-        """
+        """Tokenize a text with ranges (`cuts`) that stand for images. As in the tokenizers library, where an image is a
+        special token, a space that is put before a whole text is not put after an image."""
         tokens: list[Token] = []
         begin = 0
         for end, after in [*cuts, (len(text), len(text))]:
@@ -339,12 +306,9 @@ class JsonTokenizer(Tokenizer):
         return plain
 
     def _encode_between(self, text: str, special: list[Stretch], is_first: bool = True) -> list[Token]:
-        """Tokenize a text in which only the ranges [begin, end) of characters in `special` are special tokens. As in
-        the tokenizers library, a special token may include the spaces before and after it (lstrip, rstrip).
-
-        Args:
-            is_first: whether the text begins a whole text; False: it follows a special token.
-        """
+        """Tokenize a text in which only the ranges in `special` are special tokens. As in the tokenizers library, a
+        special token may include the spaces before and after it (lstrip, rstrip). With `is_first=False`, the text
+        follows a special token."""
         tokens: list[Token] = []
         at = 0
         for begin, end in [*special, (len(text), len(text))]:
@@ -387,13 +351,8 @@ def any_of(texts: Iterable[str]) -> re.Pattern[str]:
 
 
 def encode_fast(tokenizer: FastTokenizer, text: str, at: int = 0) -> list[Token]:
-    """Tokenize a part of a text, and return tokens with their character ranges in the whole text.
-
-    Args:
-        text: the part.
-        at: index in the whole text at which the part begins; -1 if one character (a space) was put before the whole
-            text.
-    """
+    """Tokenize a part of a text that begins at index `at` of the whole text; -1 if a space was put before the whole
+    text. The tokens have character ranges in the whole text."""
     found = tokenizer.encode(text, add_special_tokens=False)
     return [
         Token(i, max(at + begin, 0), max(at + end, 0)) for i, (begin, end) in zip(found.ids, found.offsets, strict=True)
@@ -401,11 +360,8 @@ def encode_fast(tokenizer: FastTokenizer, text: str, at: int = 0) -> list[Token]
 
 
 def without_prefix(path: Path) -> bytes:
-    """Return the content of a Llama `tokenizer.model`, changed so that no space is put before a text.
-
-    Raises:
-        ModelError: the file is not a SentencePiece model, or is one that never puts a space before a text.
-    """
+    """Return the content of a Llama `tokenizer.model`, changed so that no space is put before a text. Raise ModelError
+    if the file is not a SentencePiece model, or is one that never puts a space before a text."""
     refuse_pointer(path)
     proto = sentencepiece_model_pb2.ModelProto()  # pyright: ignore[reportAttributeAccessIssue]
     try:
@@ -419,21 +375,15 @@ def without_prefix(path: Path) -> bytes:
 
 
 def metaspace(tokenizer_json: dict) -> dict | None:
-    """Return the settings of the pre-tokenizer Metaspace, which replaces spaces by `▁`, from the parsed content of a
-    `tokenizer.json`; None if it has none."""
+    """Return the settings of the pre-tokenizer Metaspace, which replaces spaces by `▁`, of a `tokenizer.json`; None
+    without one."""
     found = tokenizer_json.get("pre_tokenizer") or {}
     parts = found.get("pretokenizers", [found])
     return next((p for p in parts if p.get("type") == "Metaspace"), None)
 
 
 def without_lone_prefix(tokens: list[Token], prefix: int | None, special: set[int]) -> list[Token]:
-    """Return the tokens of a text without the first one, if that is `▁` (which stands for a space) and a special token
-    follows it directly.
-
-    Args:
-        prefix: id of the `▁` token.
-        special: ids of the special tokens.
-    """
+    """Return the tokens without the first one, if that is `▁` (id `prefix`) and a special token follows it directly."""
     if len(tokens) > 1 and tokens[0].id == prefix and tokens[1].id in special:
         return tokens[1:]
     return tokens
