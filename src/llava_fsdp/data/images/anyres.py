@@ -19,12 +19,11 @@ Size = tuple[int, int]
 
 
 def grid_sizes(pinpoints: list[list[int]], tile: int, aspect: AspectRatio = AspectRatio.anyres) -> list[Size]:
-    """Return the sizes (width, height) in pixels to which an image may be resized before it is cut into square tiles.
+    """Return the sizes to which an image may be resized before it is cut into square tiles.
 
     Args:
         pinpoints: configured sizes [width, height] in pixels, which are returned; if empty, the default grids of
             LLaVA-NeXT (anyres) or LLaVA-OneVision (anyres_max) are.
-        tile: width and height of a tile in pixels.
         aspect: the setting `data.image_aspect_ratio`, which selects these default grids.
     """
     grids = MAX_GRIDS if aspect is AspectRatio.anyres_max else GRIDS
@@ -32,13 +31,8 @@ def grid_sizes(pinpoints: list[list[int]], tile: int, aspect: AspectRatio = Aspe
 
 
 def best_size(image_size: Size, sizes: list[Size]) -> Size:
-    """Return the one of several sizes in which an image keeps the most pixels when it is resized to fit inside. Among
-    equal ones, the size with the least padding is returned, then the first.
-
-    Args:
-        image_size: width and height of the image in pixels.
-        sizes: (width, height) in pixels of the sizes to choose from.
-    """
+    """Return the size in which an image keeps the most pixels when it is resized to fit inside. Among equal ones, the
+    size with the least padding is returned, then the first."""
 
     def rank(size: Size) -> tuple[int, int]:
         width, height = image_size
@@ -51,23 +45,17 @@ def best_size(image_size: Size, sizes: list[Size]) -> Size:
 
 def cut_tiles(image: Image.Image, tile: int, sizes: list[Size]) -> list[Image.Image]:
     """Return the square tiles of an image for the vision tower: the whole image resized to one tile, then the tiles of
-    the grid that fits it best, row by row.
-
-    Args:
-        tile: width and height of a tile in pixels.
-        sizes: (width, height) in pixels of the grids to choose from.
-    """
+    the grid, out of `sizes`, that fits it best, row by row."""
     return [image.resize((tile, tile)), *cut_grid(fit(image, best_size(image.size, sizes)), tile)]
 
 
 def fit(image: Image.Image, size: Size) -> Image.Image:
-    """Return the image resized to fit into `size` (width, height), in the middle of a black canvas of that size."""
+    """Return the image resized to fit into `size`, in the middle of a black canvas of that size."""
     return on_black(image.resize(fitted_shape(image.size, size)), size)
 
 
 def fitted_shape(image_size: Size, size: Size) -> Size:
-    """Return the largest (width, height) in pixels within `size` that has the aspect ratio of an image with the size
-    `image_size`."""
+    """Return the largest size within `size` that has the aspect ratio of `image_size`."""
     scale_w, scale_h = size[0] / image_size[0], size[1] / image_size[1]
     if scale_w < scale_h:
         return size[0], min(math.ceil(image_size[1] * scale_w), size[1])

@@ -1,6 +1,7 @@
 """Open and check image files safely with Pillow, and report what is wrong with a file.
 
-`ImageError.kind` is one of image_missing, image_empty, image_truncated, image_unreadable, image_bomb, image_shape.
+`where` and `what` name a record and an image in error messages. `ImageError.kind` is one of image_missing, image_empty,
+image_truncated, image_unreadable, image_bomb, image_shape.
 """
 
 import contextlib
@@ -39,7 +40,7 @@ T = TypeVar("T")
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # only decoders that start no other program
 MAX_PIXELS = 50_000_000
 HEAD_BYTES = 1 << 16
-"""Number of bytes that are read of an image in a Parquet file or tar to find its size in pixels. If they are too few,
+"""Number of bytes of an image in a Parquet file or tar that are read to find its size in pixels. If they are too few,
 the whole image is read."""
 MAX_BYTES = 8 * MAX_PIXELS  # a pixel has at most four values of two bytes
 # Errors of a network file system whose server does not answer for a moment.
@@ -61,7 +62,6 @@ class ImageBytes:
     """The content of an image file in memory; used instead of a path."""
 
     name: str
-    """Name of the image in error messages."""
     data: bytes
 
     def __str__(self) -> str:
@@ -74,7 +74,6 @@ class ImageInContainer:
 
     location: ImageLocation
     data_files: DataFiles
-    """Reads the file that contains the image."""
 
     def __str__(self) -> str:
         return str(self.location)
@@ -84,31 +83,19 @@ ImageFile = Path | ImageBytes | ImageInContainer
 
 
 def image_in(folder: Path | RemoteFolder, name: str) -> Path | ImageInContainer:
-    """Return an image in a folder of images: the path of its file, or an object that reads it from a remote folder.
-
-    Args:
-        name: path of the image relative to the folder.
-    """
+    """Return an image in a folder of images, by its path relative to the folder."""
     if isinstance(folder, RemoteFolder):
         return ImageInContainer(folder.location(name), folder.data_files)
     return folder / name
 
 
 def inline_images(record: Record) -> dict[str, ImageFile]:
-    """Return the images that are embedded in a dataset record or in its file (Parquet or tar), by their names in the
-    record."""
+    """Return the images that are embedded in a record or in its file (Parquet or tar), by their names in the record."""
     return {name: inline_image(name, held, record.data_files) for name, held in record.inline.items()}
 
 
 def inline_image(name: str, held: bytes | ImageLocation, data_files: DataFiles | None) -> ImageFile:
-    """Return an image that is embedded in a dataset record or in its file (Parquet or tar), as an object that can be
-    read like an image file.
-
-    Args:
-        name: name of the image in the record.
-        held: its bytes, or their location in the file.
-        data_files: reads the location; None: the image is not in a container.
-    """
+    """Return an image from its bytes, or from their location in a container, which `data_files` reads."""
     if isinstance(held, bytes):
         return ImageBytes(name, held)
     assert data_files is not None, "set by the reader of the records"
@@ -117,13 +104,11 @@ def inline_image(name: str, held: bytes | ImageLocation, data_files: DataFiles |
 
 @dataclass(frozen=True)
 class ImageFacts:
-    """Size of an image or video in pixels, the number of its frames, and the checksum of its file."""
-
     width: int
     """Width in pixels after turning the image by its EXIF orientation; `height` likewise."""
     height: int
     stored_height: int
-    """Height in pixels before turning by the EXIF orientation, which LLaVA ignores."""
+    """Height before turning by the EXIF orientation, which LLaVA ignores."""
     digest: int = 0
     """xxh3 checksum of the file's bytes; 0 if the file was not read completely."""
     frames: int = 0
@@ -140,8 +125,6 @@ def examine(path: ImageFile, where: str, full: bool, scaled: bool = True) -> Ima
     """Check that an image can be read, and return its size and checksum.
 
     Args:
-        path: the image file, or an object for an image in memory or in another file.
-        where: name of the dataset record in error messages.
         full: whether to decode the whole image. If false, only the beginning of the file is read if that contains the
             size; then a truncated or broken rest is not noticed.
         scaled: with `full`, whether to also check that an image with more than 8 bits per value can be scaled to 8
@@ -166,18 +149,13 @@ def examine(path: ImageFile, where: str, full: bool, scaled: bool = True) -> Ima
 
 
 def read_size(path: ImageFile, where: str) -> Size:
-    """Return (width, height) in pixels of an image after turning it by its EXIF orientation. If the beginning of the
-    file contains the size, only that is read.
-
-    Args:
-        path: the image file, or an object for an image in memory or in another file.
-        where: name of the dataset record in error messages.
-    """
+    """Return (width, height) in pixels after turning by the EXIF orientation. If the beginning of the file contains the
+    size, only that is read."""
     return examine(path, where, full=False).size
 
 
 def shown_size(image: Image.Image) -> Size:
-    """Return (width, height) in pixels of an image after turning it by its EXIF orientation."""
+    """Return (width, height) in pixels after turning by the EXIF orientation."""
     if image.format == "TIFF":  # Pillow reports the size after turning
         return image.size
     turned = image.getexif().get(ExifTags.Base.Orientation, 1) in (5, 6, 7, 8)
@@ -186,17 +164,9 @@ def shown_size(image: Image.Image) -> Size:
 
 @contextlib.contextmanager
 def opening(data: bytes, path: ImageFile, where: str) -> Iterator[Image.Image]:
-    """Context manager that opens an image with Pillow, with Pillow's warnings turned off. The callers check for the
-    same faults, such as too many pixels, and raise errors that name the dataset record.
-
-    Args:
-        data: the bytes of the file, or of its beginning.
-        path: the file, for error messages.
-        where: name of the dataset record in error messages.
-
-    Raises:
-        ImageError: the file would take far more time or memory than its size tells.
-    """
+    """Context manager that opens an image from its file's bytes, or their beginning, with Pillow, whose warnings are
+    turned off: the callers check for the same faults, such as too many pixels, and raise errors that name the record.
+    Raises ImageError if the file would take far more time or memory than its size tells."""
     try:
         check_work(data)
     except TooMuchWork as error:
@@ -212,14 +182,8 @@ def opening(data: bytes, path: ImageFile, where: str) -> Iterator[Image.Image]:
 
 @contextlib.contextmanager
 def decoded(data: bytes, path: ImageFile, where: str) -> Iterator[Image.Image]:
-    """Context manager that opens an image from the bytes of its file. Errors of Pillow in the `with` block become
-    ImageErrors.
-
-    Args:
-        data: the bytes.
-        path: the file, for error messages.
-        where: name of the dataset record in error messages.
-    """
+    """Context manager that opens an image from its file's bytes. Errors of Pillow in the `with` block become
+    ImageErrors."""
     try:
         # an interrupted copy may leave zeros at the end, which a JPEG decoder takes for data
         if data.startswith(JPEG) and data.endswith(bytes(64)) and ends_early(data):
@@ -252,22 +216,12 @@ def decoded(data: bytes, path: ImageFile, where: str) -> Iterator[Image.Image]:
 
 
 def opened(path: ImageFile, where: str) -> contextlib.AbstractContextManager[Image.Image]:
-    """Context manager that reads an image file and opens the image with Pillow. Errors of Pillow in the `with` block
-    become ImageErrors.
-
-    Args:
-        path: the image file, or an object for an image in memory or in another file.
-        where: name of the dataset record in error messages.
-    """
+    """Context manager that reads an image file and opens it like `decoded`."""
     return decoded(read_file(path, where), path, where)
 
 
 def read_file(path: ImageFile, where: str) -> bytes:
     """Return the bytes of an image file. After errors that a network file system may cause for a short time, try again.
-
-    Args:
-        path: the file, or an object for an image in memory or in another file.
-        where: name of the dataset record in error messages.
 
     Raises:
         ImageError: the file is missing, empty, too large or unreadable; its `kind` says which.
@@ -307,15 +261,8 @@ def read_path(path: Path, where: str) -> bytes:
 
 
 def with_file(path: Path, what: str, read: Callable[[BinaryIO], T]) -> T:
-    """Open a file and return the result of calling `read` with the open file. After errors that a network file system
-    may cause for a short time, try again.
-
-    Args:
-        what: name of the file in error messages.
-
-    Raises:
-        ImageError: the file is missing or unreadable; its `kind` says which.
-    """
+    """Open a file and return the result of calling `read` with it. After errors that a network file system may cause
+    for a short time, try again. Raise ImageError if the file is missing or unreadable; its `kind` says which."""
     for wait in (*WAITS, None):
         try:
             with open_regular(path) as file:
@@ -343,12 +290,8 @@ def read_head(path: ImageFile, where: str) -> bytes:
 
 
 def head_of(location: ImageLocation) -> ImageLocation:
-    """Return the location of the beginning of an image in a Parquet file, a tar or a remote folder, from which its size
-    in pixels is read: at most 64 KiB, or the whole image if it is in a compressed page.
-
-    Args:
-        location: location of the whole image.
-    """
+    """Return the location of the beginning of an image, from which its size in pixels is read: at most HEAD_BYTES, or
+    the whole image if it is in a compressed page."""
     if location.page is not None:
         return location
     return replace(location, size=HEAD_BYTES if location.size is None else min(location.size, HEAD_BYTES))
@@ -376,23 +319,15 @@ def check_pixels(image: Image.Image, path: ImageFile, where: str) -> None:
 
 
 def check_values(image: Image.Image, what: str) -> None:
-    """Raise ImageError if an image with more than 8 bits per value cannot be scaled to 8 bits, because it is unknown
-    which value means white.
-
-    Args:
-        what: name of the image in the error message.
-    """
+    """Raise ImageError if an image with more than 8 bits per value cannot be scaled to 8 bits (`white_of`)."""
     if image.mode == "F" or image.mode.startswith("I"):
         white_of(image.mode, np.asarray(image).astype(np.float64), what)
 
 
 def to_rgb(image: Image.Image, what: str) -> Image.Image:
     """Convert an image to RGB, with a white background where it is transparent. The result is bit for bit that of
-    transformers' `convert_to_rgb`, except that values of more than 8 bits are scaled; Pillow would silently clip them.
-
-    Args:
-        what: name of the image in error messages.
-    """
+    transformers' `convert_to_rgb`, except that values of more than 8 bits are scaled; Pillow would silently clip
+    them."""
     if image.mode == "F" or image.mode.startswith("I"):
         values = np.asarray(image).astype(np.float64)
         white = white_of(image.mode, values, what)
@@ -407,14 +342,9 @@ def to_rgb(image: Image.Image, what: str) -> Image.Image:
 
 
 def white_of(mode: str, values: np.ndarray, what: str) -> float:
-    """Return the pixel value that means white in an image of more than 8 bits: 65535 for 16-bit images; otherwise the
-    smallest of 1.0 (floats only), 255 and 65535 that no pixel exceeds. Raise ImageError if there is none.
-
-    Args:
-        mode: the image's mode in Pillow (such as `I;16` or `F`).
-        values: its pixel values.
-        what: name of the image in the error message.
-    """
+    """Return the value that means white in an image of more than 8 bits: 65535 for 16-bit images; otherwise the
+    smallest of 1.0 (floats only), 255 and 65535 that no pixel exceeds. Raise ImageError if there is none. `mode` is
+    Pillow's, such as `I;16` or `F`."""
     least, most = values.min(initial=0), values.max(initial=0)
     known = (65535.0,) if mode.startswith("I;16") else (1.0, 255.0, 65535.0) if mode == "F" else (255.0, 65535.0)
     for white in known:
@@ -427,13 +357,8 @@ def white_of(mode: str, values: np.ndarray, what: str) -> float:
 
 
 def check_links(path: Path, where: str, real_folder: str, allow_links: bool) -> None:
-    """Raise ImageError if the path of an image leads out of the image folder through symbolic links.
-
-    Args:
-        where: name of the dataset record in error messages.
-        real_folder: path of the image folder, with its symbolic links resolved.
-        allow_links: if true, nothing is checked.
-    """
+    """Raise ImageError if the path of an image leads out of the image folder through symbolic links. `real_folder` is
+    that folder with its links resolved."""
     if allow_links:
         return
     target = os.path.realpath(path)

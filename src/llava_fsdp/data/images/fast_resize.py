@@ -9,7 +9,7 @@ It differs from `exact` in four ways:
 An image that needs no resizing has exactly the pixels of `exact`.
 
 All functions take an image as Pillow opened it, not yet decoded, and return RGB; `what` names the image in error
-messages.
+messages, and lengths are in pixels.
 """
 
 import math
@@ -24,20 +24,17 @@ from llava_fsdp.data.images.check import shown_size, to_rgb
 GAP = 2.0
 """Pillow's `reducing_gap`: an image is averaged over whole blocks down to this many times its final size."""
 NARROW = 1.25
-"""The Hamming filter is used if an image is shrunk by at least this factor; at smaller factors it would blur the
-image."""
+"""Factor of shrinking from which the Hamming filter is used; at smaller factors it would blur the image."""
 Box = tuple[float, float, float, float]
-"""(left, top, right, bottom) in pixels."""
+"""(left, top, right, bottom)"""
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """An image decoded at its full size or at a fraction of it (a half, a quarter or an eighth), and turned by its EXIF
-    orientation."""
+    """An image decoded at its full size or a fraction of it, and turned by its EXIF orientation."""
 
     image: Image.Image
     full: Size
-    """Size of the image if it were decoded at full size."""
     scale: int
     """Full size divided by decoded size. The edge pixels of the decoded image may be partly outside the full image."""
     left: float
@@ -46,13 +43,8 @@ class Decoded:
     an edge pixel that lies partly outside the full image to the left or to the top."""
 
     def resize(self, shape: Size, resample: Resampling, box: Box | None = None) -> Image.Image:
-        """Return the image, or the part of it in `box`, resized.
-
-        Args:
-            shape: (width, height) of the result in pixels.
-            resample: filter; the bicubic one is replaced by a narrower one if the image is clearly reduced.
-            box: (left, top, right, bottom) in pixels of the full-size image; None: the whole image.
-        """
+        """Return the image, or the part of it in `box` (in pixels of the full size), resized. The bicubic filter is
+        replaced by a narrower one if the image is clearly reduced."""
         left, top, right, bottom = (n / self.scale for n in box or (0, 0, *self.full))
         reduction = min((right - left) / shape[0], (bottom - top) / shape[1])
         if reduction >= NARROW and resample is Resampling.BICUBIC:
@@ -62,14 +54,7 @@ class Decoded:
 
 
 def decode(file: Image.Image, needed: tuple[float, float], what: str) -> Decoded:
-    """Decode an image and turn it by its EXIF orientation. A JPEG is decoded at a half, a quarter or an eighth of its
-    size if that is still large enough.
-
-    Args:
-        file: the image as Pillow opened it, not yet decoded.
-        needed: (width, height) in pixels that the decoded image must at least have.
-        what: name of the image in error messages.
-    """
+    """Decode an image to at least the (width, height) `needed`, and turn it."""
     full, turn = shown_size(file), file.getexif().get(ExifTags.Base.Orientation, 1)
     wide, high = (math.ceil(n) for n in needed)
     stored = file.width
@@ -82,15 +67,7 @@ def decode(file: Image.Image, needed: tuple[float, float], what: str) -> Decoded
 
 
 def padded(file: Image.Image, size: int, resample: Resampling, colour: tuple[int, ...], what: str) -> Image.Image:
-    """Return a square of `size` x `size` pixels with the resized image in its middle and padding of one colour around
-    it.
-
-    Args:
-        file: the image as Pillow opened it, not yet decoded.
-        resample: filter for resizing.
-        colour: RGB colour of the padding.
-        what: name of the image in error messages.
-    """
+    """Return a square with the resized image in its middle and padding of one colour around it."""
     width, height = shown_size(file)
     side = max(width, height)
     image = decode(file, (width * size / side, height * size / side), what)
@@ -110,9 +87,9 @@ def lines_within(length: int, side: int, size: int) -> tuple[int, int, float, fl
     A line that the image fills only in part becomes padding. An image that fills no line completely gets one line.
 
     Args:
-        length: width or height in pixels of the image, which is in the middle of a square of `side` pixels.
-        side: width and height of the square in pixels before resizing.
-        size: width and height of the resized square in pixels.
+        length: width or height of the image, which is in the middle of a square.
+        side: width of the square before resizing.
+        size: width of the square after resizing.
 
     Returns:
         (first line, end of the lines, begin of the shown part, end of the shown part), the last two in pixels of the
@@ -127,13 +104,7 @@ def lines_within(length: int, side: int, size: int) -> tuple[int, int, float, fl
 
 
 def cut_square(file: Image.Image, size: int, resample: Resampling, what: str) -> Image.Image:
-    """Return the central square of an image, resized to `size` x `size` pixels.
-
-    Args:
-        file: the image as Pillow opened it, not yet decoded.
-        resample: filter for resizing.
-        what: name of the image in error messages.
-    """
+    """Return the central square, resized."""
     width, height = shown_size(file)
     short = min(width, height)
     shape = int(size * width / short), int(size * height / short)
@@ -144,25 +115,13 @@ def cut_square(file: Image.Image, size: int, resample: Resampling, what: str) ->
 
 
 def squeezed(file: Image.Image, size: int, resample: Resampling, what: str) -> Image.Image:
-    """Return an image resized to a square of `size` x `size` pixels, without keeping its aspect ratio.
-
-    Args:
-        file: the image as Pillow opened it, not yet decoded.
-        resample: filter for resizing.
-        what: name of the image in error messages.
-    """
+    """Return the image resized to a square, without keeping its aspect ratio."""
     return decode(file, (size, size), what).resize((size, size), resample)
 
 
 def tiles(file: Image.Image, tile: int, sizes: list[Size], what: str) -> list[Image.Image]:
-    """Return the tiles of an image for the vision tower, each of `tile` x `tile` pixels: the whole image, then the
-    tiles of the grid that fits the image best, row by row (anyres).
-
-    Args:
-        file: the image as Pillow opened it, not yet decoded.
-        sizes: (width, height) in pixels of the grids to choose from.
-        what: name of the image in error messages.
-    """
+    """Return the square tiles of an image for the vision tower: the whole image, then the tiles of the grid, out of
+    `sizes`, that fits it best, row by row (anyres)."""
     size = best_size(shown_size(file), sizes)
     shape = fitted_shape(shown_size(file), size)
     image = decode(file, (max(tile, shape[0]), max(tile, shape[1])), what)

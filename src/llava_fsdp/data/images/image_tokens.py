@@ -4,6 +4,10 @@ An image is one tile (a square input of the vision tower), or several with anyre
 vision tower and the projector turn each tile into a square of features. Most tokens are one of these features. Where
 LLaVA-OneVision shrinks a grid of features, a token is the weighted sum of four (bilinear interpolation). (LLaVA
 llava_arch.py:146-201; transformers modeling_llava_next.py and modeling_llava_onevision.py, `pack_image_features`.)
+
+Tokens are an array with one element per token: the int64 index of a feature among those of all tiles of the image or,
+with `anyres_max`, an element of dtype BLENDED. The index NEWLINE_ROW stands for the learned vector that ends a line of
+features. Sizes are (width, height) in pixels.
 """
 
 import math
@@ -17,33 +21,26 @@ from llava_fsdp.config import AspectRatio, Config, PatchMerge
 from llava_fsdp.data.images.anyres import Size, best_size, grid_sizes
 
 NEWLINE_ROW = -1
-"""Value that stands, among indices of features, for the learned "newline" vector, which ends a line of features."""
+"""Index that stands for the learned "newline" vector, which ends a line of features."""
 SHRUNK = 1.1
 """A grid of features is shrunk if it has more than 1.1 ** 2 times as many features as allowed (transformers
 modeling_llava_onevision.py, `pack_image_features`)."""
 MAX_TILES = 9
 """Value of `data.max_tiles` for LLaVA-OneVision."""
 BLENDED = np.dtype([("row", np.int64, 4), ("weight", np.float32, 4)])
-"""dtype of an image token that is a weighted sum of four features: their indices (`row`) and weights."""
+"""dtype of a token that is a weighted sum of four features: their indices (`row`) and weights."""
 
 
 @dataclass(frozen=True)
 class ImageTokens:
-    """Computes which vision features make up the tokens of an image, for one model and one setting of
-    `data.image_aspect_ratio`.
-
-    Tokens are returned as an array with one element per token: the int64 index of a vision feature among the features
-    of all tiles of the image or, with `anyres_max`, an element of dtype BLENDED (indices and weights of four features).
-    The index -1 (NEWLINE_ROW) stands for the learned vector that ends a line of features.
-    """
+    """Computes the tokens of an image, for one model and one setting of `data.image_aspect_ratio`."""
 
     aspect: AspectRatio
     tile: int
-    """Width and height of a tile in pixels."""
     features: int
     """Number of features of a tile."""
     sizes: tuple[Size, ...] = ()
-    """With anyres and anyres_max, the sizes in pixels that an image may be fitted into."""
+    """With anyres and anyres_max, the sizes that an image may be fitted into."""
     merge: PatchMerge = PatchMerge.flat
     max_tiles: int = MAX_TILES
     """With anyres_max, a grid with more features than this number of tiles has is shrunk to about that number of
@@ -51,45 +48,27 @@ class ImageTokens:
 
     @classmethod
     def of_config(cls, cfg: Config, tile: int, features: int) -> "ImageTokens":
-        """Create the ImageTokens, which compute the tokens of images, that a configuration describes.
-
-        Args:
-            tile: width and height in pixels of a tile, the input of the vision tower.
-            features: number of vision features of a tile.
-        """
+        """Return the rule that a configuration describes, for a tile's width and its number of features."""
         data, aspect = cfg.data, cfg.data.trained_aspect
         sizes = tuple(grid_sizes(data.grid_pinpoints, tile, aspect))
         return cls(aspect, tile, features, sizes, cfg.model.patch_merge, data.max_tiles)
 
     @property
     def blends(self) -> bool:
-        """Whether image tokens are weighted sums of four vision features (elements of dtype BLENDED) and not single
-        features."""
+        """Whether tokens have dtype BLENDED."""
         return self.aspect is AspectRatio.anyres_max
 
     @property
     def side(self) -> int:
-        """Number of vision features along each side of a tile, the square input of the vision tower."""
         return math.isqrt(self.features)
 
     def needs_size(self, images: int) -> bool:
-        """Return whether the number of tokens of an image depends on its size in pixels.
-
-        Args:
-            images: number of images of the sample that it belongs to.
-        """
+        """Return whether the number of tokens of an image depends on its size. With anyres_max, an image is only cut
+        into tiles if its sample has no other `images`."""
         return self.aspect is AspectRatio.anyres or (self.aspect is AspectRatio.anyres_max and images == 1)
 
     def of(self, size: Size | None, images: int) -> np.ndarray:
-        """Return the tokens of an image, an array with one element per token: the index of its vision feature (int64),
-        or with `anyres_max` the indices and weights of four features (dtype BLENDED). The index -1 stands for the
-        vector that ends a line.
-
-        Args:
-            size: width and height of the image in pixels; only used if the number of its tokens depends on it.
-            images: number of images of the sample. With anyres_max, an image is only cut into tiles if it is the only
-                one.
-        """
+        """Return the tokens of an image of a sample with `images` images. `size` is only used if `needs_size`."""
         if self.needs_size(images):
             assert size is not None, "the tokens of an image of several tiles depend on its size"
             return self.tiled(size)
@@ -97,13 +76,9 @@ class ImageTokens:
         return single(np.append(whole, NEWLINE_ROW)) if self.blends else whole
 
     def of_video(self, frames: int) -> np.ndarray:
-        """Return the tokens of a video, an array of indices and weights of four vision features (dtype BLENDED) with
-        one element per token: for each frame its grid of features, shrunk to half its width and height (rounded up),
-        and one for the vector that ends a line (transformers modeling_llava_onevision.py, `get_video_features`).
-
-        Args:
-            frames: number of frames that are used, each of which is one tile (input of the vision tower).
-        """
+        """Return the tokens of a video: for each of `frames` frames its grid of features, shrunk to half its width and
+        height (rounded up), and one for the vector that ends a line (transformers modeling_llava_onevision.py,
+        `get_video_features`)."""
         half = math.ceil(self.side / 2)
         grid = np.arange(self.side**2).reshape(self.side, self.side)
         every = np.broadcast_to(shrink(grid, half, half), (frames, half, half)).copy()
@@ -111,15 +86,11 @@ class ImageTokens:
         return np.append(every.reshape(-1), single(np.array([NEWLINE_ROW])))
 
     def tiled(self, size: Size) -> np.ndarray:
-        """Return the tokens of an image that is cut into tiles (inputs of the vision tower), one array element per
-        token: first those of the whole image, then those of the grid of tiles. A token is the index of a vision feature
-        (int64), or the indices and weights of four (dtype BLENDED).
+        """Return the tokens of an image that is cut into tiles: first those of the whole image, then those of the grid
+        of tiles.
 
         With `model.patch_merge=spatial_unpad`, features of the grid that show only padding are left out, and each line
-        of the grid ends with the index -1, which stands for the learned vector that ends a line.
-
-        Args:
-            size: width and height of the image in pixels.
+        of the grid ends with NEWLINE_ROW.
         """
         side, (across, down) = self.side, self.grid(size)
         whole = np.arange(side * side)
@@ -137,18 +108,13 @@ class ImageTokens:
         return np.concatenate([whole, lines.reshape(-1)])
 
     def grid(self, size: Size) -> Size:
-        """Return (columns, rows) of the grid of tiles into which an image is cut, given its width and height in
-        pixels."""
+        """Return (columns, rows) of the grid of tiles into which an image of this size is cut."""
         width, height = best_size(size, list(self.sizes))
         return width // self.tile, height // self.tile
 
     def limited(self, lines: np.ndarray) -> np.ndarray:
-        """Return a grid of vision features as a grid of weighted sums of features (dtype BLENDED). It is shrunk if it
-        has clearly more features than `data.max_tiles` tiles have.
-
-        Args:
-            lines: indices of the features, int64 [rows, columns].
-        """
+        """Return a grid of features, int64 [rows, columns], as BLENDED. It is shrunk if it has clearly more features
+        than `data.max_tiles` tiles have."""
         high, wide = lines.shape
         ratio = math.sqrt(high * wide / (self.max_tiles * self.side**2))
         if ratio <= SHRUNK:
@@ -156,13 +122,7 @@ class ImageTokens:
         return shrink(lines, max(1, int(high // ratio)), max(1, int(wide // ratio)))
 
     def count_tiles(self, size: Size | None, images: int) -> int:
-        """Return into how many tiles (inputs of the vision tower) an image is cut.
-
-        Args:
-            size: width and height of the image in pixels; only used if the number of tiles depends on it.
-            images: number of images of the sample. With anyres_max, an image is only cut into tiles if it is the only
-                one.
-        """
+        """Return into how many tiles an image is cut; arguments as for `of`."""
         if not self.needs_size(images):
             return 1
         assert size is not None, "the tiles of an image depend on its size"
@@ -170,20 +130,14 @@ class ImageTokens:
 
     @cached_property
     def most(self) -> int:
-        """Greatest number of tokens that an image can have: that of an image that fills its grid of tiles without
-        padding."""
+        """Greatest number of tokens of an image: that of one that fills its grid of tiles without padding."""
         sizes: Sequence[Size | None] = self.sizes if self.needs_size(1) else (None,)
         return max(len(self.of(size, 1)) for size in sizes)
 
 
 def unpad(lines: np.ndarray, image_size: Size) -> np.ndarray:
-    """Return a grid of vision features without the rows or columns that show the black bars beside the image (LLaVA
-    llava_arch.py:104-130).
-
-    Args:
-        lines: indices of the features, [rows, columns].
-        image_size: width and height of the image in pixels.
-    """
+    """Return a grid of features [rows, columns] without the rows or columns that show the black bars beside the image
+    (LLaVA llava_arch.py:104-130)."""
     high, wide = lines.shape
     if image_size[0] / image_size[1] > wide / high:
         kept = int(round(image_size[1] * (wide / image_size[0]), 7))
@@ -195,12 +149,7 @@ def unpad(lines: np.ndarray, image_size: Size) -> np.ndarray:
 
 
 def single(indices: np.ndarray) -> np.ndarray:
-    """Return image tokens that are single vision features, as weighted sums of one feature with weight 1 (elements of
-    dtype BLENDED), in the shape of `indices`.
-
-    Args:
-        indices: indices of the features.
-    """
+    """Return features as weighted sums of one feature with weight 1 (BLENDED), in the shape of `indices`."""
     made = np.zeros(indices.shape, dtype=BLENDED)
     made["row"] = indices[..., None]
     made["weight"][..., 0] = 1
@@ -208,13 +157,9 @@ def single(indices: np.ndarray) -> np.ndarray:
 
 
 def shrink(lines: np.ndarray, high: int, wide: int) -> np.ndarray:
-    """Shrink a grid of vision features to a grid of `high` x `wide` weighted sums of four features (elements of dtype
-    BLENDED), by bilinear interpolation.
+    """Shrink a grid of features, int64 [rows, columns], to BLENDED [high, wide] by bilinear interpolation.
 
     The weights are those of torch's `interpolate(mode="bilinear", align_corners=False)`, computed in float32 as there.
-
-    Args:
-        lines: indices of the features, int64 [rows, columns].
     """
     (top, bottom, down), (left, right, across) = (
         neighbours(old, new) for old, new in zip(lines.shape, (high, wide), strict=True)
@@ -240,12 +185,10 @@ def neighbours(old: int, new: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def join_tokens(images: Sequence[tuple[np.ndarray, int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Concatenate the tokens of several images, with indices into the concatenated vision features of all their tiles
-    (inputs of the vision tower).
+    """Concatenate the tokens of several images, with indices into the concatenated features of all their tiles.
 
     Args:
-        images: for each image its tokens (as `ImageTokens.of` returns them), and the number of features of all its
-            tiles.
+        images: for each image its tokens, and the number of features of all its tiles.
 
     Returns:
         The indices of features, int64 [tokens], and an empty array; or if tokens are weighted sums of four features,
@@ -265,12 +208,7 @@ def join_tokens(images: Sequence[tuple[np.ndarray, int]]) -> tuple[np.ndarray, n
 
 def needed_tiles(tokens: np.ndarray, features: int) -> tuple[np.ndarray, np.ndarray]:
     """Return which tiles of an image some of its tokens are made of, as ascending numbers, and these tokens with
-    indices among the features of these tiles alone.
-
-    Args:
-        tokens: some tokens of the image, as `ImageTokens` returns them.
-        features: number of features of a tile.
-    """
+    indices among the features of these tiles alone. `features` is the number of features of a tile."""
     rows = tokens["row"] if tokens.dtype == BLENDED else tokens
     is_newline = rows == NEWLINE_ROW
     needed = np.unique(rows[~is_newline] // features)

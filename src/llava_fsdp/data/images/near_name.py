@@ -13,11 +13,8 @@ MOST_NAMES = 200_000
 
 def near_name(path: Path) -> str | None:
     """Return the path of an existing file whose name differs from that of a missing one only in letter case, Unicode
-    composition, blanks, backslashes instead of slashes, or escapes of addresses (`%20`). None if there is none.
-
-    Args:
-        path: path of the missing file; `~` and links are not resolved.
-    """
+    composition, blanks, backslashes instead of slashes, or escapes of addresses (`%20`). In `path`, `~` and links are
+    not resolved."""
     try:
         parts = Path(str(path).replace("\\", "/")).parts
         found = Path(parts[0]) if parts else path
@@ -36,7 +33,6 @@ def near_name(path: Path) -> str | None:
 
 @lru_cache(maxsize=8)  # many images of one folder may be missing
 def names_in(folder: Path) -> dict[str, str]:
-    """Return {plain name: name} of the files and folders in a folder."""
     with os.scandir(folder) as entries:
         return {plain(entry.name): entry.name for entry in itertools.islice(entries, MOST_NAMES)}
 

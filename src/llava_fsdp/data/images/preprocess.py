@@ -3,6 +3,9 @@ device.
 
 The resizing arithmetic is that of transformers' CLIPImageProcessor with Pillow, as LLaVA uses it (LLaVA
 train.py:692-718).
+
+`where` and `what` name a record and an image in error messages; an ImageError has a `kind` (check.py). A number is the
+index of an image or video in its record.
 """
 
 import math
@@ -42,7 +45,7 @@ if TYPE_CHECKING:  # workers.py imports torch, which is not imported while an in
 LARGEST_SQUARE = 1 << 13
 """Largest width and height in pixels that is accepted for a vision tower's input."""
 MISREAD = 3
-"""Greatest height in pixels of the images that LLaVA's image processor misreads: it takes the height for the number of
+"""Greatest height in pixels of the images that LLaVA's image processor misreads: it takes the height for the
 channels."""
 
 
@@ -60,13 +63,12 @@ class Preprocessor:
 
     @property
     def mean_colour(self) -> tuple[int, ...]:
-        """The mean that the vision tower's normalisation subtracts, as an RGB colour with values 0 to 255. Padding has
-        this colour (LLaVA train.py:711)."""
+        """The mean that the normalisation subtracts, as an RGB colour with values 0 to 255. Padding has this colour
+        (LLaVA train.py:711)."""
         return tuple(int(m * 255) for m in self.mean)
 
     def pixel_table(self) -> np.ndarray:
-        """Return the value that each byte value of an image becomes in each colour channel when it is normalised for
-        the vision tower, float32 [3, 256]."""
+        """Return the normalised value of each byte value in each colour channel, float32 [3, 256]."""
         scaled = (np.arange(256, dtype=np.uint8) * (1 / 255)).astype(np.float32)
         mean, std = np.array(self.mean, dtype=np.float32), np.array(self.std, dtype=np.float32)
         return (scaled[None, :] - mean[:, None]) / std[:, None]
@@ -87,12 +89,8 @@ def preprocessor_fields(folder: Path) -> dict[str, Any]:
 
 
 def read_preprocessor(folder: Path) -> Preprocessor:
-    """Read the input size and normalisation of a vision tower from `preprocessor_config.json` in a model folder. A size
-    in the file may be a number (older files) or an object.
-
-    Raises:
-        ModelError: the folder has no `preprocessor_config.json`, or the file does not describe a square image.
-    """
+    """Read `preprocessor_config.json` in a model folder. Raise ModelError if it is missing or does not describe a
+    square image. A size in it may be a number (older files) or an object."""
     path = folder / "preprocessor_config.json"
     config = preprocessor_fields(folder)
     if not config:
@@ -128,26 +126,24 @@ def parse_preprocessor(config: dict[str, Any], path: Path) -> Preprocessor:
 
 @dataclass(frozen=True)
 class ImageReader:
-    """Reads the images of one dataset as square uint8 tiles, the inputs of one vision tower."""
+    """Reads the images of one dataset as tiles for one vision tower."""
 
     folder: Path | None
-    """Local folder that the image paths of records are relative to; used for records that have no folder of their own.
-    Those of a dataset's index have one."""
+    """Local folder that the image paths are relative to, for records that have no folder of their own. Those of an
+    index have one."""
     preprocessor: Preprocessor
     tokens: ImageTokens
-    """Computes into how many tiles an image is cut, and its tokens."""
     pixels: Pixels
     sampling: VideoSampling | None = None
-    """Selects the frames of a video that are used; None if videos are not read."""
+    """None: videos are not read."""
     allow_links: bool = True
     """Whether symbolic links in the folder may lead to images outside of it."""
     status: "WorkerStatus | None" = field(default=None, compare=False)
-    """Memory in which a data worker notes the image that it is reading, for error messages; None: it notes nothing."""
+    """Where a data worker notes the image that it is reading, for error messages."""
 
     @property
     def fingerprint(self) -> str:
-        """Text that changes with every setting that affects pixel values of images or the order of their vision
-        features."""
+        """Text that changes with every setting that affects pixel values or the order of vision features."""
         # data.pixels=fast was once called lean: checkpoints of that time must still resume
         pixels = "lean" if self.pixels is Pixels.fast else self.pixels.value
         rule = self.tokens
@@ -157,14 +153,14 @@ class ImageReader:
 
     @property
     def one_tile(self) -> AspectRatio:
-        """How an image that is not cut into several tiles is made square for the vision tower. LLaVA-OneVision pads the
-        images of a sample with several (transformers image_processing_pil_llava_onevision.py)."""
+        """How an image that is not cut into several tiles is made square. LLaVA-OneVision pads the images of a sample
+        with several (transformers image_processing_pil_llava_onevision.py)."""
         return AspectRatio.pad if self.tokens.aspect is AspectRatio.anyres_max else self.tokens.aspect
 
     @property
     def one_tile_preprocessor(self) -> Preprocessor:
-        """Size and normalisation of an image that is not cut into several tiles. LLaVA-OneVision resizes it with the
-        bicubic filter, as it resizes an image that is cut into tiles, even if the vision tower has another filter."""
+        """The Preprocessor of an image that is not cut into several tiles. LLaVA-OneVision resizes it with the bicubic
+        filter, as it resizes an image that is cut into tiles, even if the vision tower has another filter."""
         if self.tokens.aspect is not AspectRatio.anyres_max:
             return self.preprocessor
         return replace(self.preprocessor, keep_ratio=False, resample=Image.Resampling.BICUBIC)
@@ -173,12 +169,7 @@ class ImageReader:
         return np.zeros((0, 3, self.preprocessor.size, self.preprocessor.size), dtype=np.uint8)
 
     def path(self, record: Record, name: str) -> ImageFile:
-        """Return one of a dataset record's images or videos: the path of its file, or an object for an image that is
-        embedded in the record or in the record's file.
-
-        Args:
-            name: name of the image in the record.
-        """
+        """Return one of a record's images or videos, by its name."""
         if name in record.inline:
             return inline_image(name, record.inline[name], record.data_files)
         folder = record.folder or self.folder
@@ -186,53 +177,31 @@ class ImageReader:
         return image_in(folder, name)
 
     def checked_path(self, record: Record, name: str) -> ImageFile:
-        """Return one of a dataset record's images or videos: the path of its file, or an object for an image embedded
-        in the record or in its file. Raise ImageError if it is a symbolic link that is not allowed. Links are checked
-        at each reading, because an image may not have been opened before training.
-
-        Args:
-            name: name of the image in the record.
-        """
+        """Like `path`, but raise ImageError for a symbolic link that is not allowed. Links are checked at each reading,
+        because an image may not have been opened before training."""
         path = self.path(record, name)
         if isinstance(path, Path):
             check_links(path, record.where, os.path.realpath(str(record.folder or self.folder)), self.allow_links)
         return path
 
     def image_rows(self, record: Record, number: int) -> np.ndarray:
-        """Return the tokens of an image or video of a dataset record, one array element per token: the index of a
-        vision feature (int64), or the indices and weights of four (dtype BLENDED).
-
-        Args:
-            number: index of the image in the record.
-
-        Raises:
-            ImageError: the image's size, if it is needed, cannot be read.
-        """
+        """Return the tokens of an image or video; see image_tokens.py. Raise ImageError if the image's size is needed
+        and cannot be read."""
         if is_video(record.images[number]):
             return self.tokens.of_video(self.count_frames(record, number))
         images = record.num_images
         return self.tokens.of(self.size(record, number) if self.tokens.needs_size(images) else None, images)
 
     def count_tiles(self, record: Record, number: int) -> int:
-        """Return into how many tiles (square inputs of the vision tower) an image or video of a dataset record is cut.
-
-        Args:
-            number: index of the image in the record.
-
-        Raises:
-            ImageError: the image's size, if it is needed, cannot be read.
-        """
+        """Return into how many tiles an image or video is cut. Raise ImageError if the image's size is needed and
+        cannot be read."""
         if is_video(record.images[number]):
             return self.count_frames(record, number)
         images = record.num_images
         return self.tokens.count_tiles(self.size(record, number) if self.tokens.needs_size(images) else None, images)
 
     def count_frames(self, record: Record, number: int) -> int:
-        """Return how many frames of a video of a dataset record are sampled for the model.
-
-        Args:
-            number: index of the video among the images and videos of the record.
-        """
+        """Return how many frames of a video are sampled."""
         if record.frames is None:
             path = self.path(record, record.images[number])
             assert isinstance(path, Path), "a video is never in the record itself"
@@ -240,12 +209,7 @@ class ImageReader:
         return len(self.video_sampling(record.where).numbers(*record.frames[number]))
 
     def frames_of(self, path: Path, where: str) -> int:
-        """Return how many frames of a video file are sampled for the model; raise ImageError if the file cannot be
-        read.
-
-        Args:
-            where: name of the dataset record in error messages.
-        """
+        """Return how many frames of a video file are sampled; raise ImageError if it cannot be read."""
         sampling = self.video_sampling(where)
         facts = examine_video(path, where, sampling, full=False)
         return len(sampling.numbers(facts.frames, facts.rate))
@@ -256,33 +220,26 @@ class ImageReader:
         return self.sampling
 
     def is_known(self, record: Record) -> bool:
-        """Return whether the number of tokens of each image and video of a dataset record can be computed from the
-        dataset's index (facts found before training). This is not so if it depends on the size of an image or the
-        length of a video that cannot be read."""
+        """Return whether the number of tokens of each image and video can be computed from the index. This is not so if
+        it depends on the size of an image or the length of a video that cannot be read."""
         assert record.sizes is not None and record.frames is not None
         tiled = self.tokens.needs_size(record.num_images)
         known = zip(record.images, record.sizes, record.frames, strict=True)
         return all(count > 0 if is_video(name) else min(size) > 0 or not tiled for name, size, (count, _) in known)
 
     def size(self, record: Record, number: int) -> Size:
-        """Return the width and height in pixels of an image of a dataset record, after turning it by its EXIF
-        orientation. They come from the dataset's index (facts found before training) or, if it does not have them, from
-        the image file.
-
-        Args:
-            number: index of the image in the record.
-        """
+        """Return (width, height) in pixels of an image, after turning by the EXIF orientation, from the index or else
+        from the file."""
         if record.sizes is not None and min(record.sizes[number]) > 0:
             return record.sizes[number]
         return read_size(self.path(record, record.images[number]), record.where)
 
     def tiles(self, record: Record, name: str) -> np.ndarray:
-        """Read an image or a video of a dataset record, given its name in the record, as tiles (square inputs of the
-        vision tower), uint8 [tiles, 3, size, size].
+        """Read an image or a video by its name, uint8 [tiles, 3, size, size].
 
         Raises:
             ImageError: the image cannot be read, has another size than was found before training, or the video is not
-                as long as it was then; the error's `kind` says why.
+                as long as it was then.
         """
         path = self.checked_path(record, name)
         if self.status is not None:
@@ -298,14 +255,12 @@ class ImageReader:
         return tiles
 
     def load(self, path: ImageFile, where: str, num_images: int = 1, sizes: Collection[Size] = ()) -> np.ndarray:
-        """Read an image file or a video as tiles (square inputs of the vision tower), uint8 [tiles, 3, size, size].
+        """Read an image file or a video, uint8 [tiles, 3, size, size].
 
         Each frame of a video is squeezed to one tile with the bicubic filter, as transformers'
         LlavaOnevisionVideoProcessor does, whatever the vision tower's own preprocessing is.
 
         Args:
-            path: the file, or an object for an image in memory or in another file.
-            where: name of the dataset record in error messages.
             num_images: number of images of the record, without videos.
             sizes: the sizes (width, height) for which the image's tokens were counted; an image with another size is
                 refused if the number of its tokens depends on the size.
@@ -331,18 +286,7 @@ class ImageReader:
 def load_image(
     path: ImageFile, preprocessor: Preprocessor, aspect: AspectRatio, where: str, pixels: Pixels = Pixels.exact
 ) -> np.ndarray:
-    """Read an image as one tile (the square input of the vision tower), uint8 [3, size, size].
-
-    Args:
-        path: the file, or an object for an image in memory or in another file.
-        preprocessor: size and normalisation of the tile.
-        aspect: how the image is made square.
-        where: name of the dataset record in error messages.
-        pixels: the setting `data.pixels`: exact, those of the original LLaVA, or a faster approximation.
-
-    Raises:
-        ImageError: the image cannot be read; its `kind` says why (check.py).
-    """
+    """Read an image as one tile, uint8 [3, size, size]. Raise ImageError if it cannot be read."""
     if pixels is Pixels.fast:
         return load_fast(path, preprocessor, aspect, where)
     image = open_image(path, where, pixels)
@@ -368,14 +312,8 @@ def load_fast(path: ImageFile, preprocessor: Preprocessor, aspect: AspectRatio, 
 
 
 def open_image(path: ImageFile, where: str, pixels: Pixels) -> Image.Image:
-    """Open an image as RGB, turned by its EXIF orientation, with a white background where it is transparent.
-
-    Args:
-        path: the file, or an object for an image in memory or in another file.
-        where: name of the dataset record in error messages.
-        pixels: the setting `data.pixels`; with `llava_v1_5`, the image is not turned and its transparency is ignored,
-            as in the original LLaVA.
-    """
+    """Open an image as RGB, turned by its EXIF orientation, with a white background where it is transparent. With
+    `llava_v1_5`, it is not turned and its transparency is ignored, as in the original LLaVA."""
     with opened(path, where) as image:
         if pixels is Pixels.llava_v1_5:
             return image.convert("RGB")
@@ -383,13 +321,7 @@ def open_image(path: ImageFile, where: str, pixels: Pixels) -> Image.Image:
 
 
 def check_size(size: Size, counted: Collection[Size], what: str) -> None:
-    """Raise ImageError if the tokens of an image were counted for a size in pixels other than its own.
-
-    Args:
-        size: width and height of the image.
-        counted: the sizes for which its tokens were counted.
-        what: name of the image in the error message.
-    """
+    """Raise ImageError if the tokens of an image were counted for another size than its own."""
     other = next((own for own in counted if own != size), None)
     if other is not None:
         raise ImageError(
@@ -400,14 +332,7 @@ def check_size(size: Size, counted: Collection[Size], what: str) -> None:
 
 
 def check_enlarged(shape: Size, preprocessor: Preprocessor, aspect: AspectRatio, what: str) -> None:
-    """Raise ImageError if an image is so narrow or flat that making it square would take too much memory.
-
-    Args:
-        shape: width and height of the image in pixels.
-        preprocessor: size of the vision tower's input.
-        aspect: how the image is made square.
-        what: name of the image in the error message.
-    """
+    """Raise ImageError if an image is so narrow or flat that making it square would take too much memory."""
     short, long = sorted(shape)
     enlarged = long * long if aspect is AspectRatio.pad else preprocessor.size * preprocessor.size * long // short
     if enlarged > MAX_PIXELS:
@@ -419,11 +344,7 @@ def check_enlarged(shape: Size, preprocessor: Preprocessor, aspect: AspectRatio,
 
 
 def resize(image: Image.Image, preprocessor: Preprocessor) -> np.ndarray:
-    """Resize an RGB image to one tile (the square input of the vision tower), uint8 [3, size, size].
-
-    Args:
-        preprocessor: size of the tile, filter, and whether the image is squeezed to a square or its centre is cropped.
-    """
+    """Resize an RGB image to one tile, uint8 [3, size, size]."""
     size = preprocessor.size
     if not preprocessor.keep_ratio:
         return to_bytes(image.resize((size, size), preprocessor.resample))
@@ -436,14 +357,11 @@ def resize(image: Image.Image, preprocessor: Preprocessor) -> np.ndarray:
 
 
 def resize_padded(image: Image.Image, preprocessor: Preprocessor) -> np.ndarray:
-    """Pad an RGB image to a square and resize it to one tile (the input of the vision tower), uint8 [3, size, size].
+    """Pad an RGB image to a square and resize it to one tile, uint8 [3, size, size].
 
     Pillow resizes first horizontally, which leaves lines of one colour as they are. So the padding above and below a
     wide image is added only after this horizontal pass. The result has the same bits and takes, for 4:3 images, a third
     less work.
-
-    Args:
-        preprocessor: size of the tile, filter, and colour of the padding.
     """
     size, side = preprocessor.size, max(image.size)
     if image.width <= image.height:
@@ -455,11 +373,7 @@ def resize_padded(image: Image.Image, preprocessor: Preprocessor) -> np.ndarray:
 
 def misread(image: Image.Image, what: str) -> Image.Image:
     """Return an image as transformers 4.37 misreads it: of an image 3 pixels high, the height is taken for the colour
-    channels; other images are returned unchanged. Raise ImageError for a height of 1 pixel, at which LLaVA fails.
-
-    Args:
-        what: name of the image in the error message.
-    """
+    channels; other images are returned unchanged. Raise ImageError for a height of 1 pixel, at which LLaVA fails."""
     check_height(image.height, what)
     if image.height == 3:
         return Image.fromarray(np.ascontiguousarray(np.asarray(image).transpose(1, 2, 0)))
@@ -472,7 +386,7 @@ def check_height(stored: int, what: str) -> None:
 
 
 def to_bytes(image: Image.Image) -> np.ndarray:
-    """Return the pixels of an RGB image, uint8 [3, height, width]."""
+    """Return RGB pixels, uint8 [3, height, width]."""
     return np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1))
 
 

@@ -15,15 +15,14 @@ from llava_fsdp.data.records.record import is_video
 from llava_fsdp.runtime.errors import DataError
 
 SIDE = 208
-"""Longest side of a thumbnail in pixels. It is twice the size shown on the page, for high-resolution screens."""
+"""Longest side of a thumbnail in pixels, twice the size shown on the page, for high-resolution screens."""
 LARGEST = 24_000
-"""Largest size of a thumbnail's JPEG in bytes; a larger JPEG is saved again at lower quality."""
+"""Largest size of a thumbnail's JPEG in bytes; a larger one is saved again at lower quality."""
 
 
 @lru_cache(200)
 def thumbnail(path: str) -> str | None:
-    """Return a small JPEG of an image file, or of a video's first frame, as a data: URL for an HTML page; None if the
-    file cannot be read."""
+    """Return a thumbnail of an image file, or of a video's first frame; None if the file cannot be read."""
     with contextlib.suppress(DataError, MemoryError), first_picture(Path(path)) as image:
         image.draft("RGB", (SIDE, SIDE))
         small = to_rgb(ImageOps.exif_transpose(image), path)
@@ -36,11 +35,7 @@ def thumbnail(path: str) -> str | None:
 
 
 def tile_thumbnail(tile: np.ndarray, side: int) -> str:
-    """Return a small JPEG of an image, of at most `side` pixels a side, as a data: URL for an HTML page.
-
-    Args:
-        tile: the image's pixels, uint8 [3, height, width].
-    """
+    """Return a thumbnail of pixels, uint8 [3, height, width], with at most `side` pixels a side."""
     image = Image.fromarray(np.ascontiguousarray(tile.transpose(1, 2, 0)))
     image.thumbnail((side, side))
     return data_url(jpeg(image, 60))
@@ -57,6 +52,6 @@ def data_url(data: bytes) -> str:
 
 
 def first_picture(path: Path) -> contextlib.AbstractContextManager[Image.Image]:
-    """Context manager that gives the image in a file, or the first frame of a video file, as a PIL image."""
+    """Context manager that gives the image in a file, or the first frame of a video file."""
     where = "a sample answer"
     return read_frames(path, where, lambda *_: [0])[0] if is_video(path) else opened(path, where)

@@ -19,8 +19,7 @@ BIG_TIFF = b"II+\0", b"MM\0+"
 
 
 def ends_early(data: bytes) -> bool:
-    """Return whether `data` is an image file whose end is missing; False for complete images and for data that is no
-    image."""
+    """Return whether `data` is an image file whose end is missing; False for data that is no image."""
     magics = (JPEG, PNG, RIFF, *GIF, BMP, *TIFF, *BIG_TIFF)
     if any(len(data) < len(magic) and magic.startswith(data) for magic in magics):
         return True
@@ -105,8 +104,7 @@ def gif_ends_early(data: bytes) -> bool:
 
 
 def bmp_needs(data: bytes) -> int:
-    """Return the size in bytes that an uncompressed BMP file must have according to its width, height and depth; 0 for
-    a compressed BMP file."""
+    """Return the size in bytes of an uncompressed BMP by its width, height and depth; 0 if it is compressed."""
     start, header = struct.unpack_from("<II", data, 10)
     if header < 40:
         return 0
@@ -120,13 +118,12 @@ TIFF_TYPES = {
 }  # fmt: skip
 """For each TIFF field type, the format character of Python's struct module."""
 PIECES = {273: 279, 324: 325}
-"""Maps the TIFF tag that holds the offsets of image data (of strips or tiles) to the tag that holds their sizes in
-bytes."""
+"""{TIFF tag of the offsets of image data (strips or tiles): tag of their sizes in bytes}."""
 
 
 def tiff_needs(data: bytes) -> int:
-    """Return the smallest size in bytes that a TIFF file can have: the end of the last data to which the directory of
-    its first image refers."""
+    """Return the smallest size in bytes of a TIFF file: the end of the last data to which the directory of its first
+    image refers."""
     order, big = "<" if data.startswith(b"II") else ">", data.startswith(BIG_TIFF)
     offset, count, width, inline = ("Q", "Q", 20, 8) if big else ("I", "H", 12, 4)
     at = number(order + offset, data, 8 if big else 4)
@@ -157,12 +154,7 @@ EBML = b"\x1a\x45\xdf\xa3"
 
 def video_ends_early(file: BinaryIO, form: str, size: int) -> bool:
     """Return whether the end of a video file is missing, judged by the sizes that its parts claim; False for a file of
-    another format.
-
-    Args:
-        form: PyAV's name of the format: mov, matroska or avi.
-        size: the file's size in bytes.
-    """
+    another format. `form` is PyAV's name of the format: mov, matroska or avi."""
     head = read_at(file, 0, 64)
     try:
         if form == "mov":
@@ -180,12 +172,8 @@ def read_at(file: BinaryIO, at: int, size: int) -> bytes:
 
 
 def mov_needs(file: BinaryIO, size: int) -> int:
-    """Return the number of bytes that an MP4 file must have: the end of its last box or, if it lacks the box `moov`,
-    which lists the frames, more than it has.
-
-    Args:
-        size: number of bytes that the file has.
-    """
+    """Return the number of bytes that an MP4 file of `size` bytes must have: the end of its last box or, if it lacks
+    the box `moov`, which lists the frames, more than it has."""
     at, lists_frames = 0, False
     while at + 8 <= size:
         head = read_at(file, at, 16)
@@ -199,8 +187,8 @@ def mov_needs(file: BinaryIO, size: int) -> int:
 
 
 def matroska_needs(head: bytes) -> int:
-    """Return the number of bytes that a Matroska (video) file must have, given its first bytes; 0 if its segment, which
-    contains the video, has an unknown size."""
+    """Return the number of bytes that a Matroska file must have; 0 if the size of its segment, which contains the
+    video, is unknown."""
     length, at = vint(head, len(EBML))
     at += length + len(EBML)  # the segment has an id of four bytes, too
     length, begin = vint(head, at)

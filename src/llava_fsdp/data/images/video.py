@@ -38,28 +38,21 @@ BLOCK = 1 << 20
 
 @dataclass(frozen=True)
 class VideoSampling:
-    """Selects the frames of a video that are used for training, by the settings `data.video_fps` and
-    `data.video_frames`."""
+    """Selects the frames of a video that are used."""
 
     fps: float = 1.0
     """`data.video_fps`: number of frames that are used of each second."""
     frames: int = 32
-    """`data.video_frames`: greatest number of frames that are used of a video."""
+    """`data.video_frames`: greatest number of frames that are used."""
 
     @classmethod
     def of_config(cls, cfg: DataConfig) -> "VideoSampling | None":
-        """Create the VideoSampling, which selects the used frames of videos, that a configuration describes; None if
-        videos are not read."""
+        """Return None if videos are not read."""
         is_read = cfg.trained_aspect is AspectRatio.anyres_max
         return cls(cfg.video_fps, cfg.video_frames) if is_read else None
 
     def numbers(self, frames: int, rate: float) -> list[int]:
-        """Return the numbers, from 0, of the frames of a video that are sampled for the model, in ascending order.
-
-        Args:
-            frames: number of the video's frames.
-            rate: frames per second of the video.
-        """
+        """Return the numbers, from 0, of the used frames of a video of `frames` frames, ascending."""
         spaced = range(0, frames, max(1, round(rate / self.fps)))
         if len(spaced) <= self.frames:
             return list(spaced)
@@ -80,11 +73,7 @@ class Timeline:
     """Frames per second."""
 
     def key_before(self, time: int) -> int:
-        """Return the index of a video's last key frame at or before a time; 0 for a time before all key frames.
-
-        Args:
-            time: in units of the stream's time base.
-        """
+        """Return the index of the last key frame at or before a time; 0 for a time before all key frames."""
         return max(0, int(np.searchsorted(self.keys, time, side="right")) - 1)
 
 
@@ -97,8 +86,6 @@ def examine_video(path: Path, where: str, sampling: VideoSampling, full: bool) -
     they are stored, and with `full` its checksum.
 
     Args:
-        where: name of the dataset record in error messages.
-        sampling: selects the frames that training uses.
         full: whether to decode these frames. If false, no frame is decoded.
 
     Raises:
@@ -123,7 +110,6 @@ def read_frames(path: Path, where: str, choose: Callable[[int, float], Sequence[
     """Return frames of a video as RGB images, rotated as a video player shows them.
 
     Args:
-        where: name of the dataset record in error messages.
         choose: function (number of frames of the video, frames per second) -> numbers of the frames to read, in
             ascending order.
 
@@ -141,11 +127,7 @@ def read_frames(path: Path, where: str, choose: Callable[[int, float], Sequence[
 
 
 def video_digest(path: Path, where: str) -> int:
-    """Return the xxh3 checksum of a video file's bytes; raise ImageError if it cannot be read.
-
-    Args:
-        where: name of the dataset record in error messages.
-    """
+    """Return the xxh3 checksum of a video file's bytes; raise ImageError if it cannot be read."""
     return with_file(path, f"{where}: video {path}", digest_of)
 
 
@@ -159,14 +141,8 @@ def digest_of(file: BinaryIO) -> int:
 
 @contextmanager
 def opening(file: BinaryIO, path: Path, where: str) -> Iterator[tuple[Any, Any]]:
-    """Context manager that opens a video as PyAV's (container, video stream), which decodes in one thread. Errors of
-    PyAV in the `with` block become ImageErrors.
-
-    Args:
-        file: the video, open for reading.
-        path: the file, for error messages and its format.
-        where: name of the dataset record in error messages.
-    """
+    """Context manager that opens a video file as PyAV's (container, video stream), which decodes in one thread. Errors
+    of PyAV in the `with` block become ImageErrors."""
     try:
         import av
         import av.error
@@ -222,12 +198,7 @@ def check_frame(width: int, height: int, path: Path, where: str) -> None:
 
 
 def read_timeline(container: Any, stream: Any) -> Timeline:
-    """Read the times of the frames of a video stream from its packets, without decoding them.
-
-    Args:
-        container: PyAV's container of the video.
-        stream: PyAV's video stream.
-    """
+    """Read the times of the frames from the packets of a stream, without decoding them."""
     found, keys, left = array("q"), list[tuple[int, int]](), 2 * container.size + BLOCK
     for packet in container.demux(stream):  # one at a time: together, packets may be larger than their file
         left -= packet.size
@@ -255,17 +226,11 @@ def time_of(timed: Any) -> Any:
 
 
 def decoded(container: Any, stream: Any, timeline: Timeline, numbers: Sequence[int]) -> Iterator[Any]:
-    """Decode the frames of a video with the given numbers, which ascend, and yield them as PyAV's frames.
+    """Yield the frames with the given numbers, which ascend.
 
     Decoding continues from one frame to the next, or begins anew at the last key frame before the next one if fewer
     frames must be decoded then. If the decoder gives no frame at the time of a packet, the last frame before it is
     yielded.
-
-    Args:
-        container: PyAV's container of the video.
-        stream: PyAV's video stream.
-        timeline: times of the frames and of the key frames.
-        numbers: numbers of the frames, from 0.
     """
     frames: Iterator[Any] = iter(())
     at, now, ahead = -1, None, None
@@ -286,15 +251,7 @@ def decoded(container: Any, stream: Any, timeline: Timeline, numbers: Sequence[i
 
 
 def frames_from(container: Any, stream: Any, timeline: Timeline, key: int) -> Iterator[Any]:
-    """Decode a video from a key frame on, and yield its frames as PyAV's frames. If seeking to the key frame fails,
-    begin at the first one.
-
-    Args:
-        container: PyAV's container of the video.
-        stream: PyAV's video stream.
-        timeline: times of the frames and of the key frames.
-        key: index of the key frame among the key frames.
-    """
+    """Yield the frames from the key frame with index `key` on. If seeking to it fails, begin at the first one."""
     for place in (key, 0):
         container.seek(int(timeline.seeks[place]), stream=stream)
         packets = container.demux(stream)
@@ -308,6 +265,6 @@ def frames_from(container: Any, stream: Any, timeline: Timeline, key: int) -> It
 
 
 def shown(frame: Any) -> Image.Image:
-    """Return a video frame of PyAV as an RGB image, rotated by the multiple of 90 degrees that the file names, as a
-    video player shows it."""
+    """Return a frame as an RGB image, rotated by the multiple of 90 degrees that the file names, as a video player
+    shows it."""
     return frame.to_image(threads=1).rotate(frame.rotation, expand=True)

@@ -24,11 +24,7 @@ COUNTS = {b"stsz": 8, b"stz2": 8, b"trun": 4}
 
 
 def check_mov(file: BinaryIO, size: int) -> None:
-    """Raise TooMuchWork if an MP4 or QuickTime file has too many boxes, frames or edits.
-
-    Args:
-        size: number of bytes of the file.
-    """
+    """Raise TooMuchWork if an MP4 or QuickTime file has too many boxes, frames or edits."""
     frames = 0
     for seen, (kind, at) in enumerate(boxes(file, size)):
         at_most(seen, BOXES, "or more boxes")
@@ -45,11 +41,7 @@ def check_mov(file: BinaryIO, size: int) -> None:
 
 
 def boxes(file: BinaryIO, size: int) -> Iterator[tuple[bytes, int]]:
-    """Yield the type of each box of a file, in the boxes that lead to tables too, and the offset behind its head.
-
-    Args:
-        size: number of bytes of the file.
-    """
+    """Yield (type, offset behind the head) of each box of a file, in the boxes that lead to tables too."""
     ranges = [(0, size)]
     while ranges:
         at, end = ranges.pop()

@@ -68,21 +68,17 @@ REPEATED = 8
 
 
 class TooMuchWork(Exception):
-    """An image file would take too much time or memory; the message says what it has too much of."""
+    """The message says what an image file has too much of."""
 
 
 def at_most(count: int, limit: int, what: str) -> None:
-    """Raise TooMuchWork if an image has more of something than allowed; `what` names it in the message."""
+    """Raise TooMuchWork if an image has more of `what` than allowed."""
     if count > limit:
         raise TooMuchWork(f"it has {count} {what}, over the limit of {limit}")
 
 
 def check_work(data: bytes) -> None:
-    """Raise TooMuchWork if an image file would take Pillow far more time or memory than its size tells.
-
-    Args:
-        data: the file, or its beginning, if Pillow reads no more either.
-    """
+    """Check an image file, or its beginning if Pillow reads no more either; raise TooMuchWork."""
     try:
         if data.startswith(JPEG):
             check_jpeg(data)
@@ -105,7 +101,7 @@ def check_work(data: bytes) -> None:
 
 @dataclass
 class Frame:
-    """What the header of a JPEG says: size in pixels, number of components, and whether it is progressive."""
+    """What the header of a JPEG says."""
 
     pixels: int = 0
     components: int = 0
@@ -119,7 +115,7 @@ TABLE_MARKERS = {*range(0xC0, 0xD0), *range(0xDB, 0xE0)}
 
 
 def check_jpeg(data: bytes) -> None:
-    """Raise TooMuchWork if a JPEG has too many or too large segments, tables, EXIF data or scans."""
+    """Check a JPEG's segments, tables, EXIF data and scans."""
     frame, exif, tables, components, end = Frame(), [], 0, 0, 0
     for seen, (marker, at, size) in enumerate(segments(data)):
         at_most(seen, SEGMENTS, "or more segments before its first scan")
@@ -164,12 +160,7 @@ def segments(data: bytes) -> Iterator[tuple[int, int, int]]:
 
 
 def check_scans(data: bytes, at: int, frame: Frame) -> None:
-    """Raise TooMuchWork if a JPEG has too many scans.
-
-    Args:
-        at: offset of the data of the first scan, behind the scan's header.
-        frame: what the header of the image says.
-    """
+    """Check the number of scans of a JPEG, from the data of the first scan on."""
     allowed = min(SCANS, max(FEW_SCANS, SCANNED_PIXELS // max(frame.pixels, 1)))
     if data.count(b"\xff\xda", at) < allowed:
         return
@@ -188,7 +179,7 @@ def check_scans(data: bytes, at: int, frame: Frame) -> None:
 
 
 def check_png(data: bytes) -> None:
-    """Raise TooMuchWork if a PNG has too many chunks or color profiles, or too much EXIF data."""
+    """Check a PNG's chunks, color profiles and EXIF data."""
     at, others, profiles = len(PNG), 0, 0
     for chunks in itertools.count():
         at_most(chunks, CHUNKS, "or more chunks")
@@ -208,12 +199,8 @@ def check_png(data: bytes) -> None:
 
 
 def hexadecimal(kind: bytes, content: bytes) -> bytes:
-    """Return the bytes that a PNG's text chunk holds in hexadecimal digits after three lines; none if it is broken.
-
-    Args:
-        kind: type of the chunk: tEXt, zTXt or iTXt.
-        content: its content behind the keyword.
-    """
+    """Return the bytes that a PNG's text chunk (tEXt, zTXt or iTXt) holds behind its keyword, in hexadecimal digits
+    after three lines; empty if it is broken."""
     try:
         packed = kind == b"zTXt" or (kind == b"iTXt" and content[0] != 0)
         content = content[2:].split(b"\0", 2)[2] if kind == b"iTXt" else content[1:] if packed else content
@@ -227,7 +214,7 @@ def hexadecimal(kind: bytes, content: bytes) -> bytes:
 
 
 def check_gif(data: bytes) -> None:
-    """Raise TooMuchWork if a GIF has too many blocks, or too long comments, before its first frame."""
+    """Check a GIF's blocks and comments before its first frame."""
     at = 13 + (3 << (data[10] & 7) + 1 if data[10] & 0x80 else 0)
     blocks = comments = 0
     while data[at] != 0x2C and data[at] != 0x3B:
@@ -242,7 +229,7 @@ def check_gif(data: bytes) -> None:
 
 
 def check_bmp(data: bytes) -> None:
-    """Raise TooMuchWork if a BMP with run-length encoding is too large. Other BMPs are not checked."""
+    """Check a BMP with run-length encoding."""
     if number("<I", data, 14) < 40 or number("<I", data, 30) not in (1, 2):
         return
     width, height = struct.unpack_from("<ii", data, 18)
@@ -252,7 +239,7 @@ def check_bmp(data: bytes) -> None:
 
 
 def check_webp(data: bytes) -> None:
-    """Raise TooMuchWork if a WebP has too many chunks, or too much EXIF data."""
+    """Check a WebP's chunks and EXIF data."""
     at = 12
     for chunks in itertools.count():
         at_most(chunks, CHUNKS, "or more chunks")
@@ -281,17 +268,15 @@ class Field(NamedTuple):
     """An entry of a directory of a TIFF file."""
 
     tag: int
-    """What it tells."""
     kind: int
     """Type of its values."""
     count: int
-    """Number of its values."""
     place: int
     """Offset of its values in the file."""
 
 
 def check_exif(data: bytes) -> None:
-    """Raise TooMuchWork if EXIF data, with or without its name, hold or refer to too much."""
+    """Check EXIF data, with or without its name."""
     begin = 0
     while data.startswith(EXIF, begin):
         begin += len(EXIF)
@@ -303,7 +288,7 @@ def check_exif(data: bytes) -> None:
 
 
 def check_tiff(data: bytes) -> None:
-    """Raise TooMuchWork if the directories of a TIFF file or EXIF that Pillow reads hold, or refer to, too much."""
+    """Check the directories, of a TIFF file or EXIF, that Pillow reads."""
     order, total = "<" if data.startswith(b"II") else ">", Total()
     for big in {data[2] == 43, data.startswith(BIG_TIFF)}:  # as Pillow and as libtiff decide
         places, seen = [number(order + ("Q" if big else "I"), data, 8 if big else 4)], set()
@@ -327,11 +312,9 @@ class Total:
 
 
 def check_directory(data: bytes, entries: Iterable[Field], order: str, total: Total) -> dict[int, int]:
-    """Raise TooMuchWork if a directory of a TIFF file holds too much, added to what other directories hold.
+    """Check a directory of a TIFF file, added to what other directories hold.
 
     Args:
-        data: the file.
-        entries: the directory's fields.
         order: byte order, as for `struct`.
         total: what the directories before it hold; is updated.
 
@@ -363,13 +346,7 @@ def check_directory(data: bytes, entries: Iterable[Field], order: str, total: To
 
 
 def fields(data: bytes, order: str, big: bool, place: int) -> Iterator[Field]:
-    """Yield the entries of a directory of a TIFF file.
-
-    Args:
-        order: byte order, as for `struct`.
-        big: whether the file is a BigTIFF, with offsets of 8 bytes.
-        place: offset of the directory.
-    """
+    """Yield the entries of a TIFF directory at `place`. A BigTIFF (`big`) has offsets of 8 bytes."""
     form = order + ("HHQ" if big else "HHI")
     inline, width = (8, 20) if big else (4, 12)
     count = number(order + ("Q" if big else "H"), data, place)
@@ -382,12 +359,8 @@ def fields(data: bytes, order: str, big: bool, place: int) -> Iterator[Field]:
 
 
 def check_tiles(found: dict[int, int], tiles: dict[int, int]) -> None:
-    """Raise TooMuchWork if the strips or tiles of a TIFF are too large, or too many for its image.
-
-    Args:
-        found: {tag: its first number}.
-        tiles: {tag of OFFSETS: number of strips or tiles}.
-    """
+    """Check the sizes of a TIFF's strips or tiles, and their numbers {tag of OFFSETS: number}. `found`: {tag: its first
+    number}."""
     width, height = found.get(WIDTH, 0), found.get(LENGTH, 0)
     tile_width, tile_height = found.get(TILE_WIDTH, width), found.get(TILE_LENGTH, height)
     at_most(tile_width * tile_height, max(TILE_PIXELS, 2 * width * height), "pixels in a tile")
