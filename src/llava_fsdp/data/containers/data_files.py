@@ -20,7 +20,7 @@ from llava_fsdp.runtime.errors import ImageError, RemoteGone
 MOST_OPEN = 128
 """Number of local files that a DataFiles keeps open: those that were used last."""
 BLOCK = 8 << 20
-"""Number of bytes in a request for a remote file that is read from its beginning to its end."""
+"""Number of bytes in a request for a remote file that is read from beginning to end."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,8 @@ class DataFiles:
         return DataFiles, (self.remote, self.cache)
 
     def read(self, location: ImageLocation) -> bytes:
-        """Return the bytes of an image file, still encoded (JPEG for example).
-
-        Args:
-            location: file that contains the image, and which bytes of it are the image. In a file of a remote folder,
-                the bytes may go past the end of the file: then those up to the end are returned.
+        """Return the bytes of an image file, still encoded (JPEG for example). In a file of a remote folder, the
+        location may go past the end of the file: then the bytes up to the end are returned.
 
         Raises:
             ImageError: the image is too large, the Parquet page that contains it cannot be decompressed, or it does not
@@ -69,21 +66,13 @@ class DataFiles:
             ) from None
 
     def open(self, file: str) -> Reader:
-        """Open a file of the dataset, to read it from its beginning to its end.
-
-        Args:
-            file: path of a local file, or URL of a remote one, which must be in `self.remote`.
-        """
+        """Open a file, to read it from beginning to end; a remote one must be in `self.remote`."""
         return Blocks(self._ahead.storage, self.remote[file]) if file in self.remote else self._local(file)
 
     def fetch_ahead(self, locations: Iterable[ImageLocation]) -> None:
-        """Begin to download the images at the given locations that are in remote files or folders. Return once the
-        sizes of the images in remote folders are known. Images that earlier calls have begun to download, and that were
-        not read, are dropped.
-
-        Raises:
-            SourceError: a remote storage does not answer, or refuses access.
-        """
+        """Begin to download those images that are in remote files or folders. Return once the sizes of the images in
+        remote folders are known. Images that earlier calls have begun to download, and that were not read, are dropped.
+        Raise SourceError if a remote storage does not answer, or refuses access."""
         wanted = [location for location in locations if is_remote(location.file)]
         if not wanted:
             return
@@ -114,8 +103,8 @@ class DataFiles:
 
     @cached_property
     def _found(self) -> dict[str, RemoteFile | None]:
-        """{URL of an image in a remote folder: its file} for the images that `fetch_ahead` was last asked for; None for
-        an image that does not exist."""
+        """{URL of an image in a remote folder: its file, or None if it does not exist}, as `fetch_ahead` has found
+        them."""
         return {}
 
     @cached_property
@@ -135,41 +124,29 @@ class DataFiles:
 
 @dataclass(frozen=True)
 class RemoteFolder:
-    """A folder in a remote storage with one file per image. Where a local folder of images would be given as a `Path`,
-    this is given instead."""
+    """A folder of images in a remote storage, given instead of the `Path` of a local one."""
 
     url: str
     """URL without a final slash; see `RemoteStorage.pin_folder`."""
     data_files: DataFiles = field(compare=False, repr=False)
-    """Reads the images."""
 
     def location(self, name: str) -> ImageLocation:
-        """Return the location of an image in this remote folder: its URL.
-
-        Args:
-            name: path of the image below the folder, without `..`.
-        """
+        """Return the location of an image by its path below the folder, without `..`."""
         return ImageLocation(f"{self.url}/{PurePosixPath(name)}")
 
 
 def open_folder(name: str, data_files: DataFiles) -> Path | RemoteFolder:
-    """Return a folder of images: a `Path` if it is local, else a `RemoteFolder`.
-
-    Args:
-        name: path or URL of the folder. A URL of the Hugging Face hub contains the commit.
-        data_files: reads the images of a remote folder.
-    """
+    """Return a folder of images. A URL of the Hugging Face hub contains the commit."""
     return RemoteFolder(name, data_files) if is_remote(name) else Path(name)
 
 
 def within(location: ImageLocation, file: RemoteFile) -> ImageLocation:
-    """Return the location of an image in a remote file, without the part that is past the end of the file."""
+    """Return a location without the part that is past the end of the file."""
     return replace(location, size=file.size if location.size is None else min(location.size, file.size))
 
 
 class Blocks:
-    """Reads a remote file from its beginning to its end, in requests of BLOCK bytes. It has the interface
-    `file_reader.Reader` for reading byte ranges of a file."""
+    """Reads a remote file from beginning to end, in requests of BLOCK bytes. Implements `file_reader.Reader`."""
 
     def __init__(self, storage: RemoteStorage, file: RemoteFile):
         self.storage = storage

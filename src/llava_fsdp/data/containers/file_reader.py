@@ -16,36 +16,29 @@ CURES = {
     errno.ENOENT: "put it back, or name another file",
     errno.EISDIR: "name a file",
 }
-"""Advice for the message about a file that cannot be read, by errno. These are errors that trying again would not
-fix."""
+"""Advice about a file that cannot be read, by errno, for errors that trying again would not fix."""
 
 
 class Reader(Protocol):
-    """Interface for reading ranges of bytes of one file, local or remote."""
+    """Reads ranges of bytes of one file, local or remote."""
 
     @property
     def name(self) -> str:
-        """Path of the file if it is local, else its URL."""
+        """Path or URL."""
         ...
 
     @property
-    def size(self) -> int:
-        """Number of bytes of the file."""
-        ...
+    def size(self) -> int: ...
 
     def read(self, offset: int, size: int, /) -> bytes:
-        """Return exactly `size` bytes of the file, from byte `offset` on. The range must not go past the end of the
-        file.
-
-        Raises:
-            SourceError: the bytes cannot be read, or the file has become shorter.
-        """
+        """Return exactly `size` bytes from byte `offset` on. The range must not go past the end of the file. Raise
+        SourceError if the bytes cannot be read, or the file has become shorter."""
         ...
 
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Context manager that converts an OSError while the file `path` is read into a SourceError with advice."""
+    """Context manager that converts an OSError while `path` is read into a SourceError with advice."""
     try:
         yield
     except OSError as error:
@@ -54,15 +47,10 @@ def reading(path: Path) -> Iterator[None]:
 
 
 class LocalFile:
-    """An open local file, of which ranges of bytes can be read. Several threads and forked processes may read it at
-    once."""
+    """An open local file. Several threads and forked processes may read it at once."""
 
     def __init__(self, path: str | Path):
-        """Open a file.
-
-        Raises:
-            SourceError: the file cannot be opened, or is not a regular file.
-        """
+        """Raise SourceError if the file cannot be opened, or is not a regular file."""
         self.name = str(path)
         with reading(Path(path)):
             # without O_NONBLOCK, opening a pipe would wait for a writer

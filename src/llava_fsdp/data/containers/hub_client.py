@@ -34,37 +34,22 @@ REDIRECTS = 5
 
 
 class HubClient:
-    """Client for datasets on the Hugging Face hub; it implements `remote_file.Client`. The URL of a file contains the
-    commit. The file's version (`RemoteFile.pin`) is the SHA-256 digest of its content or, if it is small, git's id. The
-    environment variables of huggingface_hub give the endpoint and the token."""
+    """Client for datasets on the hub; implements `remote_file.Client`. The URL of a file contains the commit. The
+    file's version (`RemoteFile.pin`) is the SHA-256 digest of its content or, if it is small, git's id. The environment
+    variables of huggingface_hub give the endpoint and the token."""
 
     def __init__(self, idle: float, in_flight: int):
-        """Create the client for the Hugging Face hub; nothing is requested yet.
-
-        Args:
-            idle: seconds without receiving a byte after which a request has failed.
-            in_flight: not used; all clients of remote storages have it. The hub's library allows more simultaneous
-                requests than any caller makes.
-        """
+        """`in_flight` is not used: the hub's library allows more simultaneous requests than any caller makes."""
         from huggingface_hub import HfApi
 
         quiet_loggers("httpx", "httpcore", "httpx2", "httpcore2", "huggingface_hub")
         self.api = HfApi()
         self.idle = idle
         self.addresses: dict[str, tuple[str, float]] = {}
-        """{URL of a file at the hub: (address of the file on a server, time until which the address is used)}."""
+        """{HTTP address at the hub: (address on a server, time until which it is used)}."""
 
     def find(self, folder: str, start: str, seconds: float) -> dict[str, RemoteFile]:
-        """List the files below a folder of a dataset on the hub.
-
-        Args:
-            folder: URL of the folder or of a single file. A branch or tag in it is resolved to its commit.
-            start: only files whose path relative to `folder` begins with this text are returned.
-            seconds: time limit.
-
-        Returns:
-            {path relative to `folder`: file}; the path is empty for the file `folder` itself.
-        """
+        """List files; a branch or tag in the URL is resolved to its commit. See `Client.find`."""
         from huggingface_hub.hf_api import RepoFile
 
         end = time.monotonic() + seconds
@@ -97,25 +82,14 @@ class HubClient:
         return files
 
     def pin_folder(self, folder: str, seconds: float) -> str:
-        """Return the URL of a folder on the hub, with its branch or tag replaced by the commit.
-
-        Args:
-            folder: URL without a final slash.
-            seconds: time limit.
-        """
+        """See `Client.pin_folder`."""
         repo, revision, path = split_url(folder)
         with failures():
             commit = self.api.dataset_info(repo, revision=revision, timeout=min(self.idle, seconds)).sha
         return f"hf://datasets/{repo}@{commit}/{path}".rstrip("/")
 
     def stat(self, url: str, seconds: float) -> RemoteFile:
-        """Request the size and the version of a file on the hub. The answer also has the address of the file, which
-        `fetch` uses.
-
-        Args:
-            url: URL of the file, which must contain the commit.
-            seconds: time limit.
-        """
+        """See `Client.stat`. The answer also has the address of the file, which `fetch` uses."""
         address = self._address(url)
         with failures():
             found = self.api.get_hf_file_metadata(url=address, timeout=min(self.idle, seconds))
@@ -127,7 +101,7 @@ class HubClient:
         return RemoteFile(url, found.size, f"{SHA256 if is_sha256 else 'git:'}{found.etag}")
 
     def _address(self, url: str) -> str:
-        """Return the HTTP address of a file at the hub, given its `hf://` URL, which must contain the commit."""
+        """Return the HTTP address of a file at the hub, given its `hf://` URL with the commit."""
         repo, commit, path = split_url(url)
         assert commit is not None and path, url
         return f"{self.api.endpoint}/datasets/{repo}/resolve/{quote(commit, safe='')}/{quote(path)}"
@@ -160,18 +134,8 @@ class HubClient:
         raise Failure(RemoteAway, f"more than {REDIRECTS} redirects")
 
     def _get(self, url: str, file: RemoteFile, offset: int, size: int, end: float) -> tuple[bytes | None, str]:
-        """Make one HTTP request for a byte range of a file.
-
-        Args:
-            url: HTTP address at which the file is requested.
-            file: the file; its size is compared with that in the answer.
-            offset: first byte of the range.
-            size: number of bytes of the range.
-            end: time, as `time.monotonic` gives it, at which the request is given up.
-
-        Returns:
-            (the bytes, "") or, if the request was redirected, (None, the new address).
-        """
+        """Make one HTTP request to the address `url` for a byte range of a file, until the time `end`
+        (`time.monotonic`). Return (the bytes, "") or, if the request was redirected, (None, the new address)."""
         from huggingface_hub import get_session
 
         headers = {"Range": f"bytes={offset}-{offset + size - 1}", "Accept-Encoding": "identity"}
@@ -201,12 +165,8 @@ class HubClient:
 
 
 def split_url(url: str) -> tuple[str, str | None, str]:
-    """Split the URL of a dataset on the hub into repository, revision (None: the default branch) and path (may be
-    empty).
-
-    Raises:
-        SourceError: the URL names no dataset.
-    """
+    """Split a URL into repository, revision (None: the default branch) and path (may be empty). Raise SourceError if it
+    names no dataset."""
     found = URL.fullmatch(url)
     if found is None:
         raise SourceError(
@@ -216,7 +176,7 @@ def split_url(url: str) -> tuple[str, str | None, str]:
 
 
 def error_code(headers: Any) -> str:
-    """Return the hub's code for an error, such as `GatedRepo`, given the HTTP headers of its answer; empty if there is
+    """Return the hub's code for an error, such as `GatedRepo`, from the headers of its answer; empty if there is
     none."""
     code = headers.get("X-Error-Code", "")
     return code if re.fullmatch(r"[A-Za-z]{1,60}", code) else ""
@@ -224,8 +184,8 @@ def error_code(headers: Any) -> str:
 
 @contextmanager
 def failures() -> Iterator[None]:
-    """Context manager that converts errors of huggingface_hub and its HTTP client into `Failure`, the error of a
-    request to a remote storage. Their messages are not used, because they may contain a URL with a signature."""
+    """Context manager that converts errors of huggingface_hub and its HTTP client into `Failure`. Their messages are
+    not used, because they may contain a URL with a signature."""
     from huggingface_hub import errors
 
     try:

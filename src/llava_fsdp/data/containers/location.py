@@ -6,7 +6,7 @@ from typing import Any
 from llava_fsdp.runtime.text.terminal_text import shown_name
 
 CODECS = "SNAPPY", "ZSTD"
-"""Names of the compression methods of Parquet pages from which images can be read."""
+"""Compression methods of Parquet pages from which images can be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,13 +14,12 @@ class Page:
     """A compressed page of a Parquet file."""
 
     offset: int
-    """First byte of the compressed page in the file."""
+    """First byte in the file."""
     packed: int
-    """Number of bytes of the compressed page."""
+    """Number of bytes of the compressed page; `unpacked` likewise of the decompressed one."""
     codec: str
-    """Compression method: one of CODECS."""
+    """One of CODECS."""
     unpacked: int
-    """Number of bytes of the decompressed page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +28,13 @@ class ImageLocation:
     page."""
 
     file: str
-    """Local path or URL of the file."""
+    """Local path or URL."""
     offset: int = 0
     """First byte of the image in the file, or in the decompressed page."""
     size: int | None = None
-    """Number of bytes of the image; None: the whole file is the image."""
+    """Number of bytes; None: the whole file is the image."""
     page: Page | None = None
-    """The compressed page that contains the image; None: the image is a range of the file itself."""
+    """The compressed page that contains the image."""
     name: str | None = None
     """Name that the file gives to the image, for messages."""
 
@@ -50,21 +49,12 @@ class ImageLocation:
         return where if self.name is None else f"{shown_name(self.name)} in {where}"
 
     def to_json(self) -> list[Any]:
-        """Return all fields of this location of an image but `file`, as a list of JSON values; `location_from` reads
-        it."""
+        """Return all fields but `file`, as a list of JSON values."""
         return [self.name, self.offset, self.size, None if self.page is None else list(astuple(self.page))]
 
 
 def location_from(file: str, values: Any) -> ImageLocation:
-    """Make an ImageLocation again from the list of values that `ImageLocation.to_json` returned.
-
-    Args:
-        file: path or URL of the file that contains the image.
-        values: the list.
-
-    Raises:
-        ValueError: `values` is no such list.
-    """
+    """Undo `ImageLocation.to_json`; raise ValueError if the values are not from it."""
     match values:
         case [None | str() as name, int() as offset, int() as size, page] if offset >= 0 and size >= 0:
             return ImageLocation(file, offset, size, None if page is None else page_from(page), name)

@@ -24,13 +24,8 @@ EXPIRED = ("ExpiredToken", "InvalidToken")
 
 
 def finish(fs: Any, request: Callable[[], Awaitable[T]], seconds: float) -> T:
-    """Run a coroutine on the event loop of an fsspec file system, and return its result.
-
-    Args:
-        fs: the file system.
-        request: function that makes the coroutine.
-        seconds: time after which the coroutine is cancelled, and TimeoutError raised.
-    """
+    """Run a coroutine on the event loop of an fsspec file system, and return its result. After `seconds`, it is
+    cancelled, and TimeoutError raised."""
     from fsspec.asyn import sync
 
     async def bounded() -> T:
@@ -42,11 +37,8 @@ def finish(fs: Any, request: Callable[[], Awaitable[T]], seconds: float) -> T:
 
 
 def split_url(url: str) -> tuple[str, str, str | None]:
-    """Split the URL of an object into bucket, key and version (from `?versionId=`, which only S3 has; else None).
-
-    Raises:
-        SourceError: the URL has no bucket.
-    """
+    """Split a URL into bucket, key and version (from `?versionId=`, which only S3 has; else None). Raise SourceError
+    without a bucket."""
     found = re.fullmatch(r"\w+://([^/?*\[]+)(?:/(.*?))?(?:\?versionId=([^?]+))?", url, re.DOTALL)
     if found is None:
         scheme = url.partition(":")[0]
@@ -55,22 +47,15 @@ def split_url(url: str) -> tuple[str, str, str | None]:
 
 
 def check_folder(url: str) -> str:
-    """Return the URL of a folder unchanged. Raise SourceError if it has no bucket, or a version (`?versionId=`), which
-    only single objects have."""
+    """Return a folder's URL. Raise SourceError if it has no bucket, or a version, which only single objects have."""
     if split_url(url)[2] is not None:
         raise SourceError(f"{url.partition('?')[0]}: a folder has no versionId; leave it out").about(file=url)
     return url
 
 
 def found_files(folder: str, listed: dict[str, Any], pin: Callable[[dict[str, Any]], str]) -> dict[str, RemoteFile]:
-    """Convert fsspec's listing of a folder of S3 or Google Cloud Storage to {path relative to `folder`: file}, without
-    subfolders and the empty objects that stand for them.
-
-    Args:
-        folder: URL of the folder.
-        listed: {path that begins with the bucket: fsspec's entry for it}.
-        pin: function that returns the version of a file (`RemoteFile.pin`), given its entry.
-    """
+    """Convert fsspec's listing {path that begins with the bucket: entry} to {path relative to `folder`: file}, without
+    subfolders and the empty objects that stand for them. `pin` returns the version of a file by its entry."""
     scheme = folder.partition("://")[0]
     files = {}
     for path, info in listed.items():
@@ -81,19 +66,11 @@ def found_files(folder: str, listed: dict[str, Any], pin: Callable[[dict[str, An
 
 
 class S3Client:
-    """Client for S3 and storages with the same interface; it implements `remote_file.Client`. Every request sends the
-    ETag of the listed object as If-Match, so that a changed object is noticed."""
+    """Client for S3 and storages with the same interface; implements `remote_file.Client`. Every request sends the ETag
+    of the listed object as If-Match, so that a changed object is noticed."""
 
     def __init__(self, idle: float, in_flight: int):
-        """Create the client for S3; nothing is requested yet.
-
-        Args:
-            idle: seconds without receiving a byte after which a request has failed.
-            in_flight: greatest number of simultaneous requests.
-
-        Raises:
-            ConfigError: s3fs is not installed.
-        """
+        """Raise ConfigError if s3fs is not installed."""
         try:
             import s3fs
         except ImportError as error:
@@ -161,8 +138,8 @@ class S3Client:
 
 
 def s3_failure(error: BaseException) -> Failure:
-    """Convert an error of s3fs, botocore or aiohttp into a `Failure`, the error of a request to a remote storage. The
-    error's message is not used, because it may contain a URL with a signature."""
+    """Convert an error of s3fs, botocore or aiohttp into a `Failure`. Its message is not used, because it may contain a
+    URL with a signature."""
     from botocore.exceptions import (
         NoCredentialsError,
         ParamValidationError,
@@ -194,20 +171,12 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 class GsClient:
-    """Client for Google Cloud Storage; it implements `remote_file.Client`. Every request names the generation of the
+    """Client for Google Cloud Storage; implements `remote_file.Client`. Every request names the generation of the
     listed object, which is gone if the object was replaced. Not tested against a server."""
 
     def __init__(self, idle: float, in_flight: int):
-        """Create the client for Google Cloud Storage. Without credentials this takes seconds, because gcsfs also asks
-        the metadata server of a virtual machine.
-
-        Args:
-            idle: seconds without receiving a byte after which a request has failed.
-            in_flight: not used; all clients of remote storages have it.
-
-        Raises:
-            ConfigError: gcsfs is not installed.
-        """
+        """Raise ConfigError if gcsfs is not installed. Without credentials this takes seconds, because gcsfs also asks
+        the metadata server of a virtual machine. `in_flight` is not used."""
         try:
             from gcsfs.core import GCSFileSystem  # pyright: ignore[reportMissingImports]
         except ImportError as error:

@@ -3,6 +3,8 @@
 An entry is a file with the bytes of a range and their digest. It is written under a temporary name and renamed. The
 digest is checked at each read, so that after a crash or on a damaged disk, bytes are requested again and never wrong.
 fsync is not needed: the digest also reveals an entry that a power failure has truncated.
+
+`content` identifies the version of a remote file (`RemoteFile.content`), `offset` is the first byte of a range.
 """
 
 import contextlib
@@ -25,7 +27,7 @@ from llava_fsdp.runtime.text.log import log
 DIGEST = 16
 """Number of bytes of the digest at the end of an entry."""
 BLOCK = 4096
-"""Number of bytes of a disk block. The size of an entry is counted in whole blocks."""
+"""Number of bytes of a disk block, in which the size of an entry is counted."""
 REMAINING = 7 / 8
 """Old entries are deleted until this fraction of the folder's greatest size is left."""
 REPORTED, WAITED_FOR = 1024, 256
@@ -33,7 +35,7 @@ REPORTED, WAITED_FOR = 1024, 256
 size, unless another process holds the lock (it may be deleting entries). From 1/256 on, it waits for the lock. So each
 process may exceed the greatest size by 1/256."""
 USED_AGAIN = 60.0
-"""When an entry is read, its modification time (the time of its last use) is renewed if it is older than this many
+"""An entry's modification time (the time of its last use) is renewed at a read if it is older than this many
 seconds."""
 LEFT_BEHIND = 3600.0
 """Age in seconds from which an unfinished entry is taken for one of a killed process, and deleted."""
@@ -41,26 +43,18 @@ TMP = ".tmp"
 
 
 class RangeCache:
-    """LRU cache of byte ranges of remote files, in a folder of bounded size. The key of an entry is (content, offset,
-    size), where content identifies a version of a remote file (`RemoteFile.content`)."""
+    """LRU cache of byte ranges, in a folder of bounded size. The key of an entry is (content, offset, size)."""
 
     def __init__(self, folder: Path, gib: float):
-        """Open a cache of byte ranges of remote files, and create its folder if it does not exist.
-
-        Args:
-            gib: greatest size of the folder in GiB. If runs with different sizes share a folder, the smallest one
-                holds.
-
-        Raises:
-            ConfigError: the folder cannot be created or written.
-        """
+        """If runs with different sizes share a folder, the smallest one holds. Raise ConfigError if it cannot be
+        written."""
         self.folder = folder
         self.bound = int(gib * 2**30)
         self.hits = self.misses = self.damaged = self.not_written = 0
         """Counts of this process: reads that found an entry (hits) or did not (misses), damaged entries, and entries
         that could not be written."""
         self._unreported = 0
-        """Number of bytes written by this process and not yet added to the total of all processes."""
+        """Number of bytes written by this process and not yet added to the common total."""
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             os.close(os.open(folder / "total", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
@@ -70,22 +64,12 @@ class RangeCache:
             ) from error
 
     def path(self, content: str, offset: int, size: int) -> Path:
-        """Return the file of the cache entry for a byte range of a remote file. The entry may not exist.
-
-        Args:
-            content: identifies the version of the remote file (`RemoteFile.content`).
-            offset: first byte of the range.
-            size: number of bytes of the range.
-        """
+        """Return the file of an entry, which may not exist."""
         name = hashlib.sha256(f"{offset} {size} {content}".encode("utf-8", "surrogatepass")).hexdigest()
         return self.folder / name[:2] / name
 
     def get(self, content: str, offset: int, size: int) -> bytes | None:
-        """Return the `size` bytes from byte `offset` on of a remote file; None if the cache does not have them.
-
-        Args:
-            content: identifies the version of the remote file (`RemoteFile.content`).
-        """
+        """Return a range; None if the cache does not have it."""
         path = self.path(content, offset, size)
         try:
             data = self._read(path, size)
@@ -98,12 +82,7 @@ class RangeCache:
         return data
 
     def put(self, content: str, offset: int, data: bytes) -> None:
-        """Add `data`, the bytes from byte `offset` on of a remote file, to the cache. If the disk is full or fails,
-        nothing is added, and a warning is logged once.
-
-        Args:
-            content: identifies the version of the remote file (`RemoteFile.content`).
-        """
+        """Add a range. If the disk is full or fails, nothing is added, and a warning is logged once."""
         path = self.path(content, offset, len(data))
         staged = path.with_name(f"{path.name}.{secrets.token_hex(4)}{TMP}")
         try:
@@ -130,8 +109,8 @@ class RangeCache:
             self._report()
 
     def _read(self, path: Path, size: int) -> bytes | None:
-        """Return the `size` bytes of a remote file that a cache entry contains, given the entry's file. If the entry is
-        damaged, delete it and return None. Raise OSError if it cannot be read."""
+        """Return the range in an entry's file. If the entry is damaged, delete it and return None. Raise OSError if it
+        cannot be read."""
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(descriptor, "rb", buffering=0) as file:
             status = os.fstat(descriptor)
@@ -147,9 +126,9 @@ class RangeCache:
         return None
 
     def _report(self) -> None:
-        """Add the number of bytes that this process has written to the cache to the total of all processes, and delete
-        old entries if the total is too large. If another process holds the lock, do nothing, unless this process has
-        written much since its last report: then wait for the lock."""
+        """Add the bytes that this process has written to the common total, and delete old entries if that is too large.
+        If another process holds the lock, do nothing, unless this process has written much since its last report: then
+        wait for the lock."""
         try:
             with (self.folder / "total").open("r+b", buffering=0) as file:
                 must_wait = self._unreported > self.bound // WAITED_FOR
@@ -170,8 +149,8 @@ class RangeCache:
             log().warning("data.cache: old entries cannot be deleted: %s", why(error, self.folder))
 
     def _evict(self) -> int:
-        """Delete the cache entries whose last use is longest ago, and unfinished entries of killed processes. Return
-        the number of bytes of the entries that remain."""
+        """Delete the entries whose last use is longest ago, and unfinished ones of killed processes. Return the size of
+        the rest."""
         # first add up sizes by the second of last use: a list of many millions of entries takes too much memory
         used: Counter[int] = Counter()
         for _, status in self._entries():
@@ -195,7 +174,7 @@ class RangeCache:
         return total
 
     def _entries(self) -> Iterator[tuple[str, os.stat_result]]:
-        """Yield the path and status of the file of every cache entry, and delete old unfinished ones."""
+        """Yield the path and status of every entry, and delete old unfinished ones."""
         for folder in [found for found in os.scandir(self.folder) if found.is_dir(follow_symlinks=False)]:
             with os.scandir(folder) as entries:
                 for entry in entries:
@@ -208,19 +187,13 @@ class RangeCache:
 
 
 def digest(name: str, data: bytes) -> bytes:
-    """Return the digest of a cache entry. It depends on the entry's name, so that a wrongly named entry counts as
-    damaged.
-
-    Args:
-        name: name of the entry's file, a hexadecimal number.
-        data: bytes that the entry contains.
-    """
+    """Return the digest of an entry. It depends on the name of its file, a hexadecimal number, so that a wrongly named
+    entry counts as damaged."""
     return xxh3_128_digest(data, seed=int(name[:16], 16))
 
 
 def unlink(path: str, size: int) -> int:
-    """Delete the file of a cache entry unless another process has deleted it. Return `size`, the number of bytes that
-    are free then."""
+    """Delete an entry unless another process has done so. Return `size`, the number of bytes that are free then."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
     return size

@@ -19,13 +19,6 @@ class ReadAhead:
     the storage. Not thread-safe; usable after a fork, when the child downloads anew."""
 
     def __init__(self, storage: RemoteStorage, cache: RangeCache | None = None, most_ahead: int = MOST_AHEAD):
-        """Create the reader of remote files; nothing is requested yet.
-
-        Args:
-            storage: connections to the remote storages.
-            cache: cache of byte ranges on a local disk; None: nothing is cached.
-            most_ahead: greatest number of bytes that are downloaded in advance.
-        """
         self.storage = storage
         self.cache = cache
         self.most_ahead = most_ahead
@@ -35,13 +28,8 @@ class ReadAhead:
         """How often each range that is downloaded in advance will be read."""
 
     def fetch_ahead(self, ranges: Iterable[Range]) -> None:
-        """Begin to download byte ranges of remote files, and return at once. Ranges beyond `most_ahead` bytes are not
-        downloaded in advance.
-
-        Args:
-            ranges: (file, first byte, number of bytes). A range that is given twice is downloaded once, and kept until
-                it was read twice.
-        """
+        """Begin to download ranges, and return at once. Ranges beyond `most_ahead` bytes are not downloaded in advance.
+        A range that is given twice is downloaded once, and kept until it was read twice."""
         self._forget_parent()
         total = sum(size for _, _, size in self._ahead)
         for wanted in ranges:
@@ -53,12 +41,7 @@ class ReadAhead:
             self._uses[wanted] += 1
 
     def read(self, file: RemoteFile, offset: int, size: int) -> bytes:
-        """Return exactly `size` bytes of a remote file, from byte `offset` on: those downloaded in advance, else from
-        the cache or the remote storage.
-
-        Raises:
-            SourceError: see `RemoteStorage.read_range`.
-        """
+        """Return exactly `size` bytes from byte `offset` on. For the errors, see `RemoteStorage.read_range`."""
         self._forget_parent()
         wanted = (file, offset, size)
         future = self._ahead.get(wanted)
@@ -70,7 +53,7 @@ class ReadAhead:
         return future.result()
 
     def forget(self) -> None:
-        """Drop the byte ranges of remote files that were downloaded in advance and not read."""
+        """Drop the ranges that were downloaded in advance and not read."""
         for future in self._ahead.values():
             future.cancel()
         self._ahead.clear()
@@ -86,7 +69,7 @@ class ReadAhead:
         return data
 
     def _forget_parent(self) -> None:
-        """After a fork, drop the downloads of the parent process: their threads do not exist in this process."""
+        """After a fork, drop the downloads of the parent: their threads do not exist in this process."""
         if self._process != os.getpid():
             self._process = os.getpid()
             self._ahead.clear()
@@ -95,8 +78,7 @@ class ReadAhead:
 
 @dataclass(frozen=True)
 class RemoteReader:
-    """Reads one remote file through a ReadAhead, which downloads in advance. It has the interface `file_reader.Reader`
-    for reading byte ranges of a file."""
+    """Reads one remote file through a ReadAhead. Implements `file_reader.Reader`."""
 
     source: ReadAhead
     file: RemoteFile

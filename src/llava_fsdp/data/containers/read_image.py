@@ -8,9 +8,8 @@ from llava_fsdp.data.records.problems import Kind
 from llava_fsdp.runtime.errors import ImageError, SourceError
 
 MOST_RATIO = {"SNAPPY": 22, "ZSTD": 1 << 16}
-"""{compression method of a Parquet page: upper bound of its compression ratio}. Snappy's longest copy makes 64 bytes
-from 3, and a block of zstd makes 128 KiB from 4 bytes. A page that claims a higher ratio is damaged, and no memory is
-allocated for it."""
+"""{compression method: upper bound of its compression ratio}. Snappy's longest copy makes 64 bytes from 3, and a block
+of zstd makes 128 KiB from 4 bytes. A page that claims a higher ratio is damaged, and no memory is allocated for it."""
 MOST_BYTES = 1 << 30
 """Greatest number of bytes of an image, and of a decompressed Parquet page."""
 CACHE_BYTES = 256 << 20
@@ -18,22 +17,15 @@ CACHE_BYTES = 256 << 20
 
 
 class DamagedPage(Exception):
-    """A page of a Parquet file cannot be decompressed. The message is the reason; callers add the file's name and a
-    cure."""
+    """A Parquet page cannot be decompressed. The message is the reason; callers add the file's name and a cure."""
 
 
 class PageCache:
-    """LRU cache of decompressed Parquet pages, bounded in bytes. Not thread-safe."""
+    """LRU cache of decompressed Parquet pages, bounded in bytes; a larger page is not kept. Not thread-safe."""
 
     def __init__(self, most_bytes: int = CACHE_BYTES):
-        """Create an empty cache of decompressed Parquet pages.
-
-        Args:
-            most_bytes: greatest number of bytes of all pages together. A page larger than this is not kept.
-        """
         self.most_bytes = most_bytes
         self.held = 0
-        """Number of bytes of all pages in the cache."""
         self.pages: OrderedDict[tuple[str, Page], bytes] = OrderedDict()
 
     def get(self, file: str, page: Page) -> bytes | None:
@@ -52,12 +44,7 @@ class PageCache:
 
 
 def read_image(file: Reader, location: ImageLocation, pages: PageCache) -> bytes:
-    """Return the bytes of the image at a location, still encoded (JPEG for example).
-
-    Args:
-        file: the opened file `location.file`.
-        location: file that contains the image, and which bytes of it are the image.
-        pages: cache of decompressed Parquet pages.
+    """Return the bytes of an image, still encoded (JPEG for example). `file` is `location.file`, opened.
 
     Raises:
         ImageError: the image has more than `MOST_BYTES` bytes, or the page that contains it cannot be decompressed.
@@ -98,11 +85,8 @@ def check_end(file: Reader, location: ImageLocation, end: int) -> None:
 
 
 def check_page(page: Page) -> None:
-    """Check the decompressed size that a Parquet page claims, before memory is allocated for it.
-
-    Raises:
-        DamagedPage: the page claims more than `MOST_BYTES` bytes, or more than its compression method can make of it.
-    """
+    """Raise DamagedPage if a page claims more than `MOST_BYTES` bytes, or more than its compression method can make of
+    it. Called before memory is allocated."""
     if page.unpacked > MOST_BYTES:
         raise DamagedPage(f"it has {page.unpacked} bytes, most are {MOST_BYTES}")
     if page.unpacked > page.packed * MOST_RATIO[page.codec]:
@@ -110,15 +94,7 @@ def check_page(page: Page) -> None:
 
 
 def unpack(page: Page, packed: bytes) -> bytes:
-    """Decompress a page of a Parquet file.
-
-    Args:
-        page: compression method and sizes of the page.
-        packed: the compressed bytes.
-
-    Raises:
-        DamagedPage: the page is damaged, or claims too many bytes.
-    """
+    """Decompress a page. Raise DamagedPage if it is damaged, or claims too many bytes."""
     import pyarrow
 
     check_page(page)
@@ -134,8 +110,8 @@ def unpack(page: Page, packed: bytes) -> bytes:
 
 
 def snappy_size(packed: bytes) -> int:
-    """Return the decompressed size that data compressed with Snappy claims: the base-128 number at its beginning, least
-    significant digit first."""
+    """Return the decompressed size that Snappy data claims: the base-128 number at its beginning, least significant
+    digit first."""
     size = 0
     for digit, byte in enumerate(packed[:5]):
         size |= (byte & 127) << 7 * digit

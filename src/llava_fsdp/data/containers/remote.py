@@ -2,6 +2,9 @@
 
 URLs have the form `s3://BUCKET/KEY`, `gs://BUCKET/KEY` or `hf://datasets/ORG/NAME[@REVISION]/PATH`. Credentials come
 from the environment variables and files of each storage's own library, and appear in no message.
+
+Errors: RemoteGone (there is no such file), RemoteForbidden, RemoteAway (no answer before the deadline), SourceError
+(the URL is not one of a remote storage) and ConfigError (a package is not installed).
 """
 
 import os
@@ -22,7 +25,7 @@ from llava_fsdp.runtime.text.terminal_text import shown_name
 
 T = TypeVar("T")
 Range = tuple[RemoteFile, int, int]
-"""A range of bytes of a remote file: (file, first byte, number of bytes)."""
+"""(file, first byte, number of bytes)."""
 
 CLIENTS: dict[str, Callable[[float, int], Client]] = {"s3": S3Client, "gs": GsClient, "hf": HubClient}
 LONGEST_URL = 1024
@@ -33,8 +36,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.2, 8.0
 WARN_AFTER = 5
 """Number of failed requests, about 3 seconds, after which a warning is logged."""
 JITTER = random.SystemRandom()
-"""Source of random numbers that vary the pauses. The functions of `random` are not used, because a user may have seeded
-them."""
+"""Varies the pauses. The functions of `random` are not used, because a user may have seeded them."""
 MEANING: dict[type[SourceError], str] = {
     RemoteGone: "does not exist; was it deleted or renamed? Check the address, or prepare the data again",
     RemoteChanged: "was changed after the data was prepared; restore it, or prepare the data again",
@@ -46,41 +48,33 @@ MEANING: dict[type[SourceError], str] = {
 
 class RemoteStorage:
     """Lists and reads remote files. Several threads may use it. After a fork, or when it is pickled to another process,
-    that process makes connections of its own."""
+    that process makes connections of its own.
+
+    Args:
+        deadline: seconds within which a range must be read, repeated requests included.
+        idle: seconds without receiving a byte after which a request is given up and repeated.
+        in_flight: greatest number of simultaneous requests.
+    """
 
     def __init__(self, deadline: float = 60.0, idle: float = 10.0, in_flight: int = 16):
-        """Prepare to list and read remote files; nothing is requested yet.
-
-        Args:
-            deadline: seconds within which a range must be read, repeated requests included.
-            idle: seconds without receiving a byte after which a request is given up and repeated.
-            in_flight: greatest number of simultaneous requests.
-        """
         assert deadline > 0 and idle > 0 and in_flight > 0
         self.deadline = deadline
         self.idle = idle
         self.in_flight = in_flight
         self._made: dict[tuple[int, str], Any] = {}
-        """{(process id, URL scheme or `pool`): the client of the scheme, or the thread pool}; a process uses only its
-        own."""
+        """{(process id, URL scheme or `pool`): the client of the scheme, or the thread pool}."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RemoteStorage, (self.deadline, self.idle, self.in_flight)
 
     def list_files(self, url: str) -> list[RemoteFile]:
-        """Return the remote file that a URL names, all files below a folder, or the files that match a pattern, sorted
-        by the bytes of their names.
+        """Return the file that a URL names, all files below a folder, or the files that match a pattern, sorted by the
+        bytes of their names.
 
         Args:
             url: URL of a file or a folder, or a pattern with `*`, `?`, `[...]` (within a name) or `**` (any folders). A
                 URL of a file of S3 may end with `?versionId=ID`. A branch or tag of the hub is resolved to its commit,
                 which is part of the returned names.
-
-        Raises:
-            RemoteGone: there is no such file.
-            RemoteForbidden, RemoteAway: the files cannot be listed.
-            SourceError: the URL is not one of a remote storage.
-            ConfigError: a package is not installed.
         """
         folder, start, pattern = split_pattern(url)
         client = self._client(url)
@@ -91,46 +85,21 @@ class RemoteStorage:
         return sorted(found, key=lambda file: file.name)  # code points have the order of their bytes in UTF-8
 
     def pin_folder(self, url: str) -> str:
-        """Return the URL of a folder of remote files, with a branch or tag of the hub replaced by its commit. `stat`
-        takes this URL with the name of a file appended. Whether the folder exists is not checked.
-
-        Raises:
-            RemoteGone, RemoteForbidden, RemoteAway: the hub does not tell the commit.
-            SourceError: the URL is not one of a remote storage.
-            ConfigError: a package is not installed.
-        """
+        """Return the URL of a folder, with a branch or tag of the hub replaced by its commit. `stat` takes this URL
+        with the name of a file appended. Whether the folder exists is not checked."""
         client = self._client(url)
         return self._repeat(url, lambda seconds: client.pin_folder(url.rstrip("/"), seconds))
 
     def stat(self, url: str) -> RemoteFile:
-        """Request the size and the present version of a remote file.
-
-        Args:
-            url: URL of the file. Its beginning is the URL of a folder, as `pin_folder` returns it.
-
-        Raises:
-            RemoteGone: the file does not exist.
-            RemoteForbidden, RemoteAway: the storage does not tell.
-            ConfigError: a package is not installed.
-        """
+        """Request the size and the present version of a file in a folder that `pin_folder` returns."""
         if len(url.encode()) > LONGEST_URL or VERSION in url:
             raise error_about(url, RemoteGone, "no file has such a name")
         client = self._client(url)
         return self._repeat(url, lambda seconds: client.stat(url, seconds))
 
     def stat_files(self, urls: Iterable[str]) -> dict[str, RemoteFile | None]:
-        """Request the sizes and the present versions of several remote files, with up to `in_flight` requests at once.
-
-        Args:
-            urls: URLs of the files. Their beginnings are URLs of folders, as `pin_folder` returns them.
-
-        Returns:
-            {URL: file, or None if it does not exist}
-
-        Raises:
-            RemoteForbidden, RemoteAway: a storage does not tell.
-            ConfigError: a package is not installed.
-        """
+        """Call `stat` for several URLs, with up to `in_flight` requests at once; None for a file that does not
+        exist."""
 
         def stat(url: str) -> RemoteFile | None:
             try:
@@ -142,16 +111,8 @@ class RemoteStorage:
         return dict(zip(different, results([self.submit(stat, url) for url in different]), strict=True))
 
     def read_range(self, file: RemoteFile, offset: int, size: int) -> bytes:
-        """Return exactly `size` bytes of a remote file, from byte `offset` on, with the content that the file had when
-        it was listed. The range must not go past the end of the file.
-
-        Raises:
-            RemoteGone: the file does not exist any more.
-            RemoteChanged: the file has other content now.
-            RemoteForbidden: the storage refuses to give the file.
-            RemoteAway: the bytes did not come before the deadline.
-            ConfigError: a package is not installed.
-        """
+        """Return exactly `size` bytes from byte `offset` on, with the content that the file had when it was listed;
+        raise RemoteChanged if it has other content now. The range must not go past the end of the file."""
         assert 0 <= offset and 0 <= size and offset + size <= file.size, (file, offset, size)
         if size == 0:
             return b""
@@ -159,7 +120,7 @@ class RemoteStorage:
         return self._repeat(file.name, lambda seconds: client.fetch(file, offset, size, seconds))
 
     def submit(self, function: Callable[..., T], *arguments: Any) -> Future[T]:
-        """Run `function(*arguments)` in one of this process's `in_flight` threads; return its future."""
+        """Run a function in one of this process's `in_flight` threads."""
         pool = self._here("pool", lambda: ThreadPoolExecutor(self.in_flight, thread_name_prefix="remote"))
         return pool.submit(function, *arguments)
 
@@ -173,24 +134,14 @@ class RemoteStorage:
 
     def _here(self, name: str, make: Callable[[], Any]) -> Any:
         """Return an object that belongs to this process alone, such as a client; the first call with its name makes it.
-        There is no lock, because a fork could copy a held one; if two threads make the object, the first is kept.
-
-        Args:
-            name: under which the object is kept.
-            make: function that makes the object.
-        """
+        There is no lock, because a fork could copy a held one; if two threads make the object, the first is kept."""
         key = (os.getpid(), name)
         found = self._made.get(key)
         return found if found is not None else self._made.setdefault(key, make())
 
     def _repeat(self, url: str, request: Callable[[float], T]) -> T:
-        """Make a request to a remote storage, and repeat it until the deadline as long as the storage does not answer.
-        Return the request's result.
-
-        Args:
-            url: URL of the requested file or folder, for messages.
-            request: function that makes the request, given the number of seconds left; it raises Failure.
-        """
+        """Make a request, given the number of seconds left, and repeat it until the deadline as long as the storage
+        does not answer. It raises Failure."""
         begin = time.monotonic()
         end = begin + self.deadline
         number, kind, detail = 0, RemoteAway, ""
@@ -215,7 +166,7 @@ class RemoteStorage:
 
 
 def results(futures: Sequence[Future[T]]) -> list[T]:
-    """Wait for all futures, and return their results; raise the first error, and cancel what has not begun."""
+    """Return the results of all futures; raise the first error, and cancel what has not begun."""
     try:
         done, _ = wait(futures, return_when=FIRST_EXCEPTION)
         for future in futures:
@@ -228,7 +179,7 @@ def results(futures: Sequence[Future[T]]) -> list[T]:
 
 
 def split_pattern(url: str) -> tuple[str, str, re.Pattern[str] | None]:
-    """Split the URL of remote files, which may be a pattern with `*`, `?` or `[...]`.
+    """Split a URL, which may be a pattern with `*`, `?` or `[...]`.
 
     Returns:
         (URL of the folder to list; fixed beginning of the paths below that folder; regular expression for these paths,
@@ -254,5 +205,5 @@ def error_about(url: str, kind: type[SourceError], detail: str) -> SourceError:
 
 
 def shown_url(url: str) -> str:
-    """Return a URL for messages: without its query, which may hold a signature, and without secrets."""
+    """Return a URL without its query, which may hold a signature, and without secrets."""
     return shown_name(redact(re.sub(r"\?[^/?]*=.*", "", url, flags=re.DOTALL)))

@@ -29,119 +29,72 @@ SHA256 = "sha256:"
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """A file of a remote storage, in the version that it had when it was listed."""
+    """A file in the version that it had when it was listed."""
 
     name: str
     """URL of the file. A URL of the Hugging Face hub holds the commit."""
     size: int
-    """Number of bytes."""
     pin: str
-    """Text that the storage gives to this version of the file: `etag:`, `generation:`, `sha256:` or `git:`, followed by
-    the storage's own value."""
+    """The storage's text for this version of the file: `etag:`, `generation:`, `sha256:` or `git:`, followed by its
+    value."""
 
     @property
     def content(self) -> str:
-        """Text that identifies the content of the remote file: two files with the same text have the same bytes."""
+        """Text that identifies the content: two files with the same text have the same bytes."""
         return self.pin if self.pin.startswith(SHA256) else f"{self.name} {self.size} {self.pin}"
 
 
 class Failure(Exception):
-    """A single request to a remote storage failed. Internal to this package: callers get an error of the class
-    `kind`."""
+    """A single request failed. Internal to this package: callers get an error of the class `kind`.
+
+    Args:
+        kind: class of the error that is raised to the caller if the request is not repeated.
+        detail: a few words without secrets, such as `HTTP 503 SlowDown`.
+    """
 
     def __init__(self, kind: type[SourceError], detail: str):
-        """Create the error of a failed request to a remote storage.
-
-        Args:
-            kind: class of the error that is raised to the caller if the request is not repeated.
-            detail: a few words without secrets, such as `HTTP 503 SlowDown`.
-        """
         super().__init__(detail)
         self.kind = kind
         self.detail = detail
 
 
 class Client(Protocol):
-    """Interface of the connections of one process to one kind of remote storage. Several threads may use a client. It
-    repeats no failed request."""
+    """The connections of one process to one kind of remote storage. Several threads may use a client. It repeats no
+    failed request. Every method has a time limit in seconds, and raises Failure, or SourceError for a wrong URL."""
 
     def find(self, folder: str, start: str, seconds: float) -> dict[str, RemoteFile]:
-        """List the files below a folder of the storage whose paths relative to the folder begin with `start`. If
-        `folder` is the URL of a file, list this file.
-
-        Args:
-            folder: URL without a final slash.
-            seconds: time limit.
-
-        Returns:
-            {path relative to `folder`: file}; the path is empty for the file `folder` itself.
-
-        Raises:
-            Failure: the request failed.
-            SourceError: `folder` is no URL of this storage.
-        """
+        """List the files below a folder (a URL without a final slash) whose paths relative to it begin with `start`, as
+        {path: file}. If the URL is that of a file, list this file, with an empty path."""
         ...
 
     def pin_folder(self, folder: str, seconds: float) -> str:
-        """Return the URL of a folder of the storage; on the Hugging Face hub, with the branch or tag replaced by the
-        commit. `stat` takes this URL with the name of a file appended.
-
-        Args:
-            folder: URL without a final slash. Whether the folder exists is not checked.
-            seconds: time limit.
-
-        Raises:
-            Failure: the request failed.
-            SourceError: `folder` is no URL of this storage.
-        """
+        """Return the URL of a folder, without a final slash; on the Hugging Face hub, with the branch or tag replaced
+        by the commit. `stat` takes this URL with the name of a file appended. Whether the folder exists is not
+        checked."""
         ...
 
     def stat(self, url: str, seconds: float) -> RemoteFile:
-        """Request the size and the present version of a file of the storage.
-
-        Args:
-            url: URL of the file. Its beginning is the URL of a folder, as `pin_folder` returns it. No characters are
-                special.
-            seconds: time limit.
-
-        Raises:
-            Failure: the request failed.
-        """
+        """Request the size and the present version of a file in a folder that `pin_folder` returns. No characters of
+        the URL are special."""
         ...
 
     def fetch(self, file: RemoteFile, offset: int, size: int, seconds: float) -> bytes:
-        """Return exactly `size` bytes of a remote file, from byte `offset` on, as the file was when it was listed.
-
-        Args:
-            seconds: time limit.
-
-        Raises:
-            Failure: the request failed.
-        """
+        """Return exactly `size` bytes from byte `offset` on, as the file was when it was listed."""
         ...
 
 
 def failure(status: int | None, detail: str) -> Failure:
-    """Return the Failure (the error of a request to a remote storage) that stands for an HTTP status.
-
-    Args:
-        status: HTTP status of the answer; None if there was no answer.
-        detail: a few words for the message, without secrets.
-    """
+    """Return the Failure for an HTTP status; None if there was no answer."""
     return Failure(KINDS.get(status or 0, RemoteAway), detail if status is None else f"HTTP {status} {detail}".rstrip())
 
 
 def check_answer(file: RemoteFile, size: int, length: int | None, content_range: str | None) -> None:
-    """Check the HTTP headers of an answer to a request for a byte range, before the answer's body is read.
+    """Raise Failure if the headers of an answer to a request for a byte range say that the file has another size than
+    when it was listed, or the answer another length than was requested.
 
     Args:
-        file: the requested file.
-        size: number of bytes that were requested.
         length: value of the header Content-Length.
         content_range: value of the header Content-Range, such as `bytes 0-9/300`.
-
-    Raises:
-        Failure: the file has another size than when it was listed, or the answer another length than was requested.
     """
     found = re.fullmatch(r"bytes \d+-\d+/(\d+)", content_range or "")
     if found and int(found[1]) != file.size:
@@ -151,8 +104,7 @@ def check_answer(file: RemoteFile, size: int, length: int | None, content_range:
 
 
 def check_length(data: bytes, size: int) -> bytes:
-    """Return `data`, the body of an HTTP answer; raise Failure (the request failed) if it does not have `size`
-    bytes."""
+    """Return the body of an answer; raise Failure if it has another size."""
     if len(data) != size:
         raise Failure(RemoteAway, f"{len(data)} bytes came, {size} were asked for")
     return data
@@ -163,8 +115,7 @@ def is_missing(url: str, package: str) -> ConfigError:
 
 
 def quiet_loggers(*names: str) -> None:
-    """Raise the level of the loggers with these names to WARNING. Below it, libraries log URLs with signatures, and
-    request headers."""
+    """Raise the level of loggers to WARNING. Below it, libraries log URLs with signatures, and request headers."""
     for name in names:
         logger = logging.getLogger(name)
         logger.setLevel(max(logger.level, logging.WARNING))

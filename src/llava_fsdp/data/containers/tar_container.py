@@ -4,6 +4,9 @@ A sample is a sequence of consecutive files in the tar with the same key. The ke
 dot of the base name; the rest after this dot, in lower case, is its extension.
 `https://github.com/webdataset/webdataset` groups files the same way. Supported formats: uncompressed USTAR, GNU (long
 names, sizes over 8 GiB) and pax.
+
+`at` is the offset of a header in the tar, `values` are {keyword: value} of a pax header, and `name` and `kind` a
+member's path and the byte for its type.
 """
 
 import struct
@@ -42,27 +45,24 @@ NO_FILES = {
 
 @dataclass(frozen=True)
 class Member:
-    """A file in a tar: its name, and where its content is."""
-
     name: str
     offset: int
-    """Offset in the tar of the first byte of the file's content."""
+    """Offset in the tar of the first byte of the content."""
     size: int
-    """Number of bytes of the file's content."""
 
 
 @dataclass(frozen=True)
 class TarSample:
-    """A sample of a WebDataset tar: consecutive files whose paths differ only in the extension."""
+    """Consecutive files whose paths differ only in the extension."""
 
     key: str
     """Path of the files without their extensions."""
     members: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """{extension of a file, such as `jpg` or `seg.png`: (offset of its content in the tar, size in bytes)}."""
+    """{extension, such as `jpg` or `seg.png`: (offset of the content in the tar, size in bytes)}."""
 
 
 def samples(file: Reader, skipped: Counter[str]) -> Iterator[TarSample]:
-    """Yield the samples of a WebDataset tar in order.
+    """Yield the samples of a tar in order.
 
     Args:
         file: the tar. Its headers are read one by one in ascending order, so a remote file should be read in large
@@ -105,17 +105,7 @@ def samples(file: Reader, skipped: Counter[str]) -> Iterator[TarSample]:
 
 
 def members(file: Reader, skipped: Counter[str]) -> Iterator[Member]:
-    """Yield the files in a tar in order.
-
-    Args:
-        file: the tar.
-        skipped: counts the folders in the tar, under the key `folder`, and is updated.
-
-    Raises:
-        DataError: the tar is compressed, truncated or damaged, or has a member that is not supported (link, sparse
-            file).
-        SourceError: the tar cannot be read.
-    """
+    """Yield the files in a tar in order, and count its folders; see `samples`."""
     refuse_compressed(file)
     at, extra, for_all, before = 0, {}, {}, False
     while True:
@@ -151,15 +141,7 @@ def members(file: Reader, skipped: Counter[str]) -> Iterator[Member]:
 
 
 def refuse(file: Reader, at: int, problem: str, cure: str, member: str | None = None) -> NoReturn:
-    """Raise a DataError about a tar.
-
-    Args:
-        file: the tar.
-        at: offset in the tar at which the problem was found.
-        problem: what is wrong.
-        cure: what the user should do.
-        member: name of the affected file in the tar; None if it is unknown.
-    """
+    """Raise a DataError about a tar, or a member of it."""
     where = f"byte {at}" if member is None else f"member {shown_name(member)} at byte {at}"
     raise DataError(f"{file.name}, {where}: {problem}; {cure}").about(file=file.name, member=member)
 
@@ -184,7 +166,7 @@ def padded(size: int) -> int:
 
 
 def check_zeros(file: Reader, at: int) -> None:
-    """Raise DataError if a tar has anything but zeros from byte `at` on, where its end mark begins."""
+    """Raise DataError if there is anything but zeros from the end mark at byte `at` on."""
     if file.size - at > MOST_END:
         refuse(file, at, f"{file.size - at} bytes follow its end mark, most are {MOST_END}", COPY_AGAIN)
     while at < file.size:
@@ -198,14 +180,8 @@ def check_zeros(file: Reader, at: int) -> None:
 
 
 def header_size(file: Reader, at: int, header: bytes) -> int:
-    """Return the size in bytes of the tar member that follows a header. Raise DataError if the checksum of the header
-    is wrong.
-
-    Args:
-        file: the tar, for error messages.
-        at: offset of the header in the tar, for error messages.
-        header: the 512 bytes of the header.
-    """
+    """Return the size of the member that follows a header of 512 bytes. Raise DataError if the header's checksum is
+    wrong."""
     checksum = octal(header[148:156])
     # the checksum field itself counts as spaces
     if checksum != sum(header) - sum(header[148:156]) + 8 * 32:
@@ -221,20 +197,13 @@ def header_size(file: Reader, at: int, header: bytes) -> int:
 
 
 def octal(data: bytes) -> int | None:
-    """Parse a number in a tar header, which consists of octal digits padded with spaces and zero bytes. None if it has
-    other bytes."""
+    """Parse a number of octal digits padded with spaces and zero bytes; None if it has other bytes."""
     digits = data.partition(b"\0")[0].strip(b" ")
     return int(digits or b"0", 8) if not digits.strip(b"01234567") else None
 
 
 def text(file: Reader, at: int, data: bytes) -> str:
-    """Decode a name in a tar header, which ends at its first zero byte; raise DataError if it is not UTF-8.
-
-    Args:
-        file: the tar, for error messages.
-        at: offset of the header in the tar, for error messages.
-        data: bytes of the header's field.
-    """
+    """Decode a name in a header, which ends at its first zero byte; raise DataError if it is not UTF-8."""
     try:
         return (name := data.partition(b"\0")[0]).decode()
     except UnicodeDecodeError:
@@ -249,14 +218,7 @@ def header_name(file: Reader, at: int, header: bytes) -> str:
 
 
 def extra_values(file: Reader, at: int, kind: bytes, data: bytes) -> dict[str, str]:
-    """Return what a pax header or a GNU long name says about the next member of a tar, as {pax keyword: value}.
-
-    Args:
-        file: the tar, for error messages.
-        at: offset of the header in the tar, for error messages.
-        kind: type of the header: the byte that the tar has for it.
-        data: content of the header.
-    """
+    """Return what a pax header or a GNU long name says about the next member, as {pax keyword: value}."""
     if kind in (LONG_NAME, LONG_LINK):
         return {"path" if kind == LONG_NAME else "linkpath": text(file, at, data)}
     values, start = {}, 0
@@ -275,15 +237,7 @@ def extra_values(file: Reader, at: int, kind: bytes, data: bytes) -> dict[str, s
 
 
 def pax_size(file: Reader, at: int, name: str, values: dict[str, str], size: int) -> int:
-    """Return the size in bytes of a tar member: the one in its pax header if there is one, else that in its own header.
-
-    Args:
-        file: the tar, for error messages.
-        at: offset of the member's own header in the tar, for error messages.
-        name: name of the member.
-        values: {keyword: value} of the pax header.
-        size: size in the member's own header.
-    """
+    """Return the size of a member: that in its pax header if there is one, else `size`, that in its own header."""
     own = values.get("size")
     if own is None:
         return size
@@ -293,15 +247,7 @@ def pax_size(file: Reader, at: int, name: str, values: dict[str, str], size: int
 
 
 def check_kind(file: Reader, at: int, name: str, kind: bytes, values: dict[str, str]) -> None:
-    """Raise DataError if a tar member is neither a file nor a folder, or has an absolute name or one with `..`.
-
-    Args:
-        file: the tar, for error messages.
-        at: offset of the member's header in the tar, for error messages.
-        name: name of the member.
-        kind: the type in its header, one byte.
-        values: {keyword: value} of its pax header.
-    """
+    """Raise DataError if a member is neither a file nor a folder, or has an absolute name or one with `..`."""
     if kind == SPARSE or SPARSE_KEYWORD in values:
         refuse(file, at, "it is a sparse file, stored without its zeros", "pack it again without tar --sparse", name)
     if kind in NO_FILES:

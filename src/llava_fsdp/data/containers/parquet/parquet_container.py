@@ -4,6 +4,8 @@ Images are the values of BYTE_ARRAY leaf columns: `image.bytes` of a struct of b
 writes it; `images.list.element.bytes` of a list of such structs; or a column of binary values. In an uncompressed
 column, an image is a range of bytes of the file. In a column compressed with Snappy or zstd, it is a range of a
 decompressed page.
+
+`path` is that of a leaf column, such as `image.bytes`; `group` is the index of a row group.
 """
 
 import contextlib
@@ -43,14 +45,13 @@ ROWS_FREE, ROWS_PER_BYTE = 20_000, 2
 """A file may have ROWS_FREE rows, and more if it has a byte for each ROWS_PER_BYTE of them. Rows that differ take
 several bytes each."""
 VALUE_BYTES, IMAGE_BYTES = 16, 64
-"""Number of bytes of memory that a value of a column, and the position of an image, take at least."""
+"""Least number of bytes of memory of a value of a column, and of the position of an image."""
 BUFFER = 1 << 20
 SPELL_OUT = "no dataset does; take it from its source again, or write its rows as JSON Lines if it is right"
 
 
 class ReaderFile(io.RawIOBase):
-    """Read-only file object over a `file_reader.Reader` (byte ranges of one file), for libraries that need a file
-    object."""
+    """Read-only file object over a `file_reader.Reader`, for libraries that need a file object."""
 
     def __init__(self, reader: Reader):
         super().__init__()
@@ -83,33 +84,27 @@ class ReaderFile(io.RawIOBase):
 
 @dataclass(frozen=True)
 class GroupLocations:
-    """Locations of the images in one column of one row group of a Parquet file.
-
-    Each image is an element. A row has one element or, if the column has lists, as many as its list.
-    """
+    """Locations of the images in one column of one row group."""
 
     file: str
-    """Path or URL of the Parquet file."""
     first: np.ndarray
     """Index of the first element of each row, and the number of all elements, int64 [rows + 1]."""
     values: Values
     """Position of each element; a null has size -1."""
     pages: list[Page]
-    """The compressed pages to which `values` refers."""
 
     def row(self, row: int) -> list[ImageLocation | None]:
-        """Return the locations of the images of a row of this row group, given its index; None for each null."""
+        """Return the locations of the images of a row; None for each null."""
         return [self.location(index) for index in range(self.first[row], self.first[row + 1])]
 
     def count(self, row: int) -> tuple[int, int]:
-        """Return the number of images and the number of nulls of a row of this row group, given its index."""
+        """Return the number of images and the number of nulls of a row."""
         sizes = self.values.size[self.first[row] : self.first[row + 1]]
         images = int(np.count_nonzero(sizes >= 0))
         return images, len(sizes) - images
 
     def location(self, index: int) -> ImageLocation | None:
-        """Return the location of one image, given its index among all images and nulls of the column in this row group;
-        None if it is null."""
+        """Return the location of an element; None for a null."""
         offset, size, page = (int(own[index]) for own in (self.values.offset, self.values.size, self.values.page))
         return ImageLocation(self.file, offset, size, None if page < 0 else self.pages[page]) if size >= 0 else None
 
@@ -128,20 +123,18 @@ class ParquetContainer:
 
     @property
     def groups(self) -> int:
-        """Number of row groups of the Parquet file."""
         return len(self.footer.groups)
 
     def rows(self, group: int) -> int:
-        """Return the number of rows of a row group, given its index in the Parquet file."""
         return self.footer.rows(group)
 
     @property
     def most_bytes(self) -> int:
-        """Greatest number of bytes to which the content of the Parquet file may grow."""
+        """Greatest number of bytes to which the content may grow."""
         return EXPANSION * max(LEAST_SIZE, self.reader.size)
 
     def check_rows(self) -> None:
-        """Raise DataError if the Parquet file claims more rows than records of its size can be."""
+        """Raise DataError if the file claims more rows than records of its size can be."""
         rows, most = sum(self.rows(group) for group in range(self.groups)), ROWS_PER_BYTE * self.reader.size
         if rows > max(ROWS_FREE, most):
             self.footer.refuse(
@@ -149,31 +142,20 @@ class ParquetContainer:
             )
 
     def check_values(self, path: str, group: int, each: int) -> Chunk:
-        """Return a column chunk (one leaf column of one row group). Raise DataError if its values would take more
-        memory than a file of this size may.
-
-        Args:
-            path: path of the leaf column.
-            group: index of the row group.
-            each: number of bytes of memory that each value takes.
-        """
+        """Return a column chunk. Raise DataError if its values, of `each` bytes of memory, would take more than a file
+        of this size may."""
         chunk = self.footer.chunk(path, group)
         if chunk.values * each > self.most_bytes:
             chunk.refuse(f"it claims {chunk.values:,} values in a file of {self.reader.size:,} bytes", SPELL_OUT)
         return chunk
 
     def binary_leaves(self) -> list[str]:
-        """Return the paths of the leaf columns of the Parquet file that may contain images: those of bytes that the
-        schema does not declare as text."""
+        """Return the paths of the leaf columns that may contain images: bytes that the schema does not declare as
+        text."""
         return [path for path, leaf in self.footer.leaves.items() if leaf.binary]
 
     def locations(self, path: str, group: int) -> GroupLocations:
-        """Locate the images in a leaf column of a row group.
-
-        Args:
-            path: path of the leaf column, such as `image.bytes`.
-            group: index of the row group.
-        """
+        """Locate the images in a leaf column of a row group."""
         leaf = self.footer.leaves.get(path)
         if leaf is None:
             self.footer.refuse(f"it has no column {shown_name(path)}", f"it has {shown_name(list(self.footer.leaves))}")
@@ -192,13 +174,8 @@ class ParquetContainer:
         return GroupLocations(self.reader.name, first, values[exists], pages)
 
     def batches(self, group: int, leave_out: Collection[str]) -> Iterator[Any]:
-        """Yield the rows of a row group of a Parquet file as pyarrow RecordBatches. A batch has at most ROWS_AT_ONCE
-        rows, and fewer if rows repeat long values.
-
-        Args:
-            group: index of the row group.
-            leave_out: paths of leaf columns that are not read, such as `image.bytes`. A struct keeps its other fields.
-        """
+        """Yield the rows of a row group as pyarrow RecordBatches, without the leaf columns `leave_out`; a struct keeps
+        its other fields. A batch has at most ROWS_AT_ONCE rows, and fewer if rows repeat long values."""
         chunks = {path: self.footer.chunk(path, group) for path in self.footer.leaves}
         kept = [path for path in chunks if path not in leave_out]
         for path in kept:
@@ -230,7 +207,7 @@ class ParquetContainer:
 
     @functools.cached_property
     def arrow(self) -> Any:
-        """The Parquet file as opened by pyarrow (a `ParquetFile`)."""
+        """The file as pyarrow's `ParquetFile`."""
         from pyarrow import PythonFile
         from pyarrow.parquet import ParquetFile
 
@@ -238,8 +215,7 @@ class ParquetContainer:
 
     @contextlib.contextmanager
     def reading(self, group: int) -> Iterator[None]:
-        """Context manager that converts errors of pyarrow into DataErrors that name the row group with index
-        `group`."""
+        """Context manager that converts errors of pyarrow into DataErrors that name the row group."""
         import pyarrow
 
         try:
@@ -251,9 +227,9 @@ class ParquetContainer:
             ).about(file=self.reader.name) from error
 
     def check_pages(self, chunk: Chunk) -> tuple[int, int]:
-        """Check the sizes in the page headers of a column chunk (one column of one row group), before pyarrow allocates
-        memory for the pages. Return the size in bytes of the largest page whose values rows can repeat (a dictionary,
-        or a page with the encoding DELTA_BYTE_ARRAY), and that of all pages."""
+        """Check the sizes in the page headers of a chunk, before pyarrow allocates memory for the pages. Return the
+        size in bytes of the largest page whose values rows can repeat (a dictionary, or a page with the encoding
+        DELTA_BYTE_ARRAY), and that of all pages."""
         longest = unpacked = 0
         for header in page_headers(chunk):
             if header.unpacked > min(MOST_BYTES, header.packed * MOST_RATIO.get(chunk.codec, MOST_BYTES)):

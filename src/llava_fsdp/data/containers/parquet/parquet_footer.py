@@ -30,7 +30,7 @@ OPTIONAL, REPEATED = 1, 2
 
 @dataclass(frozen=True)
 class Leaf:
-    """A leaf column (one without subcolumns) of a Parquet file."""
+    """A leaf column."""
 
     number: int
     """Index of the column among all leaf columns."""
@@ -45,15 +45,10 @@ class Leaf:
 
 
 class Footer:
-    """The parsed footer of a Parquet file: its row groups and leaf columns."""
+    """The parsed footer: row groups and leaf columns."""
 
     def __init__(self, file: Reader):
-        """Read the footer of a Parquet file.
-
-        Raises:
-            DataError: the file is not Parquet, or is truncated, damaged or encrypted.
-            SourceError: the file cannot be read.
-        """
+        """Read the footer. Raise DataError if the file is not Parquet, or is truncated, damaged or encrypted."""
         self.file = file
         try:
             self.fields = Cursor(self.read_bytes(), most_fields=MOST_FIELDS).struct()
@@ -81,16 +76,9 @@ class Footer:
         return self.file.read(size - 8 - footer, footer)
 
     def refuse(self, problem: str, cure: str) -> NoReturn:
-        """Raise a DataError about the Parquet file.
-
-        Args:
-            problem: what is wrong with the file.
-            cure: what the user should do.
-        """
         raise DataError(f"{self.file.name}: {problem}; {cure}").about(file=self.file.name)
 
     def rows(self, group: int) -> int:
-        """Return the number of rows of a row group, given its index in the Parquet file."""
         try:
             return number_of(self.groups[group], 3, MOST_VALUES)
         except Malformed as error:
@@ -98,12 +86,7 @@ class Footer:
 
     def has_values(self, path: str, group: int) -> bool:
         """Return whether a leaf column of a row group has a value that is not null, as its statistics say; true without
-        statistics.
-
-        Args:
-            path: path of the leaf column, such as `image.bytes`.
-            group: index of the row group.
-        """
+        them."""
         values = self.chunk(path, group).values
         meta = structs(self.groups[group], 1)[self.leaves[path].number][3]
         statistics = meta.get(12)
@@ -111,16 +94,9 @@ class Footer:
         return values > 0 and nulls != values
 
     def chunk(self, path: str, group: int) -> Chunk:
-        """Return which bytes of the Parquet file are a leaf column of a row group, and how they are compressed. The
-        numbers are checked against the size of the file.
-
-        Args:
-            path: path of the leaf column, such as `image.bytes`.
-            group: index of the row group.
-
-        Raises:
-            DataError: the footer is damaged, or the column is encrypted or in another file.
-        """
+        """Return which bytes of the file are a leaf column (by its path) of a row group, and how they are compressed.
+        The numbers are checked against the size of the file. Raise DataError if the footer is damaged, or the column is
+        encrypted or in another file."""
         leaf = self.leaves[path]
         try:
             columns = structs(self.groups[group], 1)
@@ -151,12 +127,7 @@ class Footer:
 
 
 def structs(fields: dict[int, Any], field: int) -> list[dict[int, Any]]:
-    """Return a field of a Thrift struct; raise Malformed if it is not a list of structs.
-
-    Args:
-        fields: values of the struct by field number.
-        field: number of the field.
-    """
+    """Return a field of a Thrift struct {field number: value}; raise Malformed if it is not a list of structs."""
     found = fields.get(field)
     if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
         raise Malformed(f"field {field} is no list of structs")
@@ -170,12 +141,8 @@ def names(value: Any) -> list[bytes]:
 
 
 def leaves(schema: list[dict[int, Any]]) -> dict[str, Leaf]:
-    """Return the leaf columns of a Parquet schema by their dotted paths, such as `image.bytes`.
-
-    Args:
-        schema: elements of the schema (Thrift structs, as {field number: value}) in depth-first order: each group is
-            followed by its children.
-    """
+    """Return the leaf columns of a schema by their dotted paths, such as `image.bytes`. Its elements are Thrift structs
+    {field number: value} in depth-first order: each group is followed by its children."""
     found: dict[str, Leaf] = {}
     # for each open group: number of children to come, path, definition level, repetition level, element level
     open_groups: list[tuple[int, tuple[str, ...], int, int, int]] = []

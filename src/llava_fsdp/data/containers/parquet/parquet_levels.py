@@ -17,16 +17,15 @@ GROUPS_AT_ONCE = 8192
 
 
 class Malformed(Exception):
-    """Bytes of a Parquet file do not follow their format. The message is the reason."""
+    """Bytes do not follow their format. The message is the reason."""
 
 
 class EndsEarly(Malformed):
-    """Bytes of a Parquet file end before the value that is being read."""
+    """Bytes end before the value that is being read."""
 
 
 class Cursor:
-    """Reads numbers and Thrift structs from bytes, one after the other, and keeps the position of the next byte to
-    read."""
+    """Reads numbers and Thrift structs from bytes, one after the other."""
 
     def __init__(self, data: bytes, at: int = 0, most_fields: int = MOST_FIELDS):
         self.data, self.at = data, at
@@ -59,11 +58,7 @@ class Cursor:
         return (number >> 1) ^ -(number & 1)
 
     def struct(self, depth: int = 0) -> dict[int, Any]:
-        """Read a Thrift struct and return its values by field number.
-
-        Args:
-            depth: number of structs and lists that contain this struct. More than MOST_DEPTH are refused.
-        """
+        """Read a Thrift struct, at a nesting depth of at most MOST_DEPTH, as {field number: value}."""
         if depth > MOST_DEPTH:
             raise Malformed(f"structs are nested more than {MOST_DEPTH} deep")
         values, number = {}, 0
@@ -102,12 +97,8 @@ class Cursor:
 
 
 def number_of(fields: dict[int, Any], field: int, most: int = (1 << 31) - 1) -> int:
-    """Return a field of a Thrift struct; raise Malformed if it is not a number from 0 to `most`.
-
-    Args:
-        fields: values of the struct by field number.
-        field: number of the field.
-    """
+    """Return a field of a Thrift struct {field number: value}; raise Malformed if it is not a number from 0 to
+    `most`."""
     value = fields.get(field)
     if type(value) is not int or not 0 <= value <= most:
         raise Malformed(f"field {field} is {str(value)[:40]}; 0 to {most} expected")
@@ -115,20 +106,8 @@ def number_of(fields: dict[int, Any], field: int, most: int = (1 << 31) - 1) -> 
 
 
 def small_numbers(data: bytes, width: int, count: int) -> np.ndarray:
-    """Decode numbers in Parquet's hybrid of run-length encoding and bit-packing, which stores levels and the ids of
-    dictionary values.
-
-    Args:
-        data: the encoded bytes.
-        width: number of bits of each number, 0 to 32.
-        count: number of numbers to decode.
-
-    Returns:
-        int64 [count]
-
-    Raises:
-        Malformed: the data does not contain `count` numbers.
-    """
+    """Decode `count` numbers of `width` bits (0 to 32), int64 [count], in Parquet's hybrid of run-length encoding and
+    bit-packing, which stores levels and the ids of dictionary values. Raise Malformed if there are fewer."""
     if not 0 <= width <= 32:
         raise Malformed(f"numbers of {width} bits")
     numbers = np.zeros(count, np.int64)
@@ -156,16 +135,8 @@ def small_numbers(data: bytes, width: int, count: int) -> np.ndarray:
 
 
 def unpack_bits(packed: bytes, width: int, groups: int) -> np.ndarray:
-    """Decode groups of eight bit-packed numbers, least significant bit first.
-
-    Args:
-        packed: the encoded bytes.
-        width: number of bits of each number.
-        groups: number of groups.
-
-    Returns:
-        int64 [8 * groups], or fewer if the bytes end early.
-    """
+    """Decode groups of eight bit-packed numbers of `width` bits, least significant bit first: int64 [8 * groups], or
+    fewer if the bytes end early."""
     if width == 0:
         return np.zeros(groups * 8, np.int64)
     bits = np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little")

@@ -20,7 +20,7 @@ HEADER_SIZES = (1 << 8, 1 << 14, 1 << 20, 1 << 24)
 """Numbers of bytes that are read for a page header: the first one, and the next one if the header, which may contain
 statistics, is longer."""
 MOST_EMPTY = 100
-"""Greatest number of pages of a column chunk that have no values, such as a dictionary page."""
+"""Greatest number of pages of a chunk that have no values, such as a dictionary page."""
 COPY_AGAIN = "take it from its source again"
 REWRITE = (
     "rewrite the file once: pyarrow.parquet.write_table(pyarrow.parquet.read_table(OLD), NEW, row_group_size=1000, "
@@ -30,15 +30,13 @@ REWRITE = (
 
 @dataclass(frozen=True)
 class Chunk:
-    """A column chunk (one leaf column of one row group) of a Parquet file, as the footer describes it."""
+    """A column chunk, as the footer describes it."""
 
     file: Reader
     column: str
     """Path of the leaf column, such as `image.bytes`."""
     group: int
-    """Index of the row group."""
     codec: str
-    """Name of the compression method."""
     begin: int
     end: int
     """The chunk is the bytes [begin, end) of the file."""
@@ -48,12 +46,6 @@ class Chunk:
     max_repetition: int
 
     def refuse(self, problem: str, cure: str = COPY_AGAIN) -> NoReturn:
-        """Raise a DataError about the column chunk (one column of one row group of a Parquet file).
-
-        Args:
-            problem: what is wrong with the chunk.
-            cure: what the user should do.
-        """
         raise DataError(
             f"{self.file.name}, column {shown_name(self.column)}, row group {self.group}: {problem}; {cure}"
         ).about(file=self.file.name, key=self.column)
@@ -61,33 +53,26 @@ class Chunk:
 
 @dataclass(frozen=True)
 class PageHeader:
-    """Header of a page of a Parquet file."""
-
     kind: int
     """DATA, INDEX, DICTIONARY or DATA_V2."""
     body: int
     """Offset in the file of the first byte after the header."""
     packed: int
-    """Number of bytes of the page in the file, without the header."""
+    """Number of bytes in the file, without the header; `unpacked` likewise after decompression."""
     unpacked: int
-    """Number of bytes of the decompressed page."""
     values: int
     encoding: int
     compressed: bool
     level_encodings: tuple[int, ...] = ()
     level_sizes: tuple[int, int] = (0, 0)
-    """With DATA_V2, numbers of bytes of the repetition levels and of the definition levels, with which the page begins.
-    They are never compressed."""
+    """With DATA_V2, numbers of bytes of the repetition and of the definition levels at the page's beginning, which are
+    never compressed."""
     crc: int | None = None
 
 
 def page_headers(chunk: Chunk) -> Iterator[PageHeader]:
-    """Yield the page headers of a column chunk (one column of one row group) of a Parquet file. The pages' sizes and
-    numbers of values are checked against those of the chunk.
-
-    Raises:
-        DataError: a page header is damaged.
-    """
+    """Yield the page headers of a chunk. The pages' sizes and numbers of values are checked against those of the chunk.
+    Raise DataError if a header is damaged."""
     at, left, pages = chunk.begin, chunk.values, 0
     while left:
         pages += 1
@@ -139,8 +124,7 @@ def page_header(chunk: Chunk, at: int) -> PageHeader:
 
 
 def read_struct(chunk: Chunk, at: int) -> tuple[Cursor, dict]:
-    """Read the Thrift struct that begins at byte `at` of the file of a Parquet column chunk. Return a cursor after the
-    struct, and the values of the struct by field number."""
+    """Read the Thrift struct at byte `at` of the file. Return a cursor after it, and {field number: value}."""
     for size in HEADER_SIZES:
         size = min(size, chunk.end - at)
         cursor = Cursor(chunk.file.read(at, size))

@@ -39,18 +39,18 @@ memory."""
 
 @dataclass(frozen=True)
 class Body:
-    """The content of a page of a Parquet file, in the file itself or decompressed in memory."""
+    """The content of a page, in the file itself or decompressed in memory."""
 
     read: Callable[[int, int], bytes]
-    """Function (offset, size) -> bytes that reads the file or the decompressed page."""
+    """Function (offset, size) -> bytes of the file or of the decompressed page."""
     begin: int
     end: int
     """The content is the bytes [begin, end) of what `read` reads."""
     page: Page | None = None
-    """The compressed page; None if the content is in the file itself."""
+    """The compressed page; None: the content is in the file itself."""
 
     def take(self, size: int) -> tuple[bytes, "Body"]:
-        """Return the first `size` bytes of this content of a page, and the rest of the content."""
+        """Return the first `size` bytes, and the rest."""
         if size > self.end - self.begin:
             raise EndsEarly(f"{size} bytes expected, {self.end - self.begin} are left in the page")
         return self.read(self.begin, size), replace(self, begin=self.begin + size)
@@ -58,15 +58,14 @@ class Body:
 
 @dataclass(frozen=True)
 class Values:
-    """Positions of the values of a Parquet column, as arrays with one element per value."""
+    """Positions of the values of a column."""
 
     offset: np.ndarray
-    """First byte of each value in the file or in a decompressed page, int64 [values]."""
+    """First byte in the file or in a decompressed page, int64 [values]."""
     size: np.ndarray
-    """Number of bytes of each value, int64 [values]; -1 for a null."""
+    """Number of bytes, int64 [values]; -1 for a null."""
     page: np.ndarray
-    """Index of each value's compressed page in a separate list of `Page`, int64 [values]; -1 if the value is in the
-    file itself."""
+    """Index of the compressed page in a separate list of `Page`, int64 [values]; -1 for a value in the file itself."""
 
     def __getitem__(self, index: np.ndarray | slice) -> "Values":
         return Values(self.offset[index], self.size[index], self.page[index])
@@ -81,15 +80,14 @@ class Values:
 
 
 def chunk_values(chunk: Chunk) -> tuple[Values, list[Page], np.ndarray, np.ndarray]:
-    """Find the positions of the values of a BYTE_ARRAY column chunk (one column of one row group of a Parquet file).
+    """Find the positions of the values of a BYTE_ARRAY chunk.
 
     Returns:
-        (positions of the values in order, nulls included; the compressed pages to which the positions refer by index;
-        definition levels, int64 [values]; repetition levels, int64 [values])
+        (positions of the values in order, nulls included; the compressed pages to which they refer by index; definition
+        levels, int64 [values]; repetition levels, int64 [values])
 
     Raises:
         DataError: the chunk is damaged, too large, or compressed or encoded in a way that is not supported.
-        SourceError: the file cannot be read.
     """
     if chunk.codec != UNCOMPRESSED and chunk.codec not in MOST_RATIO:
         chunk.refuse(f"images in pages compressed with {chunk.codec} are not read", REWRITE)
@@ -117,11 +115,9 @@ def chunk_values(chunk: Chunk) -> tuple[Values, list[Page], np.ndarray, np.ndarr
 def page_values(
     chunk: Chunk, header: PageHeader, dictionary: Values, pages: list[Page]
 ) -> tuple[np.ndarray, np.ndarray, Values]:
-    """Find the positions of the values of a data page of a Parquet column chunk.
+    """Find the positions of the values of a data page.
 
     Args:
-        chunk: the column chunk (one column of one row group).
-        header: header of the page.
         dictionary: positions of the values of the chunk's dictionary; empty if it has none.
         pages: the compressed pages that positions refer to by index; this page is appended if its positions need it.
 
@@ -161,13 +157,7 @@ def page_values(
 
 
 def level(data: bytes, most: int, count: int) -> np.ndarray:
-    """Decode the definition or repetition levels of a Parquet page, int64 [count].
-
-    Args:
-        data: the encoded levels.
-        most: highest level that the column can have.
-        count: number of values of the page, each of which has one level.
-    """
+    """Decode the definition or repetition levels of a page, int64 [count], of which `most` is the highest possible."""
     if most == 0:
         return np.zeros(count, np.int64)
     check_runs(len(data), count)
@@ -178,19 +168,15 @@ def level(data: bytes, most: int, count: int) -> np.ndarray:
 
 
 def check_runs(size: int, count: int) -> None:
-    """Raise Malformed if encoded small numbers take more bytes than any encoder uses (at most nine for each).
-
-    Args:
-        size: number of bytes of the encoded numbers.
-        count: how many numbers they are.
-    """
+    """Raise Malformed if `count` encoded small numbers take more bytes than any encoder uses (at most nine for
+    each)."""
     if size > 9 * count + 64:
         raise Malformed(f"{count} small numbers take {size} bytes")
 
 
 def page_body(chunk: Chunk, header: PageHeader) -> Body:
-    """Return the content of a page of a Parquet column chunk, decompressed if it is compressed. The definition and
-    repetition levels at the beginning of a page of version 2 are left out."""
+    """Return the content of a page, decompressed if it is compressed, without the levels at the beginning of a page of
+    version 2."""
     levels = sum(header.level_sizes)
     begin, end = header.body + levels, header.body + header.packed
     whole = header.compressed or (header.kind != DICTIONARY and header.encoding != PLAIN)
@@ -211,14 +197,8 @@ def page_body(chunk: Chunk, header: PageHeader) -> Body:
 
 
 def plain_values(body: Body, count: int, pages: list[Page]) -> Values:
-    """Find the positions of the values of a Parquet page in the encoding PLAIN: each value is preceded by its length in
-    four bytes.
-
-    Args:
-        body: the content of the page, which the values fill.
-        count: number of the values.
-        pages: the compressed pages that positions refer to by index; this page is appended if it is compressed.
-    """
+    """Find the positions of the values of a page in the encoding PLAIN: each value is preceded by its length in four
+    bytes. If the page is compressed, it is appended to `pages`."""
     if count > MOST_IMAGES:
         raise Malformed(f"it has {count} values, most are {MOST_IMAGES}")
     if 4 * count > body.end - body.begin:
@@ -239,13 +219,7 @@ def plain_values(body: Body, count: int, pages: list[Page]) -> Values:
 
 
 def dictionary_values(body: Body, count: int, dictionary: Values) -> Values:
-    """Find the positions of the values of a Parquet page that contains the values' indices in a dictionary.
-
-    Args:
-        body: the content of the page.
-        count: number of the values.
-        dictionary: positions of the values of the dictionary.
-    """
+    """Find the positions of the values of a page that contains their indices in a dictionary."""
     if count == 0:
         return Values.nulls(0)
     width, body = body.take(1)
