@@ -40,13 +40,12 @@ from llava_fsdp.runtime.text.progress import watch, watch_silently
 PAD_OF_V0 = "[PAD]"
 """Padding token that LLaVA adds to the tokenizer with its option `--version v0`."""
 Gather = Callable[[list[SkippedSample]], list[SkippedSample]]
-"""Collective operation that takes the skipped samples of this rank and returns those of all ranks, in rank order."""
+"""Collective operation: the skipped samples of this rank -> those of all ranks, in rank order."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Properties of a model that determine how its training data is prepared: its image size, maximum length,
-    vocabulary etc."""
+    """Properties of a model that determine how its training data is prepared."""
 
     image_tokens: int
     """Number of image tokens of a tile."""
@@ -61,8 +60,7 @@ class ModelShape:
     max_tiles: int | None = None
     """Value of `data.max_tiles` that a LLaVA-OneVision model requires; None: any."""
     cost: CostModel = field(default_factory=CostModel)
-    """Estimates the cost of training on a sample, so that all ranks get about equal cost. By default, the cost is the
-    number of tokens."""
+    """By default, the cost is the number of tokens."""
 
 
 def build_loader(
@@ -78,16 +76,13 @@ def build_loader(
     cut: ContextCut | None = None,
     is_first: bool = True,
 ) -> Loader:
-    """Open the dataset, and what encodes its records for one model (tokenizer, conversation template, image
-    preprocessor). Return a Loader of training steps.
+    """Open the dataset, and what encodes its records for one model. Return a Loader of training steps.
 
     Args:
         language_folder: folder of the language model, with its tokenizer.
         vision_folder: folder of the vision tower, with its preprocessor.
-        shape: properties of the model.
         rank: number of this rank among those that process different rows.
         world_size: number of ranks that process different rows at the same time.
-        device: device for the tensors of a step.
         gather: collective operation that collects the skipped samples of all ranks.
         choose: function that makes the sampler from the opened records; None: the setting `sampler` selects it.
         cut: which positions of each packed row this rank processes; None: all.
@@ -113,17 +108,8 @@ def build_loader(
 def open_encoding(
     cfg: Config, language_folder: Path, vision_folder: Path, shape: ModelShape
 ) -> tuple[Encoder, ImageReader]:
-    """Build the two objects that convert dataset records to the input of one model: the encoder (tokenizer and
-    conversation template) and the image reader.
-
-    Args:
-        language_folder: folder of the language model, with its tokenizer.
-        vision_folder: folder of the vision tower, with its preprocessor.
-        shape: properties of the model.
-
-    Raises:
-        ConfigError: the model and the configuration do not fit together.
-    """
+    """Build the two objects that convert records to the input of one model. Raise ConfigError if the model and the
+    configuration do not fit together."""
     images = cfg.data.images
     image_reader = ImageReader(
         folder=None if images is None or is_remote(images) else Path(images),
@@ -139,18 +125,8 @@ def open_encoding(
 
 
 def open_encoder(cfg: Config, folder: Path, shape: ModelShape, image_reader: ImageReader) -> Encoder:
-    """Build the encoder, which converts dataset records to token ids and labels. The setting `labels` selects it:
-    `exact`, or `llava_v1_5`, which gives the token ids and labels of the original LLaVA.
-
-    Args:
-        folder: folder of the language model.
-        shape: properties of the model.
-        image_reader: computes the tokens of images.
-
-    Raises:
-        ConfigError: `data.template` does not exist or cannot be trained with, or the tokenizer lacks tokens that the
-            settings need.
-    """
+    """Build the encoder that the setting `labels` selects. Raise ConfigError if `data.template` does not exist or
+    cannot be trained with, or the tokenizer lacks tokens that the settings need."""
     start_end = cfg.model.image_start_end
     extra = (PAD_OF_V0,) if has_padding_token(cfg) else ()
     tokenizer = open_tokenizer(folder, shape.vocab_size, extra)
@@ -179,20 +155,13 @@ def open_encoder(cfg: Config, folder: Path, shape: ModelShape, image_reader: Ima
 
 
 def has_padding_token(cfg: Config) -> bool:
-    """Return whether a padding token is added to the tokenizer, as the original LLaVA does with its option `--version
-    v0`."""
+    """Return whether a padding token is added to the tokenizer, as LLaVA does with its option `--version v0`."""
     return cfg.labels is Parity.llava_v1_5 and cfg.data.template == "v0"
 
 
 def check_fit(cfg: Config, shape: ModelShape, tokenizer_size: int, image_reader: ImageReader, folder: Path) -> None:
-    """Raise ConfigError if the model, its tokenizer, its image preprocessing and the configuration do not fit together.
-
-    Args:
-        shape: properties of the model.
-        tokenizer_size: number of token ids of the tokenizer.
-        image_reader: has the image preprocessing.
-        folder: folder of the vision tower, for error messages.
-    """
+    """Raise ConfigError if the model, its tokenizer, its image preprocessing and the configuration do not fit
+    together."""
     preprocessor, rule = image_reader.preprocessor, image_reader.tokens
     tiled = rule.needs_size(1)
     if tiled and rule.side**2 != shape.image_tokens:
@@ -242,8 +211,7 @@ def check_fit(cfg: Config, shape: ModelShape, tokenizer_size: int, image_reader:
 
 
 class Loader:
-    """Iterates over the training steps of a run, starting from any step. Each step is this rank's part of its samples,
-    read and collated."""
+    """Iterates over the training steps of a run, starting from any step."""
 
     def __init__(self, steps: Steps, cfg: Config, device: torch.device, gather: Gather = list):
         self.steps = steps
@@ -258,16 +226,13 @@ class Loader:
 
     @property
     def num_micro_batches(self) -> int:
-        """Number of micro-batches that each rank has in a full training step, with one padded row per sample."""
+        """Number of micro-batches that each rank has in a full step, with one padded row per sample."""
         steps = self.steps
         return steps.rounded(num_micro_batches(steps.global_batch_size, steps.world_size, steps.micro_batch_size))
 
     def prepared(self, first: int, give_up: Callable[[], bool] = lambda: False) -> Iterator[Step | None]:
-        """Yield this rank's part of each training step from number `first` to the last. Before using a step, the caller
-        must pass it to `agree`, which takes out the samples that any rank could not read.
-
-        Args:
-            give_up: called while waiting for a step. Once it returns True, None is yielded and the iteration ends.
+        """Yield this rank's part of each step from number `first` to the last. Before using a step, the caller must
+        pass it to `agree`, which takes out the samples that any rank could not read. See `from_workers` for `give_up`.
 
         Raises:
             DataError: a record or an image of the step is invalid; or a worker died or stalled (WorkerError).
@@ -285,12 +250,8 @@ class Loader:
             yield step
 
     def agree(self, step: Step) -> Step:
-        """Return this rank's part of a training step without the samples that any rank skipped. This is a collective
-        operation: every rank must call it for each step.
-
-        Raises:
-            DataError: more records are bad than `data.max_bad_records` allows.
-        """
+        """Return this rank's part of a step without the samples that any rank skipped. Collective. Raise DataError if
+        more records are bad than `data.max_bad_records` allows."""
         if self.data.bad_records is BadRecords.fail:
             return step
         skipped = self.gather(step.facts.skipped)
@@ -310,37 +271,24 @@ class Loader:
 
     def every_occurrence(self, step: int, skipped: list[SkippedSample]) -> list[SkippedSample]:
         """Return each skipped sample as often as the step contains it. Several ranks may have reported it, because they
-        process the same row.
-
-        Args:
-            skipped: the samples that were reported by all ranks.
-        """
+        process the same row."""
         numbers = self.steps.sampler.samples(step)
         found = {sample.number: sample for sample in skipped}
         return [found[number] for number in numbers if number in found]
 
     def to_device(self, micro: MicroBatch) -> MicroBatch:
-        """Return a copy of a micro-batch on the device of the training, with its images normalised for the vision
-        tower."""
+        """Return a copy of a micro-batch on the device, with its images normalised."""
         moved = micro.map(lambda values: values.to(self.device, non_blocking=True))
         return replace(moved, images=normalize(moved.images, self.table))
 
 
 def pixel_table(preprocessor: Preprocessor, device: torch.device) -> torch.Tensor:
-    """Return the value that each byte value of an image becomes in each colour channel when it is normalised for the
-    vision tower, float32 [3, 256], on a device.
-
-    The table is copied into memory that torch allocates, which is aligned to 64 bytes. With NumPy's memory, which is
-    aligned to 16 bytes, kernels may give results that differ in the last bits.
-    """
+    """Return the normalised value of each byte value in each colour channel, float32 [3, 256], on a device. It is in
+    memory that torch allocates, for the reason given at `collate.aligned`."""
     return torch.tensor(preprocessor.pixel_table(), device=device)
 
 
 def normalize(images: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """Normalise uint8 images [n, 3, height, width] for the vision tower; return them as float32.
-
-    Args:
-        table: the normalised value of each byte value in each channel, float32 [3, 256].
-    """
+    """Normalise uint8 images [n, 3, height, width] with a `pixel_table`; return float32."""
     channel = torch.arange(3, device=images.device).view(1, 3, 1, 1)
     return table[channel, images.long()]

@@ -19,8 +19,7 @@ from llava_fsdp.data.loader import Loader, ModelShape
 
 @dataclass(frozen=True)
 class Contents:
-    """How much a synthetic micro-batch contains: numbers of samples, tokens, images, tiles (inputs of the vision
-    tower), labels and image tokens."""
+    """How much a synthetic micro-batch contains."""
 
     lengths: tuple[int, ...]
     """Number of tokens of each sample."""
@@ -37,16 +36,12 @@ class Contents:
 
 
 def fullest(cfg: Config, shape: ModelShape, cut: ContextCut | None = None) -> Contents:
-    """Return the largest numbers of tokens, images, tiles (inputs of the vision tower) and labels that a micro-batch
-    can have. A real micro-batch never reaches all of them at once.
+    """Return the largest numbers of tokens, images, tiles and labels that a micro-batch can have. A real micro-batch
+    never reaches all of them at once.
 
     The rows are full of tokens. There are as many images as fit, each of the size that is cut into the most tiles, with
     one token of text. The labels are those of samples with `data.max_length` tokens that begin with one image of the
     fewest tokens; all other tokens are labels.
-
-    Args:
-        shape: size of images and number of their tokens.
-        cut: which positions of a packed row this rank processes; None: all.
     """
     length, context = cfg.data.max_length, cut.size if cut else 1
     tokens = cfg.row_tokens if cfg.packs else cfg.micro_batch_size * length
@@ -71,15 +66,8 @@ def fullest(cfg: Config, shape: ModelShape, cut: ContextCut | None = None) -> Co
 
 
 def synthetic_micro_batch(contents: Contents, shape: ModelShape, pack: bool, blends: bool = False) -> MicroBatch:
-    """Return a micro-batch with token ids 0 and black images, for a run without a dataset. The image tokens are at its
-    beginning, and so are the labels.
-
-    Args:
-        contents: numbers of tokens, images, labels etc.
-        shape: size of images and number of their tokens.
-        pack: whether the samples are packed into one row.
-        blends: whether image tokens are weighted sums of four vision features.
-    """
+    """Return a micro-batch with token ids 0 and black images. The image tokens are at its beginning, and so are the
+    labels. With `blends`, image tokens are weighted sums of four vision features."""
     places = torch.arange(contents.image_tokens)
     image_rows = places % (contents.tiles * shape.image_tokens)
     four = {"image_rows": image_rows[:, None].repeat(1, 4), "image_weights": torch.full((len(places), 4), 0.25)}
@@ -101,19 +89,14 @@ def synthetic_micro_batch(contents: Contents, shape: ModelShape, pack: bool, ble
 
 
 def edges(contents: Contents) -> dict[str, Any]:
-    """Return the fields of a micro-batch that separate the samples of a packed row."""
     found = boundaries(contents.lengths)
     return {**found, "position_ids": found["position_ids"][:, : contents.tokens]}
 
 
 def micro_batches_of(contents: Contents, cfg: Config, world_size: int) -> int:
-    """Return how many micro-batches a dry run computes for a training step: at most two, because all later ones would
-    be like the second; or twice as many as there are stages of the model, after which a pipeline is full.
-
-    Args:
-        contents: numbers of samples, tokens etc. of a micro-batch.
-        world_size: number of ranks; a group that computes layers together counts as one.
-    """
+    """Return how many micro-batches a dry run computes for a step: at most two, because all later ones would be like
+    the second; or twice as many as there are stages of the model, after which a pipeline is full. A group of ranks that
+    computes layers together counts as one."""
     parallel = cfg.parallel
     ranks = len(contents.lengths) * world_size
     needed = math.ceil(cfg.global_batch_size * contents.context * parallel.pipeline / ranks)
@@ -122,14 +105,7 @@ def micro_batches_of(contents: Contents, cfg: Config, world_size: int) -> int:
 
 
 def synthetic_step(number: int, contents: Contents, shape: ModelShape, cfg: Config, world_size: int) -> Step:
-    """Return this rank's part of a synthetic training step, which needs no dataset.
-
-    Args:
-        number: number of the step.
-        contents: numbers of tokens, images, labels etc. of each micro-batch.
-        shape: size of images and number of their tokens.
-        world_size: number of ranks; a group that computes layers together counts as one.
-    """
+    """Return this rank's part of a synthetic step. A group of ranks that computes layers together counts as one."""
     count = micro_batches_of(contents, cfg, world_size)
     times = count * world_size // cfg.parallel.pipeline
     rows = times // contents.context
@@ -147,7 +123,7 @@ def synthetic_step(number: int, contents: Contents, shape: ModelShape, cfg: Conf
 
 
 class SyntheticLoader(Loader):
-    """Loader of training steps for a dry run without a dataset. It can only copy micro-batches to the device."""
+    """Loader for a dry run without a dataset. It can only copy micro-batches to the device."""
 
     def __init__(self, device: torch.device, steps: int):
         self.device = device

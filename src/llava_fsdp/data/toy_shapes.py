@@ -22,7 +22,7 @@ from llava_fsdp.runtime.errors import DataError
 from llava_fsdp.runtime.files.small_json import parse_object
 
 FORMAT_VERSION = 1
-"""Version of the generator. It is increased whenever the same seed gives other images or texts."""
+"""Version of the generator, increased whenever the same seed gives other images or texts."""
 TRAIN_PICTURES = 3000
 """Number of training images; each has one caption and one conversation."""
 HELDOUT_PICTURES = 300
@@ -76,8 +76,8 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Scene:
-    """Content of a generated image: one to four equal coloured shapes in different corners. ``places`` has the corners
-    in ascending order: 0 top left, 1 top right, 2 bottom left, 3 bottom right."""
+    """Content of an image. ``places`` has the corners in ascending order: 0 top left, 1 top right, 2 bottom left, 3
+    bottom right."""
 
     shape: str
     colour: str
@@ -88,18 +88,11 @@ class Scene:
 def ensure_shapes(
     root: Path, *, seed: int = 0, train_pictures: int = TRAIN_PICTURES, heldout_pictures: int = HELDOUT_PICTURES
 ) -> None:
-    """Generate the built-in data set of coloured shapes in the folder ``root``. If the folder exists, only check that
-    it was generated with the same parameters.
+    """Generate the data set in the folder ``root``. If it exists, only check that it was generated with the same
+    parameters, and raise DataError if it has other content.
 
     Several processes may call this at once: each writes a temporary folder beside ``root`` and renames it to ``root``;
     only the first rename succeeds, and the other processes delete their folders.
-
-    Args:
-        train_pictures: number of training images.
-        heldout_pictures: number of images of the validation set.
-
-    Raises:
-        DataError: ``root`` exists but has other content.
     """
     root = Path(root)
     recipe = Recipe(seed, train_pictures, heldout_pictures)
@@ -159,14 +152,8 @@ def _dump(path: Path, value: object) -> None:
 
 
 def _record(name: str, image: str | None, turns: list[tuple[str, str]]) -> dict[str, object]:
-    """Return a dataset record in LLaVA's JSON format.
-
-    Args:
-        name: id of the record.
-        image: name of its image file without the suffix; None: it has no image. With an image, an ``<image>`` tag is
-            put before the first question.
-        turns: (question, answer) pairs.
-    """
+    """Return a record in LLaVA's JSON format, with (question, answer) pairs. With an image file (named without its
+    suffix), an ``<image>`` tag is put before the first question."""
     record: dict[str, object] = {"id": name}
     if image is not None:
         record["image"] = f"{image}.png"
@@ -180,14 +167,8 @@ def _record(name: str, image: str | None, turns: list[tuple[str, str]]) -> dict[
 
 
 def _new_picture(root: Path, name: str, rng: random.Random, seen: set[bytes]) -> tuple[str, Scene]:
-    """Generate an image of coloured shapes that differs from all images in ``seen`` (pixels as bytes), add it there,
-    and save it to a PNG file. Return its name and what it shows.
-
-    Args:
-        root: folder of the data set.
-        name: name of the image file without the suffix.
-        rng: random number generator.
-    """
+    """Generate an image that differs from all images in ``seen`` (pixels as bytes), add it there, and save it to a PNG
+    file. Return its name and what it shows."""
     while True:
         (count,) = rng.choices(range(1, len(PLACES) + 1), COUNT_WEIGHTS)
         places = tuple(sorted(rng.sample(range(len(PLACES)), count)))
@@ -200,13 +181,9 @@ def _new_picture(root: Path, name: str, rng: random.Random, seen: set[bytes]) ->
 
 
 def draw_picture(scene: Scene, rng: random.Random) -> Image.Image:
-    """Return an RGB image of coloured shapes on a grey background, in one of several sizes.
+    """Return an RGB image, in one of several sizes, with small random shifts.
 
     Shapes are in the corners of the central square, so that a centre crop keeps them whole.
-
-    Args:
-        scene: the shapes to draw.
-        rng: random number generator that chooses the image's size and small shifts.
     """
     fine = 2  # drawn twice as large and averaged down, for smooth edges
     width, height = (side * fine for side in rng.choice(CANVASES))
@@ -239,7 +216,7 @@ def _draw_shape(
 
 
 def caption(scene: Scene) -> str:
-    """Return a caption for a generated image of shapes, such as ``One small red ring at the top left.``"""
+    """Return a caption, such as ``One small red ring at the top left.``"""
     count = len(scene.places)
     noun = scene.shape if count == 1 else PLURALS[scene.shape]
     places = " and ".join(PLACES[place] for place in scene.places)
@@ -247,8 +224,7 @@ def caption(scene: Scene) -> str:
 
 
 def questions(scene: Scene) -> dict[str, tuple[str, str]]:
-    """Return a (question, answer) pair for each kind of question that is possible for a generated image of shapes, as
-    {kind: pair}."""
+    """Return {kind of question: (question, answer)} for the kinds that are possible for an image."""
     pairs = {
         "colour": ("What colour is shown?", scene.colour),
         "shape": ("What shape is shown?", scene.shape),
@@ -270,7 +246,7 @@ def _conversation(scene: Scene, rng: random.Random) -> list[tuple[str, str]]:
 
 
 def text_facts() -> list[tuple[str, str]]:
-    """Return (question, answer) pairs about numbers and shapes that need no image."""
+    """Return (question, answer) pairs that need no image."""
     facts = [(f"Which number comes after {a}?", b) for a, b in itertools.pairwise(NUMBERS)]
     facts += [(f"Which number comes before {b}?", a) for a, b in itertools.pairwise(NUMBERS)]
     sides = {"triangle": "three", "square": "four"}
@@ -278,6 +254,6 @@ def text_facts() -> list[tuple[str, str]]:
 
 
 def draw_shapes(cfg: DataConfig) -> None:
-    """Generate the built-in data set in `data.root` if `data.source` is shapes and the folder does not exist yet."""
+    """Generate the data set in `data.root` if `data.source` is shapes and the folder does not exist yet."""
     if cfg.source is Source.shapes:
         ensure_shapes(Path(cfg.root or "."))

@@ -24,26 +24,25 @@ from llava_fsdp.data.text.templates import IMAGE_TAG
 
 @dataclass(frozen=True)
 class HeldOutQuestion:
-    """The first question of a dataset record of the validation set, and the record's answer to it."""
+    """The first question of a validation record, and the record's answer to it."""
 
     record: str
     """Name of the record in messages."""
     question: str
-    """Text of the question without image tags."""
+    """Text without image tags."""
     reference: str
-    """The answer in the record."""
     sample: Sample
     """The prompt: the tokens of the question up to the beginning of the answer, without labels."""
     images: tuple[ImageFile, ...]
     sizes: tuple[Size, ...] | None = None
-    """The sizes for which the tokens of the images were counted; None if they are not from a dataset's index."""
+    """The sizes for which the tokens of the images were counted; None if they are not from an index."""
     source: int = 0
-    """Index of the data source (part of the validation set) that the record is from."""
+    """Index of the record's data source."""
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """A batch of prompts from which the model generates answers: questions up to the beginning of the answer."""
+    """A batch of questions up to the beginning of the answer."""
 
     micro: MicroBatch
     """The prompts as rows padded on the left, so that all answers begin at the same column."""
@@ -52,13 +51,7 @@ class Prompts:
 
 
 def ask(record: Record, encoder: Encoder, reader: ImageReader, cfg: Config, source: int = 0) -> HeldOutQuestion:
-    """Make a prompt, as token ids, from the first question of a validation record, with the conversation template that
-    training uses.
-
-    Args:
-        encoder: converts the question to token ids.
-        reader: computes the tokens of its images.
-        source: index of the data source that the record is from.
+    """Make a prompt from the first question of a validation record, with the conversation template that training uses.
 
     Raises:
         DataError: the record does not begin with a question and its answer, or the model's own template refuses it.
@@ -85,12 +78,7 @@ def ask(record: Record, encoder: Encoder, reader: ImageReader, cfg: Config, sour
 
 
 def lay_out_prompts(rows: Sequence[Row], collate: Collator) -> Prompts:
-    """Collate prompts into a batch, padded on the left. Without prompts, return a batch of one row with one token.
-
-    Args:
-        rows: each prompt's token ids, and the pixels of its images.
-        collate: lays out the images.
-    """
+    """Collate prompts into a batch, padded on the left. Without prompts, return a batch of one row with one token."""
     length = max((len(sample.input_ids) for sample, _ in rows), default=1)
     ids = np.zeros((max(1, len(rows)), length), dtype=np.int64)
     mask = np.zeros(ids.shape, dtype=bool)

@@ -16,13 +16,12 @@ from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.text.log import log
 
 Choose = Callable[[Records], "HeldOutSampler"]
-"""Function that makes the sampler of the validation set from its records."""
+"""Function that makes the sampler from the records of the validation set."""
 
 
 @dataclass(frozen=True)
 class HeldOutSampler:
-    """Decides which records of the validation set each step has. It goes through the data sources one after the other,
-    so that all records of a step are from the same source."""
+    """Goes through the data sources one after the other, so that all records of a step are from the same source."""
 
     steps: tuple[tuple[int, list[int]], ...]
     """For each step: (index of its data source, numbers of its records)."""
@@ -37,12 +36,11 @@ class HeldOutSampler:
         return self.steps[step][1]
 
     def source(self, step: int) -> int:
-        """Return the index of the data source (part of the validation set) from which a step's records are."""
+        """Return the index of a step's data source."""
         return self.steps[step][0]
 
     def draw(self, steps: int) -> None:
-        """Do nothing. Other samplers draw the order of the samples here, but all steps of the validation set are known
-        from the start."""
+        """Do nothing: all steps are known from the start."""
 
     def assignment(self, step: int) -> None:
         return None
@@ -50,7 +48,7 @@ class HeldOutSampler:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The opened validation set of a training run, and the questions that the model answers at each validation."""
+    """The opened validation set, and the questions that the model answers at each validation."""
 
     loader: Loader
     sampler: HeldOutSampler
@@ -60,13 +58,7 @@ class HeldOut:
 
 
 def held_out_sampler(counts: Sequence[int], limit: int | None, samples: int) -> HeldOutSampler:
-    """Make the sampler of the validation set, which decides which records each step has.
-
-    Args:
-        counts: number of records of each data source (part of the validation set).
-        limit: greatest number of records to use of each source, spread evenly over the source; None: all.
-        samples: number of records of a step.
-    """
+    """Make the sampler for sources with `counts` records, of which at most `limit` each, evenly spread, are used."""
     steps, first = [], 0
     for source, count in enumerate(counts):
         numbers = [first + n for n in spread(count, limit)]
@@ -76,8 +68,8 @@ def held_out_sampler(counts: Sequence[int], limit: int | None, samples: int) -> 
 
 
 def spread(count: int, most: int | None) -> list[int]:
-    """Return at most `most` numbers from 0 to `count` - 1 (None: all of them). They are evenly spaced, because the
-    records of a file may be sorted."""
+    """Return at most `most` numbers below `count`. They are evenly spaced, because the records of a file may be
+    sorted."""
     if most is None or most >= count:
         return list(range(count))
     return [number * count // most for number in range(most)]
@@ -85,11 +77,7 @@ def spread(count: int, most: int | None) -> list[int]:
 
 def spread_over_sources(counts: Sequence[int], most: int) -> list[int]:
     """Return how many of at most `most` questions each data source gets: as many as fall on it if they are spread
-    evenly over all records, but at least one, where there are enough questions and the source has a record.
-
-    Args:
-        counts: number of records of each data source.
-    """
+    evenly over all records, but at least one, where there are enough questions and the source has a record."""
     source_of = [source for source, count in enumerate(counts) for _ in range(count)]
     share = Counter(source_of[place] for place in spread(len(source_of), most))
     for source in sorted({*source_of} - share.keys()):
@@ -104,7 +92,6 @@ def open_held_out(cfg: Config, open_loader: Callable[[Config, Choose], Loader], 
     """Open the validation set that the configuration describes (`val`); its records are examined like training records.
 
     Args:
-        cfg: the configuration of the training run.
         open_loader: function (configuration, function that makes the sampler from the records) -> Loader, which opens a
             dataset.
         max_tokens: greatest number of tokens in a sequence of the language model.
@@ -136,12 +123,10 @@ def warn_of_trained(cfg: Config) -> None:
 
 
 def choose_questions(loader: Loader, sampler: HeldOutSampler, cfg: Config, max_tokens: int) -> list[HeldOutQuestion]:
-    """Choose the validation questions that the model answers at each validation, and make prompts from them. Their
-    images are not read yet.
+    """Choose the questions that the model answers at each validation, and make prompts from them. Their images are not
+    read yet.
 
     Args:
-        loader: gives the records of the validation set, and what encodes them.
-        sampler: tells which records of it are used.
         max_tokens: greatest number of tokens in a sequence of the language model.
 
     Raises:

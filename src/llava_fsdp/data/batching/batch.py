@@ -22,21 +22,20 @@ class MicroBatch:
     input_ids: torch.Tensor
     """Token ids, int64 [rows, length]; 0 at image tokens and padding."""
     image_positions: torch.Tensor
-    """Positions of the image tokens in the flattened rows, int64 [image tokens]."""
+    """Positions of the image tokens, int64 [image tokens]."""
     image_rows: torch.Tensor
     """For each image token, the index of its vision feature among the concatenated features of all tiles, int64 [image
     tokens]; with anyres_max the indices of the four features of which it is a weighted sum, int64 [image tokens, 4].
     The index one past the last feature stands for `image_newline`, the learned vector that ends a line of features."""
     images: torch.Tensor
-    """Image tiles, uint8 [tiles, 3, size, size], or float32 once normalised; an image is one tile, or several with
-    anyres."""
+    """Image tiles, uint8 [tiles, 3, size, size], or float32 once normalised."""
     label_positions: torch.Tensor
     """For each label, the position of the token that predicts it, int64 [labels]: the one before the label's own
     token."""
     label_ids: torch.Tensor
-    """Token id of each label, int64 [labels]."""
+    """int64 [labels]."""
     scale: float
-    """Factor by which the sum of this micro-batch's token losses is multiplied."""
+    """Factor of the sum of this micro-batch's token losses."""
     image_weights: torch.Tensor = field(default_factory=lambda: torch.zeros((0, 4)))
     """With anyres_max, the weights of each image token's four features, float32 [image tokens, 4]; else empty."""
     position_ids: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
@@ -65,34 +64,32 @@ class MicroBatch:
 
     @property
     def segments(self) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]] | None:
-        """The boundaries of the samples in a packed row (all samples one after the other), as (position_ids, int64 [1,
-        tokens]; cu_seqlens, int32 [samples + 1]; lengths); None with padded rows."""
+        """(position_ids, cu_seqlens, lengths) of a packed row; None with padded rows."""
         return (self.position_ids, self.cu_seqlens, self.lengths) if self.lengths else None
 
     @property
     def image_inputs(self) -> tuple[torch.Tensor, Any, torch.Tensor]:
-        """The arguments `image_positions`, `image_rows` and `images` of the model's forward (`Llava.forward`) for this
-        micro-batch."""
+        """The arguments `image_positions`, `image_rows` and `images` of `Llava.forward`."""
         weights = self.image_weights
         return self.image_positions, (self.image_rows, weights) if len(weights) else self.image_rows, self.images
 
     @property
     def inputs(self) -> tuple[Any, ...]:
-        """The positional arguments of the model's forward (`Llava.forward`) for this micro-batch."""
+        """The positional arguments of `Llava.forward`."""
         images = self.image_inputs
         seeds = self.seeds, self.tile_seeds
         return self.input_ids, self.segments, *images, seeds, self.label_positions, self.label_ids
 
     def without_labels(self, records: Collection[int]) -> MicroBatch:
-        """Return a copy of the micro-batch without the labels of the records with the given numbers, which then do not
-        change the loss, because samples do not attend to each other. Needs `label_records`."""
+        """Return a copy without the labels of some records, which then do not change the loss, because samples do not
+        attend to each other. Needs `label_records`."""
         kept = torch.tensor([number not in records for number in self.label_records.tolist()], dtype=torch.bool)
         names = ("label_positions", "label_ids", "label_sources", "label_records")
         present = (name for name in names if len(getattr(self, name)))
         return replace(self, **{name: getattr(self, name)[kept] for name in present})
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
-        """Return a copy of the micro-batch with `function` applied to each of its tensors."""
+        """Return a copy with `function` applied to each tensor."""
         return replace(self, **{name: function(getattr(self, name)) for name in TENSORS})
 
 
@@ -107,18 +104,18 @@ class SkippedSample:
     number: int
     """Number of the record in the dataset."""
     record: str
-    """Name of the record in error messages (file, line, index and id)."""
+    """Name of the record in error messages."""
     kind: str
     """Kind of the problem (`problems.Kind`)."""
     reason: str
     lacks: StepFacts
-    """Counts of this sample alone, to subtract from the counts of the step."""
+    """Counts of this sample alone."""
 
 
 @dataclass
 class StepFacts:
-    """Counts of one training step over all ranks (samples, tokens, labels, ...). Every rank computes all of them from
-    numbers that were counted before training, without communication."""
+    """Counts of one training step over all ranks. Every rank computes all of them from numbers that were counted before
+    training, without communication."""
 
     step: int
     samples: int = 0
@@ -134,15 +131,14 @@ class StepFacts:
     labels_cut: int = 0
     """Number of labels lost by truncation."""
     skipped: list[SkippedSample] = field(default_factory=list)
-    """Samples that are left out of the step because their record or an image cannot be read."""
     unlabelled: list[str] = field(default_factory=list)
     """Names of the records whose samples have no label: LLaVA's rules mask all labels, or the sample is truncated
     before its first answer."""
     source_labels: dict[str, int] = field(default_factory=dict)
-    """Number of label tokens of each data source, by the source's name."""
+    """{name of a data source: number of its label tokens}."""
 
     def without(self, skipped: list[SkippedSample]) -> StepFacts:
-        """Return these counts of a training step without the samples in `skipped`."""
+        """Return these counts without skipped samples."""
         counts = {name: getattr(self, name) - sum(getattr(s.lacks, name) for s in skipped) for name in COUNTS}
         named = [record for sample in skipped for record in sample.lacks.unlabelled]
         unlabelled = [record for record in self.unlabelled if record not in named]
@@ -159,22 +155,17 @@ COUNTS = ("samples", "tokens", "pairs", "label_tokens", "images", "tiles", "trun
 
 @dataclass
 class Step:
-    """This rank's part of one training step: its micro-batches, and counts of the whole step."""
+    """This rank's part of one training step, and counts of the whole step."""
 
     facts: StepFacts
     """Counts of the step over all ranks. When a data worker returns the step, `skipped` lists only the samples skipped
     on this rank, and the counts still include them; `Step.without` corrects both."""
     micro_batches: list[MicroBatch]
-    """Micro-batches of this rank; every rank has the same number."""
+    """Every rank has the same number."""
 
     def without(self, skipped: list[SkippedSample], normalize: Normalize) -> Step:
-        """Return a copy of the training step whose counts leave out skipped samples. If the loss is normalised over the
-        step, the scale of each micro-batch's loss becomes 1 / (number of labels left in the step).
-
-        Args:
-            skipped: the samples of the step that any rank skipped.
-            normalize: whether the loss is normalised over the step or over each micro-batch.
-        """
+        """Return a copy of the step whose counts leave out the samples that any rank skipped. If the loss is normalised
+        over the step, the scale of each micro-batch's loss becomes 1 / (number of labels left in the step)."""
         facts, micros = self.facts.without(skipped), self.micro_batches
         if skipped and any(len(micro.label_records) for micro in micros):
             micros = [micro.without_labels({sample.number for sample in skipped}) for micro in micros]
@@ -183,11 +174,9 @@ class Step:
         return Step(facts, [replace(micro, scale=1 / max(1, facts.label_tokens)) for micro in micros])
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Step:
-        """Return a copy of the step with `function` applied to each tensor of its micro-batches. The order of the
-        tensors is always the same."""
+        """Return a copy with `function` applied to each tensor, always in the same order."""
         return Step(self.facts, [micro.map(function) for micro in self.micro_batches])
 
     def pin_memory(self) -> Step:
-        """Return a copy of the step in page-locked memory, for asynchronous copies to a GPU; torch's DataLoader calls
-        this."""
+        """Copy the step to page-locked memory, for asynchronous copies to a GPU; torch's DataLoader calls this."""
         return self.map(torch.Tensor.pin_memory)

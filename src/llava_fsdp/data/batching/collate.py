@@ -19,20 +19,18 @@ from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
 from llava_fsdp.data.text.encode import Sample
 
 Row = tuple[Sample, list[np.ndarray]]
-"""An encoded sample, and for each of its images the tiles, uint8 [tiles, 3, size, size]."""
+"""A sample, and for each of its images the tiles, uint8 [tiles, 3, size, size]."""
 
 
 class Collator:
-    """Makes a micro-batch (inputs and labels of one forward pass) from encoded samples and the tiles of their
-    images."""
+    """Makes a micro-batch from samples and the tiles of their images.
+
+    Args:
+        pack: whether the samples are packed into one row.
+        cut: which positions of a packed row this rank processes; None: all.
+    """
 
     def __init__(self, image_reader: ImageReader, normalize: Normalize, pack: bool, cut: ContextCut | None = None):
-        """Create a collator.
-
-        Args:
-            pack: whether the samples of a micro-batch are packed into one row.
-            cut: which positions of a packed row this rank processes; None: all.
-        """
         assert pack or cut is None, "only packed rows are divided among ranks"
         self.image_reader = image_reader
         self.normalize = normalize
@@ -49,12 +47,11 @@ class Collator:
         numbers: Sequence[int] = (),
         tile_numbers: Sequence[Sequence[int]] | None = None,
     ) -> MicroBatch:
-        """Return a micro-batch of the given samples, as one packed row or as padded rows; without samples, a
-        micro-batch of one token and no label. With `cut`, samples keep all tokens and labels, but have only the image
-        tokens and tiles that this rank needs (`shown_images`).
+        """Return a micro-batch, as one packed row or as padded rows; without samples, one of one token and no label.
+        With `cut`, samples keep all tokens and labels, but have only the image tokens and tiles that this rank needs
+        (`shown_images`).
 
         Args:
-            rows: encoded samples, each with the tiles of each of its images, uint8 [tiles, 3, size, size].
             facts: counts of the whole step over all ranks, from which the scale of the loss is computed.
             micro_batches: number of micro-batches of the whole step, counting once what several ranks process together.
             seeds: dropout seed of each sample, below 2**31; empty without dropout.
@@ -105,9 +102,6 @@ class Collator:
     def lay_out(self, rows: list[Row]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Concatenate the images of a micro-batch.
 
-        Args:
-            rows: encoded samples, each with the tiles of each of its images, uint8 [tiles, 3, size, size].
-
         Returns:
             (tiles of all images, uint8 [tiles, 3, size, size]; for each image token the index of its vision feature
             among the features of all tiles, or of the four features of which it is a weighted sum, int64 [image tokens]
@@ -128,11 +122,10 @@ def aligned(values: np.ndarray) -> torch.Tensor:
 
 
 def padded(samples: list[Sample]) -> tuple[np.ndarray, np.ndarray]:
-    """Return token ids and labels of encoded samples as padded rows, both int64 [samples, length of the longest
-    sample].
+    """Return token ids and labels of samples as padded rows, both int64 [samples, length of the longest sample].
 
     Labels are shifted: each is at the position of the token that predicts it. Rows are padded on the right, token ids
-    with 0 and labels with IGNORE (-100).
+    with 0 and labels with IGNORE.
     """
     length = max((len(s.input_ids) for s in samples), default=1)
     ids = np.zeros((max(1, len(samples)), length), dtype=np.int64)
@@ -144,11 +137,8 @@ def padded(samples: list[Sample]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def packed(samples: list[Sample]) -> tuple[np.ndarray, np.ndarray]:
-    """Return token ids and labels of all encoded samples, one after the other in one row, both int64 [1, tokens].
-
-    Labels are shifted: each is at the position of the token that predicts it. The last position of a sample has IGNORE
-    (-100).
-    """
+    """Return token ids and labels of all samples in one row, both int64 [1, tokens]. Labels are shifted; the last
+    position of a sample has IGNORE."""
     if not samples:
         return padded(samples)
     end = np.array([IGNORE])
@@ -157,13 +147,11 @@ def packed(samples: list[Sample]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def padded_to(row: np.ndarray, padding: int, filler: int) -> np.ndarray:
-    """Return a row, [1, tokens], with `padding` times `filler` at its end."""
     return np.pad(row, ((0, 0), (0, padding)), constant_values=filler)
 
 
 def boundaries(lengths: tuple[int, ...]) -> dict[str, Any]:
-    """Return the MicroBatch fields that separate the samples of a packed row (position_ids, cu_seqlens and lengths),
-    given the number of tokens of each sample."""
+    """Return the MicroBatch fields that separate the samples of a packed row."""
     return {
         "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
         "cu_seqlens": torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32),
@@ -172,13 +160,8 @@ def boundaries(lengths: tuple[int, ...]) -> dict[str, Any]:
 
 
 def per_token(seeds: Sequence[int], lengths: tuple[int, ...], pack: bool) -> np.ndarray:
-    """Return the dropout seeds of a micro-batch's tokens, int64 [1, tokens] for a packed row; for padded rows, whose
-    tokens all have the seed of their row, int64 [rows, 1].
-
-    Args:
-        seeds: dropout seed of each sample.
-        lengths: number of tokens of each sample.
-    """
+    """Return the dropout seeds of tokens, int64 [1, tokens] for a packed row; for padded rows, whose tokens all have
+    the seed of their row, int64 [rows, 1]."""
     of_samples = np.array(seeds, dtype=np.int64)
     return np.repeat(of_samples, lengths).reshape(1, -1) if pack else of_samples.reshape(-1, 1)
 
@@ -200,23 +183,13 @@ def tile_seeds(seeds: Sequence[int], rows: list[Row], numbers: Sequence[Sequence
 
 
 def of_labels(field: str, values: Sequence[int], label_rows: np.ndarray) -> dict[str, Any]:
-    """Return a field of MicroBatch that has for each label the value of the label's row; nothing without values.
-
-    Args:
-        field: name of the field.
-        values: value of each row.
-        label_rows: index of the row of each label.
-    """
+    """Return a field of MicroBatch that has for each label the value of its row; nothing without values."""
     return {field: torch.from_numpy(np.array(values, dtype=np.int64)[label_rows])} if len(values) else {}
 
 
 def shown_places(sample: Sample, here: np.ndarray) -> dict[int, np.ndarray]:
-    """Return which images of a sample have tokens at the positions that a rank processes: {index of the image: whether
-    each of its tokens is there, bool [tokens]}.
-
-    Args:
-        here: whether the rank processes each position of the sample, bool [tokens].
-    """
+    """Return which images of a sample have tokens at the positions that a rank processes (`here`, bool [tokens]):
+    {index of the image: whether each of its tokens is there, bool [tokens]}."""
     is_here = np.split(here[sample.input_ids == IMAGE_ID], np.cumsum([len(rows) for rows in sample.image_rows]))
     return {place: own for place, own in enumerate(is_here[: len(sample.image_rows)]) if own.any()}
 
@@ -224,7 +197,7 @@ def shown_places(sample: Sample, here: np.ndarray) -> dict[int, np.ndarray]:
 def shown_images(
     sample: Sample, here: np.ndarray, features: int, read: Callable[[int], np.ndarray], first_tiles: Sequence[int]
 ) -> tuple[Row, list[int]]:
-    """Return a sample with those image tokens and tiles alone that a rank needs which processes some of its positions,
+    """Return a sample with only those image tokens and tiles that a rank needs which processes some of its positions,
     and the numbers of these tiles among all tiles of the sample. The sample's token ids and labels stay whole.
 
     Args:

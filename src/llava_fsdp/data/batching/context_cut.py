@@ -7,8 +7,8 @@ import numpy as np
 
 @dataclass(frozen=True)
 class ContextCut:
-    """Which positions of a packed row one rank processes. `size` ranks share each row. The row is padded at its end and
-    divided into chunks of equal length."""
+    """Which positions of a packed row one rank processes. The row is padded at its end and divided into chunks of equal
+    length."""
 
     size: int
     """Number of ranks that share a row."""
@@ -21,28 +21,20 @@ class ContextCut:
 
     @property
     def num_chunks(self) -> int:
-        """Number of chunks into which a row is divided. The row's length must be a multiple of it."""
+        """Number of chunks of a row, whose length must be a multiple of it."""
         return self.size * (2 if self.paired else 1)
 
     def padding(self, tokens: int) -> int:
-        """Return how many tokens of padding a row of `tokens` tokens needs."""
+        """Return how many tokens of padding a row needs."""
         return -tokens % self.num_chunks
 
     def chunks(self, tokens: int) -> list[tuple[int, int]]:
-        """Return this rank's chunks of a row, each as the range [begin, end) of its positions, in ascending order.
-
-        Args:
-            tokens: length of the row with padding.
-        """
+        """Return this rank's chunks of a padded row, each as the range [begin, end) of its positions, ascending."""
         assert tokens % self.num_chunks == 0, "a row is padded to a multiple of the number of chunks"
         length = tokens // self.num_chunks
         numbers = (self.index, self.num_chunks - 1 - self.index) if self.paired else (self.index,)
         return [(number * length, (number + 1) * length) for number in numbers]
 
     def positions(self, tokens: int) -> np.ndarray:
-        """Return the positions of a row that this rank processes, int64 [tokens / size], in ascending order.
-
-        Args:
-            tokens: length of the row with padding.
-        """
+        """Return the positions of a padded row that this rank processes, int64 [tokens / size], ascending."""
         return np.concatenate([np.arange(begin, end) for begin, end in self.chunks(tokens)])

@@ -9,8 +9,7 @@ UNIT = 1e6
 
 @dataclass(frozen=True)
 class CostModel:
-    """Estimates the FLOPs of the forward and backward pass of a sample from its numbers of tokens, labels and image
-    tiles."""
+    """Estimates the FLOPs of the forward and backward pass of a sample."""
 
     token: float = UNIT
     """FLOPs of a token in the linear layers of the transformer blocks."""
@@ -22,14 +21,10 @@ class CostModel:
     """FLOPs of an image tile in the vision tower and the projector."""
 
     def __call__(self, lengths: np.ndarray, labels: np.ndarray, tiles: np.ndarray) -> np.ndarray:
-        """Return the cost of each sample in units of 1e6 FLOPs, int64 [samples], at least 1.
+        """Return the cost of each sample in units of 1e6 FLOPs, int64 [samples], at least 1, from its tokens, labels
+        and image tiles.
 
         The costs are integers, so that sums of them do not depend on the order of addition.
-
-        Args:
-            lengths: tokens of each sample.
-            labels: label tokens of each sample.
-            tiles: image tiles of each sample.
         """
         long = lengths.astype(np.float64)
         flops = self.token * long + self.pair * long**2 + self.label * labels + self.tile * tiles

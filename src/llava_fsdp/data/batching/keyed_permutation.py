@@ -11,21 +11,16 @@ from llava_fsdp.runtime.seeds import derive
 
 ROUNDS = 8
 VERSION = 1
-"""Version of the permutations. It is increased whenever the same arguments give another permutation, so that a run
-which began with another version is not resumed."""
+"""Version of the permutations, increased whenever the same arguments give another one, so that a run which began with
+another version is not resumed."""
 FACTORS = np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53)
 """Constants of the 64-bit finaliser of MurmurHash3."""
 SHIFT = np.uint64(33)
 
 
 def permuted(positions: np.ndarray, count: int, *purpose: str | int) -> np.ndarray:
-    """Return the values of a random permutation of range(count) at the given positions, int64 [positions].
-
-    Args:
-        positions: integers in range(count), in any order.
-        purpose: words and numbers that seed the permutation; the same ones and the same `count` give the same
-            permutation.
-    """
+    """Return the values of a random permutation of range(count) at the given positions, int64 [positions]. It depends
+    on `count` and on `purpose`, words and numbers that seed it."""
     keys = np.array([derive(*purpose, count, number) for number in range(ROUNDS)], dtype=np.uint64)
     bits = half_bits(count)
     values = network(positions.astype(np.uint64), keys, bits)
@@ -35,19 +30,14 @@ def permuted(positions: np.ndarray, count: int, *purpose: str | int) -> np.ndarr
 
 
 def half_bits(count: int) -> int:
-    """Return how many bits each half of a value has in the Feistel network that permutes range(count). The network then
-    permutes at least `count` and at most 4 * `count` integers."""
+    """Return the bits of each half of a value in the network that permutes range(count): at least `count` and at most 4
+    * `count` integers."""
     return max(1, ((count - 1).bit_length() + 1) // 2)
 
 
 def network(values: np.ndarray, keys: np.ndarray, bits: int) -> np.ndarray:
-    """Apply a Feistel network to each value, uint64 [values]. It is a bijection: no two values have the same result.
-
-    Args:
-        values: integers of 2 * `bits` bits, uint64 [values].
-        keys: key of each round of the network, uint64 [rounds].
-        bits: number of bits of each half of a value.
-    """
+    """Apply a Feistel network to each value of 2 * `bits` bits, uint64 [values], with a key for each round, uint64
+    [rounds]. It is a bijection: no two values have the same result."""
     half, low = np.uint64(bits), np.uint64((1 << bits) - 1)
     left, right = values >> half, values & low
     for key in keys:

@@ -1,4 +1,8 @@
-"""Sampler that chooses the same records for each step as LLaVA's training code does with the same seed."""
+"""Sampler that chooses the same records for each step as LLaVA's training code does with the same seed.
+
+`lengths` are numbers of words, negative for a record without image. `batch_size` is the number of records of a
+micro-batch. An Assignment has record numbers as [rank][micro-batch][record].
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from llava_fsdp.data.batching.packing import Assignment
 from llava_fsdp.runtime.errors import ConfigError
 
 ACCELERATE_SEED = 67280421310721
-"""Default seed of torch.Generator; accelerate's samplers use it, because accelerate never seeds their generator."""
+"""Default seed of torch.Generator; accelerate never seeds the generator of its samplers."""
 
 
 class LlavaSampler:
@@ -19,26 +23,20 @@ class LlavaSampler:
 
     An epoch has floor(micro-batches per rank / accumulation) steps. The micro-batches left at the end of an epoch, too
     few for a step, begin the first step of the next epoch; those left at the end of the last epoch are dropped.
+
+    Args:
+        lengths: of each record (LLaVA train.py:684-690).
+        accumulation: number of micro-batches of each rank in a step.
+        seed: the seed that LLaVA's training was given.
+        grouped: whether LLaVA's `group_by_modality_length` is on.
+
+    Raises:
+        ConfigError: an epoch has too few micro-batches for a step, or LLaVA's sampler fails at a record without words.
     """
 
     def __init__(
         self, lengths: list[int], batch_size: int, accumulation: int, world_size: int, seed: int, grouped: bool
     ):
-        """Make the sampler that chooses the same records for each step as LLaVA, and draw the order of the records in
-        the first epoch.
-
-        Args:
-            lengths: number of words of each record, negative for a record without image (LLaVA train.py:684-690).
-            batch_size: number of records of a micro-batch.
-            accumulation: number of micro-batches of each rank in a step.
-            world_size: number of ranks.
-            seed: the seed that LLaVA's training was given.
-            grouped: whether LLaVA's `group_by_modality_length` is on.
-
-        Raises:
-            ConfigError: an epoch has too few micro-batches for a step, or LLaVA's sampler fails at a record without
-                words.
-        """
         self.lengths = lengths
         self.batch_size = batch_size
         self.accumulation = accumulation
@@ -73,15 +71,13 @@ class LlavaSampler:
         return [[self.epoch(epoch)[rank][at] for epoch, at in places] for rank in range(self.world_size)]
 
     def epoch(self, number: int) -> Assignment:
-        """Return the record numbers of an epoch (`number`, from 0) as nested lists: [rank][micro-batch][record]. Its
-        order can only be drawn after those of all epochs before it."""
+        """Return the records of an epoch, from 0. Its order can only be drawn after those of all epochs before it."""
         while len(self.epochs) <= number:
             self.epochs.append(self.deal(self.flat_order()))
         return self.epochs[number]
 
     def flat_order(self) -> list[int]:
-        """Draw the order of the records in the next epoch, with the random numbers that LLaVA draws, and return the
-        record numbers in this order."""
+        """Draw the order of the records in the next epoch, with the random numbers that LLaVA draws."""
         # torch's DataLoader draws the seed of its workers
         torch.empty((), dtype=torch.int64).random_(generator=self.process_generator)
         alone = self.world_size == 1
@@ -99,14 +95,7 @@ class LlavaSampler:
 
     def deal(self, order: list[int]) -> Assignment:
         """Distribute the records of an epoch over micro-batches and ranks. With one rank, the last micro-batch may be
-        short; with several ranks, all micro-batches are full.
-
-        Args:
-            order: numbers of the records in the order of the epoch.
-
-        Returns:
-            [rank][micro-batch] -> record numbers
-        """
+        short; with several ranks, all micro-batches are full."""
         if self.world_size == 1:
             return [chunked(order, self.batch_size)]
         return even_batches(order, self.batch_size, self.world_size)
@@ -114,16 +103,7 @@ class LlavaSampler:
 
 def even_batches(order: list[int], batch_size: int, world_size: int) -> Assignment:
     """Split records into micro-batches and give micro-batch j to rank j % world_size. The last micro-batches are filled
-    up with records from the beginning of `order`, as accelerate's BatchSamplerShard does.
-
-    Args:
-        order: numbers of the records in the order of the epoch.
-        batch_size: number of records of a micro-batch.
-        world_size: number of ranks.
-
-    Returns:
-        [rank][micro-batch] -> record numbers
-    """
+    up with records from the beginning of `order`, as accelerate's BatchSamplerShard does."""
     batches = chunked(order, batch_size)
     again = itertools.cycle(order)
     batches[-1] = batches[-1] + list(itertools.islice(again, batch_size - len(batches[-1])))
@@ -142,8 +122,6 @@ def modality_grouped(
     by record number and put at the end.
 
     Args:
-        lengths: number of words of each record, negative for a record without image.
-        batch_size: number of records of a micro-batch.
         chunks: number of micro-batches in a megabatch.
         megabatches: generator that draws the order of the megabatches.
         process: generator that draws the order of the records of each kind.
@@ -166,12 +144,6 @@ def length_grouped(lengths: list[int], batch_size: int, chunks: int, generator: 
 
     The records are shuffled and cut into megabatches of chunks * batch_size records. Each megabatch is sorted by length
     and divided into micro-batches of nearly equal total length.
-
-    Args:
-        lengths: number of words of each record.
-        batch_size: number of records of a micro-batch.
-        chunks: number of micro-batches in a megabatch.
-        generator: generator that shuffles the records.
     """
     order = torch.randperm(len(lengths), generator=generator).tolist()
     return [
@@ -184,16 +156,8 @@ def length_grouped(lengths: list[int], batch_size: int, chunks: int, generator: 
 
 def even_chunks(indices: list[int], lengths: list[int], chunks: int) -> list[list[int]]:
     """Split records into chunks of equal size and nearly equal sum of lengths (LLaVA llava_trainer.py:38-58). If the
-    sizes cannot be equal, chunk i gets the records i, i + chunks, i + 2 * chunks and so on of `indices`.
-
-    Args:
-        indices: numbers of the records to split.
-        lengths: length of each record of the dataset, by its number.
-        chunks: number of chunks.
-
-    Returns:
-        [chunk] -> record numbers
-    """
+    sizes cannot be equal, chunk i gets the records i, i + chunks, i + 2 * chunks and so on of `indices`. `lengths` has
+    those of all records."""
     if len(indices) % chunks:
         return [indices[i::chunks] for i in range(chunks)]
     filled: list[list[int]] = [[] for _ in range(chunks)]

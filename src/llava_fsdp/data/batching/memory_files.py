@@ -25,24 +25,17 @@ HAS_MEMORY_FILES = sys.platform.startswith("linux")
 
 
 class Outbox:
-    """The memory files (anonymous files in memory) of one data worker process. Each contains a training step that is
-    being transferred to the rank's process, or is empty."""
+    """The memory files of one data worker. Each contains a step in transfer to the rank's process, or is empty."""
 
     def __init__(self, files: int):
-        """Create the memory files (anonymous files in memory) of one data worker process; raise OSError if the process
-        has too many files open.
-
-        Args:
-            files: number of files, one for each step that may be in transfer at the same time.
-        """
+        """Raise OSError if the process has too many files open."""
         self.files: list[int] = []
         weakref.finalize(self, close, self.files).atexit = False  # not at exit: a thread may still be reading
         for _ in range(files):
             self.files.append(memory_file())
 
     def put(self, step: Step) -> Sent:
-        """Write the tensors of a training step to an empty memory file (an anonymous file in memory) of this data
-        worker. Return what the rank's process needs to read them. Raise OSError if the system is out of memory."""
+        """Write the tensors of a step to an empty file. Raise OSError if the system is out of memory."""
         file = next((file for file in self.files if not os.fstat(file).st_size), None)
         assert file is not None, "there are as many files as steps in transfer"
         size = 0
@@ -64,23 +57,18 @@ class Outbox:
 
 @dataclass(frozen=True)
 class Sent:
-    """A training step whose tensors are in a memory file (an anonymous file in memory), each at a multiple of ALIGNMENT
-    bytes."""
+    """A step whose tensors are in a memory file, each at a multiple of ALIGNMENT bytes."""
 
     step: Step
-    """The step with its tensors on the meta device, which have shapes and types but no values."""
+    """The step with its tensors on the meta device."""
     file: int
-    """Descriptor of the memory file, the same number in the worker's and in the rank's process."""
+    """Descriptor, the same number in the worker's and in the rank's process."""
     size: int
     """Total size of the tensors in bytes, including padding."""
 
     def receive(self, pin_memory: bool = False) -> Step:
-        """Copy the training step from its memory file (an anonymous file in memory) into memory of this process, and
-        empty the file. This must be called once, in the rank's process.
-
-        Args:
-            pin_memory: whether to use page-locked memory, for asynchronous copies to a GPU.
-        """
+        """Copy the step into memory of this process, page-locked with `pin_memory`, and empty the file. This must be
+        called once, in the rank's process."""
         memory, begin = torch.empty(self.size, dtype=torch.uint8, pin_memory=pin_memory), 0
         written = memory[: os.fstat(self.file).st_size]
         each_byte(written, lambda rest, done: os.preadv(self.file, [rest], done))
@@ -95,23 +83,18 @@ class Sent:
         return self.step.map(read)
 
     def pin_memory(self) -> Step:
-        """Receive the training step from the data worker into page-locked memory, for asynchronous copies to a GPU;
-        torch's DataLoader calls this in a thread."""
+        """Receive the step into page-locked memory, for asynchronous copies to a GPU; torch's DataLoader calls this in
+        a thread."""
         return self.receive(pin_memory=True)
 
 
 def padded_size(values: torch.Tensor) -> int:
-    """Return the number of bytes that a tensor takes in a file, including padding to a multiple of ALIGNMENT."""
     return -(-values.nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def each_byte(values: torch.Tensor, move: Callable[[memoryview, int], int]) -> None:
-    """Call `move` until all bytes of a uint8 tensor are transferred, because one system call transfers at most 2 GiB.
-
-    Args:
-        values: the tensor, on the CPU.
-        move: function (remaining bytes, number of bytes already moved) -> number of bytes that it moved.
-    """
+    """Call `move` until all bytes of a uint8 tensor on the CPU are transferred, because one system call transfers at
+    most 2 GiB. `move`: function (remaining bytes, number of bytes already moved) -> number of bytes that it moved."""
     data, done = values.numpy().data, 0
     while done < len(data):
         moved = move(data[done:], done)
@@ -120,8 +103,8 @@ def each_byte(values: torch.Tensor, move: Callable[[memoryview, int], int]) -> N
 
 
 def memory_file() -> int:
-    """Create an anonymous file in memory and return its descriptor. It calls memfd_create of the C library, because
-    `os.memfd_create` is missing if Python was built with an old C library."""
+    """Create a memory file with memfd_create of the C library, because `os.memfd_create` is missing if Python was built
+    with an old C library."""
     libc = ctypes.CDLL(None, use_errno=True)
     file = libc.memfd_create(b"llava_fsdp-step", 1)  # 1: closed on exec
     if file < 0:

@@ -1,4 +1,8 @@
-"""Assign the samples of a training step to ranks and micro-batches."""
+"""Assign the samples of a training step to ranks and micro-batches.
+
+A bin is a micro-batch of one rank. `tokens` and `work` are the numbers of tokens and the costs of the samples, `bins`
+is the number of bins, and `most_tokens` the most tokens of a bin. `place` is the bin of each sample, int64 [samples].
+"""
 
 import heapq
 import itertools
@@ -8,30 +12,24 @@ from collections.abc import Callable
 import numpy as np
 
 Assignment = list[list[list[int]]]
-"""Numbers of the samples of a training step, as nested lists: [rank][micro-batch][sample]."""
+"""Samples as [rank][micro-batch][sample]."""
 
 Rounding = Callable[[int], int]
-"""Function from a number of micro-batches to one that is not smaller, such as the next multiple of 4."""
+"""Function from the number of micro-batches per rank that is needed to the number that is used, such as the next
+multiple of 4."""
 GOOD_ENOUGH = 1e-4
 """Balancing stops once the costliest micro-batch or rank is above the mean cost by no more than this fraction."""
 LIGHTEST = 8
-"""Balancing moves samples from the costliest micro-batch or rank only to this number of the cheapest ones. If it tried
-all, a step of 4096 samples would take a second."""
+"""Number of the cheapest bins or ranks to which balancing moves samples. With all, a step of 4096 samples would take a
+second."""
 
 
 def split_step(lengths: list[int], world_size: int, micro_batch_size: int, rounded: Rounding = int) -> Assignment:
-    """Assign the samples of a training step to ranks and padded micro-batches of at most `micro_batch_size` samples.
+    """Assign the samples of a step to ranks and padded micro-batches of at most `micro_batch_size` samples; return
+    indices into `lengths`, the tokens of each sample.
 
     Samples are sorted by length, so that there is little padding, and all ranks process samples of similar length at
     the same time. Every rank gets the same number of micro-batches; with few samples some of them are empty.
-
-    Args:
-        lengths: tokens of each sample of the step.
-        world_size: number of ranks.
-        rounded: function from the number of micro-batches per rank that is needed to the number that is used.
-
-    Returns:
-        [rank][micro_batch] -> indices into `lengths`.
     """
     count = rounded(num_micro_batches(len(lengths), world_size, micro_batch_size))
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
@@ -42,13 +40,7 @@ def split_step(lengths: list[int], world_size: int, micro_batch_size: int, round
 
 
 def num_micro_batches(samples: int, world_size: int, micro_batch_size: int) -> int:
-    """Return how many padded micro-batches each rank processes in a training step.
-
-    Args:
-        samples: number of samples of the step, over all ranks.
-        world_size: number of ranks.
-        micro_batch_size: greatest number of samples of a micro-batch.
-    """
+    """Return how many padded micro-batches each rank processes for `samples` samples of all ranks."""
     return max(1, math.ceil(samples / (world_size * micro_batch_size)))
 
 
@@ -56,7 +48,7 @@ def pack_step(
     lengths: list[int], costs: list[int], world_size: int, most_tokens: int, rounded: Rounding = int
 ) -> Assignment:
     """Assign the samples of a training step to ranks and packed micro-batches, which have at most `most_tokens` tokens
-    and nearly equal cost.
+    and nearly equal cost; return indices into `lengths`, the tokens of each sample.
 
     Each sample, the costliest first, goes to the micro-batch of least cost (longest-processing-time rule). Then samples
     are swapped between the costliest micro-batch and the cheapest ones, and at last between ranks, to equalize the
@@ -66,13 +58,8 @@ def pack_step(
     alone.
 
     Args:
-        lengths: tokens of each sample of the step, at most `most_tokens`.
-        costs: cost of each sample, whole numbers from 1 in any unit.
-        world_size: number of ranks.
-        rounded: function from the number of micro-batches per rank that is needed to the number that is used.
-
-    Returns:
-        [rank][micro_batch] -> indices into `lengths`.
+        lengths: at most `most_tokens` each.
+        costs: of each sample, whole numbers from 1 in any unit.
     """
     assert max(lengths, default=0) <= most_tokens, "a sample is never split"
     tokens, work = np.array(lengths, dtype=np.int64), np.array(costs, dtype=np.float64)
@@ -88,16 +75,8 @@ def pack_step(
 
 
 def place_all(tokens: np.ndarray, work: np.ndarray, bins: int, most_tokens: int) -> np.ndarray | None:
-    """Distribute samples over bins (micro-batches) with `place_by_cost` or, if that finds no room for a sample, with
-    `place_by_length`; then fill empty bins. Return the bin of each sample, int64 [samples]; None if neither finds room
-    for all.
-
-    Args:
-        tokens: number of tokens of each sample.
-        work: cost of each sample.
-        bins: number of bins.
-        most_tokens: greatest number of tokens in a bin.
-    """
+    """Distribute samples over bins with `place_by_cost` or, if that finds no room for a sample, with `place_by_length`;
+    then fill empty bins. Return None if neither finds room for all."""
     place = place_by_cost(tokens, work, bins, most_tokens)
     if place is None:
         place = place_by_length(tokens, bins, most_tokens)
@@ -105,15 +84,8 @@ def place_all(tokens: np.ndarray, work: np.ndarray, bins: int, most_tokens: int)
 
 
 def place_by_cost(tokens: np.ndarray, work: np.ndarray, bins: int, most_tokens: int) -> np.ndarray | None:
-    """Distribute samples over bins (micro-batches): each sample, the costliest first, goes to the bin of least cost
-    that has room for it. Return the bin of each sample, int64 [samples]; None if a sample fits into no bin.
-
-    Args:
-        tokens: number of tokens of each sample.
-        work: cost of each sample.
-        bins: number of bins.
-        most_tokens: greatest number of tokens in a bin.
-    """
+    """Put each sample, the costliest first, into the bin of least cost that has room for it. Return None if one fits
+    into no bin."""
     place, room = np.zeros(len(tokens), dtype=np.int64), [most_tokens] * bins
     heap = [(0.0, number) for number in range(bins)]
     for sample in np.argsort(-work, kind="stable").tolist():
@@ -131,14 +103,8 @@ def place_by_cost(tokens: np.ndarray, work: np.ndarray, bins: int, most_tokens: 
 
 
 def place_by_length(tokens: np.ndarray, bins: int, most_tokens: int) -> np.ndarray | None:
-    """Distribute samples over bins (micro-batches): each sample, the longest first, goes to the fullest bin that has
-    room for it. Return the bin of each sample, int64 [samples]; None if a sample fits into no bin.
-
-    Args:
-        tokens: number of tokens of each sample.
-        bins: number of bins.
-        most_tokens: greatest number of tokens in a bin.
-    """
+    """Put each sample, the longest first, into the fullest bin that has room for it. Return None if one fits into no
+    bin."""
     place, room = np.zeros(len(tokens), dtype=np.int64), np.full(bins, most_tokens, dtype=np.int64)
     for sample in np.argsort(-tokens, kind="stable").tolist():
         left = np.where(room >= tokens[sample], room - tokens[sample], most_tokens + 1)
@@ -151,14 +117,8 @@ def place_by_length(tokens: np.ndarray, bins: int, most_tokens: int) -> np.ndarr
 
 
 def fill_empty(place: np.ndarray, work: np.ndarray, bins: int) -> np.ndarray:
-    """Move a sample to each empty bin (micro-batch): the cheapest one of the bin with the most samples, if that has at
-    least two.
-
-    Args:
-        place: bin of each sample, int64 [samples]; changed in place and returned.
-        work: cost of each sample.
-        bins: number of bins.
-    """
+    """Move a sample to each empty bin: the cheapest one of the bin with the most samples, if that has at least two.
+    `place` is changed in place and returned."""
     held = np.bincount(place, minlength=bins)
     for empty in np.flatnonzero(held == 0):
         fullest = int(held.argmax())
@@ -172,15 +132,11 @@ def fill_empty(place: np.ndarray, work: np.ndarray, bins: int) -> np.ndarray:
 
 
 def seats(load: np.ndarray, world_size: int) -> np.ndarray:
-    """Assign bins of samples to ranks as their micro-batches. Return for each bin rank * (micro-batches per rank) +
-    micro-batch, int64 [bins].
+    """Assign bins with the costs `load` to ranks as their micro-batches. Return for each bin rank * (micro-batches per
+    rank) + micro-batch, int64 [bins].
 
     The `world_size` costliest bins become the first micro-batch of the ranks, the next ones the second, and so on.
     Among the bins of one such group, the costliest goes to the rank with the least total cost so far.
-
-    Args:
-        load: cost of each bin.
-        world_size: number of ranks; the number of bins is a multiple of it.
     """
     count = len(load) // world_size
     seat, total = np.zeros(len(load), dtype=np.int64), np.zeros(world_size)
@@ -192,16 +148,8 @@ def seats(load: np.ndarray, world_size: int) -> np.ndarray:
 
 
 def balance(place: np.ndarray, work: np.ndarray, tokens: np.ndarray, owner: np.ndarray, most_tokens: int) -> None:
-    """Even out the cost of micro-batches or ranks (the owners of the bins of samples): move samples from the costliest
-    owner to cheap ones, or swap them, as long as that helps.
-
-    Args:
-        place: the bin (micro-batch) of each sample, int64 [samples]; changed in place.
-        work: cost of each sample.
-        tokens: number of tokens of each sample.
-        owner: the owner of each bin, int64 [bins]: either the bin itself, or the rank that the bin belongs to.
-        most_tokens: greatest number of tokens in a bin.
-    """
+    """Even out the cost of owners (bins or ranks): move samples from the costliest owner to cheap ones, or swap them,
+    as long as that helps. `place` is changed in place; `owner` is the owner of each bin, int64 [bins]."""
     bins, owners = len(owner), int(owner.max()) + 1
     for _ in range(20 * owners):
         load = np.bincount(owner[place], work, owners)

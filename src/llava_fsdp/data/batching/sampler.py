@@ -1,4 +1,7 @@
-"""Samplers: they choose the records that each training step uses."""
+"""Samplers: they choose the records that each training step uses.
+
+Steps and epochs count from 0. A share is what a data source contributes to each epoch.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +29,12 @@ from llava_fsdp.runtime.seeds import derive
 ORDERS = "orders"
 """Name of the index's folder with the order of the samples of large epochs."""
 LARGE = 1 << 20
-"""From this number of samples on, the order of an epoch is written to a file. The order of a smaller epoch takes at
-most 4 MiB in each process."""
+"""Number of samples from which the order of an epoch is written to a file. A smaller order takes at most 4 MiB a
+process."""
 
 
 class Sampler(Protocol):
-    """Interface of the classes that choose the records of each training step."""
+    """Chooses the records of each training step."""
 
     @property
     def per_epoch(self) -> int:
@@ -40,36 +43,34 @@ class Sampler(Protocol):
 
     @property
     def shape(self) -> str:
-        """Text that must not change when a run is resumed with this sampler. It contains the settings (such as the
-        number of ranks) that affect which records a step gets; empty without such settings."""
+        """Text that must not change when a run is resumed: the settings (such as the number of ranks) that affect which
+        records a step gets."""
         ...
 
     def samples(self, step: int) -> list[int]:
-        """Return the numbers of the records that all ranks together train on in a training step (`step`, from 0). The
-        last step of an epoch may have fewer records than the others."""
+        """Return the numbers of a step's records on all ranks. The last step of an epoch may have fewer than the
+        others."""
         ...
 
     def draw(self, steps: int) -> None:
-        """Choose the records of the first `steps` training steps now. This is called before data workers are forked, so
-        that the workers share the result."""
+        """Choose the records of the first `steps` steps now. This is called before data workers are forked, so that the
+        workers share the result."""
         ...
 
     def assignment(self, step: int) -> Assignment | None:
-        """Return the record numbers of a training step (`step`, from 0) as nested lists: [rank][micro-batch][record];
-        None if this sampler leaves the distribution of the records to `packing.py`."""
+        """Return the record numbers of a step as [rank][micro-batch][record]; None leaves their distribution to
+        `packing.py`."""
         ...
 
 
 @dataclass(frozen=True)
 class Share:
-    """One of several data sources that are mixed in training, and the number of samples that it contributes to each
-    epoch (`samples`)."""
+    """A data source, and the number of samples that it contributes to each epoch."""
 
     name: str
     first: int
-    """Number of the source's first record in the dataset."""
+    """Number of the source's first record."""
     count: int
-    """Number of records of the source."""
     samples: int
 
 
@@ -79,11 +80,10 @@ class EpochSampler(ABC):
     epoch, and the number of samples of each data source."""
 
     count: int
-    """Number of records of the dataset."""
     seed: int
     global_batch_size: int
     shares: tuple[Share, ...] = ()
-    """How many samples each data source contributes to an epoch; empty: each record is used once per epoch."""
+    """Empty: each record is used once per epoch."""
 
     @property
     def samples_per_epoch(self) -> int:
@@ -100,17 +100,10 @@ class EpochSampler(ABC):
 
     @abstractmethod
     def part(self, epoch: int, begin: int, end: int) -> np.ndarray:
-        """Return the numbers of some records of an epoch, int64 or int32 [end - begin].
-
-        Args:
-            epoch: number of the epoch, from 0.
-            begin: position in the epoch's order of the first record.
-            end: position after the last record.
-        """
+        """Return the records from position `begin` to `end` - 1 of an epoch's order, int64 or int32 [end - begin]."""
 
     def draw(self, steps: int) -> None:  # noqa: B027  not abstract: right for all subclasses
-        """Do nothing: this sampler chooses the records of a step when the step is needed. Others choose those of the
-        first `steps` steps here."""
+        """Do nothing: this sampler chooses the records of a step when it is needed."""
 
     def assignment(self, step: int) -> None:
         return None
@@ -118,13 +111,13 @@ class EpochSampler(ABC):
 
 @dataclass(frozen=True)
 class Shuffle(EpochSampler):
-    """Sampler that shuffles the records of each epoch with `torch.randperm`."""
+    """Shuffles the records of each epoch with `torch.randperm`."""
 
     folder: Path | None = None
     """Folder to which the order of a large epoch is written, so that all processes of a machine share it; None: each
     process has a copy."""
     _drawn: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """Cache with one entry: the number of the epoch used last, and its record numbers in order."""
+    """{epoch used last: its record numbers in order}."""
 
     shape = ""
 
@@ -132,15 +125,15 @@ class Shuffle(EpochSampler):
         return self.epoch(epoch)[begin:end]
 
     def epoch(self, number: int) -> np.ndarray:
-        """Return the record numbers of an epoch (`number`, from 0) in order, int32 or int64 [samples_per_epoch]."""
+        """Return the records of an epoch in order, int32 or int64 [samples_per_epoch]."""
         if number not in self._drawn:
             self._drawn.clear()
             self._drawn[number] = self.shared(number)
         return self._drawn[number]
 
     def shared(self, number: int) -> np.ndarray:
-        """Return the record numbers of an epoch (`number`, from 0) in order, int32 or int64 [samples_per_epoch]. The
-        order of a large epoch is drawn by one process of a machine, and memory-mapped by the others."""
+        """Like `drawn`, but the order of a large epoch is drawn by one process of a machine, and memory-mapped by the
+        others."""
         samples = self.samples_per_epoch
         if self.folder is None or samples < LARGE:
             return self.drawn(number)
@@ -157,14 +150,10 @@ class Shuffle(EpochSampler):
         return np.concatenate([self.members(share, number) for share in self.shares])[order]
 
     def members(self, share: Share, epoch: int) -> np.ndarray:
-        """Return the numbers of the records that an epoch takes from a data source, int32 or int64 [share.samples].
+        """Return the records that an epoch takes from a data source, int32 or int64 [share.samples].
 
         Epochs take `share.samples` records each from an endless sequence of permutations of the source's records. So
         each record is used once before any record is used again, however few an epoch takes.
-
-        Args:
-            share: the data source, and how many samples it contributes to each epoch.
-            epoch: number of the epoch, from 0.
         """
         begin, end = epoch * share.samples, (epoch + 1) * share.samples
         passes = range(begin // share.count, -(-end // share.count))
@@ -175,23 +164,14 @@ class Shuffle(EpochSampler):
 
 @dataclass(frozen=True)
 class ComputedShuffle(EpochSampler):
-    """Sampler that computes the records of a step from (seed, epoch, step), without computing the order of the whole
-    epoch. Its memory does not grow with the number of records. Its order differs from that of the sampler `Shuffle`."""
+    """Computes the records of a step from (seed, epoch, step), without computing the order of the whole epoch. Its
+    memory does not grow with the number of records. Its order differs from that of `Shuffle`."""
 
     shape = f"computed_shuffle, version {VERSION}"
 
     def part(self, epoch: int, begin: int, end: int) -> np.ndarray:
-        """Return the numbers of some records of an epoch, int64 [end - begin].
-
-        The samples of all data sources are permuted together. The samples of one source are the next part of an endless
-        sequence of permutations of the source's records, which continues from epoch to epoch. So each record is used
-        once before any record is used again, however few an epoch takes.
-
-        Args:
-            epoch: number of the epoch, from 0.
-            begin: position in the epoch's order of the first record.
-            end: position after the last record.
-        """
+        """The samples of all data sources are permuted together. For the samples of one source, see
+        `Shuffle.members`."""
         samples = permuted(np.arange(begin, end), self.samples_per_epoch, "computed order", self.seed, epoch)
         if not self.shares:
             return samples
@@ -205,12 +185,7 @@ class ComputedShuffle(EpochSampler):
 
     def members(self, share: Share, positions: np.ndarray) -> np.ndarray:
         """Return the values at the given positions of a data source's endless sequence of permutations of its records:
-        numbers of records within the source, int64 [positions].
-
-        Args:
-            share: the data source, and how many samples it contributes to each epoch.
-            positions: positions in the sequence, int64.
-        """
+        numbers within the source, int64 [positions]."""
         if share.samples % share.count == 0:  # an epoch uses each record equally often, and its samples are permuted
             return positions % share.count
         passes, members = np.divmod(positions, share.count)
@@ -221,28 +196,20 @@ class ComputedShuffle(EpochSampler):
 
 
 def permutation(count: int, *purpose: str | int) -> np.ndarray:
-    """Return a random permutation of range(count), int32 or int64 [count]. `purpose` (words and numbers) seeds it.
-    torch draws the same values in both dtypes."""
+    """Return a random permutation of range(count), int32 or int64 [count], seeded by `purpose`. torch draws the same
+    values in both dtypes."""
     dtype = torch.int32 if smallest_dtype(count) == np.int32 else torch.int64
     return torch.randperm(count, generator=torch.Generator().manual_seed(derive(*purpose)), dtype=dtype).numpy()
 
 
 def smallest_dtype(count: int) -> np.dtype:
-    """Return the dtype for numbers below `count`: int32 if they fit, because it takes half of the memory of int64."""
+    """Return int32 if numbers below `count` fit, because it takes half of the memory of int64."""
     return np.dtype(np.int32 if count < 1 << 31 else np.int64)
 
 
 def shares_of(sources: dict[str, SourceConfig], counts: Sequence[int]) -> tuple[Share, ...]:
-    """Return how many samples each data source contributes to an epoch, in the order of `sources`; empty without
-    `data.sources`.
-
-    Args:
-        sources: {name: settings} of the data sources.
-        counts: number of records of each source, in the order of `sources`.
-
-    Raises:
-        ConfigError: a source has no record, or would contribute no sample to an epoch.
-    """
+    """Return the shares in the order of `sources`, from the number of records of each; empty without `data.sources`.
+    Raise ConfigError if a source has no record, or would contribute no sample to an epoch."""
     if not sources:
         return ()
     begins = itertools.accumulate(counts, initial=0)
@@ -266,10 +233,6 @@ def amounts(sources: dict[str, SourceConfig], counts: Sequence[int]) -> list[int
     With `epochs`, a source contributes its number of records times `epochs`, rounded. With `weight`, an epoch has as
     many samples as all sources have records, divided in proportion to the weights; the parts are rounded to whole
     numbers by the method of the largest remainder. Fractions keep decimal numbers of the configuration exact.
-
-    Args:
-        sources: {name: settings} of the data sources: `weight`, or `epochs`.
-        counts: number of records of each source, in the order of `sources`.
     """
     if any(source.weight is None for source in sources.values()):
         wanted = (Fraction(str(own.epochs or 1)) * count for own, count in zip(sources.values(), counts, strict=True))
@@ -284,11 +247,7 @@ def amounts(sources: dict[str, SourceConfig], counts: Sequence[int]) -> list[int
 
 
 def open_sampler(records: Records, cfg: Config, world_size: int) -> Sampler:
-    """Make the sampler that the setting `sampler` selects. A sampler chooses the records of each training step.
-
-    Args:
-        records: the dataset.
-        world_size: number of ranks.
+    """Make the sampler that the setting `sampler` selects.
 
     Raises:
         ConfigError: LLaVA's sampler cannot handle this number of ranks or these records, or a source would contribute

@@ -27,7 +27,16 @@ from llava_fsdp.runtime.seeds import derive
 
 
 class Steps(Dataset):
-    """Dataset of training steps: item n is this rank's part of step n, or the DataError raised while preparing it."""
+    """Dataset of training steps: item n is this rank's part of step n, or the DataError raised while preparing it.
+
+    Records have their numbers among those that are trained on; steps count from 0.
+
+    Args:
+        rank: number of this rank among those that process different rows; ranks that process a row together have the
+            same number.
+        world_size: number of ranks that process different rows at the same time.
+        cut: which positions of each row this rank processes; None: all.
+    """
 
     def __init__(
         self,
@@ -41,14 +50,6 @@ class Steps(Dataset):
         cost: CostModel,
         cut: ContextCut | None = None,
     ):
-        """Create the dataset.
-
-        Args:
-            rank: number of this rank among those that process different rows; ranks that process a row together have
-                the same number.
-            world_size: number of ranks that process different rows at the same time.
-            cut: which positions of each row this rank processes; None: all.
-        """
         self.records = records
         self.sampler = sampler
         self.encoder = encoder
@@ -72,8 +73,8 @@ class Steps(Dataset):
         self.ends = np.cumsum(records.source_counts)
 
     def fingerprints(self) -> dict[str, str]:
-        """Return texts that change with the dataset, with its encoding and with the order of the samples, by the names
-        `dataset`, `encoding` and `order`. A resumed run compares them with those of its checkpoint."""
+        """Return texts that change with the dataset, with its encoding and with the order of the samples. A resumed run
+        compares them with those of its checkpoint."""
         encoding = f"{self.encoder.tokenizer.fingerprint} {self.image_reader.fingerprint}"
         return {
             "dataset": self.records.fingerprint,
@@ -89,8 +90,7 @@ class Steps(Dataset):
             return error
 
     def prepare(self, step: int) -> Step:
-        """Read and collate this rank's part of a training step (`step`, from 0), and count the samples of the whole
-        step."""
+        """Read and collate this rank's part of a step, and count the samples of the whole step."""
         numbers = self.sampler.samples(step)
         facts = self.facts(step, numbers)
         micro_batches = self.assignment(step, numbers)[self.rank]
@@ -111,21 +111,19 @@ class Steps(Dataset):
         return Step(facts, micros)
 
     def seeds_and_sources(self, step: int, numbers: list[int]) -> tuple[list[int], list[int]]:
-        """Return the dropout seeds and the data sources of samples, as `Collator` takes them, given the numbers of
-        their records."""
+        """Return the dropout seeds and the data sources of records, as `Collator` takes them."""
         seeds = [derive("dropout", self.seed, step, n) % 2**31 for n in numbers] if self.drops else []
         return seeds, self.sources_of(numbers).tolist() if len(self.sources) > 1 else []
 
     def prepare_part(self, numbers: list[int], facts: StepFacts, micro_batches: int) -> MicroBatch:
-        """Read and collate this rank's positions of a row that several ranks process together. Only
-        images that have tokens at these positions are read.
+        """Read and collate this rank's positions of a row that several ranks process together. Only images that have
+        tokens at these positions are read.
 
         If an image cannot be read and `data.bad_records=skip`, black tiles take its place, and the sample is added to
         `facts.skipped`; `Loader.agree` then removes the sample's labels on all ranks. The sample must stay in the row,
         because the other ranks of the row may not read this image.
 
         Args:
-            numbers: numbers of the row's records.
             facts: counts of the whole step.
             micro_batches: number of rows of the step.
         """
@@ -168,18 +166,12 @@ class Steps(Dataset):
         return self.collate(rows, facts, micro_batches, *keys, kept, tile_numbers)
 
     def sources_of(self, numbers: list[int] | np.ndarray) -> np.ndarray:
-        """Return the index of the data source of each record, int64 [records], given the numbers of the records in the
-        dataset."""
+        """Return the index of the data source of each record, int64 [records]."""
         return np.searchsorted(self.ends, numbers, side="right")
 
     def facts(self, step: int, numbers: list[int]) -> StepFacts:
-        """Return the counts (samples, tokens, labels, ...) of a training step that consists of the given records. They
-        were counted before training; the records themselves are read only to name those without labels.
-
-        Args:
-            step: number of the step, from 0.
-            numbers: numbers of the records in the dataset.
-        """
+        """Return the counts of a step of the given records. They were counted before training; the records themselves
+        are read only to name those without labels."""
         own = np.array(numbers, dtype=np.int64)
         records = self.records
         labels = np.bincount(self.sources_of(own), records.labels[own], len(self.sources))
@@ -198,16 +190,8 @@ class Steps(Dataset):
         )
 
     def read(self, number: int) -> Row | SkippedSample:
-        """Read and encode a record, given its number in the dataset. If the record or an image is invalid and
-        `data.bad_records=skip`, return a SkippedSample, which describes what is skipped.
-
-        Returns:
-            (encoded record; tiles of each of its images, uint8 [tiles, 3, size, size]), or the SkippedSample
-
-        Raises:
-            DataError: the record or an image is invalid and `data.bad_records=fail`, or the record has changed since
-                the dataset was examined.
-        """
+        """Read and encode a record; return a SkippedSample if it or an image is invalid and `data.bad_records=skip`.
+        Raise DataError if `data.bad_records=fail`, or if the record has changed since the dataset was examined."""
         try:
             return self.load(number)
         except DataError as error:
@@ -219,18 +203,14 @@ class Steps(Dataset):
         return sample, [self.tiles(record, number, sample.place(n)) for n in range(len(sample.images))]
 
     def skipped(self, number: int, error: DataError) -> SkippedSample:
-        """Return what describes a record that is left out of a step because of an error. Raise the error instead if
-        `data.bad_records=fail`, or if the error has no kind.
-
-        Args:
-            number: number of the record.
-        """
+        """Return what describes a record that is left out because of an error. Raise the error instead if
+        `data.bad_records=fail`, or if it has no kind."""
         if self.bad is BadRecords.fail or error.kind is None:
             raise error
         return SkippedSample(number, self.records.where(number), error.kind, str(error), self.facts(0, [number]))
 
     def encode(self, record: Record, number: int) -> Sample:
-        """Encode a record, given its number; raise DataError if it is not what it was when it was indexed."""
+        """Encode a record; raise DataError if it is not what it was when it was indexed."""
         if self.image_reader.status is not None:
             self.image_reader.status.at(record.where)
         sample = self.encoder(record)
@@ -243,13 +223,7 @@ class Steps(Dataset):
         return sample
 
     def tiles(self, record: Record, number: int, place: int) -> np.ndarray:
-        """Read an image or a video of a record as tiles, uint8 [tiles, 3, size, size].
-
-        Args:
-            record: the parsed record.
-            number: number of the record in the dataset.
-            place: index of the image in the record.
-        """
+        """Read the image or video with index `place` in a record, uint8 [tiles, 3, size, size]."""
         try:
             return self.image_reader.tiles(record, record.images[place])
         except ImageError as error:
@@ -260,8 +234,8 @@ class Steps(Dataset):
             raise ImageError(f"{error}; {unknown}", error.kind).about(**error.culprit) from error
 
     def parse(self, number: int) -> Record:
-        """Parse a record, given its number in the dataset. It was valid when the dataset was examined before training.
-        If it is not valid now, raise a DataError that stops the run even if bad records are skipped."""
+        """Parse a record. If it is not valid any more, raise a DataError that stops the run even if bad records are
+        skipped."""
         try:
             return self.records[number]
         except DataError as error:
@@ -273,12 +247,8 @@ class Steps(Dataset):
             ) from error
 
     def records_of(self, step: int, ranks: list[int]) -> list[str]:
-        """Return the names, for messages, of the records that ranks process in a training step.
-
-        Args:
-            step: number of the step, from 0.
-            ranks: the ranks; empty: all ranks. Several ranks may process the same rows (`row_group` in mesh.py).
-        """
+        """Return the names of the records that ranks process in a step; of all ranks if none is given. Several ranks
+        may process the same rows (`row_group` in mesh.py)."""
         numbers = self.sampler.samples(step)
         if ranks:
             by_rank, size = self.assignment(step, numbers), self.ranks_per_row
@@ -286,15 +256,7 @@ class Steps(Dataset):
         return [self.records.where(n) for n in dict.fromkeys(numbers)]
 
     def assignment(self, step: int, numbers: list[int]) -> Assignment:
-        """Distribute the records of a training step over ranks and micro-batches.
-
-        Args:
-            step: number of the step, from 0.
-            numbers: numbers of the step's records in the dataset.
-
-        Returns:
-            [rank][micro-batch] -> record numbers
-        """
+        """Distribute the records of a step: [rank][micro-batch][record]."""
         if (by_rank := self.sampler.assignment(step)) is not None:
             return by_rank
         own = np.array(numbers, dtype=np.int64)

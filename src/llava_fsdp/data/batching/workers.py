@@ -3,6 +3,9 @@
 Workers write the names of the record and image that they are reading to memory that they share with the main process.
 So if a decoder crashes, the kernel kills a worker for memory, or a file system hangs, the error message names the
 record and the image.
+
+Steps count from 0. `status` is this memory, and determines the number of workers; `prefetch` is the number of steps
+that each worker prepares in advance, `stall` the seconds that one may stay at one record.
 """
 
 import atexit
@@ -31,7 +34,7 @@ from llava_fsdp.runtime.text.terminal_text import shown_name
 CURRENT_BYTES = 2000
 """Number of bytes that a worker has for the name of its current record and image."""
 POLL = 1
-"""While the main process waits for a step, it checks at intervals of this many seconds that the workers are alive."""
+"""Interval in seconds at which the main process, while it waits for a step, checks that the workers are alive."""
 IDLE = -1
 """Stands for the step of a worker that prepares none."""
 LESS = "fewer data.workers or a smaller data.prefetch take less memory"
@@ -47,8 +50,8 @@ CURES = {
 
 
 class WorkerStatus:
-    """Memory shared with data worker processes, in which each worker writes its process id, its current step, and its
-    current record or image.
+    """Memory shared with data workers, in which each writes its process id, its current step, and its current record or
+    image.
 
     Workers call `begin`, `at` and `end`. In the main process, these methods do nothing.
     """
@@ -64,46 +67,38 @@ class WorkerStatus:
         return len(self.pids)
 
     def begin(self, step: int) -> None:
-        """Write to the shared memory that this data worker begins to prepare a training step (`step`, from 0)."""
         worker = get_worker_info()
         if worker is not None and self.workers:
             self.current[worker.id].value = b""
             self.steps[worker.id] = step
 
     def at(self, record: str, image: ImageFile | None = None) -> None:
-        """Write to the shared memory that this data worker begins to read a record, or one of the record's images.
-
-        Args:
-            record: name of the record in error messages.
-            image: the image; None: the record itself.
-        """
+        """Note that this worker begins to read a record, or one of its images."""
         worker = get_worker_info()
         if worker is not None and self.workers:
             name = record if image is None else f"{record}, image {image}"
             self.current[worker.id].value = shown_name(name).encode()[: CURRENT_BYTES - 1]
 
     def end(self) -> None:
-        """Write to the shared memory that this data worker has finished its training step."""
         self.begin(IDLE)
 
     def describe_worker(self, worker: int) -> str:
-        """Return text for an error message that says what a data worker is reading, given the worker's index."""
+        """Return text for an error message that says what a worker is reading."""
         if self.steps[worker] == IDLE:
             return "between two steps"
         at = self.current[worker].value.decode(errors="replace")
         return f"at {at or 'no record yet'} (for step {self.steps[worker] + 1})"
 
     def describe_step(self, step: int) -> str:
-        """Return text for an error message that says which data worker prepares a training step (`step`, from 0), and
-        what that worker is reading."""
+        """Return text for an error message that says which worker prepares a step, and what it is reading."""
         for worker in range(self.workers):
             if self.steps[worker] == step:
                 return f"data worker {worker} is {self.describe_worker(worker)}"
         return f"no data worker has begun step {step + 1}"
 
     def check(self) -> None:
-        """Raise WorkerError if a data worker has died while it prepared a step, or WorkerLost if it died between two
-        steps. The message names the record that the worker was reading."""
+        """Raise WorkerError if a worker has died while it prepared a step, or WorkerLost if it died between two steps.
+        The message names the record that the worker was reading."""
         alive = {child.pid for child in multiprocessing.active_children()}
         for worker, pid in enumerate(self.pids):
             if pid and pid not in alive:
@@ -113,34 +108,23 @@ class WorkerStatus:
                 raise WorkerError(message).about(record=self.describe_worker(worker))
 
     def forget(self) -> None:
-        """Stop checking whether the data workers are alive. The array of process ids is replaced, because a worker that
-        is still starting will write its id to the old array."""
+        """Stop checking whether the workers are alive. The array of process ids is replaced, because a worker that is
+        still starting will write its id to the old array."""
         self.pids = shared(ctypes.c_int64 * self.workers)
 
 
 def shared(kind: Any) -> Any:
-    """Return a ctypes array of zeros in memory that forked processes share. It is an anonymous mapping, which does not
-    need /dev/shm.
-
-    Args:
-        kind: ctypes type of the array, which includes its length.
-    """
+    """Return a ctypes array of zeros in memory that forked processes share: an anonymous mapping, which does not need
+    /dev/shm."""
     return kind.from_buffer(mmap.mmap(-1, max(1, ctypes.sizeof(kind))))
 
 
 class WatchedSteps(Dataset):
-    """Wraps a dataset of training steps for use in data workers. It writes to shared memory when a worker begins and
-    ends a step, and transfers the step to the rank's process through a memory file (an anonymous file in memory)."""
+    """Dataset of steps for use in data workers. It notes when a worker begins and ends a step, and transfers the step
+    to the rank's process through a memory file."""
 
     def __init__(self, steps: Dataset, status: WorkerStatus, prefetch: int):
-        """Create the memory files (anonymous files in memory) through which each data worker transfers training steps;
-        raise OSError if the process has too many files open.
-
-        Args:
-            steps: the dataset of training steps that is wrapped.
-            status: memory in which the workers write what they are reading.
-            prefetch: number of steps that each worker prepares in advance.
-        """
+        """Raise OSError if the process has too many files open."""
         self.steps = steps
         self.status = status
         # one more than is prefetched: the rank requests the next step before it has received this one
@@ -155,9 +139,7 @@ class WatchedSteps(Dataset):
         return prepared
 
     def send(self, step: Step, worker: int) -> Sent | OutOfMemory:
-        """Write a training step to a memory file (an anonymous file in memory) of a data worker, given the worker's
-        index. Return what the rank's process needs to read it, or an OutOfMemory error if the system has no memory for
-        it."""
+        """Write a step to a memory file of a worker; return an OutOfMemory error if the system has no memory for it."""
         try:
             return self.outboxes[worker].put(step)
         except OSError as error:
@@ -165,7 +147,7 @@ class WatchedSteps(Dataset):
 
 
 class StartWorker:
-    """Initialises a data worker process; passed to torch's DataLoader as worker_init_fn."""
+    """Initialises a data worker; passed to torch's DataLoader as worker_init_fn."""
 
     def __init__(self, status: WorkerStatus):
         self.status = status
@@ -196,12 +178,6 @@ def from_workers(
     itself.
 
     Args:
-        steps: dataset of training steps.
-        numbers: numbers of the wanted steps.
-        status: memory in which the workers write what they are reading; it determines the number of workers.
-        prefetch: number of steps that each worker prepares in advance.
-        stall: seconds that a worker may stay at one record.
-        pin_memory: whether steps are put into page-locked memory, for asynchronous copies to a GPU.
         give_up: called about every second while waiting for a step. Once it returns True, None is yielded and the
             iteration ends.
 
@@ -224,12 +200,8 @@ def from_workers(
 
 
 def end_workers_at_exit(arriving: Any) -> None:
-    """Register a function that kills the data workers of a DataLoader iterator, if they still run, when this process
-    exits. Otherwise multiprocessing would wait for them forever.
-
-    Args:
-        arriving: the iterator of torch's DataLoader.
-    """
+    """Register a function that kills the workers of a DataLoader iterator, if they still run, when this process exits.
+    Otherwise multiprocessing would wait for them forever."""
     workers = arriving._workers  # torch/utils/data/dataloader.py
 
     def end() -> None:
@@ -250,18 +222,9 @@ def end_workers_at_exit(arriving: Any) -> None:
 def start_workers(
     steps: Dataset, numbers: range, status: WorkerStatus, prefetch: int, stall: float, pin_memory: bool
 ) -> Iterator[object] | None:
-    """Start worker processes and return an iterator over the steps that they prepare. If they cannot be started, log a
-    warning and return None.
-
-    Args:
-        steps: dataset of training steps.
-        numbers: numbers of the wanted steps.
-        status: memory in which the workers write what they are reading; it determines the number of workers.
-        prefetch: number of steps that each worker prepares in advance.
-        stall: the iterator raises RuntimeError after this many seconds without a step, and after POLL seconds at the
-            latest.
-        pin_memory: whether steps are put into page-locked memory, for asynchronous copies to a GPU.
-    """
+    """Start workers and return an iterator over the steps that they prepare; it raises RuntimeError after `stall`
+    seconds without a step, and after POLL seconds at the latest. If workers cannot be started, log a warning and return
+    None."""
     before = multiprocessing.active_children()
     try:
         loader = DataLoader(
@@ -289,14 +252,13 @@ def start_workers(
 
 
 def num_queues(workers: int) -> int:
-    """Return how many multiprocessing queues to create on trial, before a DataLoader with this many workers is made.
-    The DataLoader itself creates workers + 1 queues; the other half stands for the locks of its event and the handles
-    of its processes."""
+    """Return how many multiprocessing queues to create on trial, before a DataLoader is made. It creates workers + 1
+    queues itself; the other half stands for the locks of its event and the handles of its processes."""
     return 2 * (workers + 1)
 
 
 def lock_bytes(workers: int) -> int:
-    """Return how many bytes of /dev/shm the locks of the data workers take, if training and validation have `workers`
+    """Return how many bytes of /dev/shm the locks of the workers take, if training and validation have `workers`
     each."""
     return 2 * 3 * num_queues(workers) * mmap.PAGESIZE if workers else 0
 
@@ -304,14 +266,7 @@ def lock_bytes(workers: int) -> int:
 def next_step(
     arriving: Iterator[object], number: int, status: WorkerStatus, stall: float, give_up: Callable[[], bool]
 ) -> object:
-    """Return the next training step that the data workers have prepared; None if `give_up` returned True.
-
-    Args:
-        arriving: the iterator of torch's DataLoader.
-        number: number of the step.
-        status: memory in which the workers write what they are reading.
-        stall: seconds that the worker which prepares this step may stay at one record.
-        give_up: called about every second while waiting.
+    """Return the next step that the workers have prepared; None if `give_up`, called about every second, returned True.
 
     Raises:
         WorkerError: a worker died, or stayed at one record for `stall` seconds.
