@@ -1,6 +1,6 @@
-"""Table of rules for `migrate`, which translates trainings of other systems into llava_fsdp commands: what each key of
-Accelerate's YAML file becomes. The rules also apply to the flags of `accelerate launch` with the same names. A key
-inside a block of the file, such as `fsdp_config`, is listed without the block's name."""
+"""Table of rules: what each key of Accelerate's YAML file becomes. The rules also apply to the flags of `accelerate
+launch` with the same names. A key inside a block of the file, such as `fsdp_config`, is listed without the block's
+name."""
 
 from collections.abc import Mapping
 
@@ -36,8 +36,8 @@ def distributed_type(context: Context, value: object) -> Outcome:
 
 
 def unless_deepspeed(rule: Rule) -> Rule:
-    """Return a rule: a function that says what a setting of Accelerate becomes in llava_fsdp. It becomes nothing if it
-    is off, or has no effect because there is a DeepSpeed JSON file; else the given `rule` decides."""
+    """Return a rule for a setting that becomes nothing if it is off, or has no effect because there is a DeepSpeed JSON
+    file; else `rule` decides."""
 
     def wrapped(context: Context, value: object) -> Outcome:
         if plain(value) is False or value in (None, "none", ""):
@@ -49,14 +49,8 @@ def unless_deepspeed(rule: Rule) -> Rule:
 
 
 def as_flag(flag: str, key: str) -> Rule:
-    """Return a rule: a function that says what a setting of Accelerate becomes in llava_fsdp, for a setting that the
-    training script also sets by a flag. If both values are equal, it becomes a Hydra override; if not, the original
-    training does not start.
-
-    Args:
-        flag: name of the script's flag, without `--`.
-        key: key of the Hydra override.
-    """
+    """Return a rule for a setting that the training script also sets by a flag. If both values are equal, it becomes
+    the override `key`; if not, the original training does not start."""
 
     def rule(context: Context, value: object) -> Outcome:
         theirs = context.run.trainer_value(flag)

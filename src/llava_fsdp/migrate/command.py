@@ -28,10 +28,10 @@ class Migration:
     run: Run
     decided: Overrides
     kept: Overrides
-    """Overrides that the command contains: those that differ from the defaults of its stage, model and data."""
+    """Overrides that differ from the defaults of the command's stage, model and data."""
     rows: list[Row]
     refused: str
-    """Error message with which llava_fsdp would refuse the command; empty if the command is valid."""
+    """Error message with which llava_fsdp would refuse the command; empty if it is valid."""
 
     @property
     def words(self) -> list[str]:
@@ -39,8 +39,7 @@ class Migration:
 
     @property
     def lacks(self) -> list[str]:
-        """Messages about what the user must still complete or correct before he can start the llava_fsdp command that
-        `migrate` prints."""
+        """What the user must still complete or correct before the command can start."""
         run = self.run
         found = [f"{name} was not found: give it as another PATH" for name in run.missing]
         found += lacking(run, self.decided)
@@ -53,8 +52,7 @@ class Migration:
 
     @property
     def cautions(self) -> list[str]:
-        """Warnings about differences between the llava_fsdp command that `migrate` prints and the original training,
-        and about contradictions between the input files."""
+        """Differences between the command and the original training, and contradictions between the input files."""
         run = self.run
         found = [f"{row.key}: {row.text}" for row in self.rows if row.text.startswith(REFUSED)]
         if not run.launch.is_original:
@@ -78,12 +76,8 @@ def migrate(run: Run) -> Migration:
 
 
 def drop_defaults(decided: Overrides) -> Overrides:
-    """Return those of the Hydra overrides `decided` that change something: the others repeat the default values of the
-    stage (pretrain, finetune, ...), the model and the data that `decided` also names.
-
-    Args:
-        decided: value by configuration key.
-    """
+    """Return those overrides that change something: the others repeat the default values of the stage (pretrain,
+    finetune, ...), the model and the data that `decided` also names."""
     chosen = {key: value for key, value in decided.items() if key in CHOICES}
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
         base = compose("train", assignments(chosen))
@@ -103,12 +97,8 @@ def has_value(base: DictConfig, key: str, value: object) -> bool:
 
 
 def refusal(kept: Overrides) -> str:
-    """Return the error message with which llava_fsdp would refuse to train with these Hydra overrides; empty if it
-    would train. A missing data path is not an error.
-
-    Args:
-        kept: overrides of the command: value by configuration key.
-    """
+    """Return the error message with which llava_fsdp would refuse these overrides; empty if it would train. A missing
+    data path is not an error."""
     words = assignments({"data.path": "records.json"} | kept)
     try:
         with initialize_config_dir(str(config_dir()), version_base="1.3"):
@@ -135,8 +125,8 @@ def launcher(run: Run) -> list[str]:
 
 
 def lines(words: list[str], width: int = 100) -> str:
-    """Return the shell command `words` as text: each word is quoted, and the text is broken at about `width` characters
-    into lines that end in a backslash."""
+    """Return a shell command as text, quoted, and broken at about `width` characters into lines that end in a
+    backslash."""
     made = [""]
     for word in map(shlex.quote, words):
         if "=" in word and len(made[-1]) + len(word) >= width:

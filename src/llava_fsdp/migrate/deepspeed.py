@@ -1,7 +1,6 @@
-"""Table of rules for `migrate`, which translates trainings of other systems into llava_fsdp commands: what each key of
-a DeepSpeed configuration becomes. The keys are those in DeepSpeed's docs/_pages/config-json.md and runtime/config.py.
-Names of nested keys are joined with dots, and `block.*` stands for all keys of that block that have no rule of their
-own."""
+"""Table of rules: what each key of a DeepSpeed configuration becomes. The keys are those in DeepSpeed's
+docs/_pages/config-json.md and runtime/config.py. Names of nested keys are joined with dots, and `block.*` stands for
+all keys of that block that have no rule of their own."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -49,16 +48,9 @@ LOSS_SCALE = {
 
 
 def compared(value: object, theirs: object, text: str, name: str) -> Outcome:
-    """Return what a key of DeepSpeed's configuration becomes in llava_fsdp, if the training script also sets it. The
-    value `auto` stands for the script's value. Any other value must equal the script's, or else transformers refuses to
-    start the original training (integrations/deepspeed.py).
-
-    Args:
-        value: value in DeepSpeed's configuration.
-        theirs: value that the script sets.
-        text: what the key becomes in llava_fsdp, in words.
-        name: name of the script's setting, such as a flag, for messages.
-    """
+    """Return what a key becomes if the training script also sets it (`theirs`, named `name`). The value `auto` stands
+    for the script's value. Any other value must equal the script's, or else transformers refuses to start the original
+    training (integrations/deepspeed.py)."""
     if value == AUTO:
         return mapped(text, theirs)
     given = [plain(v) for v in value] if isinstance(value, list) else plain(value)
@@ -67,12 +59,10 @@ def compared(value: object, theirs: object, text: str, name: str) -> Outcome:
 
 @dataclass(frozen=True)
 class FromFlag:
-    """Rule of `migrate`, a function that says what a key of DeepSpeed's configuration becomes in llava_fsdp: a Hydra
-    override, if the value agrees with the training script, which also sets it.
+    """Rule for a key that becomes an override if its value agrees with a flag of the training script.
 
     Attributes:
-        flag: flag of the training script that sets the same.
-        key: key of the Hydra override.
+        key: key of the override.
         note: remark that is printed behind the override.
     """
 
@@ -88,9 +78,8 @@ class FromFlag:
 
 @dataclass(frozen=True)
 class Switched:
-    """Rule of `migrate`, a function that says what a key of DeepSpeed's configuration becomes in llava_fsdp, for all
-    keys of a block that switches on a feature which llava_fsdp does not have: they are not supported, unless the
-    feature is off.
+    """Rule for all keys of a block that switches on a feature which llava_fsdp does not have: they are not supported,
+    unless the feature is off.
 
     Attributes:
         why: why the feature is not supported, or what to use instead.
@@ -148,12 +137,7 @@ def scheduler_type(context: Context, value: object) -> Outcome:
 
 
 def half_enabled(context: Context, value: object) -> Outcome:
-    """Rule of `migrate`: return what DeepSpeed's key `bf16.enabled` or `fp16.enabled` becomes in llava_fsdp.
-
-    Args:
-        context: the key, and what is known about the whole training to migrate.
-        value: the key's value.
-    """
+    """Rule for `bf16.enabled` and `fp16.enabled`."""
     name = "fp16" if context.key.startswith("fp16") else "bf16"
     theirs = bool(context.run.trainer_value(name))
     is_on = theirs if value == AUTO else plain(value) is True
@@ -295,9 +279,8 @@ DEEPSPEED: Mapping[str, Rule] = {
 
 
 def rule_of(key: str) -> Rule | None:
-    """Return the function, or the fixed result, that says what a dotted key of DeepSpeed's configuration becomes in
-    llava_fsdp. It is the entry of the table DEEPSPEED for the key itself, or else its entry `block.*` for the nearest
-    block around the key; None if the key is unknown."""
+    """Return the entry of the table DEEPSPEED for a dotted key, or else its entry `block.*` for the nearest block
+    around the key; None if the key is unknown."""
     parts = key.split(".")
     names = [key, *(".".join([*parts[:length], "*"]) for length in range(len(parts), 0, -1))]
     return next((DEEPSPEED[name] for name in names if name in DEEPSPEED), None)

@@ -1,5 +1,8 @@
-"""Read the files of trainings that `migrate` is to translate into llava_fsdp commands: find the training commands in
-the shell scripts, and the DeepSpeed JSON and Accelerate YAML files that each command uses."""
+"""Read the files of trainings that are to be migrated: find the training commands in the shell scripts, and the
+DeepSpeed JSON and Accelerate YAML files that each command uses.
+
+`variables` are values of shell variables that a script reads and does not set.
+"""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -22,17 +25,12 @@ LARGEST = 1 << 20
 LISTS = frozenset({"report_to", "label_names", "lora_target_modules"})
 """Flags that take several values."""
 Files = dict[Path, Block]
-"""Settings in configuration files, by the path of the file."""
+"""Settings by the path of the file."""
 
 
 def read_runs(names: Iterable[str], variables: Mapping[str, str], gpus: int | None = None) -> list[Run]:
-    """Read the files of the trainings to migrate: training scripts, and the DeepSpeed JSON and Accelerate YAML files
-    that they use. Return a description (Run) of each training command in the scripts.
-
-    Args:
-        names: paths of scripts, JSON files and YAML files.
-        variables: values of shell variables that the scripts read and do not set.
-        gpus: number of GPUs of each training; None: the number that its launcher's flags or its YAML file give.
+    """Read training scripts, and the DeepSpeed JSON and Accelerate YAML files that they use. Return each training
+    command in the scripts. Without `gpus`, the launcher's flags or the YAML file give the number of GPUs.
 
     Raises:
         ConfigError: a file cannot be read, is neither a script nor settings in JSON or YAML, or is used by no training
@@ -80,11 +78,7 @@ def checked(name: str) -> Path:
 
 def launches(script: Path, variables: Mapping[str, str]) -> list[Launch]:
     """Return the training commands in a shell script. Raise ConfigError if there is none, or if one of them cannot be
-    understood without running bash.
-
-    Args:
-        variables: values of shell variables that the script reads and does not set.
-    """
+    understood without running bash."""
     seen = commands(read_text(script), variables, str(script))
     found = [(command, launch) for command in seen if (launch := find_launch(command))]
     if not found:
@@ -116,16 +110,9 @@ def read_text(path: Path) -> str:
 def read_run(
     name: str, script: Path, launch: Launch, jsons: Files, yamls: Files, gpus: int | None
 ) -> tuple[Run, set[Path]]:
-    """Return a description (Run) of the training that a script's command starts, and the paths of the JSON and YAML
-    files that the command uses. Raise ConfigError if the number of GPUs is given nowhere.
-
-    Args:
-        name: name of the training in the output.
-        script: path of the script that contains the command.
-        launch: the command.
-        jsons, yamls: DeepSpeed and Accelerate files given on the command line: settings by path.
-        gpus: number of GPUs given on the command line; None if it was not given.
-    """
+    """Return the training that a script's command starts, and the paths of the JSON and YAML files that it uses.
+    `jsons` and `yamls` are those given on the command line. Raise ConfigError if the number of GPUs is given
+    nowhere."""
     table = FLAGS if launch.is_original else OTHER_FLAGS
     if launch.is_original and is_next(read_flags(launch, NEXT_FLAGS)[0]):
         table = NEXT_FLAGS
@@ -153,15 +140,11 @@ def read_run(
 
 
 def choose(named: object, script: Path, given: Files, missing: list[str]) -> Path | None:
-    """Return the path of the DeepSpeed JSON or Accelerate YAML file that a training script uses, or None.
+    """Return the path of the DeepSpeed JSON or Accelerate YAML file that a training script names (`named`).
 
-    It is the file given on the command line with the same file name as `named`, or else the only file given there. If
-    neither exists, it is the file at the path `named`, relative to the current folder, the script's folder or one of
-    the next two folders above it. If that is not found either, `named` is added to `missing`.
-
-    Args:
-        named: path of the file as the script names it; None if the script names none.
-        given: the JSON (or YAML) files given on the command line: settings by path.
+    It is the file of `given` (the command line) with the same file name, or else the only file given there. If neither
+    exists, it is the file at the path `named`, relative to the current folder, the script's folder or one of the next
+    two folders above it. If that is not found either, `named` is added to `missing`.
     """
     if not isinstance(named, str) or not named:
         return next(iter(given)) if len(given) == 1 else None
@@ -178,12 +161,8 @@ def choose(named: object, script: Path, given: Files, missing: list[str]) -> Pat
 
 
 def read_flags(launch: Launch, table: Mapping[str, Flag]) -> tuple[dict[str, object], list[str]]:
-    """Return the flags of a training program in the command `launch`: value by name, separated as argparse would do it,
-    but not converted; and a remark about each flag that is given twice.
-
-    Args:
-        table: flags that the training program accepts, by name.
-    """
+    """Return the flags of a training program: value by name, separated as argparse would do it, but not converted; and
+    a remark about each flag that is given twice. `table` has the flags that the program accepts."""
     flags: dict[str, object] = {}
     notes = []
     current: str | None = None
@@ -208,8 +187,8 @@ def read_flags(launch: Launch, table: Mapping[str, Flag]) -> tuple[dict[str, obj
 
 
 def read_json(path: Path) -> Block:
-    """Return the settings of a DeepSpeed configuration file. Raise ConfigError if it is not a JSON object, or contains
-    the same key twice."""
+    """Return the settings of a DeepSpeed file. Raise ConfigError if it is not a JSON object, or contains a key
+    twice."""
 
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
         found: dict[str, object] = {}
@@ -258,11 +237,7 @@ def block(path: Path, content: Mapping) -> Block:
 
 def flat(node: Mapping, prefix: str = "") -> dict[str, object]:
     """Return nested mappings as one dict, whose keys are the nested names joined with dots. An empty mapping is kept as
-    a value. Raise ConfigError if two of these keys would be equal.
-
-    Args:
-        prefix: text in front of every key, with its dot.
-    """
+    a value. Raise ConfigError if two of these keys would be equal."""
     found: dict[str, object] = {}
     for key, value in node.items():
         inner = flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}

@@ -1,5 +1,5 @@
-"""Types and shared rules of `migrate`, which translates trainings of other systems. A rule is a function that says what
-one key or flag of another system becomes in llava_fsdp (an Outcome), or an Outcome that is always the same."""
+"""Types and shared rules of `migrate`. A rule says what one key or flag of another system becomes in llava_fsdp: a
+function that returns an Outcome, or an Outcome that is always the same."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -10,10 +10,10 @@ from llava_fsdp.migrate.source_run import Run, plain
 
 
 class Verdict(Enum):
-    """Whether and how a key or flag of another system can be translated to llava_fsdp."""
+    """Whether and how a key or flag can be translated."""
 
     mapped = "mapped"
-    """The key becomes an override of llava_fsdp."""
+    """The key becomes an override."""
     implied = "implied"
     """llava_fsdp does the same without an override."""
     unsupported = "not supported"
@@ -22,19 +22,18 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a key or flag of another system becomes in llava_fsdp: a verdict, and an explanation for the user."""
+    """What a key or flag becomes."""
 
     verdict: Verdict
     text: str
-    """What the key becomes in llava_fsdp, or why llava_fsdp has no equivalent."""
+    """What the key becomes, or why llava_fsdp has no equivalent."""
     resolved: object = None
-    """If the key's value is `auto`: the value that it stands for; else None."""
+    """The value that a value `auto` stands for."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table that `migrate`, which translates trainings of other systems, prints: one key of an input file
-    or one flag of a command, and what it becomes in llava_fsdp."""
+    """A row of the printed table: one key of an input file or one flag of a command, and what it becomes."""
 
     source: str
     """File that sets the key; if no file sets it, a remark on where its default value comes from."""
@@ -73,34 +72,27 @@ REFUSED = "the original refuses to start"
 
 
 def refused(why: str) -> Outcome:
-    """Return what `migrate` reports for a value that contradicts another input file, so that the original program would
-    refuse to start: it is not supported.
-
-    Args:
-        why: which value the other file has.
-    """
+    """Return an Outcome for a value that contradicts another input file (`why`), so that the original would not
+    start."""
     return unsupported(f"{REFUSED}: {why}; give the same value in both")
 
 
 @dataclass(frozen=True)
 class Context:
-    """What a rule of `migrate`, a function that says what a key of another system becomes in llava_fsdp, knows besides
-    the key's value: the key, and the whole training that is migrated."""
+    """What a rule knows besides the key's value."""
 
     run: Run
     decided: Mapping[str, object]
-    """All Hydra overrides with which llava_fsdp does the training that is being migrated."""
+    """All overrides with which llava_fsdp does the training that is being migrated."""
     omitted: frozenset[str] = frozenset()
-    """Keys of overrides in `decided` that the printed command leaves out, because its stage has these values by
-    default."""
+    """Keys of overrides that the printed command leaves out, because its stage has these values by default."""
     key: str = ""
     """Key (of the other system) about which the rule decides."""
     mentioned: set[str] = field(default_factory=set)
-    """Keys of the llava_fsdp overrides that a rule has mentioned in its text; `tell` adds them."""
+    """Keys of the overrides that a rule has mentioned in its text; `tell` adds them."""
 
     def tell(self, key: str) -> str:
-        """Return the text `key=value` for a message to the user: the value that the migrated training has in llava_fsdp
-        for the configuration key `key`. The key is added to `mentioned`."""
+        """Return `key=value` with the value that the migrated training has, and add the key to `mentioned`."""
         self.mentioned.add(key)
         if key not in self.decided:
             return f"{key} stays as the stage has it"
@@ -118,7 +110,7 @@ def outcome(rule: object, context: Context, value: object) -> Outcome:
 
 
 def written(value: object) -> str:
-    """Return a setting's value as text in the syntax of Hydra overrides, such as `null` for None."""
+    """Return a value in the syntax of Hydra overrides, such as `null` for None."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -132,24 +124,12 @@ def written(value: object) -> str:
 
 
 def rules(rule: Rule, names: str, prefix: str = "") -> dict[str, Rule]:
-    """Return a table that has the same rule for several keys (or flags) of another system.
-
-    Args:
-        rule: what the keys become in llava_fsdp: a function that decides it, or a fixed result.
-        names: the keys, separated by spaces.
-        prefix: text in front of every key.
-    """
+    """Return a table that has the same rule for the keys in `names`, separated by spaces."""
     return {prefix + name: rule for name in names.split()}
 
 
 def becomes(*keys: str, note: str = "") -> Rule:
-    """Return a rule of `migrate`, a function that says what a key of another system becomes in llava_fsdp: here one or
-    more Hydra overrides.
-
-    Args:
-        keys: keys of the overrides.
-        note: remark that is printed behind the overrides.
-    """
+    """Return a rule for a key that becomes one or more overrides; `note` is printed behind them."""
 
     def rule(context: Context, value: object) -> Outcome:
         text = ", ".join(context.tell(key) for key in keys)
@@ -160,8 +140,7 @@ def becomes(*keys: str, note: str = "") -> Rule:
 
 @dataclass(frozen=True)
 class IfDecided:
-    """Rule of `migrate`, a function that says what a key of another system becomes in llava_fsdp: here a Hydra
-    override, provided that the migrated training needs this override.
+    """Rule for a key that becomes an override, provided that the migrated training needs it.
 
     Attributes:
         key: key of the override.
@@ -181,13 +160,12 @@ class IfDecided:
 
 @dataclass(frozen=True)
 class OnlyIf:
-    """Rule of `migrate`, a function that says what a key of another system becomes in llava_fsdp, for a key of which
-    llava_fsdp supports only some values.
+    """Rule for a key of which llava_fsdp supports only some values.
 
     Attributes:
         values: supported values, which need no override.
         text: message for a supported value.
-        why: message for any other value: why it is not supported.
+        why: why any other value is not supported.
     """
 
     values: tuple[object, ...]
@@ -201,21 +179,11 @@ class OnlyIf:
 
 
 def only_off(why: str, *usual: object) -> OnlyIf:
-    """Return a rule of `migrate`, a function that says what a key of another system becomes in llava_fsdp, for a
-    feature that is off by default and that llava_fsdp does not have.
-
-    Args:
-        why: why the feature is not supported, or what to use in its place.
-        usual: values that mean that the feature is off, besides false, empty and `none`.
-    """
+    """Return a rule for a feature that is off by default and that llava_fsdp does not have. `usual` are values that
+    mean that it is off, besides false, empty and `none`."""
     return OnlyIf((None, False, "", "no", "none", {}, [], *usual), OFF.text, why)
 
 
 def only_on(why: str) -> OnlyIf:
-    """Return a rule of `migrate`, a function that says what a key of another system becomes in llava_fsdp, for a
-    feature that is on by default and that llava_fsdp always has on.
-
-    Args:
-        why: message for a value that switches the feature off.
-    """
+    """Return a rule for a feature that is on by default and that llava_fsdp always has on."""
     return OnlyIf((None, True), "as here", why)

@@ -25,13 +25,12 @@ SWITCHES = frozenset("""
     use_deepspeed use_fsdp use_megatron_lm use_xpu use_mps_device same_network tpu_cluster no_tpu_cluster tpu_use_sudo
     downcast_bf16 debug use_parallelism_config
 """.split())  # fmt: skip
-"""Flags of the launchers (deepspeed, torchrun, accelerate launch) that take no value."""
+"""Flags of the launchers that take no value."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A shell command that starts a training, split into the launcher, the launcher's flags, the training program and
-    the program's arguments."""
+    """A shell command that starts a training."""
 
     launcher: str
     """Program that starts the processes: deepspeed, torchrun, accelerate or python."""
@@ -41,13 +40,13 @@ class Launch:
     arguments: list[str]
     line: int
     devices: str | None
-    """Value of CUDA_VISIBLE_DEVICES that the script sets; None if it sets none."""
+    """Value of CUDA_VISIBLE_DEVICES that the script sets."""
     notes: tuple[str, ...] = ()
 
     @property
     def is_original(self) -> bool:
-        """Whether the training program of this command is LLaVA's own. It is recognised by its path, or by its name
-        together with a flag that only LLaVA has."""
+        """Whether the training program is LLaVA's own. It is recognised by its path, or by its name together with a
+        flag that only LLaVA has."""
         path = PurePosixPath(self.script.removesuffix(".py").replace(".", "/"))
         if path.name not in PROGRAMS:
             return False
@@ -55,8 +54,7 @@ class Launch:
 
 
 def find_launch(command: Command) -> Launch | None:
-    """Split a shell command that starts a training into launcher, flags, training program and arguments. Return None if
-    the command starts no training."""
+    """Return None if the command starts no training."""
     words = command.words
     if words[0] in MENTIONS or "install" in words:
         return None
@@ -78,14 +76,8 @@ def find_launch(command: Command) -> Launch | None:
 
 
 def split(command: Command, launcher: str, words: list[str]) -> Launch | None:
-    """Split a shell command that starts a training into the launcher's flags, the training program (the first word that
-    is neither a flag nor a flag's value), and the program's arguments. Return None if there is no program.
-
-    Args:
-        command: the whole command, with its environment variables.
-        launcher: deepspeed, torchrun, accelerate or python.
-        words: words of the command after the launcher's name.
-    """
+    """Split `words` into the launcher's flags, the training program (the first word that is neither a flag nor a flag's
+    value), and the program's arguments. Return None if there is no program."""
     flags: dict[str, str | bool] = {}
     notes = []
     index = 0
@@ -114,19 +106,17 @@ def split(command: Command, launcher: str, words: list[str]) -> Launch | None:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Number of processes on each machine, and number of machines, of the training to migrate. Each is None if the
-    launcher's flags do not give it."""
+    """Number of processes on each machine, and number of machines; None if the launcher's flags do not give it."""
 
     per_node: int | None
     nodes: int | None = 1
     devices: str | None = None
-    """Value of CUDA_VISIBLE_DEVICES that selects the same GPUs as the launcher's flags; None if the flags select
-    none."""
+    """Value of CUDA_VISIBLE_DEVICES that selects the same GPUs as the launcher's flags."""
 
 
 def ranks_of(launch: Launch) -> Ranks:
-    """Return the number of processes and machines of the training command `launch`, if DeepSpeed's launcher or torchrun
-    starts it: the numbers that the launcher's flags give. For any other command, return one process."""
+    """Return the numbers that the flags of DeepSpeed's launcher or torchrun give. For any other command, return one
+    process."""
     flags = launch.flags
     if launch.launcher == "deepspeed":
         include = flags.get("include", flags.get("i"))
@@ -144,9 +134,8 @@ def ranks_of(launch: Launch) -> Ranks:
 
 
 def included(text: str) -> Ranks:
-    """Return the number of processes and machines for a value of DeepSpeed's flag --include, such as
-    `host:0,1@host:2,3`. The number of processes per machine is None if a host lists no GPUs, or if hosts have different
-    numbers of GPUs."""
+    """Return the Ranks of DeepSpeed's flag --include, such as `host:0,1@host:2,3`. The number of processes per machine
+    is None if a host lists no GPUs, or if hosts have different numbers of GPUs."""
     hosts = [host.partition(":")[2] for host in text.split("@")]
     counts = {len(slots.split(",")) if slots else None for slots in hosts}
     per_node = counts.pop() if len(counts) == 1 else None

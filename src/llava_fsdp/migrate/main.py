@@ -42,8 +42,7 @@ COMPILED = (
 
 @dataclass
 class Request:
-    """Parsed command line of `migrate`: the files to read, the number of GPUs, values of shell variables, the output
-    format."""
+    """Parsed command line of `migrate`."""
 
     paths: list[str] = field(default_factory=list)
     gpus: int | None = None
@@ -74,12 +73,8 @@ def main() -> None:
 
 
 def parse(arguments: list[str]) -> Request:
-    """Parse the command line of `migrate`, which translates training scripts of other systems: paths of files, options
-    (`gpus=N`, `format=json`), and values of shell variables that the scripts read (`NAME=VALUE`).
-
-    Raises:
-        ConfigError: an option has a wrong value, or no path was given.
-    """
+    """Parse paths of files, options (`gpus=N`, `format=json`), and values of shell variables that the scripts read
+    (`NAME=VALUE`). Raise ConfigError for a wrong value, or without a path."""
     request = Request()
     for argument in arguments:
         name, equals, value = argument.partition("=")
@@ -103,8 +98,8 @@ def parse(arguments: list[str]) -> Request:
 
 
 def check_variables(request: Request) -> None:
-    """Raise ConfigError if the command line of `migrate` (`request`) sets a shell variable that no script uses: its
-    name is then probably misspelled."""
+    """Raise ConfigError if the command line sets a shell variable that no script uses: its name is probably
+    misspelled."""
     paths = [Path(path) for path in request.paths]
     text = "".join(path.read_text(errors="replace") for path in paths if path.is_file())
     for name, value in request.variables.items():
@@ -132,7 +127,7 @@ def as_json(migration: Migration) -> dict[str, object]:
 
 
 def json_value(value: object) -> object:
-    """Return a setting's value as JSON can represent it: other types, and numbers that are not finite, become text."""
+    """Return a value as JSON can represent it: other types, and numbers that are not finite, become text."""
     if isinstance(value, list):
         return [json_value(v) for v in value]
     known = value is None or isinstance(value, str | bool | int) or (isinstance(value, float) and math.isfinite(value))
@@ -140,12 +135,8 @@ def json_value(value: object) -> object:
 
 
 def shown(row: Row, value: object) -> object:
-    """Return a setting's value as the table that `migrate` prints shows it: hidden if the setting is a secret, such as
-    a token; else as JSON can represent it.
-
-    Args:
-        row: row of the table about this setting.
-    """
+    """Return a value as the table shows it: hidden if the setting is a secret, such as a token; else as JSON can
+    represent it."""
     if value is not None and is_secret_name(row.key.rpartition(".")[2]):
         return HIDDEN
     found = json_value(value)
@@ -153,14 +144,13 @@ def shown(row: Row, value: object) -> object:
 
 
 def comment(text: str) -> str:
-    """Return the text for printing as a shell comment: on one line, with control characters escaped and secrets hidden.
-    Users paste the output into shells."""
+    """Return text for a shell comment: on one line, with control characters escaped and secrets hidden. Users paste the
+    output into shells."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in redact(text))
 
 
 def show(migration: Migration) -> None:
-    """Print the result of migrating one training: its llava_fsdp command, remarks about the command, and a table of
-    what every key of the original became."""
+    """Print the command, remarks about it, and the table."""
     rows = migration.rows
     print(f"# {comment(migration.run.name)}")
     remarks = {"note": migration.run.notes, "caution": migration.cautions, "incomplete": migration.lacks}
@@ -185,8 +175,8 @@ def show(migration: Migration) -> None:
 
 
 def table(rows: list[Row]) -> Table:
-    """Return the table that `migrate` prints, with a row for every key of the original training, grouped by the file
-    that sets the key. Long words are wrapped, and no text is cut off."""
+    """Return a table with a row for every key, grouped by the file that sets it. Long words are wrapped, and no text is
+    cut off."""
     made = Table()
     for name, most in {"key": 60, "value": 22, "verdict": 13, "what it becomes, or why nothing does": None}.items():
         made.add_column(name, max_width=most, overflow="fold")

@@ -1,5 +1,5 @@
-"""Decide the Hydra overrides (`key=value`) for what LLaVA-NeXT's training program has beside LLaVA's: images of several
-tiles, and which parts of the model train."""
+"""Decide the Hydra overrides for what LLaVA-NeXT's training program has beside LLaVA's: images of several tiles, and
+which parts of the model train."""
 
 import ast
 import re
@@ -12,14 +12,14 @@ LIMITED = re.compile(r"anyres_max_([1-9]\d*)")
 PARTS: Mapping[str, str] = {
     "mm_mlp_adapter": "projector", "mm_language_model": "language", "mm_vision_tower": "vision",
 }  # fmt: skip
-"""Word in --mm_tunable_parts -> part of the model in model.train."""
+"""{word in --mm_tunable_parts: part of the model in model.train}."""
 WHOLE_GRID = ((1, 1), (6, 6))
 """Smallest and largest grid of tiles in LLaVA-OneVision's scripts: the default here with anyres_max."""
 
 
 def images(run: Run) -> dict[str, object]:
-    """Return the Hydra overrides for the way in which LLaVA-NeXT's training `run` cuts images into tiles; those of
-    square images if it cuts them in a way that is not supported."""
+    """Return the overrides for the way in which a training cuts images into tiles; those of square images if it is not
+    supported."""
     aspect = str(run.trainer_value("image_aspect_ratio"))
     limit = LIMITED.fullmatch(aspect)
     if aspect != "anyres" and limit is None:
@@ -60,11 +60,7 @@ def grid_of(run: Run) -> list[list[int]] | str | None:
 
 
 def trained(run: Run, usual: list[str]) -> list[str]:
-    """Return the value of `model.train` for LLaVA-NeXT's training `run`: --mm_tunable_parts replaces all other flags.
-
-    Args:
-        usual: the value that LLaVA's own flags give.
-    """
+    """Return the value of `model.train`: --mm_tunable_parts replaces the value `usual` of LLaVA's own flags."""
     if run.tunable is None:
         return [*usual, "vision"] if run.trainer_value("unfreeze_mm_vision_tower") else usual
     parts = [part for name, part in PARTS.items() if name in run.tunable]

@@ -23,7 +23,7 @@ FSDP_STRATEGIES = {
     "HYBRID_SHARD": "hybrid", "4": "hybrid",
     "HYBRID_SHARD_ZERO2": "hybrid2", "_HYBRID_SHARD_ZERO2": "hybrid2", "5": "hybrid2",
 }  # fmt: skip
-"""PyTorch's ShardingStrategy, by name and by its number in older Accelerate files -> value of `sharding=`."""
+"""{PyTorch's ShardingStrategy, by name or by its number in older Accelerate files: value of `sharding=`}."""
 # --version of LLaVA -> data.template (LLaVA conversation.py:374-395; train.py:894-908: `v0`, `v0.5` keep the default).
 TEMPLATES = {
     "plain": "plain", "v0_plain": "plain",
@@ -41,20 +41,19 @@ DS_SCHEDULES = {
     ("WarmupDecayLR", "log"): "warmup_decay", ("WarmupDecayLR", "linear"): "linear",
 }  # fmt: skip
 HALF = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16"}
-"""Block of DeepSpeed's configuration that switches on a dtype -> that dtype."""
+"""{block of DeepSpeed's configuration that switches on a dtype: that dtype}."""
 DS_ADAM = frozenset({"adam", "adamw"})
 LEAST_WARMUP = 2
 """DeepSpeed's minimum number of warm-up steps."""
 LEAST_KEPT = 2
-"""Minimum of the key `checkpoint.keep`."""
 TRACKERS: Mapping[str, tuple[str, object]] = {
     "wandb": ("track.wandb", "online"), "tensorboard": ("track.tensorboard", True),
 }  # fmt: skip
 
 
 def decide(run: Run) -> Overrides:
-    """Return all Hydra overrides with which llava_fsdp does the training `run` of another system: value by
-    configuration key. They include those that only repeat defaults; `command.drop_defaults` removes these."""
+    """Return all overrides: value by configuration key. They include those that only repeat defaults;
+    `command.drop_defaults` removes these."""
     found = model(run) | data(run) if run.launch.is_original else other_program(run)
     found |= (
         writing(run) | tracking(run) | sharding(run) | parallel(run) | offload(run) | precision(run) | compiling(run)
@@ -93,9 +92,9 @@ def model(run: Run) -> Overrides:
 
 
 def other_program(run: Run) -> Overrides:
-    """Return the Hydra overrides for model and data of the training to migrate, `run`, if its program is not LLaVA's
-    own: one for each flag that was given. A model whose name contains llava is taken for a whole LLaVA checkpoint, such
-    as those of llava-hf. If the training uses peft, only the adapters are trained."""
+    """Return the overrides for model and data if the program is not LLaVA's own: one for each flag that was given. A
+    model whose name contains llava is taken for a whole LLaVA checkpoint, such as those of llava-hf. If the training
+    uses peft, only the adapters are trained."""
     name = run.trainer_value("model_name_or_path")
     found: Overrides = {
         "stage": "finetune_task_lora" if run.is_lora else "finetune_task",
@@ -118,8 +117,8 @@ def other_program(run: Run) -> Overrides:
 
 
 def quantized(run: Run) -> Overrides:
-    """Return the Hydra overrides for the quantized base model of the training to migrate, `run`, as in LLaVA
-    train.py:796-817; none if its base model is not quantized, or if it changes more than adapters or a projector."""
+    """Return the overrides for a quantized base model, as in LLaVA train.py:796-817; empty if the training changes more
+    than adapters or a projector."""
     if run.bits is None or not (run.is_lora or run.stage == "pretrain"):
         return {}
     if run.bits == 8:
@@ -131,8 +130,8 @@ def quantized(run: Run) -> Overrides:
 
 
 def model_choice(name: str) -> str:
-    """Return the value of the configuration key `model` for a language model, given by its name on the hub: the model
-    configuration that uses it, or else the LLaVA-1.5 model of the same size (13B or 7B)."""
+    """Return the value of `model` for a language model's name on the hub: the model configuration that uses it, or else
+    the LLaVA-1.5 model of the same size (13B or 7B)."""
     for path in sorted((config_dir() / "model").glob("*.yaml")):
         if OmegaConf.select(OmegaConf.load(path), "language") == name:
             return path.stem
@@ -140,8 +139,8 @@ def model_choice(name: str) -> str:
 
 
 def trained(run: Run) -> list[str]:
-    """Return the value of the configuration key `model.train` for the training to migrate, `run`: the parts of the
-    model that LLaVA trains (train.py:843-845, 926-935), except lm_head, which model.train cannot select."""
+    """Return the value of `model.train`: the parts that LLaVA trains (train.py:843-845, 926-935), except lm_head, which
+    model.train cannot select."""
     usual = ["language"] if run.trainer_value("freeze_mm_mlp_adapter") else ["projector", "language"]
     if run.stage == "pretrain" or (run.trainer_value("freeze_backbone") and not run.is_lora):
         usual = ["projector"]
@@ -169,7 +168,7 @@ def data(run: Run) -> Overrides:
 
 
 def data_path(run: Run) -> object:
-    """Return the value of the configuration key `data.path`: a path or a list of paths; None if it is not known."""
+    """Return the value of `data.path`; None if it is not known."""
     files = run.data_files
     if isinstance(files, str):
         return None
@@ -177,8 +176,8 @@ def data_path(run: Run) -> object:
 
 
 def writing(run: Run) -> Overrides:
-    """Return the Hydra overrides for output folder, checkpoints, logging, length of the training, seed, determinism and
-    timeouts that the training to migrate, `run`, needs in llava_fsdp."""
+    """Return the overrides for output folder, checkpoints, logging, length of the training, seed, determinism and
+    timeouts."""
     found: Overrides = {"seed": run.trainer_value("seed"), "comm.timeout": run.trainer_value("ddp_timeout")}
     if run.trainer_value("output_dir"):
         found["output_dir"] = run.trainer_value("output_dir")
@@ -204,8 +203,7 @@ def writing(run: Run) -> Overrides:
 
 
 def tracking(run: Run) -> Overrides:
-    """Return the Hydra overrides for the experiment trackers (wandb, tensorboard) of the training to migrate, `run`.
-    `--report_to all` stands for both."""
+    """Return the overrides for the trackers (wandb, tensorboard). `--report_to all` stands for both."""
     names = str(run.trainer_value("report_to") or "").split()
     found = dict(TRACKERS[name] for name in TRACKERS if name in names or "all" in names)
     if "track.wandb" in found and run.trainer_value("run_name"):
@@ -214,8 +212,8 @@ def tracking(run: Run) -> Overrides:
 
 
 def compiling(run: Run) -> Overrides:
-    """Return the Hydra override `compile` for the training to migrate, `run`. There is none if neither its script nor
-    its launcher sets whether to use torch.compile: compile=auto stays, and `migrate` prints a remark."""
+    """Return the override `compile`; empty if neither script nor launcher sets it: compile=auto stays, with a
+    remark."""
     launched = run.launched("dynamo_backend")
     names = ("torch_compile", "torch_compile_backend", "torch_compile_mode", "torchdynamo")
     if str(launched or "no").lower() not in ("no", "none", "false") or any(map(run.trainer_value, names)):
@@ -233,15 +231,13 @@ def sharding(run: Run) -> Overrides:
 
 
 def parallel(run: Run) -> Overrides:
-    """Return the Hydra overrides for kinds of parallelism other than the sharding of states that DeepSpeed's
-    configuration of the training to migrate, `run`, switches on."""
+    """Return the overrides for DeepSpeed's kinds of parallelism other than the sharding of states."""
     sizes = {"parallel.tensor": run.tensor, "parallel.context": run.context}
     return {key: size for key, size in sizes.items() if size > 1}
 
 
 def offload(run: Run) -> Overrides:
-    """Return the Hydra overrides for offloading to host memory or disk that the training to migrate, `run`, needs in
-    llava_fsdp.
+    """Return the overrides for offloading to host memory or disk.
 
     DeepSpeed's optimizer offload keeps master weights, gradients and moments in host memory. This is `offload=params`
     in llava_fsdp. At ZeRO stage 1, gradients stay on the GPU in both systems and only the moments are offloaded: this
@@ -266,14 +262,13 @@ def offload(run: Run) -> Overrides:
 
 
 def fsdp_words(run: Run) -> list[str]:
-    """Return the words in the value of transformers' flag --fsdp, such as "full_shard auto_wrap", in upper case. `run`
-    is the training to migrate."""
+    """Return the words of transformers' flag --fsdp, such as "full_shard auto_wrap", in upper case."""
     return str(run.trainer_value("fsdp") or "").upper().split()
 
 
 def fsdp_strategy(run: Run) -> str | None:
-    """Return the value of the configuration key `sharding` for the FSDP strategy of the training to migrate, `run`,
-    which Accelerate's `fsdp_config` or the flag --fsdp names; None if neither names a known strategy."""
+    """Return the value of `sharding` for the strategy that Accelerate's `fsdp_config` or the flag --fsdp names; None if
+    neither names a known one."""
     if run.distributed_type == "FSDP":
         reshard = plain(run.launched("fsdp_reshard_after_forward"))
         if isinstance(reshard, bool):
@@ -284,8 +279,8 @@ def fsdp_strategy(run: Run) -> str | None:
 
 
 def precision(run: Run) -> Overrides:
-    """Return the Hydra overrides for the precision of the training to migrate, `run`. If it sets both bf16 and fp16,
-    the original refuses to start; here bf16 is chosen."""
+    """Return the overrides for the precision. If both bf16 and fp16 are set, the original refuses to start; here bf16
+    is chosen."""
     on = {HALF[name] for name in HALF if run.ds(f"{name}.enabled") is True}
     on |= {flag for flag in ("bf16", "fp16") if run.trainer_value(flag)}
     on.add(str(run.launched("mixed_precision")))
@@ -300,8 +295,7 @@ def precision(run: Run) -> Overrides:
 
 
 def optimizer(run: Run) -> Overrides:
-    """Return the Hydra overrides for the optimizer of the training to migrate, `run`, from DeepSpeed's `optimizer`
-    entry if there is one, else from the training script's flags."""
+    """Return the overrides for the optimizer, from DeepSpeed's `optimizer` entry if there is one, else from flags."""
     values = {
         "optim.lr": ("optimizer.params.lr", "learning_rate"),
         "optim.weight_decay": ("optimizer.params.weight_decay", "weight_decay"),
@@ -323,16 +317,15 @@ def optimizer(run: Run) -> Overrides:
 
 
 def filled(run: Run, key: str, flag: str) -> object:
-    """Return a setting of the optimizer or scheduler of the training to migrate, `run`: the value of `key` in
-    DeepSpeed's configuration. If that value is `auto`, or the configuration has no optimizer (or scheduler), it is the
-    value of the training script's flag `flag`."""
+    """Return a setting of the optimizer or scheduler: the value of `key` in DeepSpeed's configuration or, if that is
+    `auto` or it has no optimizer (or scheduler), the value of the script's flag."""
     value = AUTO if run.ds(key.partition(".")[0] + ".type") is None else run.ds_or_default(key)
     return run.trainer_value(flag) if value == AUTO else value
 
 
 def clip(run: Run) -> object:
-    """Return the gradient norm to which the training to migrate, `run`, clips gradients; None if it does not clip. With
-    DeepSpeed it is the value of the key `gradient_clipping`, which by default does not clip."""
+    """Return the gradient norm to clip at; None if it does not clip. DeepSpeed's `gradient_clipping` is off by
+    default."""
     value = run.ds("gradient_clipping", 0) if run.uses_deepspeed else run.trainer_value("max_grad_norm")
     return (run.trainer_value("max_grad_norm") if value == AUTO else value) or None
 

@@ -44,19 +44,14 @@ class Command:
     words: list[str]
     line: int
     environment: dict[str, str] = field(default_factory=dict)
-    """Environment variables of the command: exported variables, and variables set on its line before its name."""
+    """Exported variables, and variables set on the command's line before its name."""
     problems: tuple[str, ...] = ()
-    """Messages about parts of the command's line that only bash could evaluate; if there are any, `words` may be
-    wrong."""
+    """Messages about parts of the line that only bash could evaluate; if there are any, `words` may be wrong."""
 
 
 def commands(text: str, given: Mapping[str, str], where: str) -> list[Command]:
-    """Return all simple commands of the shell script `text`, in order, without running any.
-
-    Args:
-        given: values of variables that the script does not set; if the script sets one of them, the script's value
-            counts.
-        where: the script's file name, for error messages.
+    """Return all simple commands of a shell script, in order, without running any. `given` are values of variables that
+    the script does not set.
 
     Raises:
         ConfigError: a quote is not closed, or the script uses bash syntax that is not supported here.
@@ -100,8 +95,8 @@ def commands(text: str, given: Mapping[str, str], where: str) -> list[Command]:
 
 
 def expanded(line: str, variables: Mapping[str, str], problems: list[str]) -> str:
-    """Return a line of a shell script with variables replaced by their values and comments removed; quotes are kept.
-    For a variable without a value, or an expansion that only bash can evaluate, a message is added to `problems`."""
+    """Return a line with variables replaced by their values and comments removed; quotes are kept. For a variable
+    without a value, or an expansion that only bash can evaluate, a message is added to `problems`."""
 
     def value(found: re.Match[str], quote: Callable[[str], str]) -> str:
         name = found[1] or found[2]
@@ -129,8 +124,7 @@ def expanded(line: str, variables: Mapping[str, str], problems: list[str]) -> st
 
 
 def split(line: str) -> list[str]:
-    """Return the words of a line of a shell script, without quotes. Adjacent operator signs `();<>|&` form a word of
-    their own."""
+    """Return the words of a line, without quotes. Adjacent operator signs `();<>|&` form a word of their own."""
     lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
     lexer.commenters = ""
     lexer.whitespace_split = True
@@ -146,15 +140,13 @@ def simple_commands(words: list[str]) -> list[list[str]]:
 
 
 def refuse_bash(command: list[str], operators: list[str], problems: list[str], where: str) -> None:
-    """Raise ConfigError if a command of a shell script uses loops, functions, arrays or other syntax of bash that
-    changes the meaning of other lines; or if it begins with a flag, which then belongs to the line before.
+    """Raise ConfigError if a command uses loops, functions, arrays or other syntax of bash that changes the meaning of
+    other lines; or if it begins with a flag, which then belongs to the line before.
 
     Args:
-        command: words of the command.
         operators: all operators (such as `|` or `(`) of the command's line.
         problems: messages about parts of the line that only bash could evaluate. They separate an array from a
             subshell.
-        where: file and line, for the message.
     """
     needs = ""
     if command[0] in KEYWORDS:

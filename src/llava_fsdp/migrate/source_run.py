@@ -1,5 +1,4 @@
-"""Describe a training of another system that is to be migrated to llava_fsdp, as its script, its DeepSpeed JSON file
-and its Accelerate YAML file set it."""
+"""Describe a training of another system, as its script, its DeepSpeed JSON file and its Accelerate YAML file set it."""
 
 import re
 from collections.abc import Mapping
@@ -49,8 +48,7 @@ ALIASES = {
 
 @dataclass(frozen=True)
 class Block:
-    """The settings in a DeepSpeed or Accelerate configuration file: values by key. Names of nested keys are joined with
-    dots."""
+    """The settings in a configuration file. Names of nested keys are joined with dots."""
 
     name: str
     values: Mapping[str, object]
@@ -58,12 +56,11 @@ class Block:
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag of a training program that is to be migrated: its type and default value as its argument parser defines
-    them, and the rule that says what it becomes in llava_fsdp."""
+    """A flag of a training program, as its argument parser defines it, and the rule that says what it becomes."""
 
     default: object
     rule: object
-    """Rule (a `keys.Rule`) that says what the flag becomes in llava_fsdp."""
+    """A `keys.Rule`."""
     kind: type | None = None
     """Type of the flag's value; None: the type of `default`."""
 
@@ -74,17 +71,16 @@ class Flag:
 
 @dataclass(frozen=True)
 class Run:
-    """A training of another system that is to be migrated to llava_fsdp: its command, its flags, and its DeepSpeed and
-    Accelerate settings."""
+    """A training of another system: its command, its flags, and its DeepSpeed and Accelerate settings."""
 
     name: str
     launch: Launch
     table: Mapping[str, Flag]
-    """Flags that the training program accepts, by name."""
+    """Flags that the training program accepts."""
     flags: Mapping[str, object]
-    """Values of the flags in the training command, by name, as they are written there."""
+    """The flags in the training command, as they are written there."""
     given_gpus: int | None = None
-    """Number of GPUs that the user gave as `gpus=N`; None: the number of the launcher is used."""
+    """Number of GPUs that the user gave as `gpus=N`; None: the launcher's number is used."""
     deepspeed: Block | None = None
     accelerate: Block | None = None
     datasets: Block | None = None
@@ -94,33 +90,20 @@ class Run:
     """Paths of DeepSpeed or Accelerate files that the script names and that were not found."""
 
     def given(self, name: str) -> str | None:
-        """Return how the training command spells a flag of the training program; None if it does not set the flag.
-
-        Args:
-            name: name of the flag, without `--`. The command may have an alias of it.
-        """
+        """Return how the command spells a flag, by its own name or an alias; None if it does not set it."""
         names = (name,) if self.launch.is_original else (name, *ALIASES.get(name, ()))
         return next((spelling for spelling in names if spelling in self.flags), None)
 
     def trainer_value(self, name: str) -> object:
-        """Return the value that a flag of the training program has in the training to migrate, converted to the flag's
-        type: the value in the training command, or else the program's default.
-
-        Args:
-            name: name of the flag, without `--`.
-        """
+        """Return the value of a flag, converted to its type: that in the command, or else the program's default."""
         flag, spelling = self.table[name], self.given(name)
         if spelling is None:
             return flag.default
         return parse(self.flags[spelling], flag.type, f"{self.name}: --{spelling}")
 
     def launched(self, name: str) -> object:
-        """Return the value of an Accelerate setting in the training to migrate, from the flag of `accelerate launch` or
-        else from any block of Accelerate's YAML file; None if neither sets it.
-
-        Args:
-            name: name of the setting, without its block.
-        """
+        """Return the value of an Accelerate setting, named without its block, from the flag of `accelerate launch` or
+        else from Accelerate's YAML file."""
         if self.launch.launcher == "accelerate" and name in self.launch.flags:
             return self.launch.flags[name]
         for prefix in ("", "deepspeed_config.", "fsdp_config.", "dynamo_config."):
@@ -130,8 +113,7 @@ class Run:
 
     @property
     def distributed_type(self) -> str:
-        """Value of Accelerate's key `distributed_type` (DEEPSPEED, FSDP, MULTI_GPU, ...) in the training to migrate;
-        empty if it is not set."""
+        """Accelerate's `distributed_type` (DEEPSPEED, FSDP, MULTI_GPU, ...); empty if it is not set."""
         for flag, name in (("use_deepspeed", "DEEPSPEED"), ("use_fsdp", "FSDP")):
             if self.launched(flag):
                 return name
@@ -143,14 +125,12 @@ class Run:
 
     @property
     def lacks_deepspeed(self) -> bool:
-        """Whether the training to migrate uses a DeepSpeed configuration file that was not found, so that DeepSpeed's
-        settings are unknown."""
+        """Whether a DeepSpeed file was not found, so that DeepSpeed's settings are unknown."""
         return self.uses_deepspeed and self.deepspeed is None and self.distributed_type != "DEEPSPEED"
 
     def ds(self, key: str, default: object = None) -> object:
-        """Return the value of a dotted key of DeepSpeed's configuration in the training to migrate; `default` if it is
-        not set. If there is no JSON file, the value comes from the settings from which Accelerate makes that
-        configuration."""
+        """Return the value of a dotted key of DeepSpeed's configuration. If there is no JSON file, the value comes from
+        the settings from which Accelerate makes that configuration."""
         if self.deepspeed is not None:
             return plain(self.deepspeed.values.get(key, default))
         found = self.launched(ACCELERATE_NAMES[key]) if key in ACCELERATE_NAMES else None
@@ -168,22 +148,21 @@ class Run:
 
     @property
     def has_ds_warmup(self) -> bool:
-        """Whether the learning rate of the training to migrate follows DeepSpeed's WarmupLR or WarmupDecayLR, which
-        give all parameter groups the same learning rate."""
+        """Whether the learning rate follows DeepSpeed's WarmupLR or WarmupDecayLR, which give all parameter groups the
+        same learning rate."""
         return self.ds("scheduler.type") in ("WarmupLR", "WarmupDecayLR")
 
     @property
     def devices(self) -> str | None:
-        """Value of CUDA_VISIBLE_DEVICES for the training to migrate, which its launcher or its script sets; None if
-        neither does."""
+        """CUDA_VISIBLE_DEVICES, as the launcher or the script sets it."""
         chosen = self.launched("gpu_ids")
         ids = str(chosen) if chosen not in (None, "all") else None
         return self.ranks.devices or ids or self.launch.devices
 
     @property
     def ranks(self) -> Ranks:
-        """Number of processes and machines of the training to migrate: `gpus=N` on the command line gives the total
-        number of processes; without it, the launcher's flags or Accelerate's file give both."""
+        """`gpus=N` gives the total number of processes; without it, the launcher's flags or Accelerate's file give both
+        numbers."""
         found = ranks_of(self.launch)
         if self.launch.launcher == "accelerate":  # both numbers may be flags, or in Accelerate's file
             total, nodes = number(str(self.launched("num_processes"))), number(str(self.launched("num_machines") or 1))
@@ -199,19 +178,14 @@ class Run:
         return ranks.per_node * ranks.nodes if ranks.per_node and ranks.nodes else None
 
     def ranks_for_one_sample(self, key: str, gpus: int) -> int:
-        """Return the number of GPUs among which DeepSpeed divides the work for a sample by the value of a key. It is 1
-        if the key is not set, or if its value does not divide the number of GPUs.
-
-        Args:
-            key: dotted key of DeepSpeed's configuration.
-            gpus: number of GPUs that can be divided.
-        """
+        """Return the number of GPUs among which DeepSpeed divides the work for a sample by a dotted key. It is 1 if the
+        key is not set, or if its value does not divide `gpus`."""
         size = self.ds(key)
         return size if isinstance(size, int) and size > 1 and gpus % size == 0 else 1
 
     @property
     def tensor(self) -> int:
-        """Number of GPUs among which DeepSpeed divides each layer of the training to migrate (AutoTP); 1: none."""
+        """Number of GPUs among which DeepSpeed divides each layer (AutoTP); 1: none."""
         nested, plain_key = (
             self.ranks_for_one_sample(key, self.gpus or 1) for key in ("tensor_parallel.autotp_size", "autotp_size")
         )
@@ -219,13 +193,13 @@ class Run:
 
     @property
     def context(self) -> int:
-        """Number of GPUs among which DeepSpeed divides the tokens of a sample (Ulysses); 1: they are not divided."""
+        """Number of GPUs among which DeepSpeed divides the tokens of a sample (Ulysses); 1: none."""
         return self.ranks_for_one_sample("sequence_parallel_size", (self.gpus or 1) // self.tensor)
 
     @property
     def batch(self) -> int:
-        """Number of samples in an optimizer step of the training to migrate: micro-batch size x gradient accumulation
-        steps x number of GPUs that process samples of their own."""
+        """Number of samples in an optimizer step: micro-batch size x accumulation x GPUs that process samples of their
+        own."""
         micro, accumulation = (
             self.trainer_value("per_device_train_batch_size"),
             self.trainer_value("gradient_accumulation_steps"),
@@ -235,12 +209,11 @@ class Run:
 
     @property
     def is_next(self) -> bool:
-        """Whether the training program is that of LLaVA-NeXT."""
         return "mm_tunable_parts" in self.table
 
     @property
     def tunable(self) -> tuple[str, ...] | None:
-        """The parts of the model that LLaVA-NeXT's --mm_tunable_parts names; None if it is not given."""
+        """The parts of the model that LLaVA-NeXT's --mm_tunable_parts names."""
         value = self.trainer_value("mm_tunable_parts") if self.is_next else None
         return tuple(str(value).split(",")) if value is not None else None
 
@@ -262,8 +235,7 @@ class Run:
 
     @property
     def bits(self) -> int | None:
-        """Number of bits of a quantized base model's weights in the training to migrate, 4 or 8; None if the base model
-        is not quantized."""
+        """Number of bits of a quantized base model's weights, 4 or 8."""
         if not self.launch.is_original:
             return 4 if self.trainer_value("load_in_4bit") else 8 if self.trainer_value("load_in_8bit") else None
         bits = self.trainer_value("bits")
@@ -271,8 +243,8 @@ class Run:
 
     @property
     def is_lora(self) -> bool:
-        """Whether the training to migrate trains LoRA adapters. LLaVA's pretraining stage never does: it freezes them
-        again (train.py:926-930)."""
+        """Whether LoRA adapters train. LLaVA's pretraining stage never trains them: it freezes them again
+        (train.py:926-930)."""
         return bool(self.trainer_value("lora_enable")) and self.stage != "pretrain"
 
     @property
@@ -286,8 +258,8 @@ class Run:
 
 
 def files_of(datasets: Block) -> list[str] | str:
-    """Return the files of records in a YAML file of LLaVA-NeXT; a text that says what is wrong if it is not such a
-    file, or if only a part of one of the files is trained on."""
+    """Return the files of records in a YAML file of LLaVA-NeXT; a text that says what is wrong as for
+    `Run.data_files`."""
     rows = datasets.values.get("datasets")
     files = []
     for row in rows if isinstance(rows, list) else []:
@@ -306,7 +278,7 @@ def files_of(datasets: Block) -> list[str] | str:
 
 
 def plain(value: object) -> object:
-    """Return a setting's value; if it is a text that spells a boolean or a number, it is converted to that type."""
+    """Return a value; a text that spells a boolean or a number is converted."""
     if not isinstance(value, str):
         return value
     if value.lower() in ("true", "false"):
@@ -320,14 +292,8 @@ def plain(value: object) -> object:
 
 
 def parse(given: object, kind: type, where: str) -> object:
-    """Return a flag's value converted to the flag's type. Raise ConfigError for a value that the training program's own
-    parser would not accept.
-
-    Args:
-        given: the value in the training command: a text, a list of texts, or True if the flag has no value.
-        kind: the flag's type.
-        where: name of the training and flag, for the error message.
-    """
+    """Return a flag's value converted to its type. It is given as a text, a list of texts, or True if the flag has no
+    value. Raise ConfigError for a value that the training program's own parser would not accept."""
     if given is True:
         if kind is bool:
             return True

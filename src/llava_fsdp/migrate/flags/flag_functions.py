@@ -1,5 +1,5 @@
-"""Functions that say what flags of LLaVA's training program become in llava_fsdp, for flags that need more than a fixed
-answer. They are entries of the table of all flags, `llava_flags.FLAGS`."""
+"""Rules for flags of LLaVA's training program that need more than a fixed answer. They are entries of
+`llava_flags.FLAGS`."""
 
 from collections.abc import Callable
 from pathlib import PurePosixPath
@@ -23,7 +23,7 @@ def model_name(context: Context, value: object) -> Outcome:
 
 
 def data_path(context: Context, value: object) -> Outcome:
-    """Return what --data_path becomes: a file, or several that a pattern or LLaVA-NeXT's YAML file lists."""
+    """Rule for --data_path: a file, or several that a pattern or LLaVA-NeXT's YAML file lists."""
     files = context.run.data_files
     if isinstance(files, str):
         return unsupported(files)
@@ -83,13 +83,8 @@ def lora_enable(context: Context, value: object) -> Outcome:
 
 
 def of_optimizer(key: str, note: str = "") -> Function:
-    """Return a function that says what an optimizer flag of LLaVA's training program becomes in llava_fsdp: a Hydra
-    override, or nothing if DeepSpeed's configuration sets another value, which then counts.
-
-    Args:
-        key: key of the Hydra override.
-        note: remark that is printed behind the override if DeepSpeed's configuration has an `optimizer` entry.
-    """
+    """Return a rule for an optimizer flag: it becomes the override `key`, or nothing if DeepSpeed's configuration sets
+    another value, which then counts. `note` is printed if that has an `optimizer` entry."""
 
     def rule(context: Context, value: object) -> Outcome:
         text = context.tell(key)
@@ -120,12 +115,7 @@ def warmup_ratio(context: Context, value: object) -> Outcome:
 
 
 def half(context: Context, value: object) -> Outcome:
-    """Return what the flag --bf16 or --fp16 of LLaVA's training program becomes in llava_fsdp.
-
-    Args:
-        context: the flag's name, and what is known about the whole training to migrate.
-        value: the flag's value.
-    """
+    """Rule for --bf16 and --fp16."""
     text = context.tell("precision")
     if not value:
         return OFF if context.key == "fp16" else mapped(text)
@@ -177,13 +167,8 @@ def report_to(context: Context, value: object) -> Outcome:
 
 
 def torch_compile(context: Context, value: object) -> Outcome:
-    """Return what a flag with which transformers turns on torch.compile (--torch_compile, --torch_compile_backend,
-    --torch_compile_mode or --torchdynamo) becomes in llava_fsdp.
-
-    Args:
-        context: the flag's name, and what is known about the whole training to migrate.
-        value: the flag's value.
-    """
+    """Rule for the flags with which transformers turns on torch.compile (--torch_compile, --torch_compile_backend,
+    --torch_compile_mode, --torchdynamo)."""
     text = context.tell("compile")
     if value in (None, False, ""):
         if context.key != "torch_compile" or "torch_compile" not in context.run.flags:

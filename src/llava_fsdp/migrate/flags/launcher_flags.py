@@ -1,5 +1,4 @@
-"""Table of rules for `migrate`, which translates trainings of other systems into llava_fsdp commands: what each flag of
-the launchers `deepspeed`, `torchrun` and `accelerate launch` becomes."""
+"""Table of rules: what each flag of the launchers `deepspeed`, `torchrun` and `accelerate launch` becomes."""
 
 from collections.abc import Mapping
 

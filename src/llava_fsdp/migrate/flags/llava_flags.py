@@ -1,6 +1,5 @@
-"""Table of rules for `migrate`, which translates trainings of other systems into llava_fsdp commands: what each flag of
-LLaVA's training program becomes. The flags and their default values are LLaVA's own (train.py:53-112) and those of the
-TrainingArguments of transformers 4.37."""
+"""Table of rules: what each flag of LLaVA's training program becomes. The flags and their default values are LLaVA's
+own (train.py:53-112) and those of the TrainingArguments of transformers 4.37."""
 
 from collections.abc import Mapping
 
@@ -20,12 +19,7 @@ ADAMW = "AdamW is the optimizer; its settings are optim.beta1, optim.beta2, opti
 
 
 def flags_with(rule: Rule, **defaults: object) -> dict[str, Flag]:
-    """Return definitions of several flags of a training program that have the same rule.
-
-    Args:
-        rule: what the flags become in llava_fsdp: a function that decides it, or a fixed result.
-        defaults: default value of each flag, by name; its type if the default value is None.
-    """
+    """Return several flags with the same rule, from the default value of each, or from its type if that is None."""
     return {
         name: Flag(None, rule, default) if isinstance(default, type) else Flag(default, rule)
         for name, default in defaults.items()
@@ -180,13 +174,8 @@ FLAGS: Mapping[str, Flag] = {
 
 
 def canonical(name: str, table: Mapping[str, Flag]) -> str | None:
-    """Return the full name of a training program's flag that is written as `name` on a command line; None if the
-    program has no such flag. As in argparse, `name` may have `-` for `_`, be abbreviated, or be `no_X` for a flag X
-    that is true by default.
-
-    Args:
-        table: flags that the program accepts, by name.
-    """
+    """Return the full name of a flag of `table` that a command line writes as `name`; None if there is no such flag. As
+    in argparse, `name` may have `-` for `_`, be abbreviated, or be `no_X` for a flag X that is true by default."""
     name = name.replace("-", "_")
     if name in table:
         return name

@@ -1,5 +1,5 @@
-"""Table of rules for `migrate`: what the flags become that LLaVA-NeXT's training program has beside those of LLaVA's
-(LLaVA-NeXT train.py:60-173), and those to which it gives another meaning or default."""
+"""Table of rules: what the flags become that LLaVA-NeXT's training program has beside those of LLaVA's (LLaVA-NeXT
+train.py:60-173), and those to which it gives another meaning or default."""
 
 from collections.abc import Mapping
 
@@ -27,12 +27,8 @@ VIDEO = no_effect("only for videos, which are read with data.image_aspect_ratio=
 
 
 def is_next(flags: Mapping[str, object]) -> bool:
-    """Return whether a training command is one for LLaVA-NeXT's program: it has a flag, or a way to cut images into
-    tiles, that LLaVA's program does not have.
-
-    Args:
-        flags: the command's flags: value by name.
-    """
+    """Return whether the flags of a command are for LLaVA-NeXT's program: one of them, or a way to cut images into
+    tiles, is not LLaVA's."""
     aspect = str(flags.get("image_aspect_ratio", ""))
     return bool(NEXT_ALONE.keys() & flags.keys()) or aspect.startswith(("anyres", "highres", "crop_split"))
 

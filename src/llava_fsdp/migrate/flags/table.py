@@ -1,5 +1,4 @@
-"""Build the table that `migrate`, which translates training scripts of other systems, prints: what every key in their
-files becomes in llava_fsdp."""
+"""Build the table that `migrate` prints: what every key in the files becomes in llava_fsdp."""
 
 import difflib
 from collections.abc import Callable, Collection, Iterator
@@ -26,7 +25,7 @@ DEFAULTS = {
     "scheduler.params.warmup_num_steps": "optim.warmup_steps",
     "scheduler.params.warmup_type": "optim.schedule",
 }
-"""DeepSpeed's keys whose default values the llava_fsdp command must set -> key of the override."""
+"""{DeepSpeed's key whose default value the command must set: key of the override}."""
 
 
 def rows_of(context: Context) -> list[Row]:
@@ -89,13 +88,8 @@ def row_of(context: Context, source: str, key: str, value: object, rule: object,
 
 
 def default_rows(context: Context) -> Iterator[Row]:
-    """Yield rows of the table that `migrate` prints, for keys that the files of the training to migrate do not set, if
-    their default value (DeepSpeed's or the training program's) must be set in the llava_fsdp command or has no
-    equivalent there.
-
-    Args:
-        context: what is known about the training.
-    """
+    """Yield rows for keys that the files do not set, if their default value (DeepSpeed's or the training program's)
+    must be set in the command or has no equivalent there."""
     run = context.run
     for key, override in DEFAULTS.items() if run.deepspeed else ():
         assert run.deepspeed is not None

@@ -1,5 +1,5 @@
-"""Table of rules for `migrate`, for training programs other than LLaVA's: what the flags of transformers' Trainer, peft
-and TRL become in llava_fsdp. All other flags are unknown, because only the program's code defines what they mean."""
+"""Table of rules for training programs other than LLaVA's: what the flags of transformers' Trainer, peft and TRL
+become. All other flags are unknown, because only the program's code defines what they mean."""
 
 from collections.abc import Mapping
 
@@ -34,8 +34,8 @@ TRAINER = """
 """.split()
 """Flags of transformers' TrainingArguments, which mean the same in every program that uses transformers' Trainer."""
 NEEDED = {"data_path": "data.path", "model_name_or_path": "model.checkpoint", "model_max_length": "data.max_length"}
-"""Flags that the script must set, because the stage has another value than the program's default -> key of the
-override."""
+"""{flag that the script must set, because the stage has another value than the program's default: key of the
+override}."""
 NEEDED_BY_LORA = {"lora_r": "model.lora.r", "lora_alpha": "model.lora.alpha", "lora_dropout": "model.lora.dropout"}
 OTHER_PROGRAM = (
     "not the original LLaVA's program, so only its flags are read. Which parts train, the prompts, the labels and the "
@@ -91,12 +91,8 @@ OTHER_FLAGS: Mapping[str, Flag] = {
 
 
 def lacking(run: Run, decided: Mapping[str, object]) -> list[str]:
-    """Return a message for every configuration key that the llava_fsdp command needs, but that neither the training to
-    migrate (`run`) nor a default sets.
-
-    Args:
-        decided: Hydra overrides of the llava_fsdp command: value by key.
-    """
+    """Return a message for every configuration key that the command needs, but that neither the original training nor a
+    default sets."""
     if run.launch.is_original:
         return [] if "data.path" in decided else [f"data.path: {run.data_files}"]
     needed = NEEDED | (NEEDED_BY_LORA if run.is_lora else {})
