@@ -28,9 +28,9 @@ from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.parallel.ranks.mesh import World, distributed
 from llava_fsdp.plan.memory.activations import MicroBatch
 from llava_fsdp.plan.planner import Choice, Planner, PlanRow, Ranks, peak
+from llava_fsdp.plan.search import auto
 from llava_fsdp.plan.search.auto import Decision, decide, with_each_context
 from llava_fsdp.plan.search.longest import MOST_TOKENS
-from llava_fsdp.plan.search.search import auto
 from llava_fsdp.plan.time.hardware import machine_named
 from llava_fsdp.plan.time.step_time import Volume, context_volume
 from llava_fsdp.plan.workload import Samples, configured_split

@@ -19,6 +19,7 @@ from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.parallel.ranks.mesh import World
 from llava_fsdp.plan.memory.activations import MicroBatch
 from llava_fsdp.plan.planner import Planner
+from llava_fsdp.plan.search import auto
 from llava_fsdp.plan.search.auto import decide, ways_for
 from llava_fsdp.plan.search.layouts import (
     NEAR,
@@ -33,7 +34,6 @@ from llava_fsdp.plan.search.layouts import (
     layouts,
     why_not,
 )
-from llava_fsdp.plan.search.search import auto
 from llava_fsdp.plan.time.hardware import Machine, machine_named
 from llava_fsdp.plan.workload import Samples
 from llava_fsdp.runtime.errors import ConfigError

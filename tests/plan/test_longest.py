@@ -10,8 +10,8 @@ from small import command_config
 from llava_fsdp.config import ActivationCheckpointing, PlanConfig, Strategy
 from llava_fsdp.plan.memory.activations import MicroBatch
 from llava_fsdp.plan.planner import Choice, Ranks
+from llava_fsdp.plan.search import longest as module
 from llava_fsdp.plan.search.longest import MOST_TOKENS, PIECE, longest_row, one_sample
-from llava_fsdp.plan.search.search import longest as module
 from llava_fsdp.plan.time.hardware import GPUS, Machine
 from llava_fsdp.plan.workload import Samples
 

@@ -30,8 +30,8 @@ from llava_fsdp.plan.main import plan, warn_of_length
 from llava_fsdp.plan.memory.activations import MicroBatch
 from llava_fsdp.plan.model_shapes import shapes_of
 from llava_fsdp.plan.planner import Choice, Planner, Ranks
+from llava_fsdp.plan.search import auto
 from llava_fsdp.plan.search.auto import decide
-from llava_fsdp.plan.search.search import auto
 from llava_fsdp.plan.time.hardware import GPUS, MIB, PROCESS, Machine, machine_named, this_machine
 from llava_fsdp.plan.time.step_time import sample_flops
 from llava_fsdp.plan.workload import Samples, configured_split

@@ -25,9 +25,9 @@ from llava_fsdp.plan import main
 from llava_fsdp.plan.memory.activations import MicroBatch, with_depth
 from llava_fsdp.plan.model_shapes import kernel_for
 from llava_fsdp.plan.planner import Choice, PlanRow, Ranks
+from llava_fsdp.plan.search import longest
 from llava_fsdp.plan.search.layouts import Planned
 from llava_fsdp.plan.search.longest import MOST_TOKENS
-from llava_fsdp.plan.search.search import longest
 from llava_fsdp.plan.show import scaling_page, table
 from llava_fsdp.plan.time import hardware
 from llava_fsdp.plan.time.hardware import GPUS, Machine, machine_named

@@ -458,7 +458,13 @@ def test_whose_fault_an_error_of_the_system_is(tmp_path: Path) -> None:
 
 
 def test_workers_do_without_torch() -> None:
-    names = "index.worker_pool", "index.examine_passes", "index.token_pass", "index.duplicate_ids", "records.parquet"
+    names = (
+        "index.worker_pool",
+        "index.examine.examine_passes",
+        "index.token_pass",
+        "index.examine.duplicate_ids",
+        "records.parquet",
+    )
     code = f"import sys, {', '.join(f'llava_fsdp.data.{name}' for name in names)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
