@@ -24,6 +24,7 @@ class LaunchConfig:
     nproc_per_node: int
     """Number of ranks on each node."""
     nnodes: int
+    """Number of machines of a run, which is 1 in a sweep."""
     devices: Devices
     """Which GPUs each run of a sweep gets."""
 
@@ -33,7 +34,7 @@ class SweepKeys:
     metric: SweepMetric
     """Metric by which a sweep compares its runs."""
     last_steps: int
-    """Number of steps at the end of a run whose mean loss counts as the loss of the run."""
+    """Number of last steps whose mean loss is the loss of a run."""
 
     def __post_init__(self) -> None:
         at_least("sweep.last_steps", self.last_steps, 1)
@@ -51,7 +52,7 @@ class SweepConfig(Config):
 @dataclass(kw_only=True, slots=True)
 class PrepareKeys:
     workers: int | None
-    """Number of processes that read records and images; null: one for each core."""
+    """Number of processes that read records and images; null: one a core."""
 
     def __post_init__(self) -> None:
         at_least("prepare.workers", self.workers, 1)
@@ -66,8 +67,7 @@ class PrepareConfig(Config):
     report: str | None
     """Folder for the report; null: the folder of the dataset's index."""
     verify: bool = False
-    """Whether to read every record and image again and compare them with the dataset's index, without writing
-    anything."""
+    """Whether to compare every record and image with the index, without writing anything."""
 
     def __post_init__(self) -> None:
         super(PrepareConfig, self).__post_init__()
@@ -88,14 +88,13 @@ class PlanConfig(Config):
     nodes: int
     """Number of nodes."""
     gpu: str
-    """Name of a GPU in the table of `plan/time/hardware.py`; auto: the GPU of this machine."""
+    """Name of a GPU; auto: that of this machine. The names are in the table of `plan/time/hardware.py`."""
     rows: int
     """Maximum number of rows of the printed table."""
     page: str
-    """HTML file for the chart of tokens per second against the number of nodes, written if nodes > 1; or of the longest
-    sample against the number of GPUs."""
+    """HTML file for the chart of speed by nodes, if nodes > 1, or of the longest sample by GPUs."""
     longest: bool
-    """Whether to predict the longest sample that can be trained on 1, 2, 4, ... GPUs, instead of ways to train."""
+    """Whether to predict the longest sample that can be trained on 1, 2, 4 and more GPUs."""
     format: Format
 
     def __post_init__(self) -> None:
@@ -110,8 +109,9 @@ class DoctorConfig(Config):
     of that training, and a few more."""
 
     gpus: int | None
-    """Number of ranks on this machine; null: the number of its GPUs, or 1 without GPUs."""
+    """Number of ranks on this machine; null: one a GPU, or 1."""
     nodes: int
+    """Number of machines of the training."""
 
     def __post_init__(self) -> None:
         super(DoctorConfig, self).__post_init__()
@@ -124,7 +124,7 @@ class TrainedModelConfig:
     """Configuration keys that name the trained model which generates answers."""
 
     checkpoint: str
-    """Folder of a run or of a model (in this project's, transformers' or the original LLaVA's format)."""
+    """Folder of a run or of a model. Its format is this project's, transformers' or the original LLaVA's."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -140,17 +140,16 @@ class EvaluateConfig:
     questions: str | None
     """File of questions; task=conversations uses data.path instead."""
     annotations: str | None
-    """Files with the right answers, if the file of questions does not contain them: VQAv2's or TextVQA's annotations,
-    POPE's label file or the folder of all its label files, ScienceQA's problems.json or its folder."""
+    """Files with the right answers, if the file of questions lacks them. VQAv2's or TextVQA's annotations, POPE's label
+    file or the folder of all its label files, ScienceQA's problems.json or its folder."""
     suffix: bool
-    """Whether to append to every question the instruction that the original LLaVA appends for the task, such as to
-    answer with a single word."""
+    """Whether to append the original LLaVA's instruction for the task to every question. An example is to answer with a
+    single word."""
     answers: str | None
-    """JSON Lines file to which every complete answer is appended; an interrupted evaluation continues from this file;
-    null: no file."""
+    """JSON Lines file to which answers are appended; null: none. An interrupted evaluation continues from it."""
     submission: str | None
-    """File for the answers in the format of the VQAv2 and VizWiz test servers: a JSON list of answers, normalized as in
-    the original LLaVA."""
+    """File for the answers in the format of VQAv2's and VizWiz's test servers. It is a JSON list of answers, normalized
+    as in the original LLaVA."""
     limit: int | None
     """Maximum number of questions to answer; null: all."""
     batch_size: int
@@ -160,9 +159,10 @@ class EvaluateConfig:
     show: int
     """Number of answers to print."""
     blank: bool | None
-    """Whether to answer every question a second time with an image of the mean colour; null: only with
-    task=conversations."""
+    """Whether to answer every question again with a blank image; null: with task=conversations. The image has the mean
+    colour."""
     format: Format
+    """Format of the printed result."""
 
     def __post_init__(self) -> None:
         if self.task is Task.conversations:

@@ -100,10 +100,10 @@ class SourceConfig:
     images: str | None = None
     """Folder of this source's images; null: data.images."""
     epochs: float | None = None
-    """How many times each record of the source occurs in an epoch; null: once."""
+    """How many times each record occurs in an epoch; null: once."""
     weight: float | None = None
-    """Weight of this source: its share of an epoch's samples, relative to the weights of the other sources; with
-    weights an epoch has as many samples as all sources together have records."""
+    """Share of an epoch's samples, relative to the weights of the other sources. With weights an epoch has as many
+    samples as all sources together have records."""
 
     def __post_init__(self) -> None:
         above_zero(f"data.sources: source of {self.path}: epochs", self.epochs)
@@ -122,83 +122,80 @@ class DataConfig:
     root: str | None
     """Folder in which the files of the embedded dataset (data=shapes) are generated; other datasets ignore this key."""
     path: str | None
-    """Files of records (JSON lists, JSON Lines, Parquet or tars): a file, a folder, a pattern, or a list of these. They
-    may be remote: s3://, gs://, hf://datasets/ORG/NAME."""
+    """Files of records: a file, a folder, a pattern, or a list of these. They are JSON lists, JSON Lines, Parquet or
+    tars, and may be remote: s3://, gs://, hf://datasets/ORG/NAME."""
     images: str | None
-    """Folder of the images; the image paths in records are relative to it. It may be remote, see data.path: then each
+    """Folder to which the image paths in records are relative. It may be remote, see data.path: then each
     image is a file of its own below it."""
     question: str | None = None
-    """Key (in Parquet, column) of a record's question, for records of one question and one answer; null: records have
-    another form."""
+    """Key (in Parquet, column) of the question, if records are a question and an answer; null: another form."""
     answer: str | None = None
-    """Key of a record's answer; set together with data.question."""
+    """Key of the answer, set together with data.question."""
     image_column: str | None = None
-    """Additional key of a record's images; the keys `image` and `images` are always read."""
+    """Key of a record's images beside `image` and `images`."""
     sources: dict[str, SourceConfig]
-    """Several data sources by name, instead of the single source data.path."""
+    """Several sources by name, instead of data.path."""
     index: str | None
-    """Folder of the dataset's index; null: `.index` is appended to the (first) path of the records, or to the folder of
-    a pattern; for remote files it is a folder below data.cache."""
+    """Folder of the dataset's index; null: the first path with `.index` appended. With a pattern it is the pattern's
+    folder with `.index` appended, and for remote files a folder below data.cache."""
     cache: str | None = None
-    """Folder on a local disk for copies of remote data; null: $XDG_CACHE_HOME/llava_fsdp or ~/.cache/llava_fsdp."""
+    """Folder for copies of remote data; null: `~/.cache/llava_fsdp`, or that of XDG_CACHE_HOME."""
     cache_gb: float = 20.0
-    """Maximum size in GiB of the images of remote files that are kept in data.cache; 0: none are kept."""
+    """Maximum GiB of images of remote files that are kept in data.cache."""
     examine: Examine
     """How images are checked before the first training. decode: every image is decoded completely; head: only the size
     of each is read; sample: data.examine_images of them are decoded, drawn at random; lazy: none is opened, and with
     anyres and anyres_max the records' keys width and height must give their sizes; auto: decode for up to a million
     images, sample for more. What has not been decoded is checked when it is read in training."""
     examine_images: int = 3000
-    """data.examine=sample only: number of images that are drawn at random and decoded, besides a few of each file of
+    """data.examine=sample: number of images that are decoded. They are drawn at random, besides a few of each file of
     records."""
     allow_links: bool
-    """Whether symbolic links in the folder of images may lead to files outside of the folder."""
+    """Whether links in the folder of images may lead out of it."""
     bad_records: BadRecords
     """What happens if records cannot be trained on. fail: the run ends, before training begins or when an image is
     found broken later; skip: the run continues without these records, on all ranks, and lists them in
     skipped_records.jsonl."""
     max_bad_records: str
-    """Maximum number of records that data.bad_records=skip skips: a share of all records (`0.1%`, rounded down) or a
-    number (`20`)."""
+    """Maximum number of skipped records: a share (`0.1%`) or a number (`20`). A share is of all records, rounded
+    down."""
     template: str
-    """Name of the conversation template; auto is the one that model.checkpoint was trained with, or chat_template (the
+    """Name of the conversation template. auto is the one that model.checkpoint was trained with, or chat_template (the
     language model's own), or that of the language model's type."""
     image_aspect_ratio: AspectRatio
     """How an image is fitted into the square input of the vision tower."""
     grid_pinpoints: list[list[int]]
-    """anyres and anyres_max only: sizes [width, height] in pixels that an image may be fitted into, multiples of the
-    vision tower's input size; empty: with anyres LLaVA-NeXT's sizes, which are 1x2, 2x1, 2x2, 3x1 and 1x3 times the
+    """anyres and anyres_max: sizes [width, height] in pixels that an image may be fitted into. They are multiples of
+    the vision tower's input size. Empty: with anyres LLaVA-NeXT's sizes, which are 1x2, 2x1, 2x2, 3x1 and 1x3 times the
     input size; with anyres_max LLaVA-OneVision's, 1x1 to 6x6 times."""
     max_tiles: int
-    """anyres_max only: an image with more features than this many tiles have, without the tile of the whole image, is
-    shrunk to about that many (`anyres_max_9` of LLaVA-OneVision: 9)."""
+    """anyres_max: number of tiles to whose features larger images are shrunk. The tile of the whole image does not
+    count (`anyres_max_9` of LLaVA-OneVision: 9)."""
     video_fps: float = 1.0
-    """anyres_max only: number of frames that are taken of each second of a video."""
+    """anyres_max: frames that are taken of each second of a video."""
     video_frames: int = 32
-    """anyres_max only: largest number of frames that are taken of a video; of a longer one, as many are taken at equal
-    distances."""
+    """anyres_max: maximum number of frames of a video. Of a longer one, as many are taken at equal distances."""
     pixels: Pixels
     """How image files are decoded to pixels. exact: as an image viewer shows them; llava_v1_5: as the original LLaVA
     reads them (no EXIF orientation, 16-bit and floating point values clipped, transparency ignored, anyres as square);
     fast: close to exact, in fewer operations."""
     max_length: int
-    """Maximum number of tokens of a sample, including image tokens."""
+    """Maximum number of tokens of a sample, with image tokens."""
     too_long: TooLong
     """What happens with samples of more than data.max_length tokens."""
     special_tokens: SpecialTokens | None = None
-    """How special tokens that occur in a record's text (`</s>`) are tokenized. text: as ordinary text; parse: as
+    """How special tokens in a record's text (`</s>`) are tokenized. text: as ordinary text; parse: as
     special tokens; null: parse with labels=llava_v1_5, as in the original LLaVA, else text."""
     max_record_bytes: int = 4 << 20
-    """Maximum number of bytes of one record in its file; a larger record is skipped without being parsed, because
+    """Maximum number of bytes of one record in its file. A larger record is skipped without being parsed, because
     parsing would take too much memory (docs/data.md)."""
     workers: int | None
-    """Number of processes that prepare batches for each rank; 0: the rank itself prepares them between steps; null: up
-    to 4, depending on the number of cores."""
+    """Number of processes that prepare steps for each rank; null: up to 4. It depends on the number of cores. 0: the
+    rank itself prepares them between steps."""
     prefetch: int
     """Number of steps that each worker process prepares ahead."""
     stall: int
-    """Seconds that a worker process may spend on one record while training waits for it; after that it counts as
-    stalled."""
+    """Seconds that a worker may spend on one record while training waits. After that it counts as stalled."""
 
     @property
     def trained_aspect(self) -> AspectRatio:
@@ -294,8 +291,7 @@ class SamplerConfig:
     computed_shuffle: another such permutation, whose memory does not grow with the number of records; llava_v1_5: the
     order of the original LLaVA's samplers, which depends on the number of ranks and on micro_batch_size."""
     group_by_modality_length: bool
-    """llava_v1_5 only: whether to use the original LLaVA's sampler that groups samples by whether they have images and
-    by length."""
+    """sampler=llava_v1_5: whether to group samples by images and length, as the original LLaVA's sampler can."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -314,31 +310,30 @@ class ValConfig:
     change the training."""
 
     every: int | None
-    """Number of steps between two validations; the last step is followed by one in any case; null: no validation."""
+    """Number of steps between two validations; null: none. The last step is followed by one in any case."""
     path: str | None
-    """Files of validation records, as in data.path; null: with data=shapes, the embedded validation set."""
+    """Files of validation records, as in data.path. null: with data=shapes, the embedded validation set."""
     images: str | None
-    """Folder of the validation records' images; null: data.images."""
+    """Folder of their images; null: data.images."""
     sources: dict[str, HeldOutConfig]
-    """Several sources of validation records by name, instead of val.path; loss and score are also computed for each
-    source."""
+    """Several sources by name, instead of val.path. Loss and score are also computed for each source."""
     index: str | None
-    """Folder of the validation records' index; null: the path of the (first) file with `.index` appended."""
+    """Folder of their index; null: the first path with `.index` appended."""
     limit: int | None
-    """Maximum number of records of each source that are used, spread evenly over the source; null: all."""
+    """Maximum number of records of each source; null: all. They are spread evenly over the source."""
     answers: int
-    """Number of questions that the model answers and that are scored, spread evenly over the records of all sources,
-    but at least one of each source; 0: only the loss is computed."""
+    """Number of questions that are answered and scored; 0: only the loss. They are spread evenly over the records of
+    all sources, but at least one of each source."""
     batch_size: int
-    """Maximum number of answers that a rank generates at once; it generates fewer if they would need more than half of
+    """Maximum number of answers that a rank generates at once. It generates fewer if they would need more than half of
     the tokens of a micro-batch."""
     max_new_tokens: int
     """Maximum number of tokens of an answer."""
     metric: Metric
-    """How an answer to a validation question is scored against the record's answer."""
+    """How an answer is scored against the record's."""
     shown: int
-    """Number of answers of each validation that are written to validation.jsonl and shown on the report page: of every
-    source as many, wrong ones first."""
+    """Number of answers that validation.jsonl and the report page show. There are as many of every source, wrong ones
+    first."""
 
     def __post_init__(self) -> None:
         for name in ("every", "limit", "batch_size", "max_new_tokens"):

@@ -23,14 +23,11 @@ class ShardingConfig:
     strategy: Strategy
     """Sharding strategy, from the table in parallel/zero.py."""
     shard_size: int | None
-    """Hybrid strategies only: number of ranks over which one copy of the model is sharded; null: the ranks of one
-    node."""
+    """Hybrid strategies: number of ranks that share one copy of the model; null: those of one node."""
     prefetch: int | None = None
-    """Number of following FSDP units whose all-gathers are started when a unit begins to run, in forward and backward;
-    null: the default of FSDP2, which prefetches one unit."""
+    """Number of following FSDP units whose weights are gathered ahead of the running one; null: FSDP2's one."""
     blocks_per_unit: int = 1
-    """Number of transformer blocks that form one FSDP unit, whose weights are gathered and gradients reduced
-    together."""
+    """Number of transformer blocks whose weights are gathered and gradients reduced together."""
 
     def __post_init__(self) -> None:
         at_least("sharding.blocks_per_unit", self.blocks_per_unit, 1)
@@ -49,26 +46,26 @@ class ParallelConfig:
     """Keys of the kinds of parallelism beside the sharding of states."""
 
     context: int | str = field(default=1, metadata={TAKES: "a number of ranks, or auto"})
-    """Number of ranks that process each packed row together, each some of its positions; auto: the planner chooses the
-    smallest number with which the training fits. A row has up to that many times tokens_per_micro_batch."""
+    """Number of ranks that process each packed row together; auto: the smallest with which it fits. Each rank has some
+    of the row's positions. A row has up to that many times tokens_per_micro_batch."""
     context_how: ContextHow = ContextHow.auto
     """How ranks that share a row compute its attention. ulysses: each rank computes some heads; gather: each rank
     computes some positions; auto: ulysses if the heads can be divided."""
     tensor: int = 1
-    """Number of ranks that compute each layer of the language model together, each with a part of its weights. These
-    ranks process the same rows."""
+    """Number of ranks that compute each layer of the language model together. Each has a part of its weights, and all
+    process the same rows."""
     expert: int = 1
-    """Number of ranks that share the experts of a mixture of experts: each holds an equal part of them, and a token is
+    """Number of ranks that share the experts of a mixture of experts. Each holds an equal part of them, and a token is
     sent to the ranks of its experts."""
     pipeline: int = 1
-    """Number of groups of ranks that divide the layers of the model among them. A micro-batch passes through one group
+    """Number of groups of ranks that divide the layers among them. A micro-batch passes through one group
     after the other, and all groups work at the same time on different micro-batches."""
     schedule: PipelineSchedule = PipelineSchedule["1f1b"]
     """Order in which the groups of `parallel.pipeline` process micro-batches. 1f1b: each group has one stage of the
     model; interleaved: each has two, and waits less."""
     search: bool = False
-    """Whether the planner chooses the numbers of context, tensor, expert and pipeline, where they are 1 or auto, and
-    the schedule: the fastest layout of ranks that fits into memory."""
+    """Whether the planner chooses the fastest kinds of parallelism that fit. It sets context, tensor, expert and
+    pipeline, where they are 1 or auto, and the schedule."""
 
     def __post_init__(self) -> None:
         at_least("parallel.tensor", self.tensor, 1)
@@ -133,17 +130,17 @@ class ScalerConfig:
     five settings."""
 
     scale: float | None = None
-    """A fixed loss scale; null: a dynamic one, which is halved when gradients overflow and doubled after `window` steps
+    """A fixed loss scale; null: a dynamic one. That is halved when gradients overflow and doubled after `window` steps
     without overflow."""
     initial_power: int = 16
-    """Exponent of the first dynamic loss scale, which is 2 ** initial_power."""
+    """Exponent of the first dynamic loss scale. The scale is 2 ** initial_power."""
     window: int = 1000
     """Number of steps without overflow after which the loss scale is doubled."""
     hysteresis: int = 2
-    """Number of overflows after which the loss scale is halved; each further overflow halves it again, until a doubling
+    """Number of overflows after which the loss scale is halved. Each further overflow halves it again, until a doubling
     resets the count."""
     minimum: float = 1.0
-    """Minimum of the loss scale; a step that overflows at this scale ends the run."""
+    """Minimum of the loss scale. A step that overflows at this scale ends the run."""
 
     def __post_init__(self) -> None:
         above_zero("precision.scaler.scale", self.scale, "; null chooses a dynamic one")
@@ -160,20 +157,20 @@ class ScalerConfig:
 @dataclass(kw_only=True, slots=True)
 class PrecisionConfig:
     param_dtype: DType
-    """Dtype of the forward and backward pass, and of frozen weights; auto: bf16 if the devices of all ranks have
+    """Dtype of the forward and backward pass, and of frozen weights. auto: bf16 if the devices of all ranks have
     instructions for it, or if another key of `precision` needs bf16, else fp32."""
     reduce_dtype: DType
-    """Dtype in which gradients are summed over micro-batches and ranks; auto: param_dtype, which is then auto too."""
+    """Dtype in which gradients are summed over micro-batches and ranks. auto: param_dtype, which is then auto too."""
     norm_dtype: DType
-    """Dtype in which norm layers compute; if it is not param_dtype, their weights are also stored in it. auto:
+    """Dtype in which norm layers compute. If it is not param_dtype, their weights are also stored in it. auto:
     param_dtype, which is then auto too."""
     master_dtype: MasterDType
-    """Dtype in which trainable weights are stored and updated, and in which their gradients are at the update; bf16
-    weights are rounded stochastically, so that small updates are not lost on average."""
+    """Dtype in which trainable weights are stored and updated. Their gradients have it at the update. bf16 weights are
+    rounded stochastically, so that small updates are not lost on average."""
     moment_dtype: MomentDType
-    """Dtype in which the optimizer's two moments are stored between steps; they are updated in fp32."""
+    """Dtype in which the optimizer's moments are stored between steps. They are updated in fp32."""
     linear: LinearKind
-    """Number format of the matrix products in the linear layers of the language model's blocks."""
+    """Number format of the linear layers in the language model's blocks."""
     scaler: ScalerConfig
     """Loss scaling, for param_dtype=fp16 only."""
 
@@ -224,8 +221,8 @@ class ActivationCheckpointingConfig:
     mode: ActivationCheckpointing
     """Which activations a transformer block keeps for the backward pass."""
     budget: float | None
-    """budget: share of a compiled block's activations that is kept, from 0 (only the block's input) to 1 (everything
-    that saves recomputation). dynamic: share of the free memory that activations may take. Else null."""
+    """budget: share of a block's activations that is kept; dynamic: share of the free memory for activations. 0 keeps
+    only the block's input, 1 everything that saves recomputation. With other modes it is null."""
 
     def __post_init__(self) -> None:
         meanings = {
@@ -250,7 +247,7 @@ class OffloadConfig:
     mode: OffloadMode
     """Which tensors are kept outside of the device's memory."""
     folder: str | None
-    """nvme only: folder on a local disk; null: output_dir. The files there have no name and disappear when the process
+    """nvme: folder on a local disk; null: output_dir. The files there have no name and disappear when the process
     ends."""
 
     def __post_init__(self) -> None:
@@ -266,10 +263,9 @@ class CommConfig:
     timeout: int
     """Seconds that a collective waits for the slowest rank before it fails."""
     init_timeout: int
-    """Seconds that a collective waits before the first step is finished, while weights are loaded and kernels are
-    compiled."""
+    """Seconds that it waits before the first step is finished. Weights are loaded and kernels compiled until then."""
     warn_after: int
-    """Seconds of waiting in a collective after which a rank logs for which other ranks it waits."""
+    """Seconds of waiting after which a rank logs for which other ranks it waits."""
 
     def __post_init__(self) -> None:
         for name in ("timeout", "init_timeout", "warn_after"):

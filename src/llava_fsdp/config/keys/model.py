@@ -17,22 +17,23 @@ class LoraConfig:
     are those of the original LLaVA."""
 
     enabled: bool = False
+    """Whether to train adapters; stage=finetune_lora sets it."""
     r: int = 128
     """Rank of the adapters."""
     alpha: float = 256
-    """The adapter's output is multiplied by alpha / r, or by alpha / sqrt(r) with use_rslora."""
+    """Factor of the adapters' output, divided by r. With use_rslora it is divided by the root of r."""
     dropout: float = 0.05
-    """Dropout rate of an adapter's input; which values are dropped depends on the sample, not on the number of
+    """Dropout rate of an adapter's input. Which values are dropped depends on the sample, not on the number of
     ranks."""
     bias: LoraBias = LoraBias.none
-    """Which biases are trained in addition to the adapters."""
+    """Which biases are trained, too."""
     use_dora: bool = False
-    """Whether to also train the norm of every row of a weight (weight-decomposed adapters, DoRA, arXiv 2402.09353)."""
+    """Whether to also train the norm of every row of a weight (DoRA, arXiv 2402.09353)."""
     use_rslora: bool = False
-    """Whether to scale adapters by alpha / sqrt(r) (rank-stabilised, arXiv 2312.03732)."""
+    """Whether to scale adapters by alpha / sqrt(r) (arXiv 2312.03732)."""
     checkpoint: str | None = None
-    """Folder of an adapter to continue from (in this project's, peft's or the original LLaVA's format); null: a new
-    adapter."""
+    """Folder of an adapter to continue from; null: a new one. Its format is this project's, peft's or the original
+    LLaVA's."""
 
     def __post_init__(self) -> None:
         at_least("model.lora.r", self.r, 1)
@@ -59,7 +60,7 @@ class QuantizeConfig:
     mode: Quantizer = Quantizer.none
     """Format of the quantized weights."""
     double: bool = True
-    """nf4 and fp4 only: whether to also quantize the scales (one for each block of 64 weights) to 8 bits."""
+    """nf4 and fp4: whether to quantize the scales to 8 bits, too. Each block of 64 weights has one."""
 
     def __post_init__(self) -> None:
         if not self.double and self.mode is Quantizer.none:
@@ -70,47 +71,46 @@ class QuantizeConfig:
 class ModelConfig:
     name: str
     language: str
-    """Folder or hub name of the language model; `package:NAME` is a folder that is part of this package."""
+    """Folder or hub name of the language model. `package:NAME` is a folder that is part of this package."""
     vision: str
-    """Folder or hub name of the vision tower; `package:NAME` is a folder that is part of this package."""
+    """Folder or hub name of the vision tower. `package:NAME` is a folder that is part of this package."""
     checkpoint: str | None
-    """A whole LLaVA model to start from (in this project's, transformers' or the original LLaVA's format);
-    model.language and model.vision are then used only for files that the checkpoint lacks, such as the config of the
-    vision tower."""
+    """A whole LLaVA model to start from: a run, an export, or a folder of transformers or the original LLaVA.
+    model.language and model.vision are then used only for files that it lacks, such as the config of the vision
+    tower."""
     projector: str
-    """Source of the projector's weights: `random`, `auto` (the stage=pretrain run beside output_dir), or a run, folder
-    or file that contains a projector."""
+    """Source of the projector: `random`, `auto` (the stage=pretrain run beside output_dir), or a run, folder or
+    file."""
     projector_type: str
-    """Type of projector: linear, mlp2x_gelu, mlp3x_gelu, ..., identity (LLaVA
-    multimodal_projector/builder.py:33-51); or pixel_shuffle2x_mlp2x_gelu (also 4x and 8x), which first joins 2 x 2
-    neighbouring features into one, so that an image has a quarter of the tokens (transformers' InternVL)."""
+    """linear, mlp2x_gelu, mlp3x_gelu and so on, identity, or pixel_shuffle2x_mlp2x_gelu (also 4x, 8x). They are those
+    of LLaVA's multimodal_projector/builder.py:33-51. A pixel shuffle (transformers' InternVL) first joins 2 x 2
+    neighbouring features into one, so that an image has a quarter of the tokens."""
     select_layer: int
-    """Index of the vision tower's hidden state that is used as image features; -2 is the output of the last layer but
-    one."""
+    """Index of the vision tower's hidden state that is used. -2 is the output of the last layer but one."""
     patch_merge: PatchMerge
-    """anyres only: how the tiles of an image are joined into one sequence. flat: one tile after the other; spatial: row
+    """anyres: how the tiles of an image are joined. flat: one tile after the other; spatial: row
     by row of the whole image; spatial_unpad: like spatial, but without the padding, and with a learned vector at the
     end of each row."""
     select_feature: Feature
-    """Which tokens of the vision tower are used: patch drops the CLS token (CLIP; DINOv3's registers stay), full keeps
-    every token (SigLIP, which has no CLS token); auto is what model.checkpoint was trained with, otherwise patch for a
-    vision tower with a CLS token and full for one without."""
+    """Which tokens of the vision tower are used: patch drops the CLS token, full keeps all. DINOv3's registers stay
+    with patch; SigLIP has no CLS token. auto is what model.checkpoint was trained with, otherwise patch for a vision
+    tower with a CLS token and full for one without."""
     image_start_end: bool
-    """Whether to put <im_start> and <im_end> around every image (mm_use_im_start_end of the original LLaVA); the
-    tokenizer must contain both tokens, as the tokenizer of a checkpoint trained with them does."""
+    """Whether to put `<im_start>` and `<im_end>` around every image. It is mm_use_im_start_end of the original LLaVA.
+    The tokenizer must contain both tokens, as that of a checkpoint trained with them does."""
     random_weights: bool
-    """Whether to draw all weights from the seed; the folders of the language model and the vision tower then need only
+    """Whether to draw all weights from the seed. The folders of the language model and the vision tower then need only
     a config."""
     train: list[str]
-    """Model parts to train: projector, language, vision. language:-4 trains the last 4 blocks of the language model
-    alone, vision:20 those of the vision tower from number 20 on, and language:4:8 numbers 4 to 7, as Python's slices.
-    With lora.enabled, adapters are trained in place of whole parts, except for the projector, which is always trained
-    directly."""
+    """Parts to train: projector, language, vision, or blocks of one (`language:-4`). language:-4 trains the last 4
+    blocks of the language model alone, vision:20 those of the vision tower from number 20 on, and language:4:8 numbers
+    4 to 7, as Python's slices. With lora.enabled, adapters are trained in place of whole parts, except for the
+    projector, which is always trained directly."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     quantize: QuantizeConfig = field(default_factory=QuantizeConfig)
     balance_loss: float = 0.0
-    """Mixtures of experts only: factor of the load-balance loss in the loss that is trained (transformers'
-    configurations call it router_aux_loss_coef); 0 trains without it."""
+    """Mixtures of experts: factor of the load-balance loss; 0 trains without it. transformers' configurations call it
+    router_aux_loss_coef."""
 
     @property
     def plain(self) -> "ModelConfig":

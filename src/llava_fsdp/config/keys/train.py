@@ -55,9 +55,9 @@ class OptimConfig:
     beta2: float
     """Decay rate of AdamW's second moment, the mean of squared gradients."""
     eps: float
-    """Number that is added to the root of the second moment before dividing by it."""
+    """Number that is added to the root of the second moment."""
     clip: float | None
-    """Maximum norm of all gradients together; larger gradients are scaled down to it; null: no clipping."""
+    """Maximum norm of all gradients together; null: no clipping. Larger gradients are scaled down to it."""
     schedule: Schedule
     """Shape of the learning rate schedule after the warm-up."""
     warmup_ratio: float
@@ -108,19 +108,16 @@ class CheckpointConfig:
     keep: int
     """Number of newest valid checkpoints that are kept."""
     keep_every: int | None
-    """Checkpoints of steps that are multiples of this number are never deleted; null: any old checkpoint may be
-    deleted."""
+    """Checkpoints of steps that are multiples of this number are never deleted; null: all old ones may be."""
     resume: str
-    """Checkpoint to start from: auto (the newest valid one in output_dir), never (start over), or the path of a
-    `step-NNNNNN` folder."""
+    """Checkpoint to start from: auto (the newest valid one), never (start over), or the path of one."""
     strict: bool
-    """With resume=auto: whether to fail if the newest checkpoint is damaged, instead of warning and using the one
-    before it."""
+    """Whether a damaged newest checkpoint ends the run. Otherwise resume=auto warns and uses the one before it."""
     asynchronous: bool
-    """Whether to write checkpoints from a copy in host memory while training continues; if the copy does not fit, or
-    with offload=nvme, training waits for the disk."""
+    """Whether to write checkpoints while training continues. They are written from a copy in host memory; if it does
+    not fit, or with offload=nvme, training waits for the disk."""
     on_save_error: OnSaveError
-    """What happens if a checkpoint cannot be written: raise ends the run, warn continues it."""
+    """Whether a checkpoint that cannot be written ends the run (raise) or not (warn)."""
 
     def __post_init__(self) -> None:
         at_least("checkpoint.every", self.every, 1)
@@ -131,12 +128,13 @@ class CheckpointConfig:
 @dataclass(kw_only=True, slots=True)
 class ExportConfig:
     enabled: bool
-    """Whether to write the trained model in transformers' format to output_dir/export at the end of the run."""
+    """Whether to write the trained model in transformers' format to output_dir/export at the end."""
     dtype: ExportDType
+    """Dtype of the exported weights."""
     verify: bool
-    """Whether to load the exported model with transformers and compare its logits before the run counts as done."""
+    """Whether to load the exported model with transformers and compare its logits."""
     merge: bool = True
-    """With adapters: whether to export the base model with the adapters merged into it. The adapters alone are always
+    """Whether to export the base model with the adapters merged into it. The adapters alone are always
     written to output_dir/adapter."""
 
     @property
@@ -148,11 +146,9 @@ class ExportConfig:
 @dataclass(kw_only=True, slots=True)
 class NumericConfig:
     max_consecutive_skips: int
-    """Maximum number of consecutive steps that may be skipped because their gradients are not finite; one more ends the
-    run."""
+    """Maximum number of consecutive steps that are skipped because gradients are not finite. One more ends the run."""
     spike_sigma: float | None
-    """Log a warning if a loss is this many standard deviations above the mean of the preceding losses; null: no
-    warning."""
+    """Standard deviations above the mean of the preceding losses that give a warning; null: no warning."""
 
     def __post_init__(self) -> None:
         at_least("numeric.max_consecutive_skips", self.max_consecutive_skips, 0)
@@ -198,7 +194,7 @@ class TrainingKeys:
     output_dir: str
     """Folder of the run, for checkpoints, logs, metrics and the export."""
     private: bool
-    """Whether the files of the run, and output_dir if it is new, can be read only by their owner."""
+    """Whether only the owner can read the run's files. A new output_dir is then closed to others, too."""
     labels: Parity
     """Which tokens are labels. exact: the tokens of every answer; llava_v1_5: as in the preprocessing of the original
     LLaVA, which gives some samples no labels at all (LLaVA train.py:332-655)."""
@@ -211,36 +207,34 @@ class TrainingKeys:
     global_batch_size: int
     """Number of samples of a step, on all ranks together."""
     micro_batch_size: int
-    """Maximum number of rows that a rank processes at once; with packed rows it gives a maximum number of tokens
+    """Maximum number of rows that a rank processes at once. With packed rows it gives a maximum number of tokens
     instead: micro_batch_size * data.max_length."""
     pack: bool | str = field(metadata={TAKES: "true, false or auto"})
-    """Whether to pack the samples of a micro-batch end to end into one row, each attending only to itself; else rows
-    are padded. auto: packed, if the language model can keep the samples of a row apart; the run records which."""
+    """Whether to pack samples end to end into one row instead of padding. Each sample attends only to itself. auto:
+    packed, if the language model can keep the samples of a row apart; the run records which."""
     tokens_per_micro_batch: int | str | None = field(metadata={TAKES: "a number of tokens, auto or null"})
-    """packed rows only: maximum number of tokens per rank and row; a row has parallel.context times as many. null: a
-    row has micro_batch_size * data.max_length. auto: the planner chooses when a training begins, and the run records
-    its choice."""
+    """Maximum number of tokens of a packed row on a rank; null: micro_batch_size * data.max_length. auto: the planner
+    chooses when a training begins, and the run records its choice."""
     attention: Attention
-    """Implementation of attention within the samples of packed rows."""
+    """Implementation of attention in packed rows."""
     compile: bool | str = field(metadata={TAKES: "true, false or auto"})
-    """Whether torch.compile compiles each block of the language model; auto: on CUDA with Triton."""
+    """Whether to compile the language model's blocks; auto: on CUDA with Triton."""
     log_every: int
-    """Number of steps between two lines of progress, if stderr is not a terminal with a progress bar."""
+    """Number of steps between two lines of progress. A terminal has a progress bar instead."""
     gc_every: int | None
-    """Number of steps between two runs of Python's garbage collector, at the same steps on all ranks; null: Python
-    decides."""
+    """Number of steps between two runs of Python's garbage collector; null: Python decides. They are at the same steps
+    on all ranks."""
     deterministic: bool
-    """Whether to use CUDA kernels whose results are bitwise repeatable; results on a CPU always are."""
+    """Whether results on CUDA are bitwise repeatable. Results on a CPU always are."""
     profile: bool
-    """Whether to write a trace of some steps, a CUDA memory snapshot and a page about the use of time to
-    output_dir/profile."""
+    """Whether to write a trace, a memory snapshot and a page about time to output_dir/profile."""
     profile_steps: list[int] | None = field(metadata={TAKES: PROFILE_STEPS})
-    """First and last step to profile, counted from 1 at the first step after this start of the run; null: 10 to 12, or
-    the last three steps if this start has fewer."""
+    """First and last step to profile, counted from 1 at this start of the run; null: 10 to 12. If this start has
+    fewer steps, null means the last three."""
     track: TrackConfig = field(default_factory=TrackConfig)
     dry_run: int | None
-    """Number of ranks to simulate; two steps of one of these ranks are run and its memory is reported; nothing is
-    trained or written."""
+    """Number of ranks to simulate, to measure the memory of one of them. Two of its steps are run; nothing is trained
+    or written."""
     format: Format
     """Format in which dry_run prints its result."""
 
