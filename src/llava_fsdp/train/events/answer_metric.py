@@ -15,8 +15,8 @@ from llava_fsdp.runtime.errors import ConfigError, MetricError
 from llava_fsdp.train.events.run_events import describe
 
 ScoreFunction = Callable[[str, str, str], float]
-"""Type of a function that scores an answer: (question without image tags, the model's answer, the record's answer) ->
-score from 0 to 1. It is called on the rank that has generated the answer."""
+"""Scores an answer: (question without image tags, the model's answer, the record's answer) -> 0 to 1. Called on the
+rank that has generated the answer."""
 
 OF_METRIC: Mapping[Metric, ScoreFunction] = MappingProxyType({
     Metric.exact: lambda question, answer, expected: exact_match(answer, [expected]),
@@ -34,11 +34,10 @@ class AnswerMetric:
     """Whether a program gave the function, in place of `val.metric`."""
 
     def score(self, question: str, answer: str, expected: str, record: str) -> float:
-        """Return the score of an answer to a validation question, from 0 to 1.
+        """Return the score of an answer, from 0 to 1.
 
         Args:
-            question: the question without image tags.
-            answer: the model's answer.
+            question: without image tags.
             expected: the answer in the record.
             record: name of the record in messages.
 
@@ -58,7 +57,7 @@ class AnswerMetric:
 
 
 def choose_metric(cfg: Config, own: ScoreFunction | None) -> AnswerMetric:
-    """Return the metric of a training's validations: the function that a program gives, else `val.metric`.
+    """Return the metric of validations: the function that a program gives, else `val.metric`.
 
     Raises:
         ConfigError: the given object cannot be called with three texts, it is given together with another `val.metric`

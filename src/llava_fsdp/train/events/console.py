@@ -20,12 +20,8 @@ class Console(StepReport):
     """Shows the progress of a training."""
 
     def __init__(self, cfg: Config, first_step: int, total_steps: int, is_terminal: bool = False):
-        """Start the progress bar, if there is a terminal.
-
-        Args:
-            first_step: number of steps that were finished when this start of the run began.
-            is_terminal: whether standard error is a terminal.
-        """
+        """Start the progress bar, if standard error is a terminal. `first_step`: steps that were finished when this
+        start of the run began."""
         self.cfg = cfg
         self.total_steps = total_steps
         self.recent: deque[float] = deque(maxlen=RECENT)
@@ -63,5 +59,5 @@ class Console(StepReport):
 
 
 def number(value: float | None, form: str) -> str:
-    """Format a number by the format specification `form`; None stands for a number that is not finite."""
+    """Format a number; None stands for one that is not finite."""
     return "overflowed" if value is None else format(value, form)

@@ -49,10 +49,9 @@ class TrainingEvents:
 def open_events(
     seen: Observed, metric: AnswerMetric, resumed: Path | None, own: Sequence[RunEvents] = ()
 ) -> TrainingEvents:
-    """Make the observers of a training. Collective: all ranks must call it.
+    """Make the observers of a training. Collective.
 
     Args:
-        metric: scores the answers of validations.
         resumed: folder of the verified checkpoint from which the run continues; None if it begins at step 0.
         own: observers of the program that trains.
 

@@ -11,13 +11,12 @@ from llava_fsdp.train.state import StepResult
 
 
 class GarbageCollection(RunEvents):
-    """Runs Python's garbage collector every `every` training steps instead of automatically. The oldest generation of
-    objects, which includes the model, is not collected. With `every=None`, automatic collection stays on."""
+    """Runs Python's garbage collector every `every` steps instead of automatically. The oldest generation of objects,
+    which includes the model, is not collected. With `every=None`, automatic collection stays on."""
 
     def __init__(self, every: int | None):
         self.every = every
         self.was_enabled = False
-        """Whether automatic collection was on before the first step; False before it."""
 
     def on_start(self, run: RunStart) -> None:
         if self.every is None:

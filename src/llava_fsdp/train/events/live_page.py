@@ -44,14 +44,14 @@ from llava_fsdp.train.state import StepResult
 PAUSE = 10
 """Minimum number of seconds between two versions of the page."""
 SHARE = 0.01
-"""Maximum share of one CPU core's time that the processes which write the page may take."""
+"""Maximum share of one CPU core's time for the processes that write the page."""
 PATIENCE = 2
-"""Seconds that the end of a run waits for such a process, which is asked to end, before it kills the process."""
+"""Seconds that the end of a run waits for such a process before it kills it."""
 
 
 class LivePage(StepReport):
-    """Collects the curves of a training and writes its HTML page `report.html`: itself when the run begins and ends,
-    and by a process of its own after steps, so seldom that these processes take at most a hundredth of a core's time.
+    """Collects the curves of a training and writes its page: itself when the run begins and ends, and by a process of
+    its own after steps, so seldom that these processes take at most `SHARE` of a core's time.
 
     If the page cannot be written, a warning is logged the first time, and training continues.
     """
@@ -73,9 +73,8 @@ class LivePage(StepReport):
         """Time, by the monotonic clock, from which the page may be written again."""
 
     def begin(self, first_step: int, start: dict[str, Any]) -> None:
-        """Write `starts.jsonl`, which has a row for each start of the run (it is started again when it resumes): first
-        the rows of earlier starts up to the step `first_step` at which this start continues, and then `start`, the row
-        of this start."""
+        """Write `starts.jsonl`, with a row for each start of the run: the rows of earlier starts up to the step at
+        which this start continues, and then `start`."""
         earlier = read_rows(self.run, STARTS_FILE, check_start) if first_step else []
         is_start = "time" in start and first_step < start["total_steps"]  # a finished run gets no further starts
         self.run.starts = [own for own in earlier if own["step"] <= first_step] + ([start] if is_start else [])
@@ -84,8 +83,7 @@ class LivePage(StepReport):
         replace_lines(self.run.folder / STARTS_FILE, map(json.dumps, self.run.starts))
 
     def step(self, row: dict[str, Any], result: StepResult | None = None) -> None:
-        """Add the metrics of a step, a row of `metrics.jsonl`, to the training's curves. If the page `report.html` is
-        due, start a process that writes it."""
+        """Add a step's row to the curves. If the page is due, start a process that writes it."""
         try:
             self.run.history.add(row)
             if self.process is not None:
@@ -114,7 +112,7 @@ class LivePage(StepReport):
             self.warn(RuntimeError(why))
 
     def write(self) -> None:
-        """Write the page `report.html`, complete. A process that writes an earlier version is ended before."""
+        """Write the complete page. A process that writes an earlier version is ended before."""
         try:
             self.end_process()
             self.run.status = read_status(self.run.folder) or {}
@@ -130,7 +128,7 @@ class LivePage(StepReport):
             log().info("report: %s", self.path)
 
     def end_process(self) -> None:
-        """End the process that writes the page, if there is one, so that it cannot replace a later version."""
+        """End the process that writes the page, so that it cannot replace a later version."""
         if self.process is None:
             return
         self.process.terminate()  # it removes its temporary file
@@ -141,15 +139,14 @@ class LivePage(StepReport):
         self.process = None
 
     def warn(self, error: Exception) -> None:
-        """Log a warning with `error` that the page `report.html` cannot be written, but only the first time."""
+        """Log a warning, but only the first."""
         if not self.failed:
             self.failed = True
             log().warning("%s cannot be written (%s: %s)", self.path, type(error).__name__, error)
 
 
 def rewrite_page(folder: Path) -> None:
-    """Write the HTML page `report.html` of a training run anew from the files in the run's folder. Used by a process
-    that ends before it has finished a step."""
+    """Write the page anew from the run's files. For a process that ends before it has finished a step."""
     if not os.path.isfile(folder / STARTS_FILE) and not os.path.isfile(folder / METRICS_FILE):
         return
     try:
@@ -159,8 +156,7 @@ def rewrite_page(folder: Path) -> None:
 
 
 def start_process(folder: Path) -> subprocess.Popen[bytes]:
-    """Start a process that writes the HTML page `report.html` of a training run from the files in the run's folder. It
-    prints nothing, and ends with this process."""
+    """Start a process that writes the page from the run's files. It prints nothing, and ends with this process."""
     command = [sys.executable, "-P", "-m", "llava_fsdp.train.events.live_page", str(os.getpid()), str(folder)]
     # in a session of its own: Ctrl-C in a terminal reaches all processes of the terminal's session
     return subprocess.Popen(

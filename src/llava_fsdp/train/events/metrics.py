@@ -24,13 +24,7 @@ class MetricsFile(StepReport):
     """Appends the row of each step to `metrics.jsonl`."""
 
     def __init__(self, folder: Path, first_step: int):
-        """Open the file.
-
-        Args:
-            folder: the run's folder.
-            first_step: number of steps that were finished when this start of the run began; later rows are dropped,
-                because the run repeats these steps.
-        """
+        """Open the file and drop the rows of steps after `first_step`, at which this start of the run begins."""
         self.rows = Rows(folder / METRICS_FILE)
         with storage_errors(folder):
             drop_later_rows(self.rows.path, first_step)
@@ -43,11 +37,7 @@ class MetricsFile(StepReport):
 
 
 def metrics_row(result: StepResult, utilization: Utilization | None = None) -> dict:
-    """Return the row of `metrics.jsonl` for a training step.
-
-    Args:
-        utilization: computes the share of the device's FLOPs that is used; None: unknown.
-    """
+    """Return the row of `metrics.jsonl` for a step. `utilization`: None if it is unknown."""
     facts = result.facts
     experts = {} if result.expert_load is None else asdict(result.expert_load)
     used = dict.fromkeys(("flops", "mfu", "hfu")) if utilization is None else utilization.of(facts, result.seconds)
@@ -84,8 +74,7 @@ def metrics_row(result: StepResult, utilization: Utilization | None = None) -> d
 
 @contextlib.contextmanager
 def storage_errors(path: Path) -> Iterator[None]:
-    """Context manager that converts an OSError to a StorageError, whose message names the file or folder `path`, which
-    cannot be written."""
+    """Context manager in which an OSError becomes a StorageError about the file or folder `path`."""
     try:
         yield
     except OSError as error:
@@ -93,28 +82,25 @@ def storage_errors(path: Path) -> Iterator[None]:
 
 
 def finite(value: float) -> float | None:
-    """Return the value, or None if it is not finite: JSON has only finite numbers."""
+    """Return None for a value that is not finite: JSON has only finite numbers."""
     return value if math.isfinite(value) else None
 
 
 def peak_memory() -> int:
-    """Return the peak memory of this rank in bytes: of the memory allocated on the GPU or, without a GPU, of the
-    resident memory of the process."""
+    """Return the peak memory of this rank in bytes: allocated on the GPU or, without a GPU, resident in the process."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def drop_later_rows(path: Path, step: int) -> None:
-    """Remove the rows whose entry `step` is greater than `step` from a JSON Lines file, because a resumed run repeats
-    these steps."""
+    """Remove the rows of steps after `step` from a JSON Lines file, because a resumed run repeats these steps."""
     if path.is_file():
         replace_lines(path, rows_of(path, range(step + 1)))
 
 
 def rows_of(path: Path, steps: range) -> list[str]:
-    """Return the lines of a JSON Lines file whose entry `step` is one of the given steps. Incomplete lines are left
-    out."""
+    """Return the lines of a JSON Lines file whose entry `step` is among `steps`. Incomplete lines are left out."""
     kept = []
     for line in path.read_text(errors="replace").splitlines():
         with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):  # an incomplete line, cut by a crash

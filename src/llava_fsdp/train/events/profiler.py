@@ -21,20 +21,20 @@ from llava_fsdp.train.state import StepResult
 
 FOLDER = "profile"
 LATE = 12
-"""Number of the last step that is profiled by default; the first step of this process has the number 1."""
+"""Last step that is profiled by default; the first step of this process has the number 1."""
 MOST_ENTRIES = 200_000
-"""Maximum number of allocations that CUDA's memory history records, which is enough for a few steps."""
+"""Maximum number of allocations in CUDA's memory history, enough for a few steps."""
 
 
 def part(name: str) -> AbstractContextManager[object]:
-    """Return a context manager for a part of a training step, such as `forward`, which names it in a profile. It does
-    nothing while no profiler of torch runs."""
+    """Return a context manager that names a part of a step, such as `forward`, in a profile. It does nothing while no
+    profiler of torch runs."""
     return record_function(RANGE + name) if torch.autograd._profiler_enabled() else nullcontext()
 
 
 class StepProfiler(RunEvents):
-    """Profiles a range of training steps, and writes the results after the last step of the range. The first step of
-    this process has the number 1. The profile of a step includes the time of waiting for the step's data."""
+    """Profiles a range of steps, and writes the results after its last step. The first step of this process has the
+    number 1. The profile of a step includes the time of waiting for its data."""
 
     def __init__(self, cfg: Config, steps: tuple[int, int], rank: int, device: torch.device):
         self.first, self.last = steps
@@ -64,8 +64,8 @@ class StepProfiler(RunEvents):
         self.begin(self.number)
 
     def begin(self, number: int) -> None:
-        """Start or advance the profiler before step `number` (the first of this process is 1), or write its results
-        after the range of steps. It is started one step before the range, if there is such a step, to warm up."""
+        """Start or advance the profiler before step `number`, or write its results after the range. It is started one
+        step before the range, if there is one, to warm up."""
         if number == max(1, self.first - 1):
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.on_cuda else [])]
             plan = schedule(wait=0, warmup=self.first - number, active=self.last - self.first + 1, repeat=1)
@@ -80,8 +80,8 @@ class StepProfiler(RunEvents):
             torch.cuda.memory._record_memory_history(max_entries=MOST_ENTRIES)
 
     def finish(self, profiler: profile) -> None:
-        """Stop torch's running profiler `profiler`, and write its trace, the CUDA memory history and an HTML page.
-        Raises StorageError if a file cannot be written."""
+        """Stop torch's profiler, and write its trace, the CUDA memory history and an HTML page. Raises StorageError if
+        a file cannot be written."""
         self.profiler = None
         if self.on_cuda:
             torch.cuda.synchronize()
@@ -130,12 +130,8 @@ def open_profiler(cfg: Config, rank: int, device: torch.device, done: int, total
 
 
 def usual_steps(left: int) -> tuple[int, int]:
-    """Return the first and the last step that are profiled by default, counted from 1 since this process started: three
-    steps up to step `LATE` (12), when everything is compiled, or the last steps if the run ends earlier. If possible,
-    the profiler can warm up in one step before them.
-
-    Args:
-        left: number of steps that are left to do.
-    """
+    """Return the first and the last step that are profiled by default, counted from 1, if `left` steps are to be done:
+    three steps up to step `LATE`, when everything is compiled, or the last steps if the run ends earlier. If possible,
+    the profiler can warm up in one step before them."""
     last = min(left, LATE)
     return min(last, max(2, last - 2)), last

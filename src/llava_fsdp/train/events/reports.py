@@ -25,8 +25,8 @@ from llava_fsdp.train.state import StepResult, TrainState
 
 
 class Reports(RunEvents):
-    """Gives the row of `metrics.jsonl` of each step, which is made once, to the reports on rank 0. The other ranks have
-    no reports."""
+    """Gives the row of `metrics.jsonl` of each step, which is made once, to the reports. Ranks other than 0 have
+    none."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Reports(RunEvents):
 
         Args:
             reports: get each row, in this order.
-            utilization: computes the share of the device's FLOPs that is used; None: unknown.
+            utilization: None if it is unknown.
             is_lost: whether the run's folder may belong to another run now, so that nothing may be written into it.
             folder: the run's folder, whose `run_status.json` has the exit code.
         """
@@ -71,20 +71,15 @@ class Reports(RunEvents):
             report.close()
 
     def end(self, patience: float = PATIENCE) -> None:
-        """Report how the run has ended: the final HTML page, and the exit code for the trackers (TensorBoard, Weights &
-        Biases), which have `patience` seconds. To be called after `run_status.json` is written."""
+        """Report how the run has ended: the final page, and the exit code for the trackers, which have `patience`
+        seconds. To be called after `run_status.json` is written."""
         status = (read_status(self.folder) or {}) if self.reports else {}
         for report in self.reports:
             report.end(int(status.get("exit_code") or 0), patience)
 
 
 def open_reports(state: TrainState, cfg: Config, is_lost: Callable[[], bool] = lambda: False) -> Reports:
-    """Open the files, the HTML page and the trackers to which rank 0 reports a training. To be called on rank 0.
-
-    Args:
-        state: its step is the one at which this start of the run begins.
-        is_lost: whether the run's folder may belong to another run now.
-    """
+    """Open the files, the page and the trackers to which rank 0 reports a training that begins at the state's step."""
     folder, first_step = Path(cfg.output_dir), state.step
     with storage_errors(folder):
         rename_old_files(folder)

@@ -116,10 +116,7 @@ class OwnEvent(RunEvents):
         self.step = 0
 
     def guarded(self, moment: str, call: Callable[[], object]) -> None:
-        """Call the observer, and convert its exception.
-
-        Args:
-            moment: name of its method, for the message.
+        """Call the observer's method `moment`, and convert its exception.
 
         Raises:
             EventError: the observer has raised an exception. Errors of this package and KeyboardInterrupt are not

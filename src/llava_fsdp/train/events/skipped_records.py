@@ -15,18 +15,11 @@ from llava_fsdp.train.state import StepResult
 
 
 class SkippedRecords(StepReport):
-    """Adds the records that a step lacks, and those that have no label, to `skipped_records.jsonl`, and logs a warning
-    of each that is skipped."""
+    """Adds the records that a step lacks, and those without label, to `skipped_records.jsonl`, and logs a warning of
+    each that is skipped."""
 
     def __init__(self, folder: Path, first_step: int, left_out: Iterable[dict[str, Any]] = ()):
-        """Begin the file anew.
-
-        Args:
-            folder: the run's folder.
-            first_step: number of steps that were finished when this start of the run began; later rows are dropped.
-            left_out: records that were skipped before training, each with the keys record, kind and reason. They are
-                listed with step 0.
-        """
+        """Begin the file anew; arguments as for `begin_skipped_records`."""
         self.rows = Rows(folder / SKIPPED_FILE)
         with storage_errors(folder):
             begin_skipped_records(self.rows.path, first_step, left_out)
@@ -44,12 +37,12 @@ class SkippedRecords(StepReport):
 
 
 def begin_skipped_records(path: Path, step: int, left_out: Iterable[dict[str, Any]]) -> None:
-    """Write the JSON Lines file of skipped records (records of the dataset that could not be used) anew, from its
-    present rows and those of records that were skipped before training.
+    """Write the file anew, from its present rows and those of records that were skipped before training.
 
     Args:
-        step: present rows of later steps are dropped, because a resumed run repeats these steps.
-        left_out: the records that were skipped before training, which become the first rows, with step 0.
+        step: rows of later steps are dropped, because a resumed run repeats these steps.
+        left_out: records that were skipped before training, each with the keys record, kind and reason, which become
+            the first rows, with step 0.
     """
     before = (json.dumps({"step": 0, **row}) for row in left_out)
     later = rows_of(path, range(1, step + 1)) if path.is_file() else []

@@ -12,12 +12,7 @@ class StepReport:
     need."""
 
     def step(self, row: dict[str, Any], result: StepResult) -> None:
-        """Report a step.
-
-        Args:
-            row: its row of `metrics.jsonl`.
-            result: what the row was made of.
-        """
+        """Report a step by its row of `metrics.jsonl`, and the result of which the row was made."""
 
     def validation(self, row: dict[str, Any]) -> None:
         """Report the results of a validation, a row of `validation.jsonl`."""
@@ -33,9 +28,4 @@ class StepReport:
         be lost."""
 
     def end(self, exit_code: int, patience: float) -> None:
-        """Report how the run has ended, when `run_status.json` is written.
-
-        Args:
-            exit_code: that of the training.
-            patience: number of seconds that this may take.
-        """
+        """Report how the run has ended, within `patience` seconds, when `run_status.json` is written."""

@@ -12,9 +12,9 @@ from llava_fsdp.train.events.step_report import StepReport
 from llava_fsdp.train.state import StepResult
 
 WINDOW = 128
-"""Maximum number of preceding losses with which a loss is compared to decide whether it is a spike."""
+"""Maximum number of preceding losses with which a loss is compared."""
 FEWEST = 16
-"""Minimum number of preceding losses that are needed to decide whether a loss is a spike."""
+"""Minimum number of preceding losses that are needed to find a spike."""
 MOST_IDLE = 0.5
 """Share of idle experts above which a step counts as collapsed."""
 COLLAPSED_STEPS = 50
@@ -59,11 +59,8 @@ class LossWarnings(StepReport):
     """Warns if the update of the weights was skipped, or if the loss is far above the preceding ones."""
 
     def __init__(self, sigma: float | None):
-        """Begin without preceding losses.
-
-        Args:
-            sigma: number of standard deviations above the mean from which a loss stands out; None: none does.
-        """
+        """Begin without losses. `sigma`: standard deviations above the mean from which a loss stands out; None:
+        never."""
         self.spikes = Spikes(sigma)
 
     def step(self, row: dict[str, Any], result: StepResult) -> None:
@@ -94,16 +91,16 @@ class SampleWarnings(StepReport):
 
 
 class Spikes:
-    """Finds losses of a training that are far above the preceding ones."""
+    """Finds losses that are far above the preceding ones."""
 
     def __init__(self, sigma: float | None):
         self.sigma = sigma
         self.losses: deque[float] = deque(maxlen=WINDOW)
 
     def stands_out(self, loss: float) -> tuple[float, float] | None:
-        """Return the mean and the standard deviation of the preceding losses if `loss` is far above them (by more than
-        `self.sigma` standard deviations), else None. Then count `loss` as a preceding loss, so that losses which stay
-        high are reported only for a while."""
+        """Return mean and standard deviation of the preceding losses if `loss` is more than `sigma` deviations above,
+        else None. Then count `loss` as a preceding one, so that losses which stay high are reported only for a
+        while."""
         found = None
         if self.sigma is not None and math.isfinite(loss):
             if len(self.losses) >= FEWEST:

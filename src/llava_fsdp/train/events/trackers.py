@@ -1,4 +1,4 @@
-"""Log a training to TensorBoard and to Weights & Biases, on rank 0.
+"""Log a training to the trackers, TensorBoard and Weights & Biases, on rank 0.
 
 A tracker must neither slow training down nor end it. Therefore rows are put into a queue, and a thread sends them to
 the trackers; after an error a tracker is closed with a warning. The thread is started with the first row, which is
@@ -25,9 +25,9 @@ from llava_fsdp.train.state import StepResult
 
 FOLDER = "tensorboard"
 MOST_WAITING = 20_000
-"""Maximum number of rows in the queue for the trackers. Further rows are dropped."""
+"""Maximum number of rows in the queue. Further rows are dropped."""
 PATIENCE = 15
-"""Maximum seconds that a run waits at its end until the rows in the queue for the trackers are logged."""
+"""Maximum seconds that a run waits at its end until the queued rows are logged."""
 HURRY = 4
 """Maximum seconds of this wait if other ranks wait for this process to end."""
 NAMES = {
@@ -37,11 +37,11 @@ NAMES = {
     "seconds": "speed/step_seconds", "data_seconds": "speed/data_seconds",
     "peak_memory_bytes": "memory/peak_bytes",
 }  # fmt: skip
-"""Column of metrics.jsonl -> name of its values in the trackers."""
+"""Column of metrics.jsonl -> its name in the trackers."""
 
 
 def check_installed(cfg: TrackConfig) -> None:
-    """Raise ConfigError if the package of an enabled tracker (TensorBoard, Weights & Biases) is not installed."""
+    """Raise ConfigError if the package of an enabled tracker is not installed."""
     wanted = {"tensorboard": cfg.tensorboard, "wandb": cfg.wandb is not WandbMode.off}
     for name, on in wanted.items():
         if on and importlib.util.find_spec(name) is None:
@@ -52,11 +52,7 @@ def check_installed(cfg: TrackConfig) -> None:
 
 
 def values_of_step(row: dict[str, Any]) -> dict[str, float]:
-    """Return the metrics of a training step, by their names in TensorBoard and Weights & Biases.
-
-    Args:
-        row: the step's row of `metrics.jsonl`.
-    """
+    """Return the values of a row of `metrics.jsonl` by their names in the trackers."""
     found = {name: row[key] for key, name in NAMES.items() if row.get(key) is not None}
     sources = row.get("sources") or {}
     if len(sources) > 1:
@@ -65,11 +61,7 @@ def values_of_step(row: dict[str, Any]) -> dict[str, float]:
 
 
 def values_of_validation(row: dict[str, Any]) -> dict[str, float]:
-    """Return the results of a validation, by their names in TensorBoard and Weights & Biases.
-
-    Args:
-        row: the validation's row of `validation.jsonl`.
-    """
+    """Return the values of a row of `validation.jsonl` by their names in the trackers."""
     found = {f"validation/{key}": row.get(key) for key in ("loss", "score", "seconds")}
     sources = row.get("sources") or {}
     if len(sources) > 1:
@@ -79,15 +71,15 @@ def values_of_validation(row: dict[str, Any]) -> dict[str, float]:
 
 
 class Trackers(StepReport):
-    """The enabled trackers (TensorBoard, Weights & Biases), and the thread that sends metrics to them."""
+    """The enabled trackers, and the thread that sends metrics to them."""
 
     def __init__(self, cfg: Config, first_step: int, run: str, about: dict[str, Any], values: dict[str, Any]):
-        """Prepare the enabled trackers (TensorBoard, Weights & Biases), which are opened with the first row of metrics.
+        """Prepare the enabled trackers, which are opened with the first row.
 
         Args:
             first_step: number of steps that were finished when this start of the run began.
             run: identifier of the run, which is kept when the run resumes.
-            about: description of this start of the run (hardware, versions, ...), from `run_info.py`.
+            about: description of this start of the run, from `run_info.py`.
             values: the configuration: dotted key -> value.
         """
         self.cfg = cfg
@@ -111,8 +103,7 @@ class Trackers(StepReport):
         self.put(row["step"], values_of_validation(row))
 
     def put(self, step: int, values: dict[str, float]) -> None:
-        """Queue values (name -> value) of a training step for the trackers (TensorBoard, Weights & Biases). If the
-        queue is full, they are dropped."""
+        """Queue values of a step. If the queue is full, they are dropped."""
         if not self.wanted:
             return
         if self.thread is None:
@@ -128,8 +119,8 @@ class Trackers(StepReport):
                 )
 
     def work(self) -> None:
-        """Open the trackers (TensorBoard, Weights & Biases), log the queued values until `end` ends the queue, and
-        close the trackers. Runs in a thread of its own."""
+        """Body of the thread: open the trackers, log the queued values until `close` ends the queue, and close the
+        trackers."""
         opened: list[TensorBoard | WeightsAndBiases] = []
         with logged_errors("TensorBoard cannot log this run"):
             opened += [TensorBoard(self)] if self.cfg.track.tensorboard else []
@@ -164,7 +155,7 @@ class Trackers(StepReport):
 
 @contextlib.contextmanager
 def logged_errors(what: str) -> Iterator[list[None]]:
-    """Context manager that turns an exception in its body into a logged warning, which begins with the text `what`.
+    """Context manager in which an exception becomes a logged warning that begins with `what`.
 
     Yields:
         A list with one item, which is emptied if there is an exception.
@@ -178,8 +169,7 @@ def logged_errors(what: str) -> Iterator[list[None]]:
 
 
 class TensorBoard:
-    """Tracker that writes event files of TensorBoard. If a resumed run repeats steps, TensorBoard shows the values of
-    the repetition."""
+    """Writes event files of TensorBoard. If a resumed run repeats steps, TensorBoard shows the repetition."""
 
     def __init__(self, run: Trackers):
         from torch.utils.tensorboard import SummaryWriter
@@ -198,8 +188,8 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Tracker that logs to Weights & Biases. A training that resumes continues the same run of Weights & Biases. Local
-    files are in `output_dir/wandb`."""
+    """Logs to Weights & Biases. A training that resumes continues its run there. Local files are in
+    `output_dir/wandb`."""
 
     def __init__(self, run: Trackers):
         import wandb
@@ -221,8 +211,8 @@ class WeightsAndBiases:
         self.teardown = wandb.teardown
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        """Log values (name -> value) of a step to Weights & Biases. Values of a validation are logged at the current
-        step, because Weights & Biases drops values of earlier steps."""
+        """Log values of a step. Those of a validation are logged at the current step, because Weights & Biases drops
+        values of earlier steps."""
         if any(name.startswith("validation") for name in values):
             self.run.log({"validation/step": step, **values})
         else:
@@ -234,11 +224,7 @@ class WeightsAndBiases:
 
 
 def flat(about: dict[str, Any]) -> dict[str, str]:
-    """Flatten the description of a start of a run to {dotted key: text}, without lists. Secrets are hidden.
-
-    Args:
-        about: the description (hardware, versions, ...), from `run_info.py`.
-    """
+    """Flatten the description of a start of a run to {dotted key: text}, without lists. Secrets are hidden."""
     known = secrets_of()
     plain = {key: value for key, value in about.items() if not isinstance(value, list) and value is not None}
     return {f"about.{key}": redact(written(value), known) for key, value in dotted(plain).items()}

@@ -1,5 +1,4 @@
-"""Validate a model during its training: compute the loss on held-out records, and score answers to questions from these
-records.
+"""Validate a model during its training: compute the loss on held-out records, and score answers to questions from them.
 
 A validation runs between two steps, on all ranks, with the sharded model. It does not change the training: with and
 without validation, the trained weights are the same to the bit.
@@ -42,22 +41,20 @@ TITLES = {Metric.exact.value: "exact match", Metric.vqa.value: "VQA accuracy"}
 
 @dataclass(frozen=True)
 class LossSum:
-    """Sum of the losses of the label tokens (tokens that are in the loss) of a validation, and the number of these
-    tokens."""
+    """Sum of the losses of a validation's label tokens (tokens that are in the loss), and their number."""
 
     total: float
     label_tokens: int
 
     @property
     def row(self) -> dict[str, Any]:
-        """Values of a validation for its row in `validation.jsonl`, by name: `loss`, the mean loss per label token (a
-        token that is in the loss; None if not finite), and `label_tokens`, the number of these tokens."""
+        """Values for a row of `validation.jsonl`; the mean loss is None if it is not finite."""
         mean = self.total / self.label_tokens if self.label_tokens else math.nan
         return {"loss": finite(mean), "label_tokens": self.label_tokens}
 
 
 class Validation(RunEvents):
-    """Validates the model in training after the steps at which a validation is due. Rank 0 writes the results."""
+    """Validates the model after the steps at which that is due. Rank 0 writes the results."""
 
     def __init__(
         self,
@@ -68,11 +65,9 @@ class Validation(RunEvents):
         events: RunEvents,
         metric: AnswerMetric | None = None,
     ):
-        """Prepare the validation of a training.
+        """Prepare the validation.
 
         Args:
-            held_out: the validation data.
-            watchdog: knows whether this rank was requested to stop, and is told what the rank does.
             events: learns of pauses, in which the run is saved or stopped if this was requested on any rank, of the
                 progress, and of the results.
             metric: scores the answers; None: `val.metric`.
@@ -94,8 +89,8 @@ class Validation(RunEvents):
                 check_answers(model, self.generator.language, held_out.loader.device, size)
 
     def begin_file(self) -> bool:
-        """Remove the rows of later steps from `validation.jsonl`, because a resumed run repeats these steps. Return
-        whether there is already a row of the current step."""
+        """Remove the rows of later steps, which a resumed run repeats. Return whether there is a row of the current
+        step."""
         with storage_errors(self.rows.path):
             drop_later_rows(self.rows.path, self.state.step)
         return self.rows.path.is_file() and bool(rows_of(self.rows.path, range(self.state.step, self.state.step + 1)))
@@ -105,8 +100,7 @@ class Validation(RunEvents):
         return every is not None and step > 0 and (step % every == 0 or step >= self.last_step)
 
     def on_start(self, run: RunStart) -> None:
-        """Run the validation after the current training step, if it is due and the run stopped before it was finished.
-        Collective: all ranks must call it."""
+        """Run the validation after the current step, if the run stopped before it was finished. Collective."""
         if self.is_due() and not self.done:
             log().info("the validation of step %d is still to be done", self.state.step)
             self.measure()
@@ -116,14 +110,12 @@ class Validation(RunEvents):
             self.measure()
 
     def pause(self) -> None:
-        """Save or stop the run, between two batches of a validation, if this was requested on any rank. Collective: all
-        ranks must call it."""
+        """Save or stop the run, between two batches, if this was requested on any rank. Collective."""
         self.events.on_pause()
         self.watchdog.at(Phase.VALIDATION, self.state.step)
 
     def measure(self) -> None:
-        """Run a validation: compute losses on held-out records and answer questions, and report the results.
-        Collective: all ranks must call it.
+        """Run a validation and report its results. Collective.
 
         Raises:
             Stopped: a stop was requested. When the run resumes, it begins with this validation.
@@ -143,8 +135,7 @@ class Validation(RunEvents):
             self.report(losses, answers, time.perf_counter() - started)
 
     def losses(self) -> list[LossSum]:
-        """Compute, for each data source (one of the held-out datasets), the sum of the losses over all its records and
-        all ranks. Collective: all ranks must call it."""
+        """Return, for each data source, the sum of the losses over all its records and all ranks. Collective."""
         loader, sampler = self.held_out.loader, self.held_out.sampler
         labels = [0] * len(self.held_out.names)
         sums = torch.zeros(len(labels), dtype=torch.float64, device=loader.device)
@@ -186,13 +177,8 @@ class Validation(RunEvents):
 
 
 def row_of(step: int, losses: dict[str, LossSum], scores: dict[str, list[float]], seconds: float) -> dict[str, Any]:
-    """Return the results of a validation as a row of `validation.jsonl`, without its metric and answers.
-
-    Args:
-        losses: for each data source (part of the validation set), by name.
-        scores: scores of the answers, for each data source by name.
-        seconds: how long the validation took.
-    """
+    """Return the results of a validation as a row of `validation.jsonl`, without its metric and answers. Losses and
+    scores are by data source."""
     whole = LossSum(sum(own.total for own in losses.values()), sum(own.label_tokens for own in losses.values()))
     return {
         "step": step,
@@ -206,8 +192,8 @@ def row_of(step: int, losses: dict[str, LossSum], scores: dict[str, list[float]]
 
 
 def score_row(scores: list[float]) -> dict[str, Any]:
-    """Return values of a validation for its row in `validation.jsonl`, by name: `score`, the mean of the scores of some
-    answers (None without answers), and `questions`, their number."""
+    """Return values for a row of `validation.jsonl`: the mean score of some answers (None without answers), and their
+    number."""
     return {"score": sum(scores) / len(scores) if scores else None, "questions": len(scores)}
 
 
@@ -223,7 +209,7 @@ def as_object(question: HeldOutQuestion, answered: Answered) -> dict[str, Any]:
 
 
 def as_line(row: dict[str, Any]) -> str:
-    """Format the results of a validation, a row of `validation.jsonl`, as one line of text."""
+    """Format a row of `validation.jsonl` as one line of text."""
 
     def loss(own: dict[str, Any]) -> str:
         return "none" if own["loss"] is None else f"{own['loss']:.4f}"
@@ -249,11 +235,6 @@ def open_validation(
     metric: AnswerMetric,
 ) -> Validation | None:
     """Create the validation of a training; None with `val.every=null`.
-
-    Args:
-        watchdog: knows whether this rank was requested to stop, and is told what the rank does.
-        events: learns of pauses, of the progress and of the results.
-        metric: scores the answers.
 
     Raises:
         ConfigError: the model cannot generate answers.
