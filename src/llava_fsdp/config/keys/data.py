@@ -314,11 +314,11 @@ class ValConfig:
     path: str | None
     """Files of validation records, as in data.path. null: with data=shapes, the embedded validation set."""
     images: str | None
-    """Folder of their images; null: data.images."""
+    """Folder of the validation records' images; null: data.images."""
     sources: dict[str, HeldOutConfig]
     """Several sources by name, instead of val.path. Loss and score are also computed for each source."""
     index: str | None
-    """Folder of their index; null: the first path with `.index` appended."""
+    """Folder of the validation records' index; null: the first path with `.index` appended."""
     limit: int | None
     """Maximum number of records of each source; null: all. They are spread evenly over the source."""
     answers: int

@@ -25,7 +25,7 @@ class ShardingConfig:
     shard_size: int | None
     """Hybrid strategies: number of ranks that share one copy of the model; null: those of one node."""
     prefetch: int | None = None
-    """Number of following FSDP units whose weights are gathered ahead of the running one; null: FSDP2's one."""
+    """Number of following FSDP units whose weights are gathered ahead of the running one; null: one, as FSDP2 does."""
     blocks_per_unit: int = 1
     """Number of transformer blocks whose weights are gathered and gradients reduced together."""
 
@@ -46,8 +46,8 @@ class ParallelConfig:
     """Keys of the kinds of parallelism beside the sharding of states."""
 
     context: int | str = field(default=1, metadata={TAKES: "a number of ranks, or auto"})
-    """Number of ranks that process each packed row together; auto: the smallest with which it fits. Each rank has some
-    of the row's positions. A row has up to that many times tokens_per_micro_batch."""
+    """Number of ranks that process each packed row together; auto: the smallest with which the training fits. Each rank
+    has some of the row's positions. A row has up to that many times tokens_per_micro_batch."""
     context_how: ContextHow = ContextHow.auto
     """How ranks that share a row compute its attention. ulysses: each rank computes some heads; gather: each rank
     computes some positions; auto: ulysses if the heads can be divided."""
@@ -263,7 +263,8 @@ class CommConfig:
     timeout: int
     """Seconds that a collective waits for the slowest rank before it fails."""
     init_timeout: int
-    """Seconds that it waits before the first step is finished. Weights are loaded and kernels compiled until then."""
+    """Seconds that a collective waits before the first step is finished. Weights are loaded and kernels compiled until
+    then."""
     warn_after: int
     """Seconds of waiting after which a rank logs for which other ranks it waits."""
 

@@ -21,12 +21,12 @@ class LoraConfig:
     r: int = 128
     """Rank of the adapters."""
     alpha: float = 256
-    """Factor of the adapters' output, divided by r. With use_rslora it is divided by the root of r."""
+    """The adapters' output is multiplied by alpha / r, or by alpha / sqrt(r) with use_rslora."""
     dropout: float = 0.05
     """Dropout rate of an adapter's input. Which values are dropped depends on the sample, not on the number of
     ranks."""
     bias: LoraBias = LoraBias.none
-    """Which biases are trained, too."""
+    """Which biases are trained in addition to the adapters."""
     use_dora: bool = False
     """Whether to also train the norm of every row of a weight (DoRA, arXiv 2402.09353)."""
     use_rslora: bool = False
@@ -82,9 +82,9 @@ class ModelConfig:
     """Source of the projector: `random`, `auto` (the stage=pretrain run beside output_dir), or a run, folder or
     file."""
     projector_type: str
-    """linear, mlp2x_gelu, mlp3x_gelu and so on, identity, or pixel_shuffle2x_mlp2x_gelu (also 4x, 8x). They are those
-    of LLaVA's multimodal_projector/builder.py:33-51. A pixel shuffle (transformers' InternVL) first joins 2 x 2
-    neighbouring features into one, so that an image has a quarter of the tokens."""
+    """Type of projector: linear, mlp2x_gelu (or 3x, 4x, ...), identity or pixel_shuffle2x_mlp2x_gelu (or 4x, 8x). They
+    are those of LLaVA's multimodal_projector/builder.py:33-51. A pixel shuffle (transformers' InternVL) first joins 2 x
+    2 neighbouring features into one, so that an image has a quarter of the tokens."""
     select_layer: int
     """Index of the vision tower's hidden state that is used. -2 is the output of the last layer but one."""
     patch_merge: PatchMerge
