@@ -33,7 +33,7 @@ from llava_fsdp.train.pipeline_step import run_pipeline
 from llava_fsdp.train.state import StepResult, TrainState
 
 Reduction = tuple[DeviceMesh, tuple[int, ...]]
-"""Over which ranks a norm is reduced: a mesh, and the dimensions of the mesh."""
+"""Over which ranks a norm is reduced: a mesh, and dimensions of the mesh."""
 END: Any = object()
 """What comes after the last step."""
 
@@ -169,12 +169,9 @@ def train_step(
 
 
 def update_or_skip(state: TrainState, is_finite: bool) -> None:
-    """Update the weights and free the gradients, or skip the update if the loss or the gradients are not finite. In a
+    """Update the weights, or skip the update if the loss or the gradients are not finite, and free the gradients. In a
     skipped step, weights and moments are not changed and the learning rate schedule does not advance, but the step's
     samples count as consumed.
-
-    Args:
-        is_finite: whether the loss and the gradients are finite.
 
     Raises:
         NumericError: in fp16, gradients overflowed although the loss scale is at its minimum.
@@ -194,30 +191,23 @@ def update_or_skip(state: TrainState, is_finite: bool) -> None:
 
 
 class SourceSums:
-    """Sums of the losses of a training step by data source (one of the mixed datasets), which stay on the device until
-    the host reads the step's loss.
+    """Sums of a step's losses by data source, which stay on the device until the host reads the step's loss.
 
-    If there is only one data source, its loss is the loss of the step, and nothing is computed here. For several data
-    sources, one more small collective is needed.
+    The loss of a single data source is the loss of the step, and nothing is computed here. Several sources need one
+    more small collective.
     """
 
     def __init__(self, facts: StepFacts, device: torch.device):
         self.labels = facts.source_labels
         self.sums = torch.zeros(len(self.labels) if len(self.labels) > 1 else 0, device=device)
-        """Sum of the losses of each data source, float32 [sources]; of shape [0] if there is only one source."""
+        """Sum of the losses of each data source, float32 [sources]; of shape [0] for a single one."""
 
     def collector(self) -> LossCollector | None:
-        """Return a collector for the loss of each token in one forward pass, which is passed to the model; None if
-        there is only one data source (one of the mixed datasets)."""
+        """Return a collector of the loss of each token in one forward pass; None for a single data source."""
         return LossCollector() if len(self.sums) else None
 
     def add(self, micro: MicroBatch, collector: LossCollector | None) -> None:
-        """Add the losses of one forward pass to the sums of their data sources (the mixed datasets).
-
-        Args:
-            micro: the micro-batch, with the data source of each label token.
-            collector: the collector with the loss of each label token; None if there is only one data source.
-        """
+        """Add the losses of one forward pass to the sums of their data sources."""
         if collector is None or not len(micro.label_sources):
             return
         losses = torch.cat(collector.chunks) if collector.chunks else self.sums.new_full((1,), math.nan)
@@ -226,19 +216,17 @@ class SourceSums:
         self.sums += torch.where(micro.label_sources == numbers[:, None], losses, 0.0).sum(1)
 
     def summed(self) -> torch.Tensor:
-        """Sum the losses of each data source (one of the mixed datasets) over all ranks: float32 [sources]; [0] if
-        there is only one source. A collective if there are several sources."""
+        """Sum the losses of each data source over all ranks: float32 [sources]; [0] for a single one. A collective if
+        there are several sources."""
         return summed(self.sums) if len(self.sums) else self.sums
 
     def means(self, loss: float, sums: list[float]) -> dict[str, float | None]:
-        """Return the mean loss per label token (a token that is in the loss) of each data source (one of the mixed
-        datasets), by name. It is None for a source without label tokens, and nan if the loss kernel returns only the
-        sum over all sources.
+        """Return the mean loss per label token (a token that is in the loss) of each data source. It is None for a
+        source without label tokens, and nan if the loss kernel returns only the sum over all sources.
 
         Args:
             loss: the mean loss of the step.
-            sums: sum of the losses of each source over all ranks, as a list on the host; empty if there is only one
-                source.
+            sums: `summed`, on the host.
         """
         if not sums:
             return {name: loss if labels else None for name, labels in self.labels.items()}
@@ -282,11 +270,10 @@ def run_micro_batches(
 def clip_gradients(
     masters: MasterWeights, largest: float | None, scale: float = 1.0, line: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
-    """Divide the gradients by the loss scale `scale`, and then clip them: scale them down so that their norm is at most
-    `largest`. With `largest=None` they are not clipped.
+    """Divide the gradients by the loss scale, and then scale them down so that their norm is at most `largest`; None:
+    they are not clipped.
 
     Args:
-        masters: the weights that the optimizer updates, with their gradients.
         line: the ranks that together have all stages of the model, this one included; None: each rank has the whole
             model.
 
@@ -346,12 +333,11 @@ def gradient_norm(
 
 
 def norm_over_stages(norms: list[torch.Tensor], line: dist.ProcessGroup) -> torch.Tensor:
-    """Return the norm of the gradients of all stages, float32 [], with the same bits on every rank. Collective: all
-    ranks must call it.
+    """Return the norm of the gradients of all stages, float32 [], with the same bits on every rank. Collective.
 
     Args:
         norms: norms of the gradients of this rank's stages; empty if they train nothing.
-        line: the ranks that together have all stages of the model, this one included.
+        line: the ranks that together have all stages, this one included.
     """
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     square = torch.stack(norms).square().sum() if norms else torch.zeros((), device=device)
@@ -362,15 +348,14 @@ def norm_over_stages(norms: list[torch.Tensor], line: dist.ProcessGroup) -> torc
 
 
 def reduction(gradient: torch.Tensor) -> Reduction | None:
-    """Return over which ranks the norm of a gradient is reduced, which are those over which it is sharded; None if it
-    is not a DTensor."""
+    """Return over which ranks a gradient is sharded, and so its norm is reduced; None if it is not a DTensor."""
     if not isinstance(gradient, DTensor):
         return None
     return gradient.device_mesh, tuple(n for n, own in enumerate(gradient.placements) if not own.is_replicate())
 
 
 def summed(value: torch.Tensor) -> torch.Tensor:
-    """Sum a tensor over all ranks, in place, and return it. Collective: all ranks must call it."""
+    """Sum a tensor over all ranks, in place, and return it. Collective."""
     if dist.is_initialized():
         dist.all_reduce(value)
     return value

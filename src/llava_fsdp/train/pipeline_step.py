@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class TrainingWork:
-    """Computes this rank's stages for the micro-batches of a training step, and adds up what they return."""
+    """Computes this rank's stages for the micro-batches of a step, and adds up what they return."""
 
     def __init__(
         self,
@@ -62,8 +62,8 @@ class TrainingWork:
             return self.experts.add(micro, kept, loss) * self.scale
 
     def before_backward(self, stage: nn.Module, number: int) -> None:
-        """Set the dropout of the micro-batch again, because others have run since, and activation checkpointing runs
-        blocks again."""
+        """Set the dropout of the micro-batch again: others have run since, and activation checkpointing runs blocks
+        again."""
         assert isinstance(stage, Llava)
         stage.token_keys.language, stage.token_keys.vision = self.keys.pop((stage, number))
 
@@ -72,11 +72,7 @@ class EvaluationWork:
     """Computes this rank's stages for one micro-batch, without gradients."""
 
     def __init__(self, inputs_of: Callable[[nn.Module], tuple[Any, ...]], return_logits: bool):
-        """Take what the stages need.
-
-        Args:
-            inputs_of: returns the arguments of a stage for the micro-batch.
-        """
+        """Take what the stages need. `inputs_of` returns the arguments of a stage for the micro-batch."""
         self.inputs_of = inputs_of
         self.return_logits = return_logits
 
@@ -89,11 +85,7 @@ class PipelinedModel:
     all ranks that process the same rows."""
 
     def __init__(self, model: nn.Module, pipeline: Pipeline):
-        """Wrap the parts of a model that this rank has.
-
-        Args:
-            pipeline: this rank's stages.
-        """
+        """Wrap the parts of a model that this rank has."""
         assert isinstance(model, Llava)
         self.parts = model.parts
         self.pipeline = pipeline
@@ -112,7 +104,7 @@ class PipelinedModel:
         *,
         return_logits: bool,
     ) -> torch.Tensor:
-        """Return the logits at `label_positions`, as `Llava.forward` does. Collective: all ranks must call it."""
+        """Return the logits at `label_positions`, as `Llava.forward` does. Collective."""
         assert return_logits
         inputs = input_ids, segments, image_positions, image_rows, images, seeds, label_positions
         rows, length = input_ids.shape
@@ -121,7 +113,7 @@ class PipelinedModel:
 
 
 def to_device(loader: Any, stage: nn.Module, micro: MicroBatch) -> MicroBatch:
-    """Return a micro-batch on the device of the training, without images if the stage does not need them."""
+    """Return a micro-batch on the training's device, without images if the stage does not need them."""
     assert isinstance(stage, Llava)
     return loader.to_device(micro if stage.is_first else replace(micro, images=micro.images[:0]))
 
@@ -150,12 +142,8 @@ def run_pipeline(
 def evaluate(
     state: TrainState, micro: MicroBatch, loader: Any = None, return_logits: bool = False
 ) -> torch.Tensor | None:
-    """Run the forward pass of a micro-batch without gradients, and return its sum of losses, or its logits with
-    `return_logits`; None on ranks that do not have the last stage. Collective: all ranks must call it.
-
-    Args:
-        loader: moves the micro-batch to the device; None: the loader of the training.
-    """
+    """Run the forward pass of a micro-batch without gradients, and return its sum of losses, or its logits; None on
+    ranks that do not have the last stage. Collective. `loader`: None: that of the training."""
     loader = loader if loader is not None else state.loader
     if state.pipeline is not None:
         work = EvaluationWork(lambda stage: to_device(loader, stage, micro).inputs, return_logits)

@@ -39,7 +39,7 @@ class Elsewhere:
 
 @dataclass
 class TrainState:
-    """The state of a training: model, optimizer, data, and counters of its progress."""
+    """Model, optimizer, data, and counters of the progress."""
 
     model: nn.Module
     masters: MasterWeights
@@ -47,13 +47,13 @@ class TrainState:
     learning_rate: LearningRate
     loader: Loader
     sources: dict[str, Stored] = field(default_factory=dict)
-    """Parameter name -> the source of the parameter's initial values. Empty in a dry run, which saves nothing."""
+    """Sources of the parameters' initial values. Empty in a dry run, which saves nothing."""
     fingerprints: dict[str, str] = field(default_factory=dict)
     """Digests of the dataset, of the encoding and the order of its samples, and of the model. A run does not resume
     from a checkpoint with other fingerprints."""
     digests: dict[str, str] = field(default_factory=dict)
-    """Name of a frozen parameter -> digest of its values. A hash of these digests is saved with an adapter, so that its
-    base model can be recognized."""
+    """Digests of the values of frozen parameters. A hash of them is saved with an adapter, so that its base model can
+    be recognized."""
     run: str = field(default_factory=lambda: uuid.uuid4().hex)
     """Identifier of the run, kept when the run resumes. Each rank has its own; files contain that of rank 0."""
     step: int = 0
@@ -61,20 +61,19 @@ class TrainState:
     samples: int = 0
     """Number of samples in the finished steps."""
     scaler: LossScaler | None = None
-    """The loss scaler; None unless the precision is fp16."""
+    """None unless the precision is fp16."""
     skipped: int = 0
-    """Number of finished steps in which the weights were not updated, because the loss or the gradients were not
-    finite."""
+    """Number of finished steps without an update, because the loss or the gradients were not finite."""
     utilization: Utilization | None = None
     consecutive: int = 0
-    """Number of skipped steps since the last update of the weights. With a dynamic loss scale (fp16) it stays 0,
-    because skipped steps are then limited by the scale's minimum."""
+    """Number of skipped steps since the last update. With a dynamic loss scale (fp16) it stays 0, because skipped steps
+    are then limited by the scale's minimum."""
     about: dict[str, Any] = field(default_factory=dict)
-    """Description of this start of the run, for `starts.jsonl` and the report. Empty on all ranks except rank 0."""
+    """Description of this start of the run, for `starts.jsonl` and the report. Empty on ranks other than 0."""
     compilations: Compilations | None = None
-    """The counter of compiled graphs; None if the model's blocks are not compiled."""
+    """Counter of compiled graphs; None if the model's blocks are not compiled."""
     dynamic: DynamicCheckpointing | None = None
-    """Chooses which blocks are recomputed; None unless `activation_checkpointing=dynamic`."""
+    """None unless `activation_checkpointing=dynamic`."""
     held_out: HeldOut | None = None
     routers: RouterOutputs | None = None
     """Keeps what the routers of a mixture of experts return; None: there are none, or they are not watched."""
@@ -88,7 +87,7 @@ class TrainState:
 
     @property
     def trained(self) -> list[str]:
-        """Names of all trained parameters, also of those that only other ranks have; the same on every rank."""
+        """Names of all trained parameters, also of those that only other ranks have."""
         return sorted({*self.masters.named, *self.elsewhere})
 
     @property
@@ -111,8 +110,7 @@ class ExpertLoad:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of one optimizer step: loss, gradient norm, time and so on. Fields are the same on every rank, unless
-    their description says otherwise."""
+    """Result of one optimizer step. Fields are the same on every rank, unless their description says otherwise."""
 
     facts: StepFacts
     loss: float
@@ -122,7 +120,7 @@ class StepResult:
     seconds: float
     skipped: bool = False
     skipped_steps: int = 0
-    """Number of skipped steps of the run so far, including this one."""
+    """Number of skipped steps of the run so far, with this one."""
     loss_scale: float | None = None
     """Loss scale of this step; None unless the precision is fp16."""
     recompiles: int = 0
@@ -131,8 +129,8 @@ class StepResult:
     own_loss_is_finite: bool = True
     """Whether this rank's part of the loss is finite. Differs between ranks."""
     source_losses: dict[str, float | None] = field(default_factory=dict)
-    """Data source -> mean loss of the source's label tokens; None if the step has no label tokens of this source, not
-    finite if the loss kernel returns only the sum over all sources."""
+    """Mean loss of the label tokens of each data source; None if the step has none of this source, not finite if the
+    loss kernel returns only the sum over all sources."""
     expert_load: ExpertLoad | None = None
     """None without watched routers."""
     data_seconds: float = 0.0

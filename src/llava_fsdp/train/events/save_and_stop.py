@@ -1,5 +1,5 @@
-"""Create the saver of a training's checkpoints, and decide together on all ranks, after and between steps, whether to
-save, to stop on request, or to give up after too many skipped steps."""
+"""Save checkpoints, and decide together on all ranks, after and between steps, whether to save, to stop on request, or
+to give up after too many skipped steps."""
 
 import contextlib
 import json
@@ -46,12 +46,10 @@ class RunController(RunEvents):
         watchdog: Watchdog,
         dir_lock: RunDirLock | None = None,
     ):
-        """Create the controller that saves and stops a training.
+        """Create the controller.
 
         Args:
-            saver: saves the state; None if no step is left to do.
-            last_step: number of the run's last step.
-            watchdog: knows whether this rank was requested to stop or to save, and is told what the rank does.
+            saver: None if no step is left to do.
             dir_lock: on rank 0 the lock on the run's folder; None on other ranks.
         """
         self.dir_lock = dir_lock
@@ -62,16 +60,16 @@ class RunController(RunEvents):
         self.watchdog = watchdog
         self.first_step = state.step  # a resumed state is already on disk, and at step 0 there is nothing to save
         self.is_save_due = False
-        """Whether a checkpoint is due that was postponed because steps were skipped."""
+        """Whether a checkpoint was postponed because steps were skipped."""
 
     @property
     def is_kept(self) -> bool:
-        """Whether the training's current state is on disk, or is being written to it."""
+        """Whether the current state is on disk, or is being written to it."""
         saved = self.saver.saved_step if self.saver is not None else None
         return self.state.step in (self.first_step, saved)
 
     def after_step(self, result: StepResult) -> None:
-        """Save a checkpoint if one is due after the training step whose result is given.
+        """Save a checkpoint if one is due.
 
         Raises:
             NumericError: more than `numeric.max_consecutive_skips` consecutive steps had gradients that are not finite.
@@ -86,8 +84,7 @@ class RunController(RunEvents):
             self.save()
 
     def before_step(self) -> None:
-        """Between two training steps, or two batches of a validation, save or stop if this was requested on any rank,
-        or stop if the run's folder is lost. Collective: all ranks must call it.
+        """Save or stop if this was requested on any rank, or stop if the run's folder is lost. Collective.
 
         Raises:
             Stopped: a stop was requested. The state is on disk, unless saving failed and `checkpoint.on_save_error` is
@@ -115,13 +112,13 @@ class RunController(RunEvents):
         self.before_step()
 
     def stopped(self, what: str) -> Stopped:
-        """Return the exception with which the training stops on request. Its message says who requested it and then
-        `what`: at which step the training stopped, and how to continue."""
+        """Return the exception for a stop on request, which says who requested it and `what`: at which step the
+        training stopped, and how to continue."""
         return Stopped(f"{self.watchdog.stop or 'a signal on another rank'}: {what}", bool(self.watchdog.stop))
 
     def save(self) -> None:
-        """Begin to save the training's current state. Raises CheckpointError or NumericError if the previous save has
-        failed, and FolderLost if the run's folder is lost."""
+        """Begin to save the current state. Raises CheckpointError or NumericError if the previous save has failed, and
+        FolderLost."""
         self.watchdog.at(Phase.CHECKPOINT)
         assert self.saver is not None
         with self.lost_folder_explained():
@@ -131,8 +128,8 @@ class RunController(RunEvents):
         self.is_save_due = False
 
     def finish(self) -> None:
-        """Wait until the training's checkpoint that is being written, if any, is complete. Raises CheckpointError or
-        NumericError if it could not be written."""
+        """Wait until the checkpoint that is being written is complete. Raises CheckpointError or NumericError if it
+        could not be written."""
         if self.saver is not None:
             self.watchdog.at(Phase.CHECKPOINT)
             with self.lost_folder_explained():
@@ -172,7 +169,7 @@ class RunController(RunEvents):
 
     @contextlib.contextmanager
     def lost_folder_explained(self) -> Iterator[None]:
-        """Context manager for writing into the run's folder. If writing fails because the folder is lost (deleted,
+        """Context manager for writing into the run's folder: if writing fails because the folder is lost (deleted,
         moved or replaced), FolderLost is raised instead of the error of writing."""
         try:
             yield
@@ -182,9 +179,8 @@ class RunController(RunEvents):
             raise
 
     def stop_if_lost(self) -> None:
-        """If the run's folder is lost (deleted, moved or replaced), save the training's state into a new folder with
-        the same path, and raise FolderLost. If there is something else at that path now, only raise FolderLost.
-        Collective: all ranks must call it."""
+        """If the run's folder is lost, save the state into a new folder with the same path, and raise FolderLost. If
+        there is something else at that path now, only raise FolderLost. Collective."""
         failing = f"cannot look at {self.cfg.output_dir}"
         change = on_first_rank(self.folder_change, failing)
         if change is None:
@@ -218,13 +214,9 @@ class RunController(RunEvents):
         )
 
     def give_up(self, result: StepResult) -> None:
-        """Raise NumericError, which ends the run because the updates of too many consecutive steps were skipped. The
-        message names the dataset records of the last step that may be the cause: those of ranks whose own part of the
-        loss is not finite or, if there are no such ranks, those of all ranks.
-
-        Args:
-            result: the result of the last step.
-        """
+        """Raise NumericError because the updates of too many consecutive steps were skipped. The message names the
+        records of the last step that may be the cause: those of ranks whose own part of the loss is not finite or, if
+        there are no such ranks, those of all ranks."""
         self.finish()
         state, step = self.state, self.state.step
         # gradients are sums over all ranks, but the bad samples were on a rank whose own loss is not finite
@@ -244,11 +236,7 @@ class RunController(RunEvents):
 
 @contextlib.contextmanager
 def said_if_slow(message: str, *values: object) -> Iterator[None]:
-    """Context manager that logs a message once if what is done in it takes longer than `SLOW` seconds.
-
-    Args:
-        values: what is put in place of the message's `%d` and the like.
-    """
+    """Context manager that logs a message (with `values` in it) once if its body takes longer than `SLOW` seconds."""
     timer = threading.Timer(SLOW, log().info, [message, *values])
     timer.daemon = True
     timer.start()
@@ -259,8 +247,8 @@ def said_if_slow(message: str, *values: object) -> Iterator[None]:
 
 
 def write_expert_load(state: TrainState, folder: Path) -> None:
-    """Write the load of each expert in the last step into `expert_load.json` in the run's folder, by the router's name,
-    if the model has watched routers. If the disk refuses, only a warning is logged."""
+    """Write the load of each expert in the last step into `expert_load.json`, by the router's name, if the model has
+    watched routers. If that fails, only a warning is logged."""
     if state.routers is None or state.expert_loads is None:
         return
     loads = dict(zip(state.routers.places, state.expert_loads.long().tolist(), strict=True))
@@ -272,14 +260,14 @@ def write_expert_load(state: TrainState, folder: Path) -> None:
 
 
 def is_due(step: int, last_step: int, cfg: CheckpointConfig) -> bool:
-    """Return whether a checkpoint is due after `step`: after the last step, and every `checkpoint.every` steps."""
+    """Return whether a checkpoint is due: after the last step, and every `checkpoint.every` steps."""
     return step == last_step or (cfg.every is not None and step % cfg.every == 0)
 
 
 def open_saver(
     state: TrainState, cfg: Config, resumed: Path | None = None, adapter_folder: AdapterFolder | None = None
 ) -> "Saver":
-    """Create the saver of a training's checkpoints. Collective: all ranks must call it.
+    """Create the saver of checkpoints. Collective.
 
     Args:
         resumed: folder of the verified checkpoint from which the run continues; None if it begins at step 0.

@@ -106,11 +106,8 @@ def build_state(cfg: Config, world: World, plan: ShardPlan, meshes: Meshes | Non
 
 
 def describe_projector(cfg: Config, projector: Path | None) -> str:
-    """Describe in words which projector (from image features to the language model) a training starts with.
-
-    Args:
-        projector: file or folder from which it is read; None: it is not read from a file of its own.
-    """
+    """Describe in words with which projector a training starts. `projector`: where it is read; None: not from a place
+    of its own."""
     if continues(cfg) and Part.projector in cfg.model.trained:
         return "of the run's own checkpoint"
     is_missing = projector is None and cfg.model.projector == "auto"
@@ -169,12 +166,10 @@ def open_held_out_data(cfg: Config, world: World, model: Llava) -> HeldOut:
 
 
 def check_same_records(loader: Loader, keys: str = "data.path, data.images") -> None:
-    """Check that all ranks see the same records (samples of the dataset): they may differ, because each machine may
-    read its own copy of the files. Collective: all ranks must call it.
+    """Check that all ranks see the same records: each machine may read its own copy of the files. Collective.
 
     Args:
-        loader: this rank's loader of the data.
-        keys: the settings that name the data, for the error message.
+        keys: the settings that name the data, for the message.
 
     Raises:
         DataError: ranks see other records than rank 0. Raised on every rank, naming these ranks.

@@ -50,15 +50,14 @@ from llava_fsdp.train.setup.run_info import device_name
 from llava_fsdp.train.state import TrainState
 
 STEPS = 2
-"""Number of steps that a dry run makes. The first step creates the optimizer's states, so that the peak memory of the
-second step includes them."""
+"""Number of steps. The first one creates the optimizer's states, which the peak memory of the second includes."""
 STATES = ("parameters", "gradients", "optimizer")
 """Kinds of tensors whose bytes are measured."""
 
 
 def dry_run(cfg: Config) -> None:
-    """Measure the memory that a training will need on rank 0, with all other ranks simulated, and print the result as a
-    table or, with format=json, as JSON. No files are left behind."""
+    """Measure the memory that a training will need on rank 0, with all other ranks simulated, and print it as a table
+    or, with format=json, as JSON. No files are left behind."""
     remark = warn_if_refused(cfg)
     with tempfile.TemporaryDirectory(prefix="dry-run-") as folder:
         if cfg.offload.mode is OffloadMode.nvme and cfg.offload.folder is None:  # its default would be output_dir
@@ -78,13 +77,9 @@ def dry_run(cfg: Config) -> None:
 
 
 def settle_auto(cfg: Config, world: World) -> Config:
-    """Replace every value `auto` in the configuration, and return it. `pack=auto` becomes true if the language model
-    supports rows of packed samples; a planner of memory and time chooses the other values. It uses the dataset's
-    statistics if they are known, else the mean lengths of LLaVA's own data.
-
-    Args:
-        world: this rank's device, and the number of ranks.
-    """
+    """Replace every value `auto` in the configuration. `pack=auto` becomes true if the language model supports rows of
+    packed samples; a planner of memory and time chooses the other values, by the dataset's statistics if they are
+    known, else by the mean lengths of LLaVA's own data."""
     parts = shapes_of(cfg.model)
     cfg, padded = settle_packing(cfg, parts.language)
     if padded is not None:
@@ -100,10 +95,9 @@ def settle_auto(cfg: Config, world: World) -> Config:
 
 def measure(cfg: Config, world: World, contents: Contents | None = None) -> dict[str, Any]:
     """Run two training steps on this rank and measure memory. The other ranks are simulated or real. Return what is
-    measured and planned, as it is printed with format=json.
+    printed with format=json.
 
     Args:
-        world: this rank's device, and the number of ranks.
         contents: numbers of tokens, images and labels in every micro-batch; None: the largest possible numbers.
 
     Raises:
@@ -164,12 +158,7 @@ def measure(cfg: Config, world: World, contents: Contents | None = None) -> dict
 
 
 def plan_of(cfg: Config, world: World, contents: Contents) -> PlanRow:
-    """Estimate by arithmetic the memory of this rank in the training steps whose memory a dry run measures.
-
-    Args:
-        world: this rank's device, and the number of ranks.
-        contents: numbers of tokens, images and labels in every micro-batch.
-    """
+    """Estimate by arithmetic the memory of this rank in the steps that a dry run measures."""
     rows = 1 if cfg.packs else len(contents.lengths)
     samples, tokens = len(contents.lengths), contents.tokens
     own = contents.tiles, contents.labels, contents.image_tokens
@@ -181,11 +170,7 @@ def plan_of(cfg: Config, world: World, contents: Contents) -> PlanRow:
 @torch.no_grad()
 def draw_shards(model: Llava, masters: MasterWeights) -> None:
     """Fill this rank's shard of every parameter with random values from the distribution of its initial weights, on the
-    shard's device and without reading files.
-
-    Args:
-        masters: the master weights, which the optimizer updates; they may be tensors other than the model's parameters.
-    """
+    shard's device. The master weights, which the optimizer updates, may be other tensors than the parameters."""
     packed = {clean_name(name): layer for name, layer in quantized_weights(model).items()}
     for name, shard in local_shards(model, masters).items():
         first, *others = shard.tensors
@@ -208,8 +193,8 @@ def draw_shards(model: Llava, masters: MasterWeights) -> None:
 
 
 def held_bytes(state: TrainState) -> dict[str, int]:
-    """Return the bytes of this rank's parameters, gradients and optimizer states, by the names `parameters`,
-    `gradients` and `optimizer`. To be called while the gradients exist."""
+    """Return the bytes of this rank's parameters, gradients and optimizer states (`STATES`). To be called while the
+    gradients exist."""
     unpacking = [t for layer in quantized_weights(state.model).values() for t in layer.statistics]
     weights = {id(p): p for p in [*state.model.parameters(), *unpacking, *state.masters.named.values()]}
     gradients = [p.grad for p in state.masters.named.values() if p.grad is not None]
@@ -219,7 +204,7 @@ def held_bytes(state: TrainState) -> dict[str, int]:
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print the result of a dry run (a measurement of memory), as `measure` returns it, as a table."""
+    """Print what `measure` returns as a table."""
     console = TextConsole(width=None if sys.stdout.isatty() else 120)
     micro = report["micro_batch"]
     plural = "es" if report["micro_batches"] > 1 else ""
