@@ -31,8 +31,8 @@ from llava_fsdp.runtime.errors import (
     OutOfMemory,
     Stopped,
 )
+from llava_fsdp.runtime.files.heartbeat import Beat
 from llava_fsdp.runtime.files.status_file import Outcome
-from llava_fsdp.runtime.process.heartbeat import Beat
 
 SCRIPT = """\
 import os, sys

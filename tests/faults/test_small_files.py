@@ -20,6 +20,7 @@ from llava_fsdp.report.run_reader import JOB_FILE
 from llava_fsdp.runtime.errors import CheckpointError, ConfigError, DamagedError, DamagedModel
 from llava_fsdp.runtime.exit_codes import ENDINGS, ExitCode
 from llava_fsdp.runtime.files.digests import sealed
+from llava_fsdp.runtime.files.heartbeat import read_beat
 from llava_fsdp.runtime.files.provenance import NOTES, files_of, read_notes
 from llava_fsdp.runtime.files.run_dir import BEGUN_FILE, LOCK_FILE, begun_at, claimed, held_by
 from llava_fsdp.runtime.files.small_json import BadJson, MissingJson, parse_object, read_object
@@ -32,7 +33,6 @@ from llava_fsdp.runtime.files.status_file import (
     read_status,
     write_ending,
 )
-from llava_fsdp.runtime.process.heartbeat import read_beat
 from llava_fsdp.sweep.job import Job, read_jobs
 from llava_fsdp.sweep.results import write_page
 

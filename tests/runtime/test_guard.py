@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from llava_fsdp.runtime.exit_codes import ENDINGS
+from llava_fsdp.runtime.files.heartbeat import Phase
 from llava_fsdp.runtime.files.status_file import STATUS_FILE, Outcome, first_failure, put_status, write_ending
 from llava_fsdp.runtime.process import watchdog as module
-from llava_fsdp.runtime.process.heartbeat import Phase
 from llava_fsdp.runtime.process.watchdog import SHORTEST_SILENCE, SILENT_STEPS, Watchdog
 
 STUCK = """

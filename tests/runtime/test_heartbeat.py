@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from llava_fsdp.runtime.process import heartbeat
-from llava_fsdp.runtime.process.heartbeat import FOLDER, Beat, Phase, Watcher, put_beat
+from llava_fsdp.runtime.files import heartbeat
+from llava_fsdp.runtime.files.heartbeat import FOLDER, Beat, Phase, Watcher, put_beat
 
 BEAT = Beat(0, "host", 1, step=5, phase=Phase.COMPUTE.value, work=40, detail="", count=1)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from llava_fsdp.runtime.process.home import ensure_home
+from llava_fsdp.runtime.home import ensure_home
 
 
 @pytest.fixture

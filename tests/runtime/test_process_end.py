@@ -10,7 +10,7 @@ import time
 import pytest
 from lives import TELLS_ALWAYS
 
-from llava_fsdp.runtime.process.launch import incarnation, launch_id, started
+from llava_fsdp.runtime.launch import incarnation, launch_id, started
 from llava_fsdp.runtime.process.process_end import AGENT, end_with, ending_of, without_launcher
 
 UNKNOWN = "ended without a report; the kernel kills processes when memory runs out (see dmesg)"

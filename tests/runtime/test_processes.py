@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from lives import TELLS_ALWAYS, Run, children, gone
 
-from llava_fsdp.runtime.process.heartbeat import Phase, read_beat
+from llava_fsdp.runtime.files.heartbeat import Phase, read_beat
 from llava_fsdp.runtime.process.watchdog import SAME_KEY_PRESS
 
 pytestmark = pytest.mark.e2e

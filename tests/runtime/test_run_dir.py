@@ -17,10 +17,12 @@ from pathlib import Path
 import pytest
 
 from llava_fsdp import status
-from llava_fsdp.runtime import errors
+from llava_fsdp.runtime import errors, launch
 from llava_fsdp.runtime.errors import FolderInUse
 from llava_fsdp.runtime.exit_codes import ENDINGS, ExitCode
 from llava_fsdp.runtime.files import run_dir, run_dir_watch, status_file
+from llava_fsdp.runtime.files.heartbeat import FOLDER as HEARTBEATS
+from llava_fsdp.runtime.files.heartbeat import Beat, Phase, put_beat
 from llava_fsdp.runtime.files.jsonl import append, read_rows
 from llava_fsdp.runtime.files.run_dir import (
     begun_at,
@@ -40,9 +42,6 @@ from llava_fsdp.runtime.files.status_file import (
     read_status,
     write_ending,
 )
-from llava_fsdp.runtime.process import launch
-from llava_fsdp.runtime.process.heartbeat import FOLDER as HEARTBEATS
-from llava_fsdp.runtime.process.heartbeat import Beat, Phase, put_beat
 from llava_fsdp.runtime.process.watchdog import Watchdog, open_new
 
 HOLDER = """

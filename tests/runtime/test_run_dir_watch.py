@@ -17,12 +17,12 @@ from llava_fsdp.config.command_line import cli
 from llava_fsdp.runtime.errors import ConfigError, FolderLost
 from llava_fsdp.runtime.exit_codes import ENDINGS, ExitCode
 from llava_fsdp.runtime.files import os_errors, run_dir, status_file
+from llava_fsdp.runtime.files.heartbeat import Phase
 from llava_fsdp.runtime.files.jsonl import Rows, replace_lines
 from llava_fsdp.runtime.files.os_errors import free_bytes, free_inodes, why
 from llava_fsdp.runtime.files.run_dir import claimed, held_by
 from llava_fsdp.runtime.files.run_dir_watch import RunDirLock
 from llava_fsdp.runtime.files.status_file import Outcome, first_failure, put_status, read_status, write_ending
-from llava_fsdp.runtime.process.heartbeat import Phase
 from llava_fsdp.runtime.process.watchdog import SAME_KEY_PRESS, Watchdog
 from llava_fsdp.runtime.text.log import setup_logging
 from llava_fsdp.train.events.live_page import rewrite_page

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from llava_fsdp.runtime.exit_codes import ENDINGS, ExitCode
+from llava_fsdp.runtime.files.heartbeat import FOLDER, Beat, Late, Phase, Watcher, put_beat, read_beat
 from llava_fsdp.runtime.files.status_file import Outcome
 from llava_fsdp.runtime.process import watchdog as module
-from llava_fsdp.runtime.process.heartbeat import FOLDER, Beat, Late, Phase, Watcher, put_beat, read_beat
 from llava_fsdp.runtime.process.process_end import AGENT, end_agent, end_torchrun
 from llava_fsdp.runtime.process.watchdog import FROZEN, Watchdog
 
@@ -268,7 +268,7 @@ def test_frozen_ranks_of_this_machine_are_killed(make: Make, tmp_path: Path, mon
     monkeypatch.setattr(module.signal, "pidfd_send_signal", lambda handle, number: killed.append((handle, number)))
     put(tmp_path, 1, 2)
     now = os.stat(tmp_path / FOLDER / "rank-1.json").st_mtime
-    monkeypatch.setattr("llava_fsdp.runtime.process.heartbeat.time.time", lambda: now + FROZEN + 1)
+    monkeypatch.setattr("llava_fsdp.runtime.files.heartbeat.time.time", lambda: now + FROZEN + 1)
     os.utime(tmp_path / FOLDER / "rank-2.json", (now + 2, now + 2))
     own.kill_frozen()
     assert killed == [(21, signal.SIGKILL)], "rank 2 is just in time, and rank 3 has not begun"

@@ -29,7 +29,7 @@ from llava_fsdp.parallel.precision.precision import MasterWeights
 from llava_fsdp.parallel.ranks.consensus import Votes
 from llava_fsdp.parallel.ranks.mesh import World, own_rank
 from llava_fsdp.runtime.errors import CheckpointError, CompileError, NumericError, Stopped
-from llava_fsdp.runtime.process.heartbeat import Beat, Phase
+from llava_fsdp.runtime.files.heartbeat import Beat, Phase
 from llava_fsdp.runtime.process.watchdog import BEAT, Run, Watchdog
 from llava_fsdp.train import loop
 from llava_fsdp.train import main as train

@@ -10,7 +10,7 @@ import pytest
 
 from llava_fsdp.config import OffloadMode
 from llava_fsdp.runtime.errors import CheckpointError, NumericError, Stopped
-from llava_fsdp.runtime.process.heartbeat import Phase
+from llava_fsdp.runtime.files.heartbeat import Phase
 from llava_fsdp.runtime.process.watchdog import Watchdog
 from llava_fsdp.train.events import save_and_stop as module
 from llava_fsdp.train.events.save_and_stop import RunController

@@ -41,7 +41,7 @@ from llava_fsdp.runtime.files.digests import digest_of_file
 from llava_fsdp.runtime.files.jsonl import replace_lines
 from llava_fsdp.runtime.files.run_dir import FOLDER, list_checkpoints
 from llava_fsdp.runtime.files.unfinished import EXPORT
-from llava_fsdp.runtime.process.launch import env_rank
+from llava_fsdp.runtime.launch import env_rank
 from llava_fsdp.runtime.text.console import TextConsole
 from llava_fsdp.runtime.text.log import log
 from llava_fsdp.runtime.text.progress import watch, watch_silently

@@ -9,7 +9,7 @@ from llava_fsdp.data.records.problems import Kind
 from llava_fsdp.data.records.record import check_name, shown, unread_reason
 from llava_fsdp.data.text.templates import IMAGE_TAG
 from llava_fsdp.runtime.errors import ConfigError, DataError
-from llava_fsdp.runtime.process.launch import env_rank
+from llava_fsdp.runtime.launch import env_rank
 from llava_fsdp.runtime.text.log import log
 
 SHORT = "Answer the question using a single word or phrase."

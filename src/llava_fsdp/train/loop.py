@@ -22,7 +22,7 @@ from llava_fsdp.parallel.ranks.consensus import rank_and_size
 from llava_fsdp.parallel.ranks.replicas import same_on_every_rank, sharded_norm
 from llava_fsdp.parallel.zero import ShardPlan, begin_micro_batch
 from llava_fsdp.runtime.errors import CompileError, Stopped
-from llava_fsdp.runtime.process.heartbeat import Phase
+from llava_fsdp.runtime.files.heartbeat import Phase
 from llava_fsdp.runtime.process.watchdog import Watchdog
 from llava_fsdp.runtime.seeds import derive
 from llava_fsdp.runtime.text.log import log

@@ -25,9 +25,9 @@ from llava_fsdp.plan.workload import samples_in
 from llava_fsdp.report.run_reader import CONFIG_FILE
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.files.durable_files import replace_file
+from llava_fsdp.runtime.files.heartbeat import Phase
 from llava_fsdp.runtime.files.run_dir import FOLDER, claimed, restored_umask
 from llava_fsdp.runtime.files.run_dir_watch import RunDirLock
-from llava_fsdp.runtime.process.heartbeat import Phase
 from llava_fsdp.runtime.process.watchdog import Run, Watchdog
 from llava_fsdp.runtime.text.log import log
 from llava_fsdp.train import final_export

@@ -13,8 +13,8 @@ from llava_fsdp.config import Config
 from llava_fsdp.config.command_line import cli
 from llava_fsdp.report.run_reader import REPORT_FILE
 from llava_fsdp.runtime.files.status_file import Outcome, log_write_errors, write_ending
+from llava_fsdp.runtime.launch import env_rank
 from llava_fsdp.runtime.process.imports import importing
-from llava_fsdp.runtime.process.launch import env_rank
 
 if TYPE_CHECKING:
     from llava_fsdp.train.events.answer_metric import ScoreFunction

@@ -36,10 +36,10 @@ from llava_fsdp.config.command_line.help import asked_help, render_help
 from llava_fsdp.config.command_line.hydra_guard import FLAGS, check_command_line
 from llava_fsdp.runtime.errors import ConfigError, FolderLost, LlavaFsdpError, Stopped
 from llava_fsdp.runtime.exit_codes import ENDINGS, ExitCode
+from llava_fsdp.runtime.files.heartbeat import read_beat
 from llava_fsdp.runtime.files.run_dir import is_locked_by_other_launch, make_run_folder
 from llava_fsdp.runtime.files.status_file import PATIENCE, Outcome, final_status, is_absent, log_write_errors
-from llava_fsdp.runtime.process.heartbeat import read_beat
-from llava_fsdp.runtime.process.launch import attempt, env_rank, is_one_node
+from llava_fsdp.runtime.launch import attempt, env_rank, is_one_node
 from llava_fsdp.runtime.process.process_end import end_agent, end_torchrun, end_with
 from llava_fsdp.runtime.text.log import leave_noise_out, log, setup_logging
 from llava_fsdp.runtime.text.redact import redact, secrets_of

@@ -13,7 +13,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from llava_fsdp.runtime.errors import CommunicationError, ConfigError
-from llava_fsdp.runtime.process.launch import attempt
+from llava_fsdp.runtime.launch import attempt
 from llava_fsdp.runtime.process.process_end import has_ended
 from llava_fsdp.runtime.text.log import log
 

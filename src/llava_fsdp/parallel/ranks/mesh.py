@@ -25,8 +25,8 @@ from llava_fsdp.parallel.ranks.fake_collectives import join_fake
 from llava_fsdp.parallel.ranks.meet import ended_ranks, meet, remaining, uses_agent_store
 from llava_fsdp.parallel.zero import Mesh, ShardPlan
 from llava_fsdp.runtime.errors import CommunicationError, ConfigError
-from llava_fsdp.runtime.process.heartbeat import margin
-from llava_fsdp.runtime.process.launch import env_rank, is_one_node
+from llava_fsdp.runtime.files.heartbeat import margin
+from llava_fsdp.runtime.launch import env_rank, is_one_node
 from llava_fsdp.runtime.process.process_end import end_with
 from llava_fsdp.runtime.text.log import log
 

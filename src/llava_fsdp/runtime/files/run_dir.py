@@ -14,6 +14,7 @@ from typing import Any
 
 from llava_fsdp.runtime.errors import ConfigError, FolderInUse
 from llava_fsdp.runtime.files.durable_files import replace_file
+from llava_fsdp.runtime.files.heartbeat import read_beat
 from llava_fsdp.runtime.files.os_errors import why
 from llava_fsdp.runtime.files.safe_load import is_open_to_others
 from llava_fsdp.runtime.files.small_json import BadJson, Kinds, MissingJson, object_or_none, parse_object, read_object
@@ -29,8 +30,7 @@ from llava_fsdp.runtime.files.status_file import (
     put_status,
     status_of,
 )
-from llava_fsdp.runtime.process.heartbeat import read_beat
-from llava_fsdp.runtime.process.launch import launch_id
+from llava_fsdp.runtime.launch import launch_id
 from llava_fsdp.runtime.text.log import log
 
 LOCK_FILE = ".lock"

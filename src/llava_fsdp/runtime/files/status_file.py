@@ -15,10 +15,10 @@ from typing import Any
 
 from llava_fsdp.runtime.exit_codes import ENDINGS, Ending
 from llava_fsdp.runtime.files.durable_files import create, replace_file
+from llava_fsdp.runtime.files.heartbeat import read_beat
 from llava_fsdp.runtime.files.os_errors import why
 from llava_fsdp.runtime.files.small_json import BadJson, Kinds, MissingJson, read_object, require_kinds
-from llava_fsdp.runtime.process.heartbeat import read_beat
-from llava_fsdp.runtime.process.launch import attempt, env_rank, incarnation, launch_id, started
+from llava_fsdp.runtime.launch import attempt, env_rank, incarnation, launch_id, started
 from llava_fsdp.runtime.text.log import log
 from llava_fsdp.runtime.text.redact import redact, secrets_of
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from llava_fsdp.runtime.exit_codes import ENDINGS
 from llava_fsdp.runtime.files.status_file import Outcome, first_failure, write_ending
-from llava_fsdp.runtime.process.launch import launch_id
+from llava_fsdp.runtime.launch import launch_id
 from llava_fsdp.runtime.process.process_end import ending_of
 
 SILENT = 5.0

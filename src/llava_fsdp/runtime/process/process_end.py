@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from llava_fsdp.runtime.process.launch import is_one_node
+from llava_fsdp.runtime.launch import is_one_node
 
 AGENT = "LLAVA_FSDP_AGENT"
 """Environment variable `PID:FD`: process id of the agent of `llava-fsdp train`, which starts the ranks

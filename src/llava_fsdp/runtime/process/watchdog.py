@@ -26,6 +26,17 @@ from typing import Self, TextIO
 
 from llava_fsdp.runtime.errors import CommunicationError, StorageError
 from llava_fsdp.runtime.exit_codes import ENDINGS
+from llava_fsdp.runtime.files.heartbeat import (
+    FOLDER,
+    Beat,
+    Late,
+    Phase,
+    Watcher,
+    beat_age,
+    margin,
+    put_beat,
+    read_beat,
+)
 from llava_fsdp.runtime.files.os_errors import why
 from llava_fsdp.runtime.files.status_file import (
     PATIENCE,
@@ -37,17 +48,6 @@ from llava_fsdp.runtime.files.status_file import (
     write_ending,
 )
 from llava_fsdp.runtime.process.guard import Guard
-from llava_fsdp.runtime.process.heartbeat import (
-    FOLDER,
-    Beat,
-    Late,
-    Phase,
-    Watcher,
-    beat_age,
-    margin,
-    put_beat,
-    read_beat,
-)
 from llava_fsdp.runtime.process.process_end import end_agent, end_torchrun, ending_of, siblings
 from llava_fsdp.runtime.text.log import log
 

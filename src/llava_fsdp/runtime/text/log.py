@@ -4,8 +4,8 @@ import logging
 import os
 import sys
 
-from llava_fsdp.runtime.process.home import ensure_home
-from llava_fsdp.runtime.process.launch import env_rank
+from llava_fsdp.runtime.home import ensure_home
+from llava_fsdp.runtime.launch import env_rank
 from llava_fsdp.runtime.text.redact import redact, secrets_of
 from llava_fsdp.runtime.text.terminal_text import guard_streams
 

@@ -23,8 +23,8 @@ from llava_fsdp.parallel.ranks.consensus import on_first_rank
 from llava_fsdp.parallel.ranks.mesh import own_rank
 from llava_fsdp.report.run_reader import VALIDATION_FILE
 from llava_fsdp.report.shown_answers import choose_answers
+from llava_fsdp.runtime.files.heartbeat import Phase
 from llava_fsdp.runtime.files.jsonl import Rows
-from llava_fsdp.runtime.process.heartbeat import Phase
 from llava_fsdp.runtime.process.watchdog import Watchdog
 from llava_fsdp.runtime.text.log import log
 from llava_fsdp.train.events.answer_metric import AnswerMetric, choose_metric

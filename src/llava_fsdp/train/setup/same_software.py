@@ -19,7 +19,7 @@ from xxhash import xxh3_128
 from llava_fsdp import __version__
 from llava_fsdp.config import Attention, Config, LinearKind, Quantizer, config_dir
 from llava_fsdp.runtime.errors import ConfigError
-from llava_fsdp.runtime.process.launch import env_rank
+from llava_fsdp.runtime.launch import env_rank
 from llava_fsdp.runtime.text.log import log
 from llava_fsdp.train.setup.run_info import device_name
 
