@@ -7,8 +7,10 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from llava_fsdp.config import Config, Source, fixed_part, is_remote, paths_in
 from llava_fsdp.config.command_line.tree import leaves_of
+from llava_fsdp.config.keys.data import fixed_part, is_remote, paths_in
+from llava_fsdp.config.keys.enums import Source
+from llava_fsdp.config.rules import Config
 from llava_fsdp.runtime.errors import ConfigError
 
 PACKAGED_OR_HUB = re.compile(r"package:.*|[\w-][\w.-]*/[\w.-]+")

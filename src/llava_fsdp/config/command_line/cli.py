@@ -30,10 +30,10 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from llava_fsdp.config import SOURCES, config_dir, did_you_mean, load, nearest, schema_keys
 from llava_fsdp.config.command_line.foreign_names import called_here
 from llava_fsdp.config.command_line.help import asked_help, render_help
 from llava_fsdp.config.command_line.hydra_guard import FLAGS, check_command_line
+from llava_fsdp.config.command_line.load import SOURCES, config_dir, did_you_mean, load, nearest, schema_keys
 from llava_fsdp.runtime.errors import ConfigError, FolderLost, LlavaFsdpError, Stopped
 from llava_fsdp.runtime.exit_codes import ENDINGS, ExitCode
 from llava_fsdp.runtime.files.heartbeat import read_beat

@@ -11,9 +11,10 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from llava_fsdp.config import Config, config_dir, without_hydra
 from llava_fsdp.config.command_line.hydra_guard import FOLDER_FLAGS, flag_values
+from llava_fsdp.config.command_line.load import config_dir, without_hydra
 from llava_fsdp.config.command_line.tree import dotted, written
+from llava_fsdp.config.rules import Config
 from llava_fsdp.runtime.text.redact import redact_values, secrets_of
 
 Difference = list[str]
