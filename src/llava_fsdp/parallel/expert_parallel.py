@@ -84,8 +84,7 @@ class Route:
 
 
 class Exchange:
-    """Collectives between the ranks that share experts. Only the group's name is held, so that the group can be
-    freed."""
+    """Collectives between the ranks that share experts. Only the group's name is held, so the group can be freed."""
 
     def __init__(self, group: dist.ProcessGroup):
         self.size = group.size()

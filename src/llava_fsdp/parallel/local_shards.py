@@ -71,8 +71,7 @@ def plain_shard(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the full-precision tensor inside torchao's wrapper of a weight that is gathered in fp8, if there is
-    one."""
+    """Return the full-precision tensor inside torchao's wrapper of a weight that is gathered in fp8, if any."""
     return getattr(tensor, "_tensor", tensor)
 
 

@@ -189,8 +189,7 @@ def with_fp16(cfg: PlanConfig, machine: Machine, typed: Sequence[str]) -> tuple[
 
 
 def with_precision(cfg: PlanConfig, machine: Machine) -> PlanConfig:
-    """Replace `precision.param_dtype=auto` as a training on this machine would. Log the choice, and whether it is
-    slow."""
+    """Replace `precision.param_dtype=auto` as a training on this machine would. Log the choice, and a slow dtype."""
     cfg, chosen = settle_precision(cfg, [machine.has_bf16], machine.device)
     if chosen is not None:
         log().info("%s", chosen)

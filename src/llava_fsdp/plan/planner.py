@@ -666,8 +666,7 @@ class Planner:
         return replace(sent, experts=moved, expert_exchanges=calls, expert_size=size)
 
     def offloads_activations(self, choice: Choice) -> bool:
-        """Return whether the inputs of blocks are offloaded; never on a CPU machine, whose only memory is the
-        host's."""
+        """Return whether the inputs of blocks are offloaded; not on a CPU machine, whose only memory is the host's."""
         return choice.activation_checkpointing.mode is ActivationCheckpointing.offload and self.machine.device != "cpu"
 
     def simulate(

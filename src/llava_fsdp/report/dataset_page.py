@@ -72,8 +72,7 @@ def sources(report: dict[str, Any]) -> Iterator[str]:
 
 
 def unread_keys(sources: dict[str, dict[str, int]]) -> Iterator[str]:
-    """Yield a table of keys that are not read and could change what is learnt, from {source: {key: number of
-    records}}."""
+    """Yield a table of keys that are not read and could change what is learnt: {source: {key: number of records}}."""
     rows = [[name, key, count] for name, keys in sources.items() for key, count in keys.items()]
     yield table(["source", "key", "records"], rows) if rows else "<p>There are none.</p>\n"
 

@@ -141,8 +141,7 @@ class Ulysses:
 
 @dataclass(frozen=True, eq=False)
 class RowChunk:
-    """A chunk of a row's queries, and the keys that they attend to: those from the beginning of its first sample to its
-    end."""
+    """A chunk of a row's queries, and the keys that they attend to, which begin at its first sample and end with it."""
 
     keys: slice
     """Positions of the keys in the row."""

@@ -95,8 +95,7 @@ class OffloadedTensor:
             self.done = None
 
     def release(self) -> None:
-        """Free the device memory of this tensor. Later work on the main CUDA stream, which may reuse it, waits for the
-        copy."""
+        """Free the device memory. Later work on the main CUDA stream, which may reuse it, waits for the copy."""
         self.wait()
         self.on_device = None
 

@@ -108,7 +108,7 @@ class Arena:
 
 
 class Memory(mmap.mmap):
-    """A memory mapping that can be pinned for CUDA, and is unpinned before it is unmapped. Tensors in it keep it
+    """A memory mapping that can be pinned for CUDA, and is unpinned before it is unmapped. Its tensors keep it
     alive."""
 
     registered: int | None = None

@@ -53,8 +53,7 @@ def keep_freed_memory() -> None:
 
 
 def set_thresholds(mmap: int, trim: int) -> None:
-    """Set the bytes above which glibc maps a block separately, and trims the heap's end. Other C libraries are left
-    alone."""
+    """Set the bytes above which glibc maps a block separately, and trims the heap's end. Without glibc, do nothing."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(M_MMAP_THRESHOLD, mmap)

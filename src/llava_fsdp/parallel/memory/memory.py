@@ -34,8 +34,7 @@ class Weight:
     fp8: bool = False
     """Whether FSDP gathers the parameter in fp8."""
     unit: str = ""
-    """FSDP unit, named after its first block; empty for the root unit. Shared experts have their own
-    (`unit_of_experts`)."""
+    """FSDP unit, named after its first block; empty for the root unit. Shared experts have one (`unit_of_experts`)."""
     per_element: int = 1
     """Number of weights that are packed into one element; 1 unless they are quantised and packed."""
     statistics: int = 0

@@ -94,8 +94,7 @@ class Offload:
         return CPUOffloadPolicy(pin_memory=self.pin and self.mode is OffloadMode.params)
 
     def materialize(self, model: nn.Module) -> None:
-        """Allocate all tensors of a meta-device model, uninitialised: shards that are to be offloaded in host memory or
-        a file."""
+        """Allocate all tensors of a meta-device model, uninitialised, offloaded shards in host memory or a file."""
         made = self.take_shards(model) if self.mode.moves_weights else {}
 
         def allocate(tensor: torch.Tensor) -> torch.Tensor:
@@ -157,8 +156,8 @@ class Offload:
 
 
 class GradientIntoFile:
-    """Gradient hook that moves this rank's shard of the gradient into a mapped file, where FSDP adds later ones to
-    it."""
+    """Gradient hook that moves this rank's shard of the gradient into a mapped file. FSDP adds later ones to it
+    there."""
 
     def __init__(self, place: torch.Tensor):
         self.place = place

@@ -89,8 +89,7 @@ class CopyStreams:
 
     @contextmanager
     def loading(self, number: int) -> Iterator[None]:
-        """Context manager that runs copies to the device once the bucket that used this buffer before is on the
-        host."""
+        """Context manager that runs copies to the device once what used this buffer before is on the host."""
         with torch.cuda.stream(self.inward):
             if number > 1:
                 self.inward.wait_event(self.stored[number % 2])

@@ -187,8 +187,7 @@ def probe(inner: torch.optim.Optimizer, example: torch.Tensor) -> StateSpec:
 def split_into_buckets(
     groups: list[dict[str, Any]], item_sizes: dict[torch.dtype, int], bucket_bytes: int
 ) -> Iterator[list[Piece]]:
-    """Yield buckets of pieces with at most `bucket_bytes` bytes of moments; one element has `item_sizes[dtype]`
-    bytes."""
+    """Yield buckets of pieces with at most `bucket_bytes` bytes of moments, `item_sizes[dtype]` for each element."""
     bucket: list[Piece] = []
     filled = 0
     for group, parameter in ((i, p) for i, g in enumerate(groups) for p in g["params"]):

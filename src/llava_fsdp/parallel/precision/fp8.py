@@ -97,8 +97,7 @@ class FrozenFp8Linear(nn.Linear):
 
 
 class FrozenProduct(torch.autograd.Function):
-    """Multiply `x` [tokens, in] by a frozen weight [out, in], transposed, in fp8. Only the weight is kept for
-    backward."""
+    """Multiply `x` [tokens, in] by a frozen weight [out, in], transposed, in fp8. Backward keeps only the weight."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -112,15 +111,14 @@ class FrozenProduct(torch.autograd.Function):
 
 
 def fp8_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Return `left` [m, k] times the transpose of `right` [n, k] in the dtype of `left`. Both have a scale for each
-    row."""
+    """Return `left` [m, k] times the transpose of `right` [n, k] in the dtype of `left`. Each row has a scale."""
     (rows, row_scales), (columns, column_scales) = cast_rows(left), cast_rows(right)
     row_scales, column_scales = row_scales.view(-1, 1), column_scales.view(1, -1)
     return torch._scaled_mm(rows, columns.T, scale_a=row_scales, scale_b=column_scales, out_dtype=left.dtype)
 
 
 def cast_rows(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cast a matrix [m, k] to fp8, contiguous. Return it and the scales of its rows, float32 [m]: row = values *
+    """Cast a matrix [m, k] to fp8, contiguous. Return it, and a scale for each row, float32 [m]: row = values *
     scale."""
     scales = matrix.abs().amax(1).float().clamp(min=1e-12) / LARGEST
     return (matrix.float() / scales[:, None]).to(FP8).contiguous(), scales

@@ -304,8 +304,7 @@ def cut_embedding(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def cut_output(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Divide the rows of the output layer among ranks. Logits are gathered on every rank; a loss is returned as it
-    is."""
+    """Divide the rows of the output layer among ranks. Logits are gathered on every rank; a loss is left as it is."""
     assert isinstance(module, nn.Linear) and module.bias is None
     divide(module, {"weight": Shard(0)}, mesh)
     gather_outputs(module, mesh)
@@ -319,7 +318,7 @@ def own_rows(rows: int, mesh: DeviceMesh) -> tuple[int, int]:
 
 
 def reduction(mesh: DeviceMesh, operation: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return an all-reduce without gradients, `sum` or `max`. It holds only the group's name, so the group can be
+    """Return an all-reduce without gradients, `sum` or `max`. Only the group's name is held, so the group can be
     freed."""
     name = mesh.get_group().group_name
 

@@ -86,8 +86,7 @@ class OwnPositions(torch.autograd.Function):
 
 
 class AllPositions(torch.autograd.Function):
-    """All ranks' positions, [rows, positions, channels]; the gradient is that of the first rank's, summed if
-    `is_sum`."""
+    """All ranks' positions, [rows, positions, channels]; the gradient is the first rank's, summed if `is_sum`."""
 
     @staticmethod
     def forward(ctx: Any, own: torch.Tensor, length: int, is_sum: bool) -> torch.Tensor:
@@ -109,8 +108,7 @@ def take(whole: torch.Tensor, own: int, is_sum: bool) -> torch.Tensor:
 
 
 def collect(own: torch.Tensor, length: int) -> torch.Tensor:
-    """Return new memory for all positions. An all-gather collects them by rank, then copies them into the rows'
-    order."""
+    """Return new memory for all positions. An all-gather collects them by rank, then copies them row by row."""
     gathered = own.new_empty(own.shape[0], length, own.shape[2])
     found = torch.empty_like(gathered)
     del gathered

@@ -46,8 +46,7 @@ class Trace:
 
 
 class LiveBytes(CompilingMode):
-    """Dispatch mode that records each storage allocated or freed while it is active, except those of `known`
-    tensors."""
+    """Dispatch mode that records each storage allocated or freed while it is active, but none of `known` tensors."""
 
     def __init__(self, trace: Trace, known: Iterator[torch.Tensor]):
         super().__init__()

@@ -144,8 +144,8 @@ class FsdpRank:
         self.waiting: dict[str, int] = {}
         """Unit -> bytes of whole gradients in the reduction dtype that wait for the step's last micro-batch."""
         self.shards: dict[str, int] = {}
-        """Unit -> bytes of gradients of this rank's shards; before an all-reduce over replicas in the reduction
-        dtype."""
+        """Unit -> bytes of gradients of this rank's shards; in the reduction dtype until an all-reduce over
+        replicas."""
         self.root_made = 0
         """Bytes of the existing gradients of the root unit, which FSDP reduces last."""
         self.under_way = Live()
@@ -264,8 +264,7 @@ class FsdpRank:
         return name in self.waiting and self.units[name].widened == self.units[name].narrow
 
     def gather(self, name: str, moment: str) -> None:
-        """All-gather a unit's weights in the forward pass, and free the buffer of the unit before once they are
-        copied."""
+        """All-gather a unit's weights in the forward pass. Once they are copied, free the buffer of the unit before."""
         if name in self.gathered or name not in self.units:
             return
         self.prefetch(name)
