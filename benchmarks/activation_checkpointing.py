@@ -27,10 +27,10 @@ from llava_fsdp.data.loader import ModelShape
 from llava_fsdp.data.synthetic import SyntheticLoader, fullest, synthetic_step
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.parallel.memory.malloc import return_freed_memory
+from llava_fsdp.parallel.parallelism import Parallelism
 from llava_fsdp.parallel.ranks.comm_volume import Traffic
 from llava_fsdp.parallel.ranks.fake_collectives import is_simulated, simulate_collectives
-from llava_fsdp.parallel.ranks.mesh import World, distributed, make_meshes
-from llava_fsdp.parallel.zero import SHARD_PLANS
+from llava_fsdp.parallel.ranks.mesh import World, distributed
 from llava_fsdp.plan.model_shapes import shapes_of
 from llava_fsdp.train.loop import train_step
 from llava_fsdp.train.setup.build_model import build_model, shape_of
@@ -92,11 +92,10 @@ def build(mode: str, cfg: Config, world: World) -> Run:
 
 def drawn(cfg: Config, world: World) -> tuple[TrainState, Llava]:
     """A run of random weights and no dataset; where it is one of simulated ranks, collectives reach nobody."""
-    plan = SHARD_PLANS[cfg.sharding.strategy]
     torch.manual_seed(cfg.seed)
     model = build_model(cfg, shapes_of(cfg.model), world.device)
-    loader, mesh = SyntheticLoader(world.device, 1000), make_meshes(world, plan, cfg)
-    state = assemble(model, loader, draw_shards, cfg, world, plan, mesh)
+    loader = SyntheticLoader(world.device, 1000)
+    state = assemble(model, cfg, Parallelism.of(cfg, world), loader, draw_shards)
     if is_simulated():
         simulate_collectives(model, Traffic())
     model.train()
@@ -108,7 +107,7 @@ def step(run: Run, world: World) -> None:
     work = synthetic_step(run.state.step, fullest(run.cfg, run.shape), run.shape, run.cfg, world.size)
     meter = PeakMeter(world.device)
     started = clock(world.device)
-    result = train_step(run.state, work, SHARD_PLANS[run.cfg.sharding.strategy], run.cfg, 0.0)
+    result = train_step(run.state, work, run.cfg, 0.0)
     run.seconds.append(clock(world.device) - started)
     run.rises.append(next(iter(meter.read().values())))
     run.losses.append(result.loss)

@@ -30,8 +30,8 @@ from llava_fsdp.checkpoint.manifest import STATE_FILE, Manifest, RowRange, Tenso
 from llava_fsdp.config import PlanConfig
 from llava_fsdp.data.batching.packing import pack_step
 from llava_fsdp.data.synthetic import Contents, SyntheticLoader
-from llava_fsdp.parallel.ranks.mesh import distributed, make_meshes
-from llava_fsdp.parallel.zero import SHARD_PLANS
+from llava_fsdp.parallel.parallelism import Parallelism
+from llava_fsdp.parallel.ranks.mesh import distributed
 from llava_fsdp.plan.main import plan
 from llava_fsdp.plan.model_shapes import shapes_of
 from llava_fsdp.plan.planner import peak
@@ -81,10 +81,9 @@ def measure_run(ranks: int, folder: Path) -> Report:
     cfg = composed([*SEVEN_B, *more, *chosen])
     with distributed(cfg) as world:
         began = time.process_time()
-        shard_plan = SHARD_PLANS[cfg.sharding.strategy]
         model = build_model(cfg, shapes_of(cfg.model), world.device)
-        loader, meshes = SyntheticLoader(world.device, 1), make_meshes(world, shard_plan, cfg)
-        state = assemble(model, loader, lambda *_: None, cfg, world, shard_plan, meshes)
+        loader = SyntheticLoader(world.device, 1)
+        state = assemble(model, cfg, Parallelism.of(cfg, world), loader, lambda *_: None)
         start_seconds = time.process_time() - began
         prepare_moments(state.optimizer)
         held, planned = dry_run.held_bytes(state), peak(cfg, ranks, world.device).at_rest

@@ -20,8 +20,8 @@ import torch
 from bench import MIB, Report, clock, command_line, composed, facts, show, write
 
 from llava_fsdp.config import Config
-from llava_fsdp.parallel.ranks.mesh import World, distributed, make_meshes
-from llava_fsdp.parallel.zero import SHARD_PLANS
+from llava_fsdp.parallel.parallelism import Parallelism
+from llava_fsdp.parallel.ranks.mesh import World, distributed
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.train.loop import train_step
 from llava_fsdp.train.setup.build_state import build_state
@@ -70,9 +70,8 @@ def begin(cfg: Config, world: World) -> Way:
     Raises:
         ConfigError: this machine lacks what it needs.
     """
-    plan = SHARD_PLANS[cfg.sharding.strategy]
     torch.manual_seed(cfg.seed)
-    state = build_state(cfg, world, plan, make_meshes(world, plan, cfg))
+    state = build_state(cfg, Parallelism.of(cfg, world))
     state.model.train()
     return Way(cfg, state, sum(held_bytes(state).values()))
 
@@ -81,7 +80,7 @@ def take_turn(way: Way, first: int, last: int, world: World) -> None:
     for number in range(first, last):
         step = way.state.loader.steps.prepare(number)
         meter, started = PeakMeter(world.device), clock(world.device)
-        result = train_step(way.state, step, SHARD_PLANS[way.cfg.sharding.strategy], way.cfg, time.perf_counter())
+        result = train_step(way.state, step, way.cfg, time.perf_counter())
         way.seconds.append(clock(world.device) - started)
         way.rises.append(next(iter(meter.read().values())))
         way.losses.append(result.loss)

@@ -26,8 +26,8 @@ from strategy_runs import Case, build, configure, specialize, write_language_mod
 from llava_fsdp.config import Config, OffloadConfig, OffloadMode
 from llava_fsdp.data.toy_shapes import ensure_shapes
 from llava_fsdp.parallel.memory.offload import explained_memory_errors
-from llava_fsdp.parallel.ranks.mesh import World, distributed, make_meshes
-from llava_fsdp.parallel.zero import SHARD_PLANS
+from llava_fsdp.parallel.parallelism import Parallelism
+from llava_fsdp.parallel.ranks.mesh import World, distributed
 from llava_fsdp.runtime.errors import OutOfMemory
 from llava_fsdp.train.loop import train_step
 from llava_fsdp.train.setup.build_state import build_state
@@ -147,18 +147,17 @@ def gpu_attempt(mode: str, batch: int, work: Path, options: argparse.Namespace) 
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, options.limit * 10**6 / total))
     cfg = configured("zero3", mode, batch, work, 1, "bf16")
-    plan = SHARD_PLANS[cfg.sharding.strategy]
     with distributed(cfg) as world:
         try:
             with explained_memory_errors(cfg, world.device), contextlib.redirect_stderr(io.StringIO()):
-                state = build_state(cfg, world, plan, make_meshes(world, plan, cfg))
+                state = build_state(cfg, Parallelism.of(cfg, world))
                 state.model.train()
                 results, seconds = [], []
                 for number in range(STEPS + 1):
                     step = state.loader.steps.prepare(number)
                     torch.cuda.synchronize()
                     started = time.perf_counter()
-                    results.append(train_step(state, step, plan, cfg, started))
+                    results.append(train_step(state, step, cfg, started))
                     torch.cuda.synchronize()
                     seconds.append(time.perf_counter() - started)
         except OutOfMemory as error:

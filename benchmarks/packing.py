@@ -37,8 +37,8 @@ from llava_fsdp.data.batching.batch import Step, StepFacts
 from llava_fsdp.data.batching.collate import Collator, Row
 from llava_fsdp.data.batching.llava_samplers import chunked
 from llava_fsdp.data.batching.packing import split_step
+from llava_fsdp.parallel.parallelism import Parallelism
 from llava_fsdp.parallel.ranks.mesh import World
-from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.train.loop import train_step
 from llava_fsdp.train.setup.build_state import build_state
 from llava_fsdp.train.state import TrainState
@@ -100,7 +100,7 @@ def measure(tail: str, options: argparse.Namespace) -> list[Report]:
         write_model(work, options.hidden, options.layers, SIDE)
         write_records(work, step_of_original(tail, options.samples), SIDE * SIDE, options.scale)
         cfg = configure(work, options.samples, options.scale)
-        state = build_state(cfg, World(0, 1, 0, 1, cpu), SHARD_PLANS[cfg.sharding.strategy], None)
+        state = build_state(cfg, Parallelism.of(cfg, World(0, 1, 0, 1, cpu)))
         state.model.train()
         steps = {layout: micro_batches(state, cfg, layout) for layout in LAYOUTS}
         results = {layout: run(state, cfg, step) for layout, step in steps.items()}
@@ -130,7 +130,7 @@ def measure(tail: str, options: argparse.Namespace) -> list[Report]:
 def run(state: TrainState, cfg: Config, step: Step) -> tuple[float, float]:
     """Loss and gradient norm."""
     state.step = 0
-    result = train_step(state, step, SHARD_PLANS[cfg.sharding.strategy], cfg, 0.0)
+    result = train_step(state, step, cfg, 0.0)
     return result.loss, result.grad_norm
 
 

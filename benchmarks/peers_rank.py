@@ -68,8 +68,8 @@ def floats(values: list[torch.Tensor | float]) -> list[float]:
 
 def run_ours(plan: dict[str, Any], pack: bool) -> None:
     """`fit` with everything that `train` gives it: reports, heartbeats, votes and a saver."""
+    from llava_fsdp.parallel.parallelism import Parallelism
     from llava_fsdp.parallel.ranks import mesh as ranks
-    from llava_fsdp.parallel.zero import SHARD_PLANS
     from llava_fsdp.runtime.files.run_dir import claimed
     from llava_fsdp.runtime.process.watchdog import Watchdog
     from llava_fsdp.train.events.gc_schedule import GarbageCollection
@@ -88,8 +88,7 @@ def run_ours(plan: dict[str, Any], pack: bool) -> None:
         ranks.distributed(cfg) as world,
         watchdog.watching_peers(ranks.rank_identities()),
     ):
-        shard_plan = SHARD_PLANS[cfg.sharding.strategy]
-        state = build_state(cfg, world, shard_plan, ranks.make_meshes(world, shard_plan, cfg))
+        state = build_state(cfg, Parallelism.of(cfg, world))
         last = state.loader.total_steps
         reports = open_reports(state, cfg) if world.is_first else Reports()
         steps = prepared_steps(cfgs, world, state.model, plan)
@@ -104,7 +103,7 @@ def run_ours(plan: dict[str, Any], pack: bool) -> None:
 
         events = EventList([reports, controller, Noted(), GarbageCollection(cfg.gc_every)])
         with watchdog.steps():
-            fit(state, shard_plan, cfg, events, watchdog)
+            fit(state, cfg, events, watchdog)
 
 
 def ours_configured(plan: dict[str, Any], pack: bool) -> tuple[Any, dict[str, Any]]:

@@ -38,7 +38,6 @@ from llava_fsdp.data.batching.packing import pack_step
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.parallel.local_shards import local_shards
 from llava_fsdp.parallel.ranks.mesh import distributed
-from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.plan.model_shapes import shapes_of
 from llava_fsdp.plan.time.mfu import utilization_of
 from llava_fsdp.train.loop import train_step
@@ -117,12 +116,11 @@ def run_ours(work: Work, way: Way) -> Report:
     with distributed(cfg) as world:
         cfg = settle_auto(cfg, world)
         state, model = drawn(cfg, world)
-        plan = SHARD_PLANS[cfg.sharding.strategy]
         used = utilization_of(model, cfg, world.device, 1)
         steps = [our_step(n, work, cfg, model, world.device) for n in range(work.steps)]
 
         def run(number: int) -> float:
-            result = train_step(state, steps[number], plan, cfg, 0.0)
+            result = train_step(state, steps[number], cfg, 0.0)
             if state.dynamic is not None:
                 state.dynamic.after_step(result.skipped)
             return result.loss

@@ -27,9 +27,10 @@ from llava_fsdp.model.weights.init_weights import computed_buffers, restore_buff
 from llava_fsdp.model.weights.load_weights import find_weights, load_weights
 from llava_fsdp.parallel.local_shards import local_shards
 from llava_fsdp.parallel.memory.activation_checkpoint import apply_activation_checkpointing, clean_name
+from llava_fsdp.parallel.parallelism import Parallelism
 from llava_fsdp.parallel.precision.precision import DTYPES, MasterWeights, store_weights
-from llava_fsdp.parallel.ranks.mesh import Meshes, World, make_meshes
-from llava_fsdp.parallel.zero import SHARD_PLANS, Mesh, ShardPlan
+from llava_fsdp.parallel.ranks.mesh import Meshes, World
+from llava_fsdp.parallel.zero import SHARD_PLANS, Mesh
 from llava_fsdp.train.loop import clip_gradients, summed, train_step
 from llava_fsdp.train.optimizer import build_optimizer
 from llava_fsdp.train.setup.build_state import build_state, open_data
@@ -57,7 +58,6 @@ class Run:
     variant: str
     cfg: Config
     state: TrainState
-    plan: ShardPlan
     ddp: DistributedDataParallel | None
     allocated_before: int
     """Bytes on the GPU before it was built."""
@@ -73,7 +73,7 @@ class Run:
         if self.ddp is not None:
             loss, norm = ddp_step(self.state, self.ddp, step, self.cfg)
         else:
-            result = train_step(self.state, step, self.plan, self.cfg, 0.0)
+            result = train_step(self.state, step, self.cfg, 0.0)
             loss, norm = result.loss, result.grad_norm
         self.losses.append(loss)
         self.norms.append(norm)
@@ -137,14 +137,13 @@ def specialize(cfg: Config, variant: str, precision: str) -> Config:
 
 def build(variant: str, cfg: Config, world: World) -> Run:
     allocated = torch.cuda.memory_allocated(world.device) if world.device.type == "cuda" else 0
-    plan = SHARD_PLANS[cfg.sharding.strategy]
     with contextlib.redirect_stderr(io.StringIO()):  # without the screen that a run begins with
         if variant == "ddp":
             state = build_whole(cfg, world)
         else:
-            state = build_state(cfg, world, plan, mesh_of(variant, plan, cfg, world))
+            state = build_state(cfg, parallelism_of(variant, cfg, world))
     state.model.train()
-    return Run(variant, cfg, state, plan, wrap(state.model, world) if variant == "ddp" else None, allocated)
+    return Run(variant, cfg, state, wrap(state.model, world) if variant == "ddp" else None, allocated)
 
 
 def build_whole(cfg: Config, world: World) -> TrainState:
@@ -158,13 +157,18 @@ def build_whole(cfg: Config, world: World) -> TrainState:
     load_weights(sources, local_shards(model, masters))
     restore_buffers(model, buffers)
     optimizer, learning_rate = build_optimizer(model, masters, cfg, loader.total_steps)
-    return TrainState(model, masters, optimizer, learning_rate, loader, sources, {})
+    return TrainState(model, masters, optimizer, learning_rate, loader, without_meshes(cfg, world), sources, {})
 
 
-def mesh_of(variant: str, plan: ShardPlan, cfg: Config, world: World) -> Meshes:
+def parallelism_of(variant: str, cfg: Config, world: World) -> Parallelism:
     if variant == "fully_shard":
-        return Meshes(init_device_mesh(world.device.type, (1,), mesh_dim_names=("shard",)))
-    return make_meshes(world, plan, cfg)
+        mesh = init_device_mesh(world.device.type, (1,), mesh_dim_names=("shard",))
+        return replace(without_meshes(cfg, world), meshes=Meshes(mesh))
+    return Parallelism.of(cfg, world)
+
+
+def without_meshes(cfg: Config, world: World) -> Parallelism:
+    return Parallelism(world, cfg.parallel, SHARD_PLANS[cfg.sharding.strategy])
 
 
 def materialize_whole(model: Any, cfg: Config, device: torch.device) -> MasterWeights:

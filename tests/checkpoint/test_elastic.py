@@ -45,12 +45,12 @@ def digests(state: TrainState) -> Digests:
 
 def trained(world: World, cfg: Config, steps: int) -> tuple[Digests, Digests]:
     """What a run began with, and what it has after so many steps more, which it saves."""
-    state, plan = begin(world, cfg)
+    state = begin(world, cfg)
     saver = open_saver(state, cfg, resume(state, cfg))
     began = digests(state)
     state.model.train()
     for number, step in enumerate(agreed_steps(state.loader, state.step), start=1):
-        train_step(state, step, plan, cfg, 0.0)
+        train_step(state, step, cfg, 0.0)
         if number == steps:
             break
     saver.save()

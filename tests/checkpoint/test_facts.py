@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import single_world
+from harness import alone
 from reference import outcome
 from saves import CONFIG as CHECKPOINTS
 from small import Configure, config_of
@@ -20,7 +20,6 @@ from llava_fsdp.checkpoint.saver import Saver
 from llava_fsdp.checkpoint.state_json import jsonable, parse_facts, render_facts
 from llava_fsdp.config import Config, SourceConfig, schema_keys
 from llava_fsdp.data.batching.batch import Step
-from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.runtime.errors import CheckpointError
 from llava_fsdp.runtime.files import durable_files
 from llava_fsdp.runtime.files.durable_files import FILES
@@ -44,8 +43,7 @@ def test_every_fact_is_restored(configure: Configure, tmp_path: Path, monkeypatc
     """A run that continues from a named checkpoint notes that it has begun there, and sets later ones aside."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run7")
     cfg = configure("precision=fp16", "checkpoint.every=1")
-    plan = SHARD_PLANS[cfg.sharding.strategy]
-    saved, resumed = (train.build_state(cfg, single_world(), plan, None) for _ in range(2))
+    saved, resumed = (train.build_state(cfg, alone(cfg)) for _ in range(2))
     for name in ("step", "samples", "skipped", "consecutive", "run"):
         setattr(saved, name, FACTS[name])
     saved.loader.broken = set(FACTS["broken"])
@@ -85,7 +83,7 @@ def test_the_optimizer_waits_for_the_copy_of_a_save_before_it_changes_a_weight(
     configure: Configure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cfg = configure("checkpoint.every=1")
-    state = train.build_state(cfg, single_world(), SHARD_PLANS[cfg.sharding.strategy], None)
+    state = train.build_state(cfg, alone(cfg))
     seen = []
     monkeypatch.setattr(Saver, "before_update", lambda _: seen.append(copy_of(state)))
     saver = open_saver(state, cfg)

@@ -61,15 +61,15 @@ def flipped(world: World, cfg: Config, flips: list[tuple[str, int]], rank: int) 
     Args:
         flips: tensors and bits; an ending of a name will do.
     """
-    state, plan = begin(world, cfg)
+    state = begin(world, cfg)
     parent = Path(cfg.output_dir) / FOLDER
     check_replicas(state, parent)
     saver = open_saver(state, cfg)
     steps = agreed_steps(state.loader)
     state.model.train()
-    train_step(state, next(steps), plan, cfg, 0.0)
+    train_step(state, next(steps), cfg, 0.0)
     saver.save()
-    train_step(state, next(steps), plan, cfg, 0.0)
+    train_step(state, next(steps), cfg, 0.0)
     saver.wait()
     said: list[Told | None] = []
     tensors = all_tensors(state)

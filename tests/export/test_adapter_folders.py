@@ -14,7 +14,7 @@ import peft
 import pytest
 import torch
 from forged import forge_manifest, forge_notes
-from harness import RankPool, single_world
+from harness import RankPool, alone
 from reference import EXPORTED, run_ranks
 from safetensors.torch import load_file, save_file
 from saves import interrupted
@@ -44,7 +44,6 @@ from llava_fsdp.model.adapters.lora_names import is_adapter, without_base
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.model.sources.pretrained_config import check_named_base, read_model
 from llava_fsdp.model.weights.weight_names import in_adapter, ours
-from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.runtime.errors import CheckpointError, ConfigError, ModelError
 from llava_fsdp.runtime.files.provenance import check_folder
 from llava_fsdp.train import main as train
@@ -537,7 +536,7 @@ def test_a_quantised_run_merges_into_the_base_in_full(mode: str, dataset: Path, 
     assert same(weights(tmp_path / "to"), weights(tmp_path / "run" / "export"))
     opened = open_source(conversion(tmp_path / "run" / "checkpoints" / "step-000001", tmp_path / "no")).adapted
     assert opened is not None
-    state = train.build_state(cfg, single_world(), SHARD_PLANS[cfg.sharding.strategy], None)
+    state = train.build_state(cfg, alone(cfg))
     resume(state, cfg)
     micro, live = probed(state)
     in_full = verify_logits.logits(verify_logits.load_copy(plain_model(state), opened.merged, torch.float32), micro)

@@ -46,10 +46,10 @@ from llava_fsdp.model.weights.lazy_tensor import LazyTensor
 from llava_fsdp.model.weights.load_weights import find_weights, load_weights
 from llava_fsdp.model.weights.tensor_files import StoredTensor
 from llava_fsdp.parallel.local_shards import local_shards
+from llava_fsdp.parallel.parallelism import Parallelism
 from llava_fsdp.parallel.parallelize import materialize
 from llava_fsdp.parallel.precision.precision import MasterWeights
-from llava_fsdp.parallel.ranks.mesh import World, make_meshes
-from llava_fsdp.parallel.zero import SHARD_PLANS
+from llava_fsdp.parallel.ranks.mesh import World
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 from llava_fsdp.train import final_export
 from llava_fsdp.train import main as train
@@ -541,10 +541,9 @@ def rows_read(world: World, cfg: Config) -> dict[str, list[tuple[int, int]]]:
         read.setdefault(self.name, []).append((begin, end))
         return rows(self, begin, end)
 
-    plan = SHARD_PLANS[cfg.sharding.strategy]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StoredTensor, "rows", watched)
-        train.build_state(cfg, world, plan, make_meshes(world, plan, cfg))
+        train.build_state(cfg, Parallelism.of(cfg, world))
     return read
 
 

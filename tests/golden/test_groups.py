@@ -5,12 +5,11 @@ from pathlib import Path
 
 import pytest
 from golden_folder import golden_folder, read_json
-from harness import single_world
+from harness import alone
 from small import config_of
 from tiers import slow_after
 
 from llava_fsdp.model.weights.weight_names import ours_in_adapter
-from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.train import main as train
 
 NOT_RUN = {
@@ -43,7 +42,7 @@ def test_groups(case: str, tmp_path: Path, count: Callable) -> None:
         *(f"{key}={said[flag]}" for flag, key in FLAGS.items() if said.get(flag) is not None),
         *(f"model.lora.{key}={said[flag]}" for flag, key in LORA.items() if said.get(flag) is not None),
     ])  # fmt: skip
-    state = train.build_state(cfg, single_world(), SHARD_PLANS[cfg.sharding.strategy], None)
+    state = train.build_state(cfg, alone(cfg))
     names = {p: n for n, p in state.masters.named.items()}
     made = {(g["weight_decay"], g["base_lr"]): {names[p] for p in g["params"]} for g in state.optimizer.param_groups}
     wanted = {

@@ -19,6 +19,7 @@ from llava_fsdp.checkpoint.reader import saved_weights
 from llava_fsdp.checkpoint.verify import newest_alone
 from llava_fsdp.config import Config
 from llava_fsdp.model.weights.weight_names import ours, ours_in_adapter
+from llava_fsdp.parallel.parallelism import Parallelism
 from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.runtime.files.run_dir import FOLDER
 from llava_fsdp.train import main as train
@@ -142,7 +143,7 @@ def language(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def training_loader(cfg: Config, rank: int, world_size: int):
     world = single_world()
     world = type(world)(rank, world_size, rank, world_size, world.device)
-    return train.build_state(cfg, world, SHARD_PLANS[cfg.sharding.strategy], None).loader
+    return train.build_state(cfg, Parallelism(world, cfg.parallel, SHARD_PLANS[cfg.sharding.strategy])).loader
 
 
 @pytest.mark.slow

@@ -13,7 +13,6 @@ from torch import nn
 
 from llava_fsdp.parallel.memory import dynamic_checkpoint
 from llava_fsdp.parallel.memory.dynamic_checkpoint import DynamicBlock, Limit
-from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.train.loop import fit
 from llava_fsdp.train.state import StepResult
 
@@ -61,7 +60,7 @@ def test_training_is_that_of_none(
         )  # fmt: skip
         state = build_run(cfg, device, None)
         results: list[StepResult] = []
-        fit(state, SHARD_PLANS[cfg.sharding.strategy], cfg, Calls(results.append))
+        fit(state, cfg, Calls(results.append))
         kept = state.dynamic.kept if state.dynamic is not None else None
         return [r.loss for r in results], [r.grad_norm for r in results], kept and len(kept.limits)
 

@@ -14,6 +14,7 @@ from llava_fsdp.parallel.local_shards import local
 from llava_fsdp.parallel.memory.host_memory import Arena
 from llava_fsdp.parallel.memory.streamed_buffers import DeviceStaging
 from llava_fsdp.parallel.memory.streamed_optimizer import StreamedOptimizer
+from llava_fsdp.parallel.parallelism import Parallelism
 from llava_fsdp.parallel.ranks.mesh import Meshes, World
 from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.train.setup.build_state import build_state
@@ -31,16 +32,15 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> torch.device:
 
 def run(cfg: Config, device: torch.device) -> tuple[Trace, TrainState]:
     """Steps of one rank, as `train` builds it; on a mesh of one where offload needs it."""
-    plan = SHARD_PLANS[cfg.sharding.strategy]
     world = World(0, 1, 0, 1, device)
     torch.use_deterministic_algorithms(True)
     try:
         if not cfg.offload.mode.moves_weights:
-            state = build_state(cfg, world, plan, None)
+            state = build_state(cfg, Parallelism.of(cfg, world))
             state.model.train()
             return run_steps(state, cfg), state
         with one_rank_mesh(device) as mesh:
-            state = build_state(cfg, world, plan, Meshes(mesh))
+            state = build_state(cfg, Parallelism(world, cfg.parallel, SHARD_PLANS[cfg.sharding.strategy], Meshes(mesh)))
             state.model.train()
             return run_steps(state, cfg), state
     finally:

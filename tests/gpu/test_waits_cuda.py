@@ -9,7 +9,6 @@ from loaders import agreed_steps
 from small import make_config
 from test_working_copy import build_run
 
-from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.train.loop import clip_gradients, train_step
 
 
@@ -25,9 +24,9 @@ def test_no_wait_but_the_planned_one(
         parts, dataset, tmp_path, "precision=bf16", f"pack={pack}", "micro_batch_size=6", "optim.clip=0.5",
         f"activation_checkpointing={activation_checkpointing}", "max_steps=3", stage=stage,
     )  # fmt: skip
-    state, plan = build_run(cfg, cuda, None), SHARD_PLANS[cfg.sharding.strategy]
+    state = build_run(cfg, cuda, None)
     first, second, third = list(agreed_steps(state.loader))
-    train_step(state, first, plan, cfg, 0.0)  # makes the optimizer's states, and what kernels need
+    train_step(state, first, cfg, 0.0)  # makes the optimizer's states, and what kernels need
     try:
         torch.cuda.set_sync_debug_mode("error")
         for micro in second.micro_batches:
@@ -40,7 +39,7 @@ def test_no_wait_but_the_planned_one(
         torch.cuda.set_sync_debug_mode("warn")
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
-            train_step(state, third, plan, cfg, 0.0)
+            train_step(state, third, cfg, 0.0)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     waits = [str(w.message) for w in seen if "synchronizing CUDA operation" in str(w.message)]

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from harness import CPU, single_world
+from harness import CPU, alone
 from mixtures import MIXTURES, mixture_parts
 from small import Configure, changed_parts, make_config
 from tiers import slow_after
@@ -25,7 +25,6 @@ from llava_fsdp.model.experts import (
 )
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.packed_attention.attention import attention_arguments
-from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 from llava_fsdp.train import main as train
 from llava_fsdp.train.expert_sums import ExpertSums, expert_load
@@ -41,7 +40,7 @@ CHOICES, COEFFICIENT = 2, 0.3
 def begin(kind: str, parts: Path, dataset: Path, folder: Path, *values: str) -> TrainState:
     values = (f"model.balance_loss={COEFFICIENT}", *values)
     cfg = make_config(mixture_parts(kind, parts, folder / "parts"), dataset, folder / "run", *values)
-    return train.build_state(cfg, single_world(), SHARD_PLANS[cfg.sharding.strategy], None)
+    return train.build_state(cfg, alone(cfg))
 
 
 def plain_step(model: Llava, micros: list[MicroBatch]) -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -148,13 +147,13 @@ def test_experts_that_torch_cannot_multiply_are_refused(pack: str, parts: Path, 
     parts = changed_parts(mixture, tmp_path / "parts", {"moe_intermediate_size": 36})
     cfg = make_config(parts, dataset, tmp_path / "run", f"pack={pack}", "tokens_per_micro_batch=null")
     with pytest.raises(ModelError, match=r"\b36\b"):
-        train.build_state(cfg, single_world(), SHARD_PLANS[cfg.sharding.strategy], None)
+        train.build_state(cfg, alone(cfg))
 
 
 def test_a_model_without_routers_is_refused(configure: Configure) -> None:
     cfg = configure("model.balance_loss=0.01")
     with pytest.raises(ConfigError, match=r"model\.balance_loss=0\.01"):
-        train.build_state(cfg, single_world(), SHARD_PLANS[cfg.sharding.strategy], None)
+        train.build_state(cfg, alone(cfg))
 
 
 def test_tokens_belong_to_their_sample() -> None:

@@ -45,7 +45,7 @@ def is_unaligned(tensor: torch.Tensor) -> bool:
 
 def unaligned(world: World, cfg: Config) -> tuple[list[str], list[str], int]:
     """Operations of two steps that read unaligned memory; unaligned weights and buffers; how many operations ran."""
-    state, _ = begin(world, cfg)
+    state = begin(world, cfg)
     with Unaligned() as seen:
         run_steps(state, cfg)
     kept = [*state.model.named_parameters(), *state.model.named_buffers(), *state.masters.named.items()]

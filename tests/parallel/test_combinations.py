@@ -51,7 +51,7 @@ def traces(world: World, configs: list[Config]) -> list[Trace]:
     """Five losses of each, and a digest of this rank's masters and moments behind them."""
     found = []
     for cfg in configs:
-        state, _ = begin(world, cfg)
+        state = begin(world, cfg)
         found.append(([result.loss for result in run_steps(state, cfg)], digest_of_state(state)))
     return found
 

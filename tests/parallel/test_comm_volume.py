@@ -40,11 +40,11 @@ def config(
 
 def backward_alone(world: World, cfg: Config) -> Moved:
     """The collectives of a step's forward and backward passes, without those of the loss and the gradient norm."""
-    state, plan = begin(world, cfg)
+    state = begin(world, cfg)
     micro_batches = state.loader.steps.prepare(0).micro_batches
     with CollectiveBytes() as counter:
         for number, micro in enumerate(micro_batches, start=1):
-            begin_micro_batch(state.model, plan, is_last=number == len(micro_batches))
+            begin_micro_batch(state.model, state.parallelism.plan, is_last=number == len(micro_batches))
             state.model(*state.loader.to_device(micro).inputs).backward()
     return counter.moved
 

@@ -40,11 +40,11 @@ def trace(world: World, cfg: Config) -> Trace:
     """Losses, norms, weights, graphs compiled after each step, and shapes of rows."""
     torch._inductor.config.compile_threads = 1  # a pool of a process that was forked from waits for nobody here
     torch._dynamo.reset()
-    state, plan = begin(world, cfg)
+    state = begin(world, cfg)
     results, graphs, shapes = [], [], set()
     for step in agreed_steps(state.loader):
         shapes |= {tuple(micro.inputs[0].shape) for micro in step.micro_batches}
-        results.append(train_step(state, step, plan, cfg, 0.0))
+        results.append(train_step(state, step, cfg, 0.0))
         graphs.append(state.compilations.total if state.compilations is not None else 0)
     weights = {name: local(p).clone() for name, p in state.masters.named.items()}
     return [r.loss for r in results], [r.grad_norm for r in results], weights, graphs, shapes

@@ -8,14 +8,13 @@ import shutil
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from harness import CPU, RankPool, single_world
+from harness import CPU, RankPool
 from reference import (
     EXPORTED,
     TOLERANCE,
@@ -43,7 +42,7 @@ from llava_fsdp.data.validation_set import open_held_out
 from llava_fsdp.model.packed_attention.attention import AttentionForm, Boundaries, Lengths, PackedRow, each_alone
 from llava_fsdp.parallel.context.context import check_torch
 from llava_fsdp.parallel.context.context_attention import GatheredKeys, Ulysses, plan_context, row_chunks_of
-from llava_fsdp.parallel.ranks.mesh import row_group
+from llava_fsdp.parallel.ranks.rank_layout import RankLayout
 from llava_fsdp.runtime.errors import ConfigError
 
 BATCH = "global_batch_size=16"
@@ -255,7 +254,7 @@ def test_attention_of_the_parts_is_that_of_the_row(size: int, keys: int, form: A
 @pytest.mark.parametrize(("size", "context"), [(6, 2), (6, 3), (5, 1), (4, 4)])
 def test_consecutive_ranks_share_a_row(size: int, context: int) -> None:
     parallel = ParallelConfig(context=context)
-    groups = [row_group(replace(single_world(), rank=rank, size=size), parallel) for rank in range(size)]
+    groups = [RankLayout(parallel, size).row_group(rank) for rank in range(size)]
     assert groups == [(group, size // context) for group in range(size // context) for _ in range(context)]
 
 

@@ -255,9 +255,9 @@ def fitted(world: World, configs: list[Config], lefts: list[float | None]) -> li
     for cfg, left in zip(configs, lefts, strict=True):
         # ranks differ, and the least counts
         dynamic_checkpoint.memory_left = own if left is None else lambda world, left=left: left * (1 + world.rank)
-        state, plan = begin(world, cfg)
+        state = begin(world, cfg)
         results: list[StepResult] = []
-        fit(state, plan, cfg, Calls(results.append))
+        fit(state, cfg, Calls(results.append))
         kept = state.dynamic.kept if state.dynamic is not None else None
         found.append(([r.loss for r in results], [r.grad_norm for r in results], held_masters(state), kept))
     dynamic_checkpoint.memory_left = own

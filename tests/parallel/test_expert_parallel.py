@@ -28,7 +28,8 @@ from llava_fsdp.model.experts import check_shared_experts, find_experts
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.parallel.expert_parallel import Exchange, run_shared, share_experts
 from llava_fsdp.parallel.local_shards import local, whole
-from llava_fsdp.parallel.ranks.mesh import World, shape_of_experts
+from llava_fsdp.parallel.ranks.mesh import World
+from llava_fsdp.parallel.ranks.rank_layout import shape_of_experts
 from llava_fsdp.parallel.zero import begin_micro_batch
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.train import main as train
@@ -135,7 +136,7 @@ def test_ranks_that_compute_layers_together_share_experts(
 
 def shapes_of_experts(world: World, cfg: Config) -> dict[str, tuple[int, ...]]:
     """The shape of this rank's part of each weight of experts of the first layer that has them."""
-    state, _ = begin(world, cfg)
+    state = begin(world, cfg)
     found = {n: tuple(local(p).shape) for n, p in state.model.named_parameters() if ".experts." in n}
     first = next(iter(found)).split(".experts.")[0]
     return {name.split(".experts.")[1]: shape for name, shape in found.items() if name.startswith(first)}
@@ -218,7 +219,7 @@ def test_other_settings_do_not_matter(
 def gradients(world: World, cfg: Config) -> tuple[dict[str, torch.Tensor], dict[str, tuple[int, ...]], list[int]]:
     """A step's gradients, whole, of all parameters that have one; the shape of this rank's part of each parameter; and
     the number of tokens that came for each expert of this rank, in all its layers and micro-batches."""
-    state, plan = begin(world, cfg)
+    state = begin(world, cfg)
     trains = {name: parameter.requires_grad for name, parameter in state.model.named_parameters()}
     assert {name for name, does in trains.items() if does} == set(state.masters.named)
     came = torch.zeros(0)
@@ -234,7 +235,7 @@ def gradients(world: World, cfg: Config) -> tuple[dict[str, torch.Tensor], dict[
     Exchange.counts = counts
     try:
         for number, micro in enumerate(micros, start=1):
-            begin_micro_batch(state.model, plan, number == len(micros))
+            begin_micro_batch(state.model, state.parallelism.plan, number == len(micros))
             micro = state.loader.to_device(micro)
             (micro.scale * state.model(*micro.inputs)).backward()
     finally:
@@ -263,7 +264,7 @@ def test_every_gradient_is_that_of_one_process(
         for name, shape in held.items():
             if ".experts." in name:
                 assert shape == (EXPERTS // 2, *shapes[name][1:]), name
-    state, _ = begin(single_world(), cfg := mixture(kind, tmp_path, *keys, "max_steps=1"))
+    state = begin(single_world(), cfg := mixture(kind, tmp_path, *keys, "max_steps=1"))
     run_steps(state, cfg)
     assert state.expert_loads is not None
     assert [count for *_, came in ranks for count in came] == state.expert_loads.sum(0).tolist()

@@ -130,9 +130,9 @@ def test_each_row_of_a_frozen_weight_has_a_scale() -> None:
 def frozen_losses(world: World, cfg: Config) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build_model, "check_fp8", lambda device: None)
-        state, plan = begin(world, cfg)
+        state = begin(world, cfg)
     blocks = state.model.blocks()[0]
-    steps = [train_step(state, state.loader.steps.prepare(n), plan, cfg, 0.0) for n in range(3)]
+    steps = [train_step(state, state.loader.steps.prepare(n), cfg, 0.0) for n in range(3)]
     return {
         "losses": [step.loss for step in steps],
         "norms": [step.grad_norm for step in steps],
@@ -168,8 +168,8 @@ def sent(world: World, cfg: Config) -> dict[str, Any]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DefaultAllGather, "__call__", counting)
-        state, plan = begin(world, cfg)
-        losses = [train_step(state, state.loader.steps.prepare(n), plan, cfg, 0.0).loss for n in range(2)]
+        state = begin(world, cfg)
+        losses = [train_step(state, state.loader.steps.prepare(n), cfg, 0.0).loss for n in range(2)]
     shards = [p._local_tensor for p in state.masters.named.values() if isinstance(p, DTensor)]
     prepared = [getattr(p, "_precomputed_scale", None) is not None for p in shards if hasattr(p, "_precomputed_scale")]
     assert all(prepared), "a scale is left to the forward pass, with a collective of its own"

@@ -57,7 +57,7 @@ CASES = {
 
 def saved_again(world: World, cfg: Config) -> None:
     """Load the checkpoint that `checkpoint.resume` names, and save it into the run's folder."""
-    state, _ = begin(world, cfg)
+    state = begin(world, cfg)
     Path(cfg.output_dir).mkdir(parents=True, exist_ok=True)
     saver = open_saver(state, cfg, resume(state, cfg))
     saver.save()

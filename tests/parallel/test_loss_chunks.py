@@ -43,12 +43,12 @@ def ran(world: World, configs: list[Config]) -> list[tuple[Counter[str], list[fl
     """Of each: collectives, losses and numbers of chunks of two micro-batches, and this rank's gradients."""
     found = []
     for cfg in configs:
-        state, plan = begin(world, cfg)
+        state = begin(world, cfg)
         step = next(iter(agreed_steps(state.loader)))
         losses, chunks = [], []
         with Collectives() as collectives:
             for number, micro in enumerate(step.micro_batches[:2]):
-                begin_micro_batch(state.model, plan, is_last=number == 1)
+                begin_micro_batch(state.model, state.parallelism.plan, is_last=number == 1)
                 shown = cut(state.loader.to_device(micro), world.rank, number)
                 loss = shown.scale * state.model(*shown.inputs)
                 loss.backward()

@@ -71,12 +71,12 @@ def shapes_of(cfg: Config) -> list[Weight]:
 
 def measure(world: World, cfg: Config) -> Bytes:
     """Two micro-batches and an optimizer step on this rank, with the bytes between and after them."""
-    state, plan = begin(world, cfg)
+    state = begin(world, cfg)
     model, masters, loader = state.model, state.masters, state.loader
     step = loader.steps.prepare(0)
     assert len(step.micro_batches) == 2
     for number, micro in enumerate(step.micro_batches):
-        begin_micro_batch(model, plan, is_last=number == 1)
+        begin_micro_batch(model, state.parallelism.plan, is_last=number == 1)
         micro = loader.to_device(micro)
         model(*micro.inputs).backward()
         if number == 0:
@@ -170,7 +170,7 @@ def test_frozen_experts_need_no_blocks_of_moments(
 
 def orders_of_units(world: World, cfg: Config) -> list[tuple[list[str], list[str]]]:
     """For each FSDP unit, the names of its parameters in FSDP's order, and in the planner's."""
-    state, _ = begin(world, cfg)
+    state = begin(world, cfg)
     weights = weights_of(state.model, state.model.blocks(), [], cfg.precision)
     names_of = {module: name for name, module in state.model.named_modules()}
     found = []

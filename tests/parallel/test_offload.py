@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import CPU, RankPool, single_world
+from harness import CPU, RankPool, alone
 from loaders import agreed_steps
 from reference import EXPORTED, assert_same_bits, outcome, train_on
 from small import Configure
@@ -31,8 +31,8 @@ from llava_fsdp.parallel.memory.offload import (
 )
 from llava_fsdp.parallel.memory.streamed_buffers import DeviceStaging, FileStaging
 from llava_fsdp.parallel.memory.streamed_optimizer import StreamedOptimizer, padded, split_into_buckets
-from llava_fsdp.parallel.ranks.mesh import World, make_meshes
-from llava_fsdp.parallel.zero import SHARD_PLANS
+from llava_fsdp.parallel.parallelism import Parallelism
+from llava_fsdp.parallel.ranks.mesh import World
 from llava_fsdp.runtime.errors import ConfigError, OffloadError, OutOfMemory
 from llava_fsdp.train import main as train
 from llava_fsdp.train.loop import train_step
@@ -102,13 +102,12 @@ def test_a_run_continues_with_and_without_offload(configure: Configure, tmp_path
 
 def where_states_lie(world: World, cfg: Config) -> dict[str, bool]:
     """After a step: whether every shard, gradient and moment is in the arena made for it, and what else is."""
-    plan = SHARD_PLANS[cfg.sharding.strategy]
     held: dict[str, bool] = {}
     released: list[Arena] = []
     release_all = Arena.release_all
     Arena.release_all = lambda arena: released.append(arena) or release_all(arena)  # type: ignore[method-assign]
     with train.distributed(cfg) as world:
-        state = train.build_state(cfg, world, plan, make_meshes(world, plan, cfg))
+        state = train.build_state(cfg, Parallelism.of(cfg, world))
         Arena.release_all = release_all  # type: ignore[method-assign]
         assert released == [state_arenas(state)[1]], "the weights have been loaded into the memory of this process"
         state.model.train()
@@ -117,7 +116,7 @@ def where_states_lie(world: World, cfg: Config) -> dict[str, bool]:
                 held[name] = state_arenas(state)[1].owns(local(parameter))
         step = next(iter(agreed_steps(state.loader)))
         state.optimizer.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]
-        train_step(state, step, plan, cfg, 0.0)
+        train_step(state, step, cfg, 0.0)
         moments, shards, gradients = state_arenas(state)
         masters = {n: p for n, p in state.masters.named.items() if local(p).numel()}
         assert all(gradients.owns(local(p.grad)) for p in masters.values() if p.grad is not None)
@@ -483,7 +482,7 @@ def test_a_machine_without_a_gpu_is_told_that_nothing_is_saved(
 ) -> None:
     cfg = configure("offload=optimizer", "max_steps=1")
     with caplog.at_level("WARNING"):
-        train.build_state(cfg, single_world(), SHARD_PLANS[cfg.sharding.strategy], None)
+        train.build_state(cfg, alone(cfg))
     assert "this saves nothing" in caplog.text
     assert "will hardly change the model" in caplog.text, "what else is wrong with a run is told too"
 

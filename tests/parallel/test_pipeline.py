@@ -6,7 +6,6 @@ import random
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import CPU, RankPool, single_world
+from harness import CPU, RankPool
 from mixtures import mixture_parts
 from reference import (
     EXPORTED,
@@ -38,10 +37,11 @@ from llava_fsdp.config import Config, ParallelConfig, PipelineSchedule
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.parallel.local_shards import local
+from llava_fsdp.parallel.parallelism import Parallelism
 from llava_fsdp.parallel.pipeline.pipeline import PackedStage
 from llava_fsdp.parallel.pipeline.stages import check_can_be_divided, divide
-from llava_fsdp.parallel.ranks.mesh import World, make_meshes, row_group
-from llava_fsdp.parallel.zero import SHARD_PLANS
+from llava_fsdp.parallel.ranks.mesh import World
+from llava_fsdp.parallel.ranks.rank_layout import RankLayout
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.train import main as train
 from llava_fsdp.train import pipeline_step
@@ -208,8 +208,7 @@ def test_norms_in_fp32_stay_gathered(
 
 def bytes_of_states(world: World, cfg: Config) -> tuple[list[str], int, int]:
     """Names of a rank's parameters, and bytes of its trained ones and of the whole stage."""
-    plan = SHARD_PLANS[cfg.sharding.strategy]
-    state = build_state(cfg, world, plan, make_meshes(world, plan, cfg))
+    state = build_state(cfg, Parallelism.of(cfg, world))
     own = [p for p in state.model.parameters() if p.requires_grad]
     return (
         [name for name, _ in state.model.named_parameters()],
@@ -236,7 +235,7 @@ def test_each_rank_has_a_part_of_its_stage(
 
 def buffers_left(world: World, cfg: Config) -> list[bool]:
     """For each message that this rank receives in a step: whether its buffer is still kept after the last pass."""
-    state, _ = begin(world, cfg)
+    state = begin(world, cfg)
     assert state.pipeline is not None
     (stage,) = state.pipeline.stages
     left: list[bool] = []
@@ -264,7 +263,7 @@ def test_a_message_s_memory_is_freed_with_its_micro_batch(
 @pytest.mark.parametrize(("size", "pipeline", "context"), [(6, 2, 1), (6, 3, 2), (8, 2, 2), (4, 4, 1)])
 def test_ranks_with_other_stages_process_the_same_rows(size: int, pipeline: int, context: int) -> None:
     parallel = ParallelConfig(pipeline=pipeline, context=context)
-    groups = [row_group(replace(single_world(), rank=rank, size=size), parallel) for rank in range(size)]
+    groups = [RankLayout(parallel, size).row_group(rank) for rank in range(size)]
     rows = size // pipeline // context
     assert groups == [(group, rows) for group in range(rows) for _ in range(context)] * pipeline
 

@@ -18,7 +18,7 @@ BF16 = ["precision=bf16", "micro_batch_size=4", "global_batch_size=16"]
 
 def test_norms_are_fp32_and_what_goes_between_layers_is_bf16(configure: Configure) -> None:
     """Of both kinds: the language model's, without a bias, and the frozen tower's, with one."""
-    model = begin(single_world(), configure(*BF16))[0].model
+    model = begin(single_world(), configure(*BF16)).model
     found = {n: m for n, m in model.named_modules() if "Norm" in type(m).__name__}
     kept = {p for norm in found.values() for p in norm.parameters()}
     assert {n.partition(".")[0] for n in found} == {"language_model", "vision_tower"}
@@ -46,9 +46,9 @@ def test_an_update_below_a_step_of_bf16_is_seen(configure: Configure) -> None:
     for dtype in ("fp32", "bf16"):
         values = [f"precision.norm_dtype={dtype}", "max_steps=1", "optim.lr=1e-4", "optim.schedule=constant"]
         cfg = configure(*BF16, *values, "optim.warmup_ratio=0", to=dtype)
-        state, plan = begin(single_world(), cfg)
+        state = begin(single_world(), cfg)
         for step in agreed_steps(state.loader):
-            train_step(state, step, plan, cfg, 0.0)
+            train_step(state, step, cfg, 0.0)
         assert (state.masters.named["language_model.norm.weight"] != 1).all()
         moved[dtype] = (state.model.get_parameter("language_model.norm.weight") != 1).float().mean()
     assert moved == {"fp32": 1, "bf16": 0}

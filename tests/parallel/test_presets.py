@@ -43,11 +43,11 @@ class Trace:
 
 def steps(world: World, cfg: Config) -> Trace:
     """From where the run is to its end, with a checkpoint after the third step."""
-    (state, plan), losses = begin(world, cfg), []
+    state, losses = begin(world, cfg), []
     Path(cfg.output_dir).mkdir(parents=True, exist_ok=True)
     saver = open_saver(state, cfg, resume(state, cfg))
     for step in agreed_steps(state.loader, state.step):
-        losses.append(train_step(state, step, plan, cfg, 0.0).loss)
+        losses.append(train_step(state, step, cfg, 0.0).loss)
         if state.step == 3:
             saver.save()
     saver.close()
@@ -103,7 +103,7 @@ def test_other_dtypes_of_masters_and_moments_are_refused(configure: Configure) -
 
 def dtypes(world: World, cfg: Config) -> dict[str, Any]:
     """Of the language model's linear layers: in the files, on this rank, at work, and in the update."""
-    state, plan = begin(world, cfg)
+    state = begin(world, cfg)
     layer = state.model.get_submodule("language_model.layers.0.mlp.up_proj")
     name = "language_model.layers.0.mlp.up_proj.weight"
     at_work = set()
@@ -113,7 +113,7 @@ def dtypes(world: World, cfg: Config) -> dict[str, Any]:
     found = {"loaded": state.sources[name].dtype, "local": state.masters.named[name].dtype}
     source = state.sources[name].rows(0, state.sources[name].shape[0])
     exact = torch.isin(local(state.masters.named[name]).float(), source.float()).all()
-    train_step(state, state.loader.steps.prepare(0), plan, cfg, 0.0)
+    train_step(state, state.loader.steps.prepare(0), cfg, 0.0)
     updated = state.optimizer.state[state.masters.named[name]]
     moments = {updated[moment].dtype for moment in ("exp_avg", "exp_avg_sq")}
     assert exact and len(at_work) == len(moments) == 1

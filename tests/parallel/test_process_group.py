@@ -25,7 +25,6 @@ from llava_fsdp.parallel.ranks.consensus import Votes, gathered_on_first, on_all
 from llava_fsdp.parallel.ranks.meet import meet
 from llava_fsdp.parallel.ranks.mesh import (
     World,
-    count_groups,
     first_rank_first,
     gather_lists,
     gpu_progress,
@@ -35,10 +34,10 @@ from llava_fsdp.parallel.ranks.mesh import (
     num_collectives,
     rank_identities,
     read_world,
-    row_group,
     set_timeout,
     simulated_world,
 )
+from llava_fsdp.parallel.ranks.rank_layout import RankLayout
 from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.runtime.errors import CommunicationError, ConfigError, LlavaFsdpError
 
@@ -135,7 +134,7 @@ def test_a_simulated_rank_has_all_others_on_its_node() -> None:
 )
 def test_neighbours_share_rows(rank: int, values: dict[str, int], expected: tuple[int, int]) -> None:
     """Ranks of a row are consecutive; those with other stages of the model process the same rows."""
-    assert row_group(World(rank, 8, rank, 8, CPU), ParallelConfig(**values)) == expected
+    assert RankLayout(ParallelConfig(**values), 8).row_group(rank) == expected
 
 
 @pytest.mark.parametrize(("offload", "dry_run", "joins"), [("none", "null", None), ("params", "null", "join"),
@@ -391,7 +390,7 @@ def groups_of_divided(world: World, configs: list[Config]) -> list[tuple[str, ..
         several = {id(group) for group in groups if group.size() > 1}
         assert made.states is not None
         shape = (1, made.states.size()) if made.states.ndim == 1 else (made.states.size(0), made.states.size(1))
-        assert count_groups(cfg.parallel, shape, world.size) == len(several)
+        assert RankLayout(cfg.parallel, world.size).num_groups(shape) == len(several)
         set_timeout(made, 77 + len(found))
         assert timeouts_of(groups) == {77 + len(found)}
         count = num_collectives(made, CPU)

@@ -96,7 +96,7 @@ EVEN = (("int8", "bf16"), ("int8", "fp16"))
 
 def bits(world: World, cfg: Config) -> Bits:
     """Of every packed weight: its bytes as the computation has them, its statistics, and elements that lie here."""
-    state, _ = begin(world, cfg)
+    state = begin(world, cfg)
     packed = {clean_name(n): layer for n, layer in quantized_weights(state.model).items()}
     held = {name: local(layer.weight).numel() for name, layer in packed.items()}
     sharded = {name: whole(layer.weight).clone() for name, layer in packed.items()}

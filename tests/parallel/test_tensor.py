@@ -117,9 +117,9 @@ LANGUAGE: dict[str, dict[str, Any]] = {
 
 def gradients(world: World, cfg: Config) -> tuple[dict[str, torch.Tensor], float] | None:
     """Every gradient of a step's first micro-batch, whole, and the loss."""
-    state, plan = begin(world, cfg)
+    state = begin(world, cfg)
     micro = state.loader.to_device(next(agreed_steps(state.loader)).micro_batches[0])
-    begin_micro_batch(state.model, plan, is_last=True)
+    begin_micro_batch(state.model, state.parallelism.plan, is_last=True)
     loss = state.model(*micro.inputs)
     loss.backward()
     missing = [name for name, weight in state.masters.named.items() if weight.grad is None]
@@ -227,7 +227,7 @@ def test_layers_are_divided_at_rest_and_their_columns_are_saved(
 
 def shapes_at_rest(world: World, cfg: Config) -> dict[str, tuple[int, ...]]:
     """Shapes of what this rank holds after a step, of which a checkpoint is saved."""
-    state, _ = begin(world, cfg)
+    state = begin(world, cfg)
     saver = open_saver(state, cfg)
     run_steps(state, cfg)
     saver.save()
@@ -237,7 +237,7 @@ def shapes_at_rest(world: World, cfg: Config) -> dict[str, tuple[int, ...]]:
 
 def dtypes_and_losses(world: World, cfg: Config) -> tuple[dict[str, torch.dtype], list[float]]:
     """Dtypes of this rank's shards of all weights, frozen ones included, after steps; and the steps' losses."""
-    state, _ = begin(world, cfg)
+    state = begin(world, cfg)
     losses = [result.loss for result in run_steps(state, cfg)]
     return {clean_name(name): local(weight).dtype for name, weight in state.model.named_parameters()}, losses
 
@@ -271,7 +271,7 @@ def test_weights_of_16_bits_are_those_of_undivided_layers(
 
 def positions_seen(world: World, cfg: Config, counts: list[int]) -> list[dict[str, int]]:
     """The number of positions that modules of a block, and the last norm, get in a row of each number of tokens."""
-    state, _ = begin(world, cfg)
+    state = begin(world, cfg)
     language, found = state.model.language_model, []
     seen: dict[str, int] = {}
     for name in ("layers.1.input_layernorm", "layers.1.self_attn", "layers.1.post_attention_layernorm", "norm"):

@@ -13,9 +13,10 @@ from torch.distributed.fsdp import FSDPModule
 from llava_fsdp.config import Config, ShardingConfig, Strategy
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.parallel.local_shards import local
+from llava_fsdp.parallel.parallelism import Parallelism
 from llava_fsdp.parallel.parallelize import block_names, describe_units, gather_ahead, units_of_blocks, useless_settings
 from llava_fsdp.parallel.ranks.comm_volume import CollectiveBytes
-from llava_fsdp.parallel.ranks.mesh import World, make_meshes
+from llava_fsdp.parallel.ranks.mesh import World
 from llava_fsdp.parallel.zero import SHARD_PLANS, ShardPlan, begin_micro_batch
 from llava_fsdp.train import main as train
 from llava_fsdp.train.loop import train_step
@@ -34,9 +35,9 @@ def traces(world: World, configs: list[Config]) -> list[Trace]:
     """Losses and norms, weights, bytes of collectives, and the blocks of each unit."""
     found = []
     for cfg in configs:
-        state, plan = begin(world, cfg)
+        state = begin(world, cfg)
         with CollectiveBytes() as counter:
-            results = [train_step(state, step, plan, cfg, 0.0) for step in agreed_steps(state.loader)]
+            results = [train_step(state, step, cfg, 0.0) for step in agreed_steps(state.loader)]
         weights = {name: local(p).clone() for name, p in state.masters.named.items()}
         found.append(([(r.loss, r.grad_norm) for r in results], weights, counter.moved, units(state.model)))
     return found
@@ -55,7 +56,7 @@ def reduced_before_blocks(world: World, configs: list[Config]) -> list[tuple[lis
     """The units of each model, and which weights have a reduced gradient when the last block's backward pass begins."""
     found = []
     for cfg in configs:
-        state, plan = begin(world, cfg)
+        state = begin(world, cfg)
         reduced: list[set[str]] = []
 
         def note(block: torch.nn.Module, args: object, output: torch.Tensor) -> None:
@@ -64,7 +65,7 @@ def reduced_before_blocks(world: World, configs: list[Config]) -> list[tuple[lis
 
         state.model.blocks()[0][-1].register_forward_hook(note)
         (micro, *_) = next(iter(agreed_steps(state.loader))).micro_batches
-        begin_micro_batch(state.model, plan, is_last=True)
+        begin_micro_batch(state.model, state.parallelism.plan, is_last=True)
         state.model(*state.loader.to_device(micro).inputs).backward()
         found.append((units(state.model), reduced[0]))
     return found
@@ -92,12 +93,10 @@ def told(world: World, configs: list[Config]) -> list[list[str]]:
     """What is said of settings that do nothing."""
     found = []
     for cfg in configs:
-        plan = SHARD_PLANS[cfg.sharding.strategy]
-        meshes = make_meshes(world, plan, cfg)
-        model = train.build_state(cfg, world, plan, meshes).model
+        parallelism = Parallelism.of(cfg, world)
+        model = train.build_state(cfg, parallelism).model
         assert isinstance(model, Llava)
-        shards = meshes.states["shard"].size() if meshes.states is not None else None
-        found.append(useless_settings(cfg.sharding, model.blocks(), shards))
+        found.append(useless_settings(cfg.sharding, model.blocks(), parallelism.shards))
     return found
 
 

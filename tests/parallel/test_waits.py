@@ -27,11 +27,11 @@ CASES = {
 
 def waits(world: World, cfg: Config) -> list[tuple[int, dict[str, int]]]:
     """By step: how many micro-batches a rank ran, and where it waited."""
-    state, plan = begin(world, cfg)
+    state = begin(world, cfg)
     found = []
     for step in agreed_steps(state.loader):
         with HostWaits() as seen:
-            train_step(state, step, plan, cfg, 0.0)
+            train_step(state, step, cfg, 0.0)
         found.append((len(step.micro_batches), dict(seen.seen)))
     return found
 

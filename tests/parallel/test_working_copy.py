@@ -26,6 +26,7 @@ from transformers import LlavaForConditionalGeneration
 from llava_fsdp.config import Config
 from llava_fsdp.data.batching.batch import TENSORS
 from llava_fsdp.parallel.local_shards import whole
+from llava_fsdp.parallel.parallelism import Parallelism
 from llava_fsdp.parallel.precision.precision import COLUMNS, GradientInto, MasterWeights, gradient_adder
 from llava_fsdp.parallel.ranks.mesh import Meshes, World, join
 from llava_fsdp.parallel.zero import SHARD_PLANS
@@ -62,16 +63,16 @@ def one_rank_mesh(device: torch.device) -> Iterator[DeviceMesh]:
 
 def build_run(cfg: Config, device: torch.device, mesh: DeviceMesh | None) -> TrainState:
     """A run before its first step, as `train` builds it, on any device and mesh."""
-    state = build_state(cfg, World(0, 1, 0, 1, device), SHARD_PLANS[cfg.sharding.strategy], Meshes(mesh))
+    plan = SHARD_PLANS[cfg.sharding.strategy]
+    state = build_state(cfg, Parallelism(World(0, 1, 0, 1, device), cfg.parallel, plan, Meshes(mesh)))
     state.model.train()
     return state
 
 
 def run_steps(state: TrainState, cfg: Config) -> Trace:
-    plan = SHARD_PLANS[cfg.sharding.strategy]
     losses, norms = [], []
     for step in agreed_steps(state.loader):
-        result = train_step(state, step, plan, cfg, 0.0)
+        result = train_step(state, step, cfg, 0.0)
         losses.append(result.loss)
         norms.append(result.grad_norm)
     return Trace(losses, norms, {n: whole(p).cpu().clone() for n, p in state.masters.named.items()})

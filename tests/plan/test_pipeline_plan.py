@@ -55,7 +55,7 @@ def test_worst_moment_is_that_of_real_steps(
 def moved_in_step(world: World, cfg: Config) -> tuple[dict[str, int], list[MicroBatch]]:
     """Bytes that a rank sends (and of messages those that it receives) in the passes of a step, and the step's
     micro-batches. The schedule's first step exchanges empty messages, too, so that the second one is counted."""
-    state, _ = begin(world, cfg)
+    state = begin(world, cfg)
     assert state.pipeline is not None
     for _ in range(2):
         step = state.loader.steps.prepare(0)
@@ -122,7 +122,7 @@ def test_order_of_passes(schedule: str) -> None:
 
 def parameter_bytes(world: World, cfg: Config) -> tuple[int, Any]:
     """Bytes of the parameters that this rank holds between steps, and what rank 0 says of them in the run's folder."""
-    state, _ = begin(world, cfg)
+    state = begin(world, cfg)
     return sum(local(p).nbytes for p in state.model.parameters()), state.about.get("at_rest")
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from harness import single_world
+from harness import alone
 from small import config_of, make_config
 
 from llava_fsdp.config import Config, PrecisionConfig, Strategy
@@ -92,9 +92,8 @@ def test_hybrid_sends_between_nodes_what_replicas_differ_in() -> None:
 @pytest.mark.parametrize("precision", ["bf16", "bf16_pure"])
 def test_checkpoint_bytes(precision: str, parts: Path, dataset: Path, tmp_path: Path) -> None:
     cfg = make_config(parts, dataset, tmp_path, f"precision={precision}")
-    plan = SHARD_PLANS[cfg.sharding.strategy]
-    state = train.build_state(cfg, single_world(), plan, None)
-    train_step(state, state.loader.steps.prepare(0), plan, cfg, 0.0)
+    state = train.build_state(cfg, alone(cfg))
+    train_step(state, state.loader.steps.prepare(0), cfg, 0.0)
     written = sum(t.numel() * t.element_size() for t in tensors(state).values())
     weights = Planner(cfg, machine_named("auto", 1)).weights
     assert checkpoint_bytes(weights, cfg.precision) == written

@@ -24,6 +24,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import debug
 
+from llava_fsdp.config import Config
+from llava_fsdp.parallel.parallelism import Parallelism
 from llava_fsdp.parallel.ranks.mesh import World
 
 CPU = torch.device("cpu")
@@ -31,6 +33,11 @@ CPU = torch.device("cpu")
 
 def single_world() -> World:
     return World(rank=0, size=1, local_rank=0, local_size=1, device=CPU)
+
+
+def alone(cfg: Config) -> Parallelism:
+    """The parallelism of a run of one rank, which has none."""
+    return Parallelism.of(cfg, single_world())
 
 
 class RanksFailed(AssertionError):

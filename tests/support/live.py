@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from llava_fsdp.config import Config
-from llava_fsdp.parallel.ranks.mesh import World, make_meshes
-from llava_fsdp.parallel.zero import SHARD_PLANS
+from llava_fsdp.parallel.parallelism import Parallelism
+from llava_fsdp.parallel.ranks.mesh import World
 from llava_fsdp.plan.memory.activations import MicroBatch
 from llava_fsdp.train import main as train
 from llava_fsdp.train.loop import train_step
@@ -54,18 +54,17 @@ class AllAlive(TorchDispatchMode):
 
 def measure_step(world: World, cfg: Config) -> tuple[int, list[MicroBatch]]:
     """Most bytes alive in a run's second step on this rank, and the micro-batches of that step."""
-    plan = SHARD_PLANS[cfg.sharding.strategy]
-    state = train.build_state(cfg, world, plan, make_meshes(world, plan, cfg))
+    state = train.build_state(cfg, Parallelism.of(cfg, world))
     for root in state.roots:
         root.train()
-    train_step(state, state.loader.steps.prepare(0), plan, cfg, 0.0)
+    train_step(state, state.loader.steps.prepare(0), cfg, 0.0)
     step = state.loader.steps.prepare(1)
     own = [*state.model.parameters(), *state.model.buffers(), *state.masters.named.values()]
     own += [v for found in state.optimizer.state.values() for v in found.values()]
     own += [t for micro in step.micro_batches for t in tree_leaves(micro.inputs) if torch.is_tensor(t)]
     alive = AllAlive(own)
     with alive:
-        train_step(state, step, plan, cfg, 0.0)
+        train_step(state, step, cfg, 0.0)
     return alive.peak, [describe(micro, world.rank) for micro in step.micro_batches]
 
 

@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import single_world
+from harness import alone
 from small import record, sentence, write_json
 
 from llava_fsdp.config import Config
 from llava_fsdp.data.batching.batch import MicroBatch
 from llava_fsdp.data.batching.collate import Row
 from llava_fsdp.data.batching.step_dataset import Steps
-from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.train.setup.build_state import build_state
 from llava_fsdp.train.state import TrainState
 
@@ -35,7 +34,7 @@ def write_every_kind(dataset: Path, folder: Path) -> Path:
 
 
 def build(cfg: Config) -> TrainState:
-    state = build_state(cfg, single_world(), SHARD_PLANS[cfg.sharding.strategy], None)
+    state = build_state(cfg, alone(cfg))
     state.model.train()
     return state
 

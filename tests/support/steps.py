@@ -8,8 +8,8 @@ from loaders import agreed_steps
 
 from llava_fsdp.config import Config
 from llava_fsdp.parallel.local_shards import local
-from llava_fsdp.parallel.ranks.mesh import World, make_meshes
-from llava_fsdp.parallel.zero import SHARD_PLANS, ShardPlan
+from llava_fsdp.parallel.parallelism import Parallelism
+from llava_fsdp.parallel.ranks.mesh import World
 from llava_fsdp.train.checkpoints.checkpoint_contents import tensors
 from llava_fsdp.train.events.run_events import RunEvents
 from llava_fsdp.train.loop import train_step
@@ -33,18 +33,16 @@ class Calls(RunEvents):
         self.before()
 
 
-def begin(world: World, cfg: Config) -> tuple[TrainState, ShardPlan]:
-    """A run before its first step, and the settings of its strategy."""
-    plan = SHARD_PLANS[cfg.sharding.strategy]
-    state = build_state(cfg, world, plan, make_meshes(world, plan, cfg))
+def begin(world: World, cfg: Config) -> TrainState:
+    """A run before its first step."""
+    state = build_state(cfg, Parallelism.of(cfg, world))
     state.model.train()
-    return state, plan
+    return state
 
 
 def run_steps(state: TrainState, cfg: Config) -> list[StepResult]:
     """All steps that are left."""
-    plan = SHARD_PLANS[cfg.sharding.strategy]
-    return [train_step(state, step, plan, cfg, 0.0) for step in agreed_steps(state.loader, state.step)]
+    return [train_step(state, step, cfg, 0.0) for step in agreed_steps(state.loader, state.step)]
 
 
 def held_masters(state: TrainState) -> dict[str, torch.Tensor]:
@@ -56,7 +54,7 @@ def traces(world: World, configs: list[Config]) -> list[Trace]:
     torch._inductor.config.compile_threads = 1  # a pool of a process that was forked from waits for nobody here
     found = []
     for cfg in configs:
-        state, _ = begin(world, cfg)
+        state = begin(world, cfg)
         results = run_steps(state, cfg)
         found.append(([r.loss for r in results], [r.grad_norm for r in results], held_masters(state)))
     return found

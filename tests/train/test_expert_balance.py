@@ -78,7 +78,7 @@ def test_activation_checkpointing_changes_no_bit(kind: str, mode: str, mixture: 
     found = []
     for own in ("none", mode):
         cfg = mixture(kind, own, f"activation_checkpointing={own}")
-        state, _ = begin(single_world(), cfg)
+        state = begin(single_world(), cfg)
         results = run_steps(state, cfg)
         assert state.routers is not None and state.expert_loads is not None
         assert all(hook.outputs is None for hook in state.routers.hooks)
@@ -93,7 +93,7 @@ def test_the_loss_balances_and_stays_out_of_the_reported_loss(mixture: Mixture) 
     found = {}
     for coefficient in (0.0, 5.0):
         cfg = mixture("mixtral", f"{coefficient}", f"model.balance_loss={coefficient}")
-        state, _ = begin(single_world(), cfg)
+        state = begin(single_world(), cfg)
         found[coefficient] = run_steps(state, cfg)
     plain, balanced = found[0.0], found[5.0]
     assert plain[0].loss == balanced[0].loss and plain[0].expert_load == balanced[0].expert_load
@@ -103,7 +103,7 @@ def test_the_loss_balances_and_stays_out_of_the_reported_loss(mixture: Mixture) 
 
 
 def test_a_dense_model_has_no_numbers_of_experts(configure: Configure) -> None:
-    state, _ = begin(single_world(), configure("max_steps=1"))
+    state = begin(single_world(), configure("max_steps=1"))
     result = run_steps(state, configure("max_steps=1"))[0]
     assert state.routers is None and result.expert_load is None
     assert not {"balance_loss", "expert_load_max", "experts_idle"} & set(metrics_row(result))
@@ -139,7 +139,7 @@ def test_compiled_blocks_have_the_same_loads(mode: str, mixture: Mixture) -> Non
         cfg = mixture(
             "mixtral", values[0].replace("=", "-"), *values, checkpointing, "model.balance_loss=0", "pack=false"
         )
-        state, _ = begin(single_world(), cfg)
+        state = begin(single_world(), cfg)
         found.append(([result.expert_load for result in run_steps(state, cfg)], state.expert_loads))
     assert state.compilations is not None and state.compilations.total == 2
     assert not torch._dynamo.utils.counters["graph_break"]
@@ -150,7 +150,7 @@ def test_compiled_blocks_have_the_same_loads(mode: str, mixture: Mixture) -> Non
 
 def test_routers_are_not_watched_where_that_would_break_a_graph(mixture: Mixture) -> None:
     values = ("compile=true", "activation_checkpointing=selective", "pack=false", "model.balance_loss=0")
-    assert begin(single_world(), mixture("mixtral", "run", *values))[0].routers is None
+    assert begin(single_world(), mixture("mixtral", "run", *values)).routers is None
 
 
 def test_blocks_are_not_compiled_for_it(mixture: Mixture) -> None:

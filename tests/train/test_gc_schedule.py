@@ -4,14 +4,13 @@ import gc
 from typing import cast
 
 import pytest
-from harness import single_world
+from harness import alone
 from small import Configure
 from steps import Calls
 from tiers import slow_after
 from torch.utils.data import Dataset
 
 from llava_fsdp.data.batching.workers import WorkerStatus, from_workers
-from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.train.events.gc_schedule import GarbageCollection
 from llava_fsdp.train.events.run_events import EventList, RunStart
 from llava_fsdp.train.loop import fit
@@ -21,8 +20,7 @@ from llava_fsdp.train.setup.build_state import build_state
 @pytest.mark.parametrize(("every", "expected"), slow_after(1, [("2", [2, 4]), ("50", []), ("null", None)]))
 def test_a_run_collects_at_its_steps(every: str, expected: list[int] | None, configure: Configure) -> None:
     cfg = configure(f"gc_every={every}", "max_steps=5")
-    plan = SHARD_PLANS[cfg.sharding.strategy]
-    state = build_state(cfg, single_world(), plan, None)
+    state = build_state(cfg, alone(cfg))
     collected: list[tuple[int, int]] = []
     enabled: list[bool] = []
     collection = GarbageCollection(cfg.gc_every)
@@ -34,7 +32,7 @@ def test_a_run_collects_at_its_steps(every: str, expected: list[int] | None, con
 
     gc.callbacks.append(note)
     try:
-        fit(state, plan, cfg, events)
+        fit(state, cfg, events)
     finally:
         gc.callbacks.remove(note)
     assert gc.isenabled()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import single_world
+from harness import CPU, alone, single_world
 from small import Configure
 from steps import Calls
 from tiers import slow_after
@@ -18,7 +18,7 @@ from torch import nn
 from llava_fsdp.config import ParallelConfig
 from llava_fsdp.data.batching.batch import StepFacts
 from llava_fsdp.parallel.precision.precision import MasterWeights
-from llava_fsdp.parallel.zero import SHARD_PLANS
+from llava_fsdp.parallel.ranks.mesh import World
 from llava_fsdp.runtime.seeds import derive
 from llava_fsdp.train import loop
 from llava_fsdp.train import main as train
@@ -36,12 +36,11 @@ def added(own: torch.Tensor | None, new: torch.Tensor | None) -> torch.Tensor | 
 def test_gradients_are_gone_after_a_step(precision: str, configure: Configure) -> None:
     """Of masters and of working copies."""
     cfg = configure(f"precision={precision}", "micro_batch_size=6")
-    plan = SHARD_PLANS[cfg.sharding.strategy]
-    state = train.build_state(cfg, single_world(), plan, None)
+    state = train.build_state(cfg, alone(cfg))
     state.model.train()
     before = {name: master.detach().clone() for name, master in state.masters.named.items()}
     for number in range(2):
-        train_step(state, state.loader.steps.prepare(number), plan, cfg, 0.0)
+        train_step(state, state.loader.steps.prepare(number), cfg, 0.0)
         assert torch.initial_seed() == derive("step", cfg.seed, number, 0), "for a model that has dropout of its own"
         held = [*state.model.parameters(), *state.masters.named.values()]
         assert all(parameter.grad is None or not parameter.grad.any() for parameter in held)
@@ -52,8 +51,7 @@ def test_two_steps_are_adamw_over_the_gradients_of_each(configure: Configure) ->
     """To the bit: gradients are taken anew for every step, and added over its micro-batches."""
     values = ["micro_batch_size=6", "optim.clip=null", "optim.schedule=constant", "optim.warmup_ratio=0"]
     cfg = configure(*values, "pack=false")
-    plan = SHARD_PLANS[cfg.sharding.strategy]
-    ours, theirs = (train.build_state(cfg, single_world(), plan, None) for _ in range(2))
+    ours, theirs = (train.build_state(cfg, alone(cfg)) for _ in range(2))
     theirs.model.train()
     ours.model.train()
     weights = list(theirs.masters.named.values())
@@ -63,7 +61,7 @@ def test_two_steps_are_adamw_over_the_gradients_of_each(configure: Configure) ->
         weights, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, weight_decay=0.0, fused=True
     )
     for number in range(2):
-        train_step(ours, ours.loader.steps.prepare(number), plan, cfg, 0.0)
+        train_step(ours, ours.loader.steps.prepare(number), cfg, 0.0)
         step = theirs.loader.steps.prepare(number)
         assert len(step.micro_batches) == 2
         total: list[torch.Tensor | None] = [None] * len(weights)
@@ -78,27 +76,24 @@ def test_two_steps_are_adamw_over_the_gradients_of_each(configure: Configure) ->
             assert torch.equal(master, theirs.masters.named[name]), (number, name)
 
 
-def test_ranks_that_compute_layers_together_count_once(
-    configure: Configure, dataset: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_compute_layers_together_count_once(configure: Configure, dataset: Path) -> None:
     """The last of eight ranks, each two of which compute layers together, in two groups with other stages: they have
     the same random numbers, and each has the whole loss of its rows, in total and by source."""
     sources = [f"++data.sources.{name}.path={dataset / f'{name}.json'}" for name in ("mixed", "captions")]
     cfg = configure("data.path=null", *sources)
-    plan = SHARD_PLANS[cfg.sharding.strategy]
-    state = train.build_state(cfg, single_world(), plan, None)
+    state = train.build_state(cfg, alone(cfg))
     weights = {name: weight.detach().clone() for name, weight in state.masters.named.items()}
-    alone = train_step(state, state.loader.steps.prepare(0), plan, cfg, 0.0)
+    of_one = train_step(state, state.loader.steps.prepare(0), cfg, 0.0)
     state.step = 0
     with torch.no_grad():
         for name, weight in state.masters.named.items():
             weight.copy_(weights[name])
-    monkeypatch.setattr(loop, "rank_and_size", lambda: (7, 8))
-    cfg = replace(cfg, parallel=ParallelConfig(tensor=2, pipeline=2))
-    found = train_step(state, state.loader.steps.prepare(0), plan, cfg, 0.0)
+    last = World(7, 8, 7, 8, CPU)
+    state.parallelism = replace(state.parallelism, world=last, parallel=ParallelConfig(tensor=2, pipeline=2))
+    found = train_step(state, state.loader.steps.prepare(0), cfg, 0.0)
     assert torch.initial_seed() == derive("step", cfg.seed, 0, 1)
-    assert found.loss == alone.loss / 2 and alone.source_losses.keys() == {"mixed", "captions"}
-    for name, loss in alone.source_losses.items():
+    assert found.loss == of_one.loss / 2 and of_one.source_losses.keys() == {"mixed", "captions"}
+    for name, loss in of_one.source_losses.items():
         assert loss is not None and found.source_losses[name] == pytest.approx(loss / 2, rel=1e-6)
 
 
@@ -117,7 +112,7 @@ def test_a_step_knows_how_long_it_waited_for_its_data(monkeypatch: pytest.Monkey
             move(3, "data", number)
             yield number
 
-    def step(state: Any, agreed: int, plan: object, cfg: object, started: float, *rest: object) -> StepResult:
+    def step(state: Any, agreed: int, cfg: object, started: float, *rest: object) -> StepResult:
         assert agreed == -state.step and clock[0] - started == 3
         move(10, "step", state.step)
         state.step += 1
@@ -126,7 +121,10 @@ def test_a_step_knows_how_long_it_waited_for_its_data(monkeypatch: pytest.Monkey
     monkeypatch.setattr(loop, "train_step", step)
     loader = SimpleNamespace(prepared=prepared, agree=lambda step: -step, total_steps=6)
     roots = [nn.Linear(1, 1).eval() for _ in range(2)]
-    state: Any = SimpleNamespace(step=4, roots=roots, loader=loader, compilations=None, dynamic=None)
+    values: dict[str, Any] = {"step": 4, "compilations": None, "dynamic": None}
+    state: Any = SimpleNamespace(
+        roots=roots, loader=loader, parallelism=SimpleNamespace(world=single_world()), **values
+    )
     waited: list[float] = []
 
     def after(result: StepResult) -> None:
@@ -134,8 +132,7 @@ def test_a_step_knows_how_long_it_waited_for_its_data(monkeypatch: pytest.Monkey
         move(100, "after", state.step)
 
     cfg: Any = SimpleNamespace(output_dir="")
-    plan: Any = None
-    loop.fit(state, plan, cfg, Calls(after, lambda: move(0, "between")))
+    loop.fit(state, cfg, Calls(after, lambda: move(0, "between")))
     assert waited == [3, 3] and all(root.training for root in roots)
     assert told == [
         own for number in (4, 5) for own in (("data", number), ("between",), ("step", number), ("after", number + 1))

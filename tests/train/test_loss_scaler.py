@@ -125,7 +125,7 @@ def test_every_setting_by_a_forced_overflow(name: str, configure: Configure) -> 
     """In training. A skipped step leaves weights, moments and the schedule as they were; the loss is without scale."""
     overrides, powers, marks = FORCED[name]
     cfg = configure(*FP16, f"max_steps={len(powers)}", *(f"precision.scaler.{value}" for value in overrides))
-    state, _ = begin(single_world(), cfg)
+    state = begin(single_world(), cfg)
     first = held_masters(state)
     if name == "minimum":
         with pytest.raises(NumericError, match=r"step 2: .*precision\.scaler\.minimum"):
@@ -160,18 +160,18 @@ def test_gradients_are_divided_by_the_scale_and_then_clipped(largest: float | No
 
 def one_rank_overflows(world: World, cfg: Config, who: int) -> dict[str, Any]:
     """A step in which rank `who` alone has a loss that overflows, then one without."""
-    state, plan = begin(world, cfg)
+    state = begin(world, cfg)
     before = {n: whole(p).clone() for n, p in state.masters.named.items()}
     step = state.loader.steps.prepare(0)
     if world.rank == who:
         for micro in step.micro_batches:
             micro.scale *= 2.0**30
     with CommDebugMode() as counted:
-        first = train_step(state, step, plan, cfg, 0.0)
+        first = train_step(state, step, cfg, 0.0)
     assert state.scaler is not None
     scale = state.scaler.scale
     equal = all(torch.equal(before[n], whole(p)) for n, p in state.masters.named.items())
-    second = train_step(state, state.loader.steps.prepare(1), plan, cfg, 0.0)
+    second = train_step(state, state.loader.steps.prepare(1), cfg, 0.0)
     return {
         "skipped": (first.skipped, second.skipped),
         "unchanged": equal,
@@ -182,9 +182,9 @@ def one_rank_overflows(world: World, cfg: Config, who: int) -> dict[str, Any]:
 
 
 def collectives(world: World, cfg: Config) -> int:
-    state, plan = begin(world, cfg)
+    state = begin(world, cfg)
     with CommDebugMode() as counted:
-        train_step(state, state.loader.steps.prepare(0), plan, cfg, 0.0)
+        train_step(state, state.loader.steps.prepare(0), cfg, 0.0)
     return counted.get_total_counts()
 
 

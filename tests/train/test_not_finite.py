@@ -59,8 +59,8 @@ def poison_gradient(state: TrainState, step: Step) -> None:
 
 
 def run(cfg: Config, world: World, change: TrainStep) -> tuple[TrainState, list[StepResult]]:
-    state, plan = begin(world, cfg)
-    return state, [change(state, step, plan, cfg, 0.0) for step in agreed_steps(state.loader)]
+    state = begin(world, cfg)
+    return state, [change(state, step, cfg, 0.0) for step in agreed_steps(state.loader)]
 
 
 def kept(state: TrainState) -> dict[str, torch.Tensor]:
@@ -188,7 +188,7 @@ def test_a_resume_knows_the_records_that_broke(configure: Configure, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(loop, "train_step", breaking)
         train.train(cfg)
-    state, _ = begin(single_world(), cfg)
+    state = begin(single_world(), cfg)
     assert resume(state, cfg) is not None
     assert state.loader.broken == {3, 5}
 
@@ -201,12 +201,12 @@ def test_a_loss_that_is_not_finite_skips_the_step_whatever_the_gradients_are(
     configure: Configure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cfg = configure("micro_batch_size=6", "optim.warmup_ratio=0")
-    state, plan = begin(single_world(), cfg)
+    state = begin(single_world(), cfg)
     step = state.loader.steps.prepare(0)
     step.micro_batches[-1].scale = float("inf")
     monkeypatch.setattr(loop, "clip_gradients", lambda *_: torch.ones(()))
     before = {name: master.detach().clone() for name, master in state.masters.named.items()}
-    assert loop.train_step(state, step, plan, cfg, 0.0).skipped and state.skipped == 1
+    assert loop.train_step(state, step, cfg, 0.0).skipped and state.skipped == 1
     for name, master in state.masters.named.items():
         assert torch.equal(master, before[name]) and (master.grad is None or not master.grad.any())
 
@@ -298,32 +298,32 @@ def test_a_compiler_that_dies_of_the_stop_is_no_bug(configure: Configure, monkey
         raise InductorError(RuntimeError("g++ was ended"), None)
 
     cfg = configure("max_steps=2", "data.workers=0")
-    state, plan = begin(single_world(), cfg)
+    state = begin(single_world(), cfg)
     watchdog = Watchdog()
     watchdog.stop = "SIGTERM"
     said: list[str] = []
     monkeypatch.setattr(loop, "log", lambda: SimpleNamespace(info=said.append))
     monkeypatch.setattr(loop, "train_step", compiling)
     with pytest.raises(Stopped, match="SIGTERM: stopped in step 1, while it compiled"):
-        loop.fit(state, plan, cfg, RunEvents(), watchdog)
+        loop.fit(state, cfg, RunEvents(), watchdog)
     assert not said, "nothing is to be compiled"
     state.compilations = Compilations()
     with pytest.raises(CompileError, match=r"RuntimeError: g\+\+ was ended"):
-        loop.fit(state, plan, cfg, RunEvents())
+        loop.fit(state, cfg, RunEvents())
     assert len(said) == 1 and said[0].startswith("compiling the language model's blocks")
 
 
 def test_a_rank_that_reports_a_step_is_behind_those_that_go_on(configure: Configure) -> None:
     """Its disk or terminal may hang: it must not look as if it waited for them."""
     cfg = configure("max_steps=2")
-    state, plan = begin(single_world(), cfg)
+    state = begin(single_world(), cfg)
     watchdog = Watchdog()
     seen: list[Beat] = []
 
     def look() -> None:
         seen.append(Beat(0, "", 0, watchdog.step, watchdog.phase.value, 0, "", 0))
 
-    loop.fit(state, plan, cfg, Calls(lambda _: look(), look), watchdog)
+    loop.fit(state, cfg, Calls(lambda _: look(), look), watchdog)
     assert [beat.place for beat in seen] == sorted({beat.place for beat in seen})
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from harness import single_world
+from harness import alone
 from small import Configure
 from torch import nn
 from transformers.optimization import (
@@ -18,7 +18,6 @@ from llava_fsdp.config import MasterDType, MomentDType, Schedule
 from llava_fsdp.parallel.precision.fused_adamw import FusedAdamW
 from llava_fsdp.parallel.precision.lowbit_adamw import LowBitAdamW, dequantise, requantise
 from llava_fsdp.parallel.precision.precision import MasterWeights
-from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.train import main as train
 from llava_fsdp.train.optimizer import SCHEDULES, build_optimizer, decayed_names, prepare_moments
@@ -71,7 +70,7 @@ def test_warmup_log_is_logarithmic_then_constant() -> None:
 def test_a_number_of_warmup_steps_wins_over_the_ratio(override: str, expected: int, configure: Configure) -> None:
     """ceil(0.3 x 4 steps) = 2, unless the number is given."""
     cfg = configure("optim.warmup_ratio=0.3", f"optim.warmup_steps={override}", "max_steps=4")
-    state = train.build_state(cfg, single_world(), SHARD_PLANS[cfg.sharding.strategy], None)
+    state = train.build_state(cfg, alone(cfg))
     assert state.learning_rate.warmup_steps == expected
 
 
@@ -79,7 +78,7 @@ def test_groups(configure: Configure) -> None:
     """No decay for norms and biases; the projector and the vision tower with their own learning rates."""
     cfg = configure("model.train=[projector,language,vision]", "optim.lr=1e-3", "optim.weight_decay=0.1",
         "optim.projector_lr=2e-3", "optim.vision_lr=3e-4")  # fmt: skip
-    state = train.build_state(cfg, single_world(), SHARD_PLANS[cfg.sharding.strategy], None)
+    state = train.build_state(cfg, alone(cfg))
     names = {id(p): n for n, p in state.masters.named.items()}
     found = {}
     for group in state.optimizer.param_groups:
@@ -102,7 +101,7 @@ def test_a_learning_rate_of_zero_is_one(configure: Configure) -> None:
     """It holds a part still; only null gives the part `optim.lr`."""
     cfg = configure("model.train=[projector,language,vision]", "optim.lr=1e-3", "optim.projector_lr=0",
         "optim.vision_lr=null")  # fmt: skip
-    state = train.build_state(cfg, single_world(), SHARD_PLANS[cfg.sharding.strategy], None)
+    state = train.build_state(cfg, alone(cfg))
     rates = {id(p): group["base_lr"] for group in state.optimizer.param_groups for p in group["params"]}
     by_part = {name.partition(".")[0]: rates[id(p)] for name, p in state.masters.named.items()}
     assert by_part == {"language_model": 1e-3, "lm_head": 1e-3, "vision_tower": 1e-3, "multi_modal_projector": 0.0}
@@ -155,7 +154,7 @@ def test_the_end_of_a_line_decays_and_has_the_rate_of_the_language_model(configu
     projector has the names with `mm_projector`."""
     tiled = ["data.image_aspect_ratio=anyres", "model.patch_merge=spatial_unpad"]
     cfg = configure(*tiled, "optim.lr=1e-3", "optim.projector_lr=2e-3", "optim.weight_decay=0.1", to="run")
-    state = train.build_state(cfg, single_world(), SHARD_PLANS[cfg.sharding.strategy], None)
+    state = train.build_state(cfg, alone(cfg))
     decayed = decayed_names(state.model)
     assert "image_newline" in decayed
     own = state.masters.named["image_newline"]
@@ -168,5 +167,5 @@ def test_the_end_of_a_line_decays_and_has_the_rate_of_the_language_model(configu
 def test_the_end_of_a_line_trains_with_the_projector(part: str, configure: Configure) -> None:
     tiled = ["data.image_aspect_ratio=anyres", "model.patch_merge=spatial_unpad"]
     cfg = configure(*tiled, f"model.train=[{part}]", to="run")
-    state = train.build_state(cfg, single_world(), SHARD_PLANS[cfg.sharding.strategy], None)
+    state = train.build_state(cfg, alone(cfg))
     assert ("image_newline" in state.masters.named) is (part == "projector")

@@ -56,8 +56,8 @@ def test_a_run_with_and_without(configure: Configure, tmp_path: Path) -> None:
 def recorded(world: World, parts: Path, dataset: Path, folder: Path) -> list[dict[str, float]]:
     cfg = make_config(parts, dataset, folder, *PROFILE[:2], "sharding=zero3")
     folder.mkdir(exist_ok=True)
-    state, plan = begin(world, cfg)
-    fit(state, plan, cfg, StepProfiler(cfg, (2, 3), world.rank, world.device))
+    state = begin(world, cfg)
+    fit(state, cfg, StepProfiler(cfg, (2, 3), world.rank, world.device))
     return times_of(folder / "profile" / f"rank-{world.rank}.trace.json.gz").steps
 
 

@@ -19,8 +19,8 @@ from llava_fsdp.config import Config
 from llava_fsdp.config.paths import paths_read
 from llava_fsdp.data.batching.sampler import ComputedShuffle
 from llava_fsdp.model.weights.weight_names import ours
-from llava_fsdp.parallel.ranks.mesh import Meshes, World, make_meshes
-from llava_fsdp.parallel.zero import SHARD_PLANS
+from llava_fsdp.parallel.parallelism import Parallelism
+from llava_fsdp.parallel.ranks.mesh import Meshes, World
 from llava_fsdp.runtime.errors import CheckpointError, ConfigError
 from llava_fsdp.runtime.files.run_dir import list_checkpoints
 from llava_fsdp.runtime.process.watchdog import Watchdog
@@ -252,8 +252,7 @@ def resumed_step(world: World, cfg: Config, older: Path) -> int:
     """Where this rank continues, when every rank but the first sees an older checkpoint as the newest."""
     if world.rank:
         cfg.checkpoint.resume = str(older)
-    plan = SHARD_PLANS[cfg.sharding.strategy]
-    state = train.build_state(cfg, world, plan, make_meshes(world, plan, cfg))
+    state = train.build_state(cfg, Parallelism.of(cfg, world))
     assert resume(state, cfg)
     return state.step
 

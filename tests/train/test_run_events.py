@@ -60,7 +60,7 @@ def test_the_order_of_the_observers(configure: Configure, dataset: Path, monkeyp
     """It decides which files a run has that ends in a step; `event_order.py` says why each stands where it does."""
     seen: list[str] = []
 
-    def fit(state: object, plan: object, cfg: object, events: EventList, watchdog: object) -> None:
+    def fit(state: object, cfg: object, events: EventList, watchdog: object) -> None:
         seen.extend(type(event.event if isinstance(event, OwnEvent) else event).__name__ for event in events.events)
         events.on_end()
         events.close()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import RankPool, single_world
+from harness import RankPool, alone, single_world
 from small import Configure, make_config
 from steps import begin, held_masters, run_steps
 
@@ -14,7 +14,6 @@ from llava_fsdp.config import LossConfig, LossKernel, Normalize
 from llava_fsdp.data.batching.batch import SkippedSample, StepFacts
 from llava_fsdp.model.loss import LossCollector, choose_loss
 from llava_fsdp.parallel.ranks.mesh import World
-from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.train.events.metrics import metrics_row
 from llava_fsdp.train.loop import SourceSums
 from llava_fsdp.train.setup.build_state import build_state
@@ -29,7 +28,7 @@ def sources(dataset: Path) -> list[str]:
 def run(world: World, parts: Path, dataset: Path, output: Path, *overrides: str) -> dict[str, Any]:
     """Two steps: rows of metrics, and the weights."""
     cfg = make_config(parts, dataset, output, "max_steps=2", *overrides)
-    state, _ = begin(world, cfg)
+    state = begin(world, cfg)
     rows = [metrics_row(result) for result in run_steps(state, cfg)]
     return {"rows": rows, "weights": held_masters(state)}
 
@@ -55,7 +54,7 @@ def test_the_parts_are_the_whole(asked: dict[str, Any]) -> None:
 
 def test_every_record_is_of_the_file_that_it_lies_in(configure: Configure, dataset: Path) -> None:
     cfg = configure(*sources(dataset), *SEVERAL)
-    steps = build_state(cfg, single_world(), SHARD_PLANS[cfg.sharding.strategy], None).loader.steps
+    steps = build_state(cfg, alone(cfg)).loader.steps
     numbers = range(len(steps.records))
     found = [steps.sources[source] for source in steps.sources_of([*numbers])]
     assert found == [Path(steps.records[number].file).stem for number in numbers] and len(set(found)) == 3
@@ -101,8 +100,7 @@ def test_a_source_without_labels_has_no_loss(labels: dict[str, int]) -> None:
 
 def test_samples_that_turn_out_broken_are_in_no_source(configure: Configure, dataset: Path) -> None:
     cfg = configure(*SEVERAL, *sources(dataset), "data.bad_records=skip")
-    plan = SHARD_PLANS[cfg.sharding.strategy]
-    steps = build_state(cfg, single_world(), plan, None).loader.steps
+    steps = build_state(cfg, alone(cfg)).loader.steps
     number = steps.sampler.samples(0)[0]
     whole, lacks = steps.facts(0, steps.sampler.samples(0)), steps.facts(0, [number])
     assert sum(lacks.source_labels.values()) == lacks.label_tokens > 0

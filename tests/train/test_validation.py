@@ -32,8 +32,8 @@ from llava_fsdp.data.validation_set import held_out_sampler, spread, spread_over
 from llava_fsdp.model.generation import Sampling, write_tokens
 from llava_fsdp.parallel.compile import run_block
 from llava_fsdp.parallel.eval_mode import evaluating
-from llava_fsdp.parallel.ranks.mesh import World, make_meshes
-from llava_fsdp.parallel.zero import SHARD_PLANS
+from llava_fsdp.parallel.parallelism import Parallelism
+from llava_fsdp.parallel.ranks.mesh import World
 from llava_fsdp.runtime.errors import ConfigError, DataError, Stopped
 from llava_fsdp.runtime.process.watchdog import Watchdog
 from llava_fsdp.train import main as train
@@ -193,8 +193,7 @@ def test_training_is_the_same_to_the_bit(
 def open_state(
     world: World, cfg: Config, on_result: Callable[[dict[str, Any]], None] = lambda _: None
 ) -> tuple[TrainState, Validation]:
-    plan = SHARD_PLANS[cfg.sharding.strategy]
-    state = train.build_state(cfg, world, plan, make_meshes(world, plan, cfg))
+    state = train.build_state(cfg, Parallelism.of(cfg, world))
     assert state.held_out is not None
     Path(cfg.output_dir).mkdir(exist_ok=True)
     state.model.train()

@@ -33,11 +33,11 @@ from llava_fsdp.parallel.compile import compiling_of_settings
 from llava_fsdp.parallel.context.context_attention import plan_context
 from llava_fsdp.parallel.memory.memory import Bytes, Weight, bytes_per_rank, divided_weights
 from llava_fsdp.parallel.parallelize import units_of_blocks, weights_of
-from llava_fsdp.parallel.pipeline.pipeline import Place, passes_of
+from llava_fsdp.parallel.pipeline.pipeline import passes_of
 from llava_fsdp.parallel.pipeline.stages import plan_stages
 from llava_fsdp.parallel.precision.fast_dtype import settle_precision
 from llava_fsdp.parallel.precision.precision import DTYPES
-from llava_fsdp.parallel.ranks.mesh import count_groups, mesh_shape
+from llava_fsdp.parallel.ranks.rank_layout import RankLayout, mesh_shape, place_of_group
 from llava_fsdp.parallel.tensor.tensor_cut import Cut
 from llava_fsdp.parallel.tensor.tensor_plan import tensor_plan
 from llava_fsdp.parallel.zero import SHARD_PLANS, ShardPlan, Sync
@@ -387,7 +387,7 @@ class Planner:
         flops = self.recomputing_flops if recomputes else self.flops
         plan = plan_stages(self.model, flops, self.samples.counts, parallel.num_stages, self.tensor)
         weights = weights_of_groups(self.model, self.named_weights, plan, parallel)
-        places = (Place(index, parallel.pipeline, parallel.num_stages) for index in range(parallel.pipeline))
+        places = (place_of_group(parallel, group) for group in range(parallel.pipeline))
         return [
             Group(
                 place.index,
@@ -416,13 +416,13 @@ class Planner:
             rank: the rank whose memory is computed; None: the first one of the group that needs the most.
         """
         parallel, precision, strategy, offload = self.cfg.parallel, self.cfg.precision, choice.strategy, choice.offload
-        world_size, of_group = ranks.world_size, ranks.world_size // parallel.pipeline
+        world_size, layout = ranks.world_size, RankLayout(parallel, ranks.world_size)
         own, groups = self.own_ranks(ranks), self.groups(choice)
-        place, micros = (rank or 0) % of_group // self.tensor, MicroBatches(micros)
+        place, micros = layout.copy_of_layers(rank or 0).number, MicroBatches(micros)
         shape = mesh_shape(SHARD_PLANS[strategy], own.world_size, own.shard_size)
         ledgers = {
             group: self.simulate(choice, own, micros, between, place, groups[group])
-            for group in (range(len(groups)) if rank is None else [rank // of_group])
+            for group in (range(len(groups)) if rank is None else [layout.place(rank).index])
         }
         number, ledger = max(ledgers.items(), key=lambda item: sum(item[1].worst.values()))
         group = groups[number]
@@ -446,7 +446,7 @@ class Planner:
             {"parameters": at_rest.parameters, "gradients": at_rest.gradients, "optimizer": at_rest.optimizer},
             host,
             disk,
-            self.machine.usable(count_groups(parallel, shape, world_size)),
+            self.machine.usable(layout.num_groups(shape)),
             step,
             sent,
             samples_per_second=rate,
@@ -479,8 +479,8 @@ class Planner:
 
     def own_ranks(self, ranks: Ranks) -> Ranks:
         """Return the numbers of the ranks that hold the same parts of layers."""
-        of_group = ranks.world_size // self.cfg.parallel.pipeline
-        copies, node = of_group // self.tensor, max(1, min(ranks.node_size, of_group) // self.tensor)
+        layout = RankLayout(self.cfg.parallel, ranks.world_size)
+        copies, node = layout.num_copies, layout.shard_size(None, ranks.node_size)
         return Ranks(copies, min(ranks.shard_size, copies), node)
 
     def seconds(self, choice: Choice, ranks: Ranks, micros: MicroBatches, most: int | None = None) -> float:

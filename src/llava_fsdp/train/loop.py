@@ -18,9 +18,8 @@ from llava_fsdp.model.loss import LossCollector
 from llava_fsdp.parallel.compile import explained_compiler_errors
 from llava_fsdp.parallel.local_shards import plain_shard
 from llava_fsdp.parallel.precision.precision import MasterWeights
-from llava_fsdp.parallel.ranks.consensus import rank_and_size
 from llava_fsdp.parallel.ranks.replicas import same_on_every_rank, sharded_norm
-from llava_fsdp.parallel.zero import ShardPlan, begin_micro_batch
+from llava_fsdp.parallel.zero import begin_micro_batch
 from llava_fsdp.runtime.errors import CompileError, Stopped
 from llava_fsdp.runtime.files.heartbeat import Phase
 from llava_fsdp.runtime.process.watchdog import Watchdog
@@ -40,7 +39,6 @@ END: Any = object()
 
 def fit(
     state: TrainState,
-    plan: ShardPlan,
     cfg: Config,
     events: RunEvents,
     watchdog: Watchdog | None = None,
@@ -48,7 +46,6 @@ def fit(
     """Train from the current step to the last one.
 
     Args:
-        plan: the FSDP2 settings of the sharding strategy.
         events: the observers, which are told of each moment on every rank. If a stop was requested, `before_step`
             raises an error on every rank. In this case it is also called on ranks whose data have not arrived, because
             the other ranks wait for them.
@@ -56,14 +53,15 @@ def fit(
     """
     watchdog = watchdog or Watchdog()
     try:
-        events.on_start(RunStart(cfg, Path(cfg.output_dir), rank_and_size()[0], state.step, state.loader.total_steps))
-        run_steps(state, plan, cfg, events, watchdog)
+        rank = state.parallelism.world.rank
+        events.on_start(RunStart(cfg, Path(cfg.output_dir), rank, state.step, state.loader.total_steps))
+        run_steps(state, cfg, events, watchdog)
         events.on_end()
     finally:
         events.close()
 
 
-def run_steps(state: TrainState, plan: ShardPlan, cfg: Config, events: RunEvents, watchdog: Watchdog) -> None:
+def run_steps(state: TrainState, cfg: Config, events: RunEvents, watchdog: Watchdog) -> None:
     """Run the steps of a training; see `fit` for the arguments."""
     for root in state.roots:
         root.train()
@@ -80,7 +78,7 @@ def run_steps(state: TrainState, plan: ShardPlan, cfg: Config, events: RunEvents
                 events.before_step()
                 assert step is not None, "before_step raises on every rank when one of them was asked to stop"
                 watchdog.at(Phase.COMPUTE)
-                result = train_step(state, state.loader.agree(step), plan, cfg, started, watchdog)
+                result = train_step(state, state.loader.agree(step), cfg, started, watchdog)
                 if state.dynamic is not None:
                     state.dynamic.after_step(result.skipped)
                 # the phase counts as progress in the next step, so that a rank that hangs here counts as late
@@ -108,7 +106,6 @@ def next_step(steps: Iterator[Step | None]) -> Any:
 def train_step(
     state: TrainState,
     step: Step,
-    plan: ShardPlan,
     cfg: Config,
     started: float,
     watchdog: Watchdog | None = None,
@@ -118,7 +115,6 @@ def train_step(
 
     Args:
         step: the data of the step.
-        plan: the FSDP2 settings of the sharding strategy.
         started: time (`time.perf_counter`) at which the step began, which is when its data were requested.
         watchdog: records what this rank does, to report a hang.
 
@@ -128,23 +124,21 @@ def train_step(
     lr = state.learning_rate.apply(state.optimizer, state.step - state.skipped)
     scale = state.scaler.scale if state.scaler is not None else 1.0
     # Seeded anew for each step, so that a resumed run draws the same random numbers as a run without interruption.
-    # Ranks that compute layers together, or have different stages for the same rows, have the same seed.
-    together, (rank, size) = cfg.parallel.tensor, rank_and_size()
-    torch.manual_seed(derive("step", cfg.seed, state.step, rank % (size // cfg.parallel.pipeline) // together))
+    torch.manual_seed(derive("step", cfg.seed, state.step, state.parallelism.seed_rank))
     sources = SourceSums(step.facts, state.loader.device)
     experts = ExpertSums(state.routers, step.facts, cfg.model.balance_loss, state.loader.device)
     if state.pipeline is not None:
-        loss_sum = run_pipeline(state, state.pipeline, step, scale, sources, experts)
+        loss_sum = run_pipeline(state, step, scale, sources, experts)
     else:
-        loss_sum = run_micro_batches(state, step, plan, scale, sources, experts)
+        loss_sum = run_micro_batches(state, step, scale, sources, experts)
     with part("optimizer"):
-        line = state.pipeline.group if state.pipeline is not None else None
-        norm = clip_gradients(state.masters, cfg.optim.clip, scale, line)
+        norm = clip_gradients(state.masters, cfg.optim.clip, scale, state.parallelism.line)
         # The only place in a step where the host waits for the device (except for the norm, if weights are in host
         # memory).
         expert_numbers, state.expert_loads = experts.summed()
-        losses = summed(loss_sum / together), loss_sum, norm.to(loss_sum.device)
-        values = *losses, *(sources.summed() / together), *expert_numbers
+        counted = state.parallelism.ranks_per_loss
+        losses = summed(loss_sum / counted), loss_sum, norm.to(loss_sum.device)
+        values = *losses, *(sources.summed() / counted), *expert_numbers
         loss, own_loss, grad_norm, *others = torch.stack(values).tolist()
     is_finite = math.isfinite(grad_norm) and math.isfinite(loss)  # the same on all ranks, because both are global
     if watchdog is not None:
@@ -237,7 +231,6 @@ class SourceSums:
 def run_micro_batches(
     state: TrainState,
     step: Step,
-    plan: ShardPlan,
     scale: float,
     sources: SourceSums,
     experts: ExpertSums,
@@ -246,13 +239,12 @@ def run_micro_batches(
     the loss, float32 [].
 
     Args:
-        plan: the FSDP2 settings of the sharding strategy.
         scale: the loss scale.
         sources, experts: sums of the step, to which these micro-batches are added.
     """
     loss_sum = torch.zeros((), device=state.loader.device)
     for number, micro in enumerate(step.micro_batches, start=1):
-        begin_micro_batch(state.model, plan, is_last=number == len(step.micro_batches))
+        begin_micro_batch(state.model, state.parallelism.plan, is_last=number == len(step.micro_batches))
         with part("forward"):
             micro = state.loader.to_device(micro)
             collector = sources.collector()

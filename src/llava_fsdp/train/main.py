@@ -15,11 +15,11 @@ from llava_fsdp.config import AUTO, Config, DType, Format
 from llava_fsdp.config.paths import check_same_settings
 from llava_fsdp.data.text.jinja_template import OWN
 from llava_fsdp.parallel.memory.offload import explained_memory_errors
+from llava_fsdp.parallel.parallelism import Parallelism
 from llava_fsdp.parallel.precision.fast_dtype import has_bf16, settle_precision, slow_dtype
 from llava_fsdp.parallel.ranks import mesh as ranks
 from llava_fsdp.parallel.ranks.consensus import on_first_rank
-from llava_fsdp.parallel.ranks.mesh import World, distributed, gather_lists, make_meshes
-from llava_fsdp.parallel.zero import SHARD_PLANS
+from llava_fsdp.parallel.ranks.mesh import World, distributed, gather_lists
 from llava_fsdp.plan.search.auto import Decision, decide, settle_packing
 from llava_fsdp.plan.workload import samples_in
 from llava_fsdp.report.run_reader import CONFIG_FILE
@@ -114,11 +114,10 @@ def train(
         check_same_settings(cfg, gather_lists)
         cfg = agree_on_precision(cfg, world, has_bf16(world.device))
         cfg = settle_auto(cfg, world)
-        plan = SHARD_PLANS[cfg.sharding.strategy]
-        meshes = make_meshes(world, plan, cfg)
-        parts.count_collectives = ranks.num_collectives(meshes, world.device)
+        parallelism = Parallelism.of(cfg, world)
+        parts.count_collectives = ranks.num_collectives(parallelism.meshes, world.device)
         continued = continues(cfg)
-        state = parts.state = build_state(cfg, world, plan, meshes)
+        state = parts.state = build_state(cfg, parallelism)
         if cfg.private:  # not set earlier: everybody who may read the dataset may also read the index written for it
             os.umask(0o077)
         last_step = state.loader.total_steps
@@ -129,11 +128,11 @@ def train(
         elif resumed:
             log().info("continuing after step %d of %d", state.step, last_step)
         write_config(cfg, world)
-        seen = Observed(cfg, state, world, meshes, watchdog, parts.dir_lock)
+        seen = Observed(cfg, state, watchdog, parts.dir_lock)
         observers = open_events(seen, answer_metric, resumed, events)
         parts.reports, controller = observers.reports, observers.controller
         with watchdog.steps():
-            fit(state, plan, cfg, observers.all, watchdog)
+            fit(state, cfg, observers.all, watchdog)
         watchdog.at(Phase.EXPORT)
         with controller.lost_folder_explained():
             if cfg.export.enabled and not final_export.is_current(state, cfg):

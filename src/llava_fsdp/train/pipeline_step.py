@@ -120,7 +120,6 @@ def to_device(loader: Any, stage: nn.Module, micro: MicroBatch) -> MicroBatch:
 
 def run_pipeline(
     state: TrainState,
-    pipeline: Pipeline,
     step: Step,
     scale: float,
     sources: SourceSums,
@@ -130,12 +129,12 @@ def run_pipeline(
     which is 0 without the last stage. Collective: all ranks must call it.
 
     Args:
-        pipeline: this rank's stages.
         scale: the loss scale.
         sources, experts: sums of the step, to which these micro-batches are added.
     """
+    assert state.pipeline is not None
     work = TrainingWork(state, step.micro_batches, scale, sources, experts)
-    pipeline.run(work, [shape_of(micro) for micro in step.micro_batches])
+    state.pipeline.run(work, [shape_of(micro) for micro in step.micro_batches])
     return work.loss_sum
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from llava_fsdp.model.weights.tensor_files import Stored
     from llava_fsdp.parallel.compile import Compilations
     from llava_fsdp.parallel.memory.dynamic_checkpoint import DynamicCheckpointing
+    from llava_fsdp.parallel.parallelism import Parallelism
     from llava_fsdp.parallel.pipeline.pipeline import Pipeline
     from llava_fsdp.parallel.precision.precision import MasterWeights
     from llava_fsdp.plan.time.mfu import Utilization
@@ -46,6 +47,7 @@ class TrainState:
     optimizer: torch.optim.Optimizer
     learning_rate: LearningRate
     loader: Loader
+    parallelism: Parallelism
     sources: dict[str, Stored] = field(default_factory=dict)
     """Sources of the parameters' initial values. Empty in a dry run, which saves nothing."""
     fingerprints: dict[str, str] = field(default_factory=dict)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from harness import single_world
+from harness import alone
 from loaders import agreed_steps
 from PIL import Image
 from small import make_config
@@ -24,7 +24,6 @@ from llava_fsdp.data.batching.workers import StartWorker, WorkerStatus
 from llava_fsdp.data.loader import Loader
 from llava_fsdp.data.records.record import Record
 from llava_fsdp.data.text.encode import Encoder, Sample
-from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.runtime.errors import WorkerError
 from llava_fsdp.train.loop import fit
 from llava_fsdp.train.setup.build_state import build_state
@@ -212,10 +211,9 @@ def is_running(pid: int) -> bool:
 
 def test_a_death_in_training_is_told_with_its_record(parts: Path, dataset: Path, tmp_path: Path) -> None:
     cfg = make_config(parts, dataset, tmp_path, "data.workers=1", "max_steps=8", "global_batch_size=4")
-    plan = SHARD_PLANS[cfg.sharding.strategy]
-    state = build_state(cfg, single_world(), plan, None)
+    state = build_state(cfg, alone(cfg))
     record = state.loader.steps.records[state.loader.steps.sampler.samples(2)[1]]
     state.loader.steps.encoder = Trapped(state.loader.steps.encoder, die, record.id)
     with pytest.raises(WorkerError) as caught:
-        fit(state, plan, cfg, Calls(lambda _: time.sleep(60)))
+        fit(state, cfg, Calls(lambda _: time.sleep(60)))
     assert record.where in str(caught.value)

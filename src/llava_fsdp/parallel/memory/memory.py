@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from llava_fsdp.config import DType, MasterDType, MomentDType, OffloadMode, PrecisionConfig, Strategy
 from llava_fsdp.parallel.precision.lowbit_adamw import BLOCK, is_quantised
-from llava_fsdp.parallel.ranks.mesh import mesh_shape
+from llava_fsdp.parallel.ranks.rank_layout import mesh_shape
 from llava_fsdp.parallel.tensor.tensor_cut import Cut
 from llava_fsdp.parallel.zero import SHARD_PLANS, Sync
 

@@ -14,7 +14,6 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, _utils
 from torch.distributed.pipelining._backward import stage_backward
@@ -23,7 +22,9 @@ from torch.distributed.pipelining.stage import _RecvInfo
 
 from llava_fsdp.config import ParallelConfig
 from llava_fsdp.parallel.eval_mode import forget_order
-from llava_fsdp.parallel.zero import ShardPlan, begin_micro_batch
+from llava_fsdp.parallel.parallelism import Parallelism
+from llava_fsdp.parallel.ranks.rank_layout import Place, place_of_group
+from llava_fsdp.parallel.zero import begin_micro_batch
 
 
 class ForwardWork(Protocol):
@@ -62,32 +63,6 @@ class GroupTensor(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
 
-@dataclass(frozen=True)
-class Place:
-    """Which stages a rank has."""
-
-    index: int
-    """Number of this rank's group among those that have different stages, from 0."""
-    size: int
-    """Number of these groups."""
-    stages: int
-    """Number of all stages; stage i belongs to group i % size."""
-
-    @property
-    def own(self) -> range:
-        """Numbers of this rank's stages."""
-        return range(self.index, self.stages, self.size)
-
-
-def place_of(mesh: DeviceMesh, parallel: ParallelConfig) -> Place:
-    """Return which stages this rank has.
-
-    Args:
-        mesh: mesh with the dimensions (pipeline, stage).
-    """
-    return Place(mesh.get_local_rank("pipeline"), mesh["pipeline"].size(), parallel.num_stages)
-
-
 class PackedStage(PipelineStage):
     """One stage of a model, for micro-batches of different shapes, which every rank knows without asking others.
 
@@ -98,10 +73,8 @@ class PackedStage(PipelineStage):
         self,
         root: nn.Module,
         number: int,
-        place: Place,
-        plan: ShardPlan,
+        parallelism: Parallelism,
         hidden: _utils._TensorMeta,
-        device: torch.device,
         group: dist.ProcessGroup,
     ):
         """Create a stage.
@@ -109,16 +82,15 @@ class PackedStage(PipelineStage):
         Args:
             root: the stage's part of the model, a root of FSDP.
             number: number of the stage.
-            plan: the FSDP2 settings of the sharding strategy.
             hidden: shape and dtype of hidden states; only its last dimension counts.
             group: the ranks that process the same rows.
         """
         # torch would gather all weights of an FSDP module at once before its first forward pass
-        super().__init__(nn.Identity(), number, place.stages, device, group=group)
+        super().__init__(nn.Identity(), number, parallelism.place.stages, parallelism.device, group=group)
         self.root = root
         self.units = [module for module in root.modules() if isinstance(module, FSDPModule)]
         self.has_run = False
-        self.plan = plan
+        self.plan = parallelism.plan
         self.hidden = hidden
         self.work: StageWork | None = None
 
@@ -237,7 +209,7 @@ def passes_of(parallel: ParallelConfig, index: int, micro_batches: int) -> list[
             if ahead + number < micro_batches:
                 order.append(Pass(index, True, ahead + number))
         return order
-    place = Place(index, parallel.pipeline, parallel.num_stages)
+    place = place_of_group(parallel, index)
     actions = ScheduleInterleaved1F1B([FakeStage(place, n) for n in place.own], micro_batches).pipeline_order[index]  # type: ignore[arg-type]
     found = [(a.stage_index, a.computation_type is FORWARD, a.microbatch_index) for a in actions if a is not None]
     return [Pass(stage, is_forward, number) for stage, is_forward, number in found if number is not None]
@@ -258,32 +230,29 @@ class Pipeline:
     def __init__(
         self,
         roots: list[nn.Module],
-        mesh: DeviceMesh,
-        parallel: ParallelConfig,
-        plan: ShardPlan,
+        parallelism: Parallelism,
         width: int,
         dtype: torch.dtype,
-        device: torch.device,
     ):
         """Create the stages. Collective: all ranks must call it.
 
         Args:
             roots: this rank's stages, each a root of FSDP, in order.
-            mesh: mesh with the dimensions (pipeline, stage).
-            plan: the FSDP2 settings of the sharding strategy.
             width, dtype: last dimension and dtype of hidden states.
         """
-        self.place = place_of(mesh, parallel)
+        mesh = parallelism.meshes.pipeline
+        assert mesh is not None
+        self.place = parallelism.place
         self.roots = roots
         self.group = mesh.get_group("pipeline")
         """The ranks that process the same rows, one of each group."""
         self.stage_group = mesh.get_group("stage")
-        self.equal_ranks = mesh.get_local_rank("stage"), mesh["stage"].size()
-        """(i, n): this rank is number i of the n ranks with the same stages."""
-        self.width, self.dtype, self.device = width, dtype, device
+        self.equal_ranks = parallelism.layout.equal_ranks(parallelism.world.rank)
+        """This rank's number among those with the same stages."""
+        self.width, self.dtype, self.device = width, dtype, parallelism.device
         hidden = meta_of((1, 1, width), dtype)
         self.stages = [
-            PackedStage(root, number, self.place, plan, hidden, device, self.group)
+            PackedStage(root, number, parallelism, hidden, self.group)
             for root, number in zip(roots, self.place.own, strict=True)
         ]
         self.schedules: dict[int, Schedule1F1B | ScheduleInterleaved1F1B] = {}

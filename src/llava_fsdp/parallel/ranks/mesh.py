@@ -17,12 +17,13 @@ import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from llava_fsdp.config import Config, ParallelConfig
+from llava_fsdp.config import Config
 from llava_fsdp.parallel.context.context import check_torch
 from llava_fsdp.parallel.memory.malloc import extend_segments, keep_freed_memory, limit_kernel_cache
 from llava_fsdp.parallel.ranks.consensus import gathered
 from llava_fsdp.parallel.ranks.fake_collectives import join_fake
 from llava_fsdp.parallel.ranks.meet import ended_ranks, meet, remaining, uses_agent_store
+from llava_fsdp.parallel.ranks.rank_layout import RankLayout, mesh_shape, shape_of_experts
 from llava_fsdp.parallel.zero import Mesh, ShardPlan
 from llava_fsdp.runtime.errors import CommunicationError, ConfigError
 from llava_fsdp.runtime.files.heartbeat import margin
@@ -402,15 +403,13 @@ def make_meshes(world: World, plan: ShardPlan, cfg: Config) -> Meshes:
             `parallel.pipeline` does not divide the number of ranks, or the installed torch is too old for them.
     """
     cfg.parallel.check_divides(world.size)
-    parallel = cfg.parallel
+    parallel, layout = cfg.parallel, RankLayout(cfg.parallel, world.size)
     size, tensor, expert, stages = parallel.num_context, parallel.tensor, parallel.expert, parallel.pipeline
     for key, ranks in (("context", size), ("tensor", tensor), ("expert", expert), ("pipeline", stages)):
         if ranks > 1:
             check_torch(f"parallel.{key}")
-    of_stage = world.size // stages
-    copies = of_stage // tensor  # ranks that hold the same parts of layers
-    node = min(world.local_size, of_stage)
-    shape = mesh_shape(plan, copies, cfg.sharding.shard_size or max(1, node // tensor))
+    copies = layout.num_copies
+    shape = mesh_shape(plan, copies, layout.shard_size(cfg.sharding.shard_size, world.local_size))
     if world.size == 1 and not cfg.offload.mode.moves_weights:
         return Meshes()
     names = ("shard",) if plan.mesh is Mesh.SHARD else ("replicate", "shard")
@@ -431,7 +430,9 @@ def make_meshes(world: World, plan: ShardPlan, cfg: Config) -> Meshes:
     meshes = Meshes(
         dense[names] if outer or inner else dense,
         mesh_of((copies // size, size), ("data", "context"), inner) if size > 1 else None,
-        pipeline=init_device_mesh(world.device.type, (stages, of_stage), mesh_dim_names=("pipeline", "stage"))
+        pipeline=init_device_mesh(
+            world.device.type, (stages, layout.ranks_per_stage), mesh_dim_names=("pipeline", "stage")
+        )
         if stages > 1
         else None,
         tensor=dense["tensor"] if tensor > 1 else None,
@@ -439,82 +440,3 @@ def make_meshes(world: World, plan: ShardPlan, cfg: Config) -> Meshes:
     )
     set_timeout(meshes, cfg.comm.init_timeout)  # torch gives groups of a mesh its default, 10 or 30 minutes
     return meshes
-
-
-def shape_of_experts(shape: tuple[int, int], size: int, tensor: int) -> tuple[int, int]:
-    """Return the (replicate, shard) sizes of the mesh of ranks that hold the same experts.
-
-    Args:
-        shape: (replicate, shard) sizes of the mesh of ranks that hold the same parts of layers.
-        size: number of ranks that share the experts (`parallel.expert`): consecutive ranks, so that those which shard
-            other weights together (`shard` of them) hold all experts, if there are enough of them.
-        tensor: number of ranks that compute each layer together. Experts are sharded over them, too.
-
-    Raises:
-        ConfigError: neither `size` nor the number of ranks over which weights are sharded is a multiple of the other.
-    """
-    replicas, shards = shape[0], shape[1] * tensor
-    if size % shards and shards % size:
-        together = f"sharding.shard_size={shape[1]}" + f" x parallel.tensor={tensor}" * (tensor > 1)
-        raise ConfigError(
-            f"parallel.expert={size} and {together}: neither is a multiple of the other; set parallel.expert to a "
-            f"divisor or a multiple of {shards}"
-        )
-    own = max(1, shards // size)
-    return replicas * shards // (own * size), own
-
-
-def count_groups(parallel: ParallelConfig, shape: tuple[int, int], world_size: int) -> int:
-    """Return how many process groups of several ranks each rank belongs to, with the meshes of `make_meshes`: that of
-    all ranks, and one for each dimension that has several ranks, but not all. 0 for a single rank.
-
-    Args:
-        shape: (replicate, shard) sizes of the mesh of ranks that hold the same parts of layers.
-        world_size: number of all ranks.
-    """
-    copies, tensor = shape[0] * shape[1], parallel.tensor
-    sizes = [*shape, tensor]
-    if parallel.num_context > 1:
-        sizes += [copies // parallel.num_context, parallel.num_context]
-    if parallel.expert > 1:
-        sizes += [*shape_of_experts(shape, parallel.expert, tensor), parallel.expert]
-    if parallel.pipeline > 1:
-        sizes += [parallel.pipeline, world_size // parallel.pipeline]
-    return (world_size > 1) + sum(1 < size < world_size for size in sizes)
-
-
-def row_group(world: World, parallel: ParallelConfig) -> tuple[int, int]:
-    """Return the number of this rank's group, and how many groups there are. The ranks of a group process the same
-    rows: `parallel.context` times `parallel.tensor` consecutive ranks of each of the `parallel.pipeline` parts of all
-    ranks.
-
-    Raises:
-        ConfigError: `parallel.context`, `parallel.tensor` or `parallel.pipeline` does not divide the number of ranks.
-    """
-    parallel.check_divides(world.size)
-    groups = world.size // parallel.pipeline // parallel.ranks_per_row
-    return world.rank // parallel.ranks_per_row % groups, groups
-
-
-def mesh_shape(plan: ShardPlan, world_size: int, shard_size: int) -> tuple[int, int]:
-    """Return the (replicate, shard) sizes of the device mesh of a sharding strategy.
-
-    Args:
-        plan: the FSDP2 settings of the strategy.
-        world_size: number of ranks.
-        shard_size: number of ranks over which hybrid strategies shard; other strategies ignore it.
-
-    Raises:
-        ConfigError: a hybrid strategy's `shard_size` does not divide the number of ranks.
-    """
-    if plan.mesh is Mesh.REPLICATE:
-        return world_size, 1
-    if plan.mesh is Mesh.SHARD:
-        return 1, world_size
-    if world_size % shard_size:
-        divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
-        raise ConfigError(
-            f"sharding.shard_size={shard_size} does not divide the {world_size} ranks of this run; "
-            f"choose one of {divisors}"
-        )
-    return world_size // shard_size, shard_size

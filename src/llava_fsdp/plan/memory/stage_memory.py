@@ -11,8 +11,8 @@ from llava_fsdp.config import ParallelConfig
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.parallel.memory.memory import Weight
 from llava_fsdp.parallel.pipeline.pipeline import Pass as StagePass
-from llava_fsdp.parallel.pipeline.pipeline import Place
 from llava_fsdp.parallel.pipeline.stages import StagePlan, children_of, stage_of
+from llava_fsdp.parallel.ranks.rank_layout import place_of_group
 from llava_fsdp.parallel.zero import ShardPlan
 from llava_fsdp.plan.memory.activations import Live, Segment
 from llava_fsdp.plan.memory.fsdp_units import Unit
@@ -52,7 +52,7 @@ def weights_of_groups(
     names = names_of_stages(model, plan)
     found = []
     for group in range(parallel.pipeline):
-        own = set[str]().union(*(names[stage] for stage in Place(group, parallel.pipeline, parallel.num_stages).own))
+        own = set[str]().union(*(names[stage] for stage in place_of_group(parallel, group).own))
         found.append([weight for name, weight in weights.items() if name in own])
     return found
 

@@ -16,6 +16,7 @@ from typing import Generic, TypeVar
 
 from llava_fsdp.config import Config, ParallelConfig, PipelineSchedule
 from llava_fsdp.parallel.context.context import check_torch
+from llava_fsdp.parallel.ranks.rank_layout import RankLayout
 from llava_fsdp.plan.memory.activations import MicroBatches
 from llava_fsdp.plan.planner import Choice, Planner, PlanRow, Ranks
 from llava_fsdp.plan.search.search import largest_that_fits, place_of, ways_to_share_experts
@@ -155,7 +156,7 @@ def layouts(cfg: C, world_size: int, node_size: int) -> list[C]:
             tried = replace(cfg, parallel=parallel)
         except ConfigError:
             continue
-        if world_size // (pipeline * parallel.ranks_per_row) <= cfg.global_batch_size:  # no group without samples
+        if RankLayout(parallel, world_size).num_row_groups <= cfg.global_batch_size:  # no group without samples
             found.append(tried)
     return found
 

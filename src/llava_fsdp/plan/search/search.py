@@ -14,7 +14,7 @@ from llava_fsdp.config import (
     ShardingConfig,
     Strategy,
 )
-from llava_fsdp.parallel.ranks.mesh import mesh_shape, shape_of_experts
+from llava_fsdp.parallel.ranks.rank_layout import mesh_shape, shape_of_experts
 from llava_fsdp.parallel.zero import SHARD_PLANS, Mesh
 from llava_fsdp.plan.memory.activations import MicroBatch, MicroBatches
 from llava_fsdp.plan.planner import Choice, Planner, PlanRow, Ranks

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llava_fsdp.config import Config
-from llava_fsdp.parallel.ranks.mesh import Meshes, World
 from llava_fsdp.runtime.files.run_dir_watch import RunDirLock
 from llava_fsdp.runtime.process.watchdog import Watchdog
 from llava_fsdp.train import final_export
@@ -30,8 +29,6 @@ class Observed:
     cfg: Config
     state: TrainState
     """The state after it was resumed; its step is the one at which this start of the run begins."""
-    world: World
-    meshes: Meshes
     watchdog: Watchdog
     dir_lock: RunDirLock | None
     """On rank 0 the lock on the run's folder; None on other ranks."""
@@ -60,7 +57,7 @@ def open_events(
         ConfigError: the model cannot generate answers.
         StorageError: output_dir cannot be written.
     """
-    cfg, state, world = seen.cfg, seen.state, seen.world
+    cfg, state, world = seen.cfg, seen.state, seen.state.parallelism.world
     last_step = state.loader.total_steps
     adapters = final_export.in_checkpoints(state, cfg)
     saver = open_saver(state, cfg, resumed, adapters) if state.step < last_step else None
@@ -71,7 +68,8 @@ def open_events(
         CompileWarnings(),
         reports,  # before the controller: a step that ends the run, by its loss or a full disk, has its row
         controller,  # before all that takes long: a step is saved first, and a request to stop is answered first
-        Timeouts(seen.meshes, cfg.comm.timeout, seen.watchdog),  # behind the first save, which may take long
+        # behind the first save, which may take long
+        Timeouts(state.parallelism.meshes, cfg.comm.timeout, seen.watchdog),
         # behind the save, so that a run that stops while it validates has the step's checkpoint, and validates later
         open_validation(state, cfg, seen.watchdog, events, metric),
         *map(OwnEvent, own),  # behind ours: their errors cost no row, checkpoint or validation of the step

@@ -288,7 +288,7 @@ def open_saver(
         good=[resumed] if resumed is not None and resumed.parent.resolve() == parent.resolve() else [],
         adapter_folder=adapter_folder,
         check=partial(check_replicas, state, parent),
-        equal_ranks=state.pipeline.equal_ranks if state.pipeline is not None else None,
+        equal_ranks=state.parallelism.equal_ranks,
     )
     state.optimizer.register_step_pre_hook(lambda *_: saver.before_update())
     return saver

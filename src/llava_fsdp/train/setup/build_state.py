@@ -32,16 +32,17 @@ from llava_fsdp.parallel.local_shards import local_shards
 from llava_fsdp.parallel.memory.activation_checkpoint import clean_name
 from llava_fsdp.parallel.memory.dynamic_checkpoint import DynamicCheckpointing
 from llava_fsdp.parallel.memory.offload import Offload, warn_if_useless
+from llava_fsdp.parallel.parallelism import Parallelism
 from llava_fsdp.parallel.parallelize import parallelize, useless_settings, weights_of
-from llava_fsdp.parallel.pipeline.pipeline import Pipeline, Place, place_of
+from llava_fsdp.parallel.pipeline.pipeline import Pipeline
 from llava_fsdp.parallel.pipeline.stages import chains_of_blocks, children_of, plan_of_stages, remove_others, stage_of
 from llava_fsdp.parallel.precision.precision import MasterWeights, store_weights
 from llava_fsdp.parallel.ranks.consensus import on_all_ranks, on_first_rank
-from llava_fsdp.parallel.ranks.mesh import Meshes, World, first_rank_first, gather_lists, row_group
+from llava_fsdp.parallel.ranks.mesh import World, first_rank_first, gather_lists
+from llava_fsdp.parallel.ranks.rank_layout import Place, RankLayout
 from llava_fsdp.parallel.tensor.tensor_cut import Cut
 from llava_fsdp.parallel.tensor.tensor_parallel import cut_model, own_rows, reduction
 from llava_fsdp.parallel.tensor.tensor_plan import divide_dropout, tensor_plan
-from llava_fsdp.parallel.zero import ShardPlan
 from llava_fsdp.plan.time.mfu import utilization_of
 from llava_fsdp.runtime.errors import DataError
 from llava_fsdp.runtime.text.log import log
@@ -56,14 +57,10 @@ from llava_fsdp.train.setup.summary import show_run
 from llava_fsdp.train.state import Elsewhere, TrainState
 
 
-def build_state(cfg: Config, world: World, plan: ShardPlan, meshes: Meshes | None) -> TrainState:
+def build_state(cfg: Config, parallelism: Parallelism) -> TrainState:
     """Build the state of a training at step 0: the data, and the sharded model and optimizer with initial weights.
-
-    Args:
-        world: this rank's number and device, and the number of ranks.
-        plan: the FSDP2 settings of the sharding strategy.
-        meshes: arrangements of the ranks (`make_meshes`); None: there is one rank.
-    """
+    Collective: all ranks must call it."""
+    world = parallelism.world
     model, projector = open_model(cfg, world.device)
     parts = model.parts
     warnings = on_first_rank(lambda: check_prompts(cfg, model), "the export cannot be rehearsed")
@@ -100,7 +97,7 @@ def build_state(cfg: Config, world: World, plan: ShardPlan, meshes: Meshes | Non
         watch = watch_loading(world.is_first)
         on_all_ranks(lambda: load_weights(of_rank, shards, watch, packed), "the weights cannot be loaded")
 
-    state = assemble(model, loader, load, cfg, world, plan, meshes)
+    state = assemble(model, cfg, parallelism, loader, load)
     known = {"sources": sources, "fingerprints": fingerprints, "digests": digests, "about": about}
     return replace(state, **known, utilization=utilization, held_out=held_out)
 
@@ -133,9 +130,20 @@ def open_data(cfg: Config, world: World, model: Llava, choose: Choose | None = N
     if cfg.data.source is Source.shapes:
         with first_rank_first(world):
             draw_shapes(cfg.data)
-    folders = model.parts.language_folder, model.parts.vision_folder
-    args = shape_of(model), *row_group(world, cfg.parallel), world.device, gather_lists, choose
-    return build_loader(cfg, *folders, *args, cut_of(cfg, world, model), world.is_first)
+    group = RankLayout(cfg.parallel, world.size).row_group(world.rank)
+    return build_loader(
+        cfg,
+        model.parts.language_folder,
+        model.parts.vision_folder,
+        shape_of(model),
+        group.number,
+        group.count,
+        world.device,
+        gather_lists,
+        choose,
+        cut=cut_of(cfg, world, model),
+        is_first=world.is_first,
+    )
 
 
 def cut_of(cfg: Config, world: World, model: Llava) -> ContextCut | None:
@@ -145,8 +153,8 @@ def cut_of(cfg: Config, world: World, model: Llava) -> ContextCut | None:
 
 def context_of(cfg: Config, world: World, model: Llava) -> ContextPlan:
     """Return how this rank and others share the attention of a row."""
-    size, tensor = cfg.parallel.num_context, cfg.parallel.tensor
-    return plan_context(cfg.parallel.context_how, model.parts.language, size, world.rank // tensor % size, tensor)
+    parallel, index = cfg.parallel, RankLayout(cfg.parallel, world.size).context_index(world.rank)
+    return plan_context(parallel.context_how, model.parts.language, parallel.num_context, index, parallel.tensor)
 
 
 def open_held_out_data(cfg: Config, world: World, model: Llava) -> HeldOut:
@@ -202,12 +210,10 @@ def divide_layers(model: Llava, plan: Mapping[str, Cut], mesh: DeviceMesh, cfg: 
 
 def assemble(
     model: Llava,
+    cfg: Config,
+    parallelism: Parallelism,
     loader: Loader,
     fill: Callable[[Llava, MasterWeights], None],
-    cfg: Config,
-    world: World,
-    plan: ShardPlan,
-    meshes: Meshes | None,
     counts: Sequence[float] | None = None,
 ) -> TrainState:
     """Shard and compile a model that is on the meta device, load its weights and build its optimizer. Return the state
@@ -219,13 +225,10 @@ def assemble(
     Args:
         loader: yields the data of each step.
         fill: function that fills this rank's shards with the initial weights.
-        world: this rank's number and device, and the number of ranks.
-        plan: the FSDP2 settings of the sharding strategy.
-        meshes: arrangements of the ranks (`make_meshes`); None: there is one rank, and nothing is sharded.
         counts: mean number of tokens, pairs of tokens, labels and tiles of a sample, by which the model is divided into
             stages; None: those of the loader's dataset.
     """
-    meshes = meshes or Meshes()
+    world, plan, meshes = parallelism.world, parallelism.plan, parallelism.meshes
     if meshes.context is not None:
         assert model.kernel is not None, "checked by the configuration"
         group = meshes.context.get_group("context")
@@ -242,7 +245,7 @@ def assemble(
     stages = None
     if meshes.pipeline is not None:
         counts = counts or mean_counts(loader.steps.records)
-        stages = OwnStages(model, cfg, place_of(meshes.pipeline, cfg.parallel), counts)
+        stages = OwnStages(model, cfg, parallelism.place, counts)
         log().log(logging.INFO if world.is_first else logging.DEBUG, "%s", stages.description)
     cuts = tensor_plan(model, meshes.tensor.size()) if meshes.tensor is not None else {}  # of the whole model
     if stages is not None:
@@ -268,8 +271,7 @@ def assemble(
     whole = model.whole_while_frozen()
     modules = model.blocks(), mesh, plan, cfg, offload, whole, compilations, share, roots_of
     masters = parallelize(model, *modules, model.output_layer())
-    sizes = [own["shard"].size() for own in (mesh, meshes.experts) if own is not None]
-    for message in useless_settings(cfg.sharding, model.blocks(), max(sizes, default=None)):
+    for message in useless_settings(cfg.sharding, model.blocks(), parallelism.shards):
         log().log(logging.WARNING if world.is_first else logging.DEBUG, message)
     fill(model, masters)
     restore_buffers(model, buffers, clean_name)
@@ -284,9 +286,9 @@ def assemble(
         others["dynamic"] = DynamicCheckpointing(model.blocks(), cfg.activation_checkpointing, world)
     if stages is not None and meshes.pipeline is not None:
         width, dtype = model.parts.language.hidden_size, model.compute_dtype
-        pipeline = Pipeline(list(stages.roots), meshes.pipeline, cfg.parallel, plan, width, dtype, world.device)
+        pipeline = Pipeline(list(stages.roots), parallelism, width, dtype)
         others |= {"pipeline": pipeline, "elsewhere": trained_elsewhere(pipeline, masters)}
-    return TrainState(model, masters, optimizer, learning_rate, loader, **others)
+    return TrainState(model, masters, optimizer, learning_rate, loader, parallelism, **others)
 
 
 class OwnStages:

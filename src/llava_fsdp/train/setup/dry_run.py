@@ -26,12 +26,13 @@ from llava_fsdp.parallel.local_shards import local, local_shards
 from llava_fsdp.parallel.memory.activation_checkpoint import clean_name
 from llava_fsdp.parallel.memory.malloc import return_freed_memory
 from llava_fsdp.parallel.memory.offload import explained_memory_errors
+from llava_fsdp.parallel.parallelism import Parallelism
 from llava_fsdp.parallel.precision.fast_dtype import has_bf16, settle_precision
 from llava_fsdp.parallel.precision.precision import DTYPES, MasterWeights
 from llava_fsdp.parallel.ranks.comm_volume import CollectiveBytes
 from llava_fsdp.parallel.ranks.fake_collectives import is_simulated, simulate_collectives
-from llava_fsdp.parallel.ranks.mesh import World, distributed, make_meshes
-from llava_fsdp.parallel.zero import SHARD_PLANS
+from llava_fsdp.parallel.ranks.mesh import World, distributed
+from llava_fsdp.parallel.ranks.rank_layout import RankLayout
 from llava_fsdp.plan.memory.activations import MicroBatch
 from llava_fsdp.plan.model_shapes import shapes_of
 from llava_fsdp.plan.planner import PlanRow
@@ -107,15 +108,14 @@ def measure(cfg: Config, world: World, contents: Contents | None = None) -> dict
         # with a dynamic scale the first steps may be skipped, and would create no optimizer states
         cfg = replace(cfg, precision=replace(cfg.precision, scaler=ScalerConfig(scale=1.0)))
     return_freed_memory()
-    plan = SHARD_PLANS[cfg.sharding.strategy]
-    meshes = make_meshes(world, plan, cfg)
+    parallelism = Parallelism.of(cfg, world)
     model = build_model(cfg, shapes_of(cfg.model), world.device)
     shape = shape_of(model)
     contents = contents or fullest(cfg, shape, cut_of(cfg, world, model))
     planned = plan_of(cfg, world, contents)
     meter = PeakMeter(world.device)
     counts = samples_of(cfg, ImageTokens.of_config(cfg, model.parts.image_size, model.image_tokens)).counts
-    state = assemble(model, SyntheticLoader(world.device, STEPS), draw_shards, cfg, world, plan, meshes, counts)
+    state = assemble(model, cfg, parallelism, SyntheticLoader(world.device, STEPS), draw_shards, counts)
     held: dict[str, int] = {}
     state.optimizer.register_step_post_hook(lambda *_: held.update(held_bytes(state)))
     for root in state.roots:
@@ -126,10 +126,10 @@ def measure(cfg: Config, world: World, contents: Contents | None = None) -> dict
         if is_simulated():
             for root in state.roots:
                 simulate_collectives(root, counter.traffic)
-        step = synthetic_step(number, contents, shape, cfg, world.size // cfg.parallel.tensor)
+        step = synthetic_step(number, contents, shape, cfg, parallelism.layout.num_losses)
         started = time.perf_counter()
         with counter, explained_compiler_errors():
-            train_step(state, step, plan, cfg, started)
+            train_step(state, step, cfg, started)
         seconds.append(time.perf_counter() - started)
     if not held:
         raise NumericError("dry_run: random weights overflow in fp16, so that no step updates them; try precision=bf16")
@@ -163,7 +163,7 @@ def plan_of(cfg: Config, world: World, contents: Contents) -> PlanRow:
     samples, tokens = len(contents.lengths), contents.tokens
     own = contents.tiles, contents.labels, contents.image_tokens
     micro = MicroBatch(rows, tokens // rows, samples, *own, contents.context)
-    micros = [micro] * micro_batches_of(contents, cfg, world.size // cfg.parallel.tensor)
+    micros = [micro] * micro_batches_of(contents, cfg, RankLayout(cfg.parallel, world.size).num_losses)
     return plan_peak(cfg, world.size, world.device, micros, world.rank)
 
 
