@@ -13,7 +13,7 @@ from llava_fsdp.chat import image_process
 from llava_fsdp.chat.assistant import Assistant
 from llava_fsdp.chat.image_process import ImageProcess
 from llava_fsdp.config import AspectRatio
-from llava_fsdp.data.records.problems import Kind
+from llava_fsdp.data.problems import Kind
 from llava_fsdp.runtime.errors import ImageError
 
 

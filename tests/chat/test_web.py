@@ -27,8 +27,7 @@ from llava_fsdp.chat.web.security import Guard, RequestRefused, check_body, chec
 from llava_fsdp.chat.web.server import bound
 from llava_fsdp.chat.web.sessions import Sessions
 from llava_fsdp.config import AspectRatio, ChatConfig
-from llava_fsdp.data.records.record import Turn
-from llava_fsdp.data.text.templates import IMAGE_TAG
+from llava_fsdp.data.records.record import IMAGE_TAG, Turn
 from llava_fsdp.model.generation import Sampling
 from llava_fsdp.runtime.errors import ConfigError, DataError
 

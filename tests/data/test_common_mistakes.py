@@ -17,7 +17,7 @@ from test_build import open_again
 
 from llava_fsdp.data.images.check import examine
 from llava_fsdp.data.index.find_files import find_files, find_images
-from llava_fsdp.data.records.problems import Kind
+from llava_fsdp.data.problems import Kind
 from llava_fsdp.data.records.record_file import RecordFile
 from llava_fsdp.data.text.conversation import check_turns
 from llava_fsdp.runtime.errors import ConfigError, DataError, ImageError

@@ -42,8 +42,8 @@ from llava_fsdp.data.index.record_store import (
 )
 from llava_fsdp.data.index.statistics import describe_lengths
 from llava_fsdp.data.index.token_pass import EncodeRecords
+from llava_fsdp.data.problems import BITS, Kind, is_kept
 from llava_fsdp.data.records.parquet import ParquetRows, check_types
-from llava_fsdp.data.records.problems import BITS, Kind, is_kept
 from llava_fsdp.data.records.record import TOO_LARGE, Record, Turn, check_name, names_media
 from llava_fsdp.data.text.constants import IGNORE
 from llava_fsdp.data.text.encode import ExactEncoder, OriginalEncoder, Sample

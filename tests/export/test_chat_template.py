@@ -20,10 +20,11 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, CLIPImageProcessorPil, LlamaConfig, LlavaProcessor
 
 from llava_fsdp.config import TooLong
+from llava_fsdp.data.records.record import IMAGE_TAG
 from llava_fsdp.data.text.conversation import IM_END, IM_START
 from llava_fsdp.data.text.encode import UNLIMITED, ExactEncoder
 from llava_fsdp.data.text.jinja_template import ChatTemplate, open_template, own_name
-from llava_fsdp.data.text.templates import IMAGE_TAG, TEMPLATES, Template
+from llava_fsdp.data.text.templates import TEMPLATES, Template
 from llava_fsdp.data.text.tokenizer import Tokenizer, open_tokenizer
 from llava_fsdp.export.write.chat_template import as_parts, as_text, chat_template, find_gap, rehearse, trained_ids
 from llava_fsdp.export.write.processor import check_template, write_tokenizer

@@ -17,7 +17,7 @@ from videos import write_mixed, write_video
 from llava_fsdp.config import Config
 from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.index.token_pass import EncodeRecords
-from llava_fsdp.data.records.problems import BITS, Kind
+from llava_fsdp.data.problems import BITS, Kind
 from llava_fsdp.data.records.record import is_video
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.sources.pretrained import find_parts

@@ -15,14 +15,13 @@ from llava_fsdp.data.images.check import ImageFile, read_size
 from llava_fsdp.data.images.image_tokens import join_tokens
 from llava_fsdp.data.images.preprocess import ImageReader, read_preprocessor
 from llava_fsdp.data.loader import normalize, pixel_table
-from llava_fsdp.data.records.record import Turn, count_images, is_video
+from llava_fsdp.data.records.record import IMAGE_TAG, Turn, count_images, is_video
 from llava_fsdp.data.text.constants import IMAGE_ID
 from llava_fsdp.data.text.conversation import image_order, prompt
 from llava_fsdp.data.text.detokenize import AnswerText, find_stops
 from llava_fsdp.data.text.encode import encode_prompt
 from llava_fsdp.data.text.jinja_template import open_template
 from llava_fsdp.data.text.message_parts import media_of
-from llava_fsdp.data.text.templates import IMAGE_TAG
 from llava_fsdp.data.text.tokenizer import Tokenizer, open_tokenizer
 from llava_fsdp.export.prove.verify_logits import load_copy
 from llava_fsdp.export.source_model import Opened

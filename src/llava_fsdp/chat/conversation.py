@@ -6,8 +6,7 @@ from pathlib import Path
 import torch
 
 from llava_fsdp.chat.assistant import Assistant, LoadedImage
-from llava_fsdp.data.records.record import Turn
-from llava_fsdp.data.text.templates import IMAGE_TAG
+from llava_fsdp.data.records.record import IMAGE_TAG, Turn
 from llava_fsdp.model.generation import Sampling
 from llava_fsdp.runtime.errors import DataError
 

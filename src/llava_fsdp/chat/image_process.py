@@ -11,7 +11,7 @@ import numpy as np
 from llava_fsdp.data.images.anyres import Size
 from llava_fsdp.data.images.check import read_size
 from llava_fsdp.data.images.preprocess import ImageReader
-from llava_fsdp.data.records.problems import Kind
+from llava_fsdp.data.problems import Kind
 from llava_fsdp.data.records.record import is_video
 from llava_fsdp.runtime.errors import ImageError
 from llava_fsdp.runtime.process.limited_process import Answer, LimitBroken, LimitedProcess, Work

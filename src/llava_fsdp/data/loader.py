@@ -219,7 +219,8 @@ class Loader:
         self.broken: set[int] = set()
         """Numbers of the records that any rank could not read during training."""
         self.device = device
-        self.status = steps.image_reader.status or WorkerStatus()
+        status = steps.image_reader.status
+        self.status = status if isinstance(status, WorkerStatus) else WorkerStatus()
         self.data = cfg.data
         self.total_steps = cfg.max_steps or cfg.epochs * steps.sampler.per_epoch
         self.table = pixel_table(steps.image_reader.preprocessor, device)

@@ -14,12 +14,11 @@ from llava_fsdp.data.batching.collate import Collator, Row, aligned
 from llava_fsdp.data.images.anyres import Size
 from llava_fsdp.data.images.check import ImageFile
 from llava_fsdp.data.images.preprocess import ImageReader
-from llava_fsdp.data.records.record import Record
+from llava_fsdp.data.records.record import IMAGE_TAG, Record
 from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
 from llava_fsdp.data.text.conversation import image_order, opening_question, opening_turns, prompt
 from llava_fsdp.data.text.encode import Encoder, Sample, encode_prompt
 from llava_fsdp.data.text.message_parts import media_of
-from llava_fsdp.data.text.templates import IMAGE_TAG
 
 
 @dataclass(frozen=True)

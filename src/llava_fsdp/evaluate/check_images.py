@@ -8,7 +8,7 @@ from llava_fsdp.config import DataConfig, is_remote
 from llava_fsdp.data.containers.data_files import CacheFolder, DataFiles, RemoteFolder, open_folder
 from llava_fsdp.data.containers.remote import RemoteStorage
 from llava_fsdp.data.images.check import check_links
-from llava_fsdp.data.text.templates import IMAGE_TAG
+from llava_fsdp.data.records.record import IMAGE_TAG
 from llava_fsdp.evaluate.question import BenchmarkQuestion
 from llava_fsdp.runtime.errors import DataError
 

@@ -22,9 +22,10 @@ from llava_fsdp.data.containers.data_files import RemoteFolder
 from llava_fsdp.data.containers.file_reader import reading
 from llava_fsdp.data.images.check import image_in
 from llava_fsdp.data.index.find_files import find_images
+from llava_fsdp.data.records.record import IMAGE_TAG
 from llava_fsdp.data.text.conversation import asking
 from llava_fsdp.data.text.jinja_template import OWN, is_own
-from llava_fsdp.data.text.templates import IMAGE_TAG, template
+from llava_fsdp.data.text.templates import template
 from llava_fsdp.data.toy_shapes import draw_shapes
 from llava_fsdp.evaluate.answers_file import AnswersFile, Shard, blank_file, storage_errors
 from llava_fsdp.evaluate.benchmarks.blind_guess import count_texts, score_blind_guess

@@ -5,9 +5,8 @@ from dataclasses import dataclass, field, replace
 
 from llava_fsdp.config import Task
 from llava_fsdp.data.images.check import ImageFile
-from llava_fsdp.data.records.problems import Kind
-from llava_fsdp.data.records.record import check_name, shown, unread_reason
-from llava_fsdp.data.text.templates import IMAGE_TAG
+from llava_fsdp.data.problems import Kind
+from llava_fsdp.data.records.record import IMAGE_TAG, check_name, shown, unread_reason
 from llava_fsdp.runtime.errors import ConfigError, DataError
 from llava_fsdp.runtime.launch import env_rank
 from llava_fsdp.runtime.text.log import log

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from llava_fsdp.config import Config, Part, SamplerName, Source
+from llava_fsdp.data.columns import BLOCK
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.index.dataset import Records
-from llava_fsdp.data.index.worker_pool import BLOCK
 from llava_fsdp.plan.memory.activations import MicroBatch
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.files.safe_load import SMALL

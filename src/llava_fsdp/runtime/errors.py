@@ -75,7 +75,7 @@ class DataError(LlavaFsdpError):
         """Create the error.
 
         Args:
-            kind: the kind of problem of a record, from `data/records/problems.py`; None if the error is not about a
+            kind: the kind of problem of a record, from `data/problems.py`; None if the error is not about a
                 record. With a kind, line breaks in the message are escaped, because it contains names and values from
                 the record.
         """

@@ -6,7 +6,7 @@ import itertools
 import numpy as np
 import pytest
 
-from llava_fsdp.data.batching.keyed_permutation import half_bits, permuted
+from llava_fsdp.data.keyed_permutation import half_bits, permuted
 from llava_fsdp.runtime.seeds import derive
 
 LARGE = 100_000_000

@@ -11,7 +11,7 @@ from llava_fsdp.data.containers import read_image as module
 from llava_fsdp.data.containers.file_reader import LocalFile
 from llava_fsdp.data.containers.location import ImageLocation, Page
 from llava_fsdp.data.containers.read_image import PageCache, read_image
-from llava_fsdp.data.records.problems import Kind
+from llava_fsdp.data.problems import Kind
 from llava_fsdp.runtime.errors import ImageError, SourceError
 
 CONTENT = bytes(range(256)) * 5

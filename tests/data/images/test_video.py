@@ -19,7 +19,7 @@ from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.images.preprocess import ImageReader, Preprocessor
 from llava_fsdp.data.images.thumbnails import thumbnail
 from llava_fsdp.data.images.video import VideoSampling, examine_video, read_frames
-from llava_fsdp.data.records.problems import Kind
+from llava_fsdp.data.problems import Kind
 from llava_fsdp.data.records.record import Record
 from llava_fsdp.runtime.errors import ImageError
 

@@ -12,7 +12,7 @@ from videos import write_video
 from llava_fsdp.data.images.video import VideoSampling, examine_video
 from llava_fsdp.data.images.video_limits import check_mov
 from llava_fsdp.data.images.work_limits import TooMuchWork
-from llava_fsdp.data.records.problems import Kind
+from llava_fsdp.data.problems import Kind
 from llava_fsdp.runtime.errors import ImageError
 
 

@@ -15,7 +15,7 @@ from PIL import Image
 from llava_fsdp.data.images.check import examine, opened
 from llava_fsdp.data.images.truncation import ends_early
 from llava_fsdp.data.images.work_limits import TooMuchWork, check_work
-from llava_fsdp.data.records.problems import Kind
+from llava_fsdp.data.problems import Kind
 from llava_fsdp.runtime.errors import ImageError
 
 NOISE = np.random.default_rng(0).integers(0, 255, (61, 47, 3), dtype=np.uint8)

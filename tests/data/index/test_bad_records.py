@@ -20,7 +20,7 @@ from llava_fsdp.data.index.examine import bad_records as door_module
 from llava_fsdp.data.index.examine.bad_records import open_records, refuse_bad_records, remarks
 from llava_fsdp.data.index.statistics import PAGE
 from llava_fsdp.data.index.worker_pool import open_column
-from llava_fsdp.data.records.problems import BITS, PROBLEMS, Kind, is_kept, mask
+from llava_fsdp.data.problems import BITS, PROBLEMS, Kind, is_kept, mask
 from llava_fsdp.runtime.errors import ConfigError, DataError
 from llava_fsdp.runtime.text.progress import watch_silently
 from llava_fsdp.train import main as train

@@ -30,7 +30,7 @@ from llava_fsdp.data.index.examine.examine_passes import (
 from llava_fsdp.data.index.find_files import in_index, is_records
 from llava_fsdp.data.index.record_store import Part, RecordStore, SourceFile, sources_of
 from llava_fsdp.data.index.token_pass import check_cut, tell_special
-from llava_fsdp.data.records.problems import BITS, Kind
+from llava_fsdp.data.problems import BITS, Kind
 from llava_fsdp.data.records.record import Record, Turn
 from llava_fsdp.runtime.errors import ConfigError, DataError, ImageError
 

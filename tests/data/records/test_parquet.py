@@ -19,10 +19,10 @@ from llava_fsdp.data.index import worker_pool
 from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.index.worker_pool import run_chunks
 from llava_fsdp.data.loader import build_loader
+from llava_fsdp.data.problems import BITS, Kind
 from llava_fsdp.data.records import rows as records_rows
 from llava_fsdp.data.records.forms import NO_KEYS
 from llava_fsdp.data.records.json_stream import MOST_BYTES
-from llava_fsdp.data.records.problems import BITS, Kind
 from llava_fsdp.data.records.record import Record
 from llava_fsdp.data.records.record_file import RecordFile
 from llava_fsdp.data.records.rows import RowsFile, WriteRows, all_lines, open_rows

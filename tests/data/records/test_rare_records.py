@@ -13,12 +13,12 @@ from pyarrow import parquet
 from test_tar import ASKS, TEXT, write
 
 from llava_fsdp.data.containers.location import ImageLocation
+from llava_fsdp.data.problems import Kind
 from llava_fsdp.data.records import packed_text
 from llava_fsdp.data.records.forms import NO_KEYS, RecordKeys, given_sizes, parse_record
 from llava_fsdp.data.records.json_stream import MOST_BYTES
 from llava_fsdp.data.records.packed_text import copy_name, is_copied, refused
 from llava_fsdp.data.records.parquet import json_line, read_columns
-from llava_fsdp.data.records.problems import Kind
 from llava_fsdp.data.records.record import HELD, TOO_LARGE, Record, Turn, decode, shown, unread_tag
 from llava_fsdp.data.records.record_file import RecordFile, read_records
 from llava_fsdp.runtime.errors import DataError

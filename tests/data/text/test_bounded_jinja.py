@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from chat_templates import write_tokenizer
 
-from llava_fsdp.data.records.problems import Kind
+from llava_fsdp.data.problems import Kind
 from llava_fsdp.data.records.record import Turn
 from llava_fsdp.data.text.bounded_jinja import BREAKS, MEMORY, process, render
 from llava_fsdp.data.text.jinja_template import OWN, open_template

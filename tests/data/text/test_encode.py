@@ -11,8 +11,8 @@ import sentencepiece.sentencepiece_model_pb2
 from small import ASSETS
 
 from llava_fsdp.config import SpecialTokens, TooLong
+from llava_fsdp.data.problems import Kind
 from llava_fsdp.data.records.forms import parse_record
-from llava_fsdp.data.records.problems import Kind
 from llava_fsdp.data.records.record import Record, Turn
 from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
 from llava_fsdp.data.text.conversation import IM_END, IM_START, opening_question, prompt

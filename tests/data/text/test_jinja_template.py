@@ -18,7 +18,7 @@ from tiers import slow_after
 from transformers import PreTrainedTokenizerFast
 
 from llava_fsdp.config import SpecialTokens, TooLong
-from llava_fsdp.data.records.problems import Kind
+from llava_fsdp.data.problems import Kind
 from llava_fsdp.data.records.record import Record, Turn
 from llava_fsdp.data.text import jinja_template
 from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 
 from llava_fsdp.config import Config, SamplerName, SourceConfig
-from llava_fsdp.data.batching.keyed_permutation import VERSION, permuted
 from llava_fsdp.data.batching.llava_samplers import LlavaSampler
 from llava_fsdp.data.batching.packing import Assignment
 from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.index.shared_columns import shared_column
+from llava_fsdp.data.keyed_permutation import VERSION, permuted
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.seeds import derive
 

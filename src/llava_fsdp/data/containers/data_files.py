@@ -14,7 +14,7 @@ from llava_fsdp.data.containers.read_ahead import ReadAhead, RemoteReader
 from llava_fsdp.data.containers.read_image import PageCache, read_image
 from llava_fsdp.data.containers.remote import Range, RemoteStorage
 from llava_fsdp.data.containers.remote_file import RemoteFile
-from llava_fsdp.data.records.problems import Kind
+from llava_fsdp.data.problems import Kind
 from llava_fsdp.runtime.errors import ImageError, RemoteGone
 
 MOST_OPEN = 128

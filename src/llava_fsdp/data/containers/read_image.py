@@ -4,7 +4,7 @@ from collections import OrderedDict
 
 from llava_fsdp.data.containers.file_reader import Reader
 from llava_fsdp.data.containers.location import ImageLocation, Page
-from llava_fsdp.data.records.problems import Kind
+from llava_fsdp.data.problems import Kind
 from llava_fsdp.runtime.errors import ImageError, SourceError
 
 MOST_RATIO = {"SNAPPY": 22, "ZSTD": 1 << 16}

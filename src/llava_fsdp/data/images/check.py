@@ -30,7 +30,7 @@ from llava_fsdp.data.images.anyres import Size
 from llava_fsdp.data.images.near_name import near_name
 from llava_fsdp.data.images.truncation import JPEG, ends_early
 from llava_fsdp.data.images.work_limits import TooMuchWork, check_work
-from llava_fsdp.data.records.problems import Kind
+from llava_fsdp.data.problems import Kind
 from llava_fsdp.data.records.record import Record
 from llava_fsdp.runtime.errors import ImageError
 from llava_fsdp.runtime.files.safe_load import LFS_HEAD, LFS_POINTER

@@ -13,7 +13,7 @@ import os
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -34,13 +34,10 @@ from llava_fsdp.data.images.check import (
 )
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.images.video import VideoSampling, examine_video, read_frames
-from llava_fsdp.data.records.problems import Kind
+from llava_fsdp.data.problems import Kind
 from llava_fsdp.data.records.record import VIDEOS_NEED, Record, is_video
 from llava_fsdp.runtime.errors import ImageError, ModelError
 from llava_fsdp.runtime.files.safe_load import foreign, read_json, refuse_model_code
-
-if TYPE_CHECKING:  # workers.py imports torch, which is not imported while an index is made
-    from llava_fsdp.data.batching.workers import WorkerStatus
 
 LARGEST_SQUARE = 1 << 13
 """Largest width and height in pixels that is accepted for a vision tower's input."""
@@ -124,6 +121,12 @@ def parse_preprocessor(config: dict[str, Any], path: Path) -> Preprocessor:
     )
 
 
+class ReadingStatus(Protocol):
+    """Where a data worker notes what it is reading (`WorkerStatus` in batching/workers.py)."""
+
+    def at(self, record: str, image: ImageFile | None = None) -> None: ...
+
+
 @dataclass(frozen=True)
 class ImageReader:
     """Reads the images of one dataset as tiles for one vision tower."""
@@ -138,7 +141,7 @@ class ImageReader:
     """None: videos are not read."""
     allow_links: bool = True
     """Whether symbolic links in the folder may lead to images outside of it."""
-    status: "WorkerStatus | None" = field(default=None, compare=False)
+    status: ReadingStatus | None = field(default=None, compare=False)
     """Where a data worker notes the image that it is reading, for error messages."""
 
     @property

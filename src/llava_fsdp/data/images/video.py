@@ -28,7 +28,7 @@ from llava_fsdp.data.images.check import MAX_PIXELS, ImageFacts, with_file
 from llava_fsdp.data.images.truncation import video_ends_early
 from llava_fsdp.data.images.video_limits import check_mov
 from llava_fsdp.data.images.work_limits import TooMuchWork
-from llava_fsdp.data.records.problems import Kind
+from llava_fsdp.data.problems import Kind
 from llava_fsdp.data.records.record import VIDEO_FORMATS
 from llava_fsdp.runtime.errors import ImageError
 

@@ -34,6 +34,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from llava_fsdp.config import DataConfig, Examine, Pixels, TooLong
+from llava_fsdp.data.columns import BLOCK, ROWS, column
 from llava_fsdp.data.containers.data_files import CacheFolder
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.images.preprocess import ImageReader
@@ -54,7 +55,7 @@ from llava_fsdp.data.index.record_store import (
 )
 from llava_fsdp.data.index.source_state import check_unchanged, find_state, read_known, short, stamp
 from llava_fsdp.data.index.token_pass import LOSSES, LOSSES_COLUMN, EncodeRecords
-from llava_fsdp.data.index.worker_pool import BLOCK, ROWS, column, join, open_column, run_chunks
+from llava_fsdp.data.index.worker_pool import join, open_column, run_chunks
 from llava_fsdp.data.records.packed_text import Unpack, copy_name, is_copied
 from llava_fsdp.data.records.record import is_container
 from llava_fsdp.data.records.rows import RowsFile, WriteRows

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 
 from llava_fsdp.config import Parity, TooLong
+from llava_fsdp.data.columns import BLOCK
 from llava_fsdp.data.index.build import Index
 from llava_fsdp.data.index.examine.examine_passes import PictureSizes
 from llava_fsdp.data.index.shared_columns import shared_column
-from llava_fsdp.data.index.worker_pool import BLOCK, open_column
-from llava_fsdp.data.records.problems import BITS, Kind, is_kept, mask
+from llava_fsdp.data.index.worker_pool import open_column
+from llava_fsdp.data.problems import BITS, Kind, is_kept, mask
 from llava_fsdp.data.records.record import Record
 
 

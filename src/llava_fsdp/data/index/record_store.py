@@ -18,13 +18,14 @@ from typing import Any
 import numpy as np
 
 from llava_fsdp.config import DataConfig, is_remote, paths_in
+from llava_fsdp.data.columns import Columns, write_column
 from llava_fsdp.data.containers.data_files import CacheFolder, DataFiles, RemoteFolder, open_folder
 from llava_fsdp.data.containers.file_reader import reading
 from llava_fsdp.data.containers.location import ImageLocation
 from llava_fsdp.data.containers.remote_file import SHA256, RemoteFile
 from llava_fsdp.data.index.find_files import find_files, find_images
 from llava_fsdp.data.index.integrity import DONE, damaged, read_column, read_json, write_done
-from llava_fsdp.data.index.worker_pool import Columns, open_column, write_column
+from llava_fsdp.data.index.worker_pool import open_column
 from llava_fsdp.data.records.forms import RecordKeys, parse_record
 from llava_fsdp.data.records.json_stream import spans
 from llava_fsdp.data.records.packed_text import check_unpacks

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
+from llava_fsdp.data.columns import npy_header
 from llava_fsdp.data.index.build import locked
 from llava_fsdp.data.index.integrity import damaged, read_column
-from llava_fsdp.data.index.worker_pool import npy_header
 from llava_fsdp.runtime.files.durable_files import replacing
 from llava_fsdp.runtime.text.log import log
 

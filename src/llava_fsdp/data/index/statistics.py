@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 
 from llava_fsdp.config import Config
+from llava_fsdp.data.columns import BLOCK
 from llava_fsdp.data.images.preprocess import ImageReader
 from llava_fsdp.data.index.build import Index
 from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.index.examine.examples import draw_examples
 from llava_fsdp.data.index.token_pass import LOSSES
-from llava_fsdp.data.index.worker_pool import BLOCK, open_column
-from llava_fsdp.data.records.problems import BITS, PROBLEMS
+from llava_fsdp.data.index.worker_pool import open_column
+from llava_fsdp.data.problems import BITS, PROBLEMS
 from llava_fsdp.data.text.encode import Encoder
 from llava_fsdp.report.dataset_page import dataset_page
 from llava_fsdp.runtime.files.durable_files import replacing

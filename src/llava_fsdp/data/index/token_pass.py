@@ -9,15 +9,14 @@ import numpy as np
 from xxhash import xxh3_64_hexdigest
 
 from llava_fsdp.config import Pixels, SpecialTokens
+from llava_fsdp.data.columns import Columns
 from llava_fsdp.data.images.preprocess import ImageReader, check_enlarged, check_height
 from llava_fsdp.data.index.examine.examine_passes import Findings, Pass, PictureSizes, Tell, attempt
-from llava_fsdp.data.index.worker_pool import Columns
-from llava_fsdp.data.records.problems import Kind
-from llava_fsdp.data.records.record import Record, is_video
+from llava_fsdp.data.problems import Kind
+from llava_fsdp.data.records.record import IMAGE_TAG, Record, is_video
 from llava_fsdp.data.text.constants import IMAGE_ID
 from llava_fsdp.data.text.conversation import asked_turns
 from llava_fsdp.data.text.encode import LONG, Encoder, Measured
-from llava_fsdp.data.text.templates import IMAGE_TAG
 
 LIMITS = (512, 1024, 2048, 4096, 8192)
 """Maximum lengths in tokens for which truncation is counted, in addition to the configured maximum length."""

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
+from llava_fsdp.data.columns import ROWS, Columns, column, rows_column
 from llava_fsdp.data.containers.data_files import open_folder
 from llava_fsdp.data.containers.location import ImageLocation
 from llava_fsdp.data.images.check import ImageInContainer, image_in, read_file
@@ -21,16 +22,7 @@ from llava_fsdp.data.index.build import CHUNKS, Index, Plan, find
 from llava_fsdp.data.index.examine.examine_passes import PictureNames
 from llava_fsdp.data.index.integrity import check_part
 from llava_fsdp.data.index.record_store import RecordStore, sources_of
-from llava_fsdp.data.index.worker_pool import (
-    ROWS,
-    Columns,
-    chunk_file,
-    chunk_files,
-    column,
-    open_column,
-    rows_column,
-    run_chunks,
-)
+from llava_fsdp.data.index.worker_pool import chunk_file, chunk_files, open_column, run_chunks
 from llava_fsdp.data.records.record import INLINE, is_container, is_video
 from llava_fsdp.data.records.rows import all_lines
 from llava_fsdp.runtime.errors import ConfigError, DataError

@@ -13,7 +13,6 @@ import os
 import signal
 import time
 import zipfile
-import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -25,20 +24,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from llava_fsdp.data.columns import ROWS, Columns, column, columns_of, rows_column, write_column
 from llava_fsdp.data.index.integrity import read_column, write_done
-from llava_fsdp.runtime.errors import SourceError, WorkerError
+from llava_fsdp.runtime.errors import WorkerError
 from llava_fsdp.runtime.files.durable_files import replacing
 from llava_fsdp.runtime.process.process_end import end_with
 from llava_fsdp.runtime.text.log import log
 from llava_fsdp.runtime.text.progress import Advance
 from llava_fsdp.runtime.text.terminal_text import guard_streams
 
-Columns = dict[str, np.ndarray]
-"""{name: column} for one chunk; a column is an array with one value per record or one per image."""
-ROWS = "rows"
-"""Name of the column that lists problems of records: JSON Lines as bytes, uint8 [bytes]."""
-BLOCK = 1 << 20
-"""Number of values of a column that are in memory at the same time."""
 ALONE_SECONDS = 2.0
 """Number of seconds for which this process computes chunks before it starts workers, whose start takes as long."""
 ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
@@ -225,44 +219,5 @@ def renumbered(rows: bytes, first: int) -> bytes:
     return rows_column([{**row, "record": row["record"] + first} for row in made]).tobytes()
 
 
-def column(path: Path, name: str) -> np.ndarray:
-    return columns_of(path, name)[name]
-
-
-def columns_of(path: Path, *names: str) -> Columns:
-    """Read columns, by default all, from the file of a chunk. Raise SourceError if the file is broken."""
-    try:
-        with np.load(path, allow_pickle=False) as chunk:
-            return {name: chunk[name] for name in names or chunk.files}
-    except (zipfile.BadZipFile, zlib.error, ValueError, EOFError, KeyError) as error:
-        path.unlink(missing_ok=True)
-        raise SourceError(f"{path} is broken ({error}), and was removed: run it again, and it is made again") from error
-
-
-def write_column(path: Path, pieces: Iterator[np.ndarray], dtype: np.dtype) -> None:
-    """Write a one-dimensional array, given in pieces, to a .npy file. Its length is written into the header last, when
-    it is known."""
-    total = 0
-    with path.open("wb") as file:
-        file.seek(len(npy_header(dtype, 0)))
-        for piece in pieces:
-            assert piece.dtype == dtype, (path, piece.dtype)
-            file.write(piece.tobytes())
-            total += len(piece)
-        file.seek(0)
-        file.write(npy_header(dtype, total))
-
-
-def npy_header(dtype: np.dtype, length: int) -> bytes:
-    """Return the header of a one-dimensional .npy file (format version 1.0), 128 bytes for any length."""
-    text = f"{{'descr': {dtype.str!r}, 'fortran_order': False, 'shape': ({length},), }}".ljust(117) + "\n"
-    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode()
-
-
 def open_column(folder: Path, name: str) -> np.ndarray:
     return read_column(folder / f"{name}.npy")
-
-
-def rows_column(rows: Sequence[dict[str, Any]]) -> np.ndarray:
-    """Return JSON objects as JSON Lines, uint8 [bytes]."""
-    return np.frombuffer("".join(json.dumps(row) + "\n" for row in rows).encode(), dtype=np.uint8)

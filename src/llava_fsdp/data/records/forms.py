@@ -18,6 +18,7 @@ from xxhash import xxh3_128_hexdigest
 
 from llava_fsdp.config import DataConfig
 from llava_fsdp.data.containers.location import ImageLocation, location_from
+from llava_fsdp.data.problems import Kind
 from llava_fsdp.data.records.keys import (
     MOST_KEYS,
     MOST_LETTERS,
@@ -29,8 +30,8 @@ from llava_fsdp.data.records.keys import (
     meaning_of,
     says_nothing,
 )
-from llava_fsdp.data.records.problems import Kind
 from llava_fsdp.data.records.record import (
+    IMAGE_TAG,
     INLINE,
     JSON_NAMES,
     LINES,
@@ -52,7 +53,6 @@ from llava_fsdp.data.records.record import (
     unread_media,
     unread_tag,
 )
-from llava_fsdp.data.text.templates import IMAGE_TAG
 from llava_fsdp.runtime.errors import DataError
 
 TURN_KEYS = (("from", "value"), ("role", "content"))

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from llava_fsdp.config import is_remote
+from llava_fsdp.data.columns import BLOCK, Columns
 from llava_fsdp.data.containers.data_files import DataFiles
 from llava_fsdp.data.containers.file_reader import Reader
 from llava_fsdp.data.containers.parquet.parquet_container import ReaderFile
-from llava_fsdp.data.index.worker_pool import BLOCK, Columns
 from llava_fsdp.data.records.record import LINES
 from llava_fsdp.runtime.errors import ConfigError, DataError
 from llava_fsdp.runtime.files.durable_files import replacing

@@ -14,7 +14,7 @@ from typing import Any
 
 from llava_fsdp.data.containers.data_files import DataFiles, RemoteFolder
 from llava_fsdp.data.containers.location import ImageLocation
-from llava_fsdp.data.records.problems import Kind
+from llava_fsdp.data.problems import Kind
 from llava_fsdp.runtime.errors import DataError
 from llava_fsdp.runtime.text.terminal_text import shown_name
 
@@ -31,6 +31,7 @@ ABOUT = frozenset(
     "author".split()
 )
 """Words of JSON keys that describe media (`image_id`, `video_length`) instead of naming a media file."""
+IMAGE_TAG = "<image>"
 MEDIA_TAG = re.compile(r"<(video|audio)>", re.IGNORECASE)
 VIDEO_FORMATS = {
     ".mp4": "mov", ".m4v": "mov", ".mov": "mov", ".mkv": "matroska", ".webm": "matroska", ".avi": "avi",

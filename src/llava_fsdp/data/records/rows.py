@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from llava_fsdp.data.columns import BLOCK, Columns, column
 from llava_fsdp.data.containers.data_files import DataFiles
-from llava_fsdp.data.index.worker_pool import BLOCK, Columns, column
 from llava_fsdp.data.records.forms import RecordKeys
 from llava_fsdp.data.records.parquet import ParquetRows, is_parquet
 from llava_fsdp.data.records.tar import TarRows

@@ -10,12 +10,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from llava_fsdp.data.problems import Kind
 from llava_fsdp.data.records.forms import SPEAKERS
-from llava_fsdp.data.records.problems import Kind
-from llava_fsdp.data.records.record import Record, Turn
+from llava_fsdp.data.records.record import IMAGE_TAG, Record, Turn
 from llava_fsdp.data.text.jinja_template import ChatTemplate
 from llava_fsdp.data.text.message_parts import IMAGE, media_of
-from llava_fsdp.data.text.templates import IMAGE_TAG, Template
+from llava_fsdp.data.text.templates import Template
 from llava_fsdp.runtime.errors import DataError
 from llava_fsdp.runtime.text.terminal_text import shown_name
 

@@ -8,14 +8,14 @@ from typing import ClassVar
 import numpy as np
 
 from llava_fsdp.config import SpecialTokens, TooLong
-from llava_fsdp.data.records.problems import Kind
-from llava_fsdp.data.records.record import Record
+from llava_fsdp.data.problems import Kind
+from llava_fsdp.data.records.record import IMAGE_TAG, Record
 from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
 from llava_fsdp.data.text.conversation import Segment, image_order, render
 from llava_fsdp.data.text.encode_chat import encode_chat, is_chat
 from llava_fsdp.data.text.jinja_template import ChatTemplate
 from llava_fsdp.data.text.llava_v1_5 import Original, check_images, check_like_original, encode_like_original
-from llava_fsdp.data.text.templates import IMAGE_TAG, Template
+from llava_fsdp.data.text.templates import Template
 from llava_fsdp.data.text.tokenizer import Stretch, Token, Tokenizer
 from llava_fsdp.runtime.errors import DataError
 

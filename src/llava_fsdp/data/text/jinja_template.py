@@ -17,12 +17,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from llava_fsdp.data.records.problems import Kind
-from llava_fsdp.data.records.record import Turn
+from llava_fsdp.data.problems import Kind
+from llava_fsdp.data.records.record import IMAGE_TAG, Turn
 from llava_fsdp.data.text.bounded_jinja import BREAKS, TemplateRefused, render
 from llava_fsdp.data.text.chat_layout import MARK, MARKS, Layout, Unfit, learn
 from llava_fsdp.data.text.message_parts import IMAGE, ROLES, TEXT, VIDEO, Message, divide, parse_shape, shape_of
-from llava_fsdp.data.text.templates import IMAGE_TAG, Template, template
+from llava_fsdp.data.text.templates import Template, template
 from llava_fsdp.data.text.tokenizer import Tokenizer, open_tokenizer, read_optional
 from llava_fsdp.runtime.errors import ConfigError, DataError
 from llava_fsdp.runtime.files.safe_load import read_text

@@ -5,8 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from llava_fsdp.data.records.record import Turn, is_video
-from llava_fsdp.data.text.templates import IMAGE_TAG
+from llava_fsdp.data.records.record import IMAGE_TAG, Turn, is_video
 
 TEXT, IMAGE, VIDEO = "t", "i", "v"
 """Letters for the kinds of parts, which are used in shapes of conversations."""

@@ -4,9 +4,8 @@ from dataclasses import asdict, astuple, dataclass
 from enum import Enum
 from functools import cached_property
 
+from llava_fsdp.data.records.record import IMAGE_TAG
 from llava_fsdp.runtime.errors import ConfigError
-
-IMAGE_TAG = "<image>"
 
 
 class Style(Enum):

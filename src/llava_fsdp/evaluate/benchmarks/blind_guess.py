@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from llava_fsdp.config import Task
-from llava_fsdp.data.text.templates import IMAGE_TAG
+from llava_fsdp.data.records.record import IMAGE_TAG
 from llava_fsdp.evaluate.benchmarks import scoring
 from llava_fsdp.evaluate.question import BenchmarkQuestion
 from llava_fsdp.evaluate.results import SCORES, members_of

@@ -7,8 +7,7 @@ from typing import Any
 
 from llava_fsdp.data.images.check import inline_images
 from llava_fsdp.data.records.forms import parse_record
-from llava_fsdp.data.records.record import shown
-from llava_fsdp.data.text.templates import IMAGE_TAG
+from llava_fsdp.data.records.record import IMAGE_TAG, shown
 from llava_fsdp.evaluate.benchmarks.references import count_choices, letter_of
 from llava_fsdp.evaluate.benchmarks.scoring import LETTERS, named_choice
 from llava_fsdp.evaluate.question import BenchmarkQuestion, check_unread, with_image_tag

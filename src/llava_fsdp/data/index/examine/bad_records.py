@@ -10,10 +10,10 @@ from llava_fsdp.data.images.preprocess import ImageReader
 from llava_fsdp.data.index.build import Plan, last_look, open_index
 from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.index.statistics import PAGE, write_report
+from llava_fsdp.data.problems import PROBLEMS, Kind
 from llava_fsdp.data.records.keys import describe_unread
-from llava_fsdp.data.records.problems import PROBLEMS, Kind
+from llava_fsdp.data.records.record import IMAGE_TAG
 from llava_fsdp.data.text.encode import Encoder
-from llava_fsdp.data.text.templates import IMAGE_TAG
 from llava_fsdp.runtime.errors import BuildError, DataError
 from llava_fsdp.runtime.process.host import read_host
 from llava_fsdp.runtime.text.log import log

@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from llava_fsdp.data.columns import BLOCK, column, write_column
 from llava_fsdp.data.index.examine.examine_passes import NAME_SIZE, UNREAD, ReadRecords
-from llava_fsdp.data.index.worker_pool import BLOCK, column, open_column, write_column
+from llava_fsdp.data.index.worker_pool import open_column
+from llava_fsdp.data.problems import BITS, Kind
 from llava_fsdp.data.records.keys import count_keys
-from llava_fsdp.data.records.problems import BITS, Kind
 
 DUPLICATES = "duplicates"
 

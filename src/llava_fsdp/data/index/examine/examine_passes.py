@@ -23,6 +23,7 @@ import numpy as np
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
 from llava_fsdp.config import Examine, is_remote
+from llava_fsdp.data.columns import ROWS, Columns, rows_column
 from llava_fsdp.data.containers.data_files import CacheFolder, open_folder
 from llava_fsdp.data.containers.location import ImageLocation
 from llava_fsdp.data.images.check import ImageFacts, ImageFile, check_links, examine, head_of, image_in, inline_images
@@ -30,12 +31,11 @@ from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.images.video import VideoSampling, examine_video
 from llava_fsdp.data.index.examine.image_sample import ImageSample, ends_of
 from llava_fsdp.data.index.record_store import RecordStore
-from llava_fsdp.data.index.worker_pool import ROWS, Columns, open_column, rows_column
+from llava_fsdp.data.index.worker_pool import open_column
+from llava_fsdp.data.problems import BITS, Kind
 from llava_fsdp.data.records.forms import SIZE_KEYS, given_sizes
 from llava_fsdp.data.records.keys import count_keys
-from llava_fsdp.data.records.problems import BITS, Kind
-from llava_fsdp.data.records.record import INLINE, Record, is_video, unread_reason
-from llava_fsdp.data.text.templates import IMAGE_TAG
+from llava_fsdp.data.records.record import IMAGE_TAG, INLINE, Record, is_video, unread_reason
 from llava_fsdp.runtime.errors import ConfigError, DataError
 from llava_fsdp.runtime.text.terminal_text import shown_name
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from llava_fsdp.data.batching.keyed_permutation import permuted
+from llava_fsdp.data.keyed_permutation import permuted
 
 EACH_FILE = 3
 """Number of images of each file of records that are decoded in any case. They are evenly spaced and include the last
