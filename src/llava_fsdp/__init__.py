@@ -1,3 +1,37 @@
-"""Train LLaVA-style vision-language models with PyTorch FSDP2. Importing this package does nothing."""
+"""Train LLaVA-style vision-language models with PyTorch FSDP2.
+
+The public names below are imported when they are first used, so that importing this package imports nothing else.
+`train` and `plan` are packages that can also be called.
+"""
+
+# Not imported from typing: a file of this name in the user's folder could hide it (runtime/process/safe_path.py).
+TYPE_CHECKING = False
+
+if TYPE_CHECKING:
+    from llava_fsdp.plan.python_entry import plan
+    from llava_fsdp.train.events.run_events import RunEvents, RunStart
+    from llava_fsdp.train.python_entry import TrainResult, compose, train
+    from llava_fsdp.train.state import StepResult
 
 __version__ = "0.2.0"
+__all__ = ["RunEvents", "RunStart", "StepResult", "TrainResult", "compose", "plan", "train"]
+
+PLACES = {
+    "RunEvents": "train.events.run_events",
+    "RunStart": "train.events.run_events",
+    "StepResult": "train.state",
+    "TrainResult": "train.python_entry",
+    "compose": "train.python_entry",
+}
+"""Public name -> module that has it."""
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name. `train` and `plan` are packages, which Python itself puts here once they are imported."""
+    import importlib
+
+    if name in ("train", "plan"):
+        return importlib.import_module(f"llava_fsdp.{name}")
+    if name not in PLACES:
+        raise AttributeError(f"module 'llava_fsdp' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"llava_fsdp.{PLACES[name]}"), name)

@@ -9,8 +9,9 @@ command predicts that training with every sharding strategy and every mode of ac
 import json
 import shlex
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from llava_fsdp.parallel.zero import SHARD_PLANS, Mesh
 from llava_fsdp.plan.model_shapes import shapes_of
 from llava_fsdp.plan.planner import Planner, PlanRow, Ranks
 from llava_fsdp.plan.search.auto import chosen_kinds, settle_packing, smallest_context
-from llava_fsdp.plan.search.layouts import Planned, Searcher, Ways
+from llava_fsdp.plan.search.layouts import Planned, Search, Searcher, Ways
 from llava_fsdp.plan.search.longest import longest
 from llava_fsdp.plan.search.longest import write_page as write_longest
 from llava_fsdp.plan.search.search import choices, distinct_strategies, plan_rows, splits_to_try
@@ -44,7 +45,7 @@ from llava_fsdp.plan.time.hardware import Machine, machine_named
 from llava_fsdp.runtime.errors import LlavaFsdpError, ModelError
 from llava_fsdp.runtime.text.console import TextConsole
 from llava_fsdp.runtime.text.log import log
-from llava_fsdp.runtime.text.progress import StageLine, watch_silently
+from llava_fsdp.runtime.text.progress import StageLine, Watch, watch_silently
 
 OWN_KEYS = {"gpus", "nodes", "gpu", "rows", "page", "longest", "format"}
 TRIED = {"sharding", "activation_checkpointing", "offload"}
@@ -64,13 +65,50 @@ def plan(cfg: PlanConfig, typed: Sequence[str] = (), line: StageLine | None = No
     Raises:
         ModelError: the model cannot be computed on the meta device.
     """
-    try:
+    with explained_model_errors():
         print_plan(cfg, typed, line or StageLine("plan"))
+
+
+@contextmanager
+def explained_model_errors() -> Iterator[None]:
+    """Context manager that converts errors of torch and transformers to a ModelError."""
+    try:
+        yield
     except LlavaFsdpError:
         raise
-    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:  # raised by torch and transformers
+    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise ModelError(f"the planner cannot compute this model ({why}); is its config.json right?") from error
+
+
+@dataclass(frozen=True)
+class MadePlan:
+    """The ways to train, and what they were made with."""
+
+    planner: Planner
+    """The planner of the best way."""
+    rows: list[PlanRow]
+    """The best first."""
+    search: Search | None
+    """None without `parallel.search`."""
+    searched_cfg: PlanConfig
+    """The configuration whose layouts are searched."""
+    ways: Callable[..., Ways]
+
+
+def plan_objects(cfg: PlanConfig) -> list[PlanRow]:
+    """Return the ways to train as objects, the best first; nothing is printed.
+
+    Raises:
+        ModelError: the model cannot be computed on the meta device.
+    """
+    with explained_model_errors():
+        machine = machine_named(cfg.gpu, cfg.gpus)
+        cfg, _ = with_fp16(cfg, machine, ())
+        cfg = with_precision(cfg, machine)
+        parts = shapes_of(cfg.model)
+        cfg, _ = settle_packing(cfg, parts.language)
+        return make_plan(cfg, machine, parts, watch_silently).rows
 
 
 def print_plan(cfg: PlanConfig, typed: Sequence[str], line: StageLine) -> None:
@@ -89,43 +127,17 @@ def print_plan(cfg: PlanConfig, typed: Sequence[str], line: StageLine) -> None:
     tried = sorted({key_of(word) for word in typed} & TRIED)
     if tried:
         log().info("plan tries all values of %s itself, and ignores those that are given", " and ".join(tried))
-    world_size = cfg.gpus * cfg.nodes
-    # every recipe sets micro_batch_size, so only a user who sets tokens_per_micro_batch has chosen a size
-    is_free = not isinstance(cfg.tokens_per_micro_batch, int)
-
-    def ways(planner: Planner, tried: PlanConfig, world_size: int = world_size) -> Ways:
-        tensor = tried.parallel.tensor
-        ranks = Ranks(world_size, tried.sharding.shard_size or max(1, cfg.gpus // tensor), cfg.gpus)
-        strategies = distinct_strategies(ranks, tensor * tried.parallel.pipeline, tried.parallel.expert > 1)
-        splits = splits_to_try(planner, tried, world_size, is_free)
-        return Ways(planner, choices(tried, machine, strategies, cfg.activation_checkpointing), ranks, splits)
-
-    def planner_of(tried: PlanConfig) -> Planner:
-        return Planner(tried, machine, parts=parts)
-
-    def plan_with(tried: PlanConfig) -> tuple[Planner, list[PlanRow]]:
-        own = ways(planner_of(tried), tried)
-        return own.planner, plan_rows(own.planner, own.choices, own.ranks, own.splits, line.watch)
-
-    more: dict[str, Any] = {}
-    search = None
-    # All modes are compared, so a mode that the configuration sets must not rule out kinds of parallelism.
-    in_any_mode = ActivationCheckpointingConfig(mode=ActivationCheckpointing.auto, budget=None)
-    searched_cfg = replace(cfg, activation_checkpointing=in_any_mode)
-    if cfg.parallel.search:
-        search = Searcher(planner_of, ways, line.watch).search(searched_cfg, world_size, cfg.gpus, cfg.rows)
-        planner, rows = search.rows[0].planner, [one.row for one in search.rows]
-        more["search"] = search_object(search)
-    else:
-        planner, rows = smallest_context(cfg, world_size, parts.language, plan_with)
+    made = make_plan(cfg, machine, parts, line.watch)
+    planner, rows, search = made.planner, made.rows, made.search
+    more: dict[str, Any] = {} if search is None else {"search": search_object(search)}
     best = command(cfg, rows[0], planner.cfg.parallel, typed) if rows[0].fits else None
     if cfg.nodes > 1:
         plain, searched = planner, None
         if search is not None:  # the curves of single strategies have only the kinds that the configuration sets
             unsearched = replace(cfg.parallel, search=False, context=cfg.parallel.num_context)
             plain = planner.with_layout(replace(cfg, parallel=unsearched))
-            searched = partial(fastest_on, cfg=searched_cfg, known=search.rows[0], ways=ways)
-        points = scale(plain, cfg.gpus, cfg.nodes, is_free, searched, line.watch)
+            searched = partial(fastest_on, cfg=made.searched_cfg, known=search.rows[0], ways=made.ways)
+        points = scale(plain, cfg.gpus, cfg.nodes, chooses_size(cfg), searched, line.watch)
         assumed = assumptions(plain.machine, plain.samples)
         more |= {"scaling": points, "assumptions": assumed, "page": str(write_page(points, plain, Path(cfg.page)))}
     line.close()
@@ -136,6 +148,47 @@ def print_plan(cfg: PlanConfig, typed: Sequence[str], line: StageLine) -> None:
     show_plan(console, planner, rows, cfg.rows, best, search)
     if "page" in more:
         console.print(f"tokens/s against nodes: {more['page']}")
+
+
+def make_plan(cfg: PlanConfig, machine: Machine, parts: Parts, watch: Watch) -> MadePlan:
+    """Predict memory and time of all ways to train.
+
+    Args:
+        cfg: without `auto` for precision and packing.
+        watch: shows the progress.
+    """
+    world_size = cfg.gpus * cfg.nodes
+
+    def ways(planner: Planner, tried: PlanConfig, world_size: int = world_size) -> Ways:
+        tensor = tried.parallel.tensor
+        ranks = Ranks(world_size, tried.sharding.shard_size or max(1, cfg.gpus // tensor), cfg.gpus)
+        strategies = distinct_strategies(ranks, tensor * tried.parallel.pipeline, tried.parallel.expert > 1)
+        splits = splits_to_try(planner, tried, world_size, chooses_size(cfg))
+        return Ways(planner, choices(tried, machine, strategies, cfg.activation_checkpointing), ranks, splits)
+
+    def planner_of(tried: PlanConfig) -> Planner:
+        return Planner(tried, machine, parts=parts)
+
+    def plan_with(tried: PlanConfig) -> tuple[Planner, list[PlanRow]]:
+        own = ways(planner_of(tried), tried)
+        return own.planner, plan_rows(own.planner, own.choices, own.ranks, own.splits, watch)
+
+    search = None
+    # All modes are compared, so a mode that the configuration sets must not rule out kinds of parallelism.
+    in_any_mode = ActivationCheckpointingConfig(mode=ActivationCheckpointing.auto, budget=None)
+    searched_cfg = replace(cfg, activation_checkpointing=in_any_mode)
+    if cfg.parallel.search:
+        search = Searcher(planner_of, ways, watch).search(searched_cfg, world_size, cfg.gpus, cfg.rows)
+        planner, rows = search.rows[0].planner, [one.row for one in search.rows]
+    else:
+        planner, rows = smallest_context(cfg, world_size, parts.language, plan_with)
+    return MadePlan(planner, rows, search, searched_cfg, ways)
+
+
+def chooses_size(cfg: PlanConfig) -> bool:
+    """Return whether the planner chooses the size of a micro-batch. Every recipe sets `micro_batch_size`: only a user
+    who sets `tokens_per_micro_batch` has chosen a size."""
+    return not isinstance(cfg.tokens_per_micro_batch, int)
 
 
 def fastest_on(world_size: int, cfg: PlanConfig, known: Planned, ways: Callable[..., Ways]) -> Planned:

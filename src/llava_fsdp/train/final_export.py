@@ -181,6 +181,15 @@ def with_trained(state: TrainState, is_first_rank: bool) -> dict[str, Stored]:
     return state.sources | ({name: MemoryTensor(values) for name, values in trained.items()} if is_first_rank else {})
 
 
+def folder_of(cfg: Config) -> Path | None:
+    """Return the folder that `export` writes: the merged model, or the adapter alone; None with
+    `export.enabled=false`."""
+    if not cfg.export.enabled:
+        return None
+    is_adapter = cfg.model.lora.enabled and not cfg.export.merge
+    return Path(cfg.output_dir) / (FOLDER if is_adapter else EXPORT)
+
+
 def is_current(state: TrainState, cfg: Config) -> bool:
     """Return whether `output_dir` already contains an undamaged export of the current step in the configured dtype.
     Collective."""

@@ -54,6 +54,7 @@ class RunParts(Run):
     """The parts of a training (state, reports, ...) that the watchdog, which detects hangs, uses while it
     runs, and that are used when the process ends. A part is None until it is built."""
 
+    ends_process: bool = True
     folder: Path = Path()
     dir_lock: RunDirLock | None = None
     count_collectives: Callable[[], int] = int

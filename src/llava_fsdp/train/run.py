@@ -6,6 +6,7 @@ torch takes seconds.
 """
 
 import multiprocessing
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +19,11 @@ from llava_fsdp.runtime.process.imports import importing
 
 if TYPE_CHECKING:
     from llava_fsdp.train.events.answer_metric import ScoreFunction
+    from llava_fsdp.train.events.run_events import RunEvents
     from llava_fsdp.train.main import RunParts
 
 
-def run(metric: "ScoreFunction | None" = None) -> None:
+def run(metric: "ScoreFunction | None" = None, events: "Sequence[RunEvents]" = ()) -> None:
     """Run the training that the command line (`sys.argv`) describes, as one rank of it, and end this process with the
     exit code if the training fails. To be called once, by a program that torchrun starts:
 
@@ -33,6 +35,7 @@ def run(metric: "ScoreFunction | None" = None) -> None:
         metric: function that scores an answer of a validation, used in place of `val.metric` and shown under its own
             name. It gets the question, the model's answer and the record's answer, all texts, and returns a number from
             0 to 1.
+        events: observers of the run, called behind those of the trainer, in this order.
     """
     if multiprocessing.parent_process() is not None:
         return
@@ -45,17 +48,29 @@ def run(metric: "ScoreFunction | None" = None) -> None:
 
         nonlocal parts
         parts = RunParts()
-        train(cfg, parts, metric)
+        train(cfg, parts, metric, events)
 
     def on_exit(folder: Path, outcome: Outcome) -> dict[str, Any] | None:
-        first = write_ending(folder, outcome)
-        with log_write_errors(folder / REPORT_FILE):
-            if parts is not None and parts.reports is not None:
-                parts.reports.end()
-            elif env_rank() == 0:
-                from llava_fsdp.train.events.live_page import rewrite_page
-
-                rewrite_page(folder)
-        return first
+        return end_run(folder, outcome, parts)
 
     cli.run("train", Config, task, on_exit)
+
+
+def end_run(folder: Path, outcome: Outcome, parts: "RunParts | None") -> dict[str, Any] | None:
+    """Record in the run's folder how this rank ended, and write what the reports say of it.
+
+    Args:
+        parts: the parts of the training; None: it ended before they were built.
+
+    Returns:
+        The recorded status of the rank that failed first, if that is another rank; else None.
+    """
+    first = write_ending(folder, outcome)
+    with log_write_errors(folder / REPORT_FILE):
+        if parts is not None and parts.reports is not None:
+            parts.reports.end()
+        elif env_rank() == 0:
+            from llava_fsdp.train.events.live_page import rewrite_page
+
+            rewrite_page(folder)
+    return first

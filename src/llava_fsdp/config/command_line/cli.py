@@ -285,11 +285,7 @@ def compose(config_name: str, schema: type) -> DictConfig | None:
     words = name_folder(sys.argv[1:], PATH_KEYS.get(config_name))
     if (group := asked_help(words)) is not None:
         words = [word for word in words if "=" in word and not word.startswith("-")]
-    refuse_bare_words(words, config_name)
-    refuse_unknown(words, schema)
-    if "optim" in schema_keys(schema):  # for commands that have the keys of a training
-        words = with_own_model(words)
-    words = [taken_literally(word) for word in words]
+    words = checked_words(words, config_name, schema)
     if group is not None:
         if not is_later_rank():
             print(render_help(config_name, schema, words, group))
@@ -297,11 +293,40 @@ def compose(config_name: str, schema: type) -> DictConfig | None:
     sys.argv[1:] = words
     if any(word.startswith("-") or "hydra" in word.partition("=")[0] for word in words):
         return compose_with_flags(config_name, schema)
+    return compose_words(words, config_name, schema)
+
+
+def checked_words(words: list[str], config_name: str, schema: type) -> list[str]:
+    """Check words of the form `key=value`, and return them as Hydra takes them. Raises ConfigError, as `compose`
+    does."""
+    refuse_bare_words(words, config_name)
+    refuse_unknown(words, schema)
+    if "optim" in schema_keys(schema):  # for commands that have the keys of a training
+        words = with_own_model(words)
+    return [taken_literally(word) for word in words]
+
+
+def compose_words(words: list[str], config_name: str, schema: type) -> DictConfig:
+    """Build a command's configuration from YAML files and checked words (`checked_words`)."""
     try:
         with initialize_config_dir(str(config_dir()), version_base="1.3"):
             return hydra.compose(config_name, words)
     except HydraException as error:
         raise ConfigError(shorten(str(error), schema)) from None
+
+
+def configure(words: list[str], config_name: str, schema: type[T]) -> T:
+    """Return a command's configuration from words of the form `key=value`, without a command line: with the same checks
+    and errors.
+
+    Raises:
+        ConfigError: a key, a choice or a value is wrong, or a word is one of Hydra's flags.
+    """
+    for word in words:
+        if word.startswith("-") or "hydra" in word.partition("=")[0]:
+            raise ConfigError(f"{word} is a flag of the command line; give keys of the configuration, as key=value")
+    check_command_line(words, LITERAL)
+    return load(schema, compose_words(checked_words(words, config_name, schema), config_name, schema))
 
 
 def compose_with_flags(config_name: str, schema: type) -> DictConfig | None:

@@ -76,6 +76,10 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 class Run:
     """What the watchdog calls of a training run, in its own thread. This base class is for processes without a run."""
 
+    ends_process = True
+    """Whether a signal outside of the steps ends the process. If not, the process belongs to a program that goes on
+    after the training, and such signals do what they did before it: Ctrl-C raises KeyboardInterrupt."""
+
     def check_folder(self) -> None:
         """Check that the run's folder still exists and is locked. Called every second."""
 
@@ -214,7 +218,7 @@ class Watchdog:
         if threading.current_thread() is threading.main_thread():
             self.wakeup = signal.set_wakeup_fd(self.pipe[1], warn_on_full_buffer=False)
             for number in SIGNALS:
-                self.handlers[number] = signal.signal(number, lambda *_: None)  # only the byte in the pipe matters
+                self.handlers[number] = signal.signal(number, self.on_signal)
             faulthandler.register(signal.SIGUSR2, self.stacks, all_threads=True)
         self.thread = threading.Thread(target=self.watch, name="watchdog", daemon=True)
         self.thread.start()
@@ -310,12 +314,30 @@ class Watchdog:
             for number in os.read(self.pipe[0], 256):
                 self.handle_signal(number)
 
+    @property
+    def leaves_signals(self) -> bool:
+        """Whether SIGTERM and SIGINT have their former effect now: without `Run.ends_process`, outside of the steps and
+        when a stop has already been requested."""
+        return not self.run.ends_process and (bool(self.stop) or not self.stepping)
+
+    def on_signal(self, number: int, frame: object) -> None:
+        """Python's handler of a signal, in the main thread. Mostly nothing is left to do, because the byte that the
+        signal has put into the watchdog's pipe is what matters."""
+        if number == signal.SIGUSR1 or not self.leaves_signals:
+            return
+        before = self.handlers[number]
+        if callable(before):
+            before(number, frame)
+        elif before == signal.SIG_DFL:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
     def handle_signal(self, number: int) -> None:
         """Record a request to save a checkpoint (SIGUSR1) or to stop (SIGTERM, SIGINT). Outside the training steps, and
         at the second Ctrl-C, end the process at once."""
         if number == signal.SIGUSR1:
             self.saves += 1
-        if number not in (signal.SIGTERM, signal.SIGINT) or self.ending.is_set():
+        if number not in (signal.SIGTERM, signal.SIGINT) or self.ending.is_set() or self.leaves_signals:
             return
         self.was_signalled = True
         name = signal.Signals(number).name
