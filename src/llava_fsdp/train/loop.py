@@ -43,13 +43,12 @@ def fit(
     events: RunEvents,
     watchdog: Watchdog | None = None,
 ) -> None:
-    """Train from the current step to the last one.
+    """Train from the current step to the last one. Collective.
 
     Args:
         events: the observers, which are told of each moment on every rank. If a stop was requested, `before_step`
             raises an error on every rank. In this case it is also called on ranks whose data have not arrived, because
             the other ranks wait for them.
-        watchdog: records what this rank does, to report a hang, and whether a stop was requested.
     """
     watchdog = watchdog or Watchdog()
     try:
@@ -62,7 +61,7 @@ def fit(
 
 
 def run_steps(state: TrainState, cfg: Config, events: RunEvents, watchdog: Watchdog) -> None:
-    """Run the steps of a training; see `fit` for the arguments."""
+    """Run the steps; see `fit`."""
     for root in state.roots:
         root.train()
     started = time.perf_counter()
@@ -110,13 +109,11 @@ def train_step(
     started: float,
     watchdog: Watchdog | None = None,
 ) -> StepResult:
-    """Run one optimizer step, and return its loss, gradient norm, duration and so on. If the loss or the norm of the
-    gradients is not finite, the update of the weights is skipped.
+    """Run one optimizer step. If the loss or the norm of the gradients is not finite, the update is skipped.
+    Collective.
 
     Args:
-        step: the data of the step.
         started: time (`time.perf_counter`) at which the step began, which is when its data were requested.
-        watchdog: records what this rank does, to report a hang.
 
     Raises:
         NumericError: in fp16, gradients overflowed although the loss scale is at its minimum.
@@ -235,13 +232,8 @@ def run_micro_batches(
     sources: SourceSums,
     experts: ExpertSums,
 ) -> torch.Tensor:
-    """Run the forward and backward passes of a step's micro-batches, one after the other. Return this rank's part of
-    the loss, float32 [].
-
-    Args:
-        scale: the loss scale.
-        sources, experts: sums of the step, to which these micro-batches are added.
-    """
+    """Run the forward and backward passes of a step's micro-batches, one after the other, and add their losses to
+    `sources` and `experts`. Return this rank's part of the loss, float32 []. `scale`: the loss scale."""
     loss_sum = torch.zeros((), device=state.loader.device)
     for number, micro in enumerate(step.micro_batches, start=1):
         begin_micro_batch(state.model, state.parallelism.plan, is_last=number == len(step.micro_batches))

@@ -51,8 +51,8 @@ from llava_fsdp.train.state import TrainState
 
 @dataclass
 class RunParts(Run):
-    """The parts of a training (state, reports, ...) that the watchdog, which detects hangs, uses while it
-    runs, and that are used when the process ends. A part is None until it is built."""
+    """The parts of a training that the watchdog uses while it runs, and that are used when the process ends. A part is
+    None until it is built."""
 
     ends_process: bool = True
     folder: Path = Path()
@@ -87,9 +87,9 @@ def train(
     """Run a training, from its configuration to its export.
 
     Args:
-        metric: function that scores answers of a validation in place of `val.metric`; None: `val.metric` is used.
         parts: gets the state, the reports and others as they are built, for a caller that needs them when the process
-            ends; None: the caller does not need them.
+            ends.
+        metric: scores answers of a validation in place of `val.metric`.
         events: observers of the program that trains, which come after those of the trainer.
     """
     parts = parts or RunParts()
@@ -142,14 +142,9 @@ def train(
 
 
 def agree_on_precision(cfg: Config, world: World, able: bool) -> Config:
-    """Replace `precision.param_dtype=auto` in the configuration by the same dtype on all ranks, and return it. A run
-    that is resumed keeps the dtype that it was trained with. Log the choice, and a warning if a rank's device emulates
-    the dtype. Collective: all ranks must call it.
-
-    Args:
-        world: this rank's number and device, and the number of ranks.
-        able: whether this rank's device has instructions for bf16.
-    """
+    """Replace `precision.param_dtype=auto` by the same dtype on all ranks. A run that is resumed keeps its dtype. Log
+    the choice, and a warning if a rank's device emulates the dtype. `able`: whether this rank's device has instructions
+    for bf16. Collective."""
     all_able = gather_lists([able])
     recorded = None
     if cfg.precision.param_dtype is DType.auto:
@@ -164,13 +159,9 @@ def agree_on_precision(cfg: Config, world: World, able: bool) -> Config:
 
 
 def settle_auto(cfg: Config, world: World) -> Config:
-    """Replace every value `auto` in the configuration, and return it. `data.template=auto` becomes the conversation
-    template that fits the model, `pack=auto` becomes true if the language model supports rows of packed samples, and a
-    planner of memory and time chooses the other values. Rank 0 plans for all ranks. Collective: all ranks must call it.
-
-    Args:
-        world: this rank's number and device, and the number of ranks.
-    """
+    """Replace every value `auto` in the configuration. `data.template=auto` becomes the conversation template that fits
+    the model, `pack=auto` becomes true if the language model supports rows of packed samples, and a planner of memory
+    and time, on rank 0, chooses the other values. Collective."""
     derives_template = cfg.data.template in (AUTO, OWN)
     if not cfg.has_auto and not derives_template and cfg.pack != AUTO:
         return cfg
@@ -195,7 +186,7 @@ def settle_auto(cfg: Config, world: World) -> Config:
 
 
 def write_config(cfg: Config, world: World) -> None:
-    """Write `config.yaml` into the run's folder, on rank 0; `world` has this rank's number."""
+    """Write `config.yaml` into the run's folder, on rank 0."""
     if world.is_first:
         path = Path(cfg.output_dir) / CONFIG_FILE
         with storage_errors(path):

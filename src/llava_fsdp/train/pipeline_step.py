@@ -31,12 +31,7 @@ class TrainingWork:
         sources: SourceSums,
         experts: ExpertSums,
     ):
-        """Begin a step.
-
-        Args:
-            scale: the loss scale.
-            sources, experts: sums of the step, to which these micro-batches are added.
-        """
+        """Begin a step, whose losses are added to `sources` and `experts`. `scale`: the loss scale."""
         self.loader = state.loader
         self.micro_batches = micro_batches
         self.scale = scale
@@ -125,13 +120,9 @@ def run_pipeline(
     sources: SourceSums,
     experts: ExpertSums,
 ) -> torch.Tensor:
-    """Run the forward and backward passes of a step's micro-batches. Return this rank's part of the loss, float32 [],
-    which is 0 without the last stage. Collective: all ranks must call it.
-
-    Args:
-        scale: the loss scale.
-        sources, experts: sums of the step, to which these micro-batches are added.
-    """
+    """Run the forward and backward passes of a step's micro-batches, and add their losses to `sources` and `experts`.
+    Return this rank's part of the loss, float32 [], which is 0 without the last stage. `scale`: the loss scale.
+    Collective."""
     assert state.pipeline is not None
     work = TrainingWork(state, step.micro_batches, scale, sources, experts)
     state.pipeline.run(work, [shape_of(micro) for micro in step.micro_batches])

@@ -12,12 +12,7 @@ class Timeouts(RunEvents):
     weights are loaded and kernels compiled."""
 
     def __init__(self, meshes: Meshes, seconds: int, watchdog: Watchdog):
-        """Prepare the shorter timeout.
-
-        Args:
-            seconds: the timeout, `comm.timeout`.
-            watchdog: ends ranks that wait for longer than that.
-        """
+        """Prepare the shorter timeout."""
         self.meshes = meshes
         self.seconds = seconds
         self.watchdog = watchdog
