@@ -172,7 +172,7 @@ def peer_plan(cfg: Config, case: Case, more: Report, options: argparse.Namespace
     bf16 = cfg.precision.param_dtype is DType.bf16
     hidden = json.loads((ASSETS / "tiny-llama" / "config.json").read_text())["hidden_size"]
     return {
-        "train": [part.value for part in cfg.model.train],
+        "train": list(cfg.model.train),
         "steps": options.steps,
         "accumulation": ACCUMULATION,
         "lr": cfg.optim.lr,

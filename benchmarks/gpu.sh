@@ -203,7 +203,7 @@ run_checks() {
         not_run "several ranks over NCCL" "needs two GPUs or more, here are $gpus; the same code runs on gloo in tests/"
     else
         ranks=$((gpus >= 4 ? 4 : 2))
-        part strategies-nccl 150 "$python" benchmarks/strategies.py "$out/nccl" --nproc "$ranks" "${sizes[@]}"
+        part strategies-nccl 150 "$python" benchmarks/strategies.py "$out/nccl" --ranks "$ranks" "${sizes[@]}"
     fi
 }
 

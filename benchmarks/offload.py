@@ -149,7 +149,7 @@ def gpu_attempt(mode: str, batch: int, work: Path, options: argparse.Namespace) 
     cfg = configured("zero3", mode, batch, work, 1, "bf16")
     with distributed(cfg) as world:
         try:
-            with explained_memory_errors(cfg, world.device), contextlib.redirect_stderr(io.StringIO()):
+            with explained_memory_errors(lambda: cfg, world.device), contextlib.redirect_stderr(io.StringIO()):
                 state = build_state(cfg, Parallelism.of(cfg, world))
                 state.model.train()
                 results, seconds = [], []

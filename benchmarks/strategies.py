@@ -1,6 +1,6 @@
 """What does each row of the ZeRO table cost on the same work? About three minutes with four ranks on two idle cores.
 
-    python benchmarks/strategies.py --nproc 4
+    python benchmarks/strategies.py --ranks 4
 
 Time, memory and bytes sent of a step of `torch.nn.parallel.DistributedDataParallel` and of every strategy, with the
 same samples, weights and optimizer. Losses must agree first. benchmarks/README.md explains the result.
@@ -269,9 +269,9 @@ def row_of(case: Case, run: Run, tokens: float, base: tuple[float, float]) -> Re
 
 def main() -> None:
     options = parse()
-    if "RANK" not in os.environ and options.nproc > 1:
+    if "RANK" not in os.environ and options.ranks > 1:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-        sys.exit(subprocess.call([*command, str(options.nproc), __file__, *sys.argv[1:]]))
+        sys.exit(subprocess.call([*command, str(options.ranks), __file__, *sys.argv[1:]]))
     torch.set_num_threads(options.threads)
     world = read_world()
     options.precision = options.precision or ("bf16" if world.device.type == "cuda" else "fp32")
@@ -303,7 +303,7 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = command_line(__doc__)
-    parser.add_argument("--nproc", type=int, default=1, help="number of ranks to start: 1, 2 or 4")
+    parser.add_argument("--ranks", type=int, default=1, help="number of ranks to start: 1, 2 or 4")
     parser.add_argument("--hidden", type=int, default=128, help="width of the random language model")
     parser.add_argument("--layers", type=int, default=3, help="its layers")
     parser.add_argument("--rows", type=int, default=8, help="samples of a step on each rank, at any accumulation")
