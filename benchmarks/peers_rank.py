@@ -150,9 +150,9 @@ def kept(loader: Any, steps: Iterator[Any]) -> Any:
 
 def run_by_hand_ours(plan: dict[str, Any]) -> None:
     """Our model, our packed micro-batches, our weights, and a loop of ten lines: what the trainer adds is the rest."""
+    from llava_fsdp.model.load_weights import find_weights, load_weights
     from llava_fsdp.model.sources.pretrained import find_parts
     from llava_fsdp.model.weights.init_weights import computed_buffers, restore_buffers
-    from llava_fsdp.model.weights.load_weights import find_weights, load_weights
     from llava_fsdp.parallel.local_shards import local_shards
     from llava_fsdp.parallel.precision.precision import MasterWeights
     from llava_fsdp.parallel.ranks.mesh import distributed

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from llava_fsdp.config import Task
-from llava_fsdp.evaluate.benchmarks.blind_guess import count_texts, guesses_of, score_blind_guess
+from llava_fsdp.evaluate.blind_guess import count_texts, guesses_of, score_blind_guess
 from llava_fsdp.evaluate.question import BenchmarkQuestion
 
 

@@ -29,15 +29,15 @@ from llava_fsdp.checkpoint.reader import saved_weights
 from llava_fsdp.checkpoint.verify import verify
 from llava_fsdp.config import AspectRatio
 from llava_fsdp.data.batching.batch import MicroBatch
+from llava_fsdp.export import peft_folder
 from llava_fsdp.export.check_folders import check_artifacts
 from llava_fsdp.export.main import export
+from llava_fsdp.export.peft_folder import in_class
 from llava_fsdp.export.prove import verify_logits
 from llava_fsdp.export.prove.logit_distance import CLOSE
 from llava_fsdp.export.prove.verify_logits import CLOSE_MERGED, Adapted, prove_merge, relative_difference
 from llava_fsdp.export.source_model import Opened, open_source
-from llava_fsdp.export.write import peft_folder
 from llava_fsdp.export.write.adapter_folder import whole_rows
-from llava_fsdp.export.write.peft_folder import in_class
 from llava_fsdp.model.adapters.lora_files import find_adapter, open_adapter
 from llava_fsdp.model.adapters.lora_merge import merged
 from llava_fsdp.model.adapters.lora_names import is_adapter, without_base

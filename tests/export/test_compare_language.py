@@ -22,9 +22,9 @@ from llava_fsdp.export.prove.compare_language import UnlikeOwnClass, check_text,
 from llava_fsdp.export.prove.verify_logits import load_copy
 from llava_fsdp.model import logit_change
 from llava_fsdp.model.llava import Llava, build_llava
+from llava_fsdp.model.load_weights import find_weights
 from llava_fsdp.model.logit_change import LogitChange
 from llava_fsdp.model.sources.pretrained import find_parts, parts_of
-from llava_fsdp.model.weights.load_weights import find_weights
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 from llava_fsdp.train import main as train
 

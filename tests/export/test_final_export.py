@@ -38,12 +38,12 @@ from llava_fsdp.export.write import formats, weights_writer
 from llava_fsdp.export.write.formats import source_of_run
 from llava_fsdp.export.write.weights_writer import Weights, plan_files, publish_folder, renamed
 from llava_fsdp.model.llava import build_llava
+from llava_fsdp.model.load_weights import find_weights, load_weights
 from llava_fsdp.model.packed_attention.attention import choose_kernel
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.model.sources.pretrained_config import read_model
 from llava_fsdp.model.weights.init_weights import computed_buffers, restore_buffers
 from llava_fsdp.model.weights.lazy_tensor import LazyTensor
-from llava_fsdp.model.weights.load_weights import find_weights, load_weights
 from llava_fsdp.model.weights.tensor_files import StoredTensor
 from llava_fsdp.parallel.local_shards import local_shards
 from llava_fsdp.parallel.parallelism import Parallelism

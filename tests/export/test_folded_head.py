@@ -17,10 +17,10 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlavaForCo
 from llava_fsdp.export.main import export
 from llava_fsdp.export.prove.verify_logits import load_copy
 from llava_fsdp.model.llava import build_llava
+from llava_fsdp.model.load_weights import find_weights
 from llava_fsdp.model.logit_change import logit_change
 from llava_fsdp.model.sources import pretrained
 from llava_fsdp.model.sources.pretrained import find_parts
-from llava_fsdp.model.weights.load_weights import find_weights
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 from llava_fsdp.train import main as train
 

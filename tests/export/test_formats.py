@@ -33,7 +33,7 @@ from llava_fsdp.export.write.processor import as_older_release, write_preprocess
 from llava_fsdp.export.write.weights_writer import Weights, renamed, write_shards
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.logit_change import LogitChange
-from llava_fsdp.model.sources.parts import Parts
+from llava_fsdp.model.parts import Parts
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 
 

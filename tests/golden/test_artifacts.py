@@ -20,9 +20,9 @@ from llava_fsdp.data.text.tokenizer import open_tokenizer
 from llava_fsdp.export.main import export
 from llava_fsdp.export.prove.verify_logits import load_copy
 from llava_fsdp.model.llava import Llava, build_llava
+from llava_fsdp.model.load_weights import find_weights
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.model.sources.pretrained_config import read_model
-from llava_fsdp.model.weights.load_weights import find_weights
 
 MODELS = golden_folder() / "model"
 IMAGE, IGNORE = -200, -100

@@ -24,12 +24,12 @@ from llava_fsdp.migrate.accelerate import rule_of as accelerate_rule
 from llava_fsdp.migrate.command import Migration, assignments, lines, migrate
 from llava_fsdp.migrate.deepspeed import DEEPSPEED
 from llava_fsdp.migrate.deepspeed import rule_of as deepspeed_rule
-from llava_fsdp.migrate.flags.table import rows_of
 from llava_fsdp.migrate.inputs import flat, read_runs
 from llava_fsdp.migrate.keys import Context, Row, Verdict, written
 from llava_fsdp.migrate.overrides import TEMPLATES, decide
 from llava_fsdp.migrate.shell import commands
 from llava_fsdp.migrate.source_run import Run
+from llava_fsdp.migrate.table import rows_of
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.exit_codes import ExitCode
 

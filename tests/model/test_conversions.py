@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from llava_fsdp.model.load_weights import language_model, part_of
 from llava_fsdp.model.weights.conversions import (
     ConvertedTensor,
     LoadPlan,
@@ -22,7 +23,6 @@ from llava_fsdp.model.weights.conversions import (
     whole_model_of,
 )
 from llava_fsdp.model.weights.lazy_tensor import LazyTensor, whole
-from llava_fsdp.model.weights.load_weights import language_model, part_of
 from llava_fsdp.model.weights.tensor_files import StoredTensor, open_tensors
 from llava_fsdp.parallel.local_shards import LocalShard
 from llava_fsdp.runtime.errors import ModelError

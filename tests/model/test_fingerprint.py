@@ -8,9 +8,9 @@ import torch
 from small import Configure
 from torch import nn
 
-from llava_fsdp.model.weights import load_weights
+from llava_fsdp.model import load_weights
+from llava_fsdp.model.load_weights import base_fingerprint, check_shape, digest_of, fingerprint, frozen_digests
 from llava_fsdp.model.weights.init_weights import Drawn, DrawRule, Rule
-from llava_fsdp.model.weights.load_weights import base_fingerprint, check_shape, digest_of, fingerprint, frozen_digests
 from llava_fsdp.model.weights.tensor_files import Stored
 from llava_fsdp.runtime.errors import ModelError
 from llava_fsdp.train.final_export import MemoryTensor

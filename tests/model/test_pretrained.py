@@ -10,8 +10,8 @@ from small import write_json
 from transformers import CLIPVisionConfig, LlavaConfig, LlavaNextConfig, LlavaOnevisionConfig
 
 from llava_fsdp.config import Feature, PatchMerge
+from llava_fsdp.model.parts import Parts
 from llava_fsdp.model.sources import pretrained
-from llava_fsdp.model.sources.parts import Parts
 from llava_fsdp.model.sources.pretrained import (
     NoProjector,
     artifacts_of,

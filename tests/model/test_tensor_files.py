@@ -17,9 +17,9 @@ from llava_fsdp.data.images.check import opened
 from llava_fsdp.data.images.preprocess import preprocessor_fields
 from llava_fsdp.data.text.tokenizer import open_tokenizer
 from llava_fsdp.model.llava import build_llava
+from llava_fsdp.model.load_weights import find_weights, missing
 from llava_fsdp.model.sources.pretrained import find_parts, read_config
 from llava_fsdp.model.weights.init_weights import Drawn
-from llava_fsdp.model.weights.load_weights import find_weights, missing
 from llava_fsdp.model.weights.tensor_files import LARGEST_HEADER, open_file, open_tensors
 from llava_fsdp.runtime.errors import ImageError, ModelError
 

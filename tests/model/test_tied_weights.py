@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 
 from llava_fsdp.export.prove.verify_logits import load_copy
 from llava_fsdp.model.llava import Llava, build_llava
+from llava_fsdp.model.load_weights import find_weights
 from llava_fsdp.model.sources.pretrained import find_parts
-from llava_fsdp.model.weights.load_weights import find_weights
 from llava_fsdp.runtime.errors import ModelError
 
 VOCABULARY = 611

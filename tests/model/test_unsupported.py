@@ -7,9 +7,9 @@ import torch
 from small import Configure, changed_parts
 from transformers import AutoConfig
 
-from llava_fsdp.model.sources.parts import Parts
+from llava_fsdp.model.load_weights import missing
+from llava_fsdp.model.parts import Parts
 from llava_fsdp.model.sources.pretrained import find_parts
-from llava_fsdp.model.weights.load_weights import missing
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 from llava_fsdp.train.setup.preflight import open_model
 

@@ -20,7 +20,7 @@ from llava_fsdp.config import (
     Source,
     Strategy,
 )
-from llava_fsdp.model.sources.parts import Parts
+from llava_fsdp.model.parts import Parts
 from llava_fsdp.plan import main
 from llava_fsdp.plan.memory.activations import MicroBatch, with_depth
 from llava_fsdp.plan.model_shapes import kernel_for

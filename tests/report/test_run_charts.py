@@ -9,10 +9,10 @@ from imagined import imagine
 
 from llava_fsdp.report.charts import svg
 from llava_fsdp.report.charts.downsample import Point
-from llava_fsdp.report.charts.run_charts import charts_of
-from llava_fsdp.report.charts.run_tables import answers, validation_sources
 from llava_fsdp.report.charts.svg import Chart, Line, draw
+from llava_fsdp.report.run_charts import charts_of
 from llava_fsdp.report.run_reader import Run, read_run
+from llava_fsdp.report.run_tables import answers, validation_sources
 from llava_fsdp.report.shown_answers import choose_answers
 
 SOURCES = tuple("abcdefghijklmn")

@@ -15,9 +15,9 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Pretrained
 
 from llava_fsdp.config import Config
 from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.load_weights import load_weights
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.model.weights.init_weights import computed_buffers, restore_buffers
-from llava_fsdp.model.weights.load_weights import load_weights
 from llava_fsdp.parallel.local_shards import local_shards
 from llava_fsdp.parallel.parallelize import materialize
 from llava_fsdp.parallel.precision.precision import MasterWeights

@@ -11,8 +11,8 @@ from llava_fsdp.data.images.preprocess import preprocessor_fields
 from llava_fsdp.export.prove.verify_logits import compute_dtype
 from llava_fsdp.export.source_model import Opened, open_source
 from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.parts import read_json
 from llava_fsdp.model.sources.llava_v1_5_config import is_original
-from llava_fsdp.model.sources.parts import read_json
 from llava_fsdp.model.sources.pretrained import NEXT, ONEVISION
 from llava_fsdp.runtime.errors import ConfigError, DamagedModel, ModelError
 from llava_fsdp.runtime.files.provenance import NOTES, read_notes

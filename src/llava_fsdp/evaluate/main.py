@@ -28,7 +28,7 @@ from llava_fsdp.data.text.jinja_template import OWN, is_own
 from llava_fsdp.data.text.templates import template
 from llava_fsdp.data.toy_shapes import draw_shapes
 from llava_fsdp.evaluate.answers_file import AnswersFile, Shard, blank_file, storage_errors
-from llava_fsdp.evaluate.benchmarks.blind_guess import count_texts, score_blind_guess
+from llava_fsdp.evaluate.blind_guess import count_texts, score_blind_guess
 from llava_fsdp.evaluate.check_images import check_images, folder_of
 from llava_fsdp.evaluate.question import BenchmarkQuestion
 from llava_fsdp.evaluate.read_questions import read_questions

@@ -14,12 +14,12 @@ from llava_fsdp.config import AUTO, ConversionConfig, DType, FolderFormat, KeptD
 from llava_fsdp.data.text.jinja_template import is_own
 from llava_fsdp.data.text.templates import template
 from llava_fsdp.export.check_folders import accept
+from llava_fsdp.export.peft_folder import prove_adapters, with_rounded_base, write_adapters
 from llava_fsdp.export.prove.prove_reading import prove_reading
 from llava_fsdp.export.prove.verify_logits import Adapted, prove, prove_merge
 from llava_fsdp.export.source_model import Opened, open_source
 from llava_fsdp.export.write.adapter_folder import whole_rows
 from llava_fsdp.export.write.formats import SourceModel, write_folder, write_notes
-from llava_fsdp.export.write.peft_folder import prove_adapters, with_rounded_base, write_adapters
 from llava_fsdp.export.write.weights_writer import Weights, publish_folder
 from llava_fsdp.model.adapters.lora_files import ADAPTER_CONFIG
 from llava_fsdp.model.sources.pretrained import PACKAGE

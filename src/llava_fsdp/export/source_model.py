@@ -39,8 +39,17 @@ from llava_fsdp.model.adapters.base_config import BASE_OPTION, check_base_config
 from llava_fsdp.model.adapters.lora_files import AdapterFolder, is_adapter_folder, open_adapter
 from llava_fsdp.model.adapters.lora_names import BASE, is_adapter, module_of, without_base
 from llava_fsdp.model.llava import Llava, build_llava
+from llava_fsdp.model.load_weights import (
+    NEWLINE,
+    PROJECTOR_PREFIX,
+    base_fingerprint,
+    check_projector_names,
+    find_weights,
+    fingerprint,
+    frozen_digests,
+)
+from llava_fsdp.model.parts import Parts, read_json
 from llava_fsdp.model.sources.llava_v1_5_config import is_original
-from llava_fsdp.model.sources.parts import Parts, read_json
 from llava_fsdp.model.sources.pretrained import (
     EXPORT,
     LIMITED,
@@ -53,15 +62,6 @@ from llava_fsdp.model.sources.pretrained import (
 )
 from llava_fsdp.model.sources.pretrained_config import check_named_base, read_base, read_model
 from llava_fsdp.model.weights.init_weights import Drawn
-from llava_fsdp.model.weights.load_weights import (
-    NEWLINE,
-    PROJECTOR_PREFIX,
-    base_fingerprint,
-    check_projector_names,
-    find_weights,
-    fingerprint,
-    frozen_digests,
-)
 from llava_fsdp.model.weights.tensor_files import Stored
 from llava_fsdp.runtime.errors import CheckpointError, ConfigError, DamagedModel, ModelError
 from llava_fsdp.runtime.files.provenance import NOTES, check_folder, read_notes

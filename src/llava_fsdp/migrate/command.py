@@ -10,11 +10,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from llava_fsdp.config import Config, config_dir, load
 from llava_fsdp.config.command_line.cli import taken_literally
-from llava_fsdp.migrate.flags.table import rows_of
 from llava_fsdp.migrate.flags.trainer_flags import OTHER_PROGRAM, lacking
 from llava_fsdp.migrate.keys import REFUSED, Context, Row, Verdict, written
 from llava_fsdp.migrate.overrides import Overrides, decide
 from llava_fsdp.migrate.source_run import Run
+from llava_fsdp.migrate.table import rows_of
 from llava_fsdp.runtime.errors import ConfigError
 
 CHOICES = ("stage", "model", "data")

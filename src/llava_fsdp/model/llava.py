@@ -20,9 +20,9 @@ from llava_fsdp.model.packed_attention.attention import (
     padded_attention,
     register_attention,
 )
+from llava_fsdp.model.parts import Parts
 from llava_fsdp.model.projector import Projector, check_can_be_shuffled
 from llava_fsdp.model.sample_dropout import TokenKeys
-from llava_fsdp.model.sources.parts import Parts
 from llava_fsdp.model.vision_tower import build_vision_tower, found_of_vision_tower, selected_features
 from llava_fsdp.model.weights.quantization import quantize_layers
 from llava_fsdp.runtime.errors import ConfigError, ModelError

@@ -29,7 +29,7 @@ from llava_fsdp.config import (
     SamplerName,
     Source,
 )
-from llava_fsdp.model.sources.parts import Parts
+from llava_fsdp.model.parts import Parts
 from llava_fsdp.parallel.precision.fast_dtype import settle_precision, slow_dtype
 from llava_fsdp.parallel.zero import SHARD_PLANS, Mesh
 from llava_fsdp.plan.model_shapes import shapes_of
@@ -37,8 +37,8 @@ from llava_fsdp.plan.planner import Planner, PlanRow, Ranks
 from llava_fsdp.plan.search.auto import chosen_kinds, settle_packing, smallest_context
 from llava_fsdp.plan.search.layouts import Planned, Search, Searcher, Ways
 from llava_fsdp.plan.search.longest import longest
-from llava_fsdp.plan.search.longest import write_page as write_longest
 from llava_fsdp.plan.search.search import choices, distinct_strategies, plan_rows, splits_to_try
+from llava_fsdp.plan.show.longest_page import write_page as write_longest
 from llava_fsdp.plan.show.scaling_page import assumptions, scale, write_page
 from llava_fsdp.plan.show.table import as_object, names, search_object, show_longest, show_plan
 from llava_fsdp.plan.time.hardware import Machine, machine_named

@@ -8,7 +8,7 @@ from transformers import PretrainedConfig
 
 from llava_fsdp.config import Attention, Config, ModelConfig
 from llava_fsdp.model.packed_attention.attention import Kernel, choose_kernel, not_for_flash
-from llava_fsdp.model.sources.parts import Parts
+from llava_fsdp.model.parts import Parts
 from llava_fsdp.model.sources.pretrained import PACKAGE, find_parts, resolve, separate_parts
 from llava_fsdp.parallel.precision.precision import DTYPES
 from llava_fsdp.runtime.errors import ConfigError

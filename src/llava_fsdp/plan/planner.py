@@ -28,7 +28,7 @@ from llava_fsdp.model.experts import Router, check_shared_experts, find_experts,
 from llava_fsdp.model.flops import count_flops
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.packed_attention.attention import grows_with_square
-from llava_fsdp.model.sources.parts import Parts
+from llava_fsdp.model.parts import Parts
 from llava_fsdp.parallel.compile import compiling_of_settings
 from llava_fsdp.parallel.context.context_attention import plan_context
 from llava_fsdp.parallel.memory.memory import Bytes, Weight, bytes_per_rank, divided_weights

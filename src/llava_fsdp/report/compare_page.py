@@ -9,9 +9,9 @@ from typing import Any
 from llava_fsdp.config.command_line.tree import written
 from llava_fsdp.report.charts.downsample import Point
 from llava_fsdp.report.charts.html import heading, section, table, whole_page
-from llava_fsdp.report.charts.run_charts import CURVES, figures, points_of, values_of
 from llava_fsdp.report.charts.svg import Chart, Line, points_each
 from llava_fsdp.report.results import columns, metric_name, results_of
+from llava_fsdp.report.run_charts import CURVES, figures, points_of, values_of
 from llava_fsdp.report.run_reader import Run
 from llava_fsdp.runtime.text.humanize import moment
 

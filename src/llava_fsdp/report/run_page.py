@@ -4,11 +4,11 @@ import time
 from html import escape
 
 from llava_fsdp.report.charts.html import heading, whole_page
-from llava_fsdp.report.charts.run_charts import charts_of, figures
-from llava_fsdp.report.charts.run_tables import Thumbnail, answers, history_tables, settings, validation_sources
 from llava_fsdp.report.charts.svg import short_text
 from llava_fsdp.report.results import TEXTS, loss_name, results_of
+from llava_fsdp.report.run_charts import charts_of, figures
 from llava_fsdp.report.run_reader import Run
+from llava_fsdp.report.run_tables import Thumbnail, answers, history_tables, settings, validation_sources
 from llava_fsdp.runtime.text.humanize import duration, moment, readable
 
 SHOWN = (

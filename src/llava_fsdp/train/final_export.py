@@ -41,10 +41,10 @@ from llava_fsdp.export.write.weights_writer import Weights, publish_folder
 from llava_fsdp.model.adapters.lora_files import FOLDER, check_changed
 from llava_fsdp.model.adapters.lora_names import is_adapter, module_of
 from llava_fsdp.model.llava import Llava, build_llava
-from llava_fsdp.model.sources.parts import Parts
+from llava_fsdp.model.load_weights import base_fingerprint, find_weights, load_weights
+from llava_fsdp.model.parts import Parts
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.model.sources.pretrained_config import read_model
-from llava_fsdp.model.weights.load_weights import base_fingerprint, find_weights, load_weights
 from llava_fsdp.model.weights.tensor_files import Stored
 from llava_fsdp.parallel.local_shards import local_shards, whole
 from llava_fsdp.parallel.precision.precision import DTYPES, MasterWeights, norm_weights

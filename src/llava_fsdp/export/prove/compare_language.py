@@ -26,7 +26,7 @@ from llava_fsdp.export.prove.verify_logits import load_copy, relative_difference
 from llava_fsdp.model.config_key import ConfigKey
 from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.logit_change import keys_that_change
-from llava_fsdp.model.sources.parts import Parts
+from llava_fsdp.model.parts import Parts
 from llava_fsdp.model.sources.pretrained import parts_of, read_config, text_config
 from llava_fsdp.model.weights.conversions import is_vision_language_model, names_of_parts, on_meta, place_of
 from llava_fsdp.model.weights.init_weights import Drawn, DrawRule, Rule

@@ -23,8 +23,8 @@ from llava_fsdp.export.prove.verify_logits import (
     random_rows,
 )
 from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.parts import read_json
 from llava_fsdp.model.sources.llava_v1_5_config import is_original
-from llava_fsdp.model.sources.parts import read_json
 from llava_fsdp.model.sources.pretrained import read_config
 from llava_fsdp.model.weights.conversions import is_vision_language_model
 from llava_fsdp.model.weights.tensor_files import WHOLE_MODEL, Stored

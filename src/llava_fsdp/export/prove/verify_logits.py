@@ -29,11 +29,11 @@ from llava_fsdp.model.adapters.lora import put_adapters
 from llava_fsdp.model.adapters.lora_merge import BASE_WEIGHT, merged
 from llava_fsdp.model.adapters.lora_names import ENDINGS, is_adapter, without_base
 from llava_fsdp.model.llava import Llava, build_llava
+from llava_fsdp.model.load_weights import find_weights, load_weights
 from llava_fsdp.model.packed_attention.attention import attention_of_transformers
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.model.sources.pretrained_config import read_model
 from llava_fsdp.model.weights.init_weights import computed_buffers, restore_buffers
-from llava_fsdp.model.weights.load_weights import find_weights, load_weights
 from llava_fsdp.model.weights.tensor_files import Stored, open_tensors
 from llava_fsdp.model.weights.weight_names import ours
 from llava_fsdp.parallel.local_shards import local_shards

@@ -40,11 +40,11 @@ from llava_fsdp.model.adapters.lora_files import (
 )
 from llava_fsdp.model.adapters.lora_names import is_adapter, without_base
 from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.load_weights import NEWLINE, PROJECTOR_PREFIX, base_fingerprint
 from llava_fsdp.model.sources.llava_v1_5_config import write_json
 from llava_fsdp.model.sources.pretrained import public_name
 from llava_fsdp.model.sources.pretrained_config import check_named_base
 from llava_fsdp.model.weights.init_weights import Drawn
-from llava_fsdp.model.weights.load_weights import NEWLINE, PROJECTOR_PREFIX, base_fingerprint
 from llava_fsdp.model.weights.tensor_files import Stored, StoredTensor, open_file
 from llava_fsdp.model.weights.weight_names import in_adapter, original
 from llava_fsdp.runtime.errors import ConfigError, ModelError

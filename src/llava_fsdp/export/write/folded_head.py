@@ -14,7 +14,7 @@ import torch
 from llava_fsdp.export.write.weights_writer import Weights
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.logit_change import without_change
-from llava_fsdp.model.sources.parts import Parts
+from llava_fsdp.model.parts import Parts
 
 HEAD = "lm_head.weight"
 

@@ -50,6 +50,8 @@ from llava_fsdp.export.write.processor import (
 from llava_fsdp.export.write.remarks import remarks_on, write_remarks
 from llava_fsdp.export.write.weights_writer import Weights, renamed, write_projector, write_shards
 from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.load_weights import PROJECTOR_PREFIX
+from llava_fsdp.model.parts import Parts, read_json
 from llava_fsdp.model.sources.exportable import (
     KEPT,
     check_hf,
@@ -66,10 +68,8 @@ from llava_fsdp.model.sources.llava_v1_5_config import (
     original_config,
     write_json,
 )
-from llava_fsdp.model.sources.parts import Parts, read_json
 from llava_fsdp.model.sources.pretrained import PACKAGE
 from llava_fsdp.model.weights.conversions import plan_save
-from llava_fsdp.model.weights.load_weights import PROJECTOR_PREFIX
 from llava_fsdp.model.weights.weight_names import original
 from llava_fsdp.parallel.ranks.consensus import on_first_rank
 from llava_fsdp.runtime.errors import ConfigError

@@ -12,8 +12,8 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, Logits
 from llava_fsdp.data.text.detokenize import ends_in_special, find_stops
 from llava_fsdp.data.text.jinja_template import open_template
 from llava_fsdp.data.text.tokenizer import Tokenizer, open_tokenizer, read_optional
+from llava_fsdp.model.parts import Parts
 from llava_fsdp.model.sources.llava_v1_5_config import write_json
-from llava_fsdp.model.sources.parts import Parts
 from llava_fsdp.runtime.errors import ModelError
 from llava_fsdp.runtime.files.safe_load import foreign
 

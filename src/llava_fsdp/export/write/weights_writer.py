@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from llava_fsdp.model.load_weights import PROJECTOR_PREFIX
 from llava_fsdp.model.weights.lazy_tensor import Box, LazyTensor, whole
-from llava_fsdp.model.weights.load_weights import PROJECTOR_PREFIX
 from llava_fsdp.parallel.ranks.consensus import on_first_rank
 from llava_fsdp.runtime.errors import ModelError
 from llava_fsdp.runtime.files.durable_files import sync_folder, sync_tree

@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from llava_fsdp.model.sources.parts import Parts
+from llava_fsdp.model.parts import Parts
 from llava_fsdp.runtime.errors import ModelError
 from llava_fsdp.runtime.files.provenance import NOTES, read_notes
 from llava_fsdp.runtime.files.safe_load import foreign

@@ -9,8 +9,8 @@ from transformers import InternVLVisionConfig
 from llava_fsdp.config import AspectRatio, PatchMerge
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.logit_change import keys_that_change
+from llava_fsdp.model.parts import Parts, read_json
 from llava_fsdp.model.sources.llava_v1_5_config import is_original, rope
-from llava_fsdp.model.sources.parts import Parts, read_json
 from llava_fsdp.model.vision_tower import patch_size
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 

@@ -20,8 +20,8 @@ from transformers import (
 from llava_fsdp.config import Config, Feature, ModelConfig, PatchMerge, config_dir
 from llava_fsdp.model.adapters.lora_files import find_adapter, is_adapter_folder
 from llava_fsdp.model.logit_change import VISION_LANGUAGE
+from llava_fsdp.model.parts import Parts, read_json
 from llava_fsdp.model.sources.llava_v1_5_config import TOWER, check_agrees, is_original, language_config, read_feature
-from llava_fsdp.model.sources.parts import Parts, read_json
 from llava_fsdp.model.sources.saved_run import projector_cure, way_to_whole, whole_cure
 from llava_fsdp.model.vision_tower import image_size, patch_size
 from llava_fsdp.model.weights.conversions import is_tied, language_model_of, whole_model_of

@@ -9,8 +9,8 @@ from omegaconf import OmegaConf
 from llava_fsdp.config import Feature, ModelConfig, Part, load
 from llava_fsdp.model.adapters.base_config import check_base_config
 from llava_fsdp.model.adapters.lora_files import ADAPTER_CONFIG, AdapterFolder
+from llava_fsdp.model.parts import Parts, read_json
 from llava_fsdp.model.sources.llava_v1_5_config import TOWER, Selection, is_original, read_selection
-from llava_fsdp.model.sources.parts import Parts, read_json
 from llava_fsdp.model.sources.pretrained import (
     HUB_NAME,
     INTERNVL,

@@ -15,8 +15,8 @@ from llava_fsdp.config import Config, ModelConfig, load
 from llava_fsdp.config.command_line.renamed import present_tree
 from llava_fsdp.model.adapters.lora_files import is_adapter_folder
 from llava_fsdp.model.llava import Llava, build_llava
+from llava_fsdp.model.parts import Parts
 from llava_fsdp.model.sources.exportable import check_projector, error_of, why_not_hf, why_not_original
-from llava_fsdp.model.sources.parts import Parts
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 from llava_fsdp.runtime.files.run_dir import FOLDER, held_by, list_checkpoints
 from llava_fsdp.runtime.files.safe_load import refuse_yaml_bombs

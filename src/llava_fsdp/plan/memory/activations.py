@@ -23,7 +23,7 @@ from llava_fsdp.model.blocks import find_blocks
 from llava_fsdp.model.experts import find_experts
 from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.packed_attention.attention import Kernel, NothingPacked, packing_refused
-from llava_fsdp.model.sources.parts import Parts
+from llava_fsdp.model.parts import Parts
 from llava_fsdp.parallel.compile import Compilations
 from llava_fsdp.parallel.context.context_attention import plan_context, share_attention
 from llava_fsdp.parallel.expert_parallel import share_experts_on_meta

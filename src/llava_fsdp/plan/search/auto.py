@@ -23,7 +23,7 @@ from llava_fsdp.config import (
 )
 from llava_fsdp.config.command_line.renamed import present_tree
 from llava_fsdp.model.packed_attention.attention import packing_refused
-from llava_fsdp.model.sources.parts import Parts
+from llava_fsdp.model.parts import Parts
 from llava_fsdp.parallel.compile import splits_blocks
 from llava_fsdp.parallel.context.context import check_torch
 from llava_fsdp.parallel.context.context_attention import plan_context

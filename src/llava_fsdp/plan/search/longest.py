@@ -1,9 +1,8 @@
 """Predict the longest sample that can be trained on 1, 2, 4, ... GPUs, for each number of ranks that process a row
-together, and write an HTML page with a chart and a table."""
+together."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from llava_fsdp.config import (
@@ -13,15 +12,12 @@ from llava_fsdp.config import (
     PlanConfig,
     Strategy,
 )
-from llava_fsdp.model.sources.parts import Parts
+from llava_fsdp.model.parts import Parts
 from llava_fsdp.parallel.context.context_attention import plan_context
 from llava_fsdp.plan.memory.activations import MicroBatch
 from llava_fsdp.plan.planner import Choice, Planner, PlanRow, Ranks
-from llava_fsdp.plan.show.scaling_page import shown, write_chart
 from llava_fsdp.plan.time.hardware import Machine
 from llava_fsdp.plan.workload import Samples, packed_row
-from llava_fsdp.report.charts.downsample import Point
-from llava_fsdp.report.charts.svg import Chart, Line
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.text.progress import Advance, Watch, watch_silently
 
@@ -121,20 +117,3 @@ def longest_row(planner: Planner, choice: Choice, ranks: Ranks) -> PlanRow | Non
 def one_sample(samples: Samples, tokens: int, context: int) -> MicroBatch:
     """Estimate the sizes of a micro-batch of one sample, with the dataset's shares of image and label tokens."""
     return replace(packed_row(samples, tokens, context), samples=1)
-
-
-def write_page(points: Sequence[dict[str, Any]], title: str, path: Path) -> Path:
-    """Write an HTML page with a chart and a table of the predictions of `longest`.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    lines = []
-    for colour, context in enumerate(sorted({point["context"] for point in points})):
-        own = [point for point in points if point["context"] == context and point["tokens"]]
-        values = [Point(point["gpus"], *[float(point["tokens"])] * 3) for point in own]
-        lines.append(Line(f"{context} rank{'s' * (context > 1)} per row", values, colour, dots=True))
-    chart = Chart("Longest sample in tokens against GPUs", lines, "predicted", logs=True, wide=True, along="GPUs")
-    names = list(points[0])
-    rows = [[shown(point[name]) for name in names] for point in points]
-    return write_chart(path, title, chart, "Longest sample on each", names, rows)

@@ -11,7 +11,7 @@ from llava_fsdp.model.experts import check_shared_experts
 from llava_fsdp.model.flops import count_flops
 from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.packed_attention.attention import check_lengths, choose_kernel
-from llava_fsdp.model.sources.parts import Parts
+from llava_fsdp.model.parts import Parts
 from llava_fsdp.model.weights.quantization import check_quantizer
 from llava_fsdp.parallel.compile import choose_compiling
 from llava_fsdp.parallel.pipeline.stages import check_can_be_divided

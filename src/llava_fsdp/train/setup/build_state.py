@@ -19,10 +19,10 @@ from llava_fsdp.export.check_folders import check_artifacts
 from llava_fsdp.export.write import adapter_folder
 from llava_fsdp.model.experts import RankPositions, RouterOutputs, find_experts, find_routers
 from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.load_weights import fingerprint, frozen_digests, load_weights
 from llava_fsdp.model.loss import VocabularyPart, chunked_loss
 from llava_fsdp.model.sources.pretrained import artifacts_of
 from llava_fsdp.model.weights.init_weights import computed_buffers, restore_buffers
-from llava_fsdp.model.weights.load_weights import fingerprint, frozen_digests, load_weights
 from llava_fsdp.model.weights.quantization import quantized_weights
 from llava_fsdp.parallel.compile import Compilations, choose_compiling
 from llava_fsdp.parallel.context.context import exchange_in, gather_in

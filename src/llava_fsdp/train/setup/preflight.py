@@ -22,9 +22,9 @@ from llava_fsdp.export.prove.rehearsal import rehearse_hf
 from llava_fsdp.export.write.folded_head import is_rounded
 from llava_fsdp.export.write.formats import source_of_run
 from llava_fsdp.model.llava import Llava
-from llava_fsdp.model.sources.parts import Parts
+from llava_fsdp.model.load_weights import find_weights
+from llava_fsdp.model.parts import Parts
 from llava_fsdp.model.sources.pretrained import NoProjector, UnfinishedRun, find_parts, find_projector
-from llava_fsdp.model.weights.load_weights import find_weights
 from llava_fsdp.model.weights.tensor_files import Stored
 from llava_fsdp.parallel.precision.fast_dtype import has_bf16, settle_precision
 from llava_fsdp.parallel.precision.precision import DTYPES

@@ -24,8 +24,8 @@ from llava_fsdp.model.adapters.lora_files import find_adapter, open_adapter, sta
 from llava_fsdp.model.adapters.lora_merge import BASE_WEIGHT, RowLengths
 from llava_fsdp.model.adapters.lora_names import LORA_A, LORA_B, MAGNITUDE, is_adapter, without_base
 from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.parts import Parts, read_json
 from llava_fsdp.model.sources.llava_v1_5_config import TOWER, is_original
-from llava_fsdp.model.sources.parts import Parts, read_json
 from llava_fsdp.model.sources.pretrained import read_config
 from llava_fsdp.model.weights.conversions import (
     ConvertedTensor,

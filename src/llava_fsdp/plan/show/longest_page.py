@@ -1,0 +1,26 @@
+"""Write a page with a chart of the longest sample against the number of GPUs."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from llava_fsdp.plan.show.scaling_page import shown, write_chart
+from llava_fsdp.report.charts.downsample import Point
+from llava_fsdp.report.charts.svg import Chart, Line
+
+
+def write_page(points: Sequence[dict[str, Any]], title: str, path: Path) -> Path:
+    """Write an HTML page with a chart and a table of the predictions of `longest`.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    lines = []
+    for colour, context in enumerate(sorted({point["context"] for point in points})):
+        own = [point for point in points if point["context"] == context and point["tokens"]]
+        values = [Point(point["gpus"], *[float(point["tokens"])] * 3) for point in own]
+        lines.append(Line(f"{context} rank{'s' * (context > 1)} per row", values, colour, dots=True))
+    chart = Chart("Longest sample in tokens against GPUs", lines, "predicted", logs=True, wide=True, along="GPUs")
+    names = list(points[0])
+    rows = [[shown(point[name]) for name in names] for point in points]
+    return write_chart(path, title, chart, "Longest sample on each", names, rows)
