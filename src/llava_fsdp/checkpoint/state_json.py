@@ -22,6 +22,8 @@ SCALER: dict[str, tuple[type, ...]] = {
 """Allowed types of the values in the entry `scaler` (the loss scale of fp16), by key."""
 COUNTERS = ("step", "samples", "skipped", "consecutive")
 FINGERPRINTS = ("dataset", "encoding", "order", "model")
+OWN_PARTS = ("loss", "projector")
+"""Further entries of `fingerprints`, in runs of a program that gives such a part: its name."""
 
 
 def render_facts(facts: dict[str, Any]) -> bytes:
@@ -42,7 +44,8 @@ def parse_facts(content: bytes, manifest: Manifest) -> dict[str, Any]:
             for limit in facts["dynamic"]["limits"]:
                 if type(limit) is not list or [type(number) for number in limit] != [int] * 3:
                     raise TypeError("dynamic has a limit that is not a block's number, a size and a length")
-        require_types(facts["fingerprints"], dict.fromkeys(FINGERPRINTS, (str,)))
+        own = [name for name in OWN_PARTS if name in facts["fingerprints"]]
+        require_types(facts["fingerprints"], dict.fromkeys([*FINGERPRINTS, *own], (str,)))
         if not all(type(name) is str for name in facts["trainable"]):
             raise TypeError("trainable has an item that is not a name")
         if not all(type(number) is int for number in facts["broken"]):

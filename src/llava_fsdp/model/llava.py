@@ -10,6 +10,7 @@ from llava_fsdp.model.blocks import find_blocks
 from llava_fsdp.model.config_key import ConfigKey
 from llava_fsdp.model.experts import find_routers
 from llava_fsdp.model.loss import LabelLoss, LossCollector, OutputLayer, choose_loss, whole_loss
+from llava_fsdp.model.own_parts import NONE, OwnParts, make_projector, own_loss
 from llava_fsdp.model.packed_attention.attention import (
     CachedRows,
     Kernel,
@@ -47,6 +48,7 @@ class Llava(nn.Module):
         compute_dtype: torch.dtype,
         kernel: Kernel | None,
         label_loss: LabelLoss,
+        projector: nn.Module | None = None,
     ):
         super().__init__()
         self.cfg = cfg
@@ -55,7 +57,8 @@ class Llava(nn.Module):
         self.kernel = kernel
         self.vision_tower = build_vision_tower(parts.vision)
         hidden = parts.language.hidden_size
-        self.multi_modal_projector = Projector(cfg.projector_type, parts.vision.hidden_size, hidden, cfg.shuffle_factor)
+        widths = parts.vision.hidden_size, hidden
+        self.multi_modal_projector = projector or Projector(cfg.projector_type, *widths, cfg.shuffle_factor)
         if cfg.patch_merge is PatchMerge.spatial_unpad:
             self.image_newline = nn.Parameter(torch.empty(hidden))
         self.attention = kernel.name if kernel is not None else padded_attention(parts.language)
@@ -255,6 +258,7 @@ def build_llava(
     compute_dtype: torch.dtype,
     kernel: Kernel | None = None,
     loss: LossConfig | None = None,
+    own: OwnParts = NONE,
 ) -> Llava:
     """Build a LLaVA model on the meta device, with the configured LoRA adapters and quantized layers, and freeze what
     does not train.
@@ -263,6 +267,7 @@ def build_llava(
         compute_dtype: dtype of the matrix products in the forward pass.
         kernel: attention implementation for packed rows; None: the model accepts only padded rows.
         loss: None: the loss is computed from the logits of all labels at once.
+        own: parts that a program gives in place of those of the configuration.
 
     Raises:
         ConfigError: the language model cannot keep the samples of a packed row apart, or does not support adapters or
@@ -273,9 +278,15 @@ def build_llava(
         register_attention()
         refuse_packing(other_attention(parts.language))
     label_loss = whole_loss if loss is None else choose_loss(loss, compute_dtype, parts.logit_change)
+    if own.loss is not None and loss is not None:
+        label_loss = own_loss(own.loss, loss)
+    projector = None
+    if own.projector is not None:
+        widths = parts.vision.hidden_size, parts.language.hidden_size
+        projector = make_projector(own.projector, *widths, cfg.shuffle_factor)
     folders = sorted({str(parts.whole or parts.language_folder), str(parts.vision_folder)})
     with torch.device("meta"), foreign(f"config.json of {', '.join(folders)} describes no model that can be built"):
-        model = Llava(parts, cfg, compute_dtype, kernel, label_loss)
+        model = Llava(parts, cfg, compute_dtype, kernel, label_loss, projector)
         if kernel is not None:
             refuse_packing(found_out_of_reach(ConfigKey(parts.language), kernel.attention))
     for part in (parts.language, parts.vision):

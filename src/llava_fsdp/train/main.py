@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from llava_fsdp.config import AUTO, Config, DType, Format
 from llava_fsdp.config.paths import check_same_settings
 from llava_fsdp.data.text.jinja_template import OWN
+from llava_fsdp.model.own_parts import NONE, OwnParts
 from llava_fsdp.parallel.memory.offload import explained_memory_errors
 from llava_fsdp.parallel.parallelism import Parallelism
 from llava_fsdp.parallel.precision.fast_dtype import has_bf16, settle_precision, slow_dtype
@@ -44,6 +45,7 @@ from llava_fsdp.train.loop import fit
 from llava_fsdp.train.setup.build_model import build_model
 from llava_fsdp.train.setup.build_state import build_state, open_data
 from llava_fsdp.train.setup.dry_run import dry_run
+from llava_fsdp.train.setup.own_source import RecordSource, with_source
 from llava_fsdp.train.setup.preflight import check_run, find_parts_of_run, with_template
 from llava_fsdp.train.setup.same_software import check_same_software
 from llava_fsdp.train.state import TrainState
@@ -83,6 +85,8 @@ def train(
     parts: RunParts | None = None,
     metric: ScoreFunction | None = None,
     events: Sequence[RunEvents] = (),
+    own: OwnParts = NONE,
+    source: RecordSource | None = None,
 ) -> None:
     """Run a training, from its configuration to its export.
 
@@ -91,12 +95,16 @@ def train(
             ends.
         metric: scores answers of a validation in place of `val.metric`.
         events: observers of the program that trains, which come after those of the trainer.
+        own: parts of the model that the program gives.
+        source: records that the program gives in place of `data.path`.
     """
     parts = parts or RunParts()
     if cfg.dry_run is not None:
         return dry_run(cfg)
     if cfg.format is Format.json:
         raise ConfigError("format=json is for dry_run=N; a training writes metrics.jsonl into output_dir")
+    own.check(cfg)
+    cfg = with_source(cfg, source)
     check_run(cfg)
     answer_metric = choose_metric(cfg, metric)
     check_own_events(events)
@@ -115,10 +123,11 @@ def train(
         check_same_settings(cfg, gather_lists)
         cfg = agree_on_precision(cfg, world, has_bf16(world.device))
         cfg = settle_auto(cfg, world)
+        own.check(cfg)
         parallelism = Parallelism.of(cfg, world)
         parts.count_collectives = ranks.num_collectives(parallelism.meshes, world.device)
         continued = continues(cfg)
-        state = parts.state = build_state(cfg, parallelism)
+        state = parts.state = build_state(cfg, parallelism, own)
         if cfg.private:  # not set earlier: everybody who may read the dataset may also read the index written for it
             os.umask(0o077)
         last_step = state.loader.total_steps

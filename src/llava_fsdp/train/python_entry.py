@@ -21,8 +21,10 @@ from llava_fsdp.train.run import end_run
 from llava_fsdp.train.state import StepResult
 
 if TYPE_CHECKING:
+    from llava_fsdp.model.own_parts import ProjectorFactory, TokenLoss
     from llava_fsdp.train.events.answer_metric import ScoreFunction
     from llava_fsdp.train.main import RunParts
+    from llava_fsdp.train.setup.own_source import RecordSource
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,15 @@ class LastLoss(RunEvents):
         self.loss = result.loss
 
 
-def train(cfg: Config, *, events: Sequence[RunEvents] = (), metric: ScoreFunction | None = None) -> TrainResult:
+def train(
+    cfg: Config,
+    *,
+    events: Sequence[RunEvents] = (),
+    metric: ScoreFunction | None = None,
+    loss: TokenLoss | None = None,
+    projector: ProjectorFactory | None = None,
+    source: RecordSource | None = None,
+) -> TrainResult:
     """Run a training in this process, or as one rank of it in a program that torchrun has started. Every rank calls
     this with the same configuration, and with observers and functions of its own.
 
@@ -80,6 +90,10 @@ def train(cfg: Config, *, events: Sequence[RunEvents] = (), metric: ScoreFunctio
         events: observers of the run, called behind those of the trainer, in this order.
         metric: function that scores answers of validations, in place of `val.metric`: (question, the model's answer,
             the record's answer) -> number from 0 to 1.
+        loss: function that computes the loss of each label from its logits, in place of the cross entropy, also in
+            validations.
+        projector: function that makes the projector from the widths of its input and output.
+        source: records by number, in place of `data.path`.
 
     Raises:
         LlavaFsdpError: one of its subclasses in `llava_fsdp.runtime.errors` says why the run ended. Under torchrun the
@@ -87,13 +101,14 @@ def train(cfg: Config, *, events: Sequence[RunEvents] = (), metric: ScoreFunctio
     """
     if cfg.dry_run is not None:
         raise ConfigError("dry_run=N prints a report and trains nothing; leave it out, or use `llava-fsdp train`")
+    from llava_fsdp.model.own_parts import OwnParts
     from llava_fsdp.train import main
     from llava_fsdp.train.final_export import folder_of
 
     parts, last = main.RunParts(ends_process="TORCHELASTIC_RUN_ID" in os.environ), LastLoss()
     folder = Path(cfg.output_dir)
     try:
-        main.train(cfg, parts, metric, [*events, last])
+        main.train(cfg, parts, metric, [*events, last], OwnParts(loss, projector), source)
     except BaseException as error:
         if not isinstance(error, LlavaFsdpError) or error.may_be_recorded:
             record(outcome_of(error), folder, parts)

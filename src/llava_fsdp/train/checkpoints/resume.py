@@ -14,7 +14,7 @@ from llava_fsdp.checkpoint.manifest import ADAPTER_FOLDER, LARGEST, MANIFEST_FIL
 from llava_fsdp.checkpoint.reader import Described, described, load
 from llava_fsdp.checkpoint.retention import set_aside, set_aside_later
 from llava_fsdp.checkpoint.safetensors_stream import open_file
-from llava_fsdp.checkpoint.state_json import jsonable
+from llava_fsdp.checkpoint.state_json import OWN_PARTS, jsonable
 from llava_fsdp.checkpoint.verify import Checkpoint, newest_together, verify_together
 from llava_fsdp.config import Config, DType, LoraConfig, Part, QuantizeConfig
 from llava_fsdp.config.command_line.renamed import present_tree
@@ -280,6 +280,10 @@ def refuse_changes(facts: dict[str, Any], cfg: Config, state: TrainState, folder
     if now["model.random_weights"] and then.get("seed") != now["seed"]:
         del meanings["model"]  # random weights depend on the seed, whose change is already listed
     differing += [text for what, text in meanings.items() if facts["fingerprints"][what] != state.fingerprints[what]]
+    for part in OWN_PARTS:
+        before, here = (own.get(part, "none") for own in (facts["fingerprints"], state.fingerprints))
+        if before != here:
+            differing.append(f"the program's {part}: {before} -> {here}")
     trainable = set(state.trained) ^ set(facts["trainable"])
     if trainable:
         differing.append(f"model.train: {len(trainable)} parameters were added or removed, such as {min(trainable)}")

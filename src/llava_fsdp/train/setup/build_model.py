@@ -10,6 +10,7 @@ from llava_fsdp.data.loader import ModelShape
 from llava_fsdp.model.experts import check_shared_experts
 from llava_fsdp.model.flops import count_flops
 from llava_fsdp.model.llava import Llava, build_llava
+from llava_fsdp.model.own_parts import NONE, OwnParts
 from llava_fsdp.model.packed_attention.attention import check_lengths, choose_kernel
 from llava_fsdp.model.parts import Parts
 from llava_fsdp.model.weights.quantization import check_quantizer
@@ -21,7 +22,7 @@ from llava_fsdp.parallel.precision.precision import DTYPES
 from llava_fsdp.parallel.tensor.tensor_plan import tensor_plan
 
 
-def build_model(cfg: Config, parts: Parts, device: torch.device) -> Llava:
+def build_model(cfg: Config, parts: Parts, device: torch.device, own: OwnParts = NONE) -> Llava:
     """Build the model on the meta device, as it will be trained on `device`.
 
     Raises:
@@ -36,7 +37,7 @@ def build_model(cfg: Config, parts: Parts, device: torch.device) -> Llava:
     compute_dtype = DTYPES[cfg.precision.param_dtype]
     kernel = choose_kernel(cfg.attention, parts.language, device, compute_dtype) if cfg.packs else None
     choose_compiling(cfg, device, kernel and kernel.attention)
-    model = build_llava(parts, cfg.model, compute_dtype, kernel, cfg.loss)
+    model = build_llava(parts, cfg.model, compute_dtype, kernel, cfg.loss, own)
     model.check_trained_blocks()
     if cfg.parallel.tensor > 1:
         tensor_plan(model, cfg.parallel.tensor)  # raises an error if the model cannot be divided

@@ -21,6 +21,7 @@ from llava_fsdp.model.experts import RankPositions, RouterOutputs, find_experts,
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.load_weights import fingerprint, frozen_digests, load_weights
 from llava_fsdp.model.loss import VocabularyPart, chunked_loss
+from llava_fsdp.model.own_parts import NONE, OwnParts
 from llava_fsdp.model.sources.pretrained import artifacts_of
 from llava_fsdp.model.weights.init_weights import computed_buffers, restore_buffers
 from llava_fsdp.model.weights.quantization import quantized_weights
@@ -57,11 +58,11 @@ from llava_fsdp.train.setup.summary import show_run
 from llava_fsdp.train.state import Elsewhere, TrainState
 
 
-def build_state(cfg: Config, parallelism: Parallelism) -> TrainState:
+def build_state(cfg: Config, parallelism: Parallelism, own: OwnParts = NONE) -> TrainState:
     """Build the state of a training at step 0: the data, and the sharded model and optimizer with initial weights.
     Collective: all ranks must call it."""
     world = parallelism.world
-    model, projector = open_model(cfg, world.device)
+    model, projector = open_model(cfg, world.device, own)
     parts = model.parts
     warnings = on_first_rank(lambda: check_prompts(cfg, model), "the export cannot be rehearsed")
     loader = open_data(cfg, world, model)
@@ -74,7 +75,7 @@ def build_state(cfg: Config, parallelism: Parallelism) -> TrainState:
     watch = watch_loading(world.is_first, "fingerprint of frozen weights")
     digests = frozen_digests(model, sources, world.rank, world.size, gather_lists, watch)
     adapter_folder.check_base(model, read.model, digests)
-    fingerprints = {**loader.steps.fingerprints(), "model": fingerprint(model, digests)}
+    fingerprints = {**loader.steps.fingerprints(), "model": fingerprint(model, digests), **own.names}
     utilization = utilization_of(model, cfg, world.device, world.size)
     about: dict[str, Any] = {}
     if world.is_first:

@@ -23,6 +23,7 @@ from llava_fsdp.export.write.folded_head import is_rounded
 from llava_fsdp.export.write.formats import source_of_run
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.load_weights import find_weights
+from llava_fsdp.model.own_parts import NONE, OwnParts
 from llava_fsdp.model.parts import Parts
 from llava_fsdp.model.sources.pretrained import NoProjector, UnfinishedRun, find_parts, find_projector
 from llava_fsdp.model.weights.tensor_files import Stored
@@ -146,7 +147,7 @@ def find_parts_of_run(cfg: Config) -> Parts:
         ) from error
 
 
-def open_model(cfg: Config, device: torch.device) -> tuple[Llava, Path | None]:
+def open_model(cfg: Config, device: torch.device, own: OwnParts = NONE) -> tuple[Llava, Path | None]:
     """Build the model of a training on the meta device. Return it with the path from which its projector is read (None
     if there is no such path).
 
@@ -155,7 +156,7 @@ def open_model(cfg: Config, device: torch.device) -> tuple[Llava, Path | None]:
     """
     parts = find_parts_of_run(cfg)
     projector = find_projector(without_saved_sources(cfg))
-    return build_model(cfg, parts, device), projector
+    return build_model(cfg, parts, device, own), projector
 
 
 def find_sources(cfg: Config, model: Llava, projector: Path | None) -> dict[str, Stored]:
