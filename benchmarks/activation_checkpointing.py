@@ -26,7 +26,7 @@ from llava_fsdp.config import ActivationCheckpointing, ActivationCheckpointingCo
 from llava_fsdp.data.loader import ModelShape
 from llava_fsdp.data.synthetic import SyntheticLoader, fullest, synthetic_step
 from llava_fsdp.model.llava import Llava
-from llava_fsdp.parallel.memory.malloc import return_freed_memory
+from llava_fsdp.parallel.malloc import return_freed_memory
 from llava_fsdp.parallel.parallelism import Parallelism
 from llava_fsdp.parallel.ranks.comm_volume import Traffic
 from llava_fsdp.parallel.ranks.fake_collectives import is_simulated, simulate_collectives

@@ -25,8 +25,8 @@ from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.load_weights import find_weights, load_weights
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.model.weights.init_weights import computed_buffers, restore_buffers
-from llava_fsdp.parallel.local_shards import local_shards
-from llava_fsdp.parallel.memory.activation_checkpoint import apply_activation_checkpointing, clean_name
+from llava_fsdp.parallel.local_shards import clean_name, local_shards
+from llava_fsdp.parallel.memory.activation_checkpoint import apply_activation_checkpointing
 from llava_fsdp.parallel.parallelism import Parallelism
 from llava_fsdp.parallel.precision.precision import DTYPES, MasterWeights, store_weights
 from llava_fsdp.parallel.ranks.mesh import Meshes, World

@@ -1,8 +1,10 @@
 """Train LLaVA-style vision-language models with PyTorch FSDP2.
 
-The public names below are imported when they are first used, so that importing this package imports nothing else.
+The public names below are imported when they are first used, so that importing this package imports nothing large.
 `train` and `plan` are packages that can also be called.
 """
+
+from llava_fsdp.version import __version__
 
 # Not imported from typing: a file of this name in the user's folder could hide it (runtime/process/safe_path.py).
 TYPE_CHECKING = False
@@ -13,8 +15,7 @@ if TYPE_CHECKING:
     from llava_fsdp.train.python_entry import TrainResult, compose, train
     from llava_fsdp.train.state import StepResult
 
-__version__ = "0.2.0"
-__all__ = ["RunEvents", "RunStart", "StepResult", "TrainResult", "compose", "plan", "train"]
+__all__ = ["RunEvents", "RunStart", "StepResult", "TrainResult", "__version__", "compose", "plan", "train"]
 
 PLACES = {
     "RunEvents": "train.events.run_events",

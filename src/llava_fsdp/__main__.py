@@ -10,9 +10,9 @@ import os
 import signal
 import sys
 
-from llava_fsdp import __version__
 from llava_fsdp.commands import COMMANDS, start
 from llava_fsdp.runtime.exit_codes import ExitCode
+from llava_fsdp.version import __version__
 
 
 def main() -> None:

@@ -18,8 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from llava_fsdp.config import Config, DType
 from llava_fsdp.data.toy_shapes import draw_shapes
 from llava_fsdp.model.weights.quantization import quantized_weights
-from llava_fsdp.parallel.local_shards import local, whole
-from llava_fsdp.parallel.memory.activation_checkpoint import clean_name
+from llava_fsdp.parallel.local_shards import clean_name, local, whole
 from llava_fsdp.parallel.precision.precision import DTYPES
 from llava_fsdp.parallel.ranks.mesh import World
 from llava_fsdp.runtime.errors import ConfigError

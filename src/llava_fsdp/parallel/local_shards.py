@@ -2,14 +2,21 @@
 indices of dimension 0, columns of dimension 1."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from llava_fsdp.parallel.memory.activation_checkpoint import clean_name
-from llava_fsdp.parallel.precision.precision import MasterWeights
+WRAPPED = "_checkpoint_wrapped_module."
+"""Text that torch's checkpoint wrapper adds to the names of parameters and modules in a wrapped block."""
+
+
+class NamedMasters(Protocol):
+    """The master weights of a model, by name (`MasterWeights` in precision/precision.py)."""
+
+    named: dict[str, nn.Parameter]
 
 
 @dataclass(frozen=True)
@@ -25,7 +32,7 @@ class LocalShard:
     """Range of columns; None: all."""
 
 
-def local_shards(model: nn.Module, masters: MasterWeights) -> dict[str, LocalShard]:
+def local_shards(model: nn.Module, masters: NamedMasters) -> dict[str, LocalShard]:
     """Return the part of every parameter that this rank holds, by name."""
     shards = {}
     for wrapped_name, parameter in model.named_parameters():
@@ -35,6 +42,11 @@ def local_shards(model: nn.Module, masters: MasterWeights) -> dict[str, LocalSha
         begin, end = local_rows(parameter)
         shards[name] = LocalShard(begin, end, [local(h) for h in holders], local_columns(parameter))
     return shards
+
+
+def clean_name(name: str) -> str:
+    """Return the name of a parameter or module as it was before its block was wrapped."""
+    return name.replace(WRAPPED, "")
 
 
 def local_rows(tensor: torch.Tensor) -> tuple[int, int]:

@@ -18,8 +18,8 @@ from torch.distributed.tensor import Shard
 from llava_fsdp.config import Config, LinearKind, MomentDType, PrecisionConfig, ShardingConfig
 from llava_fsdp.parallel.compile import Compilations
 from llava_fsdp.parallel.expert_parallel import SharedExperts
-from llava_fsdp.parallel.local_shards import local
-from llava_fsdp.parallel.memory.activation_checkpoint import apply_activation_checkpointing, clean_name
+from llava_fsdp.parallel.local_shards import clean_name, local
+from llava_fsdp.parallel.memory.activation_checkpoint import apply_activation_checkpointing
 from llava_fsdp.parallel.memory.memory import OUTPUT, Weight, sharded_dimension, unit_of_experts
 from llava_fsdp.parallel.memory.offload import Offload
 from llava_fsdp.parallel.precision.fp8 import multiply_in_fp8, weights_in_fp8

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from llava_fsdp.config import Config, MasterDType, MomentDType, OptimConfig, Schedule
-from llava_fsdp.parallel.local_shards import local
-from llava_fsdp.parallel.memory.activation_checkpoint import clean_name
+from llava_fsdp.parallel.local_shards import clean_name, local
 from llava_fsdp.parallel.precision.fused_adamw import FusedAdamW
 from llava_fsdp.parallel.precision.lowbit_adamw import LowBitAdamW
 from llava_fsdp.parallel.precision.precision import MasterWeights

@@ -22,8 +22,6 @@ from llava_fsdp.parallel.compile import Compilations, compile_blocks
 from llava_fsdp.parallel.memory.activation_offload import BlockFromHost, HostInputs
 from llava_fsdp.parallel.memory.dynamic_checkpoint import DynamicBlock
 
-WRAPPED = "_checkpoint_wrapped_module."
-"""Text that torch's checkpoint wrapper adds to the names of parameters and modules in a wrapped block."""
 KEPT = (
     # matrix products
     "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear", "aten::_scaled_mm",
@@ -113,11 +111,6 @@ class Unmarked(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         """Return true: otherwise torch would run compiled functions uncompiled while this mode is active."""
         return True
-
-
-def clean_name(name: str) -> str:
-    """Return the name of a parameter or module as it was before its block was wrapped."""
-    return name.replace(WRAPPED, "")
 
 
 def keep_products_and_attention(

@@ -55,8 +55,8 @@ from torch.distributed.tensor import DTensor
 
 from llava_fsdp.config import ActivationCheckpointing, Config, OffloadMode, Strategy
 from llava_fsdp.parallel.local_shards import like, local
+from llava_fsdp.parallel.malloc import return_freed_memory
 from llava_fsdp.parallel.memory.host_memory import Arena
-from llava_fsdp.parallel.memory.malloc import return_freed_memory
 from llava_fsdp.parallel.memory.streamed_buffers import DeviceStaging, FileStaging
 from llava_fsdp.parallel.memory.streamed_optimizer import StreamedOptimizer
 from llava_fsdp.parallel.ranks.mesh import World

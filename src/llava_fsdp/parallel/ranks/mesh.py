@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from llava_fsdp.config import Config
 from llava_fsdp.parallel.context.context import check_torch
-from llava_fsdp.parallel.memory.malloc import extend_segments, keep_freed_memory, limit_kernel_cache
+from llava_fsdp.parallel.malloc import extend_segments, keep_freed_memory, limit_kernel_cache
 from llava_fsdp.parallel.ranks.consensus import gathered
 from llava_fsdp.parallel.ranks.fake_collectives import join_fake
 from llava_fsdp.parallel.ranks.meet import ended_ranks, meet, remaining, uses_agent_store

@@ -5,13 +5,13 @@ from typing import Any
 
 import torch
 
-from llava_fsdp import __version__
 from llava_fsdp.checkpoint.manifest import FORMAT
 from llava_fsdp.checkpoint.state_json import jsonable
 from llava_fsdp.config import Config
 from llava_fsdp.parallel.local_shards import plain
 from llava_fsdp.parallel.ranks.consensus import rank_and_size
 from llava_fsdp.train.state import TrainState
+from llava_fsdp.version import __version__
 
 
 def tensors(state: TrainState) -> dict[str, torch.Tensor]:

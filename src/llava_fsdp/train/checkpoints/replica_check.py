@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from llava_fsdp.parallel.memory.activation_checkpoint import clean_name
+from llava_fsdp.parallel.local_shards import clean_name
 from llava_fsdp.parallel.pipeline.pipeline import Pipeline
 from llava_fsdp.parallel.ranks.consensus import rank_and_size
 from llava_fsdp.parallel.ranks.mesh import gather_lists

@@ -29,8 +29,7 @@ from llava_fsdp.parallel.compile import Compilations, choose_compiling
 from llava_fsdp.parallel.context.context import exchange_in, gather_in
 from llava_fsdp.parallel.context.context_attention import ContextPlan, plan_context, share_attention
 from llava_fsdp.parallel.expert_parallel import share_experts
-from llava_fsdp.parallel.local_shards import local_shards
-from llava_fsdp.parallel.memory.activation_checkpoint import clean_name
+from llava_fsdp.parallel.local_shards import clean_name, local_shards
 from llava_fsdp.parallel.memory.dynamic_checkpoint import DynamicCheckpointing
 from llava_fsdp.parallel.memory.offload import Offload, warn_if_useless
 from llava_fsdp.parallel.parallelism import Parallelism

@@ -22,9 +22,8 @@ from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.weights.init_weights import Rule, draw_rule
 from llava_fsdp.model.weights.quantization import quantized_weights
 from llava_fsdp.parallel.compile import explained_compiler_errors
-from llava_fsdp.parallel.local_shards import local, local_shards
-from llava_fsdp.parallel.memory.activation_checkpoint import clean_name
-from llava_fsdp.parallel.memory.malloc import return_freed_memory
+from llava_fsdp.parallel.local_shards import clean_name, local, local_shards
+from llava_fsdp.parallel.malloc import return_freed_memory
 from llava_fsdp.parallel.memory.offload import explained_memory_errors
 from llava_fsdp.parallel.parallelism import Parallelism
 from llava_fsdp.parallel.precision.fast_dtype import has_bf16, settle_precision

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch.cuda import nccl
 
-from llava_fsdp import __version__
 from llava_fsdp.config import Config
 from llava_fsdp.config.command_line.recipes import differences
 from llava_fsdp.data.images.image_tokens import ImageTokens
@@ -36,6 +35,7 @@ from llava_fsdp.runtime.text.log import log
 from llava_fsdp.runtime.text.redact import redact, secrets_of
 from llava_fsdp.train.setup.build_model import mean_counts
 from llava_fsdp.train.setup.summary import describe_data, trained_counts, unlike_original
+from llava_fsdp.version import __version__
 
 
 def about_run(cfg: Config, world: World, model: Llava, records: Records, weights: dict[str, Weight]) -> dict[str, Any]:

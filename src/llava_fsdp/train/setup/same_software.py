@@ -16,12 +16,12 @@ import torch
 import transformers
 from xxhash import xxh3_128
 
-from llava_fsdp import __version__
 from llava_fsdp.config import Attention, Config, LinearKind, Quantizer, config_dir
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.launch import env_rank
 from llava_fsdp.runtime.text.log import log
 from llava_fsdp.train.setup.run_info import device_name
+from llava_fsdp.version import __version__
 
 PACKAGE = Path(__file__).resolve().parents[2]
 FILES = "llava_fsdp's files"
