@@ -121,7 +121,7 @@ def show(title: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Non
         table.add_column(head, justify="right" if number else "left", overflow="fold")
     for row in rows:
         table.add_row(*row)
-    Console(width=None if sys.stdout.isatty() else 160, highlight=False).print(table)
+    Console(width=None if sys.stdout.isatty() else 200, highlight=False).print(table)
 
 
 def write_json(report: Report, name: str, folder: Path) -> Path:

@@ -57,7 +57,7 @@ def attempt(
         for rank in range(size):
             here, there = context.Pipe(duplex=False)
             own = rank, size, store, there, limit, function, args
-            process = context.Process(target=serve, args=own, daemon=True)
+            process = context.Process(target=serve, args=own)
             process.start()
             there.close()
             pipes.append(here)
