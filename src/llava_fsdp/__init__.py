@@ -1,10 +1,8 @@
 """Train LLaVA-style vision-language models with PyTorch FSDP2.
 
-The public names below are imported when they are first used, so that importing this package imports nothing large.
+The public names below are imported when they are first used, so that importing this package imports nothing else.
 `train` and `plan` are packages that can also be called.
 """
-
-from llava_fsdp.version import __version__
 
 # Not imported from typing: a file of this name in the user's folder could hide it (runtime/process/safe_path.py).
 TYPE_CHECKING = False
@@ -14,6 +12,7 @@ if TYPE_CHECKING:
     from llava_fsdp.train.events.run_events import RunEvents, RunStart
     from llava_fsdp.train.python_entry import TrainResult, compose, train
     from llava_fsdp.train.state import StepResult
+    from llava_fsdp.version import __version__
 
 __all__ = ["RunEvents", "RunStart", "StepResult", "TrainResult", "__version__", "compose", "plan", "train"]
 
@@ -22,6 +21,7 @@ PLACES = {
     "RunStart": "train.events.run_events",
     "StepResult": "train.state",
     "TrainResult": "train.python_entry",
+    "__version__": "version",
     "compose": "train.python_entry",
 }
 """Public name -> module that has it."""
