@@ -343,8 +343,8 @@ def to_rgb(image: Image.Image, what: str) -> Image.Image:
 
 def white_of(mode: str, values: np.ndarray, what: str) -> float:
     """Return the value that means white in an image of more than 8 bits: 65535 for 16-bit images; otherwise the
-    smallest of 1.0 (floats only), 255 and 65535 that no pixel exceeds. Raise ImageError if there is none. `mode` is
-    Pillow's, such as `I;16` or `F`."""
+    smallest of 1.0 (floats only), 255 and 65535 that no pixel exceeds. Raise ImageError if no value fits.
+    `mode` is Pillow's, such as `I;16` or `F`."""
     least, most = values.min(initial=0), values.max(initial=0)
     known = (65535.0,) if mode.startswith("I;16") else (1.0, 255.0, 65535.0) if mode == "F" else (255.0, 65535.0)
     for white in known:

@@ -69,8 +69,8 @@ LOCK = "lock"
 SILENT = 5.0
 """Number of seconds after which waiting for another process that holds the lock is logged."""
 DECODED_AT_MOST = 1_000_000
-"""Number of images up to which `data.examine=auto` decodes all, which takes more than an hour on one core. Of more, it
-decodes a sample."""
+"""Number of images up to which `data.examine=auto` decodes all, which takes more than an hour on one core. From a
+larger dataset, it decodes a sample."""
 CHUNKS = {"records": 8192, "pictures": 1024, "encoded": 1024}
 """For each pass over the dataset, the number of records in one chunk, which takes a few seconds."""
 EXAMINED = "examined"
@@ -452,7 +452,7 @@ def chunks_of(plan: Plan, name: str) -> Path:
 
 
 def newest(folder: Path) -> Path | None:
-    """Return the folder named `folder`.N with the greatest number N; None if there is none."""
+    """Return the folder named `folder`.N with the greatest number N; None if no such folder exists."""
     versions = [p for p in folder.parent.glob(f"{folder.name}.*") if p.suffix[1:].isdigit()]
     return max(versions, key=lambda p: int(p.suffix[1:]), default=None)
 

@@ -265,7 +265,7 @@ def count_images(names: Iterable[object]) -> int:
 
 def unread_media(raw: dict[str, Any], read_keys: Iterable[str]) -> str | None:
     """Return a description of the first value in a JSON object whose key means media (video, audio, ...) and is not
-    among `read_keys`; None if there is none."""
+    among `read_keys`."""
     for key, value in raw.items():
         if key not in read_keys and names_media(key) and not is_empty(value):
             return f"the key {shown(key)}, {shown(value)}"
@@ -290,8 +290,8 @@ def has_media_words(key: str) -> bool:
 
 
 def unread_tag(turns: Sequence[Turn]) -> str | None:
-    """Return a description of the first `<video>` or `<audio>` tag in a question; None if there is none. A tag with a
-    closing tag is HTML and is ignored."""
+    """Return a description of the first `<video>` or `<audio>` tag in a question. A tag with a closing tag is HTML and
+    is ignored."""
     for turn in turns:
         found = MEDIA_TAG.search(turn.text) if turn.role == "human" else None
         if found is not None and f"</{found[1].lower()}>" not in turn.text.lower():

@@ -29,7 +29,7 @@ IM_START, IM_END = "<im_start>", "<im_end>"
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of the text of a conversation. All its tokens are supervised (have labels), or no one is."""
+    """A part of the text of a conversation. Either all its tokens have labels (are supervised), or no token has."""
 
     text: str
     supervised: bool

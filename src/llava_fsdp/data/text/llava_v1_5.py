@@ -233,7 +233,7 @@ def split_rounds(text: str, form: Template) -> list[str]:
 
 
 def conversation(turns: list[Turn], form: Template, where: str) -> str:
-    """Render a conversation. Of an empty turn, only the role is written (LLaVA conversation.py:32-106)."""
+    """Render a conversation. If a turn is empty, only its role is written (LLaVA conversation.py:32-106)."""
     if not turns:
         raise DataError(f"{where}: the conversation is empty; the original stops here", Kind.odd_turns)
     if turns[0].role == "gpt":

@@ -169,7 +169,7 @@ ALIASES: dict[str, str] = {
 
 
 def template(name: str) -> Template:
-    """Return the template with a name or alias. Raise ConfigError if there is none (LLaVA silently takes v1)."""
+    """Return the template with a name or alias. Raise ConfigError if no template has it (LLaVA silently takes v1)."""
     found = TEMPLATES.get(ALIASES.get(name, name))
     if found is None:
         raise ConfigError(
