@@ -30,7 +30,8 @@ from llava_fsdp.parallel.malloc import return_freed_memory
 from llava_fsdp.parallel.parallelism import Parallelism
 from llava_fsdp.parallel.ranks.comm_volume import Traffic
 from llava_fsdp.parallel.ranks.fake_collectives import is_simulated, simulate_collectives
-from llava_fsdp.parallel.ranks.mesh import World, distributed
+from llava_fsdp.parallel.ranks.mesh import distributed
+from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.plan.model_shapes import shapes_of
 from llava_fsdp.train.loop import train_step
 from llava_fsdp.train.setup.build_model import build_model, shape_of

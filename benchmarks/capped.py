@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from llava_fsdp.parallel.malloc import return_freed_memory
 from llava_fsdp.parallel.memory.offload import NO_ROOM
-from llava_fsdp.parallel.ranks.mesh import World
+from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.runtime.errors import OutOfMemory
 
 RANKS = 2

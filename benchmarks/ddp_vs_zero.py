@@ -26,7 +26,7 @@ from strategy_runs import Case, Run, build, configure, specialize, write_languag
 from llava_fsdp.config import Config
 from llava_fsdp.data.batching.batch import MicroBatch, Step
 from llava_fsdp.data.toy_shapes import ensure_shapes
-from llava_fsdp.parallel.ranks.mesh import World
+from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.train.setup.build_state import open_data
 
 VARIANTS = ("ddp", "zero2", "zero3")

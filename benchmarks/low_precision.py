@@ -21,7 +21,8 @@ from bench import MIB, Report, clock, command_line, composed, facts, show, write
 
 from llava_fsdp.config import Config
 from llava_fsdp.parallel.parallelism import Parallelism
-from llava_fsdp.parallel.ranks.mesh import World, distributed
+from llava_fsdp.parallel.ranks.mesh import distributed
+from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.train.loop import train_step
 from llava_fsdp.train.setup.build_state import build_state

@@ -27,7 +27,8 @@ from llava_fsdp.config import Config, OffloadConfig, OffloadMode
 from llava_fsdp.data.toy_shapes import ensure_shapes
 from llava_fsdp.parallel.memory.offload import explained_memory_errors
 from llava_fsdp.parallel.parallelism import Parallelism
-from llava_fsdp.parallel.ranks.mesh import World, distributed
+from llava_fsdp.parallel.ranks.mesh import distributed
+from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.runtime.errors import OutOfMemory
 from llava_fsdp.train.loop import train_step
 from llava_fsdp.train.setup.build_state import build_state

@@ -38,7 +38,7 @@ from llava_fsdp.data.batching.collate import Collator, Row
 from llava_fsdp.data.batching.llava_samplers import chunked
 from llava_fsdp.data.batching.packing import split_step
 from llava_fsdp.parallel.parallelism import Parallelism
-from llava_fsdp.parallel.ranks.mesh import World
+from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.train.loop import train_step
 from llava_fsdp.train.setup.build_state import build_state
 from llava_fsdp.train.state import TrainState

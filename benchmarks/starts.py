@@ -19,7 +19,7 @@ from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.load_weights import find_weights
 from llava_fsdp.model.sources.pretrained import NOTES, find_parts
 from llava_fsdp.parallel.precision.precision import DTYPES
-from llava_fsdp.parallel.ranks.mesh import World
+from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.train.setup.build_state import open_data
 
 

@@ -29,7 +29,8 @@ from llava_fsdp.parallel.local_shards import clean_name, local_shards
 from llava_fsdp.parallel.memory.activation_checkpoint import apply_activation_checkpointing
 from llava_fsdp.parallel.parallelism import Parallelism
 from llava_fsdp.parallel.precision.precision import DTYPES, MasterWeights, store_weights
-from llava_fsdp.parallel.ranks.mesh import Meshes, World
+from llava_fsdp.parallel.ranks.mesh import Meshes
+from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.parallel.zero import SHARD_PLANS, Mesh
 from llava_fsdp.train.loop import clip_gradients, summed, train_step
 from llava_fsdp.train.optimizer import build_optimizer

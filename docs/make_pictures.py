@@ -9,8 +9,9 @@ from pages import DOCS, replaced, table
 
 from llava_fsdp.config import Config, Strategy, config_dir, load
 from llava_fsdp.model.llava import build_llava
+from llava_fsdp.parallel.fsdp.parts import ModelParts
+from llava_fsdp.parallel.fsdp.weights import weights_of
 from llava_fsdp.parallel.memory.memory import NORMS, ROOT, Bytes, Weight, bytes_per_rank
-from llava_fsdp.parallel.parallelize import weights_of
 from llava_fsdp.parallel.precision.precision import DTYPES
 from llava_fsdp.parallel.ranks.rank_layout import mesh_shape
 from llava_fsdp.parallel.zero import SHARD_PLANS, Sync
@@ -59,7 +60,7 @@ def the_model() -> tuple[Config, list[Weight]]:
         node = compose("train", ["stage=finetune", "model=llava_v1_5_7b", "data=llava_json", "data.path=x"])
     cfg = load(Config, node)
     model = build_llava(shapes_of(replace(cfg.model)), cfg.model, DTYPES[cfg.precision.param_dtype])
-    return cfg, list(weights_of(model, model.blocks(), model.whole_while_frozen(), cfg.precision).values())
+    return cfg, list(weights_of(model, ModelParts(model.blocks(), model.whole_while_frozen()), cfg.precision).values())
 
 
 def held(strategy: Strategy, cfg: Config, weights: list[Weight]) -> Held:

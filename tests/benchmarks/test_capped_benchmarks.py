@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from llava_fsdp.parallel.ranks.mesh import World
+from llava_fsdp.parallel.ranks.world import World
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 

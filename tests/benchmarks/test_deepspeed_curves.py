@@ -12,7 +12,7 @@ from small import make_config
 
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.sources.pretrained import find_parts
-from llava_fsdp.parallel.ranks.mesh import World
+from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.train.setup.build_state import open_data
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"

@@ -16,7 +16,7 @@ from tiers import slow_after
 
 from llava_fsdp.checkpoint import commit, safetensors_stream
 from llava_fsdp.checkpoint.verify import verify
-from llava_fsdp.parallel.ranks.mesh import World
+from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.runtime.files.run_dir import list_checkpoints
 
 BEFORE = [

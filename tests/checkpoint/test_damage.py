@@ -17,7 +17,7 @@ from xxhash import xxh3_128
 
 from llava_fsdp.checkpoint.manifest import MANIFEST_FILE, STATE_FILE
 from llava_fsdp.checkpoint.verify import newest_together, verify
-from llava_fsdp.parallel.ranks.mesh import World
+from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.runtime.errors import CheckpointError
 from llava_fsdp.runtime.files.digests import TAIL, sealed
 

@@ -11,7 +11,7 @@ from steps import begin
 from torch.distributed.tensor import DTensor
 
 from llava_fsdp.config import Config
-from llava_fsdp.parallel.ranks.mesh import World
+from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.train.checkpoints.checkpoint_contents import tensors
 from llava_fsdp.train.checkpoints.resume import resume
 from llava_fsdp.train.events.save_and_stop import open_saver

@@ -17,7 +17,6 @@ from tiers import slow_after
 from llava_fsdp.config import Config
 from llava_fsdp.parallel.local_shards import local
 from llava_fsdp.parallel.ranks import replicas
-from llava_fsdp.parallel.ranks.mesh import World
 from llava_fsdp.parallel.ranks.replicas import (
     Difference,
     RankChecksums,
@@ -28,6 +27,7 @@ from llava_fsdp.parallel.ranks.replicas import (
     shared_tensors,
     weighted_sum,
 )
+from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.runtime.errors import ReplicaError
 from llava_fsdp.runtime.files.run_dir import FOLDER
 from llava_fsdp.train.checkpoints.replica_check import SHOWN, all_tensors, check_replicas, describe

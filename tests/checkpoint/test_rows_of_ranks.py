@@ -10,7 +10,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from llava_fsdp.checkpoint.layout import copy_of_mesh, written_rows
 from llava_fsdp.checkpoint.manifest import RowRange
-from llava_fsdp.parallel.ranks.mesh import World
+from llava_fsdp.parallel.ranks.world import World
 
 WAYS = {
     "cut twice": [Shard(0), Shard(0)],

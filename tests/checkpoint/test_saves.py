@@ -27,7 +27,8 @@ from llava_fsdp.checkpoint.saver import Saver
 from llava_fsdp.checkpoint.snapshot import Snapshot
 from llava_fsdp.checkpoint.verify import newest_alone, verify
 from llava_fsdp.config import OnSaveError
-from llava_fsdp.parallel.ranks.mesh import World, is_lost_peer
+from llava_fsdp.parallel.ranks.mesh import is_lost_peer
+from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.runtime.errors import CheckpointError, NumericError
 from llava_fsdp.runtime.files.run_dir import folder_name, list_checkpoints, step_of
 

@@ -18,7 +18,8 @@ from tiers import slow_after
 from llava_fsdp.config import Config, Normalize
 from llava_fsdp.data.batching.batch import SkippedSample, Step
 from llava_fsdp.data.loader import Loader, ModelShape, build_loader
-from llava_fsdp.parallel.ranks.mesh import World, gather_lists
+from llava_fsdp.parallel.ranks.mesh import gather_lists
+from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.runtime.errors import DataError
 from llava_fsdp.train import main as train
 

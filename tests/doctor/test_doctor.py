@@ -30,7 +30,7 @@ from llava_fsdp.doctor.probes import collectives, disk, gpus, host, network, sof
 from llava_fsdp.doctor.probes.collectives_worker import check_exchange, check_messages, expect
 from llava_fsdp.doctor.probes.gpus import TorchFacts, parse_links, parse_smi
 from llava_fsdp.doctor.probes.network import Interface
-from llava_fsdp.parallel.ranks.mesh import World
+from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.plan.time.hardware import PROCESS, Machine
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.process.host import Host

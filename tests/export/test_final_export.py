@@ -45,11 +45,11 @@ from llava_fsdp.model.sources.pretrained_config import read_model
 from llava_fsdp.model.weights.init_weights import computed_buffers, restore_buffers
 from llava_fsdp.model.weights.lazy_tensor import LazyTensor
 from llava_fsdp.model.weights.tensor_files import StoredTensor
+from llava_fsdp.parallel.fsdp.materialize import materialize
 from llava_fsdp.parallel.local_shards import local_shards
 from llava_fsdp.parallel.parallelism import Parallelism
-from llava_fsdp.parallel.parallelize import materialize
 from llava_fsdp.parallel.precision.precision import MasterWeights
-from llava_fsdp.parallel.ranks.mesh import World
+from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 from llava_fsdp.train import final_export
 from llava_fsdp.train import main as train

@@ -15,7 +15,8 @@ from llava_fsdp.parallel.memory.host_memory import Arena
 from llava_fsdp.parallel.memory.streamed_buffers import DeviceStaging
 from llava_fsdp.parallel.memory.streamed_optimizer import StreamedOptimizer
 from llava_fsdp.parallel.parallelism import Parallelism
-from llava_fsdp.parallel.ranks.mesh import Meshes, World
+from llava_fsdp.parallel.ranks.mesh import Meshes
+from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.train.setup.build_state import build_state
 from llava_fsdp.train.state import TrainState

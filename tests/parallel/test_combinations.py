@@ -12,7 +12,7 @@ from steps import begin, digest_of_state, run_steps
 from tiers import slow_after
 
 from llava_fsdp.config import Config
-from llava_fsdp.parallel.ranks.mesh import World
+from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.runtime.errors import ConfigError
 
 PRECISIONS = ("bf16", "fp32", "fp16", "bf16_pure", "bf16 precision.moment_dtype=int8")

@@ -14,10 +14,11 @@ from torch.distributed import _functional_collectives
 from llava_fsdp.config import Config
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.sources.pretrained import find_parts
-from llava_fsdp.parallel.parallelize import weights_of
+from llava_fsdp.parallel.fsdp.parts import parts_of
+from llava_fsdp.parallel.fsdp.weights import weights_of
 from llava_fsdp.parallel.precision.precision import DTYPES
 from llava_fsdp.parallel.ranks.comm_volume import KINDS, CollectiveBytes
-from llava_fsdp.parallel.ranks.mesh import World
+from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.parallel.zero import begin_micro_batch
 
 Moved = dict[str, dict[str, int]]
@@ -52,7 +53,7 @@ def backward_alone(world: World, cfg: Config) -> Moved:
 def trained_bytes(cfg: Config, ranks: int, shards: int) -> tuple[int, int]:
     """fp32 bytes of all trainable parameters and of those in blocks, each padded to equal shards."""
     model = build_llava(find_parts(cfg.model), cfg.model, DTYPES[cfg.precision.param_dtype])
-    weights = weights_of(model, model.blocks(), model.whole_while_frozen(), cfg.precision, output=model.output_layer())
+    weights = weights_of(model, parts_of(model), cfg.precision)
     sizes = {name: 4 * w.padded(shards) * shards for name, w in weights.items() if w.trainable}
     return sum(sizes.values()), sum(size for name, size in sizes.items() if ".layers." in name)
 

@@ -25,7 +25,7 @@ from llava_fsdp.parallel import compile
 from llava_fsdp.parallel.compile import WARM_UP, Compilations, Compiling, choose_compiling
 from llava_fsdp.parallel.local_shards import local
 from llava_fsdp.parallel.memory.activation_checkpoint import apply_activation_checkpointing
-from llava_fsdp.parallel.ranks.mesh import World
+from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.runtime.errors import CompileError, ConfigError
 from llava_fsdp.train.events.step_warnings import CompileWarnings
 from llava_fsdp.train.loop import train_step

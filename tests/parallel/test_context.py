@@ -40,7 +40,7 @@ from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.loader import Loader, ModelShape, build_loader
 from llava_fsdp.data.validation_set import open_held_out
 from llava_fsdp.model.packed_attention.attention import AttentionForm, Boundaries, Lengths, PackedRow, each_alone
-from llava_fsdp.parallel.context.context import check_torch
+from llava_fsdp.parallel.check_torch import check_torch
 from llava_fsdp.parallel.context.context_attention import GatheredKeys, Ulysses, plan_context, row_chunks_of
 from llava_fsdp.parallel.ranks.rank_layout import RankLayout
 from llava_fsdp.runtime.errors import ConfigError

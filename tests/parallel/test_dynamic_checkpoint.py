@@ -27,7 +27,7 @@ from llava_fsdp.parallel.memory.dynamic_checkpoint import (
     choose,
     worst_of,
 )
-from llava_fsdp.parallel.ranks.mesh import World
+from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.train.loop import fit
 from llava_fsdp.train.main import train
 from llava_fsdp.train.state import StepResult

@@ -28,8 +28,8 @@ from llava_fsdp.model.experts import check_shared_experts, find_experts
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.parallel.expert_parallel import Exchange, run_shared, share_experts
 from llava_fsdp.parallel.local_shards import local, whole
-from llava_fsdp.parallel.ranks.mesh import World
 from llava_fsdp.parallel.ranks.rank_layout import shape_of_experts
+from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.parallel.zero import begin_micro_batch
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.train import main as train

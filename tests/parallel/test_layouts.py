@@ -14,7 +14,7 @@ from tiers import slow_after
 from llava_fsdp.checkpoint.reader import SavedTensor
 from llava_fsdp.checkpoint.verify import Checkpoint, newest_alone
 from llava_fsdp.config import Config
-from llava_fsdp.parallel.ranks.mesh import World
+from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.runtime.files.run_dir import FOLDER
 from llava_fsdp.train import main as train
 from llava_fsdp.train.checkpoints.resume import resume

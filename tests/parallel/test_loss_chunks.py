@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from llava_fsdp.config import Config
 from llava_fsdp.data.batching.batch import MicroBatch
 from llava_fsdp.parallel.local_shards import local
-from llava_fsdp.parallel.ranks.mesh import World
+from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.parallel.zero import begin_micro_batch
 
 

@@ -13,7 +13,7 @@ from llava_fsdp.config import MomentDType
 from llava_fsdp.parallel.local_shards import whole
 from llava_fsdp.parallel.precision import lowbit_adamw
 from llava_fsdp.parallel.precision.lowbit_adamw import LowBitAdamW, dequantise, dynamic_map, quantise, store
-from llava_fsdp.parallel.ranks.mesh import World
+from llava_fsdp.parallel.ranks.world import World
 
 SETTINGS = {"lr": 1e-2, "weight_decay": 0.1}
 BETAS, EPS = (0.9, 0.99), 1e-8

@@ -16,15 +16,15 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from llava_fsdp.config import Config, MomentDType
-from llava_fsdp.model.experts import find_experts
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.model.weights.quantization import quantized_weights
+from llava_fsdp.parallel.fsdp.parts import ModelParts, parts_of
+from llava_fsdp.parallel.fsdp.weights import weights_of
 from llava_fsdp.parallel.local_shards import local
 from llava_fsdp.parallel.memory.memory import Bytes, Weight, bytes_per_rank, sharded_dimension
-from llava_fsdp.parallel.parallelize import weights_of
 from llava_fsdp.parallel.precision.precision import DTYPES, MasterWeights
-from llava_fsdp.parallel.ranks.mesh import World
+from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.parallel.zero import SHARD_PLANS, begin_micro_batch
 
 
@@ -65,8 +65,7 @@ def held(model: nn.Module, masters: MasterWeights) -> tuple[int, int]:
 def shapes_of(cfg: Config) -> list[Weight]:
     """The parameters of a configuration's model, for the formulas."""
     model = build_llava(find_parts(cfg.model), cfg.model, DTYPES[cfg.precision.param_dtype])
-    experts = list(find_experts(model.language_model).values()), cfg.parallel.expert
-    return list(weights_of(model, model.blocks(), model.whole_while_frozen(), cfg.precision, 1, *experts).values())
+    return list(weights_of(model, parts_of(model), cfg.precision, 1, cfg.parallel).values())
 
 
 def measure(world: World, cfg: Config) -> Bytes:
@@ -171,7 +170,7 @@ def test_frozen_experts_need_no_blocks_of_moments(
 def orders_of_units(world: World, cfg: Config) -> list[tuple[list[str], list[str]]]:
     """For each FSDP unit, the names of its parameters in FSDP's order, and in the planner's."""
     state = begin(world, cfg)
-    weights = weights_of(state.model, state.model.blocks(), [], cfg.precision)
+    weights = weights_of(state.model, ModelParts(state.model.blocks()), cfg.precision)
     names_of = {module: name for name, module in state.model.named_modules()}
     found = []
     for module in state.model.modules():

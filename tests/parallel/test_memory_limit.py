@@ -16,7 +16,7 @@ from reference import EXPORTED, assert_same_bits, outcome
 from small import make_config, write_json, write_parts
 
 from llava_fsdp.config import Config
-from llava_fsdp.parallel.ranks.mesh import World
+from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.runtime.errors import OutOfMemory
 from llava_fsdp.train import main as train
 

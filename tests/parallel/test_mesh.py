@@ -6,8 +6,8 @@ import pytest
 
 from llava_fsdp.config import Strategy
 from llava_fsdp.parallel.malloc import extend_segments, limit_kernel_cache
-from llava_fsdp.parallel.ranks.mesh import read_world
 from llava_fsdp.parallel.ranks.rank_layout import mesh_shape
+from llava_fsdp.parallel.ranks.world import read_world
 from llava_fsdp.parallel.zero import SHARD_PLANS, Mesh, Sync
 from llava_fsdp.runtime.errors import ConfigError
 

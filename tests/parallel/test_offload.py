@@ -32,7 +32,7 @@ from llava_fsdp.parallel.memory.offload import (
 from llava_fsdp.parallel.memory.streamed_buffers import DeviceStaging, FileStaging
 from llava_fsdp.parallel.memory.streamed_optimizer import StreamedOptimizer, padded, split_into_buckets
 from llava_fsdp.parallel.parallelism import Parallelism
-from llava_fsdp.parallel.ranks.mesh import World
+from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.runtime.errors import ConfigError, OffloadError, OutOfMemory
 from llava_fsdp.train import main as train
 from llava_fsdp.train.loop import train_step

@@ -22,7 +22,7 @@ from llava_fsdp.parallel.precision import lowbit_adamw
 from llava_fsdp.parallel.precision.fused_adamw import FusedAdamW, fused_adamw
 from llava_fsdp.parallel.precision.lowbit_adamw import LowBitAdamW
 from llava_fsdp.parallel.precision.precision import MasterWeights
-from llava_fsdp.parallel.ranks.mesh import World
+from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.train import main as train
 from llava_fsdp.train import optimizer as optim
 

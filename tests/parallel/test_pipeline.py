@@ -40,8 +40,8 @@ from llava_fsdp.parallel.local_shards import local
 from llava_fsdp.parallel.parallelism import Parallelism
 from llava_fsdp.parallel.pipeline.pipeline import PackedStage
 from llava_fsdp.parallel.pipeline.stages import check_can_be_divided, divide
-from llava_fsdp.parallel.ranks.mesh import World
 from llava_fsdp.parallel.ranks.rank_layout import RankLayout
+from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.train import main as train
 from llava_fsdp.train import pipeline_step

@@ -15,7 +15,7 @@ from steps import begin, digest_of_state
 
 from llava_fsdp.config import Config
 from llava_fsdp.parallel.local_shards import local
-from llava_fsdp.parallel.ranks.mesh import World
+from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.runtime.errors import CheckpointError
 from llava_fsdp.train import main as train
 from llava_fsdp.train.checkpoints.resume import resume

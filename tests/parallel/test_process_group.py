@@ -19,25 +19,23 @@ from harness import CPU, RankPool, single_world
 from small import Configure
 
 from llava_fsdp.config import Config, ParallelConfig, Strategy
+from llava_fsdp.parallel.parallelism import make_meshes
 from llava_fsdp.parallel.ranks import meet as meet_module
 from llava_fsdp.parallel.ranks import mesh
 from llava_fsdp.parallel.ranks.consensus import Votes, gathered_on_first, on_all_ranks, on_first_rank
 from llava_fsdp.parallel.ranks.meet import meet
 from llava_fsdp.parallel.ranks.mesh import (
-    World,
     first_rank_first,
     gather_lists,
-    gpu_progress,
     groups_of,
     join,
-    make_meshes,
     num_collectives,
     rank_identities,
-    read_world,
     set_timeout,
-    simulated_world,
 )
+from llava_fsdp.parallel.ranks.progress import gpu_progress
 from llava_fsdp.parallel.ranks.rank_layout import RankLayout
+from llava_fsdp.parallel.ranks.world import World, read_world, simulated_world
 from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.runtime.errors import CommunicationError, ConfigError, LlavaFsdpError
 

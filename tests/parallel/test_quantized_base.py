@@ -20,7 +20,7 @@ from llava_fsdp.data.toy_shapes import draw_shapes
 from llava_fsdp.model.weights.quantization import quantized_weights
 from llava_fsdp.parallel.local_shards import clean_name, local, whole
 from llava_fsdp.parallel.precision.precision import DTYPES
-from llava_fsdp.parallel.ranks.mesh import World
+from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.train import main as train
 

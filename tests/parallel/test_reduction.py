@@ -15,11 +15,13 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from llava_fsdp.config import Config
+from llava_fsdp.parallel.apply import parallelize
+from llava_fsdp.parallel.fsdp.parts import ModelParts
 from llava_fsdp.parallel.local_shards import whole
 from llava_fsdp.parallel.memory.offload import Offload
-from llava_fsdp.parallel.parallelize import parallelize
+from llava_fsdp.parallel.parallelism import Parallelism
 from llava_fsdp.parallel.precision.precision import MasterWeights
-from llava_fsdp.parallel.ranks.mesh import World, make_meshes
+from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.parallel.zero import SHARD_PLANS, begin_micro_batch
 from llava_fsdp.train.loop import clip_gradients, gradient_norm, summed
 
@@ -49,17 +51,17 @@ def run_backward(
     world: World, cfg: Config, make: Callable[[], nn.Module], weight: float, inputs: Callable[[int, int], torch.Tensor]
 ) -> MasterWeights:
     """Shard a model whose weights are all `weight`, and run all micro-batches forward and backward."""
-    plan = SHARD_PLANS[cfg.sharding.strategy]
+    parallelism = Parallelism.of(cfg, world)
     with torch.device("meta"):
         model = make()
-    stacks = [model.get_submodule("blocks")]
-    offload = Offload(cfg, world.device)
-    masters = parallelize(model, stacks, make_meshes(world, plan, cfg).states, plan, cfg, offload, [])  # type: ignore[arg-type]
+    blocks = model.get_submodule("blocks")
+    assert isinstance(blocks, nn.ModuleList)
+    masters = parallelize(model, ModelParts([blocks]), cfg, parallelism, Offload(cfg, world.device))
     with torch.no_grad():
         for parameter in masters.named.values():
             parameter.fill_(weight)
     for micro in range(MICRO_BATCHES):
-        begin_micro_batch(model, plan, is_last=micro == MICRO_BATCHES - 1)
+        begin_micro_batch(model, parallelism.plan, is_last=micro == MICRO_BATCHES - 1)
         model(inputs(world.rank, micro)).backward()
     return masters
 

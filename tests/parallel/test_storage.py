@@ -12,13 +12,16 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from llava_fsdp.config import Config, Strategy
+from llava_fsdp.parallel.apply import parallelize
+from llava_fsdp.parallel.fsdp.parts import ModelParts
+from llava_fsdp.parallel.fsdp.weights import weights_of
 from llava_fsdp.parallel.local_shards import local
 from llava_fsdp.parallel.memory.memory import bytes_per_rank
 from llava_fsdp.parallel.memory.offload import Offload
-from llava_fsdp.parallel.parallelize import parallelize, weights_of
+from llava_fsdp.parallel.parallelism import Parallelism
 from llava_fsdp.parallel.precision.precision import MasterWeights
-from llava_fsdp.parallel.ranks.mesh import World, make_meshes
-from llava_fsdp.parallel.zero import SHARD_PLANS, begin_micro_batch
+from llava_fsdp.parallel.ranks.world import World
+from llava_fsdp.parallel.zero import begin_micro_batch
 
 RANKS = 8
 
@@ -70,19 +73,16 @@ def storage(tensors: list[torch.Tensor]) -> int:
 
 
 def train_a_step(cfg: Config, world: World) -> tuple[nn.Module, MasterWeights, torch.optim.Optimizer]:
-    plan = SHARD_PLANS[cfg.sharding.strategy]
+    parallelism = Parallelism.of(cfg, world)
     with torch.device("meta"):
         model = Model()
-    stacks = [model.layers]
-    masters = parallelize(
-        model, stacks, make_meshes(world, plan, cfg).states, plan, cfg, Offload(cfg, world.device), []
-    )
+    masters = parallelize(model, ModelParts([model.layers]), cfg, parallelism, Offload(cfg, world.device))
     with torch.no_grad():
         for parameter in model.parameters():
             local(parameter).fill_(0.01)
     optimizer = torch.optim.AdamW(masters.named.values(), fused=True)
     for is_last in (False, True):
-        begin_micro_batch(model, plan, is_last)
+        begin_micro_batch(model, parallelism.plan, is_last)
         model(torch.ones(2, 37, dtype=torch.bfloat16)).backward()
     for parameter in masters.named.values():
         assert parameter.grad is not None
@@ -97,7 +97,7 @@ def test_storage_equals_the_formulas(row: str, rank: int, configure: Configure) 
     cfg = configure(f"sharding={row}", f"sharding.shard_size={shard_size}", "precision=bf16")
     with torch.device("meta"):
         shapes = Model()
-    weights = list(weights_of(shapes, [shapes.layers], [], cfg.precision).values())
+    weights = list(weights_of(shapes, ModelParts([shapes.layers]), cfg.precision).values())
     world = World(rank, RANKS, rank, RANKS, torch.device("cpu"))
     model, masters, optimizer = train_a_step(cfg, world)
     of = weights, cfg.sharding.strategy, cfg.precision, RANKS, 4, rank

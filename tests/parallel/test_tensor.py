@@ -37,7 +37,7 @@ from llava_fsdp.checkpoint.verify import newest_alone
 from llava_fsdp.config import Config
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.parallel.local_shards import clean_name, local, whole
-from llava_fsdp.parallel.ranks.mesh import World
+from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.parallel.tensor.tensor_cut import Cut
 from llava_fsdp.parallel.tensor.tensor_parallel import cut_model
 from llava_fsdp.parallel.zero import begin_micro_batch

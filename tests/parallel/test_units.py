@@ -12,11 +12,12 @@ from torch.distributed.fsdp import FSDPModule
 
 from llava_fsdp.config import Config, ShardingConfig, Strategy
 from llava_fsdp.model.llava import Llava
+from llava_fsdp.parallel.fsdp.unit_settings import describe_units, useless_settings
+from llava_fsdp.parallel.fsdp.units import block_names, gather_ahead, units_of_blocks
 from llava_fsdp.parallel.local_shards import local
 from llava_fsdp.parallel.parallelism import Parallelism
-from llava_fsdp.parallel.parallelize import block_names, describe_units, gather_ahead, units_of_blocks, useless_settings
 from llava_fsdp.parallel.ranks.comm_volume import CollectiveBytes
-from llava_fsdp.parallel.ranks.mesh import World
+from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.parallel.zero import SHARD_PLANS, ShardPlan, begin_micro_batch
 from llava_fsdp.train import main as train
 from llava_fsdp.train.loop import train_step

@@ -28,7 +28,8 @@ from llava_fsdp.data.batching.batch import TENSORS
 from llava_fsdp.parallel.local_shards import whole
 from llava_fsdp.parallel.parallelism import Parallelism
 from llava_fsdp.parallel.precision.precision import COLUMNS, GradientInto, MasterWeights, gradient_adder
-from llava_fsdp.parallel.ranks.mesh import Meshes, World, join
+from llava_fsdp.parallel.ranks.mesh import Meshes, join
+from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.train import final_export
 from llava_fsdp.train.loop import train_step

@@ -21,7 +21,7 @@ from llava_fsdp.config import (
     Strategy,
 )
 from llava_fsdp.model.sources.pretrained import find_parts
-from llava_fsdp.parallel.ranks.mesh import World
+from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.plan.search import auto
 from llava_fsdp.plan.workload import Samples
 from llava_fsdp.runtime.errors import ConfigError, ModelError

@@ -25,7 +25,8 @@ from llava_fsdp.data.batching.context_cut import ContextCut
 from llava_fsdp.data.loader import ModelShape
 from llava_fsdp.data.synthetic import fullest
 from llava_fsdp.model.sources.pretrained import find_parts
-from llava_fsdp.parallel.ranks.mesh import World, distributed
+from llava_fsdp.parallel.ranks.mesh import distributed
+from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.plan.memory.activations import MicroBatch
 from llava_fsdp.plan.planner import Choice, Planner, PlanRow, Ranks, peak
 from llava_fsdp.plan.search import auto

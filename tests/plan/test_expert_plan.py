@@ -15,7 +15,8 @@ from tiers import slow_after
 from llava_fsdp.config import ActivationCheckpointing, Config
 from llava_fsdp.data.synthetic import fullest
 from llava_fsdp.model.sources.pretrained import find_parts
-from llava_fsdp.parallel.ranks.mesh import World, distributed
+from llava_fsdp.parallel.ranks.mesh import distributed
+from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.plan.memory import fsdp_units
 from llava_fsdp.plan.memory.activations import MicroBatch

@@ -16,10 +16,11 @@ from tiers import slow_after
 from llava_fsdp.config import Config
 from llava_fsdp.data.synthetic import fullest
 from llava_fsdp.model.sources.pretrained import find_parts
+from llava_fsdp.parallel.context.share_rows import context_of
 from llava_fsdp.parallel.ranks.mesh import distributed
+from llava_fsdp.parallel.ranks.rank_layout import RankLayout
 from llava_fsdp.plan.planner import PlanRow, peak
 from llava_fsdp.train.setup.build_model import build_model, shape_of
-from llava_fsdp.train.setup.build_state import cut_of
 from llava_fsdp.train.setup.dry_run import measure, plan_of
 
 CLOSE = 0.05
@@ -83,7 +84,9 @@ def dry_run(cfg: Config) -> tuple[dict[str, Any], PlanRow]:
     with distributed(cfg) as world:
         report = measure(cfg, world)
         model = build_model(cfg, find_parts(cfg.model), world.device)
-        return report, plan_of(cfg, world, fullest(cfg, shape_of(model), cut_of(cfg, world, model)))
+        context = context_of(RankLayout(cfg.parallel, world.size), world.rank, model.parts.language)
+        cut = context.cut if context is not None else None
+        return report, plan_of(cfg, world, fullest(cfg, shape_of(model), cut))
 
 
 @pytest.mark.parametrize(

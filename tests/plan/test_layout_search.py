@@ -16,7 +16,7 @@ from tiers import slow_after
 from llava_fsdp.config import ActivationCheckpointing, Config, ParallelConfig
 from llava_fsdp.config.keys.enums import PipelineSchedule
 from llava_fsdp.model.sources.pretrained import find_parts
-from llava_fsdp.parallel.ranks.mesh import World
+from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.plan.memory.activations import MicroBatch
 from llava_fsdp.plan.planner import Planner
 from llava_fsdp.plan.search import auto

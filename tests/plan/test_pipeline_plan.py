@@ -14,7 +14,7 @@ from llava_fsdp.config import Config, ParallelConfig, PipelineSchedule
 from llava_fsdp.parallel.local_shards import local
 from llava_fsdp.parallel.pipeline.pipeline import passes_of
 from llava_fsdp.parallel.ranks.comm_volume import CollectiveBytes
-from llava_fsdp.parallel.ranks.mesh import World
+from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.plan.memory.activations import MicroBatch
 from llava_fsdp.plan.planner import peak
 from llava_fsdp.train.expert_sums import ExpertSums

@@ -24,7 +24,7 @@ from llava_fsdp.config import (
 )
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.parallel.memory.memory import bytes_per_rank
-from llava_fsdp.parallel.ranks.mesh import World
+from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.plan.main import plan, warn_of_length
 from llava_fsdp.plan.memory.activations import MicroBatch

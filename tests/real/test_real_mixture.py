@@ -21,7 +21,7 @@ from llava_fsdp.data.loader import normalize
 from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.sources.pretrained import find_parts
-from llava_fsdp.parallel.ranks.mesh import World
+from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.train.setup.build_state import open_data
 
 KINDS = {"questions": "parquet with images", "shapes": "tar", "colours": "json"}

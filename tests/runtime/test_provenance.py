@@ -23,7 +23,7 @@ from llava_fsdp.export.main import export
 from llava_fsdp.export.source_model import open_source
 from llava_fsdp.model.adapters.lora_files import open_adapter
 from llava_fsdp.model.sources import pretrained as parts_module
-from llava_fsdp.parallel.ranks.mesh import World
+from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.runtime.errors import ConfigError, DamagedModel, ModelError
 from llava_fsdp.runtime.exit_codes import ExitCode
 from llava_fsdp.runtime.files import provenance

@@ -18,8 +18,8 @@ from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.load_weights import load_weights
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.model.weights.init_weights import computed_buffers, restore_buffers
+from llava_fsdp.parallel.fsdp.materialize import materialize
 from llava_fsdp.parallel.local_shards import local_shards
-from llava_fsdp.parallel.parallelize import materialize
 from llava_fsdp.parallel.precision.precision import MasterWeights
 from llava_fsdp.plan.search.auto import settle_packing
 from llava_fsdp.runtime.errors import LlavaFsdpError

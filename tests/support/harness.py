@@ -26,7 +26,7 @@ from torch.distributed.tensor import debug
 
 from llava_fsdp.config import Config
 from llava_fsdp.parallel.parallelism import Parallelism
-from llava_fsdp.parallel.ranks.mesh import World
+from llava_fsdp.parallel.ranks.world import World
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from llava_fsdp.config import Config
 from llava_fsdp.parallel.parallelism import Parallelism
-from llava_fsdp.parallel.ranks.mesh import World
+from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.plan.memory.activations import MicroBatch
 from llava_fsdp.train import main as train
 from llava_fsdp.train.loop import train_step

@@ -28,7 +28,7 @@ from llava_fsdp.model.load_weights import find_weights
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.model.weights.weight_names import ours
 from llava_fsdp.parallel.precision.precision import DTYPES
-from llava_fsdp.parallel.ranks.mesh import World
+from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.runtime.files.run_dir import FOLDER
 from llava_fsdp.runtime.seeds import derive
 from llava_fsdp.train import main as train

@@ -18,7 +18,7 @@ from llava_fsdp.checkpoint.reader import SavedTensor, load
 from llava_fsdp.checkpoint.saver import Saver
 from llava_fsdp.checkpoint.verify import Checkpoint, newest_together, verify_together
 from llava_fsdp.config import CheckpointConfig, OnSaveError
-from llava_fsdp.parallel.ranks.mesh import World
+from llava_fsdp.parallel.ranks.world import World
 
 CONFIG = CheckpointConfig(
     every=1, keep=2, keep_every=None, resume="auto", strict=False, asynchronous=True, on_save_error=OnSaveError["raise"]

@@ -9,7 +9,7 @@ from loaders import agreed_steps
 from llava_fsdp.config import Config
 from llava_fsdp.parallel.local_shards import local
 from llava_fsdp.parallel.parallelism import Parallelism
-from llava_fsdp.parallel.ranks.mesh import World
+from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.train.checkpoints.checkpoint_contents import tensors
 from llava_fsdp.train.events.run_events import RunEvents
 from llava_fsdp.train.loop import train_step

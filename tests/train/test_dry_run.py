@@ -16,10 +16,11 @@ from tiers import slow_after
 from llava_fsdp.config import Config
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.sources.pretrained import find_parts
+from llava_fsdp.parallel.fsdp.parts import parts_of
+from llava_fsdp.parallel.fsdp.weights import weights_of
 from llava_fsdp.parallel.memory.memory import bytes_per_rank
-from llava_fsdp.parallel.parallelize import weights_of
 from llava_fsdp.parallel.precision.precision import DTYPES
-from llava_fsdp.parallel.ranks.mesh import World
+from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.runtime.errors import ConfigError, OutOfMemory
 from llava_fsdp.train import main as train
@@ -58,11 +59,7 @@ def test_states_are_those_of_the_plan(
     cfg = config(parts, dataset, tmp_path, f"sharding={row}", f"sharding.shard_size={size}", f"pack={pack}")
     report = reported(cfg, capsys)
     model = build_llava(find_parts(cfg.model), cfg.model, DTYPES[cfg.precision.param_dtype])
-    weights = list(
-        weights_of(
-            model, model.blocks(), model.whole_while_frozen(), cfg.precision, output=model.output_layer()
-        ).values()
-    )
+    weights = list(weights_of(model, parts_of(model), cfg.precision).values())
     expected = bytes_per_rank(weights, cfg.sharding.strategy, cfg.precision, RANKS, shard_size or RANKS)
     held = (expected.parameters, expected.gradients, expected.optimizer)
     assert tuple(own["measured"] for own in report["bytes"].values()) == held

@@ -18,7 +18,7 @@ from torch import nn
 from llava_fsdp.config import ParallelConfig
 from llava_fsdp.data.batching.batch import StepFacts
 from llava_fsdp.parallel.precision.precision import MasterWeights
-from llava_fsdp.parallel.ranks.mesh import World
+from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.runtime.seeds import derive
 from llava_fsdp.train import loop
 from llava_fsdp.train import main as train

@@ -18,7 +18,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from llava_fsdp.config import Config, ScalerConfig
 from llava_fsdp.parallel.local_shards import whole
 from llava_fsdp.parallel.precision.precision import MasterWeights
-from llava_fsdp.parallel.ranks.mesh import World
+from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.runtime.errors import NumericError
 from llava_fsdp.train import main as train
 from llava_fsdp.train.loop import clip_gradients, train_step

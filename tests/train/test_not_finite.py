@@ -27,7 +27,8 @@ from llava_fsdp.parallel import local_shards
 from llava_fsdp.parallel.compile import Compilations
 from llava_fsdp.parallel.precision.precision import MasterWeights
 from llava_fsdp.parallel.ranks.consensus import Votes
-from llava_fsdp.parallel.ranks.mesh import World, own_rank
+from llava_fsdp.parallel.ranks.mesh import own_rank
+from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.runtime.errors import CheckpointError, CompileError, NumericError, Stopped
 from llava_fsdp.runtime.files.heartbeat import Beat, Phase
 from llava_fsdp.runtime.process.watchdog import BEAT, Run, Watchdog

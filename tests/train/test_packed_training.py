@@ -22,7 +22,7 @@ from llava_fsdp.data.text.constants import IGNORE
 from llava_fsdp.data.text.encode import Sample
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.sources.pretrained import find_parts
-from llava_fsdp.parallel.ranks.mesh import World
+from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.train import main as train
 from llava_fsdp.train.setup.build_state import open_data
 from llava_fsdp.train.state import TrainState

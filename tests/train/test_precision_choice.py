@@ -13,7 +13,7 @@ from small import Configure, command_config, config_of
 
 from llava_fsdp.config import Config, DType, PlanConfig, PrecisionConfig
 from llava_fsdp.parallel.precision.fast_dtype import has_bf16, settle_precision, slow_dtype, slowdown
-from llava_fsdp.parallel.ranks.mesh import World
+from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.plan.main import with_fp16, with_precision
 from llava_fsdp.plan.time.hardware import GPUS, Machine, machine_named
 from llava_fsdp.runtime.errors import ConfigError

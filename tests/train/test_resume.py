@@ -20,7 +20,8 @@ from llava_fsdp.config.paths import paths_read
 from llava_fsdp.data.batching.sampler import ComputedShuffle
 from llava_fsdp.model.weights.weight_names import ours
 from llava_fsdp.parallel.parallelism import Parallelism
-from llava_fsdp.parallel.ranks.mesh import Meshes, World
+from llava_fsdp.parallel.ranks.mesh import Meshes
+from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.runtime.errors import CheckpointError, ConfigError
 from llava_fsdp.runtime.files.run_dir import list_checkpoints
 from llava_fsdp.runtime.process.watchdog import Watchdog

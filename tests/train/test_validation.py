@@ -33,7 +33,7 @@ from llava_fsdp.model.generation import Sampling, write_tokens
 from llava_fsdp.parallel.compile import run_block
 from llava_fsdp.parallel.eval_mode import evaluating
 from llava_fsdp.parallel.parallelism import Parallelism
-from llava_fsdp.parallel.ranks.mesh import World
+from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.runtime.errors import ConfigError, DataError, Stopped
 from llava_fsdp.runtime.process.watchdog import Watchdog
 from llava_fsdp.train import main as train

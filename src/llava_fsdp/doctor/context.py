@@ -86,7 +86,7 @@ class Context:
         import torch
 
         from llava_fsdp.parallel.memory.memory import ITEM_SIZE, checkpoint_bytes
-        from llava_fsdp.parallel.ranks.mesh import World
+        from llava_fsdp.parallel.ranks.world import World
         from llava_fsdp.plan.model_shapes import shapes_of
         from llava_fsdp.plan.planner import Planner
         from llava_fsdp.plan.search.auto import best_layout, settle_packing

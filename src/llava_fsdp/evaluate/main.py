@@ -36,7 +36,7 @@ from llava_fsdp.evaluate.results import BLANK, BLIND, put_beside, score_all, sub
 from llava_fsdp.export.source_model import Opened
 from llava_fsdp.model.adapters.lora_files import FOLDER as ADAPTER
 from llava_fsdp.model.sources.pretrained import resolve_model
-from llava_fsdp.parallel.ranks.mesh import read_world
+from llava_fsdp.parallel.ranks.world import read_world
 from llava_fsdp.runtime.errors import ConfigError, LlavaFsdpError
 from llava_fsdp.runtime.files.digests import digest_of_file
 from llava_fsdp.runtime.files.jsonl import replace_lines

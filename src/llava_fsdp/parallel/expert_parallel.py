@@ -22,6 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from llava_fsdp.model.experts import find_experts
+from llava_fsdp.model.llava import Llava
+from llava_fsdp.parallel.parallelism import Parallelism
 from llava_fsdp.parallel.ranks.fake_collectives import is_simulated
 
 NAME = "llava_fsdp_expert_parallel"
@@ -69,6 +72,14 @@ def share_experts(
             module.register_parameter(name, nn.Parameter(own, requires_grad=parameter.requires_grad))
     others = tuple(name for name in mesh.mesh_dim_names or () if name != EXPERT)
     return SharedExperts(list(dict.fromkeys(sharded)), mesh[others])
+
+
+def share_experts_of(model: Llava, parallelism: Parallelism) -> SharedExperts | None:
+    """Divide the experts of a meta-device model among ranks, in place; None: each rank has all experts."""
+    mesh, language = parallelism.meshes.experts, model.language_model
+    if mesh is None:
+        return None
+    return share_experts(language, list(find_experts(language).values()), mesh, parallelism.plan.shards_frozen)
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,14 @@ from typing import Self
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from llava_fsdp.config import Config, ParallelConfig
-from llava_fsdp.parallel.ranks.mesh import Meshes, World, make_meshes
-from llava_fsdp.parallel.ranks.rank_layout import Place, RankLayout, Share
-from llava_fsdp.parallel.zero import SHARD_PLANS, ShardPlan
+from llava_fsdp.parallel.check_torch import check_torch
+from llava_fsdp.parallel.ranks.mesh import Meshes, set_timeout
+from llava_fsdp.parallel.ranks.rank_layout import Place, RankLayout, Share, mesh_shape, shape_of_experts
+from llava_fsdp.parallel.ranks.world import World
+from llava_fsdp.parallel.zero import SHARD_PLANS, Mesh, ShardPlan
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,63 @@ class Parallelism:
         return self.parallel.tensor
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether FSDP is used."""
+        return self.meshes.states is not None
+
+    @property
     def shards(self) -> int | None:
         """The largest number of ranks over which a weight is sharded; None without FSDP."""
         sharded = (self.meshes.states, self.meshes.experts)
         return max((mesh["shard"].size() for mesh in sharded if mesh is not None), default=None)
+
+
+def make_meshes(world: World, plan: ShardPlan, cfg: Config) -> Meshes:
+    """Create the device meshes of a training.
+
+    Args:
+        world: this rank's device, and the number of ranks.
+        plan: the FSDP2 settings of the sharding strategy.
+
+    Raises:
+        ConfigError: `sharding.shard_size`, `parallel.context`, `parallel.tensor`, `parallel.expert` or
+            `parallel.pipeline` does not divide the number of ranks, or the installed torch is too old for them.
+    """
+    cfg.parallel.check_divides(world.size)
+    parallel, layout = cfg.parallel, RankLayout(cfg.parallel, world.size)
+    size, tensor, expert, stages = parallel.num_context, parallel.tensor, parallel.expert, parallel.pipeline
+    for key, ranks in (("context", size), ("tensor", tensor), ("expert", expert), ("pipeline", stages)):
+        if ranks > 1:
+            check_torch(f"parallel.{key}")
+    copies = layout.num_copies
+    shape = mesh_shape(plan, copies, layout.shard_size(cfg.sharding.shard_size, world.local_size))
+    if world.size == 1 and not cfg.offload.mode.moves_weights:
+        return Meshes()
+    names = ("shard",) if plan.mesh is Mesh.SHARD else ("replicate", "shard")
+    outer, inner = {"pipeline": stages} if stages > 1 else {}, {"tensor": tensor} if tensor > 1 else {}
+
+    def root_of(sizes: tuple[int, ...], names: tuple[str, ...], inner: dict[str, int]) -> DeviceMesh:
+        """Return a mesh of all ranks, which also has the dimensions of ranks that divide the model."""
+        whole = {**outer, **dict(zip(names, sizes[-len(names) :], strict=True)), **inner}
+        return init_device_mesh(world.device.type, tuple(whole.values()), mesh_dim_names=tuple(whole))
+
+    def mesh_of(sizes: tuple[int, ...], names: tuple[str, ...], inner: dict[str, int]) -> DeviceMesh:
+        root = root_of(sizes, names, inner)
+        return root[names] if outer or inner else root
+
+    # FSDP2 requires that its mesh and the mesh of divided layers are slices of one mesh
+    dense = root_of(shape, names, inner)
+    of_experts = shape_of_experts(shape, expert, tensor)
+    meshes = Meshes(
+        dense[names] if outer or inner else dense,
+        mesh_of((copies // size, size), ("data", "context"), inner) if size > 1 else None,
+        pipeline=init_device_mesh(
+            world.device.type, (stages, layout.ranks_per_stage), mesh_dim_names=("pipeline", "stage")
+        )
+        if stages > 1
+        else None,
+        tensor=dense["tensor"] if tensor > 1 else None,
+        experts=mesh_of((*of_experts, expert), (*names, "expert"), {}) if expert > 1 else None,
+    )
+    set_timeout(meshes, cfg.comm.init_timeout)  # torch gives groups of a mesh its default, 10 or 30 minutes
+    return meshes

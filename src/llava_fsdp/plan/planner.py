@@ -31,8 +31,10 @@ from llava_fsdp.model.packed_attention.attention import grows_with_square
 from llava_fsdp.model.parts import Parts
 from llava_fsdp.parallel.compile import compiling_of_settings
 from llava_fsdp.parallel.context.context_attention import plan_context
+from llava_fsdp.parallel.fsdp.parts import parts_of
+from llava_fsdp.parallel.fsdp.units import units_of_blocks
+from llava_fsdp.parallel.fsdp.weights import weights_of
 from llava_fsdp.parallel.memory.memory import Bytes, Weight, bytes_per_rank, divided_weights
-from llava_fsdp.parallel.parallelize import units_of_blocks, weights_of
 from llava_fsdp.parallel.pipeline.pipeline import passes_of
 from llava_fsdp.parallel.pipeline.stages import plan_stages
 from llava_fsdp.parallel.precision.fast_dtype import settle_precision
@@ -215,7 +217,7 @@ class Planner:
         )
         if refusal := self.known(("refused", *sizes), lambda: self.refusal(*sizes)):
             raise ConfigError(refusal)
-        weights = self.known(("weights", *sizes), lambda: self.weights_with_shared_experts(*sizes))
+        weights = self.known(("weights", *sizes), self.weights_with_shared_experts)
         self.whole_weights = list(weights.values())
         self.trainable = sum(w.numel for w in self.whole_weights if w.trainable)
         """Number of trainable parameters of the model that is planned for."""
@@ -234,12 +236,10 @@ class Planner:
             return str(error)
         return ""
 
-    def weights_with_shared_experts(self, experts: int, tensor: int) -> dict[str, Weight]:
-        """Return the parameters by name, with experts and layers shared by so many ranks."""
-        language, cfg = self.model.language_model, self.cfg
-        whole, blocks = self.model.whole_while_frozen(), self.model.blocks()
-        args = cfg.sharding.blocks_per_unit, list(find_experts(language).values()), experts, tensor
-        return weights_of(self.model, blocks, whole, cfg.precision, *args, self.model.output_layer())
+    def weights_with_shared_experts(self) -> dict[str, Weight]:
+        """Return the properties of the parameters, by name, as ranks share the experts of a mixture."""
+        cfg = self.cfg
+        return weights_of(self.model, parts_of(self.model), cfg.precision, cfg.sharding.blocks_per_unit, cfg.parallel)
 
     def with_layout(self, cfg: Config) -> Self:
         """Return a planner of the same model with other kinds of parallelism, which shares all measured values.

@@ -20,7 +20,8 @@ from llava_fsdp.parallel.parallelism import Parallelism
 from llava_fsdp.parallel.precision.fast_dtype import has_bf16, settle_precision, slow_dtype
 from llava_fsdp.parallel.ranks import mesh as ranks
 from llava_fsdp.parallel.ranks.consensus import on_first_rank
-from llava_fsdp.parallel.ranks.mesh import World, distributed, gather_lists
+from llava_fsdp.parallel.ranks.mesh import distributed, gather_lists
+from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.plan.search.auto import Decision, decide, settle_packing
 from llava_fsdp.plan.workload import samples_in
 from llava_fsdp.report.run_reader import CONFIG_FILE
@@ -138,8 +139,7 @@ def train(
         elif resumed:
             log().info("continuing after step %d of %d", state.step, last_step)
         write_config(cfg, world)
-        seen = Observed(cfg, state, watchdog, parts.dir_lock)
-        observers = open_events(seen, answer_metric, resumed, events)
+        observers = open_events(Observed(cfg, state, watchdog, parts.dir_lock), answer_metric, resumed, events)
         parts.reports, controller = observers.reports, observers.controller
         with watchdog.steps():
             fit(state, cfg, observers.all, watchdog)

@@ -21,21 +21,12 @@ if TYPE_CHECKING:
     from llava_fsdp.parallel.compile import Compilations
     from llava_fsdp.parallel.memory.dynamic_checkpoint import DynamicCheckpointing
     from llava_fsdp.parallel.parallelism import Parallelism
+    from llava_fsdp.parallel.pipeline.own_stages import Elsewhere
     from llava_fsdp.parallel.pipeline.pipeline import Pipeline
     from llava_fsdp.parallel.precision.precision import MasterWeights
     from llava_fsdp.plan.time.mfu import Utilization
     from llava_fsdp.train.loss_scaler import LossScaler
     from llava_fsdp.train.optimizer import LearningRate
-
-
-@dataclass(frozen=True)
-class Elsewhere:
-    """A trained parameter that only ranks with other stages of the model have."""
-
-    group: int
-    """Number of the group of ranks that have it."""
-    dtype: torch.dtype
-    shape: tuple[int, ...]
 
 
 @dataclass

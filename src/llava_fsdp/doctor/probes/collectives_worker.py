@@ -19,7 +19,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from llava_fsdp.parallel.ranks.mesh import World, join, read_world
+from llava_fsdp.parallel.ranks.mesh import join
+from llava_fsdp.parallel.ranks.world import World, read_world
 from llava_fsdp.runtime.process.process_end import end_with
 
 MIB = 1 << 20

@@ -36,8 +36,8 @@ from llava_fsdp.model.sources.pretrained_config import read_model
 from llava_fsdp.model.weights.init_weights import computed_buffers, restore_buffers
 from llava_fsdp.model.weights.tensor_files import Stored, open_tensors
 from llava_fsdp.model.weights.weight_names import ours
+from llava_fsdp.parallel.fsdp.materialize import materialize
 from llava_fsdp.parallel.local_shards import local_shards
-from llava_fsdp.parallel.parallelize import materialize
 from llava_fsdp.parallel.precision.precision import MasterWeights
 from llava_fsdp.runtime.errors import ModelError
 from llava_fsdp.runtime.process.host import read_host

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from llava_fsdp.config import ActivationCheckpointingConfig
 from llava_fsdp.parallel.ranks.consensus import gathered
-from llava_fsdp.parallel.ranks.mesh import World
+from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.runtime.process.host import process_memory, read_host
 from llava_fsdp.runtime.text.log import log
 

@@ -59,7 +59,7 @@ from llava_fsdp.parallel.malloc import return_freed_memory
 from llava_fsdp.parallel.memory.host_memory import Arena
 from llava_fsdp.parallel.memory.streamed_buffers import DeviceStaging, FileStaging
 from llava_fsdp.parallel.memory.streamed_optimizer import StreamedOptimizer
-from llava_fsdp.parallel.ranks.mesh import World
+from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.runtime.errors import ConfigError, OutOfMemory
 from llava_fsdp.runtime.files.os_errors import existing
 from llava_fsdp.runtime.text.humanize import readable

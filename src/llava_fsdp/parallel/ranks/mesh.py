@@ -1,7 +1,6 @@
-"""Set up the process group, device and device mesh of a training."""
+"""Set up the process group and the device of a training, and set the timeouts of its groups."""
 
 import gc
-import json
 import os
 import re
 import socket
@@ -15,16 +14,15 @@ from typing import TypeVar
 import torch
 import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from llava_fsdp.config import Config
-from llava_fsdp.parallel.context.context import check_torch
 from llava_fsdp.parallel.malloc import extend_segments, keep_freed_memory, limit_kernel_cache
 from llava_fsdp.parallel.ranks.consensus import gathered
 from llava_fsdp.parallel.ranks.fake_collectives import join_fake
 from llava_fsdp.parallel.ranks.meet import ended_ranks, meet, remaining, uses_agent_store
-from llava_fsdp.parallel.ranks.rank_layout import RankLayout, mesh_shape, shape_of_experts
-from llava_fsdp.parallel.zero import Mesh, ShardPlan
+from llava_fsdp.parallel.ranks.progress import gpu_progress, record_collectives
+from llava_fsdp.parallel.ranks.world import World, read_world, simulated_world, world_of_group
 from llava_fsdp.runtime.errors import CommunicationError, ConfigError
 from llava_fsdp.runtime.files.heartbeat import margin
 from llava_fsdp.runtime.launch import env_rank, is_one_node
@@ -32,21 +30,6 @@ from llava_fsdp.runtime.process.process_end import end_with
 from llava_fsdp.runtime.text.log import log
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class World:
-    """This rank's number, the total number of ranks, and this rank's device. Without torchrun there is one rank."""
-
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    device: torch.device
-
-    @property
-    def is_first(self) -> bool:
-        return self.rank == 0
 
 
 @dataclass(frozen=True)
@@ -170,34 +153,6 @@ def num_collectives(meshes: Meshes, device: torch.device) -> Callable[[], int]:
     return progress
 
 
-def record_collectives() -> None:
-    """Turn on torch's flight recorder of NCCL's collectives, with the moments at which the GPU begins them, unless the
-    environment says otherwise. To be called before the process group is made. Source: ProcessGroupNCCL.hpp and
-    FlightRecorder.hpp of torch, where the variables are declared.
-    """
-    if "TORCH_FR_BUFFER_SIZE" not in os.environ:
-        os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000")  # collectives; the default of torch 2.13
-    os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")
-
-
-def gpu_progress(trace: bytes, default_alone: bool) -> int | None:
-    """Return how many collectives the GPU has begun plus how many it has completed, or None if the flight recorder does
-    not know when they begin.
-
-    Args:
-        trace: the flight recorder's JSON. Its `pg_status` has the last collective of each process group that was
-            enqueued, that the GPU has begun, and that it has completed; -1 stands for no collective.
-        default_alone: whether only the default process group counts, whose number is 0.
-    """
-    status: dict[str, dict[str, str]] = json.loads(trace).get("pg_status", {})
-    counted = [of_group for number, of_group in status.items() if number == "0" or not default_alone]
-    begun = [int(of_group["last_started_collective"]) for of_group in counted]
-    if max(begun, default=-1) < 0:
-        return None
-    completed = [int(of_group["last_completed_collective"]) for of_group in counted]
-    return sum(max(0, number) for number in begun + completed)
-
-
 def groups_of(meshes: Meshes) -> list[dist.ProcessGroup]:
     """Return the default process group and those of the meshes, each once."""
     made = [
@@ -227,32 +182,6 @@ def rank_identities() -> list[tuple[int, str, int]]:
     return gather_lists([(own_rank(), socket.gethostname(), os.getpid())])
 
 
-def read_world() -> World:
-    """Read this rank's number, the number of ranks and this rank's device from torchrun's environment variables.
-
-    A launcher may show each rank a single GPU, its own, which is then device 0 of every rank. `join` checks that these
-    are different GPUs.
-
-    Raises:
-        ConfigError: torchrun has started more ranks on this machine than the machine has GPUs.
-    """
-    env = os.environ
-    rank, size = env_rank(), int(env.get("WORLD_SIZE", "1"))
-    local_rank, local_size = int(env.get("LOCAL_RANK", "0")), int(env.get("LOCAL_WORLD_SIZE", "1"))
-    if not torch.cuda.is_available():
-        return World(rank, size, local_rank, local_size, torch.device("cpu"))
-    gpus = torch.cuda.device_count()
-    if max(local_size, local_rank + 1) <= gpus:
-        return World(rank, size, local_rank, local_size, torch.device("cuda", local_rank))
-    if gpus == 1 and "TORCHELASTIC_RUN_ID" not in env:  # srun --gpus-per-task=1
-        return World(rank, size, local_rank, local_size, torch.device("cuda", 0))
-    if gpus == 1 and local_rank == 0:  # torchrun --virtual-local-rank calls every rank the first of its machine
-        return World(rank, size, rank % local_size, local_size, torch.device("cuda", 0))
-    raise ConfigError(
-        f"torchrun started {local_size} ranks on this machine, which has {gpus} GPUs; use --nproc-per-node {gpus}"
-    )
-
-
 def check_own_gpus(store: dist.Store, world: World) -> None:
     """Check that no two ranks have the same GPU, where each rank sees a single one. NCCL fails later in that case, on
     some ranks alone. Collective: all ranks must call it.
@@ -276,32 +205,6 @@ def check_own_gpus(store: dist.Store, world: World) -> None:
                 f"ranks {other} and {rank} on {host} both see only the GPU {uuid}; start one rank for each GPU, or "
                 "show each rank another GPU (srun --gpus-per-task=1, CUDA_VISIBLE_DEVICES)"
             )
-
-
-def world_of_group() -> World:
-    """Return this rank's number, the number of ranks and this rank's device, as a `World`, for an existing process
-    group. All its ranks are assumed to be on this machine."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
-    return World(rank, size, rank, size, device)
-
-
-def simulated_world(size: int, world: World) -> World:
-    """Return the `World` (rank, number of ranks, device) of a process that simulates rank 0 of `size` ranks on one
-    node.
-
-    Args:
-        world: the real ranks that torchrun has started.
-
-    Raises:
-        ConfigError: torchrun has started several processes, but a simulation runs in one.
-    """
-    if world.size > 1:
-        raise ConfigError(
-            f"dry_run={size} simulates rank 0 of {size} ranks in one process, but torchrun started {world.size}; "
-            "start it without torchrun"
-        )
-    return World(0, size, 0, size, world.device)
 
 
 def join(world: World, timeout_seconds: int) -> None:
@@ -389,54 +292,3 @@ def gather_lists(items: list[T]) -> list[T]:
     if not count:
         return []
     return [item for of_rank in gathered(items) for item in of_rank]
-
-
-def make_meshes(world: World, plan: ShardPlan, cfg: Config) -> Meshes:
-    """Create the device meshes of a training.
-
-    Args:
-        world: this rank's device, and the number of ranks.
-        plan: the FSDP2 settings of the sharding strategy.
-
-    Raises:
-        ConfigError: `sharding.shard_size`, `parallel.context`, `parallel.tensor`, `parallel.expert` or
-            `parallel.pipeline` does not divide the number of ranks, or the installed torch is too old for them.
-    """
-    cfg.parallel.check_divides(world.size)
-    parallel, layout = cfg.parallel, RankLayout(cfg.parallel, world.size)
-    size, tensor, expert, stages = parallel.num_context, parallel.tensor, parallel.expert, parallel.pipeline
-    for key, ranks in (("context", size), ("tensor", tensor), ("expert", expert), ("pipeline", stages)):
-        if ranks > 1:
-            check_torch(f"parallel.{key}")
-    copies = layout.num_copies
-    shape = mesh_shape(plan, copies, layout.shard_size(cfg.sharding.shard_size, world.local_size))
-    if world.size == 1 and not cfg.offload.mode.moves_weights:
-        return Meshes()
-    names = ("shard",) if plan.mesh is Mesh.SHARD else ("replicate", "shard")
-    outer, inner = {"pipeline": stages} if stages > 1 else {}, {"tensor": tensor} if tensor > 1 else {}
-
-    def root_of(sizes: tuple[int, ...], names: tuple[str, ...], inner: dict[str, int]) -> DeviceMesh:
-        """Return a mesh of all ranks, which also has the dimensions of ranks that divide the model."""
-        whole = {**outer, **dict(zip(names, sizes[-len(names) :], strict=True)), **inner}
-        return init_device_mesh(world.device.type, tuple(whole.values()), mesh_dim_names=tuple(whole))
-
-    def mesh_of(sizes: tuple[int, ...], names: tuple[str, ...], inner: dict[str, int]) -> DeviceMesh:
-        root = root_of(sizes, names, inner)
-        return root[names] if outer or inner else root
-
-    # FSDP2 requires that its mesh and the mesh of divided layers are slices of one mesh
-    dense = root_of(shape, names, inner)
-    of_experts = shape_of_experts(shape, expert, tensor)
-    meshes = Meshes(
-        dense[names] if outer or inner else dense,
-        mesh_of((copies // size, size), ("data", "context"), inner) if size > 1 else None,
-        pipeline=init_device_mesh(
-            world.device.type, (stages, layout.ranks_per_stage), mesh_dim_names=("pipeline", "stage")
-        )
-        if stages > 1
-        else None,
-        tensor=dense["tensor"] if tensor > 1 else None,
-        experts=mesh_of((*of_experts, expert), (*names, "expert"), {}) if expert > 1 else None,
-    )
-    set_timeout(meshes, cfg.comm.init_timeout)  # torch gives groups of a mesh its default, 10 or 30 minutes
-    return meshes

@@ -27,9 +27,9 @@ from llava_fsdp.model.parts import Parts
 from llava_fsdp.parallel.compile import Compilations
 from llava_fsdp.parallel.context.context_attention import plan_context, share_attention
 from llava_fsdp.parallel.expert_parallel import share_experts_on_meta
+from llava_fsdp.parallel.fsdp.units import block_names
 from llava_fsdp.parallel.memory.activation_checkpoint import apply_activation_checkpointing
 from llava_fsdp.parallel.memory.memory import OUTPUT
-from llava_fsdp.parallel.parallelize import block_names
 from llava_fsdp.parallel.precision.precision import DTYPES, MASTERS, compute_norms_in_fp32, store_weights
 from llava_fsdp.plan.memory.divided_model import divide_on_meta
 from llava_fsdp.plan.memory.meta_trace import (

@@ -52,7 +52,7 @@ def units_of(
     is_away: bool = False,
     passes_through: bool = False,
 ) -> dict[str, Unit]:
-    """Return the FSDP units that `parallel/parallelize.py` makes, by name.
+    """Return the FSDP units that `parallel/fsdp/units.py` makes, by name.
 
     Args:
         shards: number of ranks that the weights are sharded over.

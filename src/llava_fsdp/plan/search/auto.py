@@ -24,10 +24,10 @@ from llava_fsdp.config import (
 from llava_fsdp.config.command_line.renamed import present_tree
 from llava_fsdp.model.packed_attention.attention import packing_refused
 from llava_fsdp.model.parts import Parts
+from llava_fsdp.parallel.check_torch import check_torch
 from llava_fsdp.parallel.compile import splits_blocks
-from llava_fsdp.parallel.context.context import check_torch
 from llava_fsdp.parallel.context.context_attention import plan_context
-from llava_fsdp.parallel.ranks.mesh import World
+from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.parallel.zero import SHARD_PLANS, Mesh
 from llava_fsdp.plan.memory.activations import MicroBatches
 from llava_fsdp.plan.planner import Choice, Planner, PlanRow, Ranks

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from llava_fsdp.config import Config, ParallelConfig, PipelineSchedule
-from llava_fsdp.parallel.context.context import check_torch
+from llava_fsdp.parallel.check_torch import check_torch
 from llava_fsdp.parallel.ranks.rank_layout import RankLayout
 from llava_fsdp.plan.memory.activations import MicroBatches
 from llava_fsdp.plan.planner import Choice, Planner, PlanRow, Ranks

@@ -22,6 +22,7 @@ from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.weights.init_weights import Rule, draw_rule
 from llava_fsdp.model.weights.quantization import quantized_weights
 from llava_fsdp.parallel.compile import explained_compiler_errors
+from llava_fsdp.parallel.context.share_rows import context_of
 from llava_fsdp.parallel.local_shards import clean_name, local, local_shards
 from llava_fsdp.parallel.malloc import return_freed_memory
 from llava_fsdp.parallel.memory.offload import explained_memory_errors
@@ -30,8 +31,9 @@ from llava_fsdp.parallel.precision.fast_dtype import has_bf16, settle_precision
 from llava_fsdp.parallel.precision.precision import DTYPES, MasterWeights
 from llava_fsdp.parallel.ranks.comm_volume import CollectiveBytes
 from llava_fsdp.parallel.ranks.fake_collectives import is_simulated, simulate_collectives
-from llava_fsdp.parallel.ranks.mesh import World, distributed
+from llava_fsdp.parallel.ranks.mesh import distributed
 from llava_fsdp.parallel.ranks.rank_layout import RankLayout
+from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.plan.memory.activations import MicroBatch
 from llava_fsdp.plan.model_shapes import shapes_of
 from llava_fsdp.plan.planner import PlanRow
@@ -43,7 +45,7 @@ from llava_fsdp.runtime.text.console import TextConsole
 from llava_fsdp.runtime.text.log import log
 from llava_fsdp.train.loop import train_step
 from llava_fsdp.train.setup.build_model import build_model, shape_of
-from llava_fsdp.train.setup.build_state import assemble, cut_of
+from llava_fsdp.train.setup.build_state import assemble
 from llava_fsdp.train.setup.peak_memory import PeakMeter
 from llava_fsdp.train.setup.preflight import warn_if_refused
 from llava_fsdp.train.setup.run_info import device_name
@@ -110,7 +112,8 @@ def measure(cfg: Config, world: World, contents: Contents | None = None) -> dict
     parallelism = Parallelism.of(cfg, world)
     model = build_model(cfg, shapes_of(cfg.model), world.device)
     shape = shape_of(model)
-    contents = contents or fullest(cfg, shape, cut_of(cfg, world, model))
+    context = context_of(parallelism.layout, world.rank, model.parts.language)
+    contents = contents or fullest(cfg, shape, context and context.cut)
     planned = plan_of(cfg, world, contents)
     meter = PeakMeter(world.device)
     counts = samples_of(cfg, ImageTokens.of_config(cfg, model.parts.image_size, model.image_tokens)).counts

@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ from llava_fsdp.model.llava import Llava
 from llava_fsdp.parallel.compile import choose_compiling
 from llava_fsdp.parallel.memory.memory import Weight, bytes_per_rank, divided_weights
 from llava_fsdp.parallel.pipeline.stages import plan_of_stages
-from llava_fsdp.parallel.ranks.mesh import World
+from llava_fsdp.parallel.ranks.rank_layout import RankLayout
+from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.parallel.tensor.tensor_plan import tensor_plan
 from llava_fsdp.plan.memory.stage_memory import weights_of_groups
 from llava_fsdp.plan.search.auto import expected_peak
@@ -41,17 +43,23 @@ from llava_fsdp.version import __version__
 def about_run(cfg: Config, world: World, model: Llava, records: Records, weights: dict[str, Weight]) -> dict[str, Any]:
     """Describe the current start of a run. `weights`: the properties of all parameters."""
     compiles = choose_compiling(cfg, world.device, model.kernel and model.kernel.attention).on
-    tensor, size, own = cfg.parallel.tensor, world.size // cfg.parallel.pipeline, weights
+    tensor, layout, own = cfg.parallel.tensor, RankLayout(cfg.parallel, world.size), weights
     if tensor > 1:
         own = divided_weights(weights, tensor_plan(model, tensor), tensor, 0)
     groups = [list(own.values())]
     if cfg.parallel.pipeline > 1:
         groups = weights_of_groups(model, own, plan_of_stages(cfg, model, mean_counts(records)), cfg.parallel)
-    shard_size = cfg.sharding.shard_size or max(1, min(world.local_size, size) // tensor)
-    ranks = size // tensor  # that hold the same parts of the weights
-    args = cfg.sharding.strategy, cfg.precision, ranks, shard_size
-    divided = tensor > 1 or cfg.parallel.pipeline > 1
-    of_groups = [bytes_per_rank(each, *args, offload=cfg.offload.mode, divided=divided) for each in groups]
+    shard_size = layout.shard_size(cfg.sharding.shard_size, world.local_size)
+    sharding = partial(
+        bytes_per_rank,
+        strategy=cfg.sharding.strategy,
+        precision=cfg.precision,
+        world_size=layout.num_copies,
+        shard_size=shard_size,
+        offload=cfg.offload.mode,
+        divided=tensor > 1 or cfg.parallel.pipeline > 1,
+    )
+    of_groups = [sharding(each) for each in groups]
     held = max(of_groups, key=lambda own: own.parameters + own.gradients + own.optimizer)
     return {
         "time": time.time(),

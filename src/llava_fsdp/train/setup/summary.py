@@ -3,6 +3,7 @@
 import sys
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -30,10 +31,11 @@ from llava_fsdp.data.validation_set import HeldOut
 from llava_fsdp.model.adapters.lora_names import LORA_A, module_of
 from llava_fsdp.model.packed_attention.attention import Kernel
 from llava_fsdp.parallel.compile import choose_compiling
+from llava_fsdp.parallel.fsdp.unit_settings import describe_units
 from llava_fsdp.parallel.memory.memory import Weight
 from llava_fsdp.parallel.memory.offload import describe_offload
-from llava_fsdp.parallel.parallelize import describe_units
-from llava_fsdp.parallel.ranks.mesh import World
+from llava_fsdp.parallel.ranks.rank_layout import RankLayout
+from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.report.run_reader import REPORT_FILE
 from llava_fsdp.runtime.text.console import TextConsole
 from llava_fsdp.runtime.text.humanize import readable
@@ -64,25 +66,26 @@ def unlike_original(cfg: Config, compiles: bool = False) -> str:
     return f"{', '.join(ours)} (compat=llava_v1_5 sets the original's){kernels}"
 
 
-def show_run(
-    cfg: Config,
-    world: World,
-    loader: Loader,
-    held_out: HeldOut | None,
-    weights: dict[str, Weight],
-    projector: str,
-    kernel: Kernel | None,
-    planned: int | None,
-) -> None:
-    """Print in at most fifteen lines which model is trained on which data, and how.
+@dataclass(frozen=True)
+class RunFacts:
+    """What the screen with which a run begins shows, beside its configuration."""
 
-    Args:
-        held_out: None without validation.
-        weights: the properties of all parameters (shape, dtype, ...).
-        projector: description of the projector with which the training starts.
-        kernel: None if rows are padded.
-        planned: planned peak memory of a GPU in bytes; None if there is no plan, as on a CPU.
-    """
+    loader: Loader
+    held_out: HeldOut | None
+    """None without validation."""
+    weights: dict[str, Weight]
+    """The properties of all parameters (shape, dtype, ...), by name."""
+    projector: str
+    """Description of the projector with which the training starts."""
+    kernel: Kernel | None
+    """None if rows are padded."""
+    planned: int | None
+    """Planned peak memory of a GPU in bytes; None if there is no plan, as on a CPU."""
+
+
+def show_run(cfg: Config, world: World, run: RunFacts) -> None:
+    """Print in at most fifteen lines which model is trained on which data, and how."""
+    loader, weights, kernel = run.loader, run.weights, run.kernel
     console = TextConsole(on_stderr=True, width=None if sys.stderr.isatty() else 120)
     records = loader.steps.records
     model = cfg.model.checkpoint or f"{cfg.model.language} + {cfg.model.vision}"
@@ -90,7 +93,7 @@ def show_run(
     facts.add_column(min_width=13)
     facts.add_column(overflow="fold")
     toy = ", random weights" if cfg.model.random_weights and cfg.model.checkpoint is None else ""
-    facts.add_row(cfg.stage.name, f"{cfg.model.name}: {model}{toy}; projector {projector.splitlines()[0]}")
+    facts.add_row(cfg.stage.name, f"{cfg.model.name}: {model}{toy}; projector {run.projector.splitlines()[0]}")
     facts.add_row("trains", describe_trained(weights) + describe_blocks(cfg.model.train))
     if cfg.model.lora.enabled:
         facts.add_row("adapters", describe_adapters(cfg.model.lora, list(weights)))
@@ -105,10 +108,10 @@ def show_run(
     compiling = choose_compiling(cfg, world.device, kernel and kernel.attention)
     attention = "SDPA over padded rows" if kernel is None else f"{kernel.attention.value} ({kernel.reason})"
     facts.add_row("kernels", f"attention {attention}; compile {'yes' if compiling.on else 'no'} ({compiling.reason})")
-    if planned is not None:
+    if run.planned is not None:
         there = torch.cuda.get_device_properties(world.device).total_memory
-        facts.add_row("memory", f"{readable(planned)} planned of the {readable(there)} of each GPU")
-    facts.add_row("saves", describe_saves(cfg, held_out))
+        facts.add_row("memory", f"{readable(run.planned)} planned of the {readable(there)} of each GPU")
+    facts.add_row("saves", describe_saves(cfg, run.held_out))
     facts.add_row("output", f"{cfg.output_dir}, a page of it in {cfg.output_dir}/{REPORT_FILE}")
     facts.add_row("unlike LLaVA", unlike_original(cfg, compiling.on))
     console.print(facts)
@@ -153,7 +156,7 @@ def describe_learning(optim: OptimConfig, weights: dict[str, Weight]) -> str:
 
 def describe_sharding(cfg: Config, world: World) -> str:
     groups, tensor = cfg.parallel.pipeline, cfg.parallel.tensor
-    size = world.size // groups
+    size = RankLayout(cfg.parallel, world.size).ranks_per_stage
     found = f"{cfg.sharding.strategy.value} over {size} {world.device.type} rank{'s' * (size > 1)}"
     found += f" in each of {groups} groups, which have different layers" if groups > 1 else ""
     found += f", of which each {tensor} compute every layer together" if tensor > 1 else ""
@@ -228,7 +231,10 @@ def describe_batch(cfg: Config, world: World, loader: Loader) -> str:
             f"as few as they need on {each}"
         )
     count, per_row = loader.num_micro_batches, cfg.parallel.ranks_per_row * cfg.parallel.pipeline
-    groups, what = world.size // per_row, "ranks" if per_row == 1 else f"groups of {per_row} ranks"
+    groups, what = (
+        RankLayout(cfg.parallel, world.size).num_row_groups,
+        "ranks" if per_row == 1 else f"groups of {per_row} ranks",
+    )
     return (
         f"micro-batch {cfg.micro_batch_size} x accumulation {count} x {what} {groups} = "
         f"{cfg.micro_batch_size * count * groups} rows for a global batch of {cfg.global_batch_size}"

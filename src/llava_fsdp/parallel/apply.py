@@ -1,0 +1,139 @@
+"""Apply all kinds of parallelism to a model: the transformations in their order, and the reason for each place."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from llava_fsdp.config import ActivationCheckpointing, Config
+from llava_fsdp.model.experts import RouterOutputs
+from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.weights.init_weights import computed_buffers, restore_buffers
+from llava_fsdp.parallel.compile import Compilations, choose_compiling
+from llava_fsdp.parallel.context.share_rows import share_rows
+from llava_fsdp.parallel.expert_parallel import share_experts_of
+from llava_fsdp.parallel.fsdp.materialize import masters_of, materialize
+from llava_fsdp.parallel.fsdp.parts import ModelParts, parts_of
+from llava_fsdp.parallel.fsdp.unit_settings import log_useless_settings
+from llava_fsdp.parallel.fsdp.units import shard
+from llava_fsdp.parallel.local_shards import clean_name
+from llava_fsdp.parallel.memory.activation_checkpoint import apply_activation_checkpointing
+from llava_fsdp.parallel.memory.dynamic_checkpoint import DynamicCheckpointing
+from llava_fsdp.parallel.memory.offload import Offload, warn_if_useless
+from llava_fsdp.parallel.parallelism import Parallelism
+from llava_fsdp.parallel.pipeline.own_stages import Elsewhere, plan_own_stages, trained_elsewhere
+from llava_fsdp.parallel.pipeline.pipeline import Pipeline
+from llava_fsdp.parallel.precision.low_precision import multiply_in
+from llava_fsdp.parallel.precision.precision import MasterWeights, compute_norms_in_fp32, store_weights
+from llava_fsdp.parallel.tensor.divide_layers import cuts_of, divide_layers
+from llava_fsdp.parallel.watch_routers import routers_to_watch, watch_routers
+
+Fill = Callable[[Llava, MasterWeights], None]
+"""Type of a function that fills this rank's shards with the initial weights."""
+
+
+@dataclass(frozen=True)
+class ParallelModel:
+    """What belongs to a model to which parallelism was applied."""
+
+    masters: MasterWeights
+    offload: Offload
+    compilations: Compilations | None = None
+    """The counter of compiled graphs; None if the model's blocks are not compiled."""
+    routers: RouterOutputs | None = None
+    """Keeps what the routers of a mixture of experts return; None: there are none, or they are not watched."""
+    dynamic: DynamicCheckpointing | None = None
+    """Chooses which blocks are recomputed; None unless `activation_checkpointing=dynamic`."""
+    pipeline: Pipeline | None = None
+    """This rank's stages of the model; None: it has the whole model."""
+    elsewhere: dict[str, Elsewhere] = field(default_factory=dict)
+    """Trained parameters that only ranks with other stages have, by name."""
+
+
+def apply_parallelism(
+    model: Llava, cfg: Config, parallelism: Parallelism, fill: Fill, counts: Sequence[float] | None = None
+) -> ParallelModel:
+    """Divide, shard and compile a frozen model on the meta device, in place, and load this rank's weights. Collective:
+    all ranks must call it. The caller builds the optimizer, of the shards in `masters`.
+
+    Args:
+        counts: mean number of tokens, pairs of tokens, labels and tiles of a sample, by which the model is divided into
+            stages; None without `parallel.pipeline`.
+    """
+    # First what needs the whole model, of which all ranks must come to the same plan.
+    share_rows(model, parallelism)
+    compiles = choose_compiling(cfg, parallelism.device, model.kernel and model.kernel.attention).on
+    routers = routers_to_watch(model, cfg, parallelism, compiles)
+    stages = plan_own_stages(model, cfg, parallelism, counts)
+    cuts = cuts_of(model, parallelism)
+    # Other stages go before anything is done to the modules that stay. Buffers are computed from whole layers.
+    if stages is not None:
+        stages.keep(model)
+    buffers, parts = computed_buffers(model), parts_of(model)
+    # Dtypes before division: the local tensor of a divided weight would keep its dtype.
+    store_weights(model, cfg.precision, parallelism.is_sharded)
+    divide_layers(model, cuts, parallelism, cfg.loss.chunk_tokens)
+    offload = Offload(cfg, parallelism.device)
+    warn_if_useless(cfg, parallelism.world)
+    # Hooks, 8-bit layers and shared experts before compilation, whose graphs contain them.
+    compilations = Compilations() if compiles else None
+    watched = watch_routers(model, routers, cfg.model.balance_loss > 0, parallelism, compiles)
+    compute_norms_in_fp32(model, cfg.precision)
+    multiply_in(cfg.precision.linear, parts.stacks[0], parallelism.is_sharded, parallelism.device)
+    experts = share_experts_of(model, parallelism)
+    # Compilation and activation checkpointing before FSDP, which then gathers a block's weights before the block runs
+    # again in the backward pass. Stages are made of wrapped blocks.
+    checkpoint_blocks(parts, cfg, offload, compilations, has_units=experts is not None)
+    roots: list[nn.Module] = stages.of(model) if stages is not None else [model]
+    for root in roots:
+        shard(root, parts, cfg, parallelism, offload, experts)
+    # Memory is taken after sharding, so that no rank ever holds more than its shards.
+    materialize(model, offload.materialize, roots)
+    masters = masters_of(model, parts.stacks[0], cfg.precision, compiles)
+    log_useless_settings(cfg.sharding, parts.stacks, parallelism)
+    fill(model, masters)
+    restore_buffers(model, buffers, clean_name)
+    offload.drop_loaded_shards()  # after all that writes to them
+    dynamic, pipeline = None, None
+    if cfg.activation_checkpointing.mode is ActivationCheckpointing.dynamic:
+        dynamic = DynamicCheckpointing(parts.stacks, cfg.activation_checkpointing, parallelism.world)
+    if stages is not None:
+        pipeline = Pipeline(roots, parallelism, model.parts.language.hidden_size, model.compute_dtype)
+    elsewhere = trained_elsewhere(pipeline, masters) if pipeline is not None else {}
+    return ParallelModel(masters, offload, compilations, watched, dynamic, pipeline, elsewhere)
+
+
+def checkpoint_blocks(
+    parts: ModelParts, cfg: Config, offload: Offload, compilations: Compilations | None, has_units: bool
+) -> None:
+    """Wrap the blocks of a model for activation checkpointing, and compile those of the language model.
+
+    Args:
+        compilations: counts the compiled graphs; None: blocks are not compiled.
+        has_units: whether blocks contain FSDP units of their own, such as experts that ranks share.
+    """
+    one_row = cfg.packs or cfg.micro_batch_size == 1
+    mode = cfg.activation_checkpointing
+    apply_activation_checkpointing(parts.stacks, mode, offload.device, compilations, one_row, has_units)
+
+
+def parallelize(
+    model: nn.Module, parts: ModelParts, cfg: Config, parallelism: Parallelism, offload: Offload
+) -> MasterWeights:
+    """Shard any model on the meta device, in place, and allocate this rank's shards, uninitialised. It has the
+    transformations of `apply_parallelism` that need not know the model's layers, in the same order.
+
+    Args:
+        model: a model with `requires_grad` set. Its forward must run the same modules on every rank.
+        offload: allocates the shards on the device, in host memory or in a file.
+
+    Returns:
+        The master weights by parameter name: the tensors to load, to optimize and to save in checkpoints.
+    """
+    store_weights(model, cfg.precision, parallelism.is_sharded)
+    compute_norms_in_fp32(model, cfg.precision)
+    multiply_in(cfg.precision.linear, parts.stacks[0], parallelism.is_sharded, offload.device)
+    checkpoint_blocks(parts, cfg, offload, None, has_units=False)
+    shard(model, parts, cfg, parallelism, offload)
+    materialize(model, offload.materialize)
+    return masters_of(model, parts.stacks[0], cfg.precision, compiled=False)

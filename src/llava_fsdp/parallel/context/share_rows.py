@@ -1,0 +1,39 @@
+"""Let the ranks of a row share its attention."""
+
+from transformers import PretrainedConfig
+
+from llava_fsdp.model.llava import Llava
+from llava_fsdp.parallel.context.context import exchange_in, gather_in
+from llava_fsdp.parallel.context.context_attention import ContextPlan, plan_context, share_attention
+from llava_fsdp.parallel.parallelism import Parallelism
+from llava_fsdp.parallel.ranks.rank_layout import RankLayout
+from llava_fsdp.runtime.text.log import log
+
+
+def context_of(layout: RankLayout, rank: int, language: PretrainedConfig) -> ContextPlan | None:
+    """Return how a rank shares the attention of its rows with other ranks; None: it processes whole rows.
+
+    Args:
+        language: configuration of the language model.
+
+    Raises:
+        ConfigError: `parallel.context_how=ulysses` is not possible.
+    """
+    parallel, index = layout.parallel, layout.context_index(rank)
+    if parallel.num_context == 1:
+        return None
+    return plan_context(parallel.context_how, language, parallel.num_context, index, parallel.tensor)
+
+
+def share_rows(model: Llava, parallelism: Parallelism) -> None:
+    """Let the ranks of a row share its attention in the language model. Do nothing if rows are not shared."""
+    mesh = parallelism.meshes.context
+    if mesh is None:
+        return
+    context = context_of(parallelism.layout, parallelism.world.rank, model.parts.language)
+    assert context is not None and model.kernel is not None, "checked by the configuration"
+    if parallelism.is_first:
+        ranks, how = context.cut.size, context.how.value
+        log().info("%d ranks process each row together, parallel.context_how=%s: %s", ranks, how, context.reason)
+    group = mesh.get_group("context")
+    share_attention(model.language_model, model.kernel, context, exchange_in(group), gather_in(group))

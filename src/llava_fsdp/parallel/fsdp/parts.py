@@ -1,0 +1,29 @@
+"""The parts of a model that FSDP treats differently."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from llava_fsdp.model.experts import find_experts
+from llava_fsdp.model.llava import Llava
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """The parts of a model that FSDP treats differently."""
+
+    stacks: list[nn.ModuleList]
+    """Lists of blocks, the language model's first. One or several blocks (`sharding.blocks_per_unit`) become an FSDP
+    unit."""
+    whole: Sequence[nn.Module] = ()
+    """Modules whose weights are never sharded while they are frozen."""
+    output: nn.Module | None = None
+    """The output layer, which becomes an FSDP unit; None: its weight is in another unit, or the model has none."""
+    experts: Sequence[nn.Module] = ()
+    """Modules with the experts of a mixture."""
+
+
+def parts_of(model: Llava) -> ModelParts:
+    experts = list(find_experts(model.language_model).values())
+    return ModelParts(model.blocks(), model.whole_while_frozen(), model.output_layer(), experts)

@@ -1,0 +1,74 @@
+"""The properties of parameters from which the bytes that a rank holds are computed."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Protocol, runtime_checkable
+
+from torch import nn
+
+from llava_fsdp.config import LinearKind, ParallelConfig, PrecisionConfig
+from llava_fsdp.parallel.fsdp.parts import ModelParts
+from llava_fsdp.parallel.fsdp.units import block_names, units_of_blocks
+from llava_fsdp.parallel.memory.memory import OUTPUT, Weight, unit_of_experts
+from llava_fsdp.parallel.precision.fp8 import weights_in_fp8
+from llava_fsdp.parallel.precision.precision import norm_weights
+
+
+@runtime_checkable
+class Packed(Protocol):
+    """Protocol of modules with quantised weights, several of which are packed into each element of `weight`."""
+
+    per_element: int
+    """Number of weights in an element."""
+    statistics_bytes: int
+    """Bytes of the weight's scales and offsets, which every rank holds whole."""
+
+
+def weights_of(
+    model: nn.Module,
+    parts: ModelParts,
+    precision: PrecisionConfig,
+    blocks_per_unit: int = 1,
+    parallel: ParallelConfig | None = None,
+) -> dict[str, Weight]:
+    """Return, for every parameter of a meta-device model, the properties from which the bytes that a rank holds are
+    computed, by parameter name, in the order in which FSDP2 has the parameters of a unit.
+
+    Args:
+        blocks_per_unit: number of consecutive blocks that form an FSDP unit.
+        parallel: says how many ranks share the experts of a mixture, and compute each layer together; None: one.
+    """
+    parallel = parallel or ParallelConfig()
+    in_fp8 = weights_in_fp8(parts.stacks[0]) if precision.linear is LinearKind.fp8 else set()
+    norms = norm_weights(model, precision)
+    kept_whole = norms | {p for module in parts.whole for p in module.parameters()}
+    names = block_names(model, parts.stacks)
+    unit_names = units_of_blocks(model, parts.stacks, blocks_per_unit)
+    units = {p: unit_names[names[block]] for block in names for p in block.parameters()}
+    units |= dict.fromkeys(parts.output.parameters() if parts.output is not None else (), OUTPUT)
+    own_names = {p: name for name, p in model.named_parameters()}
+    weights: dict[str, Weight] = {}
+    for p in dict.fromkeys(p for module in in_order_of_fsdp(model) for p in module.parameters(recurse=False)):
+        moments = precision.moment_dtype if p.requires_grad else None
+        flags = p.requires_grad, p in kept_whole, p in norms, p in in_fp8
+        weights[own_names[p]] = Weight(tuple(p.shape), *flags, units.get(p, ""), moments=moments)
+    for module_name, module in model.named_modules():
+        if parallel.expert > 1 and module in parts.experts:
+            block = next(name for block, name in names.items() if module in set(block.modules()))
+            for leaf, _ in module.named_parameters():
+                name = f"{module_name}.{leaf}"
+                shared = {"sharers": parallel.expert, "tensor": parallel.tensor}
+                weights[name] = replace(weights[name], unit=unit_of_experts(block), **shared)
+        if isinstance(module, Packed):
+            name = f"{module_name}.weight"
+            size = {"per_element": module.per_element, "statistics": module.statistics_bytes}
+            weights[name] = replace(weights[name], **size)
+    return weights
+
+
+def in_order_of_fsdp(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules of a module in the order in which FSDP2 collects them: children first, then the module itself
+    (`_get_managed_modules` in torch/distributed/fsdp/_fully_shard/_fsdp_init.py)."""
+    for child in module.children():
+        yield from in_order_of_fsdp(child)
+    yield module

@@ -1,0 +1,25 @@
+"""Replace linear layers by layers that multiply in 8 bits."""
+
+import torch
+from torch import nn
+
+from llava_fsdp.config import LinearKind
+from llava_fsdp.parallel.precision.fp8 import multiply_in_fp8
+from llava_fsdp.parallel.precision.int8_mixed import PADDED_TO, multiply_in_int8
+
+
+def multiply_in(kind: LinearKind, blocks: nn.ModuleList, sharded: bool, device: torch.device) -> None:
+    """Replace the linear layers of blocks on the meta device, in place, by layers that multiply as `precision.linear`
+    says.
+
+    Args:
+        sharded: whether FSDP is used.
+        device: the device on which the blocks will run.
+
+    Raises:
+        ConfigError: no layer can be replaced.
+    """
+    if kind is LinearKind.fp8:
+        multiply_in_fp8(blocks, sharded)
+    elif kind is LinearKind.int8_mixed:
+        multiply_in_int8(blocks, PADDED_TO[device.type])
