@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from llava_fsdp.config import Metric
+from llava_fsdp.config import Metric, ParallelConfig
 from llava_fsdp.runtime.files.jsonl import Rows
 from llava_fsdp.train.events import validation, validation_answers
 from llava_fsdp.train.events.run_events import RunEvents
@@ -141,12 +141,12 @@ def test_losses_are_summed_by_source_and_counted_once(monkeypatch: pytest.Monkey
         device=torch.device("cpu"), prepared=lambda first, stops: iter(steps[first:]), agree=lambda step: step
     )
     held: Any = SimpleNamespace(
-        state=None, events=RunEvents(), pause=lambda: paused.append(1), watchdog=SimpleNamespace(wants_stop=bool),
+        events=RunEvents(), pause=lambda: paused.append(1), watchdog=SimpleNamespace(wants_stop=bool),
         held_out=SimpleNamespace(
             loader=loader, names=["a", "b"],
             sampler=SimpleNamespace(source=lambda number: (0, 1, 0)[number], per_epoch=3),
         ),
-        cfg=SimpleNamespace(parallel=SimpleNamespace(tensor=2)),
+        state=SimpleNamespace(parallelism=SimpleNamespace(ranks_per_loss=2)),
     )  # fmt: skip
     assert Validation.losses(held) == [LossSum(7.0, 8), LossSum(5.0, 4)] and len(paused) == 3
 
@@ -169,7 +169,7 @@ def test_every_question_is_answered_once(ranks: int, together: int, monkeypatch:
 
         held: Any = SimpleNamespace(
             questions=questions, model=None, rows=2, pause=lambda: None, answer=answer,
-            cfg=SimpleNamespace(parallel=SimpleNamespace(tensor=together)),
+            cfg=SimpleNamespace(parallel=ParallelConfig(tensor=together)),
         )  # fmt: skip
         own = [found.number for found in AnswerGenerator.answers(held)]
         assert own == sorted(own)

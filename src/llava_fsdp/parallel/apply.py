@@ -74,7 +74,8 @@ def apply_parallelism(
     store_weights(model, cfg.precision, parallelism.is_sharded)
     divide_layers(model, cuts, parallelism, cfg.loss.chunk_tokens)
     offload = Offload(cfg, parallelism.device)
-    warn_if_useless(cfg, parallelism.world)
+    if parallelism.is_first:
+        warn_if_useless(cfg, parallelism.device)
     # Hooks, 8-bit layers and shared experts before compilation, whose graphs contain them.
     compilations = Compilations() if compiles else None
     watched = watch_routers(model, routers, cfg.model.balance_loss > 0, parallelism, compiles)
@@ -90,7 +91,7 @@ def apply_parallelism(
     # Memory is taken after sharding, so that no rank ever holds more than its shards.
     materialize(model, offload.materialize, roots)
     masters = masters_of(model, parts.stacks[0], cfg.precision, compiles)
-    log_useless_settings(cfg.sharding, parts.stacks, parallelism)
+    log_useless_settings(cfg.sharding, parts.stacks, parallelism.shards, parallelism.is_first)
     fill(model, masters)
     restore_buffers(model, buffers, clean_name)
     offload.drop_loaded_shards()  # after all that writes to them

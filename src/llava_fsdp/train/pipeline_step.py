@@ -84,8 +84,6 @@ class PipelinedModel:
         assert isinstance(model, Llava)
         self.parts = model.parts
         self.pipeline = pipeline
-        self.equal_ranks = pipeline.equal_ranks
-        self.has_first = pipeline.has_first
 
     def __call__(
         self,

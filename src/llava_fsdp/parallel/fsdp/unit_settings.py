@@ -8,14 +8,15 @@ from torch.distributed.fsdp import FSDPModule
 
 from llava_fsdp.config import ShardingConfig
 from llava_fsdp.parallel.fsdp.units import grouped
-from llava_fsdp.parallel.parallelism import Parallelism
 from llava_fsdp.runtime.text.log import log
 
 
-def log_useless_settings(sharding: ShardingConfig, stacks: Sequence[nn.ModuleList], parallelism: Parallelism) -> None:
+def log_useless_settings(
+    sharding: ShardingConfig, stacks: Sequence[nn.ModuleList], shards: int | None, is_first: bool
+) -> None:
     """Log a message for each setting of FSDP units that has no effect, on rank 0 as a warning."""
-    level = logging.WARNING if parallelism.is_first else logging.DEBUG
-    for message in useless_settings(sharding, stacks, parallelism.shards):
+    level = logging.WARNING if is_first else logging.DEBUG
+    for message in useless_settings(sharding, stacks, shards):
         log().log(level, message)
 
 

@@ -59,7 +59,6 @@ from llava_fsdp.parallel.malloc import return_freed_memory
 from llava_fsdp.parallel.memory.host_memory import Arena
 from llava_fsdp.parallel.memory.streamed_buffers import DeviceStaging, FileStaging
 from llava_fsdp.parallel.memory.streamed_optimizer import StreamedOptimizer
-from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.runtime.errors import ConfigError, OutOfMemory
 from llava_fsdp.runtime.files.os_errors import existing
 from llava_fsdp.runtime.text.humanize import readable
@@ -256,8 +255,8 @@ def offload_folder(cfg: Config) -> Path:
     return Path(cfg.offload.folder or cfg.output_dir)
 
 
-def warn_if_useless(cfg: Config, world: World) -> None:
+def warn_if_useless(cfg: Config, device: torch.device) -> None:
     """Log a warning on rank 0 if the setting `offload` saves no memory on this machine."""
-    text = describe_offload(cfg, world.device)
-    if world.is_first and "saves nothing" in text:
+    text = describe_offload(cfg, device)
+    if "saves nothing" in text:
         log().warning("offload=%s", text)

@@ -11,7 +11,7 @@ from llava_fsdp.config import Config
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.parallel.parallelism import Parallelism
 from llava_fsdp.parallel.pipeline.pipeline import Pipeline
-from llava_fsdp.parallel.pipeline.stages import children_of, plan_of_stages, remove_others, stage_of
+from llava_fsdp.parallel.pipeline.stages import StagePlan, children_of, plan_of_stages, remove_others, stage_of
 from llava_fsdp.parallel.precision.precision import MasterWeights
 from llava_fsdp.parallel.ranks.mesh import gather_lists
 from llava_fsdp.parallel.ranks.rank_layout import Place
@@ -31,14 +31,13 @@ class Elsewhere:
 class OwnStages:
     """The stages of a model that this rank has."""
 
-    def __init__(self, model: Llava, cfg: Config, place: Place, counts: Sequence[float]):
-        """Divide a whole model, which is on the meta device, into stages.
+    def __init__(self, model: Llava, plan: StagePlan, place: Place):
+        """Take the plan by which a whole model, which is on the meta device, is divided.
 
         Args:
             place: says which stages this rank has.
-            counts: mean number of tokens, pairs of tokens, labels and tiles of a sample.
         """
-        self.plan = plan_of_stages(cfg, model, counts)
+        self.plan = plan
         self.place = place
         children = children_of(model.language_model)
         assert children is not None, "checked by plan_stages"
@@ -78,7 +77,7 @@ def plan_own_stages(
     if parallelism.meshes.pipeline is None:
         return None
     assert counts is not None, "stages are planned from the sizes of samples"
-    stages = OwnStages(model, cfg, parallelism.place, counts)
+    stages = OwnStages(model, plan_of_stages(cfg, model, counts), parallelism.place)
     log().log(logging.INFO if parallelism.is_first else logging.DEBUG, "%s", stages.description)
     return stages
 

@@ -259,11 +259,6 @@ class Pipeline:
         """One for each number of micro-batches that has occurred."""
 
     @property
-    def has_first(self) -> bool:
-        """Whether this rank has the first stage."""
-        return self.place.index == 0
-
-    @property
     def has_last(self) -> bool:
         """Whether this rank has the last stage."""
         return self.place.index == self.place.size - 1

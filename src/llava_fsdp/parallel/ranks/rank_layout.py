@@ -92,6 +92,10 @@ class RankLayout:
         """Return a rank's number among the ranks that have the same part of each layer of the same stages."""
         return Share(rank % self.ranks_per_stage // self.parallel.tensor, self.num_copies)
 
+    def is_lowest_of_copy(self, rank: int) -> bool:
+        """Return whether a rank is the lowest of those that together have a copy of the model."""
+        return rank % self.parallel.tensor == 0 and rank < self.ranks_per_stage
+
     def seed_rank(self, rank: int) -> int:
         """Return the number from which a rank's random numbers are seeded. It is the same for ranks that compute layers
         together, or have different stages for the same rows."""

@@ -155,7 +155,7 @@ class Validation(RunEvents):
             self.events.on_progress(f"validating: {number + 1} of {sampler.per_epoch}")
         return [
             LossSum(total, count)
-            for total, count in zip(summed(sums / self.cfg.parallel.tensor).tolist(), labels, strict=True)
+            for total, count in zip(summed(sums / self.state.parallelism.ranks_per_loss).tolist(), labels, strict=True)
         ]
 
     def report(self, losses: list[LossSum], answers: list[Answered], seconds: float) -> None:

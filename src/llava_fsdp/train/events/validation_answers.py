@@ -18,6 +18,7 @@ from llava_fsdp.model.generation import Sampling, write_tokens
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.parallel.ranks.consensus import any_rank, rank_and_size
 from llava_fsdp.parallel.ranks.mesh import gather_lists
+from llava_fsdp.parallel.ranks.rank_layout import RankLayout
 from llava_fsdp.runtime.errors import ImageError
 from llava_fsdp.runtime.text.log import log
 from llava_fsdp.train.events.answer_metric import AnswerMetric, choose_metric
@@ -90,20 +91,19 @@ class AnswerGenerator:
         Collective. Raises ImageError if an image cannot be read any more and `data.bad_records=fail`."""
         if not self.questions:
             return []
-        divided = self.model if isinstance(self.model, PipelinedModel) else None
-        rank, size = divided.equal_ranks if divided is not None else rank_and_size()
-        together = self.cfg.parallel.tensor
-        is_copy = rank % together > 0 or (divided is not None and not divided.has_first)
-        rank, size = rank // together, size // together
+        rank, ranks = rank_and_size()
+        layout = RankLayout(self.cfg.parallel, ranks)
+        number, count = layout.copy_of_layers(rank)
         lengths = [len(question.sample.input_ids) for question in self.questions]
         by_length = sorted(range(len(lengths)), key=lambda number: (-lengths[number], number))
-        at_once = size * self.rows
+        at_once = count * self.rows
         found: list[Answered] = []
         for begin in range(0, len(by_length), at_once):
             self.pause()
-            found += self.answer(by_length[begin : begin + at_once][rank::size])
+            found += self.answer(by_length[begin : begin + at_once][number::count])
         self.pause()  # raises an error if a stop was requested, which has interrupted the answers of the last batch
-        return sorted(gather_lists([] if is_copy else found), key=lambda answered: answered.number)
+        told = found if layout.is_lowest_of_copy(rank) else []
+        return sorted(gather_lists(told), key=lambda answered: answered.number)
 
     def answer(self, numbers: list[int]) -> list[Answered]:
         """Answer this rank's questions of a batch; `numbers`, their indices, may be empty. Collective."""
