@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,12 +38,7 @@ END: Any = object()
 """What comes after the last step."""
 
 
-def fit(
-    state: TrainState,
-    cfg: Config,
-    events: RunEvents,
-    watchdog: Watchdog | None = None,
-) -> None:
+def fit(state: TrainState, cfg: Config, events: RunEvents, watchdog: Watchdog | None = None) -> None:
     """Train from the current step to the last one. Collective.
 
     Args:
@@ -50,27 +46,17 @@ def fit(
             raises an error on every rank. In this case it is also called on ranks whose data have not arrived, because
             the other ranks wait for them.
     """
-    watchdog = watchdog or Watchdog()
-    try:
-        rank = state.parallelism.world.rank
-        events.on_start(RunStart(cfg, Path(cfg.output_dir), rank, state.step, state.loader.total_steps))
-        run_steps(state, cfg, events, watchdog)
-        events.on_end()
-    finally:
-        events.close()
-
-
-def run_steps(state: TrainState, cfg: Config, events: RunEvents, watchdog: Watchdog) -> None:
-    """Run the steps; see `fit`."""
-    for root in state.roots:
-        root.train()
-    started = time.perf_counter()
-    watchdog.at(Phase.DATA, state.step)
-    if state.compilations is not None and state.step < state.loader.total_steps:
-        log().info("compiling the language model's blocks: the first steps take much longer than those behind them")
-    steps = state.loader.prepared(state.step, watchdog.wants_stop)  # kept in a variable, so that its workers stay alive
-    try:
-        with explained_compiler_errors():
+    watchdog, last_step = watchdog or Watchdog(), state.loader.total_steps
+    with closing(events):
+        events.on_start(RunStart(cfg, Path(cfg.output_dir), state.parallelism.world.rank, state.step, last_step))
+        for root in state.roots:
+            root.train()
+        started = time.perf_counter()
+        watchdog.at(Phase.DATA, state.step)
+        if state.compilations is not None and state.step < last_step:
+            log().info("compiling the language model's blocks: the first steps take much longer than those behind them")
+        steps = state.loader.prepared(state.step, watchdog.wants_stop)  # a variable, so that its workers stay alive
+        with explained_step_errors(state, watchdog):
             while (step := next_step(steps)) is not END:
                 waited = time.perf_counter() - started
                 watchdog.at(Phase.AGREEING)
@@ -86,6 +72,16 @@ def run_steps(state: TrainState, cfg: Config, events: RunEvents, watchdog: Watch
                 events.after_step(replace(result, data_seconds=waited))
                 watchdog.at(Phase.DATA)
                 started = time.perf_counter()
+        events.on_end()
+
+
+@contextmanager
+def explained_step_errors(state: TrainState, watchdog: Watchdog) -> Iterator[None]:
+    """Context manager around the steps that explains errors of compilers and of data workers, which are raised
+    elsewhere."""
+    try:
+        with explained_compiler_errors():
+            yield
     except (RuntimeError, CompileError) as error:
         state.loader.status.check()  # when a worker dies, the DataLoader's signal handler raises RuntimeError anywhere
         if isinstance(error, CompileError) and watchdog.wants_stop_soon():  # the signal also ended the C++ compiler

@@ -86,6 +86,8 @@ def train(
     its random numbers, and `deterministic=true`. In the run's folder, everything is as after the command, with
     `run_status.json`.
 
+    In a program's file the call stands below `if __name__ == "__main__":`, because worker processes import the file.
+
     Args:
         events: observers of the run, called behind those of the trainer, in this order.
         metric: function that scores answers of validations, in place of `val.metric`: (question, the model's answer,
