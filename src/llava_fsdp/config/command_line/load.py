@@ -184,7 +184,8 @@ def did_you_mean(name: str, known: list[str]) -> str:
     similar. For a dotted name, no groups are suggested."""
     if new := present_key(name):
         return f"; it is called {new} now"
-    if here := called_here(name, known):
+    is_mistyped = "." in name and difflib.get_close_matches(name, known, 1, 0.9)
+    if not is_mistyped and (here := called_here(name, known)):
         return f"; {here}"
     groups = {key.rpartition(".")[0] for key in known}
     leaf = name.rpartition(".")[2]
