@@ -125,6 +125,8 @@ class Watchdog:
         self.run = run or Run()
         self.stop = ""
         """Name of the signal that requested a stop; empty if there was none."""
+        self.is_asked = False
+        """Whether a signal to stop has come in the steps. Used without `Run.ends_process`."""
         self.was_signalled = False
         """Whether this process has received SIGTERM or SIGINT, even if the signal had no effect."""
         self.interrupted_at: float | None = None
@@ -316,14 +318,17 @@ class Watchdog:
 
     @property
     def leaves_signals(self) -> bool:
-        """Whether SIGTERM and SIGINT have their former effect now: without `Run.ends_process`, outside of the steps and
-        when a stop has already been requested."""
+        """Whether the watchdog's thread does nothing at a signal to stop, as `on_signal` gives it its former effect."""
         return not self.run.ends_process and (bool(self.stop) or not self.stepping)
 
     def on_signal(self, number: int, frame: object) -> None:
         """Python's handler of a signal, in the main thread. Mostly nothing is left to do, because the byte that the
-        signal has put into the watchdog's pipe is what matters."""
-        if number == signal.SIGUSR1 or not self.leaves_signals:
+        signal has put into the watchdog's pipe is what matters. Without `Run.ends_process`, a signal to stop has its
+        former effect outside of the steps, and after a first one in the steps."""
+        if number == signal.SIGUSR1 or self.run.ends_process:
+            return
+        if self.stepping and not self.is_asked:  # not `stop`, which the watchdog's thread may have set already
+            self.is_asked = True
             return
         before = self.handlers[number]
         if callable(before):
