@@ -98,17 +98,8 @@ def describe_projector(cfg: Config, projector: Path | None) -> str:
 
 
 def open_data(cfg: Config, world: World, model: Llava, choose: Choose | None = None) -> Loader:
-    """Open the dataset. If it is the generated toy dataset, rank 0 first draws its images, which then all ranks read.
-    Collective: all ranks must call it.
-
-    Args:
-        world: this rank's number and device, and the number of ranks.
-        model: the model, on which the number of tokens of a sample depends.
-        choose: function that builds the sampler; None: the configured sampler is used.
-
-    Returns:
-        The loader, which yields this rank's part of each step.
-    """
+    """Return the loader of this rank's part of each step. If the dataset is the generated one, rank 0 first draws its
+    images. `choose` builds the sampler; None: the configured one. Collective."""
     if cfg.data.source is Source.shapes:
         with first_rank_first(world):
             draw_shapes(cfg.data)
@@ -130,13 +121,7 @@ def open_data(cfg: Config, world: World, model: Llava, choose: Choose | None = N
 
 
 def open_held_out_data(cfg: Config, world: World, model: Llava) -> HeldOut:
-    """Open the validation data, and check that all ranks see the same records (samples). Collective: all ranks must
-    call it.
-
-    Args:
-        world: this rank's number and device, and the number of ranks.
-        model: the model, on which the number of tokens of a sample depends.
-    """
+    """Open the validation data, and check that all ranks see the same records. Collective."""
     positions = model.parts.language.max_position_embeddings
     held_out = open_held_out(cfg, lambda own, choose: open_data(own, world, model, choose), positions)
     check_same_records(held_out.loader, "val.path, val.images")
