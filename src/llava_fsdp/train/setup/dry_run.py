@@ -143,19 +143,24 @@ def measure(cfg: Config, world: World, contents: Contents | None = None) -> dict
         "activation_checkpointing": cfg.activation_checkpointing.mode.value,
         "device": device_name(world.device),
         "micro_batches": len(step.micro_batches),
-        "micro_batch": {
-            "positions": contents.tokens,
-            "samples": len(contents.lengths),
-            "pictures": contents.images,
-            "tiles": contents.tiles,
-            "image_tokens": contents.image_tokens,
-            "labels": contents.labels,
-        },
+        "micro_batch": sizes_of(contents),
         "bytes": {name: {"measured": held[name], "planned": planned.at_rest[name]} for name in STATES},
         "peak": peak | {"planned": planned.bytes["total"]},
         "plan": {"moment": planned.moment, "bytes": planned.bytes},
         "collectives": counter.moved,
         "seconds": seconds,
+    }
+
+
+def sizes_of(contents: Contents) -> dict[str, int]:
+    """Return the sizes of a micro-batch as a dry run prints them."""
+    return {
+        "positions": contents.tokens,
+        "samples": len(contents.lengths),
+        "pictures": contents.images,
+        "tiles": contents.tiles,
+        "image_tokens": contents.image_tokens,
+        "labels": contents.labels,
     }
 
 
