@@ -171,6 +171,10 @@ def test_a_source_that_fails_is_named_with_its_record(tmp_path: Path, configure:
     with pytest.raises(SourceError, match=r"record 0 of the program's source Listed .*\[0\] is no dict"):
         with_source(composed(tmp_path / "b"), Listed())
     assert not list(tmp_path.rglob("*.jsonl"))
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "records").symlink_to(tmp_path)
+    with pytest.raises(ConfigError, match="records is a link"):
+        with_source(composed(tmp_path / "d"), Capitals())
     with pytest.raises(ConfigError, match="has no fingerprint"):
         with_source(composed(tmp_path / "c"), [{}])  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"data\.path=.* and the program's source are both given"):

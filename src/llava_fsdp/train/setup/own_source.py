@@ -60,6 +60,8 @@ def with_source(cfg: Config, source: RecordSource | None) -> Config:
             raise ConfigError(f"the program's source {type(source).__name__} has no {name}")
     name = hashlib.sha256(str(source.fingerprint).encode()).hexdigest()[:16]
     path = Path(cfg.output_dir) / FOLDER / f"{name}.jsonl"
+    if path.parent.is_symlink():
+        raise ConfigError(f"output_dir={cfg.output_dir}: {FOLDER} is a link, and a run writes there; remove it")
     if env_rank() == 0 and not path.is_file():
         make_run_folder(Path(cfg.output_dir), cfg.private)
         write_records(source, path)
