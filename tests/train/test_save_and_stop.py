@@ -204,14 +204,13 @@ def test_a_checkpoint_of_this_run_that_was_read_counts_as_good(
     monkeypatch.setattr(module, "Saver", saver)
     monkeypatch.setattr(module, "check_replicas", lambda state, parent: compared.append((state, parent)))
     optimizer = SimpleNamespace(param_groups=[], register_step_pre_hook=lambda hook: None)
-    pipeline = SimpleNamespace(equal_ranks=(1, 2))
-    for mode, stages in ((OffloadMode.nvme, None), (OffloadMode.params, pipeline)):
-        state: Any = SimpleNamespace(optimizer=optimizer, pipeline=stages)
+    for mode, equal_ranks in ((OffloadMode.nvme, None), (OffloadMode.params, (1, 2))):
+        state: Any = SimpleNamespace(optimizer=optimizer, parallelism=SimpleNamespace(equal_ranks=equal_ranks))
         offload = SimpleNamespace(mode=mode)
         cfg: Any = SimpleNamespace(output_dir=str(tmp_path / "run"), checkpoint="settings", offload=offload)
         module.open_saver(state, cfg, None if resumed is None else tmp_path / resumed)
         assert [path.name for path in made[-1]["good"]] == good
         assert made[-1]["in_place"] is (mode is OffloadMode.nvme)
-        assert made[-1]["equal_ranks"] == (None if stages is None else (1, 2))
+        assert made[-1]["equal_ranks"] == equal_ranks
         made[-1]["check"]()
         assert compared.pop() == (state, tmp_path / "run" / "checkpoints")
