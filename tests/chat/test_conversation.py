@@ -351,7 +351,7 @@ def test_answers_of_a_batch_end_where_its_longest_prompt_leaves_no_room(monkeypa
         ask=lambda turns, images, where: (np.arange(len(turns)), images), max_tokens=9,
         new_text=lambda: SimpleNamespace(close=lambda: "", text="", ended=False),
         to_device=lambda ids, images, blank: (ids, ()), device=torch.device("cpu"),
-        model=SimpleNamespace(language_model=SimpleNamespace(config=None)),
+        model=SimpleNamespace(language=SimpleNamespace(config=None)),
     )  # fmt: skip
     turn = Turn("human", "a")
     asked = [module.Question([turn] * turns, [], "here") for turns in (1, 3)]

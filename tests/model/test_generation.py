@@ -81,7 +81,7 @@ def test_bytes_wait_for_their_character_no_longer_than_so_many_tokens() -> None:
 
 
 LANGUAGE = LlamaConfig(num_hidden_layers=2, hidden_size=8, num_attention_heads=2)
-MODEL: Any = SimpleNamespace(language_model=SimpleNamespace(config=LANGUAGE))
+MODEL: Any = SimpleNamespace(language=SimpleNamespace(config=LANGUAGE))
 
 
 def filled(tokens: list[int], lengths: tuple[int, int]) -> PrefixCache:

@@ -62,4 +62,4 @@ def test_weights_between_layers_are_summed_and_matrices_there_are_refused(
     assert names == {f"language_model.layers.{n}.{norm}" for n in range(len(model.blocks()[0])) for norm in norms}
     without_mlp = {name: cut for name, cut in plan.items() if ".mlp." not in name}
     with pytest.raises(ConfigError, match=r"layers\.0\.mlp\.gate_proj"):
-        between_layers(model.language_model, without_mlp, 2, [])
+        between_layers(model.language_model, "language_model.", without_mlp, 2, [])

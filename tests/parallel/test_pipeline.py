@@ -280,7 +280,7 @@ class FirstStage(torch.nn.Module):
 
 def test_the_balance_loss_of_every_stage_has_the_loss_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     """The stand-in of `ExpertSums` multiplies the hidden states by the scale that it is given."""
-    monkeypatch.setattr(pipeline_step, "Llava", FirstStage)
+    monkeypatch.setattr(pipeline_step, "Architecture", FirstStage)
     state: Any = SimpleNamespace(loader=SimpleNamespace(device=CPU, to_device=lambda micro: micro))
     micro: Any = SimpleNamespace(inputs=())
     experts: Any = SimpleNamespace(
@@ -292,7 +292,7 @@ def test_the_balance_loss_of_every_stage_has_the_loss_scale(monkeypatch: pytest.
 
 
 def test_a_backward_pass_has_the_dropout_of_its_own_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline_step, "Llava", FirstStage)
+    monkeypatch.setattr(pipeline_step, "Architecture", FirstStage)
     state: Any = SimpleNamespace(loader=SimpleNamespace(device=CPU))
     nothing: Any = None
     work = pipeline_step.TrainingWork(state, [], 1.0, nothing, nothing)

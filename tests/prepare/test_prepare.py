@@ -67,7 +67,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     monkeypatch.setattr(module, "DTYPES", {None: None})
     monkeypatch.setattr(module, "find_parts", lambda _: SimpleNamespace(language_folder=None, vision_folder=None))
     monkeypatch.setattr(module, "with_template", lambda cfg, parts: cfg)
-    for name in ("draw_shapes", "check_paths", "build_llava", "open_encoding", "shape_of", "warn_if_refused"):
+    for name in ("draw_shapes", "check_paths", "build_architecture", "open_encoding", "shape_of", "warn_if_refused"):
         monkeypatch.setattr(module, name, lambda *_: "encoding")
     monkeypatch.setattr(module, "sources_of", lambda data, group="data": found.append(("sources", data, group)))
     monkeypatch.setattr(module, "read_host", lambda: SimpleNamespace(usable_cores=9))

@@ -12,6 +12,7 @@ from small import config_of
 
 from llava_fsdp.config import Config, DType, LoraBias, LoraConfig, QuantizeConfig, Quantizer, ScalerConfig
 from llava_fsdp.model.adapters.lora_names import LORA_A, LORA_B
+from llava_fsdp.model.llava import Llava
 from llava_fsdp.parallel.memory.memory import Weight
 from llava_fsdp.runtime.errors import ConfigError, DataError
 from llava_fsdp.train.checkpoints import resume
@@ -50,8 +51,9 @@ def test_trained_and_all_parameters_are_counted_by_part(cfg: Config) -> None:
     counts = {
         "vision_tower": (0, 21), "multi_modal_projector": (15, 21), "language_model": (0, 64), "lm_head": (15, 0),
     }  # fmt: skip
-    assert summary.trained_counts(weights) == counts
-    assert summary.describe_trained(weights) == "30 of 136 parameters (22.1%): projector 15, output layer 15"
+    assert summary.trained_counts(weights, Llava.named_parts) == counts
+    said = summary.describe_trained(weights, Llava.named_parts)
+    assert said == "30 of 136 parameters (22.1%): projector 15, output layer 15"
     adapted = replace(
         cfg.model, lora=replace(cfg.model.lora, enabled=True), quantize=QuantizeConfig(mode=Quantizer.nf4)
     )
@@ -73,22 +75,23 @@ def test_steps_batches_and_rates(cfg: Config) -> None:
     assert summary.describe_batch(cfg, WORLD, loader) == (
         "micro-batch 2 x accumulation 5 x ranks 3 = 30 rows for a global batch of 32"
     )
+    parts = Llava.named_parts
     weights = {"language_model.a": TRAINED, "multi_modal_projector.a": TRAINED, "vision_tower.a": TRAINED}
     optim = replace(cfg.optim, warmup_ratio=0.03, warmup_steps=None, projector_lr=None, vision_lr=0.0)
     assert (
-        summary.describe_learning(optim, weights)
+        summary.describe_learning(optim, weights, parts)
         == "rate 0.001 (vision tower 0), cosine after a warm-up of 0.03 of the steps"
     )
     optim = replace(optim, warmup_steps=0, projector_lr=2e-3)
     assert "0.001 (vision tower 0, projector 0.002), cosine after a warm-up of 0 steps" in summary.describe_learning(
-        optim, weights
+        optim, weights, parts
     )
     for frozen, said in (
         ("vision_tower multi_modal_projector", "rate 0.001, "), ("vision_tower language_model", "rate 0.002, "),
         ("language_model", "rate vision tower 0, projector 0.002, "),
     ):  # fmt: skip
         some = {name: FROZEN if name.partition(".")[0] in frozen.split() else TRAINED for name in weights}
-        assert summary.describe_learning(optim, some).startswith(said), "only rates of parts that train"
+        assert summary.describe_learning(optim, some, parts).startswith(said), "only rates of parts that train"
     assert summary.describe_sharding(cfg, WORLD).startswith(f"{cfg.sharding.strategy.value} over 3 cpu ranks, ")
     one: Any = SimpleNamespace(size=1, device=torch.device("cpu"))
     assert " over 1 cpu rank, " in summary.describe_sharding(cfg, one)
@@ -194,7 +197,7 @@ def test_held_out_records_are_compared_between_ranks(rank: int, monkeypatch: pyt
     monkeypatch.setattr(build_state, "check_same_records", lambda loader, keys: told.append((loader, keys)))
     monkeypatch.setattr(build_state, "warn_of_trained", told.append)
     language = SimpleNamespace(max_position_embeddings=8)
-    model: Any = SimpleNamespace(parts=SimpleNamespace(language=language))
+    model: Any = SimpleNamespace(language_config=language)
     cfg: Any = "cfg"
     world: Any = SimpleNamespace(is_first=rank == 0)
     assert build_state.open_held_out_data(cfg, world, model) is held_out

@@ -25,8 +25,8 @@ from llava_fsdp.data.text.message_parts import media_of
 from llava_fsdp.data.text.tokenizer import Tokenizer, open_tokenizer
 from llava_fsdp.export.prove.verify_logits import load_copy
 from llava_fsdp.export.source_model import Opened
+from llava_fsdp.model.architecture import Architecture
 from llava_fsdp.model.generation import DynamicCache, ImageInputs, PrefixCache, Sampling, write_tokens
-from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.packed_attention.attention import attention_of_transformers
 from llava_fsdp.runtime.errors import DataError, OutOfMemory
 
@@ -100,15 +100,16 @@ class Assistant:
         )
         self.image_process = ImageProcess(self.reader) if limited_images else None
         self.special_tokens = source.special_tokens
-        self.tokenizer: Tokenizer = open_tokenizer(shapes.parts.language_folder, shapes.parts.language.vocab_size)
+        self.tokenizer: Tokenizer = open_tokenizer(shapes.parts.language_folder, shapes.language_config.vocab_size)
         self.template = open_template(source.template, shapes.parts.language_folder, self.tokenizer)
-        self.model: Llava = load_copy(shapes, opened.sources, choose_dtype(shapes, self.device), device=self.device)
+        self.model: Architecture = load_copy(
+            shapes, opened.sources, choose_dtype(shapes, self.device), device=self.device
+        )
         # transformers' attention: with a cache, the one of training would build a mask of length x length
-        self.model.attention = attention_of_transformers(shapes.parts.language)
-        self.model.language_model.set_attn_implementation(self.model.attention)
-        language, folders = shapes.parts.language, (shapes.parts.language_folder, opened.folder)
+        self.model.use_attention(attention_of_transformers(shapes.language_config))
+        language, folders = shapes.language_config, (shapes.parts.language_folder, opened.folder)
         self.stops = find_stops(self.tokenizer, self.template.stop, language.eos_token_id, folders)
-        self.max_tokens: int = shapes.parts.language.max_position_embeddings  # of a conversation with its answer
+        self.max_tokens: int = shapes.language_config.max_position_embeddings  # of a conversation with its answer
         self.prefix = PrefixCache()
         self._table = pixel_table(self.reader.preprocessor, self.device)
         self._numbers = itertools.count()
@@ -132,7 +133,7 @@ class Assistant:
             mask[row, length - len(tokens) :] = True
         inputs, image_inputs = self.to_device(ids, list(itertools.chain(*images)), blank)
         sampling = Sampling(min(max_new_tokens, self.max_tokens - length))
-        cache = DynamicCache(config=self.model.language_model.config)
+        cache = DynamicCache(config=self.model.language.config)
         texts = [self.new_text() for _ in prompts]
         for chosen in write_tokens(self.model, inputs, mask.to(self.device), image_inputs, cache, sampling):
             for text, token in zip(texts, chosen.tolist(), strict=True):
@@ -240,7 +241,7 @@ class Assistant:
     def to_device(
         self, ids: np.ndarray, images: Sequence[LoadedImage], blank: bool = False
     ) -> tuple[torch.Tensor, ImageInputs]:
-        """Return a batch's token ids and its image inputs on the model's device, as `Llava.forward` takes them.
+        """Return a batch's token ids and its image inputs on the model's device, as `Architecture.forward` takes them.
 
         Args:
             ids: int64 [batch, length]; the ids of image tokens are IMAGE_ID.

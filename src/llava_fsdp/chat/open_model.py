@@ -10,7 +10,7 @@ from llava_fsdp.config import AspectRatio, ConversionConfig, FolderFormat, KeptD
 from llava_fsdp.data.images.preprocess import preprocessor_fields
 from llava_fsdp.export.prove.verify_logits import compute_dtype
 from llava_fsdp.export.source_model import Opened, open_source
-from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.architecture import Architecture
 from llava_fsdp.model.parts import read_json
 from llava_fsdp.model.sources.llava_v1_5_config import is_original
 from llava_fsdp.model.sources.pretrained import NEXT, ONEVISION
@@ -77,7 +77,7 @@ def config_of(folder: Path, name: str) -> dict[str, Any]:
     return read_json(folder / name, str(folder)) if (folder / name).is_file() else {}
 
 
-def choose_dtype(model: Llava, device: torch.device) -> torch.dtype:
+def choose_dtype(model: Architecture, device: torch.device) -> torch.dtype:
     """Choose the dtype in which a model computes its answers: on a GPU bf16, or fp16 if the GPU has no bf16; on a CPU
     fp32 if there is enough memory for it, else bf16."""
     if device.type == "cuda":

@@ -8,6 +8,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from llava_fsdp.config import Part
+from llava_fsdp.model.architecture import Architecture
 from llava_fsdp.model.blocks import find_blocks
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.packed_attention.attention import head_size, layers_with_window
@@ -33,7 +34,7 @@ class Flops(NamedTuple):
         return self.token * tokens + self.pair * pairs + self.label * labels + self.tile * tiles
 
 
-def count_flops(model: Llava, activation_checkpointing: bool, compiled: bool = False) -> Flops:
+def count_flops(model: Architecture, activation_checkpointing: bool, compiled: bool = False) -> Flops:
     """Count the FLOPs of a model's forward and backward pass. `compiled` says whether the language model's blocks are
     compiled.
 
@@ -47,25 +48,28 @@ def count_flops(model: Llava, activation_checkpointing: bool, compiled: bool = F
     needed; a compiled block is computed again completely. With activation checkpointing in fp16, the logits are
     computed again too (`model/loss.py`).
     """
-    trains = {part: part in model.cfg.trained for part in Part}
-    language: Any = model.language_model.config
-    stack = find_blocks(model.language_model)
+    language: Any = model.language.config
+    stack = find_blocks(model.language)
     passed = stack[first_passed(model, Part.language) :]
     active = getattr(language, "num_experts_per_tok", None)
     weights, backward = (matrix_weights(*blocks, active=active) for blocks in (stack, passed))
     again = 2 * (backward - (0 if compiled else last_products(passed))) if activation_checkpointing else 0
-    label = (
-        4
-        + 2 * model.lm_head.weight.requires_grad
-        + 2 * (activation_checkpointing and model.compute_dtype is torch.float16)
-    )
+    output = model.output_weight
+    label = 4 + 2 * output.requires_grad + 2 * (activation_checkpointing and model.compute_dtype is torch.float16)
     width = language.num_attention_heads * head_size(language)
     return Flops(
         token=2 * weights + 2 * backward + 2 * trained_weights(stack, active=active) + again,
         pair=(2 * len(stack) + (4 + 2 * activation_checkpointing) * len(passed)) * width,
-        label=label * model.lm_head.weight.numel(),
-        tile=tower_flops(model, trains[Part.vision], activation_checkpointing) + projector_flops(model, trains),
+        label=label * output.numel(),
+        tile=tile_flops(model, activation_checkpointing),
     )
+
+
+def tile_flops(model: Architecture, activation_checkpointing: bool) -> float:
+    """Count the FLOPs per tile in what makes the embeddings of images: of a `Llava`, its vision tower and projector."""
+    assert isinstance(model, Llava), "the only kind of model whose vision part is counted"
+    trains = {part: part in model.cfg.trained for part in Part}
+    return tower_flops(model, trains[Part.vision], activation_checkpointing) + projector_flops(model, trains)
 
 
 def pairs_in_windows(language: PretrainedConfig, tokens: int, pairs: int) -> float:
@@ -110,7 +114,7 @@ def tower_flops(model: Llava, trains: bool, activation_checkpointing: bool) -> f
     return forward + (through + len(passed) * attention) + own + again + 2 * patches * others
 
 
-def first_passed(model: Llava, part: Part) -> int:
+def first_passed(model: Architecture, part: Part) -> int:
     """Return the number of the first block of a part through which the gradient passes; blocks before it only run
     forward. 0 if something before all blocks trains."""
     trained = model.cfg.trained

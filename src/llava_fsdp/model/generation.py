@@ -8,7 +8,8 @@ import torch
 from transformers import DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer
 
-from llava_fsdp.model.llava import FeatureRows, Llava
+from llava_fsdp.model.architecture import Architecture
+from llava_fsdp.model.llava import FeatureRows
 from llava_fsdp.model.packed_attention.attention import CachedRows
 from llava_fsdp.runtime.errors import ConfigError
 
@@ -58,7 +59,7 @@ def write_tokens(
     forward pass is a collective, so that all ranks must take equally many tokens.
 
     Args:
-        model: a Llava in evaluation mode, without gradients, or what has the same arguments and results.
+        model: a model in evaluation mode, without gradients, or what has the same arguments and results.
         ids: the prompt's tokens that are not in the cache yet, int64 [rows, length], padded on the left.
         mask: bool [rows, tokens in the cache + length]: False at padding.
         images: the images of the tokens in `ids`.
@@ -88,7 +89,7 @@ class PrefixCache:
     tokens: list[int] = field(default_factory=list)
     """Ids of the tokens in the cache. Image tokens have negative ids, which differ between images."""
 
-    def reuse(self, model: Llava, tokens: list[int]) -> tuple[DynamicCache, int]:
+    def reuse(self, model: Architecture, tokens: list[int]) -> tuple[DynamicCache, int]:
         """Crop the cache to the longest prefix that its tokens share with `tokens`, those of the conversation until
         now. Return the cache and the prefix's length in tokens.
 
@@ -100,7 +101,7 @@ class PrefixCache:
         surplus = len(self.tokens) - common
         cache = self.cache
         if cache is None or not common or not self.is_complete(cache) or (surplus and not can_be_cropped(cache)):
-            self.cache, self.tokens = DynamicCache(config=model.language_model.config), []
+            self.cache, self.tokens = DynamicCache(config=model.language.config), []
             return self.cache, 0
         if surplus:
             cache.crop(-surplus)
@@ -123,7 +124,7 @@ def check_answers(
     """Check that a model can generate answers, by generating two tokens without an image. Collective.
 
     Args:
-        model: a Llava in evaluation mode, without gradients, or what has the same arguments and results.
+        model: a model in evaluation mode, without gradients, or what has the same arguments and results.
         size: width and height of the vision tower's input images, in pixels.
 
     Raises:

@@ -1,11 +1,15 @@
 """The LLaVA model: a vision tower, a projector and a language model."""
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 import torch
 from torch import nn
 from transformers import AutoModel, PretrainedConfig
 
 from llava_fsdp.config import LossConfig, ModelConfig, Part, PatchMerge, Quantizer, part_and_blocks
 from llava_fsdp.model.adapters.lora import add_adapters, check_gradients, linear_layers, trained_with_adapters
+from llava_fsdp.model.architecture import Architecture, NamedPart
 from llava_fsdp.model.blocks import find_blocks
 from llava_fsdp.model.config_key import ConfigKey
 from llava_fsdp.model.experts import find_routers
@@ -35,11 +39,21 @@ PART_NAMES = {Part.language: "language model", Part.vision: "vision tower"}
 """Names in messages of the parts that have blocks."""
 
 
-class Llava(nn.Module):
+class Llava(Architecture):
     """A LLaVA model: a language model in which the embeddings of image tokens are projected features of a vision tower.
 
     Parameter names are those of transformers' LlavaForConditionalGeneration, without the leading `model.`.
     """
+
+    language_name = "language_model"
+    output_name = "lm_head"
+    named_parts: ClassVar[Mapping[str, NamedPart]] = {
+        "vision_tower": NamedPart("vision tower", Part.vision),
+        "multi_modal_projector": NamedPart("projector", Part.projector),
+        "image_newline": NamedPart("image newline"),
+        "language_model": NamedPart("language model"),
+        "lm_head": NamedPart("output layer"),
+    }
 
     def __init__(
         self,
@@ -62,7 +76,6 @@ class Llava(nn.Module):
         if cfg.patch_merge is PatchMerge.spatial_unpad:
             self.image_newline = nn.Parameter(torch.empty(hidden))
         self.attention = kernel.name if kernel is not None else padded_attention(parts.language)
-        """Name of the language model's attention implementation in transformers' AttentionInterface."""
         self.language_model = AutoModel.from_config(
             parts.language, attn_implementation=self.attention, trust_remote_code=False
         )
@@ -75,12 +88,10 @@ class Llava(nn.Module):
         self.probe = found_of_vision_tower(ConfigKey(parts.vision), cfg.select_layer, feature)
         check_can_be_shuffled(cfg, parts.vision, self.probe.features)
         self.is_first = self.is_last = True
-        """Whether this is the first and the last stage of the model; both, if the model is not divided."""
         self.token_keys = TokenKeys()
         self.adapted: list[str] = []
-        """Names of the modules that have adapters."""
 
-    def forward(
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  # each kind has inputs of its own
         self,
         input_ids: torch.Tensor,
         segments: Segments | CachedRows | None,
@@ -211,6 +222,10 @@ class Llava(nn.Module):
         """Return the modules that FSDP does not shard while they are frozen: the vision tower. A frozen one does not
         run on ranks without images, so it must not need collectives."""
         return [self.vision_tower] if self.vision_tower is not None else []
+
+    def remove_inputs(self) -> None:
+        self._modules |= {"vision_tower": None, "multi_modal_projector": None}
+        self._parameters |= dict.fromkeys(self._parameters)
 
     def with_vocabulary(self) -> set[str]:
         """Return the names of the weights of the embeddings and the output layer, which have a row for each token."""

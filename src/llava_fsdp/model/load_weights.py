@@ -23,7 +23,7 @@ from llava_fsdp.model.adapters.lora import start_of_a
 from llava_fsdp.model.adapters.lora_files import find_adapter, open_adapter, started_from
 from llava_fsdp.model.adapters.lora_merge import BASE_WEIGHT, RowLengths
 from llava_fsdp.model.adapters.lora_names import LORA_A, LORA_B, MAGNITUDE, is_adapter, without_base
-from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.architecture import Architecture
 from llava_fsdp.model.parts import Parts, read_json
 from llava_fsdp.model.sources.llava_v1_5_config import TOWER, is_original
 from llava_fsdp.model.sources.pretrained import read_config
@@ -78,7 +78,9 @@ class Shard(Protocol):
         ...
 
 
-def find_weights(model: Llava, parts: Parts, cfg: ModelConfig, projector: Path | None, seed: int) -> dict[str, Stored]:
+def find_weights(
+    model: Architecture, parts: Parts, cfg: ModelConfig, projector: Path | None, seed: int
+) -> dict[str, Stored]:
     """Find from where the initial values of every parameter of a meta-device model are read: tensors in files, or a
     random distribution.
 
@@ -325,7 +327,7 @@ def projector_alone(path: Path) -> dict[str, Stored]:
     return {name: tensor for name, tensor in named.items() if name is not None}
 
 
-def check_projector_names(names: Collection[str], model: Llava, what: str) -> None:
+def check_projector_names(names: Collection[str], model: Architecture, what: str) -> None:
     """Raise ModelError if files hold a projector of another type than the model has. Parameters that are not a
     projector's are left out; nothing is checked if no other is left. `what` is the setting that names the files, for
     the message."""

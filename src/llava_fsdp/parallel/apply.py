@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from llava_fsdp.config import ActivationCheckpointing, Config
+from llava_fsdp.model.architecture import Architecture
 from llava_fsdp.model.experts import RouterOutputs
-from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.weights.init_weights import computed_buffers, restore_buffers
 from llava_fsdp.parallel.compile import Compilations, choose_compiling
 from llava_fsdp.parallel.context.share_rows import share_rows
@@ -28,7 +28,7 @@ from llava_fsdp.parallel.precision.precision import MasterWeights, compute_norms
 from llava_fsdp.parallel.tensor.divide_layers import cuts_of, divide_layers
 from llava_fsdp.parallel.watch_routers import routers_to_watch, watch_routers
 
-Fill = Callable[[Llava, MasterWeights], None]
+Fill = Callable[[Architecture, MasterWeights], None]
 """Type of a function that fills this rank's shards with the initial weights."""
 
 
@@ -51,7 +51,7 @@ class ParallelModel:
 
 
 def apply_parallelism(
-    model: Llava, cfg: Config, parallelism: Parallelism, fill: Fill, counts: Sequence[float] | None = None
+    model: Architecture, cfg: Config, parallelism: Parallelism, fill: Fill, counts: Sequence[float] | None = None
 ) -> ParallelModel:
     """Divide, shard and compile a frozen model on the meta device, in place, and load this rank's weights. Collective:
     all ranks must call it. The caller builds the optimizer, of the shards in `masters`.
@@ -99,7 +99,7 @@ def apply_parallelism(
     if cfg.activation_checkpointing.mode is ActivationCheckpointing.dynamic:
         dynamic = DynamicCheckpointing(parts.stacks, cfg.activation_checkpointing, parallelism.world)
     if stages is not None:
-        pipeline = Pipeline(roots, parallelism, model.parts.language.hidden_size, model.compute_dtype)
+        pipeline = Pipeline(roots, parallelism, model.language_config.hidden_size, model.compute_dtype)
     elsewhere = trained_elsewhere(pipeline, masters) if pipeline is not None else {}
     return ParallelModel(masters, offload, compilations, watched, dynamic, pipeline, elsewhere)
 

@@ -22,8 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from llava_fsdp.model.architecture import Architecture
 from llava_fsdp.model.experts import find_experts
-from llava_fsdp.model.llava import Llava
 from llava_fsdp.parallel.parallelism import Parallelism
 from llava_fsdp.parallel.ranks.fake_collectives import is_simulated
 
@@ -74,9 +74,9 @@ def share_experts(
     return SharedExperts(list(dict.fromkeys(sharded)), mesh[others])
 
 
-def share_experts_of(model: Llava, parallelism: Parallelism) -> SharedExperts | None:
+def share_experts_of(model: Architecture, parallelism: Parallelism) -> SharedExperts | None:
     """Divide the experts of a meta-device model among ranks, in place; None: each rank has all experts."""
-    mesh, language = parallelism.meshes.experts, model.language_model
+    mesh, language = parallelism.meshes.experts, model.language
     if mesh is None:
         return None
     return share_experts(language, list(find_experts(language).values()), mesh, parallelism.plan.shards_frozen)

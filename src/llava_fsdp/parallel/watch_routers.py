@@ -1,13 +1,13 @@
 """Watch the routers of a mixture of experts on this rank."""
 
 from llava_fsdp.config import ActivationCheckpointing, Config
+from llava_fsdp.model.architecture import Architecture
 from llava_fsdp.model.experts import RankPositions, Router, RouterOutputs, find_routers
-from llava_fsdp.model.llava import Llava
 from llava_fsdp.parallel.parallelism import Parallelism
 from llava_fsdp.parallel.tensor.tensor_parallel import reduction
 
 
-def routers_to_watch(model: Llava, cfg: Config, parallelism: Parallelism, compiles: bool) -> list[Router]:
+def routers_to_watch(model: Architecture, cfg: Config, parallelism: Parallelism, compiles: bool) -> list[Router]:
     """Return the routers of a whole language model; empty if they cannot be watched. With `parallel.context` a rank has
     only a part of each sample. Where a compiled block contains its activation checkpointing, a hook in it would break
     its graph.
@@ -16,11 +16,11 @@ def routers_to_watch(model: Llava, cfg: Config, parallelism: Parallelism, compil
         compiles: whether blocks will be compiled.
     """
     is_hidden = compiles and cfg.activation_checkpointing.mode is ActivationCheckpointing.selective
-    return [] if is_hidden or parallelism.meshes.context is not None else find_routers(model.language_model)
+    return [] if is_hidden or parallelism.meshes.context is not None else find_routers(model.language)
 
 
 def watch_routers(
-    model: Llava, routers: list[Router], has_balance_loss: bool, parallelism: Parallelism, compiles: bool
+    model: Architecture, routers: list[Router], has_balance_loss: bool, parallelism: Parallelism, compiles: bool
 ) -> RouterOutputs | None:
     """Install hooks on the routers that this rank has; None without routers.
 
@@ -33,4 +33,4 @@ def watch_routers(
     positions, mesh = None, parallelism.meshes.tensor
     if mesh is not None:
         positions = RankPositions(mesh.get_local_rank(), mesh.size(), reduction(mesh, "sum"))
-    return RouterOutputs(routers, has_balance_loss, model.language_model, compiles, positions)
+    return RouterOutputs(routers, has_balance_loss, model.language, compiles, positions)

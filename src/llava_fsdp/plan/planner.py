@@ -23,10 +23,11 @@ from llava_fsdp.config import (
     Strategy,
 )
 from llava_fsdp.data.images.image_tokens import ImageTokens
+from llava_fsdp.model.architecture import check_abilities
 from llava_fsdp.model.blocks import find_blocks
+from llava_fsdp.model.build import build_architecture
 from llava_fsdp.model.experts import Router, check_shared_experts, find_experts, find_routers
 from llava_fsdp.model.flops import count_flops
-from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.packed_attention.attention import grows_with_square
 from llava_fsdp.model.parts import Parts
 from llava_fsdp.parallel.compile import compiling_of_settings
@@ -189,7 +190,7 @@ class Planner:
         self.parts = parts or shapes_of(cfg.model)
         bf16 = machine.gpu is not None and machine.gpu.bf16 is not None
         self.kernel = kernel_for(cfg, self.parts.language, machine.device, bf16)
-        self.model = build_llava(self.parts, cfg.model, DTYPES[cfg.precision.param_dtype], self.kernel, cfg.loss)
+        self.model = build_architecture(self.parts, cfg.model, DTYPES[cfg.precision.param_dtype], self.kernel, cfg.loss)
         self.unit_names = units_of_blocks(self.model, self.model.blocks(), cfg.sharding.blocks_per_unit)
         self.known_values: dict[Hashable, Any] = {}
         """Values that `known` has computed, by key; planners of other layouts of ranks share them."""
@@ -210,6 +211,7 @@ class Planner:
         Raises:
             ConfigError: the model cannot be divided in this way.
         """
+        check_abilities(self.model, self.cfg)
         self.tensor, experts = self.cfg.parallel.tensor, self.cfg.parallel.expert
         sizes = experts, self.tensor
         self.plan = self.known(
@@ -231,7 +233,7 @@ class Planner:
         """Return why `experts` ranks cannot share the experts of a mixture while `tensor` ranks compute each layer
         together; empty if they can."""
         try:
-            check_shared_experts(self.model.language_model, experts, tensor)
+            check_shared_experts(self.model.language, experts, tensor)
         except ConfigError as error:
             return str(error)
         return ""
@@ -268,7 +270,7 @@ class Planner:
         it cannot be interpolated between two."""
         if self.kernel is None:  # padded rows all have one length
             return False
-        return grows_with_square(self.kernel.attention, self.model.language_model)
+        return grows_with_square(self.kernel.attention, self.model.language)
 
     @property
     def how(self) -> ContextHow:
@@ -627,14 +629,14 @@ class Planner:
         return replace(sent, tensor=moved.bytes, sums=moved.calls, tensor_size=self.tensor)
 
     def mixtures(self, group: Group) -> int:
-        stack = find_blocks(self.model.language_model)
+        stack = find_blocks(self.model.language)
         key = group, "mixtures"
         return self.known(key, lambda: sum(len(find_experts(stack[number])) for number in group.blocks))
 
     @property
     def router(self) -> Router:
         """A router of the language model; the other routers have as many experts."""
-        return self.known("router", lambda: find_routers(self.model.language_model)[0])
+        return self.known("router", lambda: find_routers(self.model.language)[0])
 
     def known(self, key: Hashable, compute: Callable[[], T]) -> T:
         """Return the value of `key`, and compute it the first time: a search asks for it often. All layouts of ranks

@@ -25,7 +25,7 @@ from llava_fsdp.data.loader import open_encoding
 from llava_fsdp.data.records.keys import describe_unread
 from llava_fsdp.data.text.encode import Encoder
 from llava_fsdp.data.toy_shapes import draw_shapes
-from llava_fsdp.model.llava import build_llava
+from llava_fsdp.model.build import build_architecture
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.parallel.precision.fast_dtype import has_bf16, settle_precision
 from llava_fsdp.parallel.precision.precision import DTYPES
@@ -50,7 +50,7 @@ def prepare(cfg: PrepareConfig) -> None:
     typed, parts = cfg, find_parts(cfg.model)
     cfg = with_template(cfg, parts)
     cfg, _ = settle_precision(cfg, [has_bf16(torch.device("cpu"))], "cpu")
-    model = build_llava(parts, cfg.model, DTYPES[cfg.precision.param_dtype])  # on meta: shapes only
+    model = build_architecture(parts, cfg.model, DTYPES[cfg.precision.param_dtype])  # on meta: shapes only
     encoding = open_encoding(cfg, parts.language_folder, parts.vision_folder, shape_of(model))
     sources_of(cfg.data)
     # called last, because it would also print the errors of the lines above, which end this command

@@ -40,7 +40,8 @@ from llava_fsdp.export.write.formats import history, source_of_run, write_folder
 from llava_fsdp.export.write.weights_writer import Weights, publish_folder
 from llava_fsdp.model.adapters.lora_files import FOLDER, check_changed
 from llava_fsdp.model.adapters.lora_names import is_adapter, module_of
-from llava_fsdp.model.llava import Llava, build_llava
+from llava_fsdp.model.architecture import Architecture
+from llava_fsdp.model.build import build_architecture
 from llava_fsdp.model.load_weights import base_fingerprint, find_weights, load_weights
 from llava_fsdp.model.parts import Parts
 from llava_fsdp.model.sources.pretrained import find_parts
@@ -247,7 +248,7 @@ def verify(state: TrainState, cfg: Config, staged: Path, weights: Weights) -> No
     live, placed = live_logits(state, micro).cpu(), state.loader.to_device(micro)
     model = plain_model(state)
     written: dict[str, Stored] = {}
-    copies: list[Llava] = []
+    copies: list[Architecture] = []
 
     def prepare() -> None:
         written.update(weights_in(staged))
@@ -290,7 +291,7 @@ def weights_in(folder: Path) -> dict[str, Stored]:
     """Return the weights in an exported folder by llava_fsdp's names, read as `model.checkpoint` is."""
     cfg = read_model(folder, None, None)
     parts = find_parts(cfg)
-    return find_weights(build_llava(parts, cfg, torch.float32), parts, cfg, None, 0)
+    return find_weights(build_architecture(parts, cfg, torch.float32), parts, cfg, None, 0)
 
 
 def check_copy(trained: torch.Tensor, live: torch.Tensor, cfg: Config, compute: torch.dtype) -> None:
@@ -349,13 +350,13 @@ def live_logits(state: TrainState, micro: MicroBatch) -> torch.Tensor:
     for root in state.roots:
         root.train()
     if state.pipeline is not None:
-        assert isinstance(state.model, Llava)
-        found = state.pipeline.from_last(found, (len(micro.label_positions), state.model.parts.language.vocab_size))
+        assert isinstance(state.model, Architecture)
+        found = state.pipeline.from_last(found, (len(micro.label_positions), state.model.language_config.vocab_size))
     assert found is not None, "only ranks of a pipeline may have no logits"
     return found
 
 
-def used_dtypes(model: Llava, cfg: Config) -> dict[str, torch.dtype]:
+def used_dtypes(model: Architecture, cfg: Config) -> dict[str, torch.dtype]:
     """Return the dtype to which training rounds each weight of a model without adapters before it is used. Weights that
     adapters adapt are used unrounded: the adapters are added to the results of their layers."""
     norms = norm_weights(model, cfg.precision)
@@ -422,26 +423,26 @@ def whole_model(state: TrainState) -> torch.nn.Module:
     """Return the model in training or, if each rank has only some stages of it, the whole model on the meta device."""
     if state.pipeline is None:
         return state.model
-    assert isinstance(state.model, Llava)
-    return build_llava(copied_parts(state.model), state.model.cfg, state.model.compute_dtype, state.model.kernel)
+    assert isinstance(state.model, Architecture)
+    return build_architecture(copied_parts(state.model), state.model.cfg, state.model.compute_dtype, state.model.kernel)
 
 
-def copied_parts(model: Llava) -> Parts:
+def copied_parts(model: Architecture) -> Parts:
     """Return a copy of the configurations of a model, to build a second one: building would change the attention
     implementation in the configuration of the first."""
     parts = copy.deepcopy(model.parts)
     # None: transformers' own way to run experts. The one registered for training sends tokens to other ranks, which
-    # fails on the meta device, on which `build_llava` runs the model.
+    # fails on the meta device, on which `build_architecture` runs the model.
     parts.language._experts_implementation = None
     return parts
 
 
-def plain_model(state: TrainState) -> Llava:
+def plain_model(state: TrainState) -> Architecture:
     """Return the model on the meta device as it is exported: whole, without adapters and not quantized."""
     model = whole_model(state)
-    assert isinstance(model, Llava)
+    assert isinstance(model, Architecture)
     parts = copied_parts(model)
-    return build_llava(parts, model.cfg.plain, torch.float32)
+    return build_architecture(parts, model.cfg.plain, torch.float32)
 
 
 def writer_of(state: TrainState, cfg: Config) -> AdapterWriter:

@@ -2,13 +2,14 @@
 the learning rate at `step` (from 0) of `total` steps."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from llava_fsdp.config import Config, MasterDType, MomentDType, OptimConfig, Schedule
+from llava_fsdp.config import Config, MasterDType, MomentDType, OptimConfig, Part, Schedule
+from llava_fsdp.model.architecture import Architecture, NamedPart
 from llava_fsdp.parallel.local_shards import clean_name, local
 from llava_fsdp.parallel.precision.fused_adamw import FusedAdamW
 from llava_fsdp.parallel.precision.lowbit_adamw import LowBitAdamW
@@ -94,12 +95,12 @@ def build_optimizer(
         compiled: whether torch.compile makes the kernels that convert int8 moments.
     """
     optim = cfg.optim
-    decayed = decayed_names(model)
+    decayed, parts = decayed_names(model), model.named_parts if isinstance(model, Architecture) else {}
     groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
     for name, parameter in masters.named.items():
         own = local(parameter)
         assert own.is_contiguous(), f"{name}: {tuple(own.shape)} with strides {own.stride()} cannot be trained"
-        groups.setdefault((name not in decayed, base_lr(name, optim)), []).append(parameter)
+        groups.setdefault((name not in decayed, base_lr(name, optim, parts)), []).append(parameter)
     if not groups and not is_part:
         raise ConfigError("model.train leaves nothing to train")
     settings = [
@@ -128,13 +129,19 @@ def prepare_moments(optimizer: torch.optim.Optimizer) -> None:
                 optimizer.state[parameter] = optimizer.new_state(parameter)
 
 
-def base_lr(name: str, cfg: OptimConfig) -> float:
-    """Return the base learning rate of a parameter: projector and vision encoder may have their own."""
-    own = {"multi_modal_projector.": cfg.projector_lr, "vision_tower.": cfg.vision_lr}
-    for prefix, lr in own.items():
-        if name.startswith(prefix) and lr is not None:
+def base_lr(name: str, cfg: OptimConfig, parts: Mapping[str, NamedPart]) -> float:
+    """Return the base learning rate of a parameter: projector and vision encoder may have their own. `parts`: the
+    model's parts (`Architecture.named_parts`)."""
+    for prefix, part in parts.items():
+        lr = rate_of(part, cfg)
+        if name.startswith(f"{prefix}.") and lr is not None:
             return lr
     return cfg.lr
+
+
+def rate_of(part: NamedPart, cfg: OptimConfig) -> float | None:
+    """Return the base learning rate of a part that has its own; None: it has `optim.lr`."""
+    return {Part.projector: cfg.projector_lr, Part.vision: cfg.vision_lr}.get(part.rate) if part.rate else None
 
 
 def decayed_names(model: nn.Module) -> set[str]:

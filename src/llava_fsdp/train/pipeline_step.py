@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from llava_fsdp.data.batching.batch import MicroBatch, Step
-from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.architecture import Architecture
 from llava_fsdp.train.events.profiler import part
 from llava_fsdp.train.state import TrainState
 
@@ -42,7 +42,7 @@ class TrainingWork:
         """The hashes from which dropout masks are computed, of each micro-batch under way."""
 
     def forward(self, stage: nn.Module, number: int, hidden: torch.Tensor | None) -> torch.Tensor:
-        assert isinstance(stage, Llava)
+        assert isinstance(stage, Architecture)
         with part("forward"):
             micro = to_device(self.loader, stage, self.micro_batches[number])
             collector = self.sources.collector() if stage.is_last else None
@@ -59,7 +59,7 @@ class TrainingWork:
     def before_backward(self, stage: nn.Module, number: int) -> None:
         """Set the dropout of the micro-batch again: others have run since, and activation checkpointing runs blocks
         again."""
-        assert isinstance(stage, Llava)
+        assert isinstance(stage, Architecture)
         stage.token_keys.language, stage.token_keys.vision = self.keys.pop((stage, number))
 
 
@@ -76,13 +76,13 @@ class EvaluationWork:
 
 
 class PipelinedModel:
-    """A model whose stages different ranks have. It has the arguments and results of a Llava that returns logits, on
+    """A model whose stages different ranks have. It has the arguments and results of a model that returns logits, on
     all ranks that process the same rows."""
 
     def __init__(self, model: nn.Module, pipeline: Pipeline):
         """Wrap the parts of a model that this rank has."""
-        assert isinstance(model, Llava)
-        self.parts = model.parts
+        assert isinstance(model, Architecture)
+        self.parts, self.language_config = model.parts, model.language_config
         self.pipeline = pipeline
 
     def __call__(
@@ -97,17 +97,17 @@ class PipelinedModel:
         *,
         return_logits: bool,
     ) -> torch.Tensor:
-        """Return the logits at `label_positions`, as `Llava.forward` does. Collective."""
+        """Return the logits at `label_positions`, as `Architecture.forward` does. Collective."""
         assert return_logits
         inputs = input_ids, segments, image_positions, image_rows, images, seeds, label_positions
         rows, length = input_ids.shape
         found = self.pipeline.forward((rows, length), EvaluationWork(lambda _: inputs, return_logits))
-        return self.pipeline.from_last(found, (len(label_positions), self.parts.language.vocab_size))
+        return self.pipeline.from_last(found, (len(label_positions), self.language_config.vocab_size))
 
 
 def to_device(loader: Any, stage: nn.Module, micro: MicroBatch) -> MicroBatch:
     """Return a micro-batch on the training's device, without images if the stage does not need them."""
-    assert isinstance(stage, Llava)
+    assert isinstance(stage, Architecture)
     return loader.to_device(micro if stage.is_first else replace(micro, images=micro.images[:0]))
 
 

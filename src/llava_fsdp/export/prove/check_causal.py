@@ -8,8 +8,8 @@ import torch
 from transformers import AutoModel, PretrainedConfig
 
 from llava_fsdp.export.prove.small_copy import NoSmallCopy, count_layers, scale, shrink
+from llava_fsdp.model.architecture import Architecture
 from llava_fsdp.model.config_key import ConfigKey
-from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.packed_attention.attention import attention_of_transformers
 from llava_fsdp.runtime.errors import ModelError
 from llava_fsdp.runtime.files.safe_load import foreign
@@ -20,7 +20,7 @@ SAME = 1e-4
 """Largest accepted change of an earlier token's hidden state, relative to the largest value."""
 
 
-def check_causal(model: Llava) -> None:
+def check_causal(model: Architecture) -> None:
     """Check with a small copy of the language model, which has random weights, that a token's hidden state depends on
     no later token and on no other row. A model that sees later tokens is shown the tokens that it is trained to
     predict, and sees the padding of padded rows. Only rank 0 calls this. If no small copy can be made, nothing is
@@ -32,7 +32,7 @@ def check_causal(model: Llava) -> None:
     """
     language = model.parts.language
     try:
-        small = shrink(language, count_layers(model.language_model))
+        small = shrink(language, count_layers(model.language))
         seen = what_is_seen(ConfigKey(small))
     except NoSmallCopy as error:  # `compare_language` warns of it
         log().debug("whether a %s sees later tokens is not tried: %s", language.model_type, error)

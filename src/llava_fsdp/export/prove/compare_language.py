@@ -23,8 +23,9 @@ from transformers import (
 from llava_fsdp.config import Feature, ModelConfig, Part, PatchMerge
 from llava_fsdp.export.prove.small_copy import MOST_PARAMETERS, NoSmallCopy, count_layers, random_values, shrink
 from llava_fsdp.export.prove.verify_logits import load_copy, relative_difference
+from llava_fsdp.model.architecture import Architecture
 from llava_fsdp.model.config_key import ConfigKey
-from llava_fsdp.model.llava import Llava, build_llava
+from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.logit_change import keys_that_change
 from llava_fsdp.model.parts import Parts
 from llava_fsdp.model.sources.pretrained import parts_of, read_config, text_config
@@ -188,7 +189,7 @@ def check_size(config: PretrainedConfig) -> None:
         raise ModelError(f"it would have {size:,} parameters")
 
 
-def random_model(parts: Parts) -> Llava:
+def random_model(parts: Parts) -> Architecture:
     """Return a model on the CPU with random weights in fp32. The folders of its parts are not read."""
     cfg = ModelConfig(
         name="own", language="", vision="", checkpoint=None, projector="random", projector_type="linear",
@@ -219,7 +220,7 @@ def build(config: PretrainedConfig) -> Any:
     return theirs
 
 
-def own_class(config: PretrainedConfig, ours: Llava) -> Any:
+def own_class(config: PretrainedConfig, ours: Architecture) -> Any:
     """Build transformers' own class of a language or vision-language model on the CPU, and give it the weights of
     `ours`.
 

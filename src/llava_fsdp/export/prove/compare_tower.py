@@ -13,6 +13,7 @@ from transformers import AutoModel, PretrainedConfig, PreTrainedModel
 
 from llava_fsdp.config import Feature
 from llava_fsdp.export.prove.small_copy import NoSmallCopy, scale, shrink, shrink_tower
+from llava_fsdp.model.architecture import Architecture
 from llava_fsdp.model.config_key import ConfigKey
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.sources.pretrained import read_config
@@ -28,7 +29,7 @@ IMAGES = 2
 """Number of random images for which features are compared."""
 
 
-def compare_tower(model: Llava) -> None:
+def compare_tower(model: Architecture) -> None:
     """Check that a small copy of a model's vision tower, with random weights, gives the features of transformers' own
     class. Only rank 0 calls this. If no small copy can be made, a warning says so. Raises ModelError if the features
     differ, or are not finite.
@@ -36,6 +37,7 @@ def compare_tower(model: Llava) -> None:
     transformers' class is the one for the configuration in the vision tower's folder. If this is the configuration of a
     larger model, such as a whole CLIP, the larger model is built and its vision tower is used.
     """
+    assert isinstance(model, Llava), "the kind of model that is built from a vision tower"
     parts = model.parts
     feature = Feature.patch if model.probe.drops_cls else Feature.full
     config = read_config(parts.vision_folder, "model.vision")

@@ -16,7 +16,8 @@ from llava_fsdp.export.prove.compare_language import EQUAL, UnlikeOwnClass
 from llava_fsdp.export.prove.small_copy import small_copy
 from llava_fsdp.export.prove.verify_logits import exported_logits, load_copy, logits, random_rows, relative_difference
 from llava_fsdp.export.write.formats import SourceModel
-from llava_fsdp.model.llava import Llava, build_llava
+from llava_fsdp.model.architecture import Architecture
+from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.parts import read_json
 from llava_fsdp.model.sources.llava_v1_5_config import is_original
 from llava_fsdp.model.sources.pretrained import read_llava_config
@@ -73,7 +74,7 @@ def without_adapters(source: SourceModel) -> SourceModel:
     return replace(source, model=build_llava(parts, source.model.cfg.plain, torch.float32))
 
 
-def tokens_of(config: Any, model: Llava) -> ImageTokens:
+def tokens_of(config: Any, model: Architecture) -> ImageTokens:
     """Return the object that computes which tokens an image gets in the small copy, whose configuration in transformers
     is `config`, as the class of the whole model does."""
     tile, merge = model.parts.image_size, model.cfg.patch_merge
@@ -85,7 +86,7 @@ def tokens_of(config: Any, model: Llava) -> ImageTokens:
     return ImageTokens(aspect, tile, model.image_tokens, tuple(grid_sizes(pinpoints, tile, aspect)), merge, 1)
 
 
-def own_class(config: Any, model: Llava, ours: Llava, grids: list[list[int]]) -> Any:
+def own_class(config: Any, model: Architecture, ours: Architecture, grids: list[list[int]]) -> Any:
     """Build transformers' own class of a whole model for its small copy on the CPU, with the small copy's weights.
 
     Args:

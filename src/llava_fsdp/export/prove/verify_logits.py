@@ -28,7 +28,8 @@ from llava_fsdp.export.write.folded_head import is_rounded
 from llava_fsdp.model.adapters.lora import put_adapters
 from llava_fsdp.model.adapters.lora_merge import BASE_WEIGHT, merged
 from llava_fsdp.model.adapters.lora_names import ENDINGS, is_adapter, without_base
-from llava_fsdp.model.llava import Llava, build_llava
+from llava_fsdp.model.architecture import Architecture
+from llava_fsdp.model.build import build_architecture
 from llava_fsdp.model.load_weights import find_weights, load_weights
 from llava_fsdp.model.packed_attention.attention import attention_of_transformers
 from llava_fsdp.model.sources.pretrained import find_parts
@@ -126,7 +127,7 @@ def merged_by_peft(module: str, adapted: Adapted) -> torch.Tensor:
 
 def prove(
     folder_format: FolderFormat,
-    model: Llava,
+    model: Architecture,
     sources: dict[str, Stored],
     dtypes: dict[str, torch.dtype],
     folder: Path,
@@ -178,7 +179,7 @@ def relative_difference(written: torch.Tensor, expected: torch.Tensor) -> float:
     return float((written - expected).abs().max() / expected.abs().max())
 
 
-def compute_dtype(model: Llava) -> torch.dtype:
+def compute_dtype(model: Architecture) -> torch.dtype:
     """Return the dtype for computing a model's logits on the CPU: fp32 if the host (or container) has enough free
     memory for it, else bf16."""
     size = 4 * sum(p.numel() for p in model.parameters())
@@ -188,7 +189,7 @@ def compute_dtype(model: Llava) -> torch.dtype:
     return torch.bfloat16
 
 
-def compute_place(model: Llava, device: torch.device) -> tuple[torch.device, torch.dtype]:
+def compute_place(model: Architecture, device: torch.device) -> tuple[torch.device, torch.dtype]:
     """Return where to compute a model's logits, and in which dtype: on this device, that of the training, if it is a
     GPU whose free memory holds the weights in fp32 or else in bf16, and a forward pass; else on the CPU, as
     `compute_dtype` says."""
@@ -202,7 +203,7 @@ def compute_place(model: Llava, device: torch.device) -> tuple[torch.device, tor
     return torch.device("cpu"), compute_dtype(model)
 
 
-def random_rows(model: Llava, rule: ImageTokens) -> tuple[MicroBatch, list[Size]]:
+def random_rows(model: Architecture, rule: ImageTokens) -> tuple[MicroBatch, list[Size]]:
     """Return a random micro-batch of two sequences, one with an image and one without, in which every token is a label;
     and the size [(width, height)] of the image in pixels. If the model cuts images into tiles, this image has several
     tiles, and needs padding."""
@@ -211,7 +212,7 @@ def random_rows(model: Llava, rule: ImageTokens) -> tuple[MicroBatch, list[Size]
     return random_micro_batch(model, rule, rule.of(size, 1), rule.count_tiles(size, 1)), [size]
 
 
-def random_micro_batch(model: Llava, rule: ImageTokens, tokens: np.ndarray, tiles: int) -> MicroBatch:
+def random_micro_batch(model: Architecture, rule: ImageTokens, tokens: np.ndarray, tiles: int) -> MicroBatch:
     """Return a random micro-batch of two sequences, one with an image or a video and one without, in which every token
     is a label.
 
@@ -236,12 +237,12 @@ def random_micro_batch(model: Llava, rule: ImageTokens, tokens: np.ndarray, tile
 
 
 def load_copy(
-    shapes: Llava,
+    shapes: Architecture,
     sources: Any,
     compute: torch.dtype,
     adapted: Adapted | None = None,
     device: torch.device | str = "cpu",
-) -> Llava:
+) -> Architecture:
     """Return a model on a device, with parameters of the dtype `compute` loaded from `sources`. During loading, host
     memory holds the model and only one other parameter at a time."""
     model = empty_copy(shapes, compute, adapted, device)
@@ -250,10 +251,10 @@ def load_copy(
 
 
 def empty_copy(
-    shapes: Llava, compute: torch.dtype, adapted: Adapted | None = None, device: torch.device | str = "cpu"
-) -> Llava:
+    shapes: Architecture, compute: torch.dtype, adapted: Adapted | None = None, device: torch.device | str = "cpu"
+) -> Architecture:
     """Return what `load_copy` returns, but with weights that have no values yet."""
-    model = build_llava(shapes.parts, shapes.cfg.plain, compute)
+    model = build_architecture(shapes.parts, shapes.cfg.plain, compute)
     if adapted is not None:
         with torch.device("meta"):
             put_adapters(model, adapted.lora, adapted.modules)
@@ -266,7 +267,7 @@ def empty_copy(
 
 
 @torch.no_grad()
-def logits(model: Llava, micro: MicroBatch) -> torch.Tensor:
+def logits(model: Architecture, micro: MicroBatch) -> torch.Tensor:
     """Return a model's logits for the label tokens of a micro-batch: float32 [labels, vocabulary]."""
     return model(*micro.inputs, return_logits=True)
 
@@ -278,12 +279,12 @@ def logits_of_folder(
         return reloaded_logits(folder, micro, micro.images, compute, sizes)
     cfg = read_model(folder, None, None)
     parts = find_parts(cfg)
-    model = build_llava(parts, cfg, compute)
+    model = build_architecture(parts, cfg, compute)
     return logits(load_copy(model, find_weights(model, parts, cfg, None, 0), compute), micro)
 
 
 @torch.no_grad()
-def replace_projector(model: Llava, file: Path) -> None:
+def replace_projector(model: Architecture, file: Path) -> None:
     parameters = {n: p for n, p in model.named_parameters() if n.startswith("multi_modal_projector.")}
     stored = {ours(name): tensor for name, tensor in open_tensors(file).items()}
     if stored.keys() != parameters.keys():

@@ -39,7 +39,7 @@ from llava_fsdp.model.adapters.lora_files import (
     open_adapter,
 )
 from llava_fsdp.model.adapters.lora_names import is_adapter, without_base
-from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.architecture import Architecture
 from llava_fsdp.model.load_weights import NEWLINE, PROJECTOR_PREFIX, base_fingerprint
 from llava_fsdp.model.sources.llava_v1_5_config import write_json
 from llava_fsdp.model.sources.pretrained import public_name
@@ -227,7 +227,7 @@ def adapter_tensors(model: ModelConfig, trained: Collection[str], sources: Mappi
     return [name for name, source in sources.items() if must_save(name, source)]
 
 
-def check_base(model: Llava, cfg: ModelConfig, digests: Mapping[str, str]) -> None:
+def check_base(model: Architecture, cfg: ModelConfig, digests: Mapping[str, str]) -> None:
     """Check that the LoRA adapter from which a training continues (`model.lora.checkpoint`) was trained on the base
     model of this training. `digests` come from `frozen_digests`.
 

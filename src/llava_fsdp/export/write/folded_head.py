@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from llava_fsdp.export.write.weights_writer import Weights
-from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.architecture import Architecture
 from llava_fsdp.model.logit_change import without_change
 from llava_fsdp.model.parts import Parts
 
@@ -27,7 +27,7 @@ def folded_fields(parts: Parts) -> dict[str, Any]:
     return {**without_change(parts.language), "tie_word_embeddings": False}
 
 
-def with_folded_head(weights: Weights, model: Llava) -> Weights:
+def with_folded_head(weights: Weights, model: Architecture) -> Weights:
     """Return the weights of a model to export, with the factor of the logits in the weight of the output layer.
 
     The weight is first rounded to the dtype of the export, as it is without a factor. Multiplying by a power of two

@@ -2,7 +2,7 @@
 
 from transformers import PretrainedConfig
 
-from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.architecture import Architecture
 from llava_fsdp.parallel.context.context import exchange_in, gather_in
 from llava_fsdp.parallel.context.context_attention import ContextPlan, plan_context, share_attention
 from llava_fsdp.parallel.parallelism import Parallelism
@@ -25,15 +25,15 @@ def context_of(layout: RankLayout, rank: int, language: PretrainedConfig) -> Con
     return plan_context(parallel.context_how, language, parallel.num_context, index, parallel.tensor)
 
 
-def share_rows(model: Llava, parallelism: Parallelism) -> None:
+def share_rows(model: Architecture, parallelism: Parallelism) -> None:
     """Let the ranks of a row share its attention in the language model. Do nothing if rows are not shared."""
     mesh = parallelism.meshes.context
     if mesh is None:
         return
-    context = context_of(parallelism.layout, parallelism.world.rank, model.parts.language)
+    context = context_of(parallelism.layout, parallelism.world.rank, model.language_config)
     assert context is not None and model.kernel is not None, "checked by the configuration"
     if parallelism.is_first:
         ranks, how = context.cut.size, context.how.value
         log().info("%d ranks process each row together, parallel.context_how=%s: %s", ranks, how, context.reason)
     group = mesh.get_group("context")
-    share_attention(model.language_model, model.kernel, context, exchange_in(group), gather_in(group))
+    share_attention(model.language, model.kernel, context, exchange_in(group), gather_in(group))

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from llava_fsdp.model.experts import find_experts
-from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.architecture import Architecture
 
 
 @dataclass(frozen=True)
@@ -24,6 +23,5 @@ class ModelParts:
     """Modules with the experts of a mixture."""
 
 
-def parts_of(model: Llava) -> ModelParts:
-    experts = list(find_experts(model.language_model).values())
-    return ModelParts(model.blocks(), model.whole_while_frozen(), model.output_layer(), experts)
+def parts_of(model: Architecture) -> ModelParts:
+    return ModelParts(model.blocks(), model.whole_while_frozen(), model.output_layer(), model.experts())

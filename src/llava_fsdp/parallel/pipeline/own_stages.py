@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from llava_fsdp.config import Config
-from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.architecture import Architecture
 from llava_fsdp.parallel.parallelism import Parallelism
 from llava_fsdp.parallel.pipeline.pipeline import Pipeline
 from llava_fsdp.parallel.pipeline.stages import StagePlan, children_of, plan_of_stages, remove_others, stage_of
@@ -31,7 +31,7 @@ class Elsewhere:
 class OwnStages:
     """The stages of a model that this rank has."""
 
-    def __init__(self, model: Llava, plan: StagePlan, place: Place):
+    def __init__(self, model: Architecture, plan: StagePlan, place: Place):
         """Take the plan by which a whole model, which is on the meta device, is divided.
 
         Args:
@@ -39,10 +39,10 @@ class OwnStages:
         """
         self.plan = plan
         self.place = place
-        children = children_of(model.language_model)
+        children = children_of(model.language)
         assert children is not None, "checked by plan_stages"
         self.children = children
-        self.roots: list[Llava] = []
+        self.roots: list[Architecture] = []
 
     @property
     def description(self) -> str:
@@ -50,13 +50,13 @@ class OwnStages:
         ranks = "ranks" if self.place.stages == self.place.size else "ranks, two each"
         return f"{self.place.stages} stages on {self.place.size} groups of {ranks}: {self.plan}"
 
-    def keep(self, model: Llava) -> None:
+    def keep(self, model: Architecture) -> None:
         """Remove from a model, in place, the modules that this rank does not have."""
         blocks = {number for stage in self.place.own for number in self.plan.blocks[stage]}
         has_first, has_last = 0 in self.place.own, self.place.stages - 1 in self.place.own
         remove_others(model, self.children, blocks, has_first, has_last)
 
-    def of(self, model: Llava) -> list[nn.Module]:
+    def of(self, model: Architecture) -> list[nn.Module]:
         """Return this rank's stages as modules, which share the modules of the model."""
         last = self.place.stages - 1
         self.roots = [
@@ -67,7 +67,7 @@ class OwnStages:
 
 
 def plan_own_stages(
-    model: Llava, cfg: Config, parallelism: Parallelism, counts: Sequence[float] | None
+    model: Architecture, cfg: Config, parallelism: Parallelism, counts: Sequence[float] | None
 ) -> OwnStages | None:
     """Divide a whole model, which is on the meta device, into stages; None without `parallel.pipeline`.
 

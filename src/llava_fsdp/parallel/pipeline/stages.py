@@ -18,9 +18,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from llava_fsdp.config import ActivationCheckpointing, Config
+from llava_fsdp.model.architecture import Architecture
 from llava_fsdp.model.blocks import find_blocks
 from llava_fsdp.model.flops import Flops, count_flops, matrix_weights
-from llava_fsdp.model.llava import Llava
 from llava_fsdp.runtime.errors import ConfigError
 
 M = TypeVar("M", bound=nn.Module)
@@ -63,7 +63,7 @@ class StagePlan:
         return f"blocks {', '.join(own)} of the mean cost"
 
 
-def plan_stages(model: Llava, flops: Flops, counts: Sequence[float], stages: int, tensor: int = 1) -> StagePlan:
+def plan_stages(model: Architecture, flops: Flops, counts: Sequence[float], stages: int, tensor: int = 1) -> StagePlan:
     """Divide the blocks of a model, which is on the meta device, among stages of about equal cost.
 
     Args:
@@ -77,8 +77,8 @@ def plan_stages(model: Llava, flops: Flops, counts: Sequence[float], stages: int
         ConfigError: the model has fewer blocks than stages, or cannot be divided.
     """
     check_can_be_divided(model, stages)
-    blocks = find_blocks(model.language_model)
-    active = getattr(model.language_model.config, "num_experts_per_tok", None)
+    blocks = find_blocks(model.language)
+    active = getattr(model.language.config, "num_experts_per_tok", None)
     weights = [matrix_weights(block, active=active) for block in blocks]
     tokens, pairs, labels, tiles = counts
     of_block = [flops.token * tokens * own / max(1, sum(weights)) + flops.pair * pairs / len(blocks) for own in weights]
@@ -115,29 +115,28 @@ def divide(costs: Sequence[float], first: float, last: float, parts: int) -> lis
     return [range(begin, end) for begin, end in itertools.pairwise(best[count][2])]
 
 
-def check_can_be_divided(model: Llava, stages: int) -> None:
+def check_can_be_divided(model: Architecture, stages: int) -> None:
     """Raise ConfigError if a model, which is on the meta device, has fewer blocks than `stages`, or if its stages would
     not compute what the model computes.
 
     The language model runs without its blocks and without other modules that have weights, which are found by trying:
     what is left must return its input unchanged, and must call the blocks in order and then the other modules.
     """
-    embeddings = model.language_model.get_input_embeddings().weight
-    if model.lm_head.weight is embeddings:
+    if model.is_tied:
         raise ConfigError(
             "parallel.pipeline divides the model between its embeddings and its output layer, which share their "
             "weights in this model (tie_word_embeddings in its config.json); set parallel.pipeline=1"
         )
     calls: list[str] = []
-    names = children_of(model.language_model)
-    kind = model.language_model.config.model_type
+    names = children_of(model.language)
+    kind = model.language.config.model_type
     refusal = ConfigError(
         f"parallel.pipeline: a language model of type {kind} cannot be divided into stages, because it does more than "
         "to run its blocks and then a norm; set parallel.pipeline=1"
     )
     if names is None:
         raise refusal
-    skeleton, stack = twin_of(model.language_model), find_blocks(model.language_model)
+    skeleton, stack = twin_of(model.language), find_blocks(model.language)
     if len(stack) < stages:
         raise ConfigError(
             f"parallel.pipeline: the language model has {len(stack)} blocks, which cannot be divided among {stages} "
@@ -151,7 +150,7 @@ def check_can_be_divided(model: Llava, stages: int) -> None:
         setattr(skeleton, name, Passed(skeleton.get_submodule(name), calls, name))
     if next(skeleton.parameters(), None) is not None:
         raise refusal
-    hidden = torch.linspace(-1, 1, 3 * model.parts.language.hidden_size).view(1, 3, -1)
+    hidden = torch.linspace(-1, 1, 3 * model.language_config.hidden_size).view(1, 3, -1)
     on_cpu: nn.Module = copy.deepcopy(skeleton, {id(calls): calls}).to_empty(device="cpu")
     try:
         with torch.no_grad():
@@ -204,7 +203,7 @@ def embeddings_of(language: nn.Module) -> nn.Module:
     return language.get_input_embeddings()
 
 
-def stage_of(model: Llava, children: Children, blocks: range, is_first: bool, is_last: bool) -> Llava:
+def stage_of(model: Architecture, children: Children, blocks: range, is_first: bool, is_last: bool) -> Architecture:
     """Return one stage of a model. It shares the modules that it has with the model.
 
     Args:
@@ -215,16 +214,16 @@ def stage_of(model: Llava, children: Children, blocks: range, is_first: bool, is
     """
     stage = twin_of(model)
     stage.is_first, stage.is_last = is_first, is_last
-    stage.language_model = twin_of(model.language_model)
-    setattr(stage.language_model, children.blocks, nn.ModuleList(find_blocks(model.language_model)))
+    stage.replace_language(twin_of(model.language))
+    setattr(stage.language, children.blocks, nn.ModuleList(find_blocks(model.language)))
     if not is_first:
         # the model's own dictionary may have parameters of the first stage
-        stage.__dict__["_parameters"] = dict.fromkeys(model._parameters)
+        vars(stage)["_parameters"] = dict.fromkeys(model._parameters)
     remove_others(stage, children, set(blocks), is_first, is_last)
     return stage
 
 
-def remove_others(model: Llava, children: Children, blocks: set[int], has_first: bool, has_last: bool) -> None:
+def remove_others(model: Architecture, children: Children, blocks: set[int], has_first: bool, has_last: bool) -> None:
     """Remove from a model, in place, the modules that a rank or a stage does not have.
 
     Args:
@@ -233,25 +232,24 @@ def remove_others(model: Llava, children: Children, blocks: set[int], has_first:
         has_first: whether it has the vision tower, the projector and the embeddings.
         has_last: whether it has the final norm and the output layer.
     """
-    language, stack = model.language_model, model.language_model.get_submodule(children.blocks)
+    language, stack = model.language, model.language.get_submodule(children.blocks)
     assert isinstance(stack, nn.ModuleList)
     for number, block in enumerate(stack):
         if number not in blocks and not isinstance(block, Passed):
             stack[number] = Passed(block)
     if not has_first:
         language._modules[children.embeddings] = None
-        model._modules |= {"vision_tower": None, "multi_modal_projector": None}
-        model._parameters |= dict.fromkeys(model._parameters)
+        model.remove_inputs()
     if not has_last:
-        model._modules["lm_head"] = None
+        model.remove_output()
         for name in children.others:
             setattr(language, name, Passed(language.get_submodule(name)))
 
 
-def chains_of_blocks(model: Llava) -> list[list[nn.Module]]:
+def chains_of_blocks(model: Architecture) -> list[list[nn.Module]]:
     """Return the language model's blocks that this rank has, in lists of those that follow one another."""
     chains: list[list[nn.Module]] = [[]]
-    for block in find_blocks(model.language_model):
+    for block in find_blocks(model.language):
         if isinstance(block, Passed):
             chains.append([])
         else:
@@ -259,7 +257,7 @@ def chains_of_blocks(model: Llava) -> list[list[nn.Module]]:
     return [chain for chain in chains if chain]
 
 
-def plan_of_stages(cfg: Config, model: Llava, counts: Sequence[float]) -> StagePlan:
+def plan_of_stages(cfg: Config, model: Architecture, counts: Sequence[float]) -> StagePlan:
     """Divide the blocks of a model, which is on the meta device, as the configuration says.
 
     Args:

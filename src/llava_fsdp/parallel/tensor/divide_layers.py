@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from functools import partial
 
-from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.architecture import Architecture
 from llava_fsdp.model.loss import VocabularyPart, chunked_loss
 from llava_fsdp.parallel.parallelism import Parallelism
 from llava_fsdp.parallel.pipeline.stages import chains_of_blocks
@@ -12,12 +12,12 @@ from llava_fsdp.parallel.tensor.tensor_parallel import cut_model, own_rows, redu
 from llava_fsdp.parallel.tensor.tensor_plan import divide_dropout, tensor_plan
 
 
-def cuts_of(model: Llava, parallelism: Parallelism) -> dict[str, Cut]:
+def cuts_of(model: Architecture, parallelism: Parallelism) -> dict[str, Cut]:
     """Return how the layers of a whole model are divided, by name; empty if they are not."""
     return tensor_plan(model, parallelism.layer_parts) if parallelism.meshes.tensor is not None else {}
 
 
-def divide_layers(model: Llava, plan: Mapping[str, Cut], parallelism: Parallelism, chunk_tokens: int) -> None:
+def divide_layers(model: Architecture, plan: Mapping[str, Cut], parallelism: Parallelism, chunk_tokens: int) -> None:
     """Divide the layers of a meta-device model among ranks, in place. Do nothing if layers are whole.
 
     Args:
@@ -29,9 +29,8 @@ def divide_layers(model: Llava, plan: Mapping[str, Cut], parallelism: Parallelis
         return
     names = {name for name, _ in (*model.named_modules(), *model.named_parameters())}
     cuts = {name: cut for name, cut in plan.items() if name in names}
-    first, _ = own_rows(model.parts.language.vocab_size, mesh)
+    first, _ = own_rows(model.language_config.vocab_size, mesh)
     part = VocabularyPart(first, reduction(mesh, "max"), reduction(mesh, "sum"))
-    if model.lm_head is not None:
-        model.lm_head.label_loss = partial(chunked_loss, chunk_tokens=chunk_tokens, part=part)
+    model.set_label_loss(partial(chunked_loss, chunk_tokens=chunk_tokens, part=part))
     divide_dropout(model, cuts, mesh.size(), mesh.get_local_rank())
     cut_model(model, cuts, mesh, chains_of_blocks(model))

@@ -18,45 +18,44 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from llava_fsdp.model.adapters.lora_names import ADAPTER
+from llava_fsdp.model.architecture import Architecture
 from llava_fsdp.model.blocks import find_blocks
 from llava_fsdp.model.experts import find_experts
-from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.sample_dropout import SampleDropout
 from llava_fsdp.parallel.tensor.tensor_cut import Cut
 from llava_fsdp.runtime.errors import ConfigError
 
 KEYS = ("k_proj", "qkv_proj", "query_key_value")
 """Last parts of the names of the layers that compute the keys."""
-LANGUAGE = "language_model."
 DIVIDED = (Cut.COLWISE, Cut.ROWWISE)
 """Styles that divide what is between two layers of a module."""
 
 
-def tensor_plan(model: Llava, size: int) -> dict[str, Cut]:
+def tensor_plan(model: Architecture, size: int) -> dict[str, Cut]:
     """Return how the weights of a model on the meta device, with its adapters, are divided.
 
     Raises:
         ConfigError: the language model has no plan, or one with a style that is not supported, or sizes that cannot be
             divided, or weights that the plan does not mention.
     """
-    language = model.language_model
-    refuse_dropout(model.parts.language, size)
+    language, prefix = model.language, f"{model.language_name}."
+    refuse_dropout(model.language_config, size)
     mixtures = mixtures_of(language, size)
     modules = {name: module for name, module in language.named_modules() if not is_inside(name, mixtures)}
     parameters = {name: weight for name, weight in language.named_parameters() if not is_inside(name, mixtures)}
-    found = {LANGUAGE + name: cut for mixture in mixtures for name, cut in in_mixture(language, mixture, size).items()}
-    for name, style in styles_of(model.parts.language, modules, parameters, size).items():
+    found = {prefix + name: cut for mixture in mixtures for name, cut in in_mixture(language, mixture, size).items()}
+    for name, style in styles_of(model.language_config, modules, parameters, size).items():
         if name in parameters:
-            found[LANGUAGE + name] = Cut.PARAMETER
+            found[prefix + name] = Cut.PARAMETER
         elif style is not Cut.OWNER:
             check_sizes(name, modules[name], style, size)
-            found |= {LANGUAGE + own: cut for own, cut in with_adapter(name, modules[name], style).items()}
-    refuse_forgotten(language, found, size)
-    found |= between_layers(language, found, size, mixtures)
+            found |= {prefix + own: cut for own, cut in with_adapter(name, modules[name], style).items()}
+    refuse_forgotten(language, prefix, found, size)
+    found |= between_layers(language, prefix, found, size, mixtures)
     embedding = language.get_input_embeddings()
-    check_vocabulary(model.parts.language.vocab_size, size)
+    check_vocabulary(model.language_config.vocab_size, size)
     names = {module: name for name, module in modules.items()}
-    return found | {LANGUAGE + names[embedding]: Cut.EMBEDDING, "lm_head": Cut.OUTPUT}
+    return found | {prefix + names[embedding]: Cut.EMBEDDING, model.output_name: Cut.OUTPUT}
 
 
 def mixtures_of(language: nn.Module, size: int) -> list[str]:
@@ -191,7 +190,9 @@ def with_adapter(name: str, module: nn.Module, style: Cut) -> dict[str, Cut]:
     return found
 
 
-def between_layers(language: nn.Module, plan: Mapping[str, Cut], size: int, mixtures: Sequence[str]) -> dict[str, Cut]:
+def between_layers(
+    language: nn.Module, prefix: str, plan: Mapping[str, Cut], size: int, mixtures: Sequence[str]
+) -> dict[str, Cut]:
     """Return the style of the weights of blocks that are used outside of attention, the MLP and the `mixtures`. A rank
     computes there with its own positions, and so has a part of the gradient.
 
@@ -206,9 +207,9 @@ def between_layers(language: nn.Module, plan: Mapping[str, Cut], size: int, mixt
     blocks = set(find_blocks(language))
     found = {}
     for block_name, block in language.named_modules():
-        for name, module in block.named_modules(prefix=LANGUAGE + block_name) if block in blocks else ():
+        for name, module in block.named_modules(prefix=prefix + block_name) if block in blocks else ():
             own = list(module.parameters(recurse=False))
-            if not own or is_inside(f"{name}.", [*parents, *(LANGUAGE + mixture for mixture in mixtures)]):
+            if not own or is_inside(f"{name}.", [*parents, *(prefix + mixture for mixture in mixtures)]):
                 continue
             if any(weight.dim() > 1 for weight in own):
                 raise ConfigError(
@@ -219,14 +220,14 @@ def between_layers(language: nn.Module, plan: Mapping[str, Cut], size: int, mixt
     return found
 
 
-def refuse_forgotten(language: nn.Module, plan: Mapping[str, Cut], size: int) -> None:
+def refuse_forgotten(language: nn.Module, prefix: str, plan: Mapping[str, Cut], size: int) -> None:
     """Raise ConfigError for a weight that the plan does not mention beside layers that divide data: each rank would
     compute only a part of its gradient."""
     parents = {
         owner(name.removesuffix(".base_layer")) for name, cut in plan.items() if cut in DIVIDED and "lora_" not in name
     }
     for name, _ in language.named_parameters():
-        full = LANGUAGE + name
+        full = prefix + name
         if any(full.startswith(f"{parent}.") for parent in parents) and "lora_" not in name:
             if not {full, owner(full)} & plan.keys():
                 raise ConfigError(

@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_leaves
 
 from llava_fsdp.config import ActivationCheckpointingConfig, Attention, Config, Part
 from llava_fsdp.data.images.image_tokens import ImageTokens
+from llava_fsdp.model.architecture import Architecture
 from llava_fsdp.model.blocks import find_blocks
-from llava_fsdp.model.experts import find_experts
-from llava_fsdp.model.llava import Llava, build_llava
+from llava_fsdp.model.build import build_architecture
 from llava_fsdp.model.packed_attention.attention import Kernel, NothingPacked, packing_refused
 from llava_fsdp.model.parts import Parts
 from llava_fsdp.parallel.compile import Compilations
@@ -169,7 +169,9 @@ class ActivationMeter:
             Kernel(Attention.sdpa, "padded rows") if packing_refused(parts.language) is None else None
         )
         # a copy, because a model writes its attention into its configuration, and other meters have other attention
-        model = build_llava(copy.deepcopy(short), cfg.model, DTYPES[cfg.precision.param_dtype], attention, cfg.loss)
+        model = build_architecture(
+            copy.deepcopy(short), cfg.model, DTYPES[cfg.precision.param_dtype], attention, cfg.loss
+        )
         if cfg.parallel.tensor > 1:
             divide_on_meta(model, cfg.parallel.tensor, cfg.loss.chunk_tokens)
         store_weights(model, cfg.precision, sharded=False)
@@ -181,8 +183,7 @@ class ActivationMeter:
         if cfg.parallel.num_context > 1 and kernel is not None:
             share_attention_on_meta(model, kernel, cfg, part)
         if cfg.parallel.expert > 1:
-            experts = list(find_experts(model.language_model).values())
-            share_experts_on_meta(model.language_model, experts, cfg.parallel.expert)
+            share_experts_on_meta(model.language, model.experts(), cfg.parallel.expert)
         self.model = model
         self.packed = kernel is not None
         self.blends = ImageTokens.of_config(cfg, parts.image_size, model.image_tokens).blends
@@ -198,12 +199,12 @@ class ActivationMeter:
         return segments if self.depth is None else deepened(segments, stack_name(self.model), self.depth)
 
 
-def share_attention_on_meta(model: Llava, kernel: Kernel, cfg: Config, part: int) -> None:
+def share_attention_on_meta(model: Architecture, kernel: Kernel, cfg: Config, part: int) -> None:
     """Make a model attend as rank `part` of those that share a row. Collectives only allocate memory."""
     size = cfg.parallel.num_context
-    plan = plan_context(cfg.parallel.context_how, model.parts.language, size, part, cfg.parallel.tensor)
+    plan = plan_context(cfg.parallel.context_how, model.language_config, size, part, cfg.parallel.tensor)
     name = f"{kernel.name}_{plan.how.value}_{part}_of_{size}"  # several models are planned in one process
-    share_attention(model.language_model, kernel, plan, torch.clone, lambda own: torch.cat([own] * size), name)
+    share_attention(model.language, kernel, plan, torch.clone, lambda own: torch.cat([own] * size), name)
 
 
 def with_depth(parts: Parts, depth: int) -> Parts:
@@ -219,14 +220,14 @@ def with_depth(parts: Parts, depth: int) -> Parts:
     return replace(parts, language=short)
 
 
-def inputs_of(model: Llava, micro: MicroBatch, packed: bool, blends: bool = False) -> tuple[Any, ...]:
+def inputs_of(model: Architecture, micro: MicroBatch, packed: bool, blends: bool = False) -> tuple[Any, ...]:
     """Make the arguments of the model's forward pass on the meta device.
 
     Args:
         packed: whether the samples are packed into rows.
         blends: whether image tokens are weighted sums of four features.
     """
-    size = model.parts.image_size
+    size = model.image_size
     with torch.device("meta"):
         ids = torch.zeros((micro.rows, micro.length), dtype=torch.int64)
         segments = None
@@ -247,7 +248,7 @@ def inputs_of(model: Llava, micro: MicroBatch, packed: bool, blends: bool = Fals
     return ids, segments, places, rows, images, seeds, labels, label_ids
 
 
-def run(model: Llava, inputs: tuple[Any, ...]) -> Trace:
+def run(model: Architecture, inputs: tuple[Any, ...]) -> Trace:
     """Run one forward and one backward pass, and return the trace of allocated and freed storages."""
     trace = Trace()
     tensors = [t for t in tree_leaves(inputs) if isinstance(t, torch.Tensor)]
@@ -263,7 +264,7 @@ def run(model: Llava, inputs: tuple[Any, ...]) -> Trace:
 
 
 @contextmanager
-def mark_blocks(model: Llava, trace: Trace) -> Iterator[None]:
+def mark_blocks(model: Architecture, trace: Trace) -> Iterator[None]:
     """Mark in the trace where a pass through a block or the output layer begins or ends."""
     handles = []
 
@@ -370,7 +371,7 @@ def larger(worst: Live, level: Live, gradients: int) -> Live:
     return max(worst, replace(level, gradients=gradients), key=lambda live: live.total)
 
 
-def split_into_segments(trace: Trace, model: Llava, vocabulary: int, master: torch.dtype) -> list[Segment]:
+def split_into_segments(trace: Trace, model: Architecture, vocabulary: int, master: torch.dtype) -> list[Segment]:
     reader = TraceReader(trace, vocabulary, dict(model.named_parameters()), master)
     for event in trace.events:
         kind, _, name = event.mark.partition(" ")
@@ -385,8 +386,8 @@ def split_into_segments(trace: Trace, model: Llava, vocabulary: int, master: tor
     return reader.segments
 
 
-def stack_name(model: Llava) -> str:
-    stack = find_blocks(model.language_model)
+def stack_name(model: Architecture) -> str:
+    stack = find_blocks(model.language)
     return next(name for name, module in model.named_modules() if module is stack)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.architecture import Architecture
 from llava_fsdp.model.loss import VocabularyPart, chunked_loss
 from llava_fsdp.parallel.memory.memory import Weight, divided_weights
 from llava_fsdp.parallel.pipeline.stages import chains_of_blocks
@@ -19,20 +19,20 @@ from llava_fsdp.parallel.tensor.tensor_parallel import Positions, divide_positio
 from llava_fsdp.parallel.tensor.tensor_plan import tensor_plan
 
 
-def divide_on_meta(model: Llava, size: int, chunk_tokens: int) -> None:
+def divide_on_meta(model: Architecture, size: int, chunk_tokens: int) -> None:
     """Divide the layers of a model on the meta device among `size` ranks, in place, and keep the parts of the first
     one. The loss computes the logits of `chunk_tokens` labels at a time."""
     plan = tensor_plan(model, size)
     whole = {name: Weight(tuple(p.shape), p.requires_grad, False, False) for name, p in model.named_parameters()}
     own = divided_weights(whole, plan, size, 0)
-    tied = model.lm_head.weight is model.language_model.get_input_embeddings().weight
+    tied = model.is_tied
     for name, weight in own.items():
         if weight.shape != whole[name].shape:
             parent, _, leaf = name.rpartition(".")
             part = torch.empty(weight.shape, dtype=model.get_parameter(name).dtype, device="meta")
             model.get_submodule(parent).register_parameter(leaf, nn.Parameter(part, weight.trainable))
     if tied:
-        model.lm_head.weight = model.language_model.get_input_embeddings().weight
+        model.tie()
     for name, cut in plan.items():
         if cut is Cut.PARAMETER:
             continue
@@ -47,7 +47,7 @@ def divide_on_meta(model: Llava, size: int, chunk_tokens: int) -> None:
             module.register_forward_hook(lambda _, args, output: Gather.apply(output, size))
     divide_positions(MetaPositions(size), chains_of_blocks(model), siblings_of(model, plan))
     part = VocabularyPart(0, torch.clone, torch.clone)
-    model.lm_head.label_loss = partial(chunked_loss, chunk_tokens=chunk_tokens, part=part)
+    model.set_label_loss(partial(chunked_loss, chunk_tokens=chunk_tokens, part=part))
 
 
 class MetaPositions(Positions):

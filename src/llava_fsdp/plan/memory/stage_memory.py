@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from llava_fsdp.config import ParallelConfig
-from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.architecture import Architecture
 from llava_fsdp.parallel.memory.memory import Weight
 from llava_fsdp.parallel.pipeline.pipeline import Pass as StagePass
 from llava_fsdp.parallel.pipeline.stages import StagePlan, children_of, stage_of
@@ -36,9 +36,9 @@ class StageSegments:
         return self.forward[-1].end + self.output
 
 
-def names_of_stages(model: Llava, plan: StagePlan) -> list[set[str]]:
+def names_of_stages(model: Architecture, plan: StagePlan) -> list[set[str]]:
     """Return the names of each stage's parameters."""
-    children = children_of(model.language_model)
+    children = children_of(model.language)
     assert children is not None, "checked when the stages were planned"
     last = len(plan.blocks) - 1
     stages = [stage_of(model, children, part, n == 0, n == last) for n, part in enumerate(plan.blocks)]
@@ -46,7 +46,7 @@ def names_of_stages(model: Llava, plan: StagePlan) -> list[set[str]]:
 
 
 def weights_of_groups(
-    model: Llava, weights: Mapping[str, Weight], plan: StagePlan, parallel: ParallelConfig
+    model: Architecture, weights: Mapping[str, Weight], plan: StagePlan, parallel: ParallelConfig
 ) -> list[list[Weight]]:
     """Return the parameters that each group of ranks of a pipeline has. `model` is whole and on the meta device."""
     names = names_of_stages(model, plan)

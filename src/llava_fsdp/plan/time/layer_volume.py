@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.architecture import Architecture
 from llava_fsdp.parallel.tensor.tensor_cut import Cut
 from llava_fsdp.parallel.tensor.tensor_parallel import siblings_of
 from llava_fsdp.plan.memory.activations import MicroBatches
@@ -56,7 +56,7 @@ class LayerVolume:
 
 
 def layer_volume(
-    model: Llava, plan: Mapping[str, Cut], blocks: int, chains: int, size: int, recomputed: float, counted: int
+    model: Architecture, plan: Mapping[str, Cut], blocks: int, chains: int, size: int, recomputed: float, counted: int
 ) -> LayerVolume:
     """Count what `size` ranks that compute layers together exchange.
 
@@ -98,7 +98,7 @@ def layer_volume(
         first: Any = siblings[0]
         forward += gather(first.in_features)
         backward += gather(first.in_features)
-    hidden = model.parts.language.hidden_size
+    hidden = model.language_config.hidden_size
     # the last sum of a block does not run again, because nothing needs it but an adapter or a norm behind it; such
     # norms, as in Gemma 2, are not counted here
     last = gather(hidden) * (0 if model.adapted else blocks)

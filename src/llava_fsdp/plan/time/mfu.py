@@ -11,8 +11,8 @@ from transformers import PretrainedConfig
 
 from llava_fsdp.config import ActivationCheckpointing, ActivationCheckpointingConfig, Config, DType
 from llava_fsdp.data.batching.batch import StepFacts
+from llava_fsdp.model.architecture import Architecture
 from llava_fsdp.model.flops import Flops, count_flops, pairs_in_windows
-from llava_fsdp.model.llava import Llava
 from llava_fsdp.parallel.compile import choose_compiling
 from llava_fsdp.plan.time.hardware import DEVICES, GPUS
 from llava_fsdp.plan.time.step_time import recomputed_share
@@ -47,7 +47,7 @@ class Utilization:
         }
 
 
-def utilization_of(model: Llava, cfg: Config, device: torch.device, world_size: int) -> Utilization:
+def utilization_of(model: Architecture, cfg: Config, device: torch.device, world_size: int) -> Utilization:
     """Count the model's FLOPs, and find the peak of `world_size` devices like `device`."""
     compiled = choose_compiling(cfg, device, model.kernel and model.kernel.attention).on
     needed = count_flops(model, activation_checkpointing=False)
@@ -60,7 +60,7 @@ def utilization_of(model: Llava, cfg: Config, device: torch.device, world_size: 
         recomputed = None
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
     peak, source = peak_of(name, cfg.precision.param_dtype)
-    return Utilization(needed, model.parts.language, recomputed, None if peak is None else peak * world_size, source)
+    return Utilization(needed, model.language_config, recomputed, None if peak is None else peak * world_size, source)
 
 
 def recomputed_flops_share(activation_checkpointing: ActivationCheckpointingConfig) -> float:

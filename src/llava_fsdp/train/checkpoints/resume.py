@@ -22,7 +22,7 @@ from llava_fsdp.config.command_line.tree import dotted
 from llava_fsdp.data.text.jinja_template import OWN
 from llava_fsdp.model.adapters.base_config import check_base_config
 from llava_fsdp.model.adapters.lora_files import adapter_folders, is_adapter_folder
-from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.architecture import Architecture
 from llava_fsdp.parallel.local_shards import local
 from llava_fsdp.parallel.ranks.consensus import on_all_ranks, on_first_rank
 from llava_fsdp.parallel.ranks.mesh import gather_lists
@@ -300,7 +300,7 @@ def refuse_changes(facts: dict[str, Any], cfg: Config, state: TrainState, folder
 def refuse_other_base(state: TrainState, cfg: Config, folder: Path) -> None:
     """Raise ModelError if a checkpoint has adapters, and the configuration of their base model has changed since it was
     written. Collective."""
-    if isinstance(state.model, Llava):
+    if isinstance(state.model, Architecture):
         where, parts = cfg.model.checkpoint or cfg.model.language, state.model.parts
         key = "model.checkpoint or model.language"
         on_first_rank(

@@ -14,8 +14,8 @@ from llava_fsdp.data.records.record import count_images
 from llava_fsdp.data.text.detokenize import AnswerText, find_stops
 from llava_fsdp.data.validation_prompts import HeldOutQuestion, lay_out_prompts
 from llava_fsdp.data.validation_set import HeldOut
+from llava_fsdp.model.architecture import Architecture
 from llava_fsdp.model.generation import Sampling, write_tokens
-from llava_fsdp.model.llava import Llava
 from llava_fsdp.parallel.ranks.consensus import any_rank, rank_and_size
 from llava_fsdp.parallel.ranks.mesh import gather_lists
 from llava_fsdp.parallel.ranks.rank_layout import RankLayout
@@ -61,9 +61,9 @@ class AnswerGenerator:
             pause: called by all ranks between two batches. It saves or stops the run if this was requested on any rank.
             metric: scores the answers; None: `val.metric`.
         """
-        assert isinstance(model, Llava | PipelinedModel)  # FSDP replaces the model's class by a subclass
+        assert isinstance(model, Architecture | PipelinedModel)  # FSDP replaces the model's class by a subclass
         self.model = model
-        self.language = model.parts.language
+        self.language = model.language_config
         self.loader = held_out.loader
         self.questions = held_out.questions
         self.cfg = cfg

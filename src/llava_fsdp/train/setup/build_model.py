@@ -7,9 +7,10 @@ from llava_fsdp.config import Config, LinearKind
 from llava_fsdp.data.batching.cost_model import CostModel
 from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.loader import ModelShape
+from llava_fsdp.model.architecture import Architecture, check_abilities
+from llava_fsdp.model.build import build_architecture
 from llava_fsdp.model.experts import check_shared_experts
 from llava_fsdp.model.flops import count_flops
-from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.own_parts import NONE, OwnParts
 from llava_fsdp.model.packed_attention.attention import check_lengths, choose_kernel
 from llava_fsdp.model.parts import Parts
@@ -22,7 +23,7 @@ from llava_fsdp.parallel.precision.precision import DTYPES
 from llava_fsdp.parallel.tensor.tensor_plan import tensor_plan
 
 
-def build_model(cfg: Config, parts: Parts, device: torch.device, own: OwnParts = NONE) -> Llava:
+def build_model(cfg: Config, parts: Parts, device: torch.device, own: OwnParts = NONE) -> Architecture:
     """Build the model on the meta device, as it will be trained on `device`.
 
     Raises:
@@ -37,22 +38,23 @@ def build_model(cfg: Config, parts: Parts, device: torch.device, own: OwnParts =
     compute_dtype = DTYPES[cfg.precision.param_dtype]
     kernel = choose_kernel(cfg.attention, parts.language, device, compute_dtype) if cfg.packs else None
     choose_compiling(cfg, device, kernel and kernel.attention)
-    model = build_llava(parts, cfg.model, compute_dtype, kernel, cfg.loss, own)
+    model = build_architecture(parts, cfg.model, compute_dtype, kernel, cfg.loss, own)
+    check_abilities(model, cfg)
     model.check_trained_blocks()
     if cfg.parallel.tensor > 1:
         tensor_plan(model, cfg.parallel.tensor)  # raises an error if the model cannot be divided
-    check_shared_experts(model.language_model, cfg.parallel.expert, cfg.parallel.tensor)
+    check_shared_experts(model.language, cfg.parallel.expert, cfg.parallel.tensor)
     if cfg.parallel.pipeline > 1:
         check_can_be_divided(model, cfg.parallel.num_stages)
     return model
 
 
-def shape_of(model: Llava) -> ModelShape:
+def shape_of(model: Architecture) -> ModelShape:
     """Return what the preparation of data depends on, such as the number of tokens of an image."""
-    language = model.parts.language
+    language = model.language_config
     return ModelShape(
         image_tokens=model.image_tokens,
-        image_size=model.parts.image_size,
+        image_size=model.image_size,
         max_length=language.max_position_embeddings,
         vocab_size=language.vocab_size,
         grid_pinpoints=model.parts.grid_pinpoints,

@@ -11,7 +11,7 @@ from llava_fsdp.data.toy_shapes import draw_shapes
 from llava_fsdp.data.validation_set import Choose, HeldOut, open_held_out, warn_of_trained
 from llava_fsdp.export.check_folders import check_artifacts
 from llava_fsdp.export.write import adapter_folder
-from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.architecture import Architecture
 from llava_fsdp.model.load_weights import fingerprint, frozen_digests, load_weights
 from llava_fsdp.model.own_parts import NONE, OwnParts
 from llava_fsdp.model.sources.pretrained import artifacts_of
@@ -67,13 +67,17 @@ def build_state(cfg: Config, parallelism: Parallelism, own: OwnParts = NONE) -> 
         if world.device.type == "cuda" and utilization.peak is None:
             log().info("%s", utilization.source)
         described = describe_projector(read, projector)
-        show_run(cfg, world, RunFacts(loader, held_out, weights, described, model.kernel, about["planned_peak"]))
+        show_run(
+            cfg,
+            world,
+            RunFacts(loader, held_out, weights, described, model.named_parts, model.kernel, about["planned_peak"]),
+        )
         for warning in warnings + few_steps(cfg, loader.total_steps):
             log().warning("%s", warning)
 
     packed = quantized_weights(model)
 
-    def load(model: Llava, masters: MasterWeights) -> None:
+    def load(model: Architecture, masters: MasterWeights) -> None:
         shards = local_shards(model, masters)
         of_rank = {name: source for name, source in sources.items() if cfg.parallel.pipeline == 1 or name in shards}
         watch = watch_loading(world.is_first)
@@ -97,14 +101,14 @@ def describe_projector(cfg: Config, projector: Path | None) -> str:
     return "random (no stage=pretrain run beside output_dir)" if is_missing else str(projector or "random")
 
 
-def open_data(cfg: Config, world: World, model: Llava, choose: Choose | None = None) -> Loader:
+def open_data(cfg: Config, world: World, model: Architecture, choose: Choose | None = None) -> Loader:
     """Return the loader of this rank's part of each step. If the dataset is the generated one, rank 0 first draws its
     images. `choose` builds the sampler; None: the configured one. Collective."""
     if cfg.data.source is Source.shapes:
         with first_rank_first(world):
             draw_shapes(cfg.data)
     layout = RankLayout(cfg.parallel, world.size)
-    group, context = layout.row_group(world.rank), context_of(layout, world.rank, model.parts.language)
+    group, context = layout.row_group(world.rank), context_of(layout, world.rank, model.language_config)
     return build_loader(
         cfg,
         model.parts.language_folder,
@@ -120,9 +124,9 @@ def open_data(cfg: Config, world: World, model: Llava, choose: Choose | None = N
     )
 
 
-def open_held_out_data(cfg: Config, world: World, model: Llava) -> HeldOut:
+def open_held_out_data(cfg: Config, world: World, model: Architecture) -> HeldOut:
     """Open the validation data, and check that all ranks see the same records. Collective."""
-    positions = model.parts.language.max_position_embeddings
+    positions = model.language_config.max_position_embeddings
     held_out = open_held_out(cfg, lambda own, choose: open_data(own, world, model, choose), positions)
     check_same_records(held_out.loader, "val.path, val.images")
     if world.is_first:
@@ -149,7 +153,7 @@ def check_same_records(loader: Loader, keys: str = "data.path, data.images") -> 
 
 
 def assemble(
-    model: Llava,
+    model: Architecture,
     cfg: Config,
     parallelism: Parallelism,
     loader: Loader,

@@ -18,7 +18,8 @@ from rich.table import Table
 from llava_fsdp.config import Config, DType, Format, OffloadMode, ScalerConfig
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.synthetic import Contents, SyntheticLoader, fullest, micro_batches_of, synthetic_step
-from llava_fsdp.model.llava import Llava, build_llava
+from llava_fsdp.model.architecture import Architecture
+from llava_fsdp.model.build import build_architecture
 from llava_fsdp.model.weights.init_weights import Rule, draw_rule
 from llava_fsdp.model.weights.quantization import quantized_weights
 from llava_fsdp.parallel.compile import explained_compiler_errors
@@ -88,7 +89,7 @@ def settle_auto(cfg: Config, world: World) -> Config:
         log().info("auto: %s", padded)
     if not cfg.has_auto:
         return cfg
-    model = build_llava(parts, cfg.model, DTYPES[cfg.precision.param_dtype])
+    model = build_architecture(parts, cfg.model, DTYPES[cfg.precision.param_dtype])
     rule = ImageTokens.of_config(cfg, parts.image_size, model.image_tokens)
     decision = decide(cfg, world, parts, samples_of(cfg, rule))
     log().info("%s", decision.summary(cfg))
@@ -112,11 +113,11 @@ def measure(cfg: Config, world: World, contents: Contents | None = None) -> dict
     parallelism = Parallelism.of(cfg, world)
     model = build_model(cfg, shapes_of(cfg.model), world.device)
     shape = shape_of(model)
-    context = context_of(parallelism.layout, world.rank, model.parts.language)
+    context = context_of(parallelism.layout, world.rank, model.language_config)
     contents = contents or fullest(cfg, shape, context and context.cut)
     planned = plan_of(cfg, world, contents)
     meter = PeakMeter(world.device)
-    counts = samples_of(cfg, ImageTokens.of_config(cfg, model.parts.image_size, model.image_tokens)).counts
+    counts = samples_of(cfg, ImageTokens.of_config(cfg, model.image_size, model.image_tokens)).counts
     state = assemble(model, cfg, parallelism, SyntheticLoader(world.device, STEPS), draw_shards, counts)
     held: dict[str, int] = {}
     state.optimizer.register_step_post_hook(lambda *_: held.update(held_bytes(state)))
@@ -175,7 +176,7 @@ def plan_of(cfg: Config, world: World, contents: Contents) -> PlanRow:
 
 
 @torch.no_grad()
-def draw_shards(model: Llava, masters: MasterWeights) -> None:
+def draw_shards(model: Architecture, masters: MasterWeights) -> None:
     """Fill this rank's shard of every parameter with random values from the distribution of its initial weights, on the
     shard's device. The master weights, which the optimizer updates, may be other tensors than the parameters."""
     packed = {clean_name(name): layer for name, layer in quantized_weights(model).items()}

@@ -21,7 +21,7 @@ from llava_fsdp.export.prove.compare_whole import compare_whole
 from llava_fsdp.export.prove.rehearsal import rehearse_hf
 from llava_fsdp.export.write.folded_head import is_rounded
 from llava_fsdp.export.write.formats import source_of_run
-from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.architecture import Architecture
 from llava_fsdp.model.load_weights import find_weights
 from llava_fsdp.model.own_parts import NONE, OwnParts
 from llava_fsdp.model.parts import Parts
@@ -147,7 +147,7 @@ def find_parts_of_run(cfg: Config) -> Parts:
         ) from error
 
 
-def open_model(cfg: Config, device: torch.device, own: OwnParts = NONE) -> tuple[Llava, Path | None]:
+def open_model(cfg: Config, device: torch.device, own: OwnParts = NONE) -> tuple[Architecture, Path | None]:
     """Build the model of a training on the meta device. Return it with the path from which its projector is read (None
     if there is no such path).
 
@@ -159,7 +159,7 @@ def open_model(cfg: Config, device: torch.device, own: OwnParts = NONE) -> tuple
     return build_model(cfg, parts, device, own), projector
 
 
-def find_sources(cfg: Config, model: Llava, projector: Path | None) -> dict[str, Stored]:
+def find_sources(cfg: Config, model: Architecture, projector: Path | None) -> dict[str, Stored]:
     """Return the source of the initial values of every parameter: tensors in files, or a random distribution.
 
     Args:
@@ -183,7 +183,7 @@ def find_sources(cfg: Config, model: Llava, projector: Path | None) -> dict[str,
         ) from error
 
 
-def check_prompts(cfg: Config, model: Llava) -> list[str]:
+def check_prompts(cfg: Config, model: Architecture) -> list[str]:
     """Compare small copies of the language model and the vision tower with transformers' own classes, check that the
     language model is causal and, if the model will be exported, try the export of a small copy. Return warnings, one of
     them if the conversation template is meant for another language model.
@@ -193,7 +193,7 @@ def check_prompts(cfg: Config, model: Llava) -> list[str]:
             model cannot be exported.
         ConfigError: the model cannot be exported.
     """
-    language, warnings = model.parts.language, []
+    language, warnings = model.language_config, []
     source = source_of_run(model, cfg, "", 0)
     if model.parts.whole is None:
         compare_language(model.parts)

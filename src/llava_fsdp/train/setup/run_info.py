@@ -23,7 +23,7 @@ from llava_fsdp.config import Config
 from llava_fsdp.config.command_line.recipes import differences
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.index.dataset import Records
-from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.architecture import Architecture
 from llava_fsdp.parallel.compile import choose_compiling
 from llava_fsdp.parallel.memory.memory import Weight, bytes_per_rank, divided_weights
 from llava_fsdp.parallel.pipeline.stages import plan_of_stages
@@ -40,7 +40,9 @@ from llava_fsdp.train.setup.summary import describe_data, trained_counts, unlike
 from llava_fsdp.version import __version__
 
 
-def about_run(cfg: Config, world: World, model: Llava, records: Records, weights: dict[str, Weight]) -> dict[str, Any]:
+def about_run(
+    cfg: Config, world: World, model: Architecture, records: Records, weights: dict[str, Weight]
+) -> dict[str, Any]:
     """Describe the current start of a run. `weights`: the properties of all parameters."""
     compiles = choose_compiling(cfg, world.device, model.kernel and model.kernel.attention).on
     tensor, layout, own = cfg.parallel.tensor, RankLayout(cfg.parallel, world.size), weights
@@ -73,7 +75,7 @@ def about_run(cfg: Config, world: World, model: Llava, records: Records, weights
         "model": cfg.model.name,
         "data": describe_data(cfg, records),
         "strategy": cfg.sharding.strategy.value,
-        "trains": [[name, *counts] for name, counts in trained_counts(weights).items()],
+        "trains": [[name, *counts] for name, counts in trained_counts(weights, model.named_parts).items()],
         "unlike": unlike_original(cfg, compiles),
         "recipe": differences(cfg, sys.argv[1:]),
         "at_rest": {"parameters": held.parameters, "gradients": held.gradients, "optimizer": held.optimizer},
@@ -81,12 +83,12 @@ def about_run(cfg: Config, world: World, model: Llava, records: Records, weights
     }
 
 
-def planned_peak(cfg: Config, world: World, model: Llava, records: Records) -> int | None:
+def planned_peak(cfg: Config, world: World, model: Architecture, records: Records) -> int | None:
     """Return the planned peak memory of a GPU in bytes; None on a CPU, where a process holds much more memory than its
     tensors, and if the plan fails."""
     if world.device.type != "cuda":
         return None
-    rule = ImageTokens.of_config(cfg, model.parts.image_size, model.image_tokens)
+    rule = ImageTokens.of_config(cfg, model.image_size, model.image_tokens)
     try:
         return expected_peak(cfg, world, model.parts, samples_in(records, rule))
     except Exception as error:  # only a line of the report is lost, which must not end the training

@@ -2,7 +2,7 @@
 
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +29,7 @@ from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.loader import Loader
 from llava_fsdp.data.validation_set import HeldOut
 from llava_fsdp.model.adapters.lora_names import LORA_A, module_of
+from llava_fsdp.model.architecture import NamedPart
 from llava_fsdp.model.packed_attention.attention import Kernel
 from llava_fsdp.parallel.compile import choose_compiling
 from llava_fsdp.parallel.fsdp.unit_settings import describe_units
@@ -39,11 +40,7 @@ from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.report.run_reader import REPORT_FILE
 from llava_fsdp.runtime.text.console import TextConsole
 from llava_fsdp.runtime.text.humanize import readable
-
-PARTS = {
-    "vision_tower": "vision tower", "multi_modal_projector": "projector", "image_newline": "image newline",
-    "language_model": "language model", "lm_head": "output layer",
-}  # fmt: skip
+from llava_fsdp.train.optimizer import rate_of
 
 
 def unlike_original(cfg: Config, compiles: bool = False) -> str:
@@ -77,6 +74,8 @@ class RunFacts:
     """The properties of all parameters (shape, dtype, ...), by name."""
     projector: str
     """Description of the projector with which the training starts."""
+    parts: Mapping[str, NamedPart]
+    """The model's parts (`Architecture.named_parts`)."""
     kernel: Kernel | None
     """None if rows are padded."""
     planned: int | None
@@ -94,14 +93,14 @@ def show_run(cfg: Config, world: World, run: RunFacts) -> None:
     facts.add_column(overflow="fold")
     toy = ", random weights" if cfg.model.random_weights and cfg.model.checkpoint is None else ""
     facts.add_row(cfg.stage.name, f"{cfg.model.name}: {model}{toy}; projector {run.projector.splitlines()[0]}")
-    facts.add_row("trains", describe_trained(weights) + describe_blocks(cfg.model.train))
+    facts.add_row("trains", describe_trained(weights, run.parts) + describe_blocks(cfg.model.train))
     if cfg.model.lora.enabled:
         facts.add_row("adapters", describe_adapters(cfg.model.lora, list(weights)))
     if cfg.model.quantize.mode is not Quantizer.none:
         facts.add_row("base", describe_packed(cfg, weights.values()))
     facts.add_row("data", f"{describe_data(cfg, records)}, template {cfg.trained_template}")
     facts.add_row("steps", describe_steps(cfg, loader, float(np.mean(records.lengths))))
-    facts.add_row("learning", describe_learning(cfg.optim, weights))
+    facts.add_row("learning", describe_learning(cfg.optim, weights, run.parts))
     facts.add_row("sharding", describe_sharding(cfg, world))
     facts.add_row("batch", describe_batch(cfg, world, loader))
     facts.add_row("precision", f"{cfg.precision.param_dtype.value}; {describe_precision(cfg.precision)}")
@@ -117,10 +116,10 @@ def show_run(cfg: Config, world: World, run: RunFacts) -> None:
     console.print(facts)
 
 
-def describe_trained(weights: dict[str, Weight]) -> str:
-    counts = trained_counts(weights)
+def describe_trained(weights: dict[str, Weight], named: Mapping[str, NamedPart]) -> str:
+    counts = trained_counts(weights, named)
     trains, total = (sum(column) for column in zip(*((own, own + rest) for own, rest in counts.values()), strict=True))
-    parts = ", ".join(f"{PARTS[part]} {own:,}" for part, (own, _) in counts.items() if own)
+    parts = ", ".join(f"{named[part].title} {own:,}" for part, (own, _) in counts.items() if own)
     return f"{trains:,} of {total:,} parameters ({trains / total:.1%}): {parts}"
 
 
@@ -138,13 +137,11 @@ def describe_steps(cfg: Config, loader: Loader, mean: float) -> str:
     )
 
 
-def describe_learning(optim: OptimConfig, weights: dict[str, Weight]) -> str:
+def describe_learning(optim: OptimConfig, weights: dict[str, Weight], parts: Mapping[str, NamedPart]) -> str:
     """Return the learning rates of the parts of the model that train, and their schedule."""
-    own = {part: optim.lr for part, (trains, _) in trained_counts(weights).items() if trains}
-    for part, rate in (("multi_modal_projector", optim.projector_lr), ("vision_tower", optim.vision_lr)):
-        if part in own and rate is not None:
-            own[part] = rate
-    named = ", ".join(f"{PARTS[part]} {rate:g}" for part, rate in own.items() if rate != optim.lr)
+    trained = [part for part, (trains, _) in trained_counts(weights, parts).items() if trains]
+    own = {part: optim.lr if (rate := rate_of(parts[part], optim)) is None else rate for part in trained}
+    named = ", ".join(f"{parts[part].title} {rate:g}" for part, rate in own.items() if rate != optim.lr)
     rates = set(own.values())
     if len(rates) == 1:
         shown = f"{rates.pop():g}"
@@ -253,10 +250,10 @@ def describe_activation_checkpointing(cfg: Config, world: World) -> str:
     return mode.value
 
 
-def trained_counts(weights: dict[str, Weight]) -> dict[str, tuple[int, int]]:
+def trained_counts(weights: dict[str, Weight], parts: Iterable[str]) -> dict[str, tuple[int, int]]:
     """Return the number of (trainable, frozen) weights in each part of the model (vision tower, projector, ...)."""
     found = {}
-    for part in PARTS:
+    for part in parts:
         own = [w for n, w in weights.items() if n.partition(".")[0] == part]
         if own:
             trains = sum(w.count for w in own if w.trainable)

@@ -1,0 +1,180 @@
+"""`Architecture`: what the trainer knows of a model. Each kind of model is a class derived from it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from llava_fsdp.config import Config, LinearKind, ModelConfig, Part, Quantizer
+from llava_fsdp.model.experts import find_experts
+from llava_fsdp.model.loss import LabelLoss
+from llava_fsdp.model.packed_attention.attention import Kernel
+from llava_fsdp.model.parts import Parts
+from llava_fsdp.model.sample_dropout import TokenKeys
+from llava_fsdp.runtime.errors import ConfigError
+
+
+class Ability(StrEnum):
+    """What a configuration may ask of a model and some kinds of models cannot do; the value is the key that asks."""
+
+    pipeline = "parallel.pipeline"
+    tensor = "parallel.tensor"
+    context = "parallel.context"
+    low_precision = "precision.linear"
+    quantization = "model.quantize.mode"
+
+
+@dataclass(frozen=True)
+class NamedPart:
+    """A part of a model as users see it."""
+
+    title: str
+    """Its name in messages."""
+    rate: Part | None = None
+    """The part of `model.train` whose own learning rate (`optim.projector_lr`, `optim.vision_lr`) it has, if that is
+    set; None: it has `optim.lr`."""
+
+
+class Architecture(nn.Module, ABC):
+    """A vision-language model: a language model in which some embeddings are made from images.
+
+    It is a base class and no typing.Protocol, because a type cannot say "an nn.Module with these methods". FSDP gives a
+    model a subclass of its class, so `isinstance` works for sharded models too.
+    """
+
+    cfg: ModelConfig
+    parts: Parts
+    """The folders from which the model is read, and the configurations in them."""
+    compute_dtype: torch.dtype
+    kernel: Kernel | None
+    """The attention kernel of packed rows; None: rows are padded."""
+    attention: str
+    """Name of the language model's attention implementation in transformers' AttentionInterface."""
+    is_first: bool
+    is_last: bool
+    """Whether this is the first and the last stage of the model; both, if the model is not divided."""
+    token_keys: TokenKeys
+    adapted: list[str]
+    """Names of the modules that have adapters."""
+    language_name: ClassVar[str]
+    """Name of the module that is the language model, without its output layer."""
+    output_name: ClassVar[str]
+    """Name of the output layer, the module that makes logits and losses."""
+    named_parts: ClassVar[Mapping[str, NamedPart]]
+    """The parts of the model by the first part of their parameters' names, in the order in which they are shown."""
+
+    @property
+    def language(self) -> Any:
+        """The language model of transformers, without its output layer."""
+        return getattr(self, self.language_name)
+
+    @property
+    def language_config(self) -> PretrainedConfig:
+        return self.parts.language
+
+    @property
+    def image_size(self) -> int:
+        """Width and height of a tile, an input image of the vision part, in pixels."""
+        return self.parts.image_size
+
+    @property
+    @abstractmethod
+    def image_tokens(self) -> int:
+        """Number of tokens that each tile has in the language model."""
+
+    @property
+    def output_weight(self) -> nn.Parameter:
+        """The weight of the output layer, [vocabulary, hidden]."""
+        return getattr(self, self.output_name).weight
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the weight of the output layer is that of the embeddings now. A model that is built as tied stays so
+        only if both are replaced together."""
+        return self.output_weight is self.language.get_input_embeddings().weight
+
+    @abstractmethod
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return the sum of the losses of all labels, float32 scalar; or, with `return_logits`, the logits at the
+        labels, float32 [labels, vocabulary]; or, in a stage that is not the last one, the hidden states."""
+
+    @abstractmethod
+    def blocks(self) -> list[nn.ModuleList]:
+        """Return the lists of transformer blocks through which gradients may pass, the language model's first."""
+
+    @abstractmethod
+    def used_blocks(self, part: Part) -> list[nn.Module]:
+        """Return the transformer blocks of a part that run."""
+
+    @abstractmethod
+    def check_trained_blocks(self) -> None:
+        """Raise ConfigError if `model.train` names blocks that the model does not have."""
+
+    @abstractmethod
+    def output_layer(self) -> nn.Module | None:
+        """Return the output layer; None in a stage without it, and if its weight is that of the embeddings."""
+
+    @abstractmethod
+    def whole_while_frozen(self) -> list[nn.Module]:
+        """Return the modules that must not need collectives while they are frozen, because they then do not run on
+        ranks without images."""
+
+    @abstractmethod
+    def with_vocabulary(self) -> set[str]:
+        """Return the names of the weights that have a row for each token."""
+
+    def experts(self) -> list[Any]:
+        """Return the modules that hold the experts of the language model's layers."""
+        return list(find_experts(self.language).values())
+
+    def use_attention(self, name: str) -> None:
+        """Let the language model attend by another implementation of transformers' AttentionInterface."""
+        self.attention = name
+        self.language.set_attn_implementation(name)
+
+    def set_label_loss(self, loss: LabelLoss) -> None:
+        """Replace the loss function of the output layer. Do nothing in a stage without output layer."""
+        output = getattr(self, self.output_name)
+        if output is not None:
+            output.label_loss = loss
+
+    def tie(self) -> None:
+        """Make the weight of the output layer that of the embeddings."""
+        getattr(self, self.output_name).weight = self.language.get_input_embeddings().weight
+
+    def replace_language(self, language: nn.Module) -> None:
+        setattr(self, self.language_name, language)
+
+    @abstractmethod
+    def remove_inputs(self) -> None:
+        """Remove, in place, the modules and parameters that make the embeddings of images: in a stage behind the
+        first."""
+
+    def remove_output(self) -> None:
+        """Remove the output layer, in place: in a stage before the last."""
+        self._modules[self.output_name] = None
+
+    def why_not(self, ability: Ability) -> str | None:
+        """Return the reason why this kind of model cannot do what a key asks; None if it can."""
+        return None
+
+
+def check_abilities(model: Architecture, cfg: Config) -> None:
+    """Raise ConfigError if the configuration asks for something that this kind of model cannot do."""
+    asked = {
+        Ability.pipeline: (cfg.parallel.pipeline, cfg.parallel.pipeline > 1),
+        Ability.tensor: (cfg.parallel.tensor, cfg.parallel.tensor > 1),
+        Ability.context: (cfg.parallel.context, cfg.parallel.num_context > 1),
+        Ability.low_precision: (cfg.precision.linear.value, cfg.precision.linear is not LinearKind.same),
+        Ability.quantization: (cfg.model.quantize.mode.value, cfg.model.quantize.mode is not Quantizer.none),
+    }
+    for ability, (value, is_asked) in asked.items():
+        if is_asked and (reason := model.why_not(ability)) is not None:
+            raise ConfigError(f"{ability.value}={value}: {reason}")
