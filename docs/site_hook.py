@@ -1,5 +1,5 @@
-"""What MkDocs needs to know of the repository around docs/: the stored results of benchmarks/ and examples/ are part of
-the site, and README's table.
+"""What MkDocs needs to know of the repository around docs/: the stored results of benchmarks/ and examples/ and the
+programs examples/train_* are part of the site, and README's table.
 
 Links in a page are those that hold in the repository (`../benchmarks/results/x.json`); the site has the same files
 below `benchmarks/` and `examples/`, and `benchmarks/README.md` as the page `benchmarks.md`.
@@ -20,8 +20,10 @@ README_BLOCK = re.compile(r"<!-- README: (\w+) -->.*?<!-- /README -->", re.DOTAL
 
 
 def on_files(files: Files, config: MkDocsConfig, **_: Any) -> Files:
-    """Add the stored results, their pictures and the pages that lie elsewhere."""
-    for path in [*sorted((BENCHMARKS / "results").iterdir()), *sorted((ROOT / "examples" / "results").iterdir())]:
+    """Add the stored results and their images, the programs, and the pages that lie elsewhere."""
+    examples = ROOT / "examples"
+    results = [path for folder in (BENCHMARKS, examples) for path in sorted((folder / "results").iterdir())]
+    for path in [*results, *sorted(examples.glob("train_*"))]:
         files.append(File.generated(config, path.relative_to(ROOT).as_posix(), abs_src_path=str(path)))
     for name, path in MOVED.items():
         files.append(File.generated(config, name, content=path.read_text()))
@@ -34,7 +36,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return re.sub(r"\]\(results/", "](benchmarks/results/", markdown)
     markdown = README_BLOCK.sub(lambda found: from_readme(found[1]), markdown)
     markdown = markdown.replace("](../benchmarks/README.md", "](benchmarks.md")
-    return re.sub(r"\]\(\.\./(benchmarks|examples)/results/", r"](\1/results/", markdown)
+    return re.sub(r"\]\(\.\./(benchmarks/results/|examples/results/|examples/train_)", r"](\1", markdown)
 
 
 def from_readme(name: str) -> str:
