@@ -37,8 +37,9 @@ from llava_fsdp.data.text.encode import ExactEncoder
 from llava_fsdp.data.text.jinja_template import open_template
 from llava_fsdp.data.text.tokenizer import open_tokenizer
 from llava_fsdp.data.toy_shapes import draw_shapes
+from llava_fsdp.model.architecture import Architecture
 from llava_fsdp.model.flops import count_flops
-from llava_fsdp.model.llava import Llava, build_llava
+from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.load_weights import find_weights, fingerprint, frozen_digests, load_weights
 from llava_fsdp.model.packed_attention.attention import choose_kernel
 from llava_fsdp.model.sources.pretrained import find_parts
@@ -73,17 +74,17 @@ RECIPE = [
 # Data: from records to the micro-batches of a step
 
 
-def open_data(cfg: Config, model: Llava, parallelism: Parallelism) -> Loader:
+def open_data(cfg: Config, model: Architecture, parallelism: Parallelism) -> Loader:
     """Open the dataset, and what turns its records into tensors. Collective: all ranks must call it."""
     with first_rank_first(parallelism.world):
         draw_shapes(cfg.data)  # generates the built-in dataset; does nothing for any other
     parts = model.parts
     # The number of tokens of an image is known before the model runs, so token ids have their final length here.
-    rule = ImageTokens.of_config(cfg, parts.image_size, model.image_tokens)
+    rule = ImageTokens.of_config(cfg, model.image_size, model.image_tokens)
     image_reader = ImageReader(
         Path(cfg.data.images or ""), read_preprocessor(parts.vision_folder), rule, cfg.data.pixels
     )
-    tokenizer = open_tokenizer(parts.language_folder, parts.language.vocab_size)
+    tokenizer = open_tokenizer(parts.language_folder, model.language_config.vocab_size)
     template = open_template(cfg.data.template, parts.language_folder, tokenizer)
     # The encoder marks labels while it tokenizes: exactly the answers, and what ends them.
     encoder = ExactEncoder(
@@ -148,7 +149,7 @@ def build_state(cfg: Config, parallelism: Parallelism) -> TrainState:
     digests = frozen_digests(model, sources, world.rank, world.size, gather_lists)
     fingerprints = {**loader.steps.fingerprints(), "model": fingerprint(model, digests)}
 
-    def load(model: Llava, masters: MasterWeights) -> None:
+    def load(model: Architecture, masters: MasterWeights) -> None:
         load_weights(sources, local_shards(model, masters))
 
     # Parallelism is applied from outside: the model's own code knows no ranks. Each block becomes a unit of FSDP. With
