@@ -45,8 +45,8 @@ def main() -> None:
         case ["zsh"]:
             print(ZSH + SCRIPT, end="")
         case ["words", command, word]:
-            for found in completions(command, word):
-                print(found)
+            for completion in completions(command, word):
+                print(completion)
         case _:
             print("usage: llava-fsdp completion bash|zsh", file=sys.stderr)
             sys.exit(2)

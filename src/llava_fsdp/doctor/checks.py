@@ -12,7 +12,7 @@ from pathlib import Path
 from llava_fsdp.config.paths import exists, paths_read
 from llava_fsdp.doctor import config_checks
 from llava_fsdp.doctor.context import Context
-from llava_fsdp.doctor.findings import Finding, Level, fail, ok, output_of, result_and_cure, warn
+from llava_fsdp.doctor.findings import Finding, Level, fail, finding_of, ok, output_of, warn
 from llava_fsdp.doctor.probes import disk, gpus, host, network, software
 from llava_fsdp.doctor.probes.collectives import LIMIT, try_ranks
 from llava_fsdp.runtime.errors import LlavaFsdpError
@@ -55,9 +55,9 @@ def memory(context: Context) -> Iterator[Finding]:
     from llava_fsdp.plan.time.hardware import PROCESS  # imports torch
 
     on_gpus, needed = bool(context.torch.devices), 0
-    if (known := context.known_needs) is not None:
-        rank = known.row.host if on_gpus else known.row.bytes["total"] + PROCESS
-        needed = context.ranks * (rank + context.workers * context.cfg.data.prefetch * known.step)
+    if (planned := context.known_needs) is not None:
+        rank = planned.row.host if on_gpus else planned.row.bytes["total"] + PROCESS
+        needed = context.ranks * (rank + context.workers * context.cfg.data.prefetch * planned.step)
     ranks = f"{context.ranks} rank{'s' * (context.ranks > 1)}"
     what = "what is offloaded, with prepared steps," if on_gpus else f"the training on {ranks}"
     yield from host.judge_memory(context.host, needed, what)
@@ -67,7 +67,8 @@ def shared(context: Context) -> Iterator[Finding]:
     from llava_fsdp.data.batching.workers import lock_bytes  # imports torch
 
     needed = context.ranks * lock_bytes(context.workers)
-    yield from host.judge_shared(*host.read_shared(), needed, len(context.torch.devices) > 1)
+    total, free = host.read_shared()
+    yield from host.judge_shared(total, free, needed, len(context.torch.devices) > 1)
 
 
 def output(context: Context) -> Iterator[Finding]:
@@ -161,7 +162,7 @@ def training(context: Context) -> Iterator[Finding]:
     if (steps := config_checks.count_steps(context.cfg)) is not None:
         warnings += few_steps(context.cfg, steps)
     for warning in warnings:
-        yield warn("train", *result_and_cure(warning))
+        yield finding_of(Level.WARN, "train", warning)
     yield ok("train", "takes this configuration")
 
 
@@ -199,17 +200,17 @@ CHECKS = (
 def run_check(check: Check, context: Context) -> list[Finding]:
     """Run a check and return its results. An error or an exceeded time limit becomes a result too. The check runs in a
     thread, which is abandoned if it hangs on a disk or a driver that does not answer."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     failed: list[Finding] = []
 
     def probe() -> None:
         try:
-            found.extend(check.probe(context))
+            findings.extend(check.probe(context))
         except LlavaFsdpError as error:
-            failed.append(fail(check.name, *result_and_cure(error)))
+            failed.append(finding_of(Level.FAIL, check.name, error))
         except BaseException as error:
             if isinstance(error, ImportError) and (explained := broken_package(error)) is not None:
-                failed.append(fail(check.name, *result_and_cure(explained)))
+                failed.append(finding_of(Level.FAIL, check.name, explained))
                 return
             where = traceback.extract_tb(error.__traceback__)[-1]
             line = f"{os.path.basename(where.filename)}:{where.lineno}"
@@ -221,5 +222,5 @@ def run_check(check: Check, context: Context) -> list[Finding]:
     thread.join(check.seconds)
     if thread.is_alive():
         cure = "a disk, the driver or the network does not answer"
-        return [*found, fail(check.name, f"no answer within {check.seconds:.0f} s", cure)]
-    return found + failed
+        return [*findings, fail(check.name, f"no answer within {check.seconds:.0f} s", cure)]
+    return findings + failed

@@ -12,7 +12,7 @@ from llava_fsdp.config.paths import PACKAGED_OR_HUB, check_paths, exists, paths_
 from llava_fsdp.data.records.forms import RecordKeys
 from llava_fsdp.data.records.record_file import RecordFile
 from llava_fsdp.doctor.context import Needs
-from llava_fsdp.doctor.findings import Finding, fail, ok, result_and_cure, warn
+from llava_fsdp.doctor.findings import Finding, Level, fail, finding_of, ok, warn
 from llava_fsdp.runtime.errors import ConfigError, LlavaFsdpError
 from llava_fsdp.runtime.files.run_dir import FOLDER, list_checkpoints
 from llava_fsdp.runtime.text.humanize import readable
@@ -42,7 +42,7 @@ def judge_paths(cfg: Config) -> Iterator[Finding]:
         named = ", ".join(f"{key}={name}" for key, name in paths.items())
         yield ok("places", named or "none: data and model are drawn")
     except ConfigError as error:
-        yield fail("places", *result_and_cure(error))
+        yield finding_of(Level.FAIL, "places", error)
 
 
 def judge_model(cfg: Config, environment: Mapping[str, str], cache: Path) -> Iterator[Finding]:
@@ -79,7 +79,7 @@ def judge_folder(cfg: ModelConfig, key: str, name: str) -> Finding:
     try:
         shapes_of(cfg) if key == "model.checkpoint" else read_config(Path(name), key)
     except LlavaFsdpError as error:
-        return fail(key, *result_and_cure(error))
+        return finding_of(Level.FAIL, key, error)
     return ok(key, name)
 
 
@@ -140,7 +140,7 @@ def judge_precision(cfg: Config, devices: list[dict], has_bf16: bool) -> Iterato
         result = f"{dtype.value}, as GPU {first} ({devices[first]['name']}) has no bf16"
         yield warn("precision", result, "precision=fp16, with a loss scale, is faster")
     elif not devices and (slow := slow_dtype(settled, torch.device("cpu"), has_bf16)):
-        yield warn("precision", *result_and_cure(slow))
+        yield finding_of(Level.WARN, "precision", slow)
     else:
         where = devices[0]["name"] if devices else "the CPU"
         yield ok("precision", f"{dtype.value} on {where}{f' ({chosen})' if chosen else ''}")

@@ -52,7 +52,13 @@ def result_and_cure(error: Exception | str) -> tuple[str, str]:
     """Split the message of an error or a warning into the problem and the advice. The advice is what follows the last
     semicolon, or begins with `pip`; empty without advice."""
     for sign in ("; ", ": pip "):
-        result, found, cure = str(error).rpartition(sign)
-        if found:
+        result, separator, cure = str(error).rpartition(sign)
+        if separator:
             return result, sign[2:] + cure
     return str(error), ""
+
+
+def finding_of(level: Level, name: str, message: Exception | str) -> Finding:
+    """Return a finding with the problem and the advice in the message of an error or a warning."""
+    result, cure = result_and_cure(message)
+    return Finding(level, name, result, cure)

@@ -69,12 +69,12 @@ class AnswersFile:
             ConfigError: a line has the wrong form, answers a question that is not in this evaluation, or was written
                 with other settings, such as another model.
         """
-        known = len(self.texts)
+        before = len(self.texts)
         for path in [*self.parts(), self.path]:  # the answers file last, as it is complete before parts are deleted
             for line in self.new_lines(path):
                 number, text = self.parse(path, line)
                 self.texts.setdefault(number, text)
-        return len(self.texts) > known
+        return len(self.texts) > before
 
     def parts(self) -> list[Path]:
         return sorted(self.path.parent.glob(f"{glob.escape(self.path.name)}.part-*-of-*"))
@@ -91,9 +91,9 @@ class AnswersFile:
             return []
         except OSError as error:
             raise StorageError(f"answers={path} cannot be read: {error.strerror or error}") from error
-        whole = content[: content.rfind(b"\n") + 1]
-        self.read[path] = begin + len(whole)
-        return whole.split(b"\n")[:-1]
+        complete = content[: content.rfind(b"\n") + 1]
+        self.read[path] = begin + len(complete)
+        return complete.split(b"\n")[:-1]
 
     def parse(self, path: Path, line: bytes) -> tuple[int, str]:
         """Return the question's number and the answer in a line. Raise ConfigError if the line has the wrong form, or

@@ -99,7 +99,8 @@ def put_comparisons(
             for name, numbers in groups.items()
         }
         put_beside(result, BLANK, blank["accuracy"], of_groups)
-    put_beside(result, BLIND, *score_blind_guess(task, questions))
+    accuracy, of_groups = score_blind_guess(task, questions)
+    put_beside(result, BLIND, accuracy, of_groups)
     result["question_texts"] = count_texts(questions)
 
 
@@ -129,7 +130,7 @@ class AnswerGenerator:
 
     def __init__(self, cfg: EvaluateConfig, questions: list[BenchmarkQuestion], shard: Shard):
         self.cfg, self.questions, self.shard = cfg, questions, shard
-        self.folders = {images: folder_of(cfg.data, images) for images in {own.images_folder for own in questions}}
+        self.folders = {images: folder_of(cfg.data, images) for images in {q.images_folder for q in questions}}
         self.assistant: Assistant | None = None
         self.opened = open_as_trained(cfg)
         self.settings: dict[str, Any] = {}

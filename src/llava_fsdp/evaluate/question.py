@@ -62,10 +62,10 @@ def image_names(raw: object, where: str) -> tuple[str, ...]:
     names = [] if raw is None else raw if isinstance(raw, list) else [raw]
     if not all(isinstance(name, str) and name for name in names):
         raise DataError(f"{where}: image is {shown(raw)}; it must be a path, or a list of paths")
-    found = tuple(str(name) for name in names)
-    for name in found:
+    paths = tuple(str(name) for name in names)
+    for name in paths:
         check_name(name, where)
-    return found
+    return paths
 
 
 def check_unread(where: str, unread: str | None) -> None:

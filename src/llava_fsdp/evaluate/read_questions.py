@@ -70,10 +70,10 @@ def read_questions(cfg: EvaluateConfig) -> list[BenchmarkQuestion]:
         questions = ANNOTATE[cfg.task](questions, Path(cfg.annotations))
     if cfg.task is Task.textvqa:
         check_ten(questions, cfg.annotations or cfg.questions)
-    known = sum(bool(q.references) for q in questions)
-    if known not in (0, len(questions)):
+    num_answered = sum(bool(q.references) for q in questions)
+    if num_answered not in (0, len(questions)):
         first = next(q for q in questions if not q.references)
-        raise DataError(f"{first.where} has no right answer, and {known} others of {path} have; give it one")
+        raise DataError(f"{first.where} has no right answer, and {num_answered} others of {path} have; give it one")
     return with_suffix(questions[: cfg.limit], cfg.task, cfg.suffix)
 
 
@@ -106,13 +106,21 @@ def read_conversations(cfg: EvaluateConfig) -> list[BenchmarkQuestion]:
     return [replace(question, number=number) for number, question in enumerate(asked)]
 
 
-def first_question(record: Record, number: int = 0) -> BenchmarkQuestion:
-    """Return the first question of a training record, with the answer there as the right answer."""
+def first_question(record: Record) -> BenchmarkQuestion:
+    """Return the first question of a training record, with the number 0 and the answer there as the right answer."""
     check_unread(record.where, record.unread)
     system, text, images, answer = opening_question(record)
     names = record.images[:images]
     return BenchmarkQuestion(
-        number, record.id, text, text, names, record.where, (answer,), inline=inline_images(record), system=system
+        number=0,
+        id=record.id,
+        prompt=text,
+        text=text,
+        images=names,
+        where=record.where,
+        references=(answer,),
+        inline=inline_images(record),
+        system=system,
     )
 
 
@@ -130,13 +138,13 @@ def read_file(path: Path, task: Task, max_bytes: int) -> Iterator[BenchmarkQuest
     with path.open("rb") as file:
         is_object = file.read(64).removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"{")
     if path.suffix.lower() == ".json" and is_object:
-        whole = read_json(path, DataError, LARGE)
-        if task is not Task.vqa or "questions" not in whole:
+        parsed = read_json(path, DataError, LARGE)
+        if task is not Task.vqa or "questions" not in parsed:
             raise DataError(
-                f"questions={path} is an object with the keys {shown(list(whole))}; task={task.value} reads JSON Lines "
-                "of question_id and text" + (", or VQAv2's questions" if task is Task.vqa else "")
+                f"questions={path} is an object with the keys {shown(list(parsed))}; task={task.value} reads JSON "
+                "Lines of question_id and text" + (", or VQAv2's questions" if task is Task.vqa else "")
             )
-        yield from read_vqa_questions(path, whole)
+        yield from read_vqa_questions(path, parsed)
         return
     for number, (content, line) in enumerate(read_records(str(path), max_bytes)):
         raw = parse_text(path, number, content, line)

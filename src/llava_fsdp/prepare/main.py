@@ -87,10 +87,11 @@ def verify(cfg: PrepareConfig, encoding: tuple[Encoder, ImageReader]) -> None:
     Raises:
         DataError: samples or images have changed since an index was made; the message names them.
     """
-    results, workers = {}, cfg.prepare.workers or read_host().usable_cores
+    (encoder, reader), results = encoding, {}
+    workers = cfg.prepare.workers or read_host().usable_cores
     for name, dataset in {"": cfg, **({} if cfg.val.every is None else {"val": cfg.held_out})}.items():
         sources_of(dataset.data, name or "data")
-        records, images = verify_index(Plan(dataset.data, *encoding, workers), watch)
+        records, images = verify_index(Plan(dataset.data, encoder, reader, workers), watch)
         results[name] = {"index": str(dataset.data.index_folder), "records": records, "images": images}
     if cfg.format is Format.json:
         print(json.dumps(results.pop("") | results))
@@ -132,10 +133,10 @@ def show(report: dict[str, Any], folder: Path) -> None:
         if 1 < len(files) <= MOST_FILES:
             rows = [
                 (f"{source['name']} (of {len(files)} files)", source),
-                *((f"  {own['file']}", own) for own in files),
+                *((f"  {counts['file']}", counts) for counts in files),
             ]
-        for label, own in rows:
-            sources.add_row(label, *(f"{own[name]:,}" for name in names))
+        for label, counts in rows:
+            sources.add_row(label, *(f"{counts[name]:,}" for name in names))
     console.print(sources)
     for line in describe_unread(report["unread_keys"]):
         console.print(line, soft_wrap=True)

@@ -21,8 +21,8 @@ def ensure_home() -> str | None:
     try:
         os.mkdir(home, 0o700)
     except FileExistsError:
-        found = os.lstat(home)
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != user or found.st_mode & 0o077:  # another user made it
+        status = os.lstat(home)
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != user or status.st_mode & 0o077:  # another user made it
             home = tempfile.mkdtemp(prefix="llava_fsdp-")
     os.environ["HOME"] = home
     os.environ.setdefault("USER", f"uid{user}")

@@ -55,8 +55,8 @@ def list_devices(listed: str, visible: str | None) -> list[Device]:
                 parts.setdefault(len(gpus) - 1, []).append(match[3])
     if visible is not None:
         return [Device(name, key) for name, key in visible_gpus(gpus, visible)]
-    whole = [[Device(part, part) for part in parts.get(n, [])] or [Device(str(n), k)] for n, k in enumerate(gpus)]
-    return [device for devices in whole for device in devices]
+    of_gpus = [[Device(part, part) for part in parts.get(n, [])] or [Device(str(n), k)] for n, k in enumerate(gpus)]
+    return [device for devices in of_gpus for device in devices]
 
 
 def devices_here() -> list[Device]:

@@ -47,8 +47,8 @@ def judge_memory(host: Host, needed: int, what: str) -> Iterator[Finding]:
 
 def read_shared() -> tuple[int, int]:
     """Return the total and the free bytes of shared memory (/dev/shm)."""
-    found = os.statvfs("/dev/shm")
-    return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+    shared = os.statvfs("/dev/shm")
+    return shared.f_blocks * shared.f_frsize, shared.f_bavail * shared.f_frsize
 
 
 def judge_shared(total: int, free: int, needed: int, several_gpus: bool) -> Iterator[Finding]:

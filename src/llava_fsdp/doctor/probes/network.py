@@ -27,13 +27,13 @@ class Interface:
 
 
 def read_interfaces() -> list[Interface]:
-    found, root = [], Path("/sys/class/net")
+    interfaces, root = [], Path("/sys/class/net")
     for _, name in socket.if_nameindex():
         speed = text_of(root / name / "speed")
         megabits = int(speed) if speed and speed.isdecimal() else None
         up = text_of(root / name / "operstate") in ("up", "unknown")
-        found.append(Interface(name, address_of(name), up, megabits))
-    return found
+        interfaces.append(Interface(name, address_of(name), up, megabits))
+    return interfaces
 
 
 def address_of(name: str) -> str | None:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 
 from llava_fsdp.config import Config
-from llava_fsdp.doctor.findings import Finding, fail, ok, output_of, result_and_cure, warn
+from llava_fsdp.doctor.findings import Finding, Level, fail, finding_of, ok, output_of, warn
 from llava_fsdp.runtime.errors import ConfigError, LlavaFsdpError
 
 OLDEST, NEWEST = (3, 11), (3, 12)
@@ -140,7 +140,7 @@ def judge_needs(needs: Mapping[str, Callable[[], str]]) -> Iterator[Finding]:
         try:
             yield ok(name, need())
         except LlavaFsdpError as error:
-            yield fail(name, *result_and_cure(error))
+            yield finding_of(Level.FAIL, name, error)
 
 
 def judge_environment(environment: Mapping[str, str]) -> Iterator[Finding]:

@@ -45,10 +45,10 @@ def letter_of(raw: object, choices: int, where: str) -> str:
 def texts_of(raw: object, where: str) -> tuple[str, ...]:
     """Return the right answers in a list of texts, or of objects with the text under the key `answer`, as in VQAv2 and
     VizWiz. Raise DataError if `raw` has another form."""
-    found = [a.get("answer") if isinstance(a, dict) else a for a in raw] if isinstance(raw, list) else []
-    if not found or not all(isinstance(a, str) for a in found):
+    texts = [a.get("answer") if isinstance(a, dict) else a for a in raw] if isinstance(raw, list) else []
+    if not texts or not all(isinstance(a, str) for a in texts):
         raise DataError(f"{where}: answers is {shown(raw)}; it must be a list of texts, or of objects with answer")
-    return tuple(str(a) for a in found)
+    return tuple(str(a) for a in texts)
 
 
 def yes_or_no(raw: object, where: str) -> str:

@@ -28,8 +28,17 @@ def read_choice_record(path: Path, number: int, line: int | None, raw: dict[str,
     text = with_image_tag(record.turns[0].text.replace(IMAGE_TAG, "").strip(), record.images)
     picked = named_choice(record.turns[1].text, len(LETTERS)) if len(record.turns) > 1 else None
     references = () if picked is None else (picked,)
-    read = record.id, text, text, record.images, record.where, references, len(LETTERS)
-    return BenchmarkQuestion(number, *read, inline=inline_images(record))
+    return BenchmarkQuestion(
+        number=number,
+        id=record.id,
+        prompt=text,
+        text=text,
+        images=record.images,
+        where=record.where,
+        references=references,
+        choices=len(LETTERS),
+        inline=inline_images(record),
+    )
 
 
 def annotate_problems(questions: list[BenchmarkQuestion], path: Path) -> list[BenchmarkQuestion]:

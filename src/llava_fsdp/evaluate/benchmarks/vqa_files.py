@@ -40,14 +40,14 @@ def annotate_vqa(questions: list[BenchmarkQuestion], path: Path) -> list[Benchma
         DataError: the file has the wrong form, or has no annotation for a question.
     """
     by_id = {str(row.get("question_id")): row for row in annotation_rows(path, "annotations")}
-    found = []
+    annotated = []
     for question in questions:
         row = annotation_of(question, by_id.get(str(question.id)), path)
         kinds = [(name.replace("_", " "), row.get(name)) for name in ("answer_type", "question_type")]
         groups = tuple((name, str(value)) for name, value in kinds if value is not None)
         references = texts_of(row.get("answers"), f"annotations={path}: {question.id}")
-        found.append(replace(question, references=references, groups=question.groups + groups))
-    return found
+        annotated.append(replace(question, references=references, groups=question.groups + groups))
+    return annotated
 
 
 def annotate_textvqa(questions: list[BenchmarkQuestion], path: Path) -> list[BenchmarkQuestion]:
@@ -58,15 +58,17 @@ def annotate_textvqa(questions: list[BenchmarkQuestion], path: Path) -> list[Ben
     Raises:
         DataError: the file has the wrong form, or has no annotation for a question.
     """
-    known: dict[tuple[str, str], dict[str, Any]] = {}
+    by_id_and_text: dict[tuple[str, str], dict[str, Any]] = {}
     for row in annotation_rows(path, "data"):
         question = str(row.get("question")).lower()
-        known[str(row.get("image_id")), question] = known[str(row.get("question_id")), question] = row
-    found = []
+        by_id_and_text[str(row.get("image_id")), question] = by_id_and_text[str(row.get("question_id")), question] = row
+    annotated = []
     for question in questions:
-        row = annotation_of(question, known.get((str(question.id), bare_question(question.prompt))), path)
-        found.append(replace(question, references=texts_of(row.get("answers"), f"annotations={path}: {question.id}")))
-    return found
+        row = annotation_of(question, by_id_and_text.get((str(question.id), bare_question(question.prompt))), path)
+        annotated.append(
+            replace(question, references=texts_of(row.get("answers"), f"annotations={path}: {question.id}"))
+        )
+    return annotated
 
 
 def annotation_rows(path: Path, key: str) -> list[dict[str, Any]]:

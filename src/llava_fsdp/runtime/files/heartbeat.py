@@ -114,13 +114,13 @@ class Watcher:
                 self.counts[rank] = beat.count, now
             if rank not in self.places or self.places[rank][0] != beat.place:
                 self.places[rank] = beat.place, now
-        found = []
+        behind = []
         for rank, beat in self.last.items():
             frozen = now - self.counts[rank][1] > self.frozen_after
             if rank != own.rank and (frozen or beat.place < own.place):
-                found.append(Late(beat, now - self.places[rank][1], frozen))
-        furthest = min((late.beat.place for late in found), default=None)
-        return [late for late in found if late.is_frozen or late.beat.place == furthest]
+                behind.append(Late(beat, now - self.places[rank][1], frozen))
+        furthest = min((late.beat.place for late in behind), default=None)
+        return [late for late in behind if late.is_frozen or late.beat.place == furthest]
 
 
 def margin(limit: int) -> float:

@@ -86,11 +86,11 @@ def replace_lines(path: Path, lines: Iterable[str]) -> None:
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Read a JSON Lines file; empty if there is no regular file. Incomplete lines, which a crash or a full disk may
     leave, are skipped."""
-    found = []
+    rows = []
     if path.is_file():
         for line in path.read_text(errors="replace").splitlines():
             with contextlib.suppress(ValueError, RecursionError):
                 row = json.loads(line)
                 if isinstance(row, dict):
-                    found.append(row)
-    return found
+                    rows.append(row)
+    return rows

@@ -52,14 +52,14 @@ def existing(path: Path) -> Path:
 
 def free_bytes(path: Path) -> int:
     """Return the bytes that this user can still write to a path's disk; 0 if unknown. The path need not exist."""
-    found = statvfs(path)
-    return found.f_bavail * found.f_frsize if found is not None else 0
+    disk = statvfs(path)
+    return disk.f_bavail * disk.f_frsize if disk is not None else 0
 
 
 def free_inodes(path: Path) -> int | None:
     """Return the number of files that can still be created on a path's disk; None if unlimited or unknown."""
-    found = statvfs(path)
-    return found.f_favail if found is not None and found.f_files else None
+    disk = statvfs(path)
+    return disk.f_favail if disk is not None and disk.f_files else None
 
 
 def statvfs(path: Path) -> os.statvfs_result | None:

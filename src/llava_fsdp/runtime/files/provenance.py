@@ -74,12 +74,12 @@ def parse(content: bytes, folder: Path, is_accepted: bool = False) -> dict[str, 
     """
     advice = "copy the whole folder again" if is_accepted else cure(folder, NOTES)
     with foreign(f"{folder / NOTES} is not what was written; {advice}", DamagedModel):
-        found = parse_object(content, KINDS)
-        if not is_older(found) and not is_accepted and unsealed(content) is None:
+        notes = parse_object(content, KINDS)
+        if not is_older(notes) and not is_accepted and unsealed(content) is None:
             raise DamagedModel(
                 f"{folder / NOTES} is not what was written: its digest of itself differs; {cure(folder, NOTES)}"
             )
-    return found
+    return notes
 
 
 def is_older(notes: Mapping[str, Any]) -> bool:
@@ -92,8 +92,8 @@ def read_bytes(path: Path) -> bytes | None:
     """Return the content of a file; None if it does not exist. Raises DamagedModel if it cannot be read or has more
     than 64 MiB."""
     try:
-        found = path.stat()
-        if not stat.S_ISREG(found.st_mode) or found.st_size > SMALL:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size > SMALL:
             raise DamagedModel(f"{path} is not what was written: it is not a regular file of at most {SMALL:,} bytes")
         return path.read_bytes()
     except OSError as error:
@@ -111,7 +111,7 @@ def listed_digests(folder: Path) -> dict[str, Digest]:
 def files_of(notes: Mapping[str, Any], folder: Path) -> dict[str, Digest]:
     files = notes.get(FILES, {})
     with foreign(f"{folder / NOTES} is not what was written; {cure(folder, NOTES)}", DamagedModel):
-        return {checked_name(name): read_digest(folder / name, own) for name, own in files.items()}
+        return {checked_name(name): read_digest(folder / name, entry) for name, entry in files.items()}
 
 
 def checked_name(name: str) -> str:
@@ -125,10 +125,10 @@ def read_digest(path: Path, entry: Any) -> Digest:
     current size is then taken."""
     if isinstance(entry, str):
         entry = {"bytes": path.stat().st_size if path.is_file() else 0, "xxh128": entry}
-    found = Digest(entry["bytes"], entry["xxh128"])
-    if type(found.bytes) is not int or found.bytes < 0 or not HEX.fullmatch(found.xxh128):
+    digest = Digest(entry["bytes"], entry["xxh128"])
+    if type(digest.bytes) is not int or digest.bytes < 0 or not HEX.fullmatch(digest.xxh128):
         raise ValueError(f"{str(entry)[:100]} is not a size and a digest")
-    return found
+    return digest
 
 
 def check_folder(folder: Path, largest: int | None = None) -> None:
@@ -154,13 +154,13 @@ def check_sizes(folder: Path, files: Mapping[str, Digest]) -> None:
     for name, expected in files.items():
         path = folder / name
         try:
-            found = path.stat()
+            stats = path.stat()
         except OSError as error:
             problem = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
             raise DamagedModel(f"{path} {problem}; {cure(folder, name)}") from error
-        if not stat.S_ISREG(found.st_mode) or found.st_size != expected.bytes:
+        if not stat.S_ISREG(stats.st_mode) or stats.st_size != expected.bytes:
             raise DamagedModel(
-                f"{path} is not what was written: it has {found.st_size:,} bytes, and {expected.bytes:,} were written; "
+                f"{path} is not what was written: it has {stats.st_size:,} bytes, and {expected.bytes:,} were written; "
                 f"{cure(folder, name)}"
             )
 
@@ -184,10 +184,10 @@ def check_digests(files: Mapping[Path, Digest], folder: Path) -> None:
 def check_digest(path: Path, expected: Digest, folder: Path) -> None:
     name = path.relative_to(folder).as_posix()
     try:
-        found = digest_of_file(path)
+        digest = digest_of_file(path)
     except OSError as error:
         raise DamagedModel(f"{path} cannot be read: {error.strerror}; {cure(folder, name)}") from error
-    if found != expected:
+    if digest != expected:
         raise DamagedModel(f"{path} is not what was written: its digest differs; {cure(folder, name)}")
 
 
@@ -216,6 +216,6 @@ def digests(folder: Path, names: Iterable[str]) -> dict[str, Digest]:
 
 def render(entries: Mapping[str, Any], files: Mapping[str, Digest]) -> bytes:
     """Return the content of the notes: a JSON object that ends with a digest of itself."""
-    found = {name: {"bytes": own.bytes, "xxh128": own.xxh128} for name, own in files.items()}
+    listed = {name: {"bytes": digest.bytes, "xxh128": digest.xxh128} for name, digest in files.items()}
     plain = {key: value for key, value in entries.items() if key != DIGEST}
-    return sealed(json.dumps({**plain, FILES: found}, indent=1).removesuffix("\n}").encode())
+    return sealed(json.dumps({**plain, FILES: listed}, indent=1).removesuffix("\n}").encode())

@@ -66,14 +66,14 @@ def read_json(path: Path, error: type[LlavaFsdpError] = ModelError, largest: int
     if values > VALUES:
         raise error(f"{path} has {values:,} values, more than the {VALUES:,} allowed here")
     try:
-        found = json.loads(text.removeprefix("\ufeff"))  # accepts NaN and repeated keys, like transformers
+        content = json.loads(text.removeprefix("\ufeff"))  # accepts NaN and repeated keys, like transformers
     except ValueError as problem:
         raise error(f"{path} cannot be read: it is not JSON: {problem}; was the download interrupted?") from problem
     except RecursionError as problem:
         raise error(f"{path} cannot be read: it is nested too deeply") from problem
-    if not isinstance(found, dict):
-        raise error(f"{path} cannot be read: it holds a {type(found).__name__}, not an object")
-    return found
+    if not isinstance(content, dict):
+        raise error(f"{path} cannot be read: it holds a {type(content).__name__}, not an object")
+    return content
 
 
 @contextlib.contextmanager

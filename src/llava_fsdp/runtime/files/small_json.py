@@ -38,17 +38,17 @@ def parse(content: bytes | str) -> Any:
 
 
 def finite(text: str) -> float:
-    found = float(text)
-    if not math.isfinite(found):
+    number = float(text)
+    if not math.isfinite(number):
         raise ValueError(f"{text[:50]} is not a finite number")
-    return found
+    return number
 
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    by_key = dict(pairs)
+    if len(by_key) != len(pairs):
         raise ValueError("a key is repeated")
-    return found
+    return by_key
 
 
 def parse_object(content: bytes | str, kinds: Mapping[str, Kinds] | None = None) -> dict[str, Any]:
@@ -62,10 +62,10 @@ def parse_object(content: bytes | str, kinds: Mapping[str, Kinds] | None = None)
     Raises:
         BadJson: the content is not a JSON object, is nested too deeply, or has a value of another type.
     """
-    found = require_kinds(parse(content), kinds or {})
-    if not is_flat(found):
+    parsed = require_kinds(parse(content), kinds or {})
+    if not is_flat(parsed):
         raise BadJson(f"it has more than {DEEPEST} levels")
-    return found
+    return parsed
 
 
 def require_kinds(found: Any, kinds: Mapping[str, Kinds]) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def require_kinds(found: Any, kinds: Mapping[str, Kinds]) -> dict[str, Any]:
         value = found.get(key)
         is_allowed = type(value) in allowed or (type(value) is int and float in allowed)
         if not is_allowed or (type(value) is int and abs(value) >= 1 << 63):
-            wanted = " or ".join(own.__name__ for own in allowed if own is not type(None))
+            wanted = " or ".join(kind.__name__ for kind in allowed if kind is not type(None))
             raise BadJson(f"its {key!r} is not {wanted}")
     return found
 
@@ -84,22 +84,22 @@ def require_kinds(found: Any, kinds: Mapping[str, Kinds]) -> dict[str, Any]:
 def kinds_of(schema: type) -> dict[str, Kinds]:
     """Return the allowed types (`Kinds`) of a JSON object with the fields of a dataclass as keys, from annotations such
     as `int`, `float | None`, or `list[str]`, which allows any list."""
-    found = {}
-    for own in fields(schema):
-        choices = get_args(own.type) if isinstance(own.type, UnionType) else (own.type,)
-        found[own.name] = tuple(get_origin(choice) or choice for choice in choices)
-    return found
+    kinds = {}
+    for field in fields(schema):
+        choices = get_args(field.type) if isinstance(field.type, UnionType) else (field.type,)
+        kinds[field.name] = tuple(get_origin(choice) or choice for choice in choices)
+    return kinds
 
 
 def is_flat(tree: Any) -> bool:
     """Return whether a JSON value is nested at most `DEEPEST` levels deep. Does not recurse."""
     inside = [tree]
     for _ in range(DEEPEST):
-        nested = [own for own in inside if isinstance(own, dict | list)]
+        nested = [node for node in inside if isinstance(node, dict | list)]
         if not nested:
             return True
-        inside = [value for own in nested for value in (own.values() if isinstance(own, dict) else own)]
-    return not any(isinstance(own, dict | list) for own in inside)
+        inside = [value for node in nested for value in (node.values() if isinstance(node, dict) else node)]
+    return not any(isinstance(node, dict | list) for node in inside)
 
 
 def read_object(path: Path, kinds: Mapping[str, Kinds] | None = None, largest: int = LARGEST) -> dict[str, Any]:
@@ -120,11 +120,11 @@ def read_bytes(path: Path, largest: int) -> bytes:
     than `largest`, or is a pipe or device (this does not block)."""
     try:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-            found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode):
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
                 raise BadJson("it is not a regular file")
-            if found.st_size > largest:
-                raise BadJson(f"it has {found.st_size:,} bytes, more than the {largest:,} allowed here")
+            if status.st_size > largest:
+                raise BadJson(f"it has {status.st_size:,} bytes, more than the {largest:,} allowed here")
             return file.read(largest + 1)
     except FileNotFoundError as error:
         raise MissingJson("there is no such file") from error

@@ -85,8 +85,8 @@ def previous_status(folder: Path, is_claiming: bool = False) -> dict[str, Any] |
         if is_current and not is_claiming:
             return None
         status = KILLED
-    kept = {name: value for name, value in last.items() if name not in ("before", "refused")}
-    return {**kept, "status": status, "reason": str(last.get("reason") or "")[:LONGEST_REASON]}
+    entries = {name: value for name, value in last.items() if name not in ("before", "refused")}
+    return {**entries, "status": status, "reason": str(last.get("reason") or "")[:LONGEST_REASON]}
 
 
 def mark_stepped(folder: Path) -> None:
@@ -234,9 +234,9 @@ def first_failure(folder: Path) -> dict[str, Any] | None:
 
 def await_first_failure(folder: Path, seconds: float) -> dict[str, Any] | None:
     until = time.monotonic() + seconds
-    while (found := first_failure(folder)) is None and time.monotonic() < until:
+    while (failure := first_failure(folder)) is None and time.monotonic() < until:
         time.sleep(0.05)
-    return found
+    return failure
 
 
 @contextlib.contextmanager

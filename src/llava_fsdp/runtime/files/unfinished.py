@@ -37,7 +37,7 @@ def run_of(path: Path) -> Path | None:
         folder = folder.parents[1]
     elif folder.name in (EXPORT, FOLDER):
         folder = folder.parent
-    return next((path if own == path.absolute() else own for own in (path.absolute(), folder) if is_run(own)), None)
+    return next((path if run == path.absolute() else run for run in (path.absolute(), folder) if is_run(run)), None)
 
 
 def has_export(run: Path) -> bool:
@@ -61,15 +61,15 @@ def earlier_export(run: Path) -> str | None:
 
 def is_done(folder: Path) -> bool:
     """Return whether the run has finished its last step, and no start of it goes on."""
-    found = read_status(folder)
-    return found is not None and status_of_latest_start(found).get("status") == "done" and held_by(folder) is None
+    status = read_status(folder)
+    return status is not None and status_of_latest_start(status).get("status") == "done" and held_by(folder) is None
 
 
 def lacking_export(folder: Path) -> str:
     """Say why a run has no export, and what to do, as a text that follows its path."""
     saved = max((step_of(path) or 0 for path in list_checkpoints(folder / FOLDER)), default=0)
-    found = read_status(folder)
-    status = status_of_latest_start(found) if found is not None else {}
+    recorded = read_status(folder)
+    status = status_of_latest_start(recorded) if recorded is not None else {}
     step = status.get("step")
     step = saved if step is None else step
     again = "run its command again, which continues it and writes its export at the end"

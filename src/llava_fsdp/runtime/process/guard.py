@@ -77,39 +77,39 @@ def guard(folder: Path, rank: int, pid: int, peers: list[tuple[int, int]]) -> No
         peers: (rank, process id) of the other ranks on this machine.
     """
     try:
-        own = os.pidfd_open(pid)
+        rank_handle = os.pidfd_open(pid)
     except OSError:
         return  # it has already ended
-    others: dict[int, tuple[int, int]] = {}
+    peer_of: dict[int, tuple[int, int]] = {}
     for other in peers:
         with contextlib.suppress(OSError):
-            others[os.pidfd_open(other[1])] = other
+            peer_of[os.pidfd_open(other[1])] = other
     heard = last = time.monotonic()
     allowed = float("inf")
     lost, lost_at = "", float("inf")
     while True:
         poll = select.poll()
-        for handle in (0, own, *(() if lost else others)):
+        for handle in (0, rank_handle, *(() if lost else peer_of)):
             poll.register(handle, select.POLLIN)
         events = [handle for handle, _ in poll.poll(1000)]
         now = time.monotonic()
         if now - last > STOPPED:  # the whole job was stopped and goes on, as after `scontrol suspend`
             heard += now - last
         last = now
-        if own in events:
+        if rank_handle in events:
             return
         if 0 in events:
             if not (text := os.read(0, 1 << 16)):
                 return  # the rank has closed its guard
             heard, allowed = now, float(text.split()[-1])
         for handle in events:
-            if handle in others:
-                other, process = others[handle]
+            if handle in peer_of:
+                other, process = peer_of[handle]
                 lost = f"rank {other} (process {process} on {socket.gethostname()}) {ending_of(handle, process)}"
                 lost_at = now
         silent = now - heard
         if silent > allowed or (silent > SILENT and now - lost_at > GRACE):
-            return end(folder, rank, own, lost, silent)
+            return end(folder, rank, rank_handle, lost, silent)
 
 
 def end(folder: Path, rank: int, pidfd: int, lost: str, silent: float) -> None:

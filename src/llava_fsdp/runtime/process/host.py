@@ -85,7 +85,7 @@ def cpu_has_bf16(proc: Path = Path("/proc"), environment: Mapping[str, str] = os
         return False
     lines = (line.partition(":") for line in (text_of(proc / "cpuinfo") or "").splitlines())
     features = [set(value.split()) for key, _, value in lines if key.strip() in ("flags", "Features")]
-    return bool(features) and all(own & BF16_FEATURES for own in features)
+    return bool(features) and all(of_core & BF16_FEATURES for of_core in features)
 
 
 def gpu_has_bf16(major: int, is_rocm: bool) -> bool:
@@ -106,7 +106,7 @@ def process_memory(key: str) -> int:
 def cgroups(listed: str, root: Path) -> list[Path]:
     """Return the folders of the cgroups that limit this process, innermost first. The last one is `root`, in a
     container the container's own cgroup. `listed` is the content of /proc/self/cgroup."""
-    found = []
+    folders = []
     for line in listed.splitlines():
         _, names, path = [*line.split(":", 2), "", ""][:3]
         for name in names.split(","):
@@ -114,8 +114,8 @@ def cgroups(listed: str, root: Path) -> list[Path]:
                 continue
             top = root / name if name else root
             inner = top / path.lstrip("/")
-            found += [folder for folder in (inner, *inner.parents) if folder == top or top in folder.parents]
-    return list(dict.fromkeys([*found, root]))
+            folders += [folder for folder in (inner, *inner.parents) if folder == top or top in folder.parents]
+    return list(dict.fromkeys([*folders, root]))
 
 
 def limit_of(group: Path) -> int | None:

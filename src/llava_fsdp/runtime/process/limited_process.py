@@ -170,23 +170,23 @@ def receive(pipe: IO[bytes], until: float | None = None) -> Answer:
         TimeoutError: the message did not come in time.
         EOFError: the pipe ended, or the message is too large.
     """
-    found, size = bytearray(), HEAD.size
+    message, size = bytearray(), HEAD.size
     poll = select.poll()  # `select.select` takes no file descriptor above 1023
     poll.register(pipe, select.POLLIN)
-    while len(found) < size:
+    while len(message) < size:
         if until is not None and not poll.poll(1000 * max(0.0, until - time.monotonic())):
             raise TimeoutError
         piece = os.read(pipe.fileno(), MiB)
         if not piece:
             raise EOFError
-        found += piece
-        if size == HEAD.size and len(found) >= size:
-            size += sum(HEAD.unpack_from(found))
+        message += piece
+        if size == HEAD.size and len(message) >= size:
+            size += sum(HEAD.unpack_from(message))
             if until is not None and size > LARGEST_ANSWER:
                 raise EOFError
-    text, _ = HEAD.unpack_from(found)
+    text, _ = HEAD.unpack_from(message)
     content = HEAD.size + text
-    return json.loads(found[HEAD.size : content]), bytes(found[content:])
+    return json.loads(message[HEAD.size : content]), bytes(message[content:])
 
 
 def serve(name: str, seconds: int, memory: int) -> None:
@@ -209,7 +209,8 @@ def serve(name: str, seconds: int, memory: int) -> None:
             request, _ = receive(requests)
             used = int(time.process_time())
             limit(resource.RLIMIT_CPU, used + 1 + seconds)
-            send(answers, *work(request))
+            head, content = work(request)
+            send(answers, head, content)
         except EOFError:
             os._exit(0)
         except MemoryError:

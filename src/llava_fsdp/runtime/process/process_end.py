@@ -72,7 +72,8 @@ def status_of_zombie(pid: int) -> int | None:
 def status_of_reaped(pidfd: int) -> int | None:
     """Return the wait status of an ended process, also after its parent has waited for it; None if unknown. Needs Linux
     6.15."""
-    info = bytearray(PIDFD_INFO.pack(PIDFD_INFO_EXIT, *[0] * 13))
+    info = bytearray(PIDFD_INFO.size)
+    struct.pack_into("=Q", info, 0, PIDFD_INFO_EXIT)  # the mask: what to fill in
     try:
         fcntl.ioctl(pidfd, PIDFD_GET_INFO, info)
     except OSError:

@@ -20,7 +20,7 @@ def prepare_python() -> None:
         here = os.path.realpath(os.getcwd())
     except FileNotFoundError:  # the current folder was deleted
         return
-    package = os.path.realpath(os.path.join(os.path.dirname(os.path.realpath(__file__)), *[os.pardir] * 3))
+    package = os.path.realpath(os.path.join(os.path.realpath(__file__), "../../../.."))
     if here == package:
         return
     os.environ["PYTHONSAFEPATH"] = "1"

@@ -13,11 +13,11 @@ def visible_gpus(gpus: Sequence[str], visible: str) -> list[tuple[str, str]]:
     Returns:
         (name in `visible`, UUID) of each visible GPU. If no UUID matches, the name is repeated.
     """
-    found = []
-    for name in (own.strip() for own in visible.split(",")):
+    pairs = []
+    for name in (word.strip() for word in visible.split(",")):
         if not name or name == "-1":  # CUDA ignores everything after this
             break
         by_number = gpus[int(name)] if name.isdecimal() and int(name) < len(gpus) else None
         by_prefix = next((key for key in gpus if key.startswith(name)), None)
-        found.append((name, by_number or by_prefix or name))
-    return found
+        pairs.append((name, by_number or by_prefix or name))
+    return pairs

@@ -311,7 +311,8 @@ class Watchdog:
             return
         for handle in events:
             if handle in self.peers and self.size > 1:
-                self.end_with_peer(handle, *self.peers[handle])
+                rank, pid = self.peers[handle]
+                self.end_with_peer(handle, rank, pid)
         if self.pipe[0] in events:
             for number in os.read(self.pipe[0], 256):
                 self.handle_signal(number)

@@ -46,8 +46,8 @@ def has_secret(text: str) -> bool:
 
 def secrets_of(env: Mapping[str, str] = os.environ) -> list[str]:
     """Return the values of the environment variables that hold secrets, the longest first."""
-    found = {value for name, value in env.items() if is_secret_variable(name) and len(value) >= 8}
-    return sorted(found, key=len, reverse=True)
+    values = {value for name, value in env.items() if is_secret_variable(name) and len(value) >= 8}
+    return sorted(values, key=len, reverse=True)
 
 
 def redact(text: str, known: Iterable[str] = ()) -> str:
@@ -68,10 +68,10 @@ def redact_values(values: Mapping[str, Any], known: Iterable[str] = ()) -> dict[
         if isinstance(value, str):
             return HIDDEN if is_secret and value else redact(value, known)
         if isinstance(value, list | tuple):
-            return [clean(own, is_secret) for own in value]
+            return [clean(item, is_secret) for item in value]
         return value
 
-    return {key: clean(own, any(map(is_secret_name, (key, key.rpartition(".")[2])))) for key, own in values.items()}
+    return {key: clean(item, any(map(is_secret_name, (key, key.rpartition(".")[2])))) for key, item in values.items()}
 
 
 def hide(found: re.Match[str]) -> str:
