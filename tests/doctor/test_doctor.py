@@ -23,7 +23,7 @@ from llava_fsdp.config import DoctorConfig, Format
 from llava_fsdp.data.batching.workers import lock_bytes
 from llava_fsdp.doctor import checks, config_checks
 from llava_fsdp.doctor.checks import CHECKS, Check, run_check
-from llava_fsdp.doctor.context import Context, Needs
+from llava_fsdp.doctor.context import DoctorContext, Needs
 from llava_fsdp.doctor.findings import Finding, Level, fail, ok, output_of, result_and_cure, warn
 from llava_fsdp.doctor.main import doctor
 from llava_fsdp.doctor.probes import collectives, disk, gpus, host, network, software, torch_probe
@@ -44,14 +44,14 @@ def config(*overrides: str) -> DoctorConfig:
     return command_config(DoctorConfig, "doctor", *overrides)
 
 
-def context_of(*overrides: str, **known: Any) -> Context:
+def context_of(*overrides: str, **known: Any) -> DoctorContext:
     """A context in which some of the cached values are known."""
-    context = Context(config(*overrides))
+    context = DoctorContext(config(*overrides))
     context.__dict__ |= known
     return context
 
 
-def rows_of(name: str, context: Context) -> list[Finding]:
+def rows_of(name: str, context: DoctorContext) -> list[Finding]:
     (check,) = (check for check in CHECKS if check.name == name)
     return run_check(check, context)
 
@@ -623,18 +623,18 @@ def test_more_ranks_on_a_cpu_than_fit_fail_in_every_row() -> None:
 
 
 def test_a_probe_that_crashes_or_hangs_is_a_row() -> None:
-    def crash(context: Context) -> list[Finding]:
+    def crash(context: DoctorContext) -> list[Finding]:
         raise ZeroDivisionError("by nothing")
 
-    def half(context: Context) -> Iterable[Finding]:
+    def half(context: DoctorContext) -> Iterable[Finding]:
         yield ok("first", "fine")
         raise ConfigError("gpu=x is not in the table; choose auto")
 
-    def hang(context: Context) -> Iterable[Finding]:
+    def hang(context: DoctorContext) -> Iterable[Finding]:
         yield ok("first", "fine")
         time.sleep(30)
 
-    context = Context(config())
+    context = DoctorContext(config())
     (row,) = run_check(Check("g", "n", crash), context)
     assert row.level is Level.WARN and "ZeroDivisionError: by nothing (test_doctor.py:" in row.result and row.cure
     rows = run_check(Check("g", "n", half), context)

@@ -20,9 +20,9 @@ from transformers import AutoProcessor, LlavaForConditionalGeneration
 from llava_fsdp.chat.assistant import Assistant, Question
 from llava_fsdp.config import AspectRatio, EvaluateConfig, Format
 from llava_fsdp.data.records.record import Record, Turn
-from llava_fsdp.evaluate.answers_file import AnswersFile, Shard
+from llava_fsdp.evaluate.answers_file import AnswersFile, QuestionShard
 from llava_fsdp.evaluate.check_images import check_images
-from llava_fsdp.evaluate.main import AnswerGenerator, evaluate, with_paths
+from llava_fsdp.evaluate.main import BenchmarkAnswerer, evaluate, with_paths
 from llava_fsdp.evaluate.question import LETTER, SHORT
 from llava_fsdp.evaluate.read_questions import first_question, read_questions
 from llava_fsdp.runtime.errors import CommunicationError, ConfigError, DataError
@@ -57,7 +57,7 @@ def reply(capsys: pytest.CaptureFixture[str]) -> Reply:
 
     def score(cfg: EvaluateConfig, texts: list[str]) -> dict[str, Any]:
         asked = read_questions(cfg)
-        settings = AnswerGenerator(cfg, asked, Shard()).settings | {"blank": False}
+        settings = BenchmarkAnswerer(cfg, asked, QuestionShard()).settings | {"blank": False}
         assert cfg.answers is not None
         with AnswersFile(Path(cfg.answers), asked, settings, "model").writing() as add:
             add(asked, texts)
@@ -317,7 +317,7 @@ def test_an_answers_file(keys: list[str], tmp_path: Path) -> None:
         path.write_bytes(lines[:end])
         one.read_new()
         assert len(one.texts) == lines[:end].count(b"\n")
-    of_two = AnswersFile(tmp_path / "b.jsonl", asked, {}, "model", Shard(0, 2))
+    of_two = AnswersFile(tmp_path / "b.jsonl", asked, {}, "model", QuestionShard(0, 2))
     with of_two.writing() as add:
         add(of_two.pending(), ["x", "y", "z"])
     with pytest.raises(CommunicationError, match=r"2 are missing, of ranks \[1\]"):
@@ -369,10 +369,10 @@ def test_conversations_with_and_without_images(
 def test_answers_to_blank_images_have_a_score_of_their_own(
     keys: list[str], dataset: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def given(self: AnswerGenerator, blank: bool) -> list[str]:
+    def given(self: BenchmarkAnswerer, blank: bool) -> list[str]:
         return ["?" if blank and number else question.references[0] for number, question in enumerate(self.questions)]
 
-    monkeypatch.setattr(AnswerGenerator, "answers", given)
+    monkeypatch.setattr(BenchmarkAnswerer, "answers", given)
     cfg = config(*keys, "data=llava_json", f"data.path={dataset / 'mixed.json'}", "limit=4")
     capsys.readouterr()
     evaluate(cfg)

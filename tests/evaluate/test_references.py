@@ -12,7 +12,7 @@ from small import command_config
 from llava_fsdp.config import AspectRatio, EvaluateConfig, Task
 from llava_fsdp.evaluate import answers_file
 from llava_fsdp.evaluate import main as evaluate
-from llava_fsdp.evaluate.answers_file import AnswersFile, Shard, blank_file
+from llava_fsdp.evaluate.answers_file import AnswersFile, QuestionShard, blank_file
 from llava_fsdp.evaluate.benchmarks.pope_files import annotate_yes_no
 from llava_fsdp.evaluate.benchmarks.references import answers_in_entry
 from llava_fsdp.evaluate.benchmarks.scienceqa_files import annotate_problems, read_choice_record
@@ -82,7 +82,7 @@ def test_what_a_question_is_asked_and_counted_as() -> None:
     assert {Task.vqa: SHORT, Task.textvqa: SHORT, Task.yes_no: SHORT, Task.multiple_choice: LETTER} == SUFFIXES
 
 
-def answers(path: Path, shard: Shard, **change: Any) -> AnswersFile:
+def answers(path: Path, shard: QuestionShard, **change: Any) -> AnswersFile:
     asked = [BenchmarkQuestion(n, f"q{n}", f"what {n}", "", ("a.jpg",), "here") for n in range(7)]
     asked[2] = replace(asked[2], **change)
     return AnswersFile(path, asked, {"model": "m", "blank": False}, "name", shard)
@@ -93,21 +93,21 @@ def answers(path: Path, shard: Shard, **change: Any) -> AnswersFile:
 )
 def test_an_answer_to_another_question_is_not_taken_over(change: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    first = answers(path, Shard())
+    first = answers(path, QuestionShard())
     with first.writing() as add:
         add(first.questions[2:3], ["yes"])
-    assert answers(path, Shard()).texts == {2: "yes"}
+    assert answers(path, QuestionShard()).texts == {2: "yes"}
     with pytest.raises(ConfigError):
-        answers(path, Shard(), **change)
+        answers(path, QuestionShard(), **change)
 
 
 def test_questions_are_shared_out_and_each_process_has_a_file(tmp_path: Path) -> None:
-    shards = [answers(tmp_path / "a.b.jsonl", Shard(rank, 3)) for rank in range(3)]
+    shards = [answers(tmp_path / "a.b.jsonl", QuestionShard(rank, 3)) for rank in range(3)]
     assert [[a.number for a in own.pending()] for own in shards] == [[0, 3, 6], [1, 4], [2, 5]]
     shards[0].texts[3] = "yes"
     assert [a.number for a in shards[0].pending()] == [0, 6]
     assert [own.path_to_write.name for own in shards] == [f"a.b.jsonl.part-{n}-of-3" for n in range(3)]
-    assert answers(tmp_path / "a.jsonl", Shard()).path_to_write.name == "a.jsonl"
+    assert answers(tmp_path / "a.jsonl", QuestionShard()).path_to_write.name == "a.jsonl"
     assert blank_file(tmp_path / "a.b.jsonl").name == "a.b_blank.jsonl"
 
 
@@ -120,7 +120,7 @@ def test_what_answers_depend_on_is_kept_with_them(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(evaluate, "folder_of", lambda _: Path("images"))
     data = SimpleNamespace(template="auto", image_aspect_ratio=AspectRatio.square)
     cfg: Any = SimpleNamespace(answers="a.jsonl", max_new_tokens=9, data=data, model=SimpleNamespace(checkpoint="m"))
-    assert evaluate.AnswerGenerator(cfg, [], Shard()).settings == {
+    assert evaluate.BenchmarkAnswerer(cfg, [], QuestionShard()).settings == {
         "model": "digest", "max_new_tokens": 9, "template": "v1", "image_aspect_ratio": "pad",
     }  # fmt: skip
     assert asked == ["m", "auto", AspectRatio.square], "what a folder does not say"
@@ -150,7 +150,7 @@ def test_a_model_is_told_by_the_content_of_all_its_files(tmp_path: Path) -> None
 def test_answers_of_all_processes_are_merged_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 waits as long as any process writes; part files are gone at the end. A second end changes nothing."""
     path, clock = tmp_path / "a.jsonl", iter(range(0, 1000, 60))
-    first, second, third = (answers(path, Shard(rank, 3)) for rank in range(3))
+    first, second, third = (answers(path, QuestionShard(rank, 3)) for rank in range(3))
     others = [given for own in (third, second) for question in own.pending() for given in ((own, [question]), None)]
 
     def sleep(seconds: float) -> None:
@@ -165,27 +165,27 @@ def test_answers_of_all_processes_are_merged_in_order(tmp_path: Path, monkeypatc
     assert first.finish() == [f"{number}" for number in range(7)]
     assert [json.loads(line)["text"] for line in path.read_text().splitlines()] == [f"{n}" for n in range(7)]
     assert [file.name for file in tmp_path.iterdir()] == ["a.jsonl"]
-    assert not answers(path, Shard()).pending()
+    assert not answers(path, QuestionShard()).pending()
 
 
 def test_no_answer_for_a_while_ends_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, slept = iter(range(0, 1000, 60)), []
     monkeypatch.setattr(answers_file, "time", SimpleNamespace(sleep=slept.append, monotonic=lambda: next(clock)))
     with pytest.raises(CommunicationError, match=r"no new answer for 130 s, and 7 are missing, of ranks \[0, 1, 2\]"):
-        answers(tmp_path / "a.jsonl", Shard(0, 3)).wait(stall=130)
+        answers(tmp_path / "a.jsonl", QuestionShard(0, 3)).wait(stall=130)
     assert len(slept) == 2
 
 
 def test_settings_that_differ_are_named_and_no_others(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    with (own := answers(path, Shard())).writing() as add:
+    with (own := answers(path, QuestionShard())).writing() as add:
         add(own.questions[:1], ["yes"])
     with pytest.raises(ConfigError, match=r"with other settings: model=m there, other here; name another"):
         AnswersFile(path, own.questions, {"model": "other", "blank": False}, "name")
     with pytest.raises(StorageError, match="cannot be read"):
-        answers(tmp_path, Shard())
+        answers(tmp_path, QuestionShard())
     (tmp_path / "file").write_text("")
-    unwritable = answers(tmp_path / "b.jsonl", Shard())
+    unwritable = answers(tmp_path / "b.jsonl", QuestionShard())
     unwritable.path = tmp_path / "file" / "b.jsonl"
     with pytest.raises(StorageError, match="cannot be written"), unwritable.writing():
         pass
@@ -215,7 +215,7 @@ def test_a_process_has_its_gpu_and_its_questions(monkeypatch: pytest.MonkeyPatch
         here = {"RANK": rank, "WORLD_SIZE": 4, "LOCAL_RANK": rank - 2, "LOCAL_WORLD_SIZE": 2}
         for key, value in here.items():
             monkeypatch.setenv(key, str(value))
-        assert evaluate.open_shard(cfg) == Shard(rank, 4)
+        assert evaluate.open_shard(cfg) == QuestionShard(rank, 4)
     assert [device.index for device in chosen] == [0, 1]
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     with pytest.raises(ConfigError, match="started 3 ranks on this machine, which has 2 GPUs"):
@@ -409,12 +409,12 @@ def test_ten_people_answer_a_question_of_textvqa(count: int, fits: bool) -> None
 
 def test_an_answer_in_a_file_is_a_text(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    own = answers(path, Shard())
+    own = answers(path, QuestionShard())
     row = json.loads(own.line(own.questions[0], "yes"))
     for text in (5, None, ["yes"]):
         path.write_text(json.dumps(row | {"text": text}) + "\n")
         with pytest.raises(ConfigError):
-            answers(path, Shard())
+            answers(path, QuestionShard())
 
 
 def choice_record(*turns: tuple[str, str], **more: Any) -> BenchmarkQuestion:
@@ -448,11 +448,11 @@ def test_questions_of_vqav2_are_known_by_their_form(tmp_path: Path) -> None:
 def test_answers_that_were_written_in_another_order_are_put_in_theirs(tmp_path: Path) -> None:
     """Where one process has all of them, too; a file that is in order is not written again."""
     path = tmp_path / "a.jsonl"
-    own = answers(path, Shard())
+    own = answers(path, QuestionShard())
     with own.writing() as add:
         add(own.questions[::-1], [f"{number}" for number in reversed(range(7))])
-    again = answers(path, Shard())
+    again = answers(path, QuestionShard())
     assert again.finish() == [f"{number}" for number in range(7)]
     assert [json.loads(line)["text"] for line in path.read_text().splitlines()] == [f"{n}" for n in range(7)]
     before = path.stat().st_ino
-    assert answers(path, Shard()).finish() == again.finish() and path.stat().st_ino == before
+    assert answers(path, QuestionShard()).finish() == again.finish() and path.stat().st_ino == before

@@ -21,7 +21,7 @@ from llava_fsdp.config import Config, Examine, PrepareConfig, load
 from llava_fsdp.config.command_line import cli
 from llava_fsdp.data.text.jinja_template import own_name
 from llava_fsdp.doctor.checks import CHECKS, run_check
-from llava_fsdp.doctor.context import Context
+from llava_fsdp.doctor.context import DoctorContext
 from llava_fsdp.doctor.findings import Finding, Level, result_and_cure
 from llava_fsdp.model.sources.pretrained import NoProjector, find_parts
 from llava_fsdp.prepare.main import prepare
@@ -219,7 +219,7 @@ def test_a_projector_of_other_parts_names_them(
 
 
 def doctor_rows(cfg: Any) -> list[Finding]:
-    context = Context.__new__(Context)
+    context = DoctorContext.__new__(DoctorContext)
     context.cfg, context.is_missing = cfg, False
     context.__dict__["torch"] = type("NoGpus", (), {"devices": []})()
     (check,) = [check for check in CHECKS if check.name == "train"]

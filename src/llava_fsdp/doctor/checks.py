@@ -11,7 +11,7 @@ from pathlib import Path
 
 from llava_fsdp.config.paths import exists, paths_read
 from llava_fsdp.doctor import config_checks
-from llava_fsdp.doctor.context import Context
+from llava_fsdp.doctor.context import DoctorContext
 from llava_fsdp.doctor.findings import Finding, Level, fail, finding_of, ok, output_of, warn
 from llava_fsdp.doctor.probes import disk, gpus, host, network, software
 from llava_fsdp.doctor.probes.collectives import LIMIT, try_ranks
@@ -31,27 +31,27 @@ class Check:
     group: str
     name: str
     """Name of the row in the report if the check raises an error or exceeds its time limit."""
-    probe: Callable[[Context], Iterable[Finding]]
+    probe: Callable[[DoctorContext], Iterable[Finding]]
     seconds: float = USUAL
 
 
-def packages(context: Context) -> Iterator[Finding]:
+def packages(context: DoctorContext) -> Iterator[Finding]:
     yield from software.judge_packages(software.requirements(), software.version_of)
     yield from software.judge_optional(software.version_of)
 
 
-def devices(context: Context) -> Iterator[Finding]:
+def devices(context: DoctorContext) -> Iterator[Finding]:
     used = replace(context.torch, devices=context.torch.devices[: context.cfg.gpus])
     yield from gpus.judge_gpus(context.gpus, used)
     yield from gpus.judge_count(context.ranks, context.torch, os.environ)
 
 
-def links(context: Context) -> Iterator[Finding]:
+def links(context: DoctorContext) -> Iterator[Finding]:
     if len(context.torch.devices) > 1:
         yield from gpus.judge_links(output_of(["nvidia-smi", "topo", "-m"], gpus.SECONDS), context.torch)
 
 
-def memory(context: Context) -> Iterator[Finding]:
+def memory(context: DoctorContext) -> Iterator[Finding]:
     from llava_fsdp.plan.time.hardware import PROCESS  # imports torch
 
     on_gpus, needed = bool(context.torch.devices), 0
@@ -63,7 +63,7 @@ def memory(context: Context) -> Iterator[Finding]:
     yield from host.judge_memory(context.host, needed, what)
 
 
-def shared(context: Context) -> Iterator[Finding]:
+def shared(context: DoctorContext) -> Iterator[Finding]:
     from llava_fsdp.data.batching.workers import lock_bytes  # imports torch
 
     needed = context.ranks * lock_bytes(context.workers)
@@ -71,7 +71,7 @@ def shared(context: Context) -> Iterator[Finding]:
     yield from host.judge_shared(total, free, needed, len(context.torch.devices) > 1)
 
 
-def output(context: Context) -> Iterator[Finding]:
+def output(context: DoctorContext) -> Iterator[Finding]:
     folder = existing(context.output_dir)
     if refused := list(disk.check_writable("output_dir", folder)):
         yield from refused
@@ -86,13 +86,13 @@ def output(context: Context) -> Iterator[Finding]:
     yield from disk.judge_room("room in output_dir", folder, free_bytes(folder), needed, what, cure)
 
 
-def output_speed(context: Context) -> Iterator[Finding]:
+def output_speed(context: DoctorContext) -> Iterator[Finding]:
     folder = existing(context.output_dir)
     if folder.is_dir() and os.access(folder, os.W_OK):
         yield from disk.judge_speed("speed of output_dir", folder, context.checkpoint)
 
 
-def data(context: Context) -> Iterator[Finding]:
+def data(context: DoctorContext) -> Iterator[Finding]:
     records, images = config_checks.data_paths(context.cfg)
     for key, path in records.items():
         cfg = context.cfg if key.startswith("data.") else context.cfg.held_out
@@ -101,7 +101,7 @@ def data(context: Context) -> Iterator[Finding]:
         yield from disk.judge_images(key, disk.images_in(path))
 
 
-def nvme(context: Context) -> Iterator[Finding]:
+def nvme(context: DoctorContext) -> Iterator[Finding]:
     folder = context.cfg.offload.folder
     needed = 0 if context.known_needs is None else context.known_needs.row.disk * context.ranks
     if not needed:
@@ -112,14 +112,14 @@ def nvme(context: Context) -> Iterator[Finding]:
     yield from disk.judge_speed("speed of offload.folder", path, 0)
 
 
-def interfaces(context: Context) -> Iterator[Finding]:
+def interfaces(context: DoctorContext) -> Iterator[Finding]:
     ports = network.read_infiniband()
     yield from network.judge_interfaces(network.read_interfaces(), ports, os.environ, context.cfg.nodes)
     name = socket.gethostname()
     yield from network.judge_name(name, network.lookup(name), context.cfg.nodes)
 
 
-def places(context: Context) -> Iterator[Finding]:
+def places(context: DoctorContext) -> Iterator[Finding]:
     for finding in config_checks.judge_paths(context.cfg):
         context.is_missing |= finding.level is Level.FAIL
         yield finding
@@ -131,7 +131,7 @@ def places(context: Context) -> Iterator[Finding]:
         yield finding
 
 
-def needs(context: Context) -> Iterator[Finding]:
+def needs(context: DoctorContext) -> Iterator[Finding]:
     yield from config_checks.judge_precision(context.cfg, context.torch.devices, context.has_bf16)
     checks = software.needs_of(context.settled)
     if context.unreadable is not None:
@@ -139,7 +139,7 @@ def needs(context: Context) -> Iterator[Finding]:
     yield from software.judge_needs(checks)
 
 
-def plan(context: Context) -> Iterator[Finding]:
+def plan(context: DoctorContext) -> Iterator[Finding]:
     if context.unreadable is not None:
         yield warn(
             "memory by the plan", "not planned, because the model cannot be read", f"fix {context.unreadable} first"
@@ -149,7 +149,7 @@ def plan(context: Context) -> Iterator[Finding]:
     yield from config_checks.judge_taken(context.needs, {gpu.index: gpu.memory - gpu.used for gpu in context.gpus})
 
 
-def training(context: Context) -> Iterator[Finding]:
+def training(context: DoctorContext) -> Iterator[Finding]:
     """Make the checks that a training makes before it reads its dataset or its weights, by the training's own
     functions."""
     if context.is_missing:
@@ -166,7 +166,7 @@ def training(context: Context) -> Iterator[Finding]:
     yield ok("train", "takes this configuration")
 
 
-def all_gpus(context: Context) -> Iterator[Finding]:
+def all_gpus(context: DoctorContext) -> Iterator[Finding]:
     count = len(context.torch.devices)
     if count > 2:
         yield from try_ranks(count, on_gpus=True)
@@ -197,7 +197,7 @@ CHECKS = (
 )
 
 
-def run_check(check: Check, context: Context) -> list[Finding]:
+def run_check(check: Check, context: DoctorContext) -> list[Finding]:
     """Run a check and return its results. An error or an exceeded time limit becomes a result too. The check runs in a
     thread, which is abandoned if it hangs on a disk or a driver that does not answer."""
     findings: list[Finding] = []

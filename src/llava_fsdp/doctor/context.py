@@ -27,7 +27,7 @@ class Needs:
     """Size of the prepared input of one step on one rank. Data workers keep such inputs of the next steps in memory."""
 
 
-class Context:
+class DoctorContext:
     """Input of all checks: the training's configuration, and facts about this machine, each computed once."""
 
     def __init__(self, cfg: DoctorConfig):

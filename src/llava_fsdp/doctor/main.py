@@ -14,7 +14,7 @@ from rich.table import Table
 
 from llava_fsdp.config import DoctorConfig, Format
 from llava_fsdp.doctor.checks import CHECKS, run_check
-from llava_fsdp.doctor.context import Context
+from llava_fsdp.doctor.context import DoctorContext
 from llava_fsdp.doctor.findings import Finding, Level
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.text.console import TextConsole
@@ -28,7 +28,7 @@ def doctor(cfg: DoctorConfig) -> None:
     Raises:
         ConfigError: at least one check fails; the printed table says why.
     """
-    context = Context(cfg)
+    context = DoctorContext(cfg)
     rows: list[tuple[str, Finding]] = []
     with TextConsole(on_stderr=True).status("checking") as status:  # prints nothing if stderr is not a terminal
         for check in CHECKS:

@@ -30,7 +30,7 @@ STALL = 1800.0
 
 
 @dataclass(frozen=True)
-class Shard:
+class QuestionShard:
     """The questions that one of `size` processes answers: every `size`-th question, from number `rank` on."""
 
     rank: int = 0
@@ -54,7 +54,7 @@ class AnswersFile:
     questions: Sequence[BenchmarkQuestion]
     settings: dict[str, Any]
     model_id: str
-    shard: Shard = Shard()
+    shard: QuestionShard = QuestionShard()
     texts: dict[int, str] = field(default_factory=dict)
     read: dict[Path, int] = field(default_factory=dict)
 

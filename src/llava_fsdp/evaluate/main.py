@@ -27,7 +27,7 @@ from llava_fsdp.data.text.conversation import asking
 from llava_fsdp.data.text.jinja_template import OWN, is_own
 from llava_fsdp.data.text.templates import template
 from llava_fsdp.data.toy_shapes import draw_shapes
-from llava_fsdp.evaluate.answers_file import AnswersFile, Shard, blank_file, storage_errors
+from llava_fsdp.evaluate.answers_file import AnswersFile, QuestionShard, blank_file, storage_errors
 from llava_fsdp.evaluate.blind_guess import count_texts, score_blind_guess
 from llava_fsdp.evaluate.check_images import check_images, folder_of
 from llava_fsdp.evaluate.question import BenchmarkQuestion
@@ -58,7 +58,7 @@ def evaluate(cfg: EvaluateConfig) -> None:
         cfg = replace(cfg, data=replace(cfg.data, images=find_images(cfg.data.images, "data.images")))
     questions = read_questions(cfg)
     check_images(questions, cfg.data)
-    generator = AnswerGenerator(cfg, questions, shard)
+    generator = BenchmarkAnswerer(cfg, questions, shard)
     answers = generator.answers(blank=False)
     blank_answers = generator.answers(blank=True) if asks_blank(cfg) else None
     if shard.rank != 0:
@@ -104,14 +104,14 @@ def put_comparisons(
     result["question_texts"] = count_texts(questions)
 
 
-def open_shard(cfg: EvaluateConfig) -> Shard:
+def open_shard(cfg: EvaluateConfig) -> QuestionShard:
     """Select this process's GPU and its share of the questions by torchrun's environment variables.
 
     Raises:
         ConfigError: there are several processes and no file for the answers, or more processes than GPUs on this
             machine.
     """
-    shard = Shard(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
+    shard = QuestionShard(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
     if shard.size > 1 and cfg.answers is None:
         raise ConfigError(f"{shard.size} processes collect their answers in a file; name it with answers=FILE.jsonl")
     device = read_world().device
@@ -124,11 +124,11 @@ def asks_blank(cfg: EvaluateConfig) -> bool:
     return cfg.task is Task.conversations if cfg.blank is None else cfg.blank
 
 
-class AnswerGenerator:
+class BenchmarkAnswerer:
     """Generates answers, except those that the answers file already contains. The model is only loaded if answers are
     missing."""
 
-    def __init__(self, cfg: EvaluateConfig, questions: list[BenchmarkQuestion], shard: Shard):
+    def __init__(self, cfg: EvaluateConfig, questions: list[BenchmarkQuestion], shard: QuestionShard):
         self.cfg, self.questions, self.shard = cfg, questions, shard
         self.folders = {images: folder_of(cfg.data, images) for images in {q.images_folder for q in questions}}
         self.assistant: Assistant | None = None

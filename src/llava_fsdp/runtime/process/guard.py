@@ -30,7 +30,7 @@ GRACE = 15.0
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 
-class Guard:
+class RankGuard:
     """Starts the guard of this rank, and sends it signs of life."""
 
     def __init__(self, folder: Path, rank: int, peers: dict[int, int], seconds: float):

@@ -47,7 +47,7 @@ from llava_fsdp.runtime.files.status_file import (
     put_status,
     write_ending,
 )
-from llava_fsdp.runtime.process.guard import Guard
+from llava_fsdp.runtime.process.guard import RankGuard
 from llava_fsdp.runtime.process.process_end import end_agent, end_torchrun, ending_of, siblings
 from llava_fsdp.runtime.text.log import log
 
@@ -155,7 +155,7 @@ class Watchdog:
         """Whether watching the other ranks has failed, which is reported only once."""
         self.peers: dict[int, tuple[int, int]] = {}
         """The other ranks on this machine: pidfd -> (rank, process id)."""
-        self.guard: Guard | None = None
+        self.guard: RankGuard | None = None
         self.stepped_at = 0.0
         """Time of the end of the last step, by the monotonic clock."""
         self.longest_step = 0.0
@@ -271,7 +271,7 @@ class Watchdog:
                 with contextlib.suppress(OSError):  # another container on this machine, or an old kernel
                     self.peers[os.pidfd_open(pid)] = rank, pid
         if is_guarded:
-            self.guard = Guard(self.folder, self.rank, {n: pid for n, pid in self.peers.values()}, self.silence)
+            self.guard = RankGuard(self.folder, self.rank, {n: pid for n, pid in self.peers.values()}, self.silence)
         yield
         self.size = 1  # after the last barrier other ranks may end first; not reached if the body raised an error
 
