@@ -16,7 +16,7 @@ from traps import full_log
 
 from llava_fsdp.export.main import export
 from llava_fsdp.runtime.errors import CheckpointError, ConfigError
-from llava_fsdp.runtime.files.jsonl import Rows
+from llava_fsdp.runtime.files.jsonl import RowWriter
 from llava_fsdp.train import main as train
 
 
@@ -33,7 +33,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_rows_wait_for_room(small_disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = Rows(small_disk / "metrics.jsonl")
+    rows = RowWriter(small_disk / "metrics.jsonl")
     rows.add({"step": 0})
     (small_disk / "other").write_bytes(bytes(300_000 - 8192))
     with pytest.raises(OSError, match="No space"):

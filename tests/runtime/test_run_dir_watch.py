@@ -18,7 +18,7 @@ from llava_fsdp.runtime.errors import ConfigError, FolderLost
 from llava_fsdp.runtime.exit_codes import ENDINGS, ExitCode
 from llava_fsdp.runtime.files import os_errors, run_dir, status_file
 from llava_fsdp.runtime.files.heartbeat import Phase
-from llava_fsdp.runtime.files.jsonl import Rows, replace_lines
+from llava_fsdp.runtime.files.jsonl import RowWriter, replace_lines
 from llava_fsdp.runtime.files.os_errors import free_bytes, free_inodes, why
 from llava_fsdp.runtime.files.run_dir import claimed, held_by
 from llava_fsdp.runtime.files.run_dir_watch import RunDirLock
@@ -266,7 +266,7 @@ def test_a_link_that_comes_later_is_not_followed(tmp_path: Path) -> None:
     target = tmp_path / "target"
     target.write_text("precious")
     (tmp_path / "metrics.jsonl").symlink_to(target)
-    rows = Rows(tmp_path / "metrics.jsonl")
+    rows = RowWriter(tmp_path / "metrics.jsonl")
     rows.add({"step": 1})
     assert rows.waiting and target.read_text() == "precious"
     (tmp_path / "starts.tmp").symlink_to(target)

@@ -57,19 +57,19 @@ def full_log(first: int, last: int) -> None:
     """No row can be written from step `first` to step `last`: the disk is full."""
     import errno
 
-    from llava_fsdp.runtime.files.jsonl import Rows
+    from llava_fsdp.runtime.files.jsonl import RowWriter
 
-    write = Rows.write
+    write = RowWriter.write
     tried = [0]
 
-    def failing(self: Rows) -> OSError | None:
+    def failing(self: RowWriter) -> OSError | None:
         if self.path.name != "metrics.jsonl":
             return write(self)
         tried[0] += 1
         full = first <= tried[0] <= last
         return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) if full else write(self)
 
-    Rows.write = failing
+    RowWriter.write = failing
 
 
 def note_resources(notes: str) -> None:

@@ -16,7 +16,7 @@ from llava_fsdp.plan.time.mfu import Utilization
 from llava_fsdp.report.charts.downsample import MOST_SKIPS, MOST_SOURCES, SUMS, VALUES, WINDOW, History, mean_loss
 from llava_fsdp.report.run_reader import Run, own_overrides, thinned, validations_until
 from llava_fsdp.runtime.files import jsonl
-from llava_fsdp.runtime.files.jsonl import Rows
+from llava_fsdp.runtime.files.jsonl import RowWriter
 from llava_fsdp.runtime.text.humanize import duration
 from llava_fsdp.runtime.text.log import log
 from llava_fsdp.train.events import metrics
@@ -195,7 +195,7 @@ def test_rows_that_a_disk_refuses_wait_and_are_written_in_order(
     said: list[str] = []
     told = SimpleNamespace(warning=lambda text, *values: said.append(text % values))
     monkeypatch.setattr(jsonl, "log", lambda: told)  # what other tests of this process do to loggers does not count
-    rows = Rows(tmp_path / "rows.jsonl")
+    rows = RowWriter(tmp_path / "rows.jsonl")
     rows.add({"step": 1})
     append = jsonl.append
 

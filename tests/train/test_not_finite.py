@@ -31,7 +31,7 @@ from llava_fsdp.parallel.ranks.mesh import own_rank
 from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.runtime.errors import CheckpointError, CompileError, NumericError, Stopped
 from llava_fsdp.runtime.files.heartbeat import Beat, Phase
-from llava_fsdp.runtime.process.watchdog import BEAT, Run, Watchdog
+from llava_fsdp.runtime.process.watchdog import BEAT, Watchdog, WatchedRun
 from llava_fsdp.train import loop
 from llava_fsdp.train import main as train
 from llava_fsdp.train.checkpoints.resume import resume
@@ -330,7 +330,7 @@ def test_a_rank_that_reports_a_step_is_behind_those_that_go_on(configure: Config
 
 @pytest.mark.slow
 def test_a_watchdog_that_cannot_watch_handles_signals(tmp_path: Path) -> None:
-    class Broken(Run):
+    class Broken(WatchedRun):
         def data_position(self) -> str:
             raise ValueError("no such place")
 

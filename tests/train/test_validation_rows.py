@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from llava_fsdp.config import Metric, ParallelConfig
-from llava_fsdp.runtime.files.jsonl import Rows
+from llava_fsdp.runtime.files.jsonl import RowWriter
 from llava_fsdp.train.events import validation, validation_answers
 from llava_fsdp.train.events.run_events import RunEvents
 from llava_fsdp.train.events.validation import LossSum, Validation, as_line, as_object, row_of
@@ -105,7 +105,7 @@ def test_a_validation_that_is_reported_shows_some_answers_and_their_metric(tmp_p
     held_out = SimpleNamespace(names=["a", "b"], questions=[question, question, other])
     passed: list[dict[str, Any]] = []
     held: Any = SimpleNamespace(
-        state=SimpleNamespace(step=7), held_out=held_out, rows=Rows(tmp_path / "validation.jsonl"),
+        state=SimpleNamespace(step=7), held_out=held_out, rows=RowWriter(tmp_path / "validation.jsonl"),
         cfg=SimpleNamespace(val=SimpleNamespace(shown=2)), metric=SimpleNamespace(name="vqa"),
         events=SimpleNamespace(after_validation=passed.append),
     )  # fmt: skip

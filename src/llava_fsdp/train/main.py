@@ -30,7 +30,7 @@ from llava_fsdp.runtime.files.durable_files import replace_file
 from llava_fsdp.runtime.files.heartbeat import Phase
 from llava_fsdp.runtime.files.run_dir import FOLDER, claimed, restored_umask
 from llava_fsdp.runtime.files.run_dir_watch import RunDirLock
-from llava_fsdp.runtime.process.watchdog import Run, Watchdog
+from llava_fsdp.runtime.process.watchdog import Watchdog, WatchedRun
 from llava_fsdp.runtime.text.log import log
 from llava_fsdp.train import final_export
 from llava_fsdp.train.checkpoints.replica_check import check_replicas
@@ -53,7 +53,7 @@ from llava_fsdp.train.state import TrainState
 
 
 @dataclass
-class RunParts(Run):
+class RunParts(WatchedRun):
     """The parts of a training that the watchdog uses while it runs, and that are used when the process ends. A part is
     None until it is built."""
 

@@ -18,7 +18,7 @@ from llava_fsdp.data.index import statistics as report_module
 from llava_fsdp.data.index.statistics import bar_width, make_report, median, problem_rows, write_report
 from llava_fsdp.data.text.encode import truncate
 from llava_fsdp.prepare import main as prepare
-from llava_fsdp.runtime.files.jsonl import Rows
+from llava_fsdp.runtime.files.jsonl import RowWriter
 from llava_fsdp.runtime.text.terminal_text import OBEYED
 from llava_fsdp.train.events.lost_rows import SKIPPED_FILE
 from llava_fsdp.train.events.skipped_records import SkippedRecords
@@ -184,7 +184,7 @@ def test_what_is_left_out_is_listed_once(tmp_path: Path) -> None:
     path = tmp_path / SKIPPED_FILE
     SkippedRecords(tmp_path, 0, listed)
     assert path.read_text() == '{"step": 0, "record": "a", "kind": "url", "reason": "b"}\n'
-    rows = Rows(path)
+    rows = RowWriter(path)
     rows.add({"step": 1, "record": "c"})
     rows.add({"step": 3, "record": "d"})
     SkippedRecords(tmp_path, 2, listed)

@@ -15,7 +15,7 @@ MOST_WAITING = 200_000
 """Maximum number of rows kept in memory while they cannot be written. A row has a few hundred bytes."""
 
 
-class Rows:
+class RowWriter:
     """Appends rows to a JSON Lines file. Rows that cannot be written are kept in memory and written later. A warning is
     logged when writing first fails, and at the end if rows were lost."""
 

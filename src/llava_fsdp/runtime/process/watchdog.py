@@ -73,7 +73,7 @@ before the rank counts as stuck in a call that never returns."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
-class Run:
+class WatchedRun:
     """What the watchdog calls of a training run, in its own thread. This base class is for processes without a run."""
 
     ends_process = True
@@ -105,7 +105,7 @@ class Watchdog:
         rank: int = 0,
         limit: int = 0,
         warn_after: int | None = None,
-        run: Run | None = None,
+        run: WatchedRun | None = None,
     ):
         """Set up the watchdog without starting it.
 
@@ -122,7 +122,7 @@ class Watchdog:
         self.has_met = False
         self.limit = limit
         self.warn_after = warn_after
-        self.run = run or Run()
+        self.run = run or WatchedRun()
         self.stop = ""
         """Name of the signal that requested a stop; empty if there was none."""
         self.is_asked = False

@@ -14,7 +14,7 @@ import torch
 from llava_fsdp.plan.time.mfu import Utilization
 from llava_fsdp.report.run_reader import METRICS_FILE
 from llava_fsdp.runtime.errors import StorageError
-from llava_fsdp.runtime.files.jsonl import Rows, replace_lines
+from llava_fsdp.runtime.files.jsonl import RowWriter, replace_lines
 from llava_fsdp.runtime.files.os_errors import why
 from llava_fsdp.train.events.step_report import StepReport
 from llava_fsdp.train.state import StepResult
@@ -25,7 +25,7 @@ class MetricsFile(StepReport):
 
     def __init__(self, folder: Path, first_step: int):
         """Open the file and drop the rows of steps after `first_step`, at which this start of the run begins."""
-        self.rows = Rows(folder / METRICS_FILE)
+        self.rows = RowWriter(folder / METRICS_FILE)
         with storage_errors(folder):
             drop_later_rows(self.rows.path, first_step)
 

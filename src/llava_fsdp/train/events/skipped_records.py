@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from llava_fsdp.runtime.files.jsonl import Rows, replace_lines
+from llava_fsdp.runtime.files.jsonl import RowWriter, replace_lines
 from llava_fsdp.runtime.text.log import log
 from llava_fsdp.train.events.lost_rows import SKIPPED_FILE
 from llava_fsdp.train.events.metrics import rows_of, storage_errors
@@ -20,7 +20,7 @@ class SkippedRecords(StepReport):
 
     def __init__(self, folder: Path, first_step: int, left_out: Iterable[dict[str, Any]] = ()):
         """Begin the file anew; arguments as for `begin_skipped_records`."""
-        self.rows = Rows(folder / SKIPPED_FILE)
+        self.rows = RowWriter(folder / SKIPPED_FILE)
         with storage_errors(folder):
             begin_skipped_records(self.rows.path, first_step, left_out)
 

@@ -24,7 +24,7 @@ from llava_fsdp.parallel.ranks.mesh import own_rank
 from llava_fsdp.report.run_reader import VALIDATION_FILE
 from llava_fsdp.report.shown_answers import choose_answers
 from llava_fsdp.runtime.files.heartbeat import Phase
-from llava_fsdp.runtime.files.jsonl import Rows
+from llava_fsdp.runtime.files.jsonl import RowWriter
 from llava_fsdp.runtime.process.watchdog import Watchdog
 from llava_fsdp.runtime.text.log import log
 from llava_fsdp.train.events.answer_metric import AnswerMetric, choose_metric
@@ -79,7 +79,7 @@ class Validation(RunEvents):
         self.last_step = state.loader.total_steps
         self.watchdog = watchdog
         self.events = events
-        self.rows = Rows(Path(cfg.output_dir) / VALIDATION_FILE)
+        self.rows = RowWriter(Path(cfg.output_dir) / VALIDATION_FILE)
         model = state.model if state.pipeline is None else PipelinedModel(state.model, state.pipeline)
         self.generator = AnswerGenerator(model, held_out, cfg, watchdog.wants_stop, self.pause, self.metric)
         self.done = on_first_rank(self.begin_file, f"cannot begin {self.rows.path}")
