@@ -254,10 +254,11 @@ def open_sampler(records: Records, cfg: Config, world_size: int) -> Sampler:
             no sample to an epoch.
     """
     if cfg.sampler.name is not SamplerName.llava_v1_5:
-        own = len(records), cfg.seed, cfg.global_batch_size, shares_of(cfg.data.sources, records.source_counts)
+        count, size = len(records), cfg.global_batch_size
+        shares = shares_of(cfg.data.sources, records.source_counts)
         if cfg.sampler.name is SamplerName.computed_shuffle:
-            return ComputedShuffle(*own)
-        return Shuffle(*own, records.index.folder / ORDERS)
+            return ComputedShuffle(count, cfg.seed, size, shares)
+        return Shuffle(count, cfg.seed, size, shares, records.index.folder / ORDERS)
     accumulation, rest = divmod(cfg.global_batch_size, cfg.micro_batch_size * world_size)
     if rest or not accumulation:
         raise ConfigError(

@@ -106,8 +106,8 @@ class Steps(Dataset):
         micros = []
         for micro in micro_batches:
             kept = [(n, row) for n in micro if not isinstance(row := read[n], SkippedSample)]
-            keys = self.seeds_and_sources(step, [n for n, _ in kept])
-            micros.append(self.collate([row for _, row in kept], facts, total, *keys))
+            seeds, sources = self.seeds_and_sources(step, [n for n, _ in kept])
+            micros.append(self.collate([row for _, row in kept], facts, total, seeds, sources))
         return Step(facts, micros)
 
     def seeds_and_sources(self, step: int, numbers: list[int]) -> tuple[list[int], list[int]]:
@@ -162,8 +162,8 @@ class Steps(Dataset):
             rows.append(row)
             tile_numbers.append(own_tiles)
         kept = numbers if self.bad is BadRecords.skip else []
-        keys = self.seeds_and_sources(facts.step, numbers)
-        return self.collate(rows, facts, micro_batches, *keys, kept, tile_numbers)
+        seeds, sources = self.seeds_and_sources(facts.step, numbers)
+        return self.collate(rows, facts, micro_batches, seeds, sources, kept, tile_numbers)
 
     def sources_of(self, numbers: list[int] | np.ndarray) -> np.ndarray:
         """Return the index of the data source of each record, int64 [records]."""

@@ -46,7 +46,7 @@ class ReadAhead:
         wanted = (file, offset, size)
         future = self._ahead.get(wanted)
         if future is None:
-            return self._fetch(*wanted)
+            return self._fetch(file, offset, size)
         self._uses[wanted] -= 1
         if self._uses[wanted] <= 0:
             del self._ahead[wanted], self._uses[wanted]

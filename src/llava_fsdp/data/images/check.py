@@ -136,10 +136,12 @@ def examine(path: ImageFile, where: str, full: bool, scaled: bool = True) -> Ima
     if not full:
         with contextlib.suppress(*BROKEN), opening(read_head(path, where), path, where) as image:
             check_pixels(image, path, where)
-            return ImageFacts(*shown_size(image), image.height)
+            width, height = shown_size(image)
+            return ImageFacts(width, height, image.height)
     data = read_file(path, where)
     with decoded(data, path, where) as image:
-        facts = ImageFacts(*shown_size(image), image.height, xxh3_64_intdigest(data) if full else 0)
+        width, height = shown_size(image)
+        facts = ImageFacts(width, height, image.height, xxh3_64_intdigest(data) if full else 0)
         if full:
             image.draft(None, (1, 1))  # a JPEG at an eighth of its size: a third of the time
             image.load()

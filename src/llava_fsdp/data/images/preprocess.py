@@ -209,7 +209,8 @@ class ImageReader:
             path = self.path(record, record.images[number])
             assert isinstance(path, Path), "a video is never in the record itself"
             return self.frames_of(path, record.where)
-        return len(self.video_sampling(record.where).numbers(*record.frames[number]))
+        frames, rate = record.frames[number]
+        return len(self.video_sampling(record.where).numbers(frames, rate))
 
     def frames_of(self, path: Path, where: str) -> int:
         """Return how many frames of a video file are sampled; raise ImageError if it cannot be read."""

@@ -467,9 +467,19 @@ def examine_pictures(plan: Plan, state: Path, watch: Watch, look_again: bool) ->
     records = state / plan.records_name
     settled = plan.settled(records)
     cfg = settled.cfg
-    by_records = settled.sized_by_records
-    looking = cfg.examine, settled.opens_all, cfg.examine_images, scaled(plan), cfg.allow_links, by_records
-    task = ExaminePictures(state / "texts", CHUNKS["pictures"], plan.reader.sampling, plan.cache, records, *looking)
+    task = ExaminePictures(
+        folder=state / "texts",
+        size=CHUNKS["pictures"],
+        sampling=plan.reader.sampling,
+        cache=plan.cache,
+        records_folder=records,
+        how=cfg.examine,
+        opens_all=settled.opens_all,
+        sample_size=cfg.examine_images,
+        scaled=scaled(plan),
+        allow_links=cfg.allow_links,
+        sized_by_records=settled.sized_by_records,
+    )
     name = pictures_name(settled)
     base, chunks = state / name, chunks_of(plan, name)
     last = newest(base)

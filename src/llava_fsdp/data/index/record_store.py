@@ -141,21 +141,27 @@ def sources_of(cfg: DataConfig, group: str = "data") -> list[DataSource]:
     sources, folders = [], dict[str, str]()
     for name, (path, images) in named.items():
         key = f"{group}.sources.{name}." if cfg.sources else f"{group}."
-        columns = cfg.question, cfg.answer, cfg.image_column
         files = find_files(path, f"{key}path")
         if images is not None and images not in folders:
             folders[images] = find_images(images, f"{key}images")
         images = images and folders[images]
-        own = tuple(
-            SourceFile(name, file, images, *columns)
-            if isinstance(file, str)
-            else SourceFile(name, file.name, images, *columns, size=file.size, pin=file.pin)
+        source_files = tuple(
+            SourceFile(
+                name=name,
+                path=file if isinstance(file, str) else file.name,
+                images=images,
+                question=cfg.question,
+                answer=cfg.answer,
+                image_column=cfg.image_column,
+                size=None if isinstance(file, str) else file.size,
+                pin=None if isinstance(file, str) else file.pin,
+            )
             for file in files
         )
-        for file in own:
+        for file in source_files:
             check_installed(file.path)
             check_unpacks(file.path)
-        sources.append(DataSource(name, path, own))
+        sources.append(DataSource(name, path, source_files))
     return sources
 
 

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ STORED_EVERY = 100
 """Number of files after which the checksums known so far are stored."""
 KNOWN, DIGESTS = "known.json", "digests.json"
 STORED: dict[str, Kinds] = {"key": (str,), "fingerprint": (str,), "shards": (list,)}
-"""Keys of `known.json` for the fields of a State, in their order, and the types of the values."""
+"""Keys of a State in `known.json`, and the types of their values."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,9 @@ class State:
     fingerprint: str
     file_keys: list[str]
     """For each file, a text that changes with its content and path, and with `data.max_record_bytes`."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {"key": self.key, "fingerprint": self.fingerprint, "shards": self.file_keys}
 
 
 def find_state(sources: list[DataSource], folder: Path, most: int, watch: Watch, look_again: bool) -> State:
@@ -55,7 +58,7 @@ def find_state(sources: list[DataSource], folder: Path, most: int, watch: Watch,
         known[now] = State(short(FORMAT, most, digests, identities), whole[:32], keys)
         replace_file(
             folder / KNOWN,
-            json.dumps({key: dict(zip(STORED, astuple(own), strict=True)) for key, own in known.items()}).encode(),
+            json.dumps({key: state.to_json() for key, state in known.items()}).encode(),
         )
     return known[now]
 
@@ -95,13 +98,18 @@ def check_unchanged(sources: list[DataSource], most: int, since: str, undo: Call
         raise SourceError(f"{', '.join(s.path for s in sources)} changed while being read; run it again")
 
 
+def state_from(values: dict[str, Any]) -> State:
+    """Undo `State.to_json`."""
+    return State(key=values["key"], fingerprint=values["fingerprint"], file_keys=values["shards"])
+
+
 def read_known(folder: Path) -> dict[str, State]:
     """Read `known.json`: {result of `stamp`: State}. A damaged file counts as empty, because its content can be
     computed again."""
     path = folder / KNOWN
     try:
         known = parse_object(path.read_bytes()) if path.is_file() else {}
-        return {key: State(*(require_kinds(own, STORED)[name] for name in STORED)) for key, own in known.items()}
+        return {key: state_from(require_kinds(values, STORED)) for key, values in known.items()}
     except (ValueError, TypeError, KeyError, AttributeError, BadJson):
         return {}
 

@@ -260,7 +260,8 @@ def write_report(records: Records, cfg: Config, encoding: tuple[Encoder, ImageRe
         encoding: (encoder, image reader), with which some records are encoded to show them on the page.
     """
     report = make_report(records, cfg)
-    examples = draw_examples(records, *encoding)
+    encoder, reader = encoding
+    examples = draw_examples(records, encoder, reader)
     folder.mkdir(parents=True, exist_ok=True)
     put(folder / LIST, (json.dumps(row) + "\n" for row in problem_rows(records)))
     put(folder / PAGE, [shown_text(dataset_page(report, examples))])

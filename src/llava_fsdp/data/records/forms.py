@@ -289,8 +289,10 @@ class RecordReader:
         role = SPEAKERS.get(speakers[0]) or speakers[0]
         learnt = self.note_keys(what, fields, MESSAGE_KEYS, form, role == "gpt")
         if texts == ["content"] and isinstance(text, list):
-            keys = (f"{form}content[].", role == "gpt")
-            parts = tuple(self.part(f"{what}, part {number}", own, *keys) for number, own in enumerate(text))
+            parts = tuple(
+                self.part(f"{what}, part {number}", part, form=f"{form}content[].", is_answer=role == "gpt")
+                for number, part in enumerate(text)
+            )
             text = "".join(parts)
         return Turn(role, self.text(what, text), learnt or role != "gpt", parts)
 

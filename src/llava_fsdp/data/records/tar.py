@@ -182,4 +182,5 @@ class SampleReader:
         return {LOCATION: ImageLocation(self.file.name, offset, size, name=f"{self.sample.key}.{extension}").to_json()}
 
     def read(self, extension: str) -> bytes:
-        return self.file.read(*self.sample.members[extension])
+        offset, size = self.sample.members[extension]
+        return self.file.read(offset, size)

@@ -164,8 +164,15 @@ def truncate(sample: Sample, max_length: int) -> Sample:
         first_cut = np.flatnonzero(ids == IMAGE_ID)[ends[whole - 1] if whole else 0]
         cut = min(cut, int(first_cut))
     lost = int((labels[cut:] != IGNORE).sum())
-    shown = sample.images[:whole], rows[:whole]
-    return Sample(ids[:cut], labels[:cut], *shown, len(ids) - cut, lost, sample.unlearnt, sample.places)
+    return replace(
+        sample,
+        input_ids=ids[:cut],
+        labels=labels[:cut],
+        images=sample.images[:whole],
+        image_rows=rows[:whole],
+        positions_cut=len(ids) - cut,
+        labels_cut=lost,
+    )
 
 
 @dataclass(frozen=True)

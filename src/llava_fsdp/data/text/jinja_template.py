@@ -391,9 +391,12 @@ def read_image_parts(folder: Path) -> ImageParts | None:
     video = token("video_token", "<video>")
     if read_optional(folder / "config.json")["model_type"] != "internvl":
         return ImageParts(token("image_token", IMAGE_TAG), video)
-    texts = (("context_image_token", "<IMG_CONTEXT>"), ("start_image_token", "<img>"), ("end_image_token", "</img>"))
-    image, before, after = (token(*text) for text in texts)
-    return ImageParts(image, video, before, after)
+    return ImageParts(
+        image=token("context_image_token", "<IMG_CONTEXT>"),
+        video=video,
+        before=token("start_image_token", "<img>"),
+        after=token("end_image_token", "</img>"),
+    )
 
 
 def unfit(chat_template: ChatTemplate) -> str | None:

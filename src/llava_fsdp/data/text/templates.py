@@ -1,6 +1,6 @@
 """The conversation templates of LLaVA (LLaVA conversation.py:211-392): the text around questions and answers."""
 
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, dataclass
 from enum import Enum
 from functools import cached_property
 
@@ -69,8 +69,8 @@ class Template:
 
     @cached_property
     def pattern(self) -> Pattern:
-        own = asdict(self)
-        return Pattern(*(part.format(**own) for part in astuple(STYLES[self.style])))
+        texts = asdict(self)
+        return Pattern(**{name: part.format(**texts) for name, part in asdict(STYLES[self.style]).items()})
 
     @property
     def around_system(self) -> tuple[str, str]:

@@ -314,11 +314,12 @@ class ExaminePictures(Pass):
             inline = self.inline_of(number, names)
             record: Record | None = None  # read once: a hostile record names many missing images
             for row, name in enumerate(names, int(self.names.first[number])):
-                key = self.store.locate(number)[0].images, name, row in decoded
-                if not (self.opens_all or row in decoded):
+                folder, full = self.store.locate(number)[0].images, row in decoded
+                if not (self.opens_all or full):
                     continue
+                key = folder, name, full
                 if key not in seen:
-                    seen[key] = self.look(*key, inline.get(name))
+                    seen[key] = self.look(folder, name, full, inline.get(name))
                 facts = seen[key]
                 if isinstance(facts, ImageProblem):
                     record = record or self.store.record(number)

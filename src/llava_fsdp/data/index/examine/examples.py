@@ -3,6 +3,7 @@
 import itertools
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -52,7 +53,7 @@ def make_example(records: Records, number: int, encoder: Encoder, reader: ImageR
     """Encode a record as training does, and return the parts of it that the page shows."""
     store, at = records.index.store, records.at(number)
     file, index = store.locate(at)
-    place = file.name, file.path, store.line(at), index, store.id_of(at)
+    example = Example(file.name, file.path, store.line(at), index, store.id_of(at))
     try:
         record = records[number]
         sample = encoder(record)
@@ -61,9 +62,16 @@ def make_example(records: Records, number: int, encoder: Encoder, reader: ImageR
     except DataError as error:
         if error.kind is None:  # the fault is not the record's: the dataset's files or the index cannot be read
             raise
-        return Example(*place, error=str(error))
-    cut = sample.positions_cut, sample.labels_cut, len(record.images) - len(sample.images)
-    return Example(*place, len(sample.input_ids), sample.num_labels, parts, *cut)
+        return replace(example, error=str(error))
+    return replace(
+        example,
+        length=len(sample.input_ids),
+        labels=sample.num_labels,
+        parts=parts,
+        cut=sample.positions_cut,
+        labels_cut=sample.labels_cut,
+        images_cut=len(record.images) - len(sample.images),
+    )
 
 
 def parts_of(record: Record, sample: Sample, encoder: Encoder, reader: ImageReader) -> Iterator[Text | Images | Gap]:
