@@ -25,10 +25,10 @@ from llava_fsdp.migrate.command import Migration, assignments, lines, migrate
 from llava_fsdp.migrate.deepspeed import DEEPSPEED
 from llava_fsdp.migrate.deepspeed import rule_of as deepspeed_rule
 from llava_fsdp.migrate.inputs import flat, read_runs
-from llava_fsdp.migrate.keys import Context, Row, Verdict, written
+from llava_fsdp.migrate.keys import RuleContext, TableRow, Verdict, written
 from llava_fsdp.migrate.overrides import TEMPLATES, decide
 from llava_fsdp.migrate.shell import commands
-from llava_fsdp.migrate.source_run import Run
+from llava_fsdp.migrate.source_run import SourceRun
 from llava_fsdp.migrate.table import rows_of
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.exit_codes import ExitCode
@@ -48,7 +48,7 @@ mapped, implied, unsupported, no_effect = Verdict.mapped, Verdict.implied, Verdi
 
 def read(
     folder: Path, script: str, zero: dict | None = None, accelerate: str | None = None, gpus: int | None = None
-) -> Run:
+) -> SourceRun:
     """The one run of these files' contents."""
     contents = {"run.sh": script, "zero.json": zero and json.dumps(zero), "accelerate.yaml": accelerate}
     paths = []
@@ -67,13 +67,13 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "initialize_config_dir", lambda *_, **__: contextlib.nullcontext())
 
 
-def table_of(run: Run) -> Migration:
+def table_of(run: SourceRun) -> Migration:
     """The migration without composing its command, which takes most of the time."""
     decided = decide(run)
-    return Migration(run, decided, decided, rows_of(Context(run, decided)), "")
+    return Migration(run, decided, decided, rows_of(RuleContext(run, decided)), "")
 
 
-def finetune_run(folder: Path, flags: str = "", zero: dict | None = ZERO2, gpus: int = 8) -> Run:
+def finetune_run(folder: Path, flags: str = "", zero: dict | None = ZERO2, gpus: int = 8) -> SourceRun:
     named = "--deepspeed zero.json " if zero is not None else ""
     launcher = "deepspeed" if zero is not None else f"torchrun --nproc_per_node {gpus}"
     return read(folder, f"{launcher} llava/train/train_mem.py {named}{FINETUNE}{flags}", zero=zero, gpus=gpus)
@@ -87,7 +87,7 @@ def accelerated(folder: Path, text: str, flags: str = "") -> Migration:
     return table_of(read(folder, f"accelerate launch llava/train/train.py {FINETUNE}{flags}", accelerate=text))
 
 
-def row(done: Migration, key: str) -> Row:
+def row(done: Migration, key: str) -> TableRow:
     (found,) = [r for r in done.rows if r.key == key]
     return found
 

@@ -6,9 +6,9 @@ from pathlib import Path
 from golden_folder import golden_folder, read_json
 
 from llava_fsdp.migrate.inputs import read_runs
-from llava_fsdp.migrate.keys import Context, Row
+from llava_fsdp.migrate.keys import RuleContext, TableRow
 from llava_fsdp.migrate.overrides import decide
-from llava_fsdp.migrate.source_run import Run
+from llava_fsdp.migrate.source_run import SourceRun
 from llava_fsdp.migrate.table import rows_of
 
 ZERO = ("zero2", "zero3", "zero3_offload")
@@ -44,10 +44,10 @@ def write_script(record: dict, folder: Path) -> Path:
     return path
 
 
-def run_of(record: dict, folder: Path, gpus: int = 8) -> Run:
+def run_of(record: dict, folder: Path, gpus: int = 8) -> SourceRun:
     (run,) = read_runs([str(write_script(record, folder))], {}, gpus)
     return run
 
 
-def rows(run: Run) -> list[Row]:
-    return rows_of(Context(run, decide(run)))
+def rows(run: SourceRun) -> list[TableRow]:
+    return rows_of(RuleContext(run, decide(run)))

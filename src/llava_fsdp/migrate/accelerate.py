@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from llava_fsdp.migrate.flags.launcher_flags import LAUNCHER
 from llava_fsdp.migrate.keys import (
     OFF,
-    Context,
-    Outcome,
     Rule,
+    RuleContext,
+    Translation,
     becomes,
     implied,
     mapped,
@@ -29,7 +29,7 @@ READ_BY_ROWS = implied("the model is built without weights, and every rank reads
 CHOOSE = unsupported("CUDA_VISIBLE_DEVICES before the command, and gpus=N here")
 
 
-def distributed_type(context: Context, value: object) -> Outcome:
+def distributed_type(context: RuleContext, value: object) -> Translation:
     if str(value).upper() in ("DEEPSPEED", "FSDP", "MULTI_GPU", "NO", "MULTI_CPU"):
         return mapped(context.tell("sharding"))
     return unsupported(f"{value}: a run uses CUDA or CPU, on FSDP2")
@@ -39,7 +39,7 @@ def unless_deepspeed(rule: Rule) -> Rule:
     """Return a rule for a setting that becomes nothing if it is off, or has no effect because there is a DeepSpeed JSON
     file; else `rule` decides."""
 
-    def wrapped(context: Context, value: object) -> Outcome:
+    def wrapped(context: RuleContext, value: object) -> Translation:
         if plain(value) is False or value in (None, "none", ""):
             return OFF
         json = context.run.deepspeed
@@ -52,25 +52,25 @@ def as_flag(flag: str, key: str) -> Rule:
     """Return a rule for a setting that the training script also sets by a flag. If both values are equal, it becomes
     the override `key`; if not, the original training does not start."""
 
-    def rule(context: Context, value: object) -> Outcome:
+    def rule(context: RuleContext, value: object) -> Translation:
         theirs = context.run.trainer_value(flag)
         return mapped(context.tell(key)) if plain(value) == theirs else refused(f"--{flag} is {theirs}")
 
     return rule
 
 
-def read_file(context: Context, value: object) -> Outcome:
+def read_file(context: RuleContext, value: object) -> Translation:
     found = context.run.accelerate if context.key == "config_file" else context.run.deepspeed
     return mapped(f"read: {found.name}") if found else unsupported("this file was not found: give it as another PATH")
 
 
-def strategy(context: Context, value: object) -> Outcome:
+def strategy(context: RuleContext, value: object) -> Translation:
     if str(value).upper() not in FSDP_STRATEGIES and not isinstance(plain(value), bool):
         return unsupported(f"{value} is not one of PyTorch's strategies; {context.tell('sharding')}")
     return mapped(context.tell("sharding"))
 
 
-def dynamo_backend(context: Context, value: object) -> Outcome:
+def dynamo_backend(context: RuleContext, value: object) -> Translation:
     name, text = str(value).lower(), context.tell("compile")
     if name in ("no", "none", "false", ""):
         return no_effect(f"the script switches it on: {text}") if context.decided.get("compile") else mapped(text)

@@ -11,9 +11,9 @@ from omegaconf import DictConfig, OmegaConf
 from llava_fsdp.config import Config, config_dir, load
 from llava_fsdp.config.command_line.cli import taken_literally
 from llava_fsdp.migrate.flags.trainer_flags import OTHER_PROGRAM, lacking
-from llava_fsdp.migrate.keys import REFUSED, Context, Row, Verdict, written
+from llava_fsdp.migrate.keys import REFUSED, RuleContext, TableRow, Verdict, written
 from llava_fsdp.migrate.overrides import Overrides, decide
-from llava_fsdp.migrate.source_run import Run
+from llava_fsdp.migrate.source_run import SourceRun
 from llava_fsdp.migrate.table import rows_of
 from llava_fsdp.runtime.errors import ConfigError
 
@@ -25,11 +25,11 @@ HOST = "HOST"
 
 @dataclass(frozen=True)
 class Migration:
-    run: Run
+    run: SourceRun
     decided: Overrides
     kept: Overrides
     """Overrides that differ from the defaults of the command's stage, model and data."""
-    rows: list[Row]
+    rows: list[TableRow]
     refused: str
     """Error message with which llava_fsdp would refuse the command; empty if it is valid."""
 
@@ -68,10 +68,10 @@ class Migration:
         return found
 
 
-def migrate(run: Run) -> Migration:
+def migrate(run: SourceRun) -> Migration:
     decided = decide(run)
     kept = drop_defaults(decided)
-    context = Context(run, decided, frozenset(decided) - frozenset(kept))
+    context = RuleContext(run, decided, frozenset(decided) - frozenset(kept))
     return Migration(run, decided, kept, rows_of(context), refusal(kept))
 
 
@@ -112,7 +112,7 @@ def assignments(overrides: Mapping[str, object]) -> list[str]:
     return [f"{key}={written(value)}" for key, value in overrides.items()]
 
 
-def launcher(run: Run) -> list[str]:
+def launcher(run: SourceRun) -> list[str]:
     ranks, flags = run.ranks, run.launch.flags
     words = [f"CUDA_VISIBLE_DEVICES={run.devices}"] if run.devices else []
     words += ["llava-fsdp", "train"]

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from llava_fsdp.migrate.keys import (
     OFF,
-    Context,
     IfDecided,
     OnlyIf,
-    Outcome,
     Rule,
+    RuleContext,
+    Translation,
     Verdict,
     becomes,
     implied,
@@ -47,7 +47,7 @@ LOSS_SCALE = {
 }
 
 
-def compared(value: object, theirs: object, text: str, name: str) -> Outcome:
+def compared(value: object, theirs: object, text: str, name: str) -> Translation:
     """Return what a key becomes if the training script also sets it (`theirs`, named `name`). The value `auto` stands
     for the script's value. Any other value must equal the script's, or else transformers refuses to start the original
     training (integrations/deepspeed.py)."""
@@ -70,7 +70,7 @@ class FromFlag:
     key: str
     note: str = ""
 
-    def __call__(self, context: Context, value: object) -> Outcome:
+    def __call__(self, context: RuleContext, value: object) -> Translation:
         return compared(
             value, context.run.trainer_value(self.flag), context.tell(self.key) + self.note, f"--{self.flag}"
         )
@@ -89,7 +89,7 @@ class Switched:
     why: str
     flag: str = "enabled"
 
-    def __call__(self, context: Context, value: object) -> Outcome:
+    def __call__(self, context: RuleContext, value: object) -> Translation:
         block = context.key.partition(".")[0]
         assert context.run.deepspeed is not None
         values = context.run.deepspeed.values
@@ -100,12 +100,12 @@ class Switched:
         return unsupported(self.why)
 
 
-def train_batch_size(context: Context, value: object) -> Outcome:
+def train_batch_size(context: RuleContext, value: object) -> Translation:
     text = context.tell("global_batch_size")
     return compared(value, context.run.batch, text, "micro-batch x accumulation x GPUs with samples of their own")
 
 
-def optimizer_type(context: Context, value: object) -> Outcome:
+def optimizer_type(context: RuleContext, value: object) -> Translation:
     if str(value).lower() not in DS_ADAM:
         return unsupported(f"AdamW is the optimizer, and replaces it: {value} has no equivalent here")
     return mapped(
@@ -113,13 +113,13 @@ def optimizer_type(context: Context, value: object) -> Outcome:
     )
 
 
-def betas(context: Context, value: object) -> Outcome:
+def betas(context: RuleContext, value: object) -> Translation:
     theirs = [context.run.trainer_value("adam_beta1"), context.run.trainer_value("adam_beta2")]
     text = f"{context.tell('optim.beta1')}, {context.tell('optim.beta2')}"
     return compared(value, theirs, text, "--adam_beta1, --adam_beta2")
 
 
-def adam_w_mode(context: Context, value: object) -> Outcome:
+def adam_w_mode(context: RuleContext, value: object) -> Translation:
     if plain(value) or str(context.run.ds("optimizer.type")).lower() == "adamw":
         return implied("decay apart from the gradient: AdamW")
     if context.decided.get("optim.weight_decay") == 0:
@@ -127,7 +127,7 @@ def adam_w_mode(context: Context, value: object) -> Outcome:
     return unsupported("AdamW is the optimizer: decay apart from the gradient, not L2")
 
 
-def scheduler_type(context: Context, value: object) -> Outcome:
+def scheduler_type(context: RuleContext, value: object) -> Translation:
     if not any(value == kind for kind, _ in DS_SCHEDULES):
         return unsupported(f"{value} has no equivalent here; {context.tell('optim.schedule')}")
     return mapped(
@@ -136,7 +136,7 @@ def scheduler_type(context: Context, value: object) -> Outcome:
     )
 
 
-def half_enabled(context: Context, value: object) -> Outcome:
+def half_enabled(context: RuleContext, value: object) -> Translation:
     """Rule for `bf16.enabled` and `fp16.enabled`."""
     name = "fp16" if context.key.startswith("fp16") else "bf16"
     theirs = bool(context.run.trainer_value(name))
@@ -145,7 +145,7 @@ def half_enabled(context: Context, value: object) -> Outcome:
     return found if is_on or found.verdict is Verdict.unsupported else implied(found.text, found.resolved)
 
 
-def bf16_kept(context: Context, value: object) -> Outcome:
+def bf16_kept(context: RuleContext, value: object) -> Translation:
     if not plain(value):
         return implied("fp32, as here")
     if context.decided.get("precision") != "bf16_pure":
@@ -154,7 +154,7 @@ def bf16_kept(context: Context, value: object) -> Outcome:
     return mapped(f"{context.tell('precision')}{moments}: rounded at random here, so that small updates are not lost")
 
 
-def fp16_detail(context: Context, value: object) -> Outcome:
+def fp16_detail(context: RuleContext, value: object) -> Translation:
     if context.decided.get("precision") != "fp16":
         return no_effect("fp16 is off")
     if plain(value) == LOSS_SCALE.get(context.key.partition(".")[2], False):
@@ -162,7 +162,7 @@ def fp16_detail(context: Context, value: object) -> Outcome:
     return unsupported(f"{NONE}; precision.scaler.* sets the loss scale")
 
 
-def stage(context: Context, value: object) -> Outcome:
+def stage(context: RuleContext, value: object) -> Translation:
     if plain(value) not in list(STAGES):
         return unsupported("ZeRO has stages 0 to 3")
     note = ": as little memory as ZeRO-2 or less; weights are sharded between steps too" if plain(value) == 2 else ""

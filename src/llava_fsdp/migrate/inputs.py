@@ -14,9 +14,9 @@ import yaml
 from llava_fsdp.migrate.flags.llava_flags import FLAGS, canonical
 from llava_fsdp.migrate.flags.next_flags import NEXT_FLAGS, is_next
 from llava_fsdp.migrate.flags.trainer_flags import OTHER_FLAGS
-from llava_fsdp.migrate.launch_command import Launch, find_launch
+from llava_fsdp.migrate.launch_command import TrainingCommand, find_launch
 from llava_fsdp.migrate.shell import commands
-from llava_fsdp.migrate.source_run import Block, Flag, Run
+from llava_fsdp.migrate.source_run import Block, Flag, SourceRun
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.files.safe_load import refuse_yaml_bombs
 
@@ -28,7 +28,7 @@ Files = dict[Path, Block]
 """Settings by the path of the file."""
 
 
-def read_runs(names: Iterable[str], variables: Mapping[str, str], gpus: int | None = None) -> list[Run]:
+def read_runs(names: Iterable[str], variables: Mapping[str, str], gpus: int | None = None) -> list[SourceRun]:
     """Read training scripts, and the DeepSpeed JSON and Accelerate YAML files that they use. Return each training
     command in the scripts. Without `gpus`, the launcher's flags or the YAML file give the number of GPUs.
 
@@ -76,7 +76,7 @@ def checked(name: str) -> Path:
     return path
 
 
-def launches(script: Path, variables: Mapping[str, str]) -> list[Launch]:
+def launches(script: Path, variables: Mapping[str, str]) -> list[TrainingCommand]:
     """Return the training commands in a shell script. Raise ConfigError if there is none, or if one of them cannot be
     understood without running bash."""
     seen = commands(read_text(script), variables, str(script))
@@ -108,8 +108,8 @@ def read_text(path: Path) -> str:
 
 
 def read_run(
-    name: str, script: Path, launch: Launch, jsons: Files, yamls: Files, gpus: int | None
-) -> tuple[Run, set[Path]]:
+    name: str, script: Path, launch: TrainingCommand, jsons: Files, yamls: Files, gpus: int | None
+) -> tuple[SourceRun, set[Path]]:
     """Return the training that a script's command starts, and the paths of the JSON and YAML files that it uses.
     `jsons` and `yamls` are those given on the command line. Raise ConfigError if the number of GPUs is given
     nowhere."""
@@ -117,7 +117,7 @@ def read_run(
     if launch.is_original and is_next(read_flags(launch, NEXT_FLAGS)[0]):
         table = NEXT_FLAGS
     flags, notes = read_flags(launch, table)
-    run = Run(name, launch, table, flags, gpus, notes=(*launch.notes, *notes))
+    run = SourceRun(name, launch, table, flags, gpus, notes=(*launch.notes, *notes))
     missing: list[str] = []
     settings = zero = listed = None
     lists = {path: found for path, found in yamls.items() if "datasets" in found.values}
@@ -160,7 +160,7 @@ def choose(named: object, script: Path, given: Files, missing: list[str]) -> Pat
     return None
 
 
-def read_flags(launch: Launch, table: Mapping[str, Flag]) -> tuple[dict[str, object], list[str]]:
+def read_flags(launch: TrainingCommand, table: Mapping[str, Flag]) -> tuple[dict[str, object], list[str]]:
     """Return the flags of a training program: value by name, separated as argparse would do it, but not converted; and
     a remark about each flag that is given twice. `table` has the flags that the program accepts."""
     flags: dict[str, object] = {}

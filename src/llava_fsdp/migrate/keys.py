@@ -1,12 +1,12 @@
 """Types and shared rules of `migrate`. A rule says what one key or flag of another system becomes in llava_fsdp: a
-function that returns an Outcome, or an Outcome that is always the same."""
+function that returns a Translation, or a Translation that is always the same."""
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from llava_fsdp.migrate.source_run import Run, plain
+from llava_fsdp.migrate.source_run import SourceRun, plain
 
 
 class Verdict(Enum):
@@ -21,7 +21,7 @@ class Verdict(Enum):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Translation:
     """What a key or flag becomes."""
 
     verdict: Verdict
@@ -32,14 +32,14 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     """A row of the printed table: one key of an input file or one flag of a command, and what it becomes."""
 
     source: str
     """File that sets the key; if no file sets it, a remark on where its default value comes from."""
     key: str
     value: object
-    outcome: Outcome
+    outcome: Translation
     known: bool = True
 
     @property
@@ -51,37 +51,37 @@ class Row:
         return self.outcome.text
 
 
-def mapped(text: str, resolved: object = None) -> Outcome:
-    return Outcome(Verdict.mapped, text, resolved)
+def mapped(text: str, resolved: object = None) -> Translation:
+    return Translation(Verdict.mapped, text, resolved)
 
 
-def implied(text: str, resolved: object = None) -> Outcome:
-    return Outcome(Verdict.implied, text, resolved)
+def implied(text: str, resolved: object = None) -> Translation:
+    return Translation(Verdict.implied, text, resolved)
 
 
-def unsupported(text: str) -> Outcome:
-    return Outcome(Verdict.unsupported, text)
+def unsupported(text: str) -> Translation:
+    return Translation(Verdict.unsupported, text)
 
 
-def no_effect(text: str) -> Outcome:
-    return Outcome(Verdict.no_effect, text)
+def no_effect(text: str) -> Translation:
+    return Translation(Verdict.no_effect, text)
 
 
 OFF = implied("off, as here")
 REFUSED = "the original refuses to start"
 
 
-def refused(why: str) -> Outcome:
-    """Return an Outcome for a value that contradicts another input file (`why`), so that the original would not
+def refused(why: str) -> Translation:
+    """Return a Translation for a value that contradicts another input file (`why`), so that the original would not
     start."""
     return unsupported(f"{REFUSED}: {why}; give the same value in both")
 
 
 @dataclass(frozen=True)
-class Context:
+class RuleContext:
     """What a rule knows besides the key's value."""
 
-    run: Run
+    run: SourceRun
     decided: Mapping[str, object]
     """All overrides with which llava_fsdp does the training that is being migrated."""
     omitted: frozenset[str] = frozenset()
@@ -100,12 +100,12 @@ class Context:
         return f"{key}={written(self.decided[key])}{same}"
 
 
-Rule = Outcome | Callable[[Context, object], Outcome]
+Rule = Translation | Callable[[RuleContext, object], Translation]
 
 
-def outcome(rule: object, context: Context, value: object) -> Outcome:
+def outcome(rule: object, context: RuleContext, value: object) -> Translation:
     result = rule(context, value) if callable(rule) else rule
-    assert isinstance(result, Outcome), rule
+    assert isinstance(result, Translation), rule
     return result
 
 
@@ -131,7 +131,7 @@ def rules(rule: Rule, names: str, prefix: str = "") -> dict[str, Rule]:
 def becomes(*keys: str, note: str = "") -> Rule:
     """Return a rule for a key that becomes one or more overrides; `note` is printed behind them."""
 
-    def rule(context: Context, value: object) -> Outcome:
+    def rule(context: RuleContext, value: object) -> Translation:
         text = ", ".join(context.tell(key) for key in keys)
         return mapped(text + (f": {note}" if note else ""))
 
@@ -152,7 +152,7 @@ class IfDecided:
     otherwise: Rule
     note: str = ""
 
-    def __call__(self, context: Context, value: object) -> Outcome:
+    def __call__(self, context: RuleContext, value: object) -> Translation:
         return outcome(
             becomes(self.key, note=self.note) if self.key in context.decided else self.otherwise, context, value
         )
@@ -172,7 +172,7 @@ class OnlyIf:
     text: str
     why: str
 
-    def __call__(self, context: Context, value: object) -> Outcome:
+    def __call__(self, context: RuleContext, value: object) -> Translation:
         if value in self.values or plain(value) in self.values:
             return implied(self.text)
         return unsupported(self.why)

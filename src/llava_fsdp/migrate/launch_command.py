@@ -29,7 +29,7 @@ SWITCHES = frozenset("""
 
 
 @dataclass(frozen=True)
-class Launch:
+class TrainingCommand:
     """A shell command that starts a training."""
 
     launcher: str
@@ -53,7 +53,7 @@ class Launch:
         return path.parts[-3:-1] == ("llava", "train") or any(OWN_FLAGS.fullmatch(word) for word in self.arguments)
 
 
-def find_launch(command: Command) -> Launch | None:
+def find_launch(command: Command) -> TrainingCommand | None:
     """Return None if the command starts no training."""
     words = command.words
     if words[0] in MENTIONS or "install" in words:
@@ -75,7 +75,7 @@ def find_launch(command: Command) -> Launch | None:
     return None
 
 
-def split(command: Command, launcher: str, words: list[str]) -> Launch | None:
+def split(command: Command, launcher: str, words: list[str]) -> TrainingCommand | None:
     """Split `words` into the launcher's flags, the training program (the first word that is neither a flag nor a flag's
     value), and the program's arguments. Return None if there is no program."""
     flags: dict[str, str | bool] = {}
@@ -101,11 +101,11 @@ def split(command: Command, launcher: str, words: list[str]) -> Launch | None:
     if environment:
         own = ", ".join(f"{name}={value}" for name, value in environment.items())
         notes.append(f"the script sets {own}: set the variables that the command needs")
-    return Launch(launcher, flags, words[index], words[index + 1 :], command.line, devices, tuple(notes))
+    return TrainingCommand(launcher, flags, words[index], words[index + 1 :], command.line, devices, tuple(notes))
 
 
 @dataclass(frozen=True)
-class Ranks:
+class LaunchedRanks:
     """Number of processes on each machine, and number of machines; None if the launcher's flags do not give it."""
 
     per_node: int | None
@@ -114,7 +114,7 @@ class Ranks:
     """Value of CUDA_VISIBLE_DEVICES that selects the same GPUs as the launcher's flags."""
 
 
-def ranks_of(launch: Launch) -> Ranks:
+def ranks_of(launch: TrainingCommand) -> LaunchedRanks:
     """Return the numbers that the flags of DeepSpeed's launcher or torchrun give. For any other command, return one
     process."""
     flags = launch.flags
@@ -125,21 +125,21 @@ def ranks_of(launch: Launch) -> Ranks:
         per_node = number(flags.get("num_gpus", flags.get("num_accelerators")))
         unknown = {"exclude", "e", "hostfile", "H"} & flags.keys()
         nodes = number(flags.get("num_nodes", None if unknown else "1"))
-        return Ranks(per_node or (None if unknown else visible(launch.devices)), nodes)
+        return LaunchedRanks(per_node or (None if unknown else visible(launch.devices)), nodes)
     if launch.launcher == "torchrun":
         per_node = flags.get("nproc_per_node", "1")
         counted = visible(launch.devices) if per_node in ("gpu", "auto") else number(per_node)
-        return Ranks(counted, number(flags.get("nnodes", "1")))
-    return Ranks(1)
+        return LaunchedRanks(counted, number(flags.get("nnodes", "1")))
+    return LaunchedRanks(1)
 
 
-def included(text: str) -> Ranks:
-    """Return the Ranks of DeepSpeed's flag --include, such as `host:0,1@host:2,3`. The number of processes per machine
-    is None if a host lists no GPUs, or if hosts have different numbers of GPUs."""
+def included(text: str) -> LaunchedRanks:
+    """Return what DeepSpeed's flag --include says, such as `host:0,1@host:2,3`. The number of processes per machine is
+    None if a host lists no GPUs, or if hosts have different numbers of GPUs."""
     hosts = [host.partition(":")[2] for host in text.split("@")]
     counts = {len(slots.split(",")) if slots else None for slots in hosts}
     per_node = counts.pop() if len(counts) == 1 else None
-    return Ranks(per_node, len(hosts), hosts[0] if len(hosts) == 1 and per_node else None)
+    return LaunchedRanks(per_node, len(hosts), hosts[0] if len(hosts) == 1 and per_node else None)
 
 
 def visible(devices: str | None) -> int | None:

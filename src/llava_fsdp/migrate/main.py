@@ -17,7 +17,7 @@ from rich.table import Table
 from llava_fsdp.config.command_line.cli import until_reader_leaves
 from llava_fsdp.migrate.command import Migration, lines, migrate
 from llava_fsdp.migrate.inputs import read_runs
-from llava_fsdp.migrate.keys import Row, Verdict, written
+from llava_fsdp.migrate.keys import TableRow, Verdict, written
 from llava_fsdp.runtime.errors import ConfigError, LlavaFsdpError
 from llava_fsdp.runtime.exit_codes import ExitCode
 from llava_fsdp.runtime.text.console import TextConsole
@@ -134,7 +134,7 @@ def json_value(value: object) -> object:
     return value if known else str(value)
 
 
-def shown(row: Row, value: object) -> object:
+def shown(row: TableRow, value: object) -> object:
     """Return a value as the table shows it: hidden if the setting is a secret, such as a token; else as JSON can
     represent it."""
     if value is not None and is_secret_name(row.key.rpartition(".")[2]):
@@ -174,7 +174,7 @@ def show(migration: Migration) -> None:
     print()
 
 
-def table(rows: list[Row]) -> Table:
+def table(rows: list[TableRow]) -> Table:
     """Return a table with a row for every key, grouped by the file that sets it. Long words are wrapped, and no text is
     cut off."""
     made = Table()

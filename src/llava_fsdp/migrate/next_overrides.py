@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from pathlib import PurePosixPath
 
-from llava_fsdp.migrate.source_run import Run
+from llava_fsdp.migrate.source_run import SourceRun
 
 LIMITED = re.compile(r"anyres_max_([1-9]\d*)")
 PARTS: Mapping[str, str] = {
@@ -17,7 +17,7 @@ WHOLE_GRID = ((1, 1), (6, 6))
 """Smallest and largest grid of tiles in LLaVA-OneVision's scripts: the default here with anyres_max."""
 
 
-def images(run: Run) -> dict[str, object]:
+def images(run: SourceRun) -> dict[str, object]:
     """Return the overrides for the way in which a training cuts images into tiles; those of square images if it is not
     supported."""
     aspect = str(run.trainer_value("image_aspect_ratio"))
@@ -38,7 +38,7 @@ def images(run: Run) -> dict[str, object]:
     return found
 
 
-def grid_of(run: Run) -> list[list[int]] | str | None:
+def grid_of(run: SourceRun) -> list[list[int]] | str | None:
     """Return the sizes [width, height] in pixels that --image_grid_pinpoints gives; None if they are the default here;
     a text that says what is missing if they are not known."""
     given = str(run.trainer_value("image_grid_pinpoints") or "")
@@ -59,7 +59,7 @@ def grid_of(run: Run) -> list[list[int]] | str | None:
     return [[x * tile, y * tile] for x in range(left, right + 1) for y in range(top, bottom + 1)]
 
 
-def trained(run: Run, usual: list[str]) -> list[str]:
+def trained(run: SourceRun, usual: list[str]) -> list[str]:
     """Return the value of `model.train`: --mm_tunable_parts replaces the value `usual` of LLaVA's own flags."""
     if run.tunable is None:
         return [*usual, "vision"] if run.trainer_value("unfreeze_mm_vision_tower") else usual

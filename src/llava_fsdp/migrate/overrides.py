@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from llava_fsdp.config import config_dir
 from llava_fsdp.migrate import next_overrides
-from llava_fsdp.migrate.source_run import AUTO, Run, plain
+from llava_fsdp.migrate.source_run import AUTO, SourceRun, plain
 
 Overrides = dict[str, object]
 
@@ -51,7 +51,7 @@ TRACKERS: Mapping[str, tuple[str, object]] = {
 }  # fmt: skip
 
 
-def decide(run: Run) -> Overrides:
+def decide(run: SourceRun) -> Overrides:
     """Return all overrides: value by configuration key. They include those that only repeat defaults;
     `command.drop_defaults` removes these."""
     found = model(run) | data(run) if run.launch.is_original else other_program(run)
@@ -66,7 +66,7 @@ def decide(run: Run) -> Overrides:
     return found | optimizer(run) | schedule(run)
 
 
-def model(run: Run) -> Overrides:
+def model(run: SourceRun) -> Overrides:
     name, stage, projector = run.trainer_value("model_name_or_path"), run.stage, run.trainer_value("mm_projector_type")
     adapted = "qlora" if run.bits is not None and stage == "finetune" else "lora"
     found: Overrides = {
@@ -91,7 +91,7 @@ def model(run: Run) -> Overrides:
     return found | quantized(run)
 
 
-def other_program(run: Run) -> Overrides:
+def other_program(run: SourceRun) -> Overrides:
     """Return the overrides for model and data if the program is not LLaVA's own: one for each flag that was given. A
     model whose name contains llava is taken for a whole LLaVA checkpoint, such as those of llava-hf. If the training
     uses peft, only the adapters are trained."""
@@ -116,7 +116,7 @@ def other_program(run: Run) -> Overrides:
     return found | quantized(run)
 
 
-def quantized(run: Run) -> Overrides:
+def quantized(run: SourceRun) -> Overrides:
     """Return the overrides for a quantized base model, as in LLaVA train.py:796-817; empty if the training changes more
     than adapters or a projector."""
     if run.bits is None or not (run.is_lora or run.stage == "pretrain"):
@@ -138,7 +138,7 @@ def model_choice(name: str) -> str:
     return "llava_v1_5_13b" if "13b" in Path(name).name.lower() else "llava_v1_5_7b"
 
 
-def trained(run: Run) -> list[str]:
+def trained(run: SourceRun) -> list[str]:
     """Return the value of `model.train`: the parts that LLaVA trains (train.py:843-845, 926-935), except lm_head, which
     model.train cannot select."""
     usual = ["language"] if run.trainer_value("freeze_mm_mlp_adapter") else ["projector", "language"]
@@ -147,7 +147,7 @@ def trained(run: Run) -> list[str]:
     return next_overrides.trained(run, usual) if run.is_next else usual
 
 
-def data(run: Run) -> Overrides:
+def data(run: SourceRun) -> Overrides:
     found: Overrides = {
         "data": "llava_json",
         "data.path": data_path(run),
@@ -167,7 +167,7 @@ def data(run: Run) -> Overrides:
     return {key: value for key, value in found.items() if value is not None}
 
 
-def data_path(run: Run) -> object:
+def data_path(run: SourceRun) -> object:
     """Return the value of `data.path`; None if it is not known."""
     files = run.data_files
     if isinstance(files, str):
@@ -175,7 +175,7 @@ def data_path(run: Run) -> object:
     return files if len(files) > 1 else files[0]
 
 
-def writing(run: Run) -> Overrides:
+def writing(run: SourceRun) -> Overrides:
     """Return the overrides for output folder, checkpoints, logging, length of the training, seed, determinism and
     timeouts."""
     found: Overrides = {"seed": run.trainer_value("seed"), "comm.timeout": run.trainer_value("ddp_timeout")}
@@ -202,7 +202,7 @@ def writing(run: Run) -> Overrides:
     return found
 
 
-def tracking(run: Run) -> Overrides:
+def tracking(run: SourceRun) -> Overrides:
     """Return the overrides for the trackers (wandb, tensorboard). `--report_to all` stands for both."""
     names = str(run.trainer_value("report_to") or "").split()
     found = dict(TRACKERS[name] for name in TRACKERS if name in names or "all" in names)
@@ -211,7 +211,7 @@ def tracking(run: Run) -> Overrides:
     return found
 
 
-def compiling(run: Run) -> Overrides:
+def compiling(run: SourceRun) -> Overrides:
     """Return the override `compile`; empty if neither script nor launcher sets it: compile=auto stays, with a
     remark."""
     launched = run.launched("dynamo_backend")
@@ -221,7 +221,7 @@ def compiling(run: Run) -> Overrides:
     return {"compile": False} if "torch_compile" in run.flags or launched is not None else {}
 
 
-def sharding(run: Run) -> Overrides:
+def sharding(run: SourceRun) -> Overrides:
     if run.lacks_deepspeed:
         return {}
     if run.uses_deepspeed:
@@ -230,13 +230,13 @@ def sharding(run: Run) -> Overrides:
     return {"sharding": fsdp_strategy(run) or "zero0"}
 
 
-def parallel(run: Run) -> Overrides:
+def parallel(run: SourceRun) -> Overrides:
     """Return the overrides for DeepSpeed's kinds of parallelism other than the sharding of states."""
     sizes = {"parallel.tensor": run.tensor, "parallel.context": run.context}
     return {key: size for key, size in sizes.items() if size > 1}
 
 
-def offload(run: Run) -> Overrides:
+def offload(run: SourceRun) -> Overrides:
     """Return the overrides for offloading to host memory or disk.
 
     DeepSpeed's optimizer offload keeps master weights, gradients and moments in host memory. This is `offload=params`
@@ -261,12 +261,12 @@ def offload(run: Run) -> Overrides:
     return {"offload": "params"} if on or "OFFLOAD" in fsdp_words(run) else {}
 
 
-def fsdp_words(run: Run) -> list[str]:
+def fsdp_words(run: SourceRun) -> list[str]:
     """Return the words of transformers' flag --fsdp, such as "full_shard auto_wrap", in upper case."""
     return str(run.trainer_value("fsdp") or "").upper().split()
 
 
-def fsdp_strategy(run: Run) -> str | None:
+def fsdp_strategy(run: SourceRun) -> str | None:
     """Return the value of `sharding` for the strategy that Accelerate's `fsdp_config` or the flag --fsdp names; None if
     neither names a known one."""
     if run.distributed_type == "FSDP":
@@ -278,7 +278,7 @@ def fsdp_strategy(run: Run) -> str | None:
     return next((FSDP_STRATEGIES[word] for word in fsdp_words(run) if word in FSDP_STRATEGIES), None)
 
 
-def precision(run: Run) -> Overrides:
+def precision(run: SourceRun) -> Overrides:
     """Return the overrides for the precision. If both bf16 and fp16 are set, the original refuses to start; here bf16
     is chosen."""
     on = {HALF[name] for name in HALF if run.ds(f"{name}.enabled") is True}
@@ -294,7 +294,7 @@ def precision(run: Run) -> Overrides:
     return {"precision": half}
 
 
-def optimizer(run: Run) -> Overrides:
+def optimizer(run: SourceRun) -> Overrides:
     """Return the overrides for the optimizer, from DeepSpeed's `optimizer` entry if there is one, else from flags."""
     values = {
         "optim.lr": ("optimizer.params.lr", "learning_rate"),
@@ -316,21 +316,21 @@ def optimizer(run: Run) -> Overrides:
     return found
 
 
-def filled(run: Run, key: str, flag: str) -> object:
+def filled(run: SourceRun, key: str, flag: str) -> object:
     """Return a setting of the optimizer or scheduler: the value of `key` in DeepSpeed's configuration or, if that is
     `auto` or it has no optimizer (or scheduler), the value of the script's flag."""
     value = AUTO if run.ds(key.partition(".")[0] + ".type") is None else run.ds_or_default(key)
     return run.trainer_value(flag) if value == AUTO else value
 
 
-def clip(run: Run) -> object:
+def clip(run: SourceRun) -> object:
     """Return the gradient norm to clip at; None if it does not clip. DeepSpeed's `gradient_clipping` is off by
     default."""
     value = run.ds("gradient_clipping", 0) if run.uses_deepspeed else run.trainer_value("max_grad_norm")
     return (run.trainer_value("max_grad_norm") if value == AUTO else value) or None
 
 
-def schedule(run: Run) -> Overrides:
+def schedule(run: SourceRun) -> Overrides:
     kind = run.ds("scheduler.type")
     if kind is not None:
         linear = run.ds("scheduler.params.warmup_type") == "linear"
@@ -347,6 +347,6 @@ def schedule(run: Run) -> Overrides:
     return ({"optim.schedule": SCHEDULES[name]} if name in SCHEDULES else {}) | warmup(run)
 
 
-def warmup(run: Run) -> Overrides:
+def warmup(run: SourceRun) -> Overrides:
     steps = run.trainer_value("warmup_steps")
     return {"optim.warmup_steps": steps} if steps else {"optim.warmup_ratio": run.trainer_value("warmup_ratio")}

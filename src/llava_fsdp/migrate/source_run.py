@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from llava_fsdp.migrate.launch_command import Launch, Ranks, number, ranks_of
+from llava_fsdp.migrate.launch_command import LaunchedRanks, TrainingCommand, number, ranks_of
 from llava_fsdp.runtime.errors import ConfigError
 
 AUTO = "auto"
@@ -70,11 +70,11 @@ class Flag:
 
 
 @dataclass(frozen=True)
-class Run:
+class SourceRun:
     """A training of another system: its command, its flags, and its DeepSpeed and Accelerate settings."""
 
     name: str
-    launch: Launch
+    launch: TrainingCommand
     table: Mapping[str, Flag]
     """Flags that the training program accepts."""
     flags: Mapping[str, object]
@@ -160,16 +160,16 @@ class Run:
         return self.ranks.devices or ids or self.launch.devices
 
     @property
-    def ranks(self) -> Ranks:
+    def ranks(self) -> LaunchedRanks:
         """`gpus=N` gives the total number of processes; without it, the launcher's flags or Accelerate's file give both
         numbers."""
         found = ranks_of(self.launch)
         if self.launch.launcher == "accelerate":  # both numbers may be flags, or in Accelerate's file
             total, nodes = number(str(self.launched("num_processes"))), number(str(self.launched("num_machines") or 1))
-            found = Ranks(total // nodes if total and nodes else None, nodes)
+            found = LaunchedRanks(total // nodes if total and nodes else None, nodes)
         if self.given_gpus:
             nodes = found.nodes if found.nodes and self.given_gpus % found.nodes == 0 else 1
-            return Ranks(self.given_gpus // nodes, nodes, found.devices)
+            return LaunchedRanks(self.given_gpus // nodes, nodes, found.devices)
         return found
 
     @property
@@ -259,7 +259,7 @@ class Run:
 
 def files_of(datasets: Block) -> list[str] | str:
     """Return the files of records in a YAML file of LLaVA-NeXT; a text that says what is wrong as for
-    `Run.data_files`."""
+    `SourceRun.data_files`."""
     rows = datasets.values.get("datasets")
     files = []
     for row in rows if isinstance(rows, list) else []:

@@ -7,7 +7,18 @@ from dataclasses import replace
 from llava_fsdp.migrate import accelerate, deepspeed
 from llava_fsdp.migrate.flags.launcher_flags import LAUNCHER
 from llava_fsdp.migrate.flags.trainer_flags import OTHER_PROGRAM
-from llava_fsdp.migrate.keys import OFF, Context, Outcome, Row, Rule, Verdict, implied, mapped, outcome, unsupported
+from llava_fsdp.migrate.keys import (
+    OFF,
+    Rule,
+    RuleContext,
+    TableRow,
+    Translation,
+    Verdict,
+    implied,
+    mapped,
+    outcome,
+    unsupported,
+)
 from llava_fsdp.migrate.source_run import Block, plain
 
 DEFAULT = "not in the script"
@@ -28,7 +39,7 @@ DEFAULTS = {
 """{DeepSpeed's key whose default value the command must set: key of the override}."""
 
 
-def rows_of(context: Context) -> list[Row]:
+def rows_of(context: RuleContext) -> list[TableRow]:
     run = context.run
     rows = launcher_rows(context) + flag_rows(context)
     if run.deepspeed:
@@ -38,21 +49,21 @@ def rows_of(context: Context) -> list[Row]:
     return [*rows, *default_rows(context)]
 
 
-def launcher_rows(context: Context) -> list[Row]:
+def launcher_rows(context: RuleContext) -> list[TableRow]:
     launch = context.run.launch
     source = f"{context.run.name} ({launch.launcher})"
     rows = []
     if launch.devices is not None:
         where = mapped("CUDA_VISIBLE_DEVICES before the command")
-        rows.append(Row(source, "CUDA_VISIBLE_DEVICES", launch.devices, where))
+        rows.append(TableRow(source, "CUDA_VISIBLE_DEVICES", launch.devices, where))
     for name, value in launch.flags.items():
         rule = accelerate.rule_of(name) if launch.launcher == "accelerate" else LAUNCHER.get(name)
         rows.append(row_of(context, source, name, value, rule, ()))
     program = "the original LLaVA's program; attention is PyTorch's own" if launch.is_original else OTHER_PROGRAM
-    return [*rows, Row(source, PROGRAM, launch.script, mapped(f"llava-fsdp train: {program}"))]
+    return [*rows, TableRow(source, PROGRAM, launch.script, mapped(f"llava-fsdp train: {program}"))]
 
 
-def flag_rows(context: Context) -> list[Row]:
+def flag_rows(context: RuleContext) -> list[TableRow]:
     run = context.run
     near = run.table if len(run.flags) < MOST else ()
     rows = []
@@ -65,8 +76,8 @@ def flag_rows(context: Context) -> list[Row]:
 
 
 def block_rows(
-    context: Context, block: Block, rule_of: Callable[[str], Rule | None], table: Collection[str]
-) -> list[Row]:
+    context: RuleContext, block: Block, rule_of: Callable[[str], Rule | None], table: Collection[str]
+) -> list[TableRow]:
     rows = []
     for key, value in block.values.items():
         rule = rule_of(key)
@@ -79,15 +90,17 @@ def block_rows(
     return rows
 
 
-def row_of(context: Context, source: str, key: str, value: object, rule: object, table: Collection[str]) -> Row:
+def row_of(
+    context: RuleContext, source: str, key: str, value: object, rule: object, table: Collection[str]
+) -> TableRow:
     if rule is not None:
-        return Row(source, key, value, outcome(rule, replace(context, key=key), value))
+        return TableRow(source, key, value, outcome(rule, replace(context, key=key), value))
     near = difflib.get_close_matches(key, list(table), n=1, cutoff=0.8)
     hint = f"; did you mean {near[0]}?" if near else ""
-    return Row(source, key, value, unsupported("not a name that migrate knows" + hint), known=False)
+    return TableRow(source, key, value, unsupported("not a name that migrate knows" + hint), known=False)
 
 
-def default_rows(context: Context) -> Iterator[Row]:
+def default_rows(context: RuleContext) -> Iterator[TableRow]:
     """Yield rows for keys that the files do not set, if their default value (DeepSpeed's or the training program's)
     must be set in the command or has no equivalent there."""
     run = context.run
@@ -102,11 +115,11 @@ def default_rows(context: Context) -> Iterator[Row]:
         if key == "gradient_clipping":
             norm = run.trainer_value("max_grad_norm")
             text = f"{context.tell(override)}: without it DeepSpeed does not clip, though --max_grad_norm is {norm}"
-        yield Row(f"{run.deepspeed.name} (not in it)", key, run.ds_or_default(key), mapped(text))
+        yield TableRow(f"{run.deepspeed.name} (not in it)", key, run.ds_or_default(key), mapped(text))
     for name, flag in run.table.items():
         if run.given(name) is None and (run.launch.is_original or flag.default is not None):
             mentioned: set[str] = set()
-            found: Outcome = outcome(flag.rule, replace(context, key=name, mentioned=mentioned), flag.default)
+            found: Translation = outcome(flag.rule, replace(context, key=name, mentioned=mentioned), flag.default)
             needed = (mentioned & context.decided.keys()) - context.omitted
             if found.verdict is Verdict.unsupported or (found.verdict is Verdict.mapped and needed):
-                yield Row(DEFAULT, name, flag.default, found)
+                yield TableRow(DEFAULT, name, flag.default, found)

@@ -28,7 +28,7 @@ from llava_fsdp.data.index.examine.examine_passes import (
     sizes_of,
 )
 from llava_fsdp.data.index.find_files import in_index, is_records
-from llava_fsdp.data.index.record_store import Part, RecordStore, SourceFile, sources_of
+from llava_fsdp.data.index.record_store import NumberedFile, RecordStore, SourceFile, sources_of
 from llava_fsdp.data.index.token_pass import check_cut, tell_special
 from llava_fsdp.data.problems import BITS, Kind
 from llava_fsdp.data.records.record import Record, Turn
@@ -47,7 +47,7 @@ def store_of(*counts: int) -> Any:
     firsts = [sum(counts[:n]) for n in range(len(counts))]
     store.sources = [SimpleNamespace(name=name) for name in "ab"]
     store.parts = [
-        Part(sources[n], FILES[n], FILES[n].path, f"key{n}", first, count)
+        NumberedFile(sources[n], FILES[n], FILES[n].path, f"key{n}", first, count)
         for n, (first, count) in enumerate(zip(firsts, counts, strict=True))
     ]
     store._part_begins = firsts

@@ -100,7 +100,7 @@ def check_work(data: bytes) -> None:
 
 
 @dataclass
-class Frame:
+class JpegHeader:
     """What the header of a JPEG says."""
 
     pixels: int = 0
@@ -116,7 +116,7 @@ TABLE_MARKERS = {*range(0xC0, 0xD0), *range(0xDB, 0xE0)}
 
 def check_jpeg(data: bytes) -> None:
     """Check a JPEG's segments, tables, EXIF data and scans."""
-    frame, exif, tables, components, end = Frame(), [], 0, 0, 0
+    frame, exif, tables, components, end = JpegHeader(), [], 0, 0, 0
     for seen, (marker, at, size) in enumerate(segments(data)):
         at_most(seen, SEGMENTS, "or more segments before its first scan")
         if marker == 0xC4 or marker == 0xDB:  # the most frequent ones
@@ -130,7 +130,7 @@ def check_jpeg(data: bytes) -> None:
             at_most(tables := tables + size, TABLE_BYTES, "or more bytes of tables before its first scan")
             if marker in FRAME_MARKERS and len(data) >= at + 8:
                 height, width, components = struct.unpack_from(">HHB", data, at + 3)
-                frame = Frame(width * height, components, marker in (0xC2, 0xC6, 0xCA, 0xCE))
+                frame = JpegHeader(width * height, components, marker in (0xC2, 0xC6, 0xCA, 0xCE))
         elif marker == 0xDA:
             components = int.from_bytes(data[at + 2 : at + 3], "big")
         end = at + size
@@ -159,7 +159,7 @@ def segments(data: bytes) -> Iterator[tuple[int, int, int]]:
     at_most(junk + len(data) - at, JUNK, "bytes between its segments")
 
 
-def check_scans(data: bytes, at: int, frame: Frame) -> None:
+def check_scans(data: bytes, at: int, frame: JpegHeader) -> None:
     """Check the number of scans of a JPEG, from the data of the first scan on."""
     allowed = min(SCANS, max(FEW_SCANS, SCANNED_PIXELS // max(frame.pixels, 1)))
     if data.count(b"\xff\xda", at) < allowed:

@@ -39,7 +39,7 @@ from llava_fsdp.data.containers.data_files import CacheFolder
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.images.preprocess import ImageReader
 from llava_fsdp.data.index.examine.duplicate_ids import DUPLICATES, read_facts
-from llava_fsdp.data.index.examine.examine_passes import NAME_SIZE, UNREAD, ExaminePictures, Pass, ReadRecords
+from llava_fsdp.data.index.examine.examine_passes import NAME_SIZE, UNREAD, DatasetPass, ExaminePictures, ReadRecords
 from llava_fsdp.data.index.examine.image_sample import Examined
 from llava_fsdp.data.index.integrity import DONE, check_part, damaged, read_json, read_rows
 from llava_fsdp.data.index.record_store import (
@@ -386,7 +386,7 @@ def write_record_texts(files: list[SourceFile], keys: list[str], plan: Plan, wat
     return tuple(found)
 
 
-P = TypeVar("P", bound=Pass)
+P = TypeVar("P", bound=DatasetPass)
 Finish = Callable[[P, Sequence[Path], Path], dict[str, Any]]
 """Function (pass, files with the results of its chunks, folder of its joined columns) -> facts for `done.json`. It may
 add files to the folder."""

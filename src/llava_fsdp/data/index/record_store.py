@@ -109,7 +109,7 @@ class DataSource:
 
 
 @dataclass(frozen=True)
-class Part:
+class NumberedFile:
     """A file of records, and the numbers of its records."""
 
     source: int
@@ -236,7 +236,7 @@ class RecordStore:
         part = self.part(number)
         return part.file, number - part.first
 
-    def part(self, number: int) -> Part:
+    def part(self, number: int) -> NumberedFile:
         return self.parts[bisect.bisect_right(self._part_begins, number) - 1]
 
     @cached_property
@@ -327,10 +327,10 @@ def source_from(raw: dict[str, Any]) -> DataSource:
     return DataSource(raw["name"], raw["path"], files)
 
 
-def part_from(raw: dict[str, Any]) -> Part:
+def part_from(raw: dict[str, Any]) -> NumberedFile:
     file = SourceFile(**require_kinds(raw["file"], kinds_of(SourceFile)))
     require_kinds(raw, {"source": (int,), "text": (str,), "key": (str,), "first": (int,), "count": (int,)})
-    return Part(**{**raw, "file": file})
+    return NumberedFile(**{**raw, "file": file})
 
 
 @dataclass(frozen=True)
@@ -395,7 +395,7 @@ def join_positions(
         DataError: a file has no records. A Parquet file without rows among others is left out.
     """
     numbers = [number for number, source in enumerate(sources) for _ in source.files]
-    parts: list[Part] = []
+    parts: list[NumberedFile] = []
     pieces: list[Path] = []
     first = 0
     for chunk, (number, text) in enumerate(zip(numbers, found.texts, strict=True)):
@@ -406,7 +406,7 @@ def join_positions(
             if is_parquet(text.file.path) and len(source.files) > 1:
                 continue  # a shard without rows, as a filter leaves it
             raise no_records(text.file.path)
-        parts.append(Part(number, text.file, str(text.path), text.key, first, count))
+        parts.append(NumberedFile(number, text.file, str(text.path), text.key, first, count))
         pieces += own
         first += count
     lacking = [source.path for number, source in enumerate(sources) if number not in {part.source for part in parts}]

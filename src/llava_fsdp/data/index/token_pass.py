@@ -11,12 +11,12 @@ from xxhash import xxh3_64_hexdigest
 from llava_fsdp.config import Pixels, SpecialTokens
 from llava_fsdp.data.columns import Columns
 from llava_fsdp.data.images.preprocess import ImageReader, check_enlarged, check_height
-from llava_fsdp.data.index.examine.examine_passes import Findings, Pass, PictureSizes, Tell, attempt
+from llava_fsdp.data.index.examine.examine_passes import DatasetPass, Findings, PictureSizes, Tell, attempt
 from llava_fsdp.data.problems import Kind
 from llava_fsdp.data.records.record import IMAGE_TAG, Record, is_video
 from llava_fsdp.data.text.constants import IMAGE_ID
 from llava_fsdp.data.text.conversation import asked_turns
-from llava_fsdp.data.text.encode import LONG, Encoder, Measured
+from llava_fsdp.data.text.encode import LONG, Encoder, MeasuredSample
 
 LIMITS = (512, 1024, 2048, 4096, 8192)
 """Maximum lengths in tokens for which truncation is counted, in addition to the configured maximum length."""
@@ -28,7 +28,7 @@ LOSSES_COLUMN = "losses"
 
 
 @dataclass(frozen=True)
-class EncodeRecords(Pass):
+class EncodeRecords(DatasetPass):
     """Third pass: encode each record, and store its numbers of tokens, labels, images and tiles.
 
     Columns with an int32 value per record: length, labels, images, tiles, image_tokens, positions_cut, labels_cut, and
@@ -77,7 +77,7 @@ class EncodeRecords(Pass):
             losses += self.losses(made)
         return {**columns, LOSSES_COLUMN: losses.reshape(-1)}
 
-    def encode(self, record: Record, number: int, tell: Tell) -> Measured | None:
+    def encode(self, record: Record, number: int, tell: Tell) -> MeasuredSample | None:
         for position, turn in enumerate(asked_turns(record)):
             tell_special(record, position, turn.text, self.encoder, tell)
             if turn.role == "gpt" and not turn.text.strip():
@@ -111,7 +111,7 @@ class EncodeRecords(Pass):
             if reader.pixels is Pixels.llava_v1_5:
                 check_height(stored_height, what)
 
-    def losses(self, made: Measured) -> np.ndarray:
+    def losses(self, made: MeasuredSample) -> np.ndarray:
         """Return LOSSES of a record for each maximum length in `self.limits`, int64 [lengths, LOSSES]."""
         lost = np.zeros((len(self.limits), len(LOSSES)), dtype=np.int64)
         labels = made.whole.num_labels
@@ -134,7 +134,7 @@ def tell_special(record: Record, position: int, text: str, encoder: Encoder, tel
         tell(Kind.special_token, f"{reason} (data.special_tokens={encoder.special_tokens.value})")
 
 
-def check_cut(record: Record, made: Measured, max_length: int, tell: Tell) -> None:
+def check_cut(record: Record, made: MeasuredSample, max_length: int, tell: Tell) -> None:
     """Report a record that is too long or has no labels after truncation."""
     sample, full = made.sample, len(made.whole.input_ids)
     least = "at least " if any(len(turn.text) > LONG for turn in record.turns) else ""  # a long text is shortened

@@ -38,7 +38,7 @@ ALONE_SECONDS = 2.0
 ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
 
 
-class Task(Protocol):
+class ChunkTask(Protocol):
     """A computation on one chunk of a dataset, given the chunk's number."""
 
     def __call__(self, chunk: int) -> Columns: ...
@@ -52,7 +52,7 @@ def chunk_files(folder: Path, chunks: int) -> list[Path]:
     return [chunk_file(folder, chunk) for chunk in range(chunks)]
 
 
-def run_chunks(task: Task, files: Sequence[Path], workers: int, advance: Advance) -> None:
+def run_chunks(task: ChunkTask, files: Sequence[Path], workers: int, advance: Advance) -> None:
     """Compute the results of each chunk whose file is missing or incomplete, and write the file.
 
     This process computes chunks for ALONE_SECONDS. Then worker processes compute the rest.
@@ -146,7 +146,7 @@ WORK: list[Callable[[int], None]] = []
 """In a worker process, the function that computes and writes a chunk; empty in the main process."""
 
 
-def begin(parent: int, task: Task, files: Sequence[Path]) -> None:
+def begin(parent: int, task: ChunkTask, files: Sequence[Path]) -> None:
     """Initialise a worker process, so that it computes chunks, ends when the process `parent` ends, and ignores
     Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -165,7 +165,7 @@ def is_whole(path: Path) -> bool:
     return path.is_file() and zipfile.is_zipfile(path)
 
 
-def do(task: Task, files: Sequence[Path], chunk: int) -> None:
+def do(task: ChunkTask, files: Sequence[Path], chunk: int) -> None:
     columns = task(chunk)
     # a worker may outlive the process that started it, and write the same chunk as a worker of the next one
     with replacing(files[chunk], durable=True) as file:

@@ -25,7 +25,7 @@ from llava_fsdp.data.records.keys import (
     ONLY_OF_RECORDS,
     PREFERENCES,
     REASONS,
-    Meaning,
+    KeyMeaning,
     is_learnt,
     meaning_of,
     says_nothing,
@@ -179,7 +179,7 @@ class RecordReader:
             if key in read_keys:
                 continue
             meaning, value = meaning_of(key[:MOST_LETTERS]), raw[key]  # all known keys are shorter
-            if meaning is Meaning.harmless and not (form and key in ONLY_OF_RECORDS):
+            if meaning is KeyMeaning.harmless and not (form and key in ONLY_OF_RECORDS):
                 continue
             if says_nothing(value) or names_media(key):
                 continue
@@ -309,7 +309,7 @@ class RecordReader:
         if not isinstance(kind, str):
             raise self.bad(what, raw, "an object with type (text, image or image_url)")
         if not self.note_keys(what, raw, PART_KEYS, form, is_answer):
-            self.not_obeyed = self.not_obeyed or f"{what} is not to be learnt; {REASONS[Meaning.spans]}"
+            self.not_obeyed = self.not_obeyed or f"{what} is not to be learnt; {REASONS[KeyMeaning.spans]}"
         given = given_images(raw)
         if kind == "text":
             self.note_unread(raw)

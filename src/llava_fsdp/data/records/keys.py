@@ -75,7 +75,7 @@ OTHERS = "(others)"
 """Stands for the keys beyond MOST_NAMES where keys are counted."""
 
 
-class Meaning(Enum):
+class KeyMeaning(Enum):
     harmless = "nothing that is learnt depends on it"
     learnt = "whether an answer is learnt: 0 or false says that it is not"
     hidden = "whether an answer is learnt: true says that it is not"
@@ -87,32 +87,32 @@ class Meaning(Enum):
 
 
 REASONS = {
-    Meaning.preference: "pairs of a better and a worse answer are not read, and every answer would be learnt as a good "
-    "one: keep the better answer alone, without this key",
-    Meaning.verdict: "the answer would be learnt as a good one: take the record out",
-    Meaning.thought: "thoughts are not read, and the answer would be learnt after an empty thought: take the key out, "
-    "or write the thoughts into the text of the answer",
-    Meaning.spans: "parts of an answer cannot be left out of the loss: take the key out to learn all of the answer, or "
-    "give the answer weight 0 to learn none of it",
-    Meaning.learnt: "an answer is learnt (1, true) or not (0, false): write one of these",
-    Meaning.hidden: "an answer is learnt (false) or not (true): write one of these",
+    KeyMeaning.preference: "pairs of a better and a worse answer are not read, and every answer would be learnt as a "
+    "good one: keep the better answer alone, without this key",
+    KeyMeaning.verdict: "the answer would be learnt as a good one: take the record out",
+    KeyMeaning.thought: "thoughts are not read, and the answer would be learnt after an empty thought: take the key "
+    "out, or write the thoughts into the text of the answer",
+    KeyMeaning.spans: "parts of an answer cannot be left out of the loss: take the key out to learn all of the answer, "
+    "or give the answer weight 0 to learn none of it",
+    KeyMeaning.learnt: "an answer is learnt (1, true) or not (0, false): write one of these",
+    KeyMeaning.hidden: "an answer is learnt (false) or not (true): write one of these",
 }
 """For each meaning of a key that cannot be obeyed: why, and what to do."""
 
 
 @lru_cache(4096)  # records repeat a few keys millions of times
-def meaning_of(key: str) -> Meaning:
+def meaning_of(key: str) -> KeyMeaning:
     """Return what a key says. The style of its name (`lossScale`, `loss-scale`) does not matter."""
     name = CAMEL.sub("_", key).lower().replace("-", "_").replace(" ", "_")
     if name in VERDICTS:
-        return Meaning.verdict
+        return KeyMeaning.verdict
     for names, meaning in (
-        (LEARNT, Meaning.learnt), (HIDDEN, Meaning.hidden), (THOUGHTS, Meaning.thought),
-        (PREFERENCES, Meaning.preference), (SPANS, Meaning.spans), (HARMLESS, Meaning.harmless),
+        (LEARNT, KeyMeaning.learnt), (HIDDEN, KeyMeaning.hidden), (THOUGHTS, KeyMeaning.thought),
+        (PREFERENCES, KeyMeaning.preference), (SPANS, KeyMeaning.spans), (HARMLESS, KeyMeaning.harmless),
     ):  # fmt: skip
         if name in names:
             return meaning
-    return Meaning.unknown
+    return KeyMeaning.unknown
 
 
 def says_nothing(value: Any) -> bool:
@@ -148,17 +148,17 @@ def is_learnt(key: str, value: Any) -> bool:
     said = WORDS.get(value.strip().lower(), value) if isinstance(value, str) else value
     is_number = isinstance(said, int | float) and said in (0, 1)
     match meaning:
-        case Meaning.learnt if is_number:
+        case KeyMeaning.learnt if is_number:
             return bool(said)
-        case Meaning.hidden if isinstance(said, bool) or (is_number and key.lower() != "mask"):
+        case KeyMeaning.hidden if isinstance(said, bool) or (is_number and key.lower() != "mask"):
             return not said
-        case Meaning.hidden if isinstance(said, str) and said.lower() in ASKING:
+        case KeyMeaning.hidden if isinstance(said, str) and said.lower() in ASKING:
             return True
-        case Meaning.verdict if said is True or (key.lower() == "label" and said is not False):
+        case KeyMeaning.verdict if said is True or (key.lower() == "label" and said is not False):
             return True
-        case Meaning.verdict if key.lower() == "chosen" and said is not False:
-            meaning = Meaning.preference
-        case Meaning.preference if said is False:  # an answer that is not rejected
+        case KeyMeaning.verdict if key.lower() == "chosen" and said is not False:
+            meaning = KeyMeaning.preference
+        case KeyMeaning.preference if said is False:  # an answer that is not rejected
             return True
     raise ValueError(REASONS[meaning])
 

@@ -36,7 +36,7 @@ from llava_fsdp.data.records.forms import (
     has_no_tools,
 )
 from llava_fsdp.data.records.json_stream import MOST_BYTES, check_head
-from llava_fsdp.data.records.keys import ONLY_OF_RECORDS, REASONS, Meaning, held, meaning_of
+from llava_fsdp.data.records.keys import ONLY_OF_RECORDS, REASONS, KeyMeaning, held, meaning_of
 from llava_fsdp.data.records.record import HELD, LOCATION, PARQUET, TOO_LARGE, names_media, without_locations
 from llava_fsdp.runtime.errors import ConfigError, DataError
 from llava_fsdp.runtime.text.terminal_text import shown_name
@@ -202,7 +202,7 @@ def is_embedded(schema: Any, name: str) -> bool:
 
 
 class ParquetRows:
-    """Reads rows as records in JSON, with the location of an image in the file instead of its bytes. See `Rows`."""
+    """Reads rows as records in JSON, with the location of an image instead of its bytes. See `RecordRows`."""
 
     def __init__(self, file: Reader, keys: RecordKeys = NO_KEYS):
         self.parquet = open_file(file, keys)
@@ -223,7 +223,9 @@ class ParquetRows:
             name for name in binary.intersection(others).difference(media) if meaning_of(name) in REASONS
         ]
         """Names of the columns of media and tools, of which it is only read whether a row has a value."""
-        self.unknown = [n for n in others if n not in (*self.told, *self.unread) and meaning_of(n) is Meaning.unknown]
+        self.unknown = [
+            n for n in others if n not in (*self.told, *self.unread) and meaning_of(n) is KeyMeaning.unknown
+        ]
         """Names of the columns that nothing reads, and that are not known to be harmless."""
         self.leaves = {name: leaf for name in keys.images if (leaf := self.leaf_with_images(name)) is not None}
         """{name of a column of images: its leaf column with the images' bytes}, without columns that have only
@@ -233,7 +235,7 @@ class ParquetRows:
         ]
         """Leaf columns with the bytes of media that are not read."""
         self.page_bytes = np.zeros(2, dtype=np.int64)
-        """See `Rows.page_bytes`."""
+        """See `RecordRows.page_bytes`."""
         self.lists = {name for name in schema.names if is_list(schema.field(name).type)}
 
     @property
@@ -260,7 +262,7 @@ class ParquetRows:
 
     def lines(self, group: int, max_bytes: int = MOST_BYTES) -> Iterator[bytes]:
         """Yield each row of a row group as a record in JSON. A few hundred rows are in memory at a time, and the
-        locations of all images of the row group. See `Rows.lines`."""
+        locations of all images of the row group. See `RecordRows.lines`."""
         locations = {name: self.parquet.locations(leaf, group) for name, leaf in self.leaves.items()}
         unread = {leaf: self.parquet.locations(leaf, group) for leaf in self.unread_leaves}
         wanted = self.read + self.unread + self.told
@@ -498,7 +500,7 @@ def plain_turn(turn: dict[str, Any] | None) -> dict[str, Any] | None:
         if names_media(key) or key in TOOL_KEYS:
             own = HELD if not has_no_tools(value) else None
         else:
-            own = None if meaning_of(key) is Meaning.harmless and key not in ONLY_OF_RECORDS else held(value)
+            own = None if meaning_of(key) is KeyMeaning.harmless and key not in ONLY_OF_RECORDS else held(value)
         if own is not None:
             made[key] = own
     return made

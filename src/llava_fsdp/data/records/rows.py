@@ -23,7 +23,7 @@ ROWS_ALONE = 100_000
 """Number of rows up to which a Parquet file is copied by one process, in some seconds, although others have no work."""
 
 
-class Rows(Protocol):
+class RecordRows(Protocol):
     """Reads the records of a Parquet file or a tar."""
 
     @property
@@ -52,14 +52,14 @@ class Rows(Protocol):
         ...
 
 
-def open_rows(path: str, keys: RecordKeys, data_files: DataFiles) -> Rows:
-    """Open a Parquet file or a tar of records. See `Rows.lines` for the errors."""
+def open_rows(path: str, keys: RecordKeys, data_files: DataFiles) -> RecordRows:
+    """Open a Parquet file or a tar of records. See `RecordRows.lines` for the errors."""
     file = data_files.open(path)
     return ParquetRows(file, keys) if is_parquet(path) else TarRows(file, keys)
 
 
 def all_lines(path: str, keys: RecordKeys, max_bytes: int, data_files: DataFiles) -> Iterator[bytes]:
-    """Yield all records of a Parquet file or a tar as JSON. See `Rows.lines`."""
+    """Yield all records of a Parquet file or a tar as JSON. See `RecordRows.lines`."""
     rows = open_rows(path, keys, data_files)
     for group in range(rows.groups):
         yield from rows.lines(group, max_bytes)
@@ -129,7 +129,7 @@ class WriteRows:
                     target.write(line + b"\n")
         return {"page_bytes": rows.page_bytes - before}
 
-    def opened(self, number: int) -> Rows:
+    def opened(self, number: int) -> RecordRows:
         """Open a file by its index. The last one stays open, because reading its footer again may take long."""
         if number not in self._last:
             self._last.clear()
@@ -138,7 +138,7 @@ class WriteRows:
         return self._last[number]
 
     @cached_property
-    def _last(self) -> dict[int, Rows]:
+    def _last(self) -> dict[int, RecordRows]:
         return {}
 
     def gather(self) -> None:

@@ -21,7 +21,7 @@ from llava_fsdp.data.containers.location import ImageLocation
 from llava_fsdp.data.containers.tar_container import TarSample, samples
 from llava_fsdp.data.records.forms import GIVEN_AS, NO_KEYS, RecordKeys
 from llava_fsdp.data.records.json_stream import MOST_BYTES
-from llava_fsdp.data.records.keys import Meaning, meaning_of
+from llava_fsdp.data.records.keys import KeyMeaning, meaning_of
 from llava_fsdp.data.records.parquet import json_line
 from llava_fsdp.data.records.record import ADDRESS, HELD, LOCATION, TOO_LARGE, decode, is_empty, without_locations
 from llava_fsdp.runtime.text.log import log
@@ -38,7 +38,7 @@ OTHER_MEDIA = (
 
 
 class TarRows:
-    """Reads the samples of a tar as records in JSON, with images given by their locations. See `Rows`."""
+    """Reads the samples of a tar as records in JSON, with images given by their locations. See `RecordRows`."""
 
     num_rows = 0
     groups = 1
@@ -51,7 +51,7 @@ class TarRows:
         self.keys = keys
 
     def lines(self, _: int = 0, max_bytes: int = MOST_BYTES) -> Iterator[bytes]:
-        """Yield the samples as records. See `Rows.lines` and `tar_container.samples`."""
+        """Yield the samples as records. See `RecordRows.lines` and `tar_container.samples`."""
         skipped: Counter[str] = Counter()
         for sample in samples(self.file, skipped):
             yield SampleReader(self.file, sample, self.keys, max_bytes).line()
@@ -126,7 +126,7 @@ class SampleReader:
             made["images"] = [self.location(extension) for extension in self.images]
         media = [extension for extension in self.sample.members if extension.rpartition(".")[2] in OTHER_MEDIA]
         read = (RECORD, *self.images, *media, *(self.keys.pair or ()))
-        others = [own for own in self.sample.members if own not in read and meaning_of(own) is not Meaning.harmless]
+        others = [own for own in self.sample.members if own not in read and meaning_of(own) is not KeyMeaning.harmless]
         return made | {f"media {own}": HELD for own in media} | {f"member {own}": HELD for own in others}
 
     def placed(self, raw: dict[str, Any]) -> dict[str, Any]:

@@ -60,7 +60,7 @@ def ends_in_special(tokenizer: Tokenizer | None, stop: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TokenText:
     """The text of a token, or of several tokens that are one character together."""
 
     text: str
@@ -69,16 +69,16 @@ class Piece:
     """Whether `text` is a name or id instead of decoded text."""
 
 
-def spell(tokenizer: Tokenizer, ids: list[int]) -> list[Piece]:
+def spell(tokenizer: Tokenizer, ids: list[int]) -> list[TokenText]:
     """Return the text of each token, in order. Tokens that are bytes of the same character become one piece."""
     before = [token.id for token in tokenizer.encode("a")]  # at the beginning of a text, decoding may drop a space
     begin = len(tokenizer.decode(before))
-    pieces: list[Piece] = []
+    pieces: list[TokenText] = []
     group: list[int] = []
 
     def close() -> None:
         if group:
-            pieces.append(Piece(tokenizer.decode([*before, *group])[begin:]))
+            pieces.append(TokenText(tokenizer.decode([*before, *group])[begin:]))
             group.clear()
 
     for token in ids:
@@ -86,7 +86,7 @@ def spell(tokenizer: Tokenizer, ids: list[int]) -> list[Piece]:
         alone = "" if name is not None else tokenizer.decode([*before, token])[begin:]
         if not alone:
             close()
-            pieces.append(Piece(f"token {token}" if name is None else name, is_special=True))
+            pieces.append(TokenText(f"token {token}" if name is None else name, is_special=True))
             continue
         if group and not alone.endswith(BROKEN) and not alone.startswith(BROKEN):
             close()

@@ -66,7 +66,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredSample:
     """A record encoded in several ways: as in training (`sample`), not truncated (`whole`), and truncated (`at`)."""
 
     sample: Sample
@@ -112,13 +112,13 @@ class ExactEncoder:
             )
         return None if self.too_long is TooLong.skip else truncate(whole, self.max_length)
 
-    def measure(self, record: Record, limits: Sequence[int]) -> Measured:
+    def measure(self, record: Record, limits: Sequence[int]) -> MeasuredSample:
         """Encode a record as in training, without truncation, and truncated to each of several lengths that it exceeds.
         Raise DataError if it is invalid. What is much longer than all of these lengths is shortened also without
         truncation."""
         whole = self._whole(record, max(*limits, self.max_length))
         over = {n: truncate(whole, n) for n in {*limits, self.max_length} if n < len(whole.input_ids)}
-        return Measured(over.get(self.max_length, whole), whole, over)
+        return MeasuredSample(over.get(self.max_length, whole), whole, over)
 
     def _whole(self, record: Record, longest: int) -> Sample:
         """Encode a record without truncation. Texts of more than LONG characters may be shortened; then the first
@@ -217,12 +217,12 @@ class OriginalEncoder:
         beyond = made.cut + max(0, len(made.ids) - self.own.max_length) + max(0, len(ids) - cut)
         return Sample(ids[:cut], labels[:cut], record.images[: len(rows)], tuple(rows), beyond, lost)
 
-    def measure(self, record: Record, limits: Sequence[int]) -> Measured:
+    def measure(self, record: Record, limits: Sequence[int]) -> MeasuredSample:
         check_like_original(record, self.own)
         sample = self(record)
         whole = self._at(record, UNLIMITED) if sample.positions_cut else sample
         over = {n: self._at(record, n) for n in limits if n < len(whole.input_ids) and n != self.max_length}
-        return Measured(sample, whole, {**over, **({self.max_length: sample} if sample.positions_cut else {})})
+        return MeasuredSample(sample, whole, {**over, **({self.max_length: sample} if sample.positions_cut else {})})
 
     def _at(self, record: Record, max_length: int) -> Sample:
         """Encode a record with another maximum length. This may also change labels, because LLaVA makes them after

@@ -56,7 +56,7 @@ def encode_chat(
         adds_bos: whether the tokenizer's BOS token, if it has one, is put first.
         known: token ids of ends of prompts, which are looked up and added.
     """
-    own = Conversation(segments, tokenizer, special_tokens, {} if known is None else known)
+    own = TokenizedChat(segments, tokenizer, special_tokens, {} if known is None else known)
     ids, ends = own.ids, own.ends
     places = [bisect.bisect_right(ends, begin) for begin, _ in own.images]
     marked = np.zeros(len(ids), dtype=bool)
@@ -86,7 +86,7 @@ def encode_chat(
     return ChatIds(made[0], made[1], unlearnt)
 
 
-class Conversation:
+class TokenizedChat:
     """The text of a conversation and its tokens, all tokenized together."""
 
     def __init__(

@@ -74,7 +74,7 @@ class ImageParts:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ChatPiece:
     """A part of the text of a conversation: text of the template, or of a turn, or an image."""
 
     text: str
@@ -160,7 +160,7 @@ class ChatTemplate:
         between = frame.text[len(frame.text) - frame.before :]
         return between if between.strip() else ""
 
-    def write(self, turns: Sequence[Turn], where: str, media: str = "", has_labels: bool = True) -> list[Piece]:
+    def write(self, turns: Sequence[Turn], where: str, media: str = "", has_labels: bool = True) -> list[ChatPiece]:
         """Render the turns of a conversation. If the last turn is a question, the text is the prompt for its answer.
 
         Args:
@@ -186,26 +186,26 @@ class ChatTemplate:
             ) from unfit
         return list(self.pieces(layout, filled, media))
 
-    def pieces(self, layout: Layout, filled: Sequence[str], media: str) -> Iterator[Piece]:
+    def pieces(self, layout: Layout, filled: Sequence[str], media: str) -> Iterator[ChatPiece]:
         """Yield the text of a conversation, whose texts are `filled` as the template writes them."""
         numbers = {kind: iter([n for n, own in enumerate(media) if own == kind]) for kind in (IMAGE, VIDEO)}
         kinds = {text: kind for kind, text in self.placeholders.items()}
         finder = re.compile("(" + "|".join(map(re.escape, kinds)) + ")") if media else None
 
-        def own(text: str, supervised: bool) -> Iterator[Piece]:
+        def own(text: str, supervised: bool) -> Iterator[ChatPiece]:
             for piece in finder.split(text) if finder else [text]:
                 if finder and piece in kinds:
-                    yield Piece(piece, False, image=next(numbers[kinds[piece]]))
+                    yield ChatPiece(piece, False, image=next(numbers[kinds[piece]]))
                 elif piece:
-                    yield Piece(piece, supervised)
+                    yield ChatPiece(piece, supervised)
 
         for frame, slot, text in zip(layout.frames, layout.slots, filled, strict=False):
             before = len(frame.text) - frame.before
             yield from own(frame.text[: frame.end], True)
             yield from own(frame.text[frame.end : before], False)
             if slot.turn in layout.answers:
-                yield Piece(frame.text[before:], True, begins_answer=True)
-            yield Piece(text, layout.answers.get(slot.turn, False), slot.turn)
+                yield ChatPiece(frame.text[before:], True, begins_answer=True)
+            yield ChatPiece(text, layout.answers.get(slot.turn, False), slot.turn)
         last = layout.frames[-1]
         yield from own(last.text[: last.end], True)
         yield from own(last.text[last.end :], False)

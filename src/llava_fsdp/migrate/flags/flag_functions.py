@@ -4,14 +4,14 @@
 from collections.abc import Callable
 from pathlib import PurePosixPath
 
-from llava_fsdp.migrate.keys import OFF, Context, Outcome, implied, mapped, no_effect, unsupported
+from llava_fsdp.migrate.keys import OFF, RuleContext, Translation, implied, mapped, no_effect, unsupported
 from llava_fsdp.migrate.overrides import FSDP_STRATEGIES, SCHEDULES, TEMPLATES, TRACKERS
 
-Function = Callable[[Context, object], Outcome]
+Function = Callable[[RuleContext, object], Translation]
 DECAYS = "; DeepSpeed's entry also decays norms and biases, a run here does not"
 
 
-def model_name(context: Context, value: object) -> Outcome:
+def model_name(context: RuleContext, value: object) -> Translation:
     chosen = context.tell("model")
     if context.run.stage == "finetune_task":
         why = "its name has llava in it and there is no --pretrain_mm_mlp_adapter, so it is taken for a whole LLaVA"
@@ -22,7 +22,7 @@ def model_name(context: Context, value: object) -> Outcome:
     return mapped(text)
 
 
-def data_path(context: Context, value: object) -> Outcome:
+def data_path(context: RuleContext, value: object) -> Translation:
     """Rule for --data_path: a file, or several that a pattern or LLaVA-NeXT's YAML file lists."""
     files = context.run.data_files
     if isinstance(files, str):
@@ -31,7 +31,7 @@ def data_path(context: Context, value: object) -> Outcome:
     return mapped(f"{listed}{context.tell('data')}, {context.tell('data.path')}")
 
 
-def version(context: Context, value: object) -> Outcome:
+def version(context: RuleContext, value: object) -> Translation:
     text = context.tell("data.template")
     if value in ("v0", "v0.5"):
         return mapped(f"{text}: LLaVA train.py:894-901 leaves the template at vicuna_v1 for {value}")
@@ -43,7 +43,7 @@ def version(context: Context, value: object) -> Outcome:
     return mapped(text)
 
 
-def projector(context: Context, value: object) -> Outcome:
+def projector(context: RuleContext, value: object) -> Translation:
     stage = context.run.stage
     if not value:
         if stage != "finetune":
@@ -55,7 +55,7 @@ def projector(context: Context, value: object) -> Outcome:
     return mapped(f"{context.tell('model.projector')}; after stage=pretrain here, give that run's folder: {folder}")
 
 
-def projector_type(context: Context, value: object) -> Outcome:
+def projector_type(context: RuleContext, value: object) -> Translation:
     text = context.tell("model.projector_type")
     if "export.enabled" in context.decided:
         text += f", {context.tell('export.enabled')}: transformers' LLaVA has no such projector; llava-fsdp export "
@@ -63,7 +63,7 @@ def projector_type(context: Context, value: object) -> Outcome:
     return mapped(text)
 
 
-def bits(context: Context, value: object) -> Outcome:
+def bits(context: RuleContext, value: object) -> Translation:
     if value == 16:
         return implied("weights are not quantized")
     if context.run.bits is None:
@@ -74,7 +74,7 @@ def bits(context: Context, value: object) -> Outcome:
     return mapped(f"{text}; inputs of products are not quantized" if value == 8 else text)
 
 
-def lora_enable(context: Context, value: object) -> Outcome:
+def lora_enable(context: RuleContext, value: object) -> Translation:
     if not context.run.is_lora:
         return OFF if not value else no_effect("the original's first stage trains no adapters")
     return mapped(
@@ -86,7 +86,7 @@ def of_optimizer(key: str, note: str = "") -> Function:
     """Return a rule for an optimizer flag: it becomes the override `key`, or nothing if DeepSpeed's configuration sets
     another value, which then counts. `note` is printed if that has an `optimizer` entry."""
 
-    def rule(context: Context, value: object) -> Outcome:
+    def rule(context: RuleContext, value: object) -> Translation:
         text = context.tell(key)
         if key in context.decided and context.decided[key] != value:
             return no_effect(f"DeepSpeed's configuration counts, its defaults too: {text}")
@@ -95,7 +95,7 @@ def of_optimizer(key: str, note: str = "") -> Function:
     return rule
 
 
-def scheduler_type(context: Context, value: object) -> Outcome:
+def scheduler_type(context: RuleContext, value: object) -> Translation:
     kind = context.run.ds("scheduler.type")
     if kind is not None:
         return no_effect(f"DeepSpeed's {kind} replaces it: {context.tell('optim.schedule')}")
@@ -106,7 +106,7 @@ def scheduler_type(context: Context, value: object) -> Outcome:
     return unsupported(f"choose one of {sorted(set(SCHEDULES.values()))}; {context.tell('optim.schedule')}")
 
 
-def warmup_ratio(context: Context, value: object) -> Outcome:
+def warmup_ratio(context: RuleContext, value: object) -> Translation:
     if "optim.warmup_steps" in context.decided:
         return no_effect(f"a number of steps wins: {context.tell('optim.warmup_steps')}")
     if context.run.trainer_value("lr_scheduler_type") == "constant" and context.run.ds("scheduler.type") is None:
@@ -114,7 +114,7 @@ def warmup_ratio(context: Context, value: object) -> Outcome:
     return mapped(context.tell("optim.warmup_ratio"))
 
 
-def half(context: Context, value: object) -> Outcome:
+def half(context: RuleContext, value: object) -> Translation:
     """Rule for --bf16 and --fp16."""
     text = context.tell("precision")
     if not value:
@@ -127,7 +127,7 @@ def half(context: Context, value: object) -> Outcome:
     return mapped(f"{text}, {scaler}: as torch's GradScaler, which transformers uses without DeepSpeed")
 
 
-def deepspeed_file(context: Context, value: object) -> Outcome:
+def deepspeed_file(context: RuleContext, value: object) -> Translation:
     if value is None:
         return implied("no DeepSpeed: " + context.tell("sharding"))
     if context.run.deepspeed is None:
@@ -135,7 +135,7 @@ def deepspeed_file(context: Context, value: object) -> Outcome:
     return mapped(f"read: {context.run.deepspeed.name}; {context.tell('sharding')}")
 
 
-def fsdp(context: Context, value: object) -> Outcome:
+def fsdp(context: RuleContext, value: object) -> Translation:
     if not value:
         return implied("no FSDP: " + context.tell("sharding"))
     if context.run.uses_deepspeed:
@@ -148,13 +148,13 @@ def fsdp(context: Context, value: object) -> Outcome:
     return mapped(f"{context.tell('sharding')}{offload}; every block of layers is a unit")
 
 
-def save_strategy(context: Context, value: object) -> Outcome:
+def save_strategy(context: RuleContext, value: object) -> Translation:
     if value == "epoch":
         return unsupported(f"{context.tell('checkpoint.every')}: give the steps of an epoch, checkpoint.every=N")
     return mapped(context.tell("checkpoint.every"))
 
 
-def report_to(context: Context, value: object) -> Outcome:
+def report_to(context: RuleContext, value: object) -> Translation:
     names = [w for w in str(value or "").split() if w != "none"]
     if not names:
         return implied("metrics.jsonl has every step")
@@ -166,7 +166,7 @@ def report_to(context: Context, value: object) -> Outcome:
     return mapped(f"{text}: transformers takes those that are installed" if "all" in names else text)
 
 
-def torch_compile(context: Context, value: object) -> Outcome:
+def torch_compile(context: RuleContext, value: object) -> Translation:
     """Rule for the flags with which transformers turns on torch.compile (--torch_compile, --torch_compile_backend,
     --torch_compile_mode, --torchdynamo)."""
     text = context.tell("compile")

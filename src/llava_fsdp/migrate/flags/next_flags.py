@@ -7,10 +7,10 @@ from llava_fsdp.migrate.flags import flag_functions as rules
 from llava_fsdp.migrate.flags.llava_flags import FLAGS, METRICS, flags_with
 from llava_fsdp.migrate.keys import (
     OFF,
-    Context,
     IfDecided,
     OnlyIf,
-    Outcome,
+    RuleContext,
+    Translation,
     becomes,
     implied,
     mapped,
@@ -33,7 +33,7 @@ def is_next(flags: Mapping[str, object]) -> bool:
     return bool(NEXT_ALONE.keys() & flags.keys()) or aspect.startswith(("anyres", "highres", "crop_split"))
 
 
-def aspect_ratio(context: Context, value: object) -> Outcome:
+def aspect_ratio(context: RuleContext, value: object) -> Translation:
     text = context.tell("data.image_aspect_ratio")
     if value in ("square", "pad", "anyres"):
         return mapped(text)
@@ -42,7 +42,7 @@ def aspect_ratio(context: Context, value: object) -> Outcome:
     return unsupported(f"{value}: images are square, padded, or cut into tiles by anyres or anyres_max_N; {text}")
 
 
-def patch_merge(context: Context, value: object) -> Outcome:
+def patch_merge(context: RuleContext, value: object) -> Translation:
     if "model.patch_merge" not in context.decided:
         return no_effect("only for images of several tiles")
     text = context.tell("model.patch_merge")
@@ -51,7 +51,7 @@ def patch_merge(context: Context, value: object) -> Outcome:
     return unsupported(f"{value}: tiles are joined flat, spatial or spatial_unpad; {text}")
 
 
-def grid(context: Context, value: object) -> Outcome:
+def grid(context: RuleContext, value: object) -> Translation:
     if "model.patch_merge" not in context.decided:
         return no_effect("only for images of several tiles")
     found = grid_of(context.run)
@@ -64,7 +64,7 @@ def grid(context: Context, value: object) -> Outcome:
     )
 
 
-def tunable(context: Context, value: object) -> Outcome:
+def tunable(context: RuleContext, value: object) -> Translation:
     if context.run.tunable is None:
         return implied("by the other flags")
     text = context.tell("model.train")
@@ -74,25 +74,25 @@ def tunable(context: Context, value: object) -> Outcome:
     return mapped(f"{context.tell('stage')}, {text}")
 
 
-def replaced_by_tunable(context: Context, value: object) -> Outcome:
+def replaced_by_tunable(context: RuleContext, value: object) -> Translation:
     if context.run.tunable is not None:
         return no_effect("--mm_tunable_parts replaces it") if value else OFF
     return mapped(context.tell("model.train")) if value else OFF
 
 
-def vision_lr(context: Context, value: object) -> Outcome:
+def vision_lr(context: RuleContext, value: object) -> Translation:
     if value is None:
         return implied("the rate of all other parts")
     return IfDecided("optim.vision_lr", no_effect("the vision tower is not trained"))(context, value)
 
 
-def prompt(context: Context, value: object) -> Outcome:
+def prompt(context: RuleContext, value: object) -> Translation:
     if value in ("qwen_1_5", "qwen_2"):
         return mapped(f"{context.tell('data.template')}: the prompts that Qwen's own chat template makes")
     return rules.version(context, value)
 
 
-def video_folder(context: Context, value: object) -> Outcome:
+def video_folder(context: RuleContext, value: object) -> Translation:
     if not value or value == context.run.trainer_value("image_folder"):
         return implied("videos are looked for below data.images")
     return unsupported("videos are looked for below data.images: give a folder with both, and their paths in it")

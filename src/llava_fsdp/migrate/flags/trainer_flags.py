@@ -7,10 +7,10 @@ from llava_fsdp.migrate.flags import flag_functions as rules
 from llava_fsdp.migrate.flags.llava_flags import ADAPTERS, FLAGS, flags_with
 from llava_fsdp.migrate.keys import (
     OFF,
-    Context,
     IfDecided,
     OnlyIf,
-    Outcome,
+    RuleContext,
+    Translation,
     becomes,
     implied,
     mapped,
@@ -18,7 +18,7 @@ from llava_fsdp.migrate.keys import (
     only_off,
     unsupported,
 )
-from llava_fsdp.migrate.source_run import ALIASES, Flag, Run
+from llava_fsdp.migrate.source_run import ALIASES, Flag, SourceRun
 
 TRAINER = """
     per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_steps learning_rate weight_decay
@@ -47,12 +47,12 @@ NOT_LLAVA = unsupported(
 )
 
 
-def targets(context: Context, value: object) -> Outcome:
+def targets(context: RuleContext, value: object) -> Translation:
     text = "adapters are in every linear layer of the language model's blocks"
     return implied(text) if value in ("all-linear", None) else unsupported(f"{text}, not in {value} alone")
 
 
-def bits(context: Context, value: object) -> Outcome:
+def bits(context: RuleContext, value: object) -> Translation:
     if not value:
         return OFF
     if "model.quantize.mode" in context.decided:
@@ -90,7 +90,7 @@ OTHER_FLAGS: Mapping[str, Flag] = {
 }
 
 
-def lacking(run: Run, decided: Mapping[str, object]) -> list[str]:
+def lacking(run: SourceRun, decided: Mapping[str, object]) -> list[str]:
     """Return a message for every configuration key that the command needs, but that neither the original training nor a
     default sets."""
     if run.launch.is_original:

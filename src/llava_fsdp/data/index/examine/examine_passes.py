@@ -92,7 +92,7 @@ def attempt(make: Callable[[], T], tell: Tell) -> T | None:
 
 
 @dataclass(frozen=True)
-class Pass(ABC):
+class DatasetPass(ABC):
     """Base class of the passes: results of a chunk become columns of the index. They depend on the chunk's file of
     records alone, so that they can be used again when other files are added to the dataset."""
 
@@ -166,7 +166,7 @@ UNREAD = "unread_keys"
 
 
 @dataclass(frozen=True)
-class ReadRecords(Pass):
+class ReadRecords(DatasetPass):
     """First pass: parse each record and store its id, number of words and images.
 
     Columns with a value per record: id_hash (0: no id), digest (xxh3 checksum of its bytes; 0: not read), words,
@@ -242,7 +242,7 @@ class ImageProblem:
 
 
 @dataclass(frozen=True)
-class ExaminePictures(Pass):
+class ExaminePictures(DatasetPass):
     """Second pass: check images and store their sizes.
 
     Columns with a value per image: width and height in pixels after turning by the EXIF orientation, stored_height
