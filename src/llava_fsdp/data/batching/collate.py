@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,23 @@ Row = tuple[Sample, list[np.ndarray]]
 """A sample, and for each of its images the tiles, uint8 [tiles, 3, size, size]."""
 
 
+@dataclass(frozen=True)
+class SampleKeys:
+    """What is known of the samples of a micro-batch beside their content, in their order."""
+
+    seeds: Sequence[int] = ()
+    """Dropout seed of each sample, below 2**31; empty without dropout."""
+    sources: Sequence[int] = ()
+    """Index of each sample's data source in `data.sources`; empty with a single source."""
+    records: Sequence[int] = ()
+    """Number of each sample's record, to be stored for each label; empty if it is not needed."""
+    tile_numbers: Sequence[Sequence[int]] | None = None
+    """For each sample, the numbers of its tiles among all its tiles, from 0; None: all tiles are given."""
+
+
+NO_KEYS = SampleKeys()
+
+
 class Collator:
     """Makes a micro-batch from samples and the tiles of their images.
 
@@ -37,16 +54,7 @@ class Collator:
         self.pack = pack
         self.cut = cut
 
-    def __call__(
-        self,
-        rows: list[Row],
-        facts: StepFacts,
-        micro_batches: int,
-        seeds: Sequence[int] = (),
-        sources: Sequence[int] = (),
-        numbers: Sequence[int] = (),
-        tile_numbers: Sequence[Sequence[int]] | None = None,
-    ) -> MicroBatch:
+    def __call__(self, rows: list[Row], facts: StepFacts, micro_batches: int, keys: SampleKeys = NO_KEYS) -> MicroBatch:
         """Return a micro-batch, as one packed row or as padded rows; without samples, one of one token and no label.
         With `cut`, samples keep all tokens and labels, but have only the image tokens and tiles that this rank needs
         (`shown_images`).
@@ -54,17 +62,13 @@ class Collator:
         Args:
             facts: counts of the whole step over all ranks, from which the scale of the loss is computed.
             micro_batches: number of micro-batches of the whole step, counting once what several ranks process together.
-            seeds: dropout seed of each sample, below 2**31; empty without dropout.
-            sources: index of each sample's data source in `data.sources`; empty with a single source.
-            numbers: number of each sample's record, to be stored for each label; empty if it is not needed.
-            tile_numbers: for each sample, the numbers of its tiles among all its tiles, from 0; None: all tiles are
-                given.
         """
         samples = [sample for sample, _ in rows]
         ids, labels = (packed if self.pack else padded)(samples)
         lengths = tuple(len(sample.input_ids) for sample in samples) or (1,)
         label_rows = np.repeat(np.arange(len(samples)), [sample.num_labels for sample in samples])
-        token_seeds = per_token(seeds, lengths, self.pack) if len(seeds) else np.zeros((1, 1), dtype=np.int64)
+        drops = bool(len(keys.seeds))
+        token_seeds = per_token(keys.seeds, lengths, self.pack) if drops else np.zeros((1, 1), dtype=np.int64)
         if self.normalize is Normalize.step:
             scale = 1 / max(1, facts.label_tokens)
         else:
@@ -77,7 +81,7 @@ class Collator:
             edges["position_ids"] = edges["position_ids"][:, here]
             label_rows = label_rows[np.isin(np.flatnonzero(labels != IGNORE), here)]
             ids, labels = padded_to(ids, padding, 0)[:, here], padded_to(labels, padding, IGNORE)[:, here]
-            token_seeds = padded_to(token_seeds, padding, 0)[:, here] if len(seeds) else token_seeds
+            token_seeds = padded_to(token_seeds, padding, 0)[:, here] if drops else token_seeds
         image_positions = np.flatnonzero(ids == IMAGE_ID)
         label_positions = np.flatnonzero(labels != IGNORE)
         ids[ids == IMAGE_ID] = 0
@@ -93,10 +97,10 @@ class Collator:
             scale=scale,
             **edges,
             seeds=torch.from_numpy(token_seeds),
-            tile_seeds=tile_seeds(seeds, rows, tile_numbers),
+            tile_seeds=tile_seeds(keys.seeds, rows, keys.tile_numbers),
             sample_lengths=torch.tensor(lengths if samples else (0,)),
-            **of_labels("label_sources", sources, label_rows),
-            **of_labels("label_records", numbers, label_rows),
+            **of_labels("label_sources", keys.sources, label_rows),
+            **of_labels("label_records", keys.records, label_rows),
         )
 
     def lay_out(self, rows: list[Row]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from llava_fsdp.config import BadRecords, Config, Normalize
 from llava_fsdp.data.batching.batch import MicroBatch, SkippedSample, Step, StepFacts
-from llava_fsdp.data.batching.collate import Collator, Row, shown_images, shown_places
+from llava_fsdp.data.batching.collate import Collator, Row, SampleKeys, shown_images, shown_places
 from llava_fsdp.data.batching.context_cut import ContextCut
 from llava_fsdp.data.batching.cost_model import CostModel
 from llava_fsdp.data.batching.packing import Assignment, pack_step, split_step
@@ -106,14 +106,14 @@ class Steps(Dataset):
         micros = []
         for micro in micro_batches:
             kept = [(n, row) for n in micro if not isinstance(row := read[n], SkippedSample)]
-            seeds, sources = self.seeds_and_sources(step, [n for n, _ in kept])
-            micros.append(self.collate([row for _, row in kept], facts, total, seeds, sources))
+            keys = self.keys_of(step, [n for n, _ in kept])
+            micros.append(self.collate([row for _, row in kept], facts, total, keys))
         return Step(facts, micros)
 
-    def seeds_and_sources(self, step: int, numbers: list[int]) -> tuple[list[int], list[int]]:
-        """Return the dropout seeds and the data sources of records, as `Collator` takes them."""
+    def keys_of(self, step: int, numbers: list[int]) -> SampleKeys:
+        """Return the dropout seeds and the data sources of records."""
         seeds = [derive("dropout", self.seed, step, n) % 2**31 for n in numbers] if self.drops else []
-        return seeds, self.sources_of(numbers).tolist() if len(self.sources) > 1 else []
+        return SampleKeys(seeds, self.sources_of(numbers).tolist() if len(self.sources) > 1 else [])
 
     def prepare_part(self, numbers: list[int], facts: StepFacts, micro_batches: int) -> MicroBatch:
         """Read and collate this rank's positions of a row that several ranks process together. Only images that have
@@ -162,8 +162,8 @@ class Steps(Dataset):
             rows.append(row)
             tile_numbers.append(own_tiles)
         kept = numbers if self.bad is BadRecords.skip else []
-        seeds, sources = self.seeds_and_sources(facts.step, numbers)
-        return self.collate(rows, facts, micro_batches, seeds, sources, kept, tile_numbers)
+        keys = replace(self.keys_of(facts.step, numbers), records=kept, tile_numbers=tile_numbers)
+        return self.collate(rows, facts, micro_batches, keys)
 
     def sources_of(self, numbers: list[int] | np.ndarray) -> np.ndarray:
         """Return the index of the data source of each record, int64 [records]."""
