@@ -54,13 +54,13 @@ def fullest(cfg: Config, shape: ModelShape, cut: ContextCut | None = None) -> Co
 
     def with_images(size: Size | None) -> Contents:
         each = len(rule.of(size, 1))
-        own = tokens // context
-        images = max(1, own // (each + 1)) if cfg.packs else cfg.micro_batch_size
+        rank_tokens = tokens // context
+        images = max(1, rank_tokens // (each + 1)) if cfg.packs else cfg.micro_batch_size
         if cut:  # an image at a border of a chunk shows on both sides
             chunks = cut.num_chunks // cut.size
-            images = min(chunks * (own // chunks // (each + 1) + 2), max(1, tokens // (each + 1)))
-        tiles, image_tokens = images * rule.count_tiles(size, 1), min(own, images * each)
-        return Contents(lengths, images, tiles, min(own, labels), image_tokens, context)
+            images = min(chunks * (rank_tokens // chunks // (each + 1) + 2), max(1, tokens // (each + 1)))
+        tiles, image_tokens = images * rule.count_tiles(size, 1), min(rank_tokens, images * each)
+        return Contents(lengths, images, tiles, min(rank_tokens, labels), image_tokens, context)
 
     return max(map(with_images, sizes), key=lambda contents: (contents.tiles, contents.image_tokens))
 

@@ -137,11 +137,11 @@ def choose_questions(loader: Loader, sampler: HeldOutSampler, cfg: Config, max_t
     numbers: dict[int, list[int]] = {}
     for source, samples in sampler.steps:
         numbers.setdefault(source, []).extend(samples)
-    shares = spread_over_sources([len(own) for own in numbers.values()], cfg.val.answers)
+    shares = spread_over_sources([len(records) for records in numbers.values()], cfg.val.answers)
     places = [
-        (source, own[place])
-        for (source, own), share in zip(numbers.items(), shares, strict=True)
-        for place in spread(len(own), share)
+        (source, records[place])
+        for (source, records), share in zip(numbers.items(), shares, strict=True)
+        for place in spread(len(records), share)
     ]
     questions = []
     steps = loader.steps

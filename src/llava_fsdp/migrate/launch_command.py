@@ -99,8 +99,8 @@ def split(command: Command, launcher: str, words: list[str]) -> TrainingCommand 
     environment = dict(command.environment)
     devices = environment.pop("CUDA_VISIBLE_DEVICES", None)
     if environment:
-        own = ", ".join(f"{name}={value}" for name, value in environment.items())
-        notes.append(f"the script sets {own}: set the variables that the command needs")
+        settings = ", ".join(f"{name}={value}" for name, value in environment.items())
+        notes.append(f"the script sets {settings}: set the variables that the command needs")
     return TrainingCommand(launcher, flags, words[index], words[index + 1 :], command.line, devices, tuple(notes))
 
 

@@ -78,19 +78,19 @@ def commands(text: str, given: Mapping[str, str], where: str) -> list[Command]:
             if declares:
                 exported |= {word.partition("=")[0] for word in command[1:]} if command[0] == "export" else set()
                 command = [word for word in command[1:] if not word.startswith("-")]
-            own: dict[str, str] = {}
+            assigned: dict[str, str] = {}
             while command and (assignment := ASSIGNMENT.fullmatch(command[0])):
                 name, append, value = assignment.groups()
-                own[name] = (variables | own).get(name, "") + value if append else value
+                assigned[name] = (variables | assigned).get(name, "") + value if append else value
                 command = command[1:]
             if command and not declares:
-                environment = {name: variables[name] for name in variables if name in exported} | own
+                environment = {name: variables[name] for name in variables if name in exported} | assigned
                 found.append(Command(command, number, environment, tuple(problems)))
             elif problems:
-                for name in own:
+                for name in assigned:
                     variables.pop(name, None)
             else:
-                variables |= own
+                variables |= assigned
     return found
 
 

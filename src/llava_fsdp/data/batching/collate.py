@@ -195,7 +195,7 @@ def shown_places(sample: Sample, here: np.ndarray) -> dict[int, np.ndarray]:
     """Return which images of a sample have tokens at the positions that a rank processes (`here`, bool [tokens]):
     {index of the image: whether each of its tokens is there, bool [tokens]}."""
     is_here = np.split(here[sample.input_ids == IMAGE_ID], np.cumsum([len(rows) for rows in sample.image_rows]))
-    return {place: own for place, own in enumerate(is_here[: len(sample.image_rows)]) if own.any()}
+    return {place: shown for place, shown in enumerate(is_here[: len(sample.image_rows)]) if shown.any()}
 
 
 def shown_images(

@@ -178,9 +178,9 @@ class ComputedShuffle(EpochSampler):
         ends = np.cumsum([share.samples for share in self.shares])
         owners = np.searchsorted(ends, samples, side="right")
         for owner in np.unique(owners).tolist():
-            share, own = self.shares[owner], np.flatnonzero(owners == owner)
-            positions = samples[own] - (ends[owner] - share.samples) + epoch * share.samples
-            samples[own] = share.first + self.members(share, positions)
+            share, here = self.shares[owner], np.flatnonzero(owners == owner)
+            positions = samples[here] - (ends[owner] - share.samples) + epoch * share.samples
+            samples[here] = share.first + self.members(share, positions)
         return samples
 
     def members(self, share: Share, positions: np.ndarray) -> np.ndarray:
@@ -190,8 +190,8 @@ class ComputedShuffle(EpochSampler):
             return positions % share.count
         passes, members = np.divmod(positions, share.count)
         for number in np.unique(passes).tolist():
-            own = np.flatnonzero(passes == number)
-            members[own] = permuted(members[own], share.count, "computed pass", self.seed, share.name, number)
+            here = np.flatnonzero(passes == number)
+            members[here] = permuted(members[here], share.count, "computed pass", self.seed, share.name, number)
         return members
 
 

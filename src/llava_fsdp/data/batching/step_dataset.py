@@ -172,20 +172,20 @@ class Steps(Dataset):
     def facts(self, step: int, numbers: list[int]) -> StepFacts:
         """Return the counts of a step of the given records. They were counted before training; the records themselves
         are read only to name those without labels."""
-        own = np.array(numbers, dtype=np.int64)
+        chosen = np.array(numbers, dtype=np.int64)
         records = self.records
-        labels = np.bincount(self.sources_of(own), records.labels[own], len(self.sources))
+        labels = np.bincount(self.sources_of(chosen), records.labels[chosen], len(self.sources))
         return StepFacts(
             step,
-            samples=len(own),
-            tokens=int(records.lengths[own].sum()),
-            pairs=int((records.lengths[own].astype(np.int64) ** 2).sum()),
-            label_tokens=int(records.labels[own].sum()),
-            images=int(records.images[own].sum()),
-            tiles=int(records.tiles[own].sum()),
-            truncated=int((records.positions_cut[own] > 0).sum()),
-            labels_cut=int(records.labels_cut[own].sum()),
-            unlabelled=[records[n].where for n in own[records.labels[own] == 0].tolist()],
+            samples=len(chosen),
+            tokens=int(records.lengths[chosen].sum()),
+            pairs=int((records.lengths[chosen].astype(np.int64) ** 2).sum()),
+            label_tokens=int(records.labels[chosen].sum()),
+            images=int(records.images[chosen].sum()),
+            tiles=int(records.tiles[chosen].sum()),
+            truncated=int((records.positions_cut[chosen] > 0).sum()),
+            labels_cut=int(records.labels_cut[chosen].sum()),
+            unlabelled=[records[n].where for n in chosen[records.labels[chosen] == 0].tolist()],
             source_labels=dict(zip(self.sources, labels.astype(int).tolist(), strict=True)),
         )
 
@@ -259,13 +259,13 @@ class Steps(Dataset):
         """Distribute the records of a step: [rank][micro-batch][record]."""
         if (by_rank := self.sampler.assignment(step)) is not None:
             return by_rank
-        own = np.array(numbers, dtype=np.int64)
-        lengths = self.records.lengths[own]
+        chosen = np.array(numbers, dtype=np.int64)
+        lengths = self.records.lengths[chosen]
         if self.most_tokens is None:
             rounded = self.rounded if self.collate.normalize is Normalize.step else int
             by_rank = split_step(lengths.tolist(), self.world_size, self.micro_batch_size, rounded)
         else:
-            costs = self.cost(lengths, self.records.labels[own], self.records.tiles[own])
+            costs = self.cost(lengths, self.records.labels[chosen], self.records.tiles[chosen])
             by_rank = pack_step(lengths.tolist(), costs.tolist(), self.world_size, self.most_tokens, self.rounded)
         return [[[numbers[i] for i in micro] for micro in rank] for rank in by_rank]
 

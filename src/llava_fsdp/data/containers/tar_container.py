@@ -238,12 +238,12 @@ def extra_values(file: Reader, at: int, kind: bytes, data: bytes) -> dict[str, s
 
 def pax_size(file: Reader, at: int, name: str, values: dict[str, str], size: int) -> int:
     """Return the size of a member: that in its pax header if there is one, else `size`, that in its own header."""
-    own = values.get("size")
-    if own is None:
+    written = values.get("size")
+    if written is None:
         return size
-    if not (own.isascii() and own.isdigit() and len(own) < 20):
-        refuse(file, at, f"its pax header has the size {shown_name(own)}", COPY_AGAIN, name)
-    return int(own)
+    if not (written.isascii() and written.isdigit() and len(written) < 20):
+        refuse(file, at, f"its pax header has the size {shown_name(written)}", COPY_AGAIN, name)
+    return int(written)
 
 
 def check_kind(file: Reader, at: int, name: str, kind: bytes, values: dict[str, str]) -> None:

@@ -19,13 +19,13 @@ def near_name(path: Path) -> str | None:
         parts = Path(str(path).replace("\\", "/")).parts
         found = Path(parts[0]) if parts else path
         for part in parts[1:]:
-            own = found / part
-            if not own.exists():
+            candidate = found / part
+            if not candidate.exists():
                 name = names_in(found).get(plain(part))
                 if name is None:
                     return None
-                own = found / name
-            found = own
+                candidate = found / name
+            found = candidate
         return str(found) if found.is_file() else None
     except (OSError, ValueError):  # a name is too long, has a zero character, or a folder cannot be listed
         return None

@@ -215,8 +215,8 @@ def read_timeline(container: Any, stream: Any) -> Timeline:
     times = np.sort(np.array(found, dtype=np.int64))
     seconds = float((times[-1] - times[0]) * stream.time_base)
     rate = float(stream.average_rate or 0) or ((len(times) - 1) / seconds if seconds else 1.0)
-    own, seeks = np.array(keys, dtype=np.int64).T
-    return Timeline(times, own, seeks, rate)
+    key_times, seeks = np.array(keys, dtype=np.int64).T
+    return Timeline(times, key_times, seeks, rate)
 
 
 def time_of(timed: Any) -> Any:

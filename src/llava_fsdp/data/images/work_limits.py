@@ -353,9 +353,9 @@ def fields(data: bytes, order: str, big: bool, place: int) -> Iterator[Field]:
     first = place + (8 if big else 2)
     for at in range(first, min(first + count * width, len(data) - width + 1), width):
         tag, kind, length = struct.unpack_from(form, data, at)
-        own = at + width - inline
+        inside = at + width - inline
         is_far = length * SIZES.get(kind, 0) > inline
-        yield Field(tag, kind, length, number(order + ("Q" if big else "I"), data, own) if is_far else own)
+        yield Field(tag, kind, length, number(order + ("Q" if big else "I"), data, inside) if is_far else inside)
 
 
 def check_tiles(found: dict[int, int], tiles: dict[int, int]) -> None:

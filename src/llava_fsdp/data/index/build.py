@@ -219,8 +219,8 @@ def is_foreign(error: OSError, folder: Path) -> bool:
     """Return whether an OSError is about a file outside `folder`."""
     if not isinstance(error.filename, (str, bytes)):
         return False
-    path, own = os.path.abspath(os.fsdecode(error.filename)), os.path.abspath(folder)
-    return not (path == own or path.startswith(f"{own}{os.sep}") or own.startswith(f"{path}{os.sep}"))
+    path, index = os.path.abspath(os.fsdecode(error.filename)), os.path.abspath(folder)
+    return not (path == index or path.startswith(f"{index}{os.sep}") or index.startswith(f"{path}{os.sep}"))
 
 
 def look_file(plan: Plan) -> Path:

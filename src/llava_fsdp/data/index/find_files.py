@@ -47,24 +47,24 @@ def find_files(value: str, key: str) -> list[str | RemoteFile]:
             raise ConfigError(f"{key}={value} has an empty path; name a file, or files with one comma between two")
         check_form(path, key)
         if is_remote(path):
-            own: Sequence[str | RemoteFile] = remote_files(path, key)
+            files: Sequence[str | RemoteFile] = remote_files(path, key)
         elif os.path.isfile(path):
-            own = [path]
+            files = [path]
         elif os.path.isdir(path):
-            own = in_folder(Path(path))
-            if not own:
+            files = in_folder(Path(path))
+            if not files:
                 raise ConfigError(f"{key}={path} is a folder without a file of records ({', '.join(SUFFIXES)})")
         elif glob.has_magic(path):
             matches = (match for match in glob.glob(path, recursive=True) if os.path.isfile(match))
-            own = sorted((match for match in matches if not in_index(match)), key=os.fsencode)
-            if not own:
+            files = sorted((match for match in matches if not in_index(match)), key=os.fsencode)
+            if not files:
                 raise ConfigError(f"{key}={path} is a pattern that no file matches")
         else:
             raise ConfigError(
                 f"{key}={path} is not a file or a folder; give a JSON, JSON Lines or Parquet file, a tar, a folder of "
                 "them, a pattern, s3://, gs:// or hf://datasets/ORG/NAME, or a list of these: [a.json, b.jsonl]"
             )
-        found += own
+        found += files
     names = (file.name if isinstance(file, RemoteFile) else os.path.realpath(file) for file in found)
     twice = next((name for name, count in Counter(names).items() if count > 1), None)
     if twice is not None:

@@ -400,14 +400,14 @@ def join_positions(
     first = 0
     for chunk, (number, text) in enumerate(zip(numbers, found.texts, strict=True)):
         source = sources[number]
-        own = sorted(found.pieces(chunk).glob("*.npy"))
-        count = sum(len(read_column(p)) for p in own)
+        files = sorted(found.pieces(chunk).glob("*.npy"))
+        count = sum(len(read_column(p)) for p in files)
         if not count:
             if is_parquet(text.file.path) and len(source.files) > 1:
                 continue  # a shard without rows, as a filter leaves it
             raise no_records(text.file.path)
         parts.append(NumberedFile(number, text.file, str(text.path), text.key, first, count))
-        pieces += own
+        pieces += files
         first += count
     lacking = [source.path for number, source in enumerate(sources) if number not in {part.source for part in parts}]
     if lacking:

@@ -54,7 +54,7 @@ def find_state(sources: list[DataSource], folder: Path, most: int, watch: Watch,
         check_unchanged(sources, most, now)
         whole = digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
         identities = [file.identity for file in files]
-        keys = [short(FORMAT, most, own, identity) for own, identity in zip(digests, identities, strict=True)]
+        keys = [short(FORMAT, most, checksum, identity) for checksum, identity in zip(digests, identities, strict=True)]
         known[now] = State(short(FORMAT, most, digests, identities), whole[:32], keys)
         replace_file(
             folder / KNOWN,
@@ -71,15 +71,15 @@ def digests_of(files: list[SourceFile], folder: Path, watch: Watch, look_again: 
         stored = parse_object((folder / DIGESTS).read_bytes())
 
     def of_file(file: SourceFile) -> list[Any]:
-        own = stored.get(file.path)
-        if look_again or not isinstance(own, list) or len(own) != 3 or own[:2] != version_of(file):
-            own = [*version_of(file), digest(file)]
-        return own
+        entry = stored.get(file.path)
+        if look_again or not isinstance(entry, list) or len(entry) != 3 or entry[:2] != version_of(file):
+            entry = [*version_of(file), digest(file)]
+        return entry
 
     kept: dict[str, list[Any]] = {}
     with watch("fingerprints", len(files)) as advance, ThreadPoolExecutor(read_host().usable_cores) as pool:
-        for file, own in zip(files, pool.map(of_file, files), strict=True):
-            kept[file.path] = own
+        for file, entry in zip(files, pool.map(of_file, files), strict=True):
+            kept[file.path] = entry
             if len(kept) % STORED_EVERY == 0:  # so that they are not lost if the process is killed
                 replace_file(folder / DIGESTS, json.dumps(stored | kept).encode())
             advance(1)

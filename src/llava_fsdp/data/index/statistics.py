@@ -164,8 +164,8 @@ def count_problems(records: Records) -> list[dict[str, int]]:
 def with_problems(records: Records) -> tuple[list[Counts], list[Counts]]:
     """Return the counts, with problems, of each data source and of each file of records."""
     sources, files = count_sources(records), count_files(records)
-    for part, own, problems in zip(records.index.store.parts, files, count_problems(records), strict=True):
-        own.problems, whole = problems, sources[part.source].problems
+    for part, counts, problems in zip(records.index.store.parts, files, count_problems(records), strict=True):
+        counts.problems, whole = problems, sources[part.source].problems
         whole |= {kind: whole.get(kind, 0) + number for kind, number in problems.items()}
     return sources, files
 
@@ -233,9 +233,9 @@ def list_problems(records: Records) -> dict[str, Any]:
         first = found[row.pop("kind")]["first"]
         if len(first) < SHOWN:
             first.append({key: value for key, value in row.items() if key != "kept"})
-    for own in found.values():
-        own["not_shown"] = own["records"] - len(own["first"])
-    return {str(kind): own for kind, own in found.items()}
+    for entry in found.values():
+        entry["not_shown"] = entry["records"] - len(entry["first"])
+    return {str(kind): entry for kind, entry in found.items()}
 
 
 def problem_rows(records: Records) -> Iterator[dict[str, Any]]:

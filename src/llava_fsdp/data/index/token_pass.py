@@ -49,8 +49,10 @@ class EncodeRecords(DatasetPass):
     def key_of(self, numbers: range) -> str:
         """Add the sizes of the images and the lengths of the videos."""
         begin, end = self.sizes.first[numbers.start], self.sizes.first[numbers.stop]
-        own = self.sizes
-        columns = (c for c in (own.width, own.height, own.stored_height, own.frames, own.rate) if c is not None)
+        sizes = self.sizes
+        columns = (
+            c for c in (sizes.width, sizes.height, sizes.stored_height, sizes.frames, sizes.rate) if c is not None
+        )
         digest = xxh3_64_hexdigest(b"".join(column[begin:end].tobytes() for column in columns))
         return f"{super().key_of(numbers)}-{digest}"
 

@@ -113,8 +113,8 @@ class RecordKeys:
 
     @property
     def images(self) -> tuple[str, ...]:
-        own = self.image
-        return IMAGE_KEYS if own is None or own in IMAGE_KEYS else (*IMAGE_KEYS, own)
+        key = self.image
+        return IMAGE_KEYS if key is None or key in IMAGE_KEYS else (*IMAGE_KEYS, key)
 
     @property
     def pair(self) -> tuple[str, str] | None:
@@ -347,14 +347,14 @@ class RecordReader:
         if not isinstance(raw, list):
             raise self.bad(key, raw, "a list of objects with user and assistant")
         turns = []
-        for number, own in enumerate(raw):
-            if not isinstance(own, dict) or not set(ENTRY_KEYS) <= own.keys():
-                raise self.bad(f"{key}, entry {number}", own, "an object with user and assistant")
-            self.note_unread(own)
-            self.refuse_tools(f"entry {number}", own)
-            learnt = self.note_keys(f"entry {number}", own, (*ENTRY_KEYS, *TOOL_KEYS), f"{key}[].")
+        for number, entry in enumerate(raw):
+            if not isinstance(entry, dict) or not set(ENTRY_KEYS) <= entry.keys():
+                raise self.bad(f"{key}, entry {number}", entry, "an object with user and assistant")
+            self.note_unread(entry)
+            self.refuse_tools(f"entry {number}", entry)
+            learnt = self.note_keys(f"entry {number}", entry, (*ENTRY_KEYS, *TOOL_KEYS), f"{key}[].")
             for role, name in zip(ROLES, ENTRY_KEYS, strict=True):
-                text = self.text(f"{key}, entry {number}, {name}", own[name])
+                text = self.text(f"{key}, entry {number}, {name}", entry[name])
                 turns.append(Turn(role, text, learnt or role == "human"))
         return turns
 

@@ -120,13 +120,13 @@ def says_nothing(value: Any) -> bool:
     object of only such values. There is no recursion, because values may be nested deeply."""
     inside = [value]
     while inside:
-        own = inside.pop()
-        if isinstance(own, dict | list):
-            inside += own.values() if isinstance(own, dict) else own
-        elif isinstance(own, str):
-            if own and not own.isspace():
+        item = inside.pop()
+        if isinstance(item, dict | list):
+            inside += item.values() if isinstance(item, dict) else item
+        elif isinstance(item, str):
+            if item and not item.isspace():
                 return False
-        elif own is not None and own == own:
+        elif item is not None and item == item:
             return False
     return True
 

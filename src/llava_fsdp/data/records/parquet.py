@@ -368,7 +368,7 @@ class ParquetRows:
             return NOT_UTF8
         record: dict[str, Any] = {}
         for name in [n for n in (*self.read, *self.unread, *self.told) if n in values or n in locations or n in unread]:
-            value, own = values.get(name), locations.get(name, [])
+            value, places = values.get(name), locations.get(name, [])
             if name in self.told:
                 value = held(value)
             elif name in self.unread:
@@ -376,7 +376,7 @@ class ParquetRows:
             elif name in ("id", *SIZE_KEYS) and value != value:  # NaN, as pandas writes a missing number
                 value = None
             elif name in (*self.keys.images, *VIDEO_KEYS):
-                value = self.images(name, value, own)
+                value = self.images(name, value, places)
             elif name in FORMS and value is not None:
                 value = [plain_turn(without_locations(turn)) for turn in value]
             if value is not None:
@@ -397,7 +397,8 @@ class ParquetRows:
             return one_image(value, locations[0] if locations else None)
         if value is None:  # a null, or a list whose elements consist of bytes only
             return [one_image(None, location) for location in locations] or None
-        return [one_image(own, location) for own, location in zip(value, locations or [None] * len(value), strict=True)]
+        locations = locations or [None] * len(value)
+        return [one_image(image, location) for image, location in zip(value, locations, strict=True)]
 
 
 def readable_ids(column: Any) -> Any:
@@ -411,8 +412,8 @@ def readable_ids(column: Any) -> Any:
         return column
     is_uuid = str(kind) == "extension<arrow.uuid>"
     stored = column.storage if isinstance(kind, pyarrow.BaseExtensionType) else column
-    own = stored.type
-    if types.is_binary(own) or types.is_large_binary(own) or types.is_fixed_size_binary(own):
+    stored_type = stored.type
+    if types.is_binary(stored_type) or types.is_large_binary(stored_type) or types.is_fixed_size_binary(stored_type):
         ids = [None if value is None else id_text(value, is_uuid) for value in stored.to_pylist()]
         return pyarrow.array(ids, pyarrow.string())
     try:
@@ -498,9 +499,9 @@ def plain_turn(turn: dict[str, Any] | None) -> dict[str, Any] | None:
         if key in TURN:
             continue
         if names_media(key) or key in TOOL_KEYS:
-            own = HELD if not has_no_tools(value) else None
+            kept = HELD if not has_no_tools(value) else None
         else:
-            own = None if meaning_of(key) is KeyMeaning.harmless and key not in ONLY_OF_RECORDS else held(value)
-        if own is not None:
-            made[key] = own
+            kept = None if meaning_of(key) is KeyMeaning.harmless and key not in ONLY_OF_RECORDS else held(value)
+        if kept is not None:
+            made[key] = kept
     return made

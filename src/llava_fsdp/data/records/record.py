@@ -304,10 +304,10 @@ def is_empty(value: Any) -> bool:
     values. There is no recursion, because values may be nested deeply."""
     inside = [value]
     while inside:
-        own = inside.pop()
-        if isinstance(own, dict | list):
-            inside += own.values() if isinstance(own, dict) else own
-        elif own:
+        item = inside.pop()
+        if isinstance(item, dict | list):
+            inside += item.values() if isinstance(item, dict) else item
+        elif item:
             return False
     return True
 

@@ -171,5 +171,5 @@ def join_texts(texts: Sequence[Path], target: Path) -> None:
         return
     with replacing(target, durable=True) as joined:
         for text in texts:
-            with text.open("rb") as own:
-                shutil.copyfileobj(own, joined, BLOCK)
+            with text.open("rb") as source:
+                shutil.copyfileobj(source, joined, BLOCK)

@@ -113,9 +113,9 @@ class SampleReader:
         for key in self.keys.pair or ():
             if key in self.sample.members and is_empty(made.get(key)):
                 made[key] = self.read(key).decode(errors="surrogateescape")
-        own = self.keys.image
-        if own in self.images and is_empty(made.get(own)):
-            made[own] = own
+        image_key = self.keys.image
+        if image_key in self.images and is_empty(made.get(image_key)):
+            made[image_key] = image_key
         self.given.clear()
         self.placed(made)
         self.is_only = len(self.given) == len(self.images) == 1
@@ -126,8 +126,8 @@ class SampleReader:
             made["images"] = [self.location(extension) for extension in self.images]
         media = [extension for extension in self.sample.members if extension.rpartition(".")[2] in OTHER_MEDIA]
         read = (RECORD, *self.images, *media, *(self.keys.pair or ()))
-        others = [own for own in self.sample.members if own not in read and meaning_of(own) is not KeyMeaning.harmless]
-        return made | {f"media {own}": HELD for own in media} | {f"member {own}": HELD for own in others}
+        others = [key for key in self.sample.members if key not in read and meaning_of(key) is not KeyMeaning.harmless]
+        return made | {f"media {key}": HELD for key in media} | {f"member {key}": HELD for key in others}
 
     def placed(self, raw: dict[str, Any]) -> dict[str, Any]:
         """Return a record in which each image that is a member is replaced by its location."""

@@ -152,19 +152,20 @@ def with_labels(form: Form, turns: list[TurnShape], slots: tuple[Slot, ...], fra
     whole = Layout(tuple(map(Frame, taught)), slots).until_answer(taught)
     for turn, shape in enumerate(turns[:-1]):
         if shape.role == "gpt" and shape.learnt:
-            own = form.layout(shape_of(turns[: turn + 1]))
-            alone = own.until_answer([frame.text for frame in own.frames]) + form.stop
+            alone_layout = form.layout(shape_of(turns[: turn + 1]))
+            alone = alone_layout.until_answer([frame.text for frame in alone_layout.frames]) + form.stop
             answers[turn] = whole.startswith(alone)
-            sizes[turn] = own.frames[-2].before
-            is_spaced = own.shown is not None and whole.startswith(own.until_answer(own.shown) + form.stop)
+            sizes[turn] = alone_layout.frames[-2].before
+            shown = alone_layout.shown
+            is_spaced = shown is not None and whole.startswith(alone_layout.until_answer(shown) + form.stop)
             if not answers[turn] and not is_spaced:
                 raise Unfit(
                     f"cannot teach turn {turn}, an answer: a model writes and reads {difference(alone, whole)} (rule "
                     "2: an answer and the text around it stay the same once other turns follow)"
                 )
     learnt = [answers.get(slot.turn, False) for slot in slots]
-    ends = [len(form.stop) * own for own in (False, *learnt)]
-    starts = [sizes[slot.turn] if own else 0 for slot, own in zip(slots, learnt, strict=True)]
+    ends = [len(form.stop) * is_learnt for is_learnt in (False, *learnt)]
+    starts = [sizes[slot.turn] if is_learnt else 0 for slot, is_learnt in zip(slots, learnt, strict=True)]
     made = tuple(map(Frame, taught, ends, [*starts, 0]))
     return Layout(made, slots, None if taught == frames else tuple(frames), answers)
 

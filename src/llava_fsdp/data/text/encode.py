@@ -276,11 +276,11 @@ def encode_segments(
             labels += [IGNORE] * image_lengths[number - 1]
             begin += len(IMAGE_TAG)
         end = begin + len(chunk)
-        own = None if special is None else [(a - begin, b - begin) for a, b in special if begin <= a and b <= end]
-        tokens = tokenizer.encode(chunk, own) if chunk else []
+        inside = None if special is None else [(a - begin, b - begin) for a, b in special if begin <= a and b <= end]
+        tokens = tokenizer.encode(chunk, inside) if chunk else []
         supervised = are_supervised(tokens, before[begin : end + 1])
         ids += [token.id for token in tokens]
-        labels += [token.id if own else IGNORE for token, own in zip(tokens, supervised, strict=True)]
+        labels += [token.id if has_label else IGNORE for token, has_label in zip(tokens, supervised, strict=True)]
         begin = end
     return np.array(ids, dtype=np.int64), np.array(labels, dtype=np.int64)
 

@@ -56,26 +56,26 @@ def encode_chat(
         adds_bos: whether the tokenizer's BOS token, if it has one, is put first.
         known: token ids of ends of prompts, which are looked up and added.
     """
-    own = TokenizedChat(segments, tokenizer, special_tokens, {} if known is None else known)
-    ids, ends = own.ids, own.ends
-    places = [bisect.bisect_right(ends, begin) for begin, _ in own.images]
+    chat = TokenizedChat(segments, tokenizer, special_tokens, {} if known is None else known)
+    ids, ends = chat.ids, chat.ends
+    places = [bisect.bisect_right(ends, begin) for begin, _ in chat.images]
     marked = np.zeros(len(ids), dtype=bool)
-    unlearnt = own.unlearnt
-    for number, (begin, end) in enumerate(own.targets):
-        first, prompt = own.prompt_end(begin)
-        after = own.first_from(end)
+    unlearnt = chat.unlearnt
+    for number, (begin, end) in enumerate(chat.targets):
+        first, prompt = chat.prompt_end(begin)
+        after = chat.first_from(end)
         if ids[first : first + len(prompt)] == prompt:
             marked[first + len(prompt) : after] = True
-        elif number + 1 < len(own.targets):  # prompts of later answers show it with other tokens
+        elif number + 1 < len(chat.targets):  # prompts of later answers show it with other tokens
             unlearnt += 1
         else:  # the last answer: the tokens of its prompt, and those of the answer, take the place of those found
-            answer = tokenizer.encode_rest(own.text[begin:end], own.special_in(begin, end))
+            answer = tokenizer.encode_rest(chat.text[begin:end], chat.special_in(begin, end))
             ids = [*ids[:first], *prompt, *answer, *ids[after:]]
             labelled = [marked[:first], np.zeros(len(prompt), bool), np.ones(len(answer), bool), marked[after:]]
             marked = np.concatenate(labelled)
     found = np.array(ids, dtype=np.int64)
     labels = np.where(marked, found, IGNORE)
-    lengths = [image_lengths[number] for number in own.image_numbers]
+    lengths = [image_lengths[number] for number in chat.image_numbers]
     at = np.repeat(np.array(places, dtype=np.int64), np.array(lengths, dtype=np.int64))
     is_text = np.ones(len(found) + len(at), dtype=bool)
     is_text[at + np.arange(len(at))] = False

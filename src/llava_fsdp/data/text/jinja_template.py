@@ -121,8 +121,8 @@ class ChatTemplate:
 
     @cached_property
     def image(self) -> str:
-        own = self.images or ImageParts()
-        return f"{own.before}{IMAGE_TAG}{own.after}"
+        texts = self.images or ImageParts()
+        return f"{texts.before}{IMAGE_TAG}{texts.after}"
 
     @property
     def placeholders(self) -> dict[str, str]:
@@ -188,11 +188,11 @@ class ChatTemplate:
 
     def pieces(self, layout: Layout, filled: Sequence[str], media: str) -> Iterator[ChatPiece]:
         """Yield the text of a conversation, whose texts are `filled` as the template writes them."""
-        numbers = {kind: iter([n for n, own in enumerate(media) if own == kind]) for kind in (IMAGE, VIDEO)}
+        numbers = {kind: iter([n for n, letter in enumerate(media) if letter == kind]) for kind in (IMAGE, VIDEO)}
         kinds = {text: kind for kind, text in self.placeholders.items()}
         finder = re.compile("(" + "|".join(map(re.escape, kinds)) + ")") if media else None
 
-        def own(text: str, supervised: bool) -> Iterator[ChatPiece]:
+        def pieces(text: str, supervised: bool) -> Iterator[ChatPiece]:
             for piece in finder.split(text) if finder else [text]:
                 if finder and piece in kinds:
                     yield ChatPiece(piece, False, image=next(numbers[kinds[piece]]))
@@ -201,14 +201,14 @@ class ChatTemplate:
 
         for frame, slot, text in zip(layout.frames, layout.slots, filled, strict=False):
             before = len(frame.text) - frame.before
-            yield from own(frame.text[: frame.end], True)
-            yield from own(frame.text[frame.end : before], False)
+            yield from pieces(frame.text[: frame.end], True)
+            yield from pieces(frame.text[frame.end : before], False)
             if slot.turn in layout.answers:
                 yield ChatPiece(frame.text[before:], True, begins_answer=True)
             yield ChatPiece(text, layout.answers.get(slot.turn, False), slot.turn)
         last = layout.frames[-1]
-        yield from own(last.text[: last.end], True)
-        yield from own(last.text[last.end :], False)
+        yield from pieces(last.text[: last.end], True)
+        yield from pieces(last.text[last.end :], False)
 
     def layout(self, shape: str, has_labels: bool = True) -> Layout:
         """Return the layout of conversations of one shape, such as `hg` for a question (human) and an answer (gpt); see
@@ -352,18 +352,18 @@ def open_template(name: str, folder: Path, tokenizer: Tokenizer) -> Template | C
             f"back, or train anew with data.template={OWN}"
         )
     known = {token: text for token, text in special_tokens(folder).items() if token in code}
-    own = ChatTemplate(code, path, known, tokenizer)
+    as_text = ChatTemplate(code, path, known, tokenizer)
     images = read_image_parts(folder)
-    ways = [] if images is None else [replace(own, parts=True, images=images, layouts={})]
+    ways = [] if images is None else [replace(as_text, parts=True, images=images, layouts={})]
     reasons = []
-    for way in (*ways, own, replace(own, parts=True, layouts={})):
+    for way in (*ways, as_text, replace(as_text, parts=True, layouts={})):
         reason = unfit(way)
         if reason is None:
             return way
         reasons.append(reason)
         if BREAKS in reason:
             break
-    reason = next((own for own in reasons if not own.startswith(UNREAD)), reasons[0])
+    reason = next((reason for reason in reasons if not reason.startswith(UNREAD)), reasons[0])
     raise ConfigError(
         f"data.template={name}: the chat template {path} {reason}; set data.template=chatml or another of LLaVA's"
     )

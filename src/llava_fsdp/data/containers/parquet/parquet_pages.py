@@ -105,22 +105,22 @@ def page_header(chunk: Chunk, at: int) -> PageHeader:
     make = {"kind": kind, "body": body, "packed": packed, "unpacked": unpacked, "crc": crc}
     if kind == INDEX:
         return PageHeader(**make, values=0, encoding=PLAIN, compressed=False)
-    own = fields.get({DATA: 5, DICTIONARY: 7, DATA_V2: 8}.get(kind, -1))
-    if not isinstance(own, dict) or not (crc is None or isinstance(crc, int)):
+    header = fields.get({DATA: 5, DICTIONARY: 7, DATA_V2: 8}.get(kind, -1))
+    if not isinstance(header, dict) or not (crc is None or isinstance(crc, int)):
         raise Malformed(f"a page of the kind {kind} without a header of its own")
-    make["values"] = number_of(own, 1)
+    make["values"] = number_of(header, 1)
     if kind == DATA_V2:
-        repetition, definition = number_of(own, 6), number_of(own, 5)
+        repetition, definition = number_of(header, 6), number_of(header, 5)
         if repetition + definition > min(packed, unpacked):
             raise Malformed(f"levels of {repetition + definition} bytes leave their page")
-        compressed = compressed and own.get(7, True) is not False
+        compressed = compressed and header.get(7, True) is not False
         if not compressed and packed != unpacked:
             raise Malformed(f"an uncompressed page has {packed} and {unpacked} bytes")
         return PageHeader(
-            **make, encoding=number_of(own, 4), compressed=compressed, level_sizes=(repetition, definition)
+            **make, encoding=number_of(header, 4), compressed=compressed, level_sizes=(repetition, definition)
         )
-    levels = (number_of(own, 4), number_of(own, 3)) if kind == DATA else ()
-    return PageHeader(**make, encoding=number_of(own, 2), compressed=compressed, level_encodings=levels)
+    levels = (number_of(header, 4), number_of(header, 3)) if kind == DATA else ()
+    return PageHeader(**make, encoding=number_of(header, 2), compressed=compressed, level_encodings=levels)
 
 
 def read_struct(chunk: Chunk, at: int) -> tuple[Cursor, dict]:

@@ -148,11 +148,15 @@ def page_values(
     present = definition == chunk.max_definition
     count = int(present.sum())
     if plain:
-        own = plain_values(body, count, pages)
+        positions = plain_values(body, count, pages)
     else:
-        own = dictionary_values(body, count, dictionary)
+        positions = dictionary_values(body, count, dictionary)
     values = Values.nulls(header.values)
-    values.offset[present], values.size[present], values.page[present] = own.offset, own.size, own.page
+    values.offset[present], values.size[present], values.page[present] = (
+        positions.offset,
+        positions.size,
+        positions.page,
+    )
     return definition, repetition, values
 
 

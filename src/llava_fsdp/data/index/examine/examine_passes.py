@@ -343,8 +343,8 @@ class ExaminePictures(DatasetPass):
         if self.opens_all:
             return numbers
         rows = np.array(sorted(decoded), dtype=np.int64)
-        own = self.names.first[numbers.start : numbers.stop + 1]
-        return (np.unique(np.searchsorted(own, rows, side="right")) - 1 + numbers.start).tolist()
+        first = self.names.first[numbers.start : numbers.stop + 1]
+        return (np.unique(np.searchsorted(first, rows, side="right")) - 1 + numbers.start).tolist()
 
     def needed(
         self, decoded: Collection[int], seen: Collection[Looked], number: int, name: str, location: ImageLocation
