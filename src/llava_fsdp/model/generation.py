@@ -70,14 +70,15 @@ def write_tokens(
     positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -length:]
     last = torch.arange(1, rows + 1, device=ids.device) * length - 1
     empty = ids.new_zeros(0)
+    image_positions, image_rows, tiles = images
     for _ in range(sampling.max_new_tokens):
-        cached = CachedRows(positions, mask, cache)
-        logits = model(ids, cached, *images, (empty, empty), last, return_logits=True)  # [rows, vocabulary]
+        cached, seeds = CachedRows(positions, mask, cache), (empty, empty)
+        logits = model(ids, cached, image_positions, image_rows, tiles, seeds, last, return_logits=True)
         chosen = choose(logits, sampling, generator)
         yield chosen
         ids, positions = chosen[:, None], positions[:, -1:] + 1
         mask = torch.cat([mask, mask.new_ones(rows, 1)], dim=1)
-        images = empty, empty, None
+        image_positions, image_rows, tiles = empty, empty, None
         last = torch.arange(rows, device=ids.device)
 
 

@@ -131,7 +131,8 @@ class Llava(Architecture):
         assert not isinstance(segments, tuple) or self.kernel is not None, "packed rows need an attention kernel"
         if self.training and self.cfg.lora.enabled and self.cfg.lora.dropout:
             assert not isinstance(segments, CachedRows), "answers are generated in evaluation mode"
-            self.token_keys.set(*seeds, input_ids.shape, segments, self.probe.tokens)
+            sample_seeds, tile_seeds = seeds
+            self.token_keys.set(sample_seeds, tile_seeds, input_ids.shape, segments, self.probe.tokens)
         embeds = self.embedded(input_ids, image_positions, image_rows, images) if hidden is None else hidden
         arguments = attention_arguments(segments, self.attention)
         output: torch.Tensor = self.language_model(inputs_embeds=embeds, **arguments).last_hidden_state

@@ -158,8 +158,9 @@ def chunked_loss(
 
     If there are not more labels than `chunk_tokens`, the result equals that of `whole_loss` bit for bit.
     """
-    arguments = hidden, weight, label_ids, chunk_tokens, collector, part, change
-    return ChunkedLoss.apply(*arguments) if torch.is_grad_enabled() else ChunkedLoss.forward_alone(*arguments)
+    if torch.is_grad_enabled():
+        return ChunkedLoss.apply(hidden, weight, label_ids, chunk_tokens, collector, part, change)
+    return ChunkedLoss.forward_alone(hidden, weight, label_ids, chunk_tokens, collector, part, change)
 
 
 def recomputed_loss(

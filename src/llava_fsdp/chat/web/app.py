@@ -133,10 +133,12 @@ def answer(sessions: Sessions, key: str, box: dict[str, Any], settings: tuple[fl
     text, files = box["text"].strip(), [str(name) for name in box["files"]]
     if not text and not files:
         return
+    temperature, top_p, max_new_tokens = settings
     yield gr.skip(), gr.MultimodalTextbox(interactive=False)
     session = sessions.get(key)
     try:
-        for _ in sessions.ask(session, text, [Path(name) for name in files], checked_sampling(*settings)):
+        sampling = checked_sampling(temperature, top_p, max_new_tokens)
+        for _ in sessions.ask(session, text, [Path(name) for name in files], sampling):
             # with every piece: the browser may skip updates and show only the last
             yield history(session), box_with("", [])
     except Exception as error:

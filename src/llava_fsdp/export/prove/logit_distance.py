@@ -62,8 +62,7 @@ def distance(found: torch.Tensor, expected: torch.Tensor) -> Distance:
     difference = (found - expected).abs()
     kl, changed = 0.0, 0
     for given, wanted in zip(found.split(TOKENS), expected.split(TOKENS), strict=True):
-        pair = given.log_softmax(-1), wanted.log_softmax(-1)
-        kl += float(kl_div(*pair, reduction="sum", log_target=True))
+        kl += float(kl_div(given.log_softmax(-1), wanted.log_softmax(-1), reduction="sum", log_target=True))
         changed += int((given.argmax(-1) != wanted.argmax(-1)).sum())
     return Distance(
         largest=relative(difference.max(), expected.abs().max()),

@@ -101,9 +101,9 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "
     dots."""
     found: dict[str, tuple[Any, Any]] = {}
     for key in then.keys() & now.keys():
-        pair = then[key], now[key]
-        if isinstance(pair[0], dict) and isinstance(pair[1], dict):
-            found |= differences(*pair, f"{prefix}{key}.")
-        elif pair[0] != pair[1]:
-            found[prefix + key] = pair
+        before, after = then[key], now[key]
+        if isinstance(before, dict) and isinstance(after, dict):
+            found |= differences(before, after, f"{prefix}{key}.")
+        elif before != after:
+            found[prefix + key] = before, after
     return found

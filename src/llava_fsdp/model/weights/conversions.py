@@ -203,22 +203,22 @@ def is_tied(
     if not any(name.endswith(last_parts(names[0])) for name in tensors):
         return True
     sources = plan_with_all_rows(build, config, tensors, folder).sources
-    found = [sources.get(name) for name in names]
-    return None in found or found[0] is found[1] or has_same_values(*found)
+    head, embeddings = (sources.get(name) for name in names)
+    return head is None or embeddings is None or head is embeddings or has_same_values(head, embeddings)
 
 
 def last_parts(name: str) -> str:
     return ".".join(name.split(".")[-2:])
 
 
-def has_same_values(one: Any, other: Any) -> bool:
-    """Return whether two parameters (`Stored`) have the same values in their files, read a range of rows at a time."""
+def has_same_values(one: Stored, other: Stored) -> bool:
+    """Return whether two parameters have the same values in their files, read a range of rows at a time."""
     if one.shape != other.shape:
         return False
     dtype = torch.promote_types(one.dtype, other.dtype)
     for begin in range(0, one.shape[0], COMPARED_ROWS):
-        rows = begin, min(begin + COMPARED_ROWS, one.shape[0])
-        if not torch.equal(one.rows(*rows).to(dtype), other.rows(*rows).to(dtype)):
+        end = min(begin + COMPARED_ROWS, one.shape[0])
+        if not torch.equal(one.rows(begin, end).to(dtype), other.rows(begin, end).to(dtype)):
             return False
     return True
 
