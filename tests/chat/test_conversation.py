@@ -281,7 +281,7 @@ def test_uploads_are_bounded_and_pass(tmp_path: Path, monkeypatch: pytest.Monkey
         seen.append(list(guard.incoming))
         await security.PlainTextResponse("done")(scope, receive, send)
 
-    guard = security.Guard(app, "localhost", tmp_path, 50)
+    guard = security.RequestGuard(app, "localhost", tmp_path, 50)
 
     def status(method: str, path: str, size: int = 0) -> int:
         said: list[Any] = []

@@ -23,7 +23,7 @@ pytest.importorskip("starlette", reason="gradio is not installed")
 
 from llava_fsdp.chat.assistant import Assistant, Question
 from llava_fsdp.chat.web import security
-from llava_fsdp.chat.web.security import Guard, RequestRefused, check_body, check_call, check_names, check_route
+from llava_fsdp.chat.web.security import RequestGuard, RequestRefused, check_body, check_call, check_names, check_route
 from llava_fsdp.chat.web.server import bound
 from llava_fsdp.chat.web.sessions import Sessions
 from llava_fsdp.config import AspectRatio, ChatConfig
@@ -447,7 +447,7 @@ def test_the_guard_answers_for_the_application(tmp_path: Path) -> None:
             said.append(message)
 
         default = {"method": "POST", "path": "/gradio_api/reset", "headers": [(b"host", b"localhost")]}
-        guard = Guard(app, "127.0.0.1", tmp_path, 1 << 20)
+        guard = RequestGuard(app, "127.0.0.1", tmp_path, 1 << 20)
         asyncio.run(guard({"type": kind, **default, **scope}, receive, send))
         return said
 
@@ -519,7 +519,7 @@ def test_an_application_that_fails_is_answered_for(tmp_path: Path) -> None:
             said.append(message)
 
         scope = {"type": "http", "method": "POST", "path": "/gradio_api/reset", "headers": [(b"host", b"localhost")]}
-        asyncio.run(Guard(app, "127.0.0.1", tmp_path, 1)(scope, receive, send))
+        asyncio.run(RequestGuard(app, "127.0.0.1", tmp_path, 1)(scope, receive, send))
         assert [message["type"] for message in said] == ["http.response.start", "http.response.body"]
         return said[0]["status"]
 

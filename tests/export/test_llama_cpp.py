@@ -17,7 +17,7 @@ from unpacked import run_with, unpacked
 
 from llava_fsdp.data.text.jinja_template import BEGIN, END, OLDER_END, find_code, own_name
 from llava_fsdp.data.text.templates import TEMPLATES
-from llava_fsdp.export.write.chat_template import Gap, as_parts, as_text, chat_template, quoted
+from llava_fsdp.export.write.chat_template import GapRule, as_parts, as_text, chat_template, quoted
 
 UNKNOWN = re.compile(r"\\u|\\x|\{%\+|\+%\}|\{%-?\s*(?:break|continue|do|trans)\b|startswith\(\(")
 """What the Jinja of llama.cpp refuses."""
@@ -26,8 +26,8 @@ MARKER = "<__media_3f9a__>"
 
 
 @pytest.mark.parametrize("video", [False, True])
-@pytest.mark.parametrize("gap", [Gap(False), Gap(True), Gap(True, ("<s>", "▁", " "))])
-def test_no_template_of_llava_has_what_llama_cpp_refuses(gap: Gap, video: bool) -> None:
+@pytest.mark.parametrize("gap", [GapRule(False), GapRule(True), GapRule(True, ("<s>", "▁", " "))])
+def test_no_template_of_llava_has_what_llama_cpp_refuses(gap: GapRule, video: bool) -> None:
     for template in TEMPLATES.values():
         for start_end in (False, True):
             assert not UNKNOWN.search(chat_template(template, start_end, True, gap, video))

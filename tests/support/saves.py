@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from llava_fsdp.checkpoint.commit import AdapterFolder
+from llava_fsdp.checkpoint.commit import AdapterCopy
 from llava_fsdp.checkpoint.reader import SavedTensor, load
 from llava_fsdp.checkpoint.saver import Saver
 from llava_fsdp.checkpoint.verify import Checkpoint, newest_together, verify_together
@@ -99,7 +99,7 @@ def saver_of(
     **values: Any,
 ) -> StepSaver:
     is_first = not dist.is_initialized() or dist.get_rank() == 0
-    adapter = AdapterFolder(4096, write_adapter) if with_adapter and is_first else None
+    adapter = AdapterCopy(4096, write_adapter) if with_adapter and is_first else None
     cfg = replace(CONFIG, **values)
     counter = [0]
     saver = StepSaver(parent, cfg, lambda: tensors, lambda: facts(counter[0]), at=at, adapter_folder=adapter)

@@ -65,7 +65,7 @@ Entries = Mapping[str, TensorEntry]
 
 
 @dataclass(frozen=True)
-class AdapterFolder:
+class AdapterCopy:
     """The folder with the LoRA adapters that rank 0 adds to each checkpoint, in peft's format for other programs."""
 
     nbytes: int
@@ -89,7 +89,7 @@ class Committer:
     at: Callable[[str], None] = lambda point: None
     """Called with the name of each point of a save (see the table of this module), for tests that end the process
     there."""
-    adapter_folder: AdapterFolder | None = None
+    adapter_folder: AdapterCopy | None = None
     good: set[str] = field(default_factory=set)
     """Names of the checkpoints that this process has written or verified."""
 
@@ -188,7 +188,7 @@ class Committer:
         prune(self.parent, self.cfg.keep, self.cfg.keep_every, self.is_good, self.at)
         self.good &= {folder.name for folder in list_checkpoints(self.parent)}
 
-    def write_adapter(self, adapter_folder: AdapterFolder, checkpoint: Checkpoint) -> dict[str, Digest]:
+    def write_adapter(self, adapter_folder: AdapterCopy, checkpoint: Checkpoint) -> dict[str, Digest]:
         """Write a folder with the LoRA adapters into a checkpoint; return the digests of its files, by path in the
         checkpoint."""
         folder = checkpoint.folder / ADAPTER_FOLDER

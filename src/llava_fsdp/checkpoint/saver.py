@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from llava_fsdp.checkpoint.commit import AdapterFolder, Committer
+from llava_fsdp.checkpoint.commit import AdapterCopy, Committer
 from llava_fsdp.checkpoint.layout import written_rows
 from llava_fsdp.checkpoint.manifest import TensorEntry, rank_file
 from llava_fsdp.checkpoint.retention import delete_temporary, restore_replaced
@@ -46,7 +46,7 @@ class Saver:
         in_place: bool = False,
         good: Collection[Path] = (),
         at: Callable[[str], None] = lambda point: None,
-        adapter_folder: AdapterFolder | None = None,
+        adapter_folder: AdapterCopy | None = None,
         check: Callable[[], None] = lambda: None,
         equal_ranks: tuple[int, int] | None = None,
     ):

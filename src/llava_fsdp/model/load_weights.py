@@ -56,7 +56,7 @@ DIGESTED_BYTES = 16 << 20
 """Number of bytes of a weight that a thread reads at once to compute the weight's digest."""
 
 
-class Shard(Protocol):
+class ParameterShard(Protocol):
     """Protocol of a rank's shard of one parameter: the rows [begin, end) of dimension 0, and a range of their
     columns."""
 
@@ -427,7 +427,7 @@ def digest_of(source: Stored, shape: tuple[int, ...]) -> str:
 @torch.no_grad()
 def load_weights(
     sources: dict[str, Stored],
-    shards: Mapping[str, Shard],
+    shards: Mapping[str, ParameterShard],
     watch: Callable[[Iterable[str]], Iterable[str]] = iter,
     packed: Mapping[str, QuantizedLinear] | None = None,
 ) -> None:
@@ -491,7 +491,7 @@ def place_in_files(source: Stored) -> str:
     return ", ".join(map(place_in_files, inside)) or f"a {type(source).__name__}"
 
 
-def part_of(source: Stored, shard: Shard) -> torch.Tensor:
+def part_of(source: Stored, shard: ParameterShard) -> torch.Tensor:
     """Read the part of a parameter that this rank holds, and from a tensor in files only this part."""
     if shard.columns is None:
         return source.rows(shard.begin, shard.end)

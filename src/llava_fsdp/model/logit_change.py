@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 from llava_fsdp.runtime.errors import ModelError
 
 
-class Meaning(Enum):
+class LogitOperation(Enum):
     """What the value of a configuration key does."""
 
     MULTIPLIES = "the logits are multiplied by value"
@@ -26,29 +26,29 @@ class Meaning(Enum):
 
 
 @dataclass(frozen=True)
-class Row:
+class LogitKey:
     """What the value of a configuration key does to logits, in all types of language models but those in `unlike`."""
 
     key: str
-    meaning: Meaning
-    unlike: dict[str, Meaning | None]
+    meaning: LogitOperation
+    unlike: dict[str, LogitOperation | None]
     """`model_type` -> what the value does in language models of this type; None: nothing."""
 
-    def meaning_in(self, model_type: str) -> Meaning | None:
+    def meaning_in(self, model_type: str) -> LogitOperation | None:
         """Return what the value does in language models of one type; None: nothing."""
         return self.unlike.get(model_type, self.meaning)
 
 
 TABLE = (
-    Row("logit_scale", Meaning.MULTIPLIES, {"mpt": None}),
-    Row("logits_scaling", Meaning.DIVIDES, {"hyperclovax": Meaning.MULTIPLIES, "minicpm3": None}),
-    Row("dim_model_base", Meaning.WIDTH, {}),
-    Row("logits_mup_width_multiplier", Meaning.DIVIDES, {}),
-    Row("lm_head_multiplier", Meaning.MULTIPLIES, {}),
-    Row("output_multiplier", Meaning.MULTIPLIES, {}),
-    Row("final_logit_softcapping", Meaning.CAPS, {}),
-    Row("logits_soft_cap", Meaning.CAPS, {}),
-    Row("output_logit_soft_cap", Meaning.CAPS, {}),
+    LogitKey("logit_scale", LogitOperation.MULTIPLIES, {"mpt": None}),
+    LogitKey("logits_scaling", LogitOperation.DIVIDES, {"hyperclovax": LogitOperation.MULTIPLIES, "minicpm3": None}),
+    LogitKey("dim_model_base", LogitOperation.WIDTH, {}),
+    LogitKey("logits_mup_width_multiplier", LogitOperation.DIVIDES, {}),
+    LogitKey("lm_head_multiplier", LogitOperation.MULTIPLIES, {}),
+    LogitKey("output_multiplier", LogitOperation.MULTIPLIES, {}),
+    LogitKey("final_logit_softcapping", LogitOperation.CAPS, {}),
+    LogitKey("logits_soft_cap", LogitOperation.CAPS, {}),
+    LogitKey("output_logit_soft_cap", LogitOperation.CAPS, {}),
 )
 """Configuration keys of transformers' language models that change logits, from all `...ForCausalLM` classes of
 transformers 5.23. A factor is applied before a cap. If a model has a key that is missing here, the
@@ -102,20 +102,20 @@ def logit_change(language: PretrainedConfig) -> LogitChange:
     factor, cap = 1.0, None
     for row, meaning, value in values_of(language):
         match meaning:
-            case Meaning.MULTIPLIES:
+            case LogitOperation.MULTIPLIES:
                 factor *= value
-            case Meaning.DIVIDES:
+            case LogitOperation.DIVIDES:
                 factor /= value
-            case Meaning.WIDTH:
+            case LogitOperation.WIDTH:
                 factor /= language.hidden_size / value
-            case Meaning.CAPS:
+            case LogitOperation.CAPS:
                 if cap is not None or value < 0:
                     raise ModelError(f"a {language.model_type} with {row.key}={value!r} is not supported")
                 cap = value
     return LogitChange(factor, cap)
 
 
-def values_of(language: PretrainedConfig) -> list[tuple[Row, Meaning, float]]:
+def values_of(language: PretrainedConfig) -> list[tuple[LogitKey, LogitOperation, float]]:
     """Return the rows of the table whose keys a configuration has, what they mean for it, and their values. Raises
     ModelError if a value is not a number, or is 0 or infinite."""
     found = []
@@ -140,5 +140,5 @@ def keys_that_change(language: PretrainedConfig) -> list[str]:
 def without_change(language: PretrainedConfig) -> dict[str, Any]:
     """Return values for a configuration with which the class in transformers leaves the output layer's output
     unchanged."""
-    neutral = {Meaning.WIDTH: language.hidden_size, Meaning.CAPS: None}
+    neutral = {LogitOperation.WIDTH: language.hidden_size, LogitOperation.CAPS: None}
     return {row.key: neutral.get(meaning, 1.0) for row, meaning, _ in values_of(language)}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from llava_fsdp.checkpoint.commit import AdapterFolder
+from llava_fsdp.checkpoint.commit import AdapterCopy
 from llava_fsdp.checkpoint.reader import saved_weights
 from llava_fsdp.checkpoint.verify import Checkpoint
 from llava_fsdp.config import Config, DType, FolderFormat, KeptDType, LinearKind, Quantizer
@@ -457,14 +457,14 @@ def writer_of(state: TrainState, cfg: Config) -> AdapterWriter:
     )
 
 
-def in_checkpoints(state: TrainState, cfg: Config) -> AdapterFolder | None:
+def in_checkpoints(state: TrainState, cfg: Config) -> AdapterCopy | None:
     """Return how rank 0 writes a folder with the LoRA adapters into each checkpoint; None on other ranks, and without
     adapters. Collective."""
 
     if not cfg.model.lora.enabled:
         return None
 
-    def prepare() -> AdapterFolder | None:
+    def prepare() -> AdapterCopy | None:
         if rank_and_size()[0] > 0:
             return None
         writer, trained = writer_of(state, cfg), state.masters.named
@@ -477,7 +477,7 @@ def in_checkpoints(state: TrainState, cfg: Config) -> AdapterFolder | None:
             writer.write(folder, {n: tensors[n] for n in names}, history(run, cfg.stage.name, step, cfg.model.train))
 
         shapes = {n: MemoryTensor(p.detach()) if (p := trained.get(n)) is not None else state.sources[n] for n in names}
-        return AdapterFolder(writer.nbytes(shapes), write)
+        return AdapterCopy(writer.nbytes(shapes), write)
 
     return on_all_ranks(prepare, "folders of adapters cannot be prepared")
 

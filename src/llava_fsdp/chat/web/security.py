@@ -70,7 +70,7 @@ class RequestRefused(Exception):
 
 
 @dataclass(frozen=True)
-class Guard:
+class RequestGuard:
     """ASGI application that checks requests to the chat page and passes the accepted ones on to another ASGI
     application. A request that makes the other fail is answered with 400, and one line is logged instead of a
     traceback.
@@ -254,7 +254,7 @@ def no_number(name: str) -> None:
 
 def check_call(tree: Any, functions: Mapping[int, Callable[[list[Any]], object]]) -> None:
     """Raise RequestRefused if a parsed request calls no function of the page, or not with the inputs that it takes.
-    `functions` are those of `Guard`."""
+    `functions` are those of `RequestGuard`."""
     if not isinstance(tree, dict):
         raise RequestRefused(422, "not an object")
     number, data, session = tree.get("fn_index"), tree.get("data"), tree.get("session_hash")

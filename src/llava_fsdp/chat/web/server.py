@@ -31,7 +31,7 @@ def serve(cfg: ChatConfig) -> None:
         except ModuleNotFoundError as error:
             raise ConfigError(f"serve=true needs {error.name}: pip install llava-fsdp[serve]") from error
         from llava_fsdp.chat.web.app import make_app
-        from llava_fsdp.chat.web.security import Guard, MiB
+        from llava_fsdp.chat.web.security import MiB, RequestGuard
 
         with bound(cfg.host, cfg.port) as listening:
             assistant = Assistant(cfg.model.checkpoint, AUTO, AspectRatio.pad, limited_images=True)
@@ -40,7 +40,7 @@ def serve(cfg: ChatConfig) -> None:
             sessions = Sessions(assistant, cfg)
             largest = cfg.max_images * (cfg.max_upload_mb * MiB + FORM)
             app, functions = make_app(sessions, cfg)
-            app = Guard(app, cfg.host, Path(folder), largest, functions)
+            app = RequestGuard(app, cfg.host, Path(folder), largest, functions)
             settings = uvicorn.Config(
                 app, log_level="error", access_log=False, use_colors=False, server_header=False, proxy_headers=False,
                 ws="none", timeout_graceful_shutdown=GRACE,

@@ -73,7 +73,7 @@ SEEN: tuple[tuple[tuple[str, ...], str | None], ...] = (
 
 
 @dataclass(frozen=True)
-class Gap:
+class GapRule:
     """Rule for where a chat template puts a space before a stretch of text (between two images), so that the stretch
     gets the same token ids after an image's special token as if it were tokenized separately.
 
@@ -96,7 +96,7 @@ class Gap:
         return "{%- if stretch" + unless + " -%}{{- ' ' -}}{%- endif -%}"
 
 
-def find_gap(theirs: Any, ours: Tokenizer) -> Gap:
+def find_gap(theirs: Any, ours: Tokenizer) -> GapRule:
     """Return the rule with which the exported tokenizer (`theirs`, opened with transformers) gives text after an
     image's special token the same ids as the tokenizer of training (`ours`).
 
@@ -107,11 +107,11 @@ def find_gap(theirs: Any, ours: Tokenizer) -> Gap:
     added = (str(token) for token in theirs.added_tokens_decoder.values())
     special = tuple(t for t in added if [i.id for i in ours.encode(f"{t}x")][:1] == [theirs.convert_tokens_to_ids(t)])
     stretches = (*STRETCHES, *(f"{text}x" for text in special))
-    for gap in (Gap(False), Gap(True), Gap(True, special), Gap(True, (*special, " ", "▁"))):
+    for gap in (GapRule(False), GapRule(True), GapRule(True, special), GapRule(True, (*special, " ", "▁"))):
         after_image = [theirs(IMAGE_TAG + gap.before(s) + s, add_special_tokens=False)["input_ids"] for s in stretches]
         if all(ids[1:] == [t.id for t in ours.encode(s)] for ids, s in zip(after_image, stretches, strict=True)):
             return gap
-    return Gap(False)
+    return GapRule(False)
 
 
 def quoted(text: str) -> str:
@@ -125,7 +125,7 @@ def refuse(why: str) -> str:
     return f"{{{{- raise_exception({quoted(why)}) -}}}}"
 
 
-def chat_template(template: Template, start_end: bool, adds_bos: bool, gap: Gap, video: bool = False) -> str:
+def chat_template(template: Template, start_end: bool, adds_bos: bool, gap: GapRule, video: bool = False) -> str:
     """Return a chat template for transformers (Jinja) that formats conversations as training does with one of
     llava_fsdp's conversation templates. `adds_bos` says whether the conversation begins with the BOS token, as it does
     in training if the tokenizer has one.
@@ -178,7 +178,7 @@ def chat_template(template: Template, start_end: bool, adds_bos: bool, gap: Gap,
     )
 
 
-def own_chat_template(template: ChatTemplate, start_end: bool, gap: Gap, video: bool = False) -> str:
+def own_chat_template(template: ChatTemplate, start_end: bool, gap: GapRule, video: bool = False) -> str:
     """Return a chat template for transformers (Jinja) that formats conversations as training does with the language
     model's own chat template. It turns messages into those of training (see `chat_template`), and then contains the own
     template. `gap` applies between a BOS token that a processor adds and the text."""
@@ -210,12 +210,12 @@ def own_chat_template(template: ChatTemplate, start_end: bool, gap: Gap, video: 
             "{%- set messages = chat.messages -%}",
             "{%- set text %}" + (BEGIN_PARTS if takes_parts else BEGIN) + template.code + END,
             *(begun(gap) if template.adds_bos else ()),
-            *(written_images(template, start_end) if takes_parts else stretches("text", Gap(False))),
+            *(written_images(template, start_end) if takes_parts else stretches("text", GapRule(False))),
         ]
     )
 
 
-def begun(gap: Gap) -> tuple[str, ...]:
+def begun(gap: GapRule) -> tuple[str, ...]:
     """Return lines of Jinja code that output the BOS token with which the variable `text` begins, and take it off."""
     return (
         "{{- bos_token -}}",
@@ -233,7 +233,7 @@ def written_images(template: ChatTemplate, start_end: bool) -> list[str]:
     return [f"{{{{- text{code} -}}}}"]
 
 
-def stretches(text: str, gap: Gap) -> list[str]:
+def stretches(text: str, gap: GapRule) -> list[str]:
     """Return lines of Jinja code that output the conversation in the Jinja variable `text`, split at its `<image>`
     tags. The Jinja list `chat.tags` has the tag to output for each of them."""
     return [

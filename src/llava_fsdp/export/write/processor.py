@@ -36,7 +36,7 @@ from llava_fsdp.data.text.templates import Template
 from llava_fsdp.data.text.tokenizer import SPACE, LlamaTokenizer, added_tokens, is_legacy, open_tokenizer, read_optional
 from llava_fsdp.export.write.chat_template import (
     VIDEO_TAG,
-    Gap,
+    GapRule,
     chat_template,
     find_gap,
     own_chat_template,
@@ -111,7 +111,7 @@ def write_tokenizer(
     check_same_ids(folder, staged, vocab_size, same_bos)
     with foreign(f"{staged}: transformers cannot read the tokenizer that was written"):
         written = from_file(staged)
-        gap = find_gap(written, ours) if template.adds_bos else Gap(False)
+        gap = find_gap(written, ours) if template.adds_bos else GapRule(False)
     write_template(staged, template, start_end, ours.bos is not None, gap, video)
     image, pad = tokenizer.convert_tokens_to_ids(IMAGE_TAG), tokenizer.pad_token_id
     made = TokenIds(image, pad, tokenizer.convert_tokens_to_ids(VIDEO_TAG) if video else None)
@@ -139,7 +139,7 @@ def write_template(
     template: Template | ChatTemplate,
     start_end: bool,
     adds_bos: bool = False,
-    gap: Gap | None = None,
+    gap: GapRule | None = None,
     video: bool = False,
 ) -> None:
     """Write the chat template of an exported model for transformers.
@@ -151,7 +151,7 @@ def write_template(
             follows a BOS token.
         video: accept videos in messages, which are treated like images.
     """
-    gap = Gap(False) if gap is None else gap
+    gap = GapRule(False) if gap is None else gap
     if isinstance(template, ChatTemplate):
         code = own_chat_template(template, start_end, gap, video)
     else:

@@ -62,7 +62,7 @@ def write_shards(
     """
     held: dict[str, torch.Tensor] = {}
 
-    def convert(group: Group) -> dict[str, torch.Tensor]:
+    def convert(group: TensorGroup) -> dict[str, torch.Tensor]:
         found = {}
         for name, dtype in group.outputs.items():
             found[name] = outputs[name].read(whole(outputs[name].shape)).to(dtype).contiguous()
@@ -113,7 +113,7 @@ def save(tensors: dict[str, torch.Tensor], path: Path, failed: list[Exception]) 
 
 
 @dataclass
-class Group:
+class TensorGroup:
     """Tensors that must be in the same file, because they are made of the same parameters of the model.
 
     Attributes:
@@ -127,19 +127,19 @@ class Group:
     nbytes: int
 
 
-def plan_files(outputs: dict[str, LazyTensor], weights: Weights) -> list[list[Group]]:
+def plan_files(outputs: dict[str, LazyTensor], weights: Weights) -> list[list[TensorGroup]]:
     """Decide which tensors are written into which file, and return the groups of each. A file has groups of at most 5
     GB together, or one group."""
-    groups: dict[str, Group] = {}  # by each of its parameters
+    groups: dict[str, TensorGroup] = {}  # by each of its parameters
     for name, output in outputs.items():
         dtype = reduce(torch.promote_types, [weights.dtypes[source] for source in output.sources])
-        group = Group([*output.sources], {name: dtype}, output.numel() * dtype.itemsize)
+        group = TensorGroup([*output.sources], {name: dtype}, output.numel() * dtype.itemsize)
         for other in {id(groups[s]): groups[s] for s in output.sources if s in groups}.values():
             group.parameters = list(dict.fromkeys(other.parameters + group.parameters))
             group.outputs = other.outputs | group.outputs
             group.nbytes += other.nbytes
         groups |= dict.fromkeys(group.parameters, group)
-    files: list[list[Group]] = [[]]
+    files: list[list[TensorGroup]] = [[]]
     filled = 0
     for group in {id(group): group for group in groups.values()}.values():
         if files[-1] and filled + group.nbytes > SHARD_BYTES:

@@ -67,7 +67,7 @@ class Drawn:
 
 
 @dataclass(frozen=True)
-class Scale:
+class InitScale:
     """Standard deviations for the random initialisation of the language model, its output layer or the vision tower."""
 
     embedding: float
@@ -78,7 +78,7 @@ class Scale:
 
 # The vision tower's blocks start close to the identity, so that the features of a frozen random tower describe the
 # image patches.
-SCALES = {"vision_tower": Scale(0.2, 0.3), "language_model": Scale(0.5, 1.0), "lm_head": Scale(0.5, 1.0)}
+SCALES = {"vision_tower": InitScale(0.2, 0.3), "language_model": InitScale(0.5, 1.0), "lm_head": InitScale(0.5, 1.0)}
 
 
 def draw_rule(model: nn.Module, name: str) -> DrawRule:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from llava_fsdp.checkpoint.commit import AdapterFolder
+from llava_fsdp.checkpoint.commit import AdapterCopy
 from llava_fsdp.checkpoint.saver import Saver
 from llava_fsdp.config import CheckpointConfig, Config, OffloadMode
 from llava_fsdp.parallel.ranks.consensus import Votes, on_first_rank
@@ -265,7 +265,7 @@ def is_due(step: int, last_step: int, cfg: CheckpointConfig) -> bool:
 
 
 def open_saver(
-    state: TrainState, cfg: Config, resumed: Path | None = None, adapter_folder: AdapterFolder | None = None
+    state: TrainState, cfg: Config, resumed: Path | None = None, adapter_folder: AdapterCopy | None = None
 ) -> "Saver":
     """Create the saver of checkpoints. Collective.
 
