@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from llava_fsdp.checkpoint import safetensors_stream
 from llava_fsdp.checkpoint.reader import load
-from llava_fsdp.checkpoint.saver import Saver
+from llava_fsdp.checkpoint.saver import SavedState, Saver
 from llava_fsdp.checkpoint.verify import Checkpoint, newest_together, verify_together
 from llava_fsdp.config import CheckpointConfig, OnSaveError
 from llava_fsdp.parallel.ranks.consensus import on_all_ranks
@@ -134,7 +134,7 @@ class Case:
             on_save_error=OnSaveError["raise"],
         )  # fmt: skip
         self.step = 1
-        return Saver(self.folder / name, cfg, lambda: self.tensors, lambda: run_facts(self.step))
+        return Saver(self.folder / name, cfg, SavedState(lambda: self.tensors, lambda: run_facts(self.step)))
 
     def timed(self, name: str, action: Callable[[], Any]) -> Any:
         os.sync()

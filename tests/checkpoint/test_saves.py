@@ -23,7 +23,7 @@ from saves import CONFIG, cut, facts, is_busy, loaded, loaded_alone, save_steps,
 from llava_fsdp.checkpoint import commit, snapshot
 from llava_fsdp.checkpoint import saver as saver_module
 from llava_fsdp.checkpoint.retention import prune
-from llava_fsdp.checkpoint.saver import Saver
+from llava_fsdp.checkpoint.saver import SavedState, Saver
 from llava_fsdp.checkpoint.snapshot import Snapshot
 from llava_fsdp.checkpoint.verify import newest_alone, verify
 from llava_fsdp.config import OnSaveError
@@ -468,7 +468,9 @@ def test_a_step_whose_save_failed_is_saved_when_it_is_asked_for_again(tmp_path: 
 def test_a_run_that_continues_does_not_save_its_step_again(tmp_path: Path) -> None:
     save_steps(single_world(), tmp_path, [2, 4])
     before = (tmp_path / "step-000004").stat().st_ino
-    saver = Saver(tmp_path, CONFIG, lambda: whole_tensors(4), lambda: facts(4), good=list_checkpoints(tmp_path))
+    saver = Saver(
+        tmp_path, CONFIG, SavedState(lambda: whole_tensors(4), lambda: facts(4)), good=list_checkpoints(tmp_path)
+    )
     saver.save()
     saver.close()
     assert (tmp_path / "step-000004").stat().st_ino == before
@@ -514,7 +516,7 @@ def test_whether_a_checkpoint_is_written_from_a_copy(
     """In the background alone, of tensors in memory, where there is room; the copy is freed at the end."""
     monkeypatch.setattr(saver_module, "fits", lambda *_: fits)
     cfg, tensors = replace(CONFIG, asynchronous=asynchronous), whole_tensors(3)
-    saver = Saver(tmp_path, cfg, lambda: tensors, lambda: facts(3), in_place=in_place)
+    saver = Saver(tmp_path, cfg, SavedState(lambda: tensors, lambda: facts(3), in_place=in_place))
     assert (saver.snapshot is not None) is copies
     saver.save()
     assert saver.under_way is None or copies, "without a copy, training waits until the checkpoint is written"
@@ -584,7 +586,7 @@ def test_which_checkpoints_are_read_to_see_if_they_are_good(tmp_path: Path, monk
     assert not read
     cfg, step = replace(CONFIG, keep=4), [4]
     begun_from = [tmp_path / folder_name(3)]
-    saver = Saver(tmp_path, cfg, lambda: whole_tensors(step[0]), lambda: facts(step[0]), good=begun_from)
+    saver = Saver(tmp_path, cfg, SavedState(lambda: whole_tensors(step[0]), lambda: facts(step[0])), good=begun_from)
     saver.save()
     saver.wait()
     assert read == [folder_name(2), folder_name(1)]

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from llava_fsdp.checkpoint.commit import AdapterCopy
 from llava_fsdp.checkpoint.reader import SavedTensor, load
-from llava_fsdp.checkpoint.saver import Saver
+from llava_fsdp.checkpoint.saver import SavedState, Saver
 from llava_fsdp.checkpoint.verify import Checkpoint, newest_together, verify_together
 from llava_fsdp.config import CheckpointConfig, OnSaveError
 from llava_fsdp.parallel.ranks.world import World
@@ -102,7 +102,9 @@ def saver_of(
     adapter = AdapterCopy(4096, write_adapter) if with_adapter and is_first else None
     cfg = replace(CONFIG, **values)
     counter = [0]
-    saver = StepSaver(parent, cfg, lambda: tensors, lambda: facts(counter[0]), at=at, adapter_folder=adapter)
+    saver = StepSaver(
+        parent, cfg, SavedState(lambda: tensors, lambda: facts(counter[0])), at=at, adapter_folder=adapter
+    )
     saver.counter = counter
     return saver
 

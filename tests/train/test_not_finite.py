@@ -236,7 +236,7 @@ def test_a_stop_is_saved_once(configure: Configure, monkeypatch: pytest.MonkeyPa
     save = Saver.save
 
     def counted(saver: Saver) -> None:
-        written.append(saver.facts()["step"])
+        written.append(saver.state.facts()["step"])
         save(saver)
 
     monkeypatch.setattr(Saver, "save", counted)

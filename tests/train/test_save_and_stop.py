@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from llava_fsdp.checkpoint.saver import SavedState
 from llava_fsdp.config import OffloadMode
 from llava_fsdp.runtime.errors import CheckpointError, NumericError, Stopped
 from llava_fsdp.runtime.files.heartbeat import Phase
@@ -194,11 +195,11 @@ def test_a_checkpoint_of_this_run_that_was_read_counts_as_good(
 ) -> None:
     """One of another run is not of those that are kept and deleted here. Replicas are compared before each save, and
     offloaded states in files are written in place."""
-    made: list[dict[str, Any]] = []
+    made: list[tuple[SavedState, list[Path]]] = []
     compared: list[tuple[Any, Path]] = []
 
-    def saver(*given: Any, **more: Any) -> Any:
-        made.append(more)
+    def saver(parent: Path, cfg: Any, saved: SavedState, good: list[Path], **_: Any) -> Any:
+        made.append((saved, good))
         return SimpleNamespace(before_update=lambda: None)
 
     monkeypatch.setattr(module, "Saver", saver)
@@ -209,8 +210,9 @@ def test_a_checkpoint_of_this_run_that_was_read_counts_as_good(
         offload = SimpleNamespace(mode=mode)
         cfg: Any = SimpleNamespace(output_dir=str(tmp_path / "run"), checkpoint="settings", offload=offload)
         module.open_saver(state, cfg, None if resumed is None else tmp_path / resumed)
-        assert [path.name for path in made[-1]["good"]] == good
-        assert made[-1]["in_place"] is (mode is OffloadMode.nvme)
-        assert made[-1]["equal_ranks"] == equal_ranks
-        made[-1]["check"]()
+        saved, given = made.pop()
+        assert [path.name for path in given] == good
+        assert saved.in_place is (mode is OffloadMode.nvme)
+        assert saved.equal_ranks == equal_ranks
+        saved.check()
         assert compared.pop() == (state, tmp_path / "run" / "checkpoints")

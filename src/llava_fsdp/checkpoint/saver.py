@@ -8,6 +8,7 @@ to files, training waits until the checkpoint is written.
 
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,23 @@ MARGIN = 1.2
 """The free disk space that is required at the start of a run, as a multiple of the bytes of a checkpoint's tensors."""
 
 
+@dataclass(frozen=True)
+class SavedState:
+    """What the checkpoints of a run contain, and how it is saved."""
+
+    tensors: Callable[[], dict[str, torch.Tensor]]
+    """Returns the tensors of which this rank holds a part, by name, with the same names, shapes and sharding at every
+    call."""
+    facts: Callable[[], dict[str, Any]]
+    """Returns all other state, including `step`."""
+    check: Callable[[], None] = lambda: None
+    """Called on all ranks before each save; raises an error if the current state must not be saved."""
+    in_place: bool = False
+    """Whether the tensors are offloaded to files, and are saved from there without a copy in memory."""
+    equal_ranks: tuple[int, int] | None = None
+    """(i, n): this rank is number i of the n ranks that hold the same tensors; None: all ranks do."""
+
+
 class Saver:
     """Saves a run's state as checkpoints, in the background if possible. Every method is a collective, except `failed`
     and `before_update`."""
@@ -41,35 +59,24 @@ class Saver:
         self,
         parent: Path,
         cfg: CheckpointConfig,
-        tensors: Callable[[], dict[str, torch.Tensor]],
-        facts: Callable[[], dict[str, Any]],
-        in_place: bool = False,
+        state: SavedState,
         good: Collection[Path] = (),
         at: Callable[[str], None] = lambda point: None,
         adapter_folder: AdapterCopy | None = None,
-        check: Callable[[], None] = lambda: None,
-        equal_ranks: tuple[int, int] | None = None,
     ):
         """Create the folder of the checkpoints, start the threads that write them, and allocate the buffers for copies
         of the state.
 
         Args:
-            tensors: returns the tensors to save of which this rank holds a part, by name, with the same names, shapes
-                and sharding at every call.
-            facts: returns all other state to save, including `step`.
-            in_place: whether the tensors are offloaded to files, and are saved from there without a copy in memory.
             good: folders of checkpoints that are known to be undamaged.
             at: for tests, called with the name of each point that a save reaches (listed in `commit.py`).
             adapter_folder: how a folder with LoRA adapters is written into each checkpoint. None if the model has no
                 adapters, and on ranks other than 0.
-            check: called on all ranks before each save; raises an error if the current state must not be saved.
-            equal_ranks: (i, n): this rank is number i of the n ranks that hold the same tensors; None: all ranks do.
 
         Raises:
             CheckpointError: the disk has no room for a checkpoint, or the folder is not writable.
         """
-        self.check, self.equal_ranks = check, equal_ranks
-        self.cfg, self.tensors, self.facts = cfg, tensors, facts
+        self.cfg, self.state = cfg, state
         self.group: dist.ProcessGroup | None = None
         if dist.is_initialized():
             self.group = dist.new_group(backend="gloo", timeout=TIMEOUT)  # type: ignore[assignment]
@@ -92,13 +99,13 @@ class Saver:
         self.forgiven: CheckpointError | None = None
         """The error of the last save, if it has failed and `checkpoint.on_save_error=warn` lets the run continue."""
         self.saved_step = max((step_of(folder) or 0 for folder in good), default=None)
-        if cfg.asynchronous and not in_place and fits(nbytes, self.group):
+        if cfg.asynchronous and not state.in_place and fits(nbytes, self.group):
             self.snapshot = Snapshot(values)
             self.touched = self.writer.submit(self.snapshot.touch)
 
     def rows_to_write(self) -> tuple[dict[str, TensorEntry], dict[str, torch.Tensor]]:
         """Return what `layout.written_rows` returns for this rank."""
-        return written_rows(self.tensors(), rank_file(rank_and_size()[0]), self.equal_ranks)
+        return written_rows(self.state.tensors(), rank_file(rank_and_size()[0]), self.state.equal_ranks)
 
     @property
     def failed(self) -> bool:
@@ -115,10 +122,10 @@ class Saver:
             ReplicaError: ranks that must hold identical values hold different ones.
         """
         self.raise_if_failed()
-        facts = self.facts()
+        facts = self.state.facts()
         if facts["step"] == self.saved_step:
             return
-        self.check()
+        self.state.check()
         entries, values = self.rows_to_write()
         self.saved_step = facts["step"]  # `wait` resets it if the save fails
         if self.snapshot is None:

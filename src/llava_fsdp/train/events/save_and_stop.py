@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from llava_fsdp.checkpoint.commit import AdapterCopy
-from llava_fsdp.checkpoint.saver import Saver
+from llava_fsdp.checkpoint.saver import SavedState, Saver
 from llava_fsdp.config import CheckpointConfig, Config, OffloadMode
 from llava_fsdp.parallel.ranks.consensus import Votes, on_first_rank
 from llava_fsdp.parallel.ranks.mesh import gather_lists, own_rank
@@ -279,16 +279,14 @@ def open_saver(
     """
     prepare_moments(state.optimizer)
     parent = Path(cfg.output_dir) / FOLDER
-    saver = Saver(
-        parent,
-        cfg.checkpoint,
-        lambda: tensors(state),
-        lambda: facts_of(state, cfg),
-        in_place=cfg.offload.mode is OffloadMode.nvme,
-        good=[resumed] if resumed is not None and resumed.parent.resolve() == parent.resolve() else [],
-        adapter_folder=adapter_folder,
+    saved = SavedState(
+        tensors=lambda: tensors(state),
+        facts=lambda: facts_of(state, cfg),
         check=partial(check_replicas, state, parent),
+        in_place=cfg.offload.mode is OffloadMode.nvme,
         equal_ranks=state.parallelism.equal_ranks,
     )
+    good = [resumed] if resumed is not None and resumed.parent.resolve() == parent.resolve() else []
+    saver = Saver(parent, cfg.checkpoint, saved, good, adapter_folder=adapter_folder)
     state.optimizer.register_step_pre_hook(lambda *_: saver.before_update())
     return saver
