@@ -123,8 +123,8 @@ class Assistant:
             DataError: an image cannot be read, or a question is longer than the model can read.
         """
         given = [[self.load_image(path, q.where, count_images(q.images)) for path in q.images] for q in questions]
-        asked = [self.ask(q.turns, own, q.where) for q, own in zip(questions, given, strict=True)]
-        prompts, images = [ids for ids, _ in asked], [own for _, own in asked]
+        asked = [self.ask(q.turns, its_images, q.where) for q, its_images in zip(questions, given, strict=True)]
+        prompts, images = [ids for ids, _ in asked], [its_images for _, its_images in asked]
         length = max(len(p) for p in prompts)
         ids = np.zeros((len(prompts), length), dtype=np.int64)
         mask = torch.zeros(ids.shape, dtype=torch.bool)

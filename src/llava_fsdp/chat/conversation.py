@@ -100,20 +100,20 @@ class Conversation:
     def exchanges(self) -> list[tuple[str, list[Path], str]]:
         """Return a list of (question without image tags, files of the images shown with it, answer)."""
         rest = iter(self.images)
-        found = []
+        exchanges = []
         for question, answer in zip(self.turns[::2], self.turns[1::2], strict=True):
             paths = [next(rest).path for _ in range(self.tags(question))]
-            found.append((question.text.replace(IMAGE_TAG, "").strip(), paths, answer.text))
-        return found
+            exchanges.append((question.text.replace(IMAGE_TAG, "").strip(), paths, answer.text))
+        return exchanges
 
     def undo(self) -> bool:
         """Remove the last question and its answer; its images are kept for the next question. Return whether there was
         one."""
         if not self.turns:
             return False
-        kept = len(self.images) - self.tags(self.turns[-2])
-        self.next_images = [*self.images[kept:], *self.next_images]
-        self.turns, self.images = self.turns[:-2], self.images[:kept]
+        num_kept = len(self.images) - self.tags(self.turns[-2])
+        self.next_images = [*self.images[num_kept:], *self.next_images]
+        self.turns, self.images = self.turns[:-2], self.images[:num_kept]
         return True
 
     def tags(self, question: Turn) -> int:

@@ -57,10 +57,10 @@ def open_model(checkpoint: str, default_template: str, default_aspect: AspectRat
 
 def warn_of_later_checkpoint(run: Path) -> None:
     """Log a warning if a run has a checkpoint newer than its exported model, as happens when the run was continued."""
-    kept = list_checkpoints(run / FOLDER)
+    checkpoints = list_checkpoints(run / FOLDER)
     exported = read_notes(run / EXPORT).get("step")
-    if kept and exported is not None and (step_of(kept[-1]) or 0) > exported:
-        log().warning("using the export of step %d; model.checkpoint=%s is later", exported, kept[-1])
+    if checkpoints and exported is not None and (step_of(checkpoints[-1]) or 0) > exported:
+        log().warning("using the export of step %d; model.checkpoint=%s is later", exported, checkpoints[-1])
 
 
 def lacks_padding(folder: Path) -> bool:

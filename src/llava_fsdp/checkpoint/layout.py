@@ -59,12 +59,12 @@ def replica_of(tensor: torch.Tensor, equal_ranks: tuple[int, int] | None = None)
 
     `equal_ranks` is as in `written_rows`; ranks that have the same tensors are consecutive.
     """
-    own, size = equal_ranks or rank_and_size()
+    index, size = equal_ranks or rank_and_size()
     if not isinstance(tensor, DTensor):
-        return own, size
+        return index, size
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None
-    first = rank_and_size()[0] - own
+    first = rank_and_size()[0] - index
     number, count = copy_of_mesh(tuple((tensor.device_mesh.mesh.flatten() - first).tolist()), size)
     for place, size, placement in zip(coordinate, tensor.device_mesh.shape, tensor.placements, strict=True):
         if isinstance(placement, Replicate):

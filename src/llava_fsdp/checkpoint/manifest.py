@@ -148,8 +148,8 @@ def parse_entry(name: str, values: dict[str, Any], holders: set[str]) -> TensorE
             )
         if len(columns) not in (0, 2):
             raise ValueError(f"{len(columns)} numbers are not a range of columns")
-        own = (parse_size(columns[0]), parse_size(columns[1])) if columns else None
-        ranges.append(RowRange(file, parse_size(begin), parse_size(end), own))
+        column_range = (parse_size(columns[0]), parse_size(columns[1])) if columns else None
+        ranges.append(RowRange(file, parse_size(begin), parse_size(end), column_range))
     return TensorEntry(DTYPES[values["dtype"]], tuple(parse_size(n) for n in values["shape"]), tuple(ranges))
 
 

@@ -86,7 +86,7 @@ def fill(
             for name, rows in wanted:
                 first, values, columns = targets[name]
                 begin, end = max(rows.begin, first), min(rows.end, first + (len(values) if values.ndim else 1))
-                entry, own = entries[name], entries[name].columns_of(rows)
+                entry, file_columns = entries[name], entries[name].columns_of(rows)
                 shape = entry.shape_of(rows)
                 row_bytes = math.prod(shape[1:]) * entry.dtype.itemsize
                 place = header[name].begin + (begin - rows.begin) * row_bytes
@@ -94,24 +94,25 @@ def fill(
                 if columns == rows.columns:
                     read_rows(descriptor, file, place, target)
                     continue
-                left, right = overlap(own, columns)
+                left, right = overlap(file_columns, columns)
                 start = columns[0] if columns is not None else 0
-                target, column_bytes = target[:, left - start : right - start], row_bytes // (own[1] - own[0])
+                target = target[:, left - start : right - start]
+                column_bytes = row_bytes // (file_columns[1] - file_columns[0])
                 if row_bytes >= LARGE_ROW:
                     for row, part in enumerate(target):
-                        skipped = row * row_bytes + (left - own[0]) * column_bytes
+                        skipped = row * row_bytes + (left - file_columns[0]) * column_bytes
                         read_rows(descriptor, file, place + skipped, part)
                     continue
                 read = torch.empty(end - begin, *shape[1:], dtype=entry.dtype)
                 read_rows(descriptor, file, place, read)
-                target.copy_(read[:, left - own[0] : right - own[0]])
+                target.copy_(read[:, left - file_columns[0] : right - file_columns[0]])
         finally:
             os.close(descriptor)
 
 
-def overlap(own: tuple[int, int], columns: Columns) -> tuple[int, int]:
+def overlap(file_columns: tuple[int, int], columns: Columns) -> tuple[int, int]:
     """Return the range of columns that are in both ranges."""
-    return own if columns is None else (max(own[0], columns[0]), min(own[1], columns[1]))
+    return file_columns if columns is None else (max(file_columns[0], columns[0]), min(file_columns[1], columns[1]))
 
 
 @dataclass(frozen=True)

@@ -114,13 +114,13 @@ def adapter_entries(folder: os.DirEntry[str] | None) -> dict[str, os.DirEntry[st
     the end of a path.)"""
     if folder is None or not folder.is_dir(follow_symlinks=False):
         raise CheckpointError(f"{ADAPTER_FOLDER} is missing, or not a folder")
-    found: dict[str, os.DirEntry[str]] = {}
+    entries: dict[str, os.DirEntry[str]] = {}
     for entry in os.scandir(folder):
         if entry.is_dir(follow_symlinks=False):
-            found |= {f"{ADAPTER_FOLDER}/{entry.name}/{inner.name}": inner for inner in os.scandir(entry)}
+            entries |= {f"{ADAPTER_FOLDER}/{entry.name}/{inner.name}": inner for inner in os.scandir(entry)}
         else:
-            found[f"{ADAPTER_FOLDER}/{entry.name}"] = entry
-    return found
+            entries[f"{ADAPTER_FOLDER}/{entry.name}"] = entry
+    return entries
 
 
 def read_small(path: Path, largest: int) -> bytes:
@@ -147,11 +147,11 @@ def check_headers(folder: Path, manifest: Manifest) -> None:
     for file, wanted in expected.items():
         descriptor = open_file(folder / file)
         try:
-            found = {name: (place.dtype, place.shape) for name, place in read_header(descriptor, file).items()}
+            held = {name: (place.dtype, place.shape) for name, place in read_header(descriptor, file).items()}
         finally:
             os.close(descriptor)
-        if found != wanted:
-            differing = sorted(n for n in found.keys() | wanted.keys() if found.get(n) != wanted.get(n))
+        if held != wanted:
+            differing = sorted(n for n in held.keys() | wanted.keys() if held.get(n) != wanted.get(n))
             raise CheckpointError(f"{file} does not hold {differing[0]} as {MANIFEST_FILE} says")
 
 

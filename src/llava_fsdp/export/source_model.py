@@ -199,22 +199,22 @@ def run_config(facts: dict[str, Any], folder: Path) -> Config:
 def open_adapted(folder: Path, cfg: ConversionConfig) -> Opened:
     """Open a LoRA adapter folder (of llava_fsdp, peft or the original LLaVA), with the adapter merged into its base
     model."""
-    found = adapter.without_idle_tower(open_adapter(folder))
+    opened = adapter.without_idle_tower(open_adapter(folder))
     notes = read_notes(folder)
-    model_config = read_base(found, cfg.base or cfg.language, cfg.vision)
+    model_config = read_base(opened, cfg.base or cfg.language, cfg.vision)
     parts = find_parts(model_config)
     check_artifacts([folder, *artifacts_of(parts, None, model_config)])
     model = build_llava(parts, model_config, torch.float32)
     model.requires_grad_(False)  # so that frozen_digests covers all weights of the base model
     where = model_config.checkpoint or model_config.language
-    check_named_base(found, parts, where, BASE_OPTION)
-    check_projector_names([without_base(name) for name in found.tensors], model, f"source={folder}")
+    check_named_base(opened, parts, where, BASE_OPTION)
+    check_projector_names([without_base(name) for name in opened.tensors], model, f"source={folder}")
     base_sources = find_weights(model, parts, model_config, None, notes.get("seed", 0))
-    adapter.check_fits(found, {name: tuple(p.shape) for name, p in model.named_parameters()}, f"base={where}")
-    check_projector(found, base_sources, where)
-    check_fingerprint(found, base_fingerprint(frozen_digests(model, base_sources), found.tensors), where, BASE_OPTION)
-    adapter.check_changed(found.tensors, f"the adapter of {folder}", "train it for more steps")
-    adapted = Adapted(found.lora, found.modules, with_adapters(base_sources, found))
+    adapter.check_fits(opened, {name: tuple(p.shape) for name, p in model.named_parameters()}, f"base={where}")
+    check_projector(opened, base_sources, where)
+    check_fingerprint(opened, base_fingerprint(frozen_digests(model, base_sources), opened.tensors), where, BASE_OPTION)
+    adapter.check_changed(opened.tensors, f"the adapter of {folder}", "train it for more steps")
+    adapted = Adapted(opened.lora, opened.modules, with_adapters(base_sources, opened))
     has_facts = (folder / "config.json").is_file() or notes
     source = source_of_folder(folder if has_facts else Path(where), model, model_config, cfg)
     return Opened(source, adapted.merged, folder, adapted, base_sources)
@@ -240,11 +240,11 @@ def with_adapters(base: dict[str, Stored], adapter_folder: AdapterFolder) -> dic
     """Return the stored values of all parameters of a model with LoRA adapters, by their names in that model. The
     tensors of the adapter folder replace or complete those of the base model."""
     adapted = set(adapter_folder.modules)
-    whole = {without_base(name): tensor for name, tensor in adapter_folder.tensors.items() if not is_adapter(name)}
+    beside = {without_base(name): tensor for name, tensor in adapter_folder.tensors.items() if not is_adapter(name)}
     sources: dict[str, Stored] = {}
     for name, source in base.items():
         module, _, kind = name.rpartition(".")
-        sources[f"{module}{BASE}{kind}" if module in adapted else name] = whole.get(name, source)
+        sources[f"{module}{BASE}{kind}" if module in adapted else name] = beside.get(name, source)
     return sources | {name: tensor for name, tensor in adapter_folder.tensors.items() if is_adapter(name)}
 
 
@@ -313,8 +313,8 @@ def choice_of(kind: type[C], notes: dict[str, Any], key: str, default: C, folder
 def max_tiles_of(raw: dict[str, Any]) -> int:
     """Return the limit on the number of vision features of an image that is cut into tiles, as a number of tiles: N if
     the original LLaVA's config.json has `image_aspect_ratio=anyres_max_N`, else the default of `data.max_tiles`."""
-    found = LIMITED.fullmatch(str(raw.get("image_aspect_ratio")))
-    return int(found[1]) if found else MAX_TILES
+    match = LIMITED.fullmatch(str(raw.get("image_aspect_ratio")))
+    return int(match[1]) if match else MAX_TILES
 
 
 def aspect_of(folder: Path, raw: dict[str, Any], notes: dict[str, Any]) -> AspectRatio:

@@ -72,7 +72,7 @@ def find_routers(model: nn.Module) -> list[Router]:
     """
     declared = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits", ())
     recorders = declared if isinstance(declared, (list, tuple)) else [declared]
-    found = [
+    routers = [
         router
         for name, module in model.named_modules()
         for recorder in recorders
@@ -81,7 +81,7 @@ def find_routers(model: nn.Module) -> list[Router]:
         and f".{recorder.layer_name or ''}".rstrip(".") in f".{name}"
         and (router := probe(name, module, recorder.index, model.config)) is not None
     ]
-    return found if len({router.experts for router in found}) == 1 else []
+    return routers if len({router.experts for router in routers}) == 1 else []
 
 
 def probe(name: str, module: nn.Module, index: int, config: Any) -> Router | None:
@@ -143,13 +143,13 @@ class RouterOutputs:
     def keep(self) -> Iterator[list[RouterOutput]]:
         """Context manager for one forward pass. It yields a list, to which the routers' outputs are added at the
         end."""
-        kept: list[RouterOutput] = []
+        outputs: list[RouterOutput] = []
         for hook in self.hooks:
             hook.open()
         try:
-            yield kept
+            yield outputs
         finally:
-            kept += [output for hook in self.hooks if (output := hook.close()) is not None]
+            outputs += [output for hook in self.hooks if (output := hook.close()) is not None]
 
 
 class RouterHook:
@@ -203,19 +203,19 @@ def check_widths(model: nn.Module) -> None:
 def check_shared_experts(model: nn.Module, size: int, tensor: int) -> None:
     """Raise ConfigError if `size` ranks cannot share the experts of a meta-device language model, or if `tensor` ranks
     cannot compute its layers together."""
-    kind, found = type(model).__name__, find_experts(model)
+    kind, experts = type(model).__name__, find_experts(model)
     if size == 1:
-        if found and tensor > 1:
+        if experts and tensor > 1:
             raise ConfigError(
                 f"parallel.tensor={tensor} does not divide the experts of {kind}; let ranks share them "
                 "(parallel.expert above 1), or set parallel.tensor=1"
             )
         return
     asked = f"parallel.expert={size}"
-    if not found:
+    if not experts:
         reason = "runs its experts in a way that cannot be replaced" if find_routers(model) else "has no experts"
         raise ConfigError(f"{asked}: {kind} {reason}; set parallel.expert=1")
-    for name, module in found.items():
+    for name, module in experts.items():
         common = [n for n, p in module.named_parameters() if "." in n or p.shape[:1] != (module.num_experts,)]
         if common:
             raise ConfigError(

@@ -128,10 +128,13 @@ def first_passed(model: Architecture, part: Part) -> int:
 def projector_flops(model: Llava, trains: dict[Part, bool]) -> float:
     """Count the projector's FLOPs per tile. The gradient of a layer's input is computed if anything before the layer
     trains."""
-    own, tower = trains[Part.projector], trains[Part.vision]
+    trains_projector, trains_tower = trains[Part.projector], trains[Part.vision]
     layers = [2 * p.numel() for p in model.multi_modal_projector.parameters() if p.ndim > 1]
     has_norm = model.cfg.shuffle_factor > 1  # before the first layer
-    factors = [1 + own + (tower or (own and (has_norm or number > 0))) for number in range(len(layers))]
+    factors = [
+        1 + trains_projector + (trains_tower or (trains_projector and (has_norm or number > 0)))
+        for number in range(len(layers))
+    ]
     return model.image_tokens * sum(f * layer for f, layer in zip(factors, layers, strict=True))
 
 
@@ -148,14 +151,14 @@ def matrices(module: nn.Module, active: int | None = None) -> list[tuple[nn.Para
     The experts of a mixture are one parameter, [experts, rows, columns]. `active` is the number of experts that a token
     is sent to; None: all are counted.
     """
-    found = []
+    sizes = []
     for name, parameter in module.named_parameters():
         shape = weight_shape(module, name)
         if parameter.ndim == 3 and active is not None:
             shape = (min(active, shape[0]), *shape[1:])
         if parameter.ndim > 1 and not name.endswith("bias"):
-            found.append((parameter, math.prod(shape)))
-    return found
+            sizes.append((parameter, math.prod(shape)))
+    return sizes
 
 
 def trained_weights(*modules: nn.Module, active: int | None = None) -> int:
@@ -173,5 +176,5 @@ def last_products(blocks: nn.ModuleList | list[nn.Module]) -> int:
     """Return the number of weights in the last matrix product of each block, which is that of the matrix registered
     last, summed over the blocks. Blocks with a mixture of experts are not counted, because the output of their last
     product is needed for the router's gradient."""
-    found = [matrices(block) for block in blocks]
-    return sum(own[-1][1] for own in found if all(parameter.ndim < 3 for parameter, _ in own))
+    of_blocks = [matrices(block) for block in blocks]
+    return sum(of_block[-1][1] for of_block in of_blocks if all(parameter.ndim < 3 for parameter, _ in of_block))

@@ -92,17 +92,17 @@ def find_weights(
     Raises:
         ModelError: no file has a parameter, or a file has it in another shape.
     """
-    found: dict[str, Stored] = {}
+    stored: dict[str, Stored] = {}
     if parts.whole is not None:
-        found |= whole_model(parts, model)
+        stored |= whole_model(parts, model)
     elif not cfg.random_weights:
-        found |= vision_tower(open_tensors(parts.vision_folder), parts, model)
+        stored |= vision_tower(open_tensors(parts.vision_folder), parts, model)
         language = read_config(parts.language_folder, "model.language")
-        found |= language_model(open_tensors(parts.language_folder), language, parts.language_folder, model)
+        stored |= language_model(open_tensors(parts.language_folder), language, parts.language_folder, model)
     if parts.whole is None and projector is not None:
         alone = projector_alone(projector)
         check_projector_names(alone, model, f"model.projector={projector}")
-        found |= alone
+        stored |= alone
     adapter: dict[str, Stored] = {}
     if cfg.lora.checkpoint is not None:
         opened = open_adapter(find_adapter(cfg.lora.checkpoint, "model.lora.checkpoint"))
@@ -111,7 +111,7 @@ def find_weights(
         if projector is not None or cfg.projector == "random":  # the projector in the adapter folder is not used
             beside = {n: tensor for n, tensor in beside.items() if not n.startswith(PROJECTOR_PREFIX)}
         check_projector_names(beside, model, f"model.lora.checkpoint={cfg.lora.checkpoint}")
-        found |= beside
+        stored |= beside
     extended = model.with_vocabulary() if parts.whole is not None else set()  # exports add rows to these parameters
     sources: dict[str, Stored] = {}
     for own_name, _ in model.named_parameters():
@@ -124,10 +124,10 @@ def find_weights(
         )
         if parts.grid_pinpoints is None:  # LLaVA too draws an end-of-line vector if there is none (llava_arch.py:83-88)
             drawn = drawn or name == NEWLINE
-        if name in found:
-            check_shape(name, shape, found[name], may_have_more_rows=name in extended)
-            _ = found[name].dtype  # raises ModelError for the dtype of a quantized model
-            sources[own_name] = found[name]
+        if name in stored:
+            check_shape(name, shape, stored[name], may_have_more_rows=name in extended)
+            _ = stored[name].dtype  # raises ModelError for the dtype of a quantized model
+            sources[own_name] = stored[name]
         elif drawn:
             if name.startswith(PROJECTOR_PREFIX) and cfg.lora.checkpoint is not None and cfg.projector == "auto":
                 raise ModelError(
@@ -244,28 +244,28 @@ def original_model(
     tensors: Mapping[str, StoredTensor], parts: Parts, folder: Path, model: nn.Module
 ) -> dict[str, Stored]:
     """Find all parameters of a LLaVA model in a folder of the original LLaVA."""
-    found: dict[str, Stored] = {}
+    stored: dict[str, Stored] = {}
     tower: dict[str, StoredTensor] = {}
     language: dict[str, StoredTensor] = {}
     for name, tensor in tensors.items():
-        own = projector_name(name)
-        if own is not None:
-            found[own] = tensor
+        our_name = projector_name(name)
+        if our_name is not None:
+            stored[our_name] = tensor
         elif name.startswith(ORIGINAL_TOWER):
             tower[name.removeprefix(ORIGINAL_TOWER)] = tensor
         else:
             language[name] = tensor
-    refuse_unused(sorted(found.keys() - parameter_names(model)), folder)
+    refuse_unused(sorted(stored.keys() - parameter_names(model)), folder)
     plan = plan_with_all_rows(language_model_of, parts.language, language, folder)
     refuse_unused(plan.unused, folder)
-    found |= by_our_names(plan, names_of_parts(plan.model), model, folder)
+    stored |= by_our_names(plan, names_of_parts(plan.model), model, folder)
     if tower:
         plan = plan_load(lambda: vision_tower_of(parts.vision), tower, folder)
         refuse_unused(plan.unused, folder)
-        return found | by_our_names(plan, {"": "vision_tower."}, model, folder)
+        return stored | by_our_names(plan, {"": "vision_tower."}, model, folder)
     if parts.vision_folder == folder / TOWER:  # a configuration without weights
-        return found
-    return found | vision_tower(open_tensors(parts.vision_folder), parts, model)
+        return stored
+    return stored | vision_tower(open_tensors(parts.vision_folder), parts, model)
 
 
 def by_our_names(plan: LoadPlan, prefixes: dict[str, str], model: nn.Module, folder: Path) -> dict[str, Stored]:
@@ -285,18 +285,18 @@ def by_our_names(plan: LoadPlan, prefixes: dict[str, str], model: nn.Module, fol
         raise ModelError(
             f"{name} has shape {list(got)} in {folder}, and this model needs {list(expected)}; it is from another model"
         )
-    found: dict[str, Stored] = {}
+    stored: dict[str, Stored] = {}
     for name, source in plan.sources.items():
         prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), None)
         if prefix is not None:
-            found[prefixes[prefix] + name.removeprefix(prefix)] = source
-    homeless = sorted(found.keys() - parameter_names(model))
+            stored[prefixes[prefix] + name.removeprefix(prefix)] = source
+    homeless = sorted(stored.keys() - parameter_names(model))
     if homeless:
         raise ModelError(
             f"{folder} has {homeless[0]}, which a {plan.model.config.model_type} model needs and llava_fsdp does not "
             "train or keep: this kind of model is not supported yet"
         )
-    return found
+    return stored
 
 
 def parameter_names(model: nn.Module) -> set[str]:
@@ -367,11 +367,11 @@ def fingerprint(model: nn.Module, digests: Mapping[str, str]) -> str:
     When a run resumes, the hash shows whether the frozen parameters are still the same; the trained parameters are in
     the checkpoint. A quantized parameter is represented by its values before quantization.
     """
-    whole = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         described = [name, list(weight_shape(model, name)), parameter.requires_grad, digests.get(name)]
-        whole.update(json.dumps(described).encode())
-    return whole.hexdigest()[:32]
+        digest.update(json.dumps(described).encode())
+    return digest.hexdigest()[:32]
 
 
 def base_fingerprint(digests: Mapping[str, str], apart: Collection[str]) -> str:
@@ -383,8 +383,8 @@ def base_fingerprint(digests: Mapping[str, str], apart: Collection[str]) -> str:
         apart: names of the weights that are saved with the adapter.
     """
     without = {without_base(name) for name in apart}
-    found = {without_base(name): digest for name, digest in digests.items()}
-    described = sorted((name, digest) for name, digest in found.items() if name not in without)
+    by_name = {without_base(name): digest for name, digest in digests.items()}
+    described = sorted((name, digest) for name, digest in by_name.items() if name not in without)
     return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:32]
 
 
@@ -406,9 +406,9 @@ def frozen_digests(
     shapes = {name: weight_shape(model, name) for name, p in model.named_parameters() if not p.requires_grad}
     frozen = sorted(shapes, key=lambda name: (-math.prod(shapes[name]), name))
     with ThreadPoolExecutor(DIGESTING) as threads:
-        own = frozen[rank::size]
-        digests = threads.map(lambda name: digest_of(sources[name], shapes[name]), own)
-        return dict(gather(list(zip(watch(own), digests, strict=True))))
+        names = frozen[rank::size]
+        digests = threads.map(lambda name: digest_of(sources[name], shapes[name]), names)
+        return dict(gather(list(zip(watch(names), digests, strict=True))))
 
 
 def digest_of(source: Stored, shape: tuple[int, ...]) -> str:

@@ -118,7 +118,7 @@ def logit_change(language: PretrainedConfig) -> LogitChange:
 def values_of(language: PretrainedConfig) -> list[tuple[LogitKey, LogitOperation, float]]:
     """Return the rows of the table whose keys a configuration has, what they mean for it, and their values. Raises
     ModelError if a value is not a number, or is 0 or infinite."""
-    found = []
+    rows = []
     for row in TABLE:
         value, meaning = getattr(language, row.key, None), row.meaning_in(language.model_type)
         if value is None or meaning is None:
@@ -128,8 +128,8 @@ def values_of(language: PretrainedConfig) -> list[tuple[LogitKey, LogitOperation
                 f"the configuration of the {language.model_type} has {row.key}={value!r}; it must be a number other "
                 "than 0, as the logits are computed with it"
             )
-        found.append((row, meaning, float(value)))
-    return found
+        rows.append((row, meaning, float(value)))
+    return rows
 
 
 def keys_that_change(language: PretrainedConfig) -> list[str]:

@@ -52,8 +52,8 @@ def read_json(path: Path, what: str) -> dict:
     """Read a JSON file of a model folder. Raises ModelError, whose message begins with `what`, if the file contains no
     JSON object, or names Python code in the model folder."""
     try:
-        found = read_any_json(path)
-        refuse_model_code(found, path)
+        content = read_any_json(path)
+        refuse_model_code(content, path)
     except ModelError as error:
         raise ModelError(f"{what}: {error}") from error
-    return found
+    return content

@@ -74,12 +74,12 @@ def build_vision_tower(vision: PretrainedConfig) -> nn.Module:
         raise ModelError(
             f"{unsupported(vision)} transformers' {getattr(kind, '__name__', kind)} has no scaled dot product attention"
         )
-    own = copy.deepcopy(vision)
+    config = copy.deepcopy(vision)
     for name in AUGMENTS:
-        if hasattr(own, name):
-            setattr(own, name, None)
+        if hasattr(config, name):
+            setattr(config, name, None)
     with foreign(f"{unsupported(vision)} transformers cannot build it"):
-        return AutoModel.from_config(own, attn_implementation="sdpa", trust_remote_code=False)
+        return AutoModel.from_config(config, attn_implementation="sdpa", trust_remote_code=False)
 
 
 def unsupported(vision: PretrainedConfig) -> str:

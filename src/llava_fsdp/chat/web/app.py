@@ -164,10 +164,10 @@ def checked_sampling(temperature: float, top_p: float, max_new_tokens: float) ->
 
 def history(session: Session) -> list[Any]:
     """Return the conversation of a browser tab as messages for gr.Chatbot."""
-    found = []
+    messages = []
     for question, files, reply in session.exchanges():
-        found += [message("user", question, files), message("assistant", reply, [])]
-    return found
+        messages += [message("user", question, files), message("assistant", reply, [])]
+    return messages
 
 
 def message(role: str, text: str, files: list[Path]) -> dict[str, Any]:

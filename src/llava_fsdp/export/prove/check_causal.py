@@ -50,7 +50,7 @@ def check_causal(model: Architecture) -> None:
 def causes(small: PretrainedConfig) -> list[str]:
     """Return the keys, with their values, of a small copy's configuration whose default values would make the language
     model causal; an empty list if there is no such key."""
-    found = []
+    keys = []
     defaults = type(small)().to_dict()
     for key, value in small.to_dict().items():
         if not isinstance(value, bool | int | float | str) or defaults.get(key) == value or key not in defaults:
@@ -62,8 +62,8 @@ def causes(small: PretrainedConfig) -> list[str]:
         except Exception:  # transformers may raise any error for a value that does not fit the other ones
             continue
         if seen is None:
-            found.append(f"{key}={value}")
-    return found
+            keys.append(f"{key}={value}")
+    return keys
 
 
 @lru_cache(maxsize=64)
@@ -89,8 +89,8 @@ def what_is_seen(key: ConfigKey) -> str | None:
             for rows in (embeds[:1], embeds[1:2], embeds[[0, 2]])
         )
 
-    def changed(found: torch.Tensor, tokens: int) -> bool:
-        return not float((alone - found)[:tokens].abs().max() / alone.abs().max()) <= SAME
+    def changed(hidden: torch.Tensor, tokens: int) -> bool:
+        return not float((alone - hidden)[:tokens].abs().max() / alone.abs().max()) <= SAME
 
     if changed(other, TOKENS - 1) or any(getattr(module, "is_causal", True) is False for module in model.modules()):
         return "later tokens"

@@ -103,7 +103,7 @@ def suspects(config: PretrainedConfig) -> list[str]:
     """Return the keys of a language model's configuration that cause the difference, as texts with their values: the
     difference is gone in a small copy with a neutral value of the key. Empty if no such key is found within some
     seconds."""
-    found, begin = [], time.monotonic()
+    keys, begin = [], time.monotonic()
     for key, value in text_config(config).to_dict().items():
         if time.monotonic() - begin > SEARCH_SECONDS:
             break
@@ -119,9 +119,9 @@ def suspects(config: PretrainedConfig) -> list[str]:
             except Exception:  # transformers may raise any error for a value that a key cannot have
                 continue
             if difference <= EQUAL:
-                found.append(f"{key}={value}")
+                keys.append(f"{key}={value}")
                 break
-    return found
+    return keys
 
 
 @lru_cache(maxsize=64)
@@ -146,13 +146,13 @@ def text_difference(key: ConfigKey) -> tuple[float, float | None]:
     rows = torch.arange(ids.numel())
     nothing = torch.zeros(0, dtype=torch.int64)
     with torch.no_grad(), foreign(f"llava_fsdp cannot run a {small.model_type}", UnlikeOwnClass):
-        found = ours(ids, None, nothing, nothing, None, (nothing, nothing), rows, return_logits=True)
+        actual = ours(ids, None, nothing, nothing, None, (nothing, nothing), rows, return_logits=True)
     expected = expected.flatten(0, 1)
-    if expected.shape != found.shape or not expected.isfinite().all():
+    if expected.shape != actual.shape or not expected.isfinite().all():
         raise ModelError(f"a small copy of a {small.model_type} has logits of {list(expected.shape)}, or not finite")
-    factor = float((expected * found).sum() / found.square().sum())
-    is_factor = relative_difference(found * factor, expected) <= EQUAL
-    return relative_difference(found, expected), factor if is_factor else None
+    factor = float((expected * actual).sum() / actual.square().sum())
+    is_factor = relative_difference(actual * factor, expected) <= EQUAL
+    return relative_difference(actual, expected), factor if is_factor else None
 
 
 def small_configuration(config: PretrainedConfig) -> PretrainedConfig:
@@ -207,12 +207,12 @@ def random_model(parts: Parts) -> Architecture:
 def build(config: PretrainedConfig) -> Any:
     """Build transformers' own class of a model on the CPU. In a vision-language model, all but the language model and
     the output layer stays on the meta device, because text alone does not need it."""
-    own = copy.deepcopy(config)
-    text = text_config(own)
+    config_copy = copy.deepcopy(config)
+    text = text_config(config_copy)
     if not is_vision_language_model(config):
         causal: Any = AutoModelForCausalLM
-        return causal.from_config(own, dtype=torch.float32, trust_remote_code=False)
-    theirs: Any = on_meta(AutoModelForImageTextToText, own)
+        return causal.from_config(config_copy, dtype=torch.float32, trust_remote_code=False)
+    theirs: Any = on_meta(AutoModelForImageTextToText, config_copy)
     head = theirs.get_output_embeddings()
     head.to_empty(device="cpu")
     place = place_of(theirs, text).removesuffix(".")
@@ -233,10 +233,10 @@ def own_class(config: PretrainedConfig, ours: Architecture) -> Any:
     values = dict(ours.named_parameters(remove_duplicate=False))
     given = set()
     with torch.no_grad():
-        for prefix, own in names_of_parts(theirs).items():
+        for prefix, our_prefix in names_of_parts(theirs).items():
             for name, parameter in theirs.named_parameters(remove_duplicate=False):
                 if name.startswith(prefix):
-                    mine = own + name.removeprefix(prefix)
+                    mine = our_prefix + name.removeprefix(prefix)
                     if mine not in values:
                         raise UnlikeOwnClass(
                             f"transformers' {type(theirs).__name__} has {name}, which llava_fsdp does not train or "

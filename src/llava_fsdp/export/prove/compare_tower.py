@@ -44,13 +44,13 @@ def compare_tower(model: Architecture) -> None:
     named = f"model.vision={parts.vision_folder}: the features of a small copy of its {parts.vision.model_type}"
     try:
         vision, select_layer = shrink_tower(model)
-        found = compare_features(ConfigKey(config), ConfigKey(vision), select_layer, feature)
+        difference = compare_features(ConfigKey(config), ConfigKey(vision), select_layer, feature)
     except NoSmallCopy as error:
         log().warning("%s are not compared with those of transformers' class: %s", named, error)
         return
-    if found is not None:
+    if difference is not None:
         raise ModelError(
-            f"{named} {found}, with model.select_layer={model.cfg.select_layer} and model.select_feature="
+            f"{named} {difference}, with model.select_layer={model.cfg.select_layer} and model.select_feature="
             f"{feature.value}: a vision tower with this configuration is not supported"
         )
 
@@ -76,7 +76,7 @@ def compare_features(config: ConfigKey, vision: ConfigKey, select_layer: int, fe
     dice = torch.Generator().manual_seed(0)
     for parameter in source.parameters():
         parameter.normal_(0, scale(parameter.shape), generator=dice)
-    own = copy_of(vision.config, source)
+    ours = copy_of(vision.config, source)
     side = image_size(vision.config)
     pixels = torch.randn((IMAGES, 3, side, side), generator=dice)
     with foreign(f"transformers' {type(source).__name__} cannot compute features", NoSmallCopy):
@@ -84,11 +84,11 @@ def compare_features(config: ConfigKey, vision: ConfigKey, select_layer: int, fe
     if feature is Feature.patch:
         expected = expected[:, 1:]
     probe = found_of_vision_tower(vision, select_layer, feature)
-    found = selected_features(own, pixels, select_layer, probe)
+    features = selected_features(ours, pixels, select_layer, probe)
     kind = type(source).__name__
-    if found.shape != expected.shape:
-        return f"have shape {list(found.shape)}, and {list(expected.shape)} in transformers' {kind}"
-    difference = float((found - expected).abs().max() / expected.abs().max())
+    if features.shape != expected.shape:
+        return f"have shape {list(features.shape)}, and {list(expected.shape)} in transformers' {kind}"
+    difference = float((features - expected).abs().max() / expected.abs().max())
     if not difference <= CLOSE:  # also if a feature is not finite
         return f"differ by {difference:.2g} of the largest (bound {CLOSE:.0e}) from those of transformers' {kind}"
     return None
@@ -98,19 +98,19 @@ def source_tower(config: PretrainedConfig, vision: PretrainedConfig) -> PreTrain
     """Build transformers' own model for a small copy of a vision tower, on the CPU, in evaluation mode. The arguments
     are those of `compare_features`. Raises NoSmallCopy if no small copy of the larger model can be made, or it has no
     such vision tower."""
-    whole: Any = config
-    if getattr(whole, "vision_config", None) is None:
+    larger: Any = config
+    if getattr(larger, "vision_config", None) is None:
         with foreign("transformers cannot build it", NoSmallCopy):
             return AutoModel.from_config(vision, trust_remote_code=False, dtype=torch.float32).eval()
-    values = whole.to_dict() | {"vision_config": vision.to_dict()}
-    with foreign(f"transformers cannot build a small copy of a {whole.model_type}", NoSmallCopy):
-        if getattr(whole, "text_config", None) is not None:
-            values["text_config"] = shrink(whole.text_config, 1).to_dict()
-        built: Any = AutoModel.from_config(type(whole).from_dict(values), trust_remote_code=False, dtype=torch.float32)
+    values = larger.to_dict() | {"vision_config": vision.to_dict()}
+    with foreign(f"transformers cannot build a small copy of a {larger.model_type}", NoSmallCopy):
+        if getattr(larger, "text_config", None) is not None:
+            values["text_config"] = shrink(larger.text_config, 1).to_dict()
+        built: Any = AutoModel.from_config(type(larger).from_dict(values), trust_remote_code=False, dtype=torch.float32)
     kinds = (m for m in built.modules() if isinstance(m, PreTrainedModel) and m.config.model_type == vision.model_type)
     tower = next(kinds, None)
     if tower is None:
-        raise NoSmallCopy(f"a {whole.model_type} has no {vision.model_type} in it")
+        raise NoSmallCopy(f"a {larger.model_type} has no {vision.model_type} in it")
     return tower.eval()
 
 

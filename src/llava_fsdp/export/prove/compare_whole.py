@@ -51,13 +51,13 @@ def compare_whole(source: SourceModel) -> None:
             rule = tokens_of(theirs.config, ours)
             micro, sizes = random_rows(ours, rule)
             expected = exported_logits(theirs, micro, micro.images, sizes)
-        found = logits(ours, micro)
+        actual = logits(ours, micro)
     except UnlikeOwnClass:
         raise
     except ModelError as error:
         log().warning("%s are not compared with those of transformers' class: %s", named, error)
         return
-    difference = relative_difference(expected[:, : found.shape[1]], found)
+    difference = relative_difference(expected[:, : actual.shape[1]], actual)
     if not difference <= EQUAL:
         raise UnlikeOwnClass(
             f"{named} differ by {difference:.2g} of the largest (bound {EQUAL:.0e}) from those of transformers' "

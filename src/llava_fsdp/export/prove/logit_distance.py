@@ -42,10 +42,10 @@ class Distance:
         """Return what is wrong if logits that two classes computed from the same weights, both in the dtype `compute`,
         differ by more than another order of summation explains; an empty text if they do not."""
         bound = bound_of_classes(compute, has_experts)
-        found, of = (self.largest, "largest") if compute == torch.float32 else (self.mean, "mean")
-        if found <= bound:  # NaN is not
+        value, of = (self.largest, "largest") if compute == torch.float32 else (self.mean, "mean")
+        if value <= bound:  # NaN is not
             return ""
-        return f"its logits differ by {found:.3g} of the {of} (bound {bound:.2g}, computed in {compute})"
+        return f"its logits differ by {value:.3g} of the {of} (bound {bound:.2g}, computed in {compute})"
 
 
 def bound_of_classes(compute: torch.dtype, has_experts: bool) -> float:
@@ -55,13 +55,13 @@ def bound_of_classes(compute: torch.dtype, has_experts: bool) -> float:
 
 
 @torch.no_grad()
-def distance(found: torch.Tensor, expected: torch.Tensor) -> Distance:
-    """Compare logits with the expected ones: both float32 [labels, vocabulary]. Further columns of `found` are left
+def distance(actual: torch.Tensor, expected: torch.Tensor) -> Distance:
+    """Compare logits with the expected ones: both float32 [labels, vocabulary]. Further columns of `actual` are left
     out: an export has more rows of the vocabulary than are trained."""
-    found = found[:, : expected.shape[1]]
-    difference = (found - expected).abs()
+    actual = actual[:, : expected.shape[1]]
+    difference = (actual - expected).abs()
     kl, changed = 0.0, 0
-    for given, wanted in zip(found.split(TOKENS), expected.split(TOKENS), strict=True):
+    for given, wanted in zip(actual.split(TOKENS), expected.split(TOKENS), strict=True):
         kl += float(kl_div(given.log_softmax(-1), wanted.log_softmax(-1), reduction="sum", log_target=True))
         changed += int((given.argmax(-1) != wanted.argmax(-1)).sum())
     return Distance(

@@ -65,14 +65,14 @@ def prove_reading(model: Llava, sources: dict[str, Stored], rule: ImageTokens) -
     gc.collect()
     ours = load_copy(model, sources, compute)
     if parts.whole is not None:
-        found = logits(ours, micro)
+        actual = logits(ours, micro)
     else:
         nothing = torch.zeros(0, dtype=torch.int64)
         places = torch.arange(ids.numel())
-        found = ours(ids, None, nothing, nothing, None, (nothing, nothing), places, return_logits=True)
+        actual = ours(ids, None, nothing, nothing, None, (nothing, nothing), places, return_logits=True)
     del ours
     gc.collect()
-    distant = distance(found, expected[:, : found.shape[1]])
+    distant = distance(actual, expected[:, : actual.shape[1]])
     log().info("logits of what was read differ by %.2g of the largest from transformers'", distant.largest)
     wrong = distant.exceeds(compute, has_experts(model))
     if wrong:

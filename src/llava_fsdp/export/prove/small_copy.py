@@ -128,8 +128,8 @@ def shrink(config: PretrainedConfig, layers: int) -> PretrainedConfig:
     values = {name: value for name, value in values.items() if name not in DERIVED}
     if values.get("per_layer_config"):  # values of single layers, such as Gemma 4's
         values["per_layer_config"] = {
-            number: {name: shrunk(name, value, names, vocabulary) for name, value in own.items()}
-            for number, own in values["per_layer_config"].items()
+            number: {name: shrunk(name, value, names, vocabulary) for name, value in layer_values.items()}
+            for number, layer_values in values["per_layer_config"].items()
             if int(number) < layers
         }
     if {"qk_head_dim", "qk_nope_head_dim", "qk_rope_head_dim"} <= values.keys():

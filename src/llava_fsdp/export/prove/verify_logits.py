@@ -97,7 +97,7 @@ def prove_merge(adapted: Adapted) -> float:
     Return the largest difference between two weights of a module, relative to the module's largest weight. Raises
     ModelError if it is larger than another order of summation explains.
     """
-    ours, found = adapted.merged, 0.0
+    ours, largest = adapted.merged, 0.0
     for module in adapted.modules:
         expected = merged_by_peft(module, adapted)
         merged_rows = ours[f"{module}.weight"].rows(0, len(expected)).float()
@@ -107,9 +107,9 @@ def prove_merge(adapted: Adapted) -> float:
                 f"the merged weights of {module} differ by {difference:.3g} of the largest from those that peft merges "
                 f"(bound {CLOSE_MERGED:.2g})"
             )
-        found = max(found, difference)
-    log().info("merged weights differ from peft's by %.2g of the largest (bound %.2g)", found, CLOSE_MERGED)
-    return found
+        largest = max(largest, difference)
+    log().info("merged weights differ from peft's by %.2g of the largest (bound %.2g)", largest, CLOSE_MERGED)
+    return largest
 
 
 def merged_by_peft(module: str, adapted: Adapted) -> torch.Tensor:
@@ -154,8 +154,8 @@ def prove(
         gc.collect()
         written = [logits_of_folder(folder_format, folder, micro, compute, sizes)]
     rounded = is_rounded(model.parts, dtypes[min(model.with_vocabulary() & dtypes.keys())])
-    for found in written:
-        distant = distance(found, expected)
+    for exported in written:
+        distant = distance(exported, expected)
         wrong = distant.exceeds(torch.bfloat16 if rounded else compute, has_experts(model))
         if folder_format is not FolderFormat.hf and not distant.largest == 0:
             wrong = f"its logits differ by {distant.largest:.3g} of the largest, and must be equal"
@@ -314,10 +314,12 @@ def open_export(folder: Path, dtype: torch.dtype) -> Any:
         weights_only=True,
         output_loading_info=True,
     )
-    model, found = loaded
+    model, differing = loaded
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if found[kind]:
-            raise ModelError(f"transformers loads {folder} with {kind}: {', '.join(map(str, sorted(found[kind])[:3]))}")
+        if differing[kind]:
+            raise ModelError(
+                f"transformers loads {folder} with {kind}: {', '.join(map(str, sorted(differing[kind])[:3]))}"
+            )
     return model.eval()
 
 

@@ -369,11 +369,11 @@ def rehearse(folder: Path, ours: Tokenizer, template: Template | ChatTemplate, s
     video_id = theirs.convert_tokens_to_ids(VIDEO_TAG) if VIDEO_PART in theirs.chat_template else None
     for texts, system in itertools.product(PROBES if video_id is None else PROBES + VIDEO_PROBES, (None, SYSTEM_PROBE)):
         try:
-            whole, prompted = trained_ids(encoder, texts, image_id, system, video_id)
+            conversation, prompted = trained_ids(encoder, texts, image_id, system, video_id)
         except DataError:  # the model's own template takes no system turn, or no empty one
             continue
         for messages in (as_text(texts, system), as_parts(texts, system, joins_lines(template))):
-            for given, asks, trained in ((messages, False, whole), (messages[:-1], True, prompted)):
+            for given, asks, trained in ((messages, False, conversation), (messages[:-1], True, prompted)):
                 try:
                     ids = templated(theirs, given, asks)
                 except TemplateRefused as error:
@@ -408,13 +408,13 @@ def rehearse_images(
     image_id, image = processor.tokenizer.convert_tokens_to_ids(IMAGE_TAG), Image.new("RGB", PROBED)
     for texts, system in SEEN:
         try:
-            whole, prompted = trained_ids(encoder, texts, image_id, system)
+            conversation, prompted = trained_ids(encoder, texts, image_id, system)
         except DataError:  # the model's own template takes no system turn
             continue
         messages = as_parts(texts, system, joins_lines(template))
         count = sum(text.count(IMAGE_TAG) for text in texts)
         length = len(tokens.of(PROBED, count)) if count else 0
-        for given, is_prompt, trained in ((messages, False, whole), (messages[:-1], True, prompted)):
+        for given, is_prompt, trained in ((messages, False, conversation), (messages[:-1], True, prompted)):
             images = [image for message in given for part in message["content"] if part["type"] == "image"]
             try:
                 text = rendered(processor.tokenizer, given, is_prompt)
@@ -452,18 +452,20 @@ def trained_ids(
     lengths = [len(encoder.image_rows(record, number)) for number in range(len(tags))]
     asked = prompt(turns[:-1], form, encoder.start_end, bool(tags), media=media)
     if isinstance(form, ChatTemplate):
-        whole = own_prompt(turns, form, encoder.start_end, media, "the conversation", has_labels=False)
+        conversation = own_prompt(turns, form, encoder.start_end, media, "the conversation", has_labels=False)
     else:
-        whole = [*prompt(turns, form, encoder.start_end, bool(tags)), Segment(form.pattern.end, False)]
-    found = []
-    for segments, own in ((whole, lengths), (asked, [1] * len(tags))):
-        ids = encode_prompt(segments, tokenizer, own, encoder.special_tokens, form.adds_bos)
+        conversation = [*prompt(turns, form, encoder.start_end, bool(tags)), Segment(form.pattern.end, False)]
+    ids_of_both = []
+    for segments, lengths_here in ((conversation, lengths), (asked, [1] * len(tags))):
+        ids = encode_prompt(segments, tokenizer, lengths_here, encoder.special_tokens, form.adds_bos)
         shown = [
-            video_id if tags[n] == VIDEO else image_id for n in image_order(segments, len(tags)) for _ in range(own[n])
+            video_id if tags[n] == VIDEO else image_id
+            for n in image_order(segments, len(tags))
+            for _ in range(lengths_here[n])
         ]
         ids[ids == IMAGE_ID] = shown[: int((ids == IMAGE_ID).sum())]
-        found.append(ids.tolist())
-    return found[0], found[1]
+        ids_of_both.append(ids.tolist())
+    return ids_of_both[0], ids_of_both[1]
 
 
 def joins_lines(template: Template | ChatTemplate) -> bool:
@@ -488,8 +490,8 @@ def as_parts(texts: Iterable[str], system: str | None = None, joins: bool = True
         pieces = re.split(f"({ANY_TAG})", message["content"])
         if not joins:
             last = len(pieces) - 1
-            pieces = [own if n == 0 else own.removeprefix("\n") for n, own in enumerate(pieces)]
-            pieces = [own if n == last else own.removesuffix("\n") for n, own in enumerate(pieces)]
+            pieces = [part if n == 0 else part.removeprefix("\n") for n, part in enumerate(pieces)]
+            pieces = [part if n == last else part.removesuffix("\n") for n, part in enumerate(pieces)]
         for piece in pieces:
             kind = {IMAGE_TAG: "image", VIDEO_TAG: "video"}.get(piece)
             parts += [{"type": kind}] if kind else [{"type": "text", "text": piece}] * bool(piece)

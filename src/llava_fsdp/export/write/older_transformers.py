@@ -29,16 +29,16 @@ NEWER_KEYS = ("backend", "is_local", "local_files_only", "processor_class")
 def with_older_fields(fields: dict[str, Any], config: PretrainedConfig) -> dict[str, Any]:
     """Return the contents of a `config.json`, saved by transformers 5, with the fields that transformers 4 reads beside
     them, in all its parts, and without the path from which each part was loaded."""
-    found = {key: value for key, value in fields.items() if key != "_name_or_path"}
+    rewritten = {key: value for key, value in fields.items() if key != "_name_or_path"}
     for name in ("text_config", "vision_config"):
-        if isinstance(found.get(name), dict):
-            found[name] = with_older_fields(found[name], getattr(config, name))
-    if "dtype" in found:
-        found["torch_dtype"] = found["dtype"]
+        if isinstance(rewritten.get(name), dict):
+            rewritten[name] = with_older_fields(rewritten[name], getattr(config, name))
+    if "dtype" in rewritten:
+        rewritten["torch_dtype"] = rewritten["dtype"]
     for older, name in config.attribute_map.items():  # such as num_experts, which was renamed to num_local_experts
-        if name in found:
-            found.setdefault(older, found[name])
-    return found | older_rope(found)
+        if name in rewritten:
+            rewritten.setdefault(older, rewritten[name])
+    return rewritten | older_rope(rewritten)
 
 
 def older_rope(fields: dict[str, Any]) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def older_rope(fields: dict[str, Any]) -> dict[str, Any]:
     kind = fields.get("model_type")
     if kind in SCALED:
         return {"rope_theta": NEEDS_5}
-    by_layer = {layer: own for layer, own in rope.items() if isinstance(own, dict)}
+    by_layer = {layer: values for layer, values in rope.items() if isinstance(values, dict)}
     if not rope:
         return {}
     if not by_layer:
@@ -68,18 +68,19 @@ def flat_rope(rope: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
     """Return the fields, in the form of transformers 4, for rotary embeddings that are equal in all layers. `rope` is
     the field `rope_parameters` of `fields`."""
     scaling = {key: value for key, value in rope.items() if key not in ("rope_theta", "partial_rotary_factor", "type")}
-    found: dict[str, Any] = {"rope_theta": rope.get("rope_theta"), "rope_scaling": None}
+    flat: dict[str, Any] = {"rope_theta": rope.get("rope_theta"), "rope_scaling": None}
     if "partial_rotary_factor" in rope:
-        found[PARTIAL.get(str(fields.get("model_type")), "partial_rotary_factor")] = rope["partial_rotary_factor"]
+        flat[PARTIAL.get(str(fields.get("model_type")), "partial_rotary_factor")] = rope["partial_rotary_factor"]
     if fields.get("model_type") in PARTIAL:
-        found["rotary_emb_base"] = found["rope_theta"]
+        flat["rotary_emb_base"] = flat["rope_theta"]
     kind = scaling["rope_type"]
     if kind in ("default", "axial"):
-        return found
+        return flat
     if kind == "longrope":  # transformers 4 takes the length from the configuration, and the factor from the lengths
-        longest, own = fields["max_position_embeddings"], scaling.pop("original_max_position_embeddings", None)
-        original = fields.get("original_max_position_embeddings") or own or longest
-        found["original_max_position_embeddings"] = original
+        longest = fields["max_position_embeddings"]
+        original = scaling.pop("original_max_position_embeddings", None)
+        original = fields.get("original_max_position_embeddings") or original or longest
+        flat["original_max_position_embeddings"] = original
         if scaling.get("attention_factor") is None and scaling.get("factor") not in (None, longest / original):
             return {"rope_theta": NEEDS_5}
         if fields.get("model_type") not in STRICT:
@@ -89,18 +90,18 @@ def flat_rope(rope: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
         names = {"type", "short_factor", "long_factor"} if kind == "longrope" else {"type", "factor"}
         if scaling.keys() != names:
             return {"rope_theta": NEEDS_5}
-    return {**found, "rope_scaling": scaling}
+    return {**flat, "rope_scaling": scaling}
 
 
 def older_tokenizer(fields: dict[str, Any], frozen: dict[str, Any]) -> dict[str, Any]:
     """Return the contents of a `tokenizer_config.json`, saved by transformers 5, in a form that transformers 4 and 5
     read. `frozen` are the contents of the `tokenizer.json` beside it."""
-    found = {key: value for key, value in fields.items() if key not in NEWER_KEYS}
-    if found.get("tokenizer_class") == "TokenizersBackend":
-        found["tokenizer_class"] = "PreTrainedTokenizerFast"
-    if isinstance(found.get("extra_special_tokens"), list):
-        found["additional_special_tokens"] = found.pop("extra_special_tokens")
+    rewritten = {key: value for key, value in fields.items() if key not in NEWER_KEYS}
+    if rewritten.get("tokenizer_class") == "TokenizersBackend":
+        rewritten["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(rewritten.get("extra_special_tokens"), list):
+        rewritten["additional_special_tokens"] = rewritten.pop("extra_special_tokens")
     before = frozen.get("pre_tokenizer") or {}
     if "add_prefix_space" in before:  # transformers 4 changes the component to this value, which is False by default
-        found["add_prefix_space"] = before["add_prefix_space"]
-    return found
+        rewritten["add_prefix_space"] = before["add_prefix_space"]
+    return rewritten

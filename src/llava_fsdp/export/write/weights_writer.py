@@ -63,15 +63,15 @@ def write_shards(
     held: dict[str, torch.Tensor] = {}
 
     def convert(group: TensorGroup) -> dict[str, torch.Tensor]:
-        found = {}
+        converted = {}
         for name, dtype in group.outputs.items():
-            found[name] = outputs[name].read(whole(outputs[name].shape)).to(dtype).contiguous()
-        written, given = (sum(t.numel() for t in each.values()) for each in (found, held))
+            converted[name] = outputs[name].read(whole(outputs[name].shape)).to(dtype).contiguous()
+        written, given = (sum(t.numel() for t in each.values()) for each in (converted, held))
         if written != given:  # the conversion only moves values, so each must be written once
             raise ModelError(
                 f"{', '.join(group.parameters)} have {given} values, and transformers' model takes {written}"
             )
-        return found
+        return converted
 
     outputs = plan(lambda name, box: held[name][tuple(slice(*span) for span in box)])
     files = plan_files(outputs, weights)

@@ -47,8 +47,12 @@ STRETCHED = frozenset({"dynamic", "longrope", "yarn"})
 def base_config(parts: Parts) -> dict[str, Any]:
     """Return those values of a base model's configuration that change what the model computes, as JSON returns them: of
     the language model (`language`), of the vision tower (`vision`), and how logits are made (`logits`)."""
-    found = {"language": of_part(parts.language), "vision": of_part(parts.vision), "logits": asdict(parts.logit_change)}
-    return json.loads(json.dumps(found, default=str))
+    values = {
+        "language": of_part(parts.language),
+        "vision": of_part(parts.vision),
+        "logits": asdict(parts.logit_change),
+    }
+    return json.loads(json.dumps(values, default=str))
 
 
 def of_part(config: PretrainedConfig) -> dict[str, Any]:
@@ -67,8 +71,8 @@ def rope_types(value: Any) -> set[str]:
     """Return all values of `rope_type` in nested dictionaries; there is one for each type of layer in some models."""
     if not isinstance(value, dict):
         return set()
-    own = {str(value["rope_type"])} if "rope_type" in value else set()
-    return own.union(*(rope_types(inner) for inner in value.values()))
+    types = {str(value["rope_type"])} if "rope_type" in value else set()
+    return types.union(*(rope_types(inner) for inner in value.values()))
 
 
 def check_base_config(folder: Path, parts: Parts, base: str, key: str) -> None:
@@ -99,11 +103,11 @@ def check_base_config(folder: Path, parts: Parts, base: str, key: str) -> None:
 def differences(then: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
     """Return the two values of each key that both nested dictionaries have with different values, by its path with
     dots."""
-    found: dict[str, tuple[Any, Any]] = {}
+    differing: dict[str, tuple[Any, Any]] = {}
     for key in then.keys() & now.keys():
         before, after = then[key], now[key]
         if isinstance(before, dict) and isinstance(after, dict):
-            found |= differences(before, after, f"{prefix}{key}.")
+            differing |= differences(before, after, f"{prefix}{key}.")
         elif before != after:
-            found[prefix + key] = before, after
-    return found
+            differing[prefix + key] = before, after
+    return differing

@@ -48,8 +48,8 @@ def targets(model: Adaptable) -> list[str]:
     """Return the full paths of the linear layers that get LoRA adapters: all in the blocks of the parts that
     `model.cfg.adapted` lists, except the vision tower's layers after `model.select_layer`."""
     leftovers = {f"vision_tower.{name}" for name in model.probe.leftovers}
-    found = [name for part in model.cfg.adapted for name in linear_layers(model, part)]
-    return [name for name in found if f"{name}.weight" not in leftovers]
+    names = [name for part in model.cfg.adapted for name in linear_layers(model, part)]
+    return [name for name in names if f"{name}.weight" not in leftovers]
 
 
 def linear_layers(model: Adaptable, part: Part) -> list[str]:
@@ -58,8 +58,8 @@ def linear_layers(model: Adaptable, part: Part) -> list[str]:
     root_name = {Part.language: "language_model", Part.vision: "vision_tower"}[part]
     root = model.get_submodule(root_name)
     in_blocks = {module for block in find_blocks(root) for module in block.modules()}
-    found = [name for name, module in root.named_modules() if type(module) is nn.Linear and module in in_blocks]
-    return [f"{root_name}.{name}" for name in found]
+    names = [name for name, module in root.named_modules() if type(module) is nn.Linear and module in in_blocks]
+    return [f"{root_name}.{name}" for name in names]
 
 
 def add_adapters(model: Adaptable, cfg: LoraConfig, keys: TokenKeys) -> list[str]:

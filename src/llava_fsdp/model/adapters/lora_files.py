@@ -104,10 +104,10 @@ def open_adapter(folder: Path) -> AdapterFolder:
     tensors = dict(open_file(file))
     others = next((folder / n for n in OTHERS_FILES if (folder / n).is_file()), None)
     tensors |= open_file(others) if others is not None else {}
-    found = AdapterFolder(folder, settings, lora, {ours_in_adapter(name): t for name, t in tensors.items()})
-    if not found.modules:
+    opened = AdapterFolder(folder, settings, lora, {ours_in_adapter(name): t for name, t in tensors.items()})
+    if not opened.modules:
         raise ModelError(f"{file} has no LoRA weights: none of its {len(tensors)} tensors is named lora_A or lora_B")
-    return found
+    return opened
 
 
 def check_meaning(folder: Path, lora: LoraConfig) -> None:
@@ -162,7 +162,7 @@ def read_lora(settings: dict[str, Any], folder: Path) -> LoraConfig:
     )
 
 
-def started_from(found: AdapterFolder, model: nn.Module, cfg: LoraConfig) -> dict[str, StoredTensor]:
+def started_from(adapter: AdapterFolder, model: nn.Module, cfg: LoraConfig) -> dict[str, StoredTensor]:
     """Return the initial values for a run that continues the training of a LoRA adapter, by parameter name: the
     adapter's parameters, and the other weights that were trained with it.
 
@@ -171,29 +171,29 @@ def started_from(found: AdapterFolder, model: nn.Module, cfg: LoraConfig) -> dic
         ModelError: the adapter belongs to another model, or adapts other modules than the run.
     """
     keys = ("r", "alpha", "use_dora", "use_rslora")
-    different = {key: getattr(found.lora, key) for key in keys if getattr(found.lora, key) != getattr(cfg, key)}
+    different = {key: getattr(adapter.lora, key) for key in keys if getattr(adapter.lora, key) != getattr(cfg, key)}
     if different:
         cure = " ".join(f"model.lora.{key}={str(value).lower()}" for key, value in different.items())
         raise ConfigError(
-            f"model.lora.checkpoint={found.folder} was trained with {different}, and this configuration says "
+            f"model.lora.checkpoint={adapter.folder} was trained with {different}, and this configuration says "
             f"{ {key: getattr(cfg, key) for key in different} }; give {cure}"
         )
     # a module may have an adapter only in the folder or only in the model, and its bias then has two different names
     here = {without_base(name): name for name, _ in model.named_parameters()}
-    tensors = {here.get(without_base(name), name): tensor for name, tensor in found.tensors.items()}
+    tensors = {here.get(without_base(name), name): tensor for name, tensor in adapter.tensors.items()}
     wanted = set(here.values())
-    check_strangers(found, tensors.keys() - wanted)
+    check_strangers(adapter, tensors.keys() - wanted)
     missing = sorted(n for n in wanted - tensors.keys() if is_adapter(n))
     if missing:
         raise ModelError(
-            f"model.lora.checkpoint={found.folder} has no adapter for {module_of(missing[0])} and "
+            f"model.lora.checkpoint={adapter.folder} has no adapter for {module_of(missing[0])} and "
             f"{len({module_of(n) for n in missing}) - 1} other modules of this model; is it of another model, or of "
             "other parts than model.train?"
         )
     return {name: tensor for name, tensor in tensors.items() if name in wanted}
 
 
-def check_strangers(found: AdapterFolder, names: set[str]) -> None:
+def check_strangers(adapter: AdapterFolder, names: set[str]) -> None:
     """Check the tensors of an adapter's folder that the model has no parameters for. Adapters whose matrix B is 0 have
     no effect and are ignored with a warning. The original LLaVA adds such adapters to vision towers.
 
@@ -203,26 +203,26 @@ def check_strangers(found: AdapterFolder, names: set[str]) -> None:
     """
     for name in sorted(names):
         if not is_adapter(name):
-            raise ModelError(f"{found.folder} has {name}, which this model has not; is it of another model?")
-        b = found.tensors.get(module_of(name) + LORA_B)
+            raise ModelError(f"{adapter.folder} has {name}, which this model has not; is it of another model?")
+        b = adapter.tensors.get(module_of(name) + LORA_B)
         if b is None or torch.count_nonzero(b.rows(0, b.shape[0])):
             raise ModelError(
-                f"{found.folder} adapts {module_of(name)}, which has no adapter here; does model.train name its part "
+                f"{adapter.folder} adapts {module_of(name)}, which has no adapter here; does model.train name its part "
                 "(model.train=[projector,language,vision])?"
             )
     if names:
-        warn_of_ignored(found.folder, {module_of(name) for name in names})
+        warn_of_ignored(adapter.folder, {module_of(name) for name in names})
 
 
-def without_idle_tower(found: AdapterFolder) -> AdapterFolder:
+def without_idle_tower(adapter: AdapterFolder) -> AdapterFolder:
     """Return an adapter folder without those adapters of the vision tower that were never trained. The original LLaVA
     adds such adapters (LLaVA#1647)."""
-    idle = {module for module in unchanged_modules(found.tensors) if module.startswith(TOWER)}
+    idle = {module for module in unchanged_modules(adapter.tensors) if module.startswith(TOWER)}
     if not idle:
-        return found
-    warn_of_ignored(found.folder, idle)
-    kept = {n: t for n, t in found.tensors.items() if not (is_adapter(n) and module_of(n) in idle)}
-    return replace(found, tensors=kept)
+        return adapter
+    warn_of_ignored(adapter.folder, idle)
+    kept = {n: t for n, t in adapter.tensors.items() if not (is_adapter(n) and module_of(n) in idle)}
+    return replace(adapter, tensors=kept)
 
 
 def warn_of_ignored(folder: Path, modules: set[str]) -> None:
@@ -233,33 +233,35 @@ def warn_of_ignored(folder: Path, modules: set[str]) -> None:
     )  # fmt: skip
 
 
-def check_fits(found: AdapterFolder, shapes: Mapping[str, tuple[int, ...]], base: str) -> None:
+def check_fits(adapter: AdapterFolder, shapes: Mapping[str, tuple[int, ...]], base: str) -> None:
     """Check that a LoRA adapter fits a base model, whose parameters have these shapes; `base` is its name in messages.
 
     Raises:
         ModelError: the model lacks a module that the adapter adapts, the adapter lacks a weight, or a weight has
             another shape.
     """
-    for module in found.modules:
+    for module in adapter.modules:
         shape = shapes.get(f"{module}.weight")
         if shape is None or len(shape) != 2:
-            raise ModelError(f"{found.folder} adapts {module}, which {base} has not; give its own base with base=PATH")
-        wanted = {LORA_A: (found.lora.r, shape[1]), LORA_B: (shape[0], found.lora.r)}
-        wanted |= {MAGNITUDE: shape[:1]} if found.lora.use_dora else {}
+            raise ModelError(
+                f"{adapter.folder} adapts {module}, which {base} has not; give its own base with base=PATH"
+            )
+        wanted = {LORA_A: (adapter.lora.r, shape[1]), LORA_B: (shape[0], adapter.lora.r)}
+        wanted |= {MAGNITUDE: shape[:1]} if adapter.lora.use_dora else {}
         for end, expected in wanted.items():
-            tensor = found.tensors.get(module + end)
+            tensor = adapter.tensors.get(module + end)
             if tensor is None:
-                raise ModelError(f"{found.folder} has no {module}{end}; the file is incomplete")
+                raise ModelError(f"{adapter.folder} has no {module}{end}; the file is incomplete")
             if tensor.shape != expected:
                 raise ModelError(
-                    f"{module}{end} has shape {list(tensor.shape)} in {found.folder}, and {list(expected)} fits r="
-                    f"{found.lora.r} and {base}; give its own base with base=PATH"
+                    f"{module}{end} has shape {list(tensor.shape)} in {adapter.folder}, and {list(expected)} fits r="
+                    f"{adapter.lora.r} and {base}; give its own base with base=PATH"
                 )
-    for name, tensor in found.tensors.items():
+    for name, tensor in adapter.tensors.items():
         plain = without_base(name)
         if not is_adapter(name) and shapes.get(plain) != tensor.shape:
             other = f"{list(shapes[plain])} in {base}" if plain in shapes else f"{base} has no such weight"
-            raise ModelError(f"{plain} has shape {list(tensor.shape)} in {found.folder}: {other}; give base=PATH")
+            raise ModelError(f"{plain} has shape {list(tensor.shape)} in {adapter.folder}: {other}; give base=PATH")
 
 
 def unchanged_modules(tensors: Mapping[str, Any]) -> list[str]:

@@ -44,7 +44,7 @@ class CachedRows:
     """Positions of the new tokens, int64 [rows, length]."""
     mask: torch.Tensor
     """False at padding tokens, bool [rows, cached + length]."""
-    kept: Cache
+    cache: Cache
     """The key-value cache."""
 
     @property
@@ -367,12 +367,12 @@ def attend_latest(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, f
     if form.window is not None:
         hidden |= pairs.tril(total - latest - form.window)
     mask = query.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
-    found = []
+    outputs = []
     for part in query.split(QUERIES_AT_ONCE, dim=2):
         end += part.shape[2]
-        own = mask[-part.shape[2] :, total - end :]
-        found.append(attend_with_mask(part, key[:, :, :end], value[:, :, :end], form, own))
-    return torch.cat(found, dim=1)
+        part_mask = mask[-part.shape[2] :, total - end :]
+        outputs.append(attend_with_mask(part, key[:, :, :end], value[:, :, :end], form, part_mask))
+    return torch.cat(outputs, dim=1)
 
 
 def attend_with_mask(
@@ -467,8 +467,8 @@ def make_varlen() -> Attend:
     torch's version: in torch 2.11 it has no `enable_gqa`, and in 2.10 it has `is_causal` instead of `window_size`."""
     from torch.nn.attention.varlen import varlen_attn
 
-    known = inspect.signature(varlen_attn).parameters
-    has_window, has_scale, has_groups = "window_size" in known, "scale" in known, "enable_gqa" in known
+    parameters = inspect.signature(varlen_attn).parameters
+    has_window, has_scale, has_groups = "window_size" in parameters, "scale" in parameters, "enable_gqa" in parameters
 
     def varlen(
         module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: PackedRow
@@ -532,8 +532,8 @@ def attention_arguments(segments: Segments | CachedRows | None, implementation: 
         return {}
     if isinstance(segments, CachedRows):
         masks = {"allowed": segments.allowed} if implementation in OURS else {"attention_mask": segments.mask.long()}
-        kept = {"past_key_values": segments.kept, "use_cache": True}
-        return {"position_ids": segments.position_ids, **kept, **masks}
+        cache = {"past_key_values": segments.cache, "use_cache": True}
+        return {"position_ids": segments.position_ids, **cache, **masks}
     position_ids, cu_seqlens, lengths = segments
     return {"position_ids": position_ids, "cu_seqlens": cu_seqlens, "segment_lengths": Lengths(lengths, max(lengths))}
 
@@ -565,8 +565,8 @@ def other_attention(language: PretrainedConfig) -> str | None:
             f"transformers' {language.model_type} does not attend through its AttentionInterface, so the samples of a "
             "row could not be kept apart"
         )
-    known = ("full_attention", "sliding_attention")
-    kinds = sorted({kind for kind in getattr(language, "layer_types", None) or [] if kind not in known})
+    supported = ("full_attention", "sliding_attention")
+    kinds = sorted({kind for kind in getattr(language, "layer_types", None) or [] if kind not in supported})
     other = None
     if kinds:
         other = f"layers of {', '.join(kinds)}"
@@ -586,11 +586,11 @@ def longrope_limit(language: PretrainedConfig) -> int | None:
     None if they are the same for all lengths. transformers chooses the frequencies of a whole batch by its longest row.
     The configuration may have rotary embeddings for each kind of layer."""
     given = getattr(language, "rope_parameters", None) or {}
-    kinds = [given, *(own for own in given.values() if isinstance(own, dict))]
+    kinds = [given, *(rope for rope in given.values() if isinstance(rope, dict))]
     limits = [
-        own.get("original_max_position_embeddings") or getattr(language, "original_max_position_embeddings", None) or 0
-        for own in kinds
-        if own.get("rope_type") == "longrope"
+        rope.get("original_max_position_embeddings") or getattr(language, "original_max_position_embeddings", None) or 0
+        for rope in kinds
+        if rope.get("rope_type") == "longrope"
     ]
     return min(limits, default=None)
 

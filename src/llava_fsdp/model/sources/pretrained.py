@@ -136,10 +136,10 @@ def check_named_language(cfg: ModelConfig, folder: Path) -> None:
 def artifacts_of(parts: Parts, projector: Path | None, cfg: ModelConfig) -> list[Path]:
     """Return the folders and files from which a run reads weights, tokenizer and image preprocessor. `projector` is
     what `find_projector` returned."""
-    found = [parts.whole, parts.language_folder, parts.vision_folder, projector]
+    paths = [parts.whole, parts.language_folder, parts.vision_folder, projector]
     if cfg.lora.checkpoint is not None:
-        found.append(find_adapter(cfg.lora.checkpoint, "model.lora.checkpoint"))
-    return list(dict.fromkeys(path for path in found if path is not None))
+        paths.append(find_adapter(cfg.lora.checkpoint, "model.lora.checkpoint"))
+    return list(dict.fromkeys(path for path in paths if path is not None))
 
 
 def refuse_unread_weights(folders: dict[str, Path]) -> None:
@@ -167,8 +167,8 @@ def original_parts(folder: Path, raw: dict, cfg: ModelConfig) -> Parts:
         language = language_config(raw)
         check_sizes(language, folder)
     check_original_is_tied(language, folder)
-    own = folder / TOWER
-    vision = own if (own / "config.json").is_file() else resolve(cfg.vision, "model.vision")
+    tower_folder = folder / TOWER
+    vision = tower_folder if (tower_folder / "config.json").is_file() else resolve(cfg.vision, "model.vision")
     tower = vision_config(read_config(vision, "model.vision"))
     return Parts(folder, vision, language, tower, folder, read_feature(raw, folder), bare_logits=True)
 
@@ -249,13 +249,13 @@ def max_tiles_of(config: Any, folder: Path) -> int | None:
     ModelError if the configuration has the number in an unknown form."""
     if not isinstance(config, LlavaOnevisionConfig):
         return None
-    found = LIMITED.fullmatch(str(config.vision_aspect_ratio))
-    if found is None:
+    match = LIMITED.fullmatch(str(config.vision_aspect_ratio))
+    if match is None:
         raise ModelError(
             f"{folder / 'config.json'} has vision_aspect_ratio={config.vision_aspect_ratio}; only anyres_max_N is "
             "supported, as anyres_max_9"
         )
-    return int(found[1])
+    return int(match[1])
 
 
 def check_selection(config: Any, cfg: ModelConfig, folder: Path) -> None:
@@ -454,8 +454,8 @@ def read_config(folder: Path, key: str) -> PretrainedConfig:
     with foreign(f"{key}={folder}: transformers does not know this model, or its config.json is damaged"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         check_sizes(config, folder)
-    for own in with_parts(config):
-        if getattr(own, "quantization_config", None):
+    for part in with_parts(config):
+        if getattr(part, "quantization_config", None):
             raise ModelError(
                 f"{key}={folder} has quantized weights (quantization_config in its config.json), which cannot be read; "
                 "get the model in bf16, fp16 or fp32 (model.quantize quantizes it while it is loaded)"
@@ -472,14 +472,14 @@ def with_parts(config: Any) -> list[Any]:
 def check_sizes(config: Any, folder: Path) -> None:
     """Raise ModelError if a configuration contains a size that no model can have. Building such a model would fail with
     another error, or never end."""
-    for own in with_parts(config):
+    for part in with_parts(config):
         for name, most in LARGEST_SIZES.items():
-            value = getattr(own, name, None)
+            value = getattr(part, name, None)
             if isinstance(value, list | tuple) and len(set(value)) == 1:  # width and height
                 value = value[0]
             if isinstance(value, list | tuple) and len(value) > 1:
                 raise ModelError(
-                    f"{folder / 'config.json'} has {name}={value}: a model of type {own.model_type} is not supported: "
+                    f"{folder / 'config.json'} has {name}={value}: a model of type {part.model_type} is not supported: "
                     "its stages have several sizes, and a plain transformer is needed"
                 )
             if value is not None and (type(value) is not int or not 1 <= value <= most):
@@ -525,8 +525,8 @@ def find_projector(cfg: Config) -> Path | None:
     looks_for = "model.projector=auto looks for the projector of a stage=pretrain run, and"
     if is_run(run):
         raise UnfinishedRun(f"{looks_for} {run} {without_export(run)}")
-    own = f"model.language={cfg.model.language} model.vision={cfg.model.vision}"
-    named = own if cfg.model.name == "own" else f"model={cfg.model.name}"
+    by_parts = f"model.language={cfg.model.language} model.vision={cfg.model.vision}"
+    named = by_parts if cfg.model.name == "own" else f"model={cfg.model.name}"
     state = f"{run} is not a run" if run.exists() else f"there is no {run}"
     raise NoProjector(
         f"{looks_for} {state}. Make one:\n"

@@ -45,10 +45,10 @@ def read_model(folder: Path, language: str | None, vision: str | None) -> ModelC
     if is_original(raw):
         with foreign(f"source={folder}: its config.json is damaged"):
             selection = read_selection(raw, folder)
-        whole = any((folder / name).is_file() for name in WHOLE_MODEL)
-        if not whole and not any((folder / name).is_file() for name in PROJECTOR):
+        has_whole = any((folder / name).is_file() for name in WHOLE_MODEL)
+        if not has_whole and not any((folder / name).is_file() for name in PROJECTOR):
             raise ModelError(f"source={folder} has no weights: none of {', '.join(WHOLE_MODEL + PROJECTOR)}")
-        if not whole and language is None:
+        if not has_whole and language is None:
             raise ConfigError(f"source={folder} holds a projector alone; give the language model with language=PATH")
         base = language or ""
         tower = vision or find_tower(raw, folder)
@@ -59,20 +59,20 @@ def read_model(folder: Path, language: str | None, vision: str | None) -> ModelC
         selection = Selection(
             projector_type_of(config), config.vision_feature_layer, feature, merge_of(config), start_end
         )
-        whole, base, tower = True, "", vision or ""
+        has_whole, base, tower = True, "", vision or ""
     return ModelConfig(
         name=folder.name,
         language=base,
         vision=tower,
-        checkpoint=str(folder) if whole else None,
-        projector="auto" if whole else str(folder),
+        checkpoint=str(folder) if has_whole else None,
+        projector="auto" if has_whole else str(folder),
         **asdict(selection),
         random_weights=False,
         train=[Part.projector.value],
     )
 
 
-def read_base(found: AdapterFolder, base: str | None, vision: str | None) -> ModelConfig:
+def read_base(adapter: AdapterFolder, base: str | None, vision: str | None) -> ModelConfig:
     """Derive the section `model` for the base model of a LoRA adapter.
 
     Args:
@@ -84,27 +84,27 @@ def read_base(found: AdapterFolder, base: str | None, vision: str | None) -> Mod
         ConfigError: neither `base` nor the files name a base model, or the named one is not on this machine.
         ModelError: an adapter cannot be applied to the named base model.
     """
-    notes = read_notes(found.folder)
+    notes = read_notes(adapter.folder)
     if "model" in notes:
-        with foreign(f"{found.folder / NOTES} is not what was written"):
+        with foreign(f"{adapter.folder / NOTES} is not what was written"):
             cfg = load(ModelConfig, OmegaConf.create(dict(notes["model"]))).plain
         cfg = cfg if vision is None else replace(cfg, vision=vision)
         return cfg if base is None else on_base(cfg, resolve_model(base, "base"))
-    folder = resolve_model(base, "base") if base else named_base(found)
-    if not (found.folder / "config.json").is_file():
+    folder = resolve_model(base, "base") if base else named_base(adapter)
+    if not (adapter.folder / "config.json").is_file():
         if not is_whole(folder):
             raise ConfigError(
-                f"source={found.folder} has no config.json, and its base {folder} is a language model alone: nothing "
+                f"source={adapter.folder} has no config.json, and its base {folder} is a language model alone: nothing "
                 "says which tower and projector go with them; give a whole LLaVA model with base=PATH"
             )
         return read_model(folder, None, vision)
-    raw = read_json(found.folder / "config.json", f"source={found.folder}")
-    with foreign(f"source={found.folder}: its config.json is damaged"):
-        selection = read_selection(raw, found.folder)
+    raw = read_json(adapter.folder / "config.json", f"source={adapter.folder}")
+    with foreign(f"source={adapter.folder}: its config.json is damaged"):
+        selection = read_selection(raw, adapter.folder)
     cfg = ModelConfig(
-        name=found.folder.name,
+        name=adapter.folder.name,
         language="",
-        vision=vision or find_tower(raw, found.folder),
+        vision=vision or find_tower(raw, adapter.folder),
         checkpoint=None,
         projector="auto",
         **asdict(selection),
@@ -117,26 +117,26 @@ def read_base(found: AdapterFolder, base: str | None, vision: str | None) -> Mod
 def on_base(cfg: ModelConfig, folder: Path) -> ModelConfig:
     """Return a copy of `cfg` in which the base model is the one in `folder`: a whole LLaVA model or a language
     model."""
-    whole = is_whole(folder)
-    checkpoint, language = (str(folder), cfg.language) if whole else (None, str(folder))
+    has_whole = is_whole(folder)
+    checkpoint, language = (str(folder), cfg.language) if has_whole else (None, str(folder))
     return replace(cfg, checkpoint=checkpoint, language=language, random_weights=False)
 
 
-def named_base(found: AdapterFolder) -> Path:
+def named_base(adapter: AdapterFolder) -> Path:
     """Return the folder of the base model that peft's `adapter_config.json` names. Raises ConfigError if it names none,
     or one that is not on this machine."""
-    name: Any = found.settings.get("base_model_name_or_path")
+    name: Any = adapter.settings.get("base_model_name_or_path")
     if not name:
-        raise ConfigError(f"source={found.folder} does not say what it is for; give its base with base=PATH")
+        raise ConfigError(f"source={adapter.folder} does not say what it is for; give its base with base=PATH")
     if not Path(str(name)).is_dir() and not HUB_NAME.fullmatch(str(name)):
         raise ConfigError(
-            f"{found.folder / ADAPTER_CONFIG} has base_model_name_or_path={name}, which is no folder here; give the "
+            f"{adapter.folder / ADAPTER_CONFIG} has base_model_name_or_path={name}, which is no folder here; give the "
             "base with base=PATH"
         )
     return resolve_model(str(name), "base")
 
 
-def check_named_base(found: AdapterFolder, parts: Parts, base: str, key: str) -> None:
+def check_named_base(adapter: AdapterFolder, parts: Parts, base: str, key: str) -> None:
     """Check that a LoRA adapter's folder is not for a base model of another configuration than the one that is used. If
     llava_fsdp wrote the folder, the recorded configuration is compared (`check_base_config`). Else the types of model
     that the folder names are compared, and a base that it names, and that cannot be compared, is named in a warning.
@@ -148,40 +148,40 @@ def check_named_base(found: AdapterFolder, parts: Parts, base: str, key: str) ->
     Raises:
         ModelError: the folder says that its base is of another type or has another configuration.
     """
-    check_base_config(found.folder, parts, base, key)
-    if read_notes(found.folder).get("base") is not None:
+    check_base_config(adapter.folder, parts, base, key)
+    if read_notes(adapter.folder).get("base") is not None:
         return
     used = {type_of_language(parts.language.to_dict())}
     if parts.whole is not None:
         used |= {read_json(parts.whole / "config.json", f"{key}={base}")["model_type"], "llava"}
-    for where, kind in said_types(found).items():
+    for where, kind in said_types(adapter).items():
         if kind not in {name.replace("-", "_") for name in used}:
             raise ModelError(
-                f"{found.folder} is for another base: {where} says that it is a {kind}, and {base} is a "
+                f"{adapter.folder} is for another base: {where} says that it is a {kind}, and {base} is a "
                 f"{parts.language.model_type}; give its own base: {key}"
             )
-    named = str(found.settings.get("base_model_name_or_path") or "")
+    named = str(adapter.settings.get("base_model_name_or_path") or "")
     if named and named != base and Path(named).name != Path(base).name:
         log().warning(
             "%s names %s as its base, and is used with %s: whether that is the same model cannot be told",
-            found.folder, named, base,
+            adapter.folder, named, base,
         )  # fmt: skip
 
 
-def said_types(found: AdapterFolder) -> dict[str, str]:
+def said_types(adapter: AdapterFolder) -> dict[str, str]:
     """Return the types of language model, such as qwen2, that a LoRA adapter's folder names for its base, by the place
     that names it."""
     said = {}
-    mapping = found.settings.get("auto_mapping")
+    mapping = adapter.settings.get("auto_mapping")
     library = str(mapping.get("parent_library") or "").split(".") if isinstance(mapping, dict) else []
     if library[:2] == ["transformers", "models"] and len(library) > 2:
         said[f"{ADAPTER_CONFIG}'s auto_mapping"] = library[2]
-    named = str(found.settings.get("base_model_name_or_path") or "")
-    files = {"its config.json": found.folder / "config.json"}
+    named = str(adapter.settings.get("base_model_name_or_path") or "")
+    files = {"its config.json": adapter.folder / "config.json"}
     if named:
         files[f"{ADAPTER_CONFIG}'s base_model_name_or_path={named}"] = Path(named) / "config.json"
     for where, file in files.items():
-        kind = type_of_language(read_json(file, str(found.folder))) if file.is_file() else ""
+        kind = type_of_language(read_json(file, str(adapter.folder))) if file.is_file() else ""
         if kind:
             said[where] = kind
     return {where: kind.replace("-", "_") for where, kind in said.items()}

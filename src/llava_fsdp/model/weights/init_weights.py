@@ -111,13 +111,13 @@ def computed_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     buffers: dict[str, torch.Tensor] = {}
     for part_name, part in model.named_children():
         for path, module in part.named_modules():
-            own = [name for name, _ in module.named_buffers(recurse=False)]
-            if not own or isinstance(module, QuantizedLinear):  # buffers of quantized layers are set with the weight
+            names = [name for name, _ in module.named_buffers(recurse=False)]
+            if not names or isinstance(module, QuantizedLinear):  # buffers of quantized layers are set with the weight
                 continue
             assert isinstance(part, PreTrainedModel), f"{part_name}.{path} has buffers that nothing computes"
             buffers |= {
                 ".".join(filter(None, (part_name, path, name))): value
-                for name, value in recomputed(part, module, own).items()
+                for name, value in recomputed(part, module, names).items()
             }
     return buffers
 

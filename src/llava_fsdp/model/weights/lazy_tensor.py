@@ -114,13 +114,13 @@ def cat(tensors: Sequence[LazyTensor], dim: int = 0) -> Any:
     sizes = [x.shape[dim] for x in tensors]
 
     def read(box: Box) -> torch.Tensor:
-        found, begin = [], 0
+        pieces, begin = [], 0
         for x, size in zip(tensors, sizes, strict=True):
             first, last = max(box[dim][0] - begin, 0), min(box[dim][1] - begin, size)
             if first < last:
-                found.append(x.read((*box[:dim], (first, last), *box[dim + 1 :])))
+                pieces.append(x.read((*box[:dim], (first, last), *box[dim + 1 :])))
             begin += size
-        return found[0] if len(found) == 1 else torch.cat(found, dim)
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
     shape = [*tensors[0].shape[:dim], sum(sizes), *tensors[0].shape[dim + 1 :]]
     return LazyTensor(shape, [name for x in tensors for name in x.sources], nonempty(read, tensors[0]))

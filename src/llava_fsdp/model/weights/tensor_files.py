@@ -48,13 +48,13 @@ class StoredTensor:
     def dtype(self) -> torch.dtype:
         """Dtype of the tensor. Raises ModelError if it is not a float of at least 16 bits, as in quantized models."""
         if isinstance(self.handle, dict):
-            found: Any = self.handle[self.name].dtype
+            dtype: Any = self.handle[self.name].dtype
         else:
             code = self.handle.get_slice(self.name).get_dtype()
-            found = CODES.get(code, code)
-        if found not in CODES.values():
-            raise ModelError(f"{self.file}: {self.name} is {found}; quantized weights cannot be read")
-        return found
+            dtype = CODES.get(code, code)
+        if dtype not in CODES.values():
+            raise ModelError(f"{self.file}: {self.name} is {dtype}; quantized weights cannot be read")
+        return dtype
 
     def rows(self, begin: int, end: int) -> torch.Tensor:
         """Read rows [begin, end) of dimension 0."""
@@ -92,7 +92,7 @@ def require_weights(path: Path) -> Path:
     """Return `path`. Raise ModelError if it is a folder without any file of weights, or does not exist."""
     if path.is_file() or any((path / name).is_file() for name in WHOLE_MODEL + PROJECTOR):
         return path
-    of_adapter = sorted(own.name for own in path.glob("*") if own.name.startswith(OF_ADAPTERS))
+    of_adapter = sorted(file.name for file in path.glob("*") if file.name.startswith(OF_ADAPTERS))
     if of_adapter:
         raise ModelError(f"{path} has {of_adapter[0]}, a file {ADAPTER_CURE}")
     raise ModelError(
@@ -158,9 +158,9 @@ def open_file(path: Path) -> dict[str, StoredTensor]:
             handle = safe_open(path, framework="pt")
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path} is not a safetensors file: {error}") from error
-        found = {name: StoredTensor(path, name, handle) for name in handle.keys()}
-        refuse_parts(path, found)
-        return found
+        stored = {name: StoredTensor(path, name, handle) for name in handle.keys()}
+        refuse_parts(path, stored)
+        return stored
     if path.suffix not in (".bin", ".pt", ".pth"):
         raise ModelError(f"{path} is not a file of tensors; give a .safetensors or .bin file, or a model folder")
     try:  # weights_only: such a file can carry a program; mmap: it can be larger than the memory
@@ -170,9 +170,9 @@ def open_file(path: Path) -> dict[str, StoredTensor]:
         raise ModelError(why_unreadable(path, str(error))) from error
     if not isinstance(tensors, dict) or not all(isinstance(t, torch.Tensor) for t in tensors.values()):
         raise ModelError(f"{path} has more than tensors by name; it is not a file of weights")
-    found = {name: StoredTensor(path, name, tensors) for name in tensors}
-    refuse_parts(path, found)
-    return found
+    stored = {name: StoredTensor(path, name, tensors) for name in tensors}
+    refuse_parts(path, stored)
+    return stored
 
 
 def check_header(path: Path) -> None:

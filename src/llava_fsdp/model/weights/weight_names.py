@@ -42,8 +42,8 @@ def ours(name: str) -> str:
 
 def projector_name(name: str) -> str | None:
     """Translate as `ours` does. Return None if the tensor does not belong to a projector."""
-    own = ours(name)
-    return own if own == "image_newline" or own.startswith("multi_modal_projector.") else None
+    our_name = ours(name)
+    return our_name if our_name == "image_newline" or our_name.startswith("multi_modal_projector.") else None
 
 
 def original(name: str, projector_type: str) -> str:
