@@ -28,7 +28,8 @@ from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.parallel.ranks.mesh import distributed
 from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.plan.memory.activations import MicroBatch
-from llava_fsdp.plan.planner import Choice, Planner, PlanRow, Ranks, peak
+from llava_fsdp.plan.planner import Choice, Planner, PlanRow, peak
+from llava_fsdp.plan.rank_counts import RankCounts
 from llava_fsdp.plan.search import auto
 from llava_fsdp.plan.search.auto import Decision, decide, with_each_context
 from llava_fsdp.plan.search.longest import MOST_TOKENS
@@ -241,7 +242,7 @@ def test_budget_keeps_what_collectives_give(how: str, parts: Path, dataset: Path
 
     def row_of(mode: ActivationCheckpointing, budget: float | None = None) -> PlanRow:
         checkpointing = ActivationCheckpointingConfig(mode=mode, budget=budget)
-        return planner.row(Choice(Strategy.FULL_SHARD, checkpointing, OffloadMode.none), Ranks(2, 2, 8), split)
+        return planner.row(Choice(Strategy.FULL_SHARD, checkpointing, OffloadMode.none), RankCounts(2, 2, 8), split)
 
     full, budget, none = row_of(ActivationCheckpointing.full), row_of(ActivationCheckpointing.budget, 0.0), row_of(NONE)
     kept = 3 * split[0].tokens * 4 * (6 * 6 * 2 + 6 * 6 * 2 if how == "ulysses" else 3 * 6 * 2 * 2)

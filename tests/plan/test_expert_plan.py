@@ -21,7 +21,8 @@ from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.plan.memory import fsdp_units
 from llava_fsdp.plan.memory.activations import MicroBatch
 from llava_fsdp.plan.memory.fsdp_units import unit_of
-from llava_fsdp.plan.planner import Choice, Ranks, peak
+from llava_fsdp.plan.planner import Choice, peak
+from llava_fsdp.plan.rank_counts import RankCounts
 from llava_fsdp.plan.search.search import checkpointing_modes, ways_to_share_experts
 from llava_fsdp.plan.time.hardware import machine_named
 from llava_fsdp.runtime.errors import ConfigError
@@ -165,10 +166,10 @@ def test_ways_under_which_ranks_can_share_experts(parts: Path, dataset: Path, tm
     """Four ranks do not share experts evenly where six shard the other weights."""
     cfg = configure("zero2", 4, "none", parts, dataset, tmp_path)
     ways = [Choice(strategy, cfg.activation_checkpointing, cfg.offload.mode) for strategy in SHARD_PLANS]
-    names = [choice.zero for choice in ways_to_share_experts(cfg, ways, Ranks(12, 6, 6))]
+    names = [choice.zero for choice in ways_to_share_experts(cfg, ways, RankCounts(12, 6, 6))]
     assert names == ["zero0", "zero1", "zero2", "zero3"]
-    assert len(ways_to_share_experts(cfg, ways, Ranks(16, 8, 8))) == len(ways)
+    assert len(ways_to_share_experts(cfg, ways, RankCounts(16, 8, 8))) == len(ways)
     with pytest.raises(ConfigError):
-        ways_to_share_experts(cfg, ways[-1:], Ranks(12, 6, 6))
+        ways_to_share_experts(cfg, ways[-1:], RankCounts(12, 6, 6))
     modes = checkpointing_modes(cfg, machine_named("h100", 8))
     assert all(mode.mode is not ActivationCheckpointing.budget for mode in modes)

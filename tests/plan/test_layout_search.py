@@ -64,9 +64,7 @@ def machine_of(megabytes: float, ranks: int, network: float) -> Machine:
 
 
 def searcher_of(machine: Machine, world: World) -> Searcher[Config]:
-    return Searcher(
-        lambda cfg: Planner(cfg, machine, SAMPLES), lambda planner, cfg: Ways(*ways_for(planner, cfg, world))
-    )
+    return Searcher(lambda cfg: Planner(cfg, machine, SAMPLES), lambda planner, cfg: ways_for(planner, cfg, world))
 
 
 @pytest.mark.slow
@@ -86,16 +84,16 @@ def test_a_search_finds_what_trying_everything_finds(
     for tried in layouts(cfg, ranks, node):
         try:
             planner = found.rows[0].planner.with_layout(tried)
-            _, choices, own, splits = ways_for(planner, tried, world)
+            ways = ways_for(planner, tried, world)
         except ConfigError:
             continue
-        for choice in choices:
-            for split in splits:
+        for choice in ways.choices:
+            for split in ways.splits:
                 try:
-                    row = planner.row(choice, own, split, planner.sizes_to_measure(splits))
+                    row = planner.row(choice, ways.ranks, split, planner.sizes_to_measure(ways.splits))
                 except ConfigError:  # ranks cannot share experts under this strategy
                     continue
-                everything.append(Planned(planner, own, row))
+                everything.append(Planned(planner, ways.ranks, row))
     assert found.layouts == len({id(one.planner) for one in everything})
     assert found.measured < found.ways == len(everything)
     fitting = [one for one in everything if one.row.fits]
@@ -149,7 +147,7 @@ def test_a_bound_is_below_the_seconds_of_all_sizes_of_micro_batches(
     whole, sizes = Planner(cfg, machine, SAMPLES), set()
     for tried in layouts(cfg, 8, 2):
         try:
-            found = candidates(Ways(*ways_for(whole.with_layout(tried), tried, world)))
+            found = candidates(ways_for(whole.with_layout(tried), tried, world))
         except ConfigError:  # the model cannot be divided in this way
             continue
         for one in found:

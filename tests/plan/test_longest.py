@@ -9,7 +9,8 @@ from small import command_config
 
 from llava_fsdp.config import ActivationCheckpointing, PlanConfig, Strategy
 from llava_fsdp.plan.memory.activations import MicroBatch
-from llava_fsdp.plan.planner import Choice, Ranks
+from llava_fsdp.plan.planner import Choice
+from llava_fsdp.plan.rank_counts import RankCounts
 from llava_fsdp.plan.search import longest as module
 from llava_fsdp.plan.search.longest import MOST_TOKENS, PIECE, longest_row, one_sample
 from llava_fsdp.plan.time.hardware import GPUS, Machine
@@ -42,7 +43,7 @@ def test_a_long_sample_has_the_shares_of_the_dataset() -> None:
 def planned(monkeypatch: pytest.MonkeyPatch, gpus: int, nodes: int, device: str = "cuda") -> list[dict[str, Any]]:
     """The longest samples, if offload fits 100 times as many tokens as GPUs in a row's ranks, and full a tenth."""
 
-    def row(planner: Any, choice: Choice, ranks: Ranks) -> Any:
+    def row(planner: Any, choice: Choice, ranks: RankCounts) -> Any:
         assert choice.strategy is Strategy.FULL_SHARD and (ranks.shard_size, ranks.node_size) == (
             ranks.world_size,
             gpus,

@@ -29,7 +29,8 @@ from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.plan.main import plan, warn_of_length
 from llava_fsdp.plan.memory.activations import MicroBatch
 from llava_fsdp.plan.model_shapes import shapes_of
-from llava_fsdp.plan.planner import Choice, Planner, Ranks
+from llava_fsdp.plan.planner import Choice, Planner
+from llava_fsdp.plan.rank_counts import RankCounts
 from llava_fsdp.plan.search import auto
 from llava_fsdp.plan.search.auto import decide
 from llava_fsdp.plan.time.hardware import GPUS, MIB, PROCESS, Machine, machine_named, this_machine
@@ -162,7 +163,7 @@ def test_how_fast_a_row_is(wide_parts: Path, dataset: Path, tmp_path: Path) -> N
     rows = {}
     for mode, computed in ((ActivationCheckpointing.none, flops), (ActivationCheckpointing.full, again)):
         choice = Choice(Strategy.FULL_SHARD, ActivationCheckpointingConfig(mode=mode, budget=None), OffloadMode.none)
-        rows[mode] = row = planner.row(choice, Ranks(2, 2, 2), micros)
+        rows[mode] = row = planner.row(choice, RankCounts(2, 2, 2), micros)
         assert row.step.compute == pytest.approx(12 / 2 * computed / (312e12 * 0.6))
         assert row.step.update == pytest.approx(28 * planner.trainable / 2 / (0.8 * 2039e9))
         assert row.samples_per_second == pytest.approx(12 / row.step.seconds)
@@ -345,7 +346,7 @@ def test_auto_recomputes_no_more_than_it_must(
     split, totals = configured_split(cfg, SAMPLES, 4), []
     for mode in modes:
         checkpointing = ActivationCheckpointingConfig(mode=mode, budget=None)
-        row = planner.row(Choice(Strategy.FULL_SHARD, checkpointing, OffloadMode.none), Ranks(4, 4, 4), split)
+        row = planner.row(Choice(Strategy.FULL_SHARD, checkpointing, OffloadMode.none), RankCounts(4, 4, 4), split)
         totals.append(row.bytes["total"])
     assert totals == sorted(totals, reverse=True) and len(set(totals)) == 3
     decide_on = decider(cfg, monkeypatch)

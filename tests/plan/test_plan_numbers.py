@@ -39,7 +39,8 @@ from llava_fsdp.plan.memory.simulate import (
     simulate_step,
     simulate_unsharded_step,
 )
-from llava_fsdp.plan.planner import Planner, Ranks
+from llava_fsdp.plan.planner import Planner
+from llava_fsdp.plan.rank_counts import RankCounts
 from llava_fsdp.plan.search.search import (
     checkpointing_modes,
     choices,
@@ -62,6 +63,7 @@ from llava_fsdp.plan.time.hardware import (
 )
 from llava_fsdp.plan.time.step_time import (
     RECOMPUTED,
+    StepWork,
     Volume,
     added_bytes,
     context_volume,
@@ -287,7 +289,8 @@ def test_what_a_step_waits_for() -> None:
     """What hides behind nine tenths of the arithmetic costs nothing; each way to offload moves other bytes."""
     machine = Machine(GPUS["a100-80gb"], "a100", 0, 0.0)
     steps = {
-        mode: step_time(machine, precision(), 1.5e14, 0.5e14, Volume(), 1e9, 5e8, 3, 4, mode) for mode in OffloadMode
+        mode: step_time(machine, precision(), StepWork(1.5e14, 0.5e14, 1e9, 5e8, 3), Volume(), 4, mode)
+        for mode in OffloadMode
     }
     plain = steps[OffloadMode.none]
     assert plain.compute == pytest.approx(2e14 / (312e12 * 0.6)) and plain.exposed == 0
@@ -299,9 +302,11 @@ def test_what_a_step_waits_for() -> None:
     assert steps[OffloadMode.nvme].update == pytest.approx(28 * 5e8 / 12e9 + 40 * 5e8 / 2e9)
     slow = Volume(sharded=1e12, shards=4)
     added = pytest.approx((6 + 2 * 10) * 1e9 / (0.8 * 2039e9))
-    waits = step_time(machine, precision(), 2e14, 0.0, slow, 1e9, 5e8, 3, 4, OffloadMode.none)
+    waits = step_time(machine, precision(), StepWork(2e14, 0.0, 1e9, 5e8, 3), slow, 4, OffloadMode.none)
     assert waits.exposed == pytest.approx(slow.seconds(300e9, 25e9) - 0.9 * waits.compute)
-    assert step_time(machine, precision(), 1.0, 0.0, Volume(), 1e9, 5e8, 3, 1, OffloadMode.none).copies == added
+    assert (
+        step_time(machine, precision(), StepWork(1.0, 0.0, 1e9, 5e8, 3), Volume(), 1, OffloadMode.none).copies == added
+    )
     assert {mode.name: share for mode, share in RECOMPUTED.items()} == {
         "none": 0.0, "full": 1.0, "selective": 0.15, "offload": 1.0, "dynamic": 1.0,
     }  # fmt: skip
@@ -312,12 +317,13 @@ def test_what_a_step_waits_for() -> None:
 
 def test_what_a_step_on_cpu_cores_waits_for() -> None:
     machine, sent = Machine(None, "2 CPU cores", 0, 30e9), Volume(sharded=1e12, replicated=3e11, shards=2, replicas=2)
-    step = step_time(machine, precision(), 6e10, 3e10, sent, 1e9, 5e8, 3, 4, OffloadMode.none)
+    work = StepWork(6e10, 3e10, 1e9, 5e8, 3)
+    step = step_time(machine, precision(), work, sent, 4, OffloadMode.none)
     assert (step.compute, step.update) == pytest.approx((1.5, 28 * 5e8 / 10e9))
     assert step.copies == pytest.approx(38 * 1e9 * 3 / 10e9)
     assert step.communication == pytest.approx((1e12 + 3e11) / 0.78 / 2e9)
     assert step.exposed == pytest.approx(step.communication - 0.9 * 1.5)
-    offloaded = step_time(machine, precision(), 6e10, 3e10, sent, 1e9, 5e8, 3, 4, OffloadMode.optimizer)
+    offloaded = step_time(machine, precision(), work, sent, 4, OffloadMode.optimizer)
     assert offloaded.update == pytest.approx((28 + 16) * 5e8 / 10e9)
 
 
@@ -482,17 +488,17 @@ def test_what_is_sent_counts_units_and_micro_batches() -> None:
     ]  # fmt: skip
 
     def sent(strategy: Strategy, micros: int, shard_size: int = 4) -> Volume:
-        return volume(weights, strategy, precision(), 4, shard_size, 4, micros)
+        return volume(weights, strategy, precision(), RankCounts(4, shard_size, 4), micros)
 
     found = sent(Strategy.FULL_SHARD, 3)
     assert found.sharded == 3 * 3 / 4 * (2 * (32 + 16 + 8) + 4 * 8 + 2 * (32 + 16) + 4 * (32 + 8))
     assert (found.gathers, found.reductions) == (3 * (3 + 1) + 2 * 3, 0)  # unit a is gathered twice
     output = Weight((8, 4), True, False, False, unit=OUTPUT)  # not gathered again in the backward pass
-    more = volume([*weights, output], Strategy.FULL_SHARD, precision(), 4, 4, 4, 3)
+    more = volume([*weights, output], Strategy.FULL_SHARD, precision(), RankCounts(4, 4, 4), 3)
     assert more.sharded - found.sharded == 3 * 3 / 4 * (2 * 32 + 4 * 32)
     assert more.gathers - found.gathers == 3 * 2
     norm = Weight((8,), True, False, True, unit="a")  # trainable norms in fp32 are one unit, here with that of unit b
-    more = volume([*weights, norm], Strategy.FULL_SHARD, precision(), 4, 4, 4, 3)
+    more = volume([*weights, norm], Strategy.FULL_SHARD, precision(), RankCounts(4, 4, 4), 3)
     assert more.gathers - found.gathers == 3
     assert (
         sent(Strategy.SHARD_OPTIMIZER, 3).gathers == 2 + 2 and sent(Strategy.SHARD_GRAD_OP, 3).gathers == 2 * 3 + 2 * 3
@@ -500,14 +506,16 @@ def test_what_is_sent_counts_units_and_micro_batches() -> None:
     assert sent(Strategy.NO_SHARD, 3).gathers == 0 and sent(Strategy.NO_SHARD, 3).reductions == 2
     hybrid = sent(Strategy.HYBRID_SHARD, 3, 2)
     assert (hybrid.shards, hybrid.replicas, hybrid.reductions) == (2, 2, 2)
-    assert volume(weights, Strategy.FULL_SHARD, precision(), 1, 1, 1, 3) == Volume()
+    assert volume(weights, Strategy.FULL_SHARD, precision(), RankCounts(1, 1, 1), 3) == Volume()
 
 
 def test_which_strategies_differ_and_which_modes_there_are() -> None:
     """On one rank all are alike; hybrid needs several ranks of several that share a copy."""
-    names = {size: [SHARD_PLANS[s].zero for s in distinct_strategies(Ranks(8, size, 8))] for size in (1, 2, 8)}
+    names = {size: [SHARD_PLANS[s].zero for s in distinct_strategies(RankCounts(8, size, 8))] for size in (1, 2, 8)}
     assert names[1] == names[8] == ["zero0", "zero1", "zero2", "zero3"]
-    assert names[2] == [*names[1], "hybrid", "hybrid2"] and distinct_strategies(Ranks(1, 1, 1)) == [Strategy.FULL_SHARD]
+    assert names[2] == [*names[1], "hybrid", "hybrid2"] and distinct_strategies(RankCounts(1, 1, 1)) == [
+        Strategy.FULL_SHARD
+    ]
     cfg = config_of([])
     assert {mode.mode.value for mode in checkpointing_modes(cfg, CPU)} == {"none", "selective", "full"}
     assert {mode.mode.value for mode in checkpointing_modes(cfg, replace(H100, has_compiler=False))} == {

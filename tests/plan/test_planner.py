@@ -11,14 +11,15 @@ from llava_fsdp.config import ActivationCheckpointing, ActivationCheckpointingCo
 from llava_fsdp.model.flops import count_flops
 from llava_fsdp.parallel.pipeline.stages import plan_stages
 from llava_fsdp.plan.memory.activations import MicroBatch, MicroBatches
-from llava_fsdp.plan.planner import Choice, Group, Planner, Ranks
+from llava_fsdp.plan.planner import Choice, Group, Planner
+from llava_fsdp.plan.rank_counts import RankCounts
 from llava_fsdp.plan.time.hardware import machine_named
 from llava_fsdp.plan.time.step_time import LATENCY, LINK_EFFICIENCY, Volume, context_volume
 from llava_fsdp.plan.workload import Samples
 
 SAMPLES = Samples(120, 0.6, 12, 30, "test", 4)
 MICROS = MicroBatches([MicroBatch(1, 128, 2, 1, 9, 4), MicroBatch(1, 96, 2, 1, 9, 4)])
-RANKS = Ranks(6, 6, 6)
+RANKS = RankCounts(6, 6, 6)
 
 
 def choice_of(mode: str, budget: float | None = None) -> Choice:
@@ -78,7 +79,7 @@ def test_a_pipeline_waits_less_with_more_micro_batches(planner: Planner) -> None
     """Its idle time is that of its micro-batches, or of the number that is given."""
     choice = choice_of("none")
     (whole,) = planner.groups(choice)
-    busy = planner.step(choice, Ranks(2, 2, 2), MICROS, whole)[0].compute
+    busy = planner.step(choice, RankCounts(2, 2, 2), MICROS, whole)[0].compute
 
     def compute(most: int | None = None) -> float:
         own = laid_out(planner, pipeline=3)
@@ -118,11 +119,11 @@ def test_what_one_more_micro_batch_adds_is_added_for_each() -> None:
 
 def test_ranks_that_hold_the_same_parts_of_layers(planner: Planner) -> None:
     """Of 24 ranks on nodes of 8, with three groups of a pipeline and layers on two ranks."""
-    ranks = Ranks(24, 8, 8)
-    assert planner.own_ranks(ranks) == Ranks(24, 8, 8)
-    assert laid_out(planner, pipeline=3).own_ranks(ranks) == Ranks(8, 8, 8)
-    assert laid_out(planner, pipeline=3).own_ranks(Ranks(6, 8, 8)) == Ranks(2, 2, 2)
+    ranks = RankCounts(24, 8, 8)
+    assert planner.own_ranks(ranks) == RankCounts(24, 8, 8)
+    assert laid_out(planner, pipeline=3).own_ranks(ranks) == RankCounts(8, 8, 8)
+    assert laid_out(planner, pipeline=3).own_ranks(RankCounts(6, 8, 8)) == RankCounts(2, 2, 2)
     layers = copy.copy(laid_out(planner, pipeline=3))
     layers.tensor = 2
-    assert layers.own_ranks(ranks) == Ranks(4, 4, 4)
-    assert layers.own_ranks(Ranks(24, 2, 4)) == Ranks(4, 2, 2)
+    assert layers.own_ranks(ranks) == RankCounts(4, 4, 4)
+    assert layers.own_ranks(RankCounts(24, 2, 4)) == RankCounts(4, 2, 2)

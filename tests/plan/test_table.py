@@ -24,7 +24,8 @@ from llava_fsdp.model.parts import Parts
 from llava_fsdp.plan import main
 from llava_fsdp.plan.memory.activations import MicroBatch, with_depth
 from llava_fsdp.plan.model_shapes import kernel_for
-from llava_fsdp.plan.planner import Choice, PlanRow, Ranks
+from llava_fsdp.plan.planner import Choice, PlanRow
+from llava_fsdp.plan.rank_counts import RankCounts
 from llava_fsdp.plan.search import longest
 from llava_fsdp.plan.search.layouts import Planned
 from llava_fsdp.plan.search.longest import MOST_TOKENS
@@ -150,9 +151,9 @@ def test_what_a_plan_says_of_the_model(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_speed_against_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A step's samples limit the ranks; hybrid sharding is within a node; the line of proportion starts at one node."""
-    tried: list[tuple[Ranks, str]] = []
+    tried: list[tuple[RankCounts, str]] = []
 
-    def rows(planner: Any, choices: list[Choice], ranks: Ranks, splits: Any, watch: Any) -> list[PlanRow]:
+    def rows(planner: Any, choices: list[Choice], ranks: RankCounts, splits: Any, watch: Any) -> list[PlanRow]:
         tried.append((ranks, choices[0].zero))
         return [a_row(tokens_per_second=1000.0 * ranks.world_size), a_row(usable=0)]
 
@@ -163,7 +164,7 @@ def test_speed_against_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     planner: Any = SimpleNamespace(cfg=cfg, machine=machine, samples=Samples(9, 1, 2, 3, "guessed", 4))
     points = scaling_page.scale(planner, 8, 4, True)
     assert [(p["nodes"], p["sharding"]) for p in points] == [(1, "zero3"), (2, "zero3"), (2, "hybrid")]
-    assert tried == [(Ranks(8, 8, 8), "zero3"), (Ranks(16, 8, 8), "zero3"), (Ranks(16, 8, 8), "hybrid")]
+    assert tried == [(RankCounts(8, 8, 8), "zero3"), (RankCounts(16, 8, 8), "zero3"), (RankCounts(16, 8, 8), "hybrid")]
     assert points[2] == {
         "nodes": 2, "sharding": "hybrid", "layout": "", "activation_checkpointing": "budget", "fits": True,
         "tokens_per_second": 16_000.0, "step_seconds": 3.75, "communication_seconds": 4.0, "exposed_seconds": 2.0,
@@ -198,7 +199,7 @@ def test_the_fastest_layout_against_nodes(monkeypatch: pytest.MonkeyPatch, tmp_p
             raise ConfigError("no layout")
         cfg = config_of([f"parallel.tensor={ranks // 4}", "parallel.context=2"])
         planner: Any = SimpleNamespace(cfg=cfg)
-        return Planned(planner, Ranks(ranks, 8, 8), a_row(tokens_per_second=float(ranks)))
+        return Planned(planner, RankCounts(ranks, 8, 8), a_row(tokens_per_second=float(ranks)))
 
     def refused(*_: object) -> list[PlanRow]:
         raise ConfigError("no such sharding")

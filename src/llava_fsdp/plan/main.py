@@ -33,7 +33,8 @@ from llava_fsdp.model.parts import Parts
 from llava_fsdp.parallel.precision.fast_dtype import settle_precision, slow_dtype
 from llava_fsdp.parallel.zero import SHARD_PLANS, Mesh
 from llava_fsdp.plan.model_shapes import shapes_of
-from llava_fsdp.plan.planner import Planner, PlanRow, Ranks
+from llava_fsdp.plan.planner import Planner, PlanRow
+from llava_fsdp.plan.rank_counts import RankCounts
 from llava_fsdp.plan.search.auto import chosen_kinds, settle_packing, smallest_context
 from llava_fsdp.plan.search.layouts import Planned, Search, Searcher, Ways
 from llava_fsdp.plan.search.longest import longest
@@ -161,7 +162,7 @@ def make_plan(cfg: PlanConfig, machine: Machine, parts: Parts, watch: Watch) -> 
 
     def ways(planner: Planner, tried: PlanConfig, world_size: int = world_size) -> Ways:
         tensor = tried.parallel.tensor
-        ranks = Ranks(world_size, tried.sharding.shard_size or max(1, cfg.gpus // tensor), cfg.gpus)
+        ranks = RankCounts(world_size, tried.sharding.shard_size or max(1, cfg.gpus // tensor), cfg.gpus)
         strategies = distinct_strategies(ranks, tensor * tried.parallel.pipeline, tried.parallel.expert > 1)
         splits = splits_to_try(planner, tried, world_size, chooses_size(cfg))
         return Ways(planner, choices(tried, machine, strategies, cfg.activation_checkpointing), ranks, splits)

@@ -58,10 +58,12 @@ from llava_fsdp.plan.memory.simulate import (
 )
 from llava_fsdp.plan.memory.stage_memory import segments_of_stage, simulate_pipeline, weights_of_groups
 from llava_fsdp.plan.model_shapes import kernel_for, shapes_of
+from llava_fsdp.plan.rank_counts import RankCounts
 from llava_fsdp.plan.time.hardware import MIB, Machine, machine_for
 from llava_fsdp.plan.time.layer_volume import layer_volume
 from llava_fsdp.plan.time.step_time import (
     Step,
+    StepWork,
     Volume,
     context_volume,
     expert_volume,
@@ -91,15 +93,6 @@ class Choice:
     def zero(self) -> str:
         """Name of the strategy on the command line, such as zero3."""
         return SHARD_PLANS[self.strategy].zero
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """Numbers of ranks: in all, per copy of the model (of which hybrid strategies have several), and per node."""
-
-    world_size: int
-    shard_size: int
-    node_size: int
 
 
 @dataclass(frozen=True)
@@ -212,19 +205,17 @@ class Planner:
             ConfigError: the model cannot be divided in this way.
         """
         check_abilities(self.model, self.cfg)
-        self.tensor, experts = self.cfg.parallel.tensor, self.cfg.parallel.expert
-        sizes = experts, self.tensor
-        self.plan = self.known(
-            ("plan", self.tensor), lambda: tensor_plan(self.model, self.tensor) if self.tensor > 1 else {}
-        )
-        if refusal := self.known(("refused", *sizes), lambda: self.refusal(*sizes)):
+        experts, tensor = self.cfg.parallel.expert, self.cfg.parallel.tensor
+        self.tensor = tensor
+        self.plan = self.known(("plan", tensor), lambda: tensor_plan(self.model, tensor) if tensor > 1 else {})
+        if refusal := self.known(("refused", experts, tensor), lambda: self.refusal(experts, tensor)):
             raise ConfigError(refusal)
-        weights = self.known(("weights", *sizes), self.weights_with_shared_experts)
+        weights = self.known(("weights", experts, tensor), self.weights_with_shared_experts)
         self.whole_weights = list(weights.values())
         self.trainable = sum(w.numel for w in self.whole_weights if w.trainable)
         """Number of trainable parameters of the model that is planned for."""
         self.named_weights = self.known(
-            ("divided", *sizes), lambda: divided_weights(weights, self.plan, self.tensor, 0)
+            ("divided", experts, tensor), lambda: divided_weights(weights, self.plan, tensor, 0)
         )
         """Properties of the parameters, or of the parts of them that the first rank has with parallel.tensor."""
         self.weights = list(self.named_weights.values())
@@ -325,9 +316,15 @@ class Planner:
             one_row = micro.rows == 1
             meter = *key[:-1], micro.part, one_row
             if meter not in self.meters:
-                activation_checkpointing = ActivationCheckpointingConfig(mode=mode, budget=None)
-                own = self.parts, self.cfg, activation_checkpointing, self.kernel, micro.part, compiled, one_row
-                self.meters[meter] = ActivationMeter(*own)
+                self.meters[meter] = ActivationMeter(
+                    self.parts,
+                    self.cfg,
+                    ActivationCheckpointingConfig(mode=mode, budget=None),
+                    self.kernel,
+                    part=micro.part,
+                    compiled=compiled,
+                    one_row=one_row,
+                )
             self.measured[key] = self.meters[meter].segments(micro)
         return self.measured[key]
 
@@ -404,7 +401,7 @@ class Planner:
     def row(
         self,
         choice: Choice,
-        ranks: Ranks,
+        ranks: RankCounts,
         micros: Sequence[MicroBatch],
         between: Sequence[MicroBatch] = (),
         rank: int | None = None,
@@ -456,7 +453,7 @@ class Planner:
             mfu=rate * flops / (world_size * self.machine.peak(precision.param_dtype)),
         )
 
-    def held(self, choice: Choice, ranks: Ranks, rank: int, group: Group, padded: bool = True) -> Bytes:
+    def held(self, choice: Choice, ranks: RankCounts, rank: int, group: Group, padded: bool = True) -> Bytes:
         """Return the bytes of parameters, gradients and optimizer state that a rank holds.
 
         Args:
@@ -464,35 +461,47 @@ class Planner:
             rank: number of the rank among them.
             padded: whether to count the padding of shards, too.
         """
-        key = group, "held", choice.strategy, ranks, rank, choice.offload, padded
-        args = ranks.world_size, ranks.shard_size, rank, choice.offload, padded
         divided = self.tensor > 1 or self.cfg.parallel.pipeline > 1
-        return self.known(
-            key, lambda: bytes_per_rank(group.weights, choice.strategy, self.cfg.precision, *args, divided)
-        )
+
+        def compute() -> Bytes:
+            return bytes_per_rank(
+                group.weights,
+                choice.strategy,
+                self.cfg.precision,
+                ranks.world_size,
+                ranks.shard_size,
+                rank=rank,
+                offload=choice.offload,
+                padded=padded,
+                divided=divided,
+            )
+
+        return self.known((group, "held", choice.strategy, ranks, rank, choice.offload, padded), compute)
 
     def units(
         self, group: Group, choice: Choice, shards: int, is_away: bool = False, passes_through: bool = False
     ) -> dict[str, Unit]:
         """Return the FSDP units of a group of ranks. The other arguments are those of `units_of`."""
-        plan, args = SHARD_PLANS[choice.strategy], (shards, is_away, passes_through)
-        key = group, "units", choice.strategy, *args
-        return self.known(key, lambda: units_of(group.weights, plan, self.cfg.precision, *args))
+        plan, precision = SHARD_PLANS[choice.strategy], self.cfg.precision
+        return self.known(
+            (group, "units", choice.strategy, shards, is_away, passes_through),
+            lambda: units_of(group.weights, plan, precision, shards, is_away, passes_through),
+        )
 
-    def own_ranks(self, ranks: Ranks) -> Ranks:
+    def own_ranks(self, ranks: RankCounts) -> RankCounts:
         """Return the numbers of the ranks that hold the same parts of layers."""
         layout = RankLayout(self.cfg.parallel, ranks.world_size)
         copies, node = layout.num_copies, layout.shard_size(None, ranks.node_size)
-        return Ranks(copies, min(ranks.shard_size, copies), node)
+        return RankCounts(copies, min(ranks.shard_size, copies), node)
 
-    def seconds(self, choice: Choice, ranks: Ranks, micros: MicroBatches, most: int | None = None) -> float:
+    def seconds(self, choice: Choice, ranks: RankCounts, micros: MicroBatches, most: int | None = None) -> float:
         """Predict the seconds of a step, without its memory. Arguments are those of `row` and `step`."""
         groups = self.groups(choice)  # the list is the same object for the same groups
         kinds = self.known(("kinds", id(groups)), lambda: list({one.kind: one for one in groups}.values()))
         return max(self.step(choice, ranks, micros, group, most)[0].seconds for group in kinds)
 
     def step(
-        self, choice: Choice, ranks: Ranks, micros: MicroBatches, group: Group, most: int | None = None
+        self, choice: Choice, ranks: RankCounts, micros: MicroBatches, group: Group, most: int | None = None
     ) -> tuple[Step, Volume]:
         """Predict the time of a step and what a rank receives in it, for the ranks of one group of a pipeline.
 
@@ -505,8 +514,10 @@ class Planner:
         own = self.own_ranks(ranks)
         _, shards = mesh_shape(SHARD_PLANS[strategy], own.world_size, own.shard_size)
         trained, local = self.known((group, "trained", shards), lambda: trained_numbers(group.weights, shards))
-        args = group.weights, strategy, precision, own.world_size, own.shard_size, own.node_size
-        one, two = self.known((group, strategy, own), lambda: [volume(*args, micro_batches=n) for n in (1, 2)])
+        one, two = self.known(
+            (group, strategy, own),
+            lambda: [volume(group.weights, strategy, precision, own, micro_batches=n) for n in (1, 2)],
+        )
         sent = one.extrapolated(two, len(micros) - 1)
         sent = self.with_experts(self.with_context(sent, choice, micros, group), choice, micros, group)
         sent = self.with_messages(self.with_layers(sent, choice, micros, group), ranks, micros, group)
@@ -520,14 +531,16 @@ class Planner:
         step = step_time(
             self.machine,
             precision,
-            work * of_rank,
-            work * recomputed,
+            StepWork(
+                flops=work * of_rank,
+                recomputed=work * recomputed,
+                trainable=trained,
+                local=local,
+                micro_batches=len(micros),
+            ),
             sent,
-            trainable=trained,
-            local=local,
-            micro_batches=len(micros),
-            world_size=ranks.world_size,
-            offload=choice.offload,
+            ranks.world_size,
+            choice.offload,
         )
         # behind `step_time`, because idle time hides no communication
         return replace(step, compute=step.compute * (1 + idle)), sent
@@ -549,7 +562,7 @@ class Planner:
     def simulate_group(
         self,
         choice: Choice,
-        ranks: Ranks,
+        ranks: RankCounts,
         micros: Sequence[MicroBatch],
         between: Sequence[MicroBatch],
         rank: int,
@@ -585,7 +598,7 @@ class Planner:
         steps = [(one, own[one.stage, run[one.micro_batch]]) for one in order]
         return simulate_pipeline(steps, units, plan, states, self.unit_names, self.cfg.sharding.prefetch)
 
-    def with_messages(self, sent: Volume, ranks: Ranks, micros: MicroBatches, group: Group) -> Volume:
+    def with_messages(self, sent: Volume, ranks: RankCounts, micros: MicroBatches, group: Group) -> Volume:
         """Add what stages send each other: hidden states and their gradients."""
         before = len(group.stages) - group.has_first
         behind = len(group.stages) - group.has_last
@@ -621,9 +634,18 @@ class Planner:
         chains = sum(number - 1 not in group.blocks for number in group.blocks)
         mixtures = self.mixtures(group)
         counted = self.router.experts * mixtures if mixtures and self.cfg.parallel.num_context == 1 else 0
-        args = len(group.blocks) - mixtures, chains, self.tensor, share, counted
-        key = group, "layers", share, counted
-        volume = self.known(key, lambda: layer_volume(self.model, self.plan_of(group), *args))
+        volume = self.known(
+            (group, "layers", share, counted),
+            lambda: layer_volume(
+                self.model,
+                self.plan_of(group),
+                blocks=len(group.blocks) - mixtures,
+                chains=chains,
+                size=self.tensor,
+                recomputed=share,
+                counted=counted,
+            ),
+        )
         is_last = SHARD_PLANS[choice.strategy].gradient_sync is Sync.LAST_MICRO_BATCH
         moved = volume.of(micros, self.cfg.loss.chunk_tokens, 1 if is_last else len(micros))
         return replace(sent, tensor=moved.bytes, sums=moved.calls, tensor_size=self.tensor)
@@ -660,11 +682,17 @@ class Planner:
         size = self.cfg.parallel.expert
         if size == 1:
             return sent
-        width = DTYPES[self.cfg.precision.param_dtype].itemsize
-        recomputed = int(choice.activation_checkpointing.mode is not ActivationCheckpointing.none)
-        sizes = self.mixtures(group), self.router.experts, self.router.choices, self.parts.language.hidden_size, width
-        tokens = micros.own_tokens(self.tensor)
-        moved, calls = expert_volume(size, *sizes, tokens, len(micros), recomputed)
+        moved, calls = expert_volume(
+            size,
+            layers=self.mixtures(group),
+            experts=self.router.experts,
+            choices=self.router.choices,
+            hidden=self.parts.language.hidden_size,
+            width=DTYPES[self.cfg.precision.param_dtype].itemsize,
+            tokens=micros.own_tokens(self.tensor),
+            micro_batches=len(micros),
+            recomputed=int(choice.activation_checkpointing.mode is not ActivationCheckpointing.none),
+        )
         return replace(sent, experts=moved, expert_exchanges=calls, expert_size=size)
 
     def offloads_activations(self, choice: Choice) -> bool:
@@ -674,7 +702,7 @@ class Planner:
     def simulate(
         self,
         choice: Choice,
-        ranks: Ranks,
+        ranks: RankCounts,
         micros: Sequence[MicroBatch],
         between: Sequence[MicroBatch],
         rank: int,
@@ -713,7 +741,7 @@ class Planner:
         return self.simulate_passes(choice, ranks, micros, passes, rank)
 
     def simulate_passes(
-        self, choice: Choice, ranks: Ranks, micros: Sequence[MicroBatch], passes: Sequence[Pass], rank: int
+        self, choice: Choice, ranks: RankCounts, micros: Sequence[MicroBatch], passes: Sequence[Pass], rank: int
     ) -> Ledger:
         plan = SHARD_PLANS[choice.strategy]
         world_size, shard_size = ranks.world_size, ranks.shard_size
@@ -820,5 +848,5 @@ def peak(
     planner = Planner(cfg, machine_for(device.type if isinstance(device, torch.device) else device, world_size))
     micros = micros or configured_split(cfg, planner.samples, world_size)
     choice = Choice(cfg.sharding.strategy, cfg.activation_checkpointing, cfg.offload.mode)
-    ranks = Ranks(world_size, cfg.sharding.shard_size or world_size // cfg.parallel.tensor, node_size=world_size)
+    ranks = RankCounts(world_size, cfg.sharding.shard_size or world_size // cfg.parallel.tensor, node_size=world_size)
     return planner.row(choice, ranks, micros, rank=rank)

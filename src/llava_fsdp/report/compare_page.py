@@ -70,7 +70,7 @@ def charts(runs: list[Run]) -> Iterator[Chart]:
     for chart, names, key in curves:
         lines = []
         for number, run in enumerate(runs):
-            points = [Point(p.step, p.mean, p.mean, p.mean) for p in points_of(run, key, most)]
+            points = [Point.exact(p.step, p.mean) for p in points_of(run, key, most)]
             lines.append(Line(run.name, points, number))
         title = chart.title if len(names) == 1 else f"{chart.title}: {names[key]}"
         yield replace(chart, title=title, lines=lines)

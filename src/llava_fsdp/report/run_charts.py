@@ -65,7 +65,7 @@ def points_of(run: Run, key: str, most: int) -> list[Point]:
     curve = run.history.curves.get(key)
     points = curve.points(most) if curve is not None else []
     size = GIB if key == "peak_memory_bytes" else 1
-    return [Point(point.step, *(value / size for value in point[1:])) for point in points]
+    return [Point(point.step, point.mean / size, point.least / size, point.most / size) for point in points]
 
 
 def width_note(run: Run) -> str:
@@ -94,4 +94,4 @@ def of_source(name: str, key: str) -> Callable[[dict[str, Any]], float | None]:
 
 def values_of(rows: list[dict[str, Any]], value: Callable[[dict[str, Any]], float | None]) -> list[Point]:
     pairs = ((row["step"], value(row)) for row in rows)
-    return [Point(step, number, number, number) for step, number in pairs if number is not None]
+    return [Point.exact(step, number) for step, number in pairs if number is not None]

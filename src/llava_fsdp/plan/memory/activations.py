@@ -326,9 +326,19 @@ class TraceReader:
 
     def close(self, next_unit: str) -> None:
         if self.unit or not self.is_empty:
-            worst = (self.worst, self.worst_first, self.worst_later)
-            made = (self.made, self.made_masters)
-            self.segments.append(Segment(self.unit, self.backward, self.begin, self.level, *worst, *made))
+            self.segments.append(
+                Segment(
+                    self.unit,
+                    self.backward,
+                    begin=self.begin,
+                    end=self.level,
+                    worst=self.worst,
+                    worst_first=self.worst_first,
+                    worst_later=self.worst_later,
+                    made=self.made,
+                    made_masters=self.made_masters,
+                )
+            )
         self.open(next_unit)
 
     def add(self, event: Event) -> None:

@@ -110,8 +110,8 @@ def fused_attention(*args: torch.Tensor, **options: Any) -> torch.Tensor:
     return fused(*args[:3], 0.0, bool(options.get("is_causal")), attn_mask=mask)[0]
 
 
-def grouped_product(*args: torch.Tensor, **_: Any) -> torch.Tensor:
-    return GroupedProduct.apply(*args[:2])
+def grouped_product(rows: torch.Tensor, matrices: torch.Tensor, *_: Any, **options: Any) -> torch.Tensor:
+    return GroupedProduct.apply(rows, matrices)
 
 
 STAND_INS: dict[Any, Callable[..., torch.Tensor]] = {

@@ -5,7 +5,7 @@ Gathers, frees and reductions happen in FSDP2's order: `pre_forward`, `wait_for_
 """
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
 from llava_fsdp.parallel.memory.memory import NORMS, OUTPUT, ROOT, unit_of_experts
 from llava_fsdp.parallel.zero import ShardPlan, Sync
@@ -370,8 +370,11 @@ def describe(segment: Segment) -> str:
 def interpolate(first: Segment, second: Segment, share: float) -> Segment:
     """Estimate a segment's memory linearly between two micro-batches; a share of 0 gives `first`, 1 gives `second`."""
 
+    def mix(a: int, b: int) -> int:
+        return round(a + share * (b - a))
+
     def between(a: Live, b: Live) -> Live:
-        return Live(*(round(x + share * (y - x)) for x, y in zip(astuple(a), astuple(b), strict=True)))
+        return Live(mix(a.activations, b.activations), mix(a.logits, b.logits), mix(a.gradients, b.gradients))
 
     return replace(first, **{name: between(getattr(first, name), getattr(second, name)) for name in LEVELS})
 

@@ -29,8 +29,8 @@ from llava_fsdp.parallel.compile import splits_blocks
 from llava_fsdp.parallel.context.context_attention import plan_context
 from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.parallel.zero import SHARD_PLANS, Mesh
-from llava_fsdp.plan.memory.activations import MicroBatches
-from llava_fsdp.plan.planner import Choice, Planner, PlanRow, Ranks
+from llava_fsdp.plan.planner import Choice, Planner, PlanRow
+from llava_fsdp.plan.rank_counts import RankCounts
 from llava_fsdp.plan.search.layouts import Searcher, Ways
 from llava_fsdp.plan.search.search import checkpointing_modes, distinct_strategies, is_allowed, plan_rows, splits_to_try
 from llava_fsdp.plan.time.hardware import this_machine
@@ -175,7 +175,7 @@ def best_layout(
 
     if not cfg.parallel.search:
         return smallest_context(cfg, world.size, language, plan)
-    searcher = Searcher(planner_of, lambda planner, tried: Ways(*ways_for(planner, tried, world)))
+    searcher = Searcher(planner_of, lambda planner, tried: ways_for(planner, tried, world))
     found = searcher.search(cfg, world.size, world.local_size)
     log().log(logging.INFO if world.is_first else logging.DEBUG, "auto: %s", found)
     return found.rows[0].planner, [one.row for one in found.rows]
@@ -250,13 +250,14 @@ def expected_peak(cfg: Config, world: World, parts: Parts, samples: Samples) -> 
 
 def rows_for(planner: Planner, cfg: Config, world: World) -> list[PlanRow]:
     """Predict every combination of values that the `auto` keys may take, the best first."""
-    return plan_rows(*ways_for(planner, cfg, world))
+    ways = ways_for(planner, cfg, world)
+    return plan_rows(planner, ways.choices, ways.ranks, ways.splits)
 
 
-def ways_for(planner: Planner, cfg: Config, world: World) -> tuple[Planner, list[Choice], Ranks, list[MicroBatches]]:
-    """Return every combination of values that the `auto` keys may take, as `plan_rows` takes them."""
+def ways_for(planner: Planner, cfg: Config, world: World) -> Ways:
+    """Return every combination of values that the `auto` keys may take."""
     of_node, divides = max(1, world.local_size // cfg.parallel.tensor), cfg.parallel.tensor * cfg.parallel.pipeline
-    ranks = Ranks(world.size, cfg.sharding.shard_size or of_node, world.local_size)
+    ranks = RankCounts(world.size, cfg.sharding.shard_size or of_node, world.local_size)
     strategies = [cfg.sharding.strategy]
     if cfg.sharding.strategy is Strategy.auto:
         distinct = distinct_strategies(ranks, divides, cfg.parallel.expert > 1)
@@ -272,7 +273,7 @@ def ways_for(planner: Planner, cfg: Config, world: World) -> tuple[Planner, list
     if cfg.plans_tokens:  # micro_batch_size is the upper limit, as with null
         most = cfg.micro_batch_size * cfg.data.max_length
         splits = [split for split in splits if split[0].tokens * split[0].context <= most] or splits[-1:]
-    return planner, choices, ranks, splits
+    return Ways(planner, choices, ranks, splits)
 
 
 def recorded(cfg: Config) -> Decision | None:

@@ -18,7 +18,8 @@ from llava_fsdp.config import Config, ParallelConfig, PipelineSchedule
 from llava_fsdp.parallel.check_torch import check_torch
 from llava_fsdp.parallel.ranks.rank_layout import RankLayout
 from llava_fsdp.plan.memory.activations import MicroBatches
-from llava_fsdp.plan.planner import Choice, Planner, PlanRow, Ranks
+from llava_fsdp.plan.planner import Choice, Planner, PlanRow
+from llava_fsdp.plan.rank_counts import RankCounts
 from llava_fsdp.plan.search.search import largest_that_fits, place_of, ways_to_share_experts
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.text.progress import Advance, Watch, watch
@@ -35,7 +36,7 @@ class Ways:
 
     planner: Planner
     choices: Sequence[Choice]
-    ranks: Ranks
+    ranks: RankCounts
     splits: Sequence[MicroBatches]
     """Ways to split a step into micro-batches, those with the largest micro-batches first."""
 
@@ -45,7 +46,7 @@ class Planned:
     """A way to train, with the planner of its layout of ranks."""
 
     planner: Planner
-    ranks: Ranks
+    ranks: RankCounts
     row: PlanRow
 
     @property

@@ -15,7 +15,8 @@ from llava_fsdp.config import (
 from llava_fsdp.model.parts import Parts
 from llava_fsdp.parallel.context.context_attention import plan_context
 from llava_fsdp.plan.memory.activations import MicroBatch
-from llava_fsdp.plan.planner import Choice, Planner, PlanRow, Ranks
+from llava_fsdp.plan.planner import Choice, Planner, PlanRow
+from llava_fsdp.plan.rank_counts import RankCounts
 from llava_fsdp.plan.time.hardware import Machine
 from llava_fsdp.plan.workload import Samples, packed_row
 from llava_fsdp.runtime.errors import ConfigError
@@ -56,7 +57,7 @@ def points_of(
         for gpus in counts(cfg):
             if gpus % context:
                 continue
-            ranks = Ranks(gpus, gpus, cfg.gpus)
+            ranks = RankCounts(gpus, gpus, cfg.gpus)
             found = [longest_row(planner, Choice(Strategy.FULL_SHARD, way, OffloadMode.none), ranks) for way in ways]
             row = max(found, key=lambda row: 0 if row is None else row.tokens)
             points.append(
@@ -95,7 +96,7 @@ def sizes_of(cfg: PlanConfig, parts: Parts) -> list[int]:
     return found
 
 
-def longest_row(planner: Planner, choice: Choice, ranks: Ranks) -> PlanRow | None:
+def longest_row(planner: Planner, choice: Choice, ranks: RankCounts) -> PlanRow | None:
     """Return the prediction for the longest sample that fits, found by bisection; None if none fits."""
     context = planner.cfg.parallel.num_context
     lengths = () if planner.grows_with_square else (PIECE * context, MOST_TOKENS)

@@ -17,7 +17,8 @@ from llava_fsdp.config import (
 from llava_fsdp.parallel.ranks.rank_layout import mesh_shape, shape_of_experts
 from llava_fsdp.parallel.zero import SHARD_PLANS, Mesh
 from llava_fsdp.plan.memory.activations import MicroBatch, MicroBatches
-from llava_fsdp.plan.planner import Choice, Planner, PlanRow, Ranks
+from llava_fsdp.plan.planner import Choice, Planner, PlanRow
+from llava_fsdp.plan.rank_counts import RankCounts
 from llava_fsdp.plan.time.hardware import Machine
 from llava_fsdp.plan.workload import configured_split, possible_splits
 from llava_fsdp.runtime.errors import ConfigError
@@ -46,7 +47,7 @@ def choices(
     ]
 
 
-def distinct_strategies(ranks: Ranks, parts: int = 1, shares_experts: bool = False) -> list[Strategy]:
+def distinct_strategies(ranks: RankCounts, parts: int = 1, shares_experts: bool = False) -> list[Strategy]:
     """Return the strategies that differ from each other on these ranks, each `parts` of which divide the model among
     them. Experts that ranks share are sharded over these parts, too."""
     own = ranks.world_size // parts
@@ -85,7 +86,7 @@ def is_allowed(cfg: Config, strategy: Strategy, mode: OffloadMode) -> bool:
     return True
 
 
-def ways_to_share_experts(cfg: Config, ways: Sequence[Choice], ranks: Ranks) -> list[Choice]:
+def ways_to_share_experts(cfg: Config, ways: Sequence[Choice], ranks: RankCounts) -> list[Choice]:
     """Return the ways under which ranks can share experts as configured (`parallel.expert`).
 
     Args:
@@ -113,7 +114,7 @@ def ways_to_share_experts(cfg: Config, ways: Sequence[Choice], ranks: Ranks) -> 
 def plan_rows(
     planner: Planner,
     ways: Sequence[Choice],
-    ranks: Ranks,
+    ranks: RankCounts,
     splits: Sequence[Sequence[MicroBatch]],
     show: Watch = watch,
 ) -> list[PlanRow]:
@@ -149,17 +150,19 @@ def plan_rows(
 def splits_to_try(planner: Planner, cfg: Config, world_size: int, is_free: bool) -> list[MicroBatches]:
     """Return the ways to split a step into micro-batches, those with the largest micro-batches first; unless `is_free`,
     only the one that the configuration sets."""
-    args = cfg, planner.samples, world_size
     # each packed row of this sampler has micro_batch_size samples
     is_fixed = cfg.packs and cfg.sampler.name is SamplerName.llava_v1_5
-    splits = possible_splits(*args) if is_free and not is_fixed else [configured_split(*args)]
+    if is_free and not is_fixed:
+        splits = possible_splits(cfg, planner.samples, world_size)
+    else:
+        splits = [configured_split(cfg, planner.samples, world_size)]
     return [MicroBatches(split) for split in splits]
 
 
 def largest_that_fits(
     planner: Planner,
     choice: Choice,
-    ranks: Ranks,
+    ranks: RankCounts,
     splits: Sequence[Sequence[MicroBatch]],
     sizes: Sequence[MicroBatch],
 ) -> PlanRow:
@@ -187,7 +190,7 @@ def largest_that_fits(
 def largest_measured(
     planner: Planner,
     row: PlanRow,
-    ranks: Ranks,
+    ranks: RankCounts,
     splits: Sequence[Sequence[MicroBatch]],
     sizes: Sequence[MicroBatch],
 ) -> PlanRow:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from llava_fsdp.config import OffloadMode, Strategy
-from llava_fsdp.plan.planner import Choice, Planner, PlanRow, Ranks
+from llava_fsdp.plan.planner import Choice, Planner, PlanRow
+from llava_fsdp.plan.rank_counts import RankCounts
 from llava_fsdp.plan.search.layouts import Planned
 from llava_fsdp.plan.search.search import checkpointing_modes, plan_rows, splits_to_try
 from llava_fsdp.plan.time.hardware import Machine
@@ -83,7 +84,7 @@ def plain_ways(planner: Planner, gpus: int, count: int, is_free: bool) -> Iterat
         ]
         try:
             splits = splits_to_try(planner, planner.cfg, world_size, is_free)
-            rows = plan_rows(planner, choices, Ranks(world_size, gpus, gpus), splits, watch_silently)
+            rows = plan_rows(planner, choices, RankCounts(world_size, gpus, gpus), splits, watch_silently)
         except ConfigError:  # impossible with so many ranks
             continue
         yield name, rows[0]
@@ -127,11 +128,11 @@ def write_page(points: Sequence[dict[str, Any]], planner: Planner, path: Path) -
         fitting = [p for p in points if p["sharding"] == name and p["fits"]]
         if not fitting and name == SEARCHED:
             continue
-        values = [Point(p["nodes"], *[p["tokens_per_second"]] * 3) for p in fitting]
+        values = [Point.exact(p["nodes"], p["tokens_per_second"]) for p in fitting]
         lines.append(Line(name, values, colour, dots=True))
     if points[0]["fits"]:
         one, counts = points[0]["tokens_per_second"] / points[0]["nodes"], sorted({p["nodes"] for p in points})
-        lines.append(Line("in proportion to the nodes", [Point(n, *[one * n] * 3) for n in counts], 7 + COLOURS))
+        lines.append(Line("in proportion to the nodes", [Point.exact(n, one * n) for n in counts], 7 + COLOURS))
     title = f"{planner.cfg.model.name}, {planner.machine.name}, {planner.cfg.global_batch_size} samples a step"
     chart = Chart("Tokens a second against nodes", lines, "predicted", logs=True, wide=True, along="nodes")
     names = [name for name in points[0] if name != "fits"]

@@ -36,10 +36,13 @@ class Utilization:
     def of(self, facts: StepFacts, seconds: float) -> dict[str, float | None]:
         """Return a step's FLOPs on all ranks together, its MFU and its HFU (0 to 1; None if unknown)."""
         pairs = pairs_in_windows(self.language, facts.tokens, facts.pairs)
-        counts = facts.tokens, pairs, facts.label_tokens, facts.tiles
-        needed = self.flops.of(*counts)
+
+        def flops_of_step(flops: Flops) -> float:
+            return flops.of(facts.tokens, pairs, facts.label_tokens, facts.tiles)
+
+        needed = flops_of_step(self.flops)
         most = None if self.peak is None else self.peak * seconds
-        again = None if self.recomputed is None else self.recomputed.of(*counts)
+        again = None if self.recomputed is None else flops_of_step(self.recomputed)
         return {
             "flops": needed,
             "mfu": None if most is None else needed / most,
@@ -53,7 +56,7 @@ def utilization_of(model: Architecture, cfg: Config, device: torch.device, world
     needed = count_flops(model, activation_checkpointing=False)
     everything = count_flops(model, activation_checkpointing=True, compiled=compiled)
     share = recomputed_flops_share(cfg.activation_checkpointing)
-    recomputed = Flops(*(share * (more - less) for more, less in zip(everything, needed, strict=True)))
+    recomputed = Flops._make(share * (more - less) for more, less in zip(everything, needed, strict=True))
     # in fp16 the loss runs again, under any activation checkpointing
     recomputed = recomputed._replace(label=everything.label - needed.label)
     if cfg.activation_checkpointing.mode is ActivationCheckpointing.dynamic:

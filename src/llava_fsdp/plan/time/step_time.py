@@ -24,6 +24,7 @@ from llava_fsdp.model.flops import Flops
 from llava_fsdp.parallel.memory.memory import ITEM_SIZE, NORMS, OUTPUT, ROOT, Weight
 from llava_fsdp.parallel.ranks.rank_layout import mesh_shape
 from llava_fsdp.parallel.zero import SHARD_PLANS, Sync
+from llava_fsdp.plan.rank_counts import RankCounts
 from llava_fsdp.plan.time.hardware import Machine
 from llava_fsdp.plan.workload import Samples
 
@@ -176,22 +177,19 @@ def volume(
     weights: Sequence[Weight],
     strategy: Strategy,
     precision: PrecisionConfig,
-    world_size: int,
-    shard_size: int,
-    node_size: int,
+    ranks: RankCounts,
     micro_batches: int,
 ) -> Volume:
     """Count the bytes that a rank receives in the collectives of a step. With n ranks, a rank receives (n - 1) / n of
     the bytes of a tensor that is all-gathered or reduce-scattered, and twice as many if it is all-reduced.
 
     Args:
-        world_size: number of ranks that hold the same parts of layers.
-        shard_size: number of ranks over which hybrid strategies shard.
+        ranks: numbers of ranks that hold the same parts of layers.
     """
-    if world_size == 1 and all(weight.tensor == 1 for weight in weights):
+    if ranks.world_size == 1 and all(weight.tensor == 1 for weight in weights):
         return Volume()
     plan = SHARD_PLANS[strategy]
-    replicas, shards = mesh_shape(plan, world_size, shard_size)
+    replicas, shards = mesh_shape(plan, ranks.world_size, ranks.shard_size)
     taking_part = [w for w in weights if w.trainable or (plan.shards_frozen and not w.whole)]
     trainable = [w for w in taking_part if w.trainable]
 
@@ -202,7 +200,7 @@ def volume(
         return sum(others(w) * w.gathered_size(precision) for w in weights)
 
     def copies_of(weight: Weight) -> float:
-        return world_size * weight.tensor / (weight.sharers * weight.own_shards(shards))
+        return ranks.world_size * weight.tensor / (weight.sharers * weight.own_shards(shards))
 
     def replicated(weight: Weight) -> float:
         copies = copies_of(weight)
@@ -224,7 +222,7 @@ def volume(
         reductions=len({w.fsdp_unit for w in trainable if copies_of(w) > 1}),
         shards=shards,
         replicas=replicas,
-        node_size=node_size,
+        node_size=ranks.node_size,
     )
 
 
@@ -319,47 +317,50 @@ def added_bytes(precision: PrecisionConfig, micro_batches: int) -> int:
     return (master + own) * (own != master) + (2 * master + own) * (micro_batches - 1)
 
 
+@dataclass(frozen=True)
+class StepWork:
+    """What a rank computes in a step."""
+
+    flops: float
+    """FLOPs of the rank's samples, without recomputation."""
+    recomputed: float
+    """FLOPs that run again in the backward pass."""
+    trainable: float
+    """Number of trainable parameters."""
+    local: float
+    """Number of trainable parameters that this rank updates."""
+    micro_batches: int
+
+
 def step_time(
     machine: Machine,
     precision: PrecisionConfig,
-    flops: float,
-    recomputed: float,
+    work: StepWork,
     sent: Volume,
-    trainable: float,
-    local: float,
-    micro_batches: int,
     world_size: int,
     offload: OffloadMode,
 ) -> Step:
-    """Predict the seconds of a step on one rank.
-
-    Args:
-        flops: FLOPs of the rank's samples, without recomputation.
-        recomputed: FLOPs that run again in the backward pass.
-        sent: what the rank receives in the step.
-        trainable: number of trainable parameters.
-        local: number of trainable parameters that this rank updates.
-    """
+    """Predict the seconds of a step on one rank. `sent` is what it receives in the step."""
     gpu = machine.gpu
     rate = machine.peak(precision.param_dtype) * (gpu.efficiency if gpu else 1.0)
     bandwidth = 0.8 * gpu.bandwidth if gpu else CPU_BANDWIDTH
-    compute = (flops + recomputed) / rate
+    compute = (work.flops + work.recomputed) / rate
     link, network = (gpu.link, gpu.network) if gpu else (CPU_LINK, CPU_LINK)
     seconds = sent.seconds(link, network)
     waiting = sent.attention_seconds(link, network) + sent.expert_seconds(link, network)
     exposed = max(0.0, seconds - OVERLAP * compute) + waiting
-    moved = COPIED * micro_batches if world_size > 1 else added_bytes(precision, micro_batches)
-    copies = moved * trainable / bandwidth
-    update = UPDATED * local / bandwidth
+    moved = COPIED * work.micro_batches if world_size > 1 else added_bytes(precision, work.micro_batches)
+    copies = moved * work.trainable / bandwidth
+    update = UPDATED * work.local / bandwidth
     pcie = gpu.pcie if gpu else CPU_BANDWIDTH
     if offload is OffloadMode.optimizer:
-        update += 16 * local / pcie
+        update += 16 * work.local / pcie
     elif offload.moves_weights:
         # each micro-batch copies fp32 weights to the device for two gathers, and gradients back; the CPU updates
-        exposed += micro_batches * 12 * local / pcie
-        update = UPDATED * local / HOST_UPDATE
+        exposed += work.micro_batches * 12 * work.local / pcie
+        update = UPDATED * work.local / HOST_UPDATE
         if offload is OffloadMode.nvme:
-            update += 40 * local / DISK
+            update += 40 * work.local / DISK
     return Step(compute, copies, seconds + waiting, exposed, update)
 
 

@@ -9,7 +9,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 MOST_POINTS = 1000
 WINDOW = 20
@@ -26,6 +26,11 @@ class Point(NamedTuple):
     mean: float
     least: float
     most: float
+
+    @classmethod
+    def exact(cls, step: float, value: float) -> Self:
+        """Return a point of a single value."""
+        return cls(step, value, value, value)
 
 
 class Curve:

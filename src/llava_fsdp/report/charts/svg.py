@@ -126,7 +126,7 @@ def draw_bars(title: str, unit: str, bars: Sequence[Bar], names: Sequence[str] =
     if longest <= 0:
         return ""
     sizes = {"large": (WIDE_WIDTH, WIDE_HEIGHT), "small": (SMALL_WIDTH, SMALL_HEIGHT)}
-    scales = {kind: Scale(0, len(bars), 0, longest * 1.1, *size) for kind, size in sizes.items()}
+    scales = {kind: Scale(0, len(bars), 0, longest * 1.1, width, height) for kind, (width, height) in sizes.items()}
     drawn = [picture(scale, title, bar_shapes(scale, bars, stacked), kind) for kind, scale in scales.items()]
     return figure("wide", title, unit, drawn, [(name, colour_class(n)) for n, name in enumerate(names)])
 
