@@ -18,13 +18,13 @@ from llava_fsdp.parallel.compile import Compilations
 from llava_fsdp.parallel.memory.activation_checkpoint import apply_activation_checkpointing
 from llava_fsdp.parallel.memory.memory import OUTPUT
 from llava_fsdp.plan.memory import activations
-from llava_fsdp.plan.memory.activations import ActivationMeter, MicroBatch, inputs_of
+from llava_fsdp.plan.memory.activations import ActivationMeter, MicroBatchSizes, inputs_of
 from llava_fsdp.plan.memory.simulate import inputs_of_blocks, inputs_on_host, interpolate
 from llava_fsdp.plan.model_shapes import kernel_for, shapes_of
 from llava_fsdp.plan.planner import Planner
 from llava_fsdp.plan.time.hardware import machine_for
 
-MICRO = MicroBatch(rows=1, length=700, samples=4, tiles=3, labels=90, image_tokens=12)
+MICRO = MicroBatchSizes(rows=1, length=700, samples=4, tiles=3, labels=90, image_tokens=12)
 MakeMeter = Callable[..., ActivationMeter]
 
 
@@ -79,7 +79,7 @@ def test_recomputing_keeps_less(make_meter: MakeMeter) -> None:
 
 
 def test_segments_between_two_micro_batches(make_meter: MakeMeter) -> None:
-    small, large = MicroBatch(1, 400, 2, 2, 40, 8), MicroBatch(1, 1200, 6, 6, 120, 24)
+    small, large = MicroBatchSizes(1, 400, 2, 2, 40, 8), MicroBatchSizes(1, 1200, 6, 6, 120, 24)
     meter = make_meter("none", device="cpu")
     ends = [meter.segments(micro) for micro in (small, large)]
     interpolated = [interpolate(first, second, 0.5) for first, second in zip(*ends, strict=True)]
@@ -112,7 +112,9 @@ def test_compiled_blocks_keep_what_inductor_keeps(mode: str, parts: Path, datase
     cfg = make_config(parts, dataset, tmp_path, *own)
     shapes = shapes_of(cfg.model)
     planner = Planner(cfg, machine_for("cpu", 1))
-    micro = MicroBatch(rows=3, length=37, samples=3, tiles=3, labels=40, image_tokens=3 * planner.model.image_tokens)
+    micro = MicroBatchSizes(
+        rows=3, length=37, samples=3, tiles=3, labels=40, image_tokens=3 * planner.model.image_tokens
+    )
     segments = planner.segments(cfg.activation_checkpointing.mode, micro)
     planned = [s.end - s.begin for s in segments if not s.backward and s.unit.startswith("language_model")]
 

@@ -27,7 +27,7 @@ from llava_fsdp.data.synthetic import fullest
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.parallel.ranks.mesh import distributed
 from llava_fsdp.parallel.ranks.world import World
-from llava_fsdp.plan.memory.activations import MicroBatch
+from llava_fsdp.plan.memory.activations import MicroBatchSizes
 from llava_fsdp.plan.planner import Choice, Planner, PlanRow, peak
 from llava_fsdp.plan.rank_counts import RankCounts
 from llava_fsdp.plan.search import auto
@@ -216,12 +216,12 @@ def test_masks_and_scores_grow_with_the_square(
     planner = Planner(cfg, machine_named("h100", 8))
 
     def activations(tokens: int) -> int:
-        micro = MicroBatch(1, tokens, 1, 0, 1, 0, context, context - 1)
+        micro = MicroBatchSizes(1, tokens, 1, 0, 1, 0, context, context - 1)
         return max(part.worst.activations for part in planner.segments(ActivationCheckpointing.full, micro))
 
     one, two, four = (activations(tokens) for tokens in (1024, 2048, 4096))
     assert (four - two > 2.5 * (two - one)) == grows == planner.grows_with_square
-    small, large = MicroBatch(1, 64, 1, 0, 1, 0, context), MicroBatch(1, 300, 1, 0, 1, 0, context)
+    small, large = MicroBatchSizes(1, 64, 1, 0, 1, 0, context), MicroBatchSizes(1, 300, 1, 0, 1, 0, context)
     measured = [(micro.length, micro.samples, micro.context) for micro in planner.sizes_to_measure([[large], [small]])]
     assert measured == ([] if grows else [(64, 1, context), (1024, 4 * context, context)])
     assert planner.sizes_to_measure([[small]]) == []

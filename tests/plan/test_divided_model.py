@@ -14,7 +14,7 @@ from transformers import AutoConfig
 
 from llava_fsdp.config import OffloadMode
 from llava_fsdp.parallel.ranks.mesh import distributed
-from llava_fsdp.plan.memory.activations import MicroBatch, MicroBatches
+from llava_fsdp.plan.memory.activations import MicroBatches, MicroBatchSizes
 from llava_fsdp.plan.planner import Choice, Planner, peak
 from llava_fsdp.plan.time.hardware import machine_for
 from llava_fsdp.plan.time.step_time import Volume
@@ -83,7 +83,7 @@ def test_a_dry_run_moves_what_the_arithmetic_says(
         report = measure(cfg, world)
     micro, count = report["micro_batch"], report["micro_batches"]
     planner = Planner(cfg, machine_for("cpu", 2))
-    own = MicroBatch(1, micro["positions"], 1, micro["tiles"], micro["labels"], micro["image_tokens"])
+    own = MicroBatchSizes(1, micro["positions"], 1, micro["tiles"], micro["labels"], micro["image_tokens"])
     choice = Choice(cfg.sharding.strategy, cfg.activation_checkpointing, OffloadMode.none)
     wanted = planner.with_layers(Volume(), choice, MicroBatches([own] * count), planner.groups(choice)[0])
     calls, sent = (sum(kind[key] for kind in report["collectives"].values()) for key in ("calls", "sent"))

@@ -7,7 +7,7 @@ from harness import single_world
 from small import make_config
 
 from llava_fsdp.model.sources.pretrained import find_parts
-from llava_fsdp.plan.memory.activations import MicroBatch
+from llava_fsdp.plan.memory.activations import MicroBatchSizes
 from llava_fsdp.plan.planner import without_repeats
 from llava_fsdp.plan.search.auto import expected_peak
 from llava_fsdp.plan.workload import Samples
@@ -24,7 +24,7 @@ def test_more_in_a_row_is_more_memory(parts: Path, dataset: Path, tmp_path: Path
 
 def test_a_second_micro_batch_is_planned_beside_the_gradients_of_the_first() -> None:
     """Though it is equal to it; more that are equal to the second are not."""
-    one, other = MicroBatch(1, 70, 70, 1, 20, 4), MicroBatch(1, 30, 30, 0, 9, 0)
+    one, other = MicroBatchSizes(1, 70, 70, 1, 20, 4), MicroBatchSizes(1, 30, 30, 0, 9, 0)
     assert without_repeats([one, one]) == [one, one]
     assert without_repeats([one, other, one, other]) == [one, other, one]
     assert without_repeats([one]) == [one]

@@ -19,7 +19,7 @@ from llava_fsdp.parallel.ranks.mesh import distributed
 from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.plan.memory import fsdp_units
-from llava_fsdp.plan.memory.activations import MicroBatch
+from llava_fsdp.plan.memory.activations import MicroBatchSizes
 from llava_fsdp.plan.memory.fsdp_units import unit_of
 from llava_fsdp.plan.planner import Choice, peak
 from llava_fsdp.plan.rank_counts import RankCounts
@@ -88,7 +88,7 @@ def test_a_dry_run_sends_and_holds_what_is_planned(
     assert planned.sent.replicated <= sent["all_reduce"] <= planned.sent.replicated + few
 
 
-def measure_equal_loads(world: World, cfg: Config) -> tuple[int, list[MicroBatch]]:
+def measure_equal_loads(world: World, cfg: Config) -> tuple[int, list[MicroBatchSizes]]:
     """`measure_step` with routers that send token t to the experts t and t + 4 of 8, modulo 8, or to both of two."""
     build = train.build_state
 

@@ -17,7 +17,7 @@ from llava_fsdp.config import ActivationCheckpointing, Config, ParallelConfig
 from llava_fsdp.config.keys.enums import PipelineSchedule
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.parallel.ranks.world import World
-from llava_fsdp.plan.memory.activations import MicroBatch
+from llava_fsdp.plan.memory.activations import MicroBatchSizes
 from llava_fsdp.plan.planner import Planner
 from llava_fsdp.plan.search import auto
 from llava_fsdp.plan.search.auto import decide, ways_for
@@ -113,7 +113,10 @@ def test_what_one_layout_measures_does_not_change_another(mixture: Path, dataset
     machine, mode = machine_of(10**4, 4, 5e10), ActivationCheckpointing.none
     first = Planner(cfg, machine, SAMPLES)
     second = first.with_layout(shared)
-    one, two, three = MicroBatch(1, 128, 2, 1, 9, 4), *(MicroBatch(1, n, 2, 1, 9, 4, 2, 1) for n in (128, 192))
+    one, two, three = (
+        MicroBatchSizes(1, 128, 2, 1, 9, 4),
+        *(MicroBatchSizes(1, n, 2, 1, 9, 4, 2, 1) for n in (128, 192)),
+    )
     second.segments(mode, two)
     first.segments(mode, one)
     found = None

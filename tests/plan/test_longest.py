@@ -8,7 +8,7 @@ import pytest
 from small import command_config
 
 from llava_fsdp.config import ActivationCheckpointing, PlanConfig, Strategy
-from llava_fsdp.plan.memory.activations import MicroBatch
+from llava_fsdp.plan.memory.activations import MicroBatchSizes
 from llava_fsdp.plan.planner import Choice
 from llava_fsdp.plan.rank_counts import RankCounts
 from llava_fsdp.plan.search import longest as module
@@ -24,7 +24,7 @@ def test_the_longest_sample_that_fits_is_found() -> None:
     limits = *range(0, 1030, 103), 1, 2, 511, 512, 513, 1023, 1024, 10**9
     for context, most in itertools.product((1, 2, 4), limits):
 
-        def row(choice: Any, ranks: Any, micros: list[MicroBatch], between: Any, most: int = most) -> Any:
+        def row(choice: Any, ranks: Any, micros: list[MicroBatchSizes], between: Any, most: int = most) -> Any:
             [micro] = micros
             return SimpleNamespace(tokens=micro.tokens, fits=micro.tokens <= most * PIECE)
 
@@ -35,7 +35,7 @@ def test_the_longest_sample_that_fits_is_found() -> None:
 
 
 def test_a_long_sample_has_the_shares_of_the_dataset() -> None:
-    assert one_sample(SAMPLES, 10_000, 1) == MicroBatch(1, 10_000, 1, 15, 2000, 6000)
+    assert one_sample(SAMPLES, 10_000, 1) == MicroBatchSizes(1, 10_000, 1, 15, 2000, 6000)
     of_two = one_sample(SAMPLES, 10_000, 2)
     assert (of_two.length, of_two.samples, of_two.labels, of_two.context) == (5000, 1, 1000, 2)
 

@@ -15,7 +15,7 @@ from llava_fsdp.parallel.local_shards import local
 from llava_fsdp.parallel.pipeline.pipeline import passes_of
 from llava_fsdp.parallel.ranks.comm_volume import CollectiveBytes
 from llava_fsdp.parallel.ranks.world import World
-from llava_fsdp.plan.memory.activations import MicroBatch
+from llava_fsdp.plan.memory.activations import MicroBatchSizes
 from llava_fsdp.plan.planner import peak
 from llava_fsdp.train.expert_sums import ExpertSums
 from llava_fsdp.train.loop import SourceSums
@@ -52,7 +52,7 @@ def test_worst_moment_is_that_of_real_steps(
         assert planned.bytes["total"] == pytest.approx(most, rel=CLOSE), (rank, planned.moment)
 
 
-def moved_in_step(world: World, cfg: Config) -> tuple[dict[str, int], list[MicroBatch]]:
+def moved_in_step(world: World, cfg: Config) -> tuple[dict[str, int], list[MicroBatchSizes]]:
     """Bytes that a rank sends (and of messages those that it receives) in the passes of a step, and the step's
     micro-batches. The schedule's first step exchanges empty messages, too, so that the second one is counted."""
     state = begin(world, cfg)
@@ -135,5 +135,5 @@ def test_a_rank_with_stages_of_its_own_holds_shards_and_no_copies(
     cfg = make_config(parts, dataset, tmp_path / "run", *words)
     held, about = zip(*pools[2].run(parameter_bytes, cfg), strict=True)
     for rank, found in enumerate(held):
-        assert peak(cfg, 2, "cpu", [MicroBatch(1, 256, 2, 1, 9, 4)] * 2, rank).at_rest["parameters"] == found
+        assert peak(cfg, 2, "cpu", [MicroBatchSizes(1, 256, 2, 1, 9, 4)] * 2, rank).at_rest["parameters"] == found
     assert about[0]["parameters"] == max(held)

@@ -27,7 +27,7 @@ from llava_fsdp.parallel.memory.memory import bytes_per_rank
 from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.plan.main import plan, warn_of_length
-from llava_fsdp.plan.memory.activations import MicroBatch
+from llava_fsdp.plan.memory.activations import MicroBatchSizes
 from llava_fsdp.plan.model_shapes import shapes_of
 from llava_fsdp.plan.planner import Choice, Planner
 from llava_fsdp.plan.rank_counts import RankCounts
@@ -158,7 +158,7 @@ def test_how_fast_a_row_is(wide_parts: Path, dataset: Path, tmp_path: Path) -> N
     """And the bytes of its inputs, on a GPU and on a CPU."""
     cfg = make_config(wide_parts, dataset, tmp_path, "precision=bf16", "global_batch_size=12")
     planner = Planner(cfg, machine_named("a100-80gb", 2), SAMPLES, find_parts(cfg.model))
-    micros = [MicroBatch(1, 40, 2, 3, 9, 7), MicroBatch(1, 30, 1, 1, 5, 4)]
+    micros = [MicroBatchSizes(1, 40, 2, 3, 9, 7), MicroBatchSizes(1, 30, 1, 1, 5, 4)]
     flops, again = (sample_flops(own, SAMPLES) for own in (planner.flops, planner.recomputing_flops))
     rows = {}
     for mode, computed in ((ActivationCheckpointing.none, flops), (ActivationCheckpointing.full, again)):

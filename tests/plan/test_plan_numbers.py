@@ -29,7 +29,7 @@ from llava_fsdp.data.images.anyres import grid_sizes
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.parallel.memory.memory import OUTPUT, Weight
 from llava_fsdp.parallel.zero import SHARD_PLANS
-from llava_fsdp.plan.memory.activations import Live, MicroBatch, Segment
+from llava_fsdp.plan.memory.activations import Live, MicroBatchSizes, PassSegment
 from llava_fsdp.plan.memory.fsdp_units import Unit, unit_of
 from llava_fsdp.plan.memory.simulate import (
     FsdpRank,
@@ -169,8 +169,8 @@ def test_a_plan_takes_the_report_of_an_index_if_it_can(damage: dict, tmp_path: P
 def test_a_shrunk_image_has_more_tiles_than_its_tokens_fill() -> None:
     """Tiles are limited by the samples, and in a short row by the tokens."""
     samples = replace(SAMPLES, tiles=8.0, tile_tokens=10.5, tokens=120.0)
-    assert micro_batch(samples, 1, 700, 6) == MicroBatch(1, 700, 6, 48, 180, 504)
-    assert micro_batch(samples, 1, 400, 6) == MicroBatch(1, 400, 6, 38, 180, 399)
+    assert micro_batch(samples, 1, 700, 6) == MicroBatchSizes(1, 700, 6, 48, 180, 504)
+    assert micro_batch(samples, 1, 400, 6) == MicroBatchSizes(1, 400, 6, 38, 180, 399)
 
 
 def test_how_a_rank_s_part_of_a_step_is_cut() -> None:
@@ -179,20 +179,20 @@ def test_how_a_rank_s_part_of_a_step_is_cut() -> None:
         config_of(["data.max_length=200"]), global_batch_size=16, micro_batch_size=3, tokens_per_micro_batch=None
     )
     padded = replace(cfg, pack=False)
-    assert configured_split(padded, SAMPLES, 3) == [MicroBatch(3, 200, 3, 2, 90, 48)] * 2
-    assert configured_split(padded, SAMPLES, 9) == [MicroBatch(2, 200, 2, 1, 60, 24)]
+    assert configured_split(padded, SAMPLES, 3) == [MicroBatchSizes(3, 200, 3, 2, 90, 48)] * 2
+    assert configured_split(padded, SAMPLES, 9) == [MicroBatchSizes(2, 200, 2, 1, 60, 24)]
     ways = possible_splits(padded, SAMPLES, 3)
     assert [(len(way), way[0].rows) for way in ways] == [(1, 6), (2, 3), (3, 2), (6, 1)]
     original = replace(padded, sampler=replace(cfg.sampler, name=SamplerName.llava_v1_5), micro_batch_size=1)
     assert [(len(way), way[0].rows) for way in possible_splits(original, SAMPLES, 4)] == [(1, 4), (2, 2), (4, 1)]
     with pytest.raises(ConfigError):
         possible_splits(original, SAMPLES, 3)
-    assert configured_split(cfg, SAMPLES, 4) == [MicroBatch(1, 460, 5, 3, 150, 72)]
+    assert configured_split(cfg, SAMPLES, 4) == [MicroBatchSizes(1, 460, 5, 3, 150, 72)]
     assert [(len(way), way[0].length, way[0].samples) for way in possible_splits(cfg, SAMPLES, 4)] == [
         (1, 512, 5), (2, 256, 3),
     ]  # fmt: skip
     rows = replace(original, pack=True, micro_batch_size=2)
-    assert configured_split(rows, SAMPLES, 4) == [MicroBatch(1, 243, 2, 1, 60, 24)] * 2
+    assert configured_split(rows, SAMPLES, 4) == [MicroBatchSizes(1, 243, 2, 1, 60, 24)] * 2
 
 
 def test_what_machines_have() -> None:
@@ -347,7 +347,7 @@ def test_seconds_of_communication(
 
 def test_the_largest_split_that_fits_is_taken() -> None:
     """Splits are sorted: if one fits, all after it do."""
-    splits = [[MicroBatch(1, length, 1, 1, 1, 1)] for length in (70, 60, 50, 40, 30)]
+    splits = [[MicroBatchSizes(1, length, 1, 1, 1, 1)] for length in (70, 60, 50, 40, 30)]
     for limit in (30, 45, 60, 69, 29):
         row = partial(fitting_row, limit)
         found: Any = largest_that_fits(
@@ -356,7 +356,7 @@ def test_the_largest_split_that_fits_is_taken() -> None:
         assert found.split == next((split for split in splits if split[0].length <= limit), splits[-1])
 
 
-def fitting_row(limit: int, choice: Any, ranks: Any, split: list[MicroBatch], ends: Any) -> SimpleNamespace:
+def fitting_row(limit: int, choice: Any, ranks: Any, split: list[MicroBatchSizes], ends: Any) -> SimpleNamespace:
     return SimpleNamespace(split=split, fits=split[0].length <= limit)
 
 
@@ -371,12 +371,12 @@ def unit(name: str, size: int, sharded: bool) -> Unit:
 BLOCKS = "a", "b", "c", "d"
 
 
-def one_pass(gradients: int = 20, activations: int = 9) -> list[Segment]:
+def one_pass(gradients: int = 20, activations: int = 9) -> list[PassSegment]:
     """Four blocks of sizes 1 to 4, which make 20 bytes of gradients for each size, as the output layer does."""
 
-    def segment(unit: str, backward: bool, activations: int, made: int = 0) -> Segment:
+    def segment(unit: str, backward: bool, activations: int, made: int = 0) -> PassSegment:
         worst, first, later = (Live(activations, 0, made // divisor) for divisor in (1, 2, 4))
-        return Segment(unit, backward, Live(), Live(), worst, first, later, made, 2 * made)
+        return PassSegment(unit, backward, Live(), Live(), worst, first, later, made, 2 * made)
 
     forward = [segment("", False, 1), *(segment(name, False, 2) for name in BLOCKS), segment("", False, 50)]
     sizes = [(name, gradients * size) for size, name in enumerate(BLOCKS, 1)]
@@ -589,23 +589,27 @@ def test_memory_is_measured_at_few_sizes(pack: bool, parts: Path, dataset: Path,
     """At 16 times the tokens of the one before; samples in a packed row are as many as the mean length gives."""
     cfg = make_config(parts, dataset, tmp_path, f"pack={str(pack).lower()}", "data.max_length=256")
     planner = Planner(cfg, machine_named("h100", 8), Samples(100.0, 0.6, 12, 30.0, "test", 4))
-    sizes = planner.sizes_to_measure([[MicroBatch(17, 256, 17, 9, 90, 36)], [MicroBatch(1, 256, 3, 2, 33, 8)]])
+    sizes = planner.sizes_to_measure(
+        [[MicroBatchSizes(17, 256, 17, 9, 90, 36)], [MicroBatchSizes(1, 256, 3, 2, 33, 8)]]
+    )
     found = [(size.rows, size.length, size.samples) for size in sizes]
     assert found[0] == (1, 256, 3)
     assert found[1:] == ([(1, 4096, 41), (1, 65536, 655)] if pack else [(16, 256, 16), (256, 256, 256)])
-    assert planner.sizes_to_measure([[MicroBatch(1, 256, 2, 1, 9, 4)], [MicroBatch(1, 256, 1, 1, 9, 4)]]) == []
+    assert (
+        planner.sizes_to_measure([[MicroBatchSizes(1, 256, 2, 1, 9, 4)], [MicroBatchSizes(1, 256, 1, 1, 9, 4)]]) == []
+    )
 
 
 def test_memory_is_interpolated_between_the_nearest_sizes(parts: Path, dataset: Path, tmp_path: Path) -> None:
     planner = Planner(make_config(parts, dataset, tmp_path, "pack=true"), machine_named("h100", 8))
-    sizes = [MicroBatch(1, length, 1, 0, length, 0) for length in (256, 4096, 65536)]
+    sizes = [MicroBatchSizes(1, length, 1, 0, length, 0) for length in (256, 4096, 65536)]
     mode = ActivationCheckpointing.full
     measured = [planner.segments(mode, size, False) for size in sizes]
     for length, (small, large) in {1216: (0, 1), 20480: (1, 2)}.items():
         share = (length - sizes[small].length) / (sizes[large].length - sizes[small].length)
-        [found] = planner.passes(mode, [MicroBatch(1, length, 1, 0, length, 0)], sizes, False)
+        [found] = planner.passes(mode, [MicroBatchSizes(1, length, 1, 0, length, 0)], sizes, False)
         pairs = zip(measured[small], measured[large], strict=True)
         assert found == [interpolate(first, second, share) for first, second in pairs]
     for length in (128, 4096, 70000):
-        micro = MicroBatch(1, length, 1, 0, length, 0)
+        micro = MicroBatchSizes(1, length, 1, 0, length, 0)
         assert planner.passes(mode, [micro], sizes, False) == [planner.segments(mode, micro, False)]

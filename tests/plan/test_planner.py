@@ -10,7 +10,7 @@ from small import make_config
 from llava_fsdp.config import ActivationCheckpointing, ActivationCheckpointingConfig, OffloadMode, Strategy
 from llava_fsdp.model.flops import count_flops
 from llava_fsdp.parallel.pipeline.stages import plan_stages
-from llava_fsdp.plan.memory.activations import MicroBatch, MicroBatches
+from llava_fsdp.plan.memory.activations import MicroBatches, MicroBatchSizes
 from llava_fsdp.plan.planner import Choice, Group, Planner
 from llava_fsdp.plan.rank_counts import RankCounts
 from llava_fsdp.plan.time.hardware import machine_named
@@ -18,7 +18,7 @@ from llava_fsdp.plan.time.step_time import LATENCY, LINK_EFFICIENCY, Volume, con
 from llava_fsdp.plan.workload import Samples
 
 SAMPLES = Samples(120, 0.6, 12, 30, "test", 4)
-MICROS = MicroBatches([MicroBatch(1, 128, 2, 1, 9, 4), MicroBatch(1, 96, 2, 1, 9, 4)])
+MICROS = MicroBatches([MicroBatchSizes(1, 128, 2, 1, 9, 4), MicroBatchSizes(1, 96, 2, 1, 9, 4)])
 RANKS = RankCounts(6, 6, 6)
 
 

@@ -9,7 +9,7 @@ from live import measure_step
 from small import make_config
 
 from llava_fsdp.config import Config, QuantizeConfig, Quantizer
-from llava_fsdp.plan.memory.activations import MicroBatch
+from llava_fsdp.plan.memory.activations import MicroBatchSizes
 from llava_fsdp.plan.planner import peak
 
 CLOSE = 4e-3
@@ -37,7 +37,7 @@ def configure(parts: Path, dataset: Path, output: Path, case: Case, stage: str =
     return make_config(parts, dataset, output, *words, *more.split(), size, stage=stage)
 
 
-def measured(cfg: Config, ranks: int, pools: dict[int, RankPool]) -> list[tuple[int, list[MicroBatch]]]:
+def measured(cfg: Config, ranks: int, pools: dict[int, RankPool]) -> list[tuple[int, list[MicroBatchSizes]]]:
     return [measure_step(single_world(), cfg)] if ranks == 1 else pools[ranks].run(measure_step, cfg)[:2]
 
 

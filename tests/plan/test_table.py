@@ -22,7 +22,7 @@ from llava_fsdp.config import (
 )
 from llava_fsdp.model.parts import Parts
 from llava_fsdp.plan import main
-from llava_fsdp.plan.memory.activations import MicroBatch, with_depth
+from llava_fsdp.plan.memory.activations import MicroBatchSizes, with_depth
 from llava_fsdp.plan.model_shapes import kernel_for
 from llava_fsdp.plan.planner import Choice, PlanRow
 from llava_fsdp.plan.rank_counts import RankCounts
@@ -32,7 +32,7 @@ from llava_fsdp.plan.search.longest import MOST_TOKENS
 from llava_fsdp.plan.show import scaling_page, table
 from llava_fsdp.plan.time import hardware
 from llava_fsdp.plan.time.hardware import GPUS, Machine, machine_named
-from llava_fsdp.plan.time.step_time import Step, Volume
+from llava_fsdp.plan.time.step_time import StepTime, Volume
 from llava_fsdp.plan.workload import Samples
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 
@@ -69,9 +69,9 @@ def a_row(**change: Any) -> PlanRow:
     mode = ActivationCheckpointingConfig(mode=ActivationCheckpointing.budget, budget=0.3)
     values: dict[str, Any] = {
         "choice": Choice(Strategy.SHARD_GRAD_OP, mode, OffloadMode.params), "world_size": 4, "shard_size": 4,
-        "micro_batches": (MicroBatch(1, 3000, 2, 1, 9, 4), MicroBatch(1, 2000, 2, 1, 9, 4)),
+        "micro_batches": (MicroBatchSizes(1, 3000, 2, 1, 9, 4), MicroBatchSizes(1, 2000, 2, 1, 9, 4)),
         "bytes": {**sizes, "total": 36 * GB}, "moment": "at rest", "at_rest": {"parameters": 1}, "host": 41 * GB,
-        "disk": 0, "usable": 36 * GB, "step": Step(1.0, 0.5, 4.0, 2.0, 0.25), "sent": Volume(3e9, 2e9, context=1e9),
+        "disk": 0, "usable": 36 * GB, "step": StepTime(1.0, 0.5, 4.0, 2.0, 0.25), "sent": Volume(3e9, 2e9, context=1e9),
         "samples_per_second": 12.5, "tokens_per_second": 34_567.0, "mfu": 0.456,
     }  # fmt: skip
     return PlanRow(**(values | change))
@@ -89,7 +89,7 @@ def test_every_number_stands_in_its_column() -> None:
         "sent GB": "6.0",
     }  # fmt: skip
     assert table.ranks_of_a_row([a_row()]) == ""
-    shared = a_row(micro_batches=(MicroBatch(1, 3000, 2, 1, 9, 4, 2, 1),))
+    shared = a_row(micro_batches=(MicroBatchSizes(1, 3000, 2, 1, 9, 4, 2, 1),))
     assert table.ranks_of_a_row([shared]) == "; 2 ranks process a row together (parallel.context=2)"
     assert table.off_device(a_row()) == "; 41.0 GB of host memory a rank"
     assert table.off_device(a_row(host=0, disk=5 * GB)) == "; 5.0 GB of files a rank"
@@ -232,7 +232,7 @@ def test_the_command_has_what_was_typed_and_what_was_planned() -> None:
     def command(typed: str, choice: Choice = plain, micro: tuple[int, int] = (1, 1), **change: Any) -> list[str]:
         rows, context = micro
         cfg = replace(base, **change)
-        row = a_row(choice=choice, micro_batches=(MicroBatch(rows, 3000, 2, 1, 9, 4, context),))
+        row = a_row(choice=choice, micro_batches=(MicroBatchSizes(rows, 3000, 2, 1, 9, 4, context),))
         start, *words = main.command(cfg, row, replace(cfg.parallel, context=context), shlex.split(typed)).split(
             " stage=", 1
         )

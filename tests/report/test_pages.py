@@ -27,7 +27,7 @@ from llava_fsdp.report.profile_page import profile_page
 from llava_fsdp.report.profile_trace import CATEGORIES, Times
 from llava_fsdp.report.results import read_results
 from llava_fsdp.report.run_page import header, tiles
-from llava_fsdp.report.run_reader import Run, read_run, runs_in
+from llava_fsdp.report.run_reader import RunRecord, read_run, runs_in
 from llava_fsdp.runtime.text.humanize import duration
 from llava_fsdp.sweep import results as sweep_results
 from llava_fsdp.sweep.job import Job, read_jobs
@@ -260,7 +260,7 @@ def test_the_loss_of_a_source_is_the_mean_of_the_same_steps(tmp_path: Path) -> N
 
 def test_results_at_the_top_of_a_page(tmp_path: Path) -> None:
     row = {"label_tokens": 1, "tokens": 500, "samples": 3, "seconds": 4.0, "data_seconds": 1.0, "mfu": 0.25}
-    run = Run(tmp_path, "run", History(window=3), status={"status": "running"})
+    run = RunRecord(tmp_path, "run", History(window=3), status={"status": "running"})
     for step, loss in enumerate((4.0, 2.0), start=1):
         run.history.add({"step": step, "loss": loss, **row, "peak_memory_bytes": 3 << 30, "tokens_per_second": 125.0})
     run.starts = [{"step": 0, "total_steps": 32, "planned_peak": 4 << 30}]
@@ -286,7 +286,7 @@ def test_results_at_the_top_of_a_page(tmp_path: Path) -> None:
         run.starts[-1] |= {"ranks": 16, "nodes": nodes, "device": "H100"}
         assert words in header(run)
     for status in ("running", "stopping", "done"):  # these tell of a start that took steps
-        assert Run(tmp_path, "a", status={"status": status, "before": {"status": "failed"}}).state == status
+        assert RunRecord(tmp_path, "a", status={"status": status, "before": {"status": "failed"}}).state == status
 
 
 def test_counts_of_problems_and_the_order_of_files() -> None:
@@ -334,9 +334,9 @@ def test_the_best_run_is_marked(sweep: Path, tmp_path: Path) -> None:
     runs[0].validations, losses = [], [run.history.loss or 0 for run in runs]
     assert best_of(runs) == (losses.index(min(losses)), "loss")
     assert best_of([runs[1], runs[1]])[0] is None, "equal"
-    assert best_of([runs[1], Run(tmp_path, "empty")])[0] is None, "alone"
+    assert best_of([runs[1], RunRecord(tmp_path, "empty")])[0] is None, "alone"
     assert "llava-fsdp · comparison" in comparison_page([*runs_in(sweep)[:1], runs[1]])
-    empty = [Run(tmp_path, name) for name in "ab"]
+    empty = [RunRecord(tmp_path, name) for name in "ab"]
     assert best_of(empty)[0] is None and "best" not in rows_of(comparison_page(empty), "Results")[1][1]
 
 

@@ -11,7 +11,7 @@ from llava_fsdp.report.charts import svg
 from llava_fsdp.report.charts.downsample import Point
 from llava_fsdp.report.charts.svg import Chart, Line, draw
 from llava_fsdp.report.run_charts import charts_of
-from llava_fsdp.report.run_reader import Run, read_run
+from llava_fsdp.report.run_reader import RunRecord, read_run
 from llava_fsdp.report.run_tables import answers, validation_sources
 from llava_fsdp.report.shown_answers import choose_answers
 
@@ -19,11 +19,11 @@ SOURCES = tuple("abcdefghijklmn")
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
+def run(tmp_path: Path) -> RunRecord:
     return read_run(imagine(tmp_path / "run", 120, SOURCES))
 
 
-def test_restarts_are_marked(run: Run) -> None:
+def test_restarts_are_marked(run: RunRecord) -> None:
     """The latest, and no first start."""
     run.starts = [{"step": step} for step in (0, 30, 7, 7)]
     assert next(iter(charts_of(run))).marks == [7, 30]
@@ -31,7 +31,7 @@ def test_restarts_are_marked(run: Run) -> None:
     assert {tuple(chart.marks) for chart in charts_of(run)} == {tuple(range(200, 400, 2))}
 
 
-def test_the_largest_sources_have_curves(run: Run) -> None:
+def test_the_largest_sources_have_curves(run: RunRecord) -> None:
     """As long as there is room on the page, also with all their points."""
     run.history.source_labels = {name: number for number, name in enumerate(SOURCES)}
     charts = {chart.title: chart for chart in charts_of(run)}
@@ -41,13 +41,13 @@ def test_the_largest_sources_have_curves(run: Run) -> None:
     assert [line.name for line in charts["Validation loss"].lines] == ["all", *SOURCES[:12]]
 
 
-def test_curves_share_the_points_of_a_page(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_curves_share_the_points_of_a_page(run: RunRecord, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(svg, "PAGE_POINTS", 1000)
     curves = [line for chart in charts_of(run) for line in chart.lines if not line.dots]
     assert len(curves) > 20 and sum(len(line.points) for line in curves) <= 1000
 
 
-def test_memory_is_in_gib_beside_the_planned(run: Run) -> None:
+def test_memory_is_in_gib_beside_the_planned(run: RunRecord) -> None:
     run.starts[-1]["planned_peak"] = 3 << 29
     charts = {chart.title: chart for chart in charts_of(run)}
     (line,) = charts["Peak memory"].lines
@@ -55,7 +55,7 @@ def test_memory_is_in_gib_beside_the_planned(run: Run) -> None:
     assert charts["Peak memory"].level == ("planned", 1.5) and charts["Loss"].level is None
 
 
-def test_answers_of_the_last_validation_with_the_earlier_ones(run: Run) -> None:
+def test_answers_of_the_last_validation_with_the_earlier_ones(run: RunRecord) -> None:
     """Of equal answers one after the other, the first; at most five; and no image where there is none."""
     texts = ["a", "b", "b", "c", "d", "", "a", "b", "now"]
     asked = {"record": "r", "question": "what?", "picture": "gone.jpg", "references": ["x", "y"], "score": 1}
@@ -93,7 +93,7 @@ def test_wrong_answers_of_every_source_are_shown_first() -> None:
     assert choose_answers(mixed, 5) == choose_answers(list(mixed), 5)
 
 
-def test_a_page_has_loss_and_score_of_every_validation_source(run: Run) -> None:
+def test_a_page_has_loss_and_score_of_every_validation_source(run: RunRecord) -> None:
     own = {"caps": {"loss": 2.0, "label_tokens": 30, "score": 0.25, "questions": 4},
            "vqa": {"loss": None, "label_tokens": 0, "score": None, "questions": 0}}  # fmt: skip
     whole = {"loss": 1.5, "label_tokens": 30, "score": 0.25, "questions": 4, "metric": "exact", "step": 10}

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from llava_fsdp.config import Config
 from llava_fsdp.parallel.parallelism import Parallelism
 from llava_fsdp.parallel.ranks.world import World
-from llava_fsdp.plan.memory.activations import MicroBatch
+from llava_fsdp.plan.memory.activations import MicroBatchSizes
 from llava_fsdp.train import main as train
 from llava_fsdp.train.loop import train_step
 
@@ -52,7 +52,7 @@ class AllAlive(TorchDispatchMode):
         return sum(storage.nbytes() for storage in alive if storage is not None)
 
 
-def measure_step(world: World, cfg: Config) -> tuple[int, list[MicroBatch]]:
+def measure_step(world: World, cfg: Config) -> tuple[int, list[MicroBatchSizes]]:
     """Most bytes alive in a run's second step on this rank, and the micro-batches of that step."""
     state = train.build_state(cfg, Parallelism.of(cfg, world))
     for root in state.roots:
@@ -68,9 +68,9 @@ def measure_step(world: World, cfg: Config) -> tuple[int, list[MicroBatch]]:
     return alive.peak, [describe(micro, world.rank) for micro in step.micro_batches]
 
 
-def describe(micro: Any, rank: int = 0) -> MicroBatch:
+def describe(micro: Any, rank: int = 0) -> MicroBatchSizes:
     ids, segments, places, _, images, _, labels, _ = micro.inputs
     rows, length = ids.shape
     samples = rows if segments is None else len(segments[2])
     context = 1 if segments is None else sum(segments[2]) // (rows * length)
-    return MicroBatch(rows, length, samples, len(images), len(labels), len(places), context, rank % context)
+    return MicroBatchSizes(rows, length, samples, len(images), len(labels), len(places), context, rank % context)

@@ -14,7 +14,7 @@ from llava_fsdp.data.batching.batch import SkippedSample, StepFacts
 from llava_fsdp.model.flops import Flops
 from llava_fsdp.plan.time.mfu import Utilization
 from llava_fsdp.report.charts.downsample import MOST_SKIPS, MOST_SOURCES, SUMS, VALUES, WINDOW, History, mean_loss
-from llava_fsdp.report.run_reader import Run, own_overrides, thinned, validations_until
+from llava_fsdp.report.run_reader import RunRecord, own_overrides, thinned, validations_until
 from llava_fsdp.runtime.files import jsonl
 from llava_fsdp.runtime.files.jsonl import RowWriter
 from llava_fsdp.runtime.text.humanize import duration
@@ -143,16 +143,16 @@ def test_validations_of_a_resumed_run() -> None:
 
 
 def test_steps_without_a_row_are_counted_from_the_first_start() -> None:
-    run = Run(Path("run"), "run", starts=[{"step": 4}, {"step": 2}])
+    run = RunRecord(Path("run"), "run", starts=[{"step": 4}, {"step": 2}])
     for step in (3, 4, 7):
         run.history.add({"step": step})
-    assert run.num_lost == 2 and Run(Path("run"), "run", run.history).num_lost == 0
+    assert run.num_lost == 2 and RunRecord(Path("run"), "run", run.history).num_lost == 0
 
 
 def test_the_end_of_a_run_is_that_of_its_last_start_with_a_step() -> None:
     before = {"status": "failed", "reason": "old"}
     ends = {
-        status: Run(Path("run"), "run", status={"status": status, "before": before}).state
+        status: RunRecord(Path("run"), "run", status={"status": status, "before": before}).state
         for status in ("running", "stopping", "done", "config", "stopped")
     }
     assert ends == {

@@ -44,7 +44,7 @@ from llava_fsdp.parallel.ranks.rank_layout import RankLayout, mesh_shape, place_
 from llava_fsdp.parallel.tensor.tensor_cut import Cut
 from llava_fsdp.parallel.tensor.tensor_plan import tensor_plan
 from llava_fsdp.parallel.zero import SHARD_PLANS, ShardPlan, Sync
-from llava_fsdp.plan.memory.activations import ActivationMeter, MicroBatch, MicroBatches, Segment, stack_name
+from llava_fsdp.plan.memory.activations import ActivationMeter, MicroBatches, MicroBatchSizes, PassSegment, stack_name
 from llava_fsdp.plan.memory.fsdp_units import Unit, units_of
 from llava_fsdp.plan.memory.simulate import (
     Ledger,
@@ -62,7 +62,7 @@ from llava_fsdp.plan.rank_counts import RankCounts
 from llava_fsdp.plan.time.hardware import MIB, Machine, machine_for
 from llava_fsdp.plan.time.layer_volume import layer_volume
 from llava_fsdp.plan.time.step_time import (
-    Step,
+    StepTime,
     StepWork,
     Volume,
     context_volume,
@@ -102,7 +102,7 @@ class PlanRow:
     choice: Choice
     world_size: int
     shard_size: int
-    micro_batches: tuple[MicroBatch, ...]
+    micro_batches: tuple[MicroBatchSizes, ...]
     """What a rank runs in a step."""
     bytes: dict[str, int]
     """Bytes on the device at the memory peak of a step, by category, and their `total`."""
@@ -115,7 +115,7 @@ class PlanRow:
     disk: int
     usable: int
     """Bytes of the device's memory that tensors can use."""
-    step: Step
+    step: StepTime
     sent: Volume
     samples_per_second: float
     """On all ranks together."""
@@ -195,8 +195,8 @@ class Planner:
         self.image_rule = ImageTokens.of_config(cfg, self.parts.image_size, self.model.image_tokens)
         self.samples = samples or samples_of(cfg, self.image_rule)
         self.meters: dict[Any, ActivationMeter] = {}
-        self.measured: dict[Any, list[Segment]] = {}
-        self.interpolated: dict[Any, list[Segment]] = {}
+        self.measured: dict[Any, list[PassSegment]] = {}
+        self.interpolated: dict[Any, list[PassSegment]] = {}
 
     def divide(self) -> None:
         """Divide the weights as the configuration's kinds of parallelism do.
@@ -268,7 +268,7 @@ class Planner:
         parallel = self.cfg.parallel
         return plan_context(parallel.context_how, self.parts.language, parallel.num_context, 0, self.tensor).how
 
-    def gathered_for_attention(self, micro: MicroBatch) -> int:
+    def gathered_for_attention(self, micro: MicroBatchSizes) -> int:
         """Return the bytes that a rank holds after a forward pass if it keeps the results of all collectives of
         attention between the ranks of a row."""
         size, width = self.cfg.parallel.num_context, DTYPES[self.cfg.precision.param_dtype].itemsize
@@ -277,7 +277,7 @@ class Planner:
         received = received_by_attention(self.how, size, self.parts.language, width, micro.tokens)
         return int(received * size / (size - 1))  # with the rank's own part
 
-    def sizes_to_measure(self, splits: Sequence[Sequence[MicroBatch]]) -> list[MicroBatch]:
+    def sizes_to_measure(self, splits: Sequence[Sequence[MicroBatchSizes]]) -> list[MicroBatchSizes]:
         """Return the micro-batches whose activation memory is measured, to interpolate that of others: the smallest one
         of all splits, and 16, 256, ... times as many tokens, up to the largest split. Layouts of ranks have most of
         these in common, so that a search measures few. Empty if each micro-batch must be measured.
@@ -303,7 +303,9 @@ class Planner:
         attention = self.kernel and self.kernel.attention
         return self.machine.has_compiler and compiling_of_settings(self.cfg, mode, attention, self.machine.device).on
 
-    def segments(self, mode: ActivationCheckpointing, micro: MicroBatch, compiled: bool | None = None) -> list[Segment]:
+    def segments(
+        self, mode: ActivationCheckpointing, micro: MicroBatchSizes, compiled: bool | None = None
+    ) -> list[PassSegment]:
         """Measure the activation memory of a micro-batch, or return what was measured before.
 
         Args:
@@ -331,8 +333,8 @@ class Planner:
     def passes(
         self,
         mode: ActivationCheckpointing,
-        micros: Sequence[MicroBatch],
-        between: Sequence[MicroBatch],
+        micros: Sequence[MicroBatchSizes],
+        between: Sequence[MicroBatchSizes],
         compiled: bool | None = None,
     ) -> list[Pass]:
         """Return the activation memory of a step's micro-batches, each size once.
@@ -348,8 +350,8 @@ class Planner:
         return [self.between(mode, micro, between, compiled) for micro in without_repeats(micros)]
 
     def between(
-        self, mode: ActivationCheckpointing, micro: MicroBatch, sizes: Sequence[MicroBatch], compiled: bool
-    ) -> list[Segment]:
+        self, mode: ActivationCheckpointing, micro: MicroBatchSizes, sizes: Sequence[MicroBatchSizes], compiled: bool
+    ) -> list[PassSegment]:
         """Interpolate the activation memory of a micro-batch between the next smaller and the next larger one of
         `sizes`. Measure it instead if there are no such two, or if their passes have different numbers of segments.
 
@@ -402,8 +404,8 @@ class Planner:
         self,
         choice: Choice,
         ranks: RankCounts,
-        micros: Sequence[MicroBatch],
-        between: Sequence[MicroBatch] = (),
+        micros: Sequence[MicroBatchSizes],
+        between: Sequence[MicroBatchSizes] = (),
         rank: int | None = None,
     ) -> PlanRow:
         """Predict memory and time of one way to train. With a pipeline, memory and communication are those of the group
@@ -502,7 +504,7 @@ class Planner:
 
     def step(
         self, choice: Choice, ranks: RankCounts, micros: MicroBatches, group: Group, most: int | None = None
-    ) -> tuple[Step, Volume]:
+    ) -> tuple[StepTime, Volume]:
         """Predict the time of a step and what a rank receives in it, for the ranks of one group of a pipeline.
 
         Args:
@@ -550,11 +552,11 @@ class Planner:
         share, flops = recomputed_share(choice.activation_checkpointing), sample_flops(self.flops, self.samples)
         return share * (sample_flops(self.recomputing_flops, self.samples) - flops)
 
-    def hidden_bytes(self, micro: MicroBatch | MicroBatches) -> int:
+    def hidden_bytes(self, micro: MicroBatchSizes | MicroBatches) -> int:
         """Return the bytes of the hidden states that one stage sends to the next."""
         return micro.tokens * self.parts.language.hidden_size * DTYPES[self.cfg.precision.param_dtype].itemsize
 
-    def own_hidden_bytes(self, micro: MicroBatch) -> int:
+    def own_hidden_bytes(self, micro: MicroBatchSizes) -> int:
         """Return the bytes of the hidden states at the first rank's positions, between layers."""
         width = self.parts.language.hidden_size * DTYPES[self.cfg.precision.param_dtype].itemsize
         return MicroBatches([micro]).own_tokens(self.tensor) * width
@@ -563,8 +565,8 @@ class Planner:
         self,
         choice: Choice,
         ranks: RankCounts,
-        micros: Sequence[MicroBatch],
-        between: Sequence[MicroBatch],
+        micros: Sequence[MicroBatchSizes],
+        between: Sequence[MicroBatchSizes],
         rank: int,
         group: Group,
     ) -> Ledger:
@@ -703,8 +705,8 @@ class Planner:
         self,
         choice: Choice,
         ranks: RankCounts,
-        micros: Sequence[MicroBatch],
-        between: Sequence[MicroBatch],
+        micros: Sequence[MicroBatchSizes],
+        between: Sequence[MicroBatchSizes],
         rank: int,
         group: Group,
     ) -> Ledger:
@@ -741,7 +743,7 @@ class Planner:
         return self.simulate_passes(choice, ranks, micros, passes, rank)
 
     def simulate_passes(
-        self, choice: Choice, ranks: RankCounts, micros: Sequence[MicroBatch], passes: Sequence[Pass], rank: int
+        self, choice: Choice, ranks: RankCounts, micros: Sequence[MicroBatchSizes], passes: Sequence[Pass], rank: int
     ) -> Ledger:
         plan = SHARD_PLANS[choice.strategy]
         world_size, shard_size = ranks.world_size, ranks.shard_size
@@ -792,7 +794,7 @@ class Planner:
             return 0, 0
         return {OffloadMode.none: 0, OffloadMode.optimizer: stored.optimizer, OffloadMode.params: states}[offload], 0
 
-    def input_bytes(self, micros: Sequence[MicroBatch]) -> tuple[int, tuple[int, ...]]:
+    def input_bytes(self, micros: Sequence[MicroBatchSizes]) -> tuple[int, tuple[int, ...]]:
         """Return the bytes of inputs that are held for the whole step and, for each micro-batch, those held while it
         runs. Inputs are pixels, and int64 token ids, positions, and places and rows of image tokens. A token that is a
         weighted sum has the rows and fp32 weights of four features.
@@ -801,12 +803,12 @@ class Planner:
         pixels in uint8, and in addition the fp32 pixels of the one that runs.
         """
 
-        def pixels(micro: MicroBatch) -> int:
+        def pixels(micro: MicroBatchSizes) -> int:
             return micro.tiles * 3 * self.parts.image_size**2
 
         each = 7 if self.image_rule.blends else 2
 
-        def numbers(micro: MicroBatch) -> int:
+        def numbers(micro: MicroBatchSizes) -> int:
             return 2 * micro.tokens + each * micro.image_tokens + 2 * micro.labels
 
         run = without_repeats(micros)
@@ -825,7 +827,7 @@ def trained_numbers(weights: Sequence[Weight], shards: int) -> tuple[int, float]
     return sum(w.gathered for w in trained), sum(w.gathered / w.own_shards(shards) for w in trained)
 
 
-def without_repeats(micros: Sequence[MicroBatch]) -> list[MicroBatch]:
+def without_repeats(micros: Sequence[MicroBatchSizes]) -> list[MicroBatchSizes]:
     """Return the micro-batches that can decide the memory peak: the first one, and one of each size that follows."""
     return [micros[0], *dict.fromkeys(micros[1:])]
 
@@ -834,7 +836,7 @@ def peak(
     cfg: Config,
     world_size: int,
     device: str | torch.device,
-    micros: Sequence[MicroBatch] | None = None,
+    micros: Sequence[MicroBatchSizes] | None = None,
     rank: int | None = None,
 ) -> PlanRow:
     """Predict memory and time of training with exactly this configuration.

@@ -12,7 +12,7 @@ from llava_fsdp.config import Config, Part, SamplerName, Source
 from llava_fsdp.data.columns import BLOCK
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.index.dataset import Records
-from llava_fsdp.plan.memory.activations import MicroBatch
+from llava_fsdp.plan.memory.activations import MicroBatchSizes
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.files.safe_load import SMALL
 from llava_fsdp.runtime.files.small_json import read_object
@@ -130,7 +130,7 @@ def most_tokens(samples: Samples, count: float) -> int:
     return math.ceil(count * samples.tokens + 3 * samples.spread * math.sqrt(count))
 
 
-def micro_batch(samples: Samples, rows: int, length: int, count: int, context: int = 1) -> MicroBatch:
+def micro_batch(samples: Samples, rows: int, length: int, count: int, context: int = 1) -> MicroBatchSizes:
     """Estimate the sizes of a micro-batch of `count` samples in `rows` rows of `length` tokens. If `context` ranks
     process a row together, they are those of the last one's part, which needs the most memory with gathered keys."""
     own = math.ceil(length / context)
@@ -141,15 +141,15 @@ def micro_batch(samples: Samples, rows: int, length: int, count: int, context: i
         tiles = min(tiles + 2, math.ceil(count * samples.tiles))
     labels = min(tokens, max(1, math.ceil(count * samples.labels / context)))
     image_tokens = min(tokens, math.ceil(tiles * samples.tile_tokens))
-    return MicroBatch(rows, own, count, tiles, labels, image_tokens, context, context - 1)
+    return MicroBatchSizes(rows, own, count, tiles, labels, image_tokens, context, context - 1)
 
 
-def packed_row(samples: Samples, tokens: int, context: int) -> MicroBatch:
+def packed_row(samples: Samples, tokens: int, context: int) -> MicroBatchSizes:
     """Estimate the sizes of a micro-batch of one row of `tokens` tokens, packed with samples."""
     return micro_batch(samples, 1, tokens, max(1, round(tokens / samples.tokens)), context)
 
 
-def possible_splits(cfg: Config, samples: Samples, world_size: int) -> list[list[MicroBatch]]:
+def possible_splits(cfg: Config, samples: Samples, world_size: int) -> list[list[MicroBatchSizes]]:
     """Return all ways to split a rank's samples of a step into micro-batches of packed or padded rows, those with the
     largest micro-batches first. Ranks that process a row together share its samples.
 
@@ -158,7 +158,7 @@ def possible_splits(cfg: Config, samples: Samples, world_size: int) -> list[list
     """
     context, rounded = cfg.parallel.num_context, cfg.parallel.num_micro_batches
     per_rank = cfg.global_batch_size * cfg.parallel.ranks_per_row * cfg.parallel.pipeline / world_size
-    splits: dict[MicroBatch, list[MicroBatch]] = {}
+    splits: dict[MicroBatchSizes, list[MicroBatchSizes]] = {}
     if not cfg.packs:
         for count in range(1, math.ceil(per_rank) + 1):
             rows = math.ceil(per_rank / count)
@@ -180,7 +180,7 @@ def possible_splits(cfg: Config, samples: Samples, world_size: int) -> list[list
     return list(splits.values())
 
 
-def configured_split(cfg: Config, samples: Samples, world_size: int) -> list[MicroBatch]:
+def configured_split(cfg: Config, samples: Samples, world_size: int) -> list[MicroBatchSizes]:
     """Split a rank's samples of a step into micro-batches of the size that the configuration sets."""
     context, rounded = cfg.parallel.num_context, cfg.parallel.num_micro_batches
     per_rank = cfg.global_batch_size * cfg.parallel.ranks_per_row * cfg.parallel.pipeline / world_size

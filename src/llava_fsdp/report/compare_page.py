@@ -12,7 +12,7 @@ from llava_fsdp.report.charts.html import heading, section, table, whole_page
 from llava_fsdp.report.charts.svg import Chart, Line, points_each
 from llava_fsdp.report.results import columns, metric_name, results_of
 from llava_fsdp.report.run_charts import CURVES, figures, points_of, values_of
-from llava_fsdp.report.run_reader import Run
+from llava_fsdp.report.run_reader import RunRecord
 from llava_fsdp.runtime.text.humanize import moment
 
 MOST_DRAWN = 64
@@ -21,7 +21,7 @@ IGNORED = ("output_dir", "track.name")
 """Keys that are not compared, because they differ between any two runs."""
 
 
-def comparison_page(runs: list[Run]) -> str:
+def comparison_page(runs: list[RunRecord]) -> str:
     kind = "comparison" if any(run.metric is None for run in runs) else "sweep"
     parts = [
         heading(kind, f"{len(runs):,} runs", f"As of {moment(time.time())}."),
@@ -33,7 +33,7 @@ def comparison_page(runs: list[Run]) -> str:
     return whole_page(f"{len(runs)} runs", "".join([*parts, *differences(runs)]))
 
 
-def results_table(runs: list[Run]) -> str:
+def results_table(runs: list[RunRecord]) -> str:
     windows = [run.history.window for run in runs if run.history.loss is not None]
     texts = columns([results_of(run) for run in runs], windows)
     best, metric = best_of(runs)
@@ -43,7 +43,7 @@ def results_table(runs: list[Run]) -> str:
     return table(["run", "status", *texts], rows, best) + note
 
 
-def best_of(runs: list[Run]) -> tuple[int | None, str]:
+def best_of(runs: list[RunRecord]) -> tuple[int | None, str]:
     """Return the index of the best run, and the metric by which runs are compared.
 
     The metric is that of the runs' sweep. Runs that are not of one sweep are compared by the loss of the last
@@ -63,7 +63,7 @@ def best_of(runs: list[Run]) -> tuple[int | None, str]:
     return (min(found)[1] if found else None), metric
 
 
-def charts(runs: list[Run]) -> Iterator[Chart]:
+def charts(runs: list[RunRecord]) -> Iterator[Chart]:
     """Yield a chart for each metric, with one line for each run. Bands are left out, as they would cover other runs."""
     curves = [(chart, names, key) for chart, names in CURVES for key in names]
     most = points_each(len(runs) * (len(curves) + 2))
@@ -80,7 +80,7 @@ def charts(runs: list[Run]) -> Iterator[Chart]:
         yield Chart(f"Validation {key}", lines)
 
 
-def differences(runs: list[Run]) -> Iterator[str]:
+def differences(runs: list[RunRecord]) -> Iterator[str]:
     keys = differing([run.config for run in runs], [run.overrides for run in runs], IGNORED)
     names = ["key", *(run.name for run in runs)]
     without = ", ".join(run.name for run in runs if not run.config)
@@ -113,7 +113,7 @@ def differing(
     return rows
 
 
-def environment(run: Run) -> dict[str, Any]:
+def environment(run: RunRecord) -> dict[str, Any]:
     about = run.about
     plain = {key: about[key] for key in ("ranks", "nodes", "device", "commit") if key in about}
     return {**plain, **{f"version of {name}": value for name, value in (about.get("versions") or {}).items()}}

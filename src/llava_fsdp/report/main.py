@@ -9,7 +9,7 @@ from pathlib import Path
 from llava_fsdp.data.images.thumbnails import thumbnail
 from llava_fsdp.report.compare_page import comparison_page
 from llava_fsdp.report.run_page import report_page
-from llava_fsdp.report.run_reader import REPORT_FILE, Run, name_of, put_page, runs_in
+from llava_fsdp.report.run_reader import REPORT_FILE, RunRecord, name_of, put_page, runs_in
 from llava_fsdp.runtime.errors import ConfigError, LlavaFsdpError, StorageError
 from llava_fsdp.runtime.exit_codes import ExitCode
 from llava_fsdp.runtime.text.log import log, setup_logging
@@ -69,7 +69,7 @@ def parse(arguments: list[str]) -> tuple[list[Path], Path | None]:
     return folders, Path(out[-1]) if out else None
 
 
-def uniquely_named(runs: list[Run]) -> list[Run]:
+def uniquely_named(runs: list[RunRecord]) -> list[RunRecord]:
     """Add the path of each run's folder to its name if two have the same."""
     if len({run.name for run in runs}) < len(runs):
         for run in runs:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from llava_fsdp.report.charts.downsample import History
 from llava_fsdp.report.charts.svg import short_text
-from llava_fsdp.report.run_reader import Run, read_metrics, read_validations
+from llava_fsdp.report.run_reader import RunRecord, read_metrics, read_validations
 from llava_fsdp.runtime.errors import DataError
 from llava_fsdp.runtime.text.humanize import duration, readable
 
@@ -77,7 +77,7 @@ def columns(results: list[Results], windows: Collection[int], wanted: Collection
     return {names.get(name, name): texts for name, texts in texts_by_column.items() if any(texts)}
 
 
-def results_of(run: Run) -> Results:
+def results_of(run: RunRecord) -> Results:
     history = run.history
     seconds, lowest, memory = history.sums["seconds"], history.lowest_loss, history.most("peak_memory_bytes")
     losses, scores = ([row[key] for row in run.validations if row.get(key) is not None] for key in ("loss", "score"))
@@ -99,7 +99,7 @@ def results_of(run: Run) -> Results:
 
 def read_results(folder: Path, window: int) -> Results:
     """Read the results of a training, which may be unfinished, from its output folder."""
-    run = Run(folder, "", History(window))
+    run = RunRecord(folder, "", History(window))
     try:
         read_metrics(run)
         run.validations = read_validations(run)

@@ -6,7 +6,7 @@ from typing import Any
 
 from llava_fsdp.report.charts.downsample import Point
 from llava_fsdp.report.charts.svg import Chart, Line, draw, points_each
-from llava_fsdp.report.run_reader import Run
+from llava_fsdp.report.run_reader import RunRecord
 
 GIB = 1 << 30
 MOST_MARKS = 100
@@ -40,7 +40,7 @@ def figures(charts: Iterable[Chart]) -> str:
     return f"<p class='help'>{HELP}</p><div class='charts'>{drawn}</div>\n" if drawn else ""
 
 
-def charts_of(run: Run) -> Iterator[Chart]:
+def charts_of(run: RunRecord) -> Iterator[Chart]:
     history = run.history
     sources = dict(history.largest_sources(MOST_SOURCES))
     most = points_each(len(history.curves) + len(sources))
@@ -61,14 +61,14 @@ def charts_of(run: Run) -> Iterator[Chart]:
     yield from (replace(chart, level=level) if chart.title == "Peak memory" else chart for chart in others)
 
 
-def points_of(run: Run, key: str, most: int) -> list[Point]:
+def points_of(run: RunRecord, key: str, most: int) -> list[Point]:
     curve = run.history.curves.get(key)
     points = curve.points(most) if curve is not None else []
     size = GIB if key == "peak_memory_bytes" else 1
     return [Point(point.step, point.mean / size, point.least / size, point.most / size) for point in points]
 
 
-def width_note(run: Run) -> str:
+def width_note(run: RunRecord) -> str:
     curve = run.history.curves.get("loss")
     if curve is None or curve.width == 1:
         return ""

@@ -7,7 +7,7 @@ from llava_fsdp.report.charts.html import heading, whole_page
 from llava_fsdp.report.charts.svg import short_text
 from llava_fsdp.report.results import TEXTS, loss_name, results_of
 from llava_fsdp.report.run_charts import charts_of, figures
-from llava_fsdp.report.run_reader import Run
+from llava_fsdp.report.run_reader import RunRecord
 from llava_fsdp.report.run_tables import Thumbnail, answers, history_tables, settings, validation_sources
 from llava_fsdp.runtime.text.humanize import duration, moment, readable
 
@@ -18,14 +18,14 @@ SHOWN = (
 """Names of the results that are shown at the top of the page."""
 
 
-def report_page(run: Run, thumbnail: Thumbnail) -> str:
+def report_page(run: RunRecord, thumbnail: Thumbnail) -> str:
     charts = figures(charts_of(run)) or "<p>No step has been taken yet.</p>\n"
     validated = [*validation_sources(run), *answers(run, thumbnail)]
     parts = [header(run), tiles(run), charts, *validated, *settings(run), *history_tables(run)]
     return whole_page(f"{run.name} · {run.state}", "".join(parts))
 
 
-def header(run: Run) -> str:
+def header(run: RunRecord) -> str:
     state, about = run.state, run.about
     what = [str(about[key]) for key in ("stage", "model", "strategy") if about.get(key)]
     if ranks := about.get("ranks"):
@@ -40,7 +40,7 @@ def header(run: Run) -> str:
     return heading("run", run.name, *lines, state=state)
 
 
-def tiles(run: Run) -> str:
+def tiles(run: RunRecord) -> str:
     history, results, about = run.history, results_of(run), run.about
     total, planned = about.get("total_steps"), about.get("planned_peak")
     lowest = f", to step {history.lowest_loss[1]:,}" if history.lowest_loss else ""
@@ -71,7 +71,7 @@ def tiles(run: Run) -> str:
     return f"<ul class='tiles'>{items}</ul>\n"
 
 
-def remaining(run: Run) -> str:
+def remaining(run: RunRecord) -> str:
     total, pace = run.about.get("total_steps"), run.history.mean("seconds")
     if not isinstance(total, int) or pace is None or run.state not in ("running", "stopping"):
         return "training"

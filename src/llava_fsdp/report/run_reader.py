@@ -48,7 +48,7 @@ MOST_VALIDATIONS = 2000
 
 
 @dataclass
-class Run:
+class RunRecord:
     """What was read from a training's output folder."""
 
     folder: Path
@@ -102,7 +102,7 @@ class Run:
         return f"{reason + '; ' if reason else ''}a later start: {later}"
 
 
-def read_run(folder: Path, name: str | None = None, is_own: bool = False, window: int = WINDOW) -> Run:
+def read_run(folder: Path, name: str | None = None, is_own: bool = False, window: int = WINDOW) -> RunRecord:
     """Read everything in a training's output folder except the weights.
 
     Args:
@@ -123,7 +123,7 @@ def read_run(folder: Path, name: str | None = None, is_own: bool = False, window
             f"{folder} is not the output_dir of a training: it has none of {', '.join(known)}; give such a folder, or "
             "that of a sweep"
         )
-    run = Run(folder, name or name_of(folder), History(window))
+    run = RunRecord(folder, name or name_of(folder), History(window))
     read_metrics(run)
     run.starts = read_rows(run, STARTS_FILE, check_start)
     run.validations = thinned(read_validations(run))
@@ -144,7 +144,7 @@ def status_or_why(folder: Path) -> dict[str, Any]:
         return {"status": "unknown", "reason": str(error)}
 
 
-def runs_in(folder: Path) -> list[Run]:
+def runs_in(folder: Path) -> list[RunRecord]:
     """Read the training in a folder or, if it is that of a sweep, those of all its jobs in order."""
     jobs = [] if (folder / JOB_FILE).is_file() or not folder.is_dir() else sorted(job_files(folder))
     if not jobs:
@@ -176,10 +176,10 @@ def read_job(path: Path) -> dict[str, Any]:
         ) from error
 
 
-def run_of_job(job: dict[str, Any], folder: Path, name: str) -> Run:
+def run_of_job(job: dict[str, Any], folder: Path, name: str) -> RunRecord:
     """Read a job's training. It has no metrics if it ended before its first step, or if the folder cannot be read."""
     status = {"status": "failed" if job.get("exit_code") else "unknown", "reason": str(job.get("reason") or "")}
-    run = Run(folder, name, status=status)
+    run = RunRecord(folder, name, status=status)
     if job.get("has_own_run", True):
         try:
             run = read_run(folder, name, window=max(1, job.get("last_steps") or WINDOW))
@@ -231,7 +231,7 @@ def name_of(folder: Path) -> str:
     return "/".join(folder.resolve().parts[1:][-2:])
 
 
-def read_metrics(run: Run) -> None:
+def read_metrics(run: RunRecord) -> None:
     """Read metrics.jsonl into `run.history`.
 
     Raises:
@@ -251,12 +251,12 @@ def read_metrics(run: Run) -> None:
         )
 
 
-def read_validations(run: Run) -> list[dict[str, Any]]:
+def read_validations(run: RunRecord) -> list[dict[str, Any]]:
     """Return a row of validation.jsonl for each validated step, up to the last step that `read_metrics` has read."""
     return validations_until(read_rows(run, VALIDATION_FILE, check_validation), run.history.step)
 
 
-def read_rows(run: Run, name: str, check: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:
+def read_rows(run: RunRecord, name: str, check: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:
     """Return the JSON objects in a JSON Lines file. Others, and those that `check` refuses, count in `run.unread`."""
     rows = []
     for _, line in lines_of(run.folder / name):

@@ -7,7 +7,7 @@ from typing import Any
 from llava_fsdp.config.command_line.tree import written
 from llava_fsdp.report.charts.html import section, shortened, table
 from llava_fsdp.report.results import loss_name, number
-from llava_fsdp.report.run_reader import Run
+from llava_fsdp.report.run_reader import RunRecord
 from llava_fsdp.report.shown_answers import choose_answers
 from llava_fsdp.runtime.text.humanize import moment, readable
 
@@ -22,7 +22,7 @@ Thumbnail = Callable[[str], str | None]
 """Returns the data: URL of a thumbnail for an image's path, or None."""
 
 
-def answers(run: Run, thumbnail: Thumbnail) -> Iterator[str]:
+def answers(run: RunRecord, thumbnail: Thumbnail) -> Iterator[str]:
     """Yield the answers of the last validation that has any, each with earlier answers to the same question."""
     rows = [row for row in run.validations if row.get("answers")]
     if not rows:
@@ -70,7 +70,7 @@ def earlier(answer: dict[str, Any], rows: list[dict[str, Any]]) -> list[tuple[in
     return texts[-MOST_EARLIER:]
 
 
-def validation_sources(run: Run) -> Iterator[str]:
+def validation_sources(run: RunRecord) -> Iterator[str]:
     """Yield a table of the last validation's loss and score by data source, if it has several."""
     row = run.validations[-1] if run.validations else {}
     if len(row.get("sources") or {}) < 2:
@@ -87,14 +87,14 @@ def validation_sources(run: Run) -> Iterator[str]:
     )
 
 
-def settings(run: Run) -> Iterator[str]:
+def settings(run: RunRecord) -> Iterator[str]:
     trains = run.about.get("trains")
     parts = [section("What trains", table(["part", "trains", "frozen"], trains))] if trains else []
     yield columns(*parts, *sources(run), *memory(run))
     yield section("Recipe", *recipe(run))
 
 
-def recipe(run: Run) -> Iterator[str]:
+def recipe(run: RunRecord) -> Iterator[str]:
     about = run.about
     files = escape(f"stage={about.get('stage')} model={about.get('model')}")
     if about.get("recipe") is None:
@@ -115,7 +115,7 @@ def columns(*sections: str) -> str:
     return f"<div class='columns'>{''.join(sections)}</div>\n" if sections else ""
 
 
-def sources(run: Run) -> Iterator[str]:
+def sources(run: RunRecord) -> Iterator[str]:
     history = run.history
     if len(history.sources) < 2:
         return
@@ -126,7 +126,7 @@ def sources(run: Run) -> Iterator[str]:
     yield section("Sources", table(["source", "label tokens", "share", loss_name([history.window])], rows))
 
 
-def memory(run: Run) -> Iterator[str]:
+def memory(run: RunRecord) -> Iterator[str]:
     at_rest, planned = run.about.get("at_rest"), run.about.get("planned_peak")
     if not at_rest:
         return
@@ -138,7 +138,7 @@ def memory(run: Run) -> Iterator[str]:
     yield section("Memory of rank 0", table(["what", "size"], rows))
 
 
-def history_tables(run: Run) -> Iterator[str]:
+def history_tables(run: RunRecord) -> Iterator[str]:
     yield columns(*environment(run), *starts(run), *samples(run))
     if run.about.get("command"):
         yield section("Command", f"<pre>{escape(shortened(str(run.about['command']), MOST_COMMAND))}</pre>")
@@ -148,7 +148,7 @@ def history_tables(run: Run) -> Iterator[str]:
         yield section("Skipped steps", f"<p>Not finite, the weights stayed as they were: {named}{more}.</p>")
 
 
-def environment(run: Run) -> Iterator[str]:
+def environment(run: RunRecord) -> Iterator[str]:
     about = run.about
     if about.get("versions"):
         known = {**about["versions"], **{key: about.get(key) for key in ("commit", "ranks", "nodes", "device")}}
@@ -156,14 +156,14 @@ def environment(run: Run) -> Iterator[str]:
         yield section("Environment", table(["what", "which"], rows))
 
 
-def starts(run: Run) -> Iterator[str]:
+def starts(run: RunRecord) -> Iterator[str]:
     if len(run.starts) > 1:
         rows = [[s["step"], moment(s["time"]), s.get("ranks"), s.get("device")] for s in run.starts[-MOST_STARTS:]]
         note = f"<p class='note'>{len(run.starts):,} starts make this run; the charts mark them.</p>"
         yield section("Starts", note, table(["after step", "when", "ranks", "device"], rows))
 
 
-def samples(run: Run) -> Iterator[str]:
+def samples(run: RunRecord) -> Iterator[str]:
     counted = {name: int(run.history.sums[name]) for name in ("truncated", "skipped_records", "unlabelled")}
     if any(counted.values()):
         yield section("Samples", table(["what", "samples"], counted.items()))

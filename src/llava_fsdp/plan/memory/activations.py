@@ -45,7 +45,7 @@ MEASURED_BLOCKS = 3
 
 
 @dataclass(frozen=True)
-class MicroBatch:
+class MicroBatchSizes:
     """Sizes of one micro-batch on one rank."""
 
     rows: int
@@ -65,7 +65,7 @@ class MicroBatch:
         return self.rows * self.length
 
 
-class MicroBatches(tuple[MicroBatch, ...]):
+class MicroBatches(tuple[MicroBatchSizes, ...]):
     """The micro-batches that a rank runs in a step. A search asks for their sums often, so each is computed once."""
 
     @cached_property
@@ -112,7 +112,7 @@ class Live:
 
 
 @dataclass(frozen=True)
-class Segment:
+class PassSegment:
     """Part of a forward or backward pass: a block, the output layer, or everything between two of them."""
 
     unit: str
@@ -131,13 +131,13 @@ class Segment:
     made_masters: int
     """Bytes of all weight gradients that the segment produces, in the dtypes of the master weights."""
 
-    def shifted(self, by: Live, unit: str) -> "Segment":
+    def shifted(self, by: Live, unit: str) -> "PassSegment":
         """Return a copy for another block of the same kind, `unit`, with `by` more bytes."""
         return replace(self, unit=unit, **{name: getattr(self, name) + by for name in LEVELS})
 
 
 LEVELS = ("begin", "end", "worst", "worst_first", "worst_later")
-"""Names of the fields of Segment that hold a Live."""
+"""Names of the fields of PassSegment that hold a Live."""
 
 
 class ActivationMeter:
@@ -191,7 +191,7 @@ class ActivationMeter:
         self.master = MASTERS[cfg.precision.master_dtype]
         self.depth = None if short is parts else parts.language.num_hidden_layers
 
-    def segments(self, micro: MicroBatch) -> list[Segment]:
+    def segments(self, micro: MicroBatchSizes) -> list[PassSegment]:
         """Run a micro-batch forward and backward, and return the memory of all blocks of the model."""
         trace = run(self.model, inputs_of(self.model, micro, self.packed, self.blends))
         segments = split_into_segments(trace, self.model, self.vocabulary, self.master)
@@ -220,7 +220,7 @@ def with_depth(parts: Parts, depth: int) -> Parts:
     return replace(parts, language=short)
 
 
-def inputs_of(model: Architecture, micro: MicroBatch, packed: bool, blends: bool = False) -> tuple[Any, ...]:
+def inputs_of(model: Architecture, micro: MicroBatchSizes, packed: bool, blends: bool = False) -> tuple[Any, ...]:
     """Make the arguments of the model's forward pass on the meta device.
 
     Args:
@@ -315,7 +315,7 @@ class TraceReader:
         self.backward = False
         self.early: dict[int, int] = {}
         """Storage number -> bytes of the output layer's gradient, which the loss computes in the forward pass."""
-        self.segments: list[Segment] = []
+        self.segments: list[PassSegment] = []
         self.open("")
 
     def open(self, unit: str) -> None:
@@ -327,7 +327,7 @@ class TraceReader:
     def close(self, next_unit: str) -> None:
         if self.unit or not self.is_empty:
             self.segments.append(
-                Segment(
+                PassSegment(
                     self.unit,
                     self.backward,
                     begin=self.begin,
@@ -381,7 +381,7 @@ def larger(worst: Live, level: Live, gradients: int) -> Live:
     return max(worst, replace(level, gradients=gradients), key=lambda live: live.total)
 
 
-def split_into_segments(trace: Trace, model: Architecture, vocabulary: int, master: torch.dtype) -> list[Segment]:
+def split_into_segments(trace: Trace, model: Architecture, vocabulary: int, master: torch.dtype) -> list[PassSegment]:
     reader = TraceReader(trace, vocabulary, dict(model.named_parameters()), master)
     for event in trace.events:
         kind, _, name = event.mark.partition(" ")
@@ -401,13 +401,13 @@ def stack_name(model: Architecture) -> str:
     return next(name for name, module in model.named_modules() if module is stack)
 
 
-def deepened(segments: list[Segment], stack: str, depth: int) -> list[Segment]:
+def deepened(segments: list[PassSegment], stack: str, depth: int) -> list[PassSegment]:
     """Return the segments of a model with `depth` blocks, made from those of three blocks by repeating the middle one.
 
     Args:
         stack: name of the module list that holds the blocks.
     """
-    deep: list[Segment] = []
+    deep: list[PassSegment] = []
     shift = Live()
     names = {f"{stack}.{MEASURED_BLOCKS - 1}": f"{stack}.{depth - 1}"}
     for backward in (False, True):

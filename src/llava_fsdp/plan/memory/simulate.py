@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from llava_fsdp.parallel.memory.memory import NORMS, OUTPUT, ROOT, unit_of_experts
 from llava_fsdp.parallel.zero import ShardPlan, Sync
-from llava_fsdp.plan.memory.activations import LEVELS, Live, Segment
+from llava_fsdp.plan.memory.activations import LEVELS, Live, PassSegment
 from llava_fsdp.plan.memory.fsdp_units import Unit
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "gathered", "reducing", "activations", "logits", "buffers")
@@ -78,7 +78,7 @@ class States:
         ledger.held["buffers"] = self.buffers + self.inputs[number]
 
 
-Pass = Sequence[Segment]
+Pass = Sequence[PassSegment]
 """Memory of the forward and backward pass of one micro-batch, as consecutive segments."""
 
 
@@ -151,14 +151,14 @@ class FsdpRank:
         self.under_way = Live()
         """What other micro-batches keep for their backward passes."""
 
-    def run_micro_batch(self, segments: Sequence[Segment], is_last: bool) -> None:
+    def run_micro_batch(self, segments: Sequence[PassSegment], is_last: bool) -> None:
         forward, backward = ([s for s in segments if s.backward is of_backward] for of_backward in (False, True))
         self.run_forward(forward)
         passed = self.order(backward)[1]
         ends_before = [name for name in reversed(self.order(forward)[1]) if name not in passed]
         self.run_backward(backward, is_last, ends_before)
 
-    def run_forward(self, segments: Sequence[Segment]) -> None:
+    def run_forward(self, segments: Sequence[PassSegment]) -> None:
         for name in (ROOT, NORMS):
             self.gather(name, "root unit")
         blocks, order = self.order(segments)
@@ -179,7 +179,7 @@ class FsdpRank:
                     self.free(name)
         self.drop_buffers()
 
-    def run_backward(self, segments: Sequence[Segment], is_last: bool, ends_before: Sequence[str] = ()) -> None:
+    def run_backward(self, segments: Sequence[PassSegment], is_last: bool, ends_before: Sequence[str] = ()) -> None:
         """Simulate the backward pass of a micro-batch.
 
         Args:
@@ -225,7 +225,7 @@ class FsdpRank:
         self.root_made = self.reduce_input = 0
         self.drop_buffers()
 
-    def run_with_experts(self, segment: Segment, is_last: bool) -> int:
+    def run_with_experts(self, segment: PassSegment, is_last: bool) -> int:
         """Run one block backward, with the FSDP unit of its experts. Return the bytes of these experts' gradients."""
         experts = self.experts(segment)
         for name in experts:
@@ -237,12 +237,12 @@ class FsdpRank:
             self.finish(name, 0 if self.adds_in_place(name) else size, is_last, describe(segment))
         return sum(made.values())
 
-    def experts(self, segment: Segment) -> list[str]:
+    def experts(self, segment: PassSegment) -> list[str]:
         """Return the name of the FSDP unit of experts in a segment, in a list; empty without experts."""
         name = unit_of_experts(segment.unit)
         return [name] if name in self.units else []
 
-    def order(self, segments: Sequence[Segment]) -> tuple[dict[str, list[str]], list[str]]:
+    def order(self, segments: Sequence[PassSegment]) -> tuple[dict[str, list[str]], list[str]]:
         """Return the blocks of each FSDP unit, and the units, in the order in which they run."""
         blocks: dict[str, list[str]] = {}
         for segment in segments:
@@ -251,7 +251,7 @@ class FsdpRank:
                 blocks[unit].append(segment.unit)
         return blocks, list(blocks)
 
-    def run(self, segment: Segment) -> None:
+    def run(self, segment: PassSegment) -> None:
         """Run one segment, and record its peak together with the bytes that FSDP holds."""
         unit = OUTPUT if segment.unit == OUTPUT else self.unit_names.get(segment.unit, ROOT)
         worst = segment.worst_later if self.adds_in_place(unit) else segment.worst
@@ -362,12 +362,12 @@ def following(order: Sequence[str], unit: str, count: int) -> Sequence[str]:
     return order[index + 1 : index + 1 + count]
 
 
-def describe(segment: Segment) -> str:
+def describe(segment: PassSegment) -> str:
     where = segment.unit or "between the blocks"
     return f"{'backward' if segment.backward else 'forward'} of {where}"
 
 
-def interpolate(first: Segment, second: Segment, share: float) -> Segment:
+def interpolate(first: PassSegment, second: PassSegment, share: float) -> PassSegment:
     """Estimate a segment's memory linearly between two micro-batches; a share of 0 gives `first`, 1 gives `second`."""
 
     def mix(a: int, b: int) -> int:

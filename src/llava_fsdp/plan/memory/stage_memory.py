@@ -14,7 +14,7 @@ from llava_fsdp.parallel.pipeline.pipeline import Pass as StagePass
 from llava_fsdp.parallel.pipeline.stages import StagePlan, children_of, stage_of
 from llava_fsdp.parallel.ranks.rank_layout import place_of_group
 from llava_fsdp.parallel.zero import ShardPlan
-from llava_fsdp.plan.memory.activations import Live, Segment
+from llava_fsdp.plan.memory.activations import Live, PassSegment
 from llava_fsdp.plan.memory.fsdp_units import Unit
 from llava_fsdp.plan.memory.simulate import FsdpRank, Ledger, Pass, States
 
@@ -23,8 +23,8 @@ from llava_fsdp.plan.memory.simulate import FsdpRank, Ledger, Pass, States
 class StageSegments:
     """What a stage runs of one micro-batch's passes, with the bytes of its own tensors."""
 
-    forward: tuple[Segment, ...]
-    backward: tuple[Segment, ...]
+    forward: tuple[PassSegment, ...]
+    backward: tuple[PassSegment, ...]
     output: Live
     """By how much the stage's output is larger than that of a block inside a stage."""
     sent: tuple[Live, Live]
@@ -73,7 +73,7 @@ def segments_of_stage(
     """
     first, last = f"{stack}.{blocks.start}", f"{stack}.{blocks.stop - 1}"
 
-    def cut(backward: bool, begin: str, end: str) -> list[Segment]:
+    def cut(backward: bool, begin: str, end: str) -> list[PassSegment]:
         own = [s for s in segments if s.backward is backward]
         places = {s.unit: number for number, s in enumerate(own)}
         return own[places[begin] if begin else 0 : places[end] + 1 if end else len(own)]

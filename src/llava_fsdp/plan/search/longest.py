@@ -14,7 +14,7 @@ from llava_fsdp.config import (
 )
 from llava_fsdp.model.parts import Parts
 from llava_fsdp.parallel.context.context_attention import plan_context
-from llava_fsdp.plan.memory.activations import MicroBatch
+from llava_fsdp.plan.memory.activations import MicroBatchSizes
 from llava_fsdp.plan.planner import Choice, Planner, PlanRow
 from llava_fsdp.plan.rank_counts import RankCounts
 from llava_fsdp.plan.time.hardware import Machine
@@ -115,6 +115,6 @@ def longest_row(planner: Planner, choice: Choice, ranks: RankCounts) -> PlanRow 
     return row(first) if first else None
 
 
-def one_sample(samples: Samples, tokens: int, context: int) -> MicroBatch:
+def one_sample(samples: Samples, tokens: int, context: int) -> MicroBatchSizes:
     """Estimate the sizes of a micro-batch of one sample, with the dataset's shares of image and label tokens."""
     return replace(packed_row(samples, tokens, context), samples=1)

@@ -16,7 +16,7 @@ from llava_fsdp.config import (
 )
 from llava_fsdp.parallel.ranks.rank_layout import mesh_shape, shape_of_experts
 from llava_fsdp.parallel.zero import SHARD_PLANS, Mesh
-from llava_fsdp.plan.memory.activations import MicroBatch, MicroBatches
+from llava_fsdp.plan.memory.activations import MicroBatches, MicroBatchSizes
 from llava_fsdp.plan.planner import Choice, Planner, PlanRow
 from llava_fsdp.plan.rank_counts import RankCounts
 from llava_fsdp.plan.time.hardware import Machine
@@ -115,7 +115,7 @@ def plan_rows(
     planner: Planner,
     ways: Sequence[Choice],
     ranks: RankCounts,
-    splits: Sequence[Sequence[MicroBatch]],
+    splits: Sequence[Sequence[MicroBatchSizes]],
     show: Watch = watch,
 ) -> list[PlanRow]:
     """Predict each way to train with the first of `splits` that fits, and sort: ways that fit into memory come first,
@@ -163,8 +163,8 @@ def largest_that_fits(
     planner: Planner,
     choice: Choice,
     ranks: RankCounts,
-    splits: Sequence[Sequence[MicroBatch]],
-    sizes: Sequence[MicroBatch],
+    splits: Sequence[Sequence[MicroBatchSizes]],
+    sizes: Sequence[MicroBatchSizes],
 ) -> PlanRow:
     """Predict a way to train with the first of `splits` that fits, found by bisection; if none fits, with the last one.
 
@@ -173,7 +173,7 @@ def largest_that_fits(
         sizes: micro-batches that are measured to interpolate the others; if empty, all are measured.
     """
 
-    def row(split: Sequence[MicroBatch]) -> PlanRow:
+    def row(split: Sequence[MicroBatchSizes]) -> PlanRow:
         return planner.row(choice, ranks, split, sizes)
 
     found, first, last = row(splits[-1]), 0, len(splits) - 1
@@ -191,8 +191,8 @@ def largest_measured(
     planner: Planner,
     row: PlanRow,
     ranks: RankCounts,
-    splits: Sequence[Sequence[MicroBatch]],
-    sizes: Sequence[MicroBatch],
+    splits: Sequence[Sequence[MicroBatchSizes]],
+    sizes: Sequence[MicroBatchSizes],
 ) -> PlanRow:
     """Measure the memory of a way that may be interpolated. If it does not fit, as predicted, take the largest smaller
     micro-batches that do. Arguments are those of `largest_that_fits`."""
@@ -204,5 +204,5 @@ def largest_measured(
         row = largest_that_fits(planner, row.choice, ranks, rest, sizes)
 
 
-def place_of(splits: Sequence[Sequence[MicroBatch]], row: PlanRow) -> int:
+def place_of(splits: Sequence[Sequence[MicroBatchSizes]], row: PlanRow) -> int:
     return next(place for place, split in enumerate(splits) if tuple(split) == row.micro_batches)

@@ -293,7 +293,7 @@ def expert_volume(
 
 
 @dataclass(frozen=True)
-class Step:
+class StepTime:
     """Predicted seconds of a step."""
 
     compute: float
@@ -339,7 +339,7 @@ def step_time(
     sent: Volume,
     world_size: int,
     offload: OffloadMode,
-) -> Step:
+) -> StepTime:
     """Predict the seconds of a step on one rank. `sent` is what it receives in the step."""
     gpu = machine.gpu
     rate = machine.peak(precision.param_dtype) * (gpu.efficiency if gpu else 1.0)
@@ -361,7 +361,7 @@ def step_time(
         update = UPDATED * work.local / HOST_UPDATE
         if offload is OffloadMode.nvme:
             update += 40 * work.local / DISK
-    return Step(compute, copies, seconds + waiting, exposed, update)
+    return StepTime(compute, copies, seconds + waiting, exposed, update)
 
 
 def sample_flops(flops: Flops, samples: Samples) -> float:

@@ -23,7 +23,7 @@ from llava_fsdp.report.run_reader import (
     REPORT_FILE,
     STARTS_FILE,
     VALIDATION_FILE,
-    Run,
+    RunRecord,
     check_start,
     name_of,
     put_page,
@@ -57,7 +57,7 @@ class LivePage(StepReport):
     """
 
     def __init__(self, cfg: Config, first_step: int, about: dict[str, Any]):
-        self.run = Run(Path(cfg.output_dir), name_of(Path(cfg.output_dir)))
+        self.run = RunRecord(Path(cfg.output_dir), name_of(Path(cfg.output_dir)))
         self.path = self.run.folder / REPORT_FILE
         self.failed = False
         self.process: subprocess.Popen[bytes] | None = None

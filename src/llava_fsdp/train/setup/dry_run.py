@@ -35,7 +35,7 @@ from llava_fsdp.parallel.ranks.fake_collectives import is_simulated, simulate_co
 from llava_fsdp.parallel.ranks.mesh import distributed
 from llava_fsdp.parallel.ranks.rank_layout import RankLayout
 from llava_fsdp.parallel.ranks.world import World
-from llava_fsdp.plan.memory.activations import MicroBatch
+from llava_fsdp.plan.memory.activations import MicroBatchSizes
 from llava_fsdp.plan.model_shapes import shapes_of
 from llava_fsdp.plan.planner import PlanRow
 from llava_fsdp.plan.planner import peak as plan_peak
@@ -170,7 +170,7 @@ def plan_of(cfg: Config, world: World, contents: Contents) -> PlanRow:
     rows = 1 if cfg.packs else len(contents.lengths)
     samples, tokens = len(contents.lengths), contents.tokens
     own = contents.tiles, contents.labels, contents.image_tokens
-    micro = MicroBatch(rows, tokens // rows, samples, *own, contents.context)
+    micro = MicroBatchSizes(rows, tokens // rows, samples, *own, contents.context)
     micros = [micro] * micro_batches_of(contents, cfg, RankLayout(cfg.parallel, world.size).num_losses)
     return plan_peak(cfg, world.size, world.device, micros, world.rank)
 
