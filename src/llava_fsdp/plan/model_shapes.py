@@ -39,10 +39,10 @@ def folder_of(name: str, key: str) -> Path:
         return resolve(name, key)
     folder = SHAPES / name.replace("/", "--")
     if not folder.is_dir():
-        known = ", ".join(sorted(p.name.replace("--", "/") for p in SHAPES.iterdir()))
+        shipped = ", ".join(sorted(p.name.replace("--", "/") for p in SHAPES.iterdir()))
         raise ConfigError(
             f"{key}={name} is not a folder, and a plan reads nothing from the network; give a folder with its "
-            f"config.json, or one of {known}"
+            f"config.json, or one of {shipped}"
         )
     return folder
 

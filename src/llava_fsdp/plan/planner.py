@@ -288,15 +288,15 @@ class Planner:
         small, large = splits[-1][0], splits[0][0]
         if self.grows_with_square or small.tokens == large.tokens:
             return []
-        found, times = [small], 1
-        while found[-1].tokens < large.tokens:
+        sizes, times = [small], 1
+        while sizes[-1].tokens < large.tokens:
             times *= 16
             rows, length = small.rows, small.length * small.context
             if self.cfg.packs:
-                found.append(packed_row(self.samples, times * length, small.context))
+                sizes.append(packed_row(self.samples, times * length, small.context))
             else:
-                found.append(micro_batch(self.samples, times * rows, length, times * rows))
-        return found
+                sizes.append(micro_batch(self.samples, times * rows, length, times * rows))
+        return sizes
 
     def compiles(self, mode: ActivationCheckpointing) -> bool:
         """Return whether the training compiles the language model's blocks in this mode."""
@@ -377,8 +377,8 @@ class Planner:
         return self.groups_of(choice.activation_checkpointing.mode is not ActivationCheckpointing.none)
 
     def groups_of(self, recomputes: bool) -> list[Group]:
-        own = self.cfg.parallel
-        key = "groups", own.tensor, own.expert, own.pipeline, own.num_stages, recomputes
+        parallel = self.cfg.parallel
+        key = "groups", parallel.tensor, parallel.expert, parallel.pipeline, parallel.num_stages, recomputes
         return self.known(key, lambda: self.make_groups(recomputes))
 
     def make_groups(self, recomputes: bool) -> list[Group]:
@@ -578,7 +578,7 @@ class Planner:
         run = max(windows, key=lambda window: sum(micro.tokens for micro in window))
         stack, mode = stack_name(self.model), choice.activation_checkpointing.mode
         takes_own = self.tensor > 1 and mode is ActivationCheckpointing.none  # else it is computed again
-        own = {
+        segments = {
             (number, micro): segments_of_stage(
                 self.passes(mode, [micro], between)[0], stack, blocks, number == 0,
                 number == parallel.num_stages - 1, self.hidden_bytes(micro), self.own_hidden_bytes(micro), takes_own,
@@ -597,7 +597,7 @@ class Planner:
             ("passes", parallel.pipeline, parallel.schedule, group.number, len(run)),
             lambda: passes_of(parallel, group.number, len(run)),
         )
-        steps = [(one, own[one.stage, run[one.micro_batch]]) for one in order]
+        steps = [(one, segments[one.stage, run[one.micro_batch]]) for one in order]
         return simulate_pipeline(steps, units, plan, states, self.unit_names, self.cfg.sharding.prefetch)
 
     def with_messages(self, sent: Volume, ranks: RankCounts, micros: MicroBatches, group: Group) -> Volume:

@@ -59,8 +59,8 @@ def best_of(runs: list[RunRecord]) -> tuple[int | None, str]:
         shown = sorted((value, f"{value:.4f}") for value in values if value is not None)
         if len(shown) < 2 or shown[0][1] == shown[1][1]:
             return None, metric
-    found = [(value, place) for place, value in enumerate(values) if value is not None]
-    return (min(found)[1] if found else None), metric
+    measured = [(value, place) for place, value in enumerate(values) if value is not None]
+    return (min(measured)[1] if measured else None), metric
 
 
 def charts(runs: list[RunRecord]) -> Iterator[Chart]:

@@ -117,10 +117,10 @@ def read_run(folder: Path, name: str | None = None, is_own: bool = False, window
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder; give the output_dir of a training, or the folder of a sweep")
-    known = (METRICS_FILE, STARTS_FILE, "run_status.json")
-    if not any((folder / file).is_file() for file in known):
+    files = (METRICS_FILE, STARTS_FILE, "run_status.json")
+    if not any((folder / file).is_file() for file in files):
         raise ConfigError(
-            f"{folder} is not the output_dir of a training: it has none of {', '.join(known)}; give such a folder, or "
+            f"{folder} is not the output_dir of a training: it has none of {', '.join(files)}; give such a folder, or "
             "that of a sweep"
         )
     run = RunRecord(folder, name or name_of(folder), History(window))

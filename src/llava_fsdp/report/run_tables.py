@@ -151,8 +151,8 @@ def history_tables(run: RunRecord) -> Iterator[str]:
 def environment(run: RunRecord) -> Iterator[str]:
     about = run.about
     if about.get("versions"):
-        known = {**about["versions"], **{key: about.get(key) for key in ("commit", "ranks", "nodes", "device")}}
-        rows = [(key, str(value)) for key, value in known.items() if value is not None]
+        facts = {**about["versions"], **{key: about.get(key) for key in ("commit", "ranks", "nodes", "device")}}
+        rows = [(key, str(value)) for key, value in facts.items() if value is not None]
         yield section("Environment", table(["what", "which"], rows))
 
 

@@ -102,17 +102,17 @@ def take(whole: torch.Tensor, own: int, is_sum: bool) -> torch.Tensor:
     """Return the first `own` positions in new memory. A reduce-scatter, which sums over ranks, first copies the whole
     tensor in the order of the ranks."""
     copy = torch.empty_like(whole) if is_sum else None
-    found = whole[:, :own].clone()
+    taken = whole[:, :own].clone()
     del copy
-    return found
+    return taken
 
 
 def collect(own: torch.Tensor, length: int) -> torch.Tensor:
     """Return new memory for all positions. An all-gather collects them by rank, then copies them row by row."""
     gathered = own.new_empty(own.shape[0], length, own.shape[2])
-    found = torch.empty_like(gathered)
+    in_rows = torch.empty_like(gathered)
     del gathered
-    return found
+    return in_rows
 
 
 class Sum(torch.autograd.Function):

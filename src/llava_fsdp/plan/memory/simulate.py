@@ -104,7 +104,7 @@ def simulate_step(
     plan: ShardPlan,
     states: States,
     unit_names: dict[str, str],
-    prefetch: int | None = None,
+    prefetch: int | None,
 ) -> Ledger:
     """Simulate a step under FSDP.
 

@@ -52,8 +52,8 @@ def weights_of_groups(
     names = names_of_stages(model, plan)
     found = []
     for group in range(parallel.pipeline):
-        own = set[str]().union(*(names[stage] for stage in place_of_group(parallel, group).own))
-        found.append([weight for name, weight in weights.items() if name in own])
+        names_of_group = set[str]().union(*(names[stage] for stage in place_of_group(parallel, group).own))
+        found.append([weight for name, weight in weights.items() if name in names_of_group])
     return found
 
 
@@ -99,7 +99,7 @@ def simulate_pipeline(
     plan: ShardPlan,
     states: States,
     unit_names: dict[str, str],
-    prefetch: int | None = None,
+    prefetch: int | None,
 ) -> Ledger:
     """Simulate a step of one rank of a pipeline. `order` has the passes that it runs, and the segments of each; the
     other arguments are those of `simulate_step`."""

@@ -101,8 +101,10 @@ def chosen_kinds(before: ParallelConfig, chosen: ParallelConfig) -> list[str]:
     """Return the keys of `parallel` that were `auto` or searched (`before`), as command-line overrides."""
     searched = ["tensor", "expert", "pipeline"] * before.search
     keys = [*["context"] * (before.search or before.context == AUTO), *searched]
-    found = [f"parallel.{key}={getattr(chosen, key)}" for key in keys]
-    return [*found, f"parallel.schedule={chosen.schedule.value}"] if before.search and chosen.pipeline > 1 else found
+    overrides = [f"parallel.{key}={getattr(chosen, key)}" for key in keys]
+    if before.search and chosen.pipeline > 1:
+        overrides.append(f"parallel.schedule={chosen.schedule.value}")
+    return overrides
 
 
 def decide(cfg: Config, world: World, parts: Parts, samples: Samples, continues: bool = False) -> Decision:
@@ -176,9 +178,9 @@ def best_layout(
     if not cfg.parallel.search:
         return smallest_context(cfg, world.size, language, plan)
     searcher = Searcher(planner_of, lambda planner, tried: ways_for(planner, tried, world))
-    found = searcher.search(cfg, world.size, world.local_size)
-    log().log(logging.INFO if world.is_first else logging.DEBUG, "auto: %s", found)
-    return found.rows[0].planner, [one.row for one in found.rows]
+    result = searcher.search(cfg, world.size, world.local_size)
+    log().log(logging.INFO if world.is_first else logging.DEBUG, "auto: %s", result)
+    return result.rows[0].planner, [one.row for one in result.rows]
 
 
 def smallest_context(
@@ -214,19 +216,19 @@ def with_each_context(cfg: C, world_size: int, language: PretrainedConfig) -> li
     if cfg.parallel.context != AUTO:
         plan_context(cfg.parallel.context_how, language, cfg.parallel.num_context, 0, tensor)
         return [cfg]
-    found: list[C] = []
+    possible: list[C] = []
     error: ConfigError | None = None
     for size in (n for n in range(1, world_size // tensor + 1) if world_size // tensor % n == 0):
         try:
             if size > 1:
                 check_torch()
             plan_context(cfg.parallel.context_how, language, size, 0, tensor)
-            found.append(replace(cfg, parallel=replace(cfg.parallel, context=size)))
+            possible.append(replace(cfg, parallel=replace(cfg.parallel, context=size)))
         except ConfigError as refused:
             error = refused
-    if not found:
+    if not possible:
         raise ConfigError(f"parallel.context=auto: no number of ranks is possible, up to all {world_size}: {error}")
-    return found
+    return possible
 
 
 def without_plan(cfg: Config, error: Exception) -> Decision:
@@ -306,17 +308,17 @@ def recorded(cfg: Config) -> Decision | None:
 
 def recorded_kinds(own: ParallelConfig, tree: DictConfig) -> ParallelConfig | None:
     """Return `own` with the keys that the planner chooses, as a config.yaml has them; None if it cannot be used."""
-    found: dict[str, Any] = {"search": False}
+    chosen: dict[str, Any] = {"search": False}
     for key, is_chosen in {
         "context": own.search or own.context == AUTO, "tensor": own.search, "expert": own.search, "pipeline": own.search
     }.items():  # fmt: skip
         if is_chosen:
-            found[key] = OmegaConf.select(tree, f"parallel.{key}") or 1
-            if not isinstance(found[key], int):
+            chosen[key] = OmegaConf.select(tree, f"parallel.{key}") or 1
+            if not isinstance(chosen[key], int):
                 return None
     if own.search:
-        found["schedule"] = PipelineSchedule[OmegaConf.select(tree, "parallel.schedule") or "1f1b"]
-    return replace(own, **found)
+        chosen["schedule"] = PipelineSchedule[OmegaConf.select(tree, "parallel.schedule") or "1f1b"]
+    return replace(own, **chosen)
 
 
 def has_auto_checkpointing(cfg: Config) -> bool:

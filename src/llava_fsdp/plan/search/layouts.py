@@ -56,8 +56,8 @@ class Planned:
     @property
     def kinds(self) -> int:
         """Number of kinds of parallelism beside sharding."""
-        own = self.parallel
-        return sum(size > 1 for size in (own.num_context, own.tensor, own.expert, own.pipeline))
+        parallel = self.parallel
+        return sum(size > 1 for size in (parallel.num_context, parallel.tensor, parallel.expert, parallel.pipeline))
 
 
 @dataclass(frozen=True)

@@ -50,16 +50,16 @@ def points_of(
     """Return the objects of `longest`. `advance` is called with 1 after each."""
     points = []
     for context in contexts:
-        own = replace(cfg.parallel, context=context)
-        planner = Planner(replace(cfg, parallel=own, tokens_per_micro_batch=None), machine, parts=parts)
+        parallel = replace(cfg.parallel, context=context)
+        planner = Planner(replace(cfg, parallel=parallel, tokens_per_micro_batch=None), machine, parts=parts)
         modes = MODES if machine.device == "cuda" else MODES[:1]
         ways = [ActivationCheckpointingConfig(mode=mode, budget=None) for mode in modes]
         for gpus in counts(cfg):
             if gpus % context:
                 continue
             ranks = RankCounts(gpus, gpus, cfg.gpus)
-            found = [longest_row(planner, Choice(Strategy.FULL_SHARD, way, OffloadMode.none), ranks) for way in ways]
-            row = max(found, key=lambda row: 0 if row is None else row.tokens)
+            rows = [longest_row(planner, Choice(Strategy.FULL_SHARD, way, OffloadMode.none), ranks) for way in ways]
+            row = max(rows, key=lambda row: 0 if row is None else row.tokens)
             points.append(
                 {
                     "gpus": gpus,
@@ -86,14 +86,14 @@ def sizes_of(cfg: PlanConfig, parts: Parts) -> list[int]:
     `parallel.context_how=ulysses`, only those that divide the attention heads; only 1 if rows are not packed."""
     if not cfg.can_share_rows:
         return [1]
-    found = []
+    sizes = []
     for size in (1 << n for n in range(7) if 1 << n <= cfg.gpus * cfg.nodes):
         try:
             plan_context(cfg.parallel.context_how, parts.language, size, 0)
         except ConfigError:
             break
-        found.append(size)
-    return found
+        sizes.append(size)
+    return sizes
 
 
 def longest_row(planner: Planner, choice: Choice, ranks: RankCounts) -> PlanRow | None:

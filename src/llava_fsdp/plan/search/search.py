@@ -97,18 +97,18 @@ def ways_to_share_experts(cfg: Config, ways: Sequence[Choice], ranks: RankCounts
     """
     if cfg.parallel.expert == 1:
         return list(ways)
-    found: list[Choice] = []
+    possible: list[Choice] = []
     error: ConfigError | None = None
     for choice in ways:
         try:
             shape = mesh_shape(SHARD_PLANS[choice.strategy], ranks.world_size, ranks.shard_size)
             shape_of_experts(shape, cfg.parallel.expert, cfg.parallel.tensor)
-            found.append(choice)
+            possible.append(choice)
         except ConfigError as refused:
             error = refused
-    if error is not None and not found:
+    if error is not None and not possible:
         raise error
-    return found
+    return possible
 
 
 def plan_rows(
@@ -176,15 +176,15 @@ def largest_that_fits(
     def row(split: Sequence[MicroBatchSizes]) -> PlanRow:
         return planner.row(choice, ranks, split, sizes)
 
-    found, first, last = row(splits[-1]), 0, len(splits) - 1
-    while found.fits and first < last:
+    best, first, last = row(splits[-1]), 0, len(splits) - 1
+    while best.fits and first < last:
         middle = (first + last) // 2
         tried = row(splits[middle])
         if tried.fits:
-            found, last = tried, middle
+            best, last = tried, middle
         else:
             first = middle + 1
-    return found
+    return best
 
 
 def largest_measured(

@@ -17,8 +17,8 @@ def write_page(points: Sequence[dict[str, Any]], title: str, path: Path) -> Path
     """
     lines = []
     for colour, context in enumerate(sorted({point["context"] for point in points})):
-        own = [point for point in points if point["context"] == context and point["tokens"]]
-        values = [Point.exact(point["gpus"], float(point["tokens"])) for point in own]
+        fitting = [point for point in points if point["context"] == context and point["tokens"]]
+        values = [Point.exact(point["gpus"], float(point["tokens"])) for point in fitting]
         lines.append(Line(f"{context} rank{'s' * (context > 1)} per row", values, colour, dots=True))
     chart = Chart("Longest sample in tokens against GPUs", lines, "predicted", logs=True, wide=True, along="GPUs")
     names = list(points[0])

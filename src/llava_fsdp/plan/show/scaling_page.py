@@ -63,11 +63,11 @@ def points_of(
         yield point(count, name, row)
     if search is not None:
         with contextlib.suppress(ConfigError):
-            found = search(gpus * count)
-            own = found.parallel
-            sizes = {key: getattr(own, key) for key in ("context", "tensor", "expert", "pipeline")}
-            layout = [found.row.choice.zero, *(f"{key} {size}" for key, size in sizes.items() if size > 1)]
-            yield point(count, SEARCHED, found.row, ", ".join(layout))
+            fastest = search(gpus * count)
+            parallel = fastest.parallel
+            sizes = {key: getattr(parallel, key) for key in ("context", "tensor", "expert", "pipeline")}
+            layout = [fastest.row.choice.zero, *(f"{key} {size}" for key, size in sizes.items() if size > 1)]
+            yield point(count, SEARCHED, fastest.row, ", ".join(layout))
 
 
 def plain_ways(planner: Planner, gpus: int, count: int, is_free: bool) -> Iterator[tuple[str, PlanRow]]:

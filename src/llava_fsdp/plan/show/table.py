@@ -120,8 +120,8 @@ def rows_table(rows: Sequence[PlanRow]) -> Table:
 def layout(parallel: ParallelConfig) -> list[str]:
     """Return the kinds of parallelism as command-line overrides; empty for sharding alone."""
     sizes = {key: getattr(parallel, key) for key in ("context", "tensor", "expert", "pipeline")}
-    found = [f"parallel.{key}={size}" for key, size in sizes.items() if size != 1]
-    return [*found, f"parallel.schedule={parallel.schedule.value}"] if parallel.pipeline > 1 else found
+    overrides = [f"parallel.{key}={size}" for key, size in sizes.items() if size != 1]
+    return [*overrides, f"parallel.schedule={parallel.schedule.value}"] if parallel.pipeline > 1 else overrides
 
 
 def search_table(found: Sequence[Planned]) -> Table:
@@ -174,8 +174,11 @@ def show_longest(console: Console, points: Sequence[dict[str, Any]], title: str)
     columns = [f"{context} rank{'s' * (context > 1)} per row" for context in contexts]
     table = Table("GPUs", *columns, title=f"longest sample in tokens that fits: {title}", title_justify="left")
     for gpus in sorted({point["gpus"] for point in points}):
-        own = {point["context"]: point["tokens"] for point in points if point["gpus"] == gpus}
-        cells = ["" if context not in own else longest_as_text(own[context]) for context in contexts]
+        tokens_by_context = {point["context"]: point["tokens"] for point in points if point["gpus"] == gpus}
+        cells = [
+            "" if context not in tokens_by_context else longest_as_text(tokens_by_context[context])
+            for context in contexts
+        ]
         table.add_row(f"{gpus}", *cells)
     console.print(table)
 

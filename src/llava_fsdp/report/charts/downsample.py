@@ -163,8 +163,8 @@ class History:
 
     def source_loss(self, name: str) -> float | None:
         """Return the mean loss of a data source in the last `window` steps; None if it has none there."""
-        found = [steps[name] for steps in self.recent_sources if name in steps]
-        values = [(loss, labels) for loss, labels in found if loss is not None]
+        losses = [steps[name] for steps in self.recent_sources if name in steps]
+        values = [(loss, labels) for loss, labels in losses if loss is not None]
         return mean_loss(values) if values else None
 
     @property
