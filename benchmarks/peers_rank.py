@@ -73,7 +73,7 @@ def run_ours(plan: dict[str, Any], pack: bool) -> None:
     from llava_fsdp.runtime.files.run_dir import claimed
     from llava_fsdp.runtime.process.watchdog import Watchdog
     from llava_fsdp.train.events.gc_schedule import GarbageCollection
-    from llava_fsdp.train.events.reports import Reports, open_reports
+    from llava_fsdp.train.events.reporting.reports import Reports, open_reports
     from llava_fsdp.train.events.run_events import EventList, RunEvents
     from llava_fsdp.train.events.save_and_stop import RunController, open_saver
     from llava_fsdp.train.loop import fit

@@ -10,8 +10,8 @@ from pathlib import Path
 from make_recipes import GOLDEN
 from pages import DOCS, cell, code, replaced, table
 
-from llava_fsdp.migrate.accelerate import ACCELERATE
-from llava_fsdp.migrate.deepspeed import DEEPSPEED, Switched
+from llava_fsdp.migrate.configs.accelerate import ACCELERATE
+from llava_fsdp.migrate.configs.deepspeed import DEEPSPEED, Switched
 from llava_fsdp.migrate.flags.llava_flags import FLAGS
 from llava_fsdp.migrate.inputs import read_json
 from llava_fsdp.migrate.keys import Context, OnlyIf, Outcome, Verdict, outcome, written

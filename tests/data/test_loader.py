@@ -25,7 +25,7 @@ from llava_fsdp.data.text.tokenizer import open_tokenizer
 from llava_fsdp.data.validation_prompts import ask
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.runtime.errors import ConfigError, DataError, ImageError, SourceError
-from llava_fsdp.train.events.validation_answers import AnswerGenerator
+from llava_fsdp.train.events.held_out.validation_answers import AnswerGenerator
 
 
 def open_loader(parts: Path, dataset: Path, *overrides: str, size: int = 1, **shape: int) -> Loader:

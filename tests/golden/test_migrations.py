@@ -11,7 +11,7 @@ from small import config_of
 from tiers import slow_after
 
 from llava_fsdp.migrate.command import assignments, migrate
-from llava_fsdp.migrate.deepspeed import rule_of
+from llava_fsdp.migrate.configs.deepspeed import rule_of
 from llava_fsdp.migrate.flags.llava_flags import FLAGS
 from llava_fsdp.migrate.inputs import flat
 from llava_fsdp.migrate.overrides import decide

@@ -19,11 +19,11 @@ from tiers import slow_after
 from llava_fsdp.data.text.templates import template
 from llava_fsdp.migrate import command
 from llava_fsdp.migrate import main as entry
-from llava_fsdp.migrate.accelerate import ACCELERATE
-from llava_fsdp.migrate.accelerate import rule_of as accelerate_rule
 from llava_fsdp.migrate.command import Migration, assignments, lines, migrate
-from llava_fsdp.migrate.deepspeed import DEEPSPEED
-from llava_fsdp.migrate.deepspeed import rule_of as deepspeed_rule
+from llava_fsdp.migrate.configs.accelerate import ACCELERATE
+from llava_fsdp.migrate.configs.accelerate import rule_of as accelerate_rule
+from llava_fsdp.migrate.configs.deepspeed import DEEPSPEED
+from llava_fsdp.migrate.configs.deepspeed import rule_of as deepspeed_rule
 from llava_fsdp.migrate.inputs import flat, read_runs
 from llava_fsdp.migrate.keys import RuleContext, TableRow, Verdict, written
 from llava_fsdp.migrate.overrides import TEMPLATES, decide

@@ -27,7 +27,7 @@ from llava_fsdp.parallel.local_shards import local
 from llava_fsdp.parallel.memory.activation_checkpoint import apply_activation_checkpointing
 from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.runtime.errors import CompileError, ConfigError
-from llava_fsdp.train.events.step_warnings import CompileWarnings
+from llava_fsdp.train.events.reporting.step_warnings import CompileWarnings
 from llava_fsdp.train.loop import train_step
 from llava_fsdp.train.state import StepResult
 
@@ -278,7 +278,7 @@ def test_late_compilations_are_warned_of_once(monkeypatch: pytest.MonkeyPatch) -
         def warning(self, *told: object) -> None:
             warnings.append(told)
 
-    monkeypatch.setattr("llava_fsdp.train.events.step_warnings.log", Log)
+    monkeypatch.setattr("llava_fsdp.train.events.reporting.step_warnings.log", Log)
     observer = CompileWarnings()
     for step, recompiles in enumerate([0] * (WARM_UP + 1) + [2, 2]):
         facts = StepFacts.__new__(StepFacts)

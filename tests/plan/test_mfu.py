@@ -17,9 +17,9 @@ from llava_fsdp.model.flops import Flops
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.plan.time.mfu import Utilization, peak_of, recomputed_flops_share, utilization_of
 from llava_fsdp.train import main as train
-from llava_fsdp.train.events.console import Console
-from llava_fsdp.train.events.metrics import MetricsFile
-from llava_fsdp.train.events.reports import Reports
+from llava_fsdp.train.events.reporting.console import Console
+from llava_fsdp.train.events.reporting.metrics import MetricsFile
+from llava_fsdp.train.events.reporting.reports import Reports
 from llava_fsdp.train.state import StepResult
 
 ANYRES = "data.image_aspect_ratio=anyres", "export.enabled=false", "data.max_length=512"

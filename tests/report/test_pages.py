@@ -23,8 +23,8 @@ from llava_fsdp.report.charts.svg import Chart, Line, draw
 from llava_fsdp.report.compare_page import best_of, comparison_page
 from llava_fsdp.report.dataset_page import badness, dataset_page, most_of
 from llava_fsdp.report.examples import Example, Gap, Images, Text
-from llava_fsdp.report.profile_page import profile_page
-from llava_fsdp.report.profile_trace import CATEGORIES, Times
+from llava_fsdp.report.profile.profile_page import profile_page
+from llava_fsdp.report.profile.profile_trace import CATEGORIES, Times
 from llava_fsdp.report.results import read_results
 from llava_fsdp.report.run_page import header, tiles
 from llava_fsdp.report.run_reader import RunRecord, read_run, runs_in

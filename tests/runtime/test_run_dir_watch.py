@@ -25,7 +25,7 @@ from llava_fsdp.runtime.files.run_dir_watch import RunDirLock
 from llava_fsdp.runtime.files.status_file import Outcome, first_failure, put_status, read_status, write_ending
 from llava_fsdp.runtime.process.watchdog import SAME_KEY_PRESS, Watchdog
 from llava_fsdp.runtime.text.log import setup_logging
-from llava_fsdp.train.events.live_page import rewrite_page
+from llava_fsdp.train.events.reporting.live_page import rewrite_page
 
 CODES = ["ESTALE", "EIO", "EACCES", "ENOSPC", "EROFS"]
 CALLS = ["stat", "lstat", "open", "fsync", "replace", "link", "unlink"]

@@ -76,7 +76,7 @@ def note_resources(notes: str) -> None:
     """Write what this process holds behind every step: bytes of memory, open files and threads."""
     import gc
 
-    from llava_fsdp.train.events.reports import Reports
+    from llava_fsdp.train.events.reporting.reports import Reports
 
     told = Reports.after_step
     gc.freeze()  # what was imported stays, and need not be walked through every time

@@ -19,7 +19,7 @@ from documents import DOCS, ROOT, blocks_of
 
 from llava_fsdp.config import Metric
 from llava_fsdp.runtime.errors import ConfigError, MetricError
-from llava_fsdp.train.events.answer_metric import AnswerMetric, choose_metric
+from llava_fsdp.train.events.held_out.answer_metric import AnswerMetric, choose_metric
 
 
 def with_metric(metric: Metric = Metric.exact) -> Any:

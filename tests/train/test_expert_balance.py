@@ -19,8 +19,8 @@ from tiers import slow_after
 from llava_fsdp.config import Config
 from llava_fsdp.data.batching.batch import StepFacts
 from llava_fsdp.parallel.compile import choose_compiling
-from llava_fsdp.train.events.metrics import metrics_row
-from llava_fsdp.train.events.step_warnings import COLLAPSED_STEPS, ExpertWarnings
+from llava_fsdp.train.events.reporting.metrics import metrics_row
+from llava_fsdp.train.events.reporting.step_warnings import COLLAPSED_STEPS, ExpertWarnings
 from llava_fsdp.train.state import ExpertLoad, StepResult
 
 NUMBERS = ("loss", "grad_norm", "balance_loss", "expert_load_max", "experts_idle")

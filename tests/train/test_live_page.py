@@ -19,8 +19,8 @@ from small import Configure, make_config
 
 from llava_fsdp.report.run_reader import read_run
 from llava_fsdp.train import main as train
-from llava_fsdp.train.events import live_page
-from llava_fsdp.train.events.live_page import LivePage
+from llava_fsdp.train.events.reporting import live_page
+from llava_fsdp.train.events.reporting.live_page import LivePage
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
@@ -135,7 +135,7 @@ def test_a_process_that_is_ended_leaves_no_part_of_a_page(parts: Path, dataset: 
     before = (folder / "report.html").read_text()
     interrupted = """
 import os, signal, sys
-from llava_fsdp.train.events import live_page
+from llava_fsdp.train.events.reporting import live_page
 from llava_fsdp.runtime.files.durable_files import replacing
 
 def write_half(path, page, *folders):

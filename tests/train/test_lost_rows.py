@@ -7,7 +7,7 @@ import pytest
 
 from llava_fsdp.report.run_page import header
 from llava_fsdp.report.run_reader import read_run
-from llava_fsdp.train.events.lost_rows import format_ranges, lost_rows
+from llava_fsdp.train.events.reporting.lost_rows import format_ranges, lost_rows
 
 STEPS = 40
 

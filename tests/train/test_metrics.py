@@ -19,14 +19,14 @@ from llava_fsdp.runtime.files import jsonl
 from llava_fsdp.runtime.files.jsonl import RowWriter
 from llava_fsdp.runtime.text.humanize import duration
 from llava_fsdp.runtime.text.log import log
-from llava_fsdp.train.events import metrics
-from llava_fsdp.train.events.console import Console
-from llava_fsdp.train.events.lost_rows import due_between, skipped_in
-from llava_fsdp.train.events.metrics import MetricsFile, drop_later_rows, metrics_row
-from llava_fsdp.train.events.reports import Reports
-from llava_fsdp.train.events.skipped_records import SkippedRecords, begin_skipped_records
-from llava_fsdp.train.events.step_report import StepReport
-from llava_fsdp.train.events.step_warnings import FEWEST, CompileWarnings, LossWarnings, SampleWarnings
+from llava_fsdp.train.events.reporting import metrics
+from llava_fsdp.train.events.reporting.console import Console
+from llava_fsdp.train.events.reporting.lost_rows import due_between, skipped_in
+from llava_fsdp.train.events.reporting.metrics import MetricsFile, drop_later_rows, metrics_row
+from llava_fsdp.train.events.reporting.reports import Reports
+from llava_fsdp.train.events.reporting.skipped_records import SkippedRecords, begin_skipped_records
+from llava_fsdp.train.events.reporting.step_report import StepReport
+from llava_fsdp.train.events.reporting.step_warnings import FEWEST, CompileWarnings, LossWarnings, SampleWarnings
 from llava_fsdp.train.state import StepResult
 
 

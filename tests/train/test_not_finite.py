@@ -35,8 +35,8 @@ from llava_fsdp.runtime.process.watchdog import BEAT, Watchdog, WatchedRun
 from llava_fsdp.train import loop
 from llava_fsdp.train import main as train
 from llava_fsdp.train.checkpoints.resume import resume
+from llava_fsdp.train.events.reporting.step_warnings import FEWEST, Spikes
 from llava_fsdp.train.events.run_events import RunEvents
-from llava_fsdp.train.events.step_warnings import FEWEST, Spikes
 from llava_fsdp.train.state import StepResult, TrainState
 
 TrainStep = Callable[..., StepResult]

@@ -11,8 +11,8 @@ from small import Configure, make_config
 from steps import begin
 
 from llava_fsdp.config import Config
-from llava_fsdp.report.profile_page import profile_page
-from llava_fsdp.report.profile_trace import CATEGORIES, Times, TraceError, times_of, united, within, without
+from llava_fsdp.report.profile.profile_page import profile_page
+from llava_fsdp.report.profile.profile_trace import CATEGORIES, Times, TraceError, times_of, united, within, without
 from llava_fsdp.runtime.errors import ConfigError, StorageError
 from llava_fsdp.train import main as train
 from llava_fsdp.train.events.profiler import StepProfiler, open_profiler

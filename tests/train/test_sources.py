@@ -14,7 +14,7 @@ from llava_fsdp.config import LossConfig, LossKernel, Normalize
 from llava_fsdp.data.batching.batch import SkippedSample, StepFacts
 from llava_fsdp.model.loss import LossCollector, choose_loss
 from llava_fsdp.parallel.ranks.world import World
-from llava_fsdp.train.events.metrics import metrics_row
+from llava_fsdp.train.events.reporting.metrics import metrics_row
 from llava_fsdp.train.loop import SourceSums
 from llava_fsdp.train.setup.build_state import build_state
 

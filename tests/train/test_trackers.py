@@ -19,10 +19,10 @@ from llava_fsdp.config import Config
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.exit_codes import ENDINGS
 from llava_fsdp.runtime.files.status_file import Outcome, write_ending
-from llava_fsdp.train.events import trackers
-from llava_fsdp.train.events.reports import Reports
-from llava_fsdp.train.events.step_report import StepReport
-from llava_fsdp.train.events.trackers import Trackers, check_installed, values_of_step, values_of_validation
+from llava_fsdp.train.events.reporting import trackers
+from llava_fsdp.train.events.reporting.reports import Reports
+from llava_fsdp.train.events.reporting.step_report import StepReport
+from llava_fsdp.train.events.reporting.trackers import Trackers, check_installed, values_of_step, values_of_validation
 
 SECRET = "hf_abcdefghij0123456789xyz"
 PLANTED = {

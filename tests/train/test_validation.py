@@ -37,8 +37,8 @@ from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.runtime.errors import ConfigError, DataError, Stopped
 from llava_fsdp.runtime.process.watchdog import Watchdog
 from llava_fsdp.train import main as train
+from llava_fsdp.train.events.held_out.validation import Validation
 from llava_fsdp.train.events.run_events import RunEvents
-from llava_fsdp.train.events.validation import Validation
 from llava_fsdp.train.state import TrainState
 
 LEARNT = [

@@ -11,10 +11,10 @@ import torch
 
 from llava_fsdp.config import Metric, ParallelConfig
 from llava_fsdp.runtime.files.jsonl import RowWriter
-from llava_fsdp.train.events import validation, validation_answers
+from llava_fsdp.train.events.held_out import validation, validation_answers
+from llava_fsdp.train.events.held_out.validation import LossSum, Validation, as_line, as_object, row_of
+from llava_fsdp.train.events.held_out.validation_answers import Answered, AnswerGenerator
 from llava_fsdp.train.events.run_events import RunEvents
-from llava_fsdp.train.events.validation import LossSum, Validation, as_line, as_object, row_of
-from llava_fsdp.train.events.validation_answers import Answered, AnswerGenerator
 
 
 def test_a_loss_is_the_mean_over_all_label_tokens() -> None:

@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 
-from llava_fsdp.migrate import accelerate, deepspeed
+from llava_fsdp.migrate.configs import accelerate, deepspeed
 from llava_fsdp.migrate.flags.launcher_flags import LAUNCHER
 from llava_fsdp.migrate.flags.trainer_flags import OTHER_PROGRAM
 from llava_fsdp.migrate.keys import (

@@ -35,13 +35,13 @@ from llava_fsdp.runtime.text.log import log
 from llava_fsdp.train import final_export
 from llava_fsdp.train.checkpoints.replica_check import check_replicas
 from llava_fsdp.train.checkpoints.resume import continues, recorded_dtype, resume
-from llava_fsdp.train.events.answer_metric import ScoreFunction, choose_metric
 from llava_fsdp.train.events.event_order import Observed, open_events
-from llava_fsdp.train.events.live_page import rewrite_page
-from llava_fsdp.train.events.metrics import storage_errors
-from llava_fsdp.train.events.reports import Reports
+from llava_fsdp.train.events.held_out.answer_metric import ScoreFunction, choose_metric
+from llava_fsdp.train.events.reporting.live_page import rewrite_page
+from llava_fsdp.train.events.reporting.metrics import storage_errors
+from llava_fsdp.train.events.reporting.reports import Reports
+from llava_fsdp.train.events.reporting.trackers import HURRY
 from llava_fsdp.train.events.run_events import RunEvents, check_own_events
-from llava_fsdp.train.events.trackers import HURRY
 from llava_fsdp.train.loop import fit
 from llava_fsdp.train.setup.build_model import build_model
 from llava_fsdp.train.setup.build_state import build_state, open_data

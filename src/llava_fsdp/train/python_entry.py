@@ -22,7 +22,7 @@ from llava_fsdp.train.state import StepResult
 
 if TYPE_CHECKING:
     from llava_fsdp.model.own_parts import ProjectorFactory, TokenLoss
-    from llava_fsdp.train.events.answer_metric import ScoreFunction
+    from llava_fsdp.train.events.held_out.answer_metric import ScoreFunction
     from llava_fsdp.train.main import RunParts
     from llava_fsdp.train.setup.own_source import RecordSource
 

@@ -18,7 +18,7 @@ from llava_fsdp.runtime.launch import env_rank
 from llava_fsdp.runtime.process.imports import importing
 
 if TYPE_CHECKING:
-    from llava_fsdp.train.events.answer_metric import ScoreFunction
+    from llava_fsdp.train.events.held_out.answer_metric import ScoreFunction
     from llava_fsdp.train.events.run_events import RunEvents
     from llava_fsdp.train.main import RunParts
 
@@ -70,7 +70,7 @@ def end_run(folder: Path, outcome: Outcome, parts: "RunParts | None") -> dict[st
         if parts is not None and parts.reports is not None:
             parts.reports.end()
         elif env_rank() == 0:
-            from llava_fsdp.train.events.live_page import rewrite_page
+            from llava_fsdp.train.events.reporting.live_page import rewrite_page
 
             rewrite_page(folder)
     return first

@@ -20,8 +20,8 @@ from llava_fsdp.data.text.encode import truncate
 from llava_fsdp.prepare import main as prepare
 from llava_fsdp.runtime.files.jsonl import RowWriter
 from llava_fsdp.runtime.text.terminal_text import OBEYED
-from llava_fsdp.train.events.lost_rows import SKIPPED_FILE
-from llava_fsdp.train.events.skipped_records import SkippedRecords
+from llava_fsdp.train.events.reporting.lost_rows import SKIPPED_FILE
+from llava_fsdp.train.events.reporting.skipped_records import SkippedRecords
 
 
 def test_the_report_counts_what_is_there(parts: Path, dataset: Path, tmp_path: Path) -> None:

@@ -10,15 +10,15 @@ from llava_fsdp.config import Config
 from llava_fsdp.runtime.files.run_dir_watch import RunDirLock
 from llava_fsdp.runtime.process.watchdog import Watchdog
 from llava_fsdp.train import final_export
-from llava_fsdp.train.events.answer_metric import AnswerMetric
 from llava_fsdp.train.events.gc_schedule import GarbageCollection
+from llava_fsdp.train.events.held_out.answer_metric import AnswerMetric
+from llava_fsdp.train.events.held_out.validation import open_validation
 from llava_fsdp.train.events.profiler import open_profiler
-from llava_fsdp.train.events.reports import Reports, open_reports
+from llava_fsdp.train.events.reporting.reports import Reports, open_reports
+from llava_fsdp.train.events.reporting.step_warnings import CompileWarnings
 from llava_fsdp.train.events.run_events import EventList, OwnEvent, RunEvents
 from llava_fsdp.train.events.save_and_stop import RunController, open_saver
-from llava_fsdp.train.events.step_warnings import CompileWarnings
 from llava_fsdp.train.events.timeouts import Timeouts
-from llava_fsdp.train.events.validation import open_validation
 from llava_fsdp.train.state import TrainState
 
 

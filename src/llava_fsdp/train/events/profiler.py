@@ -11,8 +11,8 @@ from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from llava_fsdp.config import Config
-from llava_fsdp.report.profile_page import profile_page
-from llava_fsdp.report.profile_trace import RANGE, TraceError, times_of
+from llava_fsdp.report.profile.profile_page import profile_page
+from llava_fsdp.report.profile.profile_trace import RANGE, TraceError, times_of
 from llava_fsdp.runtime.errors import StorageError
 from llava_fsdp.runtime.files.os_errors import why
 from llava_fsdp.runtime.text.log import log

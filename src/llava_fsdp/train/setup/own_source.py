@@ -15,7 +15,7 @@ from llava_fsdp.runtime.errors import CommunicationError, ConfigError, SourceErr
 from llava_fsdp.runtime.files.durable_files import replacing
 from llava_fsdp.runtime.files.run_dir import make_run_folder
 from llava_fsdp.runtime.launch import env_rank
-from llava_fsdp.train.events.metrics import storage_errors
+from llava_fsdp.train.events.reporting.metrics import storage_errors
 from llava_fsdp.train.events.run_events import describe
 
 FOLDER = "records"

@@ -35,7 +35,7 @@ from llava_fsdp.runtime.files.provenance import read_notes
 from llava_fsdp.runtime.files.unfinished import earlier_export, refuse_staged, run_of
 from llava_fsdp.runtime.text.log import log
 from llava_fsdp.train.checkpoints.resume import check_settings, continues, without_saved_sources
-from llava_fsdp.train.events.trackers import check_installed
+from llava_fsdp.train.events.reporting.trackers import check_installed
 from llava_fsdp.train.optimizer import SCHEDULES, warmup_steps
 from llava_fsdp.train.setup.build_model import build_model
 

@@ -2,7 +2,7 @@
 
 from llava_fsdp.report.charts.html import heading, section, table, whole_page
 from llava_fsdp.report.charts.svg import Bar, draw_bars
-from llava_fsdp.report.profile_trace import CATEGORIES, Times
+from llava_fsdp.report.profile.profile_trace import CATEGORIES, Times
 
 MEANING = {
     "data": "waiting for the step's samples, or preparing them where data.workers=0",

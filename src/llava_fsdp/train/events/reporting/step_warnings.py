@@ -7,8 +7,8 @@ from collections import deque
 from typing import Any
 
 from llava_fsdp.runtime.text.log import log
+from llava_fsdp.train.events.reporting.step_report import StepReport
 from llava_fsdp.train.events.run_events import RunEvents
-from llava_fsdp.train.events.step_report import StepReport
 from llava_fsdp.train.state import StepResult
 
 WINDOW = 128

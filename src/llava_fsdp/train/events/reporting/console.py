@@ -9,7 +9,7 @@ from llava_fsdp.config import Config
 from llava_fsdp.runtime.text.console import TextConsole
 from llava_fsdp.runtime.text.humanize import duration
 from llava_fsdp.runtime.text.log import log
-from llava_fsdp.train.events.step_report import StepReport
+from llava_fsdp.train.events.reporting.step_report import StepReport
 from llava_fsdp.train.state import StepResult
 
 RECENT = 20

@@ -20,7 +20,7 @@ from llava_fsdp.config.command_line.tree import dotted, written
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.text.log import log
 from llava_fsdp.runtime.text.redact import redact, redact_values, secrets_of
-from llava_fsdp.train.events.step_report import StepReport
+from llava_fsdp.train.events.reporting.step_report import StepReport
 from llava_fsdp.train.state import StepResult
 
 FOLDER = "tensorboard"

@@ -38,7 +38,7 @@ from llava_fsdp.runtime.files.status_file import read_status
 from llava_fsdp.runtime.process.process_end import end_with
 from llava_fsdp.runtime.text.log import log
 from llava_fsdp.runtime.text.redact import redact_values, secrets_of
-from llava_fsdp.train.events.step_report import StepReport
+from llava_fsdp.train.events.reporting.step_report import StepReport
 from llava_fsdp.train.state import StepResult
 
 PAUSE = 10
@@ -157,7 +157,7 @@ def rewrite_page(folder: Path) -> None:
 
 def start_process(folder: Path) -> subprocess.Popen[bytes]:
     """Start a process that writes the page from the run's files. It prints nothing, and ends with this process."""
-    command = [sys.executable, "-P", "-m", "llava_fsdp.train.events.live_page", str(os.getpid()), str(folder)]
+    command = [sys.executable, "-P", "-m", "llava_fsdp.train.events.reporting.live_page", str(os.getpid()), str(folder)]
     # in a session of its own: Ctrl-C in a terminal reaches all processes of the terminal's session
     return subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
@@ -165,7 +165,7 @@ def start_process(folder: Path) -> subprocess.Popen[bytes]:
 
 
 def main() -> None:
-    """Write the page: `python -m llava_fsdp.train.events.live_page PARENT FOLDER`, with the process id of the
+    """Write the page: `python -m llava_fsdp.train.events.reporting.live_page PARENT FOLDER`, with the process id of the
     training's rank 0, and the run's folder."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # as an exception, which removes the temporary file
     end_with(int(sys.argv[1]))

@@ -8,9 +8,9 @@ from typing import Any
 
 from llava_fsdp.runtime.files.jsonl import RowWriter, replace_lines
 from llava_fsdp.runtime.text.log import log
-from llava_fsdp.train.events.lost_rows import SKIPPED_FILE
-from llava_fsdp.train.events.metrics import rows_of, storage_errors
-from llava_fsdp.train.events.step_report import StepReport
+from llava_fsdp.train.events.reporting.lost_rows import SKIPPED_FILE
+from llava_fsdp.train.events.reporting.metrics import rows_of, storage_errors
+from llava_fsdp.train.events.reporting.step_report import StepReport
 from llava_fsdp.train.state import StepResult
 
 

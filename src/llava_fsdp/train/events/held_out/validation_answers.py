@@ -21,7 +21,7 @@ from llava_fsdp.parallel.ranks.mesh import gather_lists
 from llava_fsdp.parallel.ranks.rank_layout import RankLayout
 from llava_fsdp.runtime.errors import ImageError
 from llava_fsdp.runtime.text.log import log
-from llava_fsdp.train.events.answer_metric import AnswerMetric, choose_metric
+from llava_fsdp.train.events.held_out.answer_metric import AnswerMetric, choose_metric
 from llava_fsdp.train.pipeline_step import PipelinedModel
 
 

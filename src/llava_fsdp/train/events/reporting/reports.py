@@ -12,15 +12,15 @@ from llava_fsdp.config.command_line.renamed import rename_old_files
 from llava_fsdp.plan.time.mfu import Utilization
 from llava_fsdp.runtime.files.status_file import read_status
 from llava_fsdp.runtime.text.log import log
-from llava_fsdp.train.events.console import Console
-from llava_fsdp.train.events.live_page import LivePage
-from llava_fsdp.train.events.lost_rows import lost_rows
-from llava_fsdp.train.events.metrics import MetricsFile, metrics_row, storage_errors
+from llava_fsdp.train.events.reporting.console import Console
+from llava_fsdp.train.events.reporting.live_page import LivePage
+from llava_fsdp.train.events.reporting.lost_rows import lost_rows
+from llava_fsdp.train.events.reporting.metrics import MetricsFile, metrics_row, storage_errors
+from llava_fsdp.train.events.reporting.skipped_records import SkippedRecords
+from llava_fsdp.train.events.reporting.step_report import StepReport
+from llava_fsdp.train.events.reporting.step_warnings import ExpertWarnings, LossWarnings, SampleWarnings
+from llava_fsdp.train.events.reporting.trackers import PATIENCE, Trackers
 from llava_fsdp.train.events.run_events import RunEvents
-from llava_fsdp.train.events.skipped_records import SkippedRecords
-from llava_fsdp.train.events.step_report import StepReport
-from llava_fsdp.train.events.step_warnings import ExpertWarnings, LossWarnings, SampleWarnings
-from llava_fsdp.train.events.trackers import PATIENCE, Trackers
 from llava_fsdp.train.state import StepResult, TrainState
 
 

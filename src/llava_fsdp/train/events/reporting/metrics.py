@@ -16,7 +16,7 @@ from llava_fsdp.report.run_reader import METRICS_FILE
 from llava_fsdp.runtime.errors import StorageError
 from llava_fsdp.runtime.files.jsonl import RowWriter, replace_lines
 from llava_fsdp.runtime.files.os_errors import why
-from llava_fsdp.train.events.step_report import StepReport
+from llava_fsdp.train.events.reporting.step_report import StepReport
 from llava_fsdp.train.state import StepResult
 
 

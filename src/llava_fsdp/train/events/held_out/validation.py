@@ -27,10 +27,10 @@ from llava_fsdp.runtime.files.heartbeat import Phase
 from llava_fsdp.runtime.files.jsonl import RowWriter
 from llava_fsdp.runtime.process.watchdog import Watchdog
 from llava_fsdp.runtime.text.log import log
-from llava_fsdp.train.events.answer_metric import AnswerMetric, choose_metric
-from llava_fsdp.train.events.metrics import drop_later_rows, finite, rows_of, storage_errors
+from llava_fsdp.train.events.held_out.answer_metric import AnswerMetric, choose_metric
+from llava_fsdp.train.events.held_out.validation_answers import Answered, AnswerGenerator
+from llava_fsdp.train.events.reporting.metrics import drop_later_rows, finite, rows_of, storage_errors
 from llava_fsdp.train.events.run_events import RunEvents, RunStart
-from llava_fsdp.train.events.validation_answers import Answered, AnswerGenerator
 from llava_fsdp.train.loop import summed
 from llava_fsdp.train.pipeline_step import PipelinedModel, evaluate
 from llava_fsdp.train.state import StepResult, TrainState
