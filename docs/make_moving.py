@@ -14,7 +14,7 @@ from llava_fsdp.migrate.configs.accelerate import ACCELERATE
 from llava_fsdp.migrate.configs.deepspeed import DEEPSPEED, Switched
 from llava_fsdp.migrate.flags.llava_flags import FLAGS
 from llava_fsdp.migrate.inputs import read_json
-from llava_fsdp.migrate.keys import Context, OnlyIf, Outcome, Verdict, outcome, written
+from llava_fsdp.migrate.keys import OnlyIf, RuleContext, Translation, Verdict, outcome, written
 from llava_fsdp.migrate.launch_command import Launch
 from llava_fsdp.migrate.overrides import decide
 from llava_fsdp.migrate.source_run import AUTO, Block, Flag, Run
@@ -73,23 +73,23 @@ def script(name: str, flags: Mapping[str, str], without: str = "") -> Run:
     return Run(record["script"], launch, FLAGS, given, deepspeed=zero)
 
 
-def answer(run: Run, key: str, rule: object, value: object) -> Outcome:
-    return outcome(rule, replace(Context(run, decide(run)), key=key), value)
+def answer(run: Run, key: str, rule: object, value: object) -> Translation:
+    return outcome(rule, replace(RuleContext(run, decide(run)), key=key), value)
 
 
-def fixed(rule: object) -> Outcome | None:
+def fixed(rule: object) -> Translation | None:
     """The answer of a rule that does not depend on the run; None where it needs an example."""
-    if isinstance(rule, Outcome):
+    if isinstance(rule, Translation):
         return rule
     if isinstance(rule, OnlyIf):
         if rule.text == "as here":
-            return Outcome(Verdict.implied, f"always so here: {rule.why}")
+            return Translation(Verdict.implied, f"always so here: {rule.why}")
     if isinstance(rule, OnlyIf | Switched):
-        return Outcome(Verdict.unsupported, f"{rule.why} *")
+        return Translation(Verdict.unsupported, f"{rule.why} *")
     return None
 
 
-def row(key: str, example: str, found: Outcome) -> list[str]:
+def row(key: str, example: str, found: Translation) -> list[str]:
     stands = f" (`auto` stands for {found.resolved})" if found.resolved is not None else ""
     return [code(key), code(example), found.verdict.value, cell(found.text) + cell(stands)]
 

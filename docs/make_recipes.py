@@ -17,7 +17,7 @@ from llava_fsdp.config import config_dir
 from llava_fsdp.migrate.command import assignments
 from llava_fsdp.migrate.flags.llava_flags import FLAGS
 from llava_fsdp.migrate.inputs import flat, read_json
-from llava_fsdp.migrate.keys import Context, outcome, written
+from llava_fsdp.migrate.keys import RuleContext, outcome, written
 from llava_fsdp.migrate.launch_command import Launch
 from llava_fsdp.migrate.overrides import decide
 from llava_fsdp.migrate.source_run import Run
@@ -92,7 +92,7 @@ def difference(stage: str, model: str, golden: Path) -> dict[str, tuple[object, 
 def sources(stage: str, golden: Path) -> dict[str, list[str]]:
     """Which flags said a key."""
     run = original(stage, golden)
-    context = Context(run, decide(run))
+    context = RuleContext(run, decide(run))
     found: dict[str, list[str]] = {}
     for name, flag in FLAGS.items():
         mentioned: set[str] = set()

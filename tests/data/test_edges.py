@@ -167,7 +167,7 @@ def test_dropout_and_sources_are_of_the_samples_that_are_kept() -> None:
         "facts": lambda step, numbers: StepFacts(step),
         "records": SimpleNamespace(fetch_ahead=ahead.append),
         "read": lambda number: out if number == 1 else f"row {number}",
-        "collate": lambda rows, facts, total, seeds, sources: given.append((rows, total, seeds, sources)),
+        "collate": lambda rows, facts, total, keys: given.append((rows, total, keys.seeds, keys.sources)),
     }
     vars(steps).update(
         stand_ins,

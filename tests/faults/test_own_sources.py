@@ -30,6 +30,7 @@ NEEDED = {
     "peft.PeftModel.from_pretrained": {},  # of a folder that this process has just written, as safetensors
 }
 OWN_COMMANDS = {
+    ("__init__.py", "importlib.import_module"),
     ("commands.py", "importlib.import_module"),
     ("runtime/process/limited_process.py", "importlib.import_module"),
     ("chat/image_process.py", "pickle"),

@@ -124,6 +124,6 @@ def test_ranks_that_hold_the_same_parts_of_layers(planner: Planner) -> None:
     assert laid_out(planner, pipeline=3).own_ranks(ranks) == RankCounts(8, 8, 8)
     assert laid_out(planner, pipeline=3).own_ranks(RankCounts(6, 8, 8)) == RankCounts(2, 2, 2)
     layers = copy.copy(laid_out(planner, pipeline=3))
-    layers.tensor = 2
+    layers.cfg = replace(layers.cfg, parallel=replace(layers.cfg.parallel, tensor=2))
     assert layers.own_ranks(ranks) == RankCounts(4, 4, 4)
     assert layers.own_ranks(RankCounts(24, 2, 4)) == RankCounts(4, 2, 2)

@@ -11,6 +11,7 @@ from llava_fsdp.parallel.memory.memory import Weight, bytes_per_rank, checkpoint
 from llava_fsdp.parallel.zero import SHARD_PLANS
 from llava_fsdp.plan.memory.published_formulas import formulas, zero
 from llava_fsdp.plan.planner import Planner
+from llava_fsdp.plan.rank_counts import RankCounts
 from llava_fsdp.plan.time.hardware import machine_named
 from llava_fsdp.plan.time.step_time import volume
 from llava_fsdp.runtime.files.run_dir import FOLDER
@@ -66,7 +67,7 @@ def test_communication_of_our_strategies(precision: str) -> None:
     """1, 1, 1 and 1.5 times data parallelism, in elements; in bytes bf16 weights travel at half the gradients' size."""
     cfg = config_of([f"precision={precision}"])
     weights = [Weight((64 * 48, 1024), True, False, False, unit=f"layers.{n}") for n in range(12)]
-    sent = [volume(weights, s, cfg.precision, 64, 64, 64, 1).total for s in STRATEGIES]
+    sent = [volume(weights, s, cfg.precision, RankCounts(64, 64, 64), 1).total for s in STRATEGIES]
     numel = sum(w.numel for w in weights) * 63 / 64
     gathered, reduced = (4 if precision == "fp32" else 2) * numel, 4 * numel
     assert sent == [2 * reduced, gathered + reduced, gathered + reduced, 2 * gathered + reduced]
@@ -78,8 +79,8 @@ def test_hybrid_sends_between_nodes_what_replicas_differ_in() -> None:
     cfg = config_of(["precision=bf16"])
     weights = [Weight((4096, 4096), True, False, False, unit=f"layers.{n}") for n in range(12)]
     numel = sum(w.numel for w in weights)
-    whole = volume(weights, Strategy.FULL_SHARD, cfg.precision, 16, 16, 8, 2)
-    hybrid = volume(weights, Strategy.HYBRID_SHARD, cfg.precision, 16, 8, 8, 2)
+    whole = volume(weights, Strategy.FULL_SHARD, cfg.precision, RankCounts(16, 16, 8), 2)
+    hybrid = volume(weights, Strategy.HYBRID_SHARD, cfg.precision, RankCounts(16, 8, 8), 2)
     assert whole.replicated == 0 and whole.sharded == 2 * (2 * 2 + 4) * numel * 15 / 16
     assert hybrid.sharded == 2 * (2 * 2 + 4) * numel * 7 / 8 and hybrid.replicated == 2 * (1 / 2) * 4 * numel / 8
     # a slow network slows all of zero3's rings, and of hybrid's the small one

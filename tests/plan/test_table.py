@@ -26,10 +26,9 @@ from llava_fsdp.plan.memory.activations import MicroBatchSizes, with_depth
 from llava_fsdp.plan.model_shapes import kernel_for
 from llava_fsdp.plan.planner import Choice, PlanRow
 from llava_fsdp.plan.rank_counts import RankCounts
-from llava_fsdp.plan.search import longest
 from llava_fsdp.plan.search.layouts import Planned
 from llava_fsdp.plan.search.longest import MOST_TOKENS
-from llava_fsdp.plan.show import scaling_page, table
+from llava_fsdp.plan.show import longest_page, scaling_page, table
 from llava_fsdp.plan.time import hardware
 from llava_fsdp.plan.time.hardware import GPUS, Machine, machine_named
 from llava_fsdp.plan.time.step_time import StepTime, Volume
@@ -53,8 +52,8 @@ def test_the_longest_samples_are_printed_and_drawn(tmp_path: Path, monkeypatch: 
     lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in console.export_text().splitlines()]
     assert [line for line in lines if line] == [["1", "none", ""], ["2", "5,120", "at least 1,048,576"]]
     drawn: list[Any] = []
-    monkeypatch.setattr(longest, "write_chart", lambda *args: drawn.extend(args))
-    longest.write_page(POINTS, "title", tmp_path / "page.html")
+    monkeypatch.setattr(longest_page, "write_chart", lambda *args: drawn.extend(args))
+    longest_page.write_page(POINTS, "title", tmp_path / "page.html")
     path, title, chart, _, names, rows = drawn
     assert (path, title, names) == (tmp_path / "page.html", "title", ["gpus", "context", "tokens", "bytes"])
     assert rows == [[1, 1, 0, None], [2, 1, 5120, 7], [2, 2, MOST_TOKENS, 8]]

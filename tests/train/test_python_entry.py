@@ -120,7 +120,9 @@ def test_an_error_is_raised_and_recorded_and_the_same_process_may_go_on(configur
 def test_ctrl_c_does_not_end_the_process(
     moment: str, raised: type[BaseException], status: str, configure: Configure, tmp_path: Path
 ) -> None:
-    """Before the steps it is Python's own exception; in a step it stops the run with a checkpoint."""
+    """Before the steps it is Python's own exception; in a step it stops the run with a checkpoint. Where tests are
+    started in the background, a shell has made Python ignore the signal."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     class Interrupting(RunEvents):
         def on_start(self, run: RunStart) -> None:
@@ -131,8 +133,11 @@ def test_ctrl_c_does_not_end_the_process(
             if result.facts.step == 0 and moment == "after_step":
                 signal.raise_signal(signal.SIGINT)
 
-    with pytest.raises(raised):
-        llava_fsdp.train(configure("max_steps=50", *SHORT[1:], to="run"), events=[Interrupting()])
+    try:
+        with pytest.raises(raised):
+            llava_fsdp.train(configure("max_steps=50", *SHORT[1:], to="run"), events=[Interrupting()])
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert (read_status(tmp_path / "run") or {})["status"] == status
     kept = list((tmp_path / "run" / "checkpoints").glob("step-*"))
     assert bool(kept) is (raised is Stopped)
