@@ -15,9 +15,9 @@ from llava_fsdp.migrate.configs.deepspeed import DEEPSPEED, Switched
 from llava_fsdp.migrate.flags.llava_flags import FLAGS
 from llava_fsdp.migrate.inputs import read_json
 from llava_fsdp.migrate.keys import OnlyIf, RuleContext, Translation, Verdict, outcome, written
-from llava_fsdp.migrate.launch_command import Launch
+from llava_fsdp.migrate.launch_command import TrainingCommand
 from llava_fsdp.migrate.overrides import decide
-from llava_fsdp.migrate.source_run import AUTO, Block, Flag, Run
+from llava_fsdp.migrate.source_run import AUTO, Block, Flag, SourceRun
 
 GPUS = 8
 # Example values of flags that the scripts of LLaVA 1.5 do not give. Without a row: the flag's default.
@@ -62,18 +62,18 @@ ACCELERATE_EXAMPLES: Mapping[str, object] = {
 }  # fmt: skip
 
 
-def script(name: str, flags: Mapping[str, str], without: str = "") -> Run:
+def script(name: str, flags: Mapping[str, str], without: str = "") -> SourceRun:
     """A recorded script of LLaVA 1.5 on 8 GPUs, with other flags beside its own."""
     record = json.loads((GOLDEN / "configs" / f"{name}.json").read_text())
     given = {k: v for k, v in (record["explicit_cli"] | dict(flags)).items() if k != without}
-    launch = Launch("deepspeed", {"num_gpus": str(GPUS)}, record["entry_point"], [], 1, None)
+    launch = TrainingCommand("deepspeed", {"num_gpus": str(GPUS)}, record["entry_point"], [], 1, None)
     zero = None
     if "deepspeed" in given:
         zero = read_json(GOLDEN / "configs" / Path(given["deepspeed"]).name)
-    return Run(record["script"], launch, FLAGS, given, deepspeed=zero)
+    return SourceRun(record["script"], launch, FLAGS, given, deepspeed=zero)
 
 
-def answer(run: Run, key: str, rule: object, value: object) -> Translation:
+def answer(run: SourceRun, key: str, rule: object, value: object) -> Translation:
     return outcome(rule, replace(RuleContext(run, decide(run)), key=key), value)
 
 

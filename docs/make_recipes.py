@@ -18,9 +18,9 @@ from llava_fsdp.migrate.command import assignments
 from llava_fsdp.migrate.flags.llava_flags import FLAGS
 from llava_fsdp.migrate.inputs import flat, read_json
 from llava_fsdp.migrate.keys import RuleContext, outcome, written
-from llava_fsdp.migrate.launch_command import Launch
+from llava_fsdp.migrate.launch_command import TrainingCommand
 from llava_fsdp.migrate.overrides import decide
-from llava_fsdp.migrate.source_run import Run
+from llava_fsdp.migrate.source_run import SourceRun
 
 DOCS = Path(__file__).parent
 GOLDEN = DOCS.parent / "tests" / "golden" / "open"
@@ -53,13 +53,13 @@ ALSO = [
 ]
 
 
-def original(stage: str, golden: Path) -> Run:
+def original(stage: str, golden: Path) -> SourceRun:
     """The script of a stage, started on the 8 GPUs that it was made for."""
     record = json.loads((golden / "configs" / f"v1_5_{stage}.json").read_text())
     flags = record["explicit_cli"]
-    launch = Launch("deepspeed", {"num_gpus": str(GPUS)}, record["entry_point"], [], 1, None)
+    launch = TrainingCommand("deepspeed", {"num_gpus": str(GPUS)}, record["entry_point"], [], 1, None)
     zero = read_json(golden / "configs" / Path(flags["deepspeed"]).name)
-    return Run(record["script"], launch, FLAGS, flags, deepspeed=zero)
+    return SourceRun(record["script"], launch, FLAGS, flags, deepspeed=zero)
 
 
 def composed(overrides: list[str]) -> dict[str, object]:
