@@ -77,8 +77,8 @@ def replica_of(tensor: torch.Tensor, equal_ranks: tuple[int, int] | None = None)
 
 @functools.cache
 def copy_of_mesh(ranks: tuple[int, ...], size: int) -> tuple[int, int]:
-    """Return (i, n): the mesh with these ranks is number i, from 0, of the n meshes of the same form that together
-    contain all `size` ranks."""
+    """`size` ranks are divided into n meshes, each of which has the given ranks plus a constant. Return (i, n), where i
+    is the index of the mesh with the given ranks."""
     offsets = [rank - min(ranks) for rank in ranks]
     begins: list[int] = []
     covered: set[int] = set()

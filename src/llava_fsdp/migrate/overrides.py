@@ -49,6 +49,7 @@ LEAST_KEPT = 2
 TRACKERS: Mapping[str, tuple[str, object]] = {
     "wandb": ("track.wandb", "online"), "tensorboard": ("track.tensorboard", True),
 }  # fmt: skip
+"""{transformers' name of a tracker: (configuration key, value that turns the tracker on)}."""
 
 
 def decide(run: SourceRun) -> Overrides:

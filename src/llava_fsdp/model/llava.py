@@ -64,6 +64,12 @@ class Llava(Architecture):
         label_loss: LabelLoss,
         projector: nn.Module | None = None,
     ):
+        """Build the modules, without loading weights.
+
+        Args:
+            kernel: attention of packed rows; None: rows are padded.
+            projector: used instead of the projector that `cfg` describes.
+        """
         super().__init__()
         self.cfg = cfg
         self.parts = parts
@@ -86,9 +92,11 @@ class Llava(Architecture):
             self.lm_head.weight = self.language_model.get_input_embeddings().weight
         feature = parts.trained_feature or cfg.select_feature
         self.probe = found_of_vision_tower(ConfigKey(parts.vision), cfg.select_layer, feature)
+        """Which of the vision tower's layers, tokens and parameters are used."""
         check_can_be_shuffled(cfg, parts.vision, self.probe.features)
         self.is_first = self.is_last = True
         self.token_keys = TokenKeys()
+        """Hashes of the current micro-batch's tokens, from which the dropout masks of all layers are computed."""
         self.adapted: list[str] = []
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  # each kind has inputs of its own

@@ -713,10 +713,12 @@ class Planner:
         """Simulate the device memory of a rank during a step.
 
         Args:
-            ranks: numbers of ranks that hold the same parts of layers.
+            ranks: counts of the ranks that hold the same parts of layers.
             micros: what the rank runs in the step.
             between: micro-batches that are measured to interpolate the others; if empty, all are measured.
-            rank: number of the rank among `ranks`.
+            rank: index of the rank among `ranks`.
+            group: the part of the model that this rank and others of its pipeline group have; unused without a
+                pipeline.
         """
         if self.cfg.parallel.pipeline > 1:
             return self.simulate_group(choice, ranks, micros, between, rank, group)

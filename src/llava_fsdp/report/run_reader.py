@@ -289,6 +289,8 @@ def lines_of(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def check_start(row: dict[str, Any]) -> None:
+    """Raise ValueError, naming the field, if a field of the row that a run writes at its start is malformed. Fields
+    other than `step` and `time` may be absent."""
     if type(row["step"]) is not int:
         raise ValueError("step")
     for name, kind in (("versions", dict), ("trains", list), ("recipe", list), ("at_rest", dict)):
@@ -299,7 +301,7 @@ def check_start(row: dict[str, Any]) -> None:
             raise ValueError(name)
     if not are_numbers([*row.get("at_rest", {}).values(), row.get("planned_peak")]):
         raise ValueError("a size is not a number")
-    moment(row["time"])
+    moment(row["time"])  # raises an error if it is not a time
 
 
 def check_validation(row: dict[str, Any]) -> None:

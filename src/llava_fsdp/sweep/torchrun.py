@@ -55,7 +55,7 @@ def run_torchrun(
 
     Args:
         name: name of the job, for log messages.
-        stop_level: as `StopRequest.level`.
+        stop_level: function that returns whether to stop, as `StopRequest.level`; the default, `int`, returns 0: never.
         visible: value of CUDA_VISIBLE_DEVICES for the command; None: unchanged.
         locks: file descriptors of GPU locks, which the command inherits.
 
@@ -67,6 +67,7 @@ def run_torchrun(
     environment.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", STOP_SECONDS)
     if visible is not None:
         environment["CUDA_VISIBLE_DEVICES"] = visible
+    # exec_child replaces itself by the command, which gets SIGTERM if this process ends
     start = [sys.executable, "-P", "-m", "llava_fsdp.sweep.exec_child", str(os.getpid()), *command]
     path = folder / LOG_FILE
     with path.open("a") as file, path.open(errors="replace") as reader:

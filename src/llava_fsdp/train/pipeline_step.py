@@ -31,7 +31,13 @@ class TrainingWork:
         sources: SourceSums,
         experts: ExpertSums,
     ):
-        """Begin a step, whose losses are added to `sources` and `experts`. `scale`: the loss scale."""
+        """Begin a step with these micro-batches.
+
+        Args:
+            scale: factor of each loss before the backward pass (the loss scale).
+            sources: gets the losses by data source.
+            experts: gets what experts add to the loss.
+        """
         self.loader = state.loader
         self.micro_batches = micro_batches
         self.scale = scale
@@ -39,7 +45,8 @@ class TrainingWork:
         self.loss_sum = torch.zeros((), device=state.loader.device)
         """Sum of the losses; 0 without the last stage."""
         self.keys: dict[tuple[nn.Module, int], tuple[torch.Tensor | None, torch.Tensor | None]] = {}
-        """The hashes from which dropout masks are computed, of each micro-batch under way."""
+        """{(stage, number of a micro-batch whose backward pass has not begun): its `TokenKeys.language` and `.vision`,
+        the hashes from which dropout masks are computed}."""
 
     def forward(self, stage: nn.Module, number: int, hidden: torch.Tensor | None) -> torch.Tensor:
         assert isinstance(stage, Architecture)

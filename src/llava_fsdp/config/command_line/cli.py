@@ -227,7 +227,7 @@ def stop_restarts(ends_torchrun: bool, is_permanent: bool, report: dict[str, Any
     package's version of torchrun's agent (train/launch/agent.py).
 
     Args:
-        ends_torchrun: whether to end torchrun on this machine in any case.
+        ends_torchrun: whether to end torchrun on this machine in any case. It is not ended in a run on one machine.
         is_permanent: whether the failure would happen again; if so, the agent is ended.
         report: reason and exit code, which `llava-fsdp train` prints if no status could be written; None if another
             rank has failed.
@@ -236,6 +236,7 @@ def stop_restarts(ends_torchrun: bool, is_permanent: bool, report: dict[str, Any
         time.sleep(PATIENCE)  # the other ranks of this machine report the error and end first
     if ends_torchrun:
         end_torchrun()
+    # on several machines, `end_torchrun` has ended the agent already, because the agent is their torchrun
     if is_permanent and (is_one_node() or not ends_torchrun):
         end_agent(report)
 
@@ -250,6 +251,7 @@ def write_outcome(folder: Path | None, outcome: Outcome, on_exit: WriteStatus) -
 
 
 def is_later_rank() -> bool:
+    """Return whether this process is another rank than rank 0."""
     return env_rank() != 0
 
 

@@ -164,8 +164,9 @@ class Step:
     """Every rank has the same number."""
 
     def without(self, skipped: list[SkippedSample], normalize: Normalize) -> Step:
-        """Return a copy of the step whose counts leave out the samples that any rank skipped. If the loss is normalised
-        over the step, the scale of each micro-batch's loss becomes 1 / (number of labels left in the step)."""
+        """Return a copy of the step whose counts leave out the samples that any rank skipped. Their labels are removed
+        if `label_records` says which sample each label is of. If the loss is normalised over the step, the scale of
+        each micro-batch's loss becomes 1 / (number of labels left in the step)."""
         facts, micros = self.facts.without(skipped), self.micro_batches
         if skipped and any(len(micro.label_records) for micro in micros):
             micros = [micro.without_labels({sample.number for sample in skipped}) for micro in micros]

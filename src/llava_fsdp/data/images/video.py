@@ -93,6 +93,7 @@ def examine_video(path: Path, where: str, sampling: VideoSampling, full: bool) -
     """
 
     def read(file: BinaryIO) -> ImageFacts:
+        """Examine the open file, as the arguments `sampling` and `full` say."""
         with opening(file, path, where) as (container, stream):
             width, height = stream.codec_context.width, stream.codec_context.height
             timeline = read_timeline(container, stream)

@@ -115,8 +115,9 @@ TABLE_MARKERS = {*range(0xC0, 0xD0), *range(0xDB, 0xE0)}
 
 
 def check_jpeg(data: bytes) -> None:
-    """Check a JPEG's segments, tables, EXIF data and scans."""
+    """Raise TooMuchWork if decoding this JPEG would take more work than the limits allow."""
     frame, exif, tables, components, end = JpegHeader(), [], 0, 0, 0
+    # at: offset of a segment's length field; size: the value of that field
     for seen, (marker, at, size) in enumerate(segments(data)):
         at_most(seen, SEGMENTS, "or more segments before its first scan")
         if marker == 0xC4 or marker == 0xDB:  # the most frequent ones

@@ -142,8 +142,8 @@ class WriteRows:
         return {}
 
     def gather(self) -> None:
-        """Join the copies of each file to one, and delete them. Log a warning if images are in compressed pages, where
-        reading them is slow."""
+        """Join the parts of each file's copy to one file, and delete the parts. Log a warning if images are in
+        compressed pages, where reading them is slow."""
         page_bytes = sum((column(chunk, "page_bytes") for chunk in self.chunks()), np.zeros(2, dtype=np.int64))
         if page_bytes[0]:
             log().warning(
@@ -163,8 +163,9 @@ class WriteRows:
 
 
 def join_texts(texts: Sequence[Path], target: Path) -> None:
-    """Make one file of several, which may be deleted then. A single one is renamed."""
-    target.parent.mkdir(parents=True, exist_ok=True)  # a Parquet file may have no row group
+    """Join files to one file, after which the caller may delete them. If there is one file, it is renamed."""
+    # a Parquet file without row groups has no `texts`, and nothing has made the folder; an empty file is written
+    target.parent.mkdir(parents=True, exist_ok=True)
     if len(texts) == 1:
         os.replace(texts[0], target)
         sync_folder(target.parent)  # what is made from it must not outlive it in a power failure

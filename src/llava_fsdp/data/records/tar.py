@@ -106,8 +106,9 @@ class SampleReader:
         return b"!" + line
 
     def record(self, raw: dict[str, Any]) -> dict[str, Any]:
-        """Return the sample's record with the locations of its images, with a question and an answer that are members
-        of their own, and with placeholders for other media."""
+        """Return the sample's record with the locations of its images. The question and the answer are taken from the
+        members that `keys.pair` names, if `raw` lacks them. Members that are not read (other media, unknown ones) get
+        the placeholder HELD."""
         made = {"id": self.sample.key} | {key: value for key, value in raw.items() if key != "id" or value is not None}
         made.pop(TOO_LARGE, None)  # only this program writes it
         for key in self.keys.pair or ():
@@ -117,7 +118,7 @@ class SampleReader:
         if image_key in self.images and is_empty(made.get(image_key)):
             made[image_key] = image_key
         self.given.clear()
-        self.placed(made)
+        self.placed(made)  # only fills `given`; `is_only`, which follows from it, changes what names mean below
         self.is_only = len(self.given) == len(self.images) == 1
         if self.given:
             made = self.placed(made)

@@ -155,6 +155,8 @@ def save_strategy(context: RuleContext, value: object) -> Translation:
 
 
 def report_to(context: RuleContext, value: object) -> Translation:
+    """Translate transformers' names of trackers, separated by spaces; "all" and "none" are allowed. The result says
+    with which values the migrated training has the keys of its own trackers, such as `track.wandb=online`."""
     names = [w for w in str(value or "").split() if w != "none"]
     if not names:
         return implied("metrics.jsonl has every step")

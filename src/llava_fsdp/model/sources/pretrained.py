@@ -174,9 +174,9 @@ def original_parts(folder: Path, raw: dict, cfg: ModelConfig) -> Parts:
 
 
 def check_original_is_tied(language: PretrainedConfig, folder: Path) -> None:
-    """Raise ModelError if a model of the original LLaVA says that the output layer has the weight of the embeddings,
-    and its files hold two different weights: the original LLaVA would use one of them alone, and transformers 5
-    both."""
+    """Raise ModelError if the config.json of a model of the original LLaVA has tie_word_embeddings=true, and its files
+    have different weights for the output layer and the embeddings. With this setting the original LLaVA uses one
+    weight for both layers and ignores the other; transformers 5 loads both."""
     if language.tie_word_embeddings and any((folder / name).is_file() for name in WHOLE_MODEL):
         if not is_tied(language_model_of, language, open_tensors(folder), folder):
             raise ModelError(

@@ -137,9 +137,10 @@ def named_base(adapter: AdapterFolder) -> Path:
 
 
 def check_named_base(adapter: AdapterFolder, parts: Parts, base: str, key: str) -> None:
-    """Check that a LoRA adapter's folder is not for a base model of another configuration than the one that is used. If
-    llava_fsdp wrote the folder, the recorded configuration is compared (`check_base_config`). Else the types of model
-    that the folder names are compared, and a base that it names, and that cannot be compared, is named in a warning.
+    """Raise ModelError if a LoRA adapter was made for another base model than the one that is used.
+
+    If llava_fsdp wrote the adapter's folder, the recorded configuration is compared (`check_base_config`). Else only
+    the types of model that the folder names can be compared, and if it names another base, a warning is logged.
 
     Args:
         base: folder or hub name of the base model.

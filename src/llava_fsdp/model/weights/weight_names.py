@@ -47,9 +47,11 @@ def projector_name(name: str) -> str | None:
 
 
 def original(name: str, projector_type: str) -> str:
-    """Translate llava_fsdp's parameter name to the name in the original LLaVA, whose projector is a Linear, or a
-    Sequential in which every second module has weights. It has no projector with pixel shuffle, whose parameters keep
-    transformers' names."""
+    """Translate llava_fsdp's parameter name to the name in the original LLaVA.
+
+    The original LLaVA's projector is a Linear, or a Sequential in which every second module has weights. Projectors
+    with pixel shuffle exist only in llava_fsdp; their parameters keep transformers' names.
+    """
     if name.startswith("language_model."):
         return name.replace("language_model.", "model.", 1)
     if name.startswith("lm_head."):

@@ -86,8 +86,11 @@ def shard(
 def shard_norms(
     norms: list[nn.Module], policy: MixedPrecisionPolicy, settings: dict[str, Any]
 ) -> "GatheredFirst | None":
-    """Make one FSDP unit of the trainable norms that compute in fp32; None if there are none. All parameters of a unit
-    must have the same dtype. The unit is small, and stays gathered.
+    """Make one FSDP unit of the trainable norms that compute in fp32, because all parameters of a unit must have the
+    same dtype. The unit is small, and stays gathered.
+
+    Return a module that gathers the unit when it is called; the caller must call it before the first norm runs. Return
+    None if there are no such norms.
 
     Args:
         settings: other arguments of `fully_shard`.

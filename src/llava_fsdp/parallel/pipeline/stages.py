@@ -82,6 +82,7 @@ def plan_stages(model: Architecture, flops: Flops, counts: Sequence[float], stag
     weights = [matrix_weights(block, active=active) for block in blocks]
     tokens, pairs, labels, tiles = counts
     of_block = [flops.token * tokens * own / max(1, sum(weights)) + flops.pair * pairs / len(blocks) for own in weights]
+    # each of the `tensor` ranks computes 1 / tensor of a block's FLOPs, and all FLOPs of the vision tower
     tower, loss = flops.tile * tiles * tensor, flops.label * labels
     parts = divide(of_block, tower, loss, stages)
     costs = [sum(of_block[number] for number in part) for part in parts]

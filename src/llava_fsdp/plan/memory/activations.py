@@ -153,9 +153,11 @@ class ActivationMeter:
         compiled: bool = False,
         one_row: bool = True,
     ):
-        """Build the model.
+        """Build on the meta device the model whose activations are measured, with only MEASURED_BLOCKS blocks in its
+        language model if all blocks are alike.
 
         Args:
+            kernel: attention of packed rows; None: rows are padded.
             part: number of the rank among those that process a row together.
             compiled: whether the language model's blocks keep for the backward pass what the compiler keeps.
             one_row: whether micro-batches have one row.
@@ -187,9 +189,11 @@ class ActivationMeter:
         self.model = model
         self.packed = kernel is not None
         self.blends = ImageTokens.of_config(cfg, parts.image_size, model.image_tokens).blends
+        """Whether image tokens are weighted sums of features."""
         self.vocabulary = math.ceil(short.language.vocab_size / cfg.parallel.tensor)
         self.master = MASTERS[cfg.precision.master_dtype]
         self.depth = None if short is parts else parts.language.num_hidden_layers
+        """Number of blocks of the real language model; None if the measured model has all of them."""
 
     def segments(self, micro: MicroBatchSizes) -> list[PassSegment]:
         """Run a micro-batch forward and backward, and return the memory of all blocks of the model."""
@@ -382,6 +386,15 @@ def larger(worst: Live, level: Live, gradients: int) -> Live:
 
 
 def split_into_segments(trace: Trace, model: Architecture, vocabulary: int, master: torch.dtype) -> list[PassSegment]:
+    """Split a trace at its marks into the runs of blocks, of the output layer, and of what is between them.
+
+    The marks are `enter NAME` and `leave NAME` (of a block or the output layer, in both passes), `backward` (that pass
+    begins) and `gradient NAME` (a parameter's gradient is complete). Events without a mark allocate or free memory.
+
+    Args:
+        vocabulary: width of this rank's logits, by which they are recognised.
+        master: dtype of the master weights.
+    """
     reader = TraceReader(trace, vocabulary, dict(model.named_parameters()), master)
     for event in trace.events:
         kind, _, name = event.mark.partition(" ")

@@ -159,13 +159,16 @@ class FsdpRank:
         self.run_backward(backward, is_last, ends_before)
 
     def run_forward(self, segments: Sequence[PassSegment]) -> None:
+        """Simulate the forward pass of a micro-batch. The weights of an FSDP unit are gathered before its first block
+        runs, and freed after its last block if the sharding strategy says so."""
         for name in (ROOT, NORMS):
             self.gather(name, "root unit")
-        blocks, order = self.order(segments)
+        blocks, order = self.order(segments)  # names of the blocks of each unit; names of the units
         for segment in segments:
             unit = self.unit_names.get(segment.unit, "")
             if segment.unit == OUTPUT:
                 self.gather(OUTPUT, describe(segment))
+            # true if the segment is the first block of its unit
             if blocks.get(unit, [""])[0] == segment.unit != "":
                 self.gather(unit, describe(segment))
                 for ahead in following(order, unit, self.prefetch_forward):

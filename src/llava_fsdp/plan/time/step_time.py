@@ -233,12 +233,14 @@ def received_by_attention(how: ContextHow, size: int, language: PretrainedConfig
     holds. With `gather`, it receives the keys and values of all other ranks.
 
     Args:
+        size: number of ranks that share a row.
         width: bytes of a value.
         tokens: positions that the rank processes.
     """
     heads, keys = language.num_attention_heads, getattr(language, "num_key_value_heads", language.num_attention_heads)
     head = getattr(language, "head_dim", None) or language.hidden_size // heads
     if how is ContextHow.ulysses:
+        # key heads are repeated until the ranks can divide them evenly
         keys *= size // math.gcd(keys, size)
         each = (2 * heads + 2 * keys) * (size - 1) / size
     else:

@@ -122,8 +122,8 @@ def refuse_links(folder: Path) -> None:
 
 
 def refuse_other_kinds(folder: Path) -> None:
-    """Raise ConfigError if there is no regular file where a run writes one, or no folder where it makes one. Opening a
-    pipe would wait for its other end."""
+    """Raise ConfigError if an entry of the folder has the name of a file that a run writes but is not a regular file,
+    or has the name of a folder but is not a folder. Opening a pipe would wait for its other end."""
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         if entry.name in WRITTEN and not (entry.is_dir() if entry.name in FOLDERS else entry.is_file()):
             kind = "folder" if entry.name in FOLDERS else "regular file"

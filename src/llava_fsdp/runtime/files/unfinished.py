@@ -66,7 +66,7 @@ def is_done(folder: Path) -> bool:
 
 
 def lacking_export(folder: Path) -> str:
-    """Say why a run has no export, and what to do, as a text that follows its path."""
+    """Return why a run has no export, and what to do, as a text that follows the run's path in a message."""
     saved = max((step_of(path) or 0 for path in list_checkpoints(folder / FOLDER)), default=0)
     recorded = read_status(folder)
     status = status_of_latest_start(recorded) if recorded is not None else {}
