@@ -16,6 +16,7 @@ from llava_fsdp.version import __version__
 
 
 def main() -> None:
+    """Run the command of llava_fsdp that the command line names, or print the help or the version."""
     prepare_python()
     words = sys.argv[1:]
     if not words or words[0] in ("-h", "--help", "help"):

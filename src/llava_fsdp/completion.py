@@ -39,6 +39,7 @@ ZSH = "autoload -U +X bashcompinit && bashcompinit\ncompopt() { true; }\n"
 
 
 def main() -> None:
+    """Print the shell's completion script, or the completions of a word, which the script asks for."""
     match sys.argv[1:]:
         case ["bash"]:
             print(SCRIPT, end="")

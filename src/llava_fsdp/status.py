@@ -36,6 +36,8 @@ def newest_step(output_dir: Path) -> int:
 
 
 def main() -> None:
+    """Print the status of the run whose `output_dir` the overrides give; with --saved, the step of its newest
+    checkpoint."""
     setup_logging()
     if sys.argv[1:2] in (["--help"], ["-h"]):
         print(__doc__)

@@ -56,9 +56,11 @@ class ImageProcess:
 
 
 def make_work() -> Work:
+    """Return a function that loads an image and returns its tiles as bytes, or the error; see `LimitedProcess`."""
     pickled, reader = "", None
 
     def work(request: dict[str, Any]) -> Answer:
+        """Load an image. The image reader is unpickled again only if another one is sent."""
         nonlocal pickled, reader
         if reader is None or request["reader"] != pickled:
             pickled = request["reader"]

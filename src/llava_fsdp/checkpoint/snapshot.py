@@ -32,6 +32,7 @@ class Snapshot:
     pinned."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]):
+        """Allocate memory for copies of these tensors. Raises OutOfMemory if host memory is too small."""
         self.on_gpu = device_of(tensors.values()) is not None
         room = sum(Arena.room(tensor.shape, tensor.dtype) for tensor in tensors.values())
         try:

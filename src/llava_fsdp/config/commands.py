@@ -165,6 +165,7 @@ class EvaluateConfig:
     """Format of the printed result."""
 
     def __post_init__(self) -> None:
+        """Raise ConfigError if a value, or a combination of values, is not allowed."""
         if self.task is Task.conversations:
             others = "|".join(task.value for task in Task if task is not self.task)
             for key in ("questions", "annotations", "submission"):
@@ -213,6 +214,7 @@ class ChatConfig:
     """Maximum number of images in a conversation on the web page."""
 
     def __post_init__(self) -> None:
+        """Raise ConfigError if a value, or a combination of values, is not allowed."""
         for name in ("max_new_tokens", "max_upload_mb", "max_images"):
             at_least(name, getattr(self, name), 1)
         if not 0 <= self.temperature < math.inf:

@@ -55,6 +55,7 @@ def check_training(cfg: TrainingKeys) -> None:
 
 
 def check_packing(cfg: TrainingKeys) -> None:
+    """Raise ConfigError if keys contradict each other about packed or padded rows and their number of tokens."""
     tokens, is_original = cfg.tokens_per_micro_batch, cfg.sampler.name is SamplerName.llava_v1_5
     check_context(cfg)
     if not cfg.packs:
@@ -176,6 +177,7 @@ def check_base(cfg: TrainingKeys) -> None:
 
 
 def check_compile(cfg: TrainingKeys) -> None:
+    """Raise ConfigError if `compile` contradicts activation checkpointing or the balance loss."""
     if cfg.compile is False and cfg.activation_checkpointing.mode is ActivationCheckpointing.budget:
         raise ConfigError(
             "compile=false with activation_checkpointing=budget: the compiler chooses what is kept; set compile=auto, "
@@ -275,6 +277,7 @@ def check_original(cfg: TrainingKeys) -> None:
 
 
 def check_anyres(cfg: TrainingKeys) -> None:
+    """Raise ConfigError if images of several tiles (anyres) are set together with keys that do not support them."""
     merge, aspect = cfg.model.patch_merge, cfg.data.image_aspect_ratio
     needed = {
         f"model.patch_merge=spatial_unpad (it is {merge.value})": merge is PatchMerge.spatial_unpad,

@@ -113,6 +113,8 @@ def ensure_shapes(
 
 
 def _is_complete(root: Path, recipe: Recipe) -> bool:
+    """Return whether the folder holds the data set of this recipe; False if it is empty. Raise DataError if it holds
+    something else."""
     if not root.exists() or (root.is_dir() and not any(root.iterdir())):
         return False
     try:
@@ -127,6 +129,7 @@ def _is_complete(root: Path, recipe: Recipe) -> bool:
 
 
 def _write_all(root: Path, recipe: Recipe) -> None:
+    """Write all files. The marker is written last, so that an unfinished folder is noticed."""
     rng = random.Random(recipe.seed)
     (root / "images").mkdir()
     seen: set[bytes] = set()
@@ -203,6 +206,7 @@ def draw_picture(scene: Scene, rng: random.Random) -> Image.Image:
 def _draw_shape(
     draw: ImageDraw.ImageDraw, shape: str, x: float, y: float, half: float, fill: tuple[int, int, int]
 ) -> None:
+    """Draw a shape around the point (x, y), `half` of a side from there to its edge, all in pixels."""
     if shape == "ring":
         draw.ellipse((x - half, y - half, x + half, y + half), outline=fill, width=round(0.4 * half))
     elif shape == "bar":

@@ -72,6 +72,7 @@ def shared(context: DoctorContext) -> Iterator[Finding]:
 
 
 def output(context: DoctorContext) -> Iterator[Finding]:
+    """Check that `output_dir` can be written and has room for the checkpoints that exist at once, and the export."""
     folder = existing(context.output_dir)
     if refused := list(disk.check_writable("output_dir", folder)):
         yield from refused
@@ -204,6 +205,7 @@ def run_check(check: Check, context: DoctorContext) -> list[Finding]:
     failed: list[Finding] = []
 
     def probe() -> None:
+        """Run the check; any error becomes a finding."""
         try:
             findings.extend(check.probe(context))
         except LlavaFsdpError as error:

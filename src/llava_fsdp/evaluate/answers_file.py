@@ -162,6 +162,8 @@ class AnswersFile:
             yield add
 
     def line(self, question: BenchmarkQuestion, text: str) -> str:
+        """Return an answer as a line of JSON in LLaVA's format. `answer_id` is a hash of question and settings, so it
+        is the same in each run."""
         metadata = {"number": question.number, "image": list(question.images), "how": self.settings}
         row = {
             "question_id": question.id,

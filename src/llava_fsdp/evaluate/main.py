@@ -129,6 +129,7 @@ class BenchmarkAnswerer:
     missing."""
 
     def __init__(self, cfg: EvaluateConfig, questions: list[BenchmarkQuestion], shard: QuestionShard):
+        """Open the model's folder without loading the weights. `shard` says which questions this process answers."""
         self.cfg, self.questions, self.shard = cfg, questions, shard
         self.folders = {images: folder_of(cfg.data, images) for images in {q.images_folder for q in questions}}
         self.assistant: Assistant | None = None
@@ -170,6 +171,8 @@ class BenchmarkAnswerer:
     def batches(
         self, questions: list[BenchmarkQuestion], blank: bool
     ) -> Iterator[tuple[list[BenchmarkQuestion], list[str]]]:
+        """Generate answers and yield them in batches. The model is loaded before the first one. `blank` replaces the
+        images by images of the mean colour."""
         cfg = self.cfg
         if self.assistant is None:
             source = self.opened.source

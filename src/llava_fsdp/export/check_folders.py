@@ -55,6 +55,7 @@ def check_artifacts(paths: Iterable[Path], local_rank: int = 0, local_size: int 
     paths = list(paths)
 
     def check() -> None:
+        """Compare this rank's share of the files with their recorded digests."""
         wanted: dict[Path, tuple[Path, Digest]] = {}
         for path in paths:
             folder = path.parent if path.is_file() else path

@@ -51,6 +51,8 @@ class Request:
 
 
 def main() -> None:
+    """Print the llava-fsdp command for each run in the given files. Exits with `USER` if a run cannot be migrated
+    completely."""
     setup_logging()
     if not sys.argv[1:] or {"-h", "--help"} & set(sys.argv[1:]):
         print(USAGE, end="")
@@ -108,6 +110,7 @@ def check_variables(request: Request) -> None:
 
 
 def as_json(migration: Migration) -> dict[str, object]:
+    """Return a migration as the object that format=json prints. Secrets in texts are blacked out."""
     return {
         "name": migration.run.name,
         "command": lines(migration.words, width=sys.maxsize),

@@ -68,6 +68,7 @@ def decide(run: SourceRun) -> Overrides:
 
 
 def model(run: SourceRun) -> Overrides:
+    """Return the overrides for model, stage and adapters."""
     name, stage, projector = run.trainer_value("model_name_or_path"), run.stage, run.trainer_value("mm_projector_type")
     adapted = "qlora" if run.bits is not None and stage == "finetune" else "lora"
     found: Overrides = {
@@ -149,6 +150,7 @@ def trained(run: SourceRun) -> list[str]:
 
 
 def data(run: SourceRun) -> Overrides:
+    """Return the overrides for data and images; keys without a value are left out."""
     found: Overrides = {
         "data": "llava_json",
         "data.path": data_path(run),
@@ -332,6 +334,7 @@ def clip(run: SourceRun) -> object:
 
 
 def schedule(run: SourceRun) -> Overrides:
+    """Return the overrides for the learning rate schedule. DeepSpeed's schedule replaces that of the trainer."""
     kind = run.ds("scheduler.type")
     if kind is not None:
         linear = run.ds("scheduler.params.warmup_type") == "linear"

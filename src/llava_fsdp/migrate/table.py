@@ -50,6 +50,7 @@ def rows_of(context: RuleContext) -> list[TableRow]:
 
 
 def launcher_rows(context: RuleContext) -> list[TableRow]:
+    """Return the rows for the command that starts the training: devices, launcher and program."""
     launch = context.run.launch
     source = f"{context.run.name} ({launch.launcher})"
     rows = []
@@ -78,6 +79,7 @@ def flag_rows(context: RuleContext) -> list[TableRow]:
 def block_rows(
     context: RuleContext, block: Block, rule_of: Callable[[str], Rule | None], table: Collection[str]
 ) -> list[TableRow]:
+    """Return the rows for the keys of a configuration block; `table` has the keys that are known, for suggestions."""
     rows = []
     for key, value in block.values.items():
         rule = rule_of(key)

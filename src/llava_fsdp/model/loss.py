@@ -211,6 +211,7 @@ class ChunkedLoss(torch.autograd.Function):
         part: VocabularyPart | None,
         change: LogitChange,
     ):
+        """Sum the losses, and compute the gradients at once, which `backward` only scales: logits are never kept."""
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         several = len(label_ids) > chunk_tokens
         of_hidden = torch.empty_like(hidden) if needs_hidden else None

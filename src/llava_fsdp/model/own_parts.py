@@ -121,6 +121,7 @@ def own_loss(function: TokenLoss, cfg: LossConfig) -> Any:
         collector: LossCollector | None = None,
         change: LogitChange,
     ) -> torch.Tensor:
+        """Sum the losses in chunks, each of which is computed again in the backward pass."""
         total = hidden.new_zeros((), dtype=torch.float32)
         if not len(label_ids):  # every rank needs a gradient to reduce, also without labels
             return total + (hidden.sum() + weight.sum()).float() * 0.0

@@ -24,6 +24,8 @@ class Projector(nn.Module):
     """
 
     def __init__(self, kind: str, features: int, hidden: int, factor: int = 1):
+        """`features` and `hidden` are the widths of image features and of embeddings, `factor` that of pixel shuffle.
+        Raises ConfigError."""
         super().__init__()
         depth = {"identity": 0, "linear": 1}.get(kind) or int((re.findall(r"mlp(\d+)x", kind) or ["0"])[0])
         if depth == 0 and features != hidden:

@@ -10,9 +10,11 @@ from llava_fsdp.runtime.text.progress import StageLine
 
 
 def main() -> None:
+    """Run `llava-fsdp plan`. torch is imported after the command line is checked, because that takes seconds."""
     words = sys.argv[1:]
 
     def task(cfg: PlanConfig) -> None:
+        """Check the configuration, and print the plan."""
         with StageLine("plan") as line:
             line.stage("loading torch")
             with importing():  # after the command line is checked, as torch takes seconds

@@ -113,6 +113,7 @@ def plan_objects(cfg: PlanConfig) -> list[PlanRow]:
 
 
 def print_plan(cfg: PlanConfig, typed: Sequence[str], line: StageLine) -> None:
+    """Compute and print the plan. `typed`: the overrides that the user gave; `line`: shows the progress."""
     line.stage("the shapes of the model")
     machine = machine_named(cfg.gpu, cfg.gpus)
     cfg, fp16 = with_fp16(cfg, machine, typed)

@@ -382,6 +382,8 @@ class Planner:
         return self.known(key, lambda: self.make_groups(recomputes))
 
     def make_groups(self, recomputes: bool) -> list[Group]:
+        """Return what each group of the pipeline has of the model. `recomputes`: activations are recomputed in the
+        backward pass."""
         parallel = self.cfg.parallel
         if parallel.pipeline == 1:
             return [Group(0, self.weights, {0: range(self.parts.language.num_hidden_layers)}, 1)]
@@ -466,6 +468,7 @@ class Planner:
         divided = self.tensor > 1 or self.cfg.parallel.pipeline > 1
 
         def compute() -> Bytes:
+            """Return the bytes of the group's weights, gradients and optimizer states on the rank."""
             return bytes_per_rank(
                 group.weights,
                 choice.strategy,
@@ -747,6 +750,7 @@ class Planner:
     def simulate_passes(
         self, choice: Choice, ranks: RankCounts, micros: Sequence[MicroBatchSizes], passes: Sequence[Pass], rank: int
     ) -> Ledger:
+        """Simulate the device memory of a rank during a step whose passes are known."""
         plan = SHARD_PLANS[choice.strategy]
         world_size, shard_size = ranks.world_size, ranks.shard_size
         group = self.groups(choice)[0]

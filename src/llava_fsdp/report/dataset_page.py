@@ -104,6 +104,7 @@ def badness(counts: dict[str, Any], sources: list[dict[str, Any]]) -> tuple[floa
 
 
 def lengths(statistics: dict[str, Any]) -> Iterator[str]:
+    """Yield the section on lengths in tokens as HTML."""
     if not statistics["samples"]:
         yield "<p>There are no samples.</p>\n"
     else:
@@ -117,6 +118,7 @@ def lengths(statistics: dict[str, Any]) -> Iterator[str]:
 
 
 def truncation(report: dict[str, Any]) -> Iterator[str]:
+    """Yield the section on what truncation would lose at each `data.max_length` as HTML."""
     names = ["records_cut", "positions_lost", "label_tokens_lost", "left_without_labels"]
     samples = max(1, report["lengths"]["samples"])
     if not any(row[name] for row in report["truncation"] for name in names):
@@ -134,6 +136,7 @@ def truncation(report: dict[str, Any]) -> Iterator[str]:
 
 
 def problems(report: dict[str, Any]) -> Iterator[str]:
+    """Yield the section on problems of records, by kind, as HTML."""
     kinds, sources = report["problems"], report["sources"]
     if not kinds:
         yield "<p>None.</p>\n"

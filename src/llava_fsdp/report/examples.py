@@ -90,6 +90,7 @@ def examples_body(examples: list[Example]) -> Iterator[str]:
 
 
 def example_body(number: int, example: Example) -> str:
+    """Return an example as HTML: its record, the parts that the model gets, and what is cut off."""
     line = "" if example.line is None else f", line {example.line:,}"
     identity = "without an id" if example.id is None else f"id {name(example.id)}"
     title = f"{number}. {name(example.source)}: record {example.index:,}{line}, {identity}"
@@ -108,6 +109,7 @@ def example_body(number: int, example: Example) -> str:
 
 
 def part_body(part: Text | Images | Gap) -> str:
+    """Return a part of an example as HTML; text with labels is highlighted."""
     match part:
         case Gap():
             held = [plural(part.labels, "label"), *[plural(part.images, "image")][: part.images]]

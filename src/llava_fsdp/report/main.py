@@ -25,6 +25,7 @@ COMPARISON = "comparison.html"
 
 
 def main() -> None:
+    """Write a report of the folders that the command line names, and print its path."""
     setup_logging()
     words = sys.argv[1:]
     if not words or {"-h", "--help"} & set(words):

@@ -78,6 +78,7 @@ def columns(results: list[Results], windows: Collection[int], wanted: Collection
 
 
 def results_of(run: RunRecord) -> Results:
+    """Return the figures that the tables of a report compare."""
     history = run.history
     seconds, lowest, memory = history.sums["seconds"], history.lowest_loss, history.most("peak_memory_bytes")
     losses, scores = ([row[key] for row in run.validations if row.get(key) is not None] for key in ("loss", "score"))

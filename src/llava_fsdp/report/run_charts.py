@@ -41,6 +41,8 @@ def figures(charts: Iterable[Chart]) -> str:
 
 
 def charts_of(run: RunRecord) -> Iterator[Chart]:
+    """Yield the charts of a run; the first is the loss. `marks` of a chart are the steps at which the run was started
+    again."""
     history = run.history
     sources = dict(history.largest_sources(MOST_SOURCES))
     most = points_each(len(history.curves) + len(sources))
@@ -76,6 +78,7 @@ def width_note(run: RunRecord) -> str:
 
 
 def validation_charts(rows: list[dict[str, Any]], marks: list[int]) -> Iterator[Chart]:
+    """Yield the charts of loss and score of validation, also by data source."""
     names = list(dict.fromkeys(name for row in rows for name in row.get("sources") or {}))[:MOST_SOURCES]
     lines = [Line("all", values_of(rows, lambda row: row.get("loss")), 0, True)]
     scores = [Line("score", values_of(rows, lambda row: row.get("score")), 0, True)]

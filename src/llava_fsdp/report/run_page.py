@@ -26,6 +26,7 @@ def report_page(run: RunRecord, thumbnail: Thumbnail) -> str:
 
 
 def header(run: RunRecord) -> str:
+    """Return the top of a run's page as HTML: what was trained, how it ended, and what could not be read."""
     state, about = run.state, run.about
     what = [str(about[key]) for key in ("stage", "model", "strategy") if about.get(key)]
     if ranks := about.get("ranks"):
@@ -41,6 +42,7 @@ def header(run: RunRecord) -> str:
 
 
 def tiles(run: RunRecord) -> str:
+    """Return the boxes with the run's most important figures as HTML."""
     history, results, about = run.history, results_of(run), run.about
     total, planned = about.get("total_steps"), about.get("planned_peak")
     lowest = f", to step {history.lowest_loss[1]:,}" if history.lowest_loss else ""

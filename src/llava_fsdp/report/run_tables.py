@@ -44,6 +44,7 @@ def answers(run: RunRecord, thumbnail: Thumbnail) -> Iterator[str]:
 
 
 def texts_of(answer: dict[str, Any], rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield an answer of validation, with its question and reference, as HTML."""
     references, score = answer.get("references"), answer.get("score")
     entries = [
         ("source", answer.get("source")),
@@ -95,6 +96,7 @@ def settings(run: RunRecord) -> Iterator[str]:
 
 
 def recipe(run: RunRecord) -> Iterator[str]:
+    """Yield the configuration as HTML: the keys that differ from the recipe's files, and all keys."""
     about = run.about
     files = escape(f"stage={about.get('stage')} model={about.get('model')}")
     if about.get("recipe") is None:

@@ -22,6 +22,7 @@ from llava_fsdp.sweep.stop import STOP_FILE, StopRequest, supervise
 
 
 def main() -> None:
+    """Run a sweep: Hydra runs in a child process, and this one handles stops and reports if the child is killed."""
     setup_logging()
     try:
         check_command_line(sys.argv[1:])

@@ -155,6 +155,7 @@ def export_adapter(state: TrainState, cfg: Config, is_first_rank: bool) -> Adapt
     tensors = {name: sources[name] for name in names}
 
     def write() -> None:
+        """Write the adapter to a staging folder, check it, and publish it."""
         check_changed(
             tensors,
             f"the adapter of {cfg.output_dir} after step {state.step}",
@@ -200,6 +201,7 @@ def is_current(state: TrainState, cfg: Config) -> bool:
         folders[EXPORT] = {**wanted, "dtype": cfg.export.dtype.value}
 
     def look() -> bool:
+        """Return whether each folder exists undamaged and has the notes of this export."""
         for name, notes in folders.items():
             folder = Path(cfg.output_dir) / name
             try:
@@ -262,6 +264,8 @@ def verify(state: TrainState, cfg: Config, staged: Path, weights: Weights) -> No
     log().info("export: its weights are the trained ones rounded to %s, equal to the bit", cfg.export.dtype.value)
 
     def compare() -> None:
+        """Compare logits: the trained copy's with the live model's, and transformers' with llava_fsdp's of the written
+        weights."""
         device, compute = next((own.device, own.dtype) for own in copies[0].parameters())
         batch = placed.map(lambda values: values.to(device))
         trained = logits(copies[0], batch).cpu()
@@ -391,6 +395,7 @@ def check_weights(
     errors: list[Exception] = []  # raised after the collectives, in which the other ranks wait for rank 0
 
     def check(name: str, values: torch.Tensor, original: torch.Tensor, has_factor: bool) -> None:
+        """Raise ModelError unless the written values are the trained ones, and put them into the copy."""
         dtype = exported.dtypes[name]
         if not values.isfinite().all():
             raise ModelError(f"{name} has values that are not finite: the training has diverged")
@@ -465,6 +470,7 @@ def in_checkpoints(state: TrainState, cfg: Config) -> AdapterCopy | None:
         return None
 
     def prepare() -> AdapterCopy | None:
+        """Return what writes the adapter next to each checkpoint; None on ranks other than 0."""
         if rank_and_size()[0] > 0:
             return None
         writer, trained = writer_of(state, cfg), state.masters.named

@@ -64,6 +64,7 @@ def check_inputs(blocks: Sequence[Any], data: list[Any]) -> None:
 
 
 def make_page(sessions: Sessions, cfg: ChatConfig) -> gr.Blocks:
+    """Build the chat page and connect its controls; `sessions` keeps the conversation of each visitor."""
     assistant = sessions.assistant
     most = max(1, min(2048, assistant.max_tokens))
     about = (

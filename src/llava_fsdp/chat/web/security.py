@@ -92,6 +92,7 @@ class RequestGuard:
     incoming: list[int] = field(default_factory=list)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Check a request and pass it on, or answer it with the error of the check that refused it."""
         if scope["type"] == "lifespan":
             return await self.app(scope, receive, send)
         if scope["type"] != "http":

@@ -43,6 +43,7 @@ def alternatives(kind: Any) -> tuple[Any, ...]:
 
 
 def describe_one(kind: Any) -> str | None:
+    """Return the values that a type allows, in words; None if the type has no description."""
     if kind is types.NoneType:
         return "null"
     if isinstance(kind, type) and issubclass(kind, Enum):

@@ -159,6 +159,7 @@ def refuse_unknown_keys(schema: Any, node: DictConfig) -> None:
     groups = {key.rpartition(".")[0] for key in known}  # names with keys below them
 
     def visit(part: DictConfig, prefix: str) -> None:
+        """Check the keys below `prefix`, which is empty or ends in a dot."""
         for key in part:
             name = f"{prefix}{key}"
             if name == "hydra":

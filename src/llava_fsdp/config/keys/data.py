@@ -240,6 +240,7 @@ class DataConfig:
         return int(self.max_bad_records)
 
     def __post_init__(self) -> None:
+        """Raise ConfigError if a value, or a combination of values, is not allowed."""
         if self.path is None and not self.sources:
             raise ConfigError("data.path is not set; give it on the command line: data.path=VALUE")
         if self.path is not None and self.sources:

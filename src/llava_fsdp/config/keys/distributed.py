@@ -188,6 +188,7 @@ class PrecisionConfig:
         return replace(self, param_dtype=chosen, **same)
 
     def __post_init__(self) -> None:
+        """Raise ConfigError if a value, or a combination of values, is not allowed."""
         allowed = {self.param_dtype, DType.fp32} | ({DType.bf16} if self.param_dtype is DType.auto else set())
         for key in ("norm_dtype", "reduce_dtype"):
             value = getattr(self, key)
@@ -225,6 +226,7 @@ class ActivationCheckpointingConfig:
     only the block's input, 1 everything that saves recomputation. With other modes it is null."""
 
     def __post_init__(self) -> None:
+        """Raise ConfigError unless `budget` is set exactly in the modes that have a budget."""
         meanings = {
             ActivationCheckpointing.budget: "the share of a block's activations that is kept",
             ActivationCheckpointing.dynamic: "the share of the free memory that activations may take",

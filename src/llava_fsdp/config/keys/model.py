@@ -36,6 +36,7 @@ class LoraConfig:
     LLaVA's."""
 
     def __post_init__(self) -> None:
+        """Raise ConfigError if a value is not allowed, or is changed without `enabled`."""
         at_least("model.lora.r", self.r, 1)
         above_zero("model.lora.alpha", self.alpha)
         if not 0 <= self.dropout < 1:
@@ -136,6 +137,7 @@ class ModelConfig:
         return [part for part in self.trained if part is not Part.projector] if self.lora.enabled else []
 
     def __post_init__(self) -> None:
+        """Raise ConfigError if a value, or a combination of values, is not allowed."""
         train, trained = self.train, self.trained
         if self.lora.enabled and not self.adapted:
             raise ConfigError(

@@ -66,6 +66,7 @@ class OptimConfig:
     """Number of warm-up steps; null: warmup_ratio of all steps."""
 
     def __post_init__(self) -> None:
+        """Raise ConfigError if a value is not allowed."""
         for name in ("lr", "projector_lr", "vision_lr", "weight_decay", "eps"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < float("inf"):
@@ -319,6 +320,7 @@ class TrainingKeys:
         )
 
     def __post_init__(self) -> None:
+        """Raise ConfigError if a value is not allowed."""
         refuse_other_texts(self)
         for name in ("epochs", "global_batch_size", "micro_batch_size", "log_every"):
             at_least(name, getattr(self, name), 1)

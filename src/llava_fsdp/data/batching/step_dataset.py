@@ -151,6 +151,8 @@ class Steps(Dataset):
                 sample: Sample = sample,
                 counts: list[int] = counts,
             ) -> np.ndarray:
+                """Return the tiles of the sample's image number `place`. If it cannot be read, note the sample as
+                skipped and return black tiles."""
                 try:
                     return self.tiles(record, number, sample.place(place))
                 except DataError as error:

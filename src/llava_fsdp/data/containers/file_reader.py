@@ -62,6 +62,7 @@ class LocalFile:
         self.size = found.st_size
 
     def read(self, offset: int, size: int, /) -> bytes:
+        """Return exactly `size` bytes from `offset`; raise SourceError if the file ends before them."""
         assert offset >= 0 and size >= 0, (offset, size)
         data, descriptor = b"", self._file.fileno()
         with reading(Path(self.name)):

@@ -112,6 +112,8 @@ class HubClient:
             self.addresses.pop(next(iter(self.addresses), ""), None)  # another thread may have taken one out
 
     def fetch(self, file: RemoteFile, offset: int, size: int, seconds: float) -> bytes:
+        """Read a range of a file, following redirects. The address behind them is kept for later reads until it
+        expires."""
         end = time.monotonic() + seconds
         url = self._address(file.name)
         address, until = self.addresses.get(url, (url, 0.0))

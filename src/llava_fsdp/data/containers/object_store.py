@@ -108,9 +108,11 @@ class S3Client:
         return RemoteFile(url, info["ContentLength"], f"etag:{info['ETag']}")
 
     def fetch(self, file: RemoteFile, offset: int, size: int, seconds: float) -> bytes:
+        """Read a range of an object; fails if the object's ETag is no longer `file.pin`."""
         bucket, key, version = split_url(file.name)
 
         async def get() -> bytes:
+            """Send the request and read the answer's body."""
             answer = await self.fs._call_s3(
                 "get_object",
                 Bucket=bucket,
@@ -211,6 +213,7 @@ class GsClient:
         return check_length(data, size)
 
     def _finish(self, request: Callable[[], Awaitable[T]], seconds: float) -> T:
+        """Run a request and convert errors of gcsfs, Google's authentication and HTTP to `Failure`."""
         from aiohttp import ClientError as HttpError
         from gcsfs.retry import HttpError as StatusError  # pyright: ignore[reportMissingImports]
         from google.auth.exceptions import GoogleAuthError  # pyright: ignore[reportMissingImports]

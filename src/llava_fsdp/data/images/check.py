@@ -250,6 +250,8 @@ def read_in_container(image: ImageInContainer, where: str) -> bytes:
 
 
 def read_path(path: Path, where: str) -> bytes:
+    """Read a whole image file; raise ImageError if it has more than MAX_BYTES."""
+
     def read(file: BinaryIO) -> bytes:
         size = os.fstat(file.fileno()).st_size
         if size > MAX_BYTES:

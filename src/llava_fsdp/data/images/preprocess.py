@@ -97,6 +97,7 @@ def read_preprocessor(folder: Path) -> Preprocessor:
 
 
 def parse_preprocessor(config: dict[str, Any], path: Path) -> Preprocessor:
+    """Convert the content of a `preprocessor_config.json`; raise ModelError if it describes no square image."""
     size, crop = config.get("size"), config.get("crop_size")
     edge = size if isinstance(size, int) else (size or {}).get("shortest_edge")
     keep_ratio = edge is not None

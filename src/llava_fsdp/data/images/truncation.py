@@ -68,6 +68,7 @@ def jpeg_ends_early(data: bytes) -> bool:
 
 
 def png_ends_early(data: bytes) -> bool:
+    """Return whether the file ends before its IEND chunk; False if it has something that is no chunk."""
     at = len(PNG)
     while True:
         length, kind = struct.unpack_from(">I4s", data, at)
@@ -81,6 +82,9 @@ def png_ends_early(data: bytes) -> bool:
 
 
 def gif_ends_early(data: bytes) -> bool:
+    """Raise IndexError if the file ends before its trailer; return False if it does not, has an unknown block, or has
+    more blocks than are looked at."""
+
     def behind_palette(at: int, flags: int) -> int:
         return at + (3 << (flags & 7) + 1 if flags & 0x80 else 0)
 

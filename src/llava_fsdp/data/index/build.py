@@ -274,6 +274,7 @@ def find(plan: Plan, sources: list[DataSource], folder: Path) -> Index | None:
 
 
 def opened(plan: Plan, folder: Path, state: Path, pictures: Path, encoded: Path) -> Index:
+    """Open a dataset's index, all parts of which are complete. Raises an error if a part is not what was written."""
     records = state / plan.records_name
     for part in (state / "texts", records, pictures, encoded):
         check_part(part, whole=False)

@@ -239,6 +239,7 @@ def list_problems(records: Records) -> dict[str, Any]:
 
 
 def problem_rows(records: Records) -> Iterator[dict[str, Any]]:
+    """Yield a row for each problem of a record, with the record's place in its file."""
     for row in records.index.rows():
         file, index = records.index.store.locate(row["record"])
         yield {

@@ -61,6 +61,7 @@ class EncodeRecords(DatasetPass):
         return sorted({*LIMITS, self.encoder.max_length})
 
     def columns(self, numbers: range, found: Findings) -> Columns:
+        """Encode records and return their counts, and what truncation at each of `limits` would lose."""
         names = ("length", "labels", "images", "tiles", "image_tokens", "positions_cut", "labels_cut", "full")
         columns = {name: np.zeros(len(numbers), dtype=np.int32) for name in names}
         losses = np.zeros((len(self.limits), len(LOSSES)), dtype=np.int64)
@@ -80,6 +81,7 @@ class EncodeRecords(DatasetPass):
         return {**columns, LOSSES_COLUMN: losses.reshape(-1)}
 
     def encode(self, record: Record, number: int, tell: Tell) -> MeasuredSample | None:
+        """Encode a record and report its problems; None if it makes no sample."""
         for position, turn in enumerate(asked_turns(record)):
             tell_special(record, position, turn.text, self.encoder, tell)
             if turn.role == "gpt" and not turn.text.strip():

@@ -57,6 +57,7 @@ class CompareContent:
         return open_column(self.records_folder, "digest"), open_column(self.pictures_folder, "digest")
 
     def __call__(self, chunk: int) -> Columns:
+        """Compare the records of a chunk and their images; the column `changed` says what differs."""
         changed: list[str] = []
         seen: dict[Path | ImageInContainer, int | str] = {}
         records, images = self.digests

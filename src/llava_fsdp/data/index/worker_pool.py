@@ -105,6 +105,8 @@ class RecordingContext(SpawnContext):
 def run_in_workers(
     pool: ProcessPoolExecutor, context: RecordingContext, pending: Iterable[int], advance: Advance
 ) -> None:
+    """Run the pending chunks in the pool's processes. If one fails, the workers are killed; a WorkerError says that a
+    process has died."""
     try:
         with pool, one_thread_each():
             try:

@@ -53,6 +53,7 @@ def spans(
 
 
 def line_spans(path: Path, after: Span | None, max_bytes: int, name: str | Path) -> Iterator[Span]:
+    """Yield the span of each non-empty line of a JSON Lines file that comes after the span `after`."""
     with path.open("rb") as file:
         offset, number = (begin(file, name), 1) if after is None else (after[0] + after[1], after[2])
         file.seek(offset)
@@ -95,6 +96,7 @@ def check_lines(file: BinaryIO, name: str | Path) -> None:
 
 
 def list_spans(path: Path, after: Span | None, max_bytes: int, name: str | Path) -> Iterator[Span]:
+    """Yield the span of each element of a JSON list that comes after the span `after`."""
     with path.open("rb") as file:
         window = Window(file, begin(file, name), max_bytes) if after is None else window_behind(file, after, max_bytes)
         try:

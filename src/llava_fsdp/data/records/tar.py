@@ -77,6 +77,7 @@ class SampleReader:
         """Whether the record names one image and the sample has one, which is then meant, whatever its name."""
 
     def line(self) -> bytes:
+        """Return the sample's record as one line of JSON, or a placeholder if it has more than `max_bytes`."""
         texts = (RECORD, *(self.keys.pair or ()))
         largest = max(self.sample.members.get(extension, (0, 0))[1] for extension in texts)
         if largest > self.max_bytes:

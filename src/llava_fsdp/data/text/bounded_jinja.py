@@ -45,11 +45,13 @@ def render(code: str, messages: list[dict[str, Any]], variables: dict[str, Any])
 
 
 def make_work() -> Work:
+    """Return a function that renders a conversation with a chat template; see `LimitedProcess`."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     last = ""
 
     def work(request: dict[str, Any]) -> Answer:
+        """Render a conversation. Compiling a new template does not count as time of the conversation."""
         nonlocal last
         code, messages, variables = request["code"], request["messages"], request["variables"]
         if code != last:

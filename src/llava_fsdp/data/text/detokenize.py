@@ -151,6 +151,7 @@ class AnswerText:
         return begun + rest
 
     def _decode(self, is_last: bool) -> str:
+        """Return the text of the new tokens; empty while they end in the middle of a UTF-8 character."""
         before = self.tokenizer.decode(self.ids[self._window : self._decoded])
         text = self.tokenizer.decode(self.ids[self._window :])
         waits = text.endswith(BROKEN) and len(self.ids) - self._decoded <= PENDING
@@ -163,6 +164,7 @@ class AnswerText:
         return text[len(before) :]
 
     def _release(self, new: str) -> str:
+        """Add new text, and return what can no longer become part of the stop text or of spaces at the end."""
         self._held += new
         at = self._held.find(self.stop) if self.stop else -1
         if at >= 0:

@@ -257,6 +257,7 @@ def conversation(turns: list[Turn], form: Template, where: str) -> str:
 
 
 def conversation_llama_2(turns: list[Turn], form: Template, where: str) -> str:
+    """Write a conversation as the original does with the template llama_2; empty turns are left out."""
     if turns and not turns[0].text:
         raise DataError(f"{where}: the first question is empty; the original stops here", Kind.bad_form)
     text = ""

@@ -243,6 +243,8 @@ class JsonTokenizer(Tokenizer):
         self.size = max(self._fast.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode(self, text: str, special: list[Stretch] | None = None) -> list[Token]:
+        """Return the tokens of a text, of which only the stretches in `special` are special tokens; None: all that look
+        so."""
         if special is not None:
             cuts = [(begin, end) for begin, end in special if text[begin:end] not in self._special]
             if cuts:

@@ -73,6 +73,7 @@ def read_limits() -> dict[str, int]:
 
 
 def judge_limits(limits: dict[str, int], has_infiniband: bool) -> Iterator[Finding]:
+    """Judge the limits of open files and of locked memory (in bytes); a negative value is no limit."""
     files, locked = limits["nofile"], limits["memlock"]
     if 0 <= files < FILES:
         most = min(limits["hard"], MANY) if limits["hard"] >= 0 else MANY

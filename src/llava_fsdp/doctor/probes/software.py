@@ -94,6 +94,7 @@ def needs_of(cfg: Config) -> dict[str, Callable[[], str]]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     def attention() -> str:
+        """Return which attention the training would use, and why; raise ConfigError if its package is broken."""
         language = shapes_of(cfg.model).language
         _, padded = settle_packing(cfg, language)
         if padded is not None:

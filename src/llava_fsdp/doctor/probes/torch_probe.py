@@ -10,6 +10,7 @@ from llava_fsdp.runtime.process.host import gpu_has_bf16
 
 
 def main() -> None:
+    """Print what torch says of its GPUs as one JSON object."""
     available = torch.cuda.is_available()
     count = torch.cuda.device_count() if available else 0
     pairs = [(a, b) for a in range(count) for b in range(a + 1, count)]
@@ -36,6 +37,7 @@ def nccl_version() -> str | None:
 
 
 def facts_of(index: int) -> dict[str, Any]:
+    """Return a GPU's properties. `error` says why it computes nothing or wrong products; empty if it works."""
     device = torch.cuda.get_device_properties(index)
     error = ""
     try:

@@ -136,6 +136,7 @@ def deepspeed_file(context: RuleContext, value: object) -> Translation:
 
 
 def fsdp(context: RuleContext, value: object) -> Translation:
+    """Translate `--fsdp`, whose value is a list of words."""
     if not value:
         return implied("no FSDP: " + context.tell("sharding"))
     if context.run.uses_deepspeed:

@@ -52,6 +52,7 @@ def patch_merge(context: RuleContext, value: object) -> Translation:
 
 
 def grid(context: RuleContext, value: object) -> Translation:
+    """Translate LLaVA-NeXT's grid of tiles to `data.grid_pinpoints`."""
     if "model.patch_merge" not in context.decided:
         return no_effect("only for images of several tiles")
     found = grid_of(context.run)

@@ -473,6 +473,7 @@ def make_varlen() -> Attend:
     def varlen(
         module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: PackedRow
     ) -> torch.Tensor:
+        """Attention of a packed row by torch's `varlen_attn`, as far as this torch supports it."""
         form = row.form
         assert not form.dropout, "choose_kernel refuses dropout"
         if form.window is not None and not has_window:
@@ -507,6 +508,7 @@ def both_boundaries(row: PackedRow) -> tuple[torch.Tensor, torch.Tensor, int, in
 def flash(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: PackedRow
 ) -> torch.Tensor:
+    """Attention of a packed row by the flash-attn package. `row` has the boundaries of its samples."""
     from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
 
     parts = [part[0].transpose(0, 1) for part in (query, key, value)]  # [tokens, heads, size]

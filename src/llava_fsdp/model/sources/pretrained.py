@@ -361,6 +361,7 @@ def resolve(name: str, key: str) -> Path:
 
 
 def find_folder(name: str, key: str) -> Path:
+    """Return the folder of a model that a setting names: a package's own, a local one, or a download from the hub."""
     if name.startswith(PACKAGE):
         folder = Path(__file__).parents[2] / "assets" / name.removeprefix(PACKAGE)
         if not folder.is_dir():
@@ -386,6 +387,7 @@ def public_name(name: str) -> str:
 
 
 def download(name: str, key: str) -> Path:
+    """Download a model from the hub, and return its folder in the cache. Raises ModelError with advice."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 

@@ -145,6 +145,7 @@ class UnpackedProduct(torch.autograd.Function):
         packing: Packing,
         *statistics: torch.Tensor,
     ) -> torch.Tensor:
+        """Compute x W^T + b. `statistics` are the tensors with which `packed` is dequantized."""
         ctx.packing = packing
         ctx.save_for_backward(packed, *statistics)
         return functional.linear(x, unpacked(packing, packed, statistics), bias)

@@ -86,6 +86,8 @@ class DynamicBlock(ActivationWrapper):
         """For each measured run: shape of the input, bytes kept, and a function that waits and returns the seconds."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Keep the activations if the input is within `limit`, else recompute them in the backward pass, and measure if
+        asked to."""
         if self.limit.size:
             shape = input_of(args, kwargs).shape
             if shape.numel() <= self.limit.size and row_length(shape) <= self.limit.length:

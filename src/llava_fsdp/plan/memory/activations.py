@@ -307,6 +307,7 @@ class TraceReader:
     """Reads a trace event by event: counts the bytes alive, and splits the passes into segments."""
 
     def __init__(self, trace: Trace, vocabulary: int, weights: dict[str, nn.Parameter], master: torch.dtype):
+        """The arguments are those of `split_into_segments`; `weights` are the model's parameters by name."""
         self.vocabulary = vocabulary
         self.master = master
         self.numbers = {name: number for number, name in trace.gradients.items()}
@@ -329,6 +330,7 @@ class TraceReader:
         self.is_empty = True
 
     def close(self, next_unit: str) -> None:
+        """End the current segment, unless nothing happened in it, and begin that of `next_unit` (a block, or empty)."""
         if self.unit or not self.is_empty:
             self.segments.append(
                 PassSegment(

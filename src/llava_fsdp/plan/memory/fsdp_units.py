@@ -69,6 +69,8 @@ def units_of(
 def unit_of(
     name: str, weights: list[Weight], precision: PrecisionConfig, shards: int, is_away: bool, passes_through: bool
 ) -> Unit:
+    """Return the bytes of an FSDP unit with these weights, all of which have the same sharding. `is_away`: gradients
+    are not on the device."""
     trainable = [w for w in weights if w.trainable]
     part = sum(w.padded(shards) * w.gathered_size(precision) for w in weights)
     reduced = sum(w.reduce_size(precision) * w.padded(shards) for w in trainable)

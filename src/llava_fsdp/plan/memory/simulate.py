@@ -128,6 +128,7 @@ class FsdpRank:
     def __init__(
         self, ledger: Ledger, units: dict[str, Unit], plan: ShardPlan, unit_names: dict[str, str], prefetch: int | None
     ):
+        """The arguments are those of `simulate_step`; results are added to `ledger`."""
         self.ledger = ledger
         self.units = units
         self.plan = plan

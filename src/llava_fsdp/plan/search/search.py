@@ -61,6 +61,7 @@ def distinct_strategies(ranks: RankCounts, parts: int = 1, shares_experts: bool 
 def checkpointing_modes(
     cfg: Config, machine: Machine, configured: ActivationCheckpointingConfig | None = None
 ) -> list[ActivationCheckpointingConfig]:
+    """Return the modes of activation checkpointing that the plan compares."""
     modes = [ActivationCheckpointing.none, ActivationCheckpointing.selective, ActivationCheckpointing.full]
     configured = configured or cfg.activation_checkpointing
     may_compile = cfg.compile is not False or configured.mode is ActivationCheckpointing.budget

@@ -92,6 +92,7 @@ def off_device(row: PlanRow) -> str:
 
 
 def rows_table(rows: Sequence[PlanRow]) -> Table:
+    """Return the table that `plan` prints, one row for each choice of settings."""
     table = Table(
         "sharding", "activation_checkpointing", "offload", "tokens x micro-batches", "fits", "total GB", "states",
         "gathered", "reducing", "acts.", "logits", "s/step", "tokens/s", "MFU", "sent GB",
@@ -226,6 +227,7 @@ def as_object(planner: Planner, rows: Sequence[PlanRow], command: str | None, mo
 
 
 def row_object(row: PlanRow) -> dict[str, Any]:
+    """Return a row of the plan as the object that format=json prints."""
     choice = row.choice
     return {
         "sharding": row.choice.zero,

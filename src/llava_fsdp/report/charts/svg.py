@@ -132,6 +132,7 @@ def draw_bars(title: str, unit: str, bars: Sequence[Bar], names: Sequence[str] =
 
 
 def bar_shapes(scale: "Scale", bars: Sequence[Bar], stacked: bool) -> list[str]:
+    """Return the SVG elements of a bar chart. Labels are left out where they would overlap."""
     room = (scale.x(1) - scale.x(0)) / (8 * max(len(text) for bar in bars for text in (bar.label, bar.sum, "00000")))
     body, every = grid(scale), math.ceil(1 / room)
     for index, bar in enumerate(bars):
@@ -187,6 +188,7 @@ class Scale:
 
     @classmethod
     def of(cls, chart: Chart, lines: list[Line]) -> "Scale":
+        """Return the scale that shows all points, with some room around them; a flat curve gets room, too."""
         steps = [point.step for line in lines for point in (line.points[0], line.points[-1])]
         values = [value for line in lines for value in extent(line)]
         if chart.level is not None:

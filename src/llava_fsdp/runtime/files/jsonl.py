@@ -25,6 +25,7 @@ class RowWriter:
         self.lost = 0
 
     def add(self, row: dict[str, Any]) -> None:
+        """Append a row. If writing fails, up to MOST_WAITING rows are kept, and the oldest are dropped after that."""
         failing = bool(self.waiting)
         self.waiting.append(json.dumps(row) + "\n")
         if len(self.waiting) > MOST_WAITING:

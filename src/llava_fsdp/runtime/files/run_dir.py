@@ -161,6 +161,7 @@ def await_claim(folder: Path) -> None:
 
 
 def lock(handle: int, folder: Path) -> None:
+    """Lock the run's folder, waiting HANDOVER seconds for an earlier start of the same launch to release it."""
     until = time.monotonic() + HANDOVER
     while True:
         try:

@@ -90,6 +90,7 @@ class LimitedProcess:
             process.kill()
 
     def _ask(self, request: dict[str, Any]) -> Answer:
+        """Send a request and wait for the answer; raise an error if the process breaks a limit."""
         process = self._running()
         assert process.stdin is not None and process.stdout is not None
         with contextlib.suppress(BrokenPipeError):  # its exit status is looked at below
@@ -107,6 +108,8 @@ class LimitedProcess:
         raise LimitBroken(f"ends the process that reads it (exit status {status})")
 
     def _running(self) -> "subprocess.Popen[bytes]":
+        """Return the process; start one if there is none, or if it belongs to the process from which this was
+        forked."""
         if self._stopped:
             raise LimitBroken("is not read, because the program ends")
         if self._process is not None and self._owner == os.getpid():

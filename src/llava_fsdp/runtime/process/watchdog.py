@@ -204,6 +204,7 @@ class Watchdog:
         self.stepping, self.has_stepped, self.stepped_at = True, True, now
 
     def __enter__(self) -> Self:
+        """Start the thread and handle signals; raise StorageError if the output folder cannot be written."""
         self.ending = threading.Event()
         self.lost_peer = False
         self.pipe = os.pipe()
@@ -228,6 +229,8 @@ class Watchdog:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """End the thread, and write a last heartbeat. After a communication error, ranks that do not report are
+        killed."""
         self.lost_peer = isinstance(error, CommunicationError)
         self.ending.set()
         os.write(self.pipe[1], b"\0")
@@ -387,6 +390,7 @@ class Watchdog:
         self.end_after_failure()
 
     def write_beat(self) -> Beat:
+        """Write a heartbeat to this rank's file, and return it."""
         self.count += 1
         beat = Beat(
             rank=self.rank,

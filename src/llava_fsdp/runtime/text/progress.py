@@ -48,6 +48,7 @@ def watch_silently(_label: str, _chunks: int) -> Iterator[Advance]:
 
 
 def log_lines(label: str, chunks: int) -> Advance:
+    """Return a function that counts finished chunks, and logs the count at most every SECONDS."""
     done, last = 0, time.monotonic()
 
     def advance(count: int) -> None:

@@ -27,6 +27,7 @@ NOT_MET = (
 
 
 def main() -> None:
+    """Run the agent with torchrun's flags. Its parent gets the reason of a failure through the pipe `report`."""
     for number in (signal.SIGINT, signal.SIGTERM):  # these end the process at once while there are no ranks yet
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # ranks inherit this, and ignore SIGUSR1 until they can save

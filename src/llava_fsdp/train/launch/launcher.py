@@ -60,6 +60,7 @@ AGENT_ENDS = 1.0
 
 
 def main() -> None:
+    """Run `llava-fsdp train`: check the configuration before torch is imported, and start the ranks."""
     ranks_given = os.environ.get("WORLD_SIZE", "1") if "TORCHELASTIC_RUN_ID" not in os.environ else "1"
     for name in os.environ.keys() - without_launcher(os.environ).keys():
         del os.environ[name]  # set if a rank of another training has started this process
@@ -179,6 +180,7 @@ class Launch:
     """Runs torchrun's agent once, which starts the ranks, and handles signals to this process until the agent ends."""
 
     def __init__(self, folder: Path):
+        """`folder` is the run's output folder."""
         self.folder = folder
         self.before = read_status(folder)
         """The run's status before this launch, left by an earlier run."""

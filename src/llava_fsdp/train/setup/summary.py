@@ -152,6 +152,7 @@ def describe_learning(optim: OptimConfig, weights: dict[str, Weight], parts: Map
 
 
 def describe_sharding(cfg: Config, world: World) -> str:
+    """Say in one line how weights, layers and activations are divided and kept."""
     groups, tensor = cfg.parallel.pipeline, cfg.parallel.tensor
     size = RankLayout(cfg.parallel, world.size).ranks_per_stage
     found = f"{cfg.sharding.strategy.value} over {size} {world.device.type} rank{'s' * (size > 1)}"
@@ -220,6 +221,7 @@ def describe_precision(precision: PrecisionConfig) -> str:
 
 
 def describe_batch(cfg: Config, world: World, loader: Loader) -> str:
+    """Say how the rows of a global batch are divided among micro-batches and ranks."""
     if cfg.sampler.name is not SamplerName.llava_v1_5 and cfg.packs:
         ranks = cfg.parallel.ranks_per_row
         each = "each rank" if ranks == 1 else f"each {ranks} ranks, which process a row together"

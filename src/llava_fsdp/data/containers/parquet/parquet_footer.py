@@ -60,6 +60,7 @@ class Footer:
             self.refuse(f"its footer is damaged ({error})", COPY_AGAIN)
 
     def read_bytes(self) -> bytes:
+        """Return the bytes of the footer, after checks of the file's first bytes, last bytes and size."""
         size = self.file.size
         if size < 12:
             self.refuse(f"{size} bytes are no Parquet file", COPY_AGAIN)

@@ -75,6 +75,8 @@ class Cursor:
             raise Malformed(f"it has more than {self.most_fields} fields")
 
     def value(self, kind: int, depth: int) -> Any:
+        """Read a value of a Thrift type, by its number in the compact protocol. `depth` counts nested structs and
+        lists."""
         self.count()
         match kind:
             case 1 | 2:  # in a list

@@ -175,6 +175,7 @@ class ReadRecords(DatasetPass):
     """
 
     def columns(self, numbers: range, found: Findings) -> Columns:
+        """Read records and return what the later passes and statistics need of them."""
         hashes, digests = (np.zeros(len(numbers), dtype=np.uint64) for _ in range(2))
         words, pictures = (np.zeros(len(numbers), dtype=np.int32) for _ in range(2))
         names: list[bytes] = []
@@ -292,6 +293,7 @@ class ExaminePictures(DatasetPass):
         return int(self.names.first[numbers.start]), int(self.names.first[numbers.stop])
 
     def columns(self, numbers: range, found: Findings) -> Columns:
+        """Return sizes and checksums of the images of some records, one row for each image."""
         begin, end = self.rows_of(numbers)
         kinds = {"width": np.int32, "height": np.int32, "stored_height": np.int32, "digest": np.uint64}
         if self.sampling is not None:

@@ -159,6 +159,7 @@ class Validation(RunEvents):
         ]
 
     def report(self, losses: list[LossSum], answers: list[Answered], seconds: float) -> None:
+        """Write and log the results of a validation. `losses` are in the order of the sources."""
         names, questions = self.held_out.names, self.held_out.questions
         scores: dict[str, list[float]] = {name: [] for name in names}
         answered = []

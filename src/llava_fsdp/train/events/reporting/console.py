@@ -35,6 +35,7 @@ class Console(StepReport):
             self.progress_bar.start()
 
     def step(self, row: dict[str, Any], result: StepResult) -> None:
+        """Show a step: in the progress bar or, without one, in the log every `log_every` steps."""
         self.recent.append(row["seconds"])
         shown = f"loss {number(row['loss'], '.4f')}  {row['tokens_per_second']:,.0f} tokens/s"
         used = [f"{name.upper()} {row[name]:.1%}" for name in ("mfu", "hfu") if row[name] is not None]

@@ -57,6 +57,7 @@ class LivePage(StepReport):
     """
 
     def __init__(self, cfg: Config, first_step: int, about: dict[str, Any]):
+        """Read the rows of earlier starts and write the page. An error is logged, as it must not end the training."""
         self.run = RunRecord(Path(cfg.output_dir), name_of(Path(cfg.output_dir)))
         self.path = self.run.folder / REPORT_FILE
         self.failed = False

@@ -64,6 +64,7 @@ class LossWarnings(StepReport):
         self.spikes = Spikes(sigma)
 
     def step(self, row: dict[str, Any], result: StepResult) -> None:
+        """Warn of a skipped update (which is normal if there is a loss scale), or of a spike of the loss."""
         step = result.facts.step + 1
         if result.skipped and result.loss_scale is None:
             log().warning(

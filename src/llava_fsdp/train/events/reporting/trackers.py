@@ -192,6 +192,7 @@ class WeightsAndBiases:
     `output_dir/wandb`."""
 
     def __init__(self, run: Trackers):
+        """Create the run, or continue it under its id. wandb is imported here because it is optional."""
         import wandb
 
         cfg, folder = run.cfg.track, Path(run.cfg.output_dir)
