@@ -22,7 +22,7 @@ from llava_fsdp.export.write import formats, weights_writer
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.model.sources.pretrained_config import read_model
-from llava_fsdp.model.weights.weight_names import original, ours
+from llava_fsdp.model.weights.weight_names import original_name, ours
 from llava_fsdp.runtime.errors import CheckpointError, ConfigError, ModelError
 from llava_fsdp.train import main as train
 
@@ -103,7 +103,7 @@ def test_original_format_of_a_run(llava: Path, run: Path, parts: Path, tmp_path:
     assert config["mm_vision_tower"] == str(parts / "vision") and config["image_aspect_ratio"] == "pad"
     assert config["mm_use_im_patch_token"] is False and "unfreeze_mm_vision_tower" not in config
     vocabulary = json.loads((parts / "language" / "config.json").read_text())["vocab_size"]
-    expected = {original(n, "mlp2x_gelu"): t for n, t in outcome(run).weights.items()}
+    expected = {original_name(n, "mlp2x_gelu"): t for n, t in outcome(run).weights.items()}
     cut = {n: t[:vocabulary] if "embed_tokens" in n or "lm_head" in n else t for n, t in expected.items()}
     assert same(weights(llava), cut)
     back = export(conversion(llava, tmp_path / "back"))
@@ -183,7 +183,7 @@ def test_transformers_folders_as_users_have_them(kind: str, like_the_hub: tuple[
         (folder / "model.safetensors").unlink()
     made = export(conversion(folder, tmp_path / "made", "format=llava", TOWER))
     size = open_tokenizer(language).size
-    expected = {original(ours(n), "mlp2x_gelu"): t for n, t in weights(hub).items()}
+    expected = {original_name(ours(n), "mlp2x_gelu"): t for n, t in weights(hub).items()}
     assert same(
         weights(made), {n: t[:size] if "embed_tokens" in n or "lm_head" in n else t for n, t in expected.items()}
     )
@@ -355,8 +355,8 @@ def test_the_proof_can_fail(form: str, llava: Path, tmp_path: Path, monkeypatch:
     elif form == "hf":
         swap_in_exports(monkeypatch, q, k)
     else:
-        rename = formats.original
-        monkeypatch.setattr(formats, "original", lambda n, *a, **kw: rename({q: k, k: q}.get(n, n), *a, **kw))
+        rename = formats.original_name
+        monkeypatch.setattr(formats, "original_name", lambda n, *a, **kw: rename({q: k, k: q}.get(n, n), *a, **kw))
     with pytest.raises(ModelError, match=r"but its logits differ by(.|\n)*was not made; .*made\.tmp has what was wri"):
         export(conversion(llava, tmp_path / "made", f"format={form}"))
     assert not (tmp_path / "made").exists()

@@ -2,7 +2,14 @@
 
 import pytest
 
-from llava_fsdp.model.weights.weight_names import COMPUTED, in_adapter, original, ours, ours_in_adapter, projector_name
+from llava_fsdp.model.weights.weight_names import (
+    COMPUTED,
+    in_adapter,
+    original_name,
+    ours,
+    ours_in_adapter,
+    projector_name,
+)
 
 Q = "layers.1.self_attn.q_proj"
 LAYER = f"{Q}.weight"
@@ -24,7 +31,7 @@ DIALECTS = [
 
 @pytest.mark.parametrize(("own", "originals", "hubs"), DIALECTS)
 def test_dialects(own: str, originals: str, hubs: str) -> None:
-    assert original(own, "mlp2x_gelu") == originals
+    assert original_name(own, "mlp2x_gelu") == originals
     assert projector_name(originals) == (own if own.startswith("multi_modal_projector") else None)
     assert ours(originals) == ours(hubs) == own
     in_memory = own if own.startswith("lm_head") else f"model.{own}"
@@ -43,7 +50,7 @@ def test_dialects(own: str, originals: str, hubs: str) -> None:
 def test_projectors_of_other_depths(kind: str, names: list[str]) -> None:
     """LLaVA multimodal_projector/builder.py:33-51: one Linear, or a Sequential with activations between."""
     own = [f"multi_modal_projector.linear_{n}.weight" for n in range(1, len(names) + 1)]
-    assert [original(n, kind) for n in own] == names
+    assert [original_name(n, kind) for n in own] == names
     assert [ours(n) for n in names] == own
 
 

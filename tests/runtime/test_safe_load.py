@@ -8,8 +8,8 @@ import pytest
 from llava_fsdp.runtime.errors import ConfigError, DamagedModel, ModelError
 from llava_fsdp.runtime.files.safe_load import (
     file_beside,
-    foreign,
     is_open_to_others,
+    library_errors,
     read_json,
     read_text,
     refuse_model_code,
@@ -23,7 +23,10 @@ PanicException = type("PanicException", (BaseException,), {})
     "problem", [ValueError("two\n words"), PanicException("two\n words"), AssertionError("two words")]
 )
 def test_whatever_a_library_raises_names_the_file(problem: BaseException) -> None:
-    with pytest.raises((DamagedModel, type(problem))) as caught, foreign("tokenizer.json is damaged", DamagedModel):
+    with (
+        pytest.raises((DamagedModel, type(problem))) as caught,
+        library_errors("tokenizer.json is damaged", DamagedModel),
+    ):
         raise problem
     assert isinstance(caught.value, DamagedModel)
     assert str(caught.value) == f"tokenizer.json is damaged ({type(problem).__name__}: two words)"
@@ -32,7 +35,7 @@ def test_whatever_a_library_raises_names_the_file(problem: BaseException) -> Non
 
 @pytest.mark.parametrize("problem", [KeyboardInterrupt(), SystemExit(3), ConfigError("ours")])
 def test_ends_of_the_process_and_own_errors_pass(problem: BaseException) -> None:
-    with pytest.raises(type(problem)) as caught, foreign("tokenizer.json is damaged"):
+    with pytest.raises(type(problem)) as caught, library_errors("tokenizer.json is damaged"):
         raise problem
     assert caught.value is problem
 

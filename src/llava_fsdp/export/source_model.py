@@ -67,7 +67,7 @@ from llava_fsdp.runtime.errors import CheckpointError, ConfigError, DamagedModel
 from llava_fsdp.runtime.files.provenance import NOTES, check_folder, read_notes
 from llava_fsdp.runtime.files.run_dir import FOLDER
 from llava_fsdp.runtime.files.safe_load import SMALL
-from llava_fsdp.runtime.files.unfinished import has_export, is_done, lacking_export, refuse_staged
+from llava_fsdp.runtime.files.unfinished import has_export, is_done, refuse_staged, why_no_export
 from llava_fsdp.runtime.files.unfinished import is_run as is_run_folder
 from llava_fsdp.runtime.text.log import log
 
@@ -104,7 +104,7 @@ def open_source(cfg: ConversionConfig) -> Opened:
     has_status = is_run_folder(path) and not (path / "config.json").is_file()
     is_run = is_checkpoint or has_status or (path / FOLDER).is_dir()
     if path.name == EXPORT and not path.exists() and is_run_folder(path.parent):
-        raise CheckpointError(f"source={path} is missing: {path.parent} {lacking_export(path.parent)}")
+        raise CheckpointError(f"source={path} is missing: {path.parent} {why_no_export(path.parent)}")
     folder = path if is_run or is_adapter_folder(path) else resolve(cfg.source, "source")
     if is_adapter_folder(folder):
         return open_adapted(folder, cfg)
@@ -133,7 +133,7 @@ def open_run(run: Path, cfg: ConversionConfig) -> Opened:
     except DamagedModel as error:
         log().warning("%s\nUsing the checkpoint %s instead", error, newest.folder)
     if not is_done(run) and not has_export(run):
-        log().warning("%s %s; here its checkpoint of step %d is used", run, lacking_export(run), newest.facts["step"])
+        log().warning("%s %s; here its checkpoint of step %d is used", run, why_no_export(run), newest.facts["step"])
     return open_checkpoint(newest, cfg)
 
 
@@ -146,7 +146,7 @@ def open_final_folder(run: Path, cfg: ConversionConfig) -> Opened:
     if is_adapter_folder(run / adapter.FOLDER) and is_wanted:
         return open_adapted(run / adapter.FOLDER, cfg)
     if not notes:
-        raise CheckpointError(f"source={run} {lacking_export(run)}; it has no checkpoint either")
+        raise CheckpointError(f"source={run} {why_no_export(run)}; it has no checkpoint either")
     return open_model(run / EXPORT, cfg)
 
 

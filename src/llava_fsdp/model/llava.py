@@ -28,10 +28,10 @@ from llava_fsdp.model.packed_attention.attention import (
 from llava_fsdp.model.parts import Parts
 from llava_fsdp.model.projector import Projector, check_can_be_shuffled
 from llava_fsdp.model.sample_dropout import TokenKeys
-from llava_fsdp.model.vision_tower import build_vision_tower, found_of_vision_tower, selected_features
+from llava_fsdp.model.vision_tower import build_vision_tower, probe_vision_config, selected_features
 from llava_fsdp.model.weights.quantization import quantize_layers
 from llava_fsdp.runtime.errors import ConfigError, ModelError
-from llava_fsdp.runtime.files.safe_load import foreign
+from llava_fsdp.runtime.files.safe_load import library_errors
 
 FeatureRows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """Which image feature each image token gets: the argument `image_rows` of `Llava.forward`."""
@@ -91,7 +91,7 @@ class Llava(Architecture):
         if parts.language.tie_word_embeddings:
             self.lm_head.weight = self.language_model.get_input_embeddings().weight
         feature = parts.trained_feature or cfg.select_feature
-        self.probe = found_of_vision_tower(ConfigKey(parts.vision), cfg.select_layer, feature)
+        self.probe = probe_vision_config(ConfigKey(parts.vision), cfg.select_layer, feature)
         """Which of the vision tower's layers, tokens and parameters are used."""
         check_can_be_shuffled(cfg, parts.vision, self.probe.features)
         self.is_first = self.is_last = True
@@ -309,7 +309,10 @@ def build_llava(
         widths = parts.vision.hidden_size, parts.language.hidden_size
         projector = make_projector(own.projector, *widths, cfg.shuffle_factor)
     folders = sorted({str(parts.whole or parts.language_folder), str(parts.vision_folder)})
-    with torch.device("meta"), foreign(f"config.json of {', '.join(folders)} describes no model that can be built"):
+    with (
+        torch.device("meta"),
+        library_errors(f"config.json of {', '.join(folders)} describes no model that can be built"),
+    ):
         model = Llava(parts, cfg, compute_dtype, kernel, label_loss, projector)
         if kernel is not None:
             refuse_packing(found_out_of_reach(ConfigKey(parts.language), kernel.attention))

@@ -13,7 +13,7 @@ from transformers import MODEL_MAPPING, AutoModel, PretrainedConfig
 from llava_fsdp.config import Feature
 from llava_fsdp.model.config_key import ConfigKey
 from llava_fsdp.runtime.errors import ConfigError, ModelError
-from llava_fsdp.runtime.files.safe_load import foreign
+from llava_fsdp.runtime.files.safe_load import library_errors
 
 CACHES_TENSORS = ("beit", "data2vec-vision")
 """Values of `model_type` of vision towers for which transformers caches tensors for the whole process, on the device of
@@ -78,7 +78,7 @@ def build_vision_tower(vision: PretrainedConfig) -> nn.Module:
     for name in AUGMENTS:
         if hasattr(config, name):
             setattr(config, name, None)
-    with foreign(f"{unsupported(vision)} transformers cannot build it"):
+    with library_errors(f"{unsupported(vision)} transformers cannot build it"):
         return AutoModel.from_config(config, attn_implementation="sdpa", trust_remote_code=False)
 
 
@@ -136,7 +136,7 @@ def first_of(output: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=64)
-def found_of_vision_tower(vision: ConfigKey, select_layer: int, feature: Feature) -> Probe:
+def probe_vision_config(vision: ConfigKey, select_layer: int, feature: Feature) -> Probe:
     """Build a vision tower on the meta device and probe it. The answers for the last 64 configurations are cached."""
     with torch.device("meta"):
         vision_tower = build_vision_tower(vision.config)
@@ -178,7 +178,7 @@ def probe_vision_tower(vision_tower: nn.Module, vision: PretrainedConfig, select
 
     handles = [layer.register_forward_hook(note(name)) for name, layer in layers.items()]
     failing = f"{unsupported(vision)} transformers' model does not compute and differentiate the features of an image"
-    with torch.enable_grad(), foreign(failing):
+    with torch.enable_grad(), library_errors(failing):
         features = vision_tower(pixel_values=pixels, output_hidden_states=True).hidden_states[select_layer]
         if features.ndim != 3 or features.shape[2] != vision.hidden_size:
             raise ModelError(

@@ -13,7 +13,7 @@ from llava_fsdp.report.charts.svg import Chart, Line, points_each
 from llava_fsdp.report.results import columns, metric_name, results_of
 from llava_fsdp.report.run_charts import CURVES, figures, points_of, values_of
 from llava_fsdp.report.run_reader import RunRecord
-from llava_fsdp.runtime.text.humanize import moment
+from llava_fsdp.runtime.text.humanize import format_time
 
 MOST_DRAWN = 64
 """Maximum number of runs whose curves are drawn; the tables list all."""
@@ -24,7 +24,7 @@ IGNORED = ("output_dir", "track.name")
 def comparison_page(runs: list[RunRecord]) -> str:
     kind = "comparison" if any(run.metric is None for run in runs) else "sweep"
     parts = [
-        heading(kind, f"{len(runs):,} runs", f"As of {moment(time.time())}."),
+        heading(kind, f"{len(runs):,} runs", f"As of {format_time(time.time())}."),
         section("Results", results_table(runs)),
         figures(charts(runs[:MOST_DRAWN])),
     ]

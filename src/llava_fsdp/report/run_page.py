@@ -9,7 +9,7 @@ from llava_fsdp.report.results import TEXTS, loss_name, results_of
 from llava_fsdp.report.run_charts import charts_of, figures
 from llava_fsdp.report.run_reader import RunRecord
 from llava_fsdp.report.run_tables import Thumbnail, answers, history_tables, settings, validation_sources
-from llava_fsdp.runtime.text.humanize import duration, moment, readable
+from llava_fsdp.runtime.text.humanize import duration, format_time, readable
 
 SHOWN = (
     "loss", "lowest loss", "last val loss", "lowest val loss", "best val score", "tokens/s", "MFU", "memory",
@@ -37,7 +37,7 @@ def header(run: RunRecord) -> str:
     lines += [("note", f"{n:,} lines of {name} could not be read and are skipped.") for name, n in run.unread.items()]
     if lost := run.num_lost:
         lines.append(("note", f"{lost:,} of {run.history.step:,} steps have no row in metrics.jsonl."))
-    lines.append(("note", f"As of {moment(time.time())}."))
+    lines.append(("note", f"As of {format_time(time.time())}."))
     return heading("run", run.name, *lines, state=state)
 
 

@@ -26,7 +26,7 @@ from llava_fsdp.runtime.files.run_dir import is_known_free
 from llava_fsdp.runtime.files.safe_load import refuse_yaml_bombs
 from llava_fsdp.runtime.files.small_json import BadJson, Kinds, MissingJson, read_object
 from llava_fsdp.runtime.files.status_file import KILLED, is_without_end, mode_of, status_of
-from llava_fsdp.runtime.text.humanize import moment
+from llava_fsdp.runtime.text.humanize import format_time
 from llava_fsdp.runtime.text.redact import redact_values, secrets_of
 from llava_fsdp.runtime.text.terminal_text import shown_text
 
@@ -301,7 +301,7 @@ def check_start(row: dict[str, Any]) -> None:
             raise ValueError(name)
     if not are_numbers([*row.get("at_rest", {}).values(), row.get("planned_peak")]):
         raise ValueError("a size is not a number")
-    moment(row["time"])  # raises an error if it is not a time
+    format_time(row["time"])  # raises an error if it is not a time
 
 
 def check_validation(row: dict[str, Any]) -> None:

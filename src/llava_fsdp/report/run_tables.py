@@ -9,7 +9,7 @@ from llava_fsdp.report.charts.html import section, shortened, table
 from llava_fsdp.report.results import loss_name, number
 from llava_fsdp.report.run_reader import RunRecord
 from llava_fsdp.report.shown_answers import choose_answers
-from llava_fsdp.runtime.text.humanize import moment, readable
+from llava_fsdp.runtime.text.humanize import format_time, readable
 
 MOST_STARTS = 50
 MOST_ANSWERS = 100
@@ -160,7 +160,7 @@ def environment(run: RunRecord) -> Iterator[str]:
 
 def starts(run: RunRecord) -> Iterator[str]:
     if len(run.starts) > 1:
-        rows = [[s["step"], moment(s["time"]), s.get("ranks"), s.get("device")] for s in run.starts[-MOST_STARTS:]]
+        rows = [[s["step"], format_time(s["time"]), s.get("ranks"), s.get("device")] for s in run.starts[-MOST_STARTS:]]
         note = f"<p class='note'>{len(run.starts):,} starts make this run; the charts mark them.</p>"
         yield section("Starts", note, table(["after step", "when", "ranks", "device"], rows))
 

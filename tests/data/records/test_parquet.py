@@ -85,7 +85,7 @@ def test_rows_are_read_a_few_at_a_time(
     each = alone if by_group and rows > 6 else [range(groups)]
     assert writing.parts == [(0, own) for own in each]
     run_chunks(writing, writing.chunks(), 1, lambda _: None)
-    writing.gather()
+    writing.join_parts()
     assert {path.name for path in file.folder.iterdir()} == {"rows.jsonl"} | ({"rows.npz"} if len(each) == 1 else set())
     written = file.whole.read_bytes()
     assert written.count(b"\n") == rows
@@ -108,7 +108,7 @@ def test_workers_go_on_after_this_process_has_begun(
     assert {0: writing.opened(0)} not in writing.__getstate__().values()
     monkeypatch.setattr(worker_pool, "ALONE_SECONDS", 0)
     run_chunks(writing, writing.chunks(), 2, lambda _: None)
-    writing.gather()
+    writing.join_parts()
     for file in files:
         assert [json.loads(line) for line in file.whole.read_bytes().splitlines()] == made
 

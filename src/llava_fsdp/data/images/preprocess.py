@@ -37,7 +37,7 @@ from llava_fsdp.data.images.video import VideoSampling, examine_video, read_fram
 from llava_fsdp.data.problems import Kind
 from llava_fsdp.data.records.record import VIDEOS_NEED, Record, is_video
 from llava_fsdp.runtime.errors import ImageError, ModelError
-from llava_fsdp.runtime.files.safe_load import foreign, read_json, refuse_model_code
+from llava_fsdp.runtime.files.safe_load import library_errors, read_json, refuse_model_code
 
 LARGEST_SQUARE = 1 << 13
 """Largest width and height in pixels that is accepted for a vision tower's input."""
@@ -92,7 +92,7 @@ def read_preprocessor(folder: Path) -> Preprocessor:
     config = preprocessor_fields(folder)
     if not config:
         raise ModelError(f"{folder} has no preprocessor_config.json; copy it from the vision tower's release")
-    with foreign(f"{path} describes no preparation of images"):
+    with library_errors(f"{path} describes no preparation of images"):
         return parse_preprocessor(config, path)
 
 

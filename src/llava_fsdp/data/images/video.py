@@ -98,7 +98,7 @@ def examine_video(path: Path, where: str, sampling: VideoSampling, full: bool) -
             width, height = stream.codec_context.width, stream.codec_context.height
             timeline = read_timeline(container, stream)
             count = len(timeline.times)
-            facts = ImageFacts(width, height, height, frames=count, rate=timeline.rate)
+            facts = ImageFacts(width, height, stored_height=height, frames=count, rate=timeline.rate)
             if full:
                 for _ in decoded(container, stream, timeline, sampling.numbers(count, timeline.rate)):
                     pass

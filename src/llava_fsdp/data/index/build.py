@@ -373,7 +373,7 @@ def write_record_texts(files: list[SourceFile], keys: list[str], plan: Plan, wat
         writing = WriteRows(unwritten, plan.cfg.max_record_bytes, data_files, by_group)
         with watch("reading Parquet files and tars", len(writing.parts)) as advance:
             run_chunks(writing, writing.chunks(), plan.workers, advance)
-        writing.gather()
+        writing.join_parts()
     both = zip(files, folders, strict=True)
     copies = [(file.path, folder / copy_name(file.path)) for file, folder in both if is_copied(file.path)]
     if copies:

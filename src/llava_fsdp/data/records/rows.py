@@ -92,15 +92,15 @@ class RowsFile:
 @dataclass(frozen=True)
 class WriteRows:
     """Copies the records of several Parquet files and tars to JSON Lines files, in worker processes. Each call copies
-    one chunk: one file, or one row group of a file (a tar counts as one row group). `gather` then joins the copies of
-    each file."""
+    one chunk: one file, or one row group of a file (a tar counts as one row group). `join_parts` then joins the parts
+    of each file's copy."""
 
     files: tuple[RowsFile, ...]
     max_bytes: int
     data_files: DataFiles
     by_group: bool
     """Whether a chunk is a row group if its file has more than ROWS_ALONE rows. Then several processes can copy one
-    file, but its records are written twice: `gather` copies them."""
+    file, but its records are written twice: `join_parts` copies them."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_last"}  # an open file is not pickled
@@ -141,7 +141,7 @@ class WriteRows:
     def _last(self) -> dict[int, RecordRows]:
         return {}
 
-    def gather(self) -> None:
+    def join_parts(self) -> None:
         """Join the parts of each file's copy to one file, and delete the parts. Log a warning if images are in
         compressed pages, where reading them is slow."""
         page_bytes = sum((column(chunk, "page_bytes") for chunk in self.chunks()), np.zeros(2, dtype=np.int64))

@@ -20,7 +20,7 @@ from sentencepiece import sentencepiece_model_pb2
 from tokenizers import Tokenizer as FastTokenizer
 
 from llava_fsdp.runtime.errors import ModelError
-from llava_fsdp.runtime.files.safe_load import LARGE, foreign, read_json, refuse_model_code, refuse_pointer
+from llava_fsdp.runtime.files.safe_load import LARGE, library_errors, read_json, refuse_model_code, refuse_pointer
 from llava_fsdp.runtime.text.terminal_text import shown_name
 
 Stretch = tuple[int, int]
@@ -122,9 +122,9 @@ def open_tokenizer(folder: Path, vocab_size: int | None = None, extra: tuple[str
     config = read_optional(folder / "tokenizer_config.json")
     refuse_model_code(config, folder / "tokenizer_config.json")
     if vocab_size is not None:
-        with foreign(f"{folder}: its tokenizer cannot be read; get its files again from the model's makers"):
+        with library_errors(f"{folder}: its tokenizer cannot be read; get its files again from the model's makers"):
             refuse_tokens_without_rows(folder, config, vocab_size)
-    with foreign(f"{folder}: its tokenizer cannot be read; get its files again from the model's makers"):
+    with library_errors(f"{folder}: its tokenizer cannot be read; get its files again from the model's makers"):
         return read_tokenizer(folder, config, vocab_size, extra)
 
 

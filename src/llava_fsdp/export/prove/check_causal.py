@@ -12,7 +12,7 @@ from llava_fsdp.model.architecture import Architecture
 from llava_fsdp.model.config_key import ConfigKey
 from llava_fsdp.model.packed_attention.attention import attention_of_transformers
 from llava_fsdp.runtime.errors import ModelError
-from llava_fsdp.runtime.files.safe_load import foreign
+from llava_fsdp.runtime.files.safe_load import library_errors
 from llava_fsdp.runtime.text.log import log
 
 TOKENS = 12
@@ -75,7 +75,7 @@ def what_is_seen(key: ConfigKey) -> str | None:
     implementations ignore that); or other rows. None if it sees neither. Raises NoSmallCopy if transformers cannot
     build or run the model."""
     config: Any = key.config
-    with foreign(f"transformers cannot run a small copy of a {config.model_type}", NoSmallCopy):
+    with library_errors(f"transformers cannot run a small copy of a {config.model_type}", NoSmallCopy):
         model = AutoModel.from_config(
             config, attn_implementation=attention_of_transformers(config), trust_remote_code=False, dtype=torch.float32
         ).eval()

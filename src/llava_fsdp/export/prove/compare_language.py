@@ -32,7 +32,7 @@ from llava_fsdp.model.sources.pretrained import parts_of, read_config, text_conf
 from llava_fsdp.model.weights.conversions import is_vision_language_model, names_of_parts, on_meta, place_of
 from llava_fsdp.model.weights.init_weights import Drawn, DrawRule, Rule
 from llava_fsdp.runtime.errors import ModelError
-from llava_fsdp.runtime.files.safe_load import foreign
+from llava_fsdp.runtime.files.safe_load import library_errors
 from llava_fsdp.runtime.text.log import log
 
 EQUAL = 1e-5
@@ -84,7 +84,7 @@ def check_text(config: PretrainedConfig, named: str) -> None:
         UnlikeOwnClass: the logits differ, or this package cannot compute them.
         ModelError: no small copy can be made, so that nothing was compared.
     """
-    with foreign("transformers cannot run it"):
+    with library_errors("transformers cannot run it"):
         difference, factor = text_difference(ConfigKey(config))
     if difference <= EQUAL:
         return
@@ -141,11 +141,11 @@ def text_difference(key: ConfigKey) -> tuple[float, float | None]:
         theirs = own_class(small, ours)
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(4, parts.language.vocab_size, (TEXTS, TOKENS), generator=generator)
-        with torch.no_grad(), foreign(f"transformers cannot run a {small.model_type}"):
+        with torch.no_grad(), library_errors(f"transformers cannot run a {small.model_type}"):
             expected = theirs(input_ids=ids).logits.float()
     rows = torch.arange(ids.numel())
     nothing = torch.zeros(0, dtype=torch.int64)
-    with torch.no_grad(), foreign(f"llava_fsdp cannot run a {small.model_type}", UnlikeOwnClass):
+    with torch.no_grad(), library_errors(f"llava_fsdp cannot run a {small.model_type}", UnlikeOwnClass):
         actual = ours(ids, None, nothing, nothing, None, (nothing, nothing), rows, return_logits=True)
     expected = expected.flatten(0, 1)
     if expected.shape != actual.shape or not expected.isfinite().all():
@@ -228,7 +228,7 @@ def own_class(config: PretrainedConfig, ours: Architecture) -> Any:
         UnlikeOwnClass: one of both has a parameter that the other lacks.
         ModelError: transformers cannot build the model.
     """
-    with foreign(f"transformers cannot build a {config.model_type} model"):
+    with library_errors(f"transformers cannot build a {config.model_type} model"):
         theirs = build(config)
     values = dict(ours.named_parameters(remove_duplicate=False))
     given = set()

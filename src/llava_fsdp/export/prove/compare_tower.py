@@ -17,10 +17,10 @@ from llava_fsdp.model.architecture import Architecture
 from llava_fsdp.model.config_key import ConfigKey
 from llava_fsdp.model.llava import Llava
 from llava_fsdp.model.sources.pretrained import read_config
-from llava_fsdp.model.vision_tower import build_vision_tower, found_of_vision_tower, image_size, selected_features
+from llava_fsdp.model.vision_tower import build_vision_tower, image_size, probe_vision_config, selected_features
 from llava_fsdp.model.weights.init_weights import computed_buffers, restore_buffers
 from llava_fsdp.runtime.errors import ModelError
-from llava_fsdp.runtime.files.safe_load import foreign
+from llava_fsdp.runtime.files.safe_load import library_errors
 from llava_fsdp.runtime.text.log import log
 
 CLOSE = 1e-5
@@ -79,11 +79,11 @@ def compare_features(config: ConfigKey, vision: ConfigKey, select_layer: int, fe
     ours = copy_of(vision.config, source)
     side = image_size(vision.config)
     pixels = torch.randn((IMAGES, 3, side, side), generator=dice)
-    with foreign(f"transformers' {type(source).__name__} cannot compute features", NoSmallCopy):
+    with library_errors(f"transformers' {type(source).__name__} cannot compute features", NoSmallCopy):
         expected = source(pixel_values=pixels, output_hidden_states=True).hidden_states[select_layer]
     if feature is Feature.patch:
         expected = expected[:, 1:]
-    probe = found_of_vision_tower(vision, select_layer, feature)
+    probe = probe_vision_config(vision, select_layer, feature)
     features = selected_features(ours, pixels, select_layer, probe)
     kind = type(source).__name__
     if features.shape != expected.shape:
@@ -100,10 +100,10 @@ def source_tower(config: PretrainedConfig, vision: PretrainedConfig) -> PreTrain
     such vision tower."""
     larger: Any = config
     if getattr(larger, "vision_config", None) is None:
-        with foreign("transformers cannot build it", NoSmallCopy):
+        with library_errors("transformers cannot build it", NoSmallCopy):
             return AutoModel.from_config(vision, trust_remote_code=False, dtype=torch.float32).eval()
     values = larger.to_dict() | {"vision_config": vision.to_dict()}
-    with foreign(f"transformers cannot build a small copy of a {larger.model_type}", NoSmallCopy):
+    with library_errors(f"transformers cannot build a small copy of a {larger.model_type}", NoSmallCopy):
         if getattr(larger, "text_config", None) is not None:
             values["text_config"] = shrink(larger.text_config, 1).to_dict()
         built: Any = AutoModel.from_config(type(larger).from_dict(values), trust_remote_code=False, dtype=torch.float32)

@@ -22,7 +22,7 @@ from llava_fsdp.model.parts import read_json
 from llava_fsdp.model.sources.llava_v1_5_config import is_original
 from llava_fsdp.model.sources.pretrained import read_llava_config
 from llava_fsdp.runtime.errors import ModelError
-from llava_fsdp.runtime.files.safe_load import foreign
+from llava_fsdp.runtime.files.safe_load import library_errors
 from llava_fsdp.runtime.text.log import log
 
 SPARE = 3
@@ -46,7 +46,7 @@ def compare_whole(source: SourceModel) -> None:
     try:
         small, values = small_copy(without_adapters(source))
         ours = load_copy(small.model, values, torch.float32)
-        with foreign(f"transformers cannot run a small copy of a {config.model_type}"):
+        with library_errors(f"transformers cannot run a small copy of a {config.model_type}"):
             theirs = own_class(config, source.model, ours, small.grid_pinpoints)
             rule = tokens_of(theirs.config, ours)
             micro, sizes = random_rows(ours, rule)

@@ -29,7 +29,7 @@ from llava_fsdp.model.sources.pretrained import read_config
 from llava_fsdp.model.weights.conversions import is_vision_language_model
 from llava_fsdp.model.weights.tensor_files import WHOLE_MODEL, Stored
 from llava_fsdp.runtime.errors import ModelError
-from llava_fsdp.runtime.files.safe_load import foreign
+from llava_fsdp.runtime.files.safe_load import library_errors
 from llava_fsdp.runtime.text.log import log
 
 
@@ -54,7 +54,7 @@ def prove_reading(model: Llava, sources: dict[str, Stored], rule: ImageTokens) -
     micro, sizes = random_rows(model, rule)
     ids = micro.input_ids
     try:
-        with foreign(f"transformers cannot compute logits of {folder}"), torch.no_grad():
+        with library_errors(f"transformers cannot compute logits of {folder}"), torch.no_grad():
             if parts.whole is not None:
                 expected = exported_logits(open_export(folder, compute), micro, micro.images, sizes)
             else:

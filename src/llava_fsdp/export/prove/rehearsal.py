@@ -35,7 +35,7 @@ from llava_fsdp.model.sources.exportable import why_not_original
 from llava_fsdp.model.weights.conversions import check_runs, plan_save
 from llava_fsdp.model.weights.lazy_tensor import Box
 from llava_fsdp.runtime.errors import ModelError
-from llava_fsdp.runtime.files.safe_load import foreign
+from llava_fsdp.runtime.files.safe_load import library_errors
 from llava_fsdp.runtime.text.log import log
 
 FRAMES = 3
@@ -118,7 +118,7 @@ def prepare_copy(source: SourceModel) -> tuple[SourceModel, Weights, Inputs, lis
     if small.sampling is not None:
         inputs.append((random_micro_batch(model, rule, rule.of_video(FRAMES), FRAMES), None))
     ready = load_copy(model, values, torch.float32, adapted)
-    with foreign("transformers cannot run it"):
+    with library_errors("transformers cannot run it"):
         expected = [logits(ready, micro) for micro, _ in inputs]
     if not all(tensor.isfinite().all() for tensor in expected):
         raise ModelError("its logits are not finite")
@@ -128,7 +128,7 @@ def prepare_copy(source: SourceModel) -> tuple[SourceModel, Weights, Inputs, lis
 def compare(folder: Path, inputs: Inputs, expected: list[torch.Tensor]) -> None:
     """Raise ModelError if transformers computes other logits from the export of a small copy than the small copy itself
     (`expected`, float32 [labels, vocabulary] for each of the inputs)."""
-    with foreign("transformers cannot compute logits of the export of a small copy"):
+    with library_errors("transformers cannot compute logits of the export of a small copy"):
         exported = open_export(folder, torch.float32)
         written = [exported_logits(exported, micro, micro.images, sizes) for micro, sizes in inputs]
     for theirs, ours, (_, sizes) in zip(written, expected, inputs, strict=True):

@@ -18,7 +18,7 @@ from llava_fsdp.model.llava import Llava, build_llava
 from llava_fsdp.model.vision_tower import image_size, patch_size
 from llava_fsdp.model.weights.init_weights import Drawn, DrawRule, Rule
 from llava_fsdp.runtime.errors import ModelError
-from llava_fsdp.runtime.files.safe_load import foreign
+from llava_fsdp.runtime.files.safe_load import library_errors
 
 MOST = {
     "vocab_size": 67, "num_experts": 6, "num_local_experts": 6, "n_routed_experts": 6, "moe_num_experts": 6,
@@ -50,7 +50,7 @@ def small_copy(source: SourceModel) -> tuple[SourceModel, dict[str, Drawn]]:
     language = shrink(parts.language, count_layers(model.language_model))
     vision, select_layer = shrink_tower(model)
     cfg = replace(model.cfg, select_layer=select_layer, quantize=QuantizeConfig())
-    with foreign("transformers cannot build it", NoSmallCopy):
+    with library_errors("transformers cannot build it", NoSmallCopy):
         small = build_llava(replace(parts, language=language, vision=vision), cfg, torch.float32)
     check_same_structure(model, small)
     tile, old = small.parts.image_size, parts.image_size
@@ -139,7 +139,7 @@ def shrink(config: PretrainedConfig, layers: int) -> PretrainedConfig:
         values["mamba_n_heads"], values["mamba_d_head"] = new_heads, inner // new_heads
     if values.get("rope_parameters"):
         values["rope_parameters"] = shrink_rope(values["rope_parameters"], new_dim / head_dim)
-    with foreign("transformers refuses its configuration", NoSmallCopy):
+    with library_errors("transformers refuses its configuration", NoSmallCopy):
         return type(config).from_dict(values)
 
 

@@ -46,7 +46,7 @@ from llava_fsdp.model.sources.pretrained import public_name
 from llava_fsdp.model.sources.pretrained_config import check_named_base
 from llava_fsdp.model.weights.init_weights import Drawn
 from llava_fsdp.model.weights.tensor_files import Stored, StoredTensor, open_file
-from llava_fsdp.model.weights.weight_names import in_adapter, original
+from llava_fsdp.model.weights.weight_names import in_adapter, original_name
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 from llava_fsdp.runtime.files.provenance import NOTES, README, read_notes
 from llava_fsdp.runtime.text.log import log
@@ -156,7 +156,7 @@ class AdapterWriter:
     def settings(self) -> dict[str, Any]:
         """Contents of adapter_config.json, which peft reads. Keys that peft 0.7 (the original LLaVA's) does not know
         are left out unless the adapter needs them."""
-        named = partial(original, projector_type=self.source.model.cfg.projector_type)
+        named = partial(original_name, projector_type=self.source.model.cfg.projector_type)
         alpha = self.lora.alpha
         newer = {"use_dora": self.lora.use_dora, "use_rslora": self.lora.use_rslora}
         return {

@@ -70,7 +70,7 @@ from llava_fsdp.model.sources.llava_v1_5_config import (
 )
 from llava_fsdp.model.sources.pretrained import PACKAGE
 from llava_fsdp.model.weights.conversions import plan_save
-from llava_fsdp.model.weights.weight_names import original
+from llava_fsdp.model.weights.weight_names import original_name
 from llava_fsdp.parallel.ranks.consensus import on_first_rank
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.files.durable_files import make_empty
@@ -185,7 +185,7 @@ def write_folder(
         CheckpointError: the folder could not be written.
     """
     failing = f"cannot write {staged}"
-    rename = partial(original, projector_type=source.model.cfg.projector_type)
+    rename = partial(original_name, projector_type=source.model.cfg.projector_type)
     on_first_rank(lambda: make_empty(staged), failing)
     if folder_format is FolderFormat.hf:
         rows = on_first_rank(lambda: begin_hf(source, weights.widest, staged), failing)

@@ -15,7 +15,7 @@ from llava_fsdp.data.text.tokenizer import Tokenizer, open_tokenizer, read_optio
 from llava_fsdp.model.parts import Parts
 from llava_fsdp.model.sources.llava_v1_5_config import write_json
 from llava_fsdp.runtime.errors import ModelError
-from llava_fsdp.runtime.files.safe_load import foreign
+from llava_fsdp.runtime.files.safe_load import library_errors
 
 FILE = "generation_config.json"
 OWN_KEYS = ("eos_token_id", "pad_token_id", "transformers_version", "_from_model_config", "_commit_hash")
@@ -63,7 +63,7 @@ def generation_fields(folder: Path, ends: Sequence[int], bos: int | None, pad: i
         pad: id of the padding token.
     """
     given = read_optional(folder / FILE)
-    with foreign(f"{folder / FILE}: transformers cannot read it"):
+    with library_errors(f"{folder / FILE}: transformers cannot read it"):
         GenerationConfig.from_dict(dict(given))
     fields = {"bos_token_id": bos, **{key: value for key, value in given.items() if key not in OWN_KEYS}}
     fields |= {"eos_token_id": ends[0] if len(ends) == 1 else list(ends) or None, "pad_token_id": pad}
@@ -83,7 +83,7 @@ def check_ends(folder: Path, ends: Collection[int], rows: int) -> None:
     """Check that transformers' `generate` ends an answer at each of the tokens that end one, and that the folder names
     no other token. A model with one small layer writes the answers, each of which is prescribed. A token beyond the
     `rows` of the exported embeddings cannot be generated. Raises ModelError if an answer does not end where it must."""
-    with foreign(f"{folder}: transformers cannot generate with its {FILE}"):
+    with library_errors(f"{folder}: transformers cannot generate with its {FILE}"):
         config = GenerationConfig.from_pretrained(folder, local_files_only=True)
         # the ways to search for an answer and the kinds of cache have no effect on where an answer ends
         config.update(num_beams=1, num_return_sequences=1, do_sample=False, cache_implementation=None)

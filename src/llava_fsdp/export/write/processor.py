@@ -46,7 +46,7 @@ from llava_fsdp.export.write.chat_template import (
 from llava_fsdp.export.write.older_transformers import older_tokenizer
 from llava_fsdp.model.vision_tower import image_size, patch_size
 from llava_fsdp.runtime.errors import ModelError
-from llava_fsdp.runtime.files.safe_load import LARGE, foreign, read_json
+from llava_fsdp.runtime.files.safe_load import LARGE, library_errors, read_json
 from llava_fsdp.runtime.text.log import log
 
 PAD_TOKEN = "<pad>"
@@ -84,7 +84,7 @@ def write_tokenizer(
         made = TokenIds(vocab_size, vocab_size + 1, vocab_size + 2 if video else None)
         return made, rows_for(made, vocab_size)
     ours = open_tokenizer(folder, vocab_size)  # before transformers opens it, whose errors are less clear
-    with foreign(f"{folder}: transformers cannot read its tokenizer"):
+    with library_errors(f"{folder}: transformers cannot read its tokenizer"):
         if (folder / "tokenizer.model").is_file():
             # with `config`, as transformers cannot read the config.json of an original LLaVA folder
             tokenizer: Any = AutoTokenizer.from_pretrained(
@@ -109,7 +109,7 @@ def write_tokenizer(
     older = older_tokenizer(read_json(path), read_json(staged / "tokenizer.json", largest=LARGE))
     path.write_text(json.dumps(older, indent=2, ensure_ascii=False) + "\n")
     check_same_ids(folder, staged, vocab_size, same_bos)
-    with foreign(f"{staged}: transformers cannot read the tokenizer that was written"):
+    with library_errors(f"{staged}: transformers cannot read the tokenizer that was written"):
         written = from_file(staged)
         gap = find_gap(written, ours) if template.adds_bos else GapRule(False)
     write_template(staged, template, start_end, ours.bos is not None, gap, video)
@@ -221,7 +221,7 @@ def check_template(
         return
     ours = open_tokenizer(folder, language.vocab_size)
     template = open_template(template_name, folder, ours)
-    with foreign(f"{staged}: transformers cannot read the tokenizer that was written"):
+    with library_errors(f"{staged}: transformers cannot read the tokenizer that was written"):
         differs = rehearse(staged, ours, template, start_end)
         if differs is None and tokens is not None and can_load_processor(staged):
             differs = rehearse_images(staged, ours, template, start_end, tokens)
@@ -246,7 +246,7 @@ def check_image_tokens(staged: Path, size: Size, expected: int) -> None:
     if not can_load_processor(staged):
         log().info("the export's processor is not checked, because its video part needs torchvision")
         return
-    with foreign("transformers cannot use the processor that an export of this model would have"):
+    with library_errors("transformers cannot use the processor that an export of this model would have"):
         processor: Any = AutoProcessor.from_pretrained(staged, trust_remote_code=False, local_files_only=True)
         ids = processor(text=IMAGE_TAG, images=Image.new("RGB", size))["input_ids"][0]
         actual = ids.count(processor.tokenizer.convert_tokens_to_ids(IMAGE_TAG))

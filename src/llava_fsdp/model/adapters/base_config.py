@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 from llava_fsdp.model.parts import Parts
 from llava_fsdp.runtime.errors import ModelError
 from llava_fsdp.runtime.files.provenance import NOTES, read_notes
-from llava_fsdp.runtime.files.safe_load import foreign
+from llava_fsdp.runtime.files.safe_load import library_errors
 
 BASE_CONFIG = "base_config"
 """Key of `llava_fsdp.json` in an adapter folder: the configuration of the adapter's base model."""
@@ -87,7 +87,7 @@ def check_base_config(folder: Path, parts: Parts, base: str, key: str) -> None:
     Raises:
         ModelError: a value differs.
     """
-    with foreign(f"{folder / NOTES} is not what was written"):
+    with library_errors(f"{folder / NOTES} is not what was written"):
         differing = differences(read_notes(folder).get(BASE_CONFIG, {}), base_config(parts))
     if differing:
         name, (then, now) = min(differing.items(), key=lambda item: (not item[0].endswith(".model_type"), item[0]))

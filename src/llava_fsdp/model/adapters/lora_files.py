@@ -23,8 +23,8 @@ from llava_fsdp.model.weights.tensor_files import StoredTensor, open_file
 from llava_fsdp.model.weights.weight_names import ours_in_adapter
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 from llava_fsdp.runtime.files.provenance import NOTES, check_folder, read_notes
-from llava_fsdp.runtime.files.safe_load import foreign, read_json
-from llava_fsdp.runtime.files.unfinished import is_done, is_run, lacking_export
+from llava_fsdp.runtime.files.safe_load import library_errors, read_json
+from llava_fsdp.runtime.files.unfinished import is_done, is_run, why_no_export
 from llava_fsdp.runtime.text.log import log
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -81,9 +81,9 @@ def find_adapter(name: str, key: str) -> Path:
             return folder
     inside = sorted(path.parent for path in Path(name).glob(f"checkpoints/step-*[0-9]/{FOLDER}"))
     if inside:
-        raise ConfigError(f"{key}={name} {lacking_export(Path(name))}; or give a checkpoint of it: {key}={inside[-1]}")
+        raise ConfigError(f"{key}={name} {why_no_export(Path(name))}; or give a checkpoint of it: {key}={inside[-1]}")
     if is_run(Path(name)) and not is_done(Path(name)):
-        raise ConfigError(f"{key}={name} has no adapter yet: it {lacking_export(Path(name))}")
+        raise ConfigError(f"{key}={name} has no adapter yet: it {why_no_export(Path(name))}")
     raise ConfigError(
         f"{key}={name} has no {ADAPTER_CONFIG}; give the folder of an adapter, or a run or a checkpoint that holds one"
     )
@@ -94,7 +94,7 @@ def open_adapter(folder: Path) -> AdapterFolder:
     it has none, or one of an unsupported form, or a file is missing or damaged."""
     check_folder(folder)
     settings = read_json(folder / ADAPTER_CONFIG)
-    with foreign(f"{folder / ADAPTER_CONFIG} is damaged"):
+    with library_errors(f"{folder / ADAPTER_CONFIG} is damaged"):
         check_kind(settings, folder)
         lora = read_lora(settings, folder)
     check_meaning(folder, lora)
@@ -115,7 +115,7 @@ def check_meaning(folder: Path, lora: LoraConfig) -> None:
     which llava_fsdp wrote into `llava_fsdp.json` beside it. A user may change other settings in adapter_config.json,
     such as the path of the base model."""
     trained = read_notes(folder).get("lora", {})
-    with foreign(f"{folder / NOTES} is not what was written"):
+    with library_errors(f"{folder / NOTES} is not what was written"):
         for key in ("alpha", "use_dora", "use_rslora"):  # another r would give other shapes
             if key in trained and trained[key] != getattr(lora, key):
                 raise ModelError(

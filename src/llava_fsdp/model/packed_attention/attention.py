@@ -28,7 +28,7 @@ from llava_fsdp.model.config_key import ConfigKey
 from llava_fsdp.model.experts import check_widths
 from llava_fsdp.model.packed_attention.dispatch_mode import CompilingMode
 from llava_fsdp.runtime.errors import ConfigError
-from llava_fsdp.runtime.files.safe_load import foreign
+from llava_fsdp.runtime.files.safe_load import library_errors
 
 Segments = tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]
 """Sample boundaries of a packed row: position_ids int64 [1, tokens] that begin at 0 in every sample, cu_seqlens
@@ -553,7 +553,7 @@ def found_out_of_reach(language: ConfigKey, attention: Attention) -> str | None:
     its experts."""
     register_attention()
     config = copy.deepcopy(language.config)
-    with torch.device("meta"), foreign(f"transformers cannot build a {config.model_type} model"):
+    with torch.device("meta"), library_errors(f"transformers cannot build a {config.model_type} model"):
         model = AutoModel.from_config(config, attn_implementation=NAMES[attention], trust_remote_code=False)
     check_widths(model)
     return layers_out_of_reach(model)

@@ -28,8 +28,8 @@ from llava_fsdp.model.weights.conversions import is_tied, language_model_of, who
 from llava_fsdp.model.weights.tensor_files import WHOLE_MODEL, open_tensors, require_weights
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 from llava_fsdp.runtime.files.provenance import NOTES, check_folder, read_notes
-from llava_fsdp.runtime.files.safe_load import SMALL, foreign, is_open_to_others
-from llava_fsdp.runtime.files.unfinished import EXPORT, has_export, is_run, lacking_export, refuse_staged, run_of
+from llava_fsdp.runtime.files.safe_load import SMALL, is_open_to_others, library_errors
+from llava_fsdp.runtime.files.unfinished import EXPORT, has_export, is_run, refuse_staged, run_of, why_no_export
 from llava_fsdp.runtime.text.log import log
 
 PACKAGE = "package:"
@@ -83,7 +83,7 @@ def find_parts(cfg: ModelConfig) -> Parts:
     if is_original(raw):
         return original_parts(folder, raw, cfg)
     config = read_llava_config(folder, "model.checkpoint")
-    with foreign(f"model.checkpoint={folder}: its config.json is damaged"):
+    with library_errors(f"model.checkpoint={folder}: its config.json is damaged"):
         check_selection(config, cfg, folder)
     if isinstance(config, InternVLConfig) and not read_notes(folder):
         log().warning(
@@ -162,7 +162,7 @@ def original_parts(folder: Path, raw: dict, cfg: ModelConfig) -> Parts:
         ConfigError: the configuration has other projector or vision feature settings than the folder.
         ModelError: the model is not supported, or there is no vision tower.
     """
-    with foreign(f"model.checkpoint={folder}: its config.json is damaged"):
+    with library_errors(f"model.checkpoint={folder}: its config.json is damaged"):
         check_agrees(raw, cfg, folder)
         language = language_config(raw)
         check_sizes(language, folder)
@@ -418,7 +418,7 @@ def resolve_model(name: str, key: str) -> Path:
         run = None if (folder / CHECKPOINT_FILE).is_file() else run_of(folder)
         if run is not None and (not has_export(run) or run.absolute() == folder.absolute()):
             inside = f": {run}" if folder.exists() and folder.absolute() != run.absolute() else ""
-            raise ModelError(f"{key}={name}{inside} {lacking_export(run)}{whole_cure(run, key, find_parts)}")
+            raise ModelError(f"{key}={name}{inside} {why_no_export(run)}{whole_cure(run, key, find_parts)}")
         if (folder / CHECKPOINT_FILE).is_file():
             of_run = folder.absolute().parents[1]
             cure = f"export it: llava-fsdp export source={name} to=FOLDER"
@@ -453,7 +453,7 @@ def read_config(folder: Path, key: str) -> PretrainedConfig:
     if not (folder / "config.json").is_file():
         raise ModelError(f"{key}={folder} has no config.json; is it a model folder?")
     read_json(folder / "config.json", f"{key}={folder}")
-    with foreign(f"{key}={folder}: transformers does not know this model, or its config.json is damaged"):
+    with library_errors(f"{key}={folder}: transformers does not know this model, or its config.json is damaged"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         check_sizes(config, folder)
     for part in with_parts(config):
@@ -541,7 +541,7 @@ def find_projector(cfg: Config) -> Path | None:
 def without_export(run: Path) -> str:
     """Return why a run has no export, and how a training can begin with its projector, as a text that follows its
     path."""
-    return f"{lacking_export(run)}{projector_cure(run, find_parts)}"
+    return f"{why_no_export(run)}{projector_cure(run, find_parts)}"
 
 
 def check_same_model(folder: Path, cfg: Config) -> None:

@@ -25,7 +25,7 @@ from llava_fsdp.model.sources.pretrained import (
 from llava_fsdp.model.weights.tensor_files import PROJECTOR, WHOLE_MODEL
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 from llava_fsdp.runtime.files.provenance import NOTES, read_notes
-from llava_fsdp.runtime.files.safe_load import foreign
+from llava_fsdp.runtime.files.safe_load import library_errors
 from llava_fsdp.runtime.text.log import log
 
 
@@ -43,7 +43,7 @@ def read_model(folder: Path, language: str | None, vision: str | None) -> ModelC
     """
     raw = read_json(folder / "config.json", f"source={folder}")
     if is_original(raw):
-        with foreign(f"source={folder}: its config.json is damaged"):
+        with library_errors(f"source={folder}: its config.json is damaged"):
             selection = read_selection(raw, folder)
         has_whole = any((folder / name).is_file() for name in WHOLE_MODEL)
         if not has_whole and not any((folder / name).is_file() for name in PROJECTOR):
@@ -86,7 +86,7 @@ def read_base(adapter: AdapterFolder, base: str | None, vision: str | None) -> M
     """
     notes = read_notes(adapter.folder)
     if "model" in notes:
-        with foreign(f"{adapter.folder / NOTES} is not what was written"):
+        with library_errors(f"{adapter.folder / NOTES} is not what was written"):
             cfg = load(ModelConfig, OmegaConf.create(dict(notes["model"]))).plain
         cfg = cfg if vision is None else replace(cfg, vision=vision)
         return cfg if base is None else on_base(cfg, resolve_model(base, "base"))
@@ -99,7 +99,7 @@ def read_base(adapter: AdapterFolder, base: str | None, vision: str | None) -> M
             )
         return read_model(folder, None, vision)
     raw = read_json(adapter.folder / "config.json", f"source={adapter.folder}")
-    with foreign(f"source={adapter.folder}: its config.json is damaged"):
+    with library_errors(f"source={adapter.folder}: its config.json is damaged"):
         selection = read_selection(raw, adapter.folder)
     cfg = ModelConfig(
         name=adapter.folder.name,

@@ -29,7 +29,7 @@ the folder is a run without an export, so they cannot import it."""
 
 def projector_cure(run: Path, find_parts: FindParts) -> str:
     """Return how a training can begin with the projector that a run without an export has saved, as a text that follows
-    that of `lacking_export`; empty if the only way is what that text says."""
+    that of `why_no_export`; empty if the only way is what that text says."""
     if not has_saved(run):
         return nothing_saved(run)
     try:
@@ -48,7 +48,7 @@ def projector_cure(run: Path, find_parts: FindParts) -> str:
 
 def whole_cure(run: Path, key: str, find_parts: FindParts) -> str:
     """Return how the whole model that a run without an export has saved can be read, as a text that follows that of
-    `lacking_export`; empty if the only way is what that text says. `key` is the setting that names the run, such as
+    `why_no_export`; empty if the only way is what that text says. `key` is the setting that names the run, such as
     model.checkpoint."""
     if not has_saved(run):
         return nothing_saved(run)

@@ -38,7 +38,7 @@ from transformers.utils import logging as transformers_logging
 from llava_fsdp.model.weights.lazy_tensor import Box, LazyTensor
 from llava_fsdp.model.weights.tensor_files import Stored, StoredTensor
 from llava_fsdp.runtime.errors import ModelError
-from llava_fsdp.runtime.files.safe_load import foreign
+from llava_fsdp.runtime.files.safe_load import library_errors
 
 COMPARED_ROWS = 4096
 """Number of rows of two weights that are read and compared at a time."""
@@ -109,7 +109,7 @@ def whole_model_of(config: PretrainedConfig) -> PreTrainedModel:
 def on_meta(kind: Any, config: PretrainedConfig) -> PreTrainedModel:
     """Build a model on the meta device with one of transformers' auto classes. Raises ModelError if transformers
     cannot."""
-    with torch.device("meta"), foreign(f"transformers cannot build a {config.model_type} model"):
+    with torch.device("meta"), library_errors(f"transformers cannot build a {config.model_type} model"):
         return kind.from_config(copy.deepcopy(config), dtype=torch.float32, trust_remote_code=False)
 
 
@@ -239,7 +239,7 @@ def converted(
     config = LoadStateDictConfig(dtype=torch.float32, dtype_plan=plan, weight_mapping=rules)
     transformers_logging.disable_progress_bar()
     failing = f"{folder} has weights that cannot be converted to those of a {model.config.model_type} model"
-    with foreign(failing):
+    with library_errors(failing):
         info, _ = convert_and_load_state_dict_in_model(model, lazy, config)
     if info.conversion_errors:
         name, why = next(iter(info.conversion_errors.items()))
@@ -274,7 +274,7 @@ def plan_save(config: PretrainedConfig, read: Callable[[str, Box], torch.Tensor]
         if name not in left_out:
             held[name] = LazyTensor(value.shape, [own], lambda box, own=own: read(own, box))
     model._weight_conversions = get_model_conversion_mapping(model, add_legacy=False)
-    with foreign(f"transformers cannot write a {config.model_type} model with these parts"):
+    with library_errors(f"transformers cannot write a {config.model_type} model with these parts"):
         outputs: Any = revert_weight_conversion(model, held)
     return outputs
 
@@ -285,5 +285,5 @@ def check_runs(config: PretrainedConfig) -> None:
     model: Any = whole_model_of(config).bfloat16()  # some kernels of mixtures of experts need 16 bits
     failing = f"transformers cannot compute logits of a {config.model_type} with these parts"
     # operations that need values raise RuntimeError on the meta device, which is no error of the model
-    with torch.no_grad(), foreign(failing), contextlib.suppress(RuntimeError):
+    with torch.no_grad(), library_errors(failing), contextlib.suppress(RuntimeError):
         model(input_ids=torch.zeros((1, 2), dtype=torch.int64, device="meta"))

@@ -46,7 +46,7 @@ def projector_name(name: str) -> str | None:
     return our_name if our_name == "image_newline" or our_name.startswith("multi_modal_projector.") else None
 
 
-def original(name: str, projector_type: str) -> str:
+def original_name(name: str, projector_type: str) -> str:
     """Translate llava_fsdp's parameter name to the name in the original LLaVA.
 
     The original LLaVA's projector is a Linear, or a Sequential in which every second module has weights. Projectors
@@ -74,7 +74,7 @@ PEFT = "base_model.model."
 def in_adapter(name: str, projector_type: str) -> str:
     """Translate llava_fsdp's parameter name to the name in adapter files of LLaVA and peft, which do not contain
     `default`, the adapter's name in peft."""
-    name = PEFT + original(name, projector_type)
+    name = PEFT + original_name(name, projector_type)
     return name.replace(".default.weight", "" if ".lora_magnitude_vector." in name else ".weight")
 
 

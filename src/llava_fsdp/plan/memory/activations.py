@@ -162,10 +162,9 @@ class ActivationMeter:
             compiled: whether the language model's blocks keep for the backward pass what the compiler keeps.
             one_row: whether micro-batches have one row.
         """
-        ranges = (
-            cfg.model.trained.get(Part.language) is not None
-        )  # blocks differ in what they keep for the backward pass
-        short = parts if ranges else with_depth(parts, MEASURED_BLOCKS)
+        # if only some blocks train, they differ in what they keep for the backward pass
+        are_unlike = cfg.model.trained.get(Part.language) is not None
+        short = parts if are_unlike else with_depth(parts, MEASURED_BLOCKS)
         # padded rows use this package's SDPA: the mask of transformers' depends on values, which meta tensors lack
         attention = kernel or (
             Kernel(Attention.sdpa, "padded rows") if packing_refused(parts.language) is None else None

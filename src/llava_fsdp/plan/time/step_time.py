@@ -237,15 +237,16 @@ def received_by_attention(how: ContextHow, size: int, language: PretrainedConfig
         width: bytes of a value.
         tokens: positions that the rank processes.
     """
-    heads, keys = language.num_attention_heads, getattr(language, "num_key_value_heads", language.num_attention_heads)
-    head = getattr(language, "head_dim", None) or language.hidden_size // heads
+    heads = language.num_attention_heads
+    key_heads = getattr(language, "num_key_value_heads", heads)
+    head_width = getattr(language, "head_dim", None) or language.hidden_size // heads
     if how is ContextHow.ulysses:
         # key heads are repeated until the ranks can divide them evenly
-        keys *= size // math.gcd(keys, size)
-        each = (2 * heads + 2 * keys) * (size - 1) / size
+        key_heads *= size // math.gcd(key_heads, size)
+        each = (2 * heads + 2 * key_heads) * (size - 1) / size
     else:
-        each = 2 * keys * (size - 1)
-    return language.num_hidden_layers * each * head * width * tokens
+        each = 2 * key_heads * (size - 1)
+    return language.num_hidden_layers * each * head_width * width * tokens
 
 
 def context_volume(

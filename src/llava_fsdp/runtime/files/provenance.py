@@ -17,7 +17,7 @@ from typing import Any
 
 from llava_fsdp.runtime.errors import DamagedModel
 from llava_fsdp.runtime.files.digests import THREADS, Digest, digest_of_file, sealed, unsealed
-from llava_fsdp.runtime.files.safe_load import SMALL, foreign
+from llava_fsdp.runtime.files.safe_load import SMALL, library_errors
 from llava_fsdp.runtime.files.small_json import Kinds, parse_object
 
 NOTES = "llava_fsdp.json"
@@ -73,7 +73,7 @@ def parse(content: bytes, folder: Path, is_accepted: bool = False) -> dict[str, 
         DamagedModel: the content does not match the digest, or is not a JSON object with the expected types.
     """
     advice = "copy the whole folder again" if is_accepted else cure(folder, NOTES)
-    with foreign(f"{folder / NOTES} is not what was written; {advice}", DamagedModel):
+    with library_errors(f"{folder / NOTES} is not what was written; {advice}", DamagedModel):
         notes = parse_object(content, KINDS)
         if not is_older(notes) and not is_accepted and unsealed(content) is None:
             raise DamagedModel(
@@ -110,7 +110,7 @@ def listed_digests(folder: Path) -> dict[str, Digest]:
 
 def files_of(notes: Mapping[str, Any], folder: Path) -> dict[str, Digest]:
     files = notes.get(FILES, {})
-    with foreign(f"{folder / NOTES} is not what was written; {cure(folder, NOTES)}", DamagedModel):
+    with library_errors(f"{folder / NOTES} is not what was written; {cure(folder, NOTES)}", DamagedModel):
         return {checked_name(name): read_digest(folder / name, entry) for name, entry in files.items()}
 
 

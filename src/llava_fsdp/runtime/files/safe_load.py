@@ -77,9 +77,9 @@ def read_json(path: Path, error: type[LlavaFsdpError] = ModelError, largest: int
 
 
 @contextlib.contextmanager
-def foreign(what: str, error: type[LlavaFsdpError] = ModelError) -> Iterator[None]:
-    """Context manager in which a library parses a file of unknown origin. Any exception but a LlavaFsdpError becomes
-    one of type `error`, whose message begins with `what`."""
+def library_errors(what: str, error: type[LlavaFsdpError] = ModelError) -> Iterator[None]:
+    """Context manager in which a library parses a file of unknown origin. An exception that is no LlavaFsdpError is
+    raised again as one of type `error`, with a message that begins with `what`."""
     try:
         yield
     except LlavaFsdpError:

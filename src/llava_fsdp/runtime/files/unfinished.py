@@ -65,7 +65,7 @@ def is_done(folder: Path) -> bool:
     return status is not None and status_of_latest_start(status).get("status") == "done" and held_by(folder) is None
 
 
-def lacking_export(folder: Path) -> str:
+def why_no_export(folder: Path) -> str:
     """Return why a run has no export, and what to do, as a text that follows the run's path in a message."""
     saved = max((step_of(path) or 0 for path in list_checkpoints(folder / FOLDER)), default=0)
     recorded = read_status(folder)
