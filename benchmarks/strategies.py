@@ -36,7 +36,7 @@ from llava_fsdp.data.toy_shapes import ensure_shapes
 from llava_fsdp.parallel.ranks.comm_volume import KINDS, CollectiveBytes
 from llava_fsdp.parallel.ranks.mesh import distributed, join
 from llava_fsdp.parallel.ranks.world import World, read_world
-from llava_fsdp.parallel.zero import SHARD_PLANS, Mesh
+from llava_fsdp.parallel.sharding_strategies import SHARD_PLANS, Mesh
 from llava_fsdp.runtime.process.host import process_memory
 from llava_fsdp.train.setup.peak_memory import reset_peak_memory
 

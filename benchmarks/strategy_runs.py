@@ -31,7 +31,7 @@ from llava_fsdp.parallel.parallelism import Parallelism
 from llava_fsdp.parallel.precision.precision import DTYPES, MasterWeights, store_weights
 from llava_fsdp.parallel.ranks.mesh import Meshes
 from llava_fsdp.parallel.ranks.world import World
-from llava_fsdp.parallel.zero import SHARD_PLANS, Mesh
+from llava_fsdp.parallel.sharding_strategies import SHARD_PLANS, Mesh
 from llava_fsdp.train.loop import clip_gradients, summed, train_step
 from llava_fsdp.train.optimizer import build_optimizer
 from llava_fsdp.train.setup.build_state import build_state, open_data

@@ -14,7 +14,7 @@ from llava_fsdp.parallel.fsdp.weights import weights_of
 from llava_fsdp.parallel.memory.memory import NORMS, ROOT, Bytes, Weight, bytes_per_rank
 from llava_fsdp.parallel.precision.precision import DTYPES
 from llava_fsdp.parallel.ranks.rank_layout import mesh_shape
-from llava_fsdp.parallel.zero import SHARD_PLANS, Sync
+from llava_fsdp.parallel.sharding_strategies import SHARD_PLANS, Sync
 from llava_fsdp.plan.memory.fsdp_units import units_of
 from llava_fsdp.plan.model_shapes import shapes_of
 

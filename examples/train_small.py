@@ -49,7 +49,7 @@ from llava_fsdp.parallel.parallelism import Parallelism
 from llava_fsdp.parallel.precision.precision import DTYPES, MasterWeights
 from llava_fsdp.parallel.ranks.consensus import on_first_rank
 from llava_fsdp.parallel.ranks.mesh import distributed, first_rank_first, gather_lists
-from llava_fsdp.parallel.zero import begin_micro_batch
+from llava_fsdp.parallel.sharding_strategies import begin_micro_batch
 from llava_fsdp.runtime.text.progress import watch_silently
 from llava_fsdp.train.checkpoints.checkpoint_contents import facts_of, tensors
 from llava_fsdp.train.final_export import export

@@ -20,7 +20,7 @@ from llava_fsdp.checkpoint.verify import newest_alone
 from llava_fsdp.config import Config
 from llava_fsdp.model.weights.weight_names import ours, ours_in_adapter
 from llava_fsdp.parallel.parallelism import Parallelism
-from llava_fsdp.parallel.zero import SHARD_PLANS
+from llava_fsdp.parallel.sharding_strategies import SHARD_PLANS
 from llava_fsdp.runtime.files.run_dir import FOLDER
 from llava_fsdp.train import main as train
 

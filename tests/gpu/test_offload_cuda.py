@@ -17,7 +17,7 @@ from llava_fsdp.parallel.memory.streamed_optimizer import StreamedOptimizer
 from llava_fsdp.parallel.parallelism import Parallelism
 from llava_fsdp.parallel.ranks.mesh import Meshes
 from llava_fsdp.parallel.ranks.world import World
-from llava_fsdp.parallel.zero import SHARD_PLANS
+from llava_fsdp.parallel.sharding_strategies import SHARD_PLANS
 from llava_fsdp.train.setup.build_state import build_state
 from llava_fsdp.train.state import TrainState
 

@@ -19,7 +19,7 @@ from llava_fsdp.parallel.fsdp.weights import weights_of
 from llava_fsdp.parallel.precision.precision import DTYPES
 from llava_fsdp.parallel.ranks.comm_volume import KINDS, CollectiveBytes
 from llava_fsdp.parallel.ranks.world import World
-from llava_fsdp.parallel.zero import begin_micro_batch
+from llava_fsdp.parallel.sharding_strategies import begin_micro_batch
 
 Moved = dict[str, dict[str, int]]
 ROWS = ("zero0", "zero1", "zero2", "zero3")

@@ -30,7 +30,7 @@ from llava_fsdp.parallel.expert_parallel import Exchange, run_shared, share_expe
 from llava_fsdp.parallel.local_shards import local, whole
 from llava_fsdp.parallel.ranks.rank_layout import shape_of_experts
 from llava_fsdp.parallel.ranks.world import World
-from llava_fsdp.parallel.zero import begin_micro_batch
+from llava_fsdp.parallel.sharding_strategies import begin_micro_batch
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.train import main as train
 from llava_fsdp.train.setup.build_model import build_model

@@ -17,7 +17,7 @@ from llava_fsdp.config import Config
 from llava_fsdp.data.batching.batch import MicroBatch
 from llava_fsdp.parallel.local_shards import local
 from llava_fsdp.parallel.ranks.world import World
-from llava_fsdp.parallel.zero import begin_micro_batch
+from llava_fsdp.parallel.sharding_strategies import begin_micro_batch
 
 
 class Collectives(TorchDispatchMode):

@@ -25,7 +25,7 @@ from llava_fsdp.parallel.local_shards import local
 from llava_fsdp.parallel.memory.memory import Bytes, Weight, bytes_per_rank, sharded_dimension
 from llava_fsdp.parallel.precision.precision import DTYPES, MasterWeights
 from llava_fsdp.parallel.ranks.world import World
-from llava_fsdp.parallel.zero import SHARD_PLANS, begin_micro_batch
+from llava_fsdp.parallel.sharding_strategies import SHARD_PLANS, begin_micro_batch
 
 
 def size(tensors: Any) -> int:

@@ -8,7 +8,7 @@ from llava_fsdp.config import Strategy
 from llava_fsdp.parallel.malloc import extend_segments, limit_kernel_cache
 from llava_fsdp.parallel.ranks.rank_layout import mesh_shape
 from llava_fsdp.parallel.ranks.world import read_world
-from llava_fsdp.parallel.zero import SHARD_PLANS, Mesh, Sync
+from llava_fsdp.parallel.sharding_strategies import SHARD_PLANS, Mesh, Sync
 from llava_fsdp.runtime.errors import ConfigError
 
 SHAPES = {

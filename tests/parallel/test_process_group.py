@@ -36,7 +36,7 @@ from llava_fsdp.parallel.ranks.mesh import (
 from llava_fsdp.parallel.ranks.progress import gpu_progress
 from llava_fsdp.parallel.ranks.rank_layout import RankLayout
 from llava_fsdp.parallel.ranks.world import World, read_world, simulated_world
-from llava_fsdp.parallel.zero import SHARD_PLANS
+from llava_fsdp.parallel.sharding_strategies import SHARD_PLANS
 from llava_fsdp.runtime.errors import CommunicationError, ConfigError, LlavaFsdpError
 
 

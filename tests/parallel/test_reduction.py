@@ -22,7 +22,7 @@ from llava_fsdp.parallel.memory.offload import Offload
 from llava_fsdp.parallel.parallelism import Parallelism
 from llava_fsdp.parallel.precision.precision import MasterWeights
 from llava_fsdp.parallel.ranks.world import World
-from llava_fsdp.parallel.zero import SHARD_PLANS, begin_micro_batch
+from llava_fsdp.parallel.sharding_strategies import SHARD_PLANS, begin_micro_batch
 from llava_fsdp.train.loop import clip_gradients, gradient_norm, summed
 
 MICRO_BATCHES = 3

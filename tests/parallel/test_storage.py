@@ -21,7 +21,7 @@ from llava_fsdp.parallel.memory.offload import Offload
 from llava_fsdp.parallel.parallelism import Parallelism
 from llava_fsdp.parallel.precision.precision import MasterWeights
 from llava_fsdp.parallel.ranks.world import World
-from llava_fsdp.parallel.zero import begin_micro_batch
+from llava_fsdp.parallel.sharding_strategies import begin_micro_batch
 
 RANKS = 8
 

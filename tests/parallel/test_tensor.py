@@ -38,9 +38,9 @@ from llava_fsdp.config import Config
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.parallel.local_shards import clean_name, local, whole
 from llava_fsdp.parallel.ranks.world import World
+from llava_fsdp.parallel.sharding_strategies import begin_micro_batch
 from llava_fsdp.parallel.tensor.tensor_cut import Cut
 from llava_fsdp.parallel.tensor.tensor_parallel import cut_model
-from llava_fsdp.parallel.zero import begin_micro_batch
 from llava_fsdp.plan.search.auto import settle_packing
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.files.run_dir import FOLDER

@@ -18,7 +18,7 @@ from llava_fsdp.parallel.local_shards import local
 from llava_fsdp.parallel.parallelism import Parallelism
 from llava_fsdp.parallel.ranks.comm_volume import CollectiveBytes
 from llava_fsdp.parallel.ranks.world import World
-from llava_fsdp.parallel.zero import SHARD_PLANS, ShardPlan, begin_micro_batch
+from llava_fsdp.parallel.sharding_strategies import SHARD_PLANS, ShardPlan, begin_micro_batch
 from llava_fsdp.train import main as train
 from llava_fsdp.train.loop import train_step
 

@@ -30,7 +30,7 @@ from llava_fsdp.parallel.parallelism import Parallelism
 from llava_fsdp.parallel.precision.precision import COLUMNS, GradientInto, MasterWeights, gradient_adder
 from llava_fsdp.parallel.ranks.mesh import Meshes, join
 from llava_fsdp.parallel.ranks.world import World
-from llava_fsdp.parallel.zero import SHARD_PLANS
+from llava_fsdp.parallel.sharding_strategies import SHARD_PLANS
 from llava_fsdp.train import final_export
 from llava_fsdp.train.loop import train_step
 from llava_fsdp.train.setup.build_state import build_state

@@ -17,7 +17,7 @@ from llava_fsdp.data.synthetic import fullest
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.parallel.ranks.mesh import distributed
 from llava_fsdp.parallel.ranks.world import World
-from llava_fsdp.parallel.zero import SHARD_PLANS
+from llava_fsdp.parallel.sharding_strategies import SHARD_PLANS
 from llava_fsdp.plan.memory import fsdp_units
 from llava_fsdp.plan.memory.activations import MicroBatchSizes
 from llava_fsdp.plan.memory.fsdp_units import unit_of

@@ -25,7 +25,7 @@ from llava_fsdp.config import (
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.parallel.memory.memory import bytes_per_rank
 from llava_fsdp.parallel.ranks.world import World
-from llava_fsdp.parallel.zero import SHARD_PLANS
+from llava_fsdp.parallel.sharding_strategies import SHARD_PLANS
 from llava_fsdp.plan.main import plan, warn_of_length
 from llava_fsdp.plan.memory.activations import MicroBatchSizes
 from llava_fsdp.plan.model_shapes import shapes_of

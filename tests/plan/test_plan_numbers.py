@@ -28,7 +28,7 @@ from llava_fsdp.config import (
 from llava_fsdp.data.images.anyres import grid_sizes
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.parallel.memory.memory import OUTPUT, Weight
-from llava_fsdp.parallel.zero import SHARD_PLANS
+from llava_fsdp.parallel.sharding_strategies import SHARD_PLANS
 from llava_fsdp.plan.memory.activations import Live, MicroBatchSizes, PassSegment
 from llava_fsdp.plan.memory.fsdp_units import Unit, unit_of
 from llava_fsdp.plan.memory.simulate import (

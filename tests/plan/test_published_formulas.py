@@ -8,7 +8,7 @@ from small import config_of, make_config
 
 from llava_fsdp.config import Config, PrecisionConfig, Strategy
 from llava_fsdp.parallel.memory.memory import Weight, bytes_per_rank, checkpoint_bytes
-from llava_fsdp.parallel.zero import SHARD_PLANS
+from llava_fsdp.parallel.sharding_strategies import SHARD_PLANS
 from llava_fsdp.plan.memory.published_formulas import formulas, zero
 from llava_fsdp.plan.planner import Planner
 from llava_fsdp.plan.rank_counts import RankCounts

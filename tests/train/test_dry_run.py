@@ -21,7 +21,7 @@ from llava_fsdp.parallel.fsdp.weights import weights_of
 from llava_fsdp.parallel.memory.memory import bytes_per_rank
 from llava_fsdp.parallel.precision.precision import DTYPES
 from llava_fsdp.parallel.ranks.world import World
-from llava_fsdp.parallel.zero import SHARD_PLANS
+from llava_fsdp.parallel.sharding_strategies import SHARD_PLANS
 from llava_fsdp.runtime.errors import ConfigError, OutOfMemory
 from llava_fsdp.train import main as train
 from llava_fsdp.train import run as entry

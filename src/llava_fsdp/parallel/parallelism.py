@@ -13,7 +13,7 @@ from llava_fsdp.parallel.check_torch import check_torch
 from llava_fsdp.parallel.ranks.mesh import Meshes, set_timeout
 from llava_fsdp.parallel.ranks.rank_layout import Place, RankLayout, Share, mesh_shape, shape_of_experts
 from llava_fsdp.parallel.ranks.world import World
-from llava_fsdp.parallel.zero import SHARD_PLANS, Mesh, ShardPlan
+from llava_fsdp.parallel.sharding_strategies import SHARD_PLANS, Mesh, ShardPlan
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from llava_fsdp.config import (
 )
 from llava_fsdp.model.parts import Parts
 from llava_fsdp.parallel.precision.fast_dtype import settle_precision, slow_dtype
-from llava_fsdp.parallel.zero import SHARD_PLANS, Mesh
+from llava_fsdp.parallel.sharding_strategies import SHARD_PLANS, Mesh
 from llava_fsdp.plan.model_shapes import shapes_of
 from llava_fsdp.plan.planner import Planner, PlanRow
 from llava_fsdp.plan.rank_counts import RankCounts

@@ -41,9 +41,9 @@ from llava_fsdp.parallel.pipeline.stages import plan_stages
 from llava_fsdp.parallel.precision.fast_dtype import settle_precision
 from llava_fsdp.parallel.precision.precision import DTYPES
 from llava_fsdp.parallel.ranks.rank_layout import RankLayout, mesh_shape, place_of_group
+from llava_fsdp.parallel.sharding_strategies import SHARD_PLANS, ShardPlan, Sync
 from llava_fsdp.parallel.tensor.tensor_cut import Cut
 from llava_fsdp.parallel.tensor.tensor_plan import tensor_plan
-from llava_fsdp.parallel.zero import SHARD_PLANS, ShardPlan, Sync
 from llava_fsdp.plan.memory.activations import ActivationMeter, MicroBatches, MicroBatchSizes, PassSegment, stack_name
 from llava_fsdp.plan.memory.fsdp_units import Unit, units_of
 from llava_fsdp.plan.memory.simulate import (

@@ -20,7 +20,7 @@ from llava_fsdp.parallel.compile import explained_compiler_errors
 from llava_fsdp.parallel.local_shards import plain_shard
 from llava_fsdp.parallel.precision.precision import MasterWeights
 from llava_fsdp.parallel.ranks.replicas import same_on_every_rank, sharded_norm
-from llava_fsdp.parallel.zero import begin_micro_batch
+from llava_fsdp.parallel.sharding_strategies import begin_micro_batch
 from llava_fsdp.runtime.errors import CompileError, Stopped
 from llava_fsdp.runtime.files.heartbeat import Phase
 from llava_fsdp.runtime.process.watchdog import Watchdog

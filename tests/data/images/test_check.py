@@ -19,10 +19,10 @@ from llava_fsdp.config import AspectRatio, Pixels
 from llava_fsdp.data.containers.data_files import DataFiles
 from llava_fsdp.data.containers.location import ImageLocation, Page
 from llava_fsdp.data.images import check as examining
+from llava_fsdp.data.images.broken_images import ends_early, video_ends_early
 from llava_fsdp.data.images.check import ImageInContainer, check_links, examine, opened
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.images.preprocess import ImageReader, read_preprocessor
-from llava_fsdp.data.images.truncation import ends_early, video_ends_early
 from llava_fsdp.data.problems import Kind
 from llava_fsdp.data.records.record import Record
 from llava_fsdp.runtime.errors import ImageError

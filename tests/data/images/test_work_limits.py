@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from llava_fsdp.data.images.broken_images import ends_early
 from llava_fsdp.data.images.check import examine, opened
-from llava_fsdp.data.images.truncation import ends_early
 from llava_fsdp.data.images.work_limits import TooMuchWork, check_work
 from llava_fsdp.data.problems import Kind
 from llava_fsdp.runtime.errors import ImageError

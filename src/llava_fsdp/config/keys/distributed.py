@@ -21,7 +21,7 @@ from llava_fsdp.runtime.errors import ConfigError
 @dataclass(kw_only=True, slots=True)
 class ShardingConfig:
     strategy: Strategy
-    """Sharding strategy, from the table in parallel/zero.py."""
+    """Sharding strategy, from the table in parallel/sharding_strategies.py."""
     shard_size: int | None
     """Hybrid strategies: number of ranks that share one copy of the model; null: those of one node."""
     prefetch: int | None = None

@@ -27,8 +27,8 @@ from llava_fsdp.data.containers.data_files import DataFiles, RemoteFolder
 from llava_fsdp.data.containers.file_reader import CURES
 from llava_fsdp.data.containers.location import ImageLocation
 from llava_fsdp.data.images.anyres import Size
+from llava_fsdp.data.images.broken_images import JPEG, ends_early
 from llava_fsdp.data.images.near_name import near_name
-from llava_fsdp.data.images.truncation import JPEG, ends_early
 from llava_fsdp.data.images.work_limits import TooMuchWork, check_work
 from llava_fsdp.data.problems import Kind
 from llava_fsdp.data.records.record import Record

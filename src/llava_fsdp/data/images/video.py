@@ -24,8 +24,8 @@ from PIL import Image
 from xxhash import xxh3_64
 
 from llava_fsdp.config import AspectRatio, DataConfig
+from llava_fsdp.data.images.broken_images import video_ends_early
 from llava_fsdp.data.images.check import MAX_PIXELS, ImageFacts, with_file
-from llava_fsdp.data.images.truncation import video_ends_early
 from llava_fsdp.data.images.video_limits import check_mov
 from llava_fsdp.data.images.work_limits import TooMuchWork
 from llava_fsdp.data.problems import Kind

@@ -8,7 +8,7 @@ import struct
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from llava_fsdp.data.images.truncation import number, read_at
+from llava_fsdp.data.images.broken_images import number, read_at
 from llava_fsdp.data.images.work_limits import at_most
 
 BOXES = 400_000

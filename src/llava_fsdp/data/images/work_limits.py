@@ -5,7 +5,8 @@ structure of a file alone: the directories of TIFF and EXIF, the segments and sc
 blocks of a GIF, the compression of a BMP. The limits are far above what cameras and programs write. A structure that
 ends early or makes no sense is left to Pillow, which reports it.
 
-Sources: the formats' specifications (see truncation.py), and what Pillow 12 does with each part (its *ImagePlugin.py).
+Sources: the formats' specifications (see broken_images.py), and what Pillow 12 does with each part (its
+*ImagePlugin.py).
 """
 
 import itertools
@@ -16,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from llava_fsdp.data.images.truncation import BIG_TIFF, BMP, GIF, JPEG, JPEG_SEGMENT, PNG, RIFF, number
+from llava_fsdp.data.images.broken_images import BIG_TIFF, BMP, GIF, JPEG, JPEG_SEGMENT, PNG, RIFF, number
 
 KiB, MiB = 1 << 10, 1 << 20
 EXIF = b"Exif\0\0"

@@ -17,7 +17,7 @@ from llava_fsdp.parallel.memory.memory import sharded_dimension
 from llava_fsdp.parallel.memory.offload import Offload
 from llava_fsdp.parallel.parallelism import Parallelism
 from llava_fsdp.parallel.precision.precision import DTYPES, norms_kept_in_fp32
-from llava_fsdp.parallel.zero import ShardPlan
+from llava_fsdp.parallel.sharding_strategies import ShardPlan
 
 T = TypeVar("T")
 

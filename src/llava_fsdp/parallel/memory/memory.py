@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from llava_fsdp.config import DType, MasterDType, MomentDType, OffloadMode, PrecisionConfig, Strategy
 from llava_fsdp.parallel.precision.lowbit_adamw import BLOCK, is_quantised
 from llava_fsdp.parallel.ranks.rank_layout import mesh_shape
+from llava_fsdp.parallel.sharding_strategies import SHARD_PLANS, Sync
 from llava_fsdp.parallel.tensor.tensor_cut import Cut
-from llava_fsdp.parallel.zero import SHARD_PLANS, Sync
 
 ITEM_SIZE = {DType.bf16: 2, DType.fp16: 2, DType.fp32: 4}
 NUM_MOMENTS = 2

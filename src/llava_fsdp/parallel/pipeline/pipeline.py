@@ -24,7 +24,7 @@ from llava_fsdp.config import ParallelConfig
 from llava_fsdp.parallel.eval_mode import forget_order
 from llava_fsdp.parallel.parallelism import Parallelism
 from llava_fsdp.parallel.ranks.rank_layout import Place, place_of_group
-from llava_fsdp.parallel.zero import begin_micro_batch
+from llava_fsdp.parallel.sharding_strategies import begin_micro_batch
 
 
 class ForwardWork(Protocol):

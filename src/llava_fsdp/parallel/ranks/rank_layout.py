@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from llava_fsdp.config import ParallelConfig
-from llava_fsdp.parallel.zero import Mesh, ShardPlan
+from llava_fsdp.parallel.sharding_strategies import Mesh, ShardPlan
 from llava_fsdp.runtime.errors import ConfigError
 
 

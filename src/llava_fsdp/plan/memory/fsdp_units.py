@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from llava_fsdp.config import PrecisionConfig
 from llava_fsdp.parallel.memory.memory import Weight
-from llava_fsdp.parallel.zero import ShardPlan
+from llava_fsdp.parallel.sharding_strategies import ShardPlan
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from llava_fsdp.parallel.memory.memory import NORMS, OUTPUT, ROOT, unit_of_experts
-from llava_fsdp.parallel.zero import ShardPlan, Sync
+from llava_fsdp.parallel.sharding_strategies import ShardPlan, Sync
 from llava_fsdp.plan.memory.activations import LEVELS, Live, PassSegment
 from llava_fsdp.plan.memory.fsdp_units import Unit
 

@@ -13,7 +13,7 @@ from llava_fsdp.parallel.memory.memory import Weight
 from llava_fsdp.parallel.pipeline.pipeline import Pass as StagePass
 from llava_fsdp.parallel.pipeline.stages import StagePlan, children_of, stage_of
 from llava_fsdp.parallel.ranks.rank_layout import place_of_group
-from llava_fsdp.parallel.zero import ShardPlan
+from llava_fsdp.parallel.sharding_strategies import ShardPlan
 from llava_fsdp.plan.memory.activations import Live, PassSegment
 from llava_fsdp.plan.memory.fsdp_units import Unit
 from llava_fsdp.plan.memory.simulate import FsdpRank, Ledger, Pass, States

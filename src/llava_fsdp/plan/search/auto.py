@@ -28,7 +28,7 @@ from llava_fsdp.parallel.check_torch import check_torch
 from llava_fsdp.parallel.compile import splits_blocks
 from llava_fsdp.parallel.context.context_attention import plan_context
 from llava_fsdp.parallel.ranks.world import World
-from llava_fsdp.parallel.zero import SHARD_PLANS, Mesh
+from llava_fsdp.parallel.sharding_strategies import SHARD_PLANS, Mesh
 from llava_fsdp.plan.planner import Choice, Planner, PlanRow
 from llava_fsdp.plan.rank_counts import RankCounts
 from llava_fsdp.plan.search.layouts import Searcher, Ways

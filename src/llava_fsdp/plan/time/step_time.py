@@ -23,7 +23,7 @@ from llava_fsdp.config import (
 from llava_fsdp.model.flops import Flops
 from llava_fsdp.parallel.memory.memory import ITEM_SIZE, NORMS, OUTPUT, ROOT, Weight
 from llava_fsdp.parallel.ranks.rank_layout import mesh_shape
-from llava_fsdp.parallel.zero import SHARD_PLANS, Sync
+from llava_fsdp.parallel.sharding_strategies import SHARD_PLANS, Sync
 from llava_fsdp.plan.rank_counts import RankCounts
 from llava_fsdp.plan.time.hardware import Machine
 from llava_fsdp.plan.workload import Samples

@@ -1,4 +1,4 @@
-"""Detect truncated image and video files by the structure of their formats.
+"""Detect broken image and video files: those that are truncated, by the structure of their formats.
 
 Pillow's errors do not distinguish truncation: for a truncated file it raises OSError, SyntaxError or ValueError, partly
 with the same messages as for files that are not images. Sources: ITU-T T.81 B.1, PNG 5.2, and the specifications of
