@@ -24,8 +24,8 @@ from PIL import Image, features
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from llava_fsdp.config import AspectRatio, Pixels
+from llava_fsdp.data.batching.tile_inputs import normalize
 from llava_fsdp.data.images.preprocess import Preprocessor, load_image, pad_to_square, read_preprocessor
-from llava_fsdp.data.loader import normalize
 
 SIZES = ("336x336", "640x480", "480x640", "1024x768", "2048x1536")
 FORMATS: dict[str, dict[str, Any]] = {"JPEG": {"quality": 90}, "PNG": {}, "WEBP": {"quality": 90}}

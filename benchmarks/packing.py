@@ -34,9 +34,10 @@ from samples import (
 
 from llava_fsdp.config import Config, Normalize
 from llava_fsdp.data.batching.batch import Step, StepFacts
-from llava_fsdp.data.batching.collate import Collator, Row
+from llava_fsdp.data.batching.collate import Collator
 from llava_fsdp.data.batching.llava_samplers import chunked
 from llava_fsdp.data.batching.packing import split_step
+from llava_fsdp.data.batching.tile_inputs import Row
 from llava_fsdp.parallel.parallelism import Parallelism
 from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.train.loop import train_step

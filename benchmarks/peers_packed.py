@@ -46,7 +46,7 @@ def read(plan: dict[str, Any], data: str) -> dict[str, torch.Tensor]:
     return load_file(Path(plan["work"]) / "samples" / data / f"rank{dist.get_rank()}.safetensors")
 
 
-def image_inputs(tensors: dict[str, torch.Tensor], number: int, data: str) -> dict[str, torch.Tensor]:
+def images(tensors: dict[str, torch.Tensor], number: int, data: str) -> dict[str, torch.Tensor]:
     """The argument `pixel_values`; none for text alone, whose padded rows have a blank one."""
     return {} if data == "text" else {"pixel_values": tensors[f"{number}.0.pixel_values"]}
 
@@ -74,7 +74,7 @@ def run_filled_rows(plan: dict[str, Any]) -> None:
         steps[data] = [
             {
                 **filled_rows(samples_of(tensors, number)),
-                **image_inputs(tensors, number, data),
+                **images(tensors, number, data),
                 "num_items_in_batch": tensors[f"{number}.label_tokens"],
                 "use_cache": False,
             }
@@ -112,7 +112,7 @@ def run_one_row(plan: dict[str, Any]) -> None:
         tensors = read(plan, data)
         steps[data] = []
         for number in range(plan["options"]["steps"]):
-            row = in_one_row(samples_of(tensors, number)) | image_inputs(tensors, number, data)
+            row = in_one_row(samples_of(tensors, number)) | images(tensors, number, data)
             ends, count = row.pop("cu_seqlens"), tensors[f"{number}.label_tokens"]
             more = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "num_items_in_batch": count, "use_cache": False}
             steps[data].append(row | more)

@@ -175,9 +175,11 @@ def packed(texts: list[torch.Tensor], image: int, side: int, labels: int) -> Mic
     asked = torch.cat([torch.arange(b + image, b + n - 1) for b, n in zip(begins, lengths, strict=True)])
     return MicroBatch(
         input_ids=ids[None],
-        image_positions=shown,
-        image_rows=torch.arange(len(shown)),
-        images=torch.zeros((len(texts), 3, side, side), dtype=torch.uint8),
+        images={
+            "positions": shown,
+            "rows": torch.arange(len(shown)),
+            "tiles": torch.zeros((len(texts), 3, side, side), dtype=torch.uint8),
+        },
         label_positions=asked,
         label_ids=ids[asked + 1],
         scale=1 / labels,

@@ -94,12 +94,12 @@ def transformers_inputs(micro: MicroBatch, image: int, image_tokens: int) -> dic
     (train.py:735-738), because a rank that leaves modules out goes wrong in DeepSpeed's collectives.
     """
     ids = micro.input_ids.clone()
-    ids.view(-1)[micro.image_positions] = image
+    ids.view(-1)[micro.images["positions"]] = image
     labels = torch.full_like(ids, IGNORE)
     labels.view(-1)[micro.label_positions + 1] = micro.label_ids  # ours is where a label is predicted
     # rows are padded on the right with id 0, which no text has
     mask = ids.flip(1).cumsum(1).flip(1).ne(0).long()
-    images = micro.images
+    images = micro.images["tiles"]
     if not len(images):
         width = max(0, image_tokens - ids.shape[1])
         ids, mask = (functional.pad(rows, (0, width, 0, 1)) for rows in (ids, mask))

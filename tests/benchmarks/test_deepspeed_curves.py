@@ -44,11 +44,11 @@ def test_transformers_is_given_the_very_samples(starts: ModuleType, parts: Path,
             step = loader.steps.prepare(number)
             for micro in step.micro_batches:
                 given = starts.transformers_inputs(loader.to_device(micro), IMAGE, model.image_tokens)
-                if not len(micro.images):
+                if not len(micro.images["tiles"]):
                     given = without_blank(given, micro.input_ids.shape, model.image_tokens)
                     without_image += 1
                 flat = given["input_ids"].flatten()
-                assert torch.equal((flat == IMAGE).nonzero().flatten(), micro.image_positions)
+                assert torch.equal((flat == IMAGE).nonzero().flatten(), micro.images["positions"])
                 assert torch.equal(flat[flat != IMAGE], micro.input_ids.flatten()[flat != IMAGE])
                 # transformers predicts a label one position before it
                 shifted = torch.nn.functional.pad(given["labels"], (0, 1), value=-100)[:, 1:].flatten()

@@ -59,7 +59,7 @@ def steps_of(cfg: Config, parts: Path, count: int = 3) -> list[Any]:
             raise step
         ids = [steps.records[n].id for n in steps.sampler.samples(number)]
         made.append((ids, [m.input_ids for m in step.micro_batches], [m.label_ids for m in step.micro_batches],
-                     [m.images for m in step.micro_batches]))  # fmt: skip
+                     [m.images["tiles"] for m in step.micro_batches]))  # fmt: skip
     return made
 
 

@@ -18,9 +18,10 @@ from PIL import Image
 from llava_fsdp.config import AspectRatio, BadRecords, Normalize, Parity, Pixels, SourceConfig, TooLong
 from llava_fsdp.data import loader
 from llava_fsdp.data.batching.batch import MicroBatch, SkippedSample, Step, StepFacts
-from llava_fsdp.data.batching.collate import Collator, per_token, tile_seeds
+from llava_fsdp.data.batching.collate import Collator, per_token
 from llava_fsdp.data.batching.sampler import Shuffle, amounts, shares_of
 from llava_fsdp.data.batching.step_dataset import Steps
+from llava_fsdp.data.batching.tile_inputs import tile_seeds
 from llava_fsdp.data.containers.data_files import CacheFolder
 from llava_fsdp.data.containers.file_reader import LocalFile
 from llava_fsdp.data.images import check, preprocess
@@ -215,7 +216,7 @@ def test_only_a_record_that_broke_since_counts_against_the_limit() -> None:
 
 def test_a_step_without_labels_has_a_scale() -> None:
     none = torch.zeros(0)
-    micro = MicroBatch(none, none, none, none, none, none, scale=0.25)
+    micro = MicroBatch(none, {}, none, none, scale=0.25)
     step = Step(StepFacts(0, label_tokens=4), [micro])
     out = [SkippedSample(0, "r", "url", "", StepFacts(0, label_tokens=4))]
     assert step.without(out, Normalize.step).micro_batches[0].scale == 1
@@ -227,7 +228,7 @@ def test_labels_of_skipped_records_take_along_all_that_is_said_of_them() -> None
     none = torch.zeros(0)
     fields = {"label_positions": [3, 4, 5], "label_ids": [7, 8, 9], "label_sources": [0, 1, 0]}
     tensors = {name: torch.tensor(values) for name, values in fields.items()}
-    micro = MicroBatch(none, none, none, none, scale=0.25, **tensors, label_records=torch.tensor([20, 30, 20]))
+    micro = MicroBatch(none, {}, scale=0.25, **tensors, label_records=torch.tensor([20, 30, 20]))
     lacks = StepFacts(0, label_tokens=1)
     found = Step(StepFacts(0, label_tokens=3), [micro]).without(
         [SkippedSample(30, "r", "url", "", lacks)], Normalize.step
@@ -247,7 +248,7 @@ def test_a_micro_batch_of_nothing_is_one_position_without_a_label(pack: bool) ->
     made = Collator(reader, Normalize.micro_batch, pack)([], StepFacts(0), 2)
     assert made.input_ids.tolist() == [[0]] and not len(made.label_ids) and not len(made.label_positions)
     assert (made.lengths, made.cu_seqlens.tolist()) == (((1,), [0, 1]) if pack else ((), []))
-    assert made.scale == 0.5 and made.images.shape == (0, 3, 28, 28)
+    assert made.scale == 0.5 and made.images["tiles"].shape == (0, 3, 28, 28)
     assert made.seeds.shape == (1, 1), "without dropout no seeds are copied to the device"
     assert made.sample_lengths.tolist() == [0], "its only position is of no sample"
 

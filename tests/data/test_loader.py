@@ -52,7 +52,7 @@ def test_same_samples_in_a_step_on_any_number_of_ranks(pack: str, parts: Path, d
         assert len({len(s.micro_batches) for s in steps}) == 1
         micros = [m for s in steps for m in s.micro_batches]
         labels = sorted(int(i) for m in micros for i in m.label_ids)
-        images = sorted(int(i.long().sum()) for m in micros for i in m.images)
+        images = sorted(int(i.long().sum()) for m in micros for i in m.images["tiles"])
         assert sum(m.scale * len(m.label_ids) for m in micros) == pytest.approx(1)
         return steps[0].facts, labels, images
 
@@ -79,7 +79,9 @@ def test_every_image_shows_its_own_features(parts: Path, dataset: Path) -> None:
     """Rows of features are counted over all images of a micro-batch, in the order of their positions."""
     for pack in ("pack=true", "pack=false"):
         for micro in open_loader(parts, dataset, pack, "micro_batch_size=5").steps.prepare(0).micro_batches:
-            assert len(micro.images) > 1 and micro.image_rows.tolist() == list(range(4 * len(micro.images)))
+            assert len(micro.images["tiles"]) > 1 and micro.images["rows"].tolist() == list(
+                range(4 * len(micro.images["tiles"]))
+            )
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -118,8 +120,8 @@ def test_padding_has_no_labels_and_positions_are_right(parts: Path, dataset: Pat
     for micro in steps.prepare(0).micro_batches:
         length = micro.input_ids.shape[1]
         flat = micro.input_ids.flatten()
-        assert len(micro.image_positions) == 4 * len(micro.images)
-        assert not flat[micro.image_positions].any(), "image tokens have id 0"
+        assert len(micro.images["positions"]) == 4 * len(micro.images["tiles"])
+        assert not flat[micro.images["positions"]].any(), "image tokens have id 0"
         following = flat[micro.label_positions + 1]
         inside = (micro.label_positions + 1) % length != 0
         assert inside.all() and torch.equal(following, micro.label_ids)
@@ -152,8 +154,10 @@ def test_fast_pixels_are_another_encoding(parts: Path, dataset: Path) -> None:
     """The same ids and other pixels; a run does not continue with the other ones."""
     steps = [open_loader(parts, dataset, f"data.pixels={p}").steps for p in ("exact", "fast")]
     exact, fast = (s.prepare(0).micro_batches[0] for s in steps)
-    assert torch.equal(exact.input_ids, fast.input_ids) and torch.equal(exact.image_rows, fast.image_rows)
-    assert exact.images.shape == fast.images.shape and not torch.equal(exact.images, fast.images)
+    assert torch.equal(exact.input_ids, fast.input_ids) and torch.equal(exact.images["rows"], fast.images["rows"])
+    assert exact.images["tiles"].shape == fast.images["tiles"].shape and not torch.equal(
+        exact.images["tiles"], fast.images["tiles"]
+    )
     fingerprints = [s.fingerprints() for s in steps]
     assert [key for key in fingerprints[0] if fingerprints[0][key] != fingerprints[1][key]] == ["encoding"]
 
@@ -227,12 +231,12 @@ def test_tiles_have_their_positions_and_their_rows(merge: str, parts: Path, data
     tiled = ("data.image_aspect_ratio=anyres", f"model.patch_merge={merge}", "micro_batch_size=5")
     steps = open_loader(parts, dataset, *tiled).steps
     for micro in steps.prepare(0).micro_batches:
-        assert len(micro.image_positions) == len(micro.image_rows)
-        rows = 4 * len(micro.images)
-        inside = micro.image_rows[micro.image_rows < rows]
+        assert len(micro.images["positions"]) == len(micro.images["rows"])
+        rows = 4 * len(micro.images["tiles"])
+        inside = micro.images["rows"][micro.images["rows"] < rows]
         assert len(inside.unique()) == len(inside) <= rows
-        assert (micro.image_rows[micro.image_rows >= rows] == rows).all()
-        assert ((micro.image_rows == rows).any() == (merge == "spatial_unpad")) or not len(micro.images)
+        assert (micro.images["rows"][micro.images["rows"] >= rows] == rows).all()
+        assert ((micro.images["rows"] == rows).any() == (merge == "spatial_unpad")) or not len(micro.images["tiles"])
         if merge != "spatial_unpad":
             assert len(inside) == rows
 

@@ -60,12 +60,12 @@ def test_the_counts_of_a_step_of_ranks_that_share_rows() -> None:
 def test_a_micro_batch_without_data() -> None:
     contents = Contents((100, 60), images=3, tiles=6, labels=70, image_tokens=60, context=2)
     micro = synthetic_micro_batch(contents, SHAPE, pack=True)
-    assert micro.input_ids.shape == (1, 80) and micro.images.shape == (6, 3, 28, 28)
+    assert micro.input_ids.shape == (1, 80) and micro.images["tiles"].shape == (6, 3, 28, 28)
     assert micro.cu_seqlens.tolist() == [0, 100, 160] and micro.position_ids.tolist() == [[*range(80)]]
-    assert micro.image_rows.tolist() == [n % 54 for n in range(60)] and micro.scale == 1 / 70
-    assert (len(micro.label_ids), len(micro.tile_seeds), micro.seeds.shape) == (70, 6, (1, 80))
+    assert micro.images["rows"].tolist() == [n % 54 for n in range(60)] and micro.scale == 1 / 70
+    assert (len(micro.label_ids), len(micro.images["seeds"]), micro.seeds.shape) == (70, 6, (1, 80))
     blended = synthetic_micro_batch(contents, SHAPE, pack=True, blends=True)
-    assert blended.image_rows[59].tolist() == [5] * 4 and blended.image_weights.sum(1).tolist() == [1.0] * 60
+    assert blended.images["rows"][59].tolist() == [5] * 4 and blended.images["weights"].sum(1).tolist() == [1.0] * 60
     padded = synthetic_micro_batch(Contents((50, 50), 2, 2, 10, 18), SHAPE, pack=False)
     assert padded.input_ids.shape == (2, 50) and padded.segments is None and padded.seeds.shape == (2, 1)
 
@@ -174,8 +174,8 @@ def test_prompts_are_padded_on_the_left() -> None:
     micro = found.micro
     assert micro.input_ids.tolist() == [[0, 5, 0, 0], [0, 0, 0, 6], [0, 0, 7, 8]]
     assert found.mask.tolist() == [[False, True, True, True], [False] * 3 + [True], [True] * 4]
-    assert micro.image_positions.tolist() == [2, 3, 8, 9] and micro.image_rows.tolist() == [0, 1, 2, 3]
-    assert micro.images[:, 0, 0, 0].tolist() == [1, 2] and micro.label_positions.tolist() == [3, 7, 11]
+    assert micro.images["positions"].tolist() == [2, 3, 8, 9] and micro.images["rows"].tolist() == [0, 1, 2, 3]
+    assert micro.images["tiles"][:, 0, 0, 0].tolist() == [1, 2] and micro.label_positions.tolist() == [3, 7, 11]
     none = lay_out_prompts([], collate)
     assert none.micro.input_ids.tolist() == [[0]] and none.mask.tolist() == [[True]]
 

@@ -87,7 +87,7 @@ def text_loss(model: Llava, ids: torch.Tensor) -> torch.Tensor:
     """The summed loss of all tokens of texts but the first of each."""
     nothing, (rows, length) = torch.zeros(0, dtype=torch.int64), ids.shape
     places = (torch.arange(rows)[:, None] * length + torch.arange(length - 1)).flatten()
-    return model(ids, None, nothing, nothing, None, (nothing, nothing), places, ids[:, 1:].flatten())
+    return model(ids, None, {}, nothing, places, ids[:, 1:].flatten())
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_loss_gradients_and_logits_are_those_of_the_own_class(
         assert float((mine - parameter.grad).norm()) < 1e-5 * float(parameter.grad.norm()) + 1e-9, name
     nothing = torch.zeros(0, dtype=torch.int64)
     with torch.no_grad():
-        logits = ours(ids, None, nothing, nothing, None, (nothing, nothing), torch.arange(26), return_logits=True)
+        logits = ours(ids, None, {}, nothing, torch.arange(26), return_logits=True)
         assert torch.allclose(logits, theirs(input_ids=ids).logits.flatten(0, 1), atol=1e-5)
 
 

@@ -76,7 +76,7 @@ def test_how_far_an_export_may_be_from_its_model(
     monkeypatch.setattr(final_export, "plain_model", lambda _: SimpleNamespace(parts=None))
     monkeypatch.setattr(final_export, "is_rounded", lambda *_: False)
     monkeypatch.setattr(final_export, "weights_in", lambda _: {})
-    micro = SimpleNamespace(images=torch.zeros(0), map=lambda _: micro)
+    micro = SimpleNamespace(input_ids=torch.zeros(0), images={"tiles": torch.zeros(0)}, map=lambda _: micro)
     probe = micro, []
     loader = SimpleNamespace(to_device=lambda own: own, steps=SimpleNamespace(probe=lambda: probe))
     state: Any = SimpleNamespace(loader=loader)
@@ -381,7 +381,7 @@ def test_what_transformers_is_given_of_images(
     if sizes is None and kind != "llava_onevision":
         return
     micro: Any = SimpleNamespace(
-        input_ids=torch.tensor([[1, 2, 3], [4, 5, 6]]), image_positions=torch.tensor([1, 5]),
+        input_ids=torch.tensor([[1, 2, 3], [4, 5, 6]]), images={"positions": torch.tensor([1, 5])},
         label_positions=torch.tensor([0, 4]),
     )  # fmt: skip
     found = verify_logits.exported_logits(Model(), micro, torch.ones(tiles, 3, 4, 4), sizes)

@@ -25,8 +25,8 @@ from weights import same, weights
 from llava_fsdp.config import Config, ConversionConfig
 from llava_fsdp.data.batching.batch import StepFacts
 from llava_fsdp.data.batching.collate import Collator
+from llava_fsdp.data.batching.tile_inputs import normalize
 from llava_fsdp.data.images.preprocess import load_image
-from llava_fsdp.data.loader import normalize
 from llava_fsdp.data.records.record import Turn
 from llava_fsdp.data.text.constants import IMAGE_ID
 from llava_fsdp.data.text.conversation import prompt
@@ -95,7 +95,8 @@ def assert_same_as_transformers(cfg: Config, folder: Path) -> None:
         ours = model(*replace(micro, label_positions=torch.arange(micro.input_ids.numel())).inputs, return_logits=True)
         ids = torch.from_numpy(sample.input_ids)[None]
         ids = torch.where(ids == IMAGE_ID, theirs.config.image_token_id, ids)
-        logits = theirs(input_ids=ids, pixel_values=micro.images if len(micro.images) else None).logits[0]
+        tiles = micro.images["tiles"]
+        logits = theirs(input_ids=ids, pixel_values=tiles if len(tiles) else None).logits[0]
         torch.testing.assert_close(logits[:, : ours.shape[1]], ours, rtol=1e-4, atol=1e-5)
 
 

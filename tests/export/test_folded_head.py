@@ -79,7 +79,7 @@ def read_again(key: str, folder: Path, parts: Path, dataset: Path, ids: torch.Te
     model = load_copy(shapes, find_weights(shapes, found, cfg, None, 0), torch.float32)
     nothing = torch.zeros(0, dtype=torch.int64)
     places = torch.arange(ids.numel())
-    return model(ids, None, nothing, nothing, None, (nothing, nothing), places, return_logits=True).view(*ids.shape, -1)
+    return model(ids, None, {}, nothing, places, return_logits=True).view(*ids.shape, -1)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from weights import same, weights
 
 from llava_fsdp.chat.assistant import Assistant, Question
 from llava_fsdp.config import AspectRatio
-from llava_fsdp.data.loader import normalize
+from llava_fsdp.data.batching.tile_inputs import normalize
 from llava_fsdp.data.records.record import Turn
 from llava_fsdp.data.text.constants import IMAGE_ID
 from llava_fsdp.data.text.detokenize import AnswerText
@@ -114,11 +114,8 @@ def test_transformers_computes_what_was_trained(run: Path, tower: Path, dataset:
             assert torch.equal(inputs["pixel_values"], normalize(torch.from_numpy(tiles[0]), loader.table))
             shown += 1
         micro = loader.to_device(loader.steps.collate([(sample, tiles)], loader.steps.facts(0, [number]), 1))
-        seeds = torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
-        expected = own(
-            micro.input_ids, None, micro.image_positions, micro.image_rows, micro.images, seeds,
-            torch.arange(len(ids)), return_logits=True,
-        )  # fmt: skip
+        seeds = torch.zeros(1, dtype=torch.int64)
+        expected = own(micro.input_ids, None, micro.images, seeds, torch.arange(len(ids)), return_logits=True)
         found = model(**inputs).logits[0, :, : expected.shape[1]]
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert shown > 3
@@ -157,8 +154,11 @@ def test_their_folder_has_our_logits(theirs: Path, tmp_path: Path) -> None:
     assert own.parts.language.vocab_size == vocabulary > image + 1
     ids, pixels = torch.randint(3, image, (1, TOKENS + 5)), torch.randn(1, 3, 42, 42)
     places = torch.arange(2, 2 + TOKENS)
-    seeds = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
-    found = own(ids, None, places, torch.arange(TOKENS), pixels, seeds, torch.arange(ids.numel()), return_logits=True)
+    seeds, images = (
+        torch.zeros(1, dtype=torch.int64),
+        {"positions": places, "rows": torch.arange(TOKENS), "tiles": pixels},
+    )
+    found = own(ids, None, images, seeds, torch.arange(ids.numel()), return_logits=True)
     shown = ids.clone()
     shown[0, places] = image
     expected = model(input_ids=shown, pixel_values=pixels).logits[0]

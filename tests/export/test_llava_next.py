@@ -20,10 +20,11 @@ from weights import same, weights
 
 from llava_fsdp.chat.assistant import Assistant, Question
 from llava_fsdp.config import AspectRatio, PatchMerge, Pixels
+from llava_fsdp.data.batching.tile_inputs import normalize
 from llava_fsdp.data.images.anyres import grid_sizes
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.images.preprocess import ImageReader, read_preprocessor
-from llava_fsdp.data.loader import normalize, pixel_table
+from llava_fsdp.data.loader import pixel_table
 from llava_fsdp.data.records.record import Turn
 from llava_fsdp.data.text.constants import IMAGE_ID
 from llava_fsdp.data.text.detokenize import AnswerText
@@ -102,11 +103,8 @@ def test_trains_on_tiles_and_exports(kind: str, pictures: Path, tmp_path: Path) 
             pixels = normalize(torch.from_numpy(image), loader.table)
             assert len(image) > 1 and torch.equal(inputs["pixel_values"][place][: len(image)], pixels)
         micro = loader.to_device(loader.steps.collate([(sample, tiles)], loader.steps.facts(0, [number]), 1))
-        segments, images, rows = None, micro.image_positions, micro.image_rows
-        seeds = torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
-        expected = ours(
-            micro.input_ids, segments, images, rows, micro.images, seeds, torch.arange(len(ids)), return_logits=True
-        )
+        seeds = torch.zeros(1, dtype=torch.int64)
+        expected = ours(micro.input_ids, None, micro.images, seeds, torch.arange(len(ids)), return_logits=True)
         found = model(**inputs).logits[0, :, : expected.shape[1]]
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 

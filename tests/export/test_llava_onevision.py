@@ -29,10 +29,11 @@ from weights import same, weights
 from llava_fsdp.chat.assistant import Assistant, Question
 from llava_fsdp.chat.conversation import Conversation
 from llava_fsdp.config import AspectRatio, PatchMerge, Pixels
+from llava_fsdp.data.batching.tile_inputs import normalize
 from llava_fsdp.data.images.anyres import grid_sizes
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.images.preprocess import ImageReader, read_preprocessor
-from llava_fsdp.data.loader import normalize, pixel_table
+from llava_fsdp.data.loader import pixel_table
 from llava_fsdp.data.records.record import Turn, is_video
 from llava_fsdp.data.text.constants import IMAGE_ID
 from llava_fsdp.data.text.templates import TEMPLATES
@@ -130,10 +131,8 @@ def test_trains_and_exports(kind: str, pictures: Path, tmp_path: Path) -> None:
             assert (len(image) > 1) == (len(shown) == 1)
             assert torch.equal(inputs["pixel_values"][place][: len(image)], pixels)
         micro = loader.to_device(loader.steps.collate([(sample, tiles)], loader.steps.facts(0, [number]), 1))
-        seeds = torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
-        expected = ours(
-            micro.input_ids, None, *micro.image_inputs, seeds, torch.arange(ids.numel()), return_logits=True
-        )
+        seeds = torch.zeros(1, dtype=torch.int64)
+        expected = ours(micro.input_ids, None, micro.images, seeds, torch.arange(ids.numel()), return_logits=True)
         found = model(input_ids=ids, **inputs).logits[0, :, : expected.shape[1]]
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
@@ -176,10 +175,8 @@ def test_videos_have_the_logits_of_transformers(theirs: Path, tmp_path: Path) ->
             ]
         kinds.add((len(shown), len(videos)))
         micro = loader.to_device(loader.steps.collate([(sample, tiles)], loader.steps.facts(0, [number]), 1))
-        seeds = torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
-        expected = ours(
-            micro.input_ids, None, *micro.image_inputs, seeds, torch.arange(ids.numel()), return_logits=True
-        )
+        seeds = torch.zeros(1, dtype=torch.int64)
+        expected = ours(micro.input_ids, None, micro.images, seeds, torch.arange(ids.numel()), return_logits=True)
         found = model(input_ids=ids, **inputs).logits[0, :, : expected.shape[1]]
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert kinds == {(1, 0), (2, 0), (0, 0), (0, 1), (1, 1), (0, 2), (2, 1)}

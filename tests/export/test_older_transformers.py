@@ -166,7 +166,7 @@ def write_copy(source: SourceModel, folder: Path) -> Path:
     for micro, sizes in inputs:
         recorder = Recorder(AutoConfig.from_pretrained(folder))
         with pytest.raises(InterruptedError):
-            exported_logits(recorder, micro, micro.images, sizes)
+            exported_logits(recorder, micro, micro.images["tiles"], sizes)
         asked.append(recorder.inputs)
     torch.save({"inputs": asked}, folder / "asked.pt")
     return folder

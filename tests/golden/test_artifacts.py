@@ -209,10 +209,12 @@ def our_outcome(model: Llava, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]
     logits = model(
         ids,
         None,
-        batch.image_positions,
-        torch.arange(len(batch.image_positions)),
-        batch.images,
-        (torch.zeros(0), torch.zeros(0)),  # nothing is drawn for samples
+        {
+            "positions": batch.image_positions,
+            "rows": torch.arange(len(batch.image_positions)),
+            "tiles": batch.images,
+        },
+        torch.zeros(0),  # nothing is drawn for samples
         torch.arange(ids.numel()),
         return_logits=True,
     )

@@ -119,10 +119,12 @@ def run(model: Llava, batch: dict, inputs: dict[str, torch.Tensor]) -> tuple[flo
     loss = model(
         torch.where(all_ids == IMAGE_ID, 0, all_ids),
         None,
-        torch.nonzero((all_ids == IMAGE_ID).flatten()).flatten(),
-        torch.where(where == NEWLINE_ROW, before, where),
-        torch.cat([*shown, torch.zeros(0, 3, TILE, TILE)]),
-        (torch.zeros(0), torch.zeros(0)),  # nothing is drawn for samples
+        {
+            "positions": torch.nonzero((all_ids == IMAGE_ID).flatten()).flatten(),
+            "rows": torch.where(where == NEWLINE_ROW, before, where),
+            "tiles": torch.cat([*shown, torch.zeros(0, 3, TILE, TILE)]),
+        },
+        torch.zeros(0),  # nothing is drawn for samples
         label_positions,
         targets[label_positions],
     ) / max(1, count)

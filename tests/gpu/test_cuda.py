@@ -31,7 +31,6 @@ from test_working_copy import (
 from transformers import AttentionInterface, AutoConfig
 
 from llava_fsdp.config import Attention
-from llava_fsdp.data.batching.batch import TENSORS
 from llava_fsdp.data.batching.collate import boundaries
 from llava_fsdp.model.packed_attention.attention import Kernel, Lengths, choose_kernel, register_attention
 from llava_fsdp.parallel.precision.fp8 import check_fp8
@@ -104,8 +103,7 @@ def test_steps_arrive_pinned(workers: int, cuda: torch.device, parts: Path, data
     state = build_run(cfg, cuda, None)
     for step in agreed_steps(state.loader):
         for micro in step.micro_batches:
-            tensors = [getattr(micro, name) for name in TENSORS]
-            assert all(t.is_pinned() for t in tensors if t.numel())
+            assert all(t.is_pinned() for t in micro.tensors.values() if t.numel())
 
 
 def test_workers__steps_do_not_race(device: torch.device, parts: Path, dataset: Path, tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def plain_step(model: Llava, micros: list[MicroBatch]) -> tuple[torch.Tensor, to
             places = [(0, end - n, end) for n, end in zip(micro.lengths, micro.cu_seqlens[1:].tolist(), strict=True)]
         else:
             places = [(row, 0, n) for row, n in enumerate(micro.sample_lengths.tolist())]
-        embeds = model.embedded(micro.input_ids, *micro.image_inputs)
+        embeds = model.embedded(micro.input_ids, micro.images)
         for row, begin_, end in places:
             n = end - begin_
             edges = torch.arange(n)[None], torch.tensor([0, n], dtype=torch.int32), (n,)

@@ -46,11 +46,13 @@ def counted(model: Llava, samples: int, length: int, labels: int, tiles: int, pa
     segments = (held["position_ids"], held["cu_seqlens"], held["lengths"]) if pack else None
     shape = (1, total) if pack else (samples, length)
     shown = 4 * min(1, tiles)
-    seeds = torch.zeros(shape if pack else (samples, 1), dtype=torch.int64), torch.arange(tiles)
+    seeds = torch.zeros(shape if pack else (samples, 1), dtype=torch.int64)
+    images = {"tiles": torch.rand((tiles, 3, 28, 28)), "seeds": torch.arange(tiles)}
+    images |= {name: torch.arange(shown) for name in ("positions", "rows")}
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         model(
-            torch.ones(shape, dtype=torch.int64), segments, torch.arange(shown), torch.arange(shown),
-            torch.rand((tiles, 3, 28, 28)), seeds, torch.arange(labels), torch.ones(labels, dtype=torch.int64),
+            torch.ones(shape, dtype=torch.int64), segments, images, seeds, torch.arange(labels),
+            torch.ones(labels, dtype=torch.int64),
         ).backward()  # fmt: skip
     model.zero_grad()
     return counter.get_total_flops()

@@ -128,15 +128,15 @@ def test_what_the_model_reads_for_each_token() -> None:
     """The prompt after a cached token, one row padded on the left; then each chosen token, without images."""
     calls: list[dict[str, Any]] = []
 
-    def model(ids: Any, cached: Any, places: Any, rows: Any, images: Any, seeds: Any, last: Any, **more: Any) -> Any:
-        own = {"ids": ids, "positions": cached.position_ids, "mask": cached.mask.int(), "places": places, "last": last}
+    def model(ids: Any, cached: Any, images: Any, seeds: Any, last: Any, **more: Any) -> Any:
+        own = {"ids": ids, "positions": cached.position_ids, "mask": cached.mask.int(), "last": last}
         calls.append({name: value.tolist() for name, value in own.items()} | {"images": images, **more})
         logits = torch.zeros(2, 9)
         logits[0, len(calls)], logits[1, len(calls) + 4] = 1, 1
         return logits
 
     ids, mask = torch.tensor([[0, 0, 3], [4, 5, 6]]), torch.tensor([[0, 0, 0, 1], [1, 1, 1, 1]]).bool()
-    images: Any = torch.tensor([5]), torch.tensor([0]), torch.ones(1)
+    images: Any = {"positions": torch.tensor([5])}
     cache = DynamicCache(config=LANGUAGE)
     found = [one.tolist() for one in write_tokens(model, ids, mask, images, cache, Sampling(3))]
     assert found == [[1, 5], [2, 6], [3, 7]]
@@ -146,8 +146,7 @@ def test_what_the_model_reads_for_each_token() -> None:
         [[0, 0, 0, 1, *[1] * n], [1, 1, 1, 1, *[1] * n]] for n in range(3)
     ]  # fmt: skip
     assert [call["last"] for call in calls] == [[2, 5], [0, 1], [0, 1]]
-    assert [call["places"] for call in calls] == [[5], [], []]
-    assert calls[0]["images"] is images[2] and calls[1]["images"] is calls[2]["images"] is None
+    assert calls[0]["images"] is images and calls[1]["images"] == calls[2]["images"] == {}
     assert all(call["return_logits"] for call in calls)
 
 
@@ -166,7 +165,7 @@ def test_a_language_model_that_cannot_answer_is_refused(kind: type[Exception] | 
 
     found = None
     try:
-        check_answers(model, LANGUAGE, torch.device("cpu"), 28)
+        check_answers(model, LANGUAGE, torch.device("cpu"), {})
     except Exception as error:
         found = type(error)
     assert found is (None if kind is None else ConfigError)

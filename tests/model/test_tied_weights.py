@@ -138,5 +138,5 @@ def test_a_folder_is_read_as_its_own_class_reads_it(
     assert (ours.lm_head.weight is ours.language_model.get_input_embeddings().weight) is (head is embeddings)
     ids = torch.randint(3, rows, (2, 9))
     nothing = torch.zeros(0, dtype=torch.int64)
-    found = ours(ids, None, nothing, nothing, None, (nothing, nothing), torch.arange(18), return_logits=True)
+    found = ours(ids, None, {}, nothing, torch.arange(18), return_logits=True)
     assert torch.allclose(found, theirs(input_ids=ids).logits.flatten(0, 1)[:, :rows], atol=1e-5)

@@ -283,7 +283,7 @@ def positions_seen(world: World, cfg: Config, counts: list[int]) -> list[dict[st
     for count in counts:
         ids = torch.ones(1, count, dtype=torch.int64)
         with torch.no_grad():
-            state.model(ids, None, none, none, None, (none, none), torch.tensor([count - 1]), return_logits=True)
+            state.model(ids, None, {}, none, torch.tensor([count - 1]), return_logits=True)
         found.append({name.rpartition(".")[2]: count for name, count in seen.items()})
     return found
 

@@ -24,7 +24,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlavaForConditionalGeneration
 
 from llava_fsdp.config import Config
-from llava_fsdp.data.batching.batch import TENSORS
 from llava_fsdp.parallel.local_shards import whole
 from llava_fsdp.parallel.parallelism import Parallelism
 from llava_fsdp.parallel.precision.precision import COLUMNS, GradientInto, MasterWeights, gradient_adder
@@ -126,12 +125,11 @@ def assert_transfers_whole(cfg: Config, device: torch.device) -> int:
     originals = [micro for number in range(loader.total_steps) for micro in steps.prepare(number).micro_batches]
     for got, made in zip(placed, originals, strict=True):
         assert got.lengths == made.lengths
-        for name in TENSORS:
-            if name == "images":
-                continue
-            assert torch.equal(getattr(got, name).cpu(), getattr(made, name)), name
+        for name, values in made.tensors.items():
+            if name != "images.tiles":
+                assert torch.equal(got.tensors[name].cpu(), values), name
         channel = torch.arange(3).view(1, 3, 1, 1)
-        assert torch.equal(got.images.cpu(), loader.table.cpu()[channel, made.images.long()])
+        assert torch.equal(got.images["tiles"].cpu(), loader.table.cpu()[channel, made.images["tiles"].long()])
     return len(placed)
 
 
@@ -144,10 +142,10 @@ def export_and_reload(cfg: Config, device: torch.device) -> float:
     reloaded = LlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).to(device).eval()
     state.model.eval()
     ids = micro.input_ids.clone()
-    ids.view(-1)[micro.image_positions] = reloaded.config.image_token_id
+    ids.view(-1)[micro.images["positions"]] = reloaded.config.image_token_id
     with torch.no_grad():
         ours = state.model(*micro.inputs, return_logits=True)
-        theirs = reloaded(input_ids=ids, pixel_values=micro.images).logits.flatten(0, 1)[micro.label_positions]
+        theirs = reloaded(input_ids=ids, pixel_values=micro.images["tiles"]).logits.flatten(0, 1)[micro.label_positions]
     return float((theirs[:, : ours.shape[1]] - ours).abs().max() / ours.abs().max())
 
 

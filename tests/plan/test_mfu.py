@@ -41,7 +41,7 @@ def test_facts_are_the_sums_over_all_ranks(
         samples = [loaders[0].steps.load(n)[0] for n in loaders[0].steps.sampler.samples(number)]
         assert facts.pairs == sum(len(s.input_ids) ** 2 for s in samples) < facts.tokens**2
         micros = [micro for step in steps for micro in step.micro_batches]
-        assert facts.tiles == sum(len(micro.images) for micro in micros) >= facts.images > 0
+        assert facts.tiles == sum(len(micro.images["tiles"]) for micro in micros) >= facts.images > 0
         assert facts.tokens == sum(len(s.input_ids) for s in samples)
         if cfg.packs:
             lengths = [length for micro in micros for length in micro.lengths]

@@ -98,7 +98,7 @@ def test_ranks_compute_as_much(ranks: int, odd_parts: Path, tmp_path: Path) -> N
                 model(*loader.to_device(micro).inputs).backward()
             total += counter.get_total_flops()
             pairs = 2 * sum(length**2 for length in micro.lengths)  # the formula has the half below the diagonal
-            formula += flops.of(sum(micro.lengths), pairs, len(micro.label_ids), len(micro.images))
+            formula += flops.of(sum(micro.lengths), pairs, len(micro.label_ids), len(micro.images["tiles"]))
         totals.append(total)
         predicted.append(formula)
     assert totals == pytest.approx(predicted, rel=1e-9)
@@ -114,7 +114,7 @@ def test_means_are_those_of_the_micro_batches(odd_parts: Path, many_sizes: Path,
     records, rule = loader.steps.records, loader.steps.image_reader.tokens
     micros = loader.steps.prepare(0).micro_batches
     found = samples_in(records, rule)
-    tokens, tiles = sum(len(m.image_positions) for m in micros), sum(len(m.images) for m in micros)
+    tokens, tiles = sum(len(m.images["positions"]) for m in micros), sum(len(m.images["tiles"]) for m in micros)
     assert records.image_tokens is not None and len(records) == 60
     assert found.image_tokens * 60 == pytest.approx(tokens) and found.tiles * 60 == pytest.approx(tiles)
     write_report(records, cfg, (loader.steps.encoder, loader.steps.image_reader), tmp_path / "index")
@@ -165,8 +165,8 @@ def test_the_largest_micro_batch(
     assert (found.tokens, found.images, found.tiles) == (2100, images, images * tiles)
     assert found.image_tokens == images * tokens and found.labels == 2100 - 5 * (1 + fewest)
     micro = synthetic_step(0, found, shape, cfg, 1).micro_batches[0]
-    assert (len(micro.image_positions), len(micro.images), len(micro.label_ids)) == (
+    assert (len(micro.images["positions"]), len(micro.images["tiles"]), len(micro.label_ids)) == (
         found.image_tokens, found.tiles, found.labels,
     )  # fmt: skip
-    assert micro.image_weights.shape == (found.image_tokens if words == SHRUNK else 0, 4)
-    assert int(micro.image_rows.max()) < found.tiles * SIDE**2
+    assert micro.images["weights"].shape == (found.image_tokens if words == SHRUNK else 0, 4)
+    assert int(micro.images["rows"].max()) < found.tiles * SIDE**2

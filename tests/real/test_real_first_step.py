@@ -14,7 +14,7 @@ from torch.nn import functional
 from transformers import AutoConfig, LlavaForConditionalGeneration
 
 from llava_fsdp.config import Config
-from llava_fsdp.data.loader import normalize
+from llava_fsdp.data.batching.tile_inputs import normalize
 from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
 from llava_fsdp.model.weights.weight_names import ours
 

@@ -17,7 +17,7 @@ from saves import interrupted
 from small import make_config
 
 from llava_fsdp.config import Config
-from llava_fsdp.data.loader import normalize
+from llava_fsdp.data.batching.tile_inputs import normalize
 from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.sources.pretrained import find_parts

@@ -140,7 +140,7 @@ def our_logits(model: Llava, samples: list[torch.Tensor]) -> torch.Tensor:
         longest, segments = max(lengths), None
         ids = torch.cat([torch.nn.functional.pad(own, (0, longest - own.shape[1])) for own in samples])
         labels = torch.cat([torch.arange(length) + row * longest for row, length in enumerate(lengths)])
-    return model(ids, segments, none, none, None, (none, none), labels, return_logits=True)
+    return model(ids, segments, {}, none, labels, return_logits=True)
 
 
 @torch.no_grad()

@@ -11,8 +11,8 @@ from small import record, sentence, write_json
 
 from llava_fsdp.config import Config
 from llava_fsdp.data.batching.batch import MicroBatch
-from llava_fsdp.data.batching.collate import Row
 from llava_fsdp.data.batching.step_dataset import Steps
+from llava_fsdp.data.batching.tile_inputs import Row
 from llava_fsdp.train.setup.build_state import build_state
 from llava_fsdp.train.state import TrainState
 

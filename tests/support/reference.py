@@ -21,7 +21,7 @@ from llava_fsdp.checkpoint.verify import newest_alone
 from llava_fsdp.config import Config, DType, Part, QuantizeConfig, Quantizer
 from llava_fsdp.data.batching.batch import SkippedSample
 from llava_fsdp.data.batching.step_dataset import Steps
-from llava_fsdp.data.loader import normalize
+from llava_fsdp.data.batching.tile_inputs import normalize
 from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
 from llava_fsdp.model.llava import build_llava
 from llava_fsdp.model.load_weights import find_weights

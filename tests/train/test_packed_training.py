@@ -151,7 +151,7 @@ class Leak:
         whole = one_row(state)
         ends = list(itertools.accumulate(whole.lengths))[:count]
         self.bounds = list(itertools.pairwise([0, *ends]))
-        shown = int((whole.image_positions < ends[-1]).sum())
+        shown = int((whole.images["positions"] < ends[-1]).sum())
         self.tiles = shown // 4
         self.row = replace(
             whole,
@@ -159,9 +159,9 @@ class Leak:
             position_ids=whole.position_ids[:, : ends[-1]],
             cu_seqlens=whole.cu_seqlens[: count + 1],
             lengths=whole.lengths[:count],
-            image_positions=whole.image_positions[:shown],
-            image_rows=whole.image_rows[:shown],
-            images=whole.images[: self.tiles],
+            images=whole.images
+            | {name: whole.images[name][:shown] for name in ("positions", "rows")}
+            | {"tiles": whole.images["tiles"][: self.tiles]},
         )
 
     @torch.no_grad()
@@ -186,18 +186,18 @@ class Leak:
     def changes(self, sample: int) -> dict[str, MicroBatch]:
         """The row with something of one sample changed: each of its texts' tokens, and each of its images."""
         begin, end = self.bounds[sample]
-        inside = (self.row.image_positions >= begin) & (self.row.image_positions < end)
-        numbers = sorted({int(r) // 4 for r in self.row.image_rows[inside]})
-        text = [p for p in range(begin, end) if p not in set(self.row.image_positions.tolist())]
+        inside = (self.row.images["positions"] >= begin) & (self.row.images["positions"] < end)
+        numbers = sorted({int(r) // 4 for r in self.row.images["rows"][inside]})
+        text = [p for p in range(begin, end) if p not in set(self.row.images["positions"].tolist())]
         found = {}
         for name, places in {"first": text[:1], "last": text[-1:], "every": text}.items():
             ids = self.row.input_ids.clone()
             ids[0, places] = (ids[0, places] + 7) % 100 + 3
             found[f"{name} token"] = replace(self.row, input_ids=ids)
         for tile in numbers:
-            images = self.row.images.clone()
-            images[tile] = images[tile].flip(-1) + 0.5
-            found[f"image {tile}"] = replace(self.row, images=images)
+            tiles = self.row.images["tiles"].clone()
+            tiles[tile] = tiles[tile].flip(-1) + 0.5
+            found[f"image {tile}"] = replace(self.row, images=self.row.images | {"tiles": tiles})
         return found
 
 

@@ -24,7 +24,7 @@ from transformers import DynamicCache, LlavaConfig, LlavaForConditionalGeneratio
 
 from llava_fsdp.config import Config
 from llava_fsdp.data.batching.batch import SkippedSample
-from llava_fsdp.data.loader import normalize
+from llava_fsdp.data.batching.tile_inputs import normalize
 from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
 from llava_fsdp.data.text.templates import template
 from llava_fsdp.data.validation_prompts import ask, lay_out_prompts
@@ -386,12 +386,12 @@ def test_answers_about_tiles_are_those_of_whole_passes(configure: Configure, hel
         loader.steps.collate,
     )
     micro = loader.to_device(prompts.micro)
-    shown = micro.image_positions, micro.image_rows, micro.images
     with evaluating(model, loader.device):
         cache = DynamicCache(config=model.parts.language)
-        written_tokens = write_tokens(model, micro.input_ids, prompts.mask, shown, cache, Sampling(5))
+        written_tokens = write_tokens(model, micro.input_ids, prompts.mask, micro.images, cache, Sampling(5))
         tokens = [chosen.tolist() for chosen in written_tokens]
-    assert [list(row) for row in zip(*tokens, strict=True)] == list(written.values()) and len(micro.images) > 12
+    assert [list(row) for row in zip(*tokens, strict=True)] == list(written.values())
+    assert len(micro.images["tiles"]) > 12
 
 
 @pytest.mark.parametrize(

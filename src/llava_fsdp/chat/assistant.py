@@ -11,10 +11,11 @@ import torch
 from llava_fsdp.chat.image_process import ImageProcess
 from llava_fsdp.chat.open_model import choose_dtype, open_model
 from llava_fsdp.config import AspectRatio
+from llava_fsdp.data.batching.tile_inputs import normalize
 from llava_fsdp.data.images.check import ImageFile, read_size
 from llava_fsdp.data.images.image_tokens import join_tokens
 from llava_fsdp.data.images.preprocess import ImageReader, read_preprocessor
-from llava_fsdp.data.loader import normalize, pixel_table
+from llava_fsdp.data.loader import pixel_table
 from llava_fsdp.data.records.record import IMAGE_TAG, Turn, count_images, is_video
 from llava_fsdp.data.text.constants import IMAGE_ID
 from llava_fsdp.data.text.conversation import image_order, prompt
@@ -25,8 +26,8 @@ from llava_fsdp.data.text.message_parts import media_of
 from llava_fsdp.data.text.tokenizer import Tokenizer, open_tokenizer
 from llava_fsdp.export.prove.verify_logits import load_copy
 from llava_fsdp.export.source_model import Opened
-from llava_fsdp.model.architecture import Architecture
-from llava_fsdp.model.generation import DynamicCache, ImageInputs, PrefixCache, Sampling, write_tokens
+from llava_fsdp.model.architecture import Architecture, ImageInputs
+from llava_fsdp.model.generation import DynamicCache, PrefixCache, Sampling, write_tokens
 from llava_fsdp.model.packed_attention.attention import attention_of_transformers
 from llava_fsdp.runtime.errors import DataError, OutOfMemory
 
@@ -131,11 +132,11 @@ class Assistant:
         for row, tokens in enumerate(prompts):  # padded on the left: all answers begin at the same position
             ids[row, length - len(tokens) :] = tokens
             mask[row, length - len(tokens) :] = True
-        inputs, image_inputs = self.to_device(ids, list(itertools.chain(*images)), blank)
+        inputs, pixels = self.to_device(ids, list(itertools.chain(*images)), blank)
         sampling = Sampling(min(max_new_tokens, self.max_tokens - length))
         cache = DynamicCache(config=self.model.language.config)
         texts = [self.new_text() for _ in prompts]
-        for chosen in write_tokens(self.model, inputs, mask.to(self.device), image_inputs, cache, sampling):
+        for chosen in write_tokens(self.model, inputs, mask.to(self.device), pixels, cache, sampling):
             for text, token in zip(texts, chosen.tolist(), strict=True):
                 text.push(token)
             if all(text.ended for text in texts):
@@ -165,9 +166,9 @@ class Assistant:
         prefix = with_image_numbers(tokens, images)
         try:
             cache, common = self.prefix.reuse(self.model, prefix)
-            inputs, image_inputs = self.to_device(tokens[None, common:], images_after(images, tokens[:common]))
+            inputs, pixels = self.to_device(tokens[None, common:], images_after(images, tokens[:common]))
             mask = torch.ones((1, len(tokens)), dtype=torch.bool, device=self.device)
-            for chosen in write_tokens(self.model, inputs, mask, image_inputs, cache, sampling, generator):
+            for chosen in write_tokens(self.model, inputs, mask, pixels, cache, sampling, generator):
                 self.prefix.tokens = prefix + text.ids
                 yield text.push(int(chosen))
                 if text.ended:
@@ -252,17 +253,18 @@ class Assistant:
             images: all images of the batch, in the order of their tokens in `ids`.
             blank: whether to replace all images by images of the mean colour.
         """
+        tokens = torch.from_numpy(np.where(ids == IMAGE_ID, 0, ids)).to(self.device)
+        if not images:
+            return tokens, {}
         per_tile = self.reader.tokens.features
         rows, weights = join_tokens([(image.rows, len(image.tiles) * per_tile) for image in images])
-        taken = torch.from_numpy(rows).to(self.device)
-        pixels = None
-        if images:
-            pixels = normalize(torch.from_numpy(np.concatenate([i.tiles for i in images])).to(self.device), self._table)
-        return torch.from_numpy(np.where(ids == IMAGE_ID, 0, ids)).to(self.device), (
-            torch.from_numpy(np.flatnonzero(ids == IMAGE_ID)).to(self.device),
-            (taken, torch.from_numpy(weights).to(self.device)) if len(weights) else taken,
-            torch.zeros_like(pixels) if blank and pixels is not None else pixels,
-        )
+        pixels = normalize(torch.from_numpy(np.concatenate([i.tiles for i in images])).to(self.device), self._table)
+        return tokens, {
+            "positions": torch.from_numpy(np.flatnonzero(ids == IMAGE_ID)).to(self.device),
+            "rows": torch.from_numpy(rows).to(self.device),
+            "weights": torch.from_numpy(weights).to(self.device),
+            "tiles": torch.zeros_like(pixels) if blank else pixels,
+        }
 
     def new_text(self) -> AnswerText:
         """Return an empty answer, to which the tokens that the model generates are added."""

@@ -20,6 +20,7 @@ from llava_fsdp.data.batching.cost_model import CostModel
 from llava_fsdp.data.batching.packing import num_micro_batches
 from llava_fsdp.data.batching.sampler import Sampler, open_sampler
 from llava_fsdp.data.batching.step_dataset import Steps
+from llava_fsdp.data.batching.tile_inputs import normalized
 from llava_fsdp.data.batching.workers import WorkerStatus, from_workers
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.images.preprocess import ImageReader, Preprocessor, read_preprocessor
@@ -280,16 +281,10 @@ class Loader:
     def to_device(self, micro: MicroBatch) -> MicroBatch:
         """Return a copy of a micro-batch on the device, with its images normalised."""
         moved = micro.map(lambda values: values.to(self.device, non_blocking=True))
-        return replace(moved, images=normalize(moved.images, self.table))
+        return replace(moved, images=normalized(moved.images, self.table))
 
 
 def pixel_table(preprocessor: Preprocessor, device: torch.device) -> torch.Tensor:
     """Return the normalised value of each byte value in each colour channel, float32 [3, 256], on a device. It is in
-    memory that torch allocates, for the reason given at `collate.aligned`."""
+    memory that torch allocates, for the reason given at `tile_inputs.aligned`."""
     return torch.tensor(preprocessor.pixel_table(), device=device)
-
-
-def normalize(images: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """Normalise uint8 images [n, 3, height, width] with a `pixel_table`; return float32."""
-    channel = torch.arange(3, device=images.device).view(1, 3, 1, 1)
-    return table[channel, images.long()]

@@ -70,20 +70,22 @@ def synthetic_micro_batch(contents: Contents, shape: ModelShape, pack: bool, ble
     labels. With `blends`, image tokens are weighted sums of four vision features."""
     places = torch.arange(contents.image_tokens)
     image_rows = places % (contents.tiles * shape.image_tokens)
-    four = {"image_rows": image_rows[:, None].repeat(1, 4), "image_weights": torch.full((len(places), 4), 0.25)}
     rows = 1 if pack else len(contents.lengths)
     side = shape.image_size
     return MicroBatch(
         input_ids=torch.zeros((rows, contents.tokens // rows), dtype=torch.int64),
-        image_positions=places,
-        images=torch.zeros((contents.tiles, 3, side, side), dtype=torch.uint8),
+        images={
+            "positions": places,
+            "rows": image_rows[:, None].repeat(1, 4) if blends else image_rows,
+            "tiles": torch.zeros((contents.tiles, 3, side, side), dtype=torch.uint8),
+            "weights": torch.full((len(places) if blends else 0, 4), 0.25),
+            "seeds": torch.arange(contents.tiles),
+        },
         label_positions=torch.arange(contents.labels),
         label_ids=torch.zeros(contents.labels, dtype=torch.int64),
         scale=1 / max(1, contents.labels),
         seeds=torch.zeros((rows, contents.tokens if pack else 1), dtype=torch.int64),
-        tile_seeds=torch.arange(contents.tiles),
         sample_lengths=torch.tensor(contents.lengths),
-        **(four if blends else {"image_rows": image_rows}),
         **(edges(contents) if pack else {}),
     )
 

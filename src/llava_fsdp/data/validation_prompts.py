@@ -10,7 +10,8 @@ import torch
 
 from llava_fsdp.config import Config
 from llava_fsdp.data.batching.batch import MicroBatch
-from llava_fsdp.data.batching.collate import Collator, Row, aligned
+from llava_fsdp.data.batching.collate import Collator
+from llava_fsdp.data.batching.tile_inputs import Row
 from llava_fsdp.data.images.anyres import Size
 from llava_fsdp.data.images.check import ImageFile
 from llava_fsdp.data.images.preprocess import ImageReader
@@ -85,15 +86,11 @@ def lay_out_prompts(rows: Sequence[Row], collate: Collator) -> Prompts:
     for row, (sample, _) in enumerate(rows):
         ids[row, length - len(sample.input_ids) :] = sample.input_ids
         mask[row, length - len(sample.input_ids) :] = True
-    image_positions = np.flatnonzero(ids == IMAGE_ID)
+    images = collate.images.collate(list(rows), ids)
     ids[ids == IMAGE_ID] = 0
-    images, image_rows, image_weights = collate.lay_out(list(rows))
     micro = MicroBatch(
         input_ids=torch.from_numpy(ids),
-        image_positions=torch.from_numpy(image_positions),
-        image_rows=torch.from_numpy(image_rows),
-        image_weights=aligned(image_weights),
-        images=torch.from_numpy(images),
+        images=images,
         label_positions=torch.arange(1, len(ids) + 1) * length - 1,
         label_ids=torch.zeros(0, dtype=torch.int64),
         scale=0.0,

@@ -107,7 +107,8 @@ def prove_adapters(staged: Path, model: Llava, adapted: Adapted, rule: ImageToke
     layers = [name for name, module in loaded.named_modules() if isinstance(module, peft.tuners.lora.LoraLayer)]
     if len(layers) != len(adapted.modules):
         raise ModelError(f"peft adapts {len(layers)} modules with {staged / FOLDER}, and not {len(adapted.modules)}")
-    distant = distance(exported_logits(loaded.base_model.model.to(compute), micro, micro.images, sizes), expected)
+    adapted_model, tiles = loaded.base_model.model.to(compute), micro.images["tiles"]
+    distant = distance(exported_logits(adapted_model, micro, tiles, sizes), expected)
     log().info("logits with peft's adapters differ by %.2g of the largest logit, %s", distant.largest, distant)
     wrong = distant.exceeds(compute, has_experts(model))
     if wrong:

@@ -20,6 +20,9 @@ from llava_fsdp.model.parts import Parts
 from llava_fsdp.model.sample_dropout import TokenKeys
 from llava_fsdp.runtime.errors import ConfigError
 
+ImageInputs = Mapping[str, torch.Tensor]
+"""What a model needs of the images of a micro-batch, by names that only its kind knows; empty: there are no images."""
+
 
 class Ability(StrEnum):
     """What a configuration may ask of a model and some kinds of models cannot do; the value is the key that asks."""
@@ -102,8 +105,9 @@ class Architecture(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return the sum of the losses of all labels, float32 scalar; or, with `return_logits`, the logits at the
-        labels, float32 [labels, vocabulary]; or, in a stage that is not the last one, the hidden states."""
+        """Take what `Llava.forward` takes, with image inputs of this kind of model. Return the sum of the losses of all
+        labels, float32 scalar; or, with `return_logits`, the logits at the labels, float32 [labels, vocabulary]; or, in
+        a stage that is not the last one, the hidden states."""
 
     @abstractmethod
     def blocks(self) -> list[nn.ModuleList]:
@@ -125,6 +129,14 @@ class Architecture(nn.Module, ABC):
     def whole_while_frozen(self) -> list[nn.Module]:
         """Return the modules that must not need collectives while they are frozen, because they then do not run on
         ranks without images."""
+
+    @abstractmethod
+    def empty_image_inputs(self, tiles: int, image_tokens: int, blends: bool) -> ImageInputs:
+        """Return zeros as image inputs, on the current default device: for counting memory on the meta device.
+
+        Args:
+            blends: whether image tokens are weighted sums of four features.
+        """
 
     @abstractmethod
     def with_vocabulary(self) -> set[str]:

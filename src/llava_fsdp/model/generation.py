@@ -8,13 +8,9 @@ import torch
 from transformers import DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer
 
-from llava_fsdp.model.architecture import Architecture
-from llava_fsdp.model.llava import FeatureRows
+from llava_fsdp.model.architecture import Architecture, ImageInputs
 from llava_fsdp.model.packed_attention.attention import CachedRows
 from llava_fsdp.runtime.errors import ConfigError
-
-ImageInputs = tuple[torch.Tensor, FeatureRows, torch.Tensor | None]
-"""Image inputs of the model: the arguments `image_positions`, `image_rows` and `images` of `Llava.forward`."""
 
 
 @dataclass(frozen=True)
@@ -70,15 +66,14 @@ def write_tokens(
     positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -length:]
     last = torch.arange(1, rows + 1, device=ids.device) * length - 1
     empty = ids.new_zeros(0)
-    image_positions, image_rows, tiles = images
     for _ in range(sampling.max_new_tokens):
-        cached, seeds = CachedRows(positions, mask, cache), (empty, empty)
-        logits = model(ids, cached, image_positions, image_rows, tiles, seeds, last, return_logits=True)
+        cached = CachedRows(positions, mask, cache)
+        logits = model(ids, cached, images, empty, last, return_logits=True)  # [rows, vocabulary]
         chosen = choose(logits, sampling, generator)
         yield chosen
         ids, positions = chosen[:, None], positions[:, -1:] + 1
         mask = torch.cat([mask, mask.new_ones(rows, 1)], dim=1)
-        image_positions, image_rows, tiles = empty, empty, None
+        images = {}
         last = torch.arange(rows, device=ids.device)
 
 
@@ -120,20 +115,18 @@ def can_be_cropped(cache: DynamicCache) -> bool:
 
 
 def check_answers(
-    model: Callable[..., torch.Tensor], language: PretrainedConfig, device: torch.device, size: int
+    model: Callable[..., torch.Tensor], language: PretrainedConfig, device: torch.device, images: ImageInputs
 ) -> None:
     """Check that a model can generate answers, by generating two tokens without an image. Collective.
 
     Args:
         model: a model in evaluation mode, without gradients, or what has the same arguments and results.
-        size: width and height of the vision tower's input images, in pixels.
+        images: image inputs of a micro-batch without an image, on the device.
 
     Raises:
         ConfigError: the language model cannot generate with a key-value cache.
     """
     ids = torch.zeros((1, 2), dtype=torch.int64, device=device)
-    empty = ids.new_zeros(0)
-    images = empty, empty, torch.zeros((0, 3, size, size), device=device)
     try:
         cache = DynamicCache(config=language)
         for _ in write_tokens(model, ids, torch.ones_like(ids, dtype=torch.bool), images, cache, Sampling(2)):

@@ -9,7 +9,7 @@ from transformers import AutoModel, PretrainedConfig
 
 from llava_fsdp.config import LossConfig, ModelConfig, Part, PatchMerge, Quantizer, part_and_blocks
 from llava_fsdp.model.adapters.lora import add_adapters, check_gradients, linear_layers, trained_with_adapters
-from llava_fsdp.model.architecture import Architecture, NamedPart
+from llava_fsdp.model.architecture import Architecture, ImageInputs, NamedPart
 from llava_fsdp.model.blocks import find_blocks
 from llava_fsdp.model.config_key import ConfigKey
 from llava_fsdp.model.experts import find_routers
@@ -33,8 +33,6 @@ from llava_fsdp.model.weights.quantization import quantize_layers
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 from llava_fsdp.runtime.files.safe_load import library_errors
 
-FeatureRows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-"""Which image feature each image token gets: the argument `image_rows` of `Llava.forward`."""
 PART_NAMES = {Part.language: "language model", Part.vision: "vision tower"}
 """Names in messages of the parts that have blocks."""
 
@@ -103,10 +101,8 @@ class Llava(Architecture):
         self,
         input_ids: torch.Tensor,
         segments: Segments | CachedRows | None,
-        image_positions: torch.Tensor,
-        image_rows: FeatureRows,
-        images: torch.Tensor | None,
-        seeds: tuple[torch.Tensor, torch.Tensor],
+        images: ImageInputs,
+        seeds: torch.Tensor,
         label_positions: torch.Tensor,
         label_ids: torch.Tensor | None = None,
         *,
@@ -122,14 +118,15 @@ class Llava(Architecture):
             input_ids: int64 [rows, length], padded on the right, so that causal attention ignores the padding. A packed
                 row (several samples one after another) is int64 [1, tokens].
             segments: the sample boundaries of a packed row, or the input for generation; None for padded rows.
-            image_positions: int64 [image tokens]: index of each image token in the flattened rows.
-            image_rows: int64 [image tokens]: index of each image token's feature in the concatenated features of all
-                tiles. The index after the last feature selects the learned end-of-line vector (`image_newline`). For
-                tokens that are weighted sums of four features: the indices, int64 [image tokens, 4], and the weights,
-                float32 [image tokens, 4].
-            images: tiles, the vision tower's input images, float32 [tiles, 3, size, size], normalised; None if no rank
-                has an image.
-            seeds: dropout seeds, int64 [samples] and int64 [tiles]; used in training with dropout.
+            images: empty if no rank has an image, or in a stage that is not the first one. Else by name:
+                positions: int64 [image tokens]: index of each image token in the flattened rows.
+                rows: int64 [image tokens]: index of each image token's feature in the concatenated features of all
+                    tiles. The index after the last feature selects the learned end-of-line vector (`image_newline`).
+                    For tokens that are weighted sums of four features (anyres_max): int64 [image tokens, 4].
+                weights: the weights of the four features, float32 [image tokens, 4]; else empty, or absent.
+                tiles: the vision tower's input images, float32 [tiles, 3, size, size], normalised.
+                seeds: dropout seed of each tile, int64 [tiles]; empty or absent without dropout.
+            seeds: dropout seeds of the tokens, int64 [rows, length] or broadcast to it; used in training with dropout.
             label_positions: int64 [labels]: index in the flattened rows of the token at which each label is predicted.
             label_ids: int64 [labels]; not used with `return_logits`.
             collector: collects the loss of every single label, if the loss function computes these losses.
@@ -139,9 +136,9 @@ class Llava(Architecture):
         assert not isinstance(segments, tuple) or self.kernel is not None, "packed rows need an attention kernel"
         if self.training and self.cfg.lora.enabled and self.cfg.lora.dropout:
             assert not isinstance(segments, CachedRows), "answers are generated in evaluation mode"
-            sample_seeds, tile_seeds = seeds
-            self.token_keys.set(sample_seeds, tile_seeds, input_ids.shape, segments, self.probe.tokens)
-        embeds = self.embedded(input_ids, image_positions, image_rows, images) if hidden is None else hidden
+            tile_seeds = images.get("seeds", seeds.new_zeros(0))
+            self.token_keys.set(seeds, tile_seeds, input_ids.shape, segments, self.probe.tokens)
+        embeds = self.embedded(input_ids, images) if hidden is None else hidden
         arguments = attention_arguments(segments, self.attention)
         output: torch.Tensor = self.language_model(inputs_embeds=embeds, **arguments).last_hidden_state
         if not self.is_last:
@@ -152,28 +149,23 @@ class Llava(Architecture):
         assert label_ids is not None
         return self.lm_head(labelled, label_ids, collector=collector)
 
-    def embedded(
-        self,
-        input_ids: torch.Tensor,
-        image_positions: torch.Tensor,
-        image_rows: FeatureRows,
-        images: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def embedded(self, input_ids: torch.Tensor, images: ImageInputs) -> torch.Tensor:
         """Return the language model's input embeddings, [rows, length, hidden]. Those of image tokens are projected
         image features. The arguments are those of `forward`."""
-        if images is None:
+        if not images:
             return self.language_model.get_input_embeddings()(input_ids)
-        features = self.multi_modal_projector(self.image_features(images)).flatten(0, 1)  # [tiles * tokens, hidden]
+        tiles, weights = images["tiles"], images.get("weights")
+        features = self.multi_modal_projector(self.image_features(tiles)).flatten(0, 1)  # [tiles * tokens, hidden]
         if self.cfg.patch_merge is PatchMerge.spatial_unpad:
             # The parameter is copied, because the gradient of an input of `cat` is a view. As the parameter's gradient,
             # this view would keep the gradients of all features in memory until the end of the step.
-            newline = self.image_newline[None].index_select(0, torch.zeros(1, dtype=torch.int64, device=images.device))
+            newline = self.image_newline[None].index_select(0, torch.zeros(1, dtype=torch.int64, device=tiles.device))
             features = torch.cat([features, newline.to(features.dtype)])
         embeds = self.language_model.get_input_embeddings()(input_ids)  # [rows, length, hidden]
         # In a micro-batch without an image no values are copied, but the projector is part of the autograd graph, so
         # that every rank reduces its gradient, and the embeddings require a gradient even if they are frozen.
-        image_embeds = take_features(features, image_rows).to(embeds.dtype)
-        return embeds.flatten(0, 1).index_copy(0, image_positions, image_embeds).view_as(embeds)
+        image_embeds = take_features(features, images["rows"], weights).to(embeds.dtype)
+        return embeds.flatten(0, 1).index_copy(0, images["positions"], image_embeds).view_as(embeds)
 
     @property
     def image_tokens(self) -> int:
@@ -236,6 +228,16 @@ class Llava(Architecture):
         self._modules |= {"vision_tower": None, "multi_modal_projector": None}
         self._parameters |= dict.fromkeys(self._parameters)
 
+    def empty_image_inputs(self, tiles: int, image_tokens: int, blends: bool) -> ImageInputs:
+        rows, size = torch.zeros(image_tokens, dtype=torch.int64), self.image_size
+        found = {
+            "positions": rows,
+            "rows": torch.zeros((image_tokens, 4), dtype=torch.int64) if blends else rows.clone(),
+            "tiles": torch.zeros((tiles, 3, size, size)),
+            "seeds": torch.zeros(tiles, dtype=torch.int64),
+        }
+        return found | ({"weights": torch.zeros((image_tokens, 4))} if blends else {})
+
     def with_vocabulary(self) -> set[str]:
         """Return the names of the weights of the embeddings and the output layer, which have a row for each token."""
         embeddings = self.language_model.get_input_embeddings().weight
@@ -266,12 +268,12 @@ class Llava(Architecture):
                 parameter.requires_grad_(False)
 
 
-def take_features(features: torch.Tensor, rows: FeatureRows) -> torch.Tensor:
+def take_features(features: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
     """Return the image feature of each image token, [image tokens, hidden], from the features of all tiles, [tiles *
-    tokens, hidden]. Weighted sums are computed in float32. `rows` is the argument `image_rows` of `Llava.forward`."""
-    if isinstance(rows, torch.Tensor):
+    tokens, hidden]. Weighted sums are computed in float32. `rows` and `weights`: those of `Llava.forward`."""
+    if weights is None or not len(weights):
         return features.index_select(0, rows)
-    pairs = zip(rows[0].unbind(1), rows[1].unbind(1), strict=True)
+    pairs = zip(rows.unbind(1), weights.unbind(1), strict=True)
     terms = [features.index_select(0, index) * weight[:, None] for index, weight in pairs]
     return sum(terms[1:], start=terms[0])
 

@@ -254,7 +254,7 @@ def verify(state: TrainState, cfg: Config, staged: Path, weights: Weights) -> No
 
     def prepare() -> None:
         written.update(weights_in(staged))
-        device, compute = compute_place(model, placed.images.device)
+        device, compute = compute_place(model, placed.input_ids.device)
         copies.append(empty_copy(model, compute, device=device))
 
     on_first_rank(prepare, failing)
@@ -276,7 +276,7 @@ def verify(state: TrainState, cfg: Config, staged: Path, weights: Weights) -> No
         ours = logits(copies[0], batch).cpu()
         copies.clear()
         gc.collect()
-        theirs = reloaded_logits(staged, batch, batch.images, compute, sizes).cpu()
+        theirs = reloaded_logits(staged, batch, batch.images["tiles"], compute, sizes).cpu()
         found = distance(theirs, ours)
         head_is_rounded = is_rounded(model.parts, DTYPES[cfg.export.stored])
         allowed = torch.bfloat16 if head_is_rounded else compute

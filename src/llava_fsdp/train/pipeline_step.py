@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from llava_fsdp.data.batching.batch import MicroBatch, Step
-from llava_fsdp.model.architecture import Architecture
+from llava_fsdp.model.architecture import Architecture, ImageInputs
 from llava_fsdp.train.events.profiler import part
 from llava_fsdp.train.state import TrainState
 
@@ -98,9 +98,7 @@ class PipelinedModel:
         self,
         input_ids: torch.Tensor,
         segments: Any,
-        image_positions: torch.Tensor,
-        image_rows: Any,
-        images: torch.Tensor | None,
+        images: ImageInputs,
         seeds: Any,
         label_positions: torch.Tensor,
         *,
@@ -108,7 +106,7 @@ class PipelinedModel:
     ) -> torch.Tensor:
         """Return the logits at `label_positions`, as `Architecture.forward` does. Collective."""
         assert return_logits
-        inputs = input_ids, segments, image_positions, image_rows, images, seeds, label_positions
+        inputs = input_ids, segments, images, seeds, label_positions
         rows, length = input_ids.shape
         found = self.pipeline.forward((rows, length), EvaluationWork(lambda _: inputs, return_logits))
         return self.pipeline.from_last(found, (len(label_positions), self.language_config.vocab_size))
@@ -117,7 +115,7 @@ class PipelinedModel:
 def to_device(loader: Any, stage: nn.Module, micro: MicroBatch) -> MicroBatch:
     """Return a micro-batch on the training's device, without images if the stage does not need them."""
     assert isinstance(stage, Architecture)
-    return loader.to_device(micro if stage.is_first else replace(micro, images=micro.images[:0]))
+    return loader.to_device(micro if stage.is_first else replace(micro, images={}))
 
 
 def run_pipeline(

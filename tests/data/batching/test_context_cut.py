@@ -43,15 +43,15 @@ def tokens_of(micro: MicroBatch, positions: list[int]) -> dict[int, Any]:
     }
     for at, label in zip(micro.label_positions.tolist(), micro.label_ids.tolist(), strict=True):
         found[positions[at]].append(("label", label))
-    for number, at in enumerate(micro.image_positions.tolist()):
-        rows = np.atleast_1d(micro.image_rows[number].numpy())
-        weights = micro.image_weights[number].tolist() if len(micro.image_weights) else [1.0]
+    for number, at in enumerate(micro.images["positions"].tolist()):
+        rows = np.atleast_1d(micro.images["rows"][number].numpy())
+        weights = micro.images["weights"][number].tolist() if len(micro.images["weights"]) else [1.0]
         for row, weight in zip(rows.tolist(), weights, strict=True):
             tile, feature = divmod(row, SHAPE.image_tokens)
             shown: Any = "newline"
-            if tile < len(micro.images):
-                seed = int(micro.tile_seeds[tile]) if len(micro.tile_seeds) else 0
-                shown = hashlib.sha256(micro.images[tile].numpy().tobytes()).hexdigest(), seed, feature
+            if tile < len(micro.images["tiles"]):
+                seed = int(micro.images["seeds"][tile]) if len(micro.images["seeds"]) else 0
+                shown = hashlib.sha256(micro.images["tiles"][tile].numpy().tobytes()).hexdigest(), seed, feature
             found[positions[at]].append(shown if weight else "weight 0")
     return found
 
@@ -92,7 +92,7 @@ def test_only_the_images_that_show_are_read(parts: Path, dataset: Path, monkeypa
     monkeypatch.setattr(steps, "tiles", noted)
     ahead: list[dict[int, set[str]]] = []
     monkeypatch.setattr(steps.records, "fetch_ahead", lambda numbers, names: ahead.append(names) or list(numbers))
-    images = sum(len(micro.images) for micro in steps.prepare(0).micro_batches)
+    images = sum(len(micro.images["tiles"]) for micro in steps.prepare(0).micro_batches)
     downloaded = {(number, name) for names in ahead for number, own in names.items() for name in own}
     assert downloaded == {(number, steps.records[number].images[place]) for number, place in read}
     assert 0 < len(read) == images < steps.facts(0, steps.sampler.samples(0)).images
@@ -109,7 +109,7 @@ def test_an_image_of_a_record_that_is_twice_in_a_row_is_downloaded(
     ahead: list[dict[int, set[str]]] = []
     monkeypatch.setattr(steps.records, "fetch_ahead", lambda numbers, names: ahead.append(names))
     (micro,) = steps.prepare(0).micro_batches
-    assert len(micro.images) == 1 and ahead == [{number: set(steps.records[number].images)}]
+    assert len(micro.images["tiles"]) == 1 and ahead == [{number: set(steps.records[number].images)}]
 
 
 @pytest.mark.parametrize("bad", ["skip", "fail"])

@@ -20,7 +20,7 @@ from small import write_json
 from test_loader import open_loader
 from xxhash import xxh3_64_hexdigest
 
-from llava_fsdp.data.batching.batch import TENSORS, Step
+from llava_fsdp.data.batching.batch import Step
 from llava_fsdp.data.batching.memory_files import ALIGNMENT, Outbox, each_byte
 from llava_fsdp.runtime.errors import OutOfMemory
 from llava_fsdp.runtime.exit_codes import ExitCode
@@ -30,8 +30,9 @@ def assert_same(a: Step, b: Step) -> None:
     assert a.facts == b.facts and len(a.micro_batches) == len(b.micro_batches)
     for one, other in zip(a.micro_batches, b.micro_batches, strict=True):
         assert (one.scale, one.lengths) == (other.scale, other.lengths)
-        for name in TENSORS:
-            left, right = getattr(one, name), getattr(other, name)
+        assert one.tensors.keys() == other.tensors.keys()
+        for name, left in one.tensors.items():
+            right = other.tensors[name]
             assert left.dtype == right.dtype and torch.equal(left, right), name
 
 
@@ -49,7 +50,7 @@ def test_crossing_changes_nothing(overrides: tuple[str, ...], parts: Path, datas
         assert len(ForkingPickler.dumps(sent)) < 100_000, "its tensors are in the file"
         arrived = sent.receive()
         assert_same(arrived, step)
-        starts = [getattr(m, name).data_ptr() for m in arrived.micro_batches for name in TENSORS]
+        starts = [values.data_ptr() for m in arrived.micro_batches for values in m.tensors.values()]
         assert not any(start % ALIGNMENT for start in starts)
         assert os.fstat(sent.file).st_size == 0
 
@@ -151,7 +152,7 @@ def fill(folder: Path) -> None:
 
 
 def digest(step: Step) -> str:
-    sums = [xxh3_64_hexdigest(getattr(m, name).numpy()) for m in step.micro_batches for name in TENSORS]
+    sums = [xxh3_64_hexdigest(values.numpy()) for m in step.micro_batches for values in m.tensors.values()]
     return f"{step.facts} {sums}"
 
 

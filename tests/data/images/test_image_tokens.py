@@ -108,7 +108,7 @@ def test_tokens_of_transformers_llava_onevision(number: int, tile: int, side: in
             model, [features], torch.tensor([image]), newline, f"anyres_max_{most}"
         )
         rows, weights = (torch.from_numpy(a) for a in join_tokens([(rule.of(size, 1), tiles * side**2)]))
-        taken = take_features(torch.cat([features.flatten(0, 1), newline[None]]), (rows, weights))
+        taken = take_features(torch.cat([features.flatten(0, 1), newline[None]]), rows, weights)
         torch.testing.assert_close(taken, expected[0], rtol=0, atol=2e-6)
         shrunk += int((weights[:, 0] < 1).any())
         processor: Any = object.__new__(LlavaOnevisionProcessor)
@@ -163,7 +163,7 @@ def test_tokens_of_transformers_videos(side: int) -> None:
         given = torch.zeros(1, frames, 3, 1, 1)
         pooled = inspect.unwrap(LlavaOnevisionModel.get_video_features)(model, given, 0, "full").pooler_output
         rows, weights = (torch.from_numpy(a) for a in join_tokens([(rule.of_video(frames), frames * side**2)]))
-        taken = take_features(torch.cat([features.flatten(0, 1), newline[None]]), (rows, weights))
+        taken = take_features(torch.cat([features.flatten(0, 1), newline[None]]), rows, weights)
         torch.testing.assert_close(taken, pooled[0], rtol=0, atol=2e-6)
         processor: Any = object.__new__(LlavaOnevisionProcessor)
         processor.num_image_tokens, processor.video_token = side**2, "x"

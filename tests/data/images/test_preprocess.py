@@ -14,6 +14,7 @@ from transformers.image_transforms import convert_to_rgb
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from llava_fsdp.config import AspectRatio, Pixels
+from llava_fsdp.data.batching.tile_inputs import normalize
 from llava_fsdp.data.images.check import opened, read_size, to_rgb
 from llava_fsdp.data.images.fast_resize import decode
 from llava_fsdp.data.images.image_tokens import ImageTokens
@@ -28,7 +29,6 @@ from llava_fsdp.data.images.preprocess import (
     resize_padded,
 )
 from llava_fsdp.data.images.thumbnails import LARGEST, SIDE, thumbnail, tile_thumbnail
-from llava_fsdp.data.loader import normalize
 from llava_fsdp.data.records.record import Record
 from llava_fsdp.runtime.errors import DataError, ImageError, ModelError
 

@@ -21,14 +21,9 @@ class MicroBatch:
 
     input_ids: torch.Tensor
     """Token ids, int64 [rows, length]; 0 at image tokens and padding."""
-    image_positions: torch.Tensor
-    """Positions of the image tokens, int64 [image tokens]."""
-    image_rows: torch.Tensor
-    """For each image token, the index of its vision feature among the concatenated features of all tiles, int64 [image
-    tokens]; with anyres_max the indices of the four features of which it is a weighted sum, int64 [image tokens, 4].
-    The index one past the last feature stands for `image_newline`, the learned vector that ends a line of features."""
-    images: torch.Tensor
-    """Image tiles, uint8 [tiles, 3, size, size], or float32 once normalised."""
+    images: dict[str, torch.Tensor]
+    """What the model needs of the images, by name. `TileInputs` makes it, `Llava.forward` explains it, and all between
+    only move it. Empty: the model gets no images."""
     label_positions: torch.Tensor
     """For each label, the position of the token that predicts it, int64 [labels]: the one before the label's own
     token."""
@@ -36,8 +31,6 @@ class MicroBatch:
     """int64 [labels]."""
     scale: float
     """Factor of the sum of this micro-batch's token losses."""
-    image_weights: torch.Tensor = field(default_factory=lambda: torch.zeros((0, 4)))
-    """With anyres_max, the weights of each image token's four features, float32 [image tokens, 4]; else empty."""
     position_ids: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     """Position id of each token of a packed row, int64 [1, tokens], starting from 0 in each sample; empty with padded
     rows."""
@@ -51,8 +44,6 @@ class MicroBatch:
     seeds: torch.Tensor = field(default_factory=lambda: torch.zeros((1, 1), dtype=torch.int64))
     """Dropout seeds below 2**31, which depend only on the sample and the step: of each token of a packed row, int64 [1,
     tokens], or of each padded row, int64 [rows, 1]. Without dropout a zero, [1, 1]."""
-    tile_seeds: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
-    """Seed of the vision tower's dropout for each tile, int64 [tiles]."""
     label_sources: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     """For each label, the index of its data source in `data.sources`, int64 [labels]; empty with a single source."""
     sample_lengths: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int64))
@@ -68,17 +59,15 @@ class MicroBatch:
         return (self.position_ids, self.cu_seqlens, self.lengths) if self.lengths else None
 
     @property
-    def image_inputs(self) -> tuple[torch.Tensor, Any, torch.Tensor]:
-        """The arguments `image_positions`, `image_rows` and `images` of `Llava.forward`."""
-        weights = self.image_weights
-        return self.image_positions, (self.image_rows, weights) if len(weights) else self.image_rows, self.images
+    def inputs(self) -> tuple[Any, ...]:
+        """The positional arguments of `Architecture.forward`."""
+        return self.input_ids, self.segments, self.images, self.seeds, self.label_positions, self.label_ids
 
     @property
-    def inputs(self) -> tuple[Any, ...]:
-        """The positional arguments of `Llava.forward`."""
-        images = self.image_inputs
-        seeds = self.seeds, self.tile_seeds
-        return self.input_ids, self.segments, *images, seeds, self.label_positions, self.label_ids
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All tensors, by names such as `input_ids` and `images.tiles`."""
+        own = {name: getattr(self, name) for name in TENSORS}
+        return own | {f"images.{name}": values for name, values in self.images.items()}
 
     def without_labels(self, records: Collection[int]) -> MicroBatch:
         """Return a copy without the labels of some records, which then do not change the loss, because samples do not
@@ -90,10 +79,11 @@ class MicroBatch:
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
         """Return a copy with `function` applied to each tensor."""
-        return replace(self, **{name: function(getattr(self, name)) for name in TENSORS})
+        own = {name: function(getattr(self, name)) for name in TENSORS}
+        return replace(self, **own, images={name: function(each) for name, each in self.images.items()})
 
 
-TENSORS = tuple(f.name for f in fields(MicroBatch) if f.name not in ("scale", "lengths"))
+TENSORS = tuple(f.name for f in fields(MicroBatch) if f.name not in ("scale", "lengths", "images"))
 """Names of the fields of MicroBatch that are tensors."""
 
 

@@ -13,13 +13,11 @@ import torch
 from llava_fsdp.config import Normalize
 from llava_fsdp.data.batching.batch import MicroBatch, StepFacts
 from llava_fsdp.data.batching.context_cut import ContextCut
-from llava_fsdp.data.images.image_tokens import join_tokens, needed_tiles
+from llava_fsdp.data.batching.tile_inputs import Row, TileInputs
+from llava_fsdp.data.images.image_tokens import needed_tiles
 from llava_fsdp.data.images.preprocess import ImageReader
 from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
 from llava_fsdp.data.text.encode import Sample
-
-Row = tuple[Sample, list[np.ndarray]]
-"""A sample, and for each of its images the tiles, uint8 [tiles, 3, size, size]."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ class Collator:
 
     def __init__(self, image_reader: ImageReader, normalize: Normalize, pack: bool, cut: ContextCut | None = None):
         assert pack or cut is None, "only packed rows are divided among ranks"
-        self.image_reader = image_reader
+        self.images = TileInputs(image_reader)
         self.normalize = normalize
         self.pack = pack
         self.cut = cut
@@ -82,47 +80,21 @@ class Collator:
             label_rows = label_rows[np.isin(np.flatnonzero(labels != IGNORE), here)]
             ids, labels = padded_to(ids, padding, 0)[:, here], padded_to(labels, padding, IGNORE)[:, here]
             token_seeds = padded_to(token_seeds, padding, 0)[:, here] if drops else token_seeds
-        image_positions = np.flatnonzero(ids == IMAGE_ID)
         label_positions = np.flatnonzero(labels != IGNORE)
+        images = self.images.collate(rows, ids, keys.seeds, keys.tile_numbers)
         ids[ids == IMAGE_ID] = 0
-        images, image_rows, image_weights = self.lay_out(rows)
         return MicroBatch(
             input_ids=torch.from_numpy(ids),
-            image_positions=torch.from_numpy(image_positions),
-            image_rows=torch.from_numpy(image_rows),
-            image_weights=aligned(image_weights),
-            images=torch.from_numpy(images),
+            images=images,
             label_positions=torch.from_numpy(label_positions),
             label_ids=torch.from_numpy(labels.reshape(-1)[label_positions]),
             scale=scale,
             **edges,
             seeds=torch.from_numpy(token_seeds),
-            tile_seeds=tile_seeds(keys.seeds, rows, keys.tile_numbers),
             sample_lengths=torch.tensor(lengths if samples else (0,)),
             **of_labels("label_sources", keys.sources, label_rows),
             **of_labels("label_records", keys.records, label_rows),
         )
-
-    def lay_out(self, rows: list[Row]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Concatenate the images of a micro-batch.
-
-        Returns:
-            (tiles of all images, uint8 [tiles, 3, size, size]; for each image token the index of its vision feature
-            among the features of all tiles, or of the four features of which it is a weighted sum, int64 [image tokens]
-            or [image tokens, 4]; the weights of the four, float32 [image tokens, 4], or empty)
-        """
-        found = [pair for sample, images in rows for pair in zip(images, sample.image_rows, strict=True)]
-        per_tile = self.image_reader.tokens.features
-        joined = join_tokens([(tokens, len(tiles) * per_tile) for tiles, tokens in found])
-        return np.concatenate([self.image_reader.no_tiles(), *(tiles for tiles, _ in found if len(tiles))]), *joined
-
-
-def aligned(values: np.ndarray) -> torch.Tensor:
-    """Copy float32 values into memory that torch allocates, which is aligned to 64 bytes. With NumPy's memory, kernels
-    may give results that differ in the last bits."""
-    made = torch.empty(values.shape)
-    made.numpy()[...] = values
-    return made
 
 
 def padded(samples: list[Sample]) -> tuple[np.ndarray, np.ndarray]:
@@ -168,22 +140,6 @@ def per_token(seeds: Sequence[int], lengths: tuple[int, ...], pack: bool) -> np.
     the seed of their row, int64 [rows, 1]."""
     of_samples = np.array(seeds, dtype=np.int64)
     return np.repeat(of_samples, lengths).reshape(1, -1) if pack else of_samples.reshape(-1, 1)
-
-
-def tile_seeds(seeds: Sequence[int], rows: list[Row], numbers: Sequence[Sequence[int]] | None = None) -> torch.Tensor:
-    """Return the dropout seeds of image tiles, int64 [tiles]: the seed of the tile's sample, plus the tile's number in
-    the sample from 1.
-
-    Args:
-        seeds: dropout seed of each row; empty without dropout.
-        numbers: for each row, the numbers of its tiles among all tiles of the sample, from 0; None: all tiles are here.
-    """
-    if not len(seeds):
-        return torch.zeros(0, dtype=torch.int64)
-    if numbers is None:
-        numbers = [range(sum(map(len, images))) for _, images in rows]
-    found = [(seed + 1 + number) % 2**31 for seed, own in zip(seeds, numbers, strict=True) for number in own]
-    return torch.tensor(found, dtype=torch.int64)
 
 
 def of_labels(field: str, values: Sequence[int], label_rows: np.ndarray) -> dict[str, Any]:

@@ -12,11 +12,12 @@ from torch.utils.data import Dataset
 
 from llava_fsdp.config import BadRecords, Config, Normalize
 from llava_fsdp.data.batching.batch import MicroBatch, SkippedSample, Step, StepFacts
-from llava_fsdp.data.batching.collate import Collator, Row, SampleKeys, shown_images, shown_places
+from llava_fsdp.data.batching.collate import Collator, SampleKeys, shown_images, shown_places
 from llava_fsdp.data.batching.context_cut import ContextCut
 from llava_fsdp.data.batching.cost_model import CostModel
 from llava_fsdp.data.batching.packing import Assignment, pack_step, split_step
 from llava_fsdp.data.batching.sampler import Sampler
+from llava_fsdp.data.batching.tile_inputs import Row
 from llava_fsdp.data.images.anyres import Size
 from llava_fsdp.data.images.preprocess import ImageReader
 from llava_fsdp.data.index.dataset import Records

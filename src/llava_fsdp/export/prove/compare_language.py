@@ -146,7 +146,7 @@ def text_difference(key: ConfigKey) -> tuple[float, float | None]:
     rows = torch.arange(ids.numel())
     nothing = torch.zeros(0, dtype=torch.int64)
     with torch.no_grad(), library_errors(f"llava_fsdp cannot run a {small.model_type}", UnlikeOwnClass):
-        actual = ours(ids, None, nothing, nothing, None, (nothing, nothing), rows, return_logits=True)
+        actual = ours(ids, None, {}, nothing, rows, return_logits=True)
     expected = expected.flatten(0, 1)
     if expected.shape != actual.shape or not expected.isfinite().all():
         raise ModelError(f"a small copy of a {small.model_type} has logits of {list(expected.shape)}, or not finite")

@@ -50,7 +50,7 @@ def compare_whole(source: SourceModel) -> None:
             theirs = own_class(config, source.model, ours, small.grid_pinpoints)
             rule = tokens_of(theirs.config, ours)
             micro, sizes = random_rows(ours, rule)
-            expected = exported_logits(theirs, micro, micro.images, sizes)
+            expected = exported_logits(theirs, micro, micro.images["tiles"], sizes)
         actual = logits(ours, micro)
     except UnlikeOwnClass:
         raise

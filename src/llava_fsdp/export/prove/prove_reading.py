@@ -56,7 +56,7 @@ def prove_reading(model: Llava, sources: dict[str, Stored], rule: ImageTokens) -
     try:
         with library_errors(f"transformers cannot compute logits of {folder}"), torch.no_grad():
             if parts.whole is not None:
-                expected = exported_logits(open_export(folder, compute), micro, micro.images, sizes)
+                expected = exported_logits(open_export(folder, compute), micro, micro.images["tiles"], sizes)
             else:
                 expected = own_language_model(folder, compute)(input_ids=ids).logits.float().flatten(0, 1)
     except ModelError as error:
@@ -69,7 +69,7 @@ def prove_reading(model: Llava, sources: dict[str, Stored], rule: ImageTokens) -
     else:
         nothing = torch.zeros(0, dtype=torch.int64)
         places = torch.arange(ids.numel())
-        actual = ours(ids, None, nothing, nothing, None, (nothing, nothing), places, return_logits=True)
+        actual = ours(ids, None, {}, nothing, places, return_logits=True)
     del ours
     gc.collect()
     distant = distance(actual, expected[:, : actual.shape[1]])

@@ -226,10 +226,12 @@ def random_micro_batch(model: Architecture, rule: ImageTokens, tokens: np.ndarra
     ids = torch.randint(model.parts.language.vocab_size // 2, (2, len(rows) + TEXT), generator=dice)
     return MicroBatch(
         input_ids=ids,
-        image_positions=torch.arange(TEXT // 2, TEXT // 2 + len(rows)),
-        image_rows=rows,
-        image_weights=weights,
-        images=torch.randn((tiles, 3, tile, tile), generator=dice),
+        images={
+            "positions": torch.arange(TEXT // 2, TEXT // 2 + len(rows)),
+            "rows": rows,
+            "weights": weights,
+            "tiles": torch.randn((tiles, 3, tile, tile), generator=dice),
+        },
         label_positions=torch.arange(ids.numel()),
         label_ids=torch.zeros(0),
         scale=1.0,
@@ -276,7 +278,7 @@ def logits_of_folder(
     form: FolderFormat, folder: Path, micro: MicroBatch, compute: torch.dtype, sizes: list[Size]
 ) -> torch.Tensor:
     if form is FolderFormat.hf:
-        return reloaded_logits(folder, micro, micro.images, compute, sizes)
+        return reloaded_logits(folder, micro, micro.images["tiles"], compute, sizes)
     cfg = read_model(folder, None, None)
     parts = find_parts(cfg)
     model = build_architecture(parts, cfg, compute)
@@ -335,7 +337,8 @@ def exported_logits(model: Any, micro: MicroBatch, images: torch.Tensor, sizes: 
     """
     config, pixels = model.config, images.to(model.dtype)
     ids, inputs = micro.input_ids.clone(), {}
-    ids.view(-1)[micro.image_positions] = config.image_token_id if sizes is not None else config.video_token_id
+    token = config.image_token_id if sizes is not None else config.video_token_id
+    ids.view(-1)[micro.images["positions"]] = token
     if sizes is None:
         inputs["pixel_values_videos"] = pixels[None]
     elif len(images):

@@ -230,7 +230,6 @@ def inputs_of(model: Architecture, micro: MicroBatchSizes, packed: bool, blends:
         packed: whether the samples are packed into rows.
         blends: whether image tokens are weighted sums of four features.
     """
-    size = model.image_size
     with torch.device("meta"):
         ids = torch.zeros((micro.rows, micro.length), dtype=torch.int64)
         segments = None
@@ -240,15 +239,11 @@ def inputs_of(model: Architecture, micro: MicroBatchSizes, packed: bool, blends:
             each = tokens // micro.samples
             lengths = (*[each] * (micro.samples - 1), tokens - each * (micro.samples - 1))
             segments = torch.zeros_like(ids), begins, lengths
-        places = torch.zeros(micro.image_tokens, dtype=torch.int64)
-        four = torch.zeros((micro.image_tokens, 4), dtype=torch.int64)
-        rows = (four, torch.zeros(four.shape)) if blends else places.clone()
-        images = torch.zeros((micro.tiles, 3, size, size))
+        images = model.empty_image_inputs(micro.tiles, micro.image_tokens, blends)
         labels = torch.zeros(micro.labels, dtype=torch.int64)
-        token_seeds = torch.zeros(ids.shape if packed else (micro.rows, 1), dtype=torch.int64)
-        seeds = token_seeds, torch.zeros(micro.tiles, dtype=torch.int64)
+        seeds = torch.zeros(ids.shape if packed else (micro.rows, 1), dtype=torch.int64)
         label_ids = labels.clone()
-    return ids, segments, places, rows, images, seeds, labels, label_ids
+    return ids, segments, images, seeds, labels, label_ids
 
 
 def run(model: Architecture, inputs: tuple[Any, ...]) -> Trace:

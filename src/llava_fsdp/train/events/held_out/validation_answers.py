@@ -9,7 +9,7 @@ from torch import nn
 from transformers import DynamicCache
 
 from llava_fsdp.config import BadRecords, Config
-from llava_fsdp.data.batching.collate import Row
+from llava_fsdp.data.batching.tile_inputs import Row
 from llava_fsdp.data.records.record import count_images
 from llava_fsdp.data.text.detokenize import AnswerText, find_stops
 from llava_fsdp.data.validation_prompts import HeldOutQuestion, lay_out_prompts
@@ -110,14 +110,13 @@ class AnswerGenerator:
         read = [(number, row) for number in numbers if (row := self.read(self.questions[number])) is not None]
         prompts = lay_out_prompts([row for _, row in read], self.loader.steps.collate)
         micro = self.loader.to_device(prompts.micro)
-        images = micro.image_inputs
         mask = prompts.mask.to(micro.input_ids.device)
 
         begin = self.loader.steps.encoder.template.begin
         texts = [AnswerText(self.tokenizer, self.stop, self.stops, begin) for _ in read]
         cache = DynamicCache(config=self.language)
         sampling = Sampling(self.cfg.val.max_new_tokens)
-        for chosen in write_tokens(self.model, micro.input_ids, mask, images, cache, sampling):
+        for chosen in write_tokens(self.model, micro.input_ids, mask, micro.images, cache, sampling):
             for text, token in zip(texts, chosen.tolist(), strict=False):  # a blank row has no text
                 text.push(token)
             goes_on, stops = any_rank(not all(text.ended for text in texts), self.wants_stop())

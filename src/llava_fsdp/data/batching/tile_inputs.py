@@ -1,0 +1,88 @@
+"""Make the image inputs of a micro-batch: tensors by name, in which nobody but the model looks.
+
+This is the half of the data; the other half is `Llava.forward`, where the names are explained. The trainer moves the
+tensors to the device, and hands them to the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from llava_fsdp.data.images.image_tokens import join_tokens
+from llava_fsdp.data.images.preprocess import ImageReader
+from llava_fsdp.data.text.constants import IMAGE_ID
+from llava_fsdp.data.text.encode import Sample
+
+Row = tuple[Sample, list[np.ndarray]]
+"""A sample, and for each of its images the tiles, uint8 [tiles, 3, size, size]."""
+
+
+@dataclass(frozen=True)
+class TileInputs:
+    """Makes the image inputs of a model whose images are square tiles."""
+
+    image_reader: ImageReader
+
+    def collate(
+        self,
+        rows: list[Row],
+        ids: np.ndarray,
+        seeds: Sequence[int] = (),
+        tile_numbers: Sequence[Sequence[int]] | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """Concatenate the images of a micro-batch.
+
+        Args:
+            ids: the token ids of the rows, int64 [rows, length]; IMAGE_ID at image tokens.
+            seeds, tile_numbers: those of `tile_seeds`.
+        """
+        found = [pair for sample, images in rows for pair in zip(images, sample.image_rows, strict=True)]
+        per_tile = self.image_reader.tokens.features
+        image_rows, weights = join_tokens([(tokens, len(tiles) * per_tile) for tiles, tokens in found])
+        tiles = np.concatenate([self.image_reader.no_tiles(), *(tiles for tiles, _ in found if len(tiles))])
+        return {
+            "positions": torch.from_numpy(np.flatnonzero(ids == IMAGE_ID)),
+            "rows": torch.from_numpy(image_rows),
+            "tiles": torch.from_numpy(tiles),
+            "weights": aligned(weights),
+            "seeds": tile_seeds(seeds, rows, tile_numbers),
+        }
+
+
+def normalized(inputs: Mapping[str, torch.Tensor], table: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return image inputs with normalised tiles, float32. `table`: the `pixel_table`, on the device of the inputs."""
+    return {**inputs, "tiles": normalize(inputs["tiles"], table)} if "tiles" in inputs else dict(inputs)
+
+
+def normalize(images: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Normalise uint8 images [n, 3, height, width] with a `pixel_table`; return float32."""
+    channel = torch.arange(3, device=images.device).view(1, 3, 1, 1)
+    return table[channel, images.long()]
+
+
+def aligned(values: np.ndarray) -> torch.Tensor:
+    """Copy float32 values into memory that torch allocates, which is aligned to 64 bytes. With NumPy's memory, kernels
+    may give results that differ in the last bits."""
+    made = torch.empty(values.shape)
+    made.numpy()[...] = values
+    return made
+
+
+def tile_seeds(seeds: Sequence[int], rows: list[Row], numbers: Sequence[Sequence[int]] | None = None) -> torch.Tensor:
+    """Return the dropout seeds of image tiles, int64 [tiles]: the seed of the tile's sample, plus the tile's number in
+    the sample from 1.
+
+    Args:
+        seeds: dropout seed of each row; empty without dropout.
+        numbers: for each row, the numbers of its tiles among all tiles of the sample, from 0; None: all tiles are here.
+    """
+    if not len(seeds):
+        return torch.zeros(0, dtype=torch.int64)
+    if numbers is None:
+        numbers = [range(sum(map(len, images))) for _, images in rows]
+    found = [(seed + 1 + number) % 2**31 for seed, own in zip(seeds, numbers, strict=True) for number in own]
+    return torch.tensor(found, dtype=torch.int64)
