@@ -158,8 +158,8 @@ def open_file(path: Path) -> int:
 
 
 def read_header(descriptor: int, name: str) -> dict[str, TensorPlace]:
-    """Read the header of a safetensors file, whose name is for error messages. Raises CheckpointError if it is not such
-    a file, or its data does not match the header."""
+    """Read the header of an open safetensors file; `name` is for error messages. Raises CheckpointError if the file has
+    another format, or its data does not match the header."""
     size = os.fstat(descriptor).st_size
     length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
     if size < 8 or not 2 <= length <= min(size - 8, LARGEST_HEADER):

@@ -170,8 +170,8 @@ class Saver:
             self.error.__cause__ = error
 
     def is_serious(self, error: BaseException | None) -> bool:
-        """Return whether an error of a save must end the run. With `checkpoint.on_save_error=warn`, a full disk does
-        not, but weights that are not finite and lost ranks do."""
+        """Return whether an error of a save must end the run. With `checkpoint.on_save_error=warn`, a full disk lets
+        the run continue; weights that are not finite and lost ranks end the run."""
         forgiven = self.cfg.on_save_error is OnSaveError.warn and type(error) is CheckpointError
         return error is not None and not forgiven
 

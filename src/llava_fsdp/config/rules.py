@@ -1,4 +1,4 @@
-"""`Config`: the configuration of a training, whose keys do not contradict each other."""
+"""`Config`: the configuration of a training, after a check that its keys do not contradict each other."""
 
 from dataclasses import dataclass
 

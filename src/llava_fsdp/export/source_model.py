@@ -301,8 +301,8 @@ C = TypeVar("C", bound=Enum)
 
 
 def choice_of(kind: type[C], notes: dict[str, Any], key: str, default: C, folder: Path) -> C:
-    """Return a setting of a model folder's `llava_fsdp.json`, whose contents are `notes`, as a member of an
-    enumeration, or `default` if the file lacks it. Raises ModelError if its value is not a member."""
+    """Return a setting in `notes`, the contents of a model folder's `llava_fsdp.json`, as a member of an enumeration;
+    `default` if the file lacks the setting. Raises ModelError if its value is not a member."""
     value = notes.get(key, default.value)
     value = VALUES.get((f"data.{key}", str(value)), value)
     if value not in [choice.value for choice in kind]:

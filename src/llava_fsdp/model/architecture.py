@@ -39,10 +39,10 @@ class NamedPart:
     """A part of a model as users see it."""
 
     title: str
-    """Its name in messages."""
+    """Name of the part in messages."""
     rate: Part | None = None
-    """The part of `model.train` whose own learning rate (`optim.projector_lr`, `optim.vision_lr`) it has, if that is
-    set; None: it has `optim.lr`."""
+    """The part of `model.train` that sets its learning rate: `optim.projector_lr` or `optim.vision_lr`, if that is set.
+    None: always `optim.lr`."""
 
 
 class Architecture(nn.Module, ABC):

@@ -220,8 +220,8 @@ class Llava(Architecture):
         return None if tied else self.lm_head
 
     def whole_while_frozen(self) -> list[nn.Module]:
-        """Return the modules that FSDP does not shard while they are frozen: the vision tower. A frozen one does not
-        run on ranks without images, so it must not need collectives."""
+        """Return the modules that FSDP does not shard while they are frozen: the vision tower. While it is frozen it
+        does not run on ranks without images, so it must not need collectives."""
         return [self.vision_tower] if self.vision_tower is not None else []
 
     def remove_inputs(self) -> None:

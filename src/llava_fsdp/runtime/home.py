@@ -1,4 +1,4 @@
-"""Give a user without a home folder one, as in a container that runs under a number without entry in /etc/passwd."""
+"""Create a home folder for a user who has none, as in a container whose user number is not in /etc/passwd."""
 
 import os
 import pwd
@@ -12,7 +12,8 @@ def ensure_home() -> str | None:
     `~`.
 
     Returns:
-        The new home folder, which only this user can read: the same one in all commands. None if there is one already.
+        The new home folder, which only this user can read: the same in all commands. None if the user has a home folder
+        already.
     """
     user = os.getuid()
     if os.environ.get("HOME") or is_known(user):

@@ -85,7 +85,7 @@ class EvaluationWork:
 
 
 class PipelinedModel:
-    """A model whose stages different ranks have. It has the arguments and results of a model that returns logits, on
+    """A model with its stages on different ranks. It has the arguments and results of a model that returns logits, on
     all ranks that process the same rows."""
 
     def __init__(self, model: nn.Module, pipeline: Pipeline):

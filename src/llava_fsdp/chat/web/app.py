@@ -154,7 +154,7 @@ def box_with(text: str, files: list[str]) -> gr.MultimodalTextbox:
 
 
 def checked_sampling(temperature: float, top_p: float, max_new_tokens: float) -> Sampling:
-    """Return the values of the page's sliders. Raises DataError if one is out of range, which is possible if the
+    """Return the values of the page's sliders. Raises DataError if a value is out of range, which is possible if the
     request does not come from the page."""
     if not (0 <= temperature <= 100 and 0 < top_p <= 1 and 1 <= max_new_tokens <= 1 << 20):
         raise DataError(

@@ -254,8 +254,8 @@ def no_number(name: str) -> None:
 
 
 def check_call(tree: Any, functions: Mapping[int, Callable[[list[Any]], object]]) -> None:
-    """Raise RequestRefused if a parsed request calls no function of the page, or not with the inputs that it takes.
-    `functions` are those of `RequestGuard`."""
+    """Raise RequestRefused unless a parsed request calls a function of the page with the inputs that this function
+    takes. `functions` are those of `RequestGuard`."""
     if not isinstance(tree, dict):
         raise RequestRefused(422, "not an object")
     number, data, session = tree.get("fn_index"), tree.get("data"), tree.get("session_hash")

@@ -70,8 +70,8 @@ class MicroBatch:
         return own | {f"images.{name}": values for name, values in self.images.items()}
 
     def without_labels(self, records: Collection[int]) -> MicroBatch:
-        """Return a copy without the labels of some records, which then do not change the loss, because samples do not
-        attend to each other. Needs `label_records`."""
+        """Return a copy without the labels of some records. These records then do not change the loss, because samples
+        do not attend to each other. Needs `label_records`."""
         kept = torch.tensor([number not in records for number in self.label_records.tolist()], dtype=torch.bool)
         names = ("label_positions", "label_ids", "label_sources", "label_records")
         present = (name for name in names if len(getattr(self, name)))

@@ -21,7 +21,7 @@ class ContextCut:
 
     @property
     def num_chunks(self) -> int:
-        """Number of chunks of a row, whose length must be a multiple of it."""
+        """Number of chunks of a row. The row's length must be a multiple of this number."""
         return self.size * (2 if self.paired else 1)
 
     def padding(self, tokens: int) -> int:

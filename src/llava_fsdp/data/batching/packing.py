@@ -84,8 +84,8 @@ def place_all(tokens: np.ndarray, work: np.ndarray, bins: int, most_tokens: int)
 
 
 def place_by_cost(tokens: np.ndarray, work: np.ndarray, bins: int, most_tokens: int) -> np.ndarray | None:
-    """Put each sample, the costliest first, into the bin of least cost that has room for it. Return None if one fits
-    into no bin."""
+    """Put each sample, the costliest first, into the bin of least cost that has room for it. Return None if a sample
+    fits into no bin."""
     place, room = np.zeros(len(tokens), dtype=np.int64), [most_tokens] * bins
     heap = [(0.0, number) for number in range(bins)]
     for sample in np.argsort(-work, kind="stable").tolist():
@@ -103,8 +103,8 @@ def place_by_cost(tokens: np.ndarray, work: np.ndarray, bins: int, most_tokens: 
 
 
 def place_by_length(tokens: np.ndarray, bins: int, most_tokens: int) -> np.ndarray | None:
-    """Put each sample, the longest first, into the fullest bin that has room for it. Return None if one fits into no
-    bin."""
+    """Put each sample, the longest first, into the fullest bin that has room for it. Return None if a sample fits into
+    no bin."""
     place, room = np.zeros(len(tokens), dtype=np.int64), np.full(bins, most_tokens, dtype=np.int64)
     for sample in np.argsort(-tokens, kind="stable").tolist():
         left = np.where(room >= tokens[sample], room - tokens[sample], most_tokens + 1)

@@ -5,7 +5,7 @@ So if a decoder crashes, the kernel kills a worker for memory, or a file system 
 record and the image.
 
 Steps count from 0. `status` is this memory, and determines the number of workers; `prefetch` is the number of steps
-that each worker prepares in advance, `stall` the seconds that one may stay at one record.
+that each worker prepares in advance, `stall` the seconds that a worker may stay at one record.
 """
 
 import atexit

@@ -18,7 +18,7 @@ class Page:
     packed: int
     """Number of bytes of the compressed page; `unpacked` likewise of the decompressed one."""
     codec: str
-    """One of CODECS."""
+    """The page's compression, one of CODECS."""
     unpacked: int
 
 

@@ -237,7 +237,8 @@ def extra_values(file: Reader, at: int, kind: bytes, data: bytes) -> dict[str, s
 
 
 def pax_size(file: Reader, at: int, name: str, values: dict[str, str], size: int) -> int:
-    """Return the size of a member: that in its pax header if there is one, else `size`, that in its own header."""
+    """Return the size of a member: the size in its pax header, if it has one that gives a size, else `size`, from its
+    own header."""
     written = values.get("size")
     if written is None:
         return size

@@ -139,8 +139,8 @@ def count(records: Records, counts: Counts, kept: tuple[int, int]) -> Counts:
 
 
 def median(lengths: np.ndarray, begin: int, end: int, longest: int) -> int:
-    """Return the median of lengths[begin:end], whose greatest is `longest`, without copying. If their number is even,
-    the lower of the two middle ones is returned."""
+    """Return the median of lengths[begin:end] without copying; `longest` is their maximum. If their number is even, the
+    lower of the two middle ones is returned."""
     half = (end - begin - 1) // 2
     if end - begin <= BLOCK:
         return int(np.partition(lengths[begin:end], half)[half])

@@ -34,7 +34,7 @@ from llava_fsdp.runtime.text.progress import Advance
 from llava_fsdp.runtime.text.terminal_text import guard_streams
 
 ALONE_SECONDS = 2.0
-"""Number of seconds for which this process computes chunks before it starts workers, whose start takes as long."""
+"""Number of seconds for which this process computes chunks before it starts workers. Starting them takes as long."""
 ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
 
 

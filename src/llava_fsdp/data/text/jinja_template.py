@@ -62,11 +62,11 @@ UNREAD = ("fails: ", "leaves turns out")
 
 @dataclass(frozen=True)
 class ImageParts:
-    """The texts for images and videos of a whole model, whose chat template gets them as parts of messages, as its
-    processor in transformers has them."""
+    """The texts for images and videos of a vision-language model in transformers' form, whose chat template takes
+    images as parts of messages. They are those of the model's processor."""
 
     image: str = IMAGE_TAG
-    """Text that the template writes for an image, in whose place the processor puts the image's tokens."""
+    """Text that the template writes for an image. The processor replaces it by the image's tokens."""
     video: str = "<video>"
     before: str = ""
     """Text that the processor puts before the tokens of an image; `after` likewise."""
@@ -187,7 +187,8 @@ class ChatTemplate:
         return list(self.pieces(layout, filled, media))
 
     def pieces(self, layout: Layout, filled: Sequence[str], media: str) -> Iterator[ChatPiece]:
-        """Yield the text of a conversation, whose texts are `filled` as the template writes them."""
+        """Yield the text of a conversation in pieces. `filled` has the conversation's own texts, as the template writes
+        them."""
         numbers = {kind: iter([n for n, letter in enumerate(media) if letter == kind]) for kind in (IMAGE, VIDEO)}
         kinds = {text: kind for kind, text in self.placeholders.items()}
         finder = re.compile("(" + "|".join(map(re.escape, kinds)) + ")") if media else None

@@ -68,8 +68,8 @@ class Tokenizer(ABC):
 
         Args:
             special: ranges of characters, in order, that are read as special tokens; elsewhere in the text, special
-                tokens are read as ordinary text. A range whose text is no special token divides the text as one does,
-                and gives no token; it stands for an image. None: all special tokens in the text are read as such.
+                tokens are read as ordinary text. A range whose text is no special token also divides the text, but
+                gives no token; it stands for an image. None: all special tokens in the text are read as such.
         """
 
     def ids_of(self, text: str, special: list[Stretch]) -> list[int]:

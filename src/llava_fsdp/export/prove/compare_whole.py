@@ -75,8 +75,8 @@ def without_adapters(source: SourceModel) -> SourceModel:
 
 
 def tokens_of(config: Any, model: Architecture) -> ImageTokens:
-    """Return the object that computes which tokens an image gets in the small copy, whose configuration in transformers
-    is `config`, as the class of the whole model does."""
+    """Return the object that computes which tokens an image gets in the small copy, as the class of the whole model
+    does. `config` is the copy's configuration in transformers."""
     tile, merge = model.parts.image_size, model.cfg.patch_merge
     if not isinstance(config, LlavaNextConfig | LlavaOnevisionConfig):
         return ImageTokens(AspectRatio.square, tile, model.image_tokens)

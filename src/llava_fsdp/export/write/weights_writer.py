@@ -55,7 +55,7 @@ def write_shards(
     0 has the tensors of only one file in memory at a time. Collective.
 
     Args:
-        plan: returns the tensors to write, by name, whose values are read later with the function that it is given.
+        plan: returns the tensors to write, by name. It is given the function with which their values are read later.
         vocabulary: llava_fsdp's names of the parameters with a row for each token: embeddings and output layer.
         trained: number of rows of these parameters that are trained.
         rows: number of rows of these parameters to write; rows after the trained ones are the trained rows' mean.
@@ -151,8 +151,8 @@ def plan_files(outputs: dict[str, LazyTensor], weights: Weights) -> list[list[Te
 
 
 def renamed(shapes: Mapping[str, Sequence[int]], rename: Callable[[str], str], read: ReadPart) -> dict[str, LazyTensor]:
-    """Return the argument of `write_shards` if every parameter, whose shapes are given by llava_fsdp's names, is
-    written as one tensor under another name."""
+    """Return the tensors for `write_shards` if each parameter is written as one tensor under another name. `shapes` has
+    llava_fsdp's names of the parameters."""
     return {
         rename(name): LazyTensor(shape, [name], lambda box, name=name: read(name, box))
         for name, shape in shapes.items()

@@ -115,7 +115,7 @@ class Weight:
         return self.gathered // rows * held if rows else 0
 
     def padded(self, shards: int) -> int:
-        """Return the number of elements in the largest of `shards` shards, to whose size FSDP pads all."""
+        """Return the number of elements in the largest of `shards` shards. FSDP pads all shards to this size."""
         return self.local(shards, 0)
 
 

@@ -256,7 +256,7 @@ class Pipeline:
             for root, number in zip(roots, self.place.own, strict=True)
         ]
         self.schedules: dict[int, Schedule1F1B | ScheduleInterleaved1F1B] = {}
-        """One for each number of micro-batches that has occurred."""
+        """{number of micro-batches in a step: schedule}, for the numbers that have occurred."""
 
     @property
     def has_last(self) -> bool:

@@ -17,8 +17,9 @@ from llava_fsdp.parallel.precision.fp8 import CURE, MULTIPLE, takes_fp8
 from llava_fsdp.runtime.errors import ConfigError
 
 PADDED_TO = {"cuda": 512, "cpu": 1}
-"""Device type -> number of tokens to whose multiple a layer's input is padded. For each new number of tokens torchao's
-kernel for GPUs times 27 variants of itself, which takes seconds, and packed rows have any number of tokens."""
+"""Device type -> number; the tokens of a layer's input are padded to a multiple of it. For each new number of tokens
+torchao's kernel for GPUs times 27 variants of itself, which takes seconds, and packed rows have any number of
+tokens."""
 
 
 def check_int8_mixed(device: torch.device) -> None:

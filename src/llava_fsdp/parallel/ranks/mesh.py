@@ -269,8 +269,9 @@ def unconnected(store: dist.Store, world: World, error: Exception) -> Communicat
 
 @contextmanager
 def first_rank_first(world: World) -> Iterator[None]:
-    """Context manager whose body runs on rank 0 first, and then on all other ranks, so that they can reuse files that
-    rank 0 has written. `world` has this rank's number and the number of ranks. Collective: all ranks must enter it."""
+    """Context manager in which code runs on rank 0 first, and then on all other ranks, so that they can reuse files
+    that rank 0 has written. `world` has this rank's number and the number of ranks. Collective: all ranks must enter
+    it."""
     if world.size > 1 and not world.is_first:
         dist.barrier()
     yield

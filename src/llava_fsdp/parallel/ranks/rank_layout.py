@@ -16,9 +16,9 @@ class Share(NamedTuple):
     """A rank, or a group of ranks, among several."""
 
     number: int
-    """Its number, from 0."""
+    """Number of the rank or group, from 0."""
     count: int
-    """How many there are."""
+    """Number of all ranks or groups."""
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ class Difference:
 
     name: str
     ranks: tuple[int, ...]
-    """Ranks whose value differs from that of the majority. Without a majority: all ranks that hold the tensor."""
+    """Ranks with another value than the majority. Without a majority: all ranks that hold the tensor."""
     has_majority: bool
     """Whether more than half of the ranks have the same value; then the values of `ranks` are the wrong ones."""
 
@@ -109,9 +109,9 @@ class RankChecksums:
     shard: int
     """The rank's shard number. Ranks with the same number hold the same rows of the tensors in `of_mesh`."""
     of_mesh: dict[str, int]
-    """Those of this rank's rows of sharded tensors of which other ranks hold copies."""
+    """Checksums of this rank's rows of sharded tensors, where other ranks hold copies of these rows."""
     everywhere: dict[str, int]
-    """Those of tensors and other values that are the same on all ranks."""
+    """Checksums of tensors and other values that are the same on all ranks."""
 
     @property
     def totals(self) -> tuple[int, int, int]:

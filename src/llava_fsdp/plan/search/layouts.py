@@ -65,8 +65,8 @@ class Search:
     """Result of a search."""
 
     rows: list[Planned]
-    """The chosen way first, whose memory is measured; the fastest others that fit by interpolation; then ways that were
-    found not to fit, the one that needs the fewest bytes first."""
+    """First the chosen way, for which memory was measured; then the fastest others that fit by interpolation; then ways
+    that do not fit, beginning with the one that needs the fewest bytes."""
     layouts: int
     """Number of layouts of ranks."""
     ways: int

@@ -35,8 +35,8 @@ def importing() -> Iterator[None]:
 
 
 def broken_package(error: ImportError) -> ConfigError | None:
-    """Return the error for a user one of whose packages cannot be imported; None if a module of this project raised
-    it."""
+    """Return a ConfigError that names the package which cannot be imported; None if a module of this project raised
+    `error`."""
     while isinstance(error.__cause__, ImportError):  # transformers raises errors of its own from the first one
         error = error.__cause__
     modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]

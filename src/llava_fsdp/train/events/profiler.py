@@ -65,7 +65,7 @@ class StepProfiler(RunEvents):
 
     def begin(self, number: int) -> None:
         """Start or advance the profiler before step `number`, or write its results after the range. It is started one
-        step before the range, if there is one, to warm up."""
+        step before the range, to warm up, unless the range begins with step 1."""
         if number == max(1, self.first - 1):
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.on_cuda else [])]
             plan = schedule(wait=0, warmup=self.first - number, active=self.last - self.first + 1, repeat=1)

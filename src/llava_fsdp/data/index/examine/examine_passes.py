@@ -248,8 +248,9 @@ class ExaminePictures(DatasetPass):
 
     Columns with a value per image: width and height in pixels after turning by the EXIF orientation, stored_height
     (before turning), and digest (uint64, xxh3 checksum of the file's bytes if all were read). If videos are read, also
-    frames (number of a video's frames) and rate (float64, frames per second); both are 0 for an image. All are 0 for an
-    image or a video with problems, and for one that is not opened, unless its record gives its size.
+    frames (number of a video's frames) and rate (float64, frames per second); both are 0 for an image. All columns are
+    0 for an image or a video that has problems. They are also 0 for a file that is not opened, except the sizes if the
+    record gives them.
     """
 
     records_folder: Path

@@ -34,7 +34,7 @@ class ImageSample:
 
     @cached_property
     def drawn(self) -> np.ndarray:
-        """Those drawn at random, each with the same probability; int64, ascending."""
+        """Numbers of the images drawn at random, each with the same probability; int64, ascending."""
         if self.size >= self.total:
             return np.arange(self.total)
         return np.sort(permuted(np.arange(self.size), self.total, "images to examine", SEED))

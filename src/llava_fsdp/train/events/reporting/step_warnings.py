@@ -78,7 +78,7 @@ class LossWarnings(StepReport):
 
 
 class SampleWarnings(StepReport):
-    """Warns of a step that has trained nothing, or most of whose samples have no label."""
+    """Warns of a step that has trained nothing, or in which most samples have no label."""
 
     def step(self, row: dict[str, Any], result: StepResult) -> None:
         if row["label_tokens"] == 0 or row["grad_norm"] == 0:
