@@ -58,9 +58,9 @@ def delete_temporary(parent: Path) -> None:
 def prune(
     parent: Path, keep: int, keep_every: int | None, is_good: Callable[[Path], bool], at: Callable[[str], None]
 ) -> None:
-    """Delete old checkpoints. Kept are the newest `keep` undamaged checkpoints, all damaged ones that are newer than
-    the last of these, and, unless `keep_every` is None, those whose step is a multiple of `keep_every`. After each
-    deletion `at` is called with "one deleted", for tests, which end the process there."""
+    """Delete old checkpoints. These are kept: the newest `keep` undamaged checkpoints, all damaged checkpoints that are
+    newer than the oldest of them, and those at multiples of `keep_every` steps, if it is set. After each deletion `at`
+    is called with "one deleted", for tests, which end the process there."""
     good = 0
     for folder in reversed(list_checkpoints(parent)):
         step = step_of(folder)

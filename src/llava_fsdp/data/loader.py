@@ -215,6 +215,7 @@ class Loader:
     """Iterates over the training steps of a run, starting from any step."""
 
     def __init__(self, steps: Steps, cfg: Config, device: torch.device, gather: Gather = list):
+        """`gather` is a collective operation that collects the skipped samples of all ranks."""
         self.steps = steps
         self.gather = gather
         self.broken: set[int] = set()

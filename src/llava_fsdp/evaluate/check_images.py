@@ -51,8 +51,8 @@ def check_images(questions: Iterable[BenchmarkQuestion], cfg: DataConfig) -> Non
 
 
 def folder_of(cfg: DataConfig, images: str | None = None) -> Path | RemoteFolder:
-    """Return a folder of images, local or remote. `images` is its path or URL; None: `data.images` or, if the key is
-    not set, the current folder, from which no image is read."""
+    """Return a folder of images, local or remote. `images` is its path or URL; None: `data.images`. If that is not set
+    either, questions have no images, and the current folder is returned."""
     cache = CacheFolder(cfg.cache_folder / "images", cfg.cache_gb)
     return open_folder(images or cfg.images or ".", DataFiles(cache=cache))
 

@@ -103,8 +103,8 @@ def row_of(
 
 
 def default_rows(context: RuleContext) -> Iterator[TableRow]:
-    """Yield rows for keys that the files do not set, if their default value (DeepSpeed's or the training program's)
-    must be set in the command or has no equivalent there."""
+    """Yield rows for keys that the files leave at their default value (DeepSpeed's or the training program's), if the
+    command must set this value or cannot express it."""
     run = context.run
     for key, override in DEFAULTS.items() if run.deepspeed else ():
         assert run.deepspeed is not None

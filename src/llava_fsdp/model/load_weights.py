@@ -306,8 +306,8 @@ def parameter_names(model: nn.Module) -> set[str]:
 
 
 def refuse_unused(names: list[str], folder: Path) -> None:
-    """Raise ModelError if files contain tensors that the model has no parameter for, except buffers that are
-    computed."""
+    """Raise ModelError if files contain tensors that are neither parameters of the model nor buffers that it
+    computes."""
     unknown = [name for name in names if not COMPUTED.search(name)]
     if unknown:
         raise ModelError(

@@ -57,7 +57,8 @@ class Parallelism:
 
     @property
     def row_group(self) -> Share:
-        """This rank's group among those that process different rows. All ranks of a group process the same rows."""
+        """This rank's group among the groups that process different rows. All ranks of a group process the same
+        rows."""
         return self.layout.row_group(self.world.rank)
 
     @property
@@ -72,7 +73,7 @@ class Parallelism:
 
     @property
     def context_index(self) -> int:
-        """This rank's number among those that share a row, each with some of its positions."""
+        """This rank's index among the ranks that share a row and process different positions of it."""
         return self.layout.context_index(self.world.rank)
 
     @property
@@ -88,8 +89,8 @@ class Parallelism:
 
     @property
     def equal_ranks(self) -> Share | None:
-        """This rank's number among the consecutive ranks that have the same stages, and so the same tensors or parts of
-        them: each writes its share of a checkpoint's replicas. None: all ranks have the same."""
+        """This rank's index among the consecutive ranks that have the same stages. These ranks have the same tensors,
+        or parts of them, and each writes its share of a checkpoint's replicas. None: all ranks have the same."""
         return self.layout.equal_ranks(self.world.rank) if self.meshes.pipeline is not None else None
 
     @property

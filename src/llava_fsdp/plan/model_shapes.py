@@ -30,7 +30,8 @@ def shapes_of(cfg: ModelConfig) -> Parts:
 
 
 def folder_of(name: str, key: str) -> Path:
-    """Return the folder `name` or, if there is none, the shipped one of this name. `key` is named in the error message.
+    """Return the folder `name` or, if it does not exist, the folder of this name that the package ships. `key` is named
+    in the error message.
 
     Raises:
         ConfigError: there is neither folder.

@@ -59,7 +59,7 @@ def texts_of(answer: dict[str, Any], rows: list[dict[str, Any]]) -> Iterator[str
 
 
 def earlier(answer: dict[str, Any], rows: list[dict[str, Any]]) -> list[tuple[int, str]]:
-    """Return (step, text) of earlier answers to the same question, without those that equal the one before."""
+    """Return (step, text) of earlier answers to the same question. Of equal answers in a row, the first is returned."""
     key = answer.get("record"), answer.get("question")
     texts: list[tuple[int, str]] = []
     for row in rows[:-1]:

@@ -234,7 +234,8 @@ def verify(state: TrainState, cfg: Config, staged: Path, weights: Weights) -> No
 
     1. Every weight that llava_fsdp reads from the folder is the trained one, rounded to `export.dtype`, to the bit.
     2. A copy of the model on rank 0, with the trained weights, has the logits of the model in training, on a few
-    samples (unless its base is quantized, which the copy is not). It is on the GPU, if there is room, or on the CPU.
+    samples. The copy is on the GPU, if there is room, or on the CPU. If the model's base is quantized, this is left
+    out, because the copy's base is not.
     3. The copy with rounded weights has the logits that transformers computes from the folder.
 
     The log says how far the logits of 3 are from those of 2: the effect of rounding, to which no bound applies.

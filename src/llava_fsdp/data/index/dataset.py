@@ -28,6 +28,7 @@ class Records:
     """
 
     def __init__(self, index: Index, labels: Parity, too_long: TooLong):
+        """`labels` and `too_long` decide which problems of a record have the effect that it is skipped."""
         self.index = index
         self.dropping = [kind for kind in Kind if not is_kept(kind, labels, too_long)]
         self.counts: dict[Kind, int] = dict.fromkeys(Kind, 0)

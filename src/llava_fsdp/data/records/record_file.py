@@ -27,6 +27,8 @@ class RecordFile:
         keys: RecordKeys = NO_KEYS,
         data_files: DataFiles | None = None,
     ):
+        """Read the file. Raises DataError if it has no records; a Parquet file may have none. `keys`: names of the keys
+        of question, answer and images."""
         self.path = str(path)
         self.keys = keys
         self.data_files = data_files or DataFiles()

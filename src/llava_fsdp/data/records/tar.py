@@ -65,6 +65,8 @@ class SampleReader:
     """Converts a sample to a record in JSON."""
 
     def __init__(self, file: Reader, sample: TarSample, keys: RecordKeys, max_bytes: int):
+        """`max_bytes` is the greatest size of a record. `keys`: names of the members or keys of question, answer and
+        images."""
         self.file = file
         self.sample = sample
         self.keys = keys

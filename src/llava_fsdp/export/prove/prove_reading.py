@@ -37,8 +37,8 @@ def prove_reading(model: Llava, sources: dict[str, Stored], rule: ImageTokens) -
     """Compare the logits of weights that were read with those of transformers' own class for the folder that they come
     from: of text with an image for a whole model, of text alone for a language model. Raises ModelError if they differ.
 
-    Return whether they were compared. They are not if transformers has no class for the folder (that of the original
-    LLaVA) or cannot load it; a warning says the latter.
+    Return whether they were compared: False if transformers has no class for the folder (one of the original LLaVA), or
+    cannot load it, which a warning says.
 
     Args:
         model: a model of the architecture that was read, without adapters; its weights are not used.

@@ -48,7 +48,7 @@ def fp8_settings(sharded: bool) -> Any:
 def multiply_in_fp8(blocks: nn.ModuleList, sharded: bool) -> None:
     """Replace the linear layers of blocks on the meta device by fp8 layers, in place. Parameters keep their names.
 
-    Layers with a size that is not a multiple of 16 are not replaced, nor are frozen layers, unless all are frozen.
+    Only layers whose sizes are multiples of 16 are replaced. Frozen layers are replaced only if all layers are frozen.
 
     Raises:
         ConfigError: no layer can be replaced.

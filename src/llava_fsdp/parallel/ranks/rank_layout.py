@@ -73,11 +73,11 @@ class RankLayout:
 
     @property
     def num_losses(self) -> int:
-        """Number of ranks, where those that count the same loss are one."""
+        """Number of groups of ranks that count the same loss."""
         return self.size // self.ranks_per_loss
 
     def row_group(self, rank: int) -> Share:
-        """Return the group of a rank among those that process different rows. The ranks of a group are
+        """Return the group of a rank among the groups that process different rows. The ranks of a group are
         `parallel.context` times `parallel.tensor` consecutive ranks of each of the `parallel.pipeline` parts of all
         ranks.
 
@@ -93,7 +93,7 @@ class RankLayout:
         return Share(rank % self.ranks_per_stage // self.parallel.tensor, self.num_copies)
 
     def is_lowest_of_copy(self, rank: int) -> bool:
-        """Return whether a rank is the lowest of those that together have a copy of the model."""
+        """Return whether a rank has the lowest number of the ranks that together have a copy of the model."""
         return rank % self.parallel.tensor == 0 and rank < self.ranks_per_stage
 
     def seed_rank(self, rank: int) -> int:
@@ -102,7 +102,7 @@ class RankLayout:
         return self.copy_of_layers(rank).number
 
     def context_index(self, rank: int) -> int:
-        """Return the number of a rank among those that share a row, each with some of its positions."""
+        """Return the index of a rank among the ranks that share a row and process different positions of it."""
         return rank // self.parallel.tensor % self.parallel.num_context
 
     def equal_ranks(self, rank: int) -> Share:

@@ -169,7 +169,7 @@ def describe(error: BaseException) -> str:
 
 
 def check_own_events(events: Sequence[RunEvents]) -> None:
-    """Raise ConfigError if an object that a program gives as an observer is none."""
+    """Raise ConfigError if an object that a program gives as an observer is not a `RunEvents`."""
     for event in events:
         if not isinstance(event, RunEvents):
             raise ConfigError(f"events=[...]: {event!r} is not an object of a subclass of llava_fsdp.RunEvents")
