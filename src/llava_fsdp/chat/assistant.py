@@ -245,8 +245,8 @@ class Assistant:
         """Return a batch's token ids and its image inputs on the model's device, as `Architecture.forward` takes them.
 
         The image inputs are: the indices of the image tokens in the flattened `ids`; for each of them the index of its
-        feature (or indices and weights of four features, of which it is the sum); and the pixels of all tiles, None
-        without images.
+        feature (or indices and weights of four features, of which it is the weighted sum); and the pixels of all tiles,
+        None without images.
 
         Args:
             ids: int64 [batch, length]; the ids of image tokens are IMAGE_ID.

@@ -36,7 +36,7 @@ class TrainingWork:
         Args:
             scale: factor of each loss before the backward pass (the loss scale).
             sources: gets the losses by data source.
-            experts: gets what experts add to the loss.
+            experts: gets what the routers return, and adds the load-balance loss.
         """
         self.loader = state.loader
         self.micro_batches = micro_batches

@@ -205,7 +205,7 @@ class ParquetRows:
     """Reads rows as records in JSON, with the location of an image instead of its bytes. See `RecordRows`."""
 
     def __init__(self, file: Reader, keys: RecordKeys = NO_KEYS):
-        """Read the file's footer and sort its columns into those that are read, told, unread and unknown."""
+        """Read the file's footer, and decide by name and type what is done with each column."""
         self.parquet = open_file(file, keys)
         self.parquet.check_rows()
         self.written: dict[int, int] = {}

@@ -96,6 +96,7 @@ class TokenizedChat:
         special_tokens: SpecialTokens,
         known: dict[str, list[int]],
     ):
+        """`known` has token ids of ends of prompts, which are looked up and added."""
         texts = [PLACE if segment.image is not None else segment.text for segment in segments]
         starts = [0, *itertools.accumulate(map(len, texts))]
         self.tokenizer = tokenizer

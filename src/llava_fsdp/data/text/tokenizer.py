@@ -212,6 +212,8 @@ class JsonTokenizer(Tokenizer):
     """
 
     def __init__(self, path: Path, config: dict, vocab_size: int | None, extra: tuple[str, ...]):
+        """Added tokens with an id of `vocab_size` or above are left out; special tokens `extra` are added if
+        missing."""
         self._path = path
         frozen = read_json(path, largest=LARGE)
         frozen["added_tokens"] = [t for t in frozen.get("added_tokens", []) if within(t["id"], vocab_size)]
@@ -400,6 +402,8 @@ class LlamaTokenizer(Tokenizer):
     """
 
     def __init__(self, path: Path, config: dict, added: dict[str, int], extra: tuple[str, ...]):
+        """`added`: {text: id} of added tokens; special tokens `extra` get the next ids if missing. Raises ModelError if
+        the file is no SentencePiece model."""
         try:
             self._pieces = sentencepiece.SentencePieceProcessor(model_proto=without_prefix(path))
         except RuntimeError as error:

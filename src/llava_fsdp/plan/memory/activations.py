@@ -188,7 +188,7 @@ class ActivationMeter:
         self.model = model
         self.packed = kernel is not None
         self.blends = ImageTokens.of_config(cfg, parts.image_size, model.image_tokens).blends
-        """Whether image tokens are weighted sums of features."""
+        """Whether image tokens may be weighted sums of features, as `ImageTokens.blends`."""
         self.vocabulary = math.ceil(short.language.vocab_size / cfg.parallel.tensor)
         self.master = MASTERS[cfg.precision.master_dtype]
         self.depth = None if short is parts else parts.language.num_hidden_layers
