@@ -32,9 +32,11 @@ from llava_fsdp.parallel.precision.precision import DTYPES, MasterWeights, store
 from llava_fsdp.parallel.ranks.mesh import Meshes
 from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.parallel.sharding_strategies import SHARD_PLANS, Mesh
-from llava_fsdp.train.loop import clip_gradients, summed, train_step
+from llava_fsdp.train.gradients import clip_gradients
+from llava_fsdp.train.loop import train_step
 from llava_fsdp.train.optimizer import build_optimizer
 from llava_fsdp.train.setup.build_state import build_state, open_data
+from llava_fsdp.train.source_sums import summed
 from llava_fsdp.train.state import TrainState
 
 STRATEGIES = {plan.zero: strategy for strategy, plan in SHARD_PLANS.items()}

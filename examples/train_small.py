@@ -53,7 +53,7 @@ from llava_fsdp.parallel.sharding_strategies import begin_micro_batch
 from llava_fsdp.runtime.text.progress import watch_silently
 from llava_fsdp.train.checkpoints.checkpoint_contents import facts_of, tensors
 from llava_fsdp.train.final_export import export
-from llava_fsdp.train.loop import clip_gradients
+from llava_fsdp.train.gradients import clip_gradients
 from llava_fsdp.train.optimizer import build_optimizer
 from llava_fsdp.train.state import TrainState
 

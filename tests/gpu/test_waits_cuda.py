@@ -9,7 +9,8 @@ from loaders import agreed_steps
 from small import make_config
 from test_working_copy import build_run
 
-from llava_fsdp.train.loop import clip_gradients, train_step
+from llava_fsdp.train.gradients import clip_gradients
+from llava_fsdp.train.loop import train_step
 
 
 @pytest.mark.parametrize("activation_checkpointing", ["none", "full", "selective"])

@@ -22,6 +22,7 @@ from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.runtime.seeds import derive
 from llava_fsdp.train import loop
 from llava_fsdp.train import main as train
+from llava_fsdp.train.gradients import clip_gradients, norm_over_stages
 from llava_fsdp.train.loop import train_step
 from llava_fsdp.train.state import StepResult
 
@@ -159,7 +160,7 @@ def test_the_norm_of_gradients_in_bf16_is_not_rounded_to_bf16() -> None:
     for parameter in named.values():
         parameter.grad = torch.linspace(-1, 1, 300).bfloat16()
     gradients = [parameter.grad.float() for parameter in named.values() if parameter.grad is not None]
-    norm = loop.clip_gradients(MasterWeights(named, torch.bfloat16), None)
+    norm = clip_gradients(MasterWeights(named, torch.bfloat16), None)
     assert norm.dtype is torch.float32
     assert float(norm) == pytest.approx(float(torch.cat(gradients).norm()), rel=1e-6)
 
@@ -172,12 +173,12 @@ def test_the_norm_of_stages_is_the_same_on_all_ranks(monkeypatch: pytest.MonkeyP
         reduced.append((float(value), op, group))
         value.copy_(value + 11 if op == dist.ReduceOp.SUM else value + 1)
 
-    monkeypatch.setattr(loop.dist, "all_reduce", all_reduce)
+    monkeypatch.setattr("llava_fsdp.train.gradients.dist.all_reduce", all_reduce)
     line: Any = object()
-    norm = loop.norm_over_stages([torch.tensor(3.0), torch.tensor(4.0)], line)
+    norm = norm_over_stages([torch.tensor(3.0), torch.tensor(4.0)], line)
     assert reduced == [(25.0, dist.ReduceOp.SUM, line), (6.0, dist.ReduceOp.MAX, None)] and float(norm) == 7
     reduced.clear()
-    loop.norm_over_stages([], line)
+    norm_over_stages([], line)
     assert reduced[0] == (0.0, dist.ReduceOp.SUM, line), "a rank whose stages train nothing"
 
 

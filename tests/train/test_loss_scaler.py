@@ -21,7 +21,8 @@ from llava_fsdp.parallel.precision.precision import MasterWeights
 from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.runtime.errors import NumericError
 from llava_fsdp.train import main as train
-from llava_fsdp.train.loop import clip_gradients, train_step
+from llava_fsdp.train.gradients import clip_gradients
+from llava_fsdp.train.loop import train_step
 from llava_fsdp.train.loss_scaler import build_scaler
 
 FP16 = ["precision=fp16", "optim.schedule=constant", "global_batch_size=4", "micro_batch_size=2"]

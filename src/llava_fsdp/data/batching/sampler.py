@@ -64,7 +64,7 @@ class Sampler(Protocol):
 
 
 @dataclass(frozen=True)
-class Share:
+class SourceShare:
     """A data source, and the number of samples that it contributes to each epoch."""
 
     name: str
@@ -82,7 +82,7 @@ class EpochSampler(ABC):
     count: int
     seed: int
     global_batch_size: int
-    shares: tuple[Share, ...] = ()
+    shares: tuple[SourceShare, ...] = ()
     """Empty: each record is used once per epoch."""
 
     @property
@@ -149,7 +149,7 @@ class Shuffle(EpochSampler):
             return order
         return np.concatenate([self.members(share, number) for share in self.shares])[order]
 
-    def members(self, share: Share, epoch: int) -> np.ndarray:
+    def members(self, share: SourceShare, epoch: int) -> np.ndarray:
         """Return the records that an epoch takes from a data source, int32 or int64 [share.samples].
 
         Epochs take `share.samples` records each from an endless sequence of permutations of the source's records. So
@@ -183,7 +183,7 @@ class ComputedShuffle(EpochSampler):
             samples[here] = share.first + self.members(share, positions)
         return samples
 
-    def members(self, share: Share, positions: np.ndarray) -> np.ndarray:
+    def members(self, share: SourceShare, positions: np.ndarray) -> np.ndarray:
         """Return the values at the given positions of a data source's endless sequence of permutations of its records:
         numbers within the source, int64 [positions]."""
         if share.samples % share.count == 0:  # an epoch uses each record equally often, and its samples are permuted
@@ -207,7 +207,7 @@ def smallest_dtype(count: int) -> np.dtype:
     return np.dtype(np.int32 if count < 1 << 31 else np.int64)
 
 
-def shares_of(sources: dict[str, SourceConfig], counts: Sequence[int]) -> tuple[Share, ...]:
+def shares_of(sources: dict[str, SourceConfig], counts: Sequence[int]) -> tuple[SourceShare, ...]:
     """Return the shares in the order of `sources`, from the number of records of each; empty without `data.sources`.
     Raise ConfigError if a source has no record, or would contribute no sample to an epoch."""
     if not sources:
@@ -223,7 +223,7 @@ def shares_of(sources: dict[str, SourceConfig], counts: Sequence[int]) -> tuple[
                 f"data.sources.{name}: {source.path} would give less than one sample to an epoch; raise its weight "
                 "or epochs"
             )
-        shares.append(Share(name, first, count, samples))
+        shares.append(SourceShare(name, first, count, samples))
     return tuple(shares)
 
 

@@ -31,8 +31,8 @@ from llava_fsdp.train.events.held_out.answer_metric import AnswerMetric, choose_
 from llava_fsdp.train.events.held_out.validation_answers import Answered, AnswerGenerator
 from llava_fsdp.train.events.reporting.metrics import drop_later_rows, finite, rows_of, storage_errors
 from llava_fsdp.train.events.run_events import RunEvents, RunStart
-from llava_fsdp.train.loop import summed
 from llava_fsdp.train.pipeline_step import PipelinedModel, evaluate
+from llava_fsdp.train.source_sums import summed
 from llava_fsdp.train.state import StepResult, TrainState
 
 TITLES = {Metric.exact.value: "exact match", Metric.vqa.value: "VQA accuracy"}

@@ -1,0 +1,60 @@
+"""Sums over all ranks: of a value, and of the losses of a step by data source."""
+
+import math
+
+import torch
+import torch.distributed as dist
+
+from llava_fsdp.data.batching.batch import MicroBatch, StepFacts
+from llava_fsdp.model.loss import LossCollector
+
+
+class SourceSums:
+    """Sums of a step's losses by data source, which stay on the device until the host reads the step's loss.
+
+    The loss of a single data source is the loss of the step, and nothing is computed here. Several sources need one
+    more small collective.
+    """
+
+    def __init__(self, facts: StepFacts, device: torch.device):
+        self.labels = facts.source_labels
+        self.sums = torch.zeros(len(self.labels) if len(self.labels) > 1 else 0, device=device)
+        """Sum of the losses of each data source, float32 [sources]; of shape [0] for a single one."""
+
+    def collector(self) -> LossCollector | None:
+        """Return a collector of the loss of each token in one forward pass; None for a single data source."""
+        return LossCollector() if len(self.sums) else None
+
+    def add(self, micro: MicroBatch, collector: LossCollector | None) -> None:
+        """Add the losses of one forward pass to the sums of their data sources."""
+        if collector is None or not len(micro.label_sources):
+            return
+        losses = torch.cat(collector.chunks) if collector.chunks else self.sums.new_full((1,), math.nan)
+        numbers = torch.arange(len(self.sums), device=losses.device)
+        # not `index_add`, because the order of its additions is not fixed on CUDA
+        self.sums += torch.where(micro.label_sources == numbers[:, None], losses, 0.0).sum(1)
+
+    def summed(self) -> torch.Tensor:
+        """Sum the losses of each data source over all ranks: float32 [sources]; [0] for a single one. A collective if
+        there are several sources."""
+        return summed(self.sums) if len(self.sums) else self.sums
+
+    def means(self, loss: float, sums: list[float]) -> dict[str, float | None]:
+        """Return the mean loss per label token (a token that is in the loss) of each data source. It is None for a
+        source without label tokens, and nan if the loss kernel returns only the sum over all sources.
+
+        Args:
+            loss: the mean loss of the step.
+            sums: `summed`, on the host.
+        """
+        if not sums:
+            return {name: loss if labels else None for name, labels in self.labels.items()}
+        found = zip(self.labels.items(), sums, strict=True)
+        return {name: total / labels if labels else None for (name, labels), total in found}
+
+
+def summed(value: torch.Tensor) -> torch.Tensor:
+    """Sum a tensor over all ranks, in place, and return it. Collective."""
+    if dist.is_initialized():
+        dist.all_reduce(value)
+    return value
