@@ -195,7 +195,7 @@ def newest_alone(parent: Path) -> Checkpoint | None:
 
 
 def first_good(folders: list[Path], strict: bool, check: Callable[[Path], Checkpoint]) -> Checkpoint | None:
-    """Return the first of these checkpoints that is undamaged; None if there are none.
+    """Return the first of these checkpoints that is undamaged; None if the list is empty.
 
     Raises:
         CheckpointError: all are damaged; with `strict`, the first one is. `check` raises it, too, for a damaged one.

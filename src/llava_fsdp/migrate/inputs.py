@@ -77,8 +77,8 @@ def checked(name: str) -> Path:
 
 
 def launches(script: Path, variables: Mapping[str, str]) -> list[TrainingCommand]:
-    """Return the training commands in a shell script. Raise ConfigError if there is none, or if one of them cannot be
-    understood without running bash."""
+    """Return the training commands in a shell script. Raise ConfigError if the script has no such command, or if bash
+    would have to run to understand one of them."""
     seen = commands(read_text(script), variables, str(script))
     found = [(command, launch) for command in seen if (launch := find_launch(command))]
     if not found:

@@ -227,8 +227,8 @@ def language_model(
 
 
 def whole_model(parts: Parts, model: nn.Module) -> dict[str, Stored]:
-    """Find all parameters of a LLaVA model in its folder `parts.whole`; those of the vision tower in
-    `parts.vision_folder`, if the former has none. Raises ModelError if the folder has a tensor that is no parameter of
+    """Find all parameters of a LLaVA model in its folder `parts.whole`. If that folder has no vision tower, its
+    parameters are found in `parts.vision_folder`. Raises ModelError if the folder has a tensor that is no parameter of
     this model."""
     folder = parts.whole
     assert folder is not None
@@ -349,7 +349,7 @@ def check_projector_names(names: Collection[str], model: Architecture, what: str
 
 
 def check_shape(name: str, expected: tuple[int, ...], stored: Stored, may_have_more_rows: bool) -> None:
-    """Raise ModelError if a parameter in a file has not the shape that the model needs; dimension 0 may be larger with
+    """Raise ModelError if a parameter in a file has another shape than the model needs; dimension 0 may be larger with
     `may_have_more_rows`."""
     got = stored.shape
     if got == expected or (may_have_more_rows and got[:1] > expected[:1] and got[1:] == expected[1:]):
@@ -362,7 +362,7 @@ def check_shape(name: str, expected: tuple[int, ...], stored: Stored, may_have_m
 
 def fingerprint(model: nn.Module, digests: Mapping[str, str]) -> str:
     """Return a hash of the names and shapes of all parameters of a model, and of the values of its frozen parameters,
-    given the digests of the latter.
+    whose digests are `digests`.
 
     When a run resumes, the hash shows whether the frozen parameters are still the same; the trained parameters are in
     the checkpoint. A quantized parameter is represented by its values before quantization.

@@ -95,8 +95,8 @@ class OutputLayer(nn.Linear):
 
 def choose_loss(cfg: LossConfig, compute_dtype: torch.dtype, change: LogitChange = UNCHANGED) -> LabelLoss:
     """Return the loss function that `loss.kernel` names: torch's, or the one of this module that computes the logits of
-    a chunk at a time. `auto` is the latter, which was faster in all measurements. `compute_dtype` is the dtype of the
-    hidden states.
+    a chunk at a time. `auto` is the one of this module, which was faster in all measurements. `compute_dtype` is the
+    dtype of the hidden states.
 
     Raises:
         ConfigError: with `loss.kernel=torch`, the installed torch has no such kernel, or would round the loss to 16

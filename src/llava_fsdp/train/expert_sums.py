@@ -26,7 +26,7 @@ class ExpertSums:
         """Begin a step.
 
         Args:
-            outputs: keeps what the routers return; None: there are none, or they are not watched.
+            outputs: keeps what the routers return; None: the model has no routers, or they are not watched.
             coefficient: factor of the load-balance loss in the trained loss (`model.balance_loss`).
         """
         assert outputs is None or outputs.with_gradients is (coefficient > 0), "the loss would have no gradient"

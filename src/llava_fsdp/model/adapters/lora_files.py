@@ -75,7 +75,8 @@ def adapter_folders(name: str) -> tuple[Path, Path]:
 
 def find_adapter(name: str, key: str) -> Path:
     """Return the folder of the LoRA adapter that a setting names: the folder `name` itself or, if it is the output
-    folder of a run, the final adapter in it. Raises ConfigError, which names the setting `key`, if there is none."""
+    folder of a run, the final adapter in it. Raises ConfigError, which names the setting `key`, if neither is an
+    adapter."""
     for folder in adapter_folders(name):
         if is_adapter_folder(folder):
             return folder

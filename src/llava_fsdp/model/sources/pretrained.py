@@ -443,8 +443,8 @@ def stages() -> list[str]:
 
 
 def read_config(folder: Path, key: str) -> PretrainedConfig:
-    """Read the `config.json` of a model folder with transformers. Raises ModelError if there is none, or transformers
-    cannot read it."""
+    """Read the `config.json` of a model folder with transformers. Raises ModelError if the file is missing, or
+    transformers cannot read it."""
     if not (folder / "config.json").is_file() and is_run(folder):
         raise ModelError(
             f"{key}={folder} is the output folder of a run, which has a whole model and not a part of one; start from "

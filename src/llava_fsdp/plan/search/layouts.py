@@ -2,8 +2,8 @@
 all sharding strategies, modes of activation checkpointing and sizes of micro-batches.
 
 Seconds are cheap to predict, and memory is not. So the ways are taken in the order of the fewest seconds that each may
-need, and memory is predicted only of those that may be among the fastest that fit. The seconds of each size of
-micro-batches are likewise predicted only of those that a lower bound leaves.
+need, and memory is predicted only of those that may be among the fastest that fit. In the same way, the seconds of all
+sizes of micro-batches are predicted only for the ways that a lower bound leaves.
 """
 
 from __future__ import annotations

@@ -22,7 +22,8 @@ COLLAPSED_STEPS = 50
 
 
 class CompileWarnings(RunEvents):
-    """Warns, on every rank, if torch.compile compiled graphs again. Any rank may do so, and all ranks wait for it."""
+    """Warns, on every rank, if torch.compile compiled graphs again. Any rank may compile again, and all ranks wait for
+    that rank."""
 
     def __init__(self) -> None:
         self.recompiles = 0
