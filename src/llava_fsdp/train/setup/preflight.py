@@ -14,10 +14,7 @@ from llava_fsdp.config import AUTO, Attention, Config, DType, LinearKind, Parity
 from llava_fsdp.config.paths import PACKAGED_OR_HUB, check_paths, exists
 from llava_fsdp.data.index.record_store import sources_of
 from llava_fsdp.data.text.jinja_template import OWN, is_whole, own_name, usable_name
-from llava_fsdp.export.prove.check_causal import check_causal
-from llava_fsdp.export.prove.compare_language import compare_language
-from llava_fsdp.export.prove.compare_tower import compare_tower
-from llava_fsdp.export.prove.compare_whole import compare_whole
+from llava_fsdp.export.prove.check_parts import check_parts
 from llava_fsdp.export.prove.rehearsal import rehearse_hf
 from llava_fsdp.export.write.folded_head import is_rounded
 from llava_fsdp.export.write.formats import source_of_run
@@ -184,9 +181,9 @@ def find_sources(cfg: Config, model: Architecture, projector: Path | None) -> di
 
 
 def check_prompts(cfg: Config, model: Architecture) -> list[str]:
-    """Compare small copies of the language model and the vision tower with transformers' own classes, check that the
-    language model is causal and, if the model will be exported, try the export of a small copy. Return warnings, one of
-    them if the conversation template is meant for another language model.
+    """Compare the model's parts with transformers' own classes (`check_parts`) and, if it will be exported, try the
+    export of a small copy. Return warnings, one of them if the conversation template is meant for another language
+    model.
 
     Raises:
         ModelError: a small copy computes something else than transformers' class, a token depends on later ones, or the
@@ -195,12 +192,7 @@ def check_prompts(cfg: Config, model: Architecture) -> list[str]:
     """
     language, warnings = model.language_config, []
     source = source_of_run(model, cfg, "", 0)
-    if model.parts.whole is None:
-        compare_language(model.parts)
-    else:
-        compare_whole(source)
-    compare_tower(model)
-    check_causal(model)
+    check_parts(source)
     if cfg.exports_model:
         dtype = DTYPES[cfg.export.stored]
         rehearse_hf(source, dtype)
