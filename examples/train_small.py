@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import llava_fsdp
-from llava_fsdp.checkpoint.saver import Saver
+from llava_fsdp.checkpoint.saver import SavedState, Saver
 from llava_fsdp.config import Config
 from llava_fsdp.data.batching.batch import MicroBatch, StepFacts
 from llava_fsdp.data.batching.collate import Row
@@ -220,9 +220,8 @@ def save(state: TrainState, cfg: Config) -> None:
     so that a folder with this name is whole, whenever the process dies. The place in the data is the number of the
     step. Frozen weights are not saved.
     """
-    saver = Saver(
-        Path(cfg.output_dir) / "checkpoints", cfg.checkpoint, lambda: tensors(state), lambda: facts_of(state, cfg)
-    )
+    saved = SavedState(lambda: tensors(state), lambda: facts_of(state, cfg))
+    saver = Saver(Path(cfg.output_dir) / "checkpoints", cfg.checkpoint, saved)
     saver.save()  # in a thread, beside further steps if there were any
     saver.close()
 
