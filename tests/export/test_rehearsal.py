@@ -324,7 +324,7 @@ def test_logits_of_a_small_copy_are_compared_for_each_input(
     found = iter([torch.cat([ours, ours], dim=1), theirs])
     monkeypatch.setattr(rehearsal, "open_export", lambda *_: None)
     monkeypatch.setattr(rehearsal, "exported_logits", lambda *_: next(found))
-    micro: Any = SimpleNamespace(images=None)
+    micro: Any = SimpleNamespace(images={"tiles": None})
     with contextlib.nullcontext() if is_close else pytest.raises(ModelError):
         compare(tmp_path, [(micro, []), (micro, None)], [ours, ours])
 

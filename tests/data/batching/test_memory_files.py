@@ -36,6 +36,13 @@ def assert_same(a: Step, b: Step) -> None:
             assert left.dtype == right.dtype and torch.equal(left, right), name
 
 
+def test_a_function_is_applied_to_every_tensor(parts: Path, dataset: Path) -> None:
+    """Those of the images too."""
+    moved = open_loader(parts, dataset).steps.prepare(0).map(lambda values: values.double())
+    found = [(name, values.dtype) for micro in moved.micro_batches for name, values in micro.tensors.items()]
+    assert ("images.tiles", torch.float64) in found and {dtype for _, dtype in found} == {torch.float64}
+
+
 @pytest.mark.parametrize(
     "overrides",
     [("pack=false", "micro_batch_size=1"), ("pack=false", "micro_batch_size=5"), ("micro_batch_size=1",), ("text",)],
