@@ -95,7 +95,7 @@ class Case:
         text = own.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         images = [size for size in sizes if isinstance(size, tuple)]
         frames = [size for size in sizes if not isinstance(size, tuple)]
-        shown = images(own, images, of or len(images))
+        shown = image_inputs(own, images, of or len(images))
         videos = {"pixel_values_videos": [torch.zeros(count, 3, SIDE, SIDE) for count in frames]}
         [text], _ = own.get_text_with_replacements(
             [text],
@@ -105,7 +105,7 @@ class Case:
         return own.tokenizer(text)["input_ids"]
 
 
-def images(processor: Any, images: list[tuple[int, int]], count: int) -> dict[str, Any]:
+def image_inputs(processor: Any, images: list[tuple[int, int]], count: int) -> dict[str, Any]:
     """What the processor knows of images of these sizes (width, height)."""
     if isinstance(processor, InternVLProcessor):
         return {"num_patches": [1] * len(images)}
