@@ -31,6 +31,7 @@ NEEDED = {
 }
 OWN_COMMANDS = {
     ("__init__.py", "importlib.import_module"),
+    ("runtime/callable_package.py", "importlib.import_module"),
     ("commands.py", "importlib.import_module"),
     ("runtime/process/limited_process.py", "importlib.import_module"),
     ("chat/image_process.py", "pickle"),

@@ -98,7 +98,7 @@ def write(
     Args:
         sources: stored values of the parameters to write, by name; `dtypes` are the dtypes to write them in.
         staged: folder to write into, before it gets its final name.
-        apart: adapters to write into a subfolder; None: there are none, or they are merged in `sources`.
+        apart: adapters to write into a subfolder; None without adapters, or if they are merged in `sources`.
     """
     weights = Weights(
         shapes={name: tuple(tensor.shape) for name, tensor in sources.items()},

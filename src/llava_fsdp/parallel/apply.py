@@ -41,7 +41,7 @@ class ParallelModel:
     compilations: Compilations | None = None
     """The counter of compiled graphs; None if the model's blocks are not compiled."""
     routers: RouterOutputs | None = None
-    """Keeps what the routers of a mixture of experts return; None: there are none, or they are not watched."""
+    """Keeps what the routers of a mixture of experts return; None: no routers, or they are not watched."""
     dynamic: DynamicCheckpointing | None = None
     """Chooses which blocks are recomputed; None unless `activation_checkpointing=dynamic`."""
     pipeline: Pipeline | None = None

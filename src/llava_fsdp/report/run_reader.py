@@ -71,7 +71,7 @@ class RunRecord:
 
     @property
     def about(self) -> dict[str, Any]:
-        """The most recent of `starts`; empty if there is none."""
+        """The most recent of `starts`; empty if the run has no starts."""
         return self.starts[-1] if self.starts else {}
 
     @property

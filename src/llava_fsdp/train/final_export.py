@@ -72,7 +72,7 @@ def export(state: TrainState, cfg: Config, is_first_rank: bool) -> Path:
 
     Trained weights are gathered one at a time. Frozen weights are read again from their source files, bit for bit. If
     the model has adapters, `output_dir/adapter` is written first, and the export is the base model with the adapters
-    merged into it (with `export.merge=false` there is none).
+    merged into it (with `export.merge=false` no model is exported).
 
     Returns:
         The folder of the export, or that of the adapter if there is no export.

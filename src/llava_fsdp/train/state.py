@@ -69,7 +69,7 @@ class TrainState:
     """None unless `activation_checkpointing=dynamic`."""
     held_out: HeldOut | None = None
     routers: RouterOutputs | None = None
-    """Keeps what the routers of a mixture of experts return; None: there are none, or they are not watched."""
+    """Keeps what the routers of a mixture of experts return; None: no routers, or they are not watched."""
     pipeline: Pipeline | None = None
     """This rank's stages of the model; None: it has the whole model."""
     elsewhere: dict[str, Elsewhere] = field(default_factory=dict)

@@ -481,7 +481,7 @@ def one_image(value: Any, location: ImageLocation | None) -> Any:
 
     Args:
         value: the path, or a struct with the field `path`.
-        location: location of the bytes; None if there are none.
+        location: location of the bytes; None if the value has no bytes.
     """
     path = value.get("path") if isinstance(value, dict) else value
     if location is None:

@@ -5,7 +5,7 @@ Arguments of many functions here:
     sources: stored values of the parameters, by name.
     rule: computes into how many tiles (square inputs of the vision tower) the model cuts an image, and which tokens the
         image gets.
-    adapted: LoRA adapters that are not merged; None: there are none.
+    adapted: LoRA adapters that are not merged; None without such adapters.
 """
 
 import gc

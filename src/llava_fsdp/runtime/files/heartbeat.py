@@ -47,7 +47,7 @@ class Beat:
     work: int
     """Number of collectives that the rank has started. Among ranks in the same phase, a late rank has started fewer."""
     detail: str
-    """The record or image that the rank is waiting for; empty if there is none."""
+    """The record or image that the rank is waiting for; empty if it waits for nothing."""
     count: int
     """Number of heartbeats written. It stops growing if the process is frozen."""
 

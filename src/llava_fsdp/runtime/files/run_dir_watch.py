@@ -66,7 +66,7 @@ class RunDirLock:
                 return None
 
     def find_folder(self) -> tuple[int, int]:
-        """Return the identity of the folder that is now at the run's path. Raises OSError if there is none."""
+        """Return the identity of the folder that is now at the run's path. Raises OSError if no folder is there."""
         try:
             return identity(os.stat(self.folder))
         except FileNotFoundError:

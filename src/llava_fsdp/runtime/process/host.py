@@ -95,7 +95,7 @@ def gpu_has_bf16(major: int, is_rocm: bool) -> bool:
 
 
 def process_memory(key: str) -> int:
-    """Return an entry of /proc/self/status, such as VmRSS, in bytes; 0 if there is none."""
+    """Return an entry of /proc/self/status, such as VmRSS, in bytes; 0 if the file has no such entry."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith(key + ":"):
