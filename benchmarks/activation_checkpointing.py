@@ -25,7 +25,7 @@ from memory import MODELS, write_model
 from llava_fsdp.config import ActivationCheckpointing, ActivationCheckpointingConfig, Config
 from llava_fsdp.data.loader import ModelShape
 from llava_fsdp.data.synthetic import SyntheticLoader, fullest, synthetic_step
-from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.llava.llava import Llava
 from llava_fsdp.parallel.malloc import return_freed_memory
 from llava_fsdp.parallel.parallelism import Parallelism
 from llava_fsdp.parallel.ranks.comm_volume import Traffic

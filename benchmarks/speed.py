@@ -35,7 +35,7 @@ from llava_fsdp.config import Config
 from llava_fsdp.data.batching.batch import MicroBatch, Step, StepFacts
 from llava_fsdp.data.batching.collate import boundaries
 from llava_fsdp.data.batching.packing import pack_step
-from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.llava.llava import Llava
 from llava_fsdp.parallel.local_shards import local_shards
 from llava_fsdp.parallel.ranks.mesh import distributed
 from llava_fsdp.plan.model_shapes import shapes_of

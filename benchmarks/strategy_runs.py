@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from llava_fsdp.config import Config, DType, ShardingConfig, Strategy
 from llava_fsdp.data.batching.batch import Step
-from llava_fsdp.model.llava import build_llava
+from llava_fsdp.model.llava.llava import build_llava
 from llava_fsdp.model.load_weights import find_weights, load_weights
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.model.weights.init_weights import computed_buffers, restore_buffers

@@ -8,7 +8,7 @@ from hydra import compose, initialize_config_dir
 from pages import DOCS, replaced, table
 
 from llava_fsdp.config import Config, Strategy, config_dir, load
-from llava_fsdp.model.llava import build_llava
+from llava_fsdp.model.llava.llava import build_llava
 from llava_fsdp.parallel.fsdp.parts import ModelParts
 from llava_fsdp.parallel.fsdp.weights import weights_of
 from llava_fsdp.parallel.memory.memory import NORMS, ROOT, Bytes, Weight, bytes_per_rank

@@ -39,7 +39,7 @@ from llava_fsdp.data.text.tokenizer import open_tokenizer
 from llava_fsdp.data.toy_shapes import draw_shapes
 from llava_fsdp.model.architecture import Architecture
 from llava_fsdp.model.flops import count_flops
-from llava_fsdp.model.llava import build_llava
+from llava_fsdp.model.llava.llava import build_llava
 from llava_fsdp.model.load_weights import find_weights, fingerprint, frozen_digests, load_weights
 from llava_fsdp.model.packed_attention.attention import choose_kernel
 from llava_fsdp.model.sources.pretrained import find_parts

@@ -10,7 +10,7 @@ import torch
 from harness import CPU
 from small import make_config
 
-from llava_fsdp.model.llava import build_llava
+from llava_fsdp.model.llava.llava import build_llava
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.train.setup.build_state import open_data

@@ -29,7 +29,7 @@ from llava_fsdp.data.text.tokenizer import open_tokenizer
 from llava_fsdp.export.main import export
 from llava_fsdp.export.write.formats import source_of_run
 from llava_fsdp.model.generation import PrefixCache, Sampling
-from llava_fsdp.model.llava import build_llava
+from llava_fsdp.model.llava.llava import build_llava
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.runtime.errors import ConfigError, DataError, ImageError, ModelError
 from llava_fsdp.train import main as train

@@ -27,7 +27,7 @@ from llava_fsdp.data.text.constants import IMAGE_ID
 from llava_fsdp.export.source_model import Opened
 from llava_fsdp.export.write.formats import SourceModel
 from llava_fsdp.model.generation import PrefixCache, Sampling
-from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.llava.llava import Llava
 from llava_fsdp.runtime.errors import DataError, OutOfMemory
 
 HOW = Sampling(max_new_tokens=5)

@@ -23,7 +23,7 @@ from llava_fsdp.data.text.conversation import asked_turns
 from llava_fsdp.data.text.encode import OriginalEncoder
 from llava_fsdp.data.text.tokenizer import open_tokenizer
 from llava_fsdp.data.validation_prompts import ask
-from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.llava.llava import Llava
 from llava_fsdp.runtime.errors import ConfigError, DataError, ImageError, SourceError
 from llava_fsdp.train.events.held_out.validation_answers import AnswerGenerator
 

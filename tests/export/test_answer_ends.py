@@ -26,7 +26,7 @@ from llava_fsdp.export.write.adapter_folder import small_files
 from llava_fsdp.export.write.chat_template import rehearse_images
 from llava_fsdp.export.write.formats import begin_hf, source_of_run
 from llava_fsdp.export.write.generation_file import check_ends
-from llava_fsdp.model.llava import build_llava
+from llava_fsdp.model.llava.llava import build_llava
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.runtime.errors import ModelError
 from llava_fsdp.runtime.files.provenance import check_folder

@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaModel
 from llava_fsdp.export.prove.check_causal import check_causal, what_is_seen
 from llava_fsdp.export.prove.small_copy import NoSmallCopy, shrink
 from llava_fsdp.model.config_key import ConfigKey
-from llava_fsdp.model.llava import Llava, build_llava
+from llava_fsdp.model.llava.llava import Llava, build_llava
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.runtime.errors import ModelError
 from llava_fsdp.train import main as train

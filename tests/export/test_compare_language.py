@@ -21,7 +21,7 @@ from llava_fsdp.config import LossConfig, LossKernel, Normalize
 from llava_fsdp.export.prove.compare_language import UnlikeOwnClass, check_text, text_difference
 from llava_fsdp.export.prove.verify_logits import load_copy
 from llava_fsdp.model import logit_change
-from llava_fsdp.model.llava import Llava, build_llava
+from llava_fsdp.model.llava.llava import Llava, build_llava
 from llava_fsdp.model.load_weights import find_weights
 from llava_fsdp.model.logit_change import LogitChange
 from llava_fsdp.model.sources.pretrained import find_parts, parts_of

@@ -18,7 +18,7 @@ from transformers import AutoConfig, PretrainedConfig
 from llava_fsdp.export.prove import compare_tower as compared
 from llava_fsdp.export.prove.compare_tower import compare_tower
 from llava_fsdp.export.prove.small_copy import NoSmallCopy
-from llava_fsdp.model.llava import Llava, build_llava
+from llava_fsdp.model.llava.llava import Llava, build_llava
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.model.vision_tower import build_vision_tower, selected_features
 from llava_fsdp.runtime.errors import ModelError

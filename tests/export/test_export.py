@@ -19,7 +19,7 @@ from weights import same, weights
 from llava_fsdp.data.text.tokenizer import open_tokenizer
 from llava_fsdp.export.main import export
 from llava_fsdp.export.write import formats, weights_writer
-from llava_fsdp.model.llava import build_llava
+from llava_fsdp.model.llava.llava import build_llava
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.model.sources.pretrained_config import read_model
 from llava_fsdp.model.weights.weight_names import original_name, ours

@@ -37,7 +37,7 @@ from llava_fsdp.export.prove.rehearsal import CannotBeExported
 from llava_fsdp.export.write import formats, weights_writer
 from llava_fsdp.export.write.formats import source_of_run
 from llava_fsdp.export.write.weights_writer import Weights, plan_files, publish_folder, renamed
-from llava_fsdp.model.llava import build_llava
+from llava_fsdp.model.llava.llava import build_llava
 from llava_fsdp.model.load_weights import find_weights, load_weights
 from llava_fsdp.model.packed_attention.attention import choose_kernel
 from llava_fsdp.model.sources.pretrained import find_parts

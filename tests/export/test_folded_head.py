@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlavaForCo
 
 from llava_fsdp.export.main import export
 from llava_fsdp.export.prove.verify_logits import load_copy
-from llava_fsdp.model.llava import build_llava
+from llava_fsdp.model.llava.llava import build_llava
 from llava_fsdp.model.load_weights import find_weights
 from llava_fsdp.model.logit_change import logit_change
 from llava_fsdp.model.sources import pretrained

@@ -31,7 +31,7 @@ from llava_fsdp.export.write.formats import (
 )
 from llava_fsdp.export.write.processor import as_older_release, write_preprocessor, write_tokenizer
 from llava_fsdp.export.write.weights_writer import Weights, renamed, write_shards
-from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.llava.llava import Llava
 from llava_fsdp.model.logit_change import LogitChange
 from llava_fsdp.model.parts import Parts
 from llava_fsdp.runtime.errors import ConfigError, ModelError

@@ -24,7 +24,7 @@ from llava_fsdp.data.text.detokenize import AnswerText
 from llava_fsdp.export.main import export
 from llava_fsdp.export.prove.verify_logits import load_copy
 from llava_fsdp.export.source_model import open_source
-from llava_fsdp.model.llava import build_llava
+from llava_fsdp.model.llava.llava import build_llava
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 from llava_fsdp.train import main as train

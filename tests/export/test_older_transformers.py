@@ -21,7 +21,7 @@ from llava_fsdp.export.prove.verify_logits import exported_logits
 from llava_fsdp.export.write.chat_template import PROBES, as_parts, as_text
 from llava_fsdp.export.write.formats import SourceModel, begin_hf, source_of_run
 from llava_fsdp.export.write.older_transformers import NEEDS_5, older_tokenizer, with_older_fields
-from llava_fsdp.model.llava import build_llava
+from llava_fsdp.model.llava.llava import build_llava
 from llava_fsdp.model.sources.pretrained import find_parts
 
 VERSION = "4.57.3"

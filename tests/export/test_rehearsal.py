@@ -33,7 +33,7 @@ from llava_fsdp.export.prove.small_copy import count_layers, shrink, shrink_imag
 from llava_fsdp.export.write.formats import SourceModel, begin_hf, hf_config, source_of_run
 from llava_fsdp.export.write.processor import check_image_tokens
 from llava_fsdp.export.write.weights_writer import Weights
-from llava_fsdp.model.llava import build_llava
+from llava_fsdp.model.llava.llava import build_llava
 from llava_fsdp.model.logit_change import LogitChange
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.model.vision_tower import build_vision_tower

@@ -13,7 +13,7 @@ from llava_fsdp.data.images.anyres import grid_sizes
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.export.write.formats import begin_hf, source_of_run
 from llava_fsdp.export.write.remarks import remarks_on, write_remarks
-from llava_fsdp.model.llava import build_llava
+from llava_fsdp.model.llava.llava import build_llava
 from llava_fsdp.model.sources.pretrained import find_parts
 
 ALL = tuple(grid_sizes([], 28, AspectRatio.anyres_max))

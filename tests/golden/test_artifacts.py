@@ -19,7 +19,7 @@ from transformers import LlavaForConditionalGeneration
 from llava_fsdp.data.text.tokenizer import open_tokenizer
 from llava_fsdp.export.main import export
 from llava_fsdp.export.prove.verify_logits import load_copy
-from llava_fsdp.model.llava import Llava, build_llava
+from llava_fsdp.model.llava.llava import Llava, build_llava
 from llava_fsdp.model.load_weights import find_weights
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.model.sources.pretrained_config import read_model

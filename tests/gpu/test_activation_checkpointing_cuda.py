@@ -11,7 +11,7 @@ from test_working_copy import BF16, assert_same_bits, build_run, run_steps, trai
 from torch import nn
 
 from llava_fsdp.config import ActivationCheckpointing, ActivationCheckpointingConfig
-from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.llava.llava import Llava
 from llava_fsdp.model.loss import chunked_loss, whole_loss
 from llava_fsdp.parallel.compile import choose_compiling
 from llava_fsdp.parallel.memory.activation_checkpoint import apply_activation_checkpointing

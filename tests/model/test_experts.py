@@ -23,7 +23,7 @@ from llava_fsdp.model.experts import (
     find_routers,
     samples_of_tokens,
 )
-from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.llava.llava import Llava
 from llava_fsdp.model.packed_attention.attention import attention_arguments
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 from llava_fsdp.train import main as train

@@ -23,7 +23,7 @@ from llava_fsdp.model.flops import (
     pairs_in_windows,
     trained_weights,
 )
-from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.llava.llava import Llava
 
 STAGE_1, STAGE_2 = "[projector]", "[projector,language]"
 TOWER = "[projector,language,vision]"

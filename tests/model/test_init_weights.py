@@ -6,7 +6,7 @@ import pytest
 import torch
 from small import make_config
 
-from llava_fsdp.model.llava import build_llava
+from llava_fsdp.model.llava.llava import build_llava
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.model.weights.init_weights import Drawn, DrawRule, Rule, draw_rule
 

@@ -17,9 +17,9 @@ from llava_fsdp.model.adapters.lora import check_gradients
 from llava_fsdp.model.adapters.lora_files import AdapterFolder, check_meaning, started_from
 from llava_fsdp.model.adapters.lora_merge import Merged
 from llava_fsdp.model.adapters.lora_names import ADAPTER, LORA_A, LORA_B, MAGNITUDE, is_adapter, module_of
-from llava_fsdp.model.llava import Llava, build_llava
+from llava_fsdp.model.adapters.sample_dropout import SampleDropout, TokenKeys
+from llava_fsdp.model.llava.llava import Llava, build_llava
 from llava_fsdp.model.load_weights import find_weights
-from llava_fsdp.model.sample_dropout import SampleDropout, TokenKeys
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 from llava_fsdp.train.final_export import MemoryTensor

@@ -7,7 +7,7 @@ import pytest
 from small import Configure
 
 from llava_fsdp.model.architecture import Ability, check_abilities
-from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.llava.llava import Llava
 from llava_fsdp.runtime.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2] / "src/llava_fsdp"

@@ -17,8 +17,8 @@ from transformers.models.internvl.modeling_internvl import InternVLMultiModalPro
 
 from llava_fsdp.config import AspectRatio
 from llava_fsdp.export.write.formats import check_hf, check_original
-from llava_fsdp.model.llava import Llava, build_llava
-from llava_fsdp.model.projector import Projector, pixel_shuffle
+from llava_fsdp.model.llava.llava import Llava, build_llava
+from llava_fsdp.model.llava.projector import Projector, pixel_shuffle
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.model.weights.init_weights import DrawRule, Rule, draw_rule
 from llava_fsdp.model.weights.weight_names import in_adapter, ours, ours_in_adapter

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from llava_fsdp.config import Config, Part, QuantizeConfig, Quantizer
 from llava_fsdp.model.adapters.lora import linear_layers
-from llava_fsdp.model.llava import build_llava
+from llava_fsdp.model.llava.llava import build_llava
 from llava_fsdp.model.load_weights import find_weights, fingerprint, frozen_digests, load_weights
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.model.weights.quantization import (

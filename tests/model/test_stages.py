@@ -15,7 +15,7 @@ from llava_fsdp.config import (
     PipelineSchedule,
 )
 from llava_fsdp.model.flops import Flops, count_flops
-from llava_fsdp.model.llava import Llava, build_llava
+from llava_fsdp.model.llava.llava import Llava, build_llava
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.parallel.pipeline.stages import (
     Passed,

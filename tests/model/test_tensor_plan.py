@@ -7,8 +7,8 @@ import torch
 from small import changed_parts, make_config
 
 from llava_fsdp.data.batching.collate import boundaries
-from llava_fsdp.model.llava import build_llava
-from llava_fsdp.model.sample_dropout import SampleDropout
+from llava_fsdp.model.adapters.sample_dropout import SampleDropout
+from llava_fsdp.model.llava.llava import build_llava
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.parallel.tensor.tensor_cut import Cut
 from llava_fsdp.parallel.tensor.tensor_plan import between_layers, divide_dropout, tensor_plan

@@ -15,7 +15,7 @@ from tiers import slow_after
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from llava_fsdp.export.prove.verify_logits import load_copy
-from llava_fsdp.model.llava import Llava, build_llava
+from llava_fsdp.model.llava.llava import Llava, build_llava
 from llava_fsdp.model.load_weights import find_weights
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.runtime.errors import ModelError

@@ -15,7 +15,7 @@ from steps import agreed_steps
 from tiers import slow_after
 
 from llava_fsdp.model.blocks import find_blocks
-from llava_fsdp.model.llava import Llava, build_llava
+from llava_fsdp.model.llava.llava import Llava, build_llava
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.train import main as train

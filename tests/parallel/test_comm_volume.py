@@ -12,7 +12,7 @@ from tiers import slow_after
 from torch.distributed import _functional_collectives
 
 from llava_fsdp.config import Config
-from llava_fsdp.model.llava import build_llava
+from llava_fsdp.model.llava.llava import build_llava
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.parallel.fsdp.parts import parts_of
 from llava_fsdp.parallel.fsdp.weights import weights_of

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from llava_fsdp.checkpoint.reader import saved_weights
 from llava_fsdp.checkpoint.verify import verify
 from llava_fsdp.config import Config
-from llava_fsdp.model.llava import build_llava
+from llava_fsdp.model.llava.llava import build_llava
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.parallel.memory.memory import bytes_per_rank
 from llava_fsdp.parallel.precision import fp8

@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from llava_fsdp.checkpoint.reader import saved_weights
 from llava_fsdp.checkpoint.verify import verify
-from llava_fsdp.model.llava import build_llava
+from llava_fsdp.model.llava.llava import build_llava
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.parallel.precision import int8_mixed
 from llava_fsdp.parallel.precision.int8_mixed import PADDED_TO, Int8Linear, check_int8_mixed, multiply_in_int8

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from llava_fsdp.config import Config, MomentDType
-from llava_fsdp.model.llava import build_llava
+from llava_fsdp.model.llava.llava import build_llava
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.model.weights.quantization import quantized_weights
 from llava_fsdp.parallel.fsdp.parts import ModelParts, parts_of

@@ -34,7 +34,7 @@ from test_adapters import EVERY_ROW, LORA
 from tiers import slow_after
 
 from llava_fsdp.config import Config, ParallelConfig, PipelineSchedule
-from llava_fsdp.model.llava import build_llava
+from llava_fsdp.model.llava.llava import build_llava
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.parallel.local_shards import local
 from llava_fsdp.parallel.parallelism import Parallelism

@@ -11,7 +11,7 @@ from steps import begin
 from torch.distributed.fsdp import FSDPModule
 
 from llava_fsdp.config import Config, ShardingConfig, Strategy
-from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.llava.llava import Llava
 from llava_fsdp.parallel.fsdp.unit_settings import describe_units, useless_settings
 from llava_fsdp.parallel.fsdp.units import block_names, gather_ahead, units_of_blocks
 from llava_fsdp.parallel.local_shards import local

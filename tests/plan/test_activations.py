@@ -13,7 +13,7 @@ from tiers import slow_after
 from torch.utils._pytree import tree_map_only
 
 from llava_fsdp.config import ActivationCheckpointing, ActivationCheckpointingConfig
-from llava_fsdp.model.llava import build_llava
+from llava_fsdp.model.llava.llava import build_llava
 from llava_fsdp.parallel.compile import Compilations
 from llava_fsdp.parallel.memory.activation_checkpoint import apply_activation_checkpointing
 from llava_fsdp.parallel.memory.memory import OUTPUT

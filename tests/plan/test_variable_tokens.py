@@ -22,7 +22,7 @@ from llava_fsdp.data.index.statistics import write_report
 from llava_fsdp.data.loader import ModelShape, build_loader
 from llava_fsdp.data.synthetic import fullest, synthetic_step
 from llava_fsdp.model.flops import count_flops
-from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.llava.llava import Llava
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.plan import workload
 from llava_fsdp.plan.planner import peak

@@ -14,7 +14,7 @@ from small import make_config
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig
 
 from llava_fsdp.config import Config
-from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.llava.llava import Llava
 from llava_fsdp.model.load_weights import load_weights
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.model.weights.init_weights import computed_buffers, restore_buffers

@@ -14,7 +14,7 @@ from small import make_config
 from tiers import slow_after
 
 from llava_fsdp.config import Config
-from llava_fsdp.model.llava import build_llava
+from llava_fsdp.model.llava.llava import build_llava
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.parallel.fsdp.parts import parts_of
 from llava_fsdp.parallel.fsdp.weights import weights_of

@@ -12,9 +12,9 @@ from torch.nn import functional
 
 import llava_fsdp
 from llava_fsdp.config import Config, LossConfig, LossKernel
+from llava_fsdp.model.llava.own_parts import OwnParts, make_projector, own_loss
 from llava_fsdp.model.logit_change import LogitChange
 from llava_fsdp.model.loss import LossCollector, whole_loss
-from llava_fsdp.model.own_parts import OwnParts, make_projector, own_loss
 from llava_fsdp.runtime.errors import CheckpointError, ConfigError, SourceError
 from llava_fsdp.train.setup.own_source import with_source
 

@@ -20,7 +20,7 @@ from llava_fsdp.data.batching.batch import MicroBatch
 from llava_fsdp.data.batching.collate import boundaries, packed
 from llava_fsdp.data.text.constants import IGNORE
 from llava_fsdp.data.text.encode import Sample
-from llava_fsdp.model.llava import build_llava
+from llava_fsdp.model.llava.llava import build_llava
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.train import main as train

@@ -12,7 +12,7 @@ from small import config_of
 
 from llava_fsdp.config import Config, DType, LoraBias, LoraConfig, QuantizeConfig, Quantizer, ScalerConfig
 from llava_fsdp.model.adapters.lora_names import LORA_A, LORA_B
-from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.llava.llava import Llava
 from llava_fsdp.parallel.memory.memory import Weight
 from llava_fsdp.runtime.errors import ConfigError, DataError
 from llava_fsdp.train.checkpoints import resume

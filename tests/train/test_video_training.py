@@ -19,7 +19,7 @@ from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.index.token_pass import EncodeRecords
 from llava_fsdp.data.problems import BITS, Kind
 from llava_fsdp.data.records.record import is_video
-from llava_fsdp.model.llava import build_llava
+from llava_fsdp.model.llava.llava import build_llava
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.runtime.errors import DataError
 from llava_fsdp.train import main as train

@@ -33,7 +33,7 @@ from llava_fsdp.export.write.adapter_folder import whole_rows
 from llava_fsdp.model.adapters.lora import import_peft
 from llava_fsdp.model.adapters.lora_files import ADAPTER_CONFIG, ADAPTER_FILES, FOLDER
 from llava_fsdp.model.adapters.lora_names import is_adapter, without_base
-from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.llava.llava import Llava
 from llava_fsdp.model.sources.llava_v1_5_config import write_json
 from llava_fsdp.model.weights.conversions import whole_model_of
 from llava_fsdp.model.weights.weight_names import PEFT

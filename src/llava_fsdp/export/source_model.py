@@ -38,7 +38,7 @@ from llava_fsdp.model.adapters import lora_files as adapter
 from llava_fsdp.model.adapters.base_config import BASE_OPTION, check_base_config
 from llava_fsdp.model.adapters.lora_files import AdapterFolder, is_adapter_folder, open_adapter
 from llava_fsdp.model.adapters.lora_names import BASE, is_adapter, module_of, without_base
-from llava_fsdp.model.llava import Llava, build_llava
+from llava_fsdp.model.llava.llava import Llava, build_llava
 from llava_fsdp.model.load_weights import (
     NEWLINE,
     PROJECTOR_PREFIX,

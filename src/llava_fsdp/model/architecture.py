@@ -13,11 +13,11 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from llava_fsdp.config import Config, LinearKind, ModelConfig, Part, Quantizer
+from llava_fsdp.model.adapters.sample_dropout import TokenKeys
 from llava_fsdp.model.experts import find_experts
 from llava_fsdp.model.loss import LabelLoss
 from llava_fsdp.model.packed_attention.attention import Kernel
 from llava_fsdp.model.parts import Parts
-from llava_fsdp.model.sample_dropout import TokenKeys
 from llava_fsdp.runtime.errors import ConfigError
 
 ImageInputs = Mapping[str, torch.Tensor]

@@ -4,8 +4,8 @@ import torch
 
 from llava_fsdp.config import LossConfig, ModelConfig
 from llava_fsdp.model.architecture import Architecture
-from llava_fsdp.model.llava import build_llava
-from llava_fsdp.model.own_parts import NONE, OwnParts
+from llava_fsdp.model.llava.llava import build_llava
+from llava_fsdp.model.llava.own_parts import NONE, OwnParts
 from llava_fsdp.model.packed_attention.attention import Kernel
 from llava_fsdp.model.parts import Parts
 

@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 from llava_fsdp.config import Part
 from llava_fsdp.model.architecture import Architecture
 from llava_fsdp.model.blocks import find_blocks
-from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.llava.llava import Llava
 from llava_fsdp.model.packed_attention.attention import head_size, layers_with_window
 from llava_fsdp.model.vision_tower import image_size, patch_size
 from llava_fsdp.model.weights.quantization import weight_shape

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from llava_fsdp.config import AUTO, Config, DType, Format
 from llava_fsdp.config.paths import check_same_settings
 from llava_fsdp.data.text.jinja_template import OWN
-from llava_fsdp.model.own_parts import NONE, OwnParts
+from llava_fsdp.model.llava.own_parts import NONE, OwnParts
 from llava_fsdp.parallel.memory.offload import explained_memory_errors
 from llava_fsdp.parallel.parallelism import Parallelism
 from llava_fsdp.parallel.precision.fast_dtype import has_bf16, settle_precision, slow_dtype

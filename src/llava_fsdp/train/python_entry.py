@@ -21,7 +21,7 @@ from llava_fsdp.train.run import end_run
 from llava_fsdp.train.state import StepResult
 
 if TYPE_CHECKING:
-    from llava_fsdp.model.own_parts import ProjectorFactory, TokenLoss
+    from llava_fsdp.model.llava.own_parts import ProjectorFactory, TokenLoss
     from llava_fsdp.train.events.held_out.answer_metric import ScoreFunction
     from llava_fsdp.train.main import RunParts
     from llava_fsdp.train.setup.own_source import RecordSource
@@ -103,7 +103,7 @@ def train(
     """
     if cfg.dry_run is not None:
         raise ConfigError("dry_run=N prints a report and trains nothing; leave it out, or use `llava-fsdp train`")
-    from llava_fsdp.model.own_parts import OwnParts
+    from llava_fsdp.model.llava.own_parts import OwnParts
     from llava_fsdp.train import main
     from llava_fsdp.train.final_export import folder_of
 

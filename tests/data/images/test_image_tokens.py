@@ -19,7 +19,7 @@ from transformers.models.llava_onevision.processing_llava_onevision import Llava
 from llava_fsdp.config import AspectRatio, PatchMerge
 from llava_fsdp.data.images.anyres import best_size, grid_sizes
 from llava_fsdp.data.images.image_tokens import NEWLINE_ROW, ImageTokens, join_tokens
-from llava_fsdp.model.llava import take_features
+from llava_fsdp.model.llava.llava import take_features
 
 TILE, SIDE = 28, 2
 SIZES = tuple(grid_sizes([], TILE))

@@ -25,7 +25,7 @@ from llava_fsdp.export.prove.small_copy import MOST_PARAMETERS, NoSmallCopy, cou
 from llava_fsdp.export.prove.verify_logits import load_copy, relative_difference
 from llava_fsdp.model.architecture import Architecture
 from llava_fsdp.model.config_key import ConfigKey
-from llava_fsdp.model.llava import build_llava
+from llava_fsdp.model.llava.llava import build_llava
 from llava_fsdp.model.logit_change import keys_that_change
 from llava_fsdp.model.parts import Parts
 from llava_fsdp.model.sources.pretrained import parts_of, read_config, text_config

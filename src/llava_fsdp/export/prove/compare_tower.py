@@ -15,7 +15,7 @@ from llava_fsdp.config import Feature
 from llava_fsdp.export.prove.small_copy import NoSmallCopy, scale, shrink, shrink_tower
 from llava_fsdp.model.architecture import Architecture
 from llava_fsdp.model.config_key import ConfigKey
-from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.llava.llava import Llava
 from llava_fsdp.model.sources.pretrained import read_config
 from llava_fsdp.model.vision_tower import build_vision_tower, image_size, probe_vision_config, selected_features
 from llava_fsdp.model.weights.init_weights import computed_buffers, restore_buffers

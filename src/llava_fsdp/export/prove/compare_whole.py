@@ -17,7 +17,7 @@ from llava_fsdp.export.prove.small_copy import small_copy
 from llava_fsdp.export.prove.verify_logits import exported_logits, load_copy, logits, random_rows, relative_difference
 from llava_fsdp.export.write.formats import SourceModel
 from llava_fsdp.model.architecture import Architecture
-from llava_fsdp.model.llava import build_llava
+from llava_fsdp.model.llava.llava import build_llava
 from llava_fsdp.model.parts import read_json
 from llava_fsdp.model.sources.llava_v1_5_config import is_original
 from llava_fsdp.model.sources.pretrained import read_llava_config

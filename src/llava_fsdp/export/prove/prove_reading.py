@@ -22,7 +22,7 @@ from llava_fsdp.export.prove.verify_logits import (
     open_export,
     random_rows,
 )
-from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.llava.llava import Llava
 from llava_fsdp.model.parts import read_json
 from llava_fsdp.model.sources.llava_v1_5_config import is_original
 from llava_fsdp.model.sources.pretrained import read_config

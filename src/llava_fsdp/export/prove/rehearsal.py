@@ -30,7 +30,7 @@ from llava_fsdp.export.write.formats import SourceModel, begin_hf, hf_config, wr
 from llava_fsdp.export.write.processor import TokenIds, check_image_tokens, has_tokenizer, preprocessor_fields
 from llava_fsdp.export.write.weights_writer import Weights
 from llava_fsdp.model.adapters.lora_names import is_adapter, without_base
-from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.llava.llava import Llava
 from llava_fsdp.model.sources.exportable import why_not_original
 from llava_fsdp.model.weights.conversions import check_runs, plan_save
 from llava_fsdp.model.weights.lazy_tensor import Box

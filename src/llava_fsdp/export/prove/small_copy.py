@@ -14,7 +14,7 @@ from llava_fsdp.config import ModelConfig, QuantizeConfig
 from llava_fsdp.export.write.formats import SourceModel
 from llava_fsdp.model.adapters.lora_names import LORA_B
 from llava_fsdp.model.blocks import find_blocks
-from llava_fsdp.model.llava import Llava, build_llava
+from llava_fsdp.model.llava.llava import Llava, build_llava
 from llava_fsdp.model.vision_tower import image_size, patch_size
 from llava_fsdp.model.weights.init_weights import Drawn, DrawRule, Rule
 from llava_fsdp.runtime.errors import ModelError

@@ -49,7 +49,7 @@ from llava_fsdp.export.write.processor import (
 )
 from llava_fsdp.export.write.remarks import remarks_on, write_remarks
 from llava_fsdp.export.write.weights_writer import Weights, renamed, write_projector, write_shards
-from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.llava.llava import Llava
 from llava_fsdp.model.load_weights import PROJECTOR_PREFIX
 from llava_fsdp.model.parts import Parts, read_json
 from llava_fsdp.model.sources.exportable import (

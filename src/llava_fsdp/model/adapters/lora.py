@@ -17,9 +17,9 @@ from torch.func import functional_call
 
 from llava_fsdp.config import LoraBias, LoraConfig, Part
 from llava_fsdp.model.adapters.lora_names import ADAPTER, is_adapter
+from llava_fsdp.model.adapters.sample_dropout import SampleDropout, TokenKeys
 from llava_fsdp.model.blocks import find_blocks
 from llava_fsdp.model.packed_attention.attention import NothingPacked, attention_arguments, in_bf16
-from llava_fsdp.model.sample_dropout import SampleDropout, TokenKeys
 from llava_fsdp.model.vision_tower import hidden_state
 from llava_fsdp.runtime.errors import ConfigError
 

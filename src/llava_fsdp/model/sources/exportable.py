@@ -7,7 +7,7 @@ from pathlib import Path
 from transformers import InternVLVisionConfig
 
 from llava_fsdp.config import AspectRatio, PatchMerge
-from llava_fsdp.model.llava import Llava
+from llava_fsdp.model.llava.llava import Llava
 from llava_fsdp.model.logit_change import keys_that_change
 from llava_fsdp.model.parts import Parts, read_json
 from llava_fsdp.model.sources.llava_v1_5_config import is_original, rope

@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from llava_fsdp.config import Config, ModelConfig, load
 from llava_fsdp.config.command_line.renamed import present_tree
 from llava_fsdp.model.adapters.lora_files import is_adapter_folder
-from llava_fsdp.model.llava import Llava, build_llava
+from llava_fsdp.model.llava.llava import Llava, build_llava
 from llava_fsdp.model.parts import Parts
 from llava_fsdp.model.sources.exportable import check_projector, error_of, why_not_hf, why_not_original
 from llava_fsdp.runtime.errors import ConfigError, ModelError

@@ -18,10 +18,10 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from llava_fsdp.model.adapters.lora_names import ADAPTER
+from llava_fsdp.model.adapters.sample_dropout import SampleDropout
 from llava_fsdp.model.architecture import Architecture
 from llava_fsdp.model.blocks import find_blocks
 from llava_fsdp.model.experts import find_experts
-from llava_fsdp.model.sample_dropout import SampleDropout
 from llava_fsdp.parallel.tensor.tensor_cut import Cut
 from llava_fsdp.runtime.errors import ConfigError
 

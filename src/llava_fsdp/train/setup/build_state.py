@@ -12,8 +12,8 @@ from llava_fsdp.data.validation_set import Choose, HeldOut, open_held_out, warn_
 from llava_fsdp.export.check_folders import check_artifacts
 from llava_fsdp.export.write import adapter_folder
 from llava_fsdp.model.architecture import Architecture
+from llava_fsdp.model.llava.own_parts import NONE, OwnParts
 from llava_fsdp.model.load_weights import fingerprint, frozen_digests, load_weights
-from llava_fsdp.model.own_parts import NONE, OwnParts
 from llava_fsdp.model.sources.pretrained import artifacts_of
 from llava_fsdp.model.weights.quantization import quantized_weights
 from llava_fsdp.parallel.apply import Fill, apply_parallelism

@@ -19,8 +19,8 @@ from llava_fsdp.export.prove.rehearsal import rehearse_hf
 from llava_fsdp.export.write.folded_head import is_rounded
 from llava_fsdp.export.write.formats import source_of_run
 from llava_fsdp.model.architecture import Architecture
+from llava_fsdp.model.llava.own_parts import NONE, OwnParts
 from llava_fsdp.model.load_weights import find_weights
-from llava_fsdp.model.own_parts import NONE, OwnParts
 from llava_fsdp.model.parts import Parts
 from llava_fsdp.model.sources.pretrained import NoProjector, UnfinishedRun, find_parts, find_projector
 from llava_fsdp.model.weights.tensor_files import Stored

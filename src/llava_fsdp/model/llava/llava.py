@@ -9,12 +9,14 @@ from transformers import AutoModel, PretrainedConfig
 
 from llava_fsdp.config import LossConfig, ModelConfig, Part, PatchMerge, Quantizer, part_and_blocks
 from llava_fsdp.model.adapters.lora import add_adapters, check_gradients, linear_layers, trained_with_adapters
+from llava_fsdp.model.adapters.sample_dropout import TokenKeys
 from llava_fsdp.model.architecture import Architecture, ImageInputs, NamedPart
 from llava_fsdp.model.blocks import find_blocks
 from llava_fsdp.model.config_key import ConfigKey
 from llava_fsdp.model.experts import find_routers
+from llava_fsdp.model.llava.own_parts import NONE, OwnParts, make_projector, own_loss
+from llava_fsdp.model.llava.projector import Projector, check_can_be_shuffled
 from llava_fsdp.model.loss import LabelLoss, LossCollector, OutputLayer, choose_loss, whole_loss
-from llava_fsdp.model.own_parts import NONE, OwnParts, make_projector, own_loss
 from llava_fsdp.model.packed_attention.attention import (
     CachedRows,
     Kernel,
@@ -26,8 +28,6 @@ from llava_fsdp.model.packed_attention.attention import (
     register_attention,
 )
 from llava_fsdp.model.parts import Parts
-from llava_fsdp.model.projector import Projector, check_can_be_shuffled
-from llava_fsdp.model.sample_dropout import TokenKeys
 from llava_fsdp.model.vision_tower import build_vision_tower, probe_vision_config, selected_features
 from llava_fsdp.model.weights.quantization import quantize_layers
 from llava_fsdp.runtime.errors import ConfigError, ModelError
