@@ -230,7 +230,8 @@ def run_block(
     **kwargs: Any,
 ) -> Any:
     """Run a block's forward: compiled if gradients are enabled, else uncompiled. Dynamo compiles a block at most eight
-    times, and validation must not use up these compilations.
+    times, and neither validation nor a rare shape must use up these compilations. Shapes are rare whose rows have one
+    token, and those of one row unless every batch has one: torch compiles again for a dimension of size 1.
 
     Args:
         compiled: the compiled forward of the block's class, which also takes the block.

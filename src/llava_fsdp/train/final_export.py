@@ -127,7 +127,8 @@ def export(state: TrainState, cfg: Config, is_first_rank: bool) -> Path:
 
 def how_to_go_on(cfg: Config, final: Path, staged: Path) -> str:
     """Return the end of an error message about a refused export: where its files and the trained weights are, and the
-    command that writes the export from the last checkpoint without comparing it."""
+    command that writes the export from the last checkpoint without comparing it. The command has no `dtype` if it does
+    not know that of `export.dtype`."""
     dtype = f"dtype={cfg.export.dtype.value}" if cfg.export.dtype.value in [kept.value for kept in KeptDType] else ""
     replaced = "overwrite=true" if final.exists() else ""
     words = f"source={cfg.output_dir}", f"to={final}", dtype, "verify=false", replaced
@@ -309,6 +310,7 @@ def check_copy(trained: torch.Tensor, live: torch.Tensor, cfg: Config, compute: 
     """
     found = distance(trained, live)
     in_fp32 = cfg.precision.param_dtype is DType.fp32 and cfg.precision.linear is LinearKind.same
+    # with fewer bits, single logits may differ by much, so that only the mean difference is bounded
     if not (found.largest <= CLOSE if in_fp32 else found.mean <= FAR):
         raise ModelError(
             f"a copy of the trained weights has other logits than the model in training: they differ by "
@@ -452,6 +454,7 @@ def plain_model(state: TrainState) -> Architecture:
 
 
 def writer_of(state: TrainState, cfg: Config) -> AdapterWriter:
+    """Return what writes the run's LoRA adapters into a folder: everything that a folder has beside the tensors."""
     names = adapter_tensors(cfg.model, state.trained, state.sources)
     source = source_of_run(whole_model(state), cfg, state.run, state.step)
     return AdapterWriter(

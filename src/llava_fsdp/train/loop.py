@@ -122,7 +122,7 @@ def train_step(
         # The only place in a step where the host waits for the device (except for the norm, if weights are in host
         # memory).
         expert_numbers, state.expert_loads = experts.summed()
-        counted = state.parallelism.ranks_per_loss
+        counted = state.parallelism.ranks_per_loss  # so many ranks add the same losses to the sum over all ranks
         losses = summed(loss_sum / counted), loss_sum, norm.to(loss_sum.device)
         values = *losses, *(sources.summed() / counted), *expert_numbers
         loss, own_loss, grad_norm, *others = torch.stack(values).tolist()
@@ -178,7 +178,8 @@ def run_micro_batches(
     experts: ExpertSums,
 ) -> torch.Tensor:
     """Run the forward and backward passes of a step's micro-batches, one after the other, and add their losses to
-    `sources` and `experts`. Return this rank's part of the loss, float32 []. `scale`: the loss scale."""
+    `sources` and `experts`. Return this rank's part of the loss of the labels, float32 []: without the load-balance
+    loss of experts, which is trained too, and without `scale`, the loss scale."""
     loss_sum = torch.zeros((), device=state.loader.device)
     for number, micro in enumerate(step.micro_batches, start=1):
         begin_micro_batch(state.model, state.parallelism.plan, is_last=number == len(step.micro_batches))

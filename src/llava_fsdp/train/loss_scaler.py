@@ -56,7 +56,8 @@ class LossScaler:
         self.steps += 1
 
     def lower(self, step: int) -> None:
-        """Count an overflow, and halve a dynamic scale if there were enough. Raises NumericError at the minimum."""
+        """Count an overflow, and halve a dynamic scale at every overflow from the `cfg.hysteresis`-th on. A fixed scale
+        stays. Raises NumericError at the minimum."""
         if not self.is_dynamic:
             return
         if self.hysteresis > 1:

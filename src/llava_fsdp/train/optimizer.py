@@ -91,7 +91,7 @@ def build_optimizer(
 
     Args:
         masters: the weights to update.
-        is_part: whether the model is a part of one that is divided among ranks, in which nothing may train.
+        is_part: whether the model is one of several stages. A stage need not have trainable parameters.
         compiled: whether torch.compile makes the kernels that convert int8 moments.
     """
     optim = cfg.optim
@@ -104,8 +104,8 @@ def build_optimizer(
     if not groups and not is_part:
         raise ConfigError("model.train leaves nothing to train")
     settings = [
-        {"params": parameters, "base_lr": lr, "lr": lr, "weight_decay": 0.0 if plain else optim.weight_decay}
-        for (plain, lr), parameters in (groups or {(True, optim.lr): []}).items()
+        {"params": parameters, "base_lr": lr, "lr": lr, "weight_decay": 0.0 if undecayed else optim.weight_decay}
+        for (undecayed, lr), parameters in (groups or {(True, optim.lr): []}).items()  # torch refuses to have no group
     ]
     betas = optim.beta1, optim.beta2
     if (cfg.precision.master_dtype, cfg.precision.moment_dtype) == (MasterDType.fp32, MomentDType.fp32):

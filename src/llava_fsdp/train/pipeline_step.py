@@ -126,8 +126,8 @@ def run_pipeline(
     experts: ExpertSums,
 ) -> torch.Tensor:
     """Run the forward and backward passes of a step's micro-batches, and add their losses to `sources` and `experts`.
-    Return this rank's part of the loss, float32 [], which is 0 without the last stage. `scale`: the loss scale.
-    Collective."""
+    Return this rank's part of the loss of the labels, float32 []: 0 without the last stage, and without the loss scale
+    `scale` and the load-balance loss of experts. Collective."""
     assert state.pipeline is not None
     work = TrainingWork(state, step.micro_batches, scale, sources, experts)
     state.pipeline.run(work, [shape_of(micro) for micro in step.micro_batches])
@@ -138,7 +138,7 @@ def evaluate(
     state: TrainState, micro: MicroBatch, loader: Any = None, return_logits: bool = False
 ) -> torch.Tensor | None:
     """Run the forward pass of a micro-batch without gradients, and return its sum of losses, or its logits; None on
-    ranks that do not have the last stage. Collective. `loader`: None: that of the training."""
+    ranks that do not have the last stage. Collective. `loader` moves it to the device; None: the training's loader."""
     loader = loader if loader is not None else state.loader
     if state.pipeline is not None:
         work = EvaluationWork(lambda stage: to_device(loader, stage, micro).inputs, return_logits)

@@ -114,7 +114,7 @@ class Ulysses:
     def __call__(
         self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: PackedRow
     ) -> torch.Tensor:
-        """[1, heads, own positions, width] of query, key and value -> [1, own positions, heads, width]"""
+        """Attend: query, key, value [1, heads, own positions, width] -> [1, own positions, heads, width]."""
         repeats = self.size // math.gcd(key.shape[1], self.size)
         if repeats > 1:  # the ranks cannot divide the key heads evenly: repeat them until they can
             key, value = (part.repeat_interleave(repeats, dim=1) for part in (key, value))
@@ -211,7 +211,7 @@ class GatheredKeys:
     def __call__(
         self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: PackedRow
     ) -> torch.Tensor:
-        """[1, heads, own positions, width] of query, key and value -> [1, own positions, heads, width]"""
+        """Attend: query, key, value [1, heads, own positions, width] -> [1, own positions, heads, width]."""
         key, value = self.gathered(key), self.gathered(value)
         queries = query.split([part.tokens for part in self.row_chunks.each], dim=2)
         found = []

@@ -75,11 +75,12 @@ class DynamicBlock(ActivationWrapper):
     """Wrapper around a block that recomputes it in the backward pass or keeps its activations."""
 
     def __init__(self, block: nn.Module, device: torch.device):
+        """Wrap a block. With the limit of 0 elements, at which it begins, every input is recomputed."""
         super().__init__(block)
         self.device = device
         self.limit = Limit(0, 0)
         self.had_larger = False
-        """Whether an input was larger than the limit since this was last reset."""
+        """Whether an input was above `limit` since this was last reset. Only inputs with gradients count."""
         self.measures = False
         """Whether one more forward pass is measured before each recomputation."""
         self.runs: list[tuple[torch.Size, int, Callable[[], float]]] = []
@@ -154,11 +155,12 @@ class DynamicCheckpointing:
         """Begin with every block recomputed. `stacks` has the wrapped blocks, the language model's first."""
         assert cfg.budget is not None, "checked by the configuration"
         self.blocks = [block for stack in stacks for block in stack if isinstance(block, DynamicBlock)]
-        self.share, self.world = cfg.budget, world
+        self.world, self.share = world, cfg.budget
+        """`share` of the device's memory that is free after the measurements is given to activations."""
         self.steps = 0
         """Number of steps of this process that have updated weights."""
         self.steps_with_larger = 0
-        """Number of steps in which a block that keeps its activations had a larger input, on this rank."""
+        """Number of steps in which a block that keeps its activations had an input above its limit, on this rank."""
         self.kept: KeptBlocks | None = None
         """None until the choice is made."""
 
@@ -170,7 +172,7 @@ class DynamicCheckpointing:
             return
         self.steps += not skipped
         for block in self.blocks:
-            block.measures = FIRST <= self.steps + 1 <= LAST
+            block.measures = FIRST <= self.steps + 1 <= LAST  # in the next step
         if self.steps == LAST:
             own = [block.measured() for block in self.blocks], memory_left(self.world)
             ranks = gathered(own)

@@ -104,8 +104,9 @@ class Weight:
         return sharded_dimension(own, self.own_shards(shards), self.moments)
 
     def local(self, shards: int, rank: int) -> int:
-        """Return the number of elements on rank `rank` of the `shards` ranks over which FSDP shards weights: on the
-        first of those that compute layers together. FSDP splits dimension 0 like `torch.chunk`, dimension 1 evenly."""
+        """Return the number of elements of this parameter on rank `rank` of the `shards` ranks over which FSDP shards
+        weights. With tensor parallelism each of these stands for `tensor` ranks, and the first of them is meant. FSDP
+        splits dimension 0 like `torch.chunk`, dimension 1 evenly."""
         own, place = self.own_shards(shards), rank * self.tensor // self.sharers
         if own == 1 or self.dimension(shards) == 1:
             return self.gathered // own
@@ -137,8 +138,8 @@ def sharded_dimension(shape: Sequence[int], shards: int, moments: MomentDType | 
 
 
 def divided_weights(weights: Mapping[str, Weight], plan: Mapping[str, Cut], size: int, index: int) -> dict[str, Weight]:
-    """Return the part of every parameter that rank `index` of `size` has under tensor parallelism, by name. `plan` has
-    the names of modules and of single parameters."""
+    """Return the part of every parameter that rank `index` of `size` has under tensor parallelism, by name. `plan`:
+    name of a module or of a parameter -> how it is divided; every rank has the whole of those that it does not name."""
     found = {}
     for name, weight in weights.items():
         owner, _, leaf = name.rpartition(".")

@@ -76,6 +76,7 @@ class Offload:
     """Places this rank's parameters, gradients and moments where the setting `offload` says."""
 
     def __init__(self, cfg: Config, device: torch.device):
+        """Read the setting. Memory is reserved by `materialize` and `optimizer`."""
         self.mode = cfg.offload.mode
         self.device = device
         self.pin = device.type == "cuda"
@@ -83,7 +84,7 @@ class Offload:
         self.shards: Arena | None = None
         self.gradients: Arena | None = None
         if self.folder is not None:
-            return_freed_memory()
+            return_freed_memory()  # or holes in the heap would take host memory, which files are to save
 
     @property
     def policy(self) -> OffloadPolicy:

@@ -20,6 +20,7 @@ class DeviceStaging:
     """
 
     def __init__(self, optimizer: StreamedOptimizer, device: torch.device):
+        """`optimizer` has the moments, in host memory; `device` is that of its parameters."""
         self.optimizer = optimizer
         self.device = device
         self.bytes = max((sum(map(self.bytes_of, bucket)) for bucket in optimizer.buckets), default=0)

@@ -98,6 +98,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         make_staging: Callable[["StreamedOptimizer"], Staging],
         bucket_bytes: int = BUCKET_BYTES,
     ):
+        """Allocate all moments, as zeros, and divide them into buckets of at most `bucket_bytes` bytes."""
         super().__init__(inner.param_groups, inner.defaults)
         self.inner = inner
         specs = {p.dtype: probe(inner, local(p)) for group in self.param_groups for p in group["params"]}
@@ -121,6 +122,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update all parameters, a bucket at a time. `closure`, an argument of all torch optimizers, must be None."""
         assert closure is None
         self.staging.begin()
         for number, bucket in enumerate(self.buckets):

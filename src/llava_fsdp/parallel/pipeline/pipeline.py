@@ -95,9 +95,11 @@ class PackedStage(PipelineStage):
         self.work: StageWork | None = None
 
     def begin_step(self, work: StageWork, shapes: Sequence[tuple[int, int]]) -> None:
-        """Prepare a step.
+        """Prepare a step: fill the fields in which torch keeps what this stage gets from the stages beside it, and
+        sends to them. torch would find these shapes by running the stage, and expects the same in each micro-batch.
 
         Args:
+            work: computes the stage.
             shapes: [rows, length] of each micro-batch.
         """
         self.work = work
@@ -129,6 +131,7 @@ class PackedStage(PipelineStage):
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Run micro-batch `kwargs["number"]` forward. The first argument, if any, is the stage before's output."""
         assert self.work is not None
         hidden = args[0] if args else None
         if self.has_run:
@@ -200,7 +203,8 @@ class Pass:
 
 
 def passes_of(parallel: ParallelConfig, index: int, micro_batches: int) -> list[Pass]:
-    """Return the passes of a step in the order in which the ranks of group `index` run them."""
+    """Return the passes of a step in the order in which the ranks of group `index` run them: that of the schedule 1F1B
+    or, if each rank has several stages, of interleaved 1F1B."""
     if parallel.stages_per_rank == 1:
         ahead = min(micro_batches, parallel.pipeline - index)
         order = [Pass(index, True, number) for number in range(ahead)]
@@ -248,7 +252,7 @@ class Pipeline:
         """The ranks that process the same rows, one of each group."""
         self.stage_group = mesh.get_group("stage")
         self.equal_ranks = parallelism.layout.equal_ranks(parallelism.world.rank)
-        """This rank's number among those with the same stages."""
+        """(i, n): this rank is number i of the n ranks with the same stages."""
         self.width, self.dtype, self.device = width, dtype, parallelism.device
         hidden = meta_of((1, 1, width), dtype)
         self.stages = [
@@ -266,6 +270,7 @@ class Pipeline:
     def schedule(self, micro_batches: int) -> Schedule1F1B | ScheduleInterleaved1F1B:
         """Return the schedule of a step with so many micro-batches."""
         if micro_batches not in self.schedules:
+            # the last stage returns the loss itself, and gradients are sums: nothing is divided by the micro-batches
             settings: dict[str, Any] = {"loss_fn": lambda output, _: output, "scale_grads": False}
             self.schedules[micro_batches] = (
                 Schedule1F1B(self.stages[0], micro_batches, **settings)

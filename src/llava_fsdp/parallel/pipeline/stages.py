@@ -68,7 +68,7 @@ def plan_stages(model: Architecture, flops: Flops, counts: Sequence[float], stag
 
     Args:
         flops: FLOPs of the model per token, pair of tokens, label and tile.
-        counts: number of tokens, pairs of tokens, labels and tiles of typical samples.
+        counts: number of tokens, pairs of tokens that attend, labels and tiles of typical samples.
         stages: number of stages.
         tensor: number of ranks that compute each layer of the language model together, while each of them computes the
             whole vision tower.
@@ -93,7 +93,7 @@ def plan_stages(model: Architecture, flops: Flops, counts: Sequence[float], stag
 
 def divide(costs: Sequence[float], first: float, last: float, parts: int) -> list[range]:
     """Divide a list into consecutive parts, none of which is empty, so that the largest cost of a part is as small as
-    possible.
+    possible and, among such divisions, the sum of the squared costs.
 
     Args:
         costs: cost of each item.
@@ -106,12 +106,12 @@ def divide(costs: Sequence[float], first: float, last: float, parts: int) -> lis
         extra = first * (part == 0) + last * (part == parts - 1)
         found: dict[int, tuple[float, float, list[int]]] = {}
         for end in range(part + 1, count + 1 - (parts - 1 - part)):
-            ways = []
+            candidates = []
             for begin, (largest, squares, borders) in best.items():
                 if begin < end:
                     cost = sums[end] - sums[begin] + extra
-                    ways.append((max(largest, cost), squares + cost**2, [*borders, end]))
-            found[end] = min(ways)
+                    candidates.append((max(largest, cost), squares + cost**2, [*borders, end]))
+            found[end] = min(candidates)
         best = found
     return [range(begin, end) for begin, end in itertools.pairwise(best[count][2])]
 

@@ -47,6 +47,7 @@ def fp8_settings(sharded: bool) -> Any:
 
 def multiply_in_fp8(blocks: nn.ModuleList, sharded: bool) -> None:
     """Replace the linear layers of blocks on the meta device by fp8 layers, in place. Parameters keep their names.
+    `sharded`: whether FSDP is used.
 
     Only layers whose sizes are multiples of 16 are replaced. Frozen layers are replaced only if all layers are frozen.
 

@@ -45,10 +45,11 @@ def check_replicas(state: TrainState, parent: Path) -> None:
 def differences_in_stages(state: TrainState, pipeline: Pipeline) -> list[Difference]:
     """Return the tensors that differ between ranks with the same stages, and the counters that differ between any
     ranks. Collective."""
-    number, size = pipeline.equal_ranks
+    number, size = pipeline.equal_ranks  # this is the one at index `number` of `size` consecutive ranks
     layouts = checksums_of_rank(all_tensors(state), {}, size)
     own = [found for layout in layouts for found in find_differences(layout, pipeline.gather_in_stage)]
     first = rank_and_size()[0] - number
+    # found among the ranks with the same stages, which are counted from 0 there
     own = [replace(each, ranks=tuple(first + place for place in each.ranks)) for each in own]
     (facts,) = checksums_of_rank({}, counters(state))
     return find_differences(facts, gather_lists) + gather_lists(own if number == 0 else [])

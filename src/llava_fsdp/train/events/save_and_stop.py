@@ -286,6 +286,7 @@ def open_saver(
         in_place=cfg.offload.mode is OffloadMode.nvme,
         equal_ranks=state.parallelism.equal_ranks,
     )
+    # a verified checkpoint of this run, which need not be verified again
     good = [resumed] if resumed is not None and resumed.parent.resolve() == parent.resolve() else []
     saver = Saver(parent, cfg.checkpoint, saved, good, adapter_folder=adapter_folder)
     state.optimizer.register_step_pre_hook(lambda *_: saver.before_update())

@@ -93,7 +93,7 @@ def main() -> None:
 
 
 def split(words: list[str]) -> tuple[list[str], list[str]]:
-    """Split arguments into torchrun's flags, as `--name=value`, and all others.
+    """Split arguments into (torchrun's flags, as `--name=value`; all others).
 
     Raises:
         ConfigError: a flag is not one of torchrun's, or torchrun would not accept its value.

@@ -79,6 +79,7 @@ def build_state(cfg: Config, parallelism: Parallelism, own: OwnParts = NONE) -> 
 
     def load(model: Architecture, masters: MasterWeights) -> None:
         shards = local_shards(model, masters)
+        # with stages, a rank has only some parameters; otherwise a source without a shard is an error
         of_rank = {name: source for name, source in sources.items() if cfg.parallel.pipeline == 1 or name in shards}
         watch = watch_loading(world.is_first)
         on_all_ranks(lambda: load_weights(of_rank, shards, watch, packed), "the weights cannot be loaded")
@@ -166,14 +167,14 @@ def assemble(
     Args:
         loader: yields the data of each step.
         fill: function that fills this rank's shards with the initial weights.
-        counts: mean number of tokens, pairs of tokens, labels and tiles of a sample, by which the model is divided into
-            stages; None: those of the loader's dataset.
+        counts: mean number of tokens, pairs of tokens that attend, labels and tiles of a sample, by which the model is
+            divided into stages; None: those of the loader's dataset.
     """
     is_part = parallelism.meshes.pipeline is not None
     if is_part and counts is None:
         counts = mean_counts(loader.steps.records)
     applied = apply_parallelism(model, cfg, parallelism, fill, counts)
-    # the CPU may have no compiler
+    # with offload the optimizer may run on the CPU, for which there may be no compiler
     on_device = applied.compilations is not None and cfg.offload.mode is OffloadMode.none
     optimizer, learning_rate = build_optimizer(model, applied.masters, cfg, loader.total_steps, is_part, on_device)
     return TrainState(

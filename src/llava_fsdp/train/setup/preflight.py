@@ -230,7 +230,7 @@ def with_template(cfg: C, parts: Parts) -> C:
     1. the template with which `model.checkpoint` was trained, if the notes in its folder (`llava_fsdp.json`) name one,
     and not that of `stage=pretrain`;
     2. the chat template in the language model's folder, or in the folder of a whole model whose notes name no template,
-    if the model is in transformers' form or a LLaVA-NeXT, and its template can be trained with;
+    if the model is in transformers' form or a LLaVA-NeXT, its template can be trained with, and `labels=exact`;
     3. the template with which instruct models of the language model's type were trained;
     4. v1.
 

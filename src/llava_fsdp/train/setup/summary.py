@@ -173,6 +173,7 @@ def describe_saves(cfg: Config, held_out: HeldOut | None) -> str:
 
 
 def describe_adapters(lora: LoraConfig, names: list[str]) -> str:
+    """Describe the LoRA adapters in one line, with the number of adapted layers of each kind. `names`: parameters."""
     modules = [module_of(name) for name in names if name.endswith(LORA_A)]
     kinds = Counter(module.rpartition(".")[2] for module in modules)
     found = f"rank {lora.r}, scale {lora.scaling:g}, dropout {lora.dropout:g}"

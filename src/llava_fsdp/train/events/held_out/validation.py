@@ -155,6 +155,7 @@ class Validation(RunEvents):
             self.events.on_progress(f"validating: {number + 1} of {sampler.per_epoch}")
         return [
             LossSum(total, count)
+            # `ranks_per_loss` ranks have each added the same losses
             for total, count in zip(summed(sums / self.state.parallelism.ranks_per_loss).tolist(), labels, strict=True)
         ]
 
@@ -199,6 +200,7 @@ def score_row(scores: list[float]) -> dict[str, Any]:
 
 
 def as_object(question: HeldOutQuestion, answered: Answered) -> dict[str, Any]:
+    """Return an answer as a row of `validation.jsonl` has it. `picture` is the path of the first image, if a file."""
     return {
         "record": question.record,
         "question": question.question,

@@ -93,8 +93,9 @@ class AnswerGenerator:
             return []
         rank, ranks = rank_and_size()
         layout = RankLayout(self.cfg.parallel, ranks)
-        number, count = layout.copy_of_layers(rank)
+        number, count = layout.copy_of_layers(rank)  # index of this rank's copy of the model, number of copies
         lengths = [len(question.sample.input_ids) for question in self.questions]
+        # questions of a batch have similar lengths, because shorter ones are padded
         by_length = sorted(range(len(lengths)), key=lambda number: (-lengths[number], number))
         at_once = count * self.rows
         found: list[Answered] = []
@@ -102,7 +103,7 @@ class AnswerGenerator:
             self.pause()
             found += self.answer(by_length[begin : begin + at_once][number::count])
         self.pause()  # raises an error if a stop was requested, which has interrupted the answers of the last batch
-        told = found if layout.is_lowest_of_copy(rank) else []
+        told = found if layout.is_lowest_of_copy(rank) else []  # all ranks of a copy have the same answers
         return sorted(gather_lists(told), key=lambda answered: answered.number)
 
     def answer(self, numbers: list[int]) -> list[Answered]:

@@ -74,10 +74,11 @@ class LivePage(StepReport):
         """Time, by the monotonic clock, from which the page may be written again."""
 
     def begin(self, first_step: int, start: dict[str, Any]) -> None:
-        """Write `starts.jsonl`, with a row for each start of the run: the rows of earlier starts up to the step at
-        which this start continues, and then `start`."""
+        """Write `starts.jsonl`, with a row for each start of the run: the rows of earlier starts up to `first_step`, at
+        which this start continues, and then `start`, the description of this start (`about_run`). `start` is left out
+        if the run has already finished, or if the description was not made, so that there is no `time` in it."""
         earlier = read_rows(self.run, STARTS_FILE, check_start) if first_step else []
-        is_start = "time" in start and first_step < start["total_steps"]  # a finished run gets no further starts
+        is_start = "time" in start and first_step < start["total_steps"]
         self.run.starts = [own for own in earlier if own["step"] <= first_step] + ([start] if is_start else [])
         if self.run.starts == earlier and not is_start:
             return  # the files of a finished run are not changed

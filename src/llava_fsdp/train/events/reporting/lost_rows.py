@@ -57,8 +57,8 @@ def lost_rows(folder: Path, step: int) -> list[str]:
 
 
 def due_between(begin: int, end: int, facts: dict[str, Any]) -> range:
-    """Return the steps between `begin` and `end` after which a validation was due, by the configuration in a
-    checkpoint's `state.json`."""
+    """Return the steps after `begin` and before `end` after which a validation was due. `facts`: the content of a
+    checkpoint's `state.json`, which has the configuration."""
     config = facts.get("config")
     val = config.get("val") if isinstance(config, dict) else None
     every = val.get("every") if isinstance(val, dict) else None

@@ -29,6 +29,7 @@ class CompileWarnings(RunEvents):
         self.recompiles = 0
 
     def after_step(self, result: StepResult) -> None:
+        """Warn if graphs were compiled since the step before. `result.recompiles` counts those of all steps so far."""
         if result.recompiles > self.recompiles:
             log().warning(
                 "step %d: %d graphs were compiled again, which should happen only in the first steps "
@@ -46,6 +47,7 @@ class ExpertWarnings(StepReport):
         """Number of collapsed steps up to the last one, without a gap."""
 
     def step(self, row: dict[str, Any], result: StepResult) -> None:
+        """Count consecutive steps in which most experts were idle. Warn when there are `COLLAPSED_STEPS` of them."""
         load = result.expert_load
         self.collapsed_steps = self.collapsed_steps + 1 if load is not None and load.experts_idle > MOST_IDLE else 0
         if self.collapsed_steps == COLLAPSED_STEPS:
@@ -82,6 +84,7 @@ class SampleWarnings(StepReport):
     """Warns of a step that has trained nothing, or in which most samples have no label."""
 
     def step(self, row: dict[str, Any], result: StepResult) -> None:
+        """Warn if the step, with this row of `metrics.jsonl`, has trained nothing, or if most samples have no label."""
         if row["label_tokens"] == 0 or row["grad_norm"] == 0:
             log().warning(
                 "step %d has trained nothing: %d samples, %d label tokens, gradient norm %g (%d samples truncated at "
