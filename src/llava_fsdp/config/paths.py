@@ -18,12 +18,8 @@ PACKAGED_OR_HUB = re.compile(r"package:.*|[\w-][\w.-]*/[\w.-]+")
 
 
 def check_paths(cfg: Config) -> None:
-    """Check all paths of a training before anything is read or written.
-
-    Raises:
-        ConfigError: several paths do not exist (the message names all), or the training would write into a folder that
-            it reads.
-    """
+    """Check all paths of a training before anything is read or written. Raise ConfigError if several paths do not exist
+    (the message names all), or the training would write into a folder that it reads."""
     read = paths_read(cfg)
     absent = [f"{key}={name}" for key, name in read.items() if not exists(name)]
     if len(absent) > 1:  # for a single missing path, the code that reads it has a better message

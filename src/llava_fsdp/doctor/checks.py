@@ -52,9 +52,11 @@ def links(context: DoctorContext) -> Iterator[Finding]:
 
 
 def memory(context: DoctorContext) -> Iterator[Finding]:
+    """Check that the host's free memory suffices for what all ranks keep there: on GPUs what is offloaded, on CPUs the
+    training itself; in both cases the steps that data workers prepare."""
     from llava_fsdp.plan.time.hardware import PROCESS  # imports torch
 
-    on_gpus, needed = bool(context.torch.devices), 0
+    on_gpus, needed = bool(context.torch.devices), 0  # 0: unknown
     if (planned := context.known_needs) is not None:
         rank = planned.row.host if on_gpus else planned.row.bytes["total"] + PROCESS
         needed = context.ranks * (rank + context.workers * context.cfg.data.prefetch * planned.step)
@@ -103,6 +105,7 @@ def data(context: DoctorContext) -> Iterator[Finding]:
 
 
 def nvme(context: DoctorContext) -> Iterator[Finding]:
+    """Check room and speed of the disk to which states are offloaded; no result if nothing is offloaded to disk."""
     folder = context.cfg.offload.folder
     needed = 0 if context.known_needs is None else context.known_needs.row.disk * context.ranks
     if not needed:
@@ -121,13 +124,15 @@ def interfaces(context: DoctorContext) -> Iterator[Finding]:
 
 
 def places(context: DoctorContext) -> Iterator[Finding]:
+    """Check that the paths and the model's parts exist. Set `is_missing` and `unreadable` of the context, which later
+    checks read."""
     for finding in config_checks.judge_paths(context.cfg):
         context.is_missing |= finding.level is Level.FAIL
         yield finding
     read = paths_read(context.cfg)
     for finding in config_checks.judge_model(context.cfg, os.environ, config_checks.hub_cache(os.environ)):
         # memory can be planned even if the model is missing, from the model shapes that the package knows
-        if finding.level is Level.FAIL and exists(read.get(finding.name, "\0")):
+        if finding.level is Level.FAIL and exists(read.get(finding.name, "\0")):  # no file has this name
             context.unreadable = finding.name
         yield finding
 
@@ -141,6 +146,8 @@ def needs(context: DoctorContext) -> Iterator[Finding]:
 
 
 def plan(context: DoctorContext) -> Iterator[Finding]:
+    """Check that the predicted memory of a rank fits into its GPU (or its share of the host), and into what other
+    processes leave free on each GPU."""
     if context.unreadable is not None:
         yield warn(
             "memory by the plan", "not planned, because the model cannot be read", f"fix {context.unreadable} first"

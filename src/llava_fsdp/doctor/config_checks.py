@@ -90,7 +90,7 @@ def hub_cache(environment: Mapping[str, str]) -> Path:
 
 
 def judge_plan(needs: Needs, on_gpus: bool) -> Iterator[Finding]:
-    """Check that the predicted peak memory of a rank fits into its GPU, or without GPUs into its share of the host's
+    """Check that the predicted peak memory of a rank fits into its GPU, or, without GPUs, into its share of the host's
     memory."""
     row = needs.row
     total = row.bytes["total"]
@@ -104,8 +104,8 @@ def judge_plan(needs: Needs, on_gpus: bool) -> Iterator[Finding]:
 
 
 def judge_taken(needs: Needs, free: Mapping[int, int]) -> Iterator[Finding]:
-    """Yield a result only if other processes leave too little memory on a GPU for a rank. `free`: GPU index -> free
-    bytes."""
+    """Yield a result only if a rank fits into an empty GPU, but not into what other processes leave. `free`: GPU index
+    -> free bytes."""
     total = needs.row.bytes["total"]
     tight = [index for index, count in free.items() if count < total <= needs.row.usable]
     if tight:

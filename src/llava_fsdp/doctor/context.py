@@ -82,7 +82,8 @@ class DoctorContext:
 
     @cached_property
     def needs(self) -> Needs:
-        """Raises the planner's errors if memory and disk space cannot be predicted."""
+        """Memory and disk space of the training in its best layout on this machine. Raises the planner's errors if they
+        cannot be predicted."""
         import torch
 
         from llava_fsdp.parallel.memory.memory import ITEM_SIZE, checkpoint_bytes

@@ -46,6 +46,7 @@ class Migration:
         if any(HOST in word for word in launcher(run)):
             found.append(f"the address of the first machine: write it in place of {HOST}")
         for row in self.rows:
+            # flags of the original LLaVA that are not supported are only shown in the table
             if not row.known or (not run.launch.is_original and row.verdict is Verdict.unsupported):
                 found.append(f"{row.key}: {row.text}")
         return found + ([f"llava_fsdp refuses the command: {self.refused}"] if self.refused else [])
@@ -62,9 +63,9 @@ class Migration:
         in_files = replace(run, given_gpus=None).gpus
         if run.given_gpus and in_files and in_files != run.given_gpus:
             found.append(f"gpus={run.given_gpus} was given, and the files have {in_files}")
-        for block, whose in ((run.deepspeed, "DeepSpeed"), (run.accelerate, "Accelerate")):
-            if block and block.values and all(not r.known for r in self.rows if r.source == block.name):
-                found.append(f"no key of {block.name} is one of {whose}'s; is it another file?")
+        for file, whose in ((run.deepspeed, "DeepSpeed"), (run.accelerate, "Accelerate")):
+            if file and file.values and all(not r.known for r in self.rows if r.source == file.name):
+                found.append(f"no key of {file.name} is one of {whose}'s; is it another file?")
         return found
 
 
@@ -97,8 +98,8 @@ def has_value(base: DictConfig, key: str, value: object) -> bool:
 
 
 def refusal(kept: Overrides) -> str:
-    """Return the error message with which llava_fsdp would refuse these overrides; empty if it would train. A missing
-    data path is not an error."""
+    """Return the error message with which llava_fsdp would refuse these overrides; empty if their configuration is
+    valid. A missing data path is not an error: `Migration.lacks` reports it."""
     words = assignments({"data.path": "records.json"} | kept)
     try:
         with initialize_config_dir(str(config_dir()), version_base="1.3"):
@@ -113,6 +114,8 @@ def assignments(overrides: Mapping[str, object]) -> list[str]:
 
 
 def launcher(run: SourceRun) -> list[str]:
+    """Return the words of the command before the overrides: `llava-fsdp train` with the number of ranks and, for
+    several machines, the address of the first (`HOST` if no file gives it)."""
     ranks, flags = run.ranks, run.launch.flags
     words = [f"CUDA_VISIBLE_DEVICES={run.devices}"] if run.devices else []
     words += ["llava-fsdp", "train"]

@@ -16,7 +16,7 @@ from llava_fsdp.migrate.flags.next_flags import NEXT_FLAGS, is_next
 from llava_fsdp.migrate.flags.trainer_flags import OTHER_FLAGS
 from llava_fsdp.migrate.launch_command import TrainingCommand, find_launch
 from llava_fsdp.migrate.shell import commands
-from llava_fsdp.migrate.source_run import Block, Flag, SourceRun
+from llava_fsdp.migrate.source_run import Flag, Settings, SourceRun
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.files.safe_load import refuse_yaml_bombs
 
@@ -24,13 +24,18 @@ LARGEST = 1 << 20
 """Maximum size in bytes of an input file."""
 LISTS = frozenset({"report_to", "label_names", "lora_target_modules"})
 """Flags that take several values."""
-Files = dict[Path, Block]
+Files = dict[Path, Settings]
 """Settings by the path of the file."""
 
 
 def read_runs(names: Iterable[str], variables: Mapping[str, str], gpus: int | None = None) -> list[SourceRun]:
-    """Read training scripts, and the DeepSpeed JSON and Accelerate YAML files that they use. Return each training
-    command in the scripts. Without `gpus`, the launcher's flags or the YAML file give the number of GPUs.
+    """Read training scripts, and the DeepSpeed JSON and Accelerate YAML files that they use. Return one training for
+    each training command in the scripts.
+
+    Args:
+        names: paths of all these files.
+        variables: values of shell variables that the scripts read and do not set.
+        gpus: number of GPUs; None: the launcher's flags or the YAML file give it.
 
     Raises:
         ConfigError: a file cannot be read, is neither a script nor settings in JSON or YAML, or is used by no training
@@ -66,6 +71,7 @@ def read_runs(names: Iterable[str], variables: Mapping[str, str], gpus: int | No
 
 
 def checked(name: str) -> Path:
+    """Return the path of an input file. Raise ConfigError if the file cannot be a script or a file of settings."""
     path = Path(name)
     if not path.is_file():
         raise ConfigError(f"{name} is {'a folder' if path.is_dir() else 'not found'}; give a script, a JSON or a YAML")
@@ -77,8 +83,8 @@ def checked(name: str) -> Path:
 
 
 def launches(script: Path, variables: Mapping[str, str]) -> list[TrainingCommand]:
-    """Return the training commands in a shell script. Raise ConfigError if the script has no such command, or if bash
-    would have to run to understand one of them."""
+    """Return the training commands in a shell script. `variables`: values of shell variables that the script does not
+    set. Raise ConfigError if the script has no such command, or if bash would have to run to understand one of them."""
     seen = commands(read_text(script), variables, str(script))
     found = [(command, launch) for command in seen if (launch := find_launch(command))]
     if not found:
@@ -92,6 +98,7 @@ def launches(script: Path, variables: Mapping[str, str]) -> list[TrainingCommand
             raise ConfigError(
                 f"{script}, line {command.line}: {'; '.join(command.problems)}; or give the plain training command"
             )
+    # `cd` changes what relative paths mean in all commands of the script
     moves = [f"the script starts from another folder: {' '.join(c.words)}" for c in seen if c.words[0] == "cd"]
     return [replace(launch, notes=(*launch.notes, *moves)) for _, launch in found]
 
@@ -111,8 +118,8 @@ def read_run(
     name: str, script: Path, launch: TrainingCommand, jsons: Files, yamls: Files, gpus: int | None
 ) -> tuple[SourceRun, set[Path]]:
     """Return the training that a script's command starts, and the paths of the JSON and YAML files that it uses.
-    `jsons` and `yamls` are those given on the command line. Raise ConfigError if the number of GPUs is given
-    nowhere."""
+    `jsons` and `yamls` are those given on the command line; `gpus` is the user's number of GPUs. Raise ConfigError if
+    neither the user nor a file gives this number."""
     table = FLAGS if launch.is_original else OTHER_FLAGS
     if launch.is_original and is_next(read_flags(launch, NEXT_FLAGS)[0]):
         table = NEXT_FLAGS
@@ -140,11 +147,12 @@ def read_run(
 
 
 def choose(named: object, script: Path, given: Files, missing: list[str]) -> Path | None:
-    """Return the path of the DeepSpeed JSON or Accelerate YAML file that a training script names (`named`).
+    """Return the path of the settings file that a training script names (`named`), such as its DeepSpeed JSON.
 
     It is the file of `given` (the command line) with the same file name, or else the only file given there. If neither
     exists, it is the file at the path `named`, relative to the current folder, the script's folder or one of the next
-    two folders above it. If that is not found either, `named` is added to `missing`.
+    two folders above it. If that is not found either, `named` is added to `missing`. If the script names no file, it is
+    the only file of `given`; None if there is not exactly one.
     """
     if not isinstance(named, str) or not named:
         return next(iter(given)) if len(given) == 1 else None
@@ -186,7 +194,7 @@ def read_flags(launch: TrainingCommand, table: Mapping[str, Flag]) -> tuple[dict
     return flags, notes
 
 
-def read_json(path: Path) -> Block:
+def read_json(path: Path) -> Settings:
     """Return the settings of a DeepSpeed file. Raise ConfigError if it is not a JSON object, or contains a key
     twice."""
 
@@ -206,10 +214,10 @@ def read_json(path: Path) -> Block:
         raise ConfigError(f"{path} is nested too deeply for a file of settings") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{path} holds a {type(content).__name__}, not an object of settings; is it a dataset?")
-    return block(path, content)
+    return settings_of(path, content)
 
 
-def read_yaml(path: Path) -> Block:
+def read_yaml(path: Path) -> Settings:
     """Return the settings of a file that `accelerate config` wrote, or LLaVA-NeXT's list of files of records. Raise
     ConfigError if it is not a YAML mapping of names to values."""
     refuse_yaml_bombs(path)
@@ -221,18 +229,20 @@ def read_yaml(path: Path) -> Block:
         raise ConfigError(f"{path} holds no settings; Accelerate's file is a mapping of names to values")
     # the YAML parser reads an unquoted no as False
     words = {"mixed_precision": "no", "distributed_type": "NO"}
-    return block(path, {k: words[k] if k in words and v is False else v for k, v in content.items()})
+    return settings_of(path, {k: words[k] if k in words and v is False else v for k, v in content.items()})
 
 
-def block(path: Path, content: Mapping) -> Block:
+def settings_of(path: Path, content: Mapping) -> Settings:
+    """Return the content of a JSON or YAML file as settings. Raise ConfigError if `flat` refuses it, or if it cannot be
+    written as JSON: YAML anchors can make a value that contains itself."""
     try:
         values = flat(content)
-        json.dumps(list(values.values()), default=str, skipkeys=True)
+        json.dumps(list(values.values()), default=str, skipkeys=True)  # only to raise these errors: no result is needed
     except ConfigError as error:
         raise ConfigError(f"{path} {error}") from None
     except (RecursionError, ValueError):
         raise ConfigError(f"{path} is nested too deeply for a file of settings, or holds itself") from None
-    return Block(path.name, values)
+    return Settings(path.name, values)
 
 
 def flat(node: Mapping, prefix: str = "") -> dict[str, object]:

@@ -104,6 +104,7 @@ Rule = Translation | Callable[[RuleContext, object], Translation]
 
 
 def outcome(rule: object, context: RuleContext, value: object) -> Translation:
+    """Apply a `Rule` to the value of a key."""
     result = rule(context, value) if callable(rule) else rule
     assert isinstance(result, Translation), rule
     return result

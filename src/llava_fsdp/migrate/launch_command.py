@@ -54,7 +54,7 @@ class TrainingCommand:
 
 
 def find_launch(command: Command) -> TrainingCommand | None:
-    """Return None if the command starts no training."""
+    """Return a shell command as a training command; None if it starts no training."""
     words = command.words
     if words[0] in MENTIONS or "install" in words:
         return None
@@ -115,8 +115,8 @@ class LaunchedRanks:
 
 
 def ranks_of(launch: TrainingCommand) -> LaunchedRanks:
-    """Return the numbers that the flags of DeepSpeed's launcher or torchrun give. For any other command, return one
-    process."""
+    """Return the numbers of processes that the flags of DeepSpeed's launcher or torchrun give. For any other command,
+    also `accelerate launch`, return one process: the caller reads Accelerate's flags and file."""
     flags = launch.flags
     if launch.launcher == "deepspeed":
         include = flags.get("include", flags.get("i"))

@@ -18,8 +18,8 @@ WHOLE_GRID = ((1, 1), (6, 6))
 
 
 def images(run: SourceRun) -> dict[str, object]:
-    """Return the overrides for the way in which a training cuts images into tiles; those of square images if it is not
-    supported."""
+    """Return the overrides for how LLaVA-NeXT's training cuts images into tiles (--image_aspect_ratio and its flags).
+    An aspect ratio that is not supported becomes `square`: images of one tile."""
     aspect = str(run.trainer_value("image_aspect_ratio"))
     limit = LIMITED.fullmatch(aspect)
     if aspect != "anyres" and limit is None:
@@ -39,8 +39,8 @@ def images(run: SourceRun) -> dict[str, object]:
 
 
 def grid_of(run: SourceRun) -> list[list[int]] | str | None:
-    """Return the sizes [width, height] in pixels that --image_grid_pinpoints gives; None if they are the default here;
-    a text that says what is missing if they are not known."""
+    """Return the sizes [width, height] in pixels that --image_grid_pinpoints gives; None if the flag is not given or
+    its sizes are llava_fsdp's default; or, if the sizes cannot be known, a text that says why."""
     given = str(run.trainer_value("image_grid_pinpoints") or "")
     sizes = [(int(width), int(height)) for width, height in re.findall(r"\((\d+)x(\d+)\)", given)]
     if not sizes:

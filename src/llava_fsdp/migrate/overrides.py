@@ -68,7 +68,7 @@ def decide(run: SourceRun) -> Overrides:
 
 
 def model(run: SourceRun) -> Overrides:
-    """Return the overrides for model, stage and adapters."""
+    """Return the overrides for model, stage and adapters, if the program is LLaVA's own or LLaVA-NeXT's."""
     name, stage, projector = run.trainer_value("model_name_or_path"), run.stage, run.trainer_value("mm_projector_type")
     adapted = "qlora" if run.bits is not None and stage == "finetune" else "lora"
     found: Overrides = {
@@ -86,7 +86,7 @@ def model(run: SourceRun) -> Overrides:
         found["model.projector"] = run.trainer_value("pretrain_mm_mlp_adapter") or "random"
     if stage == "finetune_task":
         found["model.image_start_end"] = run.trainer_value("mm_use_im_start_end")
-    if projector != "mlp2x_gelu":
+    if projector != "mlp2x_gelu":  # transformers' LLaVA has no other projector
         found["export.enabled"] = False
     if run.is_lora:  # LLaVA's default values differ from those of the stages, which are the values in LLaVA's scripts
         found |= {f"model.lora.{key}": run.trainer_value(f"lora_{key}") for key in ("r", "alpha", "dropout", "bias")}
@@ -150,7 +150,8 @@ def trained(run: SourceRun) -> list[str]:
 
 
 def data(run: SourceRun) -> Overrides:
-    """Return the overrides for data and images; keys without a value are left out."""
+    """Return the overrides for data and images, if the program is LLaVA's own or LLaVA-NeXT's. Keys without a value are
+    left out."""
     found: Overrides = {
         "data": "llava_json",
         "data.path": data_path(run),
@@ -215,8 +216,8 @@ def tracking(run: SourceRun) -> Overrides:
 
 
 def compiling(run: SourceRun) -> Overrides:
-    """Return the override `compile`; empty if neither script nor launcher sets it: compile=auto stays, with a
-    remark."""
+    """Return the override `compile`; empty if neither script nor launcher sets it: the default compile=auto then
+    stays."""
     launched = run.launched("dynamo_backend")
     names = ("torch_compile", "torch_compile_backend", "torch_compile_mode", "torchdynamo")
     if str(launched or "no").lower() not in ("no", "none", "false") or any(map(run.trainer_value, names)):
@@ -334,7 +335,8 @@ def clip(run: SourceRun) -> object:
 
 
 def schedule(run: SourceRun) -> Overrides:
-    """Return the overrides for the learning rate schedule. DeepSpeed's schedule replaces that of the trainer."""
+    """Return the overrides for the learning rate schedule. DeepSpeed's schedule, if there is one, replaces that of
+    transformers' Trainer; `optim.schedule` is left out if llava_fsdp has no equivalent."""
     kind = run.ds("scheduler.type")
     if kind is not None:
         linear = run.ds("scheduler.params.warmup_type") == "linear"

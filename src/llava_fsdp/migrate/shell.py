@@ -50,8 +50,13 @@ class Command:
 
 
 def commands(text: str, given: Mapping[str, str], where: str) -> list[Command]:
-    """Return all simple commands of a shell script, in order, without running any. `given` are values of variables that
-    the script does not set.
+    """Return all simple commands of a shell script, in order, without running any. Values of variables that
+    the script assigns are inserted into the lines that follow.
+
+    Args:
+        text: the script.
+        given: values of variables that the script does not set.
+        where: name of the script, for messages.
 
     Raises:
         ConfigError: a quote is not closed, or the script uses bash syntax that is not supported here.
@@ -86,7 +91,7 @@ def commands(text: str, given: Mapping[str, str], where: str) -> list[Command]:
             if command and not declares:
                 environment = {name: variables[name] for name in variables if name in exported} | assigned
                 found.append(Command(command, number, environment, tuple(problems)))
-            elif problems:
+            elif problems:  # the values are not known
                 for name in assigned:
                     variables.pop(name, None)
             else:
@@ -96,7 +101,8 @@ def commands(text: str, given: Mapping[str, str], where: str) -> list[Command]:
 
 def expanded(line: str, variables: Mapping[str, str], problems: list[str]) -> str:
     """Return a line with variables replaced by their values and comments removed; quotes are kept. For a variable
-    without a value, or an expansion that only bash can evaluate, a message is added to `problems`."""
+    without a value, or an expansion that only bash can evaluate, a message is added to `problems`, and the text stays
+    as it is."""
 
     def value(found: re.Match[str], quote: Callable[[str], str]) -> str:
         name = found[1] or found[2]
@@ -112,6 +118,7 @@ def expanded(line: str, variables: Mapping[str, str], problems: list[str]) -> st
         return value(found, lambda text: re.sub(r'([\\"])', r"\\\1", text))
 
     def piece(found: re.Match[str]) -> str:
+        """Replace one match of PIECE: a string, a variable, an escape, a comment or `~`."""
         first = found[0][0]
         if first == '"':
             return '"' + IN_STRING.sub(in_string, found[0][1:-1]) + '"'
@@ -145,8 +152,8 @@ def refuse_bash(command: list[str], operators: list[str], problems: list[str], w
 
     Args:
         operators: all operators (such as `|` or `(`) of the command's line.
-        problems: messages about parts of the line that only bash could evaluate. They separate an array from a
-            subshell.
+        problems: messages about the line: one for each operator, and one for each part that only bash could evaluate.
+            An array, such as `X=(a b)`, has none of the latter.
     """
     needs = ""
     if command[0] in KEYWORDS:

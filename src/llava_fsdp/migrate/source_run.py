@@ -47,7 +47,7 @@ ALIASES = {
 
 
 @dataclass(frozen=True)
-class Block:
+class Settings:
     """The settings in a configuration file. Names of nested keys are joined with dots."""
 
     name: str
@@ -81,9 +81,9 @@ class SourceRun:
     """The flags in the training command, as they are written there."""
     given_gpus: int | None = None
     """Number of GPUs that the user gave as `gpus=N`; None: the launcher's number is used."""
-    deepspeed: Block | None = None
-    accelerate: Block | None = None
-    datasets: Block | None = None
+    deepspeed: Settings | None = None
+    accelerate: Settings | None = None
+    datasets: Settings | None = None
     """The YAML file that --data_path names, which lists files of records (LLaVA-NeXT train.py:977-1025)."""
     notes: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
@@ -102,8 +102,8 @@ class SourceRun:
         return parse(self.flags[spelling], flag.type, f"{self.name}: --{spelling}")
 
     def launched(self, name: str) -> object:
-        """Return the value of an Accelerate setting, named without its block, from the flag of `accelerate launch` or
-        else from Accelerate's YAML file."""
+        """Return the value of an Accelerate setting, from the flag of `accelerate launch` or else from Accelerate's
+        YAML file; None if neither sets it. In `name`, a prefix such as `fsdp_config.` is left out."""
         if self.launch.launcher == "accelerate" and name in self.launch.flags:
             return self.launch.flags[name]
         for prefix in ("", "deepspeed_config.", "fsdp_config.", "dynamo_config."):
@@ -129,8 +129,8 @@ class SourceRun:
         return self.uses_deepspeed and self.deepspeed is None and self.distributed_type != "DEEPSPEED"
 
     def ds(self, key: str, default: object = None) -> object:
-        """Return the value of a dotted key of DeepSpeed's configuration. If there is no JSON file, the value comes from
-        the settings from which Accelerate makes that configuration."""
+        """Return the value of a dotted key of DeepSpeed's configuration, or `default`. If there is no JSON file, the
+        value comes from the settings from which Accelerate makes that configuration."""
         if self.deepspeed is not None:
             return plain(self.deepspeed.values.get(key, default))
         found = self.launched(ACCELERATE_NAMES[key]) if key in ACCELERATE_NAMES else None
@@ -161,8 +161,8 @@ class SourceRun:
 
     @property
     def ranks(self) -> LaunchedRanks:
-        """`gpus=N` gives the total number of processes; without it, the launcher's flags or Accelerate's file give both
-        numbers."""
+        """Number of processes on each machine, and number of machines. The user's `gpus=N` is the total number of
+        processes; without it, the launcher's flags or Accelerate's file give both numbers."""
         found = ranks_of(self.launch)
         if self.launch.launcher == "accelerate":  # both numbers may be flags, or in Accelerate's file
             total, nodes = number(str(self.launched("num_processes"))), number(str(self.launched("num_machines") or 1))
@@ -257,9 +257,9 @@ class SourceRun:
         return "finetune_task" if from_llava and not self.trainer_value("pretrain_mm_mlp_adapter") else "finetune"
 
 
-def files_of(datasets: Block) -> list[str] | str:
-    """Return the files of records in a YAML file of LLaVA-NeXT; a text that says what is wrong as for
-    `SourceRun.data_files`."""
+def files_of(datasets: Settings) -> list[str] | str:
+    """Return the paths of the files of records that a YAML file of LLaVA-NeXT lists; or a text that says what is wrong,
+    if an entry has no path or takes only a part of its file."""
     rows = datasets.values.get("datasets")
     files = []
     for row in rows if isinstance(rows, list) else []:

@@ -19,7 +19,7 @@ from llava_fsdp.migrate.keys import (
     outcome,
     unsupported,
 )
-from llava_fsdp.migrate.source_run import Block, plain
+from llava_fsdp.migrate.source_run import Settings, plain
 
 DEFAULT = "not in the script"
 PROGRAM = "the program"
@@ -40,17 +40,19 @@ DEFAULTS = {
 
 
 def rows_of(context: RuleContext) -> list[TableRow]:
+    """Return all rows: for the launcher, the program's flags, the DeepSpeed and Accelerate files, and default
+    values."""
     run = context.run
     rows = launcher_rows(context) + flag_rows(context)
     if run.deepspeed:
-        rows += block_rows(context, run.deepspeed, deepspeed.rule_of, deepspeed.DEEPSPEED)
+        rows += settings_rows(context, run.deepspeed, deepspeed.rule_of, deepspeed.DEEPSPEED)
     if run.accelerate:
-        rows += block_rows(context, run.accelerate, accelerate.rule_of, accelerate.ACCELERATE)
+        rows += settings_rows(context, run.accelerate, accelerate.rule_of, accelerate.ACCELERATE)
     return [*rows, *default_rows(context)]
 
 
 def launcher_rows(context: RuleContext) -> list[TableRow]:
-    """Return the rows for the command that starts the training: devices, launcher and program."""
+    """Return the rows for the start of the training: devices, the launcher's flags and the program's name."""
     launch = context.run.launch
     source = f"{context.run.name} ({launch.launcher})"
     rows = []
@@ -65,6 +67,7 @@ def launcher_rows(context: RuleContext) -> list[TableRow]:
 
 
 def flag_rows(context: RuleContext) -> list[TableRow]:
+    """Return the rows for the flags of the training program that the command gives."""
     run = context.run
     near = run.table if len(run.flags) < MOST else ()
     rows = []
@@ -76,25 +79,28 @@ def flag_rows(context: RuleContext) -> list[TableRow]:
     return rows
 
 
-def block_rows(
-    context: RuleContext, block: Block, rule_of: Callable[[str], Rule | None], table: Collection[str]
+def settings_rows(
+    context: RuleContext, settings: Settings, rule_of: Callable[[str], Rule | None], table: Collection[str]
 ) -> list[TableRow]:
-    """Return the rows for the keys of a configuration block; `table` has the keys that are known, for suggestions."""
+    """Return the rows for the keys of a DeepSpeed or Accelerate file. `rule_of` returns the rule for a key, or None if
+    the key is unknown; `table` has the known keys, from which a similar one is suggested for an unknown key."""
     rows = []
-    for key, value in block.values.items():
+    for key, value in settings.values.items():
         rule = rule_of(key)
         if key not in table and value in ({}, None) and any(known.startswith(key + ".") for known in table):
-            rule = implied("an empty block: all of it has its defaults")
-        if rule is None and block is context.run.accelerate and plain(value) in (None, False, "", "no", {}, []):
+            rule = implied("an empty block: all of it has its defaults")  # no key below it is set
+        if rule is None and settings is context.run.accelerate and plain(value) in (None, False, "", "no", {}, []):
             rule = OFF  # `accelerate config` also writes keys for features that are off
-        near = table if len(block.values) < MOST else ()
-        rows.append(row_of(context, block.name, key, value, rule, near))
+        near = table if len(settings.values) < MOST else ()
+        rows.append(row_of(context, settings.name, key, value, rule, near))
     return rows
 
 
 def row_of(
     context: RuleContext, source: str, key: str, value: object, rule: object, table: Collection[str]
 ) -> TableRow:
+    """Return the row for a key of `source` (a file or a command). `rule` says what the key becomes; if it is None, the
+    key is unknown, and a similar key of `table` is suggested."""
     if rule is not None:
         return TableRow(source, key, value, outcome(rule, replace(context, key=key), value))
     near = difflib.get_close_matches(key, list(table), n=1, cutoff=0.8)

@@ -39,11 +39,8 @@ def main() -> None:
 
 
 def write(arguments: list[str]) -> Path:
-    """Write the page that a command line asks for, and return its path.
-
-    Raises:
-        LlavaFsdpError: a folder cannot be read, or the page cannot be written.
-    """
+    """Write the page that a command line asks for, and return its path. Raise LlavaFsdpError if a folder cannot be
+    read, or the page cannot be written."""
     folders, out = parse(arguments)
     runs = [run for folder in folders for run in runs_in(folder)]
     is_one = len(runs) == 1 and runs[0].folder == folders[0]

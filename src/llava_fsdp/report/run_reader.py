@@ -160,11 +160,7 @@ def job_files(folder: Path) -> Iterator[Path]:
 
 
 def read_job(path: Path) -> dict[str, Any]:
-    """Return the content of a job.json.
-
-    Raises:
-        ConfigError: it is not what a sweep writes.
-    """
+    """Return the content of a job.json. Raise ConfigError if the file is not what a sweep writes."""
     try:
         job = read_object(path, JOB)
         if not all(isinstance(word, str) for word in job["overrides"]):
@@ -232,11 +228,8 @@ def name_of(folder: Path) -> str:
 
 
 def read_metrics(run: RunRecord) -> None:
-    """Read metrics.jsonl into `run.history`.
-
-    Raises:
-        DataError: the file has lines, but none of them describes a training step.
-    """
+    """Read metrics.jsonl into `run.history`. Raise DataError if the file has lines, but none of them describes a
+    training step."""
     path, first = run.folder / METRICS_FILE, ""
     for number, line in lines_of(path):
         try:
@@ -272,11 +265,8 @@ def read_rows(run: RunRecord, name: str, check: Callable[[dict[str, Any]], None]
 
 
 def lines_of(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield (line number, text) of each line that is not blank; nothing if there is no file.
-
-    Raises:
-        DataError: the file cannot be read.
-    """
+    """Yield (line number, text) of each line that is not blank; nothing if there is no file. Raise DataError if the
+    file cannot be read."""
     if not path.is_file():
         return
     try:
@@ -333,11 +323,8 @@ def thinned(rows: list[dict[str, Any]], most: int = MOST_VALIDATIONS) -> list[di
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the values in a config.yaml by dotted key, with secrets hidden.
-
-    Raises:
-        ConfigError: the file is not YAML.
-    """
+    """Return the values in a config.yaml by dotted key, with secrets hidden. Raise ConfigError if the file is not
+    YAML."""
     if not path.is_file():
         return {}
     try:

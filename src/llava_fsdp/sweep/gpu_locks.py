@@ -91,10 +91,11 @@ def locked(
 
     Args:
         name: name of the training, for log messages.
-        stop_level: as `StopRequest.level`. Above 0, waiting ends, and no device is locked.
+        stop_level: function that returns whether the user stops the sweep: 0 means go on. Above 0, waiting ends.
 
     Yields:
-        The locked devices, and the file descriptors of their locks.
+        The locked devices, and the file descriptors of their locks; both empty if waiting ended, or if `devices` is
+            empty.
     """
     if not devices:
         yield [], []

@@ -73,8 +73,8 @@ def run_hydra(program: Callable[[], object], errors: io.StringIO) -> bool:
 
 def end(jobs: list[Job], succeeded: bool, was_stopped: bool, errors: str) -> None:
     """Exit with the exit code of the first job that failed; else with 75 if the sweep was stopped (the same command
-    continues it); else with another code if Hydra itself failed. Return otherwise. `succeeded`: whether Hydra raised no
-    error."""
+    continues it); else with another code if Hydra itself failed. Return if nothing failed. `succeeded`: whether Hydra
+    raised no error; `errors`: its error messages."""
     failed = [job.exit_code for job in jobs if job.exit_code not in (ExitCode.DONE, ExitCode.STOPPED)]
     if failed:
         sys.exit(failed[0])

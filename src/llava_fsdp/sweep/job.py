@@ -113,7 +113,7 @@ def run_job(node: DictConfig, stop: StopRequest) -> Job:
         ignore_signals()
     started = time.monotonic()
     try:
-        config = load(SweepConfig, node)
+        config = load(SweepConfig, node)  # only now, so that a wrong configuration is recorded as the job's failure
         job.metric, job.last_steps = config.sweep.metric.value, config.sweep.last_steps
         check_job(config, job.overrides, is_sweep)
         train(config, job, stop.level)
@@ -150,9 +150,9 @@ def make_job_folder(folder: Path, private: bool, is_sweep: bool) -> None:
 
 
 def record_failure(job: Job, error: LlavaFsdpError, is_stopping: bool) -> None:
-    """Record why a job did not finish, and its results so far if it took a step in the current start of the sweep. A
-    job that had not begun when the user stopped the sweep is recorded as stopped, and runs when the sweep is started
-    again."""
+    """Record in `job` why it did not finish, and its results so far if it took a step in the current start of the
+    sweep. While the sweep stops (`is_stopping`), a job that had not begun, or that failed without an exit code of its
+    own, is recorded as stopped; it continues when the sweep is started again."""
     code, job.reason = error.exit_code, str(error)
     if isinstance(error, JobFailed) and not job.command and is_stopping:
         code, job.reason = ExitCode.STOPPED, "stopped before it began"
@@ -165,8 +165,8 @@ def record_failure(job: Job, error: LlavaFsdpError, is_stopping: bool) -> None:
 
 
 def train(config: SweepConfig, job: Job, stop_level: Callable[[], int]) -> None:
-    """Run a job with torchrun on free GPUs. Raises JobFailed if it fails, or if the user stopped the sweep before it
-    began."""
+    """Wait for free GPUs, and run a job on them with torchrun. `stop_level` is as in `run_torchrun`. Raises JobFailed
+    if the training fails, or if the user stopped the sweep before it began."""
     folder, count, name = Path(job.folder), config.launch.nproc_per_node, f"job {job.number}"
     devices = devices_here() if config.launch.devices is Devices.own else []
     check_devices(devices, count)
@@ -184,6 +184,7 @@ def train(config: SweepConfig, job: Job, stop_level: Callable[[], int]) -> None:
 
 
 def report_end(job: Job) -> None:
+    """Log how a job ended."""
     if job.is_done:
         text = f"{metric_name(job.metric, [job.last_steps])} {getattr(job.numbers, job.metric):.4f}"
         log().info("job %d: done in %.0f s, %s", job.number, job.seconds, text)

@@ -44,8 +44,8 @@ class StopRequest:
         return self.main == (socket.gethostname(), os.getpid())
 
     def is_abandoned(self) -> bool:
-        """Return whether the process that runs Hydra has ended, so that its jobs must end, too; False if it is on
-        another machine."""
+        """Return whether the process that runs Hydra has ended, so that its jobs must end, too; False if that process
+        is on another machine, where this cannot be seen."""
         host, pid = self.main
         with contextlib.suppress(PermissionError):
             try:

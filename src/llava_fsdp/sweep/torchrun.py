@@ -55,7 +55,8 @@ def run_torchrun(
 
     Args:
         name: name of the job, for log messages.
-        stop_level: function that returns whether to stop, as `StopRequest.level`; the default, `int`, returns 0: never.
+        stop_level: function that returns 0 (go on), 1 (save a checkpoint and end) or 2 (end at once), and is called
+            twice a second. The default, `int`, returns 0.
         visible: value of CUDA_VISIBLE_DEVICES for the command; None: unchanged.
         locks: file descriptors of GPU locks, which the command inherits.
 
@@ -96,9 +97,14 @@ def run_torchrun(
 
 
 def follow(child: subprocess.Popen, reader: io.TextIOBase, name: str, stop_level: Callable[[], int]) -> None:
-    """Wait for torchrun, end it when the user stops the sweep, and log the latest step every 10 seconds. `reader`: the
-    file of its output."""
-    next_line, sent = 0.0, 0
+    """Wait for torchrun (`child`), end it when the user stops the sweep, and log the latest step every 10 seconds.
+
+    Args:
+        reader: the file to which torchrun's output is written, opened for reading.
+        name: name of the job, for log messages.
+        stop_level: function that returns 0 (go on), 1 (SIGTERM: the ranks save a checkpoint and end) or 2 (SIGKILL).
+    """
+    next_line, sent = 0.0, 0  # time of the next log message; the level whose signal has been sent
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(timeout=0.5)

@@ -276,12 +276,8 @@ def write_torchrun_error(message: str) -> None:
 
 def compose(config_name: str, schema: type) -> DictConfig | None:
     """Build a command's configuration from YAML files and `sys.argv` with Hydra; None if only help or the configuration
-    was printed.
-
-    Raises:
-        ConfigError: a key or choice does not exist (Hydra's message, shortened, with the nearest key that exists), or a
-            multirun was requested, which cannot work under torchrun.
-    """
+    was printed. Raise ConfigError if a key or choice does not exist (Hydra's message, shortened, with the nearest key
+    that exists), or a multirun was requested, which cannot work under torchrun."""
     refuse_multirun(config_name)
     check_command_line(sys.argv[1:], LITERAL)
     words = name_folder(sys.argv[1:], PATH_KEYS.get(config_name))
@@ -319,11 +315,7 @@ def compose_words(words: list[str], config_name: str, schema: type) -> DictConfi
 
 def configure(words: list[str], config_name: str, schema: type[T]) -> T:
     """Return a command's configuration from words of the form `key=value`, without a command line: with the same checks
-    and errors.
-
-    Raises:
-        ConfigError: a key, a choice or a value is wrong, or a word is one of Hydra's flags.
-    """
+    and errors. Raise ConfigError if a key, a choice or a value is wrong, or a word is one of Hydra's flags."""
     for word in words:
         if word.startswith("-") or "hydra" in word.partition("=")[0]:
             raise ConfigError(f"{word} is a flag of the command line; give keys of the configuration, as key=value")
@@ -369,11 +361,7 @@ def name_folder(arguments: list[str], key: str | None) -> list[str]:
 def with_own_model(arguments: list[str]) -> list[str]:
     """Return arguments with `model=own` (settings for a model that the user names) appended if they set model.language,
     model.vision or model.checkpoint, but not `model=`. Otherwise the default `model=tiny` would apply, whose learning
-    rate is for two million parameters.
-
-    Raises:
-        ConfigError: only model.vision of these keys is set.
-    """
+    rate is for two million parameters. Raise ConfigError if only model.vision of these keys is set."""
     given = {word.partition("=")[0].lstrip("+"): word.partition("=")[2] for word in arguments if "=" in word}
     named = {key for key in BACKBONES if given.get(key, "null") != "null" and not given[key].startswith("package:")}
     if not named or "model" in given:

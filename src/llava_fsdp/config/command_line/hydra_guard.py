@@ -120,12 +120,8 @@ def yaml_files(folder: str) -> Iterator[Path]:
 
 def check_yaml(path: Path, relative_path: Path) -> None:
     """Check a YAML file of a `--config-dir`. Its path relative to that folder tells for which config group it is a
-    choice.
-
-    Raises:
-        ConfigError: the file is not YAML, sets a key that users must not set, or names Python code that Hydra would
-            call.
-    """
+    choice. Raise ConfigError if the file is not YAML, sets a key that users must not set, or names Python code that
+    Hydra would call."""
     text = refuse_yaml_bombs(path)
     try:
         tree = yaml.safe_load(text)

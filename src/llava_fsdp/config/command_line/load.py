@@ -37,12 +37,9 @@ def config_dir() -> Path:
 
 
 def load(schema: type[T], node: DictConfig) -> T:
-    """Convert a configuration that Hydra has composed to an object of the dataclass `schema`, and check it.
-
-    Raises:
-        ConfigError: a key does not exist, a value has a wrong type, or a check refuses it; the message names the key,
-            the value and what the user can do.
-    """
+    """Convert a configuration that Hydra has composed to an object of the dataclass `schema`, and check it. Raise
+    ConfigError if a key does not exist, a value has a wrong type, or a check refuses it; the message names the key, the
+    value and what the user can do."""
     refuse_calls(node)
     refuse_unknown_keys(schema, node)
     node = with_lists_as_texts(node)
@@ -65,11 +62,8 @@ def load(schema: type[T], node: DictConfig) -> T:
 
 def with_lists_as_texts(node: DictConfig) -> DictConfig:
     """Return a composed configuration in which lists of paths (`data.path`, `val.sources.NAME.path` and the like) are
-    texts, as on the command line: OmegaConf has no type for a text or a list.
-
-    Raises:
-        ConfigError: a list has an item that is not a path.
-    """
+    texts, as on the command line: OmegaConf has no type for a text or a list. Raise ConfigError if a list has an item
+    that is not a path."""
     keys = [f"{group}.path" for group in ("data", "val")]
     for prefix in SOURCES:
         sources = OmegaConf.select(node, prefix.removesuffix("."))

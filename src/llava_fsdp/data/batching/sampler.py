@@ -247,12 +247,8 @@ def amounts(sources: dict[str, SourceConfig], counts: Sequence[int]) -> list[int
 
 
 def open_sampler(records: Records, cfg: Config, world_size: int) -> Sampler:
-    """Make the sampler that the setting `sampler` selects.
-
-    Raises:
-        ConfigError: LLaVA's sampler cannot handle this number of ranks or these records, or a source would contribute
-            no sample to an epoch.
-    """
+    """Make the sampler that the setting `sampler` selects. Raise ConfigError if LLaVA's sampler cannot handle this
+    number of ranks or these records, or a source would contribute no sample to an epoch."""
     if cfg.sampler.name is not SamplerName.llava_v1_5:
         count, size = len(records), cfg.global_batch_size
         shares = shares_of(cfg.data.sources, records.source_counts)

@@ -240,12 +240,8 @@ class ImageReader:
         return read_size(self.path(record, record.images[number]), record.where)
 
     def tiles(self, record: Record, name: str) -> np.ndarray:
-        """Read an image or a video by its name, uint8 [tiles, 3, size, size].
-
-        Raises:
-            ImageError: the image cannot be read, has another size than was found before training, or the video is not
-                as long as it was then.
-        """
+        """Read an image or a video by its name, uint8 [tiles, 3, size, size]. Raise ImageError if the image cannot be
+        read, has another size than was found before training, or the video is not as long as it was then."""
         path = self.checked_path(record, name)
         if self.status is not None:
             self.status.at(record.where, path)

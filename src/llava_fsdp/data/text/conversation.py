@@ -42,12 +42,9 @@ class Segment:
 
 
 def render(record: Record, form: Template | ChatTemplate, start_end: bool) -> list[Segment]:
-    """Render a record's conversation, with an image tag for each image.
-
-    Raises:
-        DataError: turns do not alternate human, gpt after a system turn, or an answer is missing, or the number of
-            image tags is not the number of images, or a model's own template refuses or changes the turns.
-    """
+    """Render a record's conversation, with an image tag for each image. Raise DataError if turns do not alternate
+    human, gpt after a system turn, or an answer is missing, or the number of image tags is not the number of images, or
+    a model's own template refuses or changes the turns."""
     check_turns(record)
     media = media_of(record.images)
     segments = prompt(asked_turns(record), form, start_end, bool(record.images), record.where, media)

@@ -96,11 +96,8 @@ class ExactEncoder:
         return f"exact {self.tokenizer.fingerprint} {form} {self.max_length}"
 
     def __call__(self, record: Record) -> Sample | None:
-        """Encode a record; return None if it is skipped because it is too long (`data.too_long=skip`).
-
-        Raises:
-            DataError: the record is invalid, or is too long with `data.too_long=fail`.
-        """
+        """Encode a record; return None if it is skipped because it is too long (`data.too_long=skip`). Raise DataError
+        if the record is invalid, or is too long with `data.too_long=fail`."""
         whole = self._whole(record, self.max_length)
         if len(whole.input_ids) <= self.max_length:
             return whole

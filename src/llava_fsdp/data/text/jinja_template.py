@@ -335,12 +335,9 @@ def special_tokens(folder: Path) -> dict[str, str]:
 
 
 def open_template(name: str, folder: Path, tokenizer: Tokenizer) -> Template | ChatTemplate:
-    """Return the conversation template that `data.template` names: one of LLaVA's, or the model's own.
-
-    Raises:
-        ConfigError: there is no such template; or the folder's chat template is missing, is not the one that `name`
-            records, or cannot be trained with.
-    """
+    """Return the conversation template that `data.template` names: one of LLaVA's, or the model's own. Raise
+    ConfigError if there is no such template; or the folder's chat template is missing, is not the one that `name`
+    records, or cannot be trained with."""
     if not is_own(name):
         return template(name)
     found = find_code(folder)

@@ -92,7 +92,8 @@ def stages_of(folder: Path, count: int) -> list[str]:
 
 
 def stuck(name: str, stages: Sequence[str], limit: float, on_gpus: bool) -> Finding:
-    """Return a finding that names the ranks which are furthest behind, and where they hang."""
+    """Return a finding that names the ranks which are furthest behind, and where they hang. `stages`: last stage of
+    each rank, a key of `STUCK`; `limit`: the exceeded time limit in seconds."""
     order = list(STUCK)
     reached = [order.index(stage.split()[0] if stage else "") for stage in stages]
     first = min(reached)

@@ -28,8 +28,8 @@ ROUNDS = 5
 
 
 def main() -> None:
-    """Run one rank of the check: join the others, and test each collective. The file `rank-N` in the folder given says
-    how far it came."""
+    """Run one rank of the check: join the others, and test each collective. The folder is the first argument of the
+    command; a line is appended to its file `rank-N` for each stage (started, joined, ...) that this rank reaches."""
     # torch 2.13 deprecates both collectives on whole tensors; 2.11 has no other name for them
     warnings.filterwarnings("ignore", ".* is deprecated", FutureWarning)
     end_with(os.getppid())

@@ -81,16 +81,17 @@ def seen_gpus(gpus: Sequence[SmiGpu], visible: str | None, count: int | None) ->
     """Return the GPUs that a training's ranks run on, in the order of the ranks.
 
     Args:
-        visible: if it names MIG instances, all GPUs in MIG mode are returned, because the driver's list does not say to
-            which GPU an instance belongs.
-        count: number of ranks; None: one on each GPU.
+        gpus: all GPUs of this machine.
+        visible: value of CUDA_VISIBLE_DEVICES, which selects GPUs; None: not set. If it names MIG instances, all GPUs
+            in MIG mode are returned too, because the driver's list does not say to which GPU an instance belongs.
+        count: number of ranks, and so the maximum number of GPUs; None: one rank on each GPU.
     """
     if visible is None:
         return list(gpus[:count])
     by_key = {gpu.uuid: gpu for gpu in gpus}
     keys = [key for _, key in visible_gpus(list(by_key), visible)]
-    parted = [gpu.uuid for gpu in gpus if gpu.mig] if any(key.startswith("MIG-") for key in keys) else []
-    return [by_key[key] for key in dict.fromkeys([*keys, *parted]) if key in by_key][:count]
+    in_mig_mode = [gpu.uuid for gpu in gpus if gpu.mig] if any(key.startswith("MIG-") for key in keys) else []
+    return [by_key[key] for key in dict.fromkeys([*keys, *in_mig_mode]) if key in by_key][:count]
 
 
 def read_torch() -> TorchFacts:
@@ -103,7 +104,8 @@ def read_torch() -> TorchFacts:
 
 
 def judge_torch(facts: TorchFacts, gpus: Sequence[SmiGpu], visible: str | None) -> Iterator[Finding]:
-    """Check that the torch build (CUDA, NCCL) can use the GPUs that the driver reports."""
+    """Check that the torch build (CUDA, NCCL) can use the GPUs that the driver reports (`gpus`). `facts`: what torch
+    reports; `visible`: value of CUDA_VISIBLE_DEVICES; None: not set."""
     if facts.error:
         yield fail("torch", facts.error, f"run: {sys.executable} -c 'import torch; torch.cuda.init()'")
         return
@@ -194,7 +196,7 @@ def list_pairs(pairs: Sequence[Sequence[int]]) -> str:
 
 
 def judge_count(ranks: int, facts: TorchFacts, environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Check that there is a GPU for each of this machine's ranks."""
+    """Check that torch sees a GPU for each of this machine's ranks, or none at all: ranks then run on the CPU."""
     count = len(facts.devices)
     if count and ranks > count:
         visible = environment.get("CUDA_VISIBLE_DEVICES")

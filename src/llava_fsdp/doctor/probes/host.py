@@ -32,7 +32,8 @@ def judge_cores(host: Host, ranks: int, workers: int | None) -> Iterator[Finding
 
 
 def judge_memory(host: Host, needed: int, what: str) -> Iterator[Finding]:
-    """Check that there is enough free memory. `needed`: bytes of all ranks of this machine, for `what`; 0: unknown."""
+    """Check that there is enough free memory. `needed`: bytes of all ranks of this machine; 0: unknown. `what`: what
+    takes them, for the message."""
     limit = f", {readable(host.limit)} for this container" if host.limit is not None else ""
     result = f"{readable(host.memory)}{limit}, {readable(host.free)} free"
     if needed > host.free:
@@ -73,7 +74,8 @@ def read_limits() -> dict[str, int]:
 
 
 def judge_limits(limits: dict[str, int], has_infiniband: bool) -> Iterator[Finding]:
-    """Judge the limits of open files and of locked memory (in bytes); a negative value is no limit."""
+    """Check the limits of open files (`nofile`, and its hard limit `hard`) and of locked memory (`memlock`, in bytes);
+    a negative value is no limit."""
     files, locked = limits["nofile"], limits["memlock"]
     if 0 <= files < FILES:
         most = min(limits["hard"], MANY) if limits["hard"] >= 0 else MANY

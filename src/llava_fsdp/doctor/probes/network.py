@@ -27,6 +27,7 @@ class Interface:
 
 
 def read_interfaces() -> list[Interface]:
+    """Return this machine's network interfaces, read from /sys/class/net."""
     interfaces, root = [], Path("/sys/class/net")
     for _, name in socket.if_nameindex():
         speed = text_of(root / name / "speed")

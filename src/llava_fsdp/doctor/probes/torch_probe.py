@@ -10,7 +10,7 @@ from llava_fsdp.runtime.process.host import gpu_has_bf16
 
 
 def main() -> None:
-    """Print what torch says of its GPUs as one JSON object."""
+    """Print what torch reports about itself and the GPUs as one JSON object, with the keys of `gpus.TorchFacts`."""
     available = torch.cuda.is_available()
     count = torch.cuda.device_count() if available else 0
     pairs = [(a, b) for a in range(count) for b in range(a + 1, count)]

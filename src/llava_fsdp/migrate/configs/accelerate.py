@@ -36,8 +36,8 @@ def distributed_type(context: RuleContext, value: object) -> Translation:
 
 
 def unless_deepspeed(rule: Rule) -> Rule:
-    """Return a rule for a setting that becomes nothing if it is off, or has no effect because there is a DeepSpeed JSON
-    file; else `rule` decides."""
+    """Return a rule for a setting that a DeepSpeed JSON file replaces: with such a file, the setting has no effect. A
+    setting that is off is translated as off, in any case; else `rule` translates it."""
 
     def wrapped(context: RuleContext, value: object) -> Translation:
         if plain(value) is False or value in (None, "none", ""):

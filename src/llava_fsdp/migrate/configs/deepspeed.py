@@ -78,18 +78,20 @@ class FromFlag:
 
 @dataclass(frozen=True)
 class Switched:
-    """Rule for all keys of a block that switches on a feature which llava_fsdp does not have: they are not supported,
-    unless the feature is off.
+    """Rule for all keys of an object in the JSON file (such as `autotuning`) that switches on a feature which
+    llava_fsdp does not have: they are not supported, unless the feature is off.
 
     Attributes:
         why: why the feature is not supported, or what to use instead.
-        flag: key of the block that switches the feature on: by true, or by a size other than 0 and 1.
+        flag: key of this object, or of an object inside it, that switches the feature on: by true, or by a size other
+            than 0 and 1.
     """
 
     why: str
     flag: str = "enabled"
 
     def __call__(self, context: RuleContext, value: object) -> Translation:
+        """Translate a key: by the values of `flag` in the file, whatever the key's own value is."""
         block = context.key.partition(".")[0]
         assert context.run.deepspeed is not None
         values = context.run.deepspeed.values

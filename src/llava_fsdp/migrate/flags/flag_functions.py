@@ -12,6 +12,7 @@ DECAYS = "; DeepSpeed's entry also decays norms and biases, a run here does not"
 
 
 def model_name(context: RuleContext, value: object) -> Translation:
+    """Rule for --model_name_or_path."""
     chosen = context.tell("model")
     if context.run.stage == "finetune_task":
         why = "its name has llava in it and there is no --pretrain_mm_mlp_adapter, so it is taken for a whole LLaVA"
@@ -32,6 +33,7 @@ def data_path(context: RuleContext, value: object) -> Translation:
 
 
 def version(context: RuleContext, value: object) -> Translation:
+    """Rule for --version, which names the template of the conversations."""
     text = context.tell("data.template")
     if value in ("v0", "v0.5"):
         return mapped(f"{text}: LLaVA train.py:894-901 leaves the template at vicuna_v1 for {value}")
@@ -44,6 +46,7 @@ def version(context: RuleContext, value: object) -> Translation:
 
 
 def projector(context: RuleContext, value: object) -> Translation:
+    """Rule for --pretrain_mm_mlp_adapter, the file of a trained projector."""
     stage = context.run.stage
     if not value:
         if stage != "finetune":
@@ -64,6 +67,7 @@ def projector_type(context: RuleContext, value: object) -> Translation:
 
 
 def bits(context: RuleContext, value: object) -> Translation:
+    """Rule for --bits, the number of bits of the language model's weights."""
     if value == 16:
         return implied("weights are not quantized")
     if context.run.bits is None:
@@ -84,7 +88,7 @@ def lora_enable(context: RuleContext, value: object) -> Translation:
 
 def of_optimizer(key: str, note: str = "") -> Function:
     """Return a rule for an optimizer flag: it becomes the override `key`, or nothing if DeepSpeed's configuration sets
-    another value, which then counts. `note` is printed if that has an `optimizer` entry."""
+    another value, which then counts. `note` is printed if DeepSpeed's configuration has an `optimizer` entry."""
 
     def rule(context: RuleContext, value: object) -> Translation:
         text = context.tell(key)
@@ -96,6 +100,7 @@ def of_optimizer(key: str, note: str = "") -> Function:
 
 
 def scheduler_type(context: RuleContext, value: object) -> Translation:
+    """Rule for --lr_scheduler_type."""
     kind = context.run.ds("scheduler.type")
     if kind is not None:
         return no_effect(f"DeepSpeed's {kind} replaces it: {context.tell('optim.schedule')}")
@@ -136,7 +141,7 @@ def deepspeed_file(context: RuleContext, value: object) -> Translation:
 
 
 def fsdp(context: RuleContext, value: object) -> Translation:
-    """Translate `--fsdp`, whose value is a list of words."""
+    """Rule for --fsdp, whose value is words separated by spaces: a sharding strategy, `auto_wrap`, `offload`."""
     if not value:
         return implied("no FSDP: " + context.tell("sharding"))
     if context.run.uses_deepspeed:
@@ -156,8 +161,8 @@ def save_strategy(context: RuleContext, value: object) -> Translation:
 
 
 def report_to(context: RuleContext, value: object) -> Translation:
-    """Translate transformers' names of trackers, separated by spaces; "all" and "none" are allowed. The result says
-    with which values the migrated training has the keys of its own trackers, such as `track.wandb=online`."""
+    """Rule for --report_to: transformers' names of trackers, separated by spaces; "all" and "none" are allowed. They
+    become the overrides of llava_fsdp's own trackers, such as `track.wandb=online`."""
     names = [w for w in str(value or "").split() if w != "none"]
     if not names:
         return implied("metrics.jsonl has every step")

@@ -52,7 +52,7 @@ def patch_merge(context: RuleContext, value: object) -> Translation:
 
 
 def grid(context: RuleContext, value: object) -> Translation:
-    """Translate LLaVA-NeXT's grid of tiles to `data.grid_pinpoints`."""
+    """Rule for --image_grid_pinpoints, the sizes to which images of several tiles are resized."""
     if "model.patch_merge" not in context.decided:
         return no_effect("only for images of several tiles")
     found = grid_of(context.run)
@@ -66,6 +66,7 @@ def grid(context: RuleContext, value: object) -> Translation:
 
 
 def tunable(context: RuleContext, value: object) -> Translation:
+    """Rule for --mm_tunable_parts, the parts of the model that train."""
     if context.run.tunable is None:
         return implied("by the other flags")
     text = context.tell("model.train")

@@ -119,11 +119,7 @@ class History:
     """For each step in `recent`: data source -> (loss, label tokens)."""
 
     def add(self, row: dict[str, Any]) -> None:
-        """Add a parsed row of metrics.jsonl.
-
-        Raises:
-            ValueError: the row is not valid; then nothing is added.
-        """
+        """Add a parsed row of metrics.jsonl. Raise ValueError if the row is not valid; then nothing is added."""
         step, values = checked(row)
         sources = sources_of(row)
         more = {name: number_of(row, name) or 0 for name in SUMS}
@@ -207,11 +203,7 @@ def checked(row: object) -> tuple[int, dict[str, float | None]]:
 
 
 def number_of(row: dict[str, Any], name: str) -> float | None:
-    """Return a number in a row; None if it is missing or not finite.
-
-    Raises:
-        ValueError: the value is not a number.
-    """
+    """Return a number in a row; None if it is missing or not finite. Raise ValueError if the value is not a number."""
     value = row.get(name)
     if value is None:
         return None

@@ -53,11 +53,8 @@ LOADED = (
 
 def read_notes(folder: Path) -> dict[str, Any]:
     """Return the notes of a model or adapter folder; empty if it has none. Notes of earlier versions of this package
-    contain no digest of themselves, and are not checked.
-
-    Raises:
-        DamagedModel: the notes were changed after they were written, or cannot be read.
-    """
+    contain no digest of themselves, and are not checked. Raise DamagedModel if the notes were changed after they were
+    written, or cannot be read."""
     content = read_bytes(folder / NOTES)
     return {} if content is None else parse(content, folder)
 

@@ -104,11 +104,7 @@ def refuse_model_code(fields: dict[str, Any], path: Path) -> None:
 
 def file_beside(path: Path, name: object) -> Path:
     """Return the path of the file `name`, which the file `path` (such as an index of weights) names, in the same
-    folder.
-
-    Raises:
-        ModelError: `name` is not a plain file name, so that it could lead out of the folder.
-    """
+    folder. Raise ModelError if `name` is not a plain file name, so that it could lead out of the folder."""
     plain = isinstance(name, str) and re.fullmatch(r"[\w.+=-][\w.+= -]*", name) and name not in (".", "..")
     if not plain:
         raise ModelError(f"{path} names {str(name)[:200]!r}, which is not a file beside it")

@@ -394,11 +394,8 @@ class ExaminePictures(DatasetPass):
 
 def sizes_of(number: int, record: Record, store: RecordStore, tokens: ImageTokens) -> list[tuple[int, int]]:
     """Return the sizes that a record gives of its images, as (width, height) in pixels; empty if the numbers of their
-    tokens do not depend on sizes.
-
-    Raises:
-        ConfigError: the record does not give the sizes of all its images, or has a video.
-    """
+    tokens do not depend on sizes. Raise ConfigError if the record does not give the sizes of all its images, or has a
+    video."""
     has_video = any(map(is_video, record.images))
     if not record.images or not (has_video or tokens.needs_size(record.num_images)):
         return []
