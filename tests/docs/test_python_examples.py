@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from documents import DOCS, ROOT, blocks_of
 
 OWN = ("in_python.py", "own_events.py", "own_loss.py", "own_projector.py", "own_source.py")
@@ -32,12 +33,14 @@ def run(program: str, folder: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_programs_of_the_page_run_one_after_the_other(tmp_path: Path) -> None:
     blocks = {block.note: block.text for block in blocks_of(DOCS / "extending.md") if block.note in OWN}
     assert tuple(blocks) == OWN
     run("\n".join(["from pathlib import Path", *blocks.values(), CHECKS]), tmp_path)
 
 
+@pytest.mark.slow
 def test_the_notebook_runs(tmp_path: Path) -> None:
     """Without jupyter; it is stored without results."""
     notebook = json.loads((ROOT / "examples" / "train_in_a_notebook.ipynb").read_text())

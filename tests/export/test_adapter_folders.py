@@ -221,6 +221,7 @@ def test_peft_over_the_llava_class_has_the_logits_of_the_merged_model(
         assert relative_difference(before, expected) > 0.01
 
 
+@pytest.mark.slow
 def test_a_run_whose_export_is_merged_gives_its_adapters_apart(made: Callable[[str], Made], tmp_path: Path) -> None:
     """From the run, from its checkpoint, and from a copy without checkpoints: what its adapter folder gives."""
     run = made("plain").run

@@ -144,6 +144,7 @@ def adapted(parts: Path, dataset: Path, tmp_path_factory: pytest.TempPathFactory
     return folder / "run"
 
 
+@pytest.mark.slow
 def test_every_form_of_a_model_names_what_ends_its_answers(adapted: Path, tmp_path: Path) -> None:
     """An adapter's folder, merged weights, a checkpoint, an export of an export, the original's format and back."""
     sources = [adapted / "adapter", adapted / "checkpoints" / "step-000001", adapted / "export"]

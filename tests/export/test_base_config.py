@@ -137,6 +137,7 @@ COMMANDS: dict[str, Callable[[Made, Path], object]] = {
 
 
 SLOW = (
+    "a training that resumes",
     "export of a run",
     "chat and evaluate with a checkpoint",
     "chat and evaluate with a run",

@@ -128,6 +128,7 @@ def test_stage_2_begins_with_the_projector_of_a_run_without_an_export(
         assert resolve_model(str(whole), "model.checkpoint") == whole
 
 
+@pytest.mark.slow
 def test_a_run_with_an_adapter_alone_is_told_as_such(parts: Path, dataset: Path, tmp_path: Path) -> None:
     """Of a model that cannot be exported, whose adapter can be trained on."""
     folder, run = saved_parts(parts, tmp_path / "parts", GEMMA2), tmp_path / "lora"

@@ -118,7 +118,7 @@ def assert_same(folder: Path, one: Path, what: str) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("variant", "kind", "strategy", "more"), slow_after(1, [
+@pytest.mark.parametrize(("variant", "kind", "strategy", "more"), slow_after(0, [
     ("full", "glm4_moe", "zero1", ("pack=false", "micro_batch_size=3", "activation_checkpointing=selective")),
     ("full", "qwen2_moe", "zero3", ("pack=true", "activation_checkpointing=full", "tokens_per_micro_batch=256")),
     ("lora", "qwen3_moe", "zero2", ("pack=true", "tokens_per_micro_batch=256")),

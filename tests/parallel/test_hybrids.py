@@ -109,7 +109,7 @@ def of_one_process(
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("variant", "strategy", "size", "kinds"), slow_after(1, MIXTURES))
+@pytest.mark.parametrize(("variant", "strategy", "size", "kinds"), slow_after(0, MIXTURES))
 def test_training_of_a_mixture_is_that_of_one_process(
     variant: str, strategy: str, size: int, kinds: tuple[str, ...], of_one_process: Callable[[str, str], Outcome],
     mixture: Path, dataset: Path, tmp_path: Path, pools: dict[int, RankPool],

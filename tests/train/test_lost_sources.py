@@ -45,11 +45,8 @@ def remove(path: Path) -> None:
     shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-@pytest.mark.parametrize(
-    "projector",
-    [pytest.param("auto"), *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("run", "file"))],
-    indirect=True,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("projector", ["auto", "run", "file"], indirect=True)
 def test_a_second_stage_continues_without_the_first(
     projector: tuple[str, Path], parts: Path, dataset: Path, tmp_path: Path
 ) -> None:

@@ -52,6 +52,7 @@ def test_a_loss_of_another_shape_is_refused() -> None:
         loss(torch.randn(3, 6), torch.randn(11, 6), torch.zeros(3, dtype=torch.int64), change=LogitChange())
 
 
+@pytest.mark.slow
 def test_a_run_continues_with_the_loss_it_began_with(configure: Configure) -> None:
     """Twice the loss is twice the number in the metrics, and another loss is refused."""
 
@@ -146,6 +147,7 @@ def composed(folder: Path, *words: str) -> Config:
     return llava_fsdp.compose("finetune", [*short, *SHORT[1:], *words, f"output_dir={folder}"])
 
 
+@pytest.mark.slow
 def test_records_of_a_program_are_asked_for_once(tmp_path: Path) -> None:
     """A run that continues reads what was written; other records are refused, as those of another file are."""
     source = Capitals()

@@ -64,6 +64,7 @@ def test_what_the_command_line_refuses_is_refused(stage: str, words: list[str], 
         llava_fsdp.compose(stage, words)
 
 
+@pytest.mark.slow
 def test_a_plan_has_the_rows_that_the_command_prints(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -71,7 +71,7 @@ PARTS = {
 }
 
 
-@pytest.mark.parametrize("name", slow_after(3, PARTS))
+@pytest.mark.parametrize("name", slow_after(1, PARTS))
 def test_a_part_is_named(name: str, saved: Path, dataset: Path, tmp_path: Path) -> None:
     """The file and the tensor in it, before the first step."""
     where, tensor, value, keys = PARTS[name]
