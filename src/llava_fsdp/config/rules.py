@@ -119,7 +119,7 @@ def check_divided(cfg: TrainingKeys) -> None:
     quantizer, mode = cfg.model.quantize.mode, cfg.activation_checkpointing.mode
     is_dynamic = mode is ActivationCheckpointing.dynamic
     is_budget = mode is ActivationCheckpointing.budget
-    all_kinds = {
+    all_kinds = {  # {setting that is not supported: (whether it is set, what to set instead)}
         "compile=true": (cfg.compile is True, "compile=auto"),
         "activation_checkpointing=budget": (is_budget, "activation_checkpointing=selective"),
         "activation_checkpointing=dynamic": (is_dynamic, "activation_checkpointing=auto"),
@@ -133,14 +133,14 @@ def check_divided(cfg: TrainingKeys) -> None:
         "model.lora.use_dora=true": (cfg.model.lora.use_dora, "model.lora.use_dora=false"),
         "loss.kernel=torch": (cfg.loss.kernel is LossKernel.torch, "loss.kernel=auto"),
     }
-    lacks_order = mode is ActivationCheckpointing.offload
+    is_offload = mode is ActivationCheckpointing.offload
     trained = cfg.model.trained
     blocks = trained.get(Part.language)
     ends_early = trained.keys() == {Part.language} and blocks is not None and blocks.start not in (None, 0)
     with_pipeline = {
         # a stage without a backward pass would have nothing to send back
         f"model.train={cfg.model.train}": (ends_early, "model.train=[projector,...]"),
-        "activation_checkpointing=offload": (lacks_order, "activation_checkpointing=full"),
+        "activation_checkpointing=offload": (is_offload, "activation_checkpointing=full"),
     }
     kinds = (
         ("tensor", parallel.tensor, all_kinds | with_tensor),
@@ -155,9 +155,9 @@ def check_divided(cfg: TrainingKeys) -> None:
 
 
 def check_base(cfg: TrainingKeys) -> None:
-    """Raise ConfigError for settings that contradict a frozen or quantized language model: matrix products of 8 bits
-    (`precision.linear`) with adapters, in int8 also with all weights frozen, and moving its weights to the host if they
-    are quantized."""
+    """Raise ConfigError for settings that contradict a frozen or quantized language model. Frozen by adapters, it
+    cannot have matrix products of 8 bits (`precision.linear`); frozen without adapters, none in int8. Quantized weights
+    cannot be moved to the host."""
     mode, linear = cfg.model.quantize.mode, cfg.precision.linear
     if cfg.model.lora.enabled and linear is not LinearKind.same:
         raise ConfigError(
@@ -287,7 +287,7 @@ def check_anyres(cfg: TrainingKeys) -> None:
     wrong = [key for key, is_right in needed.items() if not is_right]
     if aspect is AspectRatio.anyres_max and wrong:
         raise ConfigError(f"data.image_aspect_ratio=anyres_max is LLaVA-OneVision's, and needs {' and '.join(wrong)}")
-    if merge is PatchMerge.flat:
+    if merge is PatchMerge.flat:  # suits every image_aspect_ratio
         return
     if aspect not in (AspectRatio.anyres, AspectRatio.anyres_max):
         raise ConfigError(

@@ -109,8 +109,8 @@ def build_loader(
 def open_encoding(
     cfg: Config, language_folder: Path, vision_folder: Path, shape: ModelShape
 ) -> tuple[Encoder, ImageReader]:
-    """Build the two objects that convert records to the input of one model. Raise ConfigError if the model and the
-    configuration do not fit together."""
+    """Build the encoder, which makes token ids and labels of records, and the reader of their images, for one model.
+    Raise ConfigError if the model and the configuration do not fit together."""
     images = cfg.data.images
     image_reader = ImageReader(
         folder=None if images is None or is_remote(images) else Path(images),
@@ -177,6 +177,7 @@ def check_fit(cfg: Config, shape: ModelShape, tokenizer_size: int, image_reader:
             f"data.image_aspect_ratio=anyres_max (it is {rule.aspect.value}) and data.max_tiles={shape.max_tiles} (it "
             f"is {rule.max_tiles})"
         )
+    # a model that was no LLaVA-OneVision before may become one, with another grid
     starts_onevision = rule.aspect is AspectRatio.anyres_max and shape.max_tiles is None
     if tiled and not starts_onevision and shape.grid_pinpoints not in (None, [list(size) for size in rule.sizes]):
         raise ConfigError(
@@ -235,7 +236,8 @@ class Loader:
 
     def prepared(self, first: int, give_up: Callable[[], bool] = lambda: False) -> Iterator[Step | None]:
         """Yield this rank's part of each step from number `first` to the last. Before using a step, the caller must
-        pass it to `agree`, which takes out the samples that any rank could not read. See `from_workers` for `give_up`.
+        pass it to `agree`, which takes out the samples that any rank could not read. `give_up` is called about every
+        second while waiting for a step; once it returns True, None is yielded and the iteration ends.
 
         Raises:
             DataError: a record or an image of the step is invalid; or a worker died or stalled (WorkerError).

@@ -100,8 +100,8 @@ def micro_batches_of(contents: Contents, cfg: Config, world_size: int) -> int:
     the second; or twice as many as there are stages of the model, after which a pipeline is full. A group of ranks that
     computes layers together counts as one."""
     parallel = cfg.parallel
-    ranks = len(contents.lengths) * world_size
-    needed = math.ceil(cfg.global_batch_size * contents.context * parallel.pipeline / ranks)
+    at_once = len(contents.lengths) * world_size  # samples, each counted once on every rank that has a part of it
+    needed = math.ceil(cfg.global_batch_size * contents.context * parallel.pipeline / at_once)
     most = 2 if parallel.pipeline == 1 else parallel.num_micro_batches(2 * parallel.num_stages)
     return min(most, parallel.num_micro_batches(needed))
 

@@ -82,7 +82,7 @@ def lay_out_prompts(rows: Sequence[Row], collate: Collator) -> Prompts:
     length = max((len(sample.input_ids) for sample, _ in rows), default=1)
     ids = np.zeros((max(1, len(rows)), length), dtype=np.int64)
     mask = np.zeros(ids.shape, dtype=bool)
-    mask[:, -1] = True
+    mask[:, -1] = True  # a row without a prompt has one token
     for row, (sample, _) in enumerate(rows):
         ids[row, length - len(sample.input_ids) :] = sample.input_ids
         mask[row, length - len(sample.input_ids) :] = True
@@ -91,7 +91,7 @@ def lay_out_prompts(rows: Sequence[Row], collate: Collator) -> Prompts:
     micro = MicroBatch(
         input_ids=torch.from_numpy(ids),
         images=images,
-        label_positions=torch.arange(1, len(ids) + 1) * length - 1,
+        label_positions=torch.arange(1, len(ids) + 1) * length - 1,  # the last token of each row predicts the answer
         label_ids=torch.zeros(0, dtype=torch.int64),
         scale=0.0,
     )

@@ -22,6 +22,7 @@ IGNORED = ("output_dir", "track.name")
 
 
 def comparison_page(runs: list[RunRecord]) -> str:
+    """Return the page as HTML. Only runs of a sweep have a `metric`."""
     kind = "comparison" if any(run.metric is None for run in runs) else "sweep"
     parts = [
         heading(kind, f"{len(runs):,} runs", f"As of {format_time(time.time())}."),
@@ -34,6 +35,7 @@ def comparison_page(runs: list[RunRecord]) -> str:
 
 
 def results_table(runs: list[RunRecord]) -> str:
+    """Return the table of the runs' results as HTML, with a note that says by which metric one is the best."""
     windows = [run.history.window for run in runs if run.history.loss is not None]
     texts = columns([results_of(run) for run in runs], windows)
     best, metric = best_of(runs)
@@ -46,10 +48,10 @@ def results_table(runs: list[RunRecord]) -> str:
 def best_of(runs: list[RunRecord]) -> tuple[int | None, str]:
     """Return the index of the best run, and the metric by which runs are compared.
 
-    The metric is that of the runs' sweep. Runs that are not of one sweep are compared by the loss of the last
-    validation, or by the loss of their last steps if a run has no validation. The index is None if no run has a value,
-    or if such runs have only one, or if two of them have the least one as the page shows it: in four decimals, in which
-    losses do not differ that are equal but for rounding.
+    The metric is that of the runs' sweep, and the index None if no run has a value. Runs that are not all of one sweep
+    are compared by the loss of the last validation, or by the loss of their last steps if a run has no validation. The
+    index is then also None if only one run has a loss, or if the two lowest losses are equal in the four decimals that
+    the page shows: they may differ only by rounding.
     """
     metric, values = runs[0].metric or "", [run.value for run in runs]
     if not metric or any(run.metric != metric for run in runs):
@@ -81,6 +83,7 @@ def charts(runs: list[RunRecord]) -> Iterator[Chart]:
 
 
 def differences(runs: list[RunRecord]) -> Iterator[str]:
+    """Yield HTML sections: the keys and the environments in which the runs differ, and why each run ended."""
     keys = differing([run.config for run in runs], [run.overrides for run in runs], IGNORED)
     names = ["key", *(run.name for run in runs)]
     without = ", ".join(run.name for run in runs if not run.config)

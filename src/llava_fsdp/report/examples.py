@@ -96,7 +96,7 @@ def example_body(number: int, example: Example) -> str:
     title = f"{number}. {name(example.source)}: record {example.index:,}{line}, {identity}"
     counts = f"{example.length:,} tokens, {example.labels:,} with labels"
     body = [part_body(part) for part in example.parts]
-    if example.cut:
+    if example.cut:  # images are only named if some are cut off
         lost = [plural(example.labels_cut, "label"), *[plural(example.images_cut, "image")][: example.images_cut]]
         cut = f"data.max_length cuts off {plural(example.cut, 'token')} here, with {' and '.join(lost)}"
         body.append(f"<p class=cut>\u2702 {cut}.</p>\n")

@@ -33,6 +33,7 @@ def header(run: RunRecord) -> str:
         nodes = about.get("nodes", 1)
         what.append(f"{ranks} x {about.get('device', '?')}" + (f" on {nodes} nodes" if nodes != 1 else ""))
     lines: list[str | tuple[str, str]] = [" · ".join(what), str(about.get("data") or "")]
+    # a training that goes well may still have a reason: why a later start failed
     lines.append(("reason" if run.end is run.status else "note", run.reason))
     lines += [("note", f"{n:,} lines of {name} could not be read and are skipped.") for name, n in run.unread.items()]
     if lost := run.num_lost:

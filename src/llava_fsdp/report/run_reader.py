@@ -183,7 +183,7 @@ def run_of_job(job: dict[str, Any], folder: Path, name: str) -> RunRecord:
             status["reason"] = status["reason"] or ("" if isinstance(error, ConfigError) else str(error))
     run.overrides = values_typed(job["overrides"])
     run.metric = str(job.get("metric") or "loss")
-    run.value = None if job.get("exit_code") else job.get("value")
+    run.value = None if job.get("exit_code") else job.get("value")  # a job that failed cannot be the best
     return run
 
 
@@ -212,7 +212,7 @@ def values_typed(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def value_typed(text: str) -> int | float | bool | str | None:
-    # Hydra writes a job's overrides with Python's constants
+    """Parse the value of a Hydra override. Hydra writes those of a sweep's jobs with Python's constants."""
     constants = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
     if text in constants:
         return constants[text]
@@ -295,6 +295,7 @@ def check_start(row: dict[str, Any]) -> None:
 
 
 def check_validation(row: dict[str, Any]) -> None:
+    """Raise ValueError if a field of the row that a validation writes is malformed, KeyError if `step` is missing."""
     if type(row["step"]) is not int:
         raise ValueError("step")
     sources = (row.get("sources") or {}).values()
@@ -323,8 +324,8 @@ def thinned(rows: list[dict[str, Any]], most: int = MOST_VALIDATIONS) -> list[di
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the values in a config.yaml by dotted key, with secrets hidden. Raise ConfigError if the file is not
-    YAML."""
+    """Return the values in a config.yaml by dotted key, with secrets hidden; empty if the file does not exist. Raise
+    ConfigError if the file is not YAML."""
     if not path.is_file():
         return {}
     try:

@@ -118,6 +118,7 @@ def columns(*sections: str) -> str:
 
 
 def sources(run: RunRecord) -> Iterator[str]:
+    """Yield a table of the training's data sources, if it has several: label tokens and mean loss of the last steps."""
     history = run.history
     if len(history.sources) < 2:
         return
@@ -129,6 +130,7 @@ def sources(run: RunRecord) -> Iterator[str]:
 
 
 def memory(run: RunRecord) -> Iterator[str]:
+    """Yield a table of the memory that the planner predicted for rank 0 and of its measured peak, if they are known."""
     at_rest, planned = run.about.get("at_rest"), run.about.get("planned_peak")
     if not at_rest:
         return
@@ -141,6 +143,7 @@ def memory(run: RunRecord) -> Iterator[str]:
 
 
 def history_tables(run: RunRecord) -> Iterator[str]:
+    """Yield HTML sections: environment, starts, numbers of samples, command, and skipped steps."""
     yield columns(*environment(run), *starts(run), *samples(run))
     if run.about.get("command"):
         yield section("Command", f"<pre>{escape(shortened(str(run.about['command']), MOST_COMMAND))}</pre>")

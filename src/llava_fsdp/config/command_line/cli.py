@@ -162,6 +162,7 @@ def run(config_name: str, schema: type[T], task: Callable[[T], object], on_exit:
     silent = everywhere and is_later_rank()
     if silent:
         time.sleep(PATIENCE)  # rank 0 reports the error, writes the status, and ends first
+    # without a valid configuration (`is_private` is None), it is not known who may read the folder
     if folder is not None and is_training and not is_later_rank() and is_private is not None:
         make_folder_of_status(folder, outcome, is_private)
     if folder is not None and is_later_rank() and not is_one_node():
@@ -181,7 +182,7 @@ def end_process(
         silent: whether rank 0 prints the message of this failure, because every rank has it.
         ends_torchrun: whether to end torchrun on this machine in any case.
     """
-    first = write_outcome(folder, outcome, on_exit)
+    first = write_outcome(folder, outcome, on_exit)  # the status of a rank that failed earlier, if there is one
     code = outcome.ending.exit_code
     if code == ExitCode.DONE:
         return
@@ -371,6 +372,7 @@ def with_own_model(arguments: list[str]) -> list[str]:
             f"model.vision={given['model.vision']} is named without a language model: name model.language=DIR too, or "
             "choose the other parts by model="
         )
+    # model=own has no default for model.language, which a checkpoint contains
     checkpoint = [f"model.language={given['model.checkpoint']}"] if "model.language" not in given else []
     return [*arguments, "model=own", *checkpoint]
 

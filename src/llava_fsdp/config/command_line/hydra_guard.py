@@ -134,7 +134,7 @@ def check_yaml(path: Path, relative_path: Path) -> None:
     for name, value in leaves_of(tree):
         keys = name.split(".")
         refuse_calls(f"{name}={value}", f"{path}: {name}")
-        if "defaults" in keys:
+        if "defaults" in keys:  # the key of an entry is `defaults.INDEX` or `defaults.INDEX.GROUP`
             group, choice = default_of(keys[keys.index("defaults") + 2 :], str(value))
             check_hydra_key(group, choice, f"{path}: {group}")
         if "hydra" in keys:

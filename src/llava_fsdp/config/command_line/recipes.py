@@ -22,8 +22,9 @@ Difference = list[str]
 
 
 def differences(cfg: Config, arguments: list[str]) -> list[Difference] | None:
-    """Return the keys whose values differ from the recipe, with secrets hidden; None if the YAML files have no such
-    stage, model or kind of data. The `arguments` of the command line may name a folder of the user's own YAML files."""
+    """Return a row [key, value in the recipe, value in `cfg`] for each key whose values differ, with secrets hidden;
+    None if the YAML files have no such stage, model or kind of data. `arguments`: those of the command line, which may
+    name a folder of the user's own YAML files."""
     recipe = recipe_of(cfg, arguments)
     if recipe is None:
         return None

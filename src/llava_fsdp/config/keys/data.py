@@ -106,6 +106,7 @@ class SourceConfig:
     samples as all sources together have records."""
 
     def __post_init__(self) -> None:
+        """Raise ConfigError if a value, or a combination of values, is not allowed."""
         above_zero(f"data.sources: source of {self.path}: epochs", self.epochs)
         above_zero(f"data.sources: source of {self.path}: weight", self.weight)
         if self.epochs is not None and self.epochs > MOST_EPOCHS:
@@ -337,6 +338,7 @@ class ValConfig:
     first."""
 
     def __post_init__(self) -> None:
+        """Raise ConfigError if a value, or a combination of values, is not allowed."""
         for name in ("every", "limit", "batch_size", "max_new_tokens"):
             at_least(f"val.{name}", getattr(self, name), 1)
         at_least("val.answers", self.answers, 0, "0 measures the loss alone")

@@ -30,6 +30,7 @@ class ShardingConfig:
     """Number of transformer blocks whose weights are gathered and gradients reduced together."""
 
     def __post_init__(self) -> None:
+        """Raise ConfigError if a value, or a combination of values, is not allowed."""
         at_least("sharding.blocks_per_unit", self.blocks_per_unit, 1)
         at_least("sharding.prefetch", self.prefetch, 1, "null leaves it to FSDP2")
         at_least("sharding.shard_size", self.shard_size, 1)
@@ -68,6 +69,7 @@ class ParallelConfig:
     pipeline, where they are 1 or auto, and the schedule."""
 
     def __post_init__(self) -> None:
+        """Raise ConfigError if a value, or a combination of values, is not allowed."""
         at_least("parallel.tensor", self.tensor, 1)
         at_least("parallel.expert", self.expert, 1)
         at_least("parallel.pipeline", self.pipeline, 1)
@@ -143,6 +145,7 @@ class ScalerConfig:
     """Minimum of the loss scale. A step that overflows at this scale ends the run."""
 
     def __post_init__(self) -> None:
+        """Raise ConfigError if a value, or a combination of values, is not allowed."""
         above_zero("precision.scaler.scale", self.scale, "; null chooses a dynamic one")
         at_least("precision.scaler.window", self.window, 1)
         at_least("precision.scaler.hysteresis", self.hysteresis, 1)

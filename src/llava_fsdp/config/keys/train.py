@@ -275,8 +275,8 @@ class TrainingKeys:
 
     @property
     def held_out(self) -> Self:
-        """Copy of the training's configuration for reading the validation records: its `data` keys name the records
-        that the `val` keys name, for one epoch."""
+        """Copy of the training's configuration for reading the validation records once: its `data` keys name the
+        records that the `val` keys name. `max_steps` and `profile`, which concern the training's steps, are off."""
         val, files = self.val, self.val.sources
         embedded = str(Path(self.data.root or ".") / HELDOUT) if self.data.source is Source.shapes else None
         data = replace(

@@ -128,7 +128,7 @@ class StepFacts:
     """{name of a data source: number of its label tokens}."""
 
     def without(self, skipped: list[SkippedSample]) -> StepFacts:
-        """Return these counts without skipped samples."""
+        """Return these counts without skipped samples. `unlabelled` loses every record that a skipped sample names."""
         counts = {name: getattr(self, name) - sum(getattr(s.lacks, name) for s in skipped) for name in COUNTS}
         named = [record for sample in skipped for record in sample.lacks.unlabelled]
         unlabelled = [record for record in self.unlabelled if record not in named]

@@ -132,8 +132,8 @@ class Shuffle(EpochSampler):
         return self._drawn[number]
 
     def shared(self, number: int) -> np.ndarray:
-        """Like `drawn`, but the order of a large epoch is drawn by one process of a machine, and memory-mapped by the
-        others."""
+        """Return the order of epoch `number` as `drawn` does. That of a large epoch is drawn by one process of a
+        machine, and memory-mapped by the others."""
         samples = self.samples_per_epoch
         if self.folder is None or samples < LARGE:
             return self.drawn(number)
@@ -170,8 +170,8 @@ class ComputedShuffle(EpochSampler):
     shape = f"computed_shuffle, version {VERSION}"
 
     def part(self, epoch: int, begin: int, end: int) -> np.ndarray:
-        """The samples of all data sources are permuted together. For the samples of one source, see
-        `Shuffle.members`."""
+        """Return the records from position `begin` to `end` - 1 of an epoch's order, int64 [end - begin]. The samples
+        of all data sources are permuted together."""
         samples = permuted(np.arange(begin, end), self.samples_per_epoch, "computed order", self.seed, epoch)
         if not self.shares:
             return samples
@@ -184,8 +184,8 @@ class ComputedShuffle(EpochSampler):
         return samples
 
     def members(self, share: SourceShare, positions: np.ndarray) -> np.ndarray:
-        """Return the values at the given positions of a data source's endless sequence of permutations of its records:
-        numbers within the source, int64 [positions]."""
+        """Return numbers of records within a data source, int64 [positions]: the values at these positions of an
+        endless sequence of permutations of its records, which the epochs use up one after the other."""
         if share.samples % share.count == 0:  # an epoch uses each record equally often, and its samples are permuted
             return positions % share.count
         passes, members = np.divmod(positions, share.count)
@@ -214,7 +214,7 @@ def shares_of(sources: dict[str, SourceConfig], counts: Sequence[int]) -> tuple[
         return ()
     begins = itertools.accumulate(counts, initial=0)
     shares = []
-    columns = zip(sources.items(), counts, begins, amounts(sources, counts), strict=False)
+    columns = zip(sources.items(), counts, begins, amounts(sources, counts), strict=False)  # `begins` has one more
     for (name, source), count, first, samples in columns:
         if not count:
             raise ConfigError(f"data.sources.{name}: no record of {source.path} is left to train on; take it out")

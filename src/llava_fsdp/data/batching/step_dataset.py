@@ -51,6 +51,8 @@ class Steps(Dataset):
         cost: CostModel,
         cut: ContextCut | None = None,
     ):
+        """Only ranks that process different rows count in `rank` and `world_size`; `cost` estimates the FLOPs of
+        samples."""
         self.records = records
         self.sampler = sampler
         self.encoder = encoder
@@ -96,7 +98,7 @@ class Steps(Dataset):
         facts = self.facts(step, numbers)
         micro_batches = self.assignment(step, numbers)[self.rank]
         total = len(micro_batches) * self.world_size
-        # empty ones are added where the sampler or `loss.normalize=micro_batch` determines the micro-batches
+        # a pipeline may need more micro-batches than the sampler, or loss.normalize=micro_batch, allows to fill
         micro_batches = [*micro_batches, *[[]] * (self.rounded(len(micro_batches)) - len(micro_batches))]
         if self.cut is not None:
             micros = [self.prepare_part(micro, facts, total) for micro in micro_batches]
@@ -251,7 +253,7 @@ class Steps(Dataset):
 
     def records_of(self, step: int, ranks: list[int]) -> list[str]:
         """Return the names of the records that ranks process in a step; of all ranks if none is given. Several ranks
-        may process the same rows (`row_group` in mesh.py)."""
+        may process the same rows."""
         numbers = self.sampler.samples(step)
         if ranks:
             by_rank, size = self.assignment(step, numbers), self.ranks_per_row
@@ -259,12 +261,15 @@ class Steps(Dataset):
         return [self.records.where(n) for n in dict.fromkeys(numbers)]
 
     def assignment(self, step: int, numbers: list[int]) -> Assignment:
-        """Distribute the records of a step: [rank][micro-batch][record]."""
+        """Distribute the `numbers` of a step's records; return these numbers as [rank][micro-batch][record]."""
         if (by_rank := self.sampler.assignment(step)) is not None:
             return by_rank
         chosen = np.array(numbers, dtype=np.int64)
         lengths = self.records.lengths[chosen]
         if self.most_tokens is None:
+            # A pipeline may need more micro-batches than the samples fill (`self.rounded`). With
+            # loss.normalize=micro_batch, to spread the samples over more of them would change the loss, a mean over
+            # micro-batches: the number stays (`int`), and `prepare` adds empty micro-batches that do not count.
             rounded = self.rounded if self.collate.normalize is Normalize.step else int
             by_rank = split_step(lengths.tolist(), self.world_size, self.micro_batch_size, rounded)
         else:

@@ -38,7 +38,8 @@ class TileInputs:
 
         Args:
             ids: the token ids of the rows, int64 [rows, length]; IMAGE_ID at image tokens.
-            seeds, tile_numbers: those of `tile_seeds`.
+            seeds: dropout seed of each row; empty without dropout.
+            tile_numbers: for each row, the numbers of its tiles among all tiles of the sample, from 0; None: all tiles.
         """
         found = [pair for sample, images in rows for pair in zip(images, sample.image_rows, strict=True)]
         per_tile = self.image_reader.tokens.features

@@ -154,6 +154,7 @@ class StartWorker:
         self.parent = os.getpid()
 
     def __call__(self, worker: int) -> None:
+        """Undo what a data worker has inherited from the main process, and note the worker's process id."""
         signal.set_wakeup_fd(-1)  # inherited: the main process would take this worker's signals for its own
         # these signals reach the whole process group, and the main process handles them
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
@@ -178,6 +179,7 @@ def from_workers(
     itself.
 
     Args:
+        prefetch: number of steps that each worker prepares ahead.
         give_up: called about every second while waiting for a step. Once it returns True, None is yielded and the
             iteration ends.
 

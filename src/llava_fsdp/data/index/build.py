@@ -297,8 +297,8 @@ def opened(plan: Plan, folder: Path, state: Path, pictures: Path, encoded: Path)
 
 
 def build(plan: Plan, sources: list[DataSource], folder: Path, watch: Watch, look_again: bool) -> Index:
-    """Make all missing parts of the index and open it. The caller must hold its lock. See `open_index` for
-    `look_again`."""
+    """Make all missing parts of the index and open it. The caller must hold its lock. `look_again`: whether to read the
+    files of records and every bad image again, because they may have been fixed."""
     most = plan.cfg.max_record_bytes
     begun = stamp(sources, most)
     known = find_state(sources, folder, most, watch, look_again)
@@ -310,6 +310,7 @@ def build(plan: Plan, sources: list[DataSource], folder: Path, watch: Watch, loo
             check_part(part, whole=look_again)
 
     def check() -> None:
+        """Raise SourceError if a file of records has changed, after deleting all parts that were made here from it."""
         check_unchanged(sources, most, begun, lambda: undo(folder, state, before))
 
     if not (state / "texts").is_dir():

@@ -96,7 +96,7 @@ def find_images(value: str, key: str) -> str:
 
     Raises:
         ConfigError: the local folder does not exist.
-        SourceError: see `RemoteStorage.pin_folder`.
+        SourceError: the URL has no bucket, or the hub does not tell the commit.
     """
     if is_remote(value):
         return RemoteStorage().pin_folder(value)

@@ -199,6 +199,9 @@ class RecordStore:
     """
 
     def __init__(self, folder: Path, videos: bool = False, cache: CacheFolder | None = None):
+        """Open the positions of the records, which `join_positions` has written into a folder of the index. `videos`:
+        whether videos are read; `cache`: folder for parts of remote files. Raise DamagedError if the folder is damaged.
+        """
         self.folder = folder
         self.videos = videos
         self.cache = cache
@@ -356,6 +359,7 @@ class FindRecords:
     """Greatest size of a record in bytes."""
 
     def __call__(self, chunk: int) -> Columns:
+        """Write the positions of a file's records; the returned columns are empty, and only mark the chunk as done."""
         text = self.texts[chunk]
         if is_parquet(text.file.path) and not text.path.stat().st_size:
             log().warning("%s holds no records", text.file.path)

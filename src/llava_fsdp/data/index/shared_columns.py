@@ -46,7 +46,8 @@ def shared_column(path: Path, count: int, dtype: np.dtype, make: Callable[[], It
 
 
 def write(path: Path, count: int, dtype: np.dtype, pieces: Iterable[np.ndarray]) -> None:
-    # of a process that died; while this process has the lock, no other one writes here
+    """Write the pieces of an array [count] to a .npy file, atomically. The caller must have locked the folder."""
+    # left by a process that died: while this process has the lock, no other one writes here
     for left in path.parent.glob("*.tmp"):
         left.unlink(missing_ok=True)
     with replacing(path, durable=True) as file:

@@ -112,7 +112,7 @@ def file_bounds(records: Records) -> np.ndarray:
 
 
 def count(records: Records, counts: Counts, kept: tuple[int, int]) -> Counts:
-    """Return `counts` with the fields on tokens, images etc. filled in.
+    """Fill in the fields of `counts` on tokens, images etc., and return it.
 
     Args:
         counts: its field `left_out` has the number of all records, skipped ones included.

@@ -47,7 +47,7 @@ class EncodeRecords(DatasetPass):
         return PictureSizes(self.records_folder, self.pictures_folder)
 
     def key_of(self, numbers: range) -> str:
-        """Add the sizes of the images and the lengths of the videos."""
+        """Return a text that changes with the records of a chunk, and with their images' sizes and videos' lengths."""
         begin, end = self.sizes.first[numbers.start], self.sizes.first[numbers.stop]
         sizes = self.sizes
         columns = (

@@ -66,6 +66,7 @@ class Curve:
 
 
 def put(stretches: dict[int, list[float]], number: int, values: list[float]) -> None:
+    """Merge `values` (as in `Curve.stretches`) into stretch `number`."""
     held = stretches.get(number)
     if held is None:
         stretches[number] = values
@@ -213,7 +214,7 @@ def number_of(row: dict[str, Any], name: str) -> float | None:
 
 
 def sources_of(row: dict[str, Any]) -> dict[str, tuple[float | None, int]]:
-    """Return {data source: (loss, number of label tokens)} of a row."""
+    """Return {data source: (loss, number of label tokens)} of a row; raise ValueError if they are malformed."""
     sources = row.get("sources") or {}
     if not isinstance(sources, dict) or not all(isinstance(source, dict) for source in sources.values()):
         raise ValueError("sources is not an object of objects")

@@ -133,6 +133,7 @@ def draw_bars(title: str, unit: str, bars: Sequence[Bar], names: Sequence[str] =
 
 def bar_shapes(scale: "Scale", bars: Sequence[Bar], stacked: bool) -> list[str]:
     """Return the SVG elements of a bar chart. Labels are left out where they would overlap."""
+    # share of the longest text, at 8 pixels a character, that fits between two bars
     room = (scale.x(1) - scale.x(0)) / (8 * max(len(text) for bar in bars for text in (bar.label, bar.sum, "00000")))
     body, every = grid(scale), math.ceil(1 / room)
     for index, bar in enumerate(bars):
@@ -201,7 +202,7 @@ class Scale:
         return cls(
             first,
             last if last > first else first + 1,
-            0.0 if low >= 0 > floor else floor,
+            0.0 if low >= 0 > floor else floor,  # without negative values, the axis begins at 0 or above
             high + room,
             WIDE_WIDTH if chart.wide else WIDTH,
             WIDE_HEIGHT if chart.wide else HEIGHT,

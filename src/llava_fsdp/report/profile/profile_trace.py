@@ -157,6 +157,7 @@ def spans_of(events: Iterable[Any]) -> Spans:
 
 
 def united(spans: Iterable[tuple[float, float]]) -> Spans:
+    """Sort time spans, and merge those that overlap."""
     merged: Spans = []
     for begin, end in sorted(spans):
         if merged and begin <= merged[-1][1]:
@@ -167,7 +168,7 @@ def united(spans: Iterable[tuple[float, float]]) -> Spans:
 
 
 def within(spans: Spans, others: Spans) -> Spans:
-    """Return the times that lie in a span of both."""
+    """Return the times that lie both in one of `spans` and in one of `others`."""
     common, at = [], 0
     for begin, end in spans:
         while at < len(others) and others[at][1] <= begin:

@@ -179,6 +179,7 @@ def check_digests(files: Mapping[Path, Digest], folder: Path) -> None:
 
 
 def check_digest(path: Path, expected: Digest, folder: Path) -> None:
+    """Raise DamagedModel if a file below `folder` cannot be read or differs from its listed size and digest."""
     name = path.relative_to(folder).as_posix()
     try:
         digest = digest_of_file(path)

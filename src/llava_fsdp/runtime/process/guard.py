@@ -108,6 +108,7 @@ def guard(folder: Path, rank: int, pid: int, peers: list[tuple[int, int]]) -> No
                 lost = f"rank {other} (process {process} on {socket.gethostname()}) {ending_of(handle, process)}"
                 lost_at = now
         silent = now - heard
+        # either the rank hangs, or another rank has ended and this one does not end itself
         if silent > allowed or (silent > SILENT and now - lost_at > GRACE):
             return end(folder, rank, rank_handle, lost, silent)
 

@@ -65,6 +65,7 @@ def read_host(proc: Path = Path("/proc"), root: Path = Path("/sys/fs/cgroup")) -
     page = os.sysconf("SC_PAGE_SIZE")
     groups = cgroups(text_of(proc / "self/cgroup") or "", root)
     limits = [(limit, used_of(group)) for group in groups if (limit := limit_of(group)) is not None]
+    # of several groups, the one that leaves the least memory
     limit, used = min(limits, key=lambda pair: pair[0] - pair[1], default=(None, 0))
     total = memory.get("MemTotal") or page * os.sysconf("SC_PHYS_PAGES")
     return Host(

@@ -195,6 +195,8 @@ class Watchdog:
             self.stepping = False
 
     def step_done(self) -> None:
+        """Note the end of a training step. From the first one on, a signal to stop takes effect at the end of a
+        step."""
         if not self.stepping and self.is_entered and self.rank == 0:
             with contextlib.suppress(OSError):
                 mark_stepped(self.folder)
@@ -286,7 +288,7 @@ class Watchdog:
         return self.limit
 
     def watch(self) -> None:
-        """Body of the thread."""
+        """Body of the thread: handle signals, and call `beat` every `BEAT` seconds, until `ending` is set."""
         next_beat = 0.0
         while not self.ending.is_set():
             if time.monotonic() >= next_beat:
@@ -326,9 +328,9 @@ class Watchdog:
         return not self.run.ends_process and (bool(self.stop) or not self.stepping)
 
     def on_signal(self, number: int, frame: object) -> None:
-        """Python's handler of a signal, in the main thread. Mostly nothing is left to do, because the byte that the
-        signal has put into the watchdog's pipe is what matters. Without `Run.ends_process`, a signal to stop has its
-        former effect outside of the steps, and after a first one in the steps."""
+        """Python's handler of a signal, in the main thread. The watchdog's thread handles the signal, which has put a
+        byte into its pipe. Only if the run does not end its process (`ends_process` is False), a signal to stop has
+        the effect that it had before the watchdog was entered: outside of the steps, and at the second one in them."""
         if number == signal.SIGUSR1 or self.run.ends_process:
             return
         if self.stepping and not self.is_asked:  # not `stop`, which the watchdog's thread may have set already
@@ -430,7 +432,8 @@ class Watchdog:
         late = self.watcher.late(beat, list(range(self.size)) if self.rank == 0 else [0])
         if waiting >= self.warn_after:
             self.warn(waiting, late)
-        limit = self.limit - margin(self.limit) + (self.rank != 0)
+        limit = self.limit - margin(self.limit) + (self.rank != 0)  # rank 0 knows all ranks, and is a second earlier
+        # a rank that others are ahead of is itself the late one: it leaves the report to them
         is_ahead = any(other.place > beat.place for other in self.watcher.last.values())
         if waiting >= limit and not is_ahead and (late or self.phase in TOGETHER):
             self.give_up(beat, waiting, late)

@@ -77,6 +77,7 @@ class StageLine:
         """Log handlers, with the streams that they wrote to before the line was shown."""
 
     def __enter__(self) -> Self:
+        """Show the line, if there is a terminal, and let log messages appear above it."""
         if sys.stderr.isatty():
             columns = TextColumn("{task.description}"), TextColumn("{task.fields[count]}"), TimeElapsedColumn()
             self.progress = Progress(*columns, console=TextConsole(on_stderr=True), transient=True)

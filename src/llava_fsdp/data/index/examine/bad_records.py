@@ -58,7 +58,8 @@ def open_records(cfg: Config, encoder: Encoder, reader: ImageReader, show: Watch
 
 def look_again(plan: Plan, cfg: Config, records: Records, show: Watch, since: str) -> Records:
     """Examine the bad records again, because the user may have fixed their files, and return the dataset as it is now.
-    If the result cannot be written, log a warning and return `records` unchanged. See `open_index` for `since`."""
+    If the result cannot be written, log a warning and return `records` unchanged. `since`: what `last_look` returned
+    before `records` were opened; if it has changed, another process has examined them again already."""
     try:
         index = open_index(plan, show, look_again=True, since=since)
     except BuildError as error:
@@ -125,6 +126,7 @@ def refuse_bad_records(records: Records, cfg: DataConfig) -> None:
 
 
 def describe(records: Records, kinds: list[Kind], what: str, how: str, report: Path) -> str:
+    """Return an error message: how many records are `what` (wrong, too long), with the first reasons and the cure."""
     files = ", ".join(source.path for source in records.index.store.sources)
     total = records.counts[Kind.too_long] if kinds == [Kind.too_long] else records.out
     lines = [f"{files}: {total} of {len(records.index)} records are {what}"]

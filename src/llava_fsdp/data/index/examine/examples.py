@@ -114,6 +114,7 @@ class Roles:
     run of tokens with labels, so that the number of runs before a token tells its role."""
 
     def __init__(self, record: Record, sample: Sample, marks: np.ndarray, encoder: Encoder):
+        """`marks`: whether each token has a label that counts in the loss, bool [tokens]."""
         turns = asked_turns(record)
         self.starts = np.flatnonzero(marks[1:] & ~marks[:-1]) + 1
         self.answers = sum(turn.role == "gpt" for turn in turns)
