@@ -13,21 +13,14 @@ TAKES = "takes"
 
 def at_least(key: str, value: int | None, least: int, why: str = "") -> None:
     """Raise ConfigError if `value`, the value of the configuration key `key`, is below `least`. None is accepted.
-
-    Args:
-        why: text to append to the error message, such as the reason for the bound.
-    """
+    `why`: text to append to the error message, such as the reason for the bound."""
     if value is not None and value < least:
         raise ConfigError(f"{key}={value} must be at least {least}" + (f": {why}" if why else ""))
 
 
 def above_zero(key: str, value: float | None, hint: str = "") -> None:
     """Raise ConfigError if `value`, the value of the configuration key `key`, is not a finite number above 0. None is
-    accepted.
-
-    Args:
-        hint: text to append to the error message, such as another value that is accepted.
-    """
+    accepted. `hint`: text to append to the error message, such as another value that is accepted."""
     if value is not None and not 0 < value < math.inf:
         raise ConfigError(f"{key}={value} must be a finite number above 0{hint}")
 

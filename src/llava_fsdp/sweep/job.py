@@ -151,8 +151,8 @@ def make_job_folder(folder: Path, private: bool, is_sweep: bool) -> None:
 
 def record_failure(job: Job, error: LlavaFsdpError, is_stopping: bool) -> None:
     """Record in `job` why it did not finish, and its results so far if it took a step in the current start of the
-    sweep. While the sweep stops (`is_stopping`), a job that had not begun, or that failed without an exit code of its
-    own, is recorded as stopped; it continues when the sweep is started again."""
+    sweep. While the sweep stops (`is_stopping`), a job that had not begun, or that ended with exit code 1 (a bug, or
+    killed before it recorded another one), is recorded as stopped: it continues when the sweep is started again."""
     code, job.reason = error.exit_code, str(error)
     if isinstance(error, JobFailed) and not job.command and is_stopping:
         code, job.reason = ExitCode.STOPPED, "stopped before it began"

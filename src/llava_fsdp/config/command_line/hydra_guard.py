@@ -87,11 +87,7 @@ def refuse_calls(setting: str, shown: str) -> None:
 
 def check_hydra_key(key: str, value: str, shown: str) -> None:
     """Raise ConfigError, which names `shown`, if a setting belongs to Hydra's own `hydra` node, unless users may set
-    its key.
-
-    Args:
-        key: dotted key or config group, which may be followed by `@` and a package.
-    """
+    its key. `key`: dotted key or config group, which may be followed by `@` and a package."""
     parts = re.split(r"[./@:]", key)
     if "hydra" not in parts:
         return

@@ -231,11 +231,7 @@ class DataConfig:
 
     def budget(self, records: int) -> int:
         """Return how many records of a dataset may be skipped at most because training cannot use them
-        (`data.max_bad_records`, a number or a percentage).
-
-        Args:
-            records: number of all records of the dataset.
-        """
+        (`data.max_bad_records`, a number or a percentage). `records`: number of all records of the dataset."""
         if self.max_bad_records.endswith("%"):
             return math.floor(Fraction(self.max_bad_records[:-1]) * records / 100)
         return int(self.max_bad_records)

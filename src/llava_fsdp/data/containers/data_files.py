@@ -155,6 +155,7 @@ class Blocks:
         self._begin, self._block = 0, b""
 
     def read(self, offset: int, size: int, /) -> bytes:
+        """Return exactly `size` bytes from `offset`, out of the block that was requested last if it contains them."""
         if offset < self._begin or offset + size > self._begin + len(self._block):
             # a block that would go past the end of the file ends there; a Parquet file's end is read first
             self._begin = max(0, min(offset, self.size - BLOCK)) if size < BLOCK else offset

@@ -49,7 +49,8 @@ class HubClient:
         """{HTTP address at the hub: (address on a server, time until which it is used)}."""
 
     def find(self, folder: str, start: str, seconds: float) -> dict[str, RemoteFile]:
-        """List files; a branch or tag in the URL is resolved to its commit. See `Client.find`."""
+        """List the files below a folder whose relative paths begin with `start`, as {path: file}; or the file that the
+        URL names, with an empty path. A branch or tag in the URL is resolved to its commit."""
         from huggingface_hub.hf_api import RepoFile
 
         end = time.monotonic() + seconds
@@ -82,14 +83,14 @@ class HubClient:
         return files
 
     def pin_folder(self, folder: str, seconds: float) -> str:
-        """See `Client.pin_folder`."""
+        """Return the URL of a folder, without a final slash and with its branch or tag replaced by the commit."""
         repo, revision, path = split_url(folder)
         with failures():
             commit = self.api.dataset_info(repo, revision=revision, timeout=min(self.idle, seconds)).sha
         return f"hf://datasets/{repo}@{commit}/{path}".rstrip("/")
 
     def stat(self, url: str, seconds: float) -> RemoteFile:
-        """See `Client.stat`. The answer also has the address of the file, which `fetch` uses."""
+        """Request the size and the version of a file. The answer also has the file's address, which `fetch` uses."""
         address = self._address(url)
         with failures():
             found = self.api.get_hf_file_metadata(url=address, timeout=min(self.idle, seconds))

@@ -86,6 +86,7 @@ class S3Client:
         self.fs.retries = 1  # RemoteStorage repeats requests, within its deadline
 
     def find(self, folder: str, start: str, seconds: float) -> dict[str, RemoteFile]:
+        """List the files below a folder whose relative paths begin with `start`, or the version that the URL names."""
         bucket, key, version = split_url(folder)
         path = f"{bucket}/{key}"
         if version is None:
@@ -98,6 +99,7 @@ class S3Client:
         return check_folder(folder)
 
     def stat(self, url: str, seconds: float) -> RemoteFile:
+        """Request the size and the ETag of an object."""
         bucket, key, _ = split_url(url)
         try:
             info = self._finish(lambda: self.fs._call_s3("head_object", Bucket=bucket, Key=key), seconds)
@@ -130,6 +132,7 @@ class S3Client:
         return check_length(self._finish(get, seconds), size)
 
     def _finish(self, request: Callable[[], Awaitable[T]], seconds: float) -> T:
+        """Run a request and convert errors of s3fs, botocore and HTTP to `Failure`."""
         from aiohttp import ClientError as HttpError
         from botocore.exceptions import BotoCoreError, ClientError
 
@@ -204,6 +207,7 @@ class GsClient:
         return RemoteFile(url, info["size"], f"generation:{info['generation']}")
 
     def fetch(self, file: RemoteFile, offset: int, size: int, seconds: float) -> bytes:
+        """Read a range of an object; fails if its generation is no longer `file.pin`."""
         bucket, key, _ = split_url(file.name)
         generation = file.pin.removeprefix("generation:")
         data = self._finish(

@@ -19,6 +19,7 @@ class ReadAhead:
     the storage. Not thread-safe; usable after a fork, when the child downloads anew."""
 
     def __init__(self, storage: RemoteStorage, cache: RangeCache | None = None, most_ahead: int = MOST_AHEAD):
+        """`most_ahead`: maximum number of bytes that are downloaded and not read yet."""
         self.storage = storage
         self.cache = cache
         self.most_ahead = most_ahead
@@ -41,7 +42,7 @@ class ReadAhead:
             self._uses[wanted] += 1
 
     def read(self, file: RemoteFile, offset: int, size: int) -> bytes:
-        """Return exactly `size` bytes from byte `offset` on. For the errors, see `RemoteStorage.read_range`."""
+        """Return exactly `size` bytes from byte `offset` on. Raise RemoteChanged if the file has other content now."""
         self._forget_parent()
         wanted = (file, offset, size)
         future = self._ahead.get(wanted)
@@ -60,6 +61,7 @@ class ReadAhead:
         self._uses.clear()
 
     def _fetch(self, file: RemoteFile, offset: int, size: int) -> bytes:
+        """Return a range from the cache, or else from the storage; then put it into the cache."""
         if self.cache is None:
             return self.storage.read_range(file, offset, size)
         data = self.cache.get(file.content, offset, size)

@@ -196,7 +196,7 @@ def matroska_needs(head: bytes) -> int:
     length, at = vint(head, len(EBML))
     at += length + len(EBML)  # the segment has an id of four bytes, too
     length, begin = vint(head, at)
-    unknown = length == (1 << 7 * (begin - at)) - 1
+    unknown = length == (1 << 7 * (begin - at)) - 1  # all bits are set
     return 0 if unknown else begin + length
 
 

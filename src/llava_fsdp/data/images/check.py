@@ -239,6 +239,7 @@ def read_file(path: ImageFile, where: str) -> bytes:
 
 
 def read_in_container(image: ImageInContainer, where: str) -> bytes:
+    """Read a whole image file in a Parquet file, a tar or a remote folder. `where` names the record in errors."""
     if (image.location.size or 0) > MAX_BYTES:
         raise ImageError(
             f"{where}: image {image} is too large; most are {MAX_BYTES} bytes: make it smaller", Kind.image_bomb

@@ -61,6 +61,7 @@ def decode(file: Image.Image, needed: tuple[float, float], what: str) -> Decoded
     drafted = file.draft(None, (high, wide) if turn in (5, 6, 7, 8) else (wide, high))  # None: not a JPEG
     scale = round(stored / drafted[1][2]) if drafted else 1
     image = to_rgb(ImageOps.exif_transpose(file), what)
+    # the decoder rounds sizes up; turning may move the pixels that are too many to the left or to the top
     left = image.width - full[0] / scale if turn in (2, 3, 6, 7) else 0
     top = image.height - full[1] / scale if turn in (3, 4, 7, 8) else 0
     return Decoded(image, full, scale, left, top)

@@ -90,7 +90,7 @@ class ImageTokens:
         of tiles.
 
         With `model.patch_merge=spatial_unpad`, features of the grid that show only padding are left out, and each line
-        of the grid ends with NEWLINE_ROW.
+        of the grid ends with NEWLINE_ROW, the index of the learned vector that ends a line.
         """
         side, (across, down) = self.side, self.grid(size)
         whole = np.arange(side * side)
@@ -113,8 +113,8 @@ class ImageTokens:
         return width // self.tile, height // self.tile
 
     def limited(self, lines: np.ndarray) -> np.ndarray:
-        """Return a grid of features, int64 [rows, columns], as BLENDED. It is shrunk if it has clearly more features
-        than `data.max_tiles` tiles have."""
+        """Return a grid of features, int64 [rows, columns], as weighted sums of features (dtype BLENDED). It is shrunk
+        if it has clearly more features than `data.max_tiles` tiles have."""
         high, wide = lines.shape
         ratio = math.sqrt(high * wide / (self.max_tiles * self.side**2))
         if ratio <= SHRUNK:
@@ -157,7 +157,8 @@ def single(indices: np.ndarray) -> np.ndarray:
 
 
 def shrink(lines: np.ndarray, high: int, wide: int) -> np.ndarray:
-    """Shrink a grid of features, int64 [rows, columns], to BLENDED [high, wide] by bilinear interpolation.
+    """Shrink a grid of features, int64 [rows, columns], to [high, wide] weighted sums of four features (dtype BLENDED)
+    by bilinear interpolation.
 
     The weights are those of torch's `interpolate(mode="bilinear", align_corners=False)`, computed in float32 as there.
     """

@@ -292,6 +292,7 @@ def load_image(
         return load_fast(path, preprocessor, aspect, where)
     image = open_image(path, where, pixels)
     check_enlarged(image.size, preprocessor, aspect, f"{where}: {path}")
+    # a square of at most MISREAD pixels a side is padded below, because `misread` changes it
     if aspect is AspectRatio.pad and max(image.size) > MISREAD:
         return resize_padded(image, preprocessor)
     if aspect is AspectRatio.pad:
@@ -302,6 +303,7 @@ def load_image(
 
 
 def load_fast(path: ImageFile, preprocessor: Preprocessor, aspect: AspectRatio, where: str) -> np.ndarray:
+    """Do what `load_image` does with `data.pixels=fast`."""
     what, size, resample = f"{where}: {path}", preprocessor.size, preprocessor.resample
     with opened(path, where) as file:
         check_enlarged(shown_size(file), preprocessor, aspect, what)

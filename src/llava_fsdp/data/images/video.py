@@ -234,6 +234,7 @@ def decoded(container: Any, stream: Any, timeline: Timeline, numbers: Sequence[i
     yielded.
     """
     frames: Iterator[Any] = iter(())
+    # index of the key frame at which decoding began last; the last frame at or before the time; the one after it
     at, now, ahead = -1, None, None
     for time in timeline.times[list(numbers)].tolist():
         key = timeline.key_before(time)

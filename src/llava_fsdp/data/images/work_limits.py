@@ -162,7 +162,7 @@ def segments(data: bytes) -> Iterator[tuple[int, int, int]]:
 
 
 def check_scans(data: bytes, at: int, frame: JpegHeader) -> None:
-    """Check the number of scans of a JPEG, from the data of the first scan on."""
+    """Raise TooMuchWork if a JPEG has too many scans. `at`: offset of the data of the first one."""
     allowed = min(SCANS, max(FEW_SCANS, SCANNED_PIXELS // max(frame.pixels, 1)))
     if data.count(b"\xff\xda", at) < allowed:
         return
@@ -181,7 +181,7 @@ def check_scans(data: bytes, at: int, frame: JpegHeader) -> None:
 
 
 def check_png(data: bytes) -> None:
-    """Check a PNG's chunks, color profiles and EXIF data."""
+    """Raise TooMuchWork if a PNG has too many chunks or color profiles, or too much EXIF data."""
     at, others, profiles = len(PNG), 0, 0
     for chunks in itertools.count():
         at_most(chunks, CHUNKS, "or more chunks")
@@ -216,7 +216,7 @@ def hexadecimal(kind: bytes, content: bytes) -> bytes:
 
 
 def check_gif(data: bytes) -> None:
-    """Check a GIF's blocks and comments before its first frame."""
+    """Raise TooMuchWork if a GIF has too many blocks or bytes of comments before its first frame."""
     at = 13 + (3 << (data[10] & 7) + 1 if data[10] & 0x80 else 0)
     blocks = comments = 0
     while data[at] != 0x2C and data[at] != 0x3B:
@@ -231,7 +231,7 @@ def check_gif(data: bytes) -> None:
 
 
 def check_bmp(data: bytes) -> None:
-    """Check a BMP with run-length encoding."""
+    """Raise TooMuchWork if a BMP with run-length encoding has too many pixels or bytes."""
     if number("<I", data, 14) < 40 or number("<I", data, 30) not in (1, 2):
         return
     width, height = struct.unpack_from("<ii", data, 18)
@@ -241,7 +241,7 @@ def check_bmp(data: bytes) -> None:
 
 
 def check_webp(data: bytes) -> None:
-    """Check a WebP's chunks and EXIF data."""
+    """Raise TooMuchWork if a WebP has too many chunks or too much EXIF data."""
     at = 12
     for chunks in itertools.count():
         at_most(chunks, CHUNKS, "or more chunks")
@@ -278,7 +278,7 @@ class Field(NamedTuple):
 
 
 def check_exif(data: bytes) -> None:
-    """Check EXIF data, with or without its name."""
+    """Raise TooMuchWork if EXIF data, which may begin with the name `Exif`, has too much in its directories."""
     begin = 0
     while data.startswith(EXIF, begin):
         begin += len(EXIF)
@@ -290,7 +290,7 @@ def check_exif(data: bytes) -> None:
 
 
 def check_tiff(data: bytes) -> None:
-    """Check the directories, of a TIFF file or EXIF, that Pillow reads."""
+    """Raise TooMuchWork if the directories that Pillow reads, of a TIFF file or EXIF data, have too much in them."""
     order, total = "<" if data.startswith(b"II") else ">", Total()
     for big in {data[2] == 43, data.startswith(BIG_TIFF)}:  # as Pillow and as libtiff decide
         places, seen = [number(order + ("Q" if big else "I"), data, 8 if big else 4)], set()
@@ -314,7 +314,7 @@ class Total:
 
 
 def check_directory(data: bytes, entries: Iterable[Field], order: str, total: Total) -> dict[int, int]:
-    """Check a directory of a TIFF file, added to what other directories hold.
+    """Raise TooMuchWork if a directory of a TIFF file, added to what other directories hold, has too much in it.
 
     Args:
         order: byte order, as for `struct`.
@@ -361,8 +361,8 @@ def fields(data: bytes, order: str, big: bool, place: int) -> Iterator[Field]:
 
 
 def check_tiles(found: dict[int, int], tiles: dict[int, int]) -> None:
-    """Check the sizes of a TIFF's strips or tiles, and their numbers {tag of OFFSETS: number}. `found`: {tag: its first
-    number}."""
+    """Raise TooMuchWork if a TIFF's strips or tiles are too large, or too many (`tiles`: {tag of OFFSETS: number}).
+    `found`: {tag of a field: its first number}."""
     width, height = found.get(WIDTH, 0), found.get(LENGTH, 0)
     tile_width, tile_height = found.get(TILE_WIDTH, width), found.get(TILE_LENGTH, height)
     at_most(tile_width * tile_height, max(TILE_PIXELS, 2 * width * height), "pixels in a tile")

@@ -354,11 +354,8 @@ def undo(folder: Path, state: Path, before: set[Path]) -> None:
 
 def write_record_texts(files: list[SourceFile], keys: list[str], plan: Plan, watch: Watch) -> tuple[TextFile, ...]:
     """Make a local text file of each file of records: write the records of Parquet files and tars as JSON Lines, unpack
-    compressed text files, and copy remote ones. A local text file is used itself.
-
-    Args:
-        keys: for each file, a text that changes with its path and content; the folder for its text file is named by it.
-    """
+    compressed text files, and copy remote ones. A local text file is used itself. `keys`: for each file, a text that
+    changes with its path and content; the folder for its text file is named by it."""
     folders = [plan.cfg.index_folder / ROWS_FOLDER / key for key in keys]
     data_files = open_data_files(files, None)
     rows = {
@@ -460,12 +457,8 @@ def newest(folder: Path) -> Path | None:
 
 
 def examine_pictures(plan: Plan, state: Path, watch: Watch, look_again: bool) -> Path:
-    """Examine the images of a dataset, unless this has been done, and return the folder of the result.
-
-    Args:
-        look_again: whether to examine bad images again. Chunks of records with an image that was fixed are then
-            computed anew.
-    """
+    """Examine the images of a dataset, unless this has been done, and return the folder of the result. `look_again`:
+    whether to examine bad images again. Chunks of records with an image that was fixed are then computed anew."""
     records = state / plan.records_name
     settled = plan.settled(records)
     cfg = settled.cfg

@@ -97,11 +97,8 @@ class Records:
         return open_column(self.index.pictures, "digest")
 
     def fetch_ahead(self, numbers: Iterable[int], names: Mapping[int, Collection[str]] | None = None) -> None:
-        """Begin to download the images of records that are in remote files or folders.
-
-        Args:
-            names: for each record, the names of the images to download; None: all images.
-        """
+        """Begin to download the images of records that are in remote files or folders. `names`: for each record, the
+        names of the images to download; None: all images."""
         places = [self.at(number) for number in sorted(numbers)]
         if names is None:
             return self.index.store.fetch_ahead(places)

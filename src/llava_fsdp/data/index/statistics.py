@@ -255,11 +255,8 @@ def problem_rows(records: Records) -> Iterator[dict[str, Any]]:
 
 
 def write_report(records: Records, cfg: Config, encoding: tuple[Encoder, ImageReader], folder: Path) -> dict[str, Any]:
-    """Write report.json, report.html and problems.jsonl into a folder; return the content of report.json.
-
-    Args:
-        encoding: (encoder, image reader), with which some records are encoded to show them on the page.
-    """
+    """Write report.json, report.html and problems.jsonl into a folder; return the content of report.json. `encoding`:
+    (encoder, image reader), with which some records are encoded to show them on the page."""
     report = make_report(records, cfg)
     encoder, reader = encoding
     examples = draw_examples(records, encoder, reader)

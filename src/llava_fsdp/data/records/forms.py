@@ -513,6 +513,8 @@ def put_videos(
     images_left, videos_left, ordered = list(images), list(videos), list[str]()
 
     def take(tag: re.Match[str]) -> str:
+        """Return <image> for a tag, and move the file that it stands for into `ordered`; without a file, keep the
+        tag."""
         wants_video = tag[0] != IMAGE_TAG
         names = videos_left if not images or (wants_video and videos_left) else images_left
         found = next((name for name in names if is_video(name) or not wants_video), None)

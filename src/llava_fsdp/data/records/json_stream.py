@@ -266,6 +266,7 @@ def after_space(text: str, at: int) -> int:
 
 
 def open_list(window: Window, path: str | Path) -> None:
+    """Move past the opening bracket of a JSON list. Raise an error if the file begins otherwise."""
     sign = window.next_sign()
     if sign in JSON_NAMES:
         raise DataError(

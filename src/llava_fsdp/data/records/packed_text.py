@@ -56,6 +56,7 @@ class Unpack:
     data_files: DataFiles
 
     def __call__(self, chunk: int) -> Columns:
+        """Write one file's text, and return its size as the column `bytes`."""
         target = self.targets[chunk]
         target.parent.mkdir(parents=True, exist_ok=True)
         with replacing(target, durable=True) as file:

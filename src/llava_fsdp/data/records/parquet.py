@@ -236,7 +236,7 @@ class ParquetRows:
         ]
         """Leaf columns with the bytes of media that are not read."""
         self.page_bytes = np.zeros(2, dtype=np.int64)
-        """See `RecordRows.page_bytes`."""
+        """Sums over the images in compressed pages: their bytes, and the bytes to decompress for each of them alone."""
         self.lists = {name for name in schema.names if is_list(schema.field(name).type)}
 
     @property
@@ -262,8 +262,8 @@ class ParquetRows:
         return leaves[0] if leaves else None
 
     def lines(self, group: int, max_bytes: int = MOST_BYTES) -> Iterator[bytes]:
-        """Yield each row of a row group as a record in JSON. A few hundred rows are in memory at a time, and the
-        locations of all images of the row group. See `RecordRows.lines`."""
+        """Yield each row of a row group as a record in JSON; a placeholder for one of more than `max_bytes`. A few
+        hundred rows are in memory at a time, and the locations of all images of the row group."""
         locations = {name: self.parquet.locations(leaf, group) for name, leaf in self.leaves.items()}
         unread = {leaf: self.parquet.locations(leaf, group) for leaf in self.unread_leaves}
         wanted = self.read + self.unread + self.told

@@ -120,6 +120,7 @@ class WriteRows:
         return [self.files[number].text(groups).with_suffix(".npz") for number, groups in self.parts]
 
     def __call__(self, chunk: int) -> Columns:
+        """Write the records of a chunk as JSON Lines; return what the chunk adds to `RecordRows.page_bytes`."""
         number, groups = self.parts[chunk]
         rows = self.opened(number)
         before = rows.page_bytes.copy()

@@ -51,7 +51,8 @@ class TarRows:
         self.keys = keys
 
     def lines(self, _: int = 0, max_bytes: int = MOST_BYTES) -> Iterator[bytes]:
-        """Yield the samples as records. See `RecordRows.lines` and `tar_container.samples`."""
+        """Yield the samples as records in JSON; a placeholder for one of more than `max_bytes`. Log a warning of
+        members that belong to no sample. Raise DataError if the tar is damaged."""
         skipped: Counter[str] = Counter()
         for sample in samples(self.file, skipped):
             yield SampleReader(self.file, sample, self.keys, max_bytes).line()

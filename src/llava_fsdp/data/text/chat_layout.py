@@ -109,8 +109,8 @@ def joined(frames: Sequence[str], filled: Sequence[str]) -> str:
 
 
 def learn(form: Form, shape: str, has_labels: bool = True) -> Layout:
-    """Learn the layout of one shape (see `shape_of`) by rendering marker texts; without `has_labels`, no text has
-    labels."""
+    """Learn the layout of conversations of one shape, such as `hg` (a question and its answer), by rendering marker
+    texts; without `has_labels`, no text has labels."""
     order, frames = form.marked(shape)
     _, lefts = form.marked(shape, before=LEFT)
     _, rights = form.marked(shape, after=RIGHT)

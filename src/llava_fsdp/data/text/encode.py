@@ -140,7 +140,7 @@ class ExactEncoder:
 
 def beginning(text: str, tokenizer: Tokenizer, special: list[Stretch] | None, longest: int) -> str:
     """Return the beginning of a text that has more than `longest` tokens; the whole text if it is not known to have
-    more. See `Tokenizer.encode` for `special`."""
+    more. `special`: ranges of characters that are special tokens; None: all special tokens in the text are read."""
     size = max(LONG, LEAST_CHARACTERS * (longest + MARGIN))
     while size < len(text):
         if len(tokenizer.encode(text[:size], special)) > longest + MARGIN:
@@ -205,6 +205,7 @@ class OriginalEncoder:
         )  # this also drops text tokens with this id, as LLaVA does
         ids, labels = made.ids[: self.own.max_length][kept], made.labels[: self.own.max_length][kept]
         check_images(ids, record)
+        # the original reads only the first image of a record
         rows = [self.image_rows(record, 0)] if (ids == IMAGE_ID).any() else []
         ids, labels = spliced(ids, labels, [len(r) for r in rows])
         cut = self.own.max_length
@@ -311,6 +312,6 @@ def encode_prompt(
     special_tokens: SpecialTokens = SpecialTokens.text,
     adds_bos: bool = True,
 ) -> np.ndarray:
-    """Return the token ids, int64 [length], of a prompt from which a model generates an answer. See
-    `encode_segments`."""
+    """Return the token ids, int64 [length], of a prompt from which a model generates an answer. The arguments are those
+    of `encode_segments`: numbers of tokens of the images, how special tokens are read, whether BOS is put first."""
     return encode_segments(segments, tokenizer, image_lengths, special_tokens, adds_bos)[0]

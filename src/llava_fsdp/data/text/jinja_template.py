@@ -279,7 +279,8 @@ def own_name(folder: Path) -> str | None:
 
 
 def usable_name(folder: Path) -> str | None:
-    """Return `own_name`; None also if the template cannot be used (this is logged)."""
+    """Return the name by which `data.template` selects the model's own chat template; None if there is none, or if it
+    cannot be trained with, which is logged."""
     name = own_name(folder)
     try:
         return name and (open_template(name, folder, open_tokenizer(folder)) and name)
@@ -352,12 +353,13 @@ def open_template(name: str, folder: Path, tokenizer: Tokenizer) -> Template | C
     known = {token: text for token, text in special_tokens(folder).items() if token in code}
     as_text = ChatTemplate(code, path, known, tokenizer)
     images = read_image_parts(folder)
-    ways = [] if images is None else [replace(as_text, parts=True, images=images, layouts={})]
+    with_images = [] if images is None else [replace(as_text, parts=True, images=images, layouts={})]
     reasons = []
-    for way in (*ways, as_text, replace(as_text, parts=True, layouts={})):
-        reason = unfit(way)
+    # templates take a message as parts with images, as one text, or as a list of one text part
+    for candidate in (*with_images, as_text, replace(as_text, parts=True, layouts={})):
+        reason = unfit(candidate)
         if reason is None:
-            return way
+            return candidate
         reasons.append(reason)
         if BREAKS in reason:
             break

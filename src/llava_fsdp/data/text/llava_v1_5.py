@@ -209,7 +209,7 @@ def encode_rounds(text: str, has_image: bool, settings: Original) -> Tokens:
         labels[at : at + instruction] = IGNORE
         at += length
     labels[at:] = IGNORE
-    if at < settings.max_length and at != total:
+    if at < settings.max_length and at != total:  # a conversation that fills max_length is not checked, as in LLaVA
         labels[:] = IGNORE
         return Tokens(ids, labels, (at, total), cut=len(whole) - len(ids))
     return Tokens(ids, labels, cut=len(whole) - len(ids))

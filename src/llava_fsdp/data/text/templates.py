@@ -133,6 +133,7 @@ def markers(system: str, image: str = IMAGE_TAG) -> Template:
 
 
 def mpt(system: str) -> Template:
+    """Return the template in the style MPT with a system text."""
     return Template(
         Style.MPT,
         MPT_SYSTEM + system,

@@ -129,6 +129,7 @@ def open_tokenizer(folder: Path, vocab_size: int | None = None, extra: tuple[str
 
 
 def read_tokenizer(folder: Path, config: dict, vocab_size: int | None, extra: tuple[str, ...]) -> Tokenizer:
+    """Do what `open_tokenizer` does, without checks. `config`: content of `tokenizer_config.json`."""
     pieces, frozen = folder / "tokenizer.model", folder / "tokenizer.json"
     if reads_pieces(folder, config):
         added = {t: i for t, i in added_tokens(folder, config).items() if within(i, vocab_size)}
@@ -245,8 +246,8 @@ class JsonTokenizer(Tokenizer):
         self.size = max(self._fast.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode(self, text: str, special: list[Stretch] | None = None) -> list[Token]:
-        """Return the tokens of a text, of which only the stretches in `special` are special tokens; None: all that look
-        so."""
+        """Return the tokens of a text. Only the ranges of characters in `special` are read as special tokens, or as
+        images, which give no token; None: all special tokens in the text are read."""
         if special is not None:
             cuts = [(begin, end) for begin, end in special if text[begin:end] not in self._special]
             if cuts:
@@ -423,6 +424,7 @@ class LlamaTokenizer(Tokenizer):
         return max(self._pieces.get_piece_size(), *(i + 1 for i in self._special.values()))
 
     def encode(self, text: str, special: list[Stretch] | None = None) -> list[Token]:
+        """Return the tokens of a text; `special` is as in `JsonTokenizer.encode`."""
         tokens: list[Token] = []
         at = 0
         for begin, end in [*(self.find_special(text) if special is None else special), (len(text), len(text))]:
@@ -433,6 +435,7 @@ class LlamaTokenizer(Tokenizer):
         return tokens
 
     def _encode_part(self, part: str, at: int) -> list[Token]:
+        """Tokenize a part of a text without special tokens, which begins at character `at` of the text."""
         prefix = 1 if at == 0 or self.legacy else 0
         plain = " " * prefix + part.replace(SPACE, " ")
         tokens = []

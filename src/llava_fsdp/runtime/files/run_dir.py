@@ -281,11 +281,8 @@ def mark_begun(folder: Path, resume: str, step: int) -> None:
 
 def begun_at(folder: Path, resume: str) -> int | None:
     """Return the step that `mark_begun` recorded before torchrun restarted the ranks; None without such a record. A job
-    that a scheduler starts again under the same name (RDZV_ID) counts as a restart.
-
-    Args:
-        resume: the value of `checkpoint.resume`. A record of a run with another value is ignored.
-    """
+    that a scheduler starts again under the same name (RDZV_ID) counts as a restart. `resume`: the value of
+    `checkpoint.resume`. A record of a run with another value is ignored."""
     try:
         begun = read_object(folder / BEGUN_FILE, BEGUN_KINDS)
     except MissingJson:

@@ -68,12 +68,8 @@ def is_without_end(status: dict[str, Any]) -> bool:
 def previous_status(folder: Path, is_claiming: bool = False) -> dict[str, Any] | None:
     """Return how the previous start of the run in this folder ended, as in `run_status.json`. Starts that finished
     neither a step nor the run are passed over. None if there is no such start, or if the current start has finished a
-    step.
-
-    Args:
-        is_claiming: whether the current start has written nothing yet, so that `run_status.json` is from an earlier
-            start.
-    """
+    step. `is_claiming`: whether the current start has written nothing yet, so that `run_status.json` is from an earlier
+    start."""
     last = read_status(folder)
     if last is None:
         return None

@@ -119,12 +119,8 @@ def end_torchrun() -> None:
 def end_agent(report: dict[str, Any] | None = None) -> None:
     """End the agent of `llava-fsdp train`: it would restart the ranks although that cannot help. Does nothing on ranks
     other than the machine's first, and if the user started torchrun: restarted ranks then end at once
-    (`cli.start_process`).
-
-    Args:
-        report: reason and exit code, which `llava-fsdp train` prints if the run's folder has no status; None if they
-            are in that status.
-    """
+    (`cli.start_process`). `report`: reason and exit code, which `llava-fsdp train` prints if the run's folder has no
+    status; None if they are in that status."""
     agent, _, handle = os.environ.get(AGENT, "").partition(":")
     if agent == str(os.getppid()) and os.environ.get("LOCAL_RANK") == "0":
         if report is not None:
