@@ -76,9 +76,12 @@ class Assistant:
         opened: Opened | None = None,
         limited_images: bool = False,
     ):
-        """Load a trained vision-language model for chatting. The first three arguments are those of `open_model`.
+        """Load a trained vision-language model for chatting.
 
         Args:
+            checkpoint: folder of a run, of a checkpoint or of a model, or a model's name on the hub.
+            default_template, default_aspect: conversation template, and how images are fitted into the vision tower's
+                square input, if the model's folder does not name them.
             device: where the model computes; None: the GPU if there is one, else the CPU.
             opened: the result of `open_model` for `checkpoint`; None: `open_model` is called here.
             limited_images: whether to read images in another process, with limits on time and memory.

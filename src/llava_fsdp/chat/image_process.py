@@ -56,7 +56,8 @@ class ImageProcess:
 
 
 def make_work() -> Work:
-    """Return a function that loads an image and returns its tiles as bytes, or the error; see `LimitedProcess`."""
+    """Return the function that the other process calls for each request. It loads an image, and returns its tiles as
+    bytes, or the error."""
     pickled, reader = "", None
 
     def work(request: dict[str, Any]) -> Answer:

@@ -57,7 +57,7 @@ def replica_of(tensor: torch.Tensor, equal_ranks: tuple[int, int] | None = None)
     is not a DTensor is held by all ranks that have the same tensors. If the mesh of a DTensor does not contain all of
     these, other meshes of the same form hold copies of the tensor.
 
-    `equal_ranks` is as in `written_rows`; ranks that have the same tensors are consecutive.
+    `equal_ranks` is (i, n): this rank is number i of the n consecutive ranks with the same tensors; None: all have.
     """
     index, size = equal_ranks or rank_and_size()
     if not isinstance(tensor, DTensor):

@@ -72,6 +72,8 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Manifest:
+    """What a checkpoint consists of, for its verification."""
+
     step: int
     files: Mapping[str, Digest]
     """Size and digest of every file except the manifest, by path within the checkpoint's folder."""

@@ -47,9 +47,9 @@ class Snapshot:
                 raise OutOfMemory(NO_ROOM.format(room / 2**30)) from error
         self.buffers = {name: self.arena.take(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
         self.stream = torch.cuda.Stream() if self.on_gpu else None
-        self.updated = torch.cuda.Event() if self.on_gpu else None
-        self.copied = torch.cuda.Event() if self.on_gpu else None
-        self.filled = threading.Event()
+        self.updated = torch.cuda.Event() if self.on_gpu else None  # the last update before the copy is done
+        self.copied = torch.cuda.Event() if self.on_gpu else None  # the copy is done
+        self.filled = threading.Event()  # set if no copy has still to be queued (on a CPU: to be made)
         self.filled.set()
 
     def touch(self) -> None:

@@ -58,6 +58,7 @@ def export(cfg: ConversionConfig) -> Path:
     staged = final.with_name(final.name + ".tmp")
     check_target(final, staged, cfg)
     opened = open_source(cfg)
+    # adapters that are written beside their base; others are merged into it
     apart = opened.adapted if cfg.format is FolderFormat.peft else None
     if cfg.format is FolderFormat.peft and apart is None:
         raise ConfigError(f"format=peft writes LoRA adapters beside their base, and source={cfg.source} has none")
@@ -141,6 +142,7 @@ def check_target(final: Path, staged: Path, cfg: ConversionConfig) -> None:
 
 
 def report(opened: Opened, final: Path, cfg: ConversionConfig) -> None:
+    """Log which folder was written, its size, who reads it, and whether it was compared with its source."""
     checked = "its logits are the source's" if cfg.verify else "not verified"
     kinds = {
         FolderFormat.hf: "transformers",

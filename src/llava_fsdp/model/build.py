@@ -18,6 +18,10 @@ def build_architecture(
     loss: LossConfig | None = None,
     own: OwnParts = NONE,
 ) -> Architecture:
-    """Build a model on the meta device, and freeze what does not train. There is one kind today: see `build_llava` for
-    the arguments and the errors."""
+    """Build a model on the meta device, and freeze what does not train. There is one kind today, `Llava`.
+
+    `kernel` is the attention of packed rows; None: rows are padded. Without `loss`, the loss is computed from the
+    logits of all labels at once. `own` has the parts that a program gives. Raises ConfigError and ModelError if the
+    model cannot be built, or lacks what the configuration asks for.
+    """
     return build_llava(parts, cfg, compute_dtype, kernel, loss, own)

@@ -124,6 +124,7 @@ class RouterOutputs:
             routers: all routers of the language model; at least one.
             with_gradients: whether a loss of the outputs will be trained. Then blocks must not be compiled.
             inside: the part of the language model that this rank has, whose routers alone are watched; None: all.
+            compiled: whether the blocks that contain the routers are compiled.
             positions: the positions whose tokens these routers get; None: all.
         """
         assert not (compiled and with_gradients), "checked by the configuration"
@@ -156,6 +157,7 @@ class RouterHook:
     """Forward hook of one router, which stores the router's latest output."""
 
     def __init__(self, router: Router, with_gradients: bool, compiled: bool):
+        """Register the hook. `with_gradients`: whether a loss of the outputs is trained. `compiled`: blocks are."""
         self.router = router
         self.with_gradients = with_gradients
         self.stays_on = self.is_on = compiled

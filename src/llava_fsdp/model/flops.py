@@ -35,18 +35,19 @@ class Flops(NamedTuple):
 
 
 def count_flops(model: Architecture, activation_checkpointing: bool, compiled: bool = False) -> Flops:
-    """Count the FLOPs of a model's forward and backward pass. `compiled` says whether the language model's blocks are
-    compiled.
+    """Count the FLOPs of a model's forward and backward pass: for each token, for each pair of tokens that attend (n
+    times n for a sample of n tokens), for each label and for each image tile, in the fields of `Flops`. `compiled` says
+    whether the language model's blocks are compiled.
 
     The FLOPs of a weight per token are: 2 in the forward pass, 2 for the gradient of its input, 2 for its own gradient
     if it is trained (with LoRA adapters, only the adapters' weights are), and 2 if activation checkpointing computes
     its product again. The gradient passes through the whole language model even if that is frozen, because the
-    projector comes before it; if the projector is frozen too, only through the blocks from the first that trains on. In
-    a mixture of experts, only the experts that a token is sent to are counted. Attention in a sliding window is counted
-    as full attention (`pairs_in_windows` computes the difference). DoRA's work on whole weights, once per micro-batch,
-    is not counted. When a block is computed again, its last matrix product is left out, because its output is not
-    needed; a compiled block is computed again completely. With activation checkpointing in fp16, the logits are
-    computed again too (`model/loss.py`).
+    projector comes before it; if the projector is frozen too, only through the first block with trained weights and all
+    later ones. In a mixture of experts, only the experts that a token is sent to are counted. Attention in a sliding
+    window is counted as full attention (`pairs_in_windows` computes the difference). DoRA's work on whole weights, once
+    per micro-batch, is not counted. When a block is computed again, its last matrix product is left out, because its
+    output is not needed; a compiled block is computed again completely. With activation checkpointing in fp16, the
+    logits are computed again too (`model/loss.py`).
     """
     language: Any = model.language.config
     stack = find_blocks(model.language)
@@ -109,6 +110,7 @@ def tower_flops(model: Llava, trains: bool, activation_checkpointing: bool) -> f
     passed = stack[first_passed(model, Part.vision) :]
     through = 2 * tokens * matrix_weights(*passed) + len(passed) * attention
     again = through - 2 * tokens * last_products(passed) if activation_checkpointing else 0
+    # the patch embedding trains only with the whole tower, neither with some blocks nor with adapters
     whole = model.cfg.trained[Part.vision] is None and Part.vision not in model.cfg.adapted
     own = 2 * tokens * trained_weights(*stack) + 2 * patches * others * whole
     return forward + (through + len(passed) * attention) + own + again + 2 * patches * others

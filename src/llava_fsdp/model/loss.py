@@ -69,7 +69,9 @@ class LabelLoss(Protocol):
         collector: LossCollector | None = None,
         change: LogitChange = UNCHANGED,
     ) -> torch.Tensor:
-        """Return the sum, float32 scalar. The arguments are described at the top of the module."""
+        """Return the sum, float32 scalar, from `hidden` [labels, width], the output layer's `weight` [vocabulary,
+        width] and `label_ids`, int64 [labels]. `collector` gets each loss; `change`: how logits follow from the
+        product."""
         ...
 
 
@@ -130,7 +132,8 @@ def whole_loss(
     collector: LossCollector | None = None,
     change: LogitChange = UNCHANGED,
 ) -> torch.Tensor:
-    """Compute the sum of the cross entropies of all labels, float32 scalar, from the logits of all labels at once."""
+    """Compute the sum of the cross entropies of all labels, float32 scalar, from the logits of all labels at once:
+    `hidden` [labels, width], the output layer's `weight` [vocabulary, width], `label_ids` int64 [labels]."""
     logs = functional.log_softmax(change.apply(functional.linear(hidden, weight).float()), dim=-1)
     record_losses(collector, logs, label_ids)
     return functional.nll_loss(logs, label_ids, reduction="sum")
@@ -153,8 +156,9 @@ def chunked_loss(
     change: LogitChange = UNCHANGED,
 ):
     """Compute the sum of the cross entropies of all labels, float32 scalar, a chunk at a time. The output of the output
-    layer is computed in the compute dtype and cast to float32. All ranks that divide the vocabulary must call this with
-    the same labels.
+    layer is computed in the compute dtype and cast to float32. `hidden` is [labels, width]; `weight`, [vocabulary,
+    width], is the output layer's or, with `part`, this rank's rows of it: then all ranks that divide the vocabulary
+    must call this with the same labels.
 
     If there are not more labels than `chunk_tokens`, the result equals that of `whole_loss` bit for bit.
     """
@@ -238,6 +242,7 @@ class ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any):
+        """Scale the gradients that `forward` has computed by the upstream gradient, in place."""
         (scale,) = grad_outputs
         assert ctx.gradients is not None, "a chunked loss has one backward pass: its gradients are scaled in place"
         of_hidden, of_weight = ctx.gradients

@@ -61,7 +61,8 @@ def side(size: int | Sequence[int]) -> int:
 
 def build_vision_tower(vision: PretrainedConfig) -> nn.Module:
     """Build transformers' model for a vision tower's configuration. Raises ModelError if transformers cannot build it,
-    or it is not a vision transformer that turns an image into one sequence of tokens."""
+    or it is not a vision transformer that turns an image into one sequence of tokens. Random shifts of patch positions
+    in training (`AUGMENTS`), which DINOv3 may have, are turned off: ranks, and a resumed run, would draw other ones."""
     kind, lacks = MODEL_MAPPING.get(type(vision), None), [name for name in SIZES if not hasattr(vision, name)]
     if kind is None:
         raise ModelError(f"{unsupported(vision)} transformers has no class for it alone")
@@ -77,7 +78,7 @@ def build_vision_tower(vision: PretrainedConfig) -> nn.Module:
     config = copy.deepcopy(vision)
     for name in AUGMENTS:
         if hasattr(config, name):
-            setattr(config, name, None)
+            setattr(config, name, None)  # None: the position is not changed
     with library_errors(f"{unsupported(vision)} transformers cannot build it"):
         return AutoModel.from_config(config, attn_implementation="sdpa", trust_remote_code=False)
 

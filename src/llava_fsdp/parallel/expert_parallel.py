@@ -173,11 +173,8 @@ def run_shared(
 
 
 def run_own(experts: OwnExperts, rows: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """Run this rank's experts on the rows that it got, [rows, width].
-
-    Args:
-        numbers: number of each row's expert among those of this rank, int64 [rows].
-    """
+    """Run this rank's experts on the rows that it got, [rows, width]. `numbers` has the number of each row's expert
+    among those of this rank, int64 [rows]."""
     run: Callable[..., torch.Tensor] = ALL_EXPERTS_FUNCTIONS[RUN]
     if len(rows):
         return run(experts, rows, numbers[:, None], rows.new_ones(len(rows), 1))

@@ -10,10 +10,7 @@ from llava_fsdp.parallel.tensor.tensor_parallel import reduction
 def routers_to_watch(model: Architecture, cfg: Config, parallelism: Parallelism, compiles: bool) -> list[Router]:
     """Return the routers of a whole language model; empty if they cannot be watched. With `parallel.context` a rank has
     only a part of each sample. Where a compiled block contains its activation checkpointing, a hook in it would break
-    its graph.
-
-    Args:
-        compiles: whether blocks will be compiled.
+    its graph. `compiles`: whether blocks will be compiled.
     """
     is_hidden = compiles and cfg.activation_checkpointing.mode is ActivationCheckpointing.selective
     return [] if is_hidden or parallelism.meshes.context is not None else find_routers(model.language)

@@ -95,6 +95,7 @@ class MadePlan:
     searched_cfg: PlanConfig
     """The configuration whose layouts are searched."""
     ways: Callable[..., Ways]
+    """(planner, configuration, number of ranks) -> all ways to train with the layout of that configuration."""
 
 
 def plan_objects(cfg: PlanConfig) -> list[PlanRow]:
@@ -271,6 +272,7 @@ def command(cfg: PlanConfig, row: PlanRow, parallel: ParallelConfig, typed: Sequ
     chosen = CHOSEN | (set() if cfg.packs else {"micro_batch_size"})
     kinds = chosen_kinds(cfg.parallel, parallel)
     own = OWN_KEYS | ({"parallel", "parallel.search", *(word.partition("=")[0] for word in kinds)} if kinds else set())
+    # what the planner chose, and keys that `train` does not have, are not copied from the user's words
     kept = [word for word in typed if key_of(word) not in own and key_of(word).partition(".")[0] not in chosen]
     keys = {key_of(word) for word in kept}
     kept = [f"stage={cfg.stage.name}"] * ("stage" not in keys) + [shlex.quote(word) for word in kept]

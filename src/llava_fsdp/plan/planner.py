@@ -245,6 +245,7 @@ class Planner:
         other.cfg = cfg
         other.divide()
         parallel = cfg.parallel
+        # both raise ConfigError: if the ranks cannot share the heads, or the blocks cannot be divided into stages
         plan_context(parallel.context_how, self.parts.language, parallel.num_context, 0, other.tensor)
         other.groups_of(recomputes=False)
         return other
@@ -280,11 +281,8 @@ class Planner:
     def sizes_to_measure(self, splits: Sequence[Sequence[MicroBatchSizes]]) -> list[MicroBatchSizes]:
         """Return the micro-batches whose activation memory is measured, to interpolate that of others: the smallest one
         of all splits, and 16, 256, ... times as many tokens, up to the largest split. Layouts of ranks have most of
-        these in common, so that a search measures few. Empty if each micro-batch must be measured.
-
-        Args:
-            splits: ways to split a step into micro-batches, those with the largest micro-batches first.
-        """
+        these in common, so that a search measures few. Empty if each micro-batch must be measured. `splits`: ways to
+        split a step into micro-batches, those with the largest micro-batches first."""
         small, large = splits[-1][0], splits[0][0]
         if self.grows_with_square or small.tokens == large.tokens:
             return []
@@ -573,7 +571,13 @@ class Planner:
         rank: int,
         group: Group,
     ) -> Ledger:
-        """Simulate the device memory of a step with a pipeline. Arguments are those of `simulate`."""
+        """Simulate the device memory of a rank in a step with a pipeline.
+
+        Args:
+            ranks, rank: counts of the ranks that hold the same parts of layers, and the index of this rank among them.
+            micros: what the rank runs in the step.
+            between: micro-batches that are measured to interpolate the others; if empty, all are measured.
+        """
         parallel, plan = self.cfg.parallel, SHARD_PLANS[choice.strategy]
         # As many micro-batches as fill the pipeline twice: those that follow each other and have the most tokens.
         most = parallel.num_micro_batches(2 * parallel.num_stages)
@@ -788,11 +792,8 @@ class Planner:
         )
 
     def off_device(self, offload: OffloadMode, plan: ShardPlan, stored: Bytes) -> tuple[int, int]:
-        """Return the bytes of offloaded parameters, gradients and optimizer state in host memory, and on disk.
-
-        Args:
-            stored: bytes that a rank holds in all, on the device or offloaded.
-        """
+        """Return the bytes of offloaded parameters, gradients and optimizer state in host memory, and on disk. `stored`
+        are the bytes that a rank holds in all, on the device or offloaded."""
         states = stored.parameters - self.frozen_whole(plan) + stored.gradients + stored.optimizer
         if offload is OffloadMode.nvme:
             return 0, states
@@ -824,11 +825,8 @@ class Planner:
 
 
 def trained_numbers(weights: Sequence[Weight], shards: int) -> tuple[int, float]:
-    """Return how many trainable parameters a rank has when FSDP has gathered them, and how many it updates.
-
-    Args:
-        shards: number of ranks over which FSDP shards weights, but for experts that ranks share.
-    """
+    """Return how many trainable parameters a rank has when FSDP has gathered them, and how many it updates. FSDP shards
+    weights over `shards` ranks, but for experts that ranks share."""
     trained = [weight for weight in weights if weight.trainable]
     return sum(w.gathered for w in trained), sum(w.gathered / w.own_shards(shards) for w in trained)
 

@@ -255,7 +255,7 @@ def no_number(name: str) -> None:
 
 def check_call(tree: Any, functions: Mapping[int, Callable[[list[Any]], object]]) -> None:
     """Raise RequestRefused unless a parsed request calls a function of the page with the inputs that this function
-    takes. `functions` are those of `RequestGuard`."""
+    takes. `functions`: number of a function -> raises any exception if a list of inputs is wrong."""
     if not isinstance(tree, dict):
         raise RequestRefused(422, "not an object")
     number, data, session = tree.get("fn_index"), tree.get("data"), tree.get("session_hash")

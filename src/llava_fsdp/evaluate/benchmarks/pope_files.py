@@ -61,6 +61,8 @@ def with_labels(questions: list[BenchmarkQuestion], path: Path) -> list[Benchmar
 
 
 def label_of(question: BenchmarkQuestion, raw: Any, where: str) -> str:
+    """Return the right answer, `yes` or `no`, in the label `raw` of a question. Raises DataError, whose message begins
+    with `where`, if it is malformed, or is about another image or text than the question."""
     if not isinstance(raw, dict):
         raise DataError(f"{where} is {shown(raw)}, not an object with label")
     if "image" in raw and (raw["image"],) != question.images:

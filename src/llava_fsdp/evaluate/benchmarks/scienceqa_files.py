@@ -19,8 +19,9 @@ KINDS = ("subject", "grade")
 
 
 def read_choice_record(path: Path, number: int, line: int | None, raw: dict[str, Any]) -> BenchmarkQuestion:
-    """Return the multiple-choice question in an entry in LLaVA's training format, with its `<image>` tag moved to the
-    front. If the answer in the entry names a choice, that is the right one. Arguments as for `read_row`."""
+    """Return the multiple-choice question in `raw`, an entry in LLaVA's training format, with its `<image>` tag moved
+    to the front. If the answer in the entry names a choice, that is the right one. `number` is that of the entry in the
+    file, from 0, and `line` its line; None in a JSON list."""
     record = parse_record(path, number, raw, line)
     check_unread(record.where, record.unread)
     if not record.turns or record.turns[0].role != "human":

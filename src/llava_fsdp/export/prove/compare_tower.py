@@ -95,9 +95,9 @@ def compare_features(config: ConfigKey, vision: ConfigKey, select_layer: int, fe
 
 
 def source_tower(config: PretrainedConfig, vision: PretrainedConfig) -> PreTrainedModel:
-    """Build transformers' own model for a small copy of a vision tower, on the CPU, in evaluation mode. The arguments
-    are those of `compare_features`. Raises NoSmallCopy if no small copy of the larger model can be made, or it has no
-    such vision tower."""
+    """Build transformers' own model for a small copy of a vision tower, with the configuration `vision`, on the CPU, in
+    evaluation mode. `config` is that in the vision tower's folder: of the tower, or of a larger model. Raises
+    NoSmallCopy if no small copy of the larger model can be made, or it has no such vision tower."""
     larger: Any = config
     if getattr(larger, "vision_config", None) is None:
         with library_errors("transformers cannot build it", NoSmallCopy):

@@ -115,6 +115,7 @@ def shrink(config: PretrainedConfig, layers: int) -> PretrainedConfig:
     new_heads, new_dim = min(heads, HEADS), min(head_dim, HEAD_DIM)
     sizes = dict(MOST)
     sizes |= {"num_hidden_layers": layers, "num_attention_heads": new_heads, "head_dim": new_dim}
+    # another width than heads * head_dim stays another one, and grouped key heads stay grouped
     sizes["hidden_size"] = new_heads * new_dim + (0 if heads * head_dim == width else 8)
     sizes["num_key_value_heads"] = new_heads if groups == heads else min(2, new_heads // 2)
     vocabulary = min(sizes["vocab_size"], getattr(config, "vocab_size", 0))

@@ -245,8 +245,9 @@ def load_copy(
     adapted: Adapted | None = None,
     device: torch.device | str = "cpu",
 ) -> Architecture:
-    """Return a model on a device, with parameters of the dtype `compute` loaded from `sources`. During loading, host
-    memory holds the model and only one other parameter at a time."""
+    """Return a model of the architecture of `shapes`, whose own weights are not used, on a device. Its parameters are
+    loaded from `sources` and have the dtype `compute`. `adapted` says which modules get LoRA adapters; None: no module.
+    During loading, host memory holds the model and only one other parameter at a time."""
     model = empty_copy(shapes, compute, adapted, device)
     load_weights(sources, local_shards(model, MasterWeights({})))
     return model
@@ -255,7 +256,8 @@ def load_copy(
 def empty_copy(
     shapes: Architecture, compute: torch.dtype, adapted: Adapted | None = None, device: torch.device | str = "cpu"
 ) -> Architecture:
-    """Return what `load_copy` returns, but with weights that have no values yet."""
+    """Return a model of the architecture of `shapes` on a device, with parameters of the dtype `compute` that have no
+    values yet. `adapted` says which modules get LoRA adapters; None: no module."""
     model = build_architecture(shapes.parts, shapes.cfg.plain, compute)
     if adapted is not None:
         with torch.device("meta"):
@@ -277,6 +279,8 @@ def logits(model: Architecture, micro: MicroBatch) -> torch.Tensor:
 def logits_of_folder(
     form: FolderFormat, folder: Path, micro: MicroBatch, compute: torch.dtype, sizes: list[Size]
 ) -> torch.Tensor:
+    """Load an exported folder, in the format hf with transformers and otherwise with llava_fsdp, and return its logits
+    for a micro-batch: float32 [labels, vocabulary]. `sizes`: width and height in pixels of each image."""
     if form is FolderFormat.hf:
         return reloaded_logits(folder, micro, micro.images["tiles"], compute, sizes)
     cfg = read_model(folder, None, None)
@@ -287,6 +291,7 @@ def logits_of_folder(
 
 @torch.no_grad()
 def replace_projector(model: Architecture, file: Path) -> None:
+    """Load the projector in an exported file into a model. Raises ModelError if it has other parameters."""
     parameters = {n: p for n, p in model.named_parameters() if n.startswith("multi_modal_projector.")}
     stored = {ours(name): tensor for name, tensor in open_tensors(file).items()}
     if stored.keys() != parameters.keys():
@@ -346,7 +351,8 @@ def exported_logits(model: Any, micro: MicroBatch, images: torch.Tensor, sizes: 
     if isinstance(config, LlavaNextConfig | LlavaOnevisionConfig) and sizes and len(images):
         inputs["image_sizes"] = torch.tensor([(height, width) for width, height in sizes])
     if isinstance(config, LlavaOnevisionConfig) and sizes and len(images):
-        single = len(images) > len(sizes)  # several images of a sample are one tile each
+        # transformers joins tiles where this number is 1; where it is larger, each image is one tile
+        single = len(images) > len(sizes)
         inputs["batch_num_images"] = torch.tensor([1 if single else max(2, len(sizes))])
     logits = model(input_ids=ids, **inputs).logits.float()
     return logits.flatten(0, 1)[micro.label_positions]

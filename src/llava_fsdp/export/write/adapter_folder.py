@@ -135,6 +135,7 @@ class AdapterWriter:
         write_notes(replace(self.source, history=history), folder, notes)
 
     def write_adapters(self, folder: Path, tensors: Mapping[str, Stored]) -> None:
+        """Write the file that peft reads. `tensors`: by llava_fsdp's names."""
         renamed = {self.rename(name): tensor for name, tensor in tensors.items()}
         file = folder / ADAPTER_FILES[0]
         with ThreadPoolExecutor(1, "digest") as hasher:
@@ -199,8 +200,9 @@ def whole_rows(tensor: Stored) -> torch.Tensor:
 
 
 def small_files(source: SourceModel, dtype: torch.dtype) -> dict[str, bytes]:
-    """Return the value of `AdapterWriter.small_files`. Files that cannot be made for this model are left out, and the
-    reason is logged. `dtype` is the dtype of weights that the configuration names."""
+    """Return the configuration and tokenizer files that the original LLaVA reads beside an adapter: path in the folder
+    -> content. Files that cannot be made for this model are left out, and the reason is logged. The configuration says
+    that weights have the dtype `dtype`."""
     steps = {"config.json": lambda made: write_configs(source, dtype, made)}
     steps["generation_config.json"] = lambda made: write_generation_of_original(source, made)
     steps["tokenizer"] = lambda made: copy_or_convert_tokenizer(source, made)
@@ -270,13 +272,14 @@ def check_fingerprint(adapter: AdapterFolder, actual: str, where: str, key: str)
 
 
 def prove_adapter(folder: Path, tensors: Mapping[str, Stored]) -> None:
-    """Read a LoRA adapter folder that was just written; raise ModelError if a tensor in it differs from the given
-    ones."""
+    """Read a LoRA adapter folder that was just written. Raise ModelError if one of the `tensors`, which were to be
+    written, is missing in it or has other values; or if the projector's tensors in `non_lora_trainables.bin`, which the
+    original LLaVA reads, differ from those in the safetensors file beside it."""
     written = open_adapter(folder).tensors
     pickled = open_file(folder / OTHERS_FILES[1])
-    stored = {tensor.name: tensor for tensor in written.values()}
-    pairs = [(name, written.get(name), tensor) for name, tensor in tensors.items()]
-    pairs += [(name, stored.get(name), tensor) for name, tensor in pickled.items()]
-    for name, read, expected in pairs:
+    by_name_in_file = {tensor.name: tensor for tensor in written.values()}
+    compared = [(name, written.get(name), tensor) for name, tensor in tensors.items()]
+    compared += [(name, by_name_in_file.get(name), tensor) for name, tensor in pickled.items()]
+    for name, read, expected in compared:
         if read is None or read.dtype != expected.dtype or not torch.equal(whole_rows(read), whole_rows(expected)):
             raise ModelError(f"{folder} was written, but {name} differs from what was to be written")

@@ -160,7 +160,7 @@ def chat_template(template: Template, start_end: bool, adds_bos: bool, gap: GapR
             "{%- endif -%}",
             "{%- set chat.begun = true -%}",
             "{%- set chat.asked = true -%}",
-            *checks[:3],
+            *checks[:3],  # end with the branch for a system message
             f"{{%- set chat.system = {system} -%}}",
             *checks[3:],
             "{%- elif chat.asked -%}",
@@ -401,8 +401,9 @@ def templated(tokenizer: Any, messages: list[dict[str, Any]], add_generation_pro
 def rehearse_images(
     folder: Path, ours: Tokenizer, template: Template | ChatTemplate, start_end: bool, tokens: ImageTokens
 ) -> str | None:
-    """Do the same as `rehearse` for the processor of an exported model, which must have all its files, and
-    conversations with images. `tokens` computes which tokens training gives an image."""
+    """Compare, as `rehearse` does, the token ids that the processor of an exported model, which must have all its
+    files, gives test conversations with images with those of training. `tokens` computes which tokens training gives
+    an image. Return a message about the first conversation whose ids differ; None if all are equal."""
     processor: Any = AutoProcessor.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     encoder = ExactEncoder(ours, template, lambda *_: np.zeros(1, dtype=np.int64), UNLIMITED, TooLong.fail, start_end)
     image_id, image = processor.tokenizer.convert_tokens_to_ids(IMAGE_TAG), Image.new("RGB", PROBED)
@@ -483,7 +484,8 @@ def as_text(texts: Iterable[str], system: str | None = None) -> list[dict[str, A
 
 def as_parts(texts: Iterable[str], system: str | None = None, joins: bool = True) -> list[dict[str, Any]]:
     """Return a conversation as chat messages for transformers, whose content is a list of image, video and text parts.
-    The arguments are those of `trained_ids`; with `joins` false, a line break beside a tag is left out."""
+    `texts` are a question, an answer, a question, and so on, with tags; `system` is the text of a system message before
+    them. With `joins` false, a line break beside a tag is left out."""
     messages = as_text(texts, system)
     for message in messages:
         parts: list[dict[str, str]] = []

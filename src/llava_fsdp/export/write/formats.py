@@ -276,7 +276,8 @@ def write_hf_weights(source: SourceModel, weights: Weights, staged: Path, rows: 
 def hf_config(
     source: SourceModel, dtype: torch.dtype, rows: int
 ) -> LlavaConfig | LlavaNextConfig | LlavaOnevisionConfig | InternVLConfig:
-    """Return transformers' configuration of a model to export, without the ids of its image and padding tokens."""
+    """Return transformers' configuration of a model to export, whose embeddings have `rows` rows, without the ids of
+    its image and padding tokens."""
     model, parts = source.model, source.model.parts
     text = {**parts.language.to_dict(), **folded_fields(parts), "vocab_size": rows, "use_cache": True}
     fields: dict[str, Any] = {
@@ -381,6 +382,7 @@ def config_of_original(source: SourceModel, dtype: torch.dtype) -> dict[str, Any
             parts.language, parts.vision.hidden_size, model.cfg, tower, source.max_length, model.probe.drops_cls
         )
         config["tune_mm_mlp_adapter"] = False
+    # key -> (this model's value, what the original LLaVA takes if the file lacks the key)
     ours = {
         "mm_patch_merge_type": (model.cfg.patch_merge.value, "flat"),
         "mm_use_im_start_end": (model.cfg.image_start_end, False),

@@ -43,7 +43,8 @@ def with_older_fields(fields: dict[str, Any], config: PretrainedConfig) -> dict[
 
 def older_rope(fields: dict[str, Any]) -> dict[str, Any]:
     """Return the fields for rotary embeddings in the form of transformers 4 for a part's fields in the form of
-    transformers 5."""
+    transformers 5. If transformers 4 would compute something else, `rope_theta` is a text (`NEEDS_5`), so that it
+    fails."""
     rope: dict[str, Any] = fields.get("rope_parameters") or {}
     kind = fields.get("model_type")
     if kind in SCALED:

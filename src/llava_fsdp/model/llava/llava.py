@@ -150,8 +150,9 @@ class Llava(Architecture):
         return self.lm_head(labelled, label_ids, collector=collector)
 
     def embedded(self, input_ids: torch.Tensor, images: ImageInputs) -> torch.Tensor:
-        """Return the language model's input embeddings, [rows, length, hidden]. Those of image tokens are projected
-        image features. The arguments are those of `forward`."""
+        """Return the language model's input embeddings, [rows, length, hidden], of `input_ids`, int64 [rows, length].
+        Those of image tokens are projected image features: `images` has the tiles, and the place and the feature of
+        each image token (`forward` describes it). It is empty if no rank has an image."""
         if not images:
             return self.language_model.get_input_embeddings()(input_ids)
         tiles, weights = images["tiles"], images.get("weights")
@@ -229,6 +230,7 @@ class Llava(Architecture):
         self._parameters |= dict.fromkeys(self._parameters)
 
     def empty_image_inputs(self, tiles: int, image_tokens: int, blends: bool) -> ImageInputs:
+        """Return zeros as `images` of `forward`. `blends`: whether image tokens are weighted sums of four features."""
         rows, size = torch.zeros(image_tokens, dtype=torch.int64), self.image_size
         found = {
             "positions": rows,
@@ -270,7 +272,8 @@ class Llava(Architecture):
 
 def take_features(features: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
     """Return the image feature of each image token, [image tokens, hidden], from the features of all tiles, [tiles *
-    tokens, hidden]. Weighted sums are computed in float32. `rows` and `weights`: those of `Llava.forward`."""
+    tokens, hidden]. `rows` has the index of each token's feature, int64 [image tokens]. With `weights`, float32 [image
+    tokens, 4], it has four of them for each token, [image tokens, 4], whose weighted sum is computed in float32."""
     if weights is None or not len(weights):
         return features.index_select(0, rows)
     pairs = zip(rows.unbind(1), weights.unbind(1), strict=True)

@@ -81,7 +81,7 @@ def read_feature(raw: dict[str, Any], folder: Path) -> Feature:
 
 
 def check_supported(raw: dict[str, Any], folder: Path) -> None:
-    """Raise ModelError if the model is not supported."""
+    """Raise ModelError if a config.json of the original LLaVA (content `raw`) has values that are not supported."""
     if raw.get("model_type") not in ("llava_llama", FIRST_NAME):
         raise ModelError(
             f"{folder / 'config.json'} has model_type={raw.get('model_type')}; of the original's models, llava_llama "

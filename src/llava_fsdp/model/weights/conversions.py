@@ -157,8 +157,8 @@ def plan_with_all_rows(
     tensors: Mapping[str, StoredTensor],
     folder: Path,
 ) -> LoadPlan:
-    """Find the same as `plan_load`, for files whose embeddings and output layer may have more rows than the
-    configuration's vocabulary."""
+    """Find the same as `plan_load`. If the files' embeddings and output layer have more rows than the configuration's
+    vocabulary, find it for a model that has as many rows."""
     plan = plan_load(lambda: build(config), tensors, folder)
     vocabulary = config.get_text_config().vocab_size
     shapes = list(plan.misshapen.values())
@@ -192,8 +192,8 @@ def is_tied(
     folder: Path,
 ) -> bool:
     """Return whether the output layer has the weight of the embeddings after `from_pretrained`: the configuration says
-    so, and the files do not hold two different weights. If they do, `from_pretrained` warns and keeps both. The
-    arguments are those of `plan_load`; `tensors` is empty for a model without files."""
+    so, and the files do not hold two different weights. If they do, `from_pretrained` warns and keeps both. `build`
+    builds a model on the meta device. `tensors` are those in the files of `folder`, by name; empty without files."""
     parts = (config, getattr(config, "text_config", None))
     if not any(getattr(part, "tie_word_embeddings", False) for part in parts):
         return False
@@ -226,7 +226,8 @@ def has_same_values(one: Stored, other: Stored) -> bool:
 def converted(
     model: Any, tensors: Mapping[str, StoredTensor], folder: Path, renames: dict[str, str] | None = None
 ) -> LoadPlan:
-    """Find the same as `plan_load` by running transformers' conversion without reading values.
+    """Find where in files the values of each weight of a model are, by running transformers' conversion on tensors that
+    have shapes but no values.
 
     Args:
         model: one of transformers' models on the meta device. Its parameters are replaced.

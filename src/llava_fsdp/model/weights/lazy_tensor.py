@@ -46,6 +46,8 @@ class LazyTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Return the result of an operation as LazyTensors, whose values are computed when they are read. Operations
+        that move values (`OPERATIONS`) then read only what is wanted, all others their whole inputs."""
         kwargs = kwargs or {}
         if func.overloadpacket is aten._to_copy:  # casts are ignored: values that are read have the files' dtype
             return same(args[0])
@@ -158,6 +160,7 @@ def squeeze(x: LazyTensor, dim: int | Sequence[int] | None = None) -> LazyTensor
 
 
 def permute(x: LazyTensor, order: Sequence[int]) -> LazyTensor:
+    """`torch.permute` of a lazy tensor: dimension i of the result is dimension `order[i]` of `x`."""
     order = [number % x.ndim for number in order]
 
     def read(box: Box) -> torch.Tensor:
@@ -183,7 +186,8 @@ def view(x: LazyTensor, shape: Sequence[int], *_: Any, **__: Any) -> LazyTensor:
 
 
 def read_view(x: LazyTensor, shape: Sequence[int], box: Box) -> torch.Tensor:
-    """Read the part `box` of `x.view(shape)`, and as few other values of `x` as possible.
+    """Read a part of `x.view(shape)`, and as few other values of `x` as possible. `box` has the range [first, last) of
+    each dimension.
 
     No other values are read if the shapes differ only in dimensions of size 1. If the shapes have equal leading
     dimensions, the part is read in full in all later dimensions. Otherwise all rows of `x` that contain values of the

@@ -32,11 +32,8 @@ class OwnStages:
     """The stages of a model that this rank has."""
 
     def __init__(self, model: Architecture, plan: StagePlan, place: Place):
-        """Take the plan by which a whole model, which is on the meta device, is divided.
-
-        Args:
-            place: says which stages this rank has.
-        """
+        """Take the plan by which a whole model, which is on the meta device, is divided. `place` says which stages this
+        rank has."""
         self.plan = plan
         self.place = place
         children = children_of(model.language)
@@ -69,11 +66,8 @@ class OwnStages:
 def plan_own_stages(
     model: Architecture, cfg: Config, parallelism: Parallelism, counts: Sequence[float] | None
 ) -> OwnStages | None:
-    """Divide a whole model, which is on the meta device, into stages; None without `parallel.pipeline`.
-
-    Args:
-        counts: mean number of tokens, pairs of tokens, labels and tiles of a sample; None without `parallel.pipeline`.
-    """
+    """Divide a whole model, which is on the meta device, into stages; None without `parallel.pipeline`. `counts`: mean
+    number of tokens, pairs of tokens that attend, labels and tiles of a sample; None without `parallel.pipeline`."""
     if parallelism.meshes.pipeline is None:
         return None
     assert counts is not None, "stages are planned from the sizes of samples"

@@ -315,10 +315,7 @@ class Pipeline:
 
     def from_last(self, value: torch.Tensor | None, shape: Sequence[int]) -> torch.Tensor:
         """Return a float32 tensor of the last stage on the ranks of all stages. Collective: all ranks must call it.
-
-        Args:
-            value: the tensor; None on ranks that do not have the last stage.
-        """
+        `value` is the tensor; None on ranks that do not have the last stage."""
         value = value if value is not None else torch.empty(tuple(shape), device=self.device)
         dist.broadcast(value, group=self.group, group_src=self.place.size - 1)
         return value

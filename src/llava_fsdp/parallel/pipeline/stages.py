@@ -30,11 +30,7 @@ class Passed(nn.Module):
     """Takes the place of a module that another stage runs; returns its first argument."""
 
     def __init__(self, replaced: nn.Module, calls: list[str] | None = None, name: str = ""):
-        """Create the replacement of a module.
-
-        Args:
-            calls: list to which `name` is added at each call.
-        """
+        """Create the replacement of a module. `calls` is a list to which `name` is added at each call."""
         super().__init__()
         self.calls, self.name = calls, name
         if hasattr(replaced, "attention_type"):  # some models read it from their blocks
@@ -259,10 +255,7 @@ def chains_of_blocks(model: Architecture) -> list[list[nn.Module]]:
 
 
 def plan_of_stages(cfg: Config, model: Architecture, counts: Sequence[float]) -> StagePlan:
-    """Divide the blocks of a model, which is on the meta device, as the configuration says.
-
-    Args:
-        counts: mean number of tokens, pairs of tokens, labels and tiles of a sample.
-    """
+    """Divide the blocks of a model, which is on the meta device, as the configuration says. `counts`: mean number of
+    tokens, pairs of tokens that attend, labels and tiles of a sample."""
     recomputes = cfg.activation_checkpointing.mode is not ActivationCheckpointing.none
     return plan_stages(model, count_flops(model, recomputes), counts, cfg.parallel.num_stages, cfg.parallel.tensor)

@@ -27,7 +27,8 @@ def rank_and_size() -> tuple[int, int]:
 
 
 def on_first_rank(action: Callable[[], R], failing: str, group: dist.ProcessGroup | None = None) -> R:
-    """Run a function on rank 0 only, and return its result on every rank. Collective.
+    """Run a function on rank 0 only, and return its result on every rank. Collective. `failing` begins the message of
+    an error that is not one of this package: such an error becomes a CheckpointError.
 
     Raises:
         LlavaFsdpError: rank 0's error.
@@ -48,7 +49,8 @@ def on_first_rank(action: Callable[[], R], failing: str, group: dist.ProcessGrou
 
 
 def on_all_ranks(action: Callable[[], R], failing: str, group: dist.ProcessGroup | None = None) -> R:
-    """Run a function on every rank and return this rank's result. Collective.
+    """Run a function on every rank and return this rank's result. Collective. `failing` begins the message of an error
+    that is not one of this package: such an error becomes a CheckpointError.
 
     Raises:
         LlavaFsdpError: the error of the lowest rank that failed, on every rank, with that rank's number.

@@ -34,8 +34,9 @@ CURE = (
 
 
 def meet(rank: int, size: int, until: float) -> dist.Store:
-    """Wait until all ranks have come to the store, and return it. Its keys have a prefix that is new after every
-    restart, because torchrun's store outlives a restart and contains the addresses of dead ranks (pytorch#135712).
+    """Wait, at most `until` that time of `time.monotonic`, for all ranks to come to the store, and return it. Its keys
+    have a prefix that is new after every restart, because torchrun's store outlives a restart and contains the
+    addresses of dead ranks (pytorch#135712).
 
     The prefix is the number of restarts. Each node counts its own restarts, so that the numbers differ if nodes come
     and go. In that case torchrun must use a new store for every start, which it does with
@@ -121,7 +122,8 @@ def await_port(host: str, port: int, rank: int, until: float) -> None:
 
 
 def sign_and_wait(store: dist.Store, rank: int, size: int, until: float) -> None:
-    """Write into the store that this rank has come, and wait until all ranks have.
+    """Write into the store that this rank has come, and wait until all ranks have, or the time `until`. The first rank
+    that knows the outcome writes it as `verdict`: `MET`, or the number of the rank at fault and a message.
 
     Raises:
         CommunicationError: a rank has not come in time, two processes have the same rank, or ranks disagree about the
@@ -154,7 +156,7 @@ def sign_and_wait(store: dist.Store, rank: int, size: int, until: float) -> None
         if verdict != MET:
             store.add("told", 1)
             if rank == 0 and not uses_agent_store():
-                hold(store)
+                hold(store)  # the store ends with this process, and the others must read the verdict
     except RuntimeError as error:
         raise CommunicationError(
             f"{own} has lost the store at {address()}, before all ranks had come: {first_line(error)}"

@@ -281,11 +281,7 @@ def first_rank_first(world: World) -> Iterator[None]:
 
 def gather_lists(items: list[T]) -> list[T]:
     """Return the lists of all ranks, concatenated in rank order, on every rank. Collective: all ranks must call it. If
-    all lists are empty, only one number is all-reduced.
-
-    Args:
-        items: this rank's list; its items can be pickled.
-    """
+    all lists are empty, only one number is all-reduced. The items of `items`, this rank's list, can be pickled."""
     if not dist.is_initialized():
         return items
     count = torch.tensor([len(items)])

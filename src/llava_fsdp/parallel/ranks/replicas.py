@@ -29,11 +29,7 @@ def shared_tensors(
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Return this rank's tensors of which other ranks hold copies, in two dicts by name: its part of the DTensors that
     are replicated over a dimension of their mesh or whose mesh does not contain all `ranks`, and the plain tensors,
-    which each of the ranks holds whole.
-
-    Args:
-        ranks: number of ranks that have these tensors, or parts of them.
-    """
+    which each of the ranks holds whole. `ranks` is the number of ranks that have these tensors, or parts of them."""
     of_mesh, everywhere = {}, {}
     for name, tensor in tensors.items():
         if not isinstance(tensor, DTensor):
@@ -181,11 +177,8 @@ def compare(found: list[RankChecksums]) -> list[Difference]:
 
 
 def outvoted(name: str, values: dict[int, int | None]) -> Difference | None:
-    """Return the ranks whose checksum differs from that of the majority; None if all are equal.
-
-    Args:
-        values: rank -> checksum of the tensor on this rank; None if the rank does not have the tensor.
-    """
+    """Return the ranks whose checksum differs from that of the majority; None if all are equal. `values`: rank ->
+    checksum of the tensor on this rank; None if the rank does not have the tensor."""
     value, votes = Counter(values.values()).most_common(1)[0]
     if votes == len(values):
         return None

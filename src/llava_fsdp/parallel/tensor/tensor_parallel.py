@@ -28,7 +28,7 @@ def cut_model(
     its layers, in place. `requires_grad` must be set. Tied parameters stay tied.
 
     Args:
-        plan: style by the full name of a module or parameter.
+        plan: full name of a module or parameter -> how it is divided.
         chains: the language model's blocks that this rank has, in lists of consecutive ones.
     """
     names: dict[nn.Parameter, list[str]] = {}
@@ -59,7 +59,8 @@ def cut_model(
 
 
 def siblings_of(model: nn.Module, plan: Mapping[str, Cut]) -> dict[nn.Module, list[nn.Module]]:
-    """Return the linear layers that are divided by outputs, such as queries, keys and values, by their parent."""
+    """Return the linear layers that are divided by outputs, such as queries, keys and values, by their parent. Those of
+    adapters are left out, which sum the gradient of their input by themselves."""
     found: dict[nn.Module, list[nn.Module]] = {}
     for name, cut in plan.items():
         if cut in BY_OUTPUTS and "lora_" not in name:

@@ -32,7 +32,8 @@ DIVIDED = (Cut.COLWISE, Cut.ROWWISE)
 
 
 def tensor_plan(model: Architecture, size: int) -> dict[str, Cut]:
-    """Return how the weights of a model on the meta device, with its adapters, are divided.
+    """Return how the weights of a model on the meta device, with its adapters, are divided among `size` ranks, by the
+    full names of modules and single parameters.
 
     Raises:
         ConfigError: the language model has no plan, or one with a style that is not supported, or sizes that cannot be

@@ -301,7 +301,7 @@ class TraceReader:
     """Reads a trace event by event: counts the bytes alive, and splits the passes into segments."""
 
     def __init__(self, trace: Trace, vocabulary: int, weights: dict[str, nn.Parameter], master: torch.dtype):
-        """The arguments are those of `split_into_segments`; `weights` are the model's parameters by name."""
+        """`vocabulary`: width of this rank's logits. `weights`: parameters by name. `master`: the masters' dtype."""
         self.vocabulary = vocabulary
         self.master = master
         self.numbers = {name: number for number, name in trace.gradients.items()}
@@ -342,7 +342,8 @@ class TraceReader:
         self.open(next_unit)
 
     def add(self, event: Event) -> None:
-        """Count a storage that was allocated or freed, by category."""
+        """Count a storage that was allocated or freed: as logits, which are as wide as the vocabulary, as a gradient
+        that the backward pass makes, or as an activation. So is a gradient that the forward pass makes, at first."""
         self.is_empty = False
         if event.storage in self.gradients and self.backward:
             if event.change > 0:
@@ -412,10 +413,7 @@ def stack_name(model: Architecture) -> str:
 
 def deepened(segments: list[PassSegment], stack: str, depth: int) -> list[PassSegment]:
     """Return the segments of a model with `depth` blocks, made from those of three blocks by repeating the middle one.
-
-    Args:
-        stack: name of the module list that holds the blocks.
-    """
+    `stack` is the name of the module list that holds the blocks."""
     deep: list[PassSegment] = []
     shift = Live()
     names = {f"{stack}.{MEASURED_BLOCKS - 1}": f"{stack}.{depth - 1}"}

@@ -69,8 +69,8 @@ def units_of(
 def unit_of(
     name: str, weights: list[Weight], precision: PrecisionConfig, shards: int, is_away: bool, passes_through: bool
 ) -> Unit:
-    """Return the bytes of an FSDP unit with these weights, all of which have the same sharding. `is_away`: gradients
-    are not on the device."""
+    """Return the bytes of an FSDP unit with these weights, all of which have the same sharding. `is_away`: gradients of
+    shards are offloaded. `passes_through`: offloaded shards are copied to the device before an all-gather."""
     trainable = [w for w in weights if w.trainable]
     part = sum(w.padded(shards) * w.gathered_size(precision) for w in weights)
     reduced = sum(w.reduce_size(precision) * w.padded(shards) for w in trainable)
@@ -93,8 +93,8 @@ def unit_of(
 
 
 def cast_bytes(weights: list[Weight], precision: PrecisionConfig, shards: int, passes_through: bool) -> int:
-    """Return the bytes of the copies of this rank's shards that an all-gather makes first: of all weights at once, or
-    only of the largest weight if weights are not sharded."""
+    """Return the bytes of the copies of this rank's shards that an all-gather makes first, to cast them and, if
+    `passes_through`, from host memory: of all weights at once, or of the largest one if weights are not sharded."""
     sizes = []
     for weight in weights:
         stored = weight.master_size(precision) if weight.trainable else weight.item_size(precision)

@@ -25,11 +25,8 @@ class Ledger:
     most: int = 0
 
     def compare(self, moment: str, **more: int) -> None:
-        """Record the current moment if it uses more memory than all before.
-
-        Args:
-            more: bytes, by category, that exist only at this moment.
-        """
+        """Record the current moment if it uses more memory than all before. `more` are bytes, by category, that exist
+        only at this moment."""
         total = sum(self.held.values()) + sum(more.values())
         if total > self.most:
             self.most, self.moment = total, moment
@@ -109,6 +106,7 @@ def simulate_step(
     """Simulate a step under FSDP.
 
     Args:
+        passes: for each micro-batch the segments of its forward and backward pass.
         units: FSDP units by name.
         unit_names: block name -> name of its FSDP unit.
         prefetch: number of units whose all-gathers begin ahead of their use. None: one, in the backward pass only.
@@ -128,7 +126,8 @@ class FsdpRank:
     def __init__(
         self, ledger: Ledger, units: dict[str, Unit], plan: ShardPlan, unit_names: dict[str, str], prefetch: int | None
     ):
-        """The arguments are those of `simulate_step`; results are added to `ledger`."""
+        """`ledger` gets the bytes. `unit_names`: block name -> name of its FSDP unit. `prefetch`: number of units whose
+        all-gathers begin ahead of their use; None: one, in the backward pass only."""
         self.ledger = ledger
         self.units = units
         self.plan = plan
@@ -287,6 +286,7 @@ class FsdpRank:
         self.ledger.compare(f"all-gather of {name or 'the root unit'}", gathered=unit.cast)
 
     def copy_out(self, name: str, moment: str, keep: bool = False) -> None:
+        """Copy a unit's all-gather buffer, which exists, into its weights. Unless `keep` is set, free the buffer."""
         unit = self.units.get(name)
         if unit is None or name in self.gathered:
             return
@@ -344,11 +344,8 @@ class FsdpRank:
         self.ledger.add(moment, gradients=self.shards[name] - held)
 
     def widen(self, name: str, added: int, moment: str) -> None:
-        """Cast a unit's gradients to the reduction dtype, one weight at a time.
-
-        Args:
-            added: their bytes in the compute dtype.
-        """
+        """Cast a unit's gradients to the reduction dtype, one weight at a time; or add them to those of earlier
+        micro-batches, which wait. `added`: their bytes in the compute dtype."""
         unit = self.units[name]
         if name in self.waiting:
             self.ledger.drop(reducing=added)

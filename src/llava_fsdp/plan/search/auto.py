@@ -55,6 +55,7 @@ def settle_packing(cfg: C, language: PretrainedConfig) -> tuple[C, str | None]:
     refused = packing_refused(language)
     if refused is None:
         return replace(cfg, pack=True), None
+    # `auto` may be 1, and padded rows cannot be shared
     alone = replace(cfg.parallel, context=1) if cfg.parallel.context == AUTO else cfg.parallel
     try:
         return replace(cfg, pack=False, parallel=alone), f"pack=false, rows are padded: {refused}"
@@ -74,6 +75,7 @@ class Decision:
     reason: str
 
     def applied(self, cfg: Config) -> Config:
+        """Return `cfg` with these values. `sharding.shard_size` becomes null if the strategy is not a hybrid one."""
         is_hybrid = SHARD_PLANS[self.strategy].mesh is Mesh.HYBRID
         shard_size = cfg.sharding.shard_size if is_hybrid else None
         return replace(

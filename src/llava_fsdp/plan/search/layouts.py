@@ -164,7 +164,8 @@ def layouts(cfg: C, world_size: int, node_size: int) -> list[C]:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to train, all sizes of micro-batches counted as one, whose memory is not known."""
+    """A layout of ranks with a strategy, mode of activation checkpointing and offload, for any size of micro-batches.
+    Its memory is not known yet."""
 
     ways: Ways
     choice: Choice
@@ -199,7 +200,9 @@ def least_work(splits: Sequence[MicroBatches]) -> MicroBatches:
 
 
 def fastest(found: Sequence[Candidate], count: int, advance: Advance = lambda count: None) -> Search:
-    """Return the `count` fastest ways that fit, the chosen one first. `advance` is called with 1 for each."""
+    """Return the `count` fastest ways that fit into memory, and those found not to fit. The chosen one comes first: of
+    those that take at most `NEAR` times as long as the fastest, the one with the fewest kinds of parallelism, if it
+    still fits when its memory is measured. `advance` is called with 1 for each that fits."""
     order, measured = itertools.count(), 0
     # (seconds, order of insertion, candidate, whether the seconds are those of its fastest size of micro-batches and
     # not only a lower bound, its plan if its memory is known)
@@ -267,7 +270,7 @@ def quickest(ways: Ways, choice: Choice, splits: Sequence[MicroBatches]) -> tupl
 
 
 def why_not(one: Planned, chosen: Planned) -> str:
-    """Return why a way was not chosen: what it lacks, or what takes longer."""
+    """Return why one way to train was not chosen: how much memory it needs, or what takes longer than in `chosen`."""
     row, best = one.row, chosen.row
     if not row.fits:
         return f"needs {row.bytes['total'] / 1e9:.1f} of {row.usable / 1e9:.1f} GB"

@@ -99,6 +99,7 @@ def sizes_of(cfg: PlanConfig, parts: Parts) -> list[int]:
 def longest_row(planner: Planner, choice: Choice, ranks: RankCounts) -> PlanRow | None:
     """Return the prediction for the longest sample that fits, found by bisection; None if none fits."""
     context = planner.cfg.parallel.num_context
+    # memory that is linear in the length is interpolated between the shortest and the longest sample
     lengths = () if planner.grows_with_square else (PIECE * context, MOST_TOKENS)
     sizes = [one_sample(planner.samples, length, context) for length in lengths]
 

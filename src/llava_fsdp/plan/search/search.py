@@ -61,7 +61,8 @@ def distinct_strategies(ranks: RankCounts, parts: int = 1, shares_experts: bool 
 def checkpointing_modes(
     cfg: Config, machine: Machine, configured: ActivationCheckpointingConfig | None = None
 ) -> list[ActivationCheckpointingConfig]:
-    """Return the modes of activation checkpointing that the plan compares."""
+    """Return the modes of activation checkpointing that the plan compares, without those that the configuration or the
+    machine excludes. `configured` is what the user has set, which sets the budget of `budget`; None: that of `cfg`."""
     modes = [ActivationCheckpointing.none, ActivationCheckpointing.selective, ActivationCheckpointing.full]
     configured = configured or cfg.activation_checkpointing
     may_compile = cfg.compile is not False or configured.mode is ActivationCheckpointing.budget
@@ -78,7 +79,8 @@ def checkpointing_modes(
 
 
 def is_allowed(cfg: Config, strategy: Strategy, mode: OffloadMode) -> bool:
-    """Return whether the configuration's checks accept this strategy with this mode of offload."""
+    """Return whether the configuration's checks accept this strategy with this mode of offload. `sharding.shard_size`
+    and `offload.folder` are left out, which are set for the configured strategy and mode and may not fit others."""
     sharding, offload = ShardingConfig(strategy=strategy, shard_size=None), OffloadConfig(mode=mode, folder=None)
     try:
         replace(cfg, sharding=sharding, offload=offload)
@@ -88,13 +90,13 @@ def is_allowed(cfg: Config, strategy: Strategy, mode: OffloadMode) -> bool:
 
 
 def ways_to_share_experts(cfg: Config, ways: Sequence[Choice], ranks: RankCounts) -> list[Choice]:
-    """Return the ways under which ranks can share experts as configured (`parallel.expert`).
+    """Return the ways to train with whose strategy ranks can share experts as configured (`parallel.expert`).
 
     Args:
         ranks: numbers of ranks that hold the same parts of layers (`Planner.own_ranks`).
 
     Raises:
-        ConfigError: they can under none.
+        ConfigError: they can with none.
     """
     if cfg.parallel.expert == 1:
         return list(ways)
@@ -195,8 +197,14 @@ def largest_measured(
     splits: Sequence[Sequence[MicroBatchSizes]],
     sizes: Sequence[MicroBatchSizes],
 ) -> PlanRow:
-    """Measure the memory of a way that may be interpolated. If it does not fit, as predicted, take the largest smaller
-    micro-batches that do. Arguments are those of `largest_that_fits`."""
+    """Return `row`, whose memory may be interpolated, with the memory that is measured for all of its micro-batches. If
+    the measured one is too much although the interpolated one fits, try the splits with smaller micro-batches in turn.
+
+    Args:
+        row: the prediction that `largest_that_fits` has made with these `splits`.
+        splits: ways to split a step into micro-batches, those with the largest micro-batches first.
+        sizes: micro-batches that are measured to interpolate the others.
+    """
     while True:
         measured = planner.row(row.choice, ranks, row.micro_batches)
         rest = splits[place_of(splits, row) + 1 :]
@@ -206,4 +214,5 @@ def largest_measured(
 
 
 def place_of(splits: Sequence[Sequence[MicroBatchSizes]], row: PlanRow) -> int:
+    """Return the index of the split for which `row` was predicted."""
     return next(place for place, split in enumerate(splits) if tuple(split) == row.micro_batches)

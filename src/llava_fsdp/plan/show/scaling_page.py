@@ -58,7 +58,8 @@ def scale(
 def points_of(
     planner: Planner, gpus: int, count: int, is_free: bool, search: Callable[[int], Planned] | None
 ) -> Iterator[dict[str, Any]]:
-    """Yield the points of all curves on `count` nodes. Arguments are those of `scale`."""
+    """Yield the points of all curves on `count` nodes of `gpus` GPUs. `is_free`: whether to try micro-batches of all
+    sizes. `search` finds the fastest layout of so many ranks; None: without the curve of the fastest layouts."""
     for name, row in plain_ways(planner, gpus, count, is_free):
         yield point(count, name, row)
     if search is not None:

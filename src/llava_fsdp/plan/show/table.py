@@ -126,7 +126,7 @@ def layout(parallel: ParallelConfig) -> list[str]:
 
 
 def search_table(found: Sequence[Planned]) -> Table:
-    """Return a table of ways in different layouts, the chosen one first."""
+    """Return a table of what a search has found: settings in different layouts of ranks, the chosen one first."""
     table = Table(
         "layout", "sharding", "activation_checkpointing", "offload", "tokens x micro-batches", "GB", "s/step", "waits",
         "MFU", "why not", title="s/step: predicted seconds of a step; waits: seconds of communication that nothing "
@@ -150,7 +150,8 @@ def search_table(found: Sequence[Planned]) -> Table:
 
 
 def search_object(search: Search) -> dict[str, Any]:
-    """Return the size of a search and the layout of each row, as a JSON object."""
+    """Return a JSON object with the sizes of a search, as `Search` defines them, and a row for each entry of
+    `Search.rows`: how its ranks are divided (keys of `parallel`), and why it is not the chosen one, the first."""
     keys = "context", "tensor", "expert", "pipeline"
     rows = [
         {
@@ -189,6 +190,7 @@ def longest_as_text(tokens: int) -> str:
 
 
 def formula_table(planner: Planner, world_size: int) -> Table:
+    """Return a table of published formulas for the bytes of weights, gradients and optimizer states on a rank."""
     table = Table(
         "formula", "", "GB a rank", "what differs here", title_justify="left",
         title=f"published formulas of the states alone, P = {planner.trainable:,}, N = {world_size}",

@@ -146,11 +146,8 @@ class Machine:
         return "cpu" if self.gpu is None else "cuda"
 
     def usable(self, groups: int) -> int:
-        """Return the bytes of a rank's memory that tensors can use; 0 if the process itself needs all of it.
-
-        Args:
-            groups: number of process groups of several ranks that the rank belongs to.
-        """
+        """Return the bytes of a rank's memory that tensors can use; 0 if the process itself needs all of it. NCCL takes
+        memory for each of the `groups` process groups of several ranks that the rank belongs to."""
         if self.gpu is None:
             return max(0, self.memory - PROCESS)
         nccl = NCCL + NCCL_MORE * (groups - 1) if groups else 0

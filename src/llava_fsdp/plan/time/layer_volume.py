@@ -50,6 +50,7 @@ class LayerVolume:
         """
         labels = sum(labels * times for labels, times in micros.labels.items())
         chunks = sum(math.ceil(labels / chunk_tokens) * times for labels, times in micros.labels.items())
+        # the loss of each chunk has two all-reduces over the vocabulary: of the maximum, and of the sums
         sized = Moved(micros.tokens * self.of_token + labels * self.of_label, 2 * chunks * (self.of_label > 0))
         sized += Moved((micros.samples + len(micros)) * self.of_sample)
         return sized + self.of_pass * len(micros) + self.of_reduction * reductions

@@ -357,7 +357,7 @@ def step_time(
     update = UPDATED * work.local / bandwidth
     pcie = gpu.pcie if gpu else CPU_BANDWIDTH
     if offload is OffloadMode.optimizer:
-        update += 16 * work.local / pcie
+        update += 16 * work.local / pcie  # both fp32 moments, to the device and back
     elif offload.moves_weights:
         # each micro-batch copies fp32 weights to the device for two gathers, and gradients back; the CPU updates
         exposed += work.micro_batches * 12 * work.local / pcie

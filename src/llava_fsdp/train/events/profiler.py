@@ -110,11 +110,7 @@ class StepProfiler(RunEvents):
 
 def open_profiler(cfg: Config, rank: int, device: torch.device, done: int, total: int) -> StepProfiler | None:
     """Create the profiler of a training that has finished `done` of `total` steps. None: nothing is recorded, because
-    the setting `profile` is false or there are too few steps left.
-
-    Args:
-        rank: this rank's number, for the names of the files.
-    """
+    the setting `profile` is false or there are too few steps left. `rank` is in the names of the files."""
     left = total - done
     if not cfg.profile or left <= 0:
         return None

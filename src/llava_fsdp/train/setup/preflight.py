@@ -157,10 +157,8 @@ def open_model(cfg: Config, device: torch.device, own: OwnParts = NONE) -> tuple
 
 
 def find_sources(cfg: Config, model: Architecture, projector: Path | None) -> dict[str, Stored]:
-    """Return the source of the initial values of every parameter: tensors in files, or a random distribution.
-
-    Args:
-        model: on the meta device.
+    """Return the source of the initial values of every parameter of a model, which is on the meta device: tensors in
+    files, or a random distribution.
 
     Raises:
         ModelError: no file contains a parameter, or a file contains it with another shape. If the projector was trained
