@@ -40,10 +40,8 @@ class Compiling:
 
 def choose_compiling(cfg: Config, device: torch.device, attention: Attention | None) -> Compiling:
     """Decide whether to compile the language model's blocks: as the setting `compile` says or, with `compile=auto`,
-    depending on the device and on other settings.
-
-    Args:
-        attention: the kernel for rows in which several samples are packed; None if rows are padded instead.
+    depending on the device and on other settings. `attention`: the kernel for rows in which several samples are packed;
+    None if rows are padded instead.
 
     Raises:
         ConfigError: `compile=true` or `activation_checkpointing=budget` is impossible here or with these settings.

@@ -58,10 +58,8 @@ which would keep the command from training."""
 
 def plan(cfg: PlanConfig, typed: Sequence[str] = (), line: StageLine | None = None) -> None:
     """Print predicted memory and time for all strategies and modes of activation checkpointing and offload, and the
-    command that trains in the best way.
-
-    Args:
-        typed: the user's command-line arguments. Those that `train` takes, too, are copied into the printed command.
+    command that trains in the best way. `typed`: the user's command-line arguments. Those that `train` takes, too, are
+    copied into the printed command.
 
     Raises:
         ModelError: the model cannot be computed on the meta device.

@@ -50,10 +50,8 @@ def folder_of(name: str, key: str) -> Path:
 
 def kernel_for(cfg: Config, language: PretrainedConfig, device: str, bf16: bool) -> Kernel | None:
     """Choose the attention kernel that a training would use on `device` (cuda or cpu), which this machine need not
-    have. None if each sample has a padded row, so that no kernel for packed rows is needed.
-
-    Args:
-        bf16: whether the device has bf16. It then also has FlashAttention-2: both begin with compute capability 8.0.
+    have. None if each sample has a padded row, so that no kernel for packed rows is needed. `bf16`: whether the device
+    has bf16. It then also has FlashAttention-2: both begin with compute capability 8.0.
 
     Raises:
         ConfigError: the configuration names a kernel that cannot run on the device.

@@ -352,10 +352,7 @@ class Planner:
     ) -> list[PassSegment]:
         """Interpolate the activation memory of a micro-batch between the next smaller and the next larger one of
         `sizes`. Measure it instead if there are no such two, or if their passes have different numbers of segments.
-
-        Args:
-            sizes: micro-batches that are measured, the smallest first.
-        """
+        `sizes`: micro-batches that are measured, the smallest first."""
         key = self.cut, compiled, mode, micro
         around = [(a, b) for a, b in itertools.pairwise(sizes) if a.tokens < micro.tokens < b.tokens]
         if not around or key in self.measured:

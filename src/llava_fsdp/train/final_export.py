@@ -240,9 +240,7 @@ def verify(state: TrainState, cfg: Config, staged: Path, weights: Weights) -> No
     3. The copy with rounded weights has the logits that transformers computes from the folder.
 
     The log says how far the logits of 3 are from those of 2: the effect of rounding, to which no bound applies.
-
-    Args:
-        weights: what was exported: the trained weights, with LoRA adapters merged into them.
+    `weights` are what was exported: the trained weights, with LoRA adapters merged into them.
 
     Raises:
         ModelError: the export is not the trained model.

@@ -99,10 +99,7 @@ def train_step(
     watchdog: Watchdog | None = None,
 ) -> StepResult:
     """Run one optimizer step. If the loss or the norm of the gradients is not finite, the update is skipped.
-    Collective.
-
-    Args:
-        started: time (`time.perf_counter`) at which the step began, which is when its data were requested.
+    Collective. `started`: time (`time.perf_counter`) at which the step began, which is when its data were requested.
 
     Raises:
         NumericError: in fp16, gradients overflowed although the loss scale is at its minimum.

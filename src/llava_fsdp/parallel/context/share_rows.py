@@ -11,10 +11,8 @@ from llava_fsdp.runtime.text.log import log
 
 
 def context_of(layout: RankLayout, rank: int, language: PretrainedConfig) -> ContextPlan | None:
-    """Return how a rank shares the attention of its rows with other ranks; None: it processes whole rows.
-
-    Args:
-        language: configuration of the language model.
+    """Return how a rank shares the attention of its rows with other ranks; None: it processes whole rows. `language`:
+    configuration of the language model.
 
     Raises:
         ConfigError: `parallel.context_how=ulysses` is not possible.

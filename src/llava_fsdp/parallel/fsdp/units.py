@@ -90,11 +90,7 @@ def shard_norms(
     same dtype. The unit is small, and stays gathered.
 
     Return a module that gathers the unit when it is called; the caller must call it before the first norm runs. Return
-    None if there are no such norms.
-
-    Args:
-        settings: other arguments of `fully_shard`.
-    """
+    None if there are no such norms. `settings`: other arguments of `fully_shard`."""
     if not norms:
         return None
     together = GatheredFirst(norms)
@@ -148,11 +144,7 @@ def grouped(blocks: list[T], size: int) -> list[list[T]]:
 
 def gather_ahead(units: Sequence[nn.Module], count: int) -> None:
     """Make FSDP begin the all-gathers of the next `count` FSDP units when a unit begins to run, in the forward and in
-    the backward pass.
-
-    Args:
-        units: for each FSDP unit of blocks one of its modules, in the order of the forward pass.
-    """
+    the backward pass. `units`: for each FSDP unit of blocks one of its modules, in the order of the forward pass."""
     sharded: list[FSDPModule] = [unit for unit in units if isinstance(unit, FSDPModule)]
     for place, unit in enumerate(sharded):
         unit.set_modules_to_forward_prefetch(sharded[place + 1 : place + 1 + count])

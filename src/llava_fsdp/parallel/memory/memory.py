@@ -126,11 +126,8 @@ def sharded_dimension(shape: Sequence[int], shards: int, moments: MomentDType | 
 
     Along dimension 0, each rank beyond the number of matrices would hold a whole matrix of padding. FSDP2 shards
     dimension 1 only evenly. If moments are int8, each rank's part of a matrix must also consist of whole blocks, so
-    that the blocks do not depend on the number of ranks.
-
-    Args:
-        shape: the parameter's shape; that of experts is [experts, outputs, inputs] or [experts, inputs, outputs].
-    """
+    that the blocks do not depend on the number of ranks. `shape`: the parameter's shape; that of experts is [experts,
+    outputs, inputs] or [experts, inputs, outputs]."""
     if len(shape) != 3 or not 0 < shape[0] < shards or shape[1] % shards:
         return 0
     part = shape[1] // shards * shape[2]

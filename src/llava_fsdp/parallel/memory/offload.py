@@ -190,10 +190,8 @@ def filesystem(folder: Path) -> str | None:
 
 @contextmanager
 def explained_memory_errors(cfg: Callable[[], Config], device: torch.device) -> Iterator[None]:
-    """Replace an out-of-memory error by one that names settings with which this training would need less memory.
-
-    Args:
-        cfg: called after the error, when the planner may have replaced `auto`.
+    """Replace an out-of-memory error by one that names settings with which this training would need less memory. `cfg`:
+    called after the error, when the planner may have replaced `auto`.
 
     Raises:
         OutOfMemory: memory ran out in the body.

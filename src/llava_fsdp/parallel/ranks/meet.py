@@ -167,11 +167,8 @@ def sign_and_wait(store: dist.Store, rank: int, size: int, until: float) -> None
 
 
 def conclude(store: dist.Store, verdict: str) -> None:
-    """End the waiting of all ranks, unless another rank has already ended it.
-
-    Args:
-        verdict: `MET`; or the number of the rank that caused the failure, a space, and an error message for every rank.
-    """
+    """End the waiting of all ranks, unless another rank has already ended it. `verdict`: `MET`; or the number of the
+    rank that caused the failure, a space, and an error message for every rank."""
     store.compare_set("verdict", "", verdict)
 
 

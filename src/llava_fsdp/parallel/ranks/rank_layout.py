@@ -126,11 +126,8 @@ class RankLayout:
 
     def num_groups(self, shape: tuple[int, int]) -> int:
         """Return how many process groups of several ranks each rank belongs to, with the meshes of a training: that of
-        all ranks, and one for each dimension that has several ranks, but not all. 0 for a single rank.
-
-        Args:
-            shape: (replicate, shard) sizes of the mesh of ranks that have the same parts of layers.
-        """
+        all ranks, and one for each dimension that has several ranks, but not all. 0 for a single rank. `shape`:
+        (replicate, shard) sizes of the mesh of ranks that have the same parts of layers."""
         parallel = self.parallel
         sizes = [*shape, parallel.tensor]
         if parallel.num_context > 1:
@@ -143,11 +140,7 @@ class RankLayout:
 
 
 def place_of_group(parallel: ParallelConfig, group: int) -> Place:
-    """Return which stages the ranks of a group have.
-
-    Args:
-        group: number of the group, from 0 to `parallel.pipeline` - 1.
-    """
+    """Return which stages the ranks of a group have. `group` is its number, below `parallel.pipeline`."""
     return Place(group, parallel.pipeline, parallel.num_stages)
 
 

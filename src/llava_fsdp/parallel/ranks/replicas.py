@@ -146,11 +146,8 @@ def find_differences(own: RankChecksums, gather: Callable[[list[Any]], list[Any]
     """Compare checksums between ranks, and return the same list on every rank. Collective.
 
     Each rank first sends three numbers: its shard number and two totals of its checksums. Only if totals that must be
-    equal differ, each rank sends the checksum of every tensor.
-
-    Args:
-        gather: takes this rank's list, and returns the lists of all ranks, concatenated in rank order.
-    """
+    equal differ, each rank sends the checksum of every tensor. `gather`: takes this rank's list, and returns the lists
+    of all ranks, concatenated in rank order."""
     totals = gather([own.totals])
     if len({(shard, total) for shard, total, _ in totals}) == len({shard for shard, *_ in totals}):
         if len({total for *_, total in totals}) == 1:

@@ -61,10 +61,7 @@ def world_of_group() -> World:
 
 def simulated_world(size: int, world: World) -> World:
     """Return the `World` (rank, number of ranks, device) of a process that simulates rank 0 of `size` ranks on one
-    node.
-
-    Args:
-        world: the real ranks that torchrun has started.
+    node. `world`: the real ranks that torchrun has started.
 
     Raises:
         ConfigError: torchrun has started several processes, but a simulation runs in one.

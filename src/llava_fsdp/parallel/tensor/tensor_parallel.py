@@ -219,11 +219,8 @@ def with_summed_gradient(whole: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 def cut_by_outputs(module: nn.Module, mesh: DeviceMesh, is_gathered: bool, sums_gradient: bool) -> None:
     """Divide the outputs of a linear layer, whose input is the same on all ranks, and gather them if `is_gathered`.
-
-    Args:
-        sums_gradient: whether to sum the gradient of the input, of which each rank computes a part. Adapters need this;
-            for other layers, `GatheredInput` sums it once for all layers of a module.
-    """
+    `sums_gradient`: whether to sum the gradient of the input, of which each rank computes a part. Adapters need this;
+    for other layers, `GatheredInput` sums it once for all layers of a module."""
     assert isinstance(module, nn.Linear)
     divide(module, {name: Shard(0) for name, _ in module.named_parameters(recurse=False)}, mesh)
     if sums_gradient:

@@ -90,10 +90,8 @@ def is_allowed(cfg: Config, strategy: Strategy, mode: OffloadMode) -> bool:
 
 
 def ways_to_share_experts(cfg: Config, ways: Sequence[Choice], ranks: RankCounts) -> list[Choice]:
-    """Return the ways to train with whose strategy ranks can share experts as configured (`parallel.expert`).
-
-    Args:
-        ranks: numbers of ranks that hold the same parts of layers (`Planner.own_ranks`).
+    """Return the ways to train with whose strategy ranks can share experts as configured (`parallel.expert`). `ranks`:
+    numbers of ranks that hold the same parts of layers (`Planner.own_ranks`).
 
     Raises:
         ConfigError: they can with none.
@@ -122,11 +120,8 @@ def plan_rows(
     show: Watch = watch,
 ) -> list[PlanRow]:
     """Predict each way to train with the first of `splits` that fits, and sort: ways that fit into memory come first,
-    the fastest before slower ones; then those that do not fit, the one that needs the fewest bytes first.
-
-    Args:
-        splits: ways to split a step into micro-batches, those with the largest micro-batches first.
-    """
+    the fastest before slower ones; then those that do not fit, the one that needs the fewest bytes first. `splits`:
+    ways to split a step into micro-batches, those with the largest micro-batches first."""
     sizes = planner.sizes_to_measure(splits)
     ways = ways_to_share_experts(planner.cfg, ways, planner.own_ranks(ranks))
     rows = []

@@ -174,10 +174,8 @@ def write_chart(
     rows: Sequence[Sequence[object]],
     assumed: Sequence[str] = (),
 ) -> Path:
-    """Write an HTML page with a chart, a table below it, and what the values assume.
-
-    Args:
-        names: names of the table's columns, with underscores for spaces.
+    """Write an HTML page with a chart, a table below it, and what the values assume. `names`: names of the table's
+    columns, with underscores for spaces.
 
     Raises:
         ConfigError: the file cannot be written.

@@ -181,11 +181,8 @@ def volume(
     micro_batches: int,
 ) -> Volume:
     """Count the bytes that a rank receives in the collectives of a step. With n ranks, a rank receives (n - 1) / n of
-    the bytes of a tensor that is all-gathered or reduce-scattered, and twice as many if it is all-reduced.
-
-    Args:
-        ranks: numbers of ranks that hold the same parts of layers.
-    """
+    the bytes of a tensor that is all-gathered or reduce-scattered, and twice as many if it is all-reduced. `ranks`:
+    numbers of ranks that hold the same parts of layers."""
     if ranks.world_size == 1 and all(weight.tensor == 1 for weight in weights):
         return Volume()
     plan = SHARD_PLANS[strategy]

@@ -22,10 +22,8 @@ SHOWN = 3
 
 
 def check_replicas(state: TrainState, parent: Path) -> None:
-    """Check that the weights, moments, buffers and counters that several ranks hold are equal. Collective.
-
-    Args:
-        parent: folder of the run's checkpoints.
+    """Check that the weights, moments, buffers and counters that several ranks hold are equal. Collective. `parent`:
+    folder of the run's checkpoints.
 
     Raises:
         ReplicaError: something differs. Raised on every rank; names the ranks and tensors that differ and the last

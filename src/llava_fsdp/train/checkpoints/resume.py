@@ -57,11 +57,8 @@ records are read from disk."""
 
 def resume(state: TrainState, cfg: Config, must: bool = False) -> Path | None:
     """Load the checkpoint that `checkpoint.resume` selects, and return its folder; None if training starts at step 0.
-    Collective.
-
-    Args:
-        must: whether weights that the checkpoint has were not read from their sources (`without_saved_sources`), so
-            that training cannot start at step 0.
+    Collective. `must`: whether weights that the checkpoint has were not read from their sources
+    (`without_saved_sources`), so that training cannot start at step 0.
 
     Raises:
         CheckpointError: all checkpoints are damaged, or the selected one was written with another model, dataset or

@@ -136,10 +136,8 @@ def open_held_out_data(cfg: Config, world: World, model: Architecture) -> HeldOu
 
 
 def check_same_records(loader: Loader, keys: str = "data.path, data.images") -> None:
-    """Check that all ranks see the same records: each machine may read its own copy of the files. Collective.
-
-    Args:
-        keys: the settings that name the data, for the message.
+    """Check that all ranks see the same records: each machine may read its own copy of the files. Collective. `keys`:
+    the settings that name the data, for the message.
 
     Raises:
         DataError: ranks see other records than rank 0. Raised on every rank, naming these ranks.

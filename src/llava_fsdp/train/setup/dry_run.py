@@ -98,10 +98,8 @@ def settle_auto(cfg: Config, world: World) -> Config:
 
 def measure(cfg: Config, world: World, contents: Contents | None = None) -> dict[str, Any]:
     """Run two training steps on this rank and measure memory. The other ranks are simulated or real. Return what is
-    printed with format=json.
-
-    Args:
-        contents: numbers of tokens, images and labels in every micro-batch; None: the largest possible numbers.
+    printed with format=json. `contents`: numbers of tokens, images and labels in every micro-batch; None: the largest
+    possible numbers.
 
     Raises:
         NumericError: no step updated the weights, so that the optimizer's states could not be measured.
