@@ -59,7 +59,7 @@ from llava_fsdp.data.index.worker_pool import join, open_column, run_chunks
 from llava_fsdp.data.records.packed_text import Unpack, copy_name, is_copied
 from llava_fsdp.data.records.record import is_container
 from llava_fsdp.data.records.rows import RowsFile, WriteRows
-from llava_fsdp.data.text.encode import Encoder, ExactEncoder
+from llava_fsdp.data.text.encode import AnswerEncoder, Encoder
 from llava_fsdp.runtime.errors import BuildError, LlavaFsdpError, SourceError
 from llava_fsdp.runtime.files.small_json import BadJson, kinds_of, require_kinds
 from llava_fsdp.runtime.text.log import log
@@ -126,7 +126,7 @@ class Plan:
         """The encoder, set to truncate long records. Opening the dataset decides whether they are skipped or stop the
         run."""
         encoder = self.encoder
-        return replace(encoder, too_long=TooLong.truncate) if isinstance(encoder, ExactEncoder) else encoder
+        return replace(encoder, too_long=TooLong.truncate) if isinstance(encoder, AnswerEncoder) else encoder
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from llava_fsdp.data.images.preprocess import ImageReader, check_enlarged, check
 from llava_fsdp.data.index.examine.examine_passes import DatasetPass, Findings, PictureSizes, Tell, attempt
 from llava_fsdp.data.problems import Kind
 from llava_fsdp.data.records.record import IMAGE_TAG, Record, is_video
-from llava_fsdp.data.text.constants import IMAGE_ID
 from llava_fsdp.data.text.conversation import asked_turns
 from llava_fsdp.data.text.encode import LONG, Encoder, MeasuredSample
 
@@ -72,7 +71,7 @@ class EncodeRecords(DatasetPass):
                 continue
             sample = made.sample
             tiles = sum(self.reader.count_tiles(record, sample.place(n)) for n in range(len(sample.images)))
-            image_tokens = int((sample.input_ids == IMAGE_ID).sum())
+            image_tokens = int(sample.is_image.sum())
             held = len(sample.input_ids), sample.num_labels, len(sample.images), tiles, image_tokens
             lost = sample.positions_cut, sample.labels_cut, len(made.whole.input_ids)
             for name, value in zip(names, (*held, *lost), strict=True):

@@ -1,6 +1,7 @@
 """Encode records (conversations about images) as token ids and labels."""
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -34,11 +35,33 @@ ImageRows = Callable[[Record, int], np.ndarray]
 
 
 @dataclass(frozen=True)
+class ProcessorText:
+    """The text of a sample for a processor of transformers, which puts the tokens of its images into it."""
+
+    texts: tuple[str, ...]
+    """The text before the first image; then, for each image of the record, the placeholder that the processor replaces,
+    and the text behind it up to the next image."""
+    image_spans: tuple[Stretch, ...]
+    """For each image of the sample, the range of tokens in the place of its placeholder, which may begin and end with
+    tokens that stand for text."""
+    is_image: np.ndarray
+    """Whether the model replaces the embedding of a token by a vision feature, bool [length]."""
+    is_whole: bool
+    """Whether the processor tokenizes the joined texts as the whole record is tokenized here. False: only the images'
+    placeholders can be compared, because a text of the record contains special tokens that are read as text; then
+    `texts` has nothing but placeholders."""
+    is_prompt: bool
+    """Whether `texts` end before the last answer, whose tokens here are those that follow the prompt."""
+    where: str
+    """Name of the record in messages."""
+
+
+@dataclass(frozen=True)
 class Sample:
     """A record encoded as token ids and labels; its images are not read yet."""
 
     input_ids: np.ndarray
-    """Token ids, int64 [length]; IMAGE_ID at image tokens."""
+    """Token ids, int64 [length]; IMAGE_ID at image tokens, unless `processor_text` is set."""
     labels: np.ndarray
     """Labels, int64 [length], not shifted: for a supervised token its own id, else IGNORE."""
     images: tuple[str, ...]
@@ -54,6 +77,22 @@ class Sample:
     prompts of later answers in another way than a model generates them."""
     places: tuple[int, ...] | None = None
     """For each image, its index among those of the record; None: they have the order of the record."""
+    processor_text: ProcessorText | None = None
+    """Only for models whose images are prepared by their processor."""
+
+    @property
+    def is_image(self) -> np.ndarray:
+        """Whether each token is one of an image, bool [length]."""
+        return self.input_ids == IMAGE_ID if self.processor_text is None else self.processor_text.is_image
+
+    @property
+    def image_spans(self) -> list[Stretch]:
+        """For each image, the range of tokens that must not be split: its own tokens, and those that come with them."""
+        if self.processor_text is not None:
+            return list(self.processor_text.image_spans)
+        ends = np.cumsum([len(rows) for rows in self.image_rows], dtype=np.int64)
+        last = np.flatnonzero(self.is_image)[ends - 1].tolist() if len(ends) else []
+        return [(end + 1 - len(rows), end + 1) for end, rows in zip(last, self.image_rows, strict=True)]
 
     @property
     def num_labels(self) -> int:
@@ -75,9 +114,67 @@ class MeasuredSample:
     """Truncated samples by those maximum lengths that are below the length of the whole sample."""
 
 
-@dataclass(frozen=True)
-class ExactEncoder:
+class AnswerEncoder(ABC):
     """Encodes records with labels for exactly the answers, including the text that ends an answer (`labels=exact`)."""
+
+    tokenizer: Tokenizer
+    template: Template | ChatTemplate
+    max_length: int
+    too_long: TooLong
+    special_tokens: SpecialTokens
+
+    @property
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """Text that changes with all settings that affect the token ids and labels, except the order of vision
+        features."""
+
+    @abstractmethod
+    def whole(self, record: Record, longest: int) -> Sample:
+        """Encode a record without truncation. Texts of more than LONG characters may be shortened; then the first
+        `longest` tokens are right, and there are more."""
+
+    def cut(self, record: Record, whole: Sample) -> Sample:
+        """Truncate the sample of a record to `max_length` tokens. Raise DataError if this cannot be done."""
+        return truncate(whole, self.max_length)
+
+    def __call__(self, record: Record) -> Sample | None:
+        """Encode a record; return None if it is skipped because it is too long (`data.too_long=skip`). Raise DataError
+        if the record is invalid, or is too long with `data.too_long=fail`."""
+        whole = self.whole(record, self.max_length)
+        if len(whole.input_ids) <= self.max_length:
+            return whole
+        if self.too_long is TooLong.fail:
+            raise DataError(
+                f"{record.where} is {len(whole.input_ids)} positions long, over data.max_length={self.max_length}; "
+                "raise it, or set data.too_long=truncate or skip",
+                Kind.too_long,
+            )
+        return None if self.too_long is TooLong.skip else self.cut(record, whole)
+
+    def measure(self, record: Record, limits: Sequence[int]) -> MeasuredSample:
+        """Encode a record as in training, without truncation, and truncated to each of several lengths that it exceeds.
+        Raise DataError if it is invalid. What is much longer than all of these lengths is shortened also without
+        truncation."""
+        whole = self.whole(record, max(*limits, self.max_length))
+        length = len(whole.input_ids)
+        over = {n: truncate(whole, n) for n in limits if n < length}
+        if self.max_length < length:
+            over[self.max_length] = self.cut(record, whole)
+        return MeasuredSample(over.get(self.max_length, whole), whole, over)
+
+    def shortened(self, segments: list[Segment], longest: int) -> list[Segment]:
+        """Return segments of which texts of more than LONG characters keep only their beginning; see `beginning`."""
+        special = None if self.special_tokens is SpecialTokens.parse else []
+        return [
+            replace(own, text=beginning(own.text, self.tokenizer, special, longest)) if len(own.text) > LONG else own
+            for own in segments
+        ]
+
+
+@dataclass(frozen=True)
+class ExactEncoder(AnswerEncoder):
+    """An AnswerEncoder for models whose images are tiles."""
 
     tokenizer: Tokenizer
     template: Template | ChatTemplate
@@ -90,42 +187,12 @@ class ExactEncoder:
 
     @property
     def fingerprint(self) -> str:
-        """Text that changes with all settings that affect the token ids and labels, except the order of vision
-        features."""
         form = f"{self.template} {self.start_end} {self.special_tokens.value}"
         return f"exact {self.tokenizer.fingerprint} {form} {self.max_length}"
 
-    def __call__(self, record: Record) -> Sample | None:
-        """Encode a record; return None if it is skipped because it is too long (`data.too_long=skip`). Raise DataError
-        if the record is invalid, or is too long with `data.too_long=fail`."""
-        whole = self._whole(record, self.max_length)
-        if len(whole.input_ids) <= self.max_length:
-            return whole
-        if self.too_long is TooLong.fail:
-            raise DataError(
-                f"{record.where} is {len(whole.input_ids)} positions long, over data.max_length={self.max_length}; "
-                "raise it, or set data.too_long=truncate or skip",
-                Kind.too_long,
-            )
-        return None if self.too_long is TooLong.skip else truncate(whole, self.max_length)
-
-    def measure(self, record: Record, limits: Sequence[int]) -> MeasuredSample:
-        """Encode a record as in training, without truncation, and truncated to each of several lengths that it exceeds.
-        Raise DataError if it is invalid. What is much longer than all of these lengths is shortened also without
-        truncation."""
-        whole = self._whole(record, max(*limits, self.max_length))
-        over = {n: truncate(whole, n) for n in {*limits, self.max_length} if n < len(whole.input_ids)}
-        return MeasuredSample(over.get(self.max_length, whole), whole, over)
-
-    def _whole(self, record: Record, longest: int) -> Sample:
-        """Encode a record without truncation. Texts of more than LONG characters may be shortened; then the first
-        `longest` tokens are right, and there are more."""
+    def whole(self, record: Record, longest: int) -> Sample:
         rows = [self.image_rows(record, n) for n in range(len(record.images))]
-        special = None if self.special_tokens is SpecialTokens.parse else []
-        segments = [
-            replace(own, text=beginning(own.text, self.tokenizer, special, longest)) if len(own.text) > LONG else own
-            for own in render(record, self.template, self.start_end)
-        ]
+        segments = self.shortened(render(record, self.template, self.start_end), longest)
         lengths = [len(r) for r in rows]
         if not isinstance(self.template, ChatTemplate):
             ids, labels = encode_segments(segments, self.tokenizer, lengths, self.special_tokens)
@@ -152,23 +219,21 @@ def beginning(text: str, tokenizer: Tokenizer, special: list[Stretch] | None, lo
 def truncate(sample: Sample, max_length: int) -> Sample:
     """Truncate a sample to `max_length` tokens, or to fewer if an image would be split: then it ends before this
     image."""
-    ids, labels, rows = sample.input_ids, sample.labels, sample.image_rows
-    shown = int((ids[:max_length] == IMAGE_ID).sum())
-    ends = np.cumsum([len(r) for r in rows])
-    whole = int((ends <= shown).sum())
-    cut = max_length
-    if whole < len(rows):
-        first_cut = np.flatnonzero(ids == IMAGE_ID)[ends[whole - 1] if whole else 0]
-        cut = min(cut, int(first_cut))
-    lost = int((labels[cut:] != IGNORE).sum())
+    ids, labels, spans = sample.input_ids, sample.labels, sample.image_spans
+    whole = sum(end <= max_length for _, end in spans)
+    cut = min([max_length, *(begin for begin, _ in spans[whole:])])
+    text = sample.processor_text
+    if text is not None:
+        text = replace(text, image_spans=text.image_spans[:whole], is_image=text.is_image[:cut])
     return replace(
         sample,
         input_ids=ids[:cut],
         labels=labels[:cut],
         images=sample.images[:whole],
-        image_rows=rows[:whole],
+        image_rows=sample.image_rows[:whole],
         positions_cut=len(ids) - cut,
-        labels_cut=lost,
+        labels_cut=int((labels[cut:] != IGNORE).sum()),
+        processor_text=text,
     )
 
 
@@ -228,7 +293,7 @@ class OriginalEncoder:
         return replace(self, own=replace(self.own, max_length=max_length))(record)
 
 
-Encoder = ExactEncoder | OriginalEncoder
+Encoder = AnswerEncoder | OriginalEncoder
 
 
 def spliced(ids: np.ndarray, labels: np.ndarray, counts: list[int]) -> tuple[np.ndarray, np.ndarray]:

@@ -33,6 +33,12 @@ class ChatIds:
     labels: np.ndarray
     unlearnt: int
     """Number of answers without labels, because later prompts show them with other tokens than a model generates."""
+    image_spans: tuple[Stretch, ...] = ()
+    """For each image that is given as text, its range of tokens, in the order of the text."""
+    is_apart: bool = False
+    """Whether the last answer's tokens and those of its prompt differ from the tokens of the whole text."""
+    hides_special: bool = False
+    """Whether special tokens in the text of the record are tokenized as ordinary text."""
 
 
 def is_chat(segments: Sequence[Segment]) -> bool:
@@ -43,7 +49,7 @@ def is_chat(segments: Sequence[Segment]) -> bool:
 def encode_chat(
     segments: Sequence[Segment],
     tokenizer: Tokenizer,
-    image_lengths: Sequence[int],
+    image_lengths: Sequence[int] | None,
     special_tokens: SpecialTokens,
     adds_bos: bool,
     known: dict[str, list[int]] | None = None,
@@ -51,16 +57,19 @@ def encode_chat(
     """Return the token ids and labels of a conversation.
 
     Args:
-        image_lengths: number of tokens of each image, in the order of the record.
+        image_lengths: number of tokens of each image, in the order of the record; None: the text of an image's segment
+            is tokenized like that of the template.
         special_tokens: whether special tokens in the text of a record are ordinary text or read as special tokens.
         adds_bos: whether the tokenizer's BOS token, if it has one, is put first.
         known: token ids of ends of prompts, which are looked up and added.
     """
-    chat = TokenizedChat(segments, tokenizer, special_tokens, {} if known is None else known)
+    has_places = image_lengths is not None
+    chat = TokenizedChat(segments, tokenizer, special_tokens, {} if known is None else known, has_places)
     ids, ends = chat.ids, chat.ends
     places = [bisect.bisect_right(ends, begin) for begin, _ in chat.images]
     marked = np.zeros(len(ids), dtype=bool)
-    unlearnt = chat.unlearnt
+    unlearnt, is_apart = chat.unlearnt, False
+    spans = [chat.tokens_in(*image) for image in chat.images]
     for number, (begin, end) in enumerate(chat.targets):
         first, prompt = chat.prompt_end(begin)
         after = chat.first_from(end)
@@ -71,19 +80,25 @@ def encode_chat(
         else:  # the last answer: the tokens of its prompt, and those of the answer, take the place of those found
             answer = tokenizer.encode_rest(chat.text[begin:end], chat.special_in(begin, end))
             ids = [*ids[:first], *prompt, *answer, *ids[after:]]
+            moved = first + len(prompt) + len(answer) - after
+            spans = [(a + moved, b + moved) if a >= after else (a, b) for a, b in spans]
+            is_apart = True
             labelled = [marked[:first], np.zeros(len(prompt), bool), np.ones(len(answer), bool), marked[after:]]
             marked = np.concatenate(labelled)
     found = np.array(ids, dtype=np.int64)
     labels = np.where(marked, found, IGNORE)
-    lengths = [image_lengths[number] for number in chat.image_numbers]
-    at = np.repeat(np.array(places, dtype=np.int64), np.array(lengths, dtype=np.int64))
+    lengths = [image_lengths[number] for number in chat.image_numbers] if image_lengths is not None else []
+    at = np.repeat(np.array(places[: len(lengths)], dtype=np.int64), np.array(lengths, dtype=np.int64))
     is_text = np.ones(len(found) + len(at), dtype=bool)
     is_text[at + np.arange(len(at))] = False
     made = np.full((2, len(is_text)), [[IMAGE_ID], [IGNORE]], dtype=np.int64)
     made[:, is_text] = found, labels
     if adds_bos and tokenizer.bos is not None:
         made = np.insert(made, 0, [tokenizer.bos, IGNORE], axis=1)
-    return ChatIds(made[0], made[1], unlearnt)
+        spans = [(a + 1, b + 1) for a, b in spans]
+    if has_places:
+        return ChatIds(made[0], made[1], unlearnt)
+    return ChatIds(made[0], made[1], unlearnt, tuple(spans), is_apart, chat.hides_special)
 
 
 class TokenizedChat:
@@ -95,9 +110,11 @@ class TokenizedChat:
         tokenizer: Tokenizer,
         special_tokens: SpecialTokens,
         known: dict[str, list[int]],
+        has_places: bool = True,
     ):
-        """`known` has token ids of ends of prompts, which are looked up and added."""
-        texts = [PLACE if segment.image is not None else segment.text for segment in segments]
+        """`known` has token ids of ends of prompts, which are looked up and added. With `has_places`, PLACE stands for
+        each image; otherwise the segment's own text."""
+        texts = [PLACE if has_places and segment.image is not None else segment.text for segment in segments]
         starts = [0, *itertools.accumulate(map(len, texts))]
         self.tokenizer = tokenizer
         self.known = known
@@ -123,7 +140,8 @@ class TokenizedChat:
             if segment.from_record and begin < end:
                 self.records.append((begin, end))
         special = self.find_special(segments, texts, special_tokens is SpecialTokens.parse)
-        self.special = sorted([*special, *self.images])
+        self.special = sorted([*special, *self.images]) if has_places else special
+        self.hides_special = not has_places and special != tokenizer.find_special(self.text)
         tokens = tokenizer.encode(self.text, self.special)
         self.ids = [token.id for token in tokens]
         self.begins = [token.begin for token in tokens]
@@ -145,6 +163,10 @@ class TokenizedChat:
     def special_in(self, begin: int, end: int) -> list[Stretch]:
         """Return the special tokens and images in a range of characters, counted from its beginning."""
         return [(a - begin, b - begin) for a, b in self.special if begin <= a and b <= end]
+
+    def tokens_in(self, begin: int, end: int) -> Stretch:
+        """Return the range of the tokens that have a character of a range of characters."""
+        return bisect.bisect_right(self.ends, begin), self.first_from(end)
 
     def first_from(self, place: int) -> int:
         return bisect.bisect_left(self.begins, place)

@@ -11,10 +11,10 @@ from llava_fsdp.data.images.preprocess import ImageReader
 from llava_fsdp.data.images.thumbnails import tile_thumbnail
 from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.records.record import INLINE, Record, is_video
-from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
+from llava_fsdp.data.text.constants import IGNORE
 from llava_fsdp.data.text.conversation import asked_turns
 from llava_fsdp.data.text.detokenize import spell
-from llava_fsdp.data.text.encode import Encoder, ExactEncoder, Sample
+from llava_fsdp.data.text.encode import AnswerEncoder, Encoder, Sample
 from llava_fsdp.report.examples import Example, Gap, Images, Text
 from llava_fsdp.runtime.errors import DataError
 
@@ -77,10 +77,13 @@ def make_example(records: Records, number: int, encoder: Encoder, reader: ImageR
 def parts_of(record: Record, sample: Sample, encoder: Encoder, reader: ImageReader) -> Iterator[Text | Images | Gap]:
     """Yield the parts of an encoded record in order: images, and runs of text tokens that are all labels or all not.
     The middle of a long record is left out."""
-    ids, is_image = sample.input_ids, sample.input_ids == IMAGE_ID
+    ids, spans = sample.input_ids, sample.image_spans
+    is_image = np.zeros(len(ids), dtype=bool)
+    for begin, end in spans:
+        is_image[begin:end] = True
     marks = sample.labels != IGNORE
     marks[:1] = False  # the first token is never predicted, so its label does not count
-    ends = np.flatnonzero(is_image)[np.cumsum([len(rows) for rows in sample.image_rows], dtype=np.int64) - 1] + 1
+    ends = np.array([end for _, end in spans], dtype=np.int64)
     changes = np.flatnonzero(np.diff(marks + 2 * is_image.astype(np.int8))) + 1
     hidden, roles, room = middle(is_image), Roles(record, sample, marks, encoder), TILES
     bounds = sorted({0, *ends.tolist(), *changes.tolist(), *hidden, len(ids)})
@@ -121,7 +124,7 @@ class Roles:
         self.marks = marks
         self.first = "system, human" if turns and turns[0].role == "system" else "human"
         is_whole = len(self.starts) == self.answers or (sample.positions_cut > 0 and len(self.starts) < self.answers)
-        self.are_known = isinstance(encoder, ExactEncoder) and is_whole
+        self.are_known = isinstance(encoder, AnswerEncoder) and is_whole
 
     def of(self, place: int) -> str:
         """Return the role (human, gpt, ...) of the token with index `place`; empty if it is not known."""

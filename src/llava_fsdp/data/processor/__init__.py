@@ -1,0 +1,1 @@
+"""Samples for whole models of transformers, whose own processor prepares texts and images."""

@@ -1,0 +1,68 @@
+"""Open the chat template of a whole model, and learn what it writes for an image."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from llava_fsdp.data.text.chat_layout import Unfit
+from llava_fsdp.data.text.jinja_template import (
+    OWN,
+    ChatTemplate,
+    ImageParts,
+    find_code,
+    is_own,
+    own_name,
+    special_tokens,
+    unfit,
+)
+from llava_fsdp.data.text.tokenizer import Tokenizer
+from llava_fsdp.runtime.errors import ConfigError
+
+NO_VIDEO = "\ue003video\ue003"
+"""Stands for the placeholder of videos, which are not read: private-use characters, which no template writes."""
+
+
+def open_image_template(name: str, folder: Path, tokenizer: Tokenizer) -> ChatTemplate:
+    """Return a model's own chat template, which gets images as parts of messages.
+
+    Args:
+        name: value of `data.template`.
+
+    Raises:
+        ConfigError: `name` is another template; or the folder has none, or one that cannot be trained with.
+    """
+    if not is_own(name):
+        raise ConfigError(
+            f"data.template={name}: a model that transformers prepares images for is trained with its own chat "
+            f"template; set data.template={OWN}"
+        )
+    found = find_code(folder)
+    if found is None:
+        raise ConfigError(f"data.template={name}, and {folder} has no chat template; copy it from the model's makers")
+    path, code = found
+    if name not in (OWN, own_name(folder)):
+        raise ConfigError(
+            f"data.template={name}, and {path} has another chat template now ({own_name(folder)}): put the old one "
+            f"back, or train anew with data.template={OWN}"
+        )
+    variables = {token: text for token, text in special_tokens(folder).items() if token in code}
+    template = ChatTemplate(code, path, variables, tokenizer, parts=True)
+    try:
+        images = ImageParts(image=learn_image(template), video=NO_VIDEO)
+    except Unfit as reason:
+        raise ConfigError(f"data.template={name}: the chat template {path} {reason}") from reason
+    template = replace(template, images=images, layouts={})
+    if reason := unfit(template):
+        raise ConfigError(f"data.template={name}: the chat template {path} {reason}")
+    return template
+
+
+def learn_image(template: ChatTemplate) -> str:
+    """Return the text that a template writes for an image, without white space around it: what a second image adds to
+    the text before a question. Raise Unfit if that is nothing."""
+    (_, one), (_, two) = template.marked("hitg"), template.marked("hiitg")
+    single, double = one[0], two[0]
+    same = next((n for n, (a, b) in enumerate(zip(single, double, strict=False)) if a != b), len(single))
+    added = double[same : len(double) - len(single) + same]
+    if not added.strip() or double != single[:same] + added + single[same:]:
+        raise Unfit("does not write the images of a question one after the other")
+    return added.strip()
