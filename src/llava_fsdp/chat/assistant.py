@@ -215,7 +215,7 @@ class Assistant:
         ]
 
     def encode(self, turns: Sequence[Turn], images: Sequence[LoadedImage], where: str) -> np.ndarray:
-        """Return the token ids of a conversation as a prompt for the model's next answer (see `ask`)."""
+        """Return the token ids of a conversation as a prompt for the model's next answer, the first result of `ask`."""
         return self.ask(turns, images, where)[0]
 
     def ask(

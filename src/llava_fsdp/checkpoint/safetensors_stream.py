@@ -104,8 +104,8 @@ def write_tensors(
 
 
 def chunks(head: bytes, order: list[str], read: Callable[[str], torch.Tensor]) -> Iterator[memoryview]:
-    """Yield the content of a safetensors file: its header `head`, then the tensors' data in pieces of a few MiB. Raises
-    NumericError if a value is not finite."""
+    """Yield the content of a safetensors file: its header `head`, then the data of the tensors named in `order`, which
+    `read` returns by name, in pieces of a few MiB. Raises NumericError if a value is not finite."""
     yield memoryview(head)
     for name in order:
         flat = read(name).detach().reshape(-1)

@@ -200,8 +200,8 @@ def adapter_sources(
 
 
 def vision_tower(tensors: Mapping[str, StoredTensor], parts: Parts, model: nn.Module) -> dict[str, Stored]:
-    """Find the parameters of the vision tower in its folder, which may contain a whole CLIP, SigLIP or vision-language
-    model."""
+    """Find the parameters of the vision tower among the `tensors` of its folder, by their names there. The folder may
+    contain a whole CLIP, SigLIP or vision-language model."""
     folder = parts.vision_folder
     config = read_config(folder, "model.vision")
     if not is_vision_language_model(config):
@@ -214,8 +214,8 @@ def vision_tower(tensors: Mapping[str, StoredTensor], parts: Parts, model: nn.Mo
 def language_model(
     tensors: Mapping[str, StoredTensor], config: PretrainedConfig, folder: Path, model: nn.Module
 ) -> dict[str, Stored]:
-    """Find the parameters of the language model in its folder, whose configuration may be that of a vision-language
-    model."""
+    """Find the parameters of the language model among the `tensors` of its folder, by their names there. The folder's
+    configuration may be that of a vision-language model."""
     plan = plan_load(lambda: language_model_of(config), tensors, folder)
     unused = [] if is_vision_language_model(config) else [name for name in plan.unused if not COMPUTED.search(name)]
     if unused:
@@ -243,7 +243,8 @@ def whole_model(parts: Parts, model: nn.Module) -> dict[str, Stored]:
 def original_model(
     tensors: Mapping[str, StoredTensor], parts: Parts, folder: Path, model: nn.Module
 ) -> dict[str, Stored]:
-    """Find all parameters of a LLaVA model in a folder of the original LLaVA."""
+    """Find all parameters of a LLaVA model among the `tensors` of a folder of the original LLaVA, by their names there.
+    If they have no vision tower, it is read from `parts.vision_folder`, if that has weights."""
     stored: dict[str, Stored] = {}
     tower: dict[str, StoredTensor] = {}
     language: dict[str, StoredTensor] = {}

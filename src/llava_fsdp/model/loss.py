@@ -175,8 +175,9 @@ def recomputed_loss(
     collector: LossCollector | None = None,
     change: LogitChange = UNCHANGED,
 ):
-    """Compute the sum of the cross entropies of all labels in fp16, float32 scalar, a chunk at a time. The backward
-    pass computes the logits again.
+    """Compute the sum of the cross entropies of all labels in fp16, float32 scalar, a chunk at a time: `hidden` is
+    [labels, width], `weight` [vocabulary, width], `label_ids` int64 [labels]. The backward pass computes the logits
+    again.
 
     In fp16 the gradients cannot be computed in the forward pass, because the loss scale is known only in the backward
     pass. Without the loss scale, gradients would leave the range of fp16: probabilities of rare words below 6e-8 would
@@ -279,9 +280,10 @@ def loss_and_gradient(
     part: VocabularyPart | None = None,
     change: LogitChange = UNCHANGED,
 ) -> tuple[torch.Tensor, Any]:
-    """Compute the sum of the cross entropies of labels from the logits of all of them at once, float32 scalar. If
-    `differentiate` is set, also return its gradient with respect to the output of the output layer, [labels,
-    vocabulary] in the dtype of `weight`; else None."""
+    """Compute the sum of the cross entropies of labels from the logits of all of them at once, float32 scalar: `hidden`
+    [labels, width], `weight` [vocabulary, width], `ids` int64 [labels]. If `differentiate` is set, also return its
+    gradient with respect to the output of the output layer, [labels, vocabulary] in the dtype of `weight`; else None.
+    With `part`, `weight` has this rank's rows of the vocabulary."""
     output = functional.linear(hidden, weight)
     wide = output.float()
     # each of these tensors is large; only one is kept at a time, and with a cap its slope
@@ -315,7 +317,9 @@ def loss_and_gradient_of_part(
     part: VocabularyPart,
     slope: torch.Tensor | float,
 ) -> tuple[torch.Tensor, Any]:
-    """Do the same as `loss_and_gradient` where each rank has a part of the vocabulary.
+    """Compute the sum of the cross entropies of labels, float32 scalar, where each rank has a part of the vocabulary.
+    If `differentiate` is set, also return its gradient with respect to this rank's part of the output of the output
+    layer, [labels, part]; else None. Collective for these ranks.
 
     Args:
         logits: float32 [labels, this rank's part of the vocabulary]; overwritten.

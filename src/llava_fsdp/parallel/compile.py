@@ -70,7 +70,7 @@ def compiling_of_settings(
     cfg: Config, mode: ActivationCheckpointing, attention: Attention | None, device: str
 ) -> Compiling:
     """Decide as `choose_compiling` does, for any machine that has the compiler, with this mode of activation
-    checkpointing. `device` is `cuda` or `cpu`."""
+    checkpointing. `attention` is the kernel of packed rows, None if rows are padded; `device` is `cuda` or `cpu`."""
     if mode is ActivationCheckpointing.budget:
         return Compiling(True, "activation_checkpointing=budget is the compiler's choice")
     if cfg.compile is False:
@@ -232,6 +232,7 @@ def run_block(
     token, and those of one row unless every batch has one: torch compiles again for a dimension of size 1.
 
     Args:
+        plain: the block's own forward.
         compiled: the compiled forward of the block's class, which also takes the block.
         settings: context manager under which the compiled forward runs.
         one_row: whether every batch has exactly one row.

@@ -51,6 +51,7 @@ def share_experts(
     """Divide the experts of a meta-device language model evenly among ranks, in place.
 
     Args:
+        modules: the modules that hold the experts of a layer.
         mesh: all ranks with the dimensions (replicate, shard, expert) or (shard, expert). The ranks of a line along
             `expert` share the experts.
         shards_frozen: whether FSDP shards frozen weights too. Frozen experts that it does not shard become DTensors of
@@ -157,6 +158,7 @@ def run_shared(
         hidden: the tokens, [tokens, width].
         chosen: numbers of each token's experts, int64 [tokens, choices].
         weights: weights of the sum, [tokens, choices].
+        exchange: collectives between the ranks that share the experts.
     """
     choices, size = chosen.shape[1], exchange.size
     own = module.num_experts // size

@@ -231,8 +231,8 @@ def print_longest(cfg: PlanConfig, machine: Machine, parts: Parts, line: StageLi
 
 
 def with_fp16(cfg: PlanConfig, machine: Machine, typed: Sequence[str]) -> tuple[PlanConfig, list[str]]:
-    """Replace bf16, or auto, by fp16 on a GPU that lacks bf16 (V100, T4), if the user has set no precision. Also return
-    the overrides that the recommended command then needs."""
+    """Replace bf16, or auto, by fp16 on a GPU that lacks bf16 (V100, T4), if the user has `typed` no precision. Also
+    return the overrides that the recommended command then needs."""
     lacks = machine.gpu is not None and machine.gpu.bf16 is None
     precision, is_set = cfg.precision, any(key_of(word).startswith("precision") for word in typed)
     from_16_bits = (DType.bf16, DType.auto)

@@ -481,7 +481,9 @@ class Planner:
     def units(
         self, group: Group, choice: Choice, shards: int, is_away: bool = False, passes_through: bool = False
     ) -> dict[str, Unit]:
-        """Return the FSDP units of a group of ranks. The other arguments are those of `units_of`."""
+        """Return the FSDP units of a group of ranks, whose weights are sharded over `shards` ranks. `is_away`: the
+        shards' gradients are offloaded. `passes_through`: offloaded shards are copied to the device before an
+        all-gather."""
         plan, precision = SHARD_PLANS[choice.strategy], self.cfg.precision
         return self.known(
             (group, "units", choice.strategy, shards, is_away, passes_through),
@@ -495,7 +497,8 @@ class Planner:
         return RankCounts(copies, min(ranks.shard_size, copies), node)
 
     def seconds(self, choice: Choice, ranks: RankCounts, micros: MicroBatches, most: int | None = None) -> float:
-        """Predict the seconds of a step, without its memory. Arguments are those of `row` and `step`."""
+        """Predict the seconds of a step, without its memory. `micros` is what a rank runs in it. `most`: number of
+        micro-batches from which the idle time of a pipeline is computed; None: that of `micros`."""
         groups = self.groups(choice)  # the list is the same object for the same groups
         kinds = self.known(("kinds", id(groups)), lambda: list({one.kind: one for one in groups}.values()))
         return max(self.step(choice, ranks, micros, group, most)[0].seconds for group in kinds)
@@ -613,7 +616,8 @@ class Planner:
         return replace(sent, pipeline=received, messages=count, stages_on_one_node=on_one_node)
 
     def with_context(self, sent: Volume, choice: Choice, micros: MicroBatches, group: Group) -> Volume:
-        """Add what attention moves between ranks that process a row together."""
+        """Return `sent`, what a rank receives in a step, with what attention moves between ranks that process a row
+        together. `micros`: what the rank runs in the step; `group`: its part of the model."""
         size = self.cfg.parallel.num_context
         if size == 1:
             return sent
@@ -631,7 +635,8 @@ class Planner:
         return replace(sent, context=moved * part / self.tensor, exchanges=exchanges, context_size=size)
 
     def with_layers(self, sent: Volume, choice: Choice, micros: MicroBatches, group: Group) -> Volume:
-        """Add what ranks that compute layers together exchange."""
+        """Return `sent`, what a rank receives in a step, with what ranks that compute layers together exchange.
+        `micros`: what the rank runs in the step; `group`: its part of the model."""
         if self.tensor == 1:
             return sent
         share = recomputed_share(choice.activation_checkpointing)
@@ -684,7 +689,8 @@ class Planner:
         }
 
     def with_experts(self, sent: Volume, choice: Choice, micros: MicroBatches, group: Group) -> Volume:
-        """Add the exchange of tokens between ranks that share experts."""
+        """Return `sent`, what a rank receives in a step, with the exchange of tokens between ranks that share experts.
+        `micros`: what the rank runs in the step; `group`: its part of the model."""
         size = self.cfg.parallel.expert
         if size == 1:
             return sent

@@ -126,7 +126,8 @@ def export(state: TrainState, cfg: Config, is_first_rank: bool) -> Path:
 
 
 def how_to_go_on(cfg: Config, final: Path, staged: Path) -> str:
-    """Return the end of an error message about a refused export: where its files and the trained weights are, and the
+    """Return the end of an error message about an export that was written into `staged` and refused, so that it does
+    not get its name `final`: where its files and the trained weights are, and the
     command that writes the export from the last checkpoint without comparing it. The command has no `dtype` if it does
     not know that of `export.dtype`."""
     dtype = f"dtype={cfg.export.dtype.value}" if cfg.export.dtype.value in [kept.value for kept in KeptDType] else ""
@@ -332,8 +333,8 @@ def short_name(dtype: torch.dtype) -> str:
 
 
 def report_rounding(moved: Distance, cfg: Config) -> None:
-    """Log how far rounding to `export.dtype` moves the logits of the trained model: as a warning if much of what was
-    trained is lost."""
+    """Log `moved`, how far rounding to `export.dtype` moves the logits of the trained model: as a warning if much of
+    what was trained is lost."""
     dtype = cfg.export.dtype.value
     text = f"export: the trained weights, as trained and rounded to export.dtype={dtype}: logits differ by {moved}"
     used = DType.fp32 if cfg.model.lora.enabled else cfg.precision.param_dtype

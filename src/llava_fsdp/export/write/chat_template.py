@@ -127,8 +127,8 @@ def refuse(why: str) -> str:
 
 def chat_template(template: Template, start_end: bool, adds_bos: bool, gap: GapRule, video: bool = False) -> str:
     """Return a chat template for transformers (Jinja) that formats conversations as training does with one of
-    llava_fsdp's conversation templates. `adds_bos` says whether the conversation begins with the BOS token, as it does
-    in training if the tokenizer has one.
+    llava_fsdp's conversation templates. `start_end` says whether each image is between `<im_start>` and `<im_end>`, and
+    `adds_bos` whether the conversation begins with the BOS token, as it does in training if the tokenizer has one.
 
     The content of a message may be text with `<image>` tags, or a list of parts of type `image` and `text`. As in
     training, the image of a message with exactly one image is moved to the front of the message, an answer before the
@@ -341,7 +341,7 @@ def checks_of(video: bool) -> tuple[str, ...]:
 
 def question(template: Template | ChatTemplate, start_end: bool) -> list[str]:
     """Return lines of Jinja code that rewrite a user's message, in the variable `said.text`, as training does: a single
-    `<image>` tag is moved to its front (see `conversation.image_first`)."""
+    `<image>` tag is moved to its front. `start_end`: each image is between `<im_start>` and `<im_end>`."""
     pieces, tag = "{%- set pieces = said.text.split('<image>') -%}", quoted(image_tag(template, start_end))
     if template.image_only:
         return [pieces, "{%- set said.text = '<image>' * (pieces|length - 1) -%}"]
@@ -393,7 +393,7 @@ def rendered(tokenizer: Any, messages: list[dict[str, Any]], add_generation_prom
 
 
 def templated(tokenizer: Any, messages: list[dict[str, Any]], add_generation_prompt: bool) -> list[int]:
-    """Return the token ids that a tokenizer's `apply_chat_template` gives a conversation; see `rendered`."""
+    """Return the token ids that a tokenizer's `apply_chat_template` gives a conversation, with limits as `rendered`."""
     text = rendered(tokenizer, messages, add_generation_prompt)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
@@ -476,8 +476,8 @@ def joins_lines(template: Template | ChatTemplate) -> bool:
 
 
 def as_text(texts: Iterable[str], system: str | None = None) -> list[dict[str, Any]]:
-    """Return a conversation as chat messages for transformers, whose content is text with `<image>` tags. The arguments
-    are those of `trained_ids`."""
+    """Return a conversation as chat messages for transformers, whose content is text with `<image>` tags. `texts` are a
+    question, an answer, a question, and so on; `system` is the text of a system message before them."""
     lead = [] if system is None else [{"role": "system", "content": system}]
     return [*lead, *({"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts))]
 

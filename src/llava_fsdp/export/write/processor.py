@@ -145,6 +145,7 @@ def write_template(
     """Write the chat template of an exported model for transformers.
 
     Args:
+        start_end: whether each image is between `<im_start>` and `<im_end>`.
         adds_bos: whether a conversation begins with the BOS token; ignored for the language model's own template.
         gap: rule for where to put a space before the text that follows an image; None: nowhere. With the language
             model's own template, with which training tokenizes text as transformers does, only before a text that

@@ -61,7 +61,8 @@ class SampleDropout(nn.Module):
 
     def __init__(self, p: float, name: str, keys: TokenKeys):
         """Create the dropout of one module. A value is dropped with probability `p`. The module's name, with which its
-        masks differ from those of other modules, must begin with the name of its part."""
+        masks differ from those of other modules, must begin with the name of its part. `keys` has the hashes of the
+        current micro-batch's tokens."""
         super().__init__()
         self.p = p
         # a tensor and not an int, which torch.compile would treat as a constant, so that it would compile every layer

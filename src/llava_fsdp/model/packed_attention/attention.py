@@ -451,7 +451,8 @@ def refuse_other_attention(module: nn.Module, others: dict[str, Any], mask: torc
 def each_alone(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: PackedRow
 ) -> torch.Tensor:
-    """Compute attention for a packed row, sample by sample, with transformers' SDPA if it supports the layer's options.
+    """Compute attention for a packed row, sample by sample, with transformers' SDPA if it supports the layer's options:
+    query, key, value [1, heads, tokens, size] -> [1, tokens, heads, size].
 
     The row is divided with `split`, not with slices: the backward pass of a slice would fill a whole row with zeros for
     every sample.
@@ -508,7 +509,8 @@ def both_boundaries(row: PackedRow) -> tuple[torch.Tensor, torch.Tensor, int, in
 def flash(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: PackedRow
 ) -> torch.Tensor:
-    """Attention of a packed row by the flash-attn package. `row` has the boundaries of its samples."""
+    """Attention of a packed row by the flash-attn package: query, key, value [1, heads, tokens, size] -> [1, tokens,
+    heads, size]. `row` has the boundaries of its samples."""
     from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
 
     parts = [part[0].transpose(0, 1) for part in (query, key, value)]  # [tokens, heads, size]

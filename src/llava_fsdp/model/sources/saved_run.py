@@ -97,7 +97,8 @@ def has_saved(run: Path) -> bool:
 
 def open_run(run: Path, find_parts: FindParts) -> tuple[Llava, Config]:
     """Return the model that a run has trained, on the meta device, without its adapters, and the run's configuration.
-    Raises ConfigError if its config.yaml cannot be read, and ModelError if a part of the model is missing."""
+    Raises ConfigError if its config.yaml cannot be read, and ModelError if a part of the model is missing. `find_parts`
+    finds the folders of a model."""
     path = run / "config.yaml"
     if not path.is_file():
         raise ConfigError(f"{path} is missing")

@@ -177,7 +177,8 @@ def row_chunks_of(lengths: Sequence[int], cu_seqlens: torch.Tensor, cut: Context
 
 
 def row_chunk_of(lengths: Sequence[int], cu_seqlens: torch.Tensor, begin: int, end: int) -> RowChunk:
-    """Return the chunk [begin, end) of a row. The host does not wait for the device."""
+    """Return the chunk [begin, end) of a row. `lengths` are those of the row's samples, and `cu_seqlens` their
+    cumulative sums on the device, int32 [samples + 1]: the host does not wait for the device."""
     ends = list(itertools.accumulate(lengths))
     i, j = bisect_right(ends, begin), bisect_left(ends, end) + 1  # the chunk has tokens of the samples i to j - 1
     first = ends[i] - lengths[i]

@@ -127,6 +127,7 @@ class BlockFromHost(ActivationWrapper):
         self.host = host
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block, whose activations are computed again in the backward pass from its input in host memory."""
         tensors = (*args, *kwargs.values(), *self.parameters())
         if not any(isinstance(own, torch.Tensor) and own.requires_grad for own in tensors):
             return self._checkpoint_wrapped_module(*args, **kwargs)  # no gradient will pass: there is nothing to keep

@@ -53,6 +53,7 @@ class SimulatedGather(Allocating, AllGather):
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
+        """Fill the parts of all ranks in the output with this rank's shard, and count the bytes."""
         parts = output_tensor.view(group.size(), -1)
         for rank in range(group.size()):
             if rank != group.rank():  # FSDP2 has already written this rank's shard into its part of the output
@@ -71,5 +72,6 @@ class SimulatedScatter(Allocating, ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> None:
+        """Copy this rank's part of its own gradients, [ranks * part], into the output, and count the bytes."""
         output_tensor.copy_(input_tensor.view(group.size(), -1)[group.rank()])
         self.traffic.add("reduce_scatter", input_tensor.nbytes, group.size())

@@ -61,7 +61,8 @@ def uses_agent_store() -> bool:
 
 
 def open_store(rank: int, until: float) -> dist.Store:
-    """Connect to the store. On rank 0, also start it, unless torchrun runs it.
+    """Connect to the store, at most `until` that time of `time.monotonic`. On rank 0, also start it, unless torchrun
+    runs it.
 
     Raises:
         CommunicationError: the store cannot be reached, or its port is in use.

@@ -195,7 +195,8 @@ def between_layers(
     language: nn.Module, prefix: str, plan: Mapping[str, Cut], size: int, mixtures: Sequence[str]
 ) -> dict[str, Cut]:
     """Return the style of the weights of blocks that are used outside of attention, the MLP and the `mixtures`. A rank
-    computes there with its own positions, and so has a part of the gradient.
+    computes there with its own positions, and so has a part of the gradient. `prefix` is that of the language model's
+    names in the `plan` for the whole model.
 
     Raises:
         ConfigError: a weight there is a matrix: its module may need all positions.
@@ -223,7 +224,7 @@ def between_layers(
 
 def refuse_forgotten(language: nn.Module, prefix: str, plan: Mapping[str, Cut], size: int) -> None:
     """Raise ConfigError for a weight that the plan does not mention beside layers that divide data: each rank would
-    compute only a part of its gradient."""
+    compute only a part of its gradient. `prefix` is that of the language model's names in the plan."""
     parents = {
         owner(name.removesuffix(".base_layer")) for name, cut in plan.items() if cut in DIVIDED and "lora_" not in name
     }

@@ -80,7 +80,8 @@ Pass = Sequence[PassSegment]
 
 
 def simulate_unsharded_step(passes: Sequence[Pass], states: States) -> Ledger:
-    """Simulate a step without FSDP. Each gradient is cast to the master weight's dtype as soon as it is complete."""
+    """Simulate a step without FSDP. Each gradient is cast to the master weight's dtype as soon as it is complete.
+    `passes`: for each micro-batch the segments of its forward and backward pass."""
     ledger = states.open_ledger()
     for number, segments in enumerate(passes):
         states.begin_pass(ledger, number)
@@ -312,6 +313,7 @@ class FsdpRank:
         Args:
             made: bytes of gradients that the backward pass has produced.
             is_last: whether this is the last micro-batch of the step.
+            moment: name of this moment, for the report of the memory peak.
         """
         unit = self.units.get(name)
         if unit is None:

@@ -101,8 +101,9 @@ def simulate_pipeline(
     unit_names: dict[str, str],
     prefetch: int | None,
 ) -> Ledger:
-    """Simulate a step of one rank of a pipeline. `order` has the passes that it runs, and the segments of each; the
-    other arguments are those of `simulate_step`."""
+    """Simulate a step of one rank of a pipeline. `order` has the passes that it runs, and the segments of each.
+    `unit_names`: block name -> name of its FSDP unit in `units`. `prefetch`: number of units whose all-gathers begin
+    ahead of their use; None: one, in the backward pass only."""
     ledger = states.open_ledger()
     rank = FsdpRank(ledger, units, plan, unit_names, prefetch)
     left = Counter(one.stage for one, _ in order if not one.is_forward)

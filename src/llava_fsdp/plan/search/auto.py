@@ -150,7 +150,8 @@ def decide(cfg: Config, world: World, parts: Parts, samples: Samples, continues:
 
 def keeps(before: Decision, cfg: Config, world: World, parts: Parts, planner_of: Callable[[Config], Planner]) -> bool:
     """Return whether a resumed run keeps its recorded values (`before`): they are possible with the present keys and
-    number of ranks, and fit. So are values that were chosen without a planner, because it cannot compute this model."""
+    number of ranks, and fit into memory, as the planner predicts that `planner_of` makes for a configuration. Values of
+    a model that no planner can compute are kept, too, as they were chosen without one."""
     try:
         settled = before.applied(cfg)
         with_each_context(settled, world.size, parts.language)
@@ -167,7 +168,8 @@ def keeps(before: Decision, cfg: Config, world: World, parts: Parts, planner_of:
 def best_layout(
     cfg: Config, world: World, language: PretrainedConfig, planner_of: Callable[[Config], Planner]
 ) -> tuple[Planner, list[PlanRow]]:
-    """Plan with the layout of ranks that the configuration sets, or with the best one that it leaves open.
+    """Plan with the layout of ranks that the configuration sets, or with the best one that it leaves open. Return the
+    planner of that layout, and the ways to train with it, the best first. `planner_of` makes a planner.
 
     Raises:
         ConfigError: no layout is possible.

@@ -72,7 +72,8 @@ def counters(state: TrainState) -> dict[str, str]:
 
 
 def describe(found: list[Difference], hosts: list[str], step: int, parent: Path) -> ReplicaError:
-    """Build the error for tensors and counters that should be equal, but are not. `hosts`: host name of each rank."""
+    """Build the error for tensors and counters that should be equal, but are not. `hosts`: host name of each rank;
+    `parent`: folder of the run's checkpoints."""
     ranks = sorted({rank for difference in found for rank in difference.ranks})
     named = ", ".join(f"rank {rank} ({hosts[rank]})" for rank in ranks[:SHOWN])
     named += f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else ""

@@ -45,8 +45,8 @@ def main() -> None:
 
 
 def run(flags: list[str], words: list[str]) -> dict[str, object] | None:
-    """Run the ranks on this machine to their end. Return None if all succeeded, else the `reason` of the failure and,
-    if known, the exit `code`."""
+    """Run the ranks on this machine to their end, with torchrun's `flags` and the training's arguments `words`. Return
+    None if all succeeded, else the `reason` of the failure and, if known, the exit `code`."""
     from torch.distributed import DistError  # this import takes seconds, in which a signal ends the process
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException

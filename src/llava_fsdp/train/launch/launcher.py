@@ -196,8 +196,9 @@ class Launch:
         """Process ids of the ranks that were told to stop."""
 
     def run(self, flags: list[str], words: list[str]) -> dict[str, Any]:
-        """Run a training, with the arguments `words`, to its end. Return the report of the rank that failed first, or
-        of the agent about its own failure: a dict with `reason` and, if known, `code`; empty if nothing failed."""
+        """Run a training to its end, with torchrun's `flags` and the training's arguments `words`. Return the report of
+        the rank that failed first, or of the agent about its own failure: a dict with `reason` and, if known, `code`;
+        empty if nothing failed."""
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # from here on `wait` receives the signals
         environment = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": STOP_SECONDS, **os.environ}
         report, theirs = os.pipe()

@@ -24,7 +24,7 @@ from llava_fsdp.parallel.tensor.tensor_plan import tensor_plan
 
 
 def build_model(cfg: Config, parts: Parts, device: torch.device, own: OwnParts = NONE) -> Architecture:
-    """Build the model on the meta device, as it will be trained on `device`.
+    """Build the model on the meta device, as it will be trained on `device`. `own`: parts that the program gives.
 
     Raises:
         ConfigError: the device or the model does not support the configuration.

@@ -43,7 +43,7 @@ from llava_fsdp.train.state import TrainState
 
 def build_state(cfg: Config, parallelism: Parallelism, own: OwnParts = NONE) -> TrainState:
     """Build the state of a training at step 0: the data, and the sharded model and optimizer with initial weights.
-    Collective: all ranks must call it."""
+    Collective: all ranks must call it. `own`: parts of the model that the program gives."""
     world = parallelism.world
     model, projector = open_model(cfg, world.device, own)
     parts = model.parts

@@ -146,7 +146,7 @@ def find_parts_of_run(cfg: Config) -> Parts:
 
 def open_model(cfg: Config, device: torch.device, own: OwnParts = NONE) -> tuple[Architecture, Path | None]:
     """Build the model of a training on the meta device. Return it with the path from which its projector is read (None
-    if there is no such path).
+    if there is no such path). `own`: parts of the model that the program gives.
 
     Raises:
         ConfigError, ModelError: a part is missing, or the model or the device does not support the configuration.

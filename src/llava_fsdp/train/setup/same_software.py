@@ -40,7 +40,8 @@ Gather = Callable[[list[Any]], list[Any]]
 
 def check_same_software(cfg: Config, device: torch.device, gather: Gather) -> None:
     """Raise ConfigError on every rank if software differs between ranks; log a warning if hardware or kernels differ.
-    The messages contain each version, its ranks and their hosts. Collective."""
+    The messages contain each version, its ranks and their hosts. Collective. `gather` takes this rank's list, and
+    returns the lists of all ranks, concatenated in rank order."""
     own = {name: read() for name, read in must_agree(cfg).items()}
     may = {name: read() for name, read in may_differ(device).items()}
     found = gather([(socket.gethostname(), own, may)])

@@ -210,6 +210,7 @@ def describe_held_out(cfg: Config, held_out: HeldOut) -> str:
 
 
 def describe_precision(precision: PrecisionConfig) -> str:
+    """Say in one line in which dtypes the training stores and computes, without the compute dtype."""
     found = f"weights {precision.master_dtype.value}, moments {precision.moment_dtype.value}, norms "
     found += f"{precision.norm_dtype.value}, gradients added in {precision.reduce_dtype.value}"
     if precision.linear is not LinearKind.same:
@@ -243,6 +244,7 @@ def describe_batch(cfg: Config, world: World, loader: Loader) -> str:
 
 
 def describe_activation_checkpointing(cfg: Config, world: World) -> str:
+    """Return the mode of activation checkpointing, with what a user must know of it here."""
     mode = cfg.activation_checkpointing.mode
     if mode is ActivationCheckpointing.budget:
         return f"{mode.value} {cfg.activation_checkpointing.budget:g}"

@@ -19,7 +19,8 @@ class SkippedRecords(StepReport):
     each that is skipped."""
 
     def __init__(self, folder: Path, first_step: int, left_out: Iterable[dict[str, Any]] = ()):
-        """Begin the file anew; arguments as for `begin_skipped_records`."""
+        """Begin the file anew, without rows of steps after `first_step`, which are repeated, and with the records
+        `left_out`, which were skipped before training."""
         self.rows = RowWriter(folder / SKIPPED_FILE)
         with storage_errors(folder):
             begin_skipped_records(self.rows.path, first_step, left_out)
