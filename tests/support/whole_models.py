@@ -1,0 +1,193 @@
+"""transformers' own class and processor as the peer of a training of a whole model: one sample at a time."""
+
+import functools
+import json
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from families import FAMILIES, TEMPLATES, write_family
+from PIL import Image
+from small import config_of, write_json
+
+from llava_fsdp.config import Config
+
+TAG = "<image>"
+IGNORE = -100
+ROLES = {"system": "system", "human": "user", "gpt": "assistant"}
+NO_CHAT = ("paligemma", "got_ocr2")
+"""Families whose processors take no conversation: they need an image, at one place, and no more than one."""
+CHAT = tuple(name for name in FAMILIES if name not in NO_CHAT)
+SIZES = [(40, 28), (24, 56), (32, 32), (61, 17), (30, 30), (20, 20), (45, 90), (7, 9)]
+"""(width, height) of the images that `write_images` writes."""
+PIECES = [
+    "how many dogs", "the quick brown fox", "jumps", "over", "two lazy dogs", "A red square.", "blue?", "12.5 %", "été",
+    "日本", "🙂", "a\nb", "x  y", "{{ m }}", "<b>", "it's", "-", "\n\n", "...", "Ω≤3",
+]  # fmt: skip
+
+
+def write_images(folder: Path) -> list[str]:
+    """Write noise of the SIZES; return the names of the files."""
+    folder.mkdir(parents=True)
+    names = [f"{number}.png" for number in range(len(SIZES))]
+    for name, size in zip(names, SIZES, strict=True):
+        Image.effect_noise(size, 90).convert("RGB").save(folder / name)
+    return names
+
+
+def conversation(number: int, turns: Sequence[str], images: Sequence[str] = (), system: str = "") -> dict[str, Any]:
+    """A record in LLaVA's form: questions and answers in turns."""
+    spoken = [{"from": ("human", "gpt")[n % 2], "value": text} for n, text in enumerate(turns)]
+    first = [{"from": "system", "value": system}] if system else []
+    return {"id": f"r{number}", **({"image": list(images)} if images else {}), "conversations": [*first, *spoken]}
+
+
+def few_records(names: Sequence[str]) -> list[dict[str, Any]]:
+    """Text alone, one image, several images of several sizes in two questions, an image behind a text."""
+    question = f"first {TAG} and second {TAG}, which?"
+    return [
+        conversation(0, ["how many dogs are there?", "two dogs", "and the fox?", "it jumps"]),
+        conversation(1, [f"{TAG}\nWhat is in this image?", "A red square."], names[:1]),
+        conversation(2, [question, "the second one", f"and {TAG}?", "a quick brown fox"], names[1:4]),
+        conversation(3, [f"jumps over {TAG}", "the lazy dog"], names[4:5]),
+    ]
+
+
+def random_records(names: Sequence[str], count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Conversations of 1 to 4 exchanges with 0 to 3 images anywhere in the questions, and some with a system turn."""
+    dice = random.Random(seed)
+    made = []
+    for number in range(count):
+        turns = [" ".join(dice.choices(PIECES, k=dice.randrange(1, 9))) for _ in range(2 * dice.randrange(1, 5))]
+        turns = [text.strip() or "yes" for text in turns]
+        images = dice.choices(names, k=dice.choice([0, 1, 1, 2, 3]))
+        for _ in images:
+            at = 2 * dice.randrange(len(turns) // 2)
+            words = turns[at].split(" ")
+            words.insert(dice.randrange(len(words) + 1), TAG + dice.choice(["", "\n"]))
+            turns[at] = " ".join(words)
+        made.append(conversation(number, turns, images, "Answer in few words." if dice.random() < 0.2 else ""))
+    return made
+
+
+@dataclass(frozen=True)
+class WholeModel:
+    """A family's folder, and records with their images in a folder."""
+
+    name: str
+    folder: Path
+    images: Path
+
+    @functools.cached_property
+    def processor(self) -> Any:
+        return transformers.AutoProcessor.from_pretrained(self.folder)
+
+    def peer(self) -> Any:
+        """transformers' own class, in training mode, without dropout."""
+        auto = transformers.AutoModelForImageTextToText
+        return auto.from_pretrained(self.folder, dtype=torch.float32).train()
+
+    def records(self, kind: str) -> list[dict[str, Any]]:
+        return json.loads((self.images.parent / f"{kind}.json").read_text())
+
+    def config(self, output: Path, *overrides: str, records: str = "few", stage: str = "finetune_task") -> Config:
+        """A training in fp32 of all parts on the records of a kind, all in one micro-batch."""
+        count = len(self.records(records))
+        values = [
+            f"stage={stage}",
+            f"model.checkpoint={self.folder}",
+            "data=llava_json",
+            f"data.path={self.images.parent / f'{records}.json'}",
+            f"data.images={self.images}",
+            "data.workers=0",
+            "data.max_length=4000",
+            f"output_dir={output}",
+            "precision=fp32",
+            "activation_checkpointing=none",
+            "compile=false",
+            "export.enabled=false",
+            f"global_batch_size={count}",
+            f"micro_batch_size={count}",
+            "max_steps=1",
+        ]
+        parts = [] if "lora" in stage else ["model.train=[vision,projector,language]"]
+        return config_of([*values, *parts, *overrides])
+
+
+def write_whole_model(name: str, folder: Path) -> WholeModel:
+    images = write_images(folder / "images")
+    write_json(folder / "few.json", few_records(images))
+    write_json(folder / "random.json", random_records(images, 300))
+    return WholeModel(name, write_family(name, folder / "model"), folder / "images")
+
+
+@dataclass(frozen=True)
+class Example:
+    """A record as transformers' processor makes it."""
+
+    inputs: dict[str, torch.Tensor]
+    """Arguments of the model's class, for one sample."""
+    labels: torch.Tensor
+    """int64 [length]: the ids of the answers and of the token that ends each, elsewhere IGNORE."""
+
+    @property
+    def ids(self) -> torch.Tensor:
+        return self.inputs["input_ids"][0]
+
+
+def messages_of(record: dict[str, Any], images: Path) -> list[dict[str, Any]]:
+    """A record as messages with parts. A line break beside an image tag is no text: LLaVA's records write it there."""
+    files = iter(record.get("image", []))
+
+    def parts(text: str) -> Iterator[dict[str, Any]]:
+        pieces = text.split(TAG)
+        for number, piece in enumerate(pieces):
+            if number:
+                yield {"type": "image", "image": Image.open(images / next(files)).convert("RGB")}
+            piece = piece.removeprefix("\n") if number else piece
+            piece = piece.removesuffix("\n") if number + 1 < len(pieces) else piece
+            if piece:
+                yield {"type": "text", "text": piece}
+
+    return [{"role": ROLES[t["from"]], "content": list(parts(t["value"]))} for t in record["conversations"]]
+
+
+def example_of(model: WholeModel, record: dict[str, Any]) -> Example:
+    """What `apply_chat_template` makes. An answer's labels begin behind its prompt, which is tokenized by itself."""
+    processor, messages = model.processor, messages_of(record, model.images)
+
+    def made(count: int, is_prompt: bool = False) -> dict[str, torch.Tensor]:
+        return processor.apply_chat_template(
+            messages[:count], add_generation_prompt=is_prompt, tokenize=True, return_dict=True, return_tensors="pt"
+        )
+
+    inputs = made(len(messages))
+    ids = inputs["input_ids"][0]
+    labels = torch.full_like(ids, IGNORE)
+    end = processor.tokenizer.convert_tokens_to_ids(TEMPLATES[FAMILIES[model.name].template].end)
+    for number, message in enumerate(messages):
+        if message["role"] == "assistant":
+            prompt = made(number, True)["input_ids"][0]
+            begin = len(prompt)
+            assert torch.equal(ids[:begin], prompt), "the prompt is no beginning of the conversation"
+            stop = begin + int((ids[begin:] == end).nonzero()[0]) + 1
+            labels[begin:stop] = ids[begin:stop]
+    floats = {name: v.float() if v.is_floating_point() else v for name, v in inputs.items()}
+    return Example(floats, labels)
+
+
+def peer_loss(peer: Any, example: Example) -> torch.Tensor:
+    """The sum of the losses of one sample's labels."""
+    logits = peer(**example.inputs, use_cache=False).logits[0]
+    at = (example.labels[1:] != IGNORE).nonzero()[:, 0]
+    return torch.nn.functional.cross_entropy(logits[at].float(), example.labels[1:][at], reduction="sum")
+
+
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Gradients by the class's names; those that are zero are left out, as are parameters without one."""
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in found.items()}
