@@ -170,7 +170,7 @@ def evaluate_steps(
     started = time.perf_counter(), time.process_time()
     with torch.no_grad():
         for number in range(steps or len(prepared)):
-            model(*run.state.loader.to_device(prepared[number % len(prepared)]).inputs)
+            model(**run.state.loader.to_device(prepared[number % len(prepared)]).inputs)
     return timed(started)
 
 

@@ -175,7 +175,7 @@ def run_by_hand_ours(plan: dict[str, Any]) -> None:
         def losses(step: Any) -> Iterator[torch.Tensor]:
             for micro in step.micro_batches:
                 micro = loader.to_device(micro)
-                yield micro.scale * model(*micro.inputs)
+                yield micro.scale * model(**micro.inputs)
 
         loop_by_hand(plan, model, Rounds(plan), steps, losses)
 

@@ -245,7 +245,7 @@ def compare_losses(work: Work) -> dict[str, float]:
         step = our_step(0, small, cfg, model, world.device)
         with torch.no_grad():
             ours = sum(
-                float(micro.scale * model(*micro.inputs)) for micro in map(state.loader.to_device, step.micro_batches)
+                float(micro.scale * model(**micro.inputs)) for micro in map(state.loader.to_device, step.micro_batches)
             )
             (micro,) = speed_peers.prepared(small, theirs, speed_peers.by_length, small.rows, world.device)[0]
             with torch.autocast(world.device.type, torch.bfloat16, enabled=small.has_masters):

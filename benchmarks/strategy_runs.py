@@ -93,7 +93,7 @@ def ddp_step(state: TrainState, ddp: DistributedDataParallel, step: Step, cfg: C
         with contextlib.nullcontext() if last else ddp.no_sync():
             micro = state.loader.to_device(micro)
             with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-                loss = micro.scale * ddp(*micro.inputs)
+                loss = micro.scale * ddp(**micro.inputs)
             (loss * dist.get_world_size()).backward()  # DDP averages over the ranks, and the step's loss is a sum
         loss_sum += loss.detach()
     norm = float(clip_gradients(state.masters, cfg.optim.clip))

@@ -177,7 +177,7 @@ def run_micro_batch(model: torch.nn.Module, micro: MicroBatch) -> torch.Tensor:
     together, and would wait forever for one that left it out. The frozen vision tower has no gradients and is whole on
     every rank, so that a rank without images may leave it out.
     """
-    loss = micro.scale * model(*micro.inputs)
+    loss = micro.scale * model(**micro.inputs)
     loss.backward()  # FSDP reduces the gradients of a unit as soon as they are complete, and frees its weights
     return loss.detach()
 

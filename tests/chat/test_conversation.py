@@ -26,7 +26,7 @@ from llava_fsdp.data.records.record import IMAGE_TAG, Turn
 from llava_fsdp.data.text.constants import IMAGE_ID
 from llava_fsdp.export.source_model import Opened
 from llava_fsdp.export.write.formats import SourceModel
-from llava_fsdp.model.generation import PrefixCache, Sampling
+from llava_fsdp.model.generation import PrefixCache, Prompt, Sampling
 from llava_fsdp.model.llava.llava import Llava
 from llava_fsdp.runtime.errors import DataError, OutOfMemory
 
@@ -341,8 +341,8 @@ def test_in_which_dtype_a_model_answers(monkeypatch: pytest.MonkeyPatch) -> None
 def test_answers_of_a_batch_end_where_its_longest_prompt_leaves_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[tuple[Any, Any]] = []
 
-    def write(model: Any, inputs: Any, mask: torch.Tensor, images: Any, cache: Any, sampling: Sampling) -> list[Any]:
-        given.append((sampling.max_new_tokens, mask.tolist()))
+    def write(model: Any, prompt: Prompt, cache: Any, sampling: Sampling) -> list[Any]:
+        given.append((sampling.max_new_tokens, prompt.mask.tolist()))
         return []
 
     monkeypatch.setattr(module, "write_tokens", write)

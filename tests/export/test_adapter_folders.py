@@ -522,7 +522,7 @@ def test_tower_with_all_its_biases(made: Callable[[str], Made], parts: Path, dat
 def probed(state: TrainState) -> tuple[MicroBatch, torch.Tensor]:
     """A micro-batch of a run's loader, and the run's logits of it."""
     micro = state.loader.to_device(state.loader.steps.probe()[0])
-    return micro, state.model.eval()(*micro.inputs, return_logits=True)
+    return micro, state.model.eval()(**micro.inputs, return_logits=True)
 
 
 @pytest.mark.slow

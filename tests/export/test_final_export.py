@@ -92,7 +92,7 @@ def assert_same_as_transformers(cfg: Config, folder: Path) -> None:
     assert {bool(sample.images) for sample, _ in rows} == {True, False}
     for sample, pictures in rows:
         micro = loader.to_device(padded([(sample, pictures)], StepFacts(0), 1))
-        ours = model(*replace(micro, label_positions=torch.arange(micro.input_ids.numel())).inputs, return_logits=True)
+        ours = model(**replace(micro, label_positions=torch.arange(micro.input_ids.numel())).inputs, return_logits=True)
         ids = torch.from_numpy(sample.input_ids)[None]
         ids = torch.where(ids == IMAGE_ID, theirs.config.image_token_id, ids)
         tiles = micro.images["tiles"]

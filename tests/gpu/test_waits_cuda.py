@@ -32,7 +32,7 @@ def test_no_wait_but_the_planned_one(
         torch.cuda.set_sync_debug_mode("error")
         for micro in second.micro_batches:
             micro = state.loader.to_device(micro)
-            (micro.scale * state.model(*micro.inputs)).backward()
+            (micro.scale * state.model(**micro.inputs)).backward()
         clip_gradients(state.masters, cfg.optim.clip)
         state.optimizer.step()
         state.masters.refresh()

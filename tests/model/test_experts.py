@@ -90,7 +90,7 @@ def test_loads_and_loss_equal_a_plain_loop(
     sums = ExpertSums(state.routers, step.facts, COEFFICIENT, CPU)
     for micro in micros:
         with sums.keep() as kept:
-            loss = model(*micro.inputs)
+            loss = model(**micro.inputs)
         (sums.add(micro, kept, loss) - loss).backward()
     for gradient, parameter in zip(wanted, trained(model), strict=True):
         zeros = torch.zeros_like(parameter)
@@ -121,7 +121,7 @@ def test_a_micro_batch_without_samples_counts_nothing(parts: Path, dataset: Path
         empty = state.loader.steps.collate([], step.facts, 1)
         micro = state.loader.to_device(empty)
         with sums.keep() as kept:
-            loss = state.model(*micro.inputs)
+            loss = state.model(**micro.inputs)
         assert len(kept) == 2
         sums.add(micro, kept, loss)
         assert not sums.total and not sums.loads.any() and sums.loads.shape == (2, 5)

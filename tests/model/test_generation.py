@@ -11,7 +11,7 @@ from small import write_json
 from transformers import DynamicCache, LlamaConfig
 
 from llava_fsdp.data.text.detokenize import PENDING, AnswerText, find_stops
-from llava_fsdp.model.generation import PrefixCache, Sampling, check_answers, choose, write_tokens
+from llava_fsdp.model.generation import PrefixCache, Prompt, Sampling, check_answers, choose, write_tokens
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 
 
@@ -138,7 +138,7 @@ def test_what_the_model_reads_for_each_token() -> None:
     ids, mask = torch.tensor([[0, 0, 3], [4, 5, 6]]), torch.tensor([[0, 0, 0, 1], [1, 1, 1, 1]]).bool()
     images: Any = {"positions": torch.tensor([5])}
     cache = DynamicCache(config=LANGUAGE)
-    found = [one.tolist() for one in write_tokens(model, ids, mask, images, cache, Sampling(3))]
+    found = [one.tolist() for one in write_tokens(model, Prompt(ids, mask, images), cache, Sampling(3))]
     assert found == [[1, 5], [2, 6], [3, 7]]
     assert [call["ids"] for call in calls] == [ids.tolist(), [[1], [5]], [[2], [6]]]
     assert [call["positions"] for call in calls] == [[[0, 0, 0], [1, 2, 3]], [[1], [4]], [[2], [5]]]

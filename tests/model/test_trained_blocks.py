@@ -124,7 +124,7 @@ def test_the_backward_pass_ends_at_the_first_block_that_trains(
     for number, block in enumerate(find_blocks(state.model.language_model)):
         block.get_submodule("_checkpoint_wrapped_module").register_forward_pre_hook(partial(note, number))
     micro = state.loader.to_device(next(agreed_steps(state.loader)).micro_batches[0])
-    state.model(*micro.inputs).backward()
+    state.model(**micro.inputs).backward()
     assert [calls[number] for number in range(3)] == runs
     assert needs[0] == ("projector" in values)
     missing = [name for name, p in state.model.named_parameters() if p.requires_grad and p.grad is None]

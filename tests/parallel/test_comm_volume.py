@@ -46,7 +46,7 @@ def backward_alone(world: World, cfg: Config) -> Moved:
     with CollectiveBytes() as counter:
         for number, micro in enumerate(micro_batches, start=1):
             begin_micro_batch(state.model, state.parallelism.plan, is_last=number == len(micro_batches))
-            state.model(*state.loader.to_device(micro).inputs).backward()
+            state.model(**state.loader.to_device(micro).inputs).backward()
     return counter.moved
 
 

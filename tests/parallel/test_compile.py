@@ -43,7 +43,7 @@ def trace(world: World, cfg: Config) -> Trace:
     state = begin(world, cfg)
     results, graphs, shapes = [], [], set()
     for step in agreed_steps(state.loader):
-        shapes |= {tuple(micro.inputs[0].shape) for micro in step.micro_batches}
+        shapes |= {tuple(micro.input_ids.shape) for micro in step.micro_batches}
         results.append(train_step(state, step, cfg, 0.0))
         graphs.append(state.compilations.total if state.compilations is not None else 0)
     weights = {name: local(p).clone() for name, p in state.masters.named.items()}

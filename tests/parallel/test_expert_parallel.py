@@ -237,7 +237,7 @@ def gradients(world: World, cfg: Config) -> tuple[dict[str, torch.Tensor], dict[
         for number, micro in enumerate(micros, start=1):
             begin_micro_batch(state.model, state.parallelism.plan, number == len(micros))
             micro = state.loader.to_device(micro)
-            (micro.scale * state.model(*micro.inputs)).backward()
+            (micro.scale * state.model(**micro.inputs)).backward()
     finally:
         Exchange.counts = count
     found = {n: whole(p.grad) for n, p in state.masters.named.items() if p.grad is not None}

@@ -50,7 +50,7 @@ def ran(world: World, configs: list[Config]) -> list[tuple[Counter[str], list[fl
             for number, micro in enumerate(step.micro_batches[:2]):
                 begin_micro_batch(state.model, state.parallelism.plan, is_last=number == 1)
                 shown = cut(state.loader.to_device(micro), world.rank, number)
-                loss = shown.scale * state.model(*shown.inputs)
+                loss = shown.scale * state.model(**shown.inputs)
                 loss.backward()
                 losses.append(loss.item())
                 chunks.append(-(-len(shown.label_ids) // cfg.loss.chunk_tokens))

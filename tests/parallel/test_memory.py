@@ -77,7 +77,7 @@ def measure(world: World, cfg: Config) -> Bytes:
     for number, micro in enumerate(step.micro_batches):
         begin_micro_batch(model, state.parallelism.plan, is_last=number == 1)
         micro = loader.to_device(micro)
-        model(*micro.inputs).backward()
+        model(**micro.inputs).backward()
         if number == 0:
             between = held(model, masters)
     state.optimizer.step()

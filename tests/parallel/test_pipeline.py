@@ -282,7 +282,7 @@ def test_the_balance_loss_of_every_stage_has_the_loss_scale(monkeypatch: pytest.
     """The stand-in of `ExpertSums` multiplies the hidden states by the scale that it is given."""
     monkeypatch.setattr(pipeline_step, "Architecture", FirstStage)
     state: Any = SimpleNamespace(loader=SimpleNamespace(device=CPU, to_device=lambda micro: micro))
-    micro: Any = SimpleNamespace(inputs=())
+    micro: Any = SimpleNamespace(inputs={})
     experts: Any = SimpleNamespace(
         keep=lambda: nullcontext([]), add_to_hidden=lambda micro, kept, output, scale: output * scale
     )

@@ -119,7 +119,7 @@ def gradients(world: World, cfg: Config) -> tuple[dict[str, torch.Tensor], float
     state = begin(world, cfg)
     micro = state.loader.to_device(next(agreed_steps(state.loader)).micro_batches[0])
     begin_micro_batch(state.model, state.parallelism.plan, is_last=True)
-    loss = state.model(*micro.inputs)
+    loss = state.model(**micro.inputs)
     loss.backward()
     missing = [name for name, weight in state.masters.named.items() if weight.grad is None]
     assert not missing, missing

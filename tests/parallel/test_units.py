@@ -67,7 +67,7 @@ def reduced_before_blocks(world: World, configs: list[Config]) -> list[tuple[lis
         state.model.blocks()[0][-1].register_forward_hook(note)
         (micro, *_) = next(iter(agreed_steps(state.loader))).micro_batches
         begin_micro_batch(state.model, state.parallelism.plan, is_last=True)
-        state.model(*state.loader.to_device(micro).inputs).backward()
+        state.model(**state.loader.to_device(micro).inputs).backward()
         found.append((units(state.model), reduced[0]))
     return found
 

@@ -144,7 +144,7 @@ def export_and_reload(cfg: Config, device: torch.device) -> float:
     ids = micro.input_ids.clone()
     ids.view(-1)[micro.images["positions"]] = reloaded.config.image_token_id
     with torch.no_grad():
-        ours = state.model(*micro.inputs, return_logits=True)
+        ours = state.model(**micro.inputs, return_logits=True)
         theirs = reloaded(input_ids=ids, pixel_values=micro.images["tiles"]).logits.flatten(0, 1)[micro.label_positions]
     return float((theirs[:, : ours.shape[1]] - ours).abs().max() / ours.abs().max())
 

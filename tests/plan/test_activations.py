@@ -127,7 +127,7 @@ def test_compiled_blocks_keep_what_inductor_keeps(mode: str, parts: Path, datase
     inputs = tree_map_only(torch.Tensor, lambda t: torch.zeros_like(t, device=CPU), inputs_of(model, micro, False))
     known = {p.untyped_storage()._cdata for p in [*model.parameters(), *model.buffers()]}
     kept = []
-    for node in nodes_of(model(*inputs).grad_fn):
+    for node in nodes_of(model(**inputs).grad_fn):
         if "Compiled" in node.name():
             storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in node.saved_tensors}
             kept.append(sum(size for key, size in storages.items() if key not in known))

@@ -54,10 +54,11 @@ def test_the_longest_samples_are_printed_and_drawn(tmp_path: Path, monkeypatch: 
     drawn: list[Any] = []
     monkeypatch.setattr(longest_page, "write_chart", lambda *args: drawn.extend(args))
     longest_page.write_page(POINTS, "title", tmp_path / "page.html")
-    path, title, chart, _, names, rows = drawn
-    assert (path, title, names) == (tmp_path / "page.html", "title", ["gpus", "context", "tokens", "bytes"])
-    assert rows == [[1, 1, 0, None], [2, 1, 5120, 7], [2, 2, MOST_TOKENS, 8]]
-    points = {line.name: [(point.step, point.mean) for point in line.points] for line in chart.lines}
+    path, page = drawn
+    assert (path, page.title) == (tmp_path / "page.html", "title")
+    assert page.names == ["gpus", "context", "tokens", "bytes"]
+    assert page.rows == [[1, 1, 0, None], [2, 1, 5120, 7], [2, 2, MOST_TOKENS, 8]]
+    points = {line.name: [(point.step, point.mean) for point in line.points] for line in page.chart.lines}
     assert points == {"1 rank per row": [(2, 5120.0)], "2 ranks per row": [(2, float(MOST_TOKENS))]}
 
 
@@ -172,15 +173,16 @@ def test_speed_against_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     drawn: list[Any] = []
     monkeypatch.setattr(scaling_page, "write_chart", lambda *args: drawn.extend(args))
     scaling_page.write_page([*points, points[1] | {"nodes": 4, "fits": False}], planner, tmp_path / "p.html")
-    lines = {line.name: [(point.step, point.mean) for point in line.points] for line in drawn[2].lines}
+    lines = {line.name: [(point.step, point.mean) for point in line.points] for line in drawn[1].chart.lines}
     assert lines == {
         "zero3": [(1, 8000.0), (2, 16_000.0)], "hybrid": [(2, 16_000.0)],
         "in proportion to the nodes": [(1, 8000.0), (2, 16_000.0), (4, 32_000.0)],
     }  # fmt: skip
-    assert len(drawn[5]) == 3 and "fits" not in drawn[4] and drawn[1] == "tiny, gpu, 16 samples a step"
+    assert len(drawn[1].rows) == 3 and "fits" not in drawn[1].names
+    assert drawn[1].title == "tiny, gpu, 16 samples a step"
     drawn.clear()
     scaling_page.write_page([points[1]], planner, tmp_path / "p.html")
-    assert [(point.step, point.mean) for point in drawn[2].lines[-1].points] == [(2, 16_000.0)]
+    assert [(point.step, point.mean) for point in drawn[1].chart.lines[-1].points] == [(2, 16_000.0)]
     assert [scaling_page.shown(value) for value in (999.94, 1000.4, -2000.6, 7, None)] == [
         "999.9",
         1000,

@@ -95,7 +95,7 @@ def test_ranks_compute_as_much(ranks: int, odd_parts: Path, tmp_path: Path) -> N
         total, formula = 0, 0.0
         for micro in loader.steps.prepare(0).micro_batches:
             with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-                model(*loader.to_device(micro).inputs).backward()
+                model(**loader.to_device(micro).inputs).backward()
             total += counter.get_total_flops()
             pairs = 2 * sum(length**2 for length in micro.lengths)  # the formula has the half below the diagonal
             formula += flops.of(sum(micro.lengths), pairs, len(micro.label_ids), len(micro.images["tiles"]))

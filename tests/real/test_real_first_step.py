@@ -64,10 +64,10 @@ def step_of_ours(cfg: Config) -> Step:
         on_device = state.loader.to_device(micro)
         everywhere = replace(on_device, label_positions=torch.arange(micro.input_ids.numel()))
         with torch.no_grad():
-            found = state.model(*everywhere.inputs, return_logits=True)
+            found = state.model(**everywhere.inputs, return_logits=True)
         lengths = micro.lengths or [micro.input_ids.shape[1]] * len(ids)
         logits |= dict(zip(ids, found.split(lengths), strict=True))
-        loss = micro.scale * state.model(*on_device.inputs)
+        loss = micro.scale * state.model(**on_device.inputs)
         loss.backward()
         total += float(loss.detach())
     return Step(total, logits, gradients(state))
@@ -131,7 +131,7 @@ def test_the_first_loss_in_bf16(short: Path, dataset: Path, theirs: dict[str, Th
     state = build(make_config(short, dataset, tmp_path, *PRETRAINED, "precision=bf16", "global_batch_size=3"))
     noted = Noted(state.loader.steps)
     micros = map(state.loader.to_device, state.loader.steps.prepare(0).micro_batches)
-    got = sum(float(micro.scale * state.model(*micro.inputs)) for micro in micros)
+    got = sum(float(micro.scale * state.model(**micro.inputs)) for micro in micros)
     drawn = [theirs[name] for row in noted.ids for name in row]
     model = whole_model(make_config(short, dataset, tmp_path, *PRETRAINED))
     count = sum(int((sample.labels[1:] != IGNORE).sum()) for sample in drawn)

@@ -69,9 +69,10 @@ def measure_step(world: World, cfg: Config) -> tuple[int, list[MicroBatchSizes]]
 
 
 def describe(micro: Any, rank: int = 0) -> MicroBatchSizes:
-    ids, segments, images, _, labels, _ = micro.inputs
-    tiles, places = images["tiles"], images["positions"]
-    rows, length = ids.shape
+    segments, tiles, places = micro.segments, micro.images["tiles"], micro.images["positions"]
+    rows, length = micro.input_ids.shape
     samples = rows if segments is None else len(segments[2])
     context = 1 if segments is None else sum(segments[2]) // (rows * length)
-    return MicroBatchSizes(rows, length, samples, len(tiles), len(labels), len(places), context, rank % context)
+    return MicroBatchSizes(
+        rows, length, samples, len(tiles), len(micro.label_ids), len(places), context, rank % context
+    )

@@ -67,7 +67,7 @@ def test_two_steps_are_adamw_over_the_gradients_of_each(configure: Configure) ->
         assert len(step.micro_batches) == 2
         total: list[torch.Tensor | None] = [None] * len(weights)
         for micro in map(theirs.loader.to_device, step.micro_batches):
-            loss = micro.scale * theirs.model(*micro.inputs)
+            loss = micro.scale * theirs.model(**micro.inputs)
             found = torch.autograd.grad(loss, weights, allow_unused=True)
             total = [added(own, new) for own, new in zip(total, found, strict=True)]
         for weight, gradient in zip(weights, total, strict=True):

@@ -59,7 +59,7 @@ def test_loss_and_every_gradient_are_those_of_padded_rows(
         for micro in step.micro_batches:
             assert bool(micro.lengths) == cfg.packs
             assert not cfg.packs or micro.input_ids.numel() == sum(micro.lengths) <= room, "padding, or too much"
-            loss = micro.scale * state.model(*state.loader.to_device(micro).inputs)
+            loss = micro.scale * state.model(**state.loader.to_device(micro).inputs)
             loss.backward()
             total += float(loss.detach())
         found.append((total, gradients(state), step.facts))
@@ -170,7 +170,7 @@ class Leak:
         everywhere = torch.arange(row.input_ids.numel())
         return [
             logits.clone()
-            for logits in self.state.model(*replace(row, label_positions=everywhere).inputs, return_logits=True).split(
+            for logits in self.state.model(**replace(row, label_positions=everywhere).inputs, return_logits=True).split(
                 row.lengths
             )
         ]
@@ -180,7 +180,7 @@ class Leak:
         begin, end = self.bounds[sample]
         positions = torch.arange(begin, end - 1)
         own = replace(row, label_positions=positions, label_ids=self.row.input_ids.flatten()[positions + 1])
-        self.state.model(*own.inputs).backward()
+        self.state.model(**own.inputs).backward()
         return gradients(self.state)
 
     def changes(self, sample: int) -> dict[str, MicroBatch]:

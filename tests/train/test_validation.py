@@ -29,7 +29,7 @@ from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
 from llava_fsdp.data.text.templates import template
 from llava_fsdp.data.validation_prompts import ask, lay_out_prompts
 from llava_fsdp.data.validation_set import held_out_sampler, spread, spread_over_sources, warn_of_trained
-from llava_fsdp.model.generation import Sampling, write_tokens
+from llava_fsdp.model.generation import Prompt, Sampling, write_tokens
 from llava_fsdp.parallel.compile import run_block
 from llava_fsdp.parallel.eval_mode import evaluating
 from llava_fsdp.parallel.parallelism import Parallelism
@@ -378,7 +378,7 @@ def test_answers_about_tiles_are_those_of_whole_passes(configure: Configure, hel
                 sample = replace(asked.sample, input_ids=ids, labels=np.full(len(ids), IGNORE))
                 micro = loader.to_device(loader.steps.collate([(sample, row[1])], loader.steps.facts(0, []), 1))
                 micro.label_positions = torch.tensor([len(ids) - 1])
-                ids = np.append(ids, int(model(*micro.inputs, return_logits=True)[0].argmax()))
+                ids = np.append(ids, int(model(**micro.inputs, return_logits=True)[0].argmax()))
         written[asked.record] = ids[len(asked.sample.input_ids) :].tolist()
     assert len({len(asked.sample.input_ids) for asked in held_out.questions}) > 4
     prompts = lay_out_prompts(
@@ -388,7 +388,8 @@ def test_answers_about_tiles_are_those_of_whole_passes(configure: Configure, hel
     micro = loader.to_device(prompts.micro)
     with evaluating(model, loader.device):
         cache = DynamicCache(config=model.parts.language)
-        written_tokens = write_tokens(model, micro.input_ids, prompts.mask, micro.images, cache, Sampling(5))
+        prompt = Prompt(micro.input_ids, prompts.mask, micro.images)
+        written_tokens = write_tokens(model, prompt, cache, Sampling(5))
         tokens = [chosen.tolist() for chosen in written_tokens]
     assert [list(row) for row in zip(*tokens, strict=True)] == list(written.values())
     assert len(micro.images["tiles"]) > 12

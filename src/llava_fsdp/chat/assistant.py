@@ -27,7 +27,7 @@ from llava_fsdp.data.text.tokenizer import Tokenizer, open_tokenizer
 from llava_fsdp.export.prove.verify_logits import load_copy
 from llava_fsdp.export.source_model import Opened
 from llava_fsdp.model.architecture import Architecture, ImageInputs
-from llava_fsdp.model.generation import DynamicCache, PrefixCache, Sampling, write_tokens
+from llava_fsdp.model.generation import DynamicCache, PrefixCache, Prompt, Sampling, write_tokens
 from llava_fsdp.model.packed_attention.attention import attention_of_transformers
 from llava_fsdp.runtime.errors import DataError, OutOfMemory
 
@@ -135,11 +135,12 @@ class Assistant:
         for row, tokens in enumerate(prompts):  # padded on the left: all answers begin at the same position
             ids[row, length - len(tokens) :] = tokens
             mask[row, length - len(tokens) :] = True
-        inputs, pixels = self.to_device(ids, list(itertools.chain(*images)), blank)
+        inputs, pixels = self.to_device(ids, list(itertools.chain.from_iterable(images)), blank)
         sampling = Sampling(min(max_new_tokens, self.max_tokens - length))
         cache = DynamicCache(config=self.model.language.config)
         texts = [self.new_text() for _ in prompts]
-        for chosen in write_tokens(self.model, inputs, mask.to(self.device), pixels, cache, sampling):
+        prompt = Prompt(inputs, mask.to(self.device), pixels)
+        for chosen in write_tokens(self.model, prompt, cache, sampling):
             for text, token in zip(texts, chosen.tolist(), strict=True):
                 text.push(token)
             if all(text.ended for text in texts):
@@ -171,7 +172,8 @@ class Assistant:
             cache, common = self.prefix.reuse(self.model, prefix)
             inputs, pixels = self.to_device(tokens[None, common:], images_after(images, tokens[:common]))
             mask = torch.ones((1, len(tokens)), dtype=torch.bool, device=self.device)
-            for chosen in write_tokens(self.model, inputs, mask, pixels, cache, sampling, generator):
+            prompt = Prompt(inputs, mask, pixels)
+            for chosen in write_tokens(self.model, prompt, cache, sampling, generator):
                 self.prefix.tokens = prefix + text.ids
                 yield text.push(int(chosen))
                 if text.ended:

@@ -92,7 +92,7 @@ def output(context: DoctorContext) -> Iterator[Finding]:
 def output_speed(context: DoctorContext) -> Iterator[Finding]:
     folder = existing(context.output_dir)
     if folder.is_dir() and os.access(folder, os.W_OK):
-        yield from disk.judge_speed("speed of output_dir", folder, context.checkpoint)
+        yield from disk.judge_speed("speed of output_dir", folder, context.checkpoint_bytes)
 
 
 def data(context: DoctorContext) -> Iterator[Finding]:

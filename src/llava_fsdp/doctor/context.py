@@ -123,6 +123,6 @@ class DoctorContext:
             return None
 
     @property
-    def checkpoint(self) -> int:
+    def checkpoint_bytes(self) -> int:
         """Predicted size of a checkpoint in bytes; 0 if unknown."""
         return 0 if self.known_needs is None else self.known_needs.checkpoint

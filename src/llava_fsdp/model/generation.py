@@ -39,11 +39,21 @@ def choose(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator 
     return torch.multinomial(shares, 1, generator=generator)[:, 0]
 
 
+@dataclass(frozen=True)
+class Prompt:
+    """A batch of prompts, without the tokens that are in the cache already."""
+
+    ids: torch.Tensor
+    """int64 [rows, length], padded on the left."""
+    mask: torch.Tensor
+    """bool [rows, tokens in the cache + length]: False at padding."""
+    images: ImageInputs
+    """The images of the tokens in `ids`."""
+
+
 def write_tokens(
     model: Callable[..., torch.Tensor],
-    ids: torch.Tensor,
-    mask: torch.Tensor,
-    images: ImageInputs,
+    prompt: Prompt,
     cache: DynamicCache,
     sampling: Sampling,
     generator: torch.Generator | None = None,
@@ -56,12 +66,10 @@ def write_tokens(
 
     Args:
         model: a model in evaluation mode, without gradients, or what has the same arguments and results.
-        ids: the prompt's tokens that are not in the cache yet, int64 [rows, length], padded on the left.
-        mask: bool [rows, tokens in the cache + length]: False at padding.
-        images: the images of the tokens in `ids`.
         cache: key-value cache of earlier tokens, which is extended.
         generator: random generator on the model's device; None: torch's default generator.
     """
+    ids, mask, images = prompt.ids, prompt.mask, prompt.images
     rows, length = ids.shape
     positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -length:]
     last = torch.arange(1, rows + 1, device=ids.device) * length - 1
@@ -129,7 +137,8 @@ def check_answers(
     ids = torch.zeros((1, 2), dtype=torch.int64, device=device)
     try:
         cache = DynamicCache(config=language)
-        for _ in write_tokens(model, ids, torch.ones_like(ids, dtype=torch.bool), images, cache, Sampling(2)):
+        prompt = Prompt(ids, torch.ones_like(ids, dtype=torch.bool), images)
+        for _ in write_tokens(model, prompt, cache, Sampling(2)):
             pass
     except (TypeError, AttributeError, NotImplementedError, ValueError) as error:
         raise ConfigError(

@@ -57,6 +57,18 @@ class VocabularyPart:
     """Elementwise sum over the ranks, without gradients."""
 
 
+@dataclass(frozen=True)
+class LogitSettings:
+    """How the logits of labels are computed."""
+
+    chunk_tokens: int
+    """Largest number of labels whose logits are in memory at a time."""
+    part: VocabularyPart | None = None
+    """Which rows of the output layer this rank has; None: all."""
+    change: LogitChange = UNCHANGED
+    """How logits are made from the output of the output layer."""
+
+
 class LabelLoss(Protocol):
     """Function that computes the sum of the cross entropies of all labels of a micro-batch."""
 
@@ -162,9 +174,10 @@ def chunked_loss(
 
     If there are not more labels than `chunk_tokens`, the result equals that of `whole_loss` bit for bit.
     """
+    settings = LogitSettings(chunk_tokens, part, change)
     if torch.is_grad_enabled():
-        return ChunkedLoss.apply(hidden, weight, label_ids, chunk_tokens, collector, part, change)
-    return ChunkedLoss.forward_alone(hidden, weight, label_ids, chunk_tokens, collector, part, change)
+        return ChunkedLoss.apply(hidden, weight, label_ids, settings, collector)
+    return ChunkedLoss.forward_alone(hidden, weight, label_ids, settings, collector)
 
 
 def recomputed_loss(
@@ -211,13 +224,12 @@ class ChunkedLoss(torch.autograd.Function):
         hidden: torch.Tensor,
         weight: torch.Tensor,
         label_ids: torch.Tensor,
-        chunk_tokens: int,
+        settings: LogitSettings,
         collector: LossCollector | None,
-        part: VocabularyPart | None,
-        change: LogitChange,
     ):
         """Sum the losses, and compute the gradients at once, which `backward` only scales: logits are never kept."""
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        chunk_tokens, part = settings.chunk_tokens, settings.part
         several = len(label_ids) > chunk_tokens
         of_hidden = torch.empty_like(hidden) if needs_hidden else None
         of_weight = None
@@ -228,7 +240,7 @@ class ChunkedLoss(torch.autograd.Function):
             rows = slice(begin, begin + chunk_tokens)
             chunk, ids = hidden[rows], label_ids[rows]
             differentiate = needs_hidden or needs_weight
-            loss, of_logits = loss_and_gradient(chunk, weight, ids, differentiate, collector, part, change)
+            loss, of_logits = loss_and_gradient(chunk, weight, ids, settings, collector, differentiate)
             total += loss
             if of_hidden is not None:
                 torch.mm(of_logits, weight, out=of_hidden[rows])
@@ -252,22 +264,21 @@ class ChunkedLoss(torch.autograd.Function):
             of_hidden = of_hidden.mul_(scale)
         if of_weight is not None:
             of_weight = of_weight.mul_(scale).to(ctx.dtype)
-        return of_hidden, of_weight, None, None, None, None, None
+        return of_hidden, of_weight, None, None, None
 
     @staticmethod
     def forward_alone(
         hidden: torch.Tensor,
         weight: torch.Tensor,
         label_ids: torch.Tensor,
-        chunk_tokens: int,
+        settings: LogitSettings,
         collector: LossCollector | None,
-        part: VocabularyPart | None,
-        change: LogitChange,
     ):
         """Compute the sum of the cross entropies of all labels, float32 scalar, and no gradients."""
         total = hidden.new_zeros((), dtype=torch.float32)
+        chunk_tokens = settings.chunk_tokens
         for chunk, ids in zip(hidden.split(chunk_tokens), label_ids.split(chunk_tokens), strict=True):
-            total += loss_and_gradient(chunk, weight, ids, False, collector, part, change)[0]
+            total += loss_and_gradient(chunk, weight, ids, settings, collector, differentiate=False)[0]
         return total
 
 
@@ -275,10 +286,9 @@ def loss_and_gradient(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     ids: torch.Tensor,
+    settings: LogitSettings,
+    collector: LossCollector | None,
     differentiate: bool,
-    collector: LossCollector | None = None,
-    part: VocabularyPart | None = None,
-    change: LogitChange = UNCHANGED,
 ) -> tuple[torch.Tensor, Any]:
     """Compute the sum of the cross entropies of labels from the logits of all of them at once, float32 scalar: `hidden`
     [labels, width], `weight` [vocabulary, width], `ids` int64 [labels]. If `differentiate` is set, also return its
@@ -288,10 +298,11 @@ def loss_and_gradient(
     wide = output.float()
     # each of these tensors is large; only one is kept at a time, and with a cap its slope
     del output
-    change.apply_in_place(wide)
-    slope = change.slope(wide) if differentiate else 1.0
-    if part is not None:
-        return loss_and_gradient_of_part(wide, ids, weight.dtype, differentiate, collector, part, slope)
+    settings.change.apply_in_place(wide)
+    slope = settings.change.slope(wide) if differentiate else 1.0
+    if settings.part is not None:
+        loss, gradient = loss_and_gradient_of_part(wide, ids, settings.part, collector, differentiate)
+        return loss, None if gradient is None else times(gradient, slope).to(weight.dtype)
     logs = functional.log_softmax(wide, dim=-1)
     del wide
     loss = functional.nll_loss(logs, ids, reduction="sum")
@@ -311,20 +322,15 @@ def times(gradient: torch.Tensor, slope: torch.Tensor | float) -> torch.Tensor:
 def loss_and_gradient_of_part(
     logits: torch.Tensor,
     ids: torch.Tensor,
-    dtype: torch.dtype,
-    differentiate: bool,
-    collector: LossCollector | None,
     part: VocabularyPart,
-    slope: torch.Tensor | float,
-) -> tuple[torch.Tensor, Any]:
-    """Compute the sum of the cross entropies of labels, float32 scalar, where each rank has a part of the vocabulary.
-    If `differentiate` is set, also return its gradient with respect to this rank's part of the output of the output
-    layer, [labels, part]; else None. Collective for these ranks.
+    collector: LossCollector | None,
+    differentiate: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Compute the sum of the cross entropies of labels, float32 scalar, where ranks divide the vocabulary. If
+    `differentiate` is set, also return its gradient with respect to the logits; else None. Collective for these ranks.
 
-    Args:
-        logits: float32 [labels, this rank's part of the vocabulary]; overwritten.
-        dtype: dtype of the gradient.
-        slope: derivative of the logits with respect to the output of the output layer.
+    `logits` are float32 [labels, this rank's part of the vocabulary] and are overwritten: the gradient takes their
+    memory.
     """
     logits -= part.largest(logits.amax(1))[:, None]
     place = ids - part.first
@@ -340,7 +346,7 @@ def loss_and_gradient_of_part(
         return losses.sum(), None
     gradient = exponentials.div_(totals[:, None])
     gradient.scatter_add_(1, place, -here.float()[:, None])
-    return losses.sum(), times(gradient, slope).to(dtype)
+    return losses.sum(), gradient
 
 
 def add_product(total: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

@@ -219,7 +219,7 @@ def compile_blocks(
 
 def run_block(
     block: nn.Module,
-    plain: Callable[..., Any],
+    uncompiled: Callable[..., Any],
     compiled: Callable[..., Any],
     settings: AbstractContextManager[Any],
     one_row: bool,
@@ -240,7 +240,7 @@ def run_block(
     """
     is_rare = hidden.ndim == 3 and (hidden.shape[1] == 1 or (hidden.shape[0] == 1) is not one_row)
     if is_rare or not torch.is_grad_enabled():
-        return plain(hidden, *args, **kwargs)
+        return uncompiled(hidden, *args, **kwargs)
     if hidden._is_view():  # only the first block's input is a view, for which torch would compile again
         hidden = torch.ops.aten._unsafe_view(hidden, hidden.shape)
     with settings:
@@ -281,7 +281,7 @@ def with_own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
 def inductor_with(budget: float | None, count: Compilations) -> Callable[..., Any]:
     """Return Inductor as a torch.compile backend that counts graphs, with a `budget` as for `compile_blocks`."""
 
-    def compiled(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+    def compile_graph(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
         from torch._functorch import config as functorch
         from torch._inductor.compile_fx import compile_fx
 
@@ -290,4 +290,4 @@ def inductor_with(budget: float | None, count: Compilations) -> Callable[..., An
         with functorch.patch(settings):
             return (count.compiler or compile_fx)(graph, inputs)
 
-    return compiled
+    return compile_graph

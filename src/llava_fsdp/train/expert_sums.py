@@ -119,4 +119,7 @@ class WithLoss(torch.autograd.Function):
 
 def expert_load(numbers: list[float]) -> ExpertLoad | None:
     """Return the numbers of `ExpertSums.summed`, read by the host; None without routers."""
-    return ExpertLoad(*numbers) if numbers else None
+    if not numbers:
+        return None
+    balance_loss, load_max, idle = numbers
+    return ExpertLoad(balance_loss, load_max, idle)

@@ -184,7 +184,7 @@ def run_micro_batches(
             micro = state.loader.to_device(micro)
             collector = sources.collector()
             with experts.keep() as kept:
-                loss = micro.scale * state.model(*micro.inputs, collector=collector)
+                loss = micro.scale * state.model(**micro.inputs, collector=collector)
             sources.add(micro, collector)
             trained_loss = experts.add(micro, kept, loss)
         with part("backward"):

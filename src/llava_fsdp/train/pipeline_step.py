@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +56,7 @@ class TrainingWork:
             micro = to_device(self.loader, stage, self.micro_batches[number])
             collector = self.sources.collector() if stage.is_last else None
             with self.experts.keep() as kept:
-                output = stage(*micro.inputs, hidden=hidden, collector=collector)
+                output = stage(**micro.inputs, hidden=hidden, collector=collector)
             self.keys[stage, number] = stage.token_keys.language, stage.token_keys.vision
             if not stage.is_last:
                 return self.experts.add_to_hidden(micro, kept, output, self.scale)
@@ -75,13 +75,13 @@ class TrainingWork:
 class EvaluationWork:
     """Computes this rank's stages for one micro-batch, without gradients."""
 
-    def __init__(self, inputs_of: Callable[[nn.Module], tuple[Any, ...]], return_logits: bool):
-        """Take what the stages need. `inputs_of` returns the arguments of a stage for the micro-batch."""
+    def __init__(self, inputs_of: Callable[[nn.Module], Mapping[str, Any]], return_logits: bool):
+        """Take what the stages need. `inputs_of` returns the arguments of a stage for the micro-batch, by name."""
         self.inputs_of = inputs_of
         self.return_logits = return_logits
 
     def forward(self, stage: nn.Module, number: int, hidden: torch.Tensor | None) -> torch.Tensor:
-        return stage(*self.inputs_of(stage), hidden=hidden, return_logits=self.return_logits)
+        return stage(**self.inputs_of(stage), hidden=hidden, return_logits=self.return_logits)
 
 
 class PipelinedModel:
@@ -106,7 +106,13 @@ class PipelinedModel:
     ) -> torch.Tensor:
         """Return the logits at `label_positions`, as `Architecture.forward` does. Collective."""
         assert return_logits
-        inputs = input_ids, segments, images, seeds, label_positions
+        inputs = {
+            "input_ids": input_ids,
+            "segments": segments,
+            "images": images,
+            "seeds": seeds,
+            "label_positions": label_positions,
+        }
         rows, length = input_ids.shape
         found = self.pipeline.forward((rows, length), EvaluationWork(lambda _: inputs, return_logits))
         return self.pipeline.from_last(found, (len(label_positions), self.language_config.vocab_size))
@@ -143,7 +149,7 @@ def evaluate(
     if state.pipeline is not None:
         work = EvaluationWork(lambda stage: to_device(loader, stage, micro).inputs, return_logits)
         return state.pipeline.forward(shape_of(micro), work)
-    return state.model(*loader.to_device(micro).inputs, return_logits=return_logits)
+    return state.model(**loader.to_device(micro).inputs, return_logits=return_logits)
 
 
 def shape_of(micro: MicroBatch) -> tuple[int, int]:

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import TypedDict
 
 import torch
 
 from llava_fsdp.config import Normalize
+
+
+class ForwardInputs(TypedDict):
+    """The arguments of `Architecture.forward` that a micro-batch gives, by their names there."""
+
+    input_ids: torch.Tensor
+    segments: tuple[torch.Tensor, torch.Tensor, tuple[int, ...]] | None
+    images: dict[str, torch.Tensor]
+    seeds: torch.Tensor
+    label_positions: torch.Tensor
+    label_ids: torch.Tensor
 
 
 @dataclass
@@ -59,9 +70,15 @@ class MicroBatch:
         return (self.position_ids, self.cu_seqlens, self.lengths) if self.lengths else None
 
     @property
-    def inputs(self) -> tuple[Any, ...]:
-        """The positional arguments of `Architecture.forward`."""
-        return self.input_ids, self.segments, self.images, self.seeds, self.label_positions, self.label_ids
+    def inputs(self) -> ForwardInputs:
+        return {
+            "input_ids": self.input_ids,
+            "segments": self.segments,
+            "images": self.images,
+            "seeds": self.seeds,
+            "label_positions": self.label_positions,
+            "label_ids": self.label_ids,
+        }
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:

@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -322,14 +322,16 @@ def build(plan: Plan, sources: list[DataSource], folder: Path, watch: Watch, loo
     records, sampling = state / plan.records_name, plan.reader.sampling
     reading = ReadRecords(state / "texts", CHUNKS["records"], sampling, plan.cache)
     chunks = chunks_of(plan, plan.records_name)
-    make(reading, chunks, records, plan.workers, watch, "reading records", read_facts, [NAME_SIZE, UNREAD])
+    result = ResultFolder(records, read_facts, [NAME_SIZE, UNREAD])
+    make(reading, chunks, result, plan.workers, watch, "reading records")
     pictures = examine_pictures(plan, state, watch, look_again)
     encoded = state / encoded_name(plan, pictures)
     encoding = EncodeRecords(
         state / "texts", CHUNKS["encoded"], sampling, plan.cache, records, pictures, plan.whole_encoder, plan.reader
     )
     chunks = chunks_of(plan, f"encoded-{encoding_of(plan)}")
-    make(encoding, chunks, encoded, plan.workers, watch, "counting tokens", encoded_facts, [LOSSES_COLUMN])
+    result = ResultFolder(encoded, encoded_facts, [LOSSES_COLUMN])
+    make(encoding, chunks, result, plan.workers, watch, "counting tokens")
     check()
     return opened(plan, folder, state, pictures, encoded)
 
@@ -391,29 +393,30 @@ Finish = Callable[[P, Sequence[Path], Path], dict[str, Any]]
 add files to the folder."""
 
 
-def make(
-    task: P,
-    chunks: Path,
-    target: Path,
-    workers: int,
-    watch: Watch,
-    label: str,
-    finish: Finish[P],
-    left_out: Collection[str] = (),
-) -> None:
-    """Run a pass and write its result folder `target`, unless that exists.
+@dataclass(frozen=True)
+class ResultFolder(Generic[P]):
+    """The folder with the joined columns of a pass."""
+
+    path: Path
+    finish: Finish[P]
+    left_out: Collection[str] = ()
+    """Names of columns that are not joined, because only `finish` needs them."""
+
+
+def make(task: P, chunks: Path, result: ResultFolder[P], workers: int, watch: Watch, label: str) -> None:
+    """Run a pass and write its result folder, unless that exists.
 
     Args:
         chunks: folder for the results of single chunks. They are kept, so that only new files are examined when files
             are added to the dataset.
-        left_out: names of columns that are not joined, because only `finish` needs them.
     """
-    if target.is_dir():
+    if result.path.is_dir():
         return
     files = task.files(chunks)
     with watch(label, len(files)) as advance:
         run_chunks(task, files, workers, advance)
-    join(files, task.file_begins, target, lambda staged: finish(task, files, staged), left_out)
+    finish = result.finish
+    join(files, task.file_begins, result.path, lambda staged: finish(task, files, staged), result.left_out)
 
 
 def clear(folder: Path) -> None:
@@ -489,7 +492,7 @@ def examine_pictures(plan: Plan, state: Path, watch: Watch, look_again: bool) ->
             files[chunk].unlink(missing_ok=True)
     is_new = last is not None or not chunks.is_dir()  # otherwise results of an interrupted pass are reused
     target = Path(f"{base}.{0 if last is None else int(last.suffix[1:]) + 1}")
-    make(task, chunks, target, plan.workers, watch, "examining images", count_examined)
+    make(task, chunks, ResultFolder(target, count_examined), plan.workers, watch, "examining images")
     if is_new:
         note_look(plan)
     return target

@@ -273,7 +273,7 @@ def empty_copy(
 @torch.no_grad()
 def logits(model: Architecture, micro: MicroBatch) -> torch.Tensor:
     """Return a model's logits for the label tokens of a micro-batch: float32 [labels, vocabulary]."""
-    return model(*micro.inputs, return_logits=True)
+    return model(**micro.inputs, return_logits=True)
 
 
 def logits_of_folder(

@@ -75,8 +75,8 @@ class Llava(Architecture):
         self.kernel = kernel
         self.vision_tower = build_vision_tower(parts.vision)
         hidden = parts.language.hidden_size
-        widths = parts.vision.hidden_size, hidden
-        self.multi_modal_projector = projector or Projector(cfg.projector_type, *widths, cfg.shuffle_factor)
+        features = parts.vision.hidden_size
+        self.multi_modal_projector = projector or Projector(cfg.projector_type, features, hidden, cfg.shuffle_factor)
         if cfg.patch_merge is PatchMerge.spatial_unpad:
             self.image_newline = nn.Parameter(torch.empty(hidden))
         self.attention = kernel.name if kernel is not None else padded_attention(parts.language)
@@ -311,8 +311,8 @@ def build_llava(
         label_loss = own_loss(own.loss, loss)
     projector = None
     if own.projector is not None:
-        widths = parts.vision.hidden_size, parts.language.hidden_size
-        projector = make_projector(own.projector, *widths, cfg.shuffle_factor)
+        features, hidden = parts.vision.hidden_size, parts.language.hidden_size
+        projector = make_projector(own.projector, features, hidden, cfg.shuffle_factor)
     folders = sorted({str(parts.whole or parts.language_folder), str(parts.vision_folder)})
     with (
         torch.device("meta"),

@@ -54,8 +54,8 @@ class LazyTensor(torch.Tensor):
         if func._schema.is_mutable:
             raise NotImplementedError(f"{func} would change a tensor that is not in memory")
         shapes = on_meta(func, args, kwargs)  # raises torch's error for arguments that do not fit
-        record = OPERATIONS.get(func.overloadpacket, None)
-        result = NotImplemented if record is None else record(*args, **kwargs)
+        operation = OPERATIONS.get(func.overloadpacket, None)
+        result = NotImplemented if operation is None else operation(*args, **kwargs)
         return compute_later(func, args, kwargs, shapes) if result is NotImplemented else result
 
     def rows(self, begin: int, end: int) -> torch.Tensor:

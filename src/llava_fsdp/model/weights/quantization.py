@@ -95,7 +95,7 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Apply a linear layer whose weight is quantized: [..., in_features] -> [..., out_features]."""
-        return UnpackedProduct.apply(x, self.weight, self.bias, self.packing, *self.statistics)
+        return UnpackedProduct.apply(x, self.weight, self.bias, self.packing, self.statistics)
 
     @property
     def statistics(self) -> list[torch.Tensor]:
@@ -143,7 +143,7 @@ class UnpackedProduct(torch.autograd.Function):
         packed: torch.Tensor,
         bias: torch.Tensor | None,
         packing: Packing,
-        *statistics: torch.Tensor,
+        statistics: list[torch.Tensor],
     ) -> torch.Tensor:
         """Compute x W^T + b. `statistics` are the tensors with which `packed` is dequantized."""
         ctx.packing = packing
@@ -156,7 +156,7 @@ class UnpackedProduct(torch.autograd.Function):
         needs_x, _, needs_bias = ctx.needs_input_grad[:3]
         grad_x = grad @ unpacked(ctx.packing, packed, statistics) if needs_x else None
         grad_bias = grad.flatten(0, -2).sum(0) if needs_bias else None
-        return grad_x, None, grad_bias, None, *[None] * len(statistics)
+        return grad_x, None, grad_bias, None, None
 
 
 def packed_of(packing: Packing, weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:

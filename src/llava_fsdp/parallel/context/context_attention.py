@@ -173,7 +173,7 @@ class AddRowChunks:
 
 def row_chunks_of(lengths: Sequence[int], cu_seqlens: torch.Tensor, cut: ContextCut) -> RowChunks:
     """Return the chunks of a row that this rank computes. `cu_seqlens` are cumulative lengths, int32 [samples + 1]."""
-    return RowChunks(tuple(row_chunk_of(lengths, cu_seqlens, *chunk) for chunk in cut.chunks(sum(lengths))))
+    return RowChunks(tuple(row_chunk_of(lengths, cu_seqlens, begin, end) for begin, end in cut.chunks(sum(lengths))))
 
 
 def row_chunk_of(lengths: Sequence[int], cu_seqlens: torch.Tensor, begin: int, end: int) -> RowChunk:

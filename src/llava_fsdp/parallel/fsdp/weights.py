@@ -49,9 +49,15 @@ def weights_of(
     own_names = {p: name for name, p in model.named_parameters()}
     weights: dict[str, Weight] = {}
     for p in dict.fromkeys(p for module in in_order_of_fsdp(model) for p in module.parameters(recurse=False)):
-        moments = precision.moment_dtype if p.requires_grad else None
-        flags = p.requires_grad, p in kept_whole, p in norms, p in in_fp8
-        weights[own_names[p]] = Weight(tuple(p.shape), *flags, units.get(p, ""), moments=moments)
+        weights[own_names[p]] = Weight(
+            tuple(p.shape),
+            trainable=p.requires_grad,
+            whole=p in kept_whole,
+            fp32=p in norms,
+            fp8=p in in_fp8,
+            unit=units.get(p, ""),
+            moments=precision.moment_dtype if p.requires_grad else None,
+        )
     for module_name, module in model.named_modules():
         if parallel.expert > 1 and module in parts.experts:
             block = next(name for block, name in names.items() if module in set(block.modules()))

@@ -123,7 +123,7 @@ class DynamicBlock(ActivationWrapper):
         on_cuda = self.device.type == "cuda"
         with torch.random.fork_rng([self.device] if on_cuda else []), saved_tensors_hooks(note, lambda tensor: tensor):
             seconds = stopwatch(self.device)
-            output = block(*args, **kwargs)
+            output = self._checkpoint_wrapped_module(*args, **kwargs)
             read_seconds = seconds()
         for tensor in tensors_in(output):  # the next block's input, which is kept in every mode
             excluded |= storages_of(tensor)

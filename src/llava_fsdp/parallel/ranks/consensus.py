@@ -110,7 +110,8 @@ class Votes:
 
     def agreed(self) -> "Votes":
         """Return the requests of all ranks: each one is set if any rank has set it. Collective."""
-        return Votes(*any_rank(self.stop, self.save, self.failed, self.lost))
+        stop, save, failed, lost = any_rank(self.stop, self.save, self.failed, self.lost)
+        return Votes(stop, save, failed, lost)
 
 
 def any_rank(*flags: bool) -> tuple[bool, ...]:

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from llava_fsdp.config import ActivationCheckpointingConfig, Attention, Config, Part
+from llava_fsdp.data.batching.batch import ForwardInputs
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.model.architecture import Architecture
 from llava_fsdp.model.blocks import find_blocks
@@ -223,7 +224,7 @@ def with_depth(parts: Parts, depth: int) -> Parts:
     return replace(parts, language=short)
 
 
-def inputs_of(model: Architecture, micro: MicroBatchSizes, packed: bool, blends: bool = False) -> tuple[Any, ...]:
+def inputs_of(model: Architecture, micro: MicroBatchSizes, packed: bool, blends: bool = False) -> ForwardInputs:
     """Make the arguments of the model's forward pass on the meta device.
 
     Args:
@@ -242,17 +243,23 @@ def inputs_of(model: Architecture, micro: MicroBatchSizes, packed: bool, blends:
         images = model.empty_image_inputs(micro.tiles, micro.image_tokens, blends)
         labels = torch.zeros(micro.labels, dtype=torch.int64)
         seeds = torch.zeros(ids.shape if packed else (micro.rows, 1), dtype=torch.int64)
-        label_ids = labels.clone()
-    return ids, segments, images, seeds, labels, label_ids
+        return {
+            "input_ids": ids,
+            "segments": segments,
+            "images": images,
+            "seeds": seeds,
+            "label_positions": labels,
+            "label_ids": labels.clone(),
+        }
 
 
-def run(model: Architecture, inputs: tuple[Any, ...]) -> Trace:
+def run(model: Architecture, inputs: ForwardInputs) -> Trace:
     """Run one forward and one backward pass, and return the trace of allocated and freed storages."""
     trace = Trace()
     tensors = [t for t in tree_leaves(inputs) if isinstance(t, torch.Tensor)]
     live = LiveBytes(trace, iter([*model.parameters(), *model.buffers(), *tensors]))
     with collect_gradients(model, live, trace), mark_blocks(model, trace), FusedKernels(), NothingPacked(), live:
-        loss = model(*inputs)
+        loss = model(**inputs)
         trace.mark("backward")
         # `loss.backward()` would be handled by FusedKernels, which is then inactive inside of it, where activation
         # checkpointing runs blocks again

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from llava_fsdp.plan.show.scaling_page import shown, write_chart
+from llava_fsdp.plan.show.scaling_page import ChartPage, shown, write_chart
 from llava_fsdp.report.charts.downsample import Point
 from llava_fsdp.report.charts.svg import Chart, Line
 
@@ -23,4 +23,4 @@ def write_page(points: Sequence[dict[str, Any]], title: str, path: Path) -> Path
     chart = Chart("Longest sample in tokens against GPUs", lines, "predicted", logs=True, wide=True, along="GPUs")
     names = list(points[0])
     rows = [[shown(point[name]) for name in names] for point in points]
-    return write_chart(path, title, chart, "Longest sample on each", names, rows)
+    return write_chart(path, ChartPage(title, chart, "Longest sample on each", names, rows))

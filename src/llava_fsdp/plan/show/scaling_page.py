@@ -3,6 +3,7 @@ sharding, which shards within each node."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -139,7 +140,7 @@ def write_page(points: Sequence[dict[str, Any]], planner: Planner, path: Path) -
     names = [name for name in points[0] if name != "fits"]
     rows = [[shown(p[n]) for n in names] for p in points if p["fits"]]
     assumed = assumptions(planner.machine, planner.samples)
-    return write_chart(path, title, chart, "Fastest way to train on each", names, rows, assumed)
+    return write_chart(path, ChartPage(title, chart, "Fastest way to train on each", names, rows, assumed))
 
 
 def assumptions(machine: Machine, samples: Samples) -> list[str]:
@@ -165,28 +166,32 @@ def assumptions(machine: Machine, samples: Samples) -> list[str]:
     ]
 
 
-def write_chart(
-    path: Path,
-    title: str,
-    chart: Chart,
-    table_title: str,
-    names: Sequence[str],
-    rows: Sequence[Sequence[object]],
-    assumed: Sequence[str] = (),
-) -> Path:
-    """Write an HTML page with a chart, a table below it, and what the values assume. `names`: names of the table's
-    columns, with underscores for spaces.
+@dataclass(frozen=True)
+class ChartPage:
+    """A page with a chart, a table below it, and what the values assume."""
+
+    title: str
+    chart: Chart
+    table_title: str
+    names: Sequence[str]
+    """Names of the table's columns, with underscores for spaces."""
+    rows: Sequence[Sequence[object]]
+    assumed: Sequence[str] = ()
+
+
+def write_chart(path: Path, page: ChartPage) -> Path:
+    """Write a page as an HTML file. Return its path.
 
     Raises:
         ConfigError: the file cannot be written.
     """
-    values = table([name.replace("_", " ") for name in names], rows)
-    body = heading("plan", title) + draw(chart) + section(table_title, values)
-    if assumed:
-        body += section("Assumptions", "<ul>", *(f"<li>{escape(line)}</li>" for line in assumed), "</ul>")
+    values = table([name.replace("_", " ") for name in page.names], page.rows)
+    body = heading("plan", page.title) + draw(page.chart) + section(page.table_title, values)
+    if page.assumed:
+        body += section("Assumptions", "<ul>", *(f"<li>{escape(line)}</li>" for line in page.assumed), "</ul>")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(whole_page(title, body))
+        path.write_text(whole_page(page.title, body))
     except OSError as error:
         raise ConfigError(f"page={path} cannot be written: {error}") from error
     return path

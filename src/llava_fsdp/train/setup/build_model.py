@@ -52,6 +52,8 @@ def build_model(cfg: Config, parts: Parts, device: torch.device, own: OwnParts =
 def shape_of(model: Architecture) -> ModelShape:
     """Return what the preparation of data depends on, such as the number of tokens of an image."""
     language = model.language_config
+    # without the FLOPs of activation checkpointing, on which packing, and so the training's result, must not depend
+    flops = count_flops(model, activation_checkpointing=False)
     return ModelShape(
         image_tokens=model.image_tokens,
         image_size=model.image_size,
@@ -59,8 +61,7 @@ def shape_of(model: Architecture) -> ModelShape:
         vocab_size=language.vocab_size,
         grid_pinpoints=model.parts.grid_pinpoints,
         max_tiles=model.parts.max_tiles,
-        # without the FLOPs of activation checkpointing, on which packing, and so the training's result, must not depend
-        cost=CostModel(*count_flops(model, activation_checkpointing=False)),
+        cost=CostModel(token=flops.token, pair=flops.pair, label=flops.label, tile=flops.tile),
     )
 
 

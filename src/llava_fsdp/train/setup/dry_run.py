@@ -166,9 +166,15 @@ def sizes_of(contents: Contents) -> dict[str, int]:
 def plan_of(cfg: Config, world: World, contents: Contents) -> PlanRow:
     """Estimate by arithmetic the memory of this rank in the steps that a dry run measures."""
     rows = 1 if cfg.packs else len(contents.lengths)
-    samples, tokens = len(contents.lengths), contents.tokens
-    own = contents.tiles, contents.labels, contents.image_tokens
-    micro = MicroBatchSizes(rows, tokens // rows, samples, *own, contents.context)
+    micro = MicroBatchSizes(
+        rows,
+        length=contents.tokens // rows,
+        samples=len(contents.lengths),
+        tiles=contents.tiles,
+        labels=contents.labels,
+        image_tokens=contents.image_tokens,
+        context=contents.context,
+    )
     micros = [micro] * micro_batches_of(contents, cfg, RankLayout(cfg.parallel, world.size).num_losses)
     return plan_peak(cfg, world.size, world.device, micros, world.rank)
 

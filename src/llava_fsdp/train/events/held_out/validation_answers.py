@@ -15,7 +15,7 @@ from llava_fsdp.data.text.detokenize import AnswerText, find_stops
 from llava_fsdp.data.validation_prompts import HeldOutQuestion, lay_out_prompts
 from llava_fsdp.data.validation_set import HeldOut
 from llava_fsdp.model.architecture import Architecture
-from llava_fsdp.model.generation import Sampling, write_tokens
+from llava_fsdp.model.generation import Prompt, Sampling, write_tokens
 from llava_fsdp.parallel.ranks.consensus import any_rank, rank_and_size
 from llava_fsdp.parallel.ranks.mesh import gather_lists
 from llava_fsdp.parallel.ranks.rank_layout import RankLayout
@@ -111,13 +111,13 @@ class AnswerGenerator:
         read = [(number, row) for number in numbers if (row := self.read(self.questions[number])) is not None]
         prompts = lay_out_prompts([row for _, row in read], self.loader.steps.collate)
         micro = self.loader.to_device(prompts.micro)
-        mask = prompts.mask.to(micro.input_ids.device)
+        prompt = Prompt(micro.input_ids, prompts.mask.to(micro.input_ids.device), micro.images)
 
         begin = self.loader.steps.encoder.template.begin
         texts = [AnswerText(self.tokenizer, self.stop, self.stops, begin) for _ in read]
         cache = DynamicCache(config=self.language)
         sampling = Sampling(self.cfg.val.max_new_tokens)
-        for chosen in write_tokens(self.model, micro.input_ids, mask, micro.images, cache, sampling):
+        for chosen in write_tokens(self.model, prompt, cache, sampling):
             for text, token in zip(texts, chosen.tolist(), strict=False):  # a blank row has no text
                 text.push(token)
             goes_on, stops = any_rank(not all(text.ended for text in texts), self.wants_stop())

@@ -126,10 +126,11 @@ class Trackers(StepReport):
             opened += [TensorBoard(self)] if self.cfg.track.tensorboard else []
         with logged_errors("Weights & Biases cannot log this run"):
             opened += [WeightsAndBiases(self)] if self.cfg.track.wandb is not WandbMode.off else []
-        while (found := self.waiting.get()) is not None:
+        while (queued := self.waiting.get()) is not None:
+            step, values = queued
             for tracker in list(opened):
                 with logged_errors(f"{type(tracker).__name__} is closed") as good:
-                    tracker.log(*found)
+                    tracker.log(step, values)
                 if not good:
                     opened.remove(tracker)
         for tracker in opened:
