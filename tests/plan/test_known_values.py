@@ -1,9 +1,57 @@
-"""Operations on weights compute only shapes, and all others real values."""
+"""A whole model on the meta device needs the bytes of a real one, which computes with all values."""
+
+import contextlib
+from typing import Any
 
 import pytest
 import torch
+from families import make_family, make_model
+from PIL import Image
+from tiers import slow_after
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForImageTextToText
 
+from llava_fsdp.model.packed_attention.attention import NothingPacked
 from llava_fsdp.plan.memory.known_values import KnownValues
+from llava_fsdp.plan.memory.meta_trace import FusedKernels, LiveBytes, Trace
+
+FAMILIES = ["gemma3", "idefics3", "aya_vision", "llava_next", "granite4_vision", "deepseek_vl", "janus", "paligemma"]
+
+
+def inputs_of(name: str) -> tuple[Any, dict[str, torch.Tensor]]:
+    """A family's configuration, and its processor's inputs for a text with two images."""
+    config, processor = make_family(name)
+    placeholder = getattr(processor, "boi_token", None) or processor.image_token
+    images = [Image.effect_noise((80, 60), 90).convert("RGB"), Image.effect_noise((31, 70), 90).convert("RGB")]
+    made = processor(text=[f"{placeholder} and {placeholder}, which?"], images=[images], return_tensors="pt")
+    return config, {k: v.float() if v.is_floating_point() else v for k, v in made.items() if torch.is_tensor(v)}
+
+
+def most_alive(model: Any, inputs: dict[str, torch.Tensor], *modes: Any) -> int:
+    """The most bytes alive in a forward and backward pass, without weights and inputs."""
+    trace = Trace()
+    known = [*model.parameters(), *model.buffers(), *tree_leaves(inputs)]
+    with contextlib.ExitStack() as stack:
+        for mode in (*modes, LiveBytes(trace, iter(known))):
+            stack.enter_context(mode)
+        loss = model(**inputs, use_cache=False).logits.sum()
+        engine = torch.autograd.Variable._execution_engine
+        engine.run_backward((loss,), (torch.ones_like(loss),), False, False, (), True, accumulate_grad=True)
+    now = most = 0
+    for event in trace.events:
+        now += event.change
+        most = max(most, now)
+    return most
+
+
+@pytest.mark.parametrize("name", slow_after(3, FAMILIES))
+def test_a_model_without_values_needs_the_bytes_of_a_real_one(name: str) -> None:
+    config, inputs = inputs_of(name)
+    real = most_alive(make_model(config), inputs)
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+    planned = most_alive(model, inputs, KnownValues(), FusedKernels(), NothingPacked())
+    assert planned == real > 100_000
 
 
 def test_what_depends_on_no_weight_has_its_values() -> None:
