@@ -54,10 +54,10 @@ def main() -> None:
 
 
 def completions(command: str, word: str) -> list[str]:
-    """Return the completions of `word`, the text being typed at the end of `llava-fsdp COMMAND ...`: after `GROUP=`,
-    `GROUP=CHOICE` for every YAML file in Hydra's config group GROUP; else the command's configuration keys that begin
-    with `word`, each followed by `=`. While the command itself is typed, it equals `word`, and names of commands are
-    returned."""
+    """Return what `word`, the text being typed at the end of `llava-fsdp COMMAND ...`, can become. After `GROUP=`:
+    `GROUP=CHOICE` for every YAML file in Hydra's config group GROUP. Else the command's configuration keys that begin
+    with `word`, each followed by `=`. If the name of the command is itself being typed (`command` equals `word`), names
+    of commands are returned."""
     if command not in COMMANDS or not COMMANDS[command].keys:
         return [name for name in COMMANDS if name.startswith(word)] if command == word else []
     group, equals, begun = word.partition("=")
