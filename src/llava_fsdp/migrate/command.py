@@ -129,7 +129,7 @@ def launcher(run: SourceRun) -> list[str]:
 
 def lines(words: list[str], width: int = 100) -> str:
     """Return a shell command as text, quoted, and broken at about `width` characters into lines that end in a
-    backslash."""
+    backslash. Lines are only broken before overrides, which contain `=`."""
     made = [""]
     for word in map(shlex.quote, words):
         if "=" in word and len(made[-1]) + len(word) >= width:

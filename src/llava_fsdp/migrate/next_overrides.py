@@ -48,6 +48,7 @@ def grid_of(run: SourceRun) -> list[list[int]] | str | None:
             return [[int(side) for side in size] for size in ast.literal_eval(given)] if given else None
         except (ValueError, SyntaxError, TypeError):
             return f"{given} is neither a list of sizes nor a range (1x1),...,(6x6)"
+    # the range in LLaVA-OneVision's scripts is llava_fsdp's default
     if (sizes[0], sizes[-1]) == WHOLE_GRID and "anyres_max" in str(run.trainer_value("image_aspect_ratio")):
         return None
     name = str(run.trainer_value("vision_tower") or "")

@@ -99,7 +99,8 @@ def results_of(run: RunRecord) -> Results:
 
 
 def read_results(folder: Path, window: int) -> Results:
-    """Read the results of a training, which may be unfinished, from its output folder."""
+    """Read the results of a training, which may be unfinished, from its output folder; empty if it has no readable
+    metrics. `window`: number of steps over which the last and the lowest loss are averaged."""
     run = RunRecord(folder, "", History(window))
     try:
         read_metrics(run)

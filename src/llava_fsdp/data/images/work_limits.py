@@ -164,11 +164,11 @@ def segments(data: bytes) -> Iterator[tuple[int, int, int]]:
 def check_scans(data: bytes, at: int, frame: JpegHeader) -> None:
     """Raise TooMuchWork if a JPEG has too many scans. `at`: offset of the data of the first one."""
     allowed = min(SCANS, max(FEW_SCANS, SCANNED_PIXELS // max(frame.pixels, 1)))
-    if data.count(b"\xff\xda", at) < allowed:
+    if data.count(b"\xff\xda", at) < allowed:  # each scan has this marker, so there cannot be too many
         return
     scans = 1
-    for tables in itertools.count():
-        at_most(tables, SEGMENTS, "or more segments behind its first scan")
+    for seen in itertools.count():
+        at_most(seen, SEGMENTS, "or more segments behind its first scan")
         found = JPEG_SEGMENT.search(data, at)
         if found is None or found[1] == b"\xd9":
             return

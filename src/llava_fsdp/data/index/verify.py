@@ -77,7 +77,7 @@ class CompareContent:
                     continue
                 else:
                     file = image_in(open_folder(source.images, self.store.data_files), name)
-                if not known:
+                if not known:  # the image was not decoded when the index was made, or is bad
                     continue
                 now = seen[file] if file in seen else seen.setdefault(file, digest_of(file))
                 if now != known:

@@ -170,8 +170,9 @@ class RecordReader:
         cannot be obeyed, and those that are not read. Return whether the answer is learnt.
 
         Args:
+            what: name of the object in messages.
             read_keys: keys of the object that are read elsewhere.
-            form: empty for the record itself.
+            form: where in the record the object is, such as `messages[].`; empty for the record itself.
             is_answer: whether the object has an answer; a question is never learnt.
         """
         learnt = True
@@ -304,7 +305,13 @@ class RecordReader:
 
     def part(self, what: str, raw: Any, form: str = "", is_answer: bool = False) -> str:
         """Return the text of one part of a message whose content is a list of parts, as in OpenAI's chat format. For a
-        part that is an image or a video, the text is `<image>`, and its name is stored."""
+        part that is an image or a video, the text is `<image>`, and its name is stored; for other media, it is empty.
+
+        Args:
+            what: name of the part in error messages.
+            form: where in the record the part is, such as `messages[].content[].`, for the names of unread keys.
+            is_answer: whether the part belongs to an answer.
+        """
         kind = raw.get("type") if isinstance(raw, dict) else None
         if not isinstance(kind, str):
             raise self.bad(what, raw, "an object with type (text, image or image_url)")

@@ -91,7 +91,7 @@ def blocks(packed: Reader) -> Iterator[bytes]:
 
 @contextmanager
 def opened(packed: Reader) -> Iterator[Any]:
-    """Context manager that opens a file as `blocks` yields it."""
+    """Context manager that opens a file to read its content, which is decompressed if its suffix is of GZIP or ZSTD."""
     path, raw = packed.name.lower(), io.BufferedReader(ReaderFile(packed), BLOCK)
     if path.endswith(GZIP):
         with gzip.open(raw) as file:

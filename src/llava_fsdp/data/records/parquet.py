@@ -349,7 +349,8 @@ class ParquetRows:
         unknown: Collection[str] = (),
         least: int = 0,
     ) -> bytes:
-        """Return a row as a record in JSON.
+        """Return a row as a record in JSON. If it would have more than `max_bytes`, return a placeholder: its id and,
+        as TOO_LARGE, its size. HELD stands for values that are not needed, of which it only counts that they exist.
 
         Args:
             row: an Arrow RecordBatch of one row, without the bytes of images.

@@ -111,6 +111,7 @@ class WriteRows:
         found = []
         for number, file in enumerate(self.files):
             rows = open_rows(file.path, file.keys, self.data_files)
+            # a file of few rows is copied faster as one chunk
             step = 1 if self.by_group and rows.num_rows > ROWS_ALONE else max(rows.groups, 1)
             found += [(number, range(at, at + step)) for at in range(0, rows.groups, step)]
         return found

@@ -155,7 +155,8 @@ def encode_markers(turns: list[Turn], has_image: bool, settings: Original) -> To
     at = lengths[0]
     labels[:at] = IGNORE
     for turn, length in zip(turns, lengths[1:], strict=True):
-        if turn.role == "human":  # as in LLaVA, a capitalised role (Human) is not masked
+        # as in LLaVA, a capitalised role (Human) is not masked, and the first two tokens of a question are not
+        if turn.role == "human":
             labels[at + 2 : at + length] = IGNORE
         at += length
     return Tokens(ids, labels, cut=beyond)
@@ -186,8 +187,8 @@ ROUNDS: dict[Style, Rounds] = {
 
 def encode_rounds(text: str, has_image: bool, settings: Original) -> Tokens:
     """Encode a conversation, rendered with a template like v1, llama_2 or mpt. To mask the labels of questions, LLaVA
-    tokenizes each round (question and answer) and each question by itself and counts tokens. If the counts do not add
-    up to the length of the whole text, all labels are masked."""
+    tokenizes each round (question and answer) and each question by itself and counts tokens, with the corrections in
+    ROUNDS. If the counts do not add up to the length of the whole text, all labels are masked."""
     rule = ROUNDS[settings.form.style]
     tokenize = with_images if has_image else plain_text
     whole = tokenize(text, settings.tokenizer)

@@ -108,8 +108,8 @@ class StageLine:
 
     @contextlib.contextmanager
     def watch(self, label: str, chunks: int) -> Iterator[Advance]:
-        """Context manager for a stage of which it is known how much is done; arguments and result as of `watch`
-        above."""
+        """Context manager for the stage `label`, which has `chunks` parts. It yields a function to be called with the
+        number of parts that were done since its last call."""
         self.stage(label)
         done = 0
 

@@ -52,6 +52,7 @@ class Footer:
         self.file = file
         try:
             self.fields = Cursor(self.read_bytes(), most_fields=MOST_FIELDS).struct()
+            # numbers of fields are those of FileMetaData in parquet.thrift
             if 8 in self.fields:
                 self.refuse("it is encrypted", DECRYPT)
             self.groups = structs(self.fields, 4)
@@ -89,8 +90,8 @@ class Footer:
         """Return whether a leaf column of a row group has a value that is not null, as its statistics say; true without
         them."""
         values = self.chunk(path, group).values
-        meta = structs(self.groups[group], 1)[self.leaves[path].number][3]
-        statistics = meta.get(12)
+        meta = structs(self.groups[group], 1)[self.leaves[path].number][3]  # RowGroup.columns, ColumnChunk.meta_data
+        statistics = meta.get(12)  # with field 3, null_count
         nulls = statistics.get(3) if isinstance(statistics, dict) else None
         return values > 0 and nulls != values
 
@@ -100,6 +101,7 @@ class Footer:
         encrypted or in another file."""
         leaf = self.leaves[path]
         try:
+            # numbers of fields: RowGroup, ColumnChunk (`column`) and ColumnMetaData (`meta`) in parquet.thrift
             columns = structs(self.groups[group], 1)
             if len(columns) != len(self.leaves):
                 raise Malformed(f"{len(columns)} columns instead of {len(self.leaves)}")
@@ -145,6 +147,7 @@ def leaves(schema: list[dict[int, Any]]) -> dict[str, Leaf]:
     """Return the leaf columns of a schema by their dotted paths, such as `image.bytes`. Its elements are Thrift structs
     {field number: value} in depth-first order: each group is followed by its children."""
     found: dict[str, Leaf] = {}
+    # numbers of fields are those of SchemaElement in parquet.thrift: 1 type, 3 repetition, 4 name, 5 number of children
     # for each open group: number of children to come, path, definition level, repetition level, element level
     open_groups: list[tuple[int, tuple[str, ...], int, int, int]] = []
     for place, element in enumerate(schema):

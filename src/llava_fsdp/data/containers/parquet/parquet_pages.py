@@ -94,7 +94,7 @@ def page_headers(chunk: Chunk) -> Iterator[PageHeader]:
 
 def page_header(chunk: Chunk, at: int) -> PageHeader:
     """Read the page header at an offset of the file; raise Malformed if it contradicts the column."""
-    cursor, fields = read_struct(chunk, at)
+    cursor, fields = read_struct(chunk, at)  # numbers of fields are those of PageHeader in parquet.thrift
     body = at + cursor.at
     kind, unpacked, packed = (number_of(fields, field) for field in (1, 2, 3))
     if packed > chunk.end - body:
