@@ -313,6 +313,7 @@ def optimizer(run: SourceRun) -> Overrides:
         found[f"optim.{flag[5:]}"] = run.trainer_value(flag) if beta == AUTO else beta
     if run.has_ds_warmup:
         found["optim.lr"] = filled(run, "scheduler.params.warmup_max_lr", "learning_rate")
+    # learning rates by part are LLaVA's own; an optimizer that DeepSpeed makes, or its schedule, has one for all parts
     one_group = run.has_ds_optimizer or run.has_ds_warmup or not run.launch.is_original
     found["optim.projector_lr"] = None if one_group else run.trainer_value("mm_projector_lr")
     if run.is_next and not one_group and run.trainer_value("mm_vision_tower_lr") and "vision" in trained(run):

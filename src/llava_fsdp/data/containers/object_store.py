@@ -70,7 +70,8 @@ class S3Client:
     of the listed object as If-Match, so that a changed object is noticed."""
 
     def __init__(self, idle: float, in_flight: int):
-        """Raise ConfigError if s3fs is not installed."""
+        """`idle`: seconds without an answer after which a request fails; `in_flight`: maximum number of requests at
+        once. Raise ConfigError if s3fs is not installed."""
         try:
             import s3fs
         except ImportError as error:

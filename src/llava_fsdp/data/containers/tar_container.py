@@ -105,8 +105,10 @@ def samples(file: Reader, skipped: Counter[str]) -> Iterator[TarSample]:
 
 
 def members(file: Reader, skipped: Counter[str]) -> Iterator[Member]:
-    """Yield the files in a tar in order, and count its folders; see `samples`."""
+    """Yield the files in a tar in order, and count its folders in `skipped`. Raise DataError if the tar is damaged or
+    has a member that is not supported."""
     refuse_compressed(file)
+    # pax values for the next member alone and for all that follow; whether a header has announced a next member
     at, extra, for_all, before = 0, {}, {}, False
     while True:
         header = read(file, at, BLOCK, "in a header, or without an end mark")
@@ -222,7 +224,7 @@ def extra_values(file: Reader, at: int, kind: bytes, data: bytes) -> dict[str, s
     if kind in (LONG_NAME, LONG_LINK):
         return {"path" if kind == LONG_NAME else "linkpath": text(file, at, data)}
     values, start = {}, 0
-    while start < len(data) and data[start] != 0:
+    while start < len(data) and data[start] != 0:  # a pax entry is `LENGTH KEYWORD=VALUE` and a line break
         length, space, _ = data[start : start + 20].partition(b" ")
         end = start + int(length) if space and length.isdigit() else 0
         keyword, equals, value = data[start + len(length) + 1 : end - 1].partition(b"=")

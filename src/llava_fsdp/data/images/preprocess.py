@@ -101,6 +101,7 @@ def parse_preprocessor(config: dict[str, Any], path: Path) -> Preprocessor:
     size, crop = config.get("size"), config.get("crop_size")
     edge = size if isinstance(size, int) else (size or {}).get("shortest_edge")
     keep_ratio = edge is not None
+    # only an image that is resized by its shortest edge, and keeps its ratio, is cropped
     square = crop if config.get("do_center_crop", False) and keep_ratio else size
     height = square if isinstance(square, int) else (square or {}).get("height", edge)
     width = square if isinstance(square, int) else (square or {}).get("width", edge)

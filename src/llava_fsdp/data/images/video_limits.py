@@ -41,7 +41,7 @@ def check_mov(file: BinaryIO, size: int) -> None:
 
 
 def boxes(file: BinaryIO, size: int) -> Iterator[tuple[bytes, int]]:
-    """Yield (type, offset behind the head) of each box of a file, in the boxes that lead to tables too."""
+    """Yield (type, offset behind the head) of each box of a file, also of those inside the boxes NESTED."""
     ranges = [(0, size)]
     while ranges:
         at, end = ranges.pop()

@@ -79,7 +79,7 @@ def at_most(count: int, limit: int, what: str) -> None:
 
 
 def check_work(data: bytes) -> None:
-    """Check an image file, or its beginning if Pillow reads no more either; raise TooMuchWork."""
+    """Raise TooMuchWork if an image file, or its beginning if Pillow reads no more, breaks a limit of its format."""
     try:
         if data.startswith(JPEG):
             check_jpeg(data)

@@ -274,7 +274,8 @@ def find(plan: Plan, sources: list[DataSource], folder: Path) -> Index | None:
 
 
 def opened(plan: Plan, folder: Path, state: Path, pictures: Path, encoded: Path) -> Index:
-    """Open a dataset's index, all parts of which are complete. Raises an error if a part is not what was written."""
+    """Open a dataset's index, all parts of which are complete: `state`, and in it the folders of columns about images
+    (`pictures`) and about encoded records. Raise DamagedError if a part is not what was written."""
     records = state / plan.records_name
     for part in (state / "texts", records, pictures, encoded):
         check_part(part, whole=False)

@@ -45,7 +45,7 @@ def render(code: str, messages: list[dict[str, Any]], variables: dict[str, Any])
 
 
 def make_work() -> Work:
-    """Return a function that renders a conversation with a chat template; see `LimitedProcess`."""
+    """Return the function that answers requests in the limited process: it renders a conversation with a template."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     last = ""

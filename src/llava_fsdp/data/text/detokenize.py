@@ -84,7 +84,7 @@ def spell(tokenizer: Tokenizer, ids: list[int]) -> list[TokenText]:
     for token in ids:
         name = tokenizer.name(token)
         alone = "" if name is not None else tokenizer.decode([*before, token])[begin:]
-        if not alone:
+        if not alone:  # a special token, or one that decoding drops
             close()
             pieces.append(TokenText(f"token {token}" if name is None else name, is_special=True))
             continue
@@ -135,6 +135,7 @@ class AnswerText:
         self.ids.append(token)
         if self._is_beginning():
             return ""
+        # the first token after `begin`: from here on, text is returned
         if self._begin and self._generated == [*self._begin, token]:
             self._window = self._decoded = len(self._begin)
         return self._release(self._decode(is_last=False))

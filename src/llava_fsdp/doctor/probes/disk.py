@@ -56,7 +56,7 @@ def measure(folder: Path, max_bytes: int = MOST) -> Speed:
 def read_speed(handle: int, max_bytes: int = MOST) -> float:
     """Read an open file from its beginning, at most `max_bytes` bytes, and return the bytes per second."""
     if hasattr(os, "posix_fadvise"):
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # the file's content must come from the disk, not from memory
             os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
     os.lseek(handle, 0, os.SEEK_SET)
     count, start = 0, time.monotonic()

@@ -83,6 +83,7 @@ def draw(chart: Chart) -> str:
     if not lines:
         return ""
     scale, groups = Scale.of(chart, lines), equal_lines(lines)
+    # lines that lie on each other are dashed, each in the gaps of the others
     taking_turns = {index: turns(n, len(group)) for group in groups for n, index in enumerate(group)}
     dashes = [taking_turns.get(index, "") for index in range(len(lines))]
     body = [*grid(scale, chart.share), *ticks_along(scale), *level(scale, chart), *marks(scale, chart)]

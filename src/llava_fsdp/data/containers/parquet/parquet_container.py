@@ -155,7 +155,7 @@ class ParquetContainer:
         return [path for path, leaf in self.footer.leaves.items() if leaf.binary]
 
     def locations(self, path: str, group: int) -> GroupLocations:
-        """Locate the images in a leaf column of a row group."""
+        """Locate the images in a leaf column (by its path) of a row group. Raise DataError if it cannot have images."""
         leaf = self.footer.leaves.get(path)
         if leaf is None:
             self.footer.refuse(f"it has no column {shown_name(path)}", f"it has {shown_name(list(self.footer.leaves))}")
@@ -165,11 +165,11 @@ class ParquetContainer:
         if leaf.max_repetition > 1:
             chunk.refuse("lists of lists of images are not read", "store one list of images a row")
         values, pages, definition, repetition = chunk_values(chunk)
-        starts = np.flatnonzero(repetition == 0)
+        starts = np.flatnonzero(repetition == 0)  # the first value of each row
         rows = self.rows(group)
         if len(starts) != rows or (len(repetition) and repetition[0] != 0):
             chunk.refuse(f"it has {len(starts)} rows, and the row group has {rows}")
-        exists = definition >= leaf.element
+        exists = definition >= leaf.element  # a lower level is a null or an empty list, which has no element
         first = np.append(0, np.cumsum(exists))[np.append(starts, len(exists))]
         return GroupLocations(self.reader.name, first, values[exists], pages)
 

@@ -63,6 +63,7 @@ class Cursor:
             raise Malformed(f"structs are nested more than {MOST_DEPTH} deep")
         values, number = {}, 0
         while (head := self.byte()) != 0:
+            # a field begins with its number, less that of the field before it (0: the number follows), and its type
             number = number + (head >> 4) if head >> 4 else self.zigzag()
             # the value of a boolean field is in the head of the field
             values[number] = head & 15 == 1 if head & 15 in (1, 2) else self.value(head & 15, depth)

@@ -223,7 +223,8 @@ def plain_values(body: Body, count: int, pages: list[Page]) -> Values:
 
 
 def dictionary_values(body: Body, count: int, dictionary: Values) -> Values:
-    """Find the positions of the values of a page that contains their indices in a dictionary."""
+    """Find the positions of the values of a page that contains their indices in a dictionary. Its first byte is the
+    number of bits of an index."""
     if count == 0:
         return Values.nulls(0)
     width, body = body.take(1)
