@@ -268,14 +268,35 @@ def plan_save(config: PretrainedConfig, read: Callable[[str, Box], torch.Tensor]
     a parameter's name in llava_fsdp (in transformers' model without the leading `model.`), and the part to read.
     """
     model: Any = whole_model_of(config)
-    left_out = {*(model._keys_to_ignore_on_save or ()), *model.all_tied_weights_keys}
+    model._weight_conversions = get_model_conversion_mapping(model, add_legacy=False)
+    return saved(model, lambda name: name.removeprefix("model."), read)
+
+
+def plan_save_again(plan: LoadPlan, read: Callable[[str, Box], torch.Tensor]) -> dict[str, LazyTensor]:
+    """Find the same as `plan_save` for a model that was loaded from a folder as `plan` says. The tensors get the names
+    that `save_pretrained` gives them after `from_pretrained`, which are those in the folder's files wherever
+    transformers can tell. `read` gets a parameter's or a buffer's name in transformers' class, and the part to read."""
+    model: Any = whole_model_of(plan.model.config)
+    loaded: Any = plan.model
+    model._weight_conversions = loaded._weight_conversions
+    return saved(model, lambda name: name, read)
+
+
+def names_saved(model: Any) -> set[str]:
+    """Return the names of the parameters and buffers that `save_pretrained` writes of one of transformers' models."""
+    return model.state_dict().keys() - {*(model._keys_to_ignore_on_save or ()), *model.all_tied_weights_keys}
+
+
+def saved(model: Any, rename: Callable[[str], str], read: Callable[[str, Box], torch.Tensor]) -> dict[str, LazyTensor]:
+    """Return the tensors that `save_pretrained` writes of one of transformers' models on the meta device, by their
+    names in the files. `rename` translates a name in this model to the one that `read` gets."""
+    wanted = names_saved(model)
     held: dict[str, Any] = {}
     for name, value in model.state_dict().items():
-        own = name.removeprefix("model.")
-        if name not in left_out:
+        own = rename(name)
+        if name in wanted:
             held[name] = LazyTensor(value.shape, [own], lambda box, own=own: read(own, box))
-    model._weight_conversions = get_model_conversion_mapping(model, add_legacy=False)
-    with library_errors(f"transformers cannot write a {config.model_type} model with these parts"):
+    with library_errors(f"transformers cannot write a {model.config.model_type} model with these parts"):
         outputs: Any = revert_weight_conversion(model, held)
     return outputs
 

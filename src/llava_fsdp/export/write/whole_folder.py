@@ -1,0 +1,203 @@
+"""Write the folder of a model that is one of transformers' own classes: its weights as `save_pretrained` writes them,
+and the other files of the folder from which it was read, bit for bit.
+
+Nothing is converted. Only `config.json` is written anew, and only if it says something else than the weights: another
+dtype, or one weight for embeddings and output layer where there are two.
+"""
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+from llava_fsdp.config import Config, SpecialTokens
+from llava_fsdp.data.text.jinja_template import OWN
+from llava_fsdp.export.write.weights_writer import ReadPart, Weights, write_shards
+from llava_fsdp.model.architecture import Architecture
+from llava_fsdp.model.parts import read_json
+from llava_fsdp.model.sources.llava_v1_5_config import dtype_name, write_json
+from llava_fsdp.model.sources.pretrained import read_config
+from llava_fsdp.model.weights.conversions import (
+    LoadPlan,
+    names_saved,
+    plan_load,
+    plan_save_again,
+    tied_weights,
+    whole_model_of,
+)
+from llava_fsdp.model.weights.lazy_tensor import LazyTensor
+from llava_fsdp.model.weights.tensor_files import open_tensors
+from llava_fsdp.parallel.ranks.consensus import on_first_rank
+from llava_fsdp.runtime.errors import ModelError
+from llava_fsdp.runtime.files.durable_files import make_empty
+from llava_fsdp.runtime.files.provenance import NOTES, seal
+
+WEIGHTS = (
+    ".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".onnx_data",
+)  # fmt: skip
+"""Endings of the names of files with weights, or with the places of weights."""
+DTYPE_KEYS = ("dtype", "torch_dtype")
+TIED = "tie_word_embeddings"
+
+
+@dataclass(frozen=True)
+class WholeSource:
+    """Description of a model to export that is one of transformers' own classes.
+
+    Attributes:
+        model: model with this architecture. Its weights are not used, and may be sharded or on the meta device.
+        folder: folder from which the model was read before its training.
+        max_length: maximum number of tokens of a sample.
+        special_tokens: how special tokens in a text are tokenized.
+        history: id of the training, stage and step that produced the model, and the parts that were trained.
+    """
+
+    model: Architecture
+    folder: Path
+    max_length: int
+    special_tokens: SpecialTokens
+    history: dict[str, Any]
+
+    template = OWN
+    """The conversation template is always the one in the folder."""
+
+    @property
+    def config(self) -> PretrainedConfig:
+        """The configuration in the folder; one with two weights if embeddings and output layer have different ones."""
+        config = read_config(self.folder, "model.checkpoint")
+        if self.is_untied:
+            for part in {id(part): part for part in (config, config.get_text_config())}.values():
+                part.tie_word_embeddings = False
+        return config
+
+    @property
+    def is_untied(self) -> bool:
+        """Whether the folder's config.json says that the output layer has the weight of the embeddings, and its files
+        have two different weights."""
+        if self.model.language_config.tie_word_embeddings:
+            return False
+        return tied_weights(whole_model_of(read_config(self.folder, "model.checkpoint"))) is not None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What `llava_fsdp.json` says of the model."""
+        return {**self.history, "special_tokens": self.special_tokens.value, "max_length": self.max_length}
+
+
+def whole_source_of_run(model: Architecture, cfg: Config, history: dict[str, Any]) -> WholeSource:
+    """Return the description of a trained model, which may be sharded."""
+    assert model.parts.whole is not None
+    return WholeSource(model, model.parts.whole, cfg.data.max_length, cfg.trained_special_tokens, history)
+
+
+def write_whole_folder(source: WholeSource, weights: Weights, staged: Path, notes: Mapping[str, Any]) -> None:
+    """Write a model folder for transformers. Collective; the first rank writes.
+
+    Raises:
+        ModelError: the weights are not those of the class of transformers.
+        CheckpointError: the folder could not be written.
+    """
+    failing = f"cannot write {staged}"
+    dtypes = set(weights.dtypes.values())
+
+    def begin() -> None:
+        make_empty(staged)
+        copy_others(source.folder, staged)
+        write_config(source, dtypes.pop() if len(dtypes) == 1 else None, staged)
+
+    on_first_rank(begin, failing)
+    config, folder = source.config, source.folder
+    loaded = plan_load(lambda: whole_model_of(config), open_tensors(folder), folder)
+    complete = with_folders_own(weights, loaded, folder)
+    write_shards(complete, staged, partial(plan_complete, loaded, complete), vocabulary=(), trained=0, rows=0)
+    on_first_rank(lambda: seal(staged, {**source.settings, **notes}), failing)
+
+
+def with_folders_own(weights: Weights, loaded: LoadPlan, folder: Path) -> Weights:
+    """Return weights together with what else transformers' class saves and the trainer does not hold, such as buffers.
+    It is read from the folder, with its dtypes there. A buffer that the folder does not have is computed by the class,
+    and left out."""
+    model = whole_model_of(loaded.model.config)
+    wanted = sorted(names_saved(model) - weights.shapes.keys())
+    lacking = [name for name in wanted if name not in loaded.sources]
+    if unknown := {*lacking} & {name for name, _ in model.named_parameters()}:
+        raise ModelError(f"neither the trainer nor {folder} has {min(unknown)}, which transformers' class needs")
+    own = {name: all_values(loaded.sources[name]) for name in wanted if name in loaded.sources}
+    return replace(
+        weights,
+        shapes=weights.shapes | {name: tuple(values.shape) for name, values in own.items()},
+        dtypes=weights.dtypes | {name: values.dtype for name, values in own.items()},
+        read=lambda name: own[name] if name in own else weights.read(name),
+    )
+
+
+def plan_complete(loaded: LoadPlan, weights: Weights, read: ReadPart) -> dict[str, LazyTensor]:
+    """Return the tensors to write, by their names in the files. Raises ModelError if a weight is in none of them."""
+    planned = plan_save_again(loaded, read)
+    planned = {name: tensor for name, tensor in planned.items() if weights.shapes.keys() >= {*tensor.sources}}
+    lost = weights.shapes.keys() - {name for tensor in planned.values() for name in tensor.sources}
+    if lost:
+        raise ModelError(
+            f"transformers' {type(loaded.model).__name__} does not save {min(lost)}, which was trained or kept"
+        )
+    return planned
+
+
+def all_values(source: Any) -> torch.Tensor:
+    """Read all values of a parameter or a buffer, which may be a scalar or of integers."""
+    return source.rows(0, source.shape[0]) if source.shape else source.part(())
+
+
+def copy_others(folder: Path, staged: Path) -> None:
+    """Copy all files of a model folder but its weights and its config.json, bit for bit. Hidden files and the notes of
+    this package are left out, and so are subfolders with weights, which hold the same model in another form."""
+    for place, names in files_to_copy(folder):
+        to = staged / place.relative_to(folder)
+        to.mkdir(parents=True, exist_ok=True)
+        for name in names:
+            shutil.copyfile(place / name, to / name)
+
+
+def files_to_copy(folder: Path) -> Iterator[tuple[Path, list[str]]]:
+    """Yield (folder, names of its files to copy) for a model folder and its subfolders."""
+    for place, inside, names in os.walk(folder):
+        inside[:] = sorted(name for name in inside if not name.startswith("."))
+        if Path(place) != folder and any(name.endswith(WEIGHTS) for name in names):
+            inside.clear()
+            continue
+        own = [name for name in names if not name.endswith(WEIGHTS) and not name.startswith(".")]
+        at_top = Path(place) == folder
+        yield Path(place), sorted(name for name in own if not (at_top and name in ("config.json", NOTES)))
+
+
+def write_config(source: WholeSource, dtype: torch.dtype | None, staged: Path) -> None:
+    """Write `config.json`: the folder's own, bit for bit, unless it says another dtype than that of the weights, or
+    that two different weights are one. `dtype`: that of all weights; None: they have several, as they had before."""
+    file = source.folder / "config.json"
+    raw = read_json(file, str(file))
+    fields = raw if dtype is None else with_dtype(raw, dtype_name(dtype))
+    if source.is_untied:
+        text = {"text_config": fields["text_config"] | {TIED: False}} if "text_config" in fields else {}
+        fields = {**fields, **text, TIED: False}
+    if fields == raw:
+        shutil.copyfile(file, staged / file.name)
+    else:
+        write_json(staged / file.name, fields)
+
+
+def with_dtype(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the contents of a config.json with another dtype wherever it names one, also for the model's parts.
+    Without a name of a dtype, transformers takes that of the weights."""
+    changed = dict(fields)
+    for key, value in fields.items():
+        if key in DTYPE_KEYS and value is not None:
+            changed[key] = name
+        elif key.endswith("_config") and isinstance(value, dict):
+            changed[key] = with_dtype(value, name)
+    return changed
