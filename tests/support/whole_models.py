@@ -11,10 +11,14 @@ from typing import Any
 import torch
 import transformers
 from families import FAMILIES, TEMPLATES, write_family
+from loaders import agreed_steps
 from PIL import Image
 from small import config_of, write_json
+from torch.distributed.tensor import DTensor
 
 from llava_fsdp.config import Config
+from llava_fsdp.data.batching.batch import MicroBatch
+from llava_fsdp.train.state import TrainState
 
 TAG = "<image>"
 IGNORE = -100
@@ -22,6 +26,16 @@ ROLES = {"system": "system", "human": "user", "gpt": "assistant"}
 NO_CHAT = ("paligemma", "got_ocr2")
 """Families whose processors take no conversation: they need an image, at one place, and no more than one."""
 CHAT = tuple(name for name in FAMILIES if name not in NO_CHAT)
+LLAVA = ("llava", "llava_next", "llava_onevision", "internvl", "pixtral_llava")
+"""Families that are trained as LLaVA, without transformers' processor."""
+WHOLE = tuple(name for name in CHAT if name not in LLAVA)
+"""Families that are trained as a whole: by their class and processor."""
+PADDED = {
+    "qwen3_5": "linear attention",
+    "lfm2_vl": "convolutions",
+    "llama4": "chunked attention",
+}
+"""Families whose rows are padded, because their layers cannot keep the samples of a packed row apart: {name: why}."""
 SIZES = [(40, 28), (24, 56), (32, 32), (61, 17), (30, 30), (20, 20), (45, 90), (7, 9)]
 """(width, height) of the images that `write_images` writes."""
 PIECES = [
@@ -120,7 +134,9 @@ class WholeModel:
 
 def write_whole_model(name: str, folder: Path) -> WholeModel:
     images = write_images(folder / "images")
-    write_json(folder / "few.json", few_records(images))
+    few = few_records(images)
+    write_json(folder / "few.json", few)
+    write_json(folder / "pair.json", few[:2])
     write_json(folder / "random.json", random_records(images, 300))
     return WholeModel(name, write_family(name, folder / "model"), folder / "images")
 
@@ -187,7 +203,47 @@ def peer_loss(peer: Any, example: Example) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(logits[at].float(), example.labels[1:][at], reduction="sum")
 
 
-def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Gradients by the class's names; those that are zero are left out, as are parameters without one."""
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in found.items()}
+def peer_gradients(model: WholeModel, kind: str = "few") -> tuple[float, dict[str, torch.Tensor]]:
+    """The sum over samples of the losses of their labels, and its gradients by the class's names."""
+    peer, total = model.peer(), 0.0
+    for record in model.records(kind):
+        loss = peer_loss(peer, example_of(model, record))
+        loss.backward()
+        total += loss.item()
+    return total, {name: p.grad for name, p in peer.named_parameters() if p.grad is not None}
+
+
+def own_gradients(state: TrainState) -> tuple[float, dict[str, torch.Tensor], list[MicroBatch]]:
+    """The sum of the losses of the next step's labels, its gradients by the class's names, and the micro-batches."""
+    (step, *_) = agreed_steps(state.loader)
+    total = 0.0
+    for micro in step.micro_batches:
+        loss = state.model(*state.loader.to_device(micro).inputs)
+        loss.backward()
+        total += loss.item()
+    found = {named(name): p.grad for name, p in state.model.named_parameters() if p.grad is not None}
+    whole = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in found.items()}
+    return total, whole, step.micro_batches
+
+
+def named(name: str) -> str:
+    """The class's name of a parameter of a block whose activations are computed again."""
+    return name.replace("_checkpoint_wrapped_module.", "")
+
+
+def assert_same_gradients(
+    own: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], tolerance: float = 1e-5
+) -> None:
+    """Each gradient within the tolerance of its largest number, and of a tenth of it of the largest of all gradients.
+
+    The gradient of a key's bias is zero in exact arithmetic, so only the second bound means something for it.
+    """
+    floor = 0.1 * tolerance * max(float(g.abs().max()) for g in wanted.values())
+    wrong = {}
+    for name, gradient in wanted.items():
+        found = own.get(name, torch.zeros_like(gradient))
+        difference = float((found - gradient).abs().max())
+        if difference > tolerance * float(gradient.abs().max()) + floor:
+            wrong[name] = (difference, float(gradient.abs().max()))
+    assert not wrong
+    assert not {name for name, g in own.items() if name not in wanted and g.abs().max() > 0}

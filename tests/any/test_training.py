@@ -1,0 +1,129 @@
+"""A training of each family against transformers' own class, one sample at a time: weights, losses and gradients."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+from harness import RankPool, single_world
+from steps import begin
+from tiers import any_but
+from torch.distributed.tensor import DTensor
+from whole_models import (
+    PADDED,
+    WHOLE,
+    WholeModel,
+    assert_same_gradients,
+    named,
+    own_gradients,
+    peer_gradients,
+)
+
+from llava_fsdp.config import Config
+from llava_fsdp.data.loader import ModelShape
+from llava_fsdp.parallel.ranks.world import World
+
+pytestmark = pytest.mark.skipif(
+    "processor_folder" not in {own.name for own in fields(ModelShape)},
+    reason="missing: the loader does not read images through a processor (ModelShape.processor_folder)",
+)
+Whole = Callable[[str], WholeModel]
+FAST = ("gemma3", "paddleocr_vl", "granite4_vision")
+
+
+def full(values: torch.Tensor) -> torch.Tensor:
+    return values.full_tensor() if isinstance(values, DTensor) else values.detach()
+
+
+@pytest.mark.parametrize("name", any_but(["gemma3"], WHOLE))
+def test_what_is_read_is_what_transformers_reads(name: str, whole: Whole, tmp_path: Path) -> None:
+    model = whole(name)
+    peer, own = model.peer(), begin(single_world(), model.config(tmp_path)).model
+    wanted, found = (dict(m.named_parameters(remove_duplicate=False)) for m in (peer, own))
+    assert found.keys() == wanted.keys()
+    assert [n for n in wanted if not torch.equal(full(found[n]), wanted[n])] == []
+    buffers, made = dict(peer.named_buffers()), dict(own.named_buffers())
+    assert [n for n in buffers if n not in made or not torch.equal(full(made[n]), buffers[n])] == []
+
+
+@pytest.mark.parametrize("name", any_but(FAST, WHOLE))
+def test_loss_and_gradients_of_a_row_are_the_sum_over_its_samples(name: str, whole: Whole, tmp_path: Path) -> None:
+    model = whole(name)
+    loss, gradients = peer_gradients(model)
+    own_loss, own, micros = own_gradients(begin(single_world(), model.config(tmp_path)))
+    assert [len(micro.lengths) for micro in micros] == [0 if name in PADDED else 4]
+    assert own_loss == pytest.approx(loss, rel=1e-5)
+    assert_same_gradients(own, gradients, 1e-4 if name == "qwen3_5" else 1e-5)
+
+
+@pytest.mark.parametrize("name", any_but(["gemma3"], WHOLE))
+def test_blocks_that_run_again_attend_in_the_same_way(name: str, whole: Whole, tmp_path: Path) -> None:
+    """Activation checkpointing runs a block again in the backward pass, after the forward pass has ended."""
+    model = whole(name)
+    _, gradients = peer_gradients(model)
+    _, own, _ = own_gradients(begin(single_world(), model.config(tmp_path, "activation_checkpointing=full")))
+    assert_same_gradients(own, gradients, 1e-4 if name == "qwen3_5" else 1e-5)
+
+
+@pytest.mark.parametrize("name", any_but(["paddleocr_vl"], WHOLE))
+def test_a_micro_batch_does_not_depend_on_the_one_before_it(name: str, whole: Whole, tmp_path: Path) -> None:
+    """Models with positions in three axes remember an offset of their last call."""
+    model = whole(name)
+    loss, gradients = peer_gradients(model)
+    own_loss, own, micros = own_gradients(begin(single_world(), model.config(tmp_path, "micro_batch_size=1")))
+    assert len(micros) == 4
+    assert own_loss == pytest.approx(loss, rel=1e-5)
+    assert_same_gradients(own, gradients, 1e-4 if name == "qwen3_5" else 1e-5)
+
+
+def gradients_on_a_rank(world: World, cfg: Config) -> tuple[float, dict[str, torch.Tensor], bool]:
+    """This rank's loss, the gradients over all ranks, and whether this rank has a label."""
+    state = begin(world, cfg)
+    loss, found, micros = own_gradients(state)
+    return loss, found, any(len(micro.label_ids) > 0 for micro in micros)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", any_but(["gemma3"], WHOLE))
+@pytest.mark.parametrize("sharding", ["zero2", "zero3"])
+def test_a_rank_without_images_trains_with_one_that_has_some(
+    name: str, sharding: str, whole: Whole, tmp_path: Path, pools: dict[int, RankPool]
+) -> None:
+    model = whole(name)
+    loss, gradients = peer_gradients(model, "pair")
+    cfg = model.config(tmp_path, f"sharding={sharding}", "micro_batch_size=1", records="pair")
+    results = pools[2].run(gradients_on_a_rank, cfg)
+    assert all(has_label for *_, has_label in results)
+    assert sum(own for own, *_ in results) == pytest.approx(loss, rel=1e-5)
+    for _, own, _ in results:
+        assert_same_gradients(own, gradients, 1e-4 if name == "qwen3_5" else 1e-5)
+
+
+@pytest.mark.any
+@pytest.mark.parametrize("name", PADDED)
+def test_the_log_says_why_rows_are_padded(
+    name: str, whole: Whole, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        begin(single_world(), whole(name).config(tmp_path))
+    assert any("pad" in line and PADDED[name].split()[0] in line for line in caplog.messages), caplog.messages
+
+
+@pytest.mark.any
+@pytest.mark.parametrize(("name", "without"), [("janus", "vqmodel"), ("granite4_vision", "")])
+def test_parameters_that_no_loss_reaches_are_frozen(name: str, without: str, whole: Whole, tmp_path: Path) -> None:
+    model = whole(name)
+    _, gradients = peer_gradients(model)
+    own = begin(single_world(), model.config(tmp_path)).model
+    trained = {named(n) for n, p in own.named_parameters() if p.requires_grad}
+    assert trained == gradients.keys()
+    assert not without or not any(without in n for n in trained)
+
+
+@pytest.mark.any
+def test_pixels_are_float32_also_where_the_processor_rounds_them(whole: Whole, tmp_path: Path) -> None:
+    state = begin(single_world(), whole("llama4").config(tmp_path))
+    _, _, (micro,) = own_gradients(state)
+    assert {v.dtype for v in micro.images.values() if v.is_floating_point()} == {torch.float32}
