@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, ClassVar
@@ -66,31 +66,35 @@ class Architecture(nn.Module, ABC):
     token_keys: TokenKeys
     adapted: list[str]
     """Names of the modules that have adapters."""
-    language_name: ClassVar[str]
+    language_name: str
     """Name of the module that is the language model, without its output layer."""
     output_name: ClassVar[str]
     """Name of the output layer, the module that makes logits and losses."""
-    named_parts: ClassVar[Mapping[str, NamedPart]]
-    """The parts of the model by the first part of their parameters' names, in the order in which they are shown."""
+    named_parts: Mapping[str, NamedPart]
+    """The parts of the model by the beginnings of their parameters' names, in the order in which they are shown. A
+    parameter belongs to the first part that its name fits (`part_name`)."""
+    unused: frozenset[str]
+    """Names of parameters on which nothing that the model computes depends."""
 
     @property
     def language(self) -> Any:
         """The language model of transformers, without its output layer."""
-        return getattr(self, self.language_name)
+        return self.get_submodule(self.language_name)
 
     @property
     def language_config(self) -> PretrainedConfig:
         return self.parts.language
 
     @property
+    @abstractmethod
     def image_size(self) -> int:
-        """Width and height of a tile, an input image of the vision part, in pixels."""
-        return self.parts.image_size
+        """Width and height of a tile, an input image of the vision part, in pixels; 0: images are not cut into tiles of
+        one size."""
 
     @property
     @abstractmethod
     def image_tokens(self) -> int:
-        """Number of tokens that each tile has in the language model."""
+        """Number of tokens that each tile has in the language model; 0 without tiles of one size."""
 
     @property
     def output_weight(self) -> nn.Parameter:
@@ -114,12 +118,20 @@ class Architecture(nn.Module, ABC):
         """Return the lists of transformer blocks through which gradients may pass, the language model's first."""
 
     @abstractmethod
+    def all_blocks(self, part: Part) -> list[nn.Module]:
+        """Return the transformer blocks of a part, empty for the projector."""
+
+    @abstractmethod
     def used_blocks(self, part: Part) -> list[nn.Module]:
         """Return the transformer blocks of a part that run."""
 
     @abstractmethod
+    def modules_of(self, part: Part) -> list[nn.Module]:
+        """Return the modules that make up a part, without the modules inside of them."""
+
+    @abstractmethod
     def check_trained_blocks(self) -> None:
-        """Raise ConfigError if `model.train` names blocks that the model does not have."""
+        """Raise ConfigError if `model.train` names parts or blocks that the model does not have."""
 
     @abstractmethod
     def output_layer(self) -> nn.Module | None:
@@ -162,7 +174,11 @@ class Architecture(nn.Module, ABC):
         getattr(self, self.output_name).weight = self.language.get_input_embeddings().weight
 
     def replace_language(self, language: nn.Module) -> None:
-        setattr(self, self.language_name, language)
+        self.set_submodule(self.language_name, language)
+
+    def stored_buffers(self) -> dict[str, torch.Tensor]:
+        """Read the buffers that the files of the model have, on the CPU, by name. All others are computed."""
+        return {}
 
     @abstractmethod
     def remove_inputs(self) -> None:
@@ -176,6 +192,12 @@ class Architecture(nn.Module, ABC):
     def why_not(self, ability: Ability) -> str | None:
         """Return the reason why this kind of model cannot do what a key asks; None if it can."""
         return None
+
+
+def part_name(name: str, parts: Iterable[str]) -> str | None:
+    """Return which of a model's parts (`Architecture.named_parts`) a parameter belongs to, by its name; None: to none
+    of them."""
+    return next((part for part in parts if name == part or name.startswith(f"{part}.")), None)
 
 
 def check_abilities(model: Architecture, cfg: Config) -> None:

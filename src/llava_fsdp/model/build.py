@@ -1,13 +1,17 @@
-"""Build the model of a training, of whichever kind it is."""
+"""Build the model of a training, of whichever kind it is, and tell whether it accepts packed rows."""
 
 import torch
 
 from llava_fsdp.config import LossConfig, ModelConfig
 from llava_fsdp.model.architecture import Architecture
 from llava_fsdp.model.llava.llava import build_llava
-from llava_fsdp.model.llava.own_parts import NONE, OwnParts
-from llava_fsdp.model.packed_attention.attention import Kernel
+from llava_fsdp.model.llava.own_parts import NONE, OwnParts, own_loss
+from llava_fsdp.model.loss import choose_loss, whole_loss
+from llava_fsdp.model.packed_attention.attention import Kernel, packing_refused
 from llava_fsdp.model.parts import Parts
+from llava_fsdp.model.whole.packs import packs
+from llava_fsdp.model.whole.whole import build_whole
+from llava_fsdp.runtime.errors import ConfigError
 
 
 def build_architecture(
@@ -18,10 +22,23 @@ def build_architecture(
     loss: LossConfig | None = None,
     own: OwnParts = NONE,
 ) -> Architecture:
-    """Build a model on the meta device, and freeze what does not train. There is one kind today, `Llava`.
+    """Build a model on the meta device, and freeze what does not train: a `Whole` if `parts` has the configuration of a
+    whole model of transformers, else a `Llava`.
 
     `kernel` is the attention of packed rows; None: rows are padded. Without `loss`, the loss is computed from the
     logits of all labels at once. `own` has the parts that a program gives. Raises ConfigError and ModelError if the
     model cannot be built, or lacks what the configuration asks for.
     """
-    return build_llava(parts, cfg, compute_dtype, kernel, loss, own)
+    if parts.class_config is None:
+        return build_llava(parts, cfg, compute_dtype, kernel, loss, own)
+    if own.projector is not None:
+        raise ConfigError(f"a {parts.class_config.model_type} has a projector of its own; give none")
+    label_loss = whole_loss if loss is None else choose_loss(loss, compute_dtype, parts.logit_change)
+    if own.loss is not None and loss is not None:
+        label_loss = own_loss(own.loss, loss)
+    return build_whole(parts, cfg, compute_dtype, kernel, label_loss)
+
+
+def why_not_packed(parts: Parts) -> str | None:
+    """Return why a model would mix the samples of a packed row; None if it keeps them apart."""
+    return packing_refused(parts.language) if parts.class_config is None else packs(parts)

@@ -35,6 +35,7 @@ from llava_fsdp.model.weights.conversions import (
     names_of_parts,
     place_of,
     plan_load,
+    plan_whole,
     plan_with_all_rows,
     vision_tower_of,
     whole_model_of,
@@ -92,17 +93,7 @@ def find_weights(
     Raises:
         ModelError: no file has a parameter, or a file has it in another shape.
     """
-    stored: dict[str, Stored] = {}
-    if parts.whole is not None:
-        stored |= whole_model(parts, model)
-    elif not cfg.random_weights:
-        stored |= vision_tower(open_tensors(parts.vision_folder), parts, model)
-        language = read_config(parts.language_folder, "model.language")
-        stored |= language_model(open_tensors(parts.language_folder), language, parts.language_folder, model)
-    if parts.whole is None and projector is not None:
-        alone = projector_alone(projector)
-        check_projector_names(alone, model, f"model.projector={projector}")
-        stored |= alone
+    stored = base_weights(model, parts, cfg, projector)
     adapter: dict[str, Stored] = {}
     if cfg.lora.checkpoint is not None:
         opened = open_adapter(find_adapter(cfg.lora.checkpoint, "model.lora.checkpoint"))
@@ -112,7 +103,8 @@ def find_weights(
             beside = {n: tensor for n, tensor in beside.items() if not n.startswith(PROJECTOR_PREFIX)}
         check_projector_names(beside, model, f"model.lora.checkpoint={cfg.lora.checkpoint}")
         stored |= beside
-    extended = model.with_vocabulary() if parts.whole is not None else set()  # exports add rows to these parameters
+    is_llava = parts.whole is not None and parts.class_config is None
+    extended = model.with_vocabulary() if is_llava else set()  # exports add rows to these parameters
     sources: dict[str, Stored] = {}
     for own_name, _ in model.named_parameters():
         if is_adapter(own_name):
@@ -138,6 +130,25 @@ def find_weights(
         else:
             raise missing(name, parts, projector)
     return sources | adapter_sources(model, sources, adapter, seed)
+
+
+def base_weights(model: Architecture, parts: Parts, cfg: ModelConfig, projector: Path | None) -> dict[str, Stored]:
+    """Find the parameters that the files of a model, of its parts or of its projector have. The arguments are those of
+    `find_weights`."""
+    if parts.class_config is not None:
+        return class_weights(parts, model)
+    if parts.whole is not None:
+        return whole_model(parts, model)
+    stored: dict[str, Stored] = {}
+    if not cfg.random_weights:
+        stored |= vision_tower(open_tensors(parts.vision_folder), parts, model)
+        language = read_config(parts.language_folder, "model.language")
+        stored |= language_model(open_tensors(parts.language_folder), language, parts.language_folder, model)
+    if projector is not None:
+        alone = projector_alone(projector)
+        check_projector_names(alone, model, f"model.projector={projector}")
+        stored |= alone
+    return stored
 
 
 def missing(name: str, parts: Parts, projector: Path | None) -> ModelError:
@@ -240,6 +251,17 @@ def whole_model(parts: Parts, model: nn.Module) -> dict[str, Stored]:
     return by_our_names(plan, {"model.": "", "lm_head.": "lm_head."}, model, folder)
 
 
+def class_weights(parts: Parts, model: nn.Module) -> dict[str, Stored]:
+    """Find all parameters of a whole model of transformers in its folder. Names are those of its class. Raises
+    ModelError if a tensor of the folder has no place in the class, or another shape."""
+    assert parts.whole is not None and parts.class_config is not None
+    plan = plan_whole(parts.class_config, parts.whole)
+    refuse_unused(plan.unused, parts.whole)
+    refuse_misshapen(plan.misshapen, parts.whole)
+    names = parameter_names(model)
+    return {name: source for name, source in plan.sources.items() if name in names}
+
+
 def original_model(
     tensors: Mapping[str, StoredTensor], parts: Parts, folder: Path, model: nn.Module
 ) -> dict[str, Stored]:
@@ -281,11 +303,7 @@ def by_our_names(plan: LoadPlan, prefixes: dict[str, str], model: nn.Module, fol
     Raises:
         ModelError: a parameter has another shape in the files, or `model` does not have this parameter.
     """
-    wrong = {name: shapes for name, shapes in plan.misshapen.items() if name.startswith(tuple(prefixes))}
-    for name, (got, expected) in wrong.items():
-        raise ModelError(
-            f"{name} has shape {list(got)} in {folder}, and this model needs {list(expected)}; it is from another model"
-        )
+    refuse_misshapen({n: both for n, both in plan.misshapen.items() if n.startswith(tuple(prefixes))}, folder)
     stored: dict[str, Stored] = {}
     for name, source in plan.sources.items():
         prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), None)
@@ -298,6 +316,15 @@ def by_our_names(plan: LoadPlan, prefixes: dict[str, str], model: nn.Module, fol
             "train or keep: this kind of model is not supported yet"
         )
     return stored
+
+
+def refuse_misshapen(shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]], folder: Path) -> None:
+    """Raise ModelError if parameters have another shape in a folder's files than in the model. `shapes`: both shapes of
+    these parameters, as `LoadPlan.misshapen` has them."""
+    for name, (got, expected) in shapes.items():
+        raise ModelError(
+            f"{name} has shape {list(got)} in {folder}, and this model needs {list(expected)}; it is from another model"
+        )
 
 
 def parameter_names(model: nn.Module) -> set[str]:

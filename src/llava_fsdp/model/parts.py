@@ -37,6 +37,10 @@ class Parts:
     """Whether the logits are the output of the output layer, whatever the language model's class does with it: so it is
     in LLaVA's classes and in those of other vision-language models, from whose folders the weights may come."""
 
+    class_config: PretrainedConfig | None = None
+    """The whole configuration of `model.checkpoint`, if it is trained as its class in transformers has it (`Whole`);
+    None for LLaVA."""
+
     @property
     def logit_change(self) -> LogitChange:
         """How the logits are made from the output of the output layer."""

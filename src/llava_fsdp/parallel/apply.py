@@ -66,7 +66,8 @@ def apply_parallelism(
     # Other stages go before anything is done to the modules that stay. Buffers are computed from whole layers.
     if stages is not None:
         stages.keep(model)
-    buffers, parts = computed_buffers(model), parts_of(model)
+    buffers, parts = model.stored_buffers(), parts_of(model)
+    buffers |= computed_buffers(model, buffers)
     # Dtypes before division: the local tensor of a divided weight would keep its dtype.
     store_weights(model, cfg.precision, parallelism.is_sharded)
     divide_layers(model, cuts, parallelism, cfg.loss.chunk_tokens)

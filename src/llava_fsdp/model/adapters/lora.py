@@ -18,48 +18,55 @@ from torch.func import functional_call
 from llava_fsdp.config import LoraBias, LoraConfig, Part
 from llava_fsdp.model.adapters.lora_names import ADAPTER, is_adapter
 from llava_fsdp.model.adapters.sample_dropout import SampleDropout, TokenKeys
-from llava_fsdp.model.blocks import find_blocks
 from llava_fsdp.model.packed_attention.attention import NothingPacked, attention_arguments, in_bf16
 from llava_fsdp.model.vision_tower import hidden_state
 from llava_fsdp.runtime.errors import ConfigError
 
 
 class Adaptable(Protocol):
-    """Protocol with those attributes of `Llava` that are used here. llava.py imports this file, which cannot import
-    `Llava`."""
+    """Protocol with those attributes of `Architecture` that are used here. architecture.py imports this folder, which
+    cannot import `Architecture`."""
+
+    cfg: Any
+    adapted: list[str]
+    unused: frozenset[str]
+
+    @property
+    def language(self) -> Any: ...
+    def modules_of(self, part: Part) -> list[nn.Module]: ...
+    def all_blocks(self, part: Part) -> list[nn.Module]: ...
+    def get_submodule(self, target: str) -> nn.Module: ...
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]: ...
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+
+
+class Tower(Protocol):
+    """Protocol with those attributes of `Llava` that its check of gradients needs."""
 
     cfg: Any
     parts: Any
     probe: Any
     kernel: Any
-    adapted: Any
     language_model: Any
-    lm_head: Any
     vision_tower: Any
     training: bool
 
-    def get_submodule(self, target: str) -> nn.Module: ...
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
     def train(self, mode: bool) -> Any: ...
     def eval(self) -> Any: ...
 
 
 def targets(model: Adaptable) -> list[str]:
     """Return the full paths of the linear layers that get LoRA adapters: all in the blocks of the parts that
-    `model.cfg.adapted` lists, except the vision tower's layers after `model.select_layer`."""
-    leftovers = {f"vision_tower.{name}" for name in model.probe.leftovers}
+    `model.cfg.adapted` lists, except layers that are not used."""
     names = [name for part in model.cfg.adapted for name in linear_layers(model, part)]
-    return [name for name in names if f"{name}.weight" not in leftovers]
+    return [name for name in names if f"{name}.weight" not in model.unused]
 
 
 def linear_layers(model: Adaptable, part: Part) -> list[str]:
     """Return the full paths of the linear layers in the blocks of one part of a model without adapters. Subclasses of
     `nn.Linear` with another forward pass, such as Llama 4's router, are left out."""
-    root_name = {Part.language: "language_model", Part.vision: "vision_tower"}[part]
-    root = model.get_submodule(root_name)
-    in_blocks = {module for block in find_blocks(root) for module in block.modules()}
-    names = [name for name, module in root.named_modules() if type(module) is nn.Linear and module in in_blocks]
-    return [f"{root_name}.{name}" for name in names]
+    in_blocks = {module for block in model.all_blocks(part) for module in block.modules()}
+    return [name for name, module in model.named_modules() if type(module) is nn.Linear and module in in_blocks]
 
 
 def add_adapters(model: Adaptable, cfg: LoraConfig, keys: TokenKeys) -> list[str]:
@@ -75,7 +82,7 @@ def add_adapters(model: Adaptable, cfg: LoraConfig, keys: TokenKeys) -> list[str
     names = targets(model)
     if not names:
         raise ConfigError(
-            f"model.lora.enabled=true: {type(model.language_model).__name__} has no linear layers in its blocks, "
+            f"model.lora.enabled=true: {type(model.language).__name__} has no linear layers in its blocks, "
             "and adapters need them; set it to false"
         )
     put_adapters(model, cfg, names)
@@ -94,7 +101,7 @@ def put_adapters(model: Any, cfg: LoraConfig, names: list[str]) -> None:
         r=cfg.r,
         lora_alpha=cfg.alpha,
         lora_dropout=cfg.dropout,
-        bias="none",  # `Llava.freeze` decides what trains
+        bias="none",  # `freeze` decides what trains
         use_dora=cfg.use_dora,
         use_rslora=cfg.use_rslora,
         target_modules=names,
@@ -118,18 +125,17 @@ def import_peft() -> Any:
 def trained_with_adapters(model: Adaptable) -> list[nn.Parameter]:
     """Return the trained parameters of those parts that have LoRA adapters: the parameters of the adapters, and the
     biases that `model.lora.bias` selects."""
-    roots = {Part.language: (model.language_model, model.lm_head), Part.vision: (model.vision_tower,)}
     trained = [p for n, p in model.named_parameters() if is_adapter(n)]
     bias = model.cfg.lora.bias
     if bias is LoraBias.lora_only:
         trained += [p for name in model.adapted for n, p in model.get_submodule(name).named_parameters() if "bias" in n]
     elif bias is LoraBias.all:
-        modules = [module for part in model.cfg.adapted for module in roots[part]]
+        modules = [module for part in model.cfg.adapted for module in model.modules_of(part)]
         trained += [p for module in modules for n, p in module.named_parameters() if n.rpartition(".")[2] == "bias"]
     return trained
 
 
-def check_gradients(model: Adaptable) -> None:
+def check_gradients(model: Tower) -> None:
     """Raise ConfigError if a trainable parameter of the language model or the vision tower can never get a gradient, by
     running a model with LoRA adapters on the meta device."""
     language, vision_tower = model.language_model, model.vision_tower

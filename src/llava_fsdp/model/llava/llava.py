@@ -5,13 +5,13 @@ from typing import ClassVar
 
 import torch
 from torch import nn
-from transformers import AutoModel, PretrainedConfig
+from transformers import AutoModel
 
 from llava_fsdp.config import LossConfig, ModelConfig, Part, PatchMerge, Quantizer, part_and_blocks
 from llava_fsdp.model.adapters.lora import add_adapters, check_gradients, linear_layers, trained_with_adapters
 from llava_fsdp.model.adapters.sample_dropout import TokenKeys
 from llava_fsdp.model.architecture import Architecture, ImageInputs, NamedPart
-from llava_fsdp.model.blocks import find_blocks
+from llava_fsdp.model.blocks import find_blocks, refuse_layerdrop
 from llava_fsdp.model.config_key import ConfigKey
 from llava_fsdp.model.experts import find_routers
 from llava_fsdp.model.llava.own_parts import NONE, OwnParts, make_projector, own_loss
@@ -25,12 +25,13 @@ from llava_fsdp.model.packed_attention.attention import (
     found_out_of_reach,
     other_attention,
     padded_attention,
+    refuse_packing,
     register_attention,
 )
 from llava_fsdp.model.parts import Parts
 from llava_fsdp.model.vision_tower import build_vision_tower, probe_vision_config, selected_features
 from llava_fsdp.model.weights.quantization import quantize_layers
-from llava_fsdp.runtime.errors import ConfigError, ModelError
+from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.files.safe_load import library_errors
 
 PART_NAMES = {Part.language: "language model", Part.vision: "vision tower"}
@@ -91,6 +92,7 @@ class Llava(Architecture):
         feature = parts.trained_feature or cfg.select_feature
         self.probe = probe_vision_config(ConfigKey(parts.vision), cfg.select_layer, feature)
         """Which of the vision tower's layers, tokens and parameters are used."""
+        self.unused = frozenset(f"vision_tower.{name}" for name in self.probe.leftovers)
         check_can_be_shuffled(cfg, parts.vision, self.probe.features)
         self.is_first = self.is_last = True
         self.token_keys = TokenKeys()
@@ -169,6 +171,11 @@ class Llava(Architecture):
         return embeds.flatten(0, 1).index_copy(0, images["positions"], image_embeds).view_as(embeds)
 
     @property
+    def image_size(self) -> int:
+        """Width and height of the vision tower's input images, in pixels."""
+        return self.parts.image_size
+
+    @property
     def image_tokens(self) -> int:
         """Number of tokens that each input image (tile) of the vision tower has in the language model."""
         return self.probe.features // self.cfg.shuffle_factor**2
@@ -193,11 +200,24 @@ class Llava(Architecture):
             stacks.append(find_blocks(self.vision_tower))
         return stacks
 
+    def all_blocks(self, part: Part) -> list[nn.Module]:
+        """Return the transformer blocks of a part."""
+        roots = {Part.language: [self.language_model], Part.vision: [self.vision_tower], Part.projector: []}[part]
+        return [block for root in roots for block in find_blocks(root)]
+
     def used_blocks(self, part: Part) -> list[nn.Module]:
         """Return the transformer blocks of a part, without the vision tower's blocks after `model.select_layer`."""
         if part is Part.language:
             return list(find_blocks(self.language_model))
         return list(find_blocks(self.vision_tower))[: self.probe.layers]
+
+    def modules_of(self, part: Part) -> list[nn.Module]:
+        """Return the modules that make up a part."""
+        return {
+            Part.projector: [self.multi_modal_projector],
+            Part.language: [self.language_model, self.lm_head],
+            Part.vision: [self.vision_tower],
+        }[part]
 
     def check_trained_blocks(self) -> None:
         """Raise ConfigError if `model.train` names blocks that the model does not have."""
@@ -251,22 +271,16 @@ class Llava(Architecture):
         it names; in a part with LoRA adapters, only the adapters and the biases that `model.lora.bias` selects.
         Parameters that can never get a gradient are frozen too."""
         self.requires_grad_(False)
-        modules = {
-            Part.projector: [self.multi_modal_projector],
-            Part.language: [self.language_model, self.lm_head],
-            Part.vision: [self.vision_tower],
-        }
         for part, blocks in self.cfg.trained.items():
             if part not in self.cfg.adapted:
-                for module in modules[part] if blocks is None else self.used_blocks(part)[blocks]:
+                for module in self.modules_of(part) if blocks is None else self.used_blocks(part)[blocks]:
                     module.requires_grad_(True)
         for parameter in trained_with_adapters(self) if self.adapted else []:
             parameter.requires_grad_(True)
         if self.cfg.patch_merge is PatchMerge.spatial_unpad:
             self.image_newline.requires_grad_(Part.projector in self.cfg.trained)
-        leftovers = set(self.probe.leftovers)
-        for name, parameter in self.vision_tower.named_parameters():
-            if name in leftovers or not parameter.numel():  # DINOv3 without registers has an empty parameter for them
+        for name, parameter in self.vision_tower.named_parameters(prefix="vision_tower"):
+            if name in self.unused or not parameter.numel():  # DINOv3 without registers has an empty parameter for them
                 parameter.requires_grad_(False)
 
 
@@ -338,20 +352,3 @@ def build_llava(
     if cfg.quantize.mode is not Quantizer.none:
         quantize_layers(model, linears, cfg.quantize, compute_dtype)
     return model
-
-
-def refuse_layerdrop(config: PretrainedConfig) -> None:
-    """Raise ModelError if a part of the model leaves out whole layers at random in training: each rank would leave out
-    other layers, and wait for ever for the weights of the others' layers."""
-    for key, value in config.to_dict().items():
-        if key.endswith("layerdrop") and value:
-            raise ModelError(
-                f"{key}={value} in the config.json of the {config.model_type}: in training it leaves out layers at "
-                "random, other ones on each rank, which is not supported; set it to 0"
-            )
-
-
-def refuse_packing(reason: str | None) -> None:
-    """Raise ConfigError if there is a reason why a language model would mix the samples of a packed row."""
-    if reason is not None:
-        raise ConfigError(f"pack=true: {reason}; set pack=false, or auto")

@@ -189,10 +189,11 @@ class NothingPacked(CompilingMode):
         return func(*args, **(kwargs or {}))
 
 
-def attention_of_transformers(language: PretrainedConfig) -> str:
-    """Return the name of transformers' own attention implementation for a language model: "sdpa", or "eager"."""
+def attention_of_transformers(language: PretrainedConfig, kind: type | None = None) -> str:
+    """Return the name of transformers' own attention implementation for a language model: "sdpa", or "eager". `kind`:
+    the class of the language model; None: that of its configuration."""
     has_softcap = getattr(language, "attn_logit_softcapping", None) is not None  # older releases' SDPA ignores it
-    has_sdpa = getattr(MODEL_MAPPING[type(language)], "_supports_sdpa", False)
+    has_sdpa = getattr(kind or MODEL_MAPPING[type(language)], "_supports_sdpa", False)
     return "sdpa" if has_sdpa and not has_softcap else "eager"
 
 
@@ -435,15 +436,17 @@ CHANGES_ATTENTION = ("position_bias", "sinks")
 """Names of arguments that layers of some models pass to their attention, and that are not supported here."""
 
 
-def refuse_other_attention(module: nn.Module, others: dict[str, Any], mask: torch.Tensor | None) -> None:
+def refuse_other_attention(
+    module: nn.Module, others: dict[str, Any], mask: torch.Tensor | None, is_causal: bool = False
+) -> None:
     """Raise ConfigError if a layer asks for attention that is not supported here, by the arguments or the mask that it
-    passes."""
+    passes. `is_causal`: the caller knows to which tokens the layer attends, whatever the layer says."""
     if mask is not None:  # transformers builds no mask for our implementations
         raise ConfigError(f"{type(module).__name__} attends with a mask of its own")
     for name in CHANGES_ATTENTION:
         if others.get(name) is not None:
             raise ConfigError(f"{type(module).__name__} attends with {name}, which packed rows lack")
-    if not getattr(module, "is_causal", True) or others.get("is_causal") is False:
+    if not is_causal and (not getattr(module, "is_causal", True) or others.get("is_causal") is False):
         raise ConfigError(f"{type(module).__name__} attends to later tokens")
 
 
@@ -561,10 +564,17 @@ def found_out_of_reach(language: ConfigKey, attention: Attention) -> str | None:
     return layers_out_of_reach(model)
 
 
-def other_attention(language: PretrainedConfig) -> str | None:
+def refuse_packing(reason: str | None) -> None:
+    """Raise ConfigError if there is a reason why a language model would mix the samples of a packed row."""
+    if reason is not None:
+        raise ConfigError(f"pack=true: {reason}; set pack=false, or auto")
+
+
+def other_attention(language: PretrainedConfig, kind: type | None = None) -> str | None:
     """Return which attention a configuration has, other than full causal attention and causal attention in a sliding
-    window, that would mix the samples of a packed row; else None."""
-    if not getattr(MODEL_MAPPING[type(language)], "_supports_attention_backend", False):
+    window, that would mix the samples of a packed row; else None. `kind`: the class of the language model; None: that
+    of its configuration."""
+    if not getattr(kind or MODEL_MAPPING[type(language)], "_supports_attention_backend", False):
         return (
             f"transformers' {language.model_type} does not attend through its AttentionInterface, so the samples of a "
             "row could not be kept apart"

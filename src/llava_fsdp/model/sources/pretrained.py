@@ -3,7 +3,6 @@ argument `key` of functions is the setting that names a folder, such as model.vi
 
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +13,17 @@ from transformers import (
     LlavaNextConfig,
     LlavaOnevisionConfig,
     PretrainedConfig,
-    PreTrainedModel,
 )
 
 from llava_fsdp.config import Config, Feature, ModelConfig, PatchMerge, config_dir
 from llava_fsdp.model.adapters.lora_files import find_adapter, is_adapter_folder
 from llava_fsdp.model.logit_change import VISION_LANGUAGE
 from llava_fsdp.model.parts import Parts, read_json
+from llava_fsdp.model.sources.class_parts import class_parts
 from llava_fsdp.model.sources.llava_v1_5_config import TOWER, check_agrees, is_original, language_config, read_feature
 from llava_fsdp.model.sources.saved_run import projector_cure, way_to_whole, whole_cure
 from llava_fsdp.model.vision_tower import image_size, patch_size
-from llava_fsdp.model.weights.conversions import is_tied, language_model_of, whole_model_of
+from llava_fsdp.model.weights.conversions import has_tied_weights, is_tied, language_model_of, whole_model_of
 from llava_fsdp.model.weights.tensor_files import WHOLE_MODEL, open_tensors, require_weights
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 from llava_fsdp.runtime.files.provenance import NOTES, check_folder, read_notes
@@ -48,6 +47,8 @@ LIMITED = re.compile(r"anyres_max_(\d+)")
 """Pattern for the `vision_aspect_ratio` in LLaVA-OneVision's config.json. Its number is the value of
 `data.max_tiles`."""
 INTERNVL = InternVLConfig.model_type
+LLAVA = (LlavaConfig, LlavaNextConfig, LlavaOnevisionConfig, InternVLConfig)
+"""Configurations of the models that are trained as a `Llava`. All others are trained as a `Whole`."""
 LARGEST_SIZES = {
     "hidden_size": 1 << 17, "intermediate_size": 1 << 20, "num_hidden_layers": 1 << 10, "num_attention_heads": 1 << 12,
     "num_key_value_heads": 1 << 12, "vocab_size": 1 << 24, "max_position_embeddings": 1 << 26, "image_size": 1 << 13,
@@ -70,7 +71,7 @@ def find_parts(cfg: ModelConfig) -> Parts:
 
     Raises:
         ConfigError: a name is neither a folder nor a hub name.
-        ModelError: a folder holds no model, or `model.checkpoint` is not a LLaVA model.
+        ModelError: a folder holds no model, or `model.checkpoint` is no vision-language model that can be trained.
     """
     if cfg.checkpoint is None:
         language, vision = resolve(cfg.language, "model.language"), resolve(cfg.vision, "model.vision")
@@ -82,6 +83,9 @@ def find_parts(cfg: ModelConfig) -> Parts:
     raw = read_json(folder / "config.json", f"model.checkpoint={folder}")
     if is_original(raw):
         return original_parts(folder, raw, cfg)
+    own = read_config(folder, "model.checkpoint")
+    if not isinstance(own, LLAVA):
+        return class_parts(own, folder)
     config = read_llava_config(folder, "model.checkpoint")
     with library_errors(f"model.checkpoint={folder}: its config.json is damaged"):
         check_selection(config, cfg, folder)
@@ -190,7 +194,7 @@ def read_llava_config(folder: Path, key: str) -> Any:
     is typed as Any, because the types of the fields in transformers are too narrow. Raises ModelError if the folder has
     another kind of model, or a projector or vision features that are not supported."""
     config = read_config(folder, key)
-    if not isinstance(config, LlavaConfig | LlavaNextConfig | LlavaOnevisionConfig | InternVLConfig):
+    if not isinstance(config, LLAVA):
         raise ModelError(
             f"{key}={folder} is a {config.model_type} model, not a LLaVA one; "
             "a language model alone goes into model.language"
@@ -315,24 +319,6 @@ def trained_vocabulary(folder: Path, config: Any) -> int:
     if isinstance(config, InternVLConfig):  # the image token of InternVL is not the first untrained token
         return rows
     return config.image_token_index if 0 < rows - config.image_token_index <= 64 else rows
-
-
-def has_tied_weights(
-    build: Callable[[PretrainedConfig], PreTrainedModel], config: PretrainedConfig, folder: Path | None
-) -> bool:
-    """Return whether the output layer of a model has the weight of its embeddings, as in the class of transformers that
-    `build` builds on the meta device. Log a warning if the configuration says so and the folder's files hold two
-    different weights: both are kept then. Without a folder, or without weights in it, the configuration decides."""
-    tied = is_tied(build, config, {}, Path())
-    if not tied or folder is None or not any((folder / name).is_file() for name in WHOLE_MODEL):
-        return tied
-    if is_tied(build, config, open_tensors(folder), folder):
-        return True
-    log().warning(
-        "%s says tie_word_embeddings=true, and its files have an output layer with other values than the embeddings; "
-        "both are kept, as transformers does", folder / "config.json",
-    )  # fmt: skip
-    return False
 
 
 def text_config(config: PretrainedConfig) -> PretrainedConfig:

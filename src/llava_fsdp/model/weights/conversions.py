@@ -36,9 +36,10 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging as transformers_logging
 
 from llava_fsdp.model.weights.lazy_tensor import Box, LazyTensor
-from llava_fsdp.model.weights.tensor_files import Stored, StoredTensor
+from llava_fsdp.model.weights.tensor_files import WHOLE_MODEL, Stored, StoredTensor, open_tensors
 from llava_fsdp.runtime.errors import ModelError
 from llava_fsdp.runtime.files.safe_load import library_errors
+from llava_fsdp.runtime.text.log import log
 
 COMPARED_ROWS = 4096
 """Number of rows of two weights that are read and compared at a time."""
@@ -151,6 +152,11 @@ def plan_load(build: Callable[[], PreTrainedModel], tensors: Mapping[str, Stored
     return plan
 
 
+def plan_whole(config: PretrainedConfig, folder: Path) -> LoadPlan:
+    """Find where in a folder's files the weights and buffers of a vision-language model are."""
+    return plan_load(lambda: whole_model_of(config), open_tensors(folder), folder)
+
+
 def plan_with_all_rows(
     build: Callable[[PretrainedConfig], PreTrainedModel],
     config: PretrainedConfig,
@@ -205,6 +211,24 @@ def is_tied(
     sources = plan_with_all_rows(build, config, tensors, folder).sources
     head, embeddings = (sources.get(name) for name in names)
     return head is None or embeddings is None or head is embeddings or has_same_values(head, embeddings)
+
+
+def has_tied_weights(
+    build: Callable[[PretrainedConfig], PreTrainedModel], config: PretrainedConfig, folder: Path | None
+) -> bool:
+    """Return whether the output layer of a model has the weight of its embeddings, as in the class of transformers that
+    `build` builds on the meta device. Log a warning if the configuration says so and the folder's files hold two
+    different weights: both are kept then. Without a folder, or without weights in it, the configuration decides."""
+    tied = is_tied(build, config, {}, Path())
+    if not tied or folder is None or not any((folder / name).is_file() for name in WHOLE_MODEL):
+        return tied
+    if is_tied(build, config, open_tensors(folder), folder):
+        return True
+    log().warning(
+        "%s says tie_word_embeddings=true, and its files have an output layer with other values than the embeddings; "
+        "both are kept, as transformers does", folder / "config.json",
+    )  # fmt: skip
+    return False
 
 
 def last_parts(name: str) -> str:

@@ -3,9 +3,10 @@ parameter's name, and buffers that transformers computes."""
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import nn
@@ -101,35 +102,40 @@ def draw_rule(model: nn.Module, name: str) -> DrawRule:
     return DrawRule(Rule.NORMAL, SCALES[part].matrix * max(math.prod(shape[1:]), 1) ** -0.5)
 
 
-def computed_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+def computed_buffers(model: nn.Module, stored: Collection[str] = ()) -> dict[str, torch.Tensor]:
     """Return the buffers of a meta-device model that transformers computes (rotary frequencies, position ids), on the
-    CPU, by name. The children of the model that have such buffers must be transformers' models.
+    CPU, by name. Each module that has such buffers must be inside of one of transformers' models.
 
     These buffers are in no file, and are uninitialised after a meta-device model is materialised. transformers computes
     them in `_init_weights`, which is called here on copies of the modules that have such buffers.
+
+    Args:
+        stored: names of buffers that are in files, and are left out.
     """
     buffers: dict[str, torch.Tensor] = {}
-    for part_name, part in model.named_children():
-        for path, module in part.named_modules():
-            names = [name for name, _ in module.named_buffers(recurse=False)]
-            if not names or isinstance(module, QuantizedLinear):  # buffers of quantized layers are set with the weight
-                continue
-            assert isinstance(part, PreTrainedModel), f"{part_name}.{path} has buffers that nothing computes"
-            buffers |= {
-                ".".join(filter(None, (part_name, path, name))): value
-                for name, value in recomputed(part, module, names).items()
-            }
+    models: dict[str, PreTrainedModel] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, PreTrainedModel):
+            models[path] = module
+        own = {f"{path}.{name}".lstrip("."): name for name, _ in module.named_buffers(recurse=False)}
+        names = [name for whole_name, name in own.items() if whole_name not in stored]
+        if not names or isinstance(module, QuantizedLinear):  # buffers of quantized layers are set with the weight
+            continue
+        above = [outer for outer in models if not outer or f"{path}.".startswith(f"{outer}.")]
+        assert above, f"{path} has buffers that nothing computes"
+        values = recomputed(models[max(above, key=len)], module, names)
+        buffers |= {f"{path}.{name}".lstrip("."): value for name, value in values.items()}
     return buffers
 
 
 @torch.no_grad()
 def recomputed(part: PreTrainedModel, module: nn.Module, names: list[str]) -> dict[str, torch.Tensor]:
-    """Compute the named buffers of a meta-device module with the `_init_weights` of its transformers model `part`, on
-    the CPU. This is done twice, from different initial values, to prove that `_init_weights` sets all of them. Raises
-    ModelError if it does not."""
+    """Compute the named buffers of a meta-device module with the `_init_weights` of `part`, the nearest of
+    transformers' models that contains it, on the CPU. This is done twice, from different initial values, to prove that
+    `_init_weights` sets all of them. Raises ModelError if it does not."""
     results = []
     for filling in (1, 2):
-        twin = copy.deepcopy(module).to_empty(device="cpu")
+        twin = copy_alone(module).to_empty(device="cpu")
         for name in names:
             twin.get_buffer(name).fill_(filling)
         part._init_weights(twin)
@@ -141,6 +147,19 @@ def recomputed(part: PreTrainedModel, module: nn.Module, names: list[str]) -> di
                 f"buffer, {name}, that no file holds and that transformers computes only while it builds the model"
             )
     return results[0]
+
+
+def copy_alone(module: nn.Module) -> Any:
+    """Copy a module with those of its submodules that have none themselves: `_init_weights` may look at them, and the
+    others may be large."""
+    children = dict(module._modules)
+    for name, child in children.items():
+        if child is not None and any(True for _ in child.children()):
+            module._modules[name] = None
+    try:
+        return copy.deepcopy(module)
+    finally:
+        module._modules.update(children)
 
 
 def restore_buffers(model: nn.Module, buffers: dict[str, torch.Tensor], clean_name: Callable[[str], str] = str) -> None:

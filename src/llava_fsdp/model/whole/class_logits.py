@@ -1,0 +1,70 @@
+"""Compare how a class of transformers makes logits from its last hidden states with how `OutputLayer` does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from llava_fsdp.model.logit_change import LogitChange
+from llava_fsdp.runtime.errors import ModelError
+
+TOKENS, VOCABULARY = 3, 7
+LARGE = 50.0
+"""Standard deviation of the tried logits, which any cap would change."""
+
+
+class Outputs(tuple):
+    """What a model returns to the class that has its output layer: the last hidden states. All else is None."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self[0] if name == "last_hidden_state" else None
+
+
+class GivenStates(nn.Module):
+    """Stands for a model without output layer, and returns given hidden states whatever it is called with."""
+
+    def __init__(self, states: torch.Tensor):
+        super().__init__()
+        self.states = states
+
+    def forward(self, *_: Any, **__: Any) -> Outputs:
+        return Outputs((self.states,))
+
+
+def check_logits(model: PreTrainedModel, change: LogitChange) -> None:
+    """Raise ModelError if the class of a model in transformers makes other logits from the last hidden states than the
+    output layer with `change`, or cannot be asked. The code of the class runs with the model's own configuration, on a
+    few random hidden states and on random weights of a small output layer.
+
+    Args:
+        model: on the meta device. It is changed, and only to be thrown away.
+    """
+    what = f"a {type(model).__name__}, model_type={model.config.model_type}"
+    try:
+        with torch.no_grad(), torch.device("cpu"):
+            theirs, ours = logits_of(model, change)
+    except Exception as error:
+        raise ModelError(f"{what} is not supported: its class makes no logits of hidden states ({error})") from error
+    if theirs.shape != ours.shape or not torch.allclose(theirs.float(), ours, rtol=1e-5, atol=1e-5):
+        raise ModelError(
+            f"{what} is not supported: with the values in its config.json, its class makes other logits than its "
+            "output layer gives, so that a training would not be of that model"
+        )
+
+
+def logits_of(model: Any, change: LogitChange) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the logits of the same hidden states as the class makes them and as the output layer does."""
+    width = model.config.get_text_config().hidden_size
+    dice = torch.Generator().manual_seed(0)
+    head = nn.Linear(width, VOCABULARY, bias=False)
+    head.weight = nn.Parameter(torch.randn((VOCABULARY, width), generator=dice) * LARGE * width**-0.5)
+    states = torch.randn((1, TOKENS, width), generator=dice)
+    model.model, model.lm_head = GivenStates(states), head
+    ids = torch.zeros((1, TOKENS), dtype=torch.int64)
+    logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+    return logits, change.apply(head(states).float())

@@ -1,0 +1,139 @@
+"""Find the parts of any of transformers' vision-language models by their structure: language model, vision towers,
+projector. No name of a kind of model is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from llava_fsdp.config import Part
+from llava_fsdp.model.blocks import find_stacks
+from llava_fsdp.runtime.errors import ModelError
+
+BASE, OUTPUT = "model", "lm_head"
+"""Names of the model without output layer and of the output layer, in transformers' classes and in `Whole`."""
+DEPTHS = ("num_hidden_layers", "depth")
+"""Keys under which the configurations of vision towers have their number of blocks."""
+
+
+@dataclass(frozen=True)
+class Structure:
+    """The names of a model's parts, with the leading `model.`."""
+
+    language: str
+    """Name of the language model, without its output layer."""
+    towers: tuple[str, ...]
+    """Names of the vision towers; they may contain parts of the projector."""
+    projectors: tuple[str, ...]
+    """Names of those modules and parameters in the vision towers that belong to the projector. What is in no tower and
+    not in the language model belongs to the projector too."""
+    stacks: tuple[str, ...]
+    """For each vision tower that has blocks, the name of its list of blocks."""
+
+    def part_of(self, name: str) -> Part:
+        """Return the part to which a parameter or module belongs, by its name."""
+        if is_inside(name, (self.language, OUTPUT)):
+            return Part.language
+        if is_inside(name, self.towers) and not is_inside(name, self.projectors):
+            return Part.vision
+        return Part.projector
+
+
+def is_inside(name: str, outer: tuple[str, ...]) -> bool:
+    """Return whether a parameter or module is one of others or inside of them, by its name."""
+    return any(name == one or name.startswith(f"{one}.") for one in outer)
+
+
+def find_structure(base: PreTrainedModel) -> Structure:
+    """Find the parts of a model without output layer, on any device. Raises ModelError if it has no language model in
+    it, or if its language model has no list of blocks."""
+    language = language_of(base)
+    names = {module: name for name, module in base.named_modules()}
+    own = f"{names[language]}."
+    depth = getattr(language.config, "num_hidden_layers", None)
+    if not any(len(stack) == depth for stack in lists_in(language)):
+        raise ModelError(f"the language model of a {type(base).__name__} has no list of its {depth} blocks")
+    towers = {name: tower for name, tower in towers_of(base) if not f"{name}.".startswith(own)}
+    stacks, projectors = [], []
+    for tower_name, tower in towers.items():
+        found = find_stacks(tower)
+        if not found:
+            continue
+        blocks = blocks_of_tower(found, tower.config)
+        stacks.append(f"{tower_name}.{blocks}")
+        width = language.config.hidden_size
+        projectors += [f"{tower_name}.{child}" for child in behind_blocks(tower, blocks, width)]
+
+    def with_base(found: Any) -> tuple[str, ...]:
+        return tuple(f"{BASE}.{name}" for name in found)
+
+    return Structure(f"{BASE}.{names[language]}", with_base(towers), with_base(projectors), with_base(stacks))
+
+
+def base_of(whole: PreTrainedModel) -> PreTrainedModel:
+    """Return the model without output layer in one of transformers' classes. Raises ModelError if the class has other
+    parts than these two."""
+    base: Any = getattr(whole, BASE, None)
+    if not isinstance(base, PreTrainedModel) or whole.get_output_embeddings() is not getattr(whole, OUTPUT, None):
+        raise ModelError(f"a {type(whole).__name__} is not made of a model and an output layer, and is not supported")
+    return base
+
+
+def language_of(base: PreTrainedModel) -> PreTrainedModel:
+    """Return the language model in a model without output layer. Raises ModelError if there is none."""
+    language: Any = base.get_decoder()
+    if language is base or not isinstance(language, PreTrainedModel) or language not in set(base.modules()):
+        raise ModelError(f"a {type(base).__name__} has no language model in it that could be told from its other parts")
+    return language
+
+
+def lists_in(module: nn.Module) -> Iterator[nn.ModuleList]:
+    return (inner for inner in module.modules() if isinstance(inner, nn.ModuleList))
+
+
+def towers_of(base: PreTrainedModel) -> Iterator[tuple[str, PreTrainedModel]]:
+    """Yield the topmost models inside of a model that are built from one of its configurations for images, as
+    `vision_config`, with their names."""
+    configs = tuple({type(config) for name, config in inner_configs(base.config) if "vision" in name})
+    found: list[str] = []
+    for name, module in base.named_modules():
+        is_tower = module is not base and isinstance(module, PreTrainedModel) and isinstance(module.config, configs)
+        if is_tower and not is_inside(name, tuple(found)):
+            found.append(name)
+            yield name, module
+
+
+def inner_configs(config: Any) -> Iterator[tuple[str, PretrainedConfig]]:
+    """Yield the configurations of a model's parts, with their keys."""
+    for name, value in vars(config).items():
+        if isinstance(value, PretrainedConfig):
+            yield name, value
+
+
+def blocks_of_tower(stacks: Mapping[str, nn.ModuleList], config: PretrainedConfig) -> str:
+    """Return the name of a vision tower's list of blocks: the first one that is as long as its configuration says, or
+    else the first one."""
+    depths = {getattr(config, key, None) for key in DEPTHS}
+    return next((name for name, stack in stacks.items() if len(stack) in depths), next(iter(stacks)))
+
+
+def behind_blocks(tower: nn.Module, blocks: str, width: int) -> list[str]:
+    """Return the names of a vision tower's modules that belong to the projector: those behind its blocks that have a
+    matrix whose outputs are as wide as the language model's embeddings, as `merger` of Qwen's models.
+
+    Args:
+        blocks: name of the list of blocks.
+        width: width of the language model's embeddings.
+    """
+    top = blocks.partition(".")[0]
+    children: Mapping[str, nn.Module] = dict(tower.named_children())
+    order = list(children)
+    return [
+        name
+        for name in order[order.index(top) + 1 :]
+        if any(p.ndim > 1 and p.shape[0] == width for p in children[name].parameters())
+    ]

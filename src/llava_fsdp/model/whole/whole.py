@@ -1,0 +1,309 @@
+"""Whole models of transformers: any vision-language model that its AutoModelForImageTextToText builds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from llava_fsdp.config import ModelConfig, Part, part_and_blocks
+from llava_fsdp.model.adapters.lora import add_adapters, trained_with_adapters
+from llava_fsdp.model.adapters.sample_dropout import TokenKeys
+from llava_fsdp.model.architecture import Ability, Architecture, ImageInputs, NamedPart, part_name
+from llava_fsdp.model.blocks import find_blocks, refuse_layerdrop
+from llava_fsdp.model.loss import LabelLoss, LossCollector, OutputLayer
+from llava_fsdp.model.packed_attention.attention import (
+    CachedRows,
+    Kernel,
+    Segments,
+    attention_of_transformers,
+    refuse_packing,
+)
+from llava_fsdp.model.packed_attention.row_mask import BoundaryMask, rows_name
+from llava_fsdp.model.parts import Parts
+from llava_fsdp.model.weights.conversions import plan_whole, whole_model_of
+from llava_fsdp.model.whole.class_logits import check_logits
+from llava_fsdp.model.whole.packs import packs
+from llava_fsdp.model.whole.structure import BASE, OUTPUT, base_of, find_structure
+from llava_fsdp.runtime.errors import ConfigError, ModelError
+
+TYPES = "token_type_ids"
+"""Ending of the names of a processor's outputs that say of each token what it stands for."""
+REFUSED = {
+    Ability.pipeline: "its layers",
+    Ability.tensor: "its layers",
+    Ability.context: "its rows",
+}
+"""What ranks would divide among them, by the key that asks."""
+
+
+class Whole(Architecture):
+    """A vision-language model as its class in transformers has it. Parameter names are those of the class.
+
+    Its processor makes the inputs. So there are no tiles, and no code for a single kind of model.
+    """
+
+    output_name = OUTPUT
+
+    def __init__(
+        self, parts: Parts, cfg: ModelConfig, compute_dtype: torch.dtype, kernel: Kernel | None, label_loss: LabelLoss
+    ):
+        """Build the modules on the meta device.
+
+        Args:
+            kernel: attention of packed rows; None: rows are padded.
+
+        Raises:
+            ModelError: transformers cannot build the model, or its structure is not supported.
+        """
+        super().__init__()
+        assert parts.class_config is not None
+        made: Any = whole_model_of(parts.class_config)
+        base_of(made)
+        check_logits(made, parts.logit_change)  # replaces its parts
+        made = whole_model_of(parts.class_config)
+        names = {name for name, _ in made.named_parameters(remove_duplicate=False)}
+        self.cfg = cfg
+        self.parts = parts
+        self.compute_dtype = compute_dtype
+        self.kernel = kernel
+        self.model: Any = base_of(made)
+        self.model.config.use_cache = False
+        self.model.config.return_dict = True  # a folder's false would make its outputs tuples
+        rows, width = made.get_output_embeddings().weight.shape
+        self.lm_head = OutputLayer(width, rows, label_loss, parts.logit_change)
+        self.structure = find_structure(self.model)
+        self.language_name = self.structure.language
+        self.named_parts = named_parts(self)
+        if parts.language.tie_word_embeddings:
+            self.lm_head.weight = self.language.get_input_embeddings().weight
+        other = names ^ {name for name, _ in self.named_parameters(remove_duplicate=False)}
+        if other:
+            raise ModelError(f"a {type(made).__name__} has parameters outside of its model and output layer: {other}")
+        theirs = attention_of_transformers(parts.language, type(self.language))
+        self.use_attention(theirs if kernel is None else rows_name(kernel.attention))
+        self.unused = frozenset()
+        self.is_first = self.is_last = True
+        self.token_keys = TokenKeys()
+        self.adapted: list[str] = []
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  # each kind has inputs of its own
+        self,
+        input_ids: torch.Tensor,
+        segments: Segments | CachedRows | None,
+        images: ImageInputs,
+        seeds: torch.Tensor,
+        label_positions: torch.Tensor,
+        label_ids: torch.Tensor | None = None,
+        *,
+        return_logits: bool = False,
+        collector: LossCollector | None = None,
+        hidden: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the sum of the losses of all labels, float32 scalar, or, with `return_logits`, the logits at the
+        labels, float32 [labels, vocabulary].
+
+        Args:
+            input_ids: the processor's token ids, int64 [rows, length], padded on the right. A packed row (several
+                samples one after another) is int64 [1, tokens].
+            segments: the sample boundaries of a packed row; None for padded rows.
+            images: what the processor made of the images, by its own names, and in the same way:
+                token types, as `mm_token_type_ids`: int64 [rows, length], where the model has them.
+                position_ids: int64 [axes, rows, length], where the model numbers image tokens by rows and columns.
+            seeds: dropout seeds of the tokens, int64 [rows, length] or broadcast to it; used in training with dropout.
+            label_positions: int64 [labels]: index in the flattened rows of the token at which each label is predicted.
+            label_ids: int64 [labels]; not used with `return_logits`.
+            collector: collects the loss of every single label, if the loss function computes these losses.
+            hidden: always None, as the model is not divided into stages.
+        """
+        assert hidden is None and not isinstance(segments, CachedRows), "transformers generates answers"
+        assert segments is None or self.kernel is not None, "packed rows need an attention kernel"
+        if self.training and self.cfg.lora.enabled and self.cfg.lora.dropout:
+            self.token_keys.set(seeds, seeds.new_zeros(0), input_ids.shape, segments, 1)
+        given = {name: self.cast(value) for name, value in images.items()}
+        positions = given.pop("position_ids", None)
+        if positions is None:
+            length = input_ids.shape[1]
+            positions = torch.arange(length, device=input_ids.device)[None] if segments is None else segments[0]
+        # With a mask, transformers does not search the positions for packed samples, for which the host would wait.
+        mask = torch.ones_like(input_ids) if segments is None else BoundaryMask.of(segments)
+        output: torch.Tensor = self.model(
+            input_ids=input_ids, attention_mask=mask, position_ids=positions, use_cache=False, **given
+        ).last_hidden_state
+        labelled = output.flatten(0, 1).index_select(0, label_positions)  # [labels, hidden]
+        if return_logits:
+            return self.lm_head(labelled)
+        assert label_ids is not None
+        return self.lm_head(labelled, label_ids, collector=collector)
+
+    def cast(self, value: torch.Tensor) -> torch.Tensor:
+        return value.to(self.compute_dtype) if value.is_floating_point() else value
+
+    @property
+    def image_size(self) -> int:
+        return 0
+
+    @property
+    def image_tokens(self) -> int:
+        return 0
+
+    def stacks(self) -> list[nn.ModuleList]:
+        """Return the lists of blocks of the vision towers."""
+        found = [self.get_submodule(name) for name in self.structure.stacks]
+        return [stack for stack in found if isinstance(stack, nn.ModuleList)]
+
+    def blocks(self) -> list[nn.ModuleList]:
+        """Return the lists of transformer blocks of the language model and, if they train, of the vision towers."""
+        return [find_blocks(self.language), *(self.stacks() if Part.vision in self.cfg.trained else [])]
+
+    def all_blocks(self, part: Part) -> list[nn.Module]:
+        """Return the transformer blocks of a part."""
+        if part is Part.language:
+            return list(find_blocks(self.language))
+        return [block for stack in self.stacks() for block in stack] if part is Part.vision else []
+
+    def used_blocks(self, part: Part) -> list[nn.Module]:
+        """Return the transformer blocks of a part that run: all."""
+        return self.all_blocks(part)
+
+    def modules_of(self, part: Part) -> list[nn.Module]:
+        """Return the topmost modules whose parameters all belong to a part."""
+        found: list[str] = []
+        for name, module in self.named_modules():
+            own = {self.structure.part_of(inner) for inner, _ in module.named_parameters(prefix=name)}
+            if own == {part} and part_name(name, found) is None:
+                found.append(name)
+        return [self.get_submodule(name) for name in found]
+
+    def check_trained_blocks(self) -> None:
+        """Raise ConfigError if `model.train` names parts or blocks that the model does not have."""
+        kind = type(self.model).__name__
+        present = {self.structure.part_of(name) for name, _ in self.named_parameters()}
+        for text in self.cfg.train:
+            part, blocks = part_and_blocks(text)
+            if part not in present:
+                raise ConfigError(f"model.train: a {kind} has no {part.value} of its own; leave {text} out")
+            if blocks is None:
+                continue
+            count = len(self.all_blocks(part))
+            ends = [count + end if end < 0 else end for end in (blocks.start, blocks.stop) if end is not None]
+            if not all(0 <= end <= count for end in ends) or not range(count)[blocks]:
+                raise ConfigError(
+                    f"model.train: {text} is not among the {count} blocks of the {part.value} of a {kind}, numbers 0 "
+                    f"to {count - 1}; the last is {part.value}:-1, and all are {part.value}:-{count}"
+                )
+
+    def output_layer(self) -> nn.Module | None:
+        """Return the output layer; None if its weight is that of the embeddings."""
+        return None if self.parts.language.tie_word_embeddings else self.lm_head
+
+    def whole_while_frozen(self) -> list[nn.Module]:
+        """Return the vision towers, which do not run on ranks without images while they and the projector are
+        frozen."""
+        return [self.get_submodule(name) for name in self.structure.towers]
+
+    @property
+    def needs_blank(self) -> bool:
+        """Whether a rank without images must run the vision part too, because something in it trains."""
+        return any(
+            p.requires_grad and self.structure.part_of(name) is not Part.language for name, p in self.named_parameters()
+        )
+
+    def empty_image_inputs(self, tiles: int, image_tokens: int, blends: bool) -> ImageInputs:
+        return {}
+
+    def with_vocabulary(self) -> set[str]:
+        """Return the names of the weights of the embeddings and the output layer, which have a row for each token."""
+        embeddings = self.language.get_input_embeddings().weight
+        return {f"{OUTPUT}.weight", *(name for name, own in self.named_parameters() if own is embeddings)}
+
+    def use_attention(self, name: str) -> None:
+        """Let the language model attend by another implementation of transformers' AttentionInterface; the vision part
+        keeps its own. Blocks that run again in the backward pass must find the same implementation."""
+        self.attention = name
+        for config in (self.language.config, self.model.config.get_text_config()):
+            config._attn_implementation = name
+
+    def stored_buffers(self) -> dict[str, torch.Tensor]:
+        """Read the buffers that the files of the model have, on the CPU, by name."""
+        saved = self.state_dict().keys()
+        expected = {name: buffer for name, buffer in self.named_buffers() if name in saved}
+        if not expected:
+            return {}
+        assert self.parts.whole is not None and self.parts.class_config is not None
+        sources = plan_whole(self.parts.class_config, self.parts.whole).sources
+        return {
+            name: sources[name].rows(0, buffer.shape[0] if buffer.ndim else 0).to(buffer.dtype)
+            for name, buffer in expected.items()
+            if name in sources
+        }
+
+    def remove_inputs(self) -> None:
+        raise AssertionError("the model is not divided into stages")
+
+    def why_not(self, ability: Ability) -> str | None:
+        """Return the reason why the model cannot do what a key asks; None if it can."""
+        kind = f"a {self.parts.class_config.model_type}" if self.parts.class_config is not None else "this model"
+        if ability in REFUSED:
+            return f"{kind} is trained as transformers has it, and ranks cannot divide {REFUSED[ability]} among them"
+        return f"{kind} is trained as transformers has it, which this key cannot change yet"
+
+    def freeze(self) -> None:
+        """Freeze all parameters except those that train: those of the parts in `model.train`, or of their blocks that
+        it names; in a part with LoRA adapters, only the adapters and the biases that `model.lora.bias` selects.
+        Parameters that can never get a gradient are frozen too."""
+        whole = {part for part, blocks in self.cfg.trained.items() if blocks is None and part not in self.cfg.adapted}
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(self.structure.part_of(name) in whole)
+        for part, blocks in self.cfg.trained.items():
+            if blocks is not None:
+                for block in self.all_blocks(part)[blocks]:
+                    block.requires_grad_(True)
+        for parameter in trained_with_adapters(self) if self.adapted else []:
+            parameter.requires_grad_(True)
+        for name, parameter in self.named_parameters():
+            if name in self.unused or not parameter.numel():
+                parameter.requires_grad_(False)
+
+
+def named_parts(model: Whole) -> Mapping[str, NamedPart]:
+    """Return the parts of a model by the beginnings of their parameters' names (`Architecture.named_parts`)."""
+    own = model.structure
+    found = {name: NamedPart("projector", Part.projector) for name in own.projectors}
+    found |= {name: NamedPart("vision tower", Part.vision) for name in own.towers}
+    found |= {own.language: NamedPart("language model"), OUTPUT: NamedPart("output layer")}
+    return found | {BASE: NamedPart("projector", Part.projector)}
+
+
+def build_whole(
+    parts: Parts, cfg: ModelConfig, compute_dtype: torch.dtype, kernel: Kernel | None, label_loss: LabelLoss
+) -> Whole:
+    """Build a whole model of transformers on the meta device, with the configured LoRA adapters, and freeze what does
+    not train.
+
+    Args:
+        compute_dtype: dtype of the matrix products in the forward pass.
+        kernel: attention implementation for packed rows; None: the model accepts only padded rows.
+
+    Raises:
+        ConfigError: the model cannot keep the samples of a packed row apart, or has no layers for adapters.
+        ModelError: transformers cannot build the model, or its structure is not supported.
+    """
+    assert parts.class_config is not None
+    if kernel is not None:
+        refuse_packing(packs(parts))
+    for config in (parts.class_config, parts.language, parts.vision):
+        refuse_layerdrop(config)
+    with torch.device("meta"):
+        model = Whole(parts, cfg, compute_dtype, kernel, label_loss)
+        if cfg.lora.enabled:
+            if cfg.lora.dropout and Part.vision in cfg.adapted:
+                raise ConfigError(
+                    f"model.lora.dropout={cfg.lora.dropout}: adapters in the vision part of a "
+                    f"{parts.class_config.model_type} have no dropout; set it to 0, or take vision out of model.train"
+                )
+            model.adapted = add_adapters(model, cfg.lora, model.token_keys)
+    model.freeze()
+    return model
