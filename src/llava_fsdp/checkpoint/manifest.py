@@ -118,7 +118,7 @@ def parse(content: bytes) -> Manifest:
     if body is None:
         raise CheckpointError(f"{MANIFEST_FILE} is not what was written: its digest of itself differs")
     try:
-        values = small_json.parse(body + b"}")
+        values = small_json.parse(body + b"}")  # `unsealed` has cut the closing brace off with the digest
         if (version := values["format"]) != FORMAT:
             newer = isinstance(version, int) and version > FORMAT
             cure = "update llava_fsdp" if newer else "the version that wrote it continues and exports it"

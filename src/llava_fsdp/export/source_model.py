@@ -161,6 +161,7 @@ def open_checkpoint(checkpoint: Checkpoint, cfg: ConversionConfig) -> Opened:
     facts, folder = checkpoint.facts, checkpoint.folder
     run = run_config(facts, folder)
     parts = find_parts(run.model)
+    # without quantization: the files have the weights as they were before it, and an export has them too
     model = build_llava(parts, replace(run.model, quantize=QuantizeConfig()), torch.float32)
     where, key = run.model.checkpoint or run.model.language, "model.checkpoint or model.language"
     check_base_config(folder / adapter.FOLDER, parts, where, key)
@@ -288,7 +289,9 @@ def source_of_folder(folder: Path, model: Llava, model_config: ModelConfig, cfg:
 
 
 def default_template(cfg: ConversionConfig, parts: Parts) -> str:
-    """Return the name of the conversation template of a model whose folder names none."""
+    """Return the name of the conversation template of a model whose folder names none: the one that `cfg` names; with
+    `auto` the language model's chat template, if the model is in transformers' form or has image grids and its chat
+    template can be trained with, else v1."""
     if cfg.template == OWN:
         return own_name(parts.language_folder) or OWN
     if cfg.template != AUTO:

@@ -205,7 +205,7 @@ def adapter_sources(
             sources[name] = Drawn(name, shape, DrawRule(Rule.UNIFORM, bound), seed)
         elif name.endswith(LORA_B):
             sources[name] = Drawn(name, shape, DrawRule(Rule.ZEROS), seed)
-        else:
+        else:  # DoRA's magnitudes begin as the norms of the weight's rows
             sources[name] = RowLengths(base[name.removesuffix(MAGNITUDE) + BASE_WEIGHT])
     return sources
 

@@ -123,8 +123,8 @@ def make_meshes(world: World, plan: ShardPlan, cfg: Config) -> Meshes:
     """
     cfg.parallel.check_divides(world.size)
     parallel, layout = cfg.parallel, RankLayout(cfg.parallel, world.size)
-    size, tensor, expert, stages = parallel.num_context, parallel.tensor, parallel.expert, parallel.pipeline
-    for key, ranks in (("context", size), ("tensor", tensor), ("expert", expert), ("pipeline", stages)):
+    context, tensor, expert, stages = parallel.num_context, parallel.tensor, parallel.expert, parallel.pipeline
+    for key, ranks in (("context", context), ("tensor", tensor), ("expert", expert), ("pipeline", stages)):
         if ranks > 1:
             check_torch(f"parallel.{key}")
     copies = layout.num_copies
@@ -148,7 +148,7 @@ def make_meshes(world: World, plan: ShardPlan, cfg: Config) -> Meshes:
     of_experts = shape_of_experts(shape, expert, tensor)
     meshes = Meshes(
         dense[names] if outer or inner else dense,
-        mesh_of((copies // size, size), ("data", "context"), inner) if size > 1 else None,
+        mesh_of((copies // context, context), ("data", "context"), inner) if context > 1 else None,
         pipeline=init_device_mesh(
             world.device.type, (stages, layout.ranks_per_stage), mesh_dim_names=("pipeline", "stage")
         )

@@ -58,8 +58,8 @@ which would keep the command from training."""
 
 def plan(cfg: PlanConfig, typed: Sequence[str] = (), line: StageLine | None = None) -> None:
     """Print predicted memory and time for all strategies and modes of activation checkpointing and offload, and the
-    command that trains in the best way. `typed`: the user's command-line arguments. Those that `train` takes, too, are
-    copied into the printed command.
+    command that trains with the fastest that fit. `typed`: the user's command-line arguments. Those that `train` takes,
+    too, are copied into the printed command.
 
     Raises:
         ModelError: the model cannot be computed on the meta device.
@@ -97,7 +97,8 @@ class MadePlan:
 
 
 def plan_objects(cfg: PlanConfig) -> list[PlanRow]:
-    """Return the ways to train as objects, the best first; nothing is printed.
+    """Return the predictions for all combinations of strategy, activation checkpointing and offload (with
+    `parallel.search` for the best layouts of ranks), the best first. Nothing is printed.
 
     Raises:
         ModelError: the model cannot be computed on the meta device.

@@ -405,8 +405,8 @@ class Planner:
         between: Sequence[MicroBatchSizes] = (),
         rank: int | None = None,
     ) -> PlanRow:
-        """Predict memory and time of one way to train. With a pipeline, memory and communication are those of the group
-        of ranks that needs the most memory.
+        """Predict memory and time of a choice of strategy, activation checkpointing and offload. With a pipeline,
+        memory and communication are those of the group of ranks that needs the most memory.
 
         Args:
             micros: what a rank runs in a step.

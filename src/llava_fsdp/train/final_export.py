@@ -127,9 +127,8 @@ def export(state: TrainState, cfg: Config, is_first_rank: bool) -> Path:
 
 def how_to_go_on(cfg: Config, final: Path, staged: Path) -> str:
     """Return the end of an error message about an export that was written into `staged` and refused, so that it does
-    not get its name `final`: where its files and the trained weights are, and the
-    command that writes the export from the last checkpoint without comparing it. The command has no `dtype` if it does
-    not know that of `export.dtype`."""
+    not get its name `final`: where its files and the trained weights are, and the command that writes the export from
+    the last checkpoint without comparing it. The command has no `dtype` if it does not know that of `export.dtype`."""
     dtype = f"dtype={cfg.export.dtype.value}" if cfg.export.dtype.value in [kept.value for kept in KeptDType] else ""
     replaced = "overwrite=true" if final.exists() else ""
     words = f"source={cfg.output_dir}", f"to={final}", dtype, "verify=false", replaced

@@ -184,6 +184,7 @@ def settle_auto(cfg: Config, world: World) -> Config:
     if not cfg.has_auto:
         return cfg
     shapes = build_model(cfg, parts, world.device)  # refuses what the model does not support before records are read
+    # only records are read, so that no number is needed yet where the planner is to choose it
     steps = open_data(replace(cfg, tokens_per_micro_batch=None), world, shapes).steps
 
     def choose() -> Decision:

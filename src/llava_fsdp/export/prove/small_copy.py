@@ -49,6 +49,7 @@ def small_copy(source: SourceModel) -> tuple[SourceModel, dict[str, Drawn]]:
     model, parts = source.model, source.model.parts
     language = shrink(parts.language, count_layers(model.language_model))
     vision, select_layer = shrink_tower(model)
+    # exports have no quantized weights
     cfg = replace(model.cfg, select_layer=select_layer, quantize=QuantizeConfig())
     with library_errors("transformers cannot build it", NoSmallCopy):
         small = build_llava(replace(parts, language=language, vision=vision), cfg, torch.float32)
@@ -74,6 +75,7 @@ def count_layers(part: Any) -> int:
     config, blocks = part.config, find_blocks(part)
     depth = len(blocks)
     lists = [v for v in config.to_dict().values() if isinstance(v, list) and len(v) == depth]
+    # those that name the kind of each layer have few different items; others have a number for each layer
     lists = [v for v in lists if all(isinstance(item, bool | int | str | None) for item in v) and len({*v}) <= 4]
     kinds = [(kind_of_layer(block), *(v[index] for v in lists)) for index, block in enumerate(blocks)]
     needed = max(kinds.index(kind) for kind in kinds) + 1

@@ -105,6 +105,7 @@ def find_gap(theirs: Any, ours: Tokenizer) -> GapRule:
     missing. If no rule gives equal ids, the rule without spaces is returned; `rehearse` then reports the difference.
     """
     added = (str(token) for token in theirs.added_tokens_decoder.values())
+    # those that the tokenizer of training, too, takes for special tokens at the beginning of a text
     special = tuple(t for t in added if [i.id for i in ours.encode(f"{t}x")][:1] == [theirs.convert_tokens_to_ids(t)])
     stretches = (*STRETCHES, *(f"{text}x" for text in special))
     for gap in (GapRule(False), GapRule(True), GapRule(True, special), GapRule(True, (*special, " ", "▁"))):

@@ -45,8 +45,8 @@ def check_projector(model: Llava) -> None:
 
 
 def cure(model: Llava, choice: str | None) -> str:
-    """Return what to do instead of an export that is refused. `choice` is the other format for a whole model, if
-    possible."""
+    """Return what to do instead of an export that is refused. `choice` is another format in which the whole model can
+    be exported; None: there is none."""
     if choice is not None:
         return f"choose format={choice}"
     without = "train with export.enabled=false (or, with adapters, export.merge=false); chat and evaluate read the run"

@@ -120,6 +120,7 @@ def parts_of(
     text = text_config(config)
     text.tie_word_embeddings = has_tied_weights(language_model_of, config, language_folder)
     is_inside = text is not config  # the class of a vision-language model has the output layer
+    # then the logits are the output of the output layer, whatever the language model's own class does with it
     bare = is_inside and config.model_type not in VISION_LANGUAGE
     return Parts(language_folder or Path(), vision_folder or Path(), text, vision, None, bare_logits=bare)
 

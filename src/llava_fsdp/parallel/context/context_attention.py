@@ -186,10 +186,10 @@ def row_chunk_of(lengths: Sequence[int], cu_seqlens: torch.Tensor, begin: int, e
     queries, keys = [min(max(edge, begin), end) for edge in edges], [min(edge, end) for edge in edges]
     on_device = cu_seqlens[i : j + 1]
     return RowChunk(
-        slice(first, end),
-        end - begin,
-        Boundaries(on_device.clamp(begin, end) - begin, lengths_between(queries)),
-        Boundaries(on_device.clamp(max=end) - first, lengths_between(keys)),
+        keys=slice(first, end),
+        tokens=end - begin,
+        queries_at=Boundaries(on_device.clamp(begin, end) - begin, lengths_between(queries)),
+        keys_at=Boundaries(on_device.clamp(max=end) - first, lengths_between(keys)),
     )
 
 

@@ -117,8 +117,8 @@ def keep_products_and_attention(
     context: SelectiveCheckpointContext, operation: Any, *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
     """Policy that torch calls for every operation in a block: the results of operations in `KEPT` are kept, and all
-    others are computed again. So is attention with dropout. Otherwise later operations would draw other random numbers
-    in the backward pass than in the forward pass."""
+    others are computed again. Attention with dropout is computed again too: if it did not draw its random numbers in
+    the backward pass, later operations would draw other ones than in the forward pass."""
     named = isinstance(operation, torch._ops.OpOverload) and operation._schema.name in KEPT
     if named and not has_dropout(operation, args, kwargs):
         return CheckpointPolicy.MUST_SAVE

@@ -34,8 +34,8 @@ CURE = (
 
 
 def meet(rank: int, size: int, until: float) -> dist.Store:
-    """Wait, at most `until` that time of `time.monotonic`, for all ranks to come to the store, and return it. Its keys
-    have a prefix that is new after every restart, because torchrun's store outlives a restart and contains the
+    """Wait, at most until the time `until` (of `time.monotonic`), for all ranks to come to the store, and return it.
+    Its keys have a prefix that is new after every restart, because torchrun's store outlives a restart and contains the
     addresses of dead ranks (pytorch#135712).
 
     The prefix is the number of restarts. Each node counts its own restarts, so that the numbers differ if nodes come
@@ -61,7 +61,7 @@ def uses_agent_store() -> bool:
 
 
 def open_store(rank: int, until: float) -> dist.Store:
-    """Connect to the store, at most `until` that time of `time.monotonic`. On rank 0, also start it, unless torchrun
+    """Connect to the store before the time `until` (of `time.monotonic`). On rank 0, also start it, unless torchrun
     runs it.
 
     Raises:
@@ -104,7 +104,8 @@ def open_store(rank: int, until: float) -> dist.Store:
 
 
 def await_port(host: str, port: int, rank: int, until: float) -> None:
-    """Wait until a connection can be made. Raises CommunicationError if there is none in time."""
+    """Wait until a connection can be made. Raises CommunicationError if there is none at the time `until` (of
+    `time.monotonic`)."""
     told = time.monotonic()
     while True:
         try:

@@ -184,7 +184,7 @@ def with_adapter(name: str, module: nn.Module, style: Cut) -> dict[str, Cut]:
     if not hasattr(module, "base_layer"):
         return {name: style}
     found = {f"{name}.base_layer": style}
-    if style is Cut.COLWISE:
+    if style is Cut.COLWISE:  # with COLWISE_GATHERED the outputs are whole, and so is the adapter
         found[f"{name}.lora_B.{ADAPTER}"] = style
     if style in (Cut.ROWWISE, Cut.ROWWISE_SPLIT):
         found |= {f"{name}.lora_A.{ADAPTER}": style, f"{name}.lora_B.{ADAPTER}": Cut.SUMMED}

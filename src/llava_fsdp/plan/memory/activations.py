@@ -212,7 +212,8 @@ def share_attention_on_meta(model: Architecture, kernel: Kernel, cfg: Config, pa
 
 
 def with_depth(parts: Parts, depth: int) -> Parts:
-    """Return a model with only `depth` blocks in its language model; unchanged if these are of several kinds."""
+    """Return the parts of a model with only `depth` blocks in its language model; unchanged if the blocks are of
+    several kinds."""
     language = parts.language
     kinds = set(getattr(language, "layer_types", None) or [])
     if language.num_hidden_layers <= depth or len(kinds) > 1:

@@ -46,6 +46,7 @@ def divide_on_meta(model: Architecture, size: int, chunk_tokens: int) -> None:
         if cut is Cut.COLWISE_GATHERED:
             module.register_forward_hook(lambda _, args, output: Gather.apply(output, size))
     divide_positions(MetaPositions(size), chains_of_blocks(model), siblings_of(model, plan))
+    # copies stand for the collectives, whose results take as much memory
     part = VocabularyPart(0, torch.clone, torch.clone)
     model.set_label_loss(partial(chunked_loss, chunk_tokens=chunk_tokens, part=part))
 

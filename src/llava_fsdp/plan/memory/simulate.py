@@ -90,7 +90,7 @@ def simulate_unsharded_step(passes: Sequence[Pass], states: States) -> Ledger:
             ledger.set_live(worst)
             ledger.compare(describe(segment), gradients=worst.gradients)
             ledger.set_live(segment.end)
-            if number == 0:
+            if number == 0:  # later micro-batches add to these gradients
                 ledger.held["gradients"] += segment.made_masters
     ledger.finish(states)
     return ledger
@@ -247,7 +247,8 @@ class FsdpRank:
         return [name] if name in self.units else []
 
     def order(self, segments: Sequence[PassSegment]) -> tuple[dict[str, list[str]], list[str]]:
-        """Return the blocks of each FSDP unit, and the units, in the order in which they run."""
+        """Return (the names of the blocks of each FSDP unit, by the unit's name; the names of the units), both in the
+        order in which they run."""
         blocks: dict[str, list[str]] = {}
         for segment in segments:
             unit = self.unit_names.get(segment.unit, "")

@@ -80,6 +80,7 @@ def segments_of_stage(
 
     forward = cut(False, "" if is_first else first, "" if is_last else last)
     backward = cut(True, "" if is_last else last, "" if is_first else first)
+    # before its first block, a stage holds the hidden states that it received, and not what earlier stages keep
     before = forward[0].begin
     shift = Live() if is_first else Live(hidden + own * takes_own - before.activations, -before.logits)
     kept = Live() if is_last else Live(activations=hidden)  # a stage keeps its output until its backward pass ends

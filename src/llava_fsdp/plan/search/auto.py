@@ -169,7 +169,7 @@ def best_layout(
     cfg: Config, world: World, language: PretrainedConfig, planner_of: Callable[[Config], Planner]
 ) -> tuple[Planner, list[PlanRow]]:
     """Plan with the layout of ranks that the configuration sets, or with the best one that it leaves open. Return the
-    planner of that layout, and the ways to train with it, the best first. `planner_of` makes a planner.
+    planner of that layout and its predictions, the best first. `planner_of` makes the planner of a configuration.
 
     Raises:
         ConfigError: no layout is possible.

@@ -180,10 +180,10 @@ class Candidate:
 
 
 def candidates(ways: Ways) -> list[Candidate]:
-    """Return the ways to train with a layout.
+    """Return a candidate for each combination of strategy, activation checkpointing and offload with a layout of ranks.
 
     Raises:
-        ConfigError: no way is possible, or the ranks cannot be arranged in this way.
+        ConfigError: no combination is possible, or the ranks cannot be arranged in this layout.
     """
     planner = ways.planner
     possible = ways_to_share_experts(planner.cfg, ways.choices, planner.own_ranks(ways.ranks))
@@ -251,8 +251,9 @@ def fastest(found: Sequence[Candidate], count: int, advance: Advance = lambda co
 
 
 def fastest_that_fits(ways: Ways, choice: Choice) -> PlanRow:
-    """Predict a way with the fastest size of micro-batches that fits. Without a pipeline this is the largest one; a
-    pipeline waits less with more micro-batches."""
+    """Predict memory and time of a choice of strategy, activation checkpointing and offload with the fastest size of
+    micro-batches that fits. Without a pipeline this is the largest one; a pipeline waits less with more micro-batches.
+    """
     planner, ranks = ways.planner, ways.ranks
     sizes = planner.sizes_to_measure(ways.splits)
     row = largest_that_fits(planner, choice, ranks, ways.splits, sizes)

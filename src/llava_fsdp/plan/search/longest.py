@@ -51,14 +51,16 @@ def points_of(
     points = []
     for context in contexts:
         parallel = replace(cfg.parallel, context=context)
+        # without the configured limit of a row, which holds one sample of any length
         planner = Planner(replace(cfg, parallel=parallel, tokens_per_micro_batch=None), machine, parts=parts)
         modes = MODES if machine.device == "cuda" else MODES[:1]
-        ways = [ActivationCheckpointingConfig(mode=mode, budget=None) for mode in modes]
+        checkpointing = [ActivationCheckpointingConfig(mode=mode, budget=None) for mode in modes]
         for gpus in counts(cfg):
             if gpus % context:
                 continue
             ranks = RankCounts(gpus, gpus, cfg.gpus)
-            rows = [longest_row(planner, Choice(Strategy.FULL_SHARD, way, OffloadMode.none), ranks) for way in ways]
+            choices = [Choice(Strategy.FULL_SHARD, one, OffloadMode.none) for one in checkpointing]
+            rows = [longest_row(planner, choice, ranks) for choice in choices]
             row = max(rows, key=lambda row: 0 if row is None else row.tokens)
             points.append(
                 {

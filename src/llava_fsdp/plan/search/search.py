@@ -119,9 +119,10 @@ def plan_rows(
     splits: Sequence[Sequence[MicroBatchSizes]],
     show: Watch = watch,
 ) -> list[PlanRow]:
-    """Predict each way to train with the first of `splits` that fits, and sort: ways that fit into memory come first,
-    the fastest before slower ones; then those that do not fit, the one that needs the fewest bytes first. `splits`:
-    ways to split a step into micro-batches, those with the largest micro-batches first."""
+    """Predict memory and time of each choice of strategy, activation checkpointing and offload (`ways`) with the first
+    of `splits` that fits into memory, and sort: first what fits, the fastest before slower ones; then what does not
+    fit, beginning with the one that needs the fewest bytes. `splits`: ways to split a step into micro-batches, those
+    with the largest micro-batches first."""
     sizes = planner.sizes_to_measure(splits)
     ways = ways_to_share_experts(planner.cfg, ways, planner.own_ranks(ranks))
     rows = []
@@ -164,7 +165,8 @@ def largest_that_fits(
     splits: Sequence[Sequence[MicroBatchSizes]],
     sizes: Sequence[MicroBatchSizes],
 ) -> PlanRow:
-    """Predict a way to train with the first of `splits` that fits, found by bisection; if none fits, with the last one.
+    """Predict memory and time of a choice of strategy, activation checkpointing and offload with the first of `splits`
+    that fits, found by bisection; if none fits, with the last one.
 
     Args:
         splits: those with the largest micro-batches first.
