@@ -121,7 +121,7 @@ def require_finite(name: str, part: torch.Tensor) -> None:
     the maximum are checked: they are NaN if any value is NaN."""
     if not part.is_floating_point():
         return
-    part = part.float() if part.dtype.itemsize == 1 else part
+    part = part.float() if part.dtype.itemsize == 1 else part  # `aminmax` takes no fp8
     least, largest = torch.aminmax(part)
     if not (math.isfinite(least) and math.isfinite(largest)):
         what = "the weights" if name.startswith("model.") else "the optimizer's state"
@@ -190,8 +190,8 @@ def parse_place(described: dict[str, Any], base: int) -> TensorPlace:
 
 
 def read_rows(descriptor: int, name: str, begin: int, into: torch.Tensor) -> None:
-    """Fill a tensor on any device with the bytes of a file from the offset `begin` on. Raises CheckpointError if the
-    file ends before the tensor is full."""
+    """Fill a tensor on any device with the bytes of an open file from the offset `begin` on. Raises CheckpointError,
+    which names the file `name`, if the file ends before the tensor is full."""
     direct = into.device.type == "cpu" and into.is_contiguous()
     flat = into.detach().reshape(-1) if direct else torch.empty(into.numel(), dtype=into.dtype)
     if not flat.numel():

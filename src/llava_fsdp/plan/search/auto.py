@@ -100,7 +100,8 @@ class Decision:
 
 
 def chosen_kinds(before: ParallelConfig, chosen: ParallelConfig) -> list[str]:
-    """Return the keys of `parallel` that were `auto` or searched (`before`), as command-line overrides."""
+    """Return the keys of `parallel` that were `auto` or searched (`before`), as command-line overrides with the values
+    in `chosen`."""
     searched = ["tensor", "expert", "pipeline"] * before.search
     keys = [*["context"] * (before.search or before.context == AUTO), *searched]
     overrides = [f"parallel.{key}={getattr(chosen, key)}" for key in keys]
