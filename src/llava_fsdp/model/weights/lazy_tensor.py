@@ -110,7 +110,7 @@ def split(x: LazyTensor, sizes: int | list[int], dim: int = 0) -> list[LazyTenso
 
 
 def cat(tensors: Sequence[LazyTensor], dim: int = 0) -> Any:
-    """`torch.cat` of lazy tensors. Only the parts that are in the `box` to read (a range of each dimension) are read."""
+    """`torch.cat` of lazy tensors. Only the parts in the `box` to read (a range of each dimension) are read."""
     if not all(isinstance(x, LazyTensor) for x in tensors):
         return NotImplemented
     dim %= tensors[0].ndim
