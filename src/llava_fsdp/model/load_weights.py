@@ -133,8 +133,8 @@ def find_weights(
 
 
 def base_weights(model: Architecture, parts: Parts, cfg: ModelConfig, projector: Path | None) -> dict[str, Stored]:
-    """Find the parameters that the files of a model, of its parts or of its projector have. The arguments are those of
-    `find_weights`."""
+    """Find the parameters that the files of a model, of its parts or of its projector have. `projector` is the
+    projector's folder or file; None: it has none of its own."""
     if parts.class_config is not None:
         return class_weights(parts, model)
     if parts.whole is not None:

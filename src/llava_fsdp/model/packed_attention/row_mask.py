@@ -61,6 +61,7 @@ class BoundaryMask(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation as on a plain tensor. The result of `to` alone is a BoundaryMask again."""
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*args, **(kwargs or {}))
         if func is not torch.Tensor.to:

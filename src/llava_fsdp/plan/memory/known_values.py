@@ -23,6 +23,8 @@ class KnownValues(CompilingMode):
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation: without values if one of its tensors is on the meta device, else on the CPU. Indices and
+        masks that have values decide the shape of a result without values."""
         kwargs = dict(kwargs or {})
         if not has_meta(args) and not has_meta(kwargs.values()):
             return make_with_values(func, args, kwargs)
@@ -55,6 +57,7 @@ def make_with_values(func: Callable[..., Any], args: Sequence[Any], kwargs: dict
     """Run an operation without meta tensors on the CPU, also if the result is asked for on the meta device."""
     if kwargs.get("device") != META:
         return func(*args, **kwargs)
+    # memory of floats stays without values: what depends on weights may be written into it
     if func in FILLED and (kwargs.get("dtype") or dtype_of(func, args)).is_floating_point:
         return func(*args, **kwargs)
     if func is aten._to_copy.default and kwargs.get("dtype") in (None, args[0].dtype):
