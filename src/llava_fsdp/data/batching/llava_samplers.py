@@ -37,8 +37,8 @@ class LlavaSampler:
     def __init__(
         self, lengths: list[int], batch_size: int, accumulation: int, world_size: int, seed: int, grouped: bool
     ):
-        """Raises ConfigError if LLaVA's sampler would fail, or an epoch would have no step. `lengths` are numbers of
-        words."""
+        """Raises ConfigError if LLaVA's sampler would fail, or an epoch would have no step. `lengths` are the records'
+        numbers of words, negative without an image; a step has `accumulation` micro-batches of `batch_size` records."""
         self.lengths = lengths
         self.batch_size = batch_size
         self.accumulation = accumulation

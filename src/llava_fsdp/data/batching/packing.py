@@ -84,8 +84,8 @@ def place_all(tokens: np.ndarray, work: np.ndarray, bins: int, most_tokens: int)
 
 
 def place_by_cost(tokens: np.ndarray, work: np.ndarray, bins: int, most_tokens: int) -> np.ndarray | None:
-    """Put each sample, the costliest first, into the bin of least cost that has room for it. Return None if a sample
-    fits into no bin."""
+    """Put each sample, the costliest first (`work`), into the bin of least cost that has room for it. Return the bin of
+    each sample, int64 [samples]; None if a sample fits into no bin."""
     place, room = np.zeros(len(tokens), dtype=np.int64), [most_tokens] * bins
     heap = [(0.0, number) for number in range(bins)]
     for sample in np.argsort(-work, kind="stable").tolist():
@@ -103,8 +103,8 @@ def place_by_cost(tokens: np.ndarray, work: np.ndarray, bins: int, most_tokens: 
 
 
 def place_by_length(tokens: np.ndarray, bins: int, most_tokens: int) -> np.ndarray | None:
-    """Put each sample, the longest first, into the fullest bin that has room for it. Return None if a sample fits into
-    no bin."""
+    """Put each sample, the longest first, into the fullest bin that has room for it. Return the bin of each sample,
+    int64 [samples]; None if a sample fits into no bin."""
     place, room = np.zeros(len(tokens), dtype=np.int64), np.full(bins, most_tokens, dtype=np.int64)
     for sample in np.argsort(-tokens, kind="stable").tolist():
         left = np.where(room >= tokens[sample], room - tokens[sample], most_tokens + 1)
@@ -117,8 +117,8 @@ def place_by_length(tokens: np.ndarray, bins: int, most_tokens: int) -> np.ndarr
 
 
 def fill_empty(place: np.ndarray, work: np.ndarray, bins: int) -> np.ndarray:
-    """Move a sample to each empty bin: the cheapest one of the bin with the most samples, if that has at least two.
-    `place` is changed in place and returned."""
+    """Move a sample to each empty bin: the cheapest one (`work`) of the bin with the most samples, if that has at least
+    two. `place`, the bin of each sample, is changed in place and returned."""
     held = np.bincount(place, minlength=bins)
     for empty in np.flatnonzero(held == 0):
         fullest = int(held.argmax())
@@ -149,7 +149,8 @@ def seats(load: np.ndarray, world_size: int) -> np.ndarray:
 
 def balance(place: np.ndarray, work: np.ndarray, tokens: np.ndarray, owner: np.ndarray, most_tokens: int) -> None:
     """Even out the cost of owners (bins or ranks): move samples from the costliest owner to cheap ones, or swap them,
-    as long as that helps. `place` is changed in place; `owner` is the owner of each bin, int64 [bins]."""
+    as long as that helps. `place`, the bin of each sample, is changed in place; `owner` is the owner of each bin.
+    `work` and `tokens`: cost and number of tokens of each sample."""
     bins, owners = len(owner), int(owner.max()) + 1
     for _ in range(20 * owners):
         load = np.bincount(owner[place], work, owners)
@@ -159,6 +160,7 @@ def balance(place: np.ndarray, work: np.ndarray, tokens: np.ndarray, owner: np.n
         room = most_tokens - np.bincount(place, tokens, bins).astype(np.int64)
         held = np.bincount(place, minlength=bins)
         is_light = np.isin(owner, np.argsort(load, kind="stable")[:LIGHTEST]) & (owner != heaviest)
+        # matrices: a row for each sample to give away, a column for each sample to take for it, or bin to move into
         given = np.flatnonzero(owner[place] == heaviest)
         taken = np.flatnonzero(is_light[place])
         there = np.concatenate([place[taken], np.flatnonzero(is_light)])  # a sample's bin, or a bin to move into

@@ -141,7 +141,7 @@ class RemoteStorage:
 
     def _repeat(self, url: str, request: Callable[[float], T]) -> T:
         """Make a request, given the number of seconds left, and repeat it until the deadline as long as the storage
-        does not answer. It raises Failure."""
+        does not answer. `request` raises Failure."""
         begin = time.monotonic()
         end = begin + self.deadline
         number, kind, detail = 0, RemoteAway, ""

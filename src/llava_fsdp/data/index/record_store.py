@@ -299,7 +299,8 @@ class RecordStore:
 
     def fetch_ahead(self, numbers: Iterable[int], needed: Needed = lambda number, name, place: place) -> None:
         """Begin to download the images of records that are in remote files or folders. Downloads begun by earlier calls
-        are dropped if they were not read. By default, whole images are downloaded."""
+        are dropped if they were not read. `needed`: function (record, name of an image, its location) -> location of
+        the part to download, or None; by default, whole images are downloaded."""
         places = []
         for number in numbers:
             source = self.part(number).file

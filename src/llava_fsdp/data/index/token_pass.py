@@ -115,7 +115,8 @@ class EncodeRecords(DatasetPass):
                 check_height(stored_height, what)
 
     def losses(self, made: MeasuredSample) -> np.ndarray:
-        """Return LOSSES of a record for each maximum length in `self.limits`, int64 [lengths, LOSSES]."""
+        """Return what truncation of a record to each of `self.limits` loses, in the columns LOSSES, int64 [limits,
+        LOSSES]."""
         lost = np.zeros((len(self.limits), len(LOSSES)), dtype=np.int64)
         labels = made.whole.num_labels
         for row, limit in enumerate(self.limits):

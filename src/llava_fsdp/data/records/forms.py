@@ -191,7 +191,7 @@ class RecordReader:
                     if is_answer:
                         self.not_obeyed = self.not_obeyed or f"{what} has the key {shown(key)}, {shown(value)}; {error}"
                         continue
-                    learns = True
+                    learns = True  # of a question: the key is only noted as one that is not read
                 if is_answer or not learns:
                     learnt &= learns
                     continue

@@ -209,6 +209,7 @@ class Window:
                 if self.text[behind : behind + 1] in (",", "]") and behind < len(self.text):
                     self.at = end
                     return begin, self.base + end
+                # a whole value of allowed size, at the end of the text in memory: what follows must be read first
                 wrong, ends = (
                     ("Expecting ',' delimiter", behind),
                     end - self.at <= self.max_bytes and behind == len(self.text),

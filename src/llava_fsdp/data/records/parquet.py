@@ -272,7 +272,7 @@ class ParquetRows:
         left_out = {leaf for leaf in self.parquet.binary_leaves() if any(is_below(leaf, name) for name in self.leaves)}
         left_out |= {*self.unread_leaves}
         left_out |= {leaf for leaf in self.parquet.footer.leaves if not any(is_below(leaf, name) for name in wanted)}
-        self.total -= self.written.get(group, 0)
+        self.total -= self.written.get(group, 0)  # the row group may have been read before
         number = empty = self.written[group] = 0
         rows = self.parquet.rows(group)
         for batch in self.parquet.batches(group, left_out):
@@ -283,6 +283,7 @@ class ParquetRows:
             for row in range(batch.num_rows):
                 least = sum(LEAST_IMAGE * images + LEAST_NULL * nulls for images, nulls in
                             (own.count(number) for own in locations.values()))  # fmt: skip
+                # a row of too many images becomes a placeholder, without their locations
                 held = {} if least > max_bytes else {name: own.row(number) for name, own in locations.items()}
                 paged = [
                     location

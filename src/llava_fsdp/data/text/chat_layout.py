@@ -112,6 +112,7 @@ def learn(form: Form, shape: str, has_labels: bool = True) -> Layout:
     """Learn the layout of conversations of one shape, such as `hg` (a question and its answer), by rendering marker
     texts; without `has_labels`, no text has labels."""
     order, frames = form.marked(shape)
+    # with white space before or after each text, to find out what of it the template strips
     _, lefts = form.marked(shape, before=LEFT)
     _, rights = form.marked(shape, after=RIGHT)
     turns = parse_shape(shape)
@@ -145,6 +146,7 @@ def with_labels(form: Form, turns: list[TurnShape], slots: tuple[Slot, ...], fra
     last = len(turns) - 1
     if slots[-1].turn != last:
         raise Unfit("writes other turns after the last answer")
+    # by turn: number of characters between the prompt and the answer; whether the answer has labels
     taught, sizes, answers = frames, dict[int, int](), dict[int, bool]()
     if turns[last].learnt:
         taught, sizes[last] = after_prompt(form, turns, slots, frames)

@@ -149,7 +149,7 @@ def own_prompt(
         else:
             from_record = piece.turn is not None
             segments.append(Segment(piece.text, piece.supervised, from_record, begins_answer=piece.begins_answer))
-    if form.adds_bos:
+    if form.adds_bos:  # the token is added to the tokens of the text
         segments[0] = replace(segments[0], text=segments[0].text.removeprefix(form.variables["bos_token"]))
     return segments
 

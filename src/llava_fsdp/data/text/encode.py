@@ -191,6 +191,8 @@ class ExactEncoder(AnswerEncoder):
         return f"exact {self.tokenizer.fingerprint} {form} {self.max_length}"
 
     def whole(self, record: Record, longest: int) -> Sample:
+        """Encode a record without truncation; of very long texts, only so much that its first `longest` tokens are
+        right."""
         rows = [self.image_rows(record, n) for n in range(len(record.images))]
         segments = self.shortened(render(record, self.template, self.start_end), longest)
         lengths = [len(r) for r in rows]

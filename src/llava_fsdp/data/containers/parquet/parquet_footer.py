@@ -173,6 +173,7 @@ def leaves(schema: list[dict[int, Any]]) -> dict[str, Leaf]:
             own = ".".join(path)
             if own in found:
                 raise Malformed(f"two columns have the path {shown_name(own)}; give one of them another name")
+            # fields 6 and 10 give bytes a meaning, such as text
             binary = kind == BYTE_ARRAY and 6 not in element and 10 not in element
             found[own] = Leaf(len(found), kind, binary, definition, repetition, in_list)
     if any(left for left, *_ in open_groups):

@@ -79,7 +79,7 @@ class Cursor:
         """Read a value of a Thrift type, by its number in the compact protocol. `depth` counts nested structs and
         lists."""
         self.count()
-        match kind:
+        match kind:  # 1 and 2 booleans, 3 a byte, 4 to 6 integers, 7 a float, 8 bytes, 9 and 10 lists, 12 a struct
             case 1 | 2:  # in a list
                 return self.byte() == 1
             case 3:
@@ -116,7 +116,7 @@ def small_numbers(data: bytes, width: int, count: int) -> np.ndarray:
     numbers = np.zeros(count, np.int64)
     done, cursor = 0, Cursor(data)
     while done < count:
-        head = cursor.varint()
+        head = cursor.varint()  # odd: (head >> 1) groups of 8 packed numbers follow; even: one number, to be repeated
         if head & 1:
             groups = min(head >> 1, -(-(count - done) // 8), GROUPS_AT_ONCE)
             left = (head >> 1) - groups
