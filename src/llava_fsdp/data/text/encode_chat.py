@@ -69,7 +69,7 @@ def encode_chat(
     places = [bisect.bisect_right(ends, begin) for begin, _ in chat.images]
     marked = np.zeros(len(ids), dtype=bool)
     unlearnt, is_apart = chat.unlearnt, False
-    spans = [chat.tokens_in(*image) for image in chat.images]
+    spans = [chat.tokens_in(begin, end) for begin, end in chat.images]
     for number, (begin, end) in enumerate(chat.targets):
         first, prompt = chat.prompt_end(begin)
         after = chat.first_from(end)

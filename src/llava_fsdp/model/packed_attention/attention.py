@@ -424,7 +424,8 @@ def attend_in_steps(
         scores = form.softcap * torch.tanh(scores / form.softcap)
     scores = scores.float().masked_fill(~allowed, -torch.inf)
     if form.sinks is not None:
-        sinks = form.sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        rows, heads, queries, _ = scores.shape
+        sinks = form.sinks.float().view(1, -1, 1, 1).expand(rows, heads, queries, 1)
         shares = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
     else:
         shares = scores.softmax(-1)
