@@ -39,17 +39,17 @@ class Recorder:
     which the processor has replaced the placeholders of images."""
 
     def __init__(self, tokenizer: Any):
-        self.tokenizer = tokenizer
+        self.inner = tokenizer
         self.last: Any = None
 
     def __getattr__(self, name: str) -> Any:
-        if name == "tokenizer":  # not set yet, while a copy is made
+        if name == "inner":  # not set yet, while a copy is made
             raise AttributeError(name)
-        return getattr(self.tokenizer, name)
+        return getattr(self.inner, name)
 
     def __call__(self, text: Any = None, *args: Any, **kwargs: Any) -> Any:
         self.last = text
-        return self.tokenizer(text, *args, **kwargs)
+        return self.inner(text, *args, **kwargs)
 
 
 @dataclass(frozen=True)
