@@ -120,10 +120,3 @@ def test_parameters_that_no_loss_reaches_are_frozen(name: str, without: str, who
     trained = {named(n) for n, p in own.named_parameters() if p.requires_grad}
     assert trained == gradients.keys()
     assert not without or not any(without in n for n in trained)
-
-
-@pytest.mark.any
-def test_pixels_are_float32_also_where_the_processor_rounds_them(whole: Whole, tmp_path: Path) -> None:
-    state = begin(single_world(), whole("llama4").config(tmp_path))
-    _, _, (micro,) = own_gradients(state)
-    assert {v.dtype for v in micro.images.values() if v.is_floating_point()} == {torch.float32}

@@ -121,7 +121,7 @@ WITHOUT_PIL = ("cohere2_vision", "kimi_k25", "lfm2_vl", "llama4", "perception_lm
 Fields = dict[str, Any]
 WIDTH, HEADS, KEYS, HEAD, VOCABULARY = 72, 6, 2, 12, 487
 TEXT: Fields = {
-    "vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": 92, "num_hidden_layers": 3,
+    "vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": 88, "num_hidden_layers": 3,
     "num_attention_heads": HEADS, "num_key_value_heads": KEYS, "head_dim": HEAD, "max_position_embeddings": 4096,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "attention_dropout": 0.0, "initializer_range": 0.2,
 }  # fmt: skip
@@ -138,9 +138,9 @@ PIXTRAL: Fields = {"model_type": "pixtral", **TOWER, "image_size": 80, "patch_si
 LLAMA, QWEN2 = {**TEXT, "model_type": "llama"}, {**TEXT, "model_type": "qwen2"}
 MISTRAL = {**TEXT, "model_type": "mistral", "sliding_window": None}
 COHERE2 = {**TEXT, "model_type": "cohere2", "sliding_window": 4096, "logit_scale": 0.25}
-EXPERTS: Fields = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 28}
+EXPERTS: Fields = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 ROUTED: Fields = {
-    "n_routed_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 28, "n_shared_experts": 1,
+    "n_routed_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 1,
     "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
 }  # fmt: skip
 GRIDS = [[SIDE, 2 * SIDE], [2 * SIDE, SIDE], [2 * SIDE, 2 * SIDE]]

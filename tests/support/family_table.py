@@ -117,7 +117,7 @@ FAMILIES: dict[str, Family] = {
         "downsample_factor": 2}, more_tokens=("<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_PATCH|>",
         "<|IMG_LINE_BREAK|>", "TILE", "TILE_GLOBAL")),
     "cohere2_vision": Family("cohere2_vision", {"text_config": COHERE2, "vision_config": SIGLIP,
-        "alignment_intermediate_size": 92, **ids(image_token_id="<image>")}, COHERE_TOKENS, ("cohere2_vision", {"size":
+        "alignment_intermediate_size": 88, **ids(image_token_id="<image>")}, COHERE_TOKENS, ("cohere2_vision", {"size":
         SQUARE, "max_patches": 4, "patch_size": 2}), template="turns"),
     "ovis2": Family("ovis2", {"text_config": QWEN2, "vision_config": {**TOWER, **SIZES, "hidden_stride": 1,
         "vocab_size": 63}, "hidden_size": WIDTH, "vocab_size": VOCABULARY, "image_token_id": Token(OVIS[0]),
@@ -165,7 +165,7 @@ FAMILIES: dict[str, Family] = {
         {"image_token": "<|media_pad|>", "video_token": "<|video|>"}, ("kimi_k25", {"patch_size": PATCH, "size":
         {"max_height": 8, "max_width": 8}, "max_patches": 64}), more_tokens=("<|media_begin|>", "<|media_end|>"),
         image_text="<|media_begin|>image<|media_pad|><|media_end|>", video="kimi_k25"),
-    "llama4": Family("llama4", {"text_config": {**TEXT, "intermediate_size_mlp": 92, "num_local_experts": 5,
+    "llama4": Family("llama4", {"text_config": {**TEXT, "intermediate_size_mlp": 88, "num_local_experts": 5,
         "interleave_moe_layer_step": 2}, "vision_config": {"hidden_size": 36, "num_hidden_layers": 2,
         "num_attention_heads": 3, "intermediate_size": 144, "vision_output_dim": 36, **SIZES, "projector_input_dim":
         36, "projector_output_dim": 36}, **ids(image_token_index="<|patch|>")}, {"image_token": "<|image|>"},
