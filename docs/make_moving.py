@@ -17,7 +17,7 @@ from llava_fsdp.migrate.inputs import read_json
 from llava_fsdp.migrate.keys import OnlyIf, RuleContext, Translation, Verdict, outcome, written
 from llava_fsdp.migrate.launch_command import TrainingCommand
 from llava_fsdp.migrate.overrides import decide
-from llava_fsdp.migrate.source_run import AUTO, Block, Flag, SourceRun
+from llava_fsdp.migrate.source_run import AUTO, Settings, Flag, SourceRun
 
 GPUS = 8
 # Example values of flags that the scripts of LLaVA 1.5 do not give. Without a row: the flag's default.
@@ -159,7 +159,7 @@ def deepspeed_row(key: str, rule: object) -> list[str]:
             values |= {f"zero_optimization.{block}.device": "nvme", f"zero_optimization.{block}.nvme_path": "/nvme"}
     value = DEEPSPEED_EXAMPLES.get(key, values.get(full, AUTO))
     base = script("v1_5_finetune", {"fp16": "True", "bf16": "False"} if half == "fp16" else {})
-    run = replace(base, deepspeed=Block("a JSON", values | {full: value}))
+    run = replace(base, deepspeed=Settings("a JSON", values | {full: value}))
     return row(full, written(value), answer(run, full, rule, value))
 
 
@@ -179,8 +179,8 @@ def accelerate_row(key: str, rule: object) -> list[str]:
         values |= {key.replace("nvme_path", "device"): "nvme"}
     if key.startswith("dynamo"):
         values |= {"dynamo_backend": "INDUCTOR"}
-    block = Block("accelerate.yaml", values | {"mixed_precision": "bf16", key: value})
-    zero = Block("zero3.json", {"zero_optimization.stage": 3}) if key == "deepspeed_config_file" else None
+    block = Settings("accelerate.yaml", values | {"mixed_precision": "bf16", key: value})
+    zero = Settings("zero3.json", {"zero_optimization.stage": 3}) if key == "deepspeed_config_file" else None
     run = replace(script("v1_5_finetune", {}, "deepspeed"), deepspeed=zero, accelerate=block)
     return row(key, written(value), answer(run, key, rule, value))
 
