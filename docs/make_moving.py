@@ -17,7 +17,7 @@ from llava_fsdp.migrate.inputs import read_json
 from llava_fsdp.migrate.keys import OnlyIf, RuleContext, Translation, Verdict, outcome, written
 from llava_fsdp.migrate.launch_command import TrainingCommand
 from llava_fsdp.migrate.overrides import decide
-from llava_fsdp.migrate.source_run import AUTO, Settings, Flag, SourceRun
+from llava_fsdp.migrate.source_run import AUTO, Flag, Settings, SourceRun
 
 GPUS = 8
 # Example values of flags that the scripts of LLaVA 1.5 do not give. Without a row: the flag's default.
