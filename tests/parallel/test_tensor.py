@@ -168,7 +168,7 @@ def check_gradients(
     for size in (1, 2):
         both = f"parallel.tensor={size}", f"{key}{size}"
         cfg = make_config(folder, dataset, tmp_path / str(size), "pack=auto", *both, *more)
-        cfg, _ = settle_packing(cfg, find_parts(cfg.model).language)
+        cfg, _ = settle_packing(cfg, find_parts(cfg.model))
         found.append(gradients(single_world(), cfg) if size == 1 else pools[2].run(gradients, cfg)[0])
     (wanted, loss), (got, other) = found
     assert other == pytest.approx(loss, rel=TOLERANCE)

@@ -259,14 +259,14 @@ def test_packing_that_a_model_refuses_is_left_out(
 ) -> None:
     """With what needs packed rows: a number of ranks a row that was to be chosen is 1; one that is set is an error."""
     cfg = make_config(parts, dataset, tmp_path, "pack=auto", "parallel.context=auto")
-    language = find_parts(cfg.model).language
-    settled, why = auto.settle_packing(cfg, language)
+    model = find_parts(cfg.model)
+    settled, why = auto.settle_packing(cfg, model)
     assert settled.pack is True and settled.parallel == cfg.parallel and why is None
-    monkeypatch.setattr(auto, "packing_refused", lambda _: "it mixes samples")
-    settled, why = auto.settle_packing(cfg, language)
+    monkeypatch.setattr(auto, "why_not_packed", lambda _: "it mixes samples")
+    settled, why = auto.settle_packing(cfg, model)
     assert (settled.pack, settled.parallel.context) == (False, 1)
     assert why == "pack=false, rows are padded: it mixes samples"
     shared = make_config(parts, dataset, tmp_path, "pack=auto", "parallel.context=2")
     with pytest.raises(ConfigError, match="pack=auto: rows must be padded, as it mixes samples; "):
-        auto.settle_packing(shared, language)
-    assert auto.settle_packing(replace(cfg, pack=True), language) == (replace(cfg, pack=True), None)
+        auto.settle_packing(shared, model)
+    assert auto.settle_packing(replace(cfg, pack=True), model) == (replace(cfg, pack=True), None)

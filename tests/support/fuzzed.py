@@ -112,7 +112,7 @@ def draw(model: torch.nn.Module) -> None:
 def loaded(cfg: Config) -> Llava:
     """Return the model that a training with this configuration starts from, after all checks before its first step."""
     check_run(cfg)  # what `preflight` does, which does not return the model
-    cfg, _ = settle_packing(cfg, find_parts(cfg.model).language)
+    cfg, _ = settle_packing(cfg, find_parts(cfg.model))
     model, projector = open_model(cfg, CPU)
     check_prompts(with_template(cfg, model.parts), model)
     sources, buffers = find_sources(cfg, model, projector), computed_buffers(model)

@@ -94,7 +94,7 @@ class DoctorContext:
         from llava_fsdp.plan.time.hardware import this_machine
 
         parts = shapes_of(self.cfg.model)
-        cfg, _ = settle_packing(self.settled, parts.language)
+        cfg, _ = settle_packing(self.settled, parts)
         device = torch.device("cuda" if self.torch.devices else "cpu")
         world = World(0, self.ranks * self.cfg.nodes, 0, self.ranks, device)
 

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from llava_fsdp.config import Config, LinearKind, ModelConfig, Part, Quantizer
+from llava_fsdp.config import (
+    ActivationCheckpointing,
+    AspectRatio,
+    Config,
+    LinearKind,
+    ModelConfig,
+    Parity,
+    Part,
+    Quantizer,
+)
 from llava_fsdp.model.adapters.sample_dropout import TokenKeys
 from llava_fsdp.model.experts import find_experts
 from llava_fsdp.model.loss import LabelLoss
@@ -20,6 +30,9 @@ from llava_fsdp.model.packed_attention.attention import Kernel
 from llava_fsdp.model.parts import Parts
 from llava_fsdp.runtime.errors import ConfigError
 
+Positions = Callable[[torch.Tensor, Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], torch.Tensor]
+"""Function (token ids of a sample, int64 [length]; types of its tokens by name, int64 [length]; inputs of the vision
+part for its images) -> position ids, int64 [axes, length]. It can be pickled."""
 ImageInputs = Mapping[str, torch.Tensor]
 """What a model needs of the images of a micro-batch, by names that only its kind knows; empty: there are no images."""
 
@@ -32,6 +45,13 @@ class Ability(StrEnum):
     context = "parallel.context"
     low_precision = "precision.linear"
     quantization = "model.quantize.mode"
+    compilation = "compile"
+    checkpointing = "activation_checkpointing.mode"
+    experts = "parallel.expert"
+    balance = "model.balance_loss"
+    labels = "labels"
+    aspect_ratio = "data.image_aspect_ratio"
+    image_delimiters = "model.image_start_end"
 
 
 @dataclass(frozen=True)
@@ -95,6 +115,21 @@ class Architecture(nn.Module, ABC):
     @abstractmethod
     def image_tokens(self) -> int:
         """Number of tokens that each tile has in the language model; 0 without tiles of one size."""
+
+    @property
+    def processor_folder(self) -> Path | None:
+        """The folder of the processor that prepares texts and images; None: images are cut into tiles here."""
+        return None
+
+    @property
+    def needs_blank(self) -> bool:
+        """Whether a micro-batch without images needs a blank one, so that all ranks run the same modules."""
+        return False
+
+    @property
+    def positions(self) -> Positions | None:
+        """The function that numbers the tokens of a sample; None: they are numbered one after the other."""
+        return None
 
     @property
     def output_weight(self) -> nn.Parameter:
@@ -202,12 +237,20 @@ def part_name(name: str, parts: Iterable[str]) -> str | None:
 
 def check_abilities(model: Architecture, cfg: Config) -> None:
     """Raise ConfigError if the configuration asks for something that this kind of model cannot do."""
+    mode = cfg.activation_checkpointing.mode
     asked = {
         Ability.pipeline: (cfg.parallel.pipeline, cfg.parallel.pipeline > 1),
         Ability.tensor: (cfg.parallel.tensor, cfg.parallel.tensor > 1),
         Ability.context: (cfg.parallel.context, cfg.parallel.num_context > 1),
         Ability.low_precision: (cfg.precision.linear.value, cfg.precision.linear is not LinearKind.same),
         Ability.quantization: (cfg.model.quantize.mode.value, cfg.model.quantize.mode is not Quantizer.none),
+        Ability.compilation: (cfg.compile, cfg.compile is True),
+        Ability.checkpointing: (mode.value, mode in (ActivationCheckpointing.dynamic, ActivationCheckpointing.budget)),
+        Ability.experts: (cfg.parallel.expert, cfg.parallel.expert > 1),
+        Ability.balance: (cfg.model.balance_loss, cfg.model.balance_loss > 0),
+        Ability.labels: (cfg.labels.value, cfg.labels is not Parity.exact),
+        Ability.aspect_ratio: (cfg.data.image_aspect_ratio.value, cfg.data.image_aspect_ratio is not AspectRatio.pad),
+        Ability.image_delimiters: (cfg.model.image_start_end, cfg.model.image_start_end),
     }
     for ability, (value, is_asked) in asked.items():
         if is_asked and (reason := model.why_not(ability)) is not None:

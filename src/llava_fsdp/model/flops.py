@@ -14,6 +14,7 @@ from llava_fsdp.model.llava.llava import Llava
 from llava_fsdp.model.packed_attention.attention import head_size, layers_with_window
 from llava_fsdp.model.vision_tower import image_size, patch_size
 from llava_fsdp.model.weights.quantization import weight_shape
+from llava_fsdp.model.whole.whole import Whole
 
 
 class Flops(NamedTuple):
@@ -27,7 +28,7 @@ class Flops(NamedTuple):
     label: float
     """FLOPs per label in the output layer, which is computed only at tokens that predict a label."""
     tile: float
-    """FLOPs per image tile in the vision tower and the projector."""
+    """FLOPs per image tile in the vision tower and the projector; of a `Whole`, per image token."""
 
     def of(self, tokens: float, pairs: float, labels: float, tiles: float) -> float:
         """Return the FLOPs for a set of samples. `pairs` is the sum of the squares of their lengths in tokens."""
@@ -67,10 +68,27 @@ def count_flops(model: Architecture, activation_checkpointing: bool, compiled: b
 
 
 def tile_flops(model: Architecture, activation_checkpointing: bool) -> float:
-    """Count the FLOPs per tile in what makes the embeddings of images: of a `Llava`, its vision tower and projector."""
-    assert isinstance(model, Llava), "the only kind of model whose vision part is counted"
+    """Count the FLOPs per tile in what makes the embeddings of images: of a `Llava`, its vision tower and projector. Of
+    a `Whole`, count them per image token."""
+    if isinstance(model, Whole):
+        return token_flops(model, activation_checkpointing)
+    assert isinstance(model, Llava), "the kinds of models are these two"
     trains = {part: part in model.cfg.trained for part in Part}
     return tower_flops(model, trains[Part.vision], activation_checkpointing) + projector_flops(model, trains)
+
+
+def token_flops(model: Whole, activation_checkpointing: bool) -> float:
+    """Estimate the FLOPs per image token in the vision towers and the projector: those of the matrix products of as
+    many patches as the projector joins into one token. Attention is left out, and tokens that are averaged are counted
+    as one."""
+    trains = {part: part in model.cfg.trained for part in Part}
+    own = {part: model.modules_of(part) for part in (Part.vision, Part.projector)}
+    blocks = model.all_blocks(Part.vision)
+    tower, projector = matrix_weights(*blocks), matrix_weights(*own[Part.projector])
+    passes = trains[Part.vision]
+    of_tower = 2 * tower * (1 + passes * (1 + activation_checkpointing)) + 2 * trained_weights(*blocks)
+    of_projector = 2 * projector * (1 + (passes or trains[Part.projector])) + 2 * trained_weights(*own[Part.projector])
+    return of_tower * model.patches_per_token + of_projector
 
 
 def pairs_in_windows(language: PretrainedConfig, tokens: int, pairs: int) -> float:

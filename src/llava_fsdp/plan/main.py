@@ -108,7 +108,7 @@ def plan_objects(cfg: PlanConfig) -> list[PlanRow]:
         cfg, _ = with_fp16(cfg, machine, ())
         cfg = with_precision(cfg, machine)
         parts = shapes_of(cfg.model)
-        cfg, _ = settle_packing(cfg, parts.language)
+        cfg, _ = settle_packing(cfg, parts)
         return make_plan(cfg, machine, parts, watch_silently).rows
 
 
@@ -120,7 +120,7 @@ def print_plan(cfg: PlanConfig, typed: Sequence[str], line: StageLine) -> None:
     typed = [*typed, *fp16]
     cfg = with_precision(cfg, machine)
     parts = shapes_of(cfg.model)
-    cfg, padded = settle_packing(cfg, parts.language)
+    cfg, padded = settle_packing(cfg, parts)
     if padded is not None:
         log().info("auto: %s", padded)
     if cfg.longest:

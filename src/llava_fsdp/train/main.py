@@ -172,10 +172,10 @@ def settle_auto(cfg: Config, world: World) -> Config:
     the model, `pack=auto` becomes true if the language model supports rows of packed samples, and a planner of memory
     and time, on rank 0, chooses the other values. Collective."""
     derives_template = cfg.data.template in (AUTO, OWN)
-    if not cfg.has_auto and not derives_template and cfg.pack != AUTO:
+    if not cfg.has_auto and not derives_template and AUTO not in (cfg.pack, cfg.compile):
         return cfg
     parts = find_parts_of_run(cfg)
-    cfg, padded = settle_packing(cfg, parts.language)
+    cfg, padded = settle_packing(cfg, parts)
     if padded is not None:
         log().info("auto: %s", padded)
     if derives_template:

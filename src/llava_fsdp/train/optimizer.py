@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from llava_fsdp.config import Config, MasterDType, MomentDType, OptimConfig, Part, Schedule
-from llava_fsdp.model.architecture import Architecture, NamedPart
+from llava_fsdp.model.architecture import Architecture, NamedPart, part_name
 from llava_fsdp.parallel.local_shards import clean_name, local
 from llava_fsdp.parallel.precision.fused_adamw import FusedAdamW
 from llava_fsdp.parallel.precision.lowbit_adamw import LowBitAdamW
@@ -132,11 +132,9 @@ def prepare_moments(optimizer: torch.optim.Optimizer) -> None:
 def base_lr(name: str, cfg: OptimConfig, parts: Mapping[str, NamedPart]) -> float:
     """Return the base learning rate of a parameter: projector and vision encoder may have their own. `parts`: the
     model's parts (`Architecture.named_parts`)."""
-    for prefix, part in parts.items():
-        lr = rate_of(part, cfg)
-        if name.startswith(f"{prefix}.") and lr is not None:
-            return lr
-    return cfg.lr
+    own = part_name(name, parts)
+    lr = None if own is None else rate_of(parts[own], cfg)
+    return cfg.lr if lr is None else lr
 
 
 def rate_of(part: NamedPart, cfg: OptimConfig) -> float | None:

@@ -95,11 +95,11 @@ def needs_of(cfg: Config) -> dict[str, Callable[[], str]]:
 
     def attention() -> str:
         """Return which attention the training would use, and why; raise ConfigError if its package is broken."""
-        language = shapes_of(cfg.model).language
-        _, padded = settle_packing(cfg, language)
+        parts = shapes_of(cfg.model)
+        _, padded = settle_packing(cfg, parts)
         if padded is not None:
             return padded
-        kernel = choose_kernel(cfg.attention, language, device, DTYPES[cfg.precision.param_dtype])
+        kernel = choose_kernel(cfg.attention, parts.language, device, DTYPES[cfg.precision.param_dtype])
         if kernel.attention is Attention.flash and output_of([sys.executable, "-c", "import flash_attn"], 60) is None:
             raise ConfigError(
                 "flash-attn is installed but cannot be imported, as it was built for another torch; "

@@ -128,10 +128,12 @@ def make_row_mask(
         return RowMask(attention_mask, None, device)
     masks, begin = [], 0
     for length in attention_mask.boundaries.lengths.each:
-        sizes = {"q_length": length, "kv_length": length, "q_offset": begin, "kv_offset": begin}
         own = sdpa_mask(
             batch_size=1,
-            **sizes,
+            q_length=length,
+            kv_length=length,
+            q_offset=begin,
+            kv_offset=begin,
             mask_function=mask_function,
             allow_is_causal_skip=False,
             use_vmap=use_vmap,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ from torch import nn
 from llava_fsdp.config import ModelConfig, Part, part_and_blocks
 from llava_fsdp.model.adapters.lora import add_adapters, trained_with_adapters
 from llava_fsdp.model.adapters.sample_dropout import TokenKeys
-from llava_fsdp.model.architecture import Ability, Architecture, ImageInputs, NamedPart, part_name
+from llava_fsdp.model.architecture import Ability, Architecture, ImageInputs, NamedPart, Positions, part_name
 from llava_fsdp.model.blocks import find_blocks, refuse_layerdrop
 from llava_fsdp.model.loss import LabelLoss, LossCollector, OutputLayer
 from llava_fsdp.model.packed_attention.attention import (
@@ -26,17 +28,22 @@ from llava_fsdp.model.parts import Parts
 from llava_fsdp.model.weights.conversions import plan_whole, whole_model_of
 from llava_fsdp.model.whole.class_logits import check_logits
 from llava_fsdp.model.whole.packs import packs
+from llava_fsdp.model.whole.positions import positions_of
 from llava_fsdp.model.whole.structure import BASE, OUTPUT, base_of, find_structure
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 
 TYPES = "token_type_ids"
 """Ending of the names of a processor's outputs that say of each token what it stands for."""
+RANKS, OWN, UNTRIED = "ranks cannot divide it among them", "its processor decides that", "that has not been tried"
 REFUSED = {
-    Ability.pipeline: "its layers",
-    Ability.tensor: "its layers",
-    Ability.context: "its rows",
+    Ability.pipeline: RANKS,
+    Ability.tensor: RANKS,
+    Ability.context: "ranks cannot divide its rows among them",
+    Ability.labels: "its processor makes the tokens",
+    Ability.aspect_ratio: OWN,
+    Ability.image_delimiters: OWN,
 }
-"""What ranks would divide among them, by the key that asks."""
+"""What contradicts a value other than the default, by the key; for all other keys it is UNTRIED."""
 
 
 class Whole(Architecture):
@@ -84,6 +91,9 @@ class Whole(Architecture):
             raise ModelError(f"a {type(made).__name__} has parameters outside of its model and output layer: {other}")
         theirs = attention_of_transformers(parts.language, type(self.language))
         self.use_attention(theirs if kernel is None else rows_name(kernel.attention))
+        known = inspect.signature(self.model.forward).parameters
+        self.types = [name for name in known if name.endswith(TYPES)]
+        """Names of the token types that the model takes. They are 0 in text."""
         self.unused = frozenset()
         self.is_first = self.is_last = True
         self.token_keys = TokenKeys()
@@ -122,7 +132,9 @@ class Whole(Architecture):
         assert segments is None or self.kernel is not None, "packed rows need an attention kernel"
         if self.training and self.cfg.lora.enabled and self.cfg.lora.dropout:
             self.token_keys.set(seeds, seeds.new_zeros(0), input_ids.shape, segments, 1)
-        given = {name: self.cast(value) for name, value in images.items()}
+        taken = {name: value for name, value in images.items() if not name.endswith(TYPES) or name in self.types}
+        given = {name: self.cast(value) for name, value in taken.items()}
+        given |= {name: torch.zeros_like(input_ids) for name in self.types if name not in given}
         positions = given.pop("position_ids", None)
         if positions is None:
             length = input_ids.shape[1]
@@ -148,6 +160,17 @@ class Whole(Architecture):
     @property
     def image_tokens(self) -> int:
         return 0
+
+    @property
+    def patches_per_token(self) -> int:
+        """How many outputs of a vision tower the projector joins side by side into the input of one token; 1 if its
+        first matrix does not tell."""
+        width = getattr(self.parts.vision, "hidden_size", None)
+        inputs = [
+            m.in_features for p in self.modules_of(Part.projector) for m in p.modules() if isinstance(m, nn.Linear)
+        ]
+        joined = inputs[0] if inputs and isinstance(width, int) and inputs[0] % width == 0 else 0
+        return joined // width if joined and isinstance(width, int) else 1
 
     def stacks(self) -> list[nn.ModuleList]:
         """Return the lists of blocks of the vision towers."""
@@ -205,8 +228,18 @@ class Whole(Architecture):
         return [self.get_submodule(name) for name in self.structure.towers]
 
     @property
+    def processor_folder(self) -> Path | None:
+        return self.parts.whole
+
+    @property
+    def positions(self) -> Positions | None:
+        assert self.parts.class_config is not None
+        return positions_of(self.parts.class_config)
+
+    @property
     def needs_blank(self) -> bool:
-        """Whether a rank without images must run the vision part too, because something in it trains."""
+        """Whether a micro-batch without images needs a blank one: something that makes the embeddings of images
+        trains."""
         return any(
             p.requires_grad and self.structure.part_of(name) is not Part.language for name, p in self.named_parameters()
         )
@@ -245,10 +278,9 @@ class Whole(Architecture):
 
     def why_not(self, ability: Ability) -> str | None:
         """Return the reason why the model cannot do what a key asks; None if it can."""
-        kind = f"a {self.parts.class_config.model_type}" if self.parts.class_config is not None else "this model"
-        if ability in REFUSED:
-            return f"{kind} is trained as transformers has it, and ranks cannot divide {REFUSED[ability]} among them"
-        return f"{kind} is trained as transformers has it, which this key cannot change yet"
+        assert self.parts.class_config is not None
+        kind = self.parts.class_config.model_type
+        return f"a {kind} is trained as its class in transformers has it, and {REFUSED.get(ability, UNTRIED)}"
 
     def freeze(self) -> None:
         """Freeze all parameters except those that train: those of the parts in `model.train`, or of their blocks that

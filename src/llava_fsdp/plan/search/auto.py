@@ -22,7 +22,7 @@ from llava_fsdp.config import (
     Strategy,
 )
 from llava_fsdp.config.command_line.renamed import present_tree
-from llava_fsdp.model.packed_attention.attention import packing_refused
+from llava_fsdp.model.build import why_not_packed
 from llava_fsdp.model.parts import Parts
 from llava_fsdp.parallel.check_torch import check_torch
 from llava_fsdp.parallel.compile import splits_blocks
@@ -43,16 +43,19 @@ C = TypeVar("C", bound=Config)
 GB = 1e9
 
 
-def settle_packing(cfg: C, language: PretrainedConfig) -> tuple[C, str | None]:
-    """Replace `pack=auto` by true, or by false if this language model cannot keep the samples apart that are packed
-    into one row. Also return, if it became false, the reason in one line.
+def settle_packing(cfg: C, parts: Parts) -> tuple[C, str | None]:
+    """Replace `pack=auto` by true, or by false if this model cannot keep the samples apart that are packed into one
+    row. Also return, if it became false, the reason in one line. `compile=auto` becomes false for models whose blocks
+    are not compiled.
 
     Raises:
         ConfigError: rows must be padded, but another key is set that only works with packed rows.
     """
+    if parts.class_config is not None and cfg.compile == AUTO:
+        cfg = replace(cfg, compile=False)
     if cfg.pack != AUTO:
         return cfg, None
-    refused = packing_refused(language)
+    refused = why_not_packed(parts)
     if refused is None:
         return replace(cfg, pack=True), None
     # `auto` may be 1, and padded rows cannot be shared

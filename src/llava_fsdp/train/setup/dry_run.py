@@ -84,7 +84,7 @@ def settle_auto(cfg: Config, world: World) -> Config:
     packed samples; a planner of memory and time chooses the other values, by the dataset's statistics if they are
     known, else by the mean lengths of LLaVA's own data."""
     parts = shapes_of(cfg.model)
-    cfg, padded = settle_packing(cfg, parts.language)
+    cfg, padded = settle_packing(cfg, parts)
     if padded is not None:
         log().info("auto: %s", padded)
     if not cfg.has_auto:

@@ -54,7 +54,7 @@ def preflight(cfg: Config, device: torch.device) -> list[str]:
     """
     check_run(cfg)
     cfg, _ = settle_precision(cfg, [has_bf16(device)], device.type)
-    cfg, _ = settle_packing(cfg, find_parts_of_run(cfg).language)
+    cfg, _ = settle_packing(cfg, find_parts_of_run(cfg))
     model, projector = open_model(cfg, device)
     warnings = check_prompts(with_template(cfg, model.parts), model)
     find_sources(cfg, model, projector)

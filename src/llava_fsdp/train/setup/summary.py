@@ -2,7 +2,7 @@
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,7 +29,7 @@ from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.loader import Loader
 from llava_fsdp.data.validation_set import HeldOut
 from llava_fsdp.model.adapters.lora_names import LORA_A, module_of
-from llava_fsdp.model.architecture import NamedPart
+from llava_fsdp.model.architecture import NamedPart, part_name
 from llava_fsdp.model.packed_attention.attention import Kernel
 from llava_fsdp.parallel.compile import choose_compiling
 from llava_fsdp.parallel.fsdp.unit_settings import describe_units
@@ -255,11 +255,11 @@ def describe_activation_checkpointing(cfg: Config, world: World) -> str:
     return mode.value
 
 
-def trained_counts(weights: dict[str, Weight], parts: Iterable[str]) -> dict[str, tuple[int, int]]:
+def trained_counts(weights: dict[str, Weight], parts: Collection[str]) -> dict[str, tuple[int, int]]:
     """Return the number of (trainable, frozen) weights in each part of the model (vision tower, projector, ...)."""
     found = {}
     for part in parts:
-        own = [w for n, w in weights.items() if n.partition(".")[0] == part]
+        own = [w for n, w in weights.items() if part_name(n, parts) == part]
         if own:
             trains = sum(w.count for w in own if w.trainable)
             found[part] = trains, sum(w.count for w in own) - trains
