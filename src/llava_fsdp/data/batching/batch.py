@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TypedDict
 
@@ -16,7 +16,7 @@ class ForwardInputs(TypedDict):
 
     input_ids: torch.Tensor
     segments: tuple[torch.Tensor, torch.Tensor, tuple[int, ...]] | None
-    images: dict[str, torch.Tensor]
+    images: Mapping[str, torch.Tensor]
     seeds: torch.Tensor
     label_positions: torch.Tensor
     label_ids: torch.Tensor
