@@ -65,7 +65,7 @@ def test_how_far_an_export_may_be_from_its_model(
     live: list[torch.Tensor] = []
     theirs: list[torch.Tensor] = []
     ours: list[torch.Tensor] = []
-    monkeypatch.setattr(final_export, "reloaded_logits", lambda *_: torch.cat([theirs[-1], torch.ones(2, 3)], 1))
+    monkeypatch.setattr(final_export, "logits_of_class", lambda *_: torch.cat([theirs[-1], torch.ones(2, 3)], 1))
     monkeypatch.setattr(final_export, "live_logits", lambda *_: live[-1])
     monkeypatch.setattr(final_export, "logits", lambda *_: ours.pop(0))
     monkeypatch.setattr(final_export, "compute_place", lambda _, device: (device, compute))
@@ -288,7 +288,7 @@ def test_a_converted_folder_has_the_logits_of_its_source(form: FolderFormat, mon
     monkeypatch.setattr(verify_logits, "logits_of_folder", lambda *_: next(outputs))
     monkeypatch.setattr(verify_logits, "replace_projector", lambda *_: None)
     monkeypatch.setattr(verify_logits, "is_rounded", lambda *_: False)
-    model: Any = SimpleNamespace(parts=None, with_vocabulary=lambda: {"head"}, named_parameters=list)
+    model: Any = SimpleNamespace(parts=None, with_vocabulary=lambda: {"head"}, language=torch.nn.Module())
     dtypes = {"head": torch.float32}
     outputs = iter((expected, written, written))
     assert verify_logits.prove(form, model, {}, dtypes, Path("x"), RULE) == Distance(0, 0, 0, 0)

@@ -72,7 +72,7 @@ def load_ours(cfg: Config, checkpoint: Path) -> torch.nn.Module:
 def refuse_and_run(world: World, cfg: Config) -> None:
     """A training whose export cannot be what transformers computes."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(final_export, "reloaded_logits", lambda *_: torch.full((1, 1), torch.nan))
+        patched.setattr(final_export, "logits_of_class", lambda *_: torch.full((1, 1), torch.nan))
         run_ranks(world, cfg)
 
 
@@ -174,7 +174,7 @@ def test_broken_export_is_refused(parts: Path, dataset: Path, tmp_path: Path, mo
     with pytest.raises(CannotBeExported):
         train.train(cfg)
     assert not (tmp_path / "metrics.jsonl").exists()
-    monkeypatch.setattr(preflight, "rehearse_hf", lambda *_: None)
+    monkeypatch.setattr(preflight, "rehearse", lambda *_: None)
     with pytest.raises(ModelError, match=r"embed_tokens.weight in it is not the trained one"):
         train.train(cfg)
     assert not (tmp_path / "export").exists()
@@ -191,7 +191,7 @@ def test_one_bit_that_differs_is_refused(
         bits.view(torch.int16)[3, 2] ^= 1
         save_file({**tensors, name: bits}, path, metadata)
 
-    monkeypatch.setattr(preflight, "rehearse_hf", lambda *_: None)
+    monkeypatch.setattr(preflight, "rehearse", lambda *_: None)
     monkeypatch.setattr(weights_writer, "save_file", save)
     values = ["export.enabled=true", "export.dtype=bf16", "export.verify=true", "max_steps=1"]
     with pytest.raises(ModelError, match=r"layers.1.mlp.up_proj.weight in it is not the trained one"):
@@ -209,7 +209,7 @@ def test_a_refused_export_is_made_by_the_command_that_its_message_gives(
     for steps in ("max_steps=1", "max_steps=2"):
         cfg = make_config(parts, dataset, run, *values, steps)
         with monkeypatch.context() as patched:
-            patched.setattr(final_export, "reloaded_logits", lambda *_: torch.full((1, 1), torch.nan))
+            patched.setattr(final_export, "logits_of_class", lambda *_: torch.full((1, 1), torch.nan))
             for _ in range(2):
                 with pytest.raises(ModelError) as refused:
                     train.train(cfg)

@@ -11,7 +11,7 @@ from families import write_family
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
-from llava_fsdp.config import SpecialTokens
+from llava_fsdp.config import FolderFormat, SpecialTokens
 from llava_fsdp.export.write.weights_writer import Weights
 from llava_fsdp.export.write.whole_folder import WholeSource, write_whole_folder
 from llava_fsdp.model.sources.pretrained import read_config
@@ -47,7 +47,9 @@ def source_of(folder: Path, is_tied: bool | None = None) -> WholeSource:
 def write(model: Any, source: WholeSource, to: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     values = {name: value.detach() for name, value in model.named_parameters()}
     shapes = {name: tuple(value.shape) for name, value in values.items()}
-    write_whole_folder(source, Weights(shapes, dict.fromkeys(shapes, dtype), values.__getitem__), to, {"dtype": "x"})
+    write_whole_folder(
+        FolderFormat.hf, source, Weights(shapes, dict.fromkeys(shapes, dtype), values.__getitem__), to, {"dtype": "x"}
+    )
     return tensors_of(to)
 
 

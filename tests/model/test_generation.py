@@ -165,7 +165,8 @@ def test_a_language_model_that_cannot_answer_is_refused(kind: type[Exception] | 
 
     found = None
     try:
-        check_answers(model, LANGUAGE, torch.device("cpu"), {})
+        ids = torch.zeros((1, 2), dtype=torch.int64)
+        check_answers(model, LANGUAGE, Prompt(ids, torch.ones_like(ids, dtype=torch.bool), {}))
     except Exception as error:
         found = type(error)
     assert found is (None if kind is None else ConfigError)

@@ -16,11 +16,13 @@ from llava_fsdp.data.text.templates import template
 from llava_fsdp.export.check_folders import accept
 from llava_fsdp.export.peft_folder import prove_adapters, with_rounded_base, write_adapters
 from llava_fsdp.export.prove.prove_reading import prove_reading
-from llava_fsdp.export.prove.verify_logits import Adapted, prove, prove_merge
+from llava_fsdp.export.prove.verify_logits import Adapted, Rounded, prove, prove_merge
+from llava_fsdp.export.prove.whole_class import prove_class
 from llava_fsdp.export.source_model import Opened, open_source
 from llava_fsdp.export.write.adapter_folder import whole_rows
 from llava_fsdp.export.write.formats import SourceModel, write_folder, write_notes
 from llava_fsdp.export.write.weights_writer import Weights, publish_folder
+from llava_fsdp.export.write.whole_folder import WholeSource
 from llava_fsdp.model.adapters.lora_files import ADAPTER_CONFIG
 from llava_fsdp.model.sources.pretrained import PACKAGE
 from llava_fsdp.model.weights.tensor_files import Stored
@@ -62,7 +64,12 @@ def export(cfg: ConversionConfig) -> Path:
     apart = opened.adapted if cfg.format is FolderFormat.peft else None
     if cfg.format is FolderFormat.peft and apart is None:
         raise ConfigError(f"format=peft writes LoRA adapters beside their base, and source={cfg.source} has none")
-    if opened.read is not None and cfg.verify:
+    if apart is not None and isinstance(opened.source, WholeSource):
+        raise ConfigError(
+            f"format=peft: peft puts the adapters of source={cfg.source} on their base model as they are; leave it out "
+            "to merge them"
+        )
+    if opened.read is not None and cfg.verify and not isinstance(opened.source, WholeSource):
         prove_reading(opened.source.model, opened.read, opened.source.image_tokens)
     if opened.adapted is not None and apart is None and cfg.verify:
         prove_merge(opened.adapted)
@@ -73,12 +80,7 @@ def export(cfg: ConversionConfig) -> Path:
     write(opened.source, sources, dtypes, staged, cfg, apart)
     if cfg.verify:
         try:
-            form = cfg.format if apart is None else FolderFormat.hf
-            prove(form, opened.source.model, sources, dtypes, staged, opened.source.image_tokens)
-            if apart is not None:
-                prove_adapters(
-                    staged, opened.source.model, with_rounded_base(apart, dtypes), opened.source.image_tokens
-                )
+            prove_written(opened.source, sources, dtypes, staged, cfg.format, apart)
         except ModelError as error:
             raise ModelError(f"{error}\n{final} was not made; {staged} has what was written") from error
     publish_folder(staged, final)
@@ -86,8 +88,24 @@ def export(cfg: ConversionConfig) -> Path:
     return final
 
 
+def prove_written(
+    source: SourceModel | WholeSource,
+    sources: dict[str, Stored],
+    dtypes: dict[str, torch.dtype],
+    staged: Path,
+    form: FolderFormat,
+    apart: Adapted | None,
+) -> None:
+    """Compare what was written with its source: the arguments are those of `write`. Raise ModelError if it differs."""
+    if isinstance(source, WholeSource):
+        return prove_class(staged, {name: Rounded(stored, dtypes[name]) for name, stored in sources.items()})
+    prove(form if apart is None else FolderFormat.hf, source.model, sources, dtypes, staged, source.image_tokens)
+    if apart is not None:
+        prove_adapters(staged, source.model, with_rounded_base(apart, dtypes), source.image_tokens)
+
+
 def write(
-    source: SourceModel,
+    source: SourceModel | WholeSource,
     sources: dict[str, Stored],
     dtypes: dict[str, torch.dtype],
     staged: Path,

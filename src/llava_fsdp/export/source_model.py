@@ -34,11 +34,14 @@ from llava_fsdp.export.check_folders import check_artifacts
 from llava_fsdp.export.prove.verify_logits import Adapted
 from llava_fsdp.export.write.adapter_folder import check_fingerprint
 from llava_fsdp.export.write.formats import SourceModel, source_of_run
+from llava_fsdp.export.write.whole_folder import WholeSource
 from llava_fsdp.model.adapters import lora_files as adapter
 from llava_fsdp.model.adapters.base_config import BASE_OPTION, check_base_config
 from llava_fsdp.model.adapters.lora_files import AdapterFolder, is_adapter_folder, open_adapter
 from llava_fsdp.model.adapters.lora_names import BASE, is_adapter, module_of, without_base
-from llava_fsdp.model.llava.llava import Llava, build_llava
+from llava_fsdp.model.architecture import Architecture
+from llava_fsdp.model.build import build_architecture
+from llava_fsdp.model.llava.llava import Llava
 from llava_fsdp.model.load_weights import (
     NEWLINE,
     PROJECTOR_PREFIX,
@@ -84,7 +87,7 @@ class Opened:
             for a training, whose trained weights are in a checkpoint.
     """
 
-    source: SourceModel
+    source: SourceModel | WholeSource
     sources: dict[str, Stored]
     folder: Path
     adapted: Adapted | None = None
@@ -162,7 +165,7 @@ def open_checkpoint(checkpoint: Checkpoint, cfg: ConversionConfig) -> Opened:
     run = run_config(facts, folder)
     parts = find_parts(run.model)
     # without quantization: the files have the weights as they were before it, and an export has them too
-    model = build_llava(parts, replace(run.model, quantize=QuantizeConfig()), torch.float32)
+    model = build_architecture(parts, replace(run.model, quantize=QuantizeConfig()), torch.float32)
     where, key = run.model.checkpoint or run.model.language, "model.checkpoint or model.language"
     check_base_config(folder / adapter.FOLDER, parts, where, key)
     trained = saved_weights(checkpoint)
@@ -177,14 +180,16 @@ def open_checkpoint(checkpoint: Checkpoint, cfg: ConversionConfig) -> Opened:
             f"{run.model.language}, model.vision={run.model.vision}, model.checkpoint={run.model.checkpoint}"
         )
     source = source_of_run(model, run, facts["run"], facts["step"])
-    aspect, vision = cfg.image_aspect_ratio or source.aspect, cfg.vision or source.vision
-    source = replace(source, aspect=aspect, vision=vision, renamed_tower=cfg.vision)
+    if not isinstance(source, WholeSource):
+        aspect, vision = cfg.image_aspect_ratio or source.aspect, cfg.vision or source.vision
+        source = replace(source, aspect=aspect, vision=vision, renamed_tower=cfg.vision)
     if not run.model.lora.enabled:
         return Opened(source, sources | trained, folder)
     modules = sorted({module_of(name) for name in trained if is_adapter(name)})
     adapted = Adapted(run.model.lora, modules, sources | trained)
     adapter.check_changed(trained, f"the adapter of {folder}", "export a later checkpoint")
-    source = replace(source, model=build_llava(parts, run.model.plain, torch.float32))
+    plain: Any = build_architecture(parts, run.model.plain, torch.float32)
+    source = replace(source, model=plain)
     return Opened(source, adapted.merged, folder, adapted)
 
 
@@ -200,12 +205,13 @@ def run_config(facts: dict[str, Any], folder: Path) -> Config:
 def open_adapted(folder: Path, cfg: ConversionConfig) -> Opened:
     """Open a LoRA adapter folder (of llava_fsdp, peft or the original LLaVA), with the adapter merged into its base
     model."""
-    opened = adapter.without_idle_tower(open_adapter(folder))
+    opened = open_adapter(folder)
     notes = read_notes(folder)
     model_config = read_base(opened, cfg.base or cfg.language, cfg.vision)
     parts = find_parts(model_config)
+    opened = adapter.without_idle_tower(open_adapter(folder, parts.class_config is not None))
     check_artifacts([folder, *artifacts_of(parts, None, model_config)])
-    model = build_llava(parts, model_config, torch.float32)
+    model = build_architecture(parts, model_config, torch.float32)
     model.requires_grad_(False)  # so that frozen_digests covers all weights of the base model
     where = model_config.checkpoint or model_config.language
     check_named_base(opened, parts, where, BASE_OPTION)
@@ -217,7 +223,7 @@ def open_adapted(folder: Path, cfg: ConversionConfig) -> Opened:
     adapter.check_changed(opened.tensors, f"the adapter of {folder}", "train it for more steps")
     adapted = Adapted(opened.lora, opened.modules, with_adapters(base_sources, opened))
     has_facts = (folder / "config.json").is_file() or notes
-    source = source_of_folder(folder if has_facts else Path(where), model, model_config, cfg)
+    source = describe(folder if has_facts else Path(where), model, model_config, cfg)
     return Opened(source, adapted.merged, folder, adapted, base_sources)
 
 
@@ -257,14 +263,27 @@ def open_model(folder: Path, cfg: ConversionConfig) -> Opened:
     parts = find_parts(model_config)
     projector = None if model_config.checkpoint else folder
     check_artifacts(artifacts_of(parts, projector, model_config))
-    model = build_llava(parts, model_config, torch.float32)
+    model = build_architecture(parts, model_config, torch.float32)
     sources = find_weights(model, parts, model_config, projector, 0)
-    return Opened(source_of_folder(folder, model, model_config, cfg), sources, folder, read=sources)
+    return Opened(describe(folder, model, model_config, cfg), sources, folder, read=sources)
+
+
+def describe(
+    folder: Path, model: Architecture, model_config: ModelConfig, cfg: ConversionConfig
+) -> SourceModel | WholeSource:
+    """Return a description of the model in a folder, of either kind. The weights of `model` are not used."""
+    if isinstance(model, Llava):
+        return source_of_folder(folder, model, model_config, cfg)
+    notes = read_notes(folder)
+    special_tokens = choice_of(SpecialTokens, notes, "special_tokens", SpecialTokens.text, folder)
+    assert model.parts.whole is not None
+    return WholeSource(model, model.parts.whole, notes.get("max_length"), special_tokens, history_in(notes))
 
 
 def source_of_folder(folder: Path, model: Llava, model_config: ModelConfig, cfg: ConversionConfig) -> SourceModel:
-    """Return a description of the model in a folder. Settings such as the conversation template come from the folder's
-    `llava_fsdp.json` or `config.json`, and from `cfg` if neither has them. The weights of `model` are not used."""
+    """Return a description of the LLaVA model in a folder. Settings such as the conversation template come from the
+    folder's `llava_fsdp.json` or `config.json`, and from `cfg` if neither has them. The weights of `model` are not
+    used."""
     has_config = (folder / "config.json").is_file()
     raw = read_json(folder / "config.json", f"source={folder}") if has_config else {}
     notes = read_notes(folder)
@@ -283,9 +302,14 @@ def source_of_folder(folder: Path, model: Llava, model_config: ModelConfig, cfg:
         language=notes.get("language") or model_config.language,
         vision=cfg.vision or notes.get("vision") or model_config.vision,
         renamed_tower=cfg.vision,
-        history={key: notes[key] for key in ("run", "stage", "step", "train") if key in notes},
+        history=history_in(notes),
         video_sampling=VideoSampling(notes.get("video_fps") or 1.0, notes.get("video_frames") or 32),
     )
+
+
+def history_in(notes: dict[str, Any]) -> dict[str, Any]:
+    """Return what the notes of a folder say about the training that produced the model."""
+    return {key: notes[key] for key in ("run", "stage", "step", "train") if key in notes}
 
 
 def default_template(cfg: ConversionConfig, parts: Parts) -> str:

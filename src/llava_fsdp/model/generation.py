@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from transformers import DynamicCache, PretrainedConfig
@@ -10,6 +11,8 @@ from transformers.cache_utils import DynamicLayer
 
 from llava_fsdp.model.architecture import Architecture, ImageInputs
 from llava_fsdp.model.packed_attention.attention import CachedRows
+from llava_fsdp.model.whole.answers import Push
+from llava_fsdp.model.whole.whole import Whole
 from llava_fsdp.runtime.errors import ConfigError
 
 
@@ -85,6 +88,25 @@ def write_tokens(
         last = torch.arange(rows, device=ids.device)
 
 
+def write_answers(
+    model: Callable[..., torch.Tensor],
+    language: PretrainedConfig,
+    prompt: Prompt,
+    sampling: Sampling,
+    push: Push,
+    generator: torch.Generator | None = None,
+) -> None:
+    """Generate the tokens that follow a batch of prompts, and push each, until `push` returns False or
+    `sampling.max_new_tokens` are generated. A whole model of transformers is run by its own class. `language` is the
+    configuration of the language model; the other arguments are those of `write_tokens`."""
+    if isinstance(model, Whole):
+        next_token = partial(choose, sampling=sampling, generator=generator)
+        return model.generate(prompt.ids, prompt.mask, prompt.images, sampling.max_new_tokens, next_token, push)
+    for chosen in write_tokens(model, prompt, DynamicCache(config=language), sampling, generator):
+        if not push(chosen):
+            break
+
+
 @dataclass
 class PrefixCache:
     """Key-value cache of a conversation, kept between its turns, so that the model processes only new tokens."""
@@ -122,24 +144,18 @@ def can_be_cropped(cache: DynamicCache) -> bool:
     return all(type(layer) is DynamicLayer for layer in cache.layers)
 
 
-def check_answers(
-    model: Callable[..., torch.Tensor], language: PretrainedConfig, device: torch.device, images: ImageInputs
-) -> None:
+def check_answers(model: Callable[..., torch.Tensor], language: PretrainedConfig, prompt: Prompt) -> None:
     """Check that a model can generate answers, by generating two tokens without an image. Collective.
 
     Args:
         model: a model in evaluation mode, without gradients, or what has the same arguments and results.
-        images: image inputs of a micro-batch without an image, on the device.
+        prompt: a prompt without an image, on the model's device.
 
     Raises:
         ConfigError: the language model cannot generate with a key-value cache.
     """
-    ids = torch.zeros((1, 2), dtype=torch.int64, device=device)
     try:
-        cache = DynamicCache(config=language)
-        prompt = Prompt(ids, torch.ones_like(ids, dtype=torch.bool), images)
-        for _ in write_tokens(model, prompt, cache, Sampling(2)):
-            pass
+        write_answers(model, language, prompt, Sampling(2), lambda _: True)
     except (TypeError, AttributeError, NotImplementedError, ValueError) as error:
         raise ConfigError(
             f"val.answers: {language.model_type} cannot write an answer token by token here ({error}); "

@@ -96,7 +96,8 @@ def find_weights(
     stored = base_weights(model, parts, cfg, projector)
     adapter: dict[str, Stored] = {}
     if cfg.lora.checkpoint is not None:
-        opened = open_adapter(find_adapter(cfg.lora.checkpoint, "model.lora.checkpoint"))
+        folder = find_adapter(cfg.lora.checkpoint, "model.lora.checkpoint")
+        opened = open_adapter(folder, is_of_class=parts.class_config is not None)
         adapter = dict(started_from(opened, model, cfg.lora))
         beside = {without_base(n): tensor for n, tensor in adapter.items() if not is_adapter(n)}
         if projector is not None or cfg.projector == "random":  # the projector in the adapter folder is not used

@@ -18,6 +18,7 @@ from llava_fsdp.checkpoint.verify import Checkpoint
 from llava_fsdp.config import Config, DType, FolderFormat, KeptDType, LinearKind, Quantizer
 from llava_fsdp.data.batching.batch import MicroBatch
 from llava_fsdp.export.prove.logit_distance import CLOSE, Distance, bound_of_classes, distance
+from llava_fsdp.export.prove.reload import comparable, logits_of_class
 from llava_fsdp.export.prove.verify_logits import (
     Adapted,
     compute_place,
@@ -25,7 +26,6 @@ from llava_fsdp.export.prove.verify_logits import (
     has_experts,
     logits,
     prove_merge,
-    reloaded_logits,
 )
 from llava_fsdp.export.write.adapter_folder import (
     AdapterWriter,
@@ -35,6 +35,7 @@ from llava_fsdp.export.write.adapter_folder import (
     small_files,
     whole_rows,
 )
+from llava_fsdp.export.write.class_adapter import writer_class
 from llava_fsdp.export.write.folded_head import HEAD, is_rounded, with_folded_head
 from llava_fsdp.export.write.formats import history, source_of_run, write_folder
 from llava_fsdp.export.write.weights_writer import Weights, publish_folder
@@ -164,8 +165,9 @@ def export_adapter(state: TrainState, cfg: Config, is_first_rank: bool) -> Adapt
         )
         make_empty(staged)
         notes = history(state.run, cfg.stage.name, state.step, cfg.model.train)
-        writer_of(state, cfg).write(staged, tensors, notes)
-        prove_adapter(staged, tensors)
+        writer = writer_of(state, cfg)
+        writer.write(staged, tensors, notes)
+        prove_adapter(staged, tensors, writer.is_of_class)
         publish_folder(staged, final)
         log().info(
             "adapters are in %s; vLLM ignores their names without an error: serve %s, or see %s",
@@ -246,9 +248,10 @@ def verify(state: TrainState, cfg: Config, staged: Path, weights: Weights) -> No
         ModelError: the export is not the trained model.
     """
     failing = f"{staged} was written, but cannot be read back"
-    micro, sizes = state.loader.steps.probe()
-    live, placed = live_logits(state, micro).cpu(), state.loader.to_device(micro)
     model = plain_model(state)
+    probe, sizes = state.loader.steps.probe()
+    micro = comparable(model, probe)
+    live, placed = live_logits(state, micro).cpu(), state.loader.to_device(micro)
     written: dict[str, Stored] = {}
     copies: list[Architecture] = []
 
@@ -276,7 +279,7 @@ def verify(state: TrainState, cfg: Config, staged: Path, weights: Weights) -> No
         ours = logits(copies[0], batch).cpu()
         copies.clear()
         gc.collect()
-        theirs = reloaded_logits(staged, batch, batch.images["tiles"], compute, sizes).cpu()
+        theirs = logits_of_class(model, staged, batch, compute, sizes, rounded).cpu()
         found = distance(theirs, ours)
         head_is_rounded = is_rounded(model.parts, DTYPES[cfg.export.stored])
         allowed = torch.bfloat16 if head_is_rounded else compute
@@ -455,7 +458,7 @@ def writer_of(state: TrainState, cfg: Config) -> AdapterWriter:
     """Return what writes the run's LoRA adapters into a folder: everything that a folder has beside the tensors."""
     names = adapter_tensors(cfg.model, state.trained, state.sources)
     source = source_of_run(whole_model(state), cfg, state.run, state.step)
-    return AdapterWriter(
+    return writer_class(source)(
         source=source,
         lora=cfg.model.lora,
         modules=sorted({module_of(name) for name in names if is_adapter(name)}),

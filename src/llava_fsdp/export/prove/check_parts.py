@@ -5,15 +5,18 @@ from llava_fsdp.export.prove.compare_language import compare_language
 from llava_fsdp.export.prove.compare_tower import compare_tower
 from llava_fsdp.export.prove.compare_whole import compare_whole
 from llava_fsdp.export.write.formats import SourceModel
+from llava_fsdp.export.write.whole_folder import WholeSource
 
 
-def check_parts(source: SourceModel) -> None:
+def check_parts(source: SourceModel | WholeSource) -> None:
     """Compare small copies of the parts of a model with transformers' own classes, and check that its language model is
-    causal. The weights are not read. Only rank 0 calls this.
+    causal. A whole model of transformers is such a class itself. The weights are not read. Only rank 0 calls this.
 
     Raises:
         ModelError: a small copy computes something else than transformers' class, or a token depends on later ones.
     """
+    if isinstance(source, WholeSource):
+        return
     model = source.model
     if model.parts.whole is None:
         compare_language(model.parts)

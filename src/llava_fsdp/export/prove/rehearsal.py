@@ -29,6 +29,7 @@ from llava_fsdp.export.write.folded_head import HEAD, with_folded_head
 from llava_fsdp.export.write.formats import SourceModel, begin_hf, hf_config, write_hf_config, write_hf_weights
 from llava_fsdp.export.write.processor import TokenIds, check_image_tokens, has_tokenizer, preprocessor_fields
 from llava_fsdp.export.write.weights_writer import Weights
+from llava_fsdp.export.write.whole_folder import WholeSource, check_plan
 from llava_fsdp.model.adapters.lora_names import is_adapter, without_base
 from llava_fsdp.model.llava.llava import Llava
 from llava_fsdp.model.sources.exportable import why_not_original
@@ -58,6 +59,15 @@ def write_hf(source: SourceModel, weights: Weights, staged: Path) -> None:
     ids = TokenIds(image=first, pad=first + 1, video=None if source.sampling is None else first + 2)
     write_hf_config(source, weights.widest, staged, ids, first + len(ids))
     write_hf_weights(source, weights, staged, first + len(ids))
+
+
+def rehearse(source: SourceModel | WholeSource, dtype: torch.dtype) -> None:
+    """Check that a model can be exported for transformers, before it is trained: by the export of a small copy, or for
+    a whole model of transformers by the names and shapes of its weights. Only rank 0 calls this. Raises ModelError or
+    ConfigError if the model cannot be exported."""
+    if isinstance(source, WholeSource):
+        return check_plan(source)
+    rehearse_hf(source, dtype)
 
 
 @torch.random.fork_rng(devices=[])  # transformers draws random numbers while it loads, on this rank alone

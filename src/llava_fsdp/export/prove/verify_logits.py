@@ -170,9 +170,9 @@ def prove(
     return distant
 
 
-def has_experts(model: nn.Module) -> bool:
+def has_experts(model: Architecture) -> bool:
     """Return whether the language model is a mixture of experts, whose weights are stored as [experts, out, in]."""
-    return any(p.ndim == 3 for name, p in model.named_parameters() if name.startswith("language_model."))
+    return any(p.ndim == 3 for p in model.language.parameters())
 
 
 def relative_difference(written: torch.Tensor, expected: torch.Tensor) -> float:
@@ -264,7 +264,8 @@ def empty_copy(
             put_adapters(model, adapted.lora, adapted.modules)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(compute)
-    buffers = computed_buffers(model)
+    buffers = model.stored_buffers()
+    buffers |= computed_buffers(model, buffers)
     materialize(model, lambda empty: empty.to_empty(device=device))
     restore_buffers(model, buffers)
     return model.eval()

@@ -11,9 +11,8 @@ import tempfile
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from safetensors.torch import save_file
@@ -28,6 +27,7 @@ from llava_fsdp.export.write.formats import (
     write_generation_of_original,
     write_notes,
 )
+from llava_fsdp.export.write.whole_folder import WholeSource
 from llava_fsdp.model.adapters.base_config import BASE_CONFIG, base_config
 from llava_fsdp.model.adapters.lora_files import (
     ADAPTER_CONFIG,
@@ -46,7 +46,7 @@ from llava_fsdp.model.sources.pretrained import public_name
 from llava_fsdp.model.sources.pretrained_config import check_named_base
 from llava_fsdp.model.weights.init_weights import Drawn
 from llava_fsdp.model.weights.tensor_files import Stored, StoredTensor, open_file
-from llava_fsdp.model.weights.weight_names import in_adapter, original_name
+from llava_fsdp.model.weights.weight_names import PEFT, in_adapter
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 from llava_fsdp.runtime.files.provenance import NOTES, README, read_notes
 from llava_fsdp.runtime.text.log import log
@@ -99,11 +99,13 @@ class AdapterWriter:
             relative to the adapter folder.
     """
 
-    source: SourceModel
+    source: SourceModel | WholeSource
     lora: LoraConfig
     modules: list[str]
     base: Base
     small_files: dict[str, bytes]
+    is_of_class: ClassVar[bool] = False
+    """Whether the files have the names of a class of transformers (`open_adapter`)."""
 
     def write(
         self,
@@ -120,10 +122,10 @@ class AdapterWriter:
         for name, content in self.small_files.items():
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_bytes(content)
-        (folder / README).write_text(CARD)
+        (folder / README).write_text(self.card)
         write_json(folder / ADAPTER_CONFIG, self.settings)
-        self.write_adapters(folder, {n: t for n, t in tensors.items() if not is_projector(n)})
-        self.write_others(folder, {n: t for n, t in tensors.items() if is_projector(n)})
+        self.write_adapters(folder, {n: t for n, t in tensors.items() if not self.is_apart(n)})
+        self.write_others(folder, {n: t for n, t in tensors.items() if self.is_apart(n)})
         notes = {
             "dtype": KeptDType.keep.value,
             "lora": jsonable(asdict(self.lora)),
@@ -151,13 +153,22 @@ class AdapterWriter:
         shutil.copymode(folder / ADAPTER_CONFIG, folder / OTHERS_FILES[0])
 
     def rename(self, name: str) -> str:
+        """Return the name in the files of a parameter or a module."""
         return in_adapter(name, self.source.model.cfg.projector_type)
+
+    def is_apart(self, name: str) -> bool:
+        """Return whether a parameter is saved in the files `non_lora_trainables`."""
+        return is_projector(name)
+
+    @property
+    def card(self) -> str:
+        """Contents of the file README.md."""
+        return CARD
 
     @property
     def settings(self) -> dict[str, Any]:
         """Contents of adapter_config.json, which peft reads. Keys that peft 0.7 (the original LLaVA's) does not know
         are left out unless the adapter needs them."""
-        named = partial(original_name, projector_type=self.source.model.cfg.projector_type)
         alpha = self.lora.alpha
         newer = {"use_dora": self.lora.use_dora, "use_rslora": self.lora.use_rslora}
         return {
@@ -177,14 +188,14 @@ class AdapterWriter:
             "r": self.lora.r,
             "rank_pattern": {},
             "revision": None,
-            "target_modules": [named(module) for module in self.modules],
+            "target_modules": [self.rename(module).removeprefix(PEFT) for module in self.modules],
             "task_type": "CAUSAL_LM",
             **{key: True for key, used in newer.items() if used},
         }
 
     def nbytes(self, tensors: Mapping[str, Stored]) -> int:
         sizes = {name: torch.Size(t.shape).numel() * t.dtype.itemsize + ROOM for name, t in tensors.items()}
-        twice = sum(size for name, size in sizes.items() if is_projector(name))
+        twice = sum(size for name, size in sizes.items() if self.is_apart(name))
         return sum(sizes.values()) + twice + sum(len(content) for content in self.small_files.values())
 
 
@@ -199,10 +210,12 @@ def whole_rows(tensor: Stored) -> torch.Tensor:
     return tensor.rows(0, tensor.shape[0])
 
 
-def small_files(source: SourceModel, dtype: torch.dtype) -> dict[str, bytes]:
+def small_files(source: SourceModel | WholeSource, dtype: torch.dtype) -> dict[str, bytes]:
     """Return the configuration and tokenizer files that the original LLaVA reads beside an adapter: path in the folder
-    -> content. Files that cannot be made for this model are left out, and the reason is logged. The configuration says
-    that weights have the dtype `dtype`."""
+    -> content; nothing for a whole model of transformers. Files that cannot be made for this model are left out, and
+    the reason is logged. The configuration says that weights have the dtype `dtype`."""
+    if isinstance(source, WholeSource):
+        return {}
     steps = {"config.json": lambda made: write_configs(source, dtype, made)}
     steps["generation_config.json"] = lambda made: write_generation_of_original(source, made)
     steps["tokenizer"] = lambda made: copy_or_convert_tokenizer(source, made)
@@ -244,7 +257,8 @@ def check_base(model: Architecture, cfg: ModelConfig, digests: Mapping[str, str]
     """
     if cfg.lora.checkpoint is None:
         return
-    adapter = open_adapter(find_adapter(cfg.lora.checkpoint, "model.lora.checkpoint"))
+    is_of_class = model.parts.class_config is not None
+    adapter = open_adapter(find_adapter(cfg.lora.checkpoint, "model.lora.checkpoint"), is_of_class)
     where, key = cfg.checkpoint or cfg.language, "model.checkpoint or model.language"
     check_named_base(adapter, model.parts, where, key)
     names = {without_base(name) for name in adapter.tensors}
@@ -271,12 +285,13 @@ def check_fingerprint(adapter: AdapterFolder, actual: str, where: str, key: str)
         )
 
 
-def prove_adapter(folder: Path, tensors: Mapping[str, Stored]) -> None:
+def prove_adapter(folder: Path, tensors: Mapping[str, Stored], is_of_class: bool = False) -> None:
     """Read a LoRA adapter folder that was just written. Raise ModelError if one of the `tensors`, which were to be
     written, is missing in it or has other values; or if the projector's tensors in `non_lora_trainables.bin`, which the
-    original LLaVA reads, differ from those in the safetensors file beside it."""
-    written = open_adapter(folder).tensors
-    pickled = open_file(folder / OTHERS_FILES[1])
+    original LLaVA reads, differ from those in the safetensors file beside it. `is_of_class`: whether the base is a
+    whole model of transformers, for whose adapters there is no such file."""
+    written = open_adapter(folder, is_of_class).tensors
+    pickled = {} if is_of_class else open_file(folder / OTHERS_FILES[1])
     by_name_in_file = {tensor.name: tensor for tensor in written.values()}
     compared = [(name, written.get(name), tensor) for name, tensor in tensors.items()]
     compared += [(name, by_name_in_file.get(name), tensor) for name, tensor in pickled.items()]

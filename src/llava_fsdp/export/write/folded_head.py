@@ -27,13 +27,19 @@ def folded_fields(parts: Parts) -> dict[str, Any]:
     return {**without_change(parts.language), "tie_word_embeddings": False}
 
 
+def factor_to_fold(parts: Parts) -> float:
+    """Return the factor that the exported weight of the output layer must contain: 1 for a whole model of transformers,
+    whose class multiplies its logits itself."""
+    return parts.logit_change.factor if parts.class_config is None else 1.0
+
+
 def with_folded_head(weights: Weights, model: Architecture) -> Weights:
     """Return the weights of a model to export, with the factor of the logits in the weight of the output layer.
 
     The weight is first rounded to the dtype of the export, as it is without a factor. Multiplying by a power of two
     changes no digit of it; after another factor it is rounded again (`is_rounded`).
     """
-    factor = model.parts.logit_change.factor
+    factor = factor_to_fold(model.parts)
     if factor == 1.0:
         return weights
     # without an output layer of its own, the model uses the weight of the embeddings
@@ -53,7 +59,7 @@ def with_folded_head(weights: Weights, model: Architecture) -> Weights:
 def is_rounded(parts: Parts, dtype: torch.dtype) -> bool:
     """Return whether the weight of the output layer, in this dtype, is rounded when the factor of the logits is
     multiplied into it, so that the export's logits differ in their last digits."""
-    factor = abs(parts.logit_change.factor)
+    factor = abs(factor_to_fold(parts))
     if factor == 1.0 or dtype == torch.float32:
         return False
     # small numbers in fp16 have fewer digits, so that even a power of two rounds them

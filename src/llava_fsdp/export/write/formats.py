@@ -49,6 +49,7 @@ from llava_fsdp.export.write.processor import (
 )
 from llava_fsdp.export.write.remarks import remarks_on, write_remarks
 from llava_fsdp.export.write.weights_writer import Weights, renamed, write_projector, write_shards
+from llava_fsdp.export.write.whole_folder import WholeSource, whole_source_of_run, write_whole_folder
 from llava_fsdp.model.llava.llava import Llava
 from llava_fsdp.model.load_weights import PROJECTOR_PREFIX
 from llava_fsdp.model.parts import Parts, read_json
@@ -71,6 +72,7 @@ from llava_fsdp.model.sources.llava_v1_5_config import (
 from llava_fsdp.model.sources.pretrained import PACKAGE
 from llava_fsdp.model.weights.conversions import plan_save
 from llava_fsdp.model.weights.weight_names import original_name
+from llava_fsdp.model.whole.whole import Whole
 from llava_fsdp.parallel.ranks.consensus import on_first_rank
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.files.durable_files import make_empty
@@ -139,10 +141,12 @@ class SourceModel:
         return self.model.parts.language.vocab_size
 
 
-def source_of_run(model: nn.Module, cfg: Config, run: str, step: int) -> SourceModel:
+def source_of_run(model: nn.Module, cfg: Config, run: str, step: int) -> SourceModel | WholeSource:
     """Return a description of a trained model, which may be sharded, after `step` steps. `run` is the training's unique
     id."""
-    assert isinstance(model, Llava)  # also with FSDP, which gives the model a subclass of Llava
+    if isinstance(model, Whole):  # also with FSDP, which gives the model a subclass of its class
+        return whole_source_of_run(model, cfg, history(run, cfg.stage.name, step, cfg.model.train))
+    assert isinstance(model, Llava)
     language, vision = names_of_parts(model.parts, cfg.model)
     return SourceModel(
         model=model,
@@ -175,7 +179,11 @@ def history(run: str, stage: str, step: int, train: list[str]) -> dict[str, Any]
 
 
 def write_folder(
-    folder_format: FolderFormat, source: SourceModel, weights: Weights, staged: Path, notes: dict[str, Any]
+    folder_format: FolderFormat,
+    source: SourceModel | WholeSource,
+    weights: Weights,
+    staged: Path,
+    notes: dict[str, Any],
 ) -> None:
     """Write a model, with its weights, configuration and tokenizer, into a folder. Collective; the first rank writes.
     `notes` are additional contents of the folder's `llava_fsdp.json`.
@@ -184,6 +192,8 @@ def write_folder(
         ModelError, ConfigError: the format does not support this model; the message says why.
         CheckpointError: the folder could not be written.
     """
+    if isinstance(source, WholeSource):
+        return write_whole_folder(folder_format, source, weights, staged, notes)
     failing = f"cannot write {staged}"
     rename = partial(original_name, projector_type=source.model.cfg.projector_type)
     on_first_rank(lambda: make_empty(staged), failing)
@@ -203,9 +213,11 @@ def write_folder(
     on_first_rank(lambda: write_notes(source, staged, notes), failing)
 
 
-def write_notes(source: SourceModel, staged: Path, notes: dict[str, Any]) -> None:
+def write_notes(source: SourceModel | WholeSource, staged: Path, notes: dict[str, Any]) -> None:
     """Write `llava_fsdp.json` into an exported folder: settings that its other files do not contain, further settings
     (`notes`), and digests (sizes and hashes) of all other files, which must be complete."""
+    if isinstance(source, WholeSource):
+        return seal(staged, {**source.settings, **notes})
     notes = {
         **source.history,
         **notes,

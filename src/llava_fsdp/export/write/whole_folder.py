@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from llava_fsdp.config import Config, SpecialTokens
+from llava_fsdp.config import Config, FolderFormat, SpecialTokens
 from llava_fsdp.data.text.jinja_template import OWN
 from llava_fsdp.export.write.weights_writer import ReadPart, Weights, write_shards
+from llava_fsdp.model.adapters.lora_names import is_adapter, without_base
 from llava_fsdp.model.architecture import Architecture
 from llava_fsdp.model.parts import read_json
 from llava_fsdp.model.sources.llava_v1_5_config import dtype_name, write_json
@@ -34,7 +35,7 @@ from llava_fsdp.model.weights.conversions import (
 from llava_fsdp.model.weights.lazy_tensor import LazyTensor
 from llava_fsdp.model.weights.tensor_files import open_tensors
 from llava_fsdp.parallel.ranks.consensus import on_first_rank
-from llava_fsdp.runtime.errors import ModelError
+from llava_fsdp.runtime.errors import ConfigError, ModelError
 from llava_fsdp.runtime.files.durable_files import make_empty
 from llava_fsdp.runtime.files.provenance import NOTES, seal
 
@@ -53,14 +54,14 @@ class WholeSource:
     Attributes:
         model: model with this architecture. Its weights are not used, and may be sharded or on the meta device.
         folder: folder from which the model was read before its training.
-        max_length: maximum number of tokens of a sample.
+        max_length: maximum number of tokens of a sample in training; None if it is not known.
         special_tokens: how special tokens in a text are tokenized.
         history: id of the training, stage and step that produced the model, and the parts that were trained.
     """
 
     model: Architecture
     folder: Path
-    max_length: int
+    max_length: int | None
     special_tokens: SpecialTokens
     history: dict[str, Any]
 
@@ -87,7 +88,8 @@ class WholeSource:
     @property
     def settings(self) -> dict[str, Any]:
         """What `llava_fsdp.json` says of the model."""
-        return {**self.history, "special_tokens": self.special_tokens.value, "max_length": self.max_length}
+        length = {} if self.max_length is None else {"max_length": self.max_length}
+        return {**self.history, "special_tokens": self.special_tokens.value, **length}
 
 
 def whole_source_of_run(model: Architecture, cfg: Config, history: dict[str, Any]) -> WholeSource:
@@ -96,13 +98,19 @@ def whole_source_of_run(model: Architecture, cfg: Config, history: dict[str, Any
     return WholeSource(model, model.parts.whole, cfg.data.max_length, cfg.trained_special_tokens, history)
 
 
-def write_whole_folder(source: WholeSource, weights: Weights, staged: Path, notes: Mapping[str, Any]) -> None:
+def write_whole_folder(
+    form: FolderFormat, source: WholeSource, weights: Weights, staged: Path, notes: Mapping[str, Any]
+) -> None:
     """Write a model folder for transformers. Collective; the first rank writes.
 
     Raises:
+        ConfigError: the format is not that of transformers.
         ModelError: the weights are not those of the class of transformers.
         CheckpointError: the folder could not be written.
     """
+    if form is not FolderFormat.hf:
+        kind = source.config.model_type
+        raise ConfigError(f"format={form.value}: a {kind} is written for transformers alone; set format=hf")
     failing = f"cannot write {staged}"
     dtypes = set(weights.dtypes.values())
 
@@ -112,11 +120,24 @@ def write_whole_folder(source: WholeSource, weights: Weights, staged: Path, note
         write_config(source, dtypes.pop() if len(dtypes) == 1 else None, staged)
 
     on_first_rank(begin, failing)
-    config, folder = source.config, source.folder
-    loaded = plan_load(lambda: whole_model_of(config), open_tensors(folder), folder)
-    complete = with_folders_own(weights, loaded, folder)
+    loaded, complete = plan_folder(source, weights)
     write_shards(complete, staged, partial(plan_complete, loaded, complete), vocabulary=(), trained=0, rows=0)
     on_first_rank(lambda: seal(staged, {**source.settings, **notes}), failing)
+
+
+def check_plan(source: WholeSource) -> None:
+    """Raise ModelError unless transformers' class saves every parameter of a model. No values are read."""
+    names = {without_base(name): p for name, p in source.model.named_parameters() if not is_adapter(name)}
+    shapes = {name: tuple(own.shape) for name, own in names.items()}
+    loaded, complete = plan_folder(source, Weights(shapes, dict.fromkeys(shapes, torch.float32), torch.empty))
+    plan_complete(loaded, complete, lambda *_: torch.empty(0))
+
+
+def plan_folder(source: WholeSource, weights: Weights) -> tuple[LoadPlan, Weights]:
+    """Return where in the model's folder the weights of its class are, and weights completed by what is only there."""
+    config, folder = source.config, source.folder
+    loaded = plan_load(lambda: whole_model_of(config), open_tensors(folder), folder)
+    return loaded, with_folders_own(weights, loaded, folder)
 
 
 def with_folders_own(weights: Weights, loaded: LoadPlan, folder: Path) -> Weights:

@@ -46,12 +46,15 @@ STRETCHED = frozenset({"dynamic", "longrope", "yarn"})
 
 def base_config(parts: Parts) -> dict[str, Any]:
     """Return those values of a base model's configuration that change what the model computes, as JSON returns them: of
-    the language model (`language`), of the vision tower (`vision`), and how logits are made (`logits`)."""
+    the language model (`language`), of the vision tower (`vision`), how logits are made (`logits`), and what a whole
+    model of transformers says outside of its parts (`class`)."""
     values = {
         "language": of_part(parts.language),
         "vision": of_part(parts.vision),
         "logits": asdict(parts.logit_change),
     }
+    if parts.class_config is not None:
+        values["class"] = {key: v for key, v in of_part(parts.class_config).items() if not key.endswith("_config")}
     return json.loads(json.dumps(values, default=str))
 
 

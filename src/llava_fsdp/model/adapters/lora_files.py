@@ -20,7 +20,7 @@ from torch import nn
 from llava_fsdp.config import LoraBias, LoraConfig
 from llava_fsdp.model.adapters.lora_names import LORA_A, LORA_B, MAGNITUDE, is_adapter, module_of, without_base
 from llava_fsdp.model.weights.tensor_files import StoredTensor, open_file
-from llava_fsdp.model.weights.weight_names import ours_in_adapter
+from llava_fsdp.model.weights.weight_names import in_class, ours_in_adapter
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 from llava_fsdp.runtime.files.provenance import NOTES, check_folder, read_notes
 from llava_fsdp.runtime.files.safe_load import library_errors, read_json
@@ -90,9 +90,10 @@ def find_adapter(name: str, key: str) -> Path:
     )
 
 
-def open_adapter(folder: Path) -> AdapterFolder:
-    """Open a folder with a LoRA adapter that peft, the original LLaVA or llava_fsdp has written. Raises ModelError if
-    it has none, or one of an unsupported form, or a file is missing or damaged."""
+def open_adapter(folder: Path, is_of_class: bool = False) -> AdapterFolder:
+    """Open a folder with a LoRA adapter that peft, the original LLaVA or llava_fsdp has written. `is_of_class`: whether
+    its base is a whole model of transformers, with the parameter names of its class. Raises ModelError if the folder
+    has no adapter, or one of an unsupported form, or a file is missing or damaged."""
     check_folder(folder)
     settings = read_json(folder / ADAPTER_CONFIG)
     with library_errors(f"{folder / ADAPTER_CONFIG} is damaged"):
@@ -105,7 +106,8 @@ def open_adapter(folder: Path) -> AdapterFolder:
     tensors = dict(open_file(file))
     others = next((folder / n for n in OTHERS_FILES if (folder / n).is_file()), None)
     tensors |= open_file(others) if others is not None else {}
-    opened = AdapterFolder(folder, settings, lora, {ours_in_adapter(name): t for name, t in tensors.items()})
+    rename = in_class if is_of_class else ours_in_adapter
+    opened = AdapterFolder(folder, settings, lora, {rename(name): t for name, t in tensors.items()})
     if not opened.modules:
         raise ModelError(f"{file} has no LoRA weights: none of its {len(tensors)} tensors is named lora_A or lora_B")
     return opened

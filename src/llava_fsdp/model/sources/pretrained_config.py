@@ -6,7 +6,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from llava_fsdp.config import Feature, ModelConfig, Part, load
+from llava_fsdp.config import Feature, ModelConfig, Part, PatchMerge, load
 from llava_fsdp.model.adapters.base_config import check_base_config
 from llava_fsdp.model.adapters.lora_files import ADAPTER_CONFIG, AdapterFolder
 from llava_fsdp.model.parts import Parts, read_json
@@ -14,14 +14,17 @@ from llava_fsdp.model.sources.llava_v1_5_config import TOWER, Selection, is_orig
 from llava_fsdp.model.sources.pretrained import (
     HUB_NAME,
     INTERNVL,
+    LLAVA,
     NEXT,
     ONEVISION,
     PACKAGE,
     merge_of,
     projector_type_of,
+    read_config,
     read_llava_config,
     resolve_model,
 )
+from llava_fsdp.model.weights.conversions import is_vision_language_model
 from llava_fsdp.model.weights.tensor_files import PROJECTOR, WHOLE_MODEL
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 from llava_fsdp.runtime.files.provenance import NOTES, read_notes
@@ -39,7 +42,7 @@ def read_model(folder: Path, language: str | None, vision: str | None) -> ModelC
 
     Raises:
         ConfigError: an argument that is needed is None.
-        ModelError: the folder holds no LLaVA model, or one of an unsupported form.
+        ModelError: the folder holds no vision-language model, or one of an unsupported form.
     """
     raw = read_json(folder / "config.json", f"source={folder}")
     if is_original(raw):
@@ -52,6 +55,10 @@ def read_model(folder: Path, language: str | None, vision: str | None) -> ModelC
             raise ConfigError(f"source={folder} holds a projector alone; give the language model with language=PATH")
         base = language or ""
         tower = vision or find_tower(raw, folder)
+    elif is_of_class(folder):
+        # what `Llava` asks about tower and projector is in the class
+        selection = Selection("identity", -1, Feature.full, PatchMerge.flat, False)
+        has_whole, base, tower = True, "", ""
     else:
         config = read_llava_config(folder, "source")
         start_end = bool(read_notes(folder).get("image_start_end", False))
@@ -92,7 +99,7 @@ def read_base(adapter: AdapterFolder, base: str | None, vision: str | None) -> M
         return cfg if base is None else on_base(cfg, resolve_model(base, "base"))
     folder = resolve_model(base, "base") if base else named_base(adapter)
     if not (adapter.folder / "config.json").is_file():
-        if not is_whole(folder):
+        if not is_whole(folder) and not is_of_class(folder):
             raise ConfigError(
                 f"source={adapter.folder} has no config.json, and its base {folder} is a language model alone: nothing "
                 "says which tower and projector go with them; give a whole LLaVA model with base=PATH"
@@ -115,9 +122,8 @@ def read_base(adapter: AdapterFolder, base: str | None, vision: str | None) -> M
 
 
 def on_base(cfg: ModelConfig, folder: Path) -> ModelConfig:
-    """Return a copy of `cfg` in which the base model is the one in `folder`: a whole LLaVA model or a language
-    model."""
-    has_whole = is_whole(folder)
+    """Return a copy of `cfg` in which the base model is the one in `folder`: a whole model or a language model."""
+    has_whole = is_whole(folder) or (cfg.checkpoint is not None and is_of_class(folder))
     checkpoint, language = (str(folder), cfg.language) if has_whole else (None, str(folder))
     return replace(cfg, checkpoint=checkpoint, language=language, random_weights=False)
 
@@ -200,6 +206,12 @@ def is_whole(folder: Path) -> bool:
     """Return whether a folder holds a whole LLaVA model, not only a language model."""
     raw = read_json(folder / "config.json", f"base={folder}")
     return is_original(raw) or raw.get("model_type") in ("llava", NEXT, ONEVISION, INTERNVL)
+
+
+def is_of_class(folder: Path) -> bool:
+    """Return whether a folder holds a vision-language model that is trained as its class in transformers has it."""
+    config = read_config(folder, "base")
+    return not isinstance(config, LLAVA) and is_vision_language_model(config)
 
 
 def find_tower(raw: dict, folder: Path) -> str:

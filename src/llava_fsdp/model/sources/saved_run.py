@@ -36,6 +36,8 @@ def projector_cure(run: Path, find_parts: FindParts) -> str:
         model, _ = open_run(run, find_parts)
     except (ConfigError, ModelError) as error:
         return f"; how to go on from what it has saved cannot be told: {error}"
+    if model is None:
+        return "; it has no projector to write: it trained a whole model of transformers"
     refused = error_of(lambda: check_projector(model))
     if refused is not None:
         return f"; it has no projector to write: {refused}"
@@ -68,8 +70,8 @@ def way_to_whole(run: Path, source: Path, to: str, key: str, find_parts: FindPar
         model, cfg = open_run(run, find_parts)
     except (ConfigError, ModelError) as error:
         return f"how to go on from what it has saved cannot be told: {error}"
-    refused = why_not_hf(model, cfg.data.trained_aspect)
-    if refused is None or why_not_original(model) is None:
+    refused = None if model is None else why_not_hf(model, cfg.data.trained_aspect)
+    if model is None or refused is None or why_not_original(model) is None:
         form = "" if refused is None else " format=llava"
         return (
             "make an export of what it has saved, and give that:\n"
@@ -95,8 +97,9 @@ def has_saved(run: Path) -> bool:
     return held_by(run) is None and bool(list_checkpoints(run / FOLDER) or is_adapter_folder(run / ADAPTER))
 
 
-def open_run(run: Path, find_parts: FindParts) -> tuple[Llava, Config]:
-    """Return the model that a run has trained, on the meta device, without its adapters, and the run's configuration.
+def open_run(run: Path, find_parts: FindParts) -> tuple[Llava | None, Config]:
+    """Return the LLaVA model that a run has trained, on the meta device, without its adapters, and the run's
+    configuration. The model is None if the run has trained a whole model of transformers, which is always exportable.
     Raises ConfigError if its config.yaml cannot be read, and ModelError if a part of the model is missing. `find_parts`
     finds the folders of a model."""
     path = run / "config.yaml"
@@ -108,4 +111,5 @@ def open_run(run: Path, find_parts: FindParts) -> tuple[Llava, Config]:
         cfg = load(Config, node)
     except (OmegaConfBaseException, yaml.YAMLError, ValueError, AttributeError) as error:
         raise ConfigError(f"{path} is damaged: {error}") from error
-    return build_llava(find_parts(cfg.model), cfg.model.plain, torch.float32), cfg
+    parts = find_parts(cfg.model)
+    return (None if parts.class_config is not None else build_llava(parts, cfg.model.plain, torch.float32)), cfg

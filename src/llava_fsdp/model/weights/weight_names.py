@@ -74,12 +74,29 @@ PEFT = "base_model.model."
 def in_adapter(name: str, projector_type: str) -> str:
     """Translate llava_fsdp's parameter name to the name in adapter files of LLaVA and peft, which do not contain
     `default`, the adapter's name in peft."""
-    name = PEFT + original_name(name, projector_type)
+    return without_adapter_name(PEFT + original_name(name, projector_type))
+
+
+def in_class_adapter(name: str) -> str:
+    """Translate the name of a parameter of a whole model of transformers to the name in adapter files of peft."""
+    return without_adapter_name(PEFT + name)
+
+
+def without_adapter_name(name: str) -> str:
     return name.replace(".default.weight", "" if ".lora_magnitude_vector." in name else ".weight")
 
 
 def ours_in_adapter(name: str) -> str:
     """Translate the name of a tensor in the files of a LoRA adapter to llava_fsdp's parameter name."""
-    name = ours(name.removeprefix(PEFT))
+    return with_adapter_name(ours(name.removeprefix(PEFT)))
+
+
+def in_class(name: str) -> str:
+    """Translate the name of a tensor in the files of a LoRA adapter to the parameter name in a whole model of
+    transformers."""
+    return with_adapter_name(name.removeprefix(PEFT))
+
+
+def with_adapter_name(name: str) -> str:
     name = re.sub(r"\.(lora_[AB])\.weight$", r".\1.default.weight", name)
     return re.sub(r"\.lora_magnitude_vector(\.weight)?$", ".lora_magnitude_vector.default.weight", name)

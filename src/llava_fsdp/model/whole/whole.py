@@ -26,6 +26,7 @@ from llava_fsdp.model.packed_attention.attention import (
 from llava_fsdp.model.packed_attention.row_mask import BoundaryMask, rows_name
 from llava_fsdp.model.parts import Parts
 from llava_fsdp.model.weights.conversions import plan_whole, whole_model_of
+from llava_fsdp.model.whole.answers import Choose, Push, class_around, generate
 from llava_fsdp.model.whole.class_logits import check_logits
 from llava_fsdp.model.whole.packs import packs
 from llava_fsdp.model.whole.positions import positions_of
@@ -149,6 +150,21 @@ class Whole(Architecture):
             return self.lm_head(labelled)
         assert label_ids is not None
         return self.lm_head(labelled, label_ids, collector=collector)
+
+    def generate(
+        self, ids: torch.Tensor, mask: torch.Tensor, images: ImageInputs, most: int, choose: Choose, push: Push
+    ) -> None:
+        """Let transformers' class generate the tokens that follow prompts: see `answers.generate`. Like `forward`, this
+        uses all parameters. While it runs, the language model attends as transformers does without packed rows."""
+        assert self.parts.class_config is not None
+        own = class_around(self.parts.class_config, self.model, self.lm_head)
+        before = self.attention
+        self.use_attention(attention_of_transformers(self.parts.language))
+        try:
+            given = {name: self.cast(value) for name, value in images.items()}
+            generate(own, ids, mask, given, most, choose, push)
+        finally:
+            self.use_attention(before)
 
     def cast(self, value: torch.Tensor) -> torch.Tensor:
         return value.to(self.compute_dtype) if value.is_floating_point() else value

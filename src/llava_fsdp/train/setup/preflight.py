@@ -15,7 +15,7 @@ from llava_fsdp.config.paths import PACKAGED_OR_HUB, check_paths, exists
 from llava_fsdp.data.index.record_store import sources_of
 from llava_fsdp.data.text.jinja_template import OWN, is_whole, own_name, usable_name
 from llava_fsdp.export.prove.check_parts import check_parts
-from llava_fsdp.export.prove.rehearsal import rehearse_hf
+from llava_fsdp.export.prove.rehearsal import rehearse
 from llava_fsdp.export.write.folded_head import is_rounded
 from llava_fsdp.export.write.formats import source_of_run
 from llava_fsdp.model.architecture import Architecture
@@ -193,7 +193,7 @@ def check_prompts(cfg: Config, model: Architecture) -> list[str]:
     check_parts(source)
     if cfg.exports_model:
         dtype = DTYPES[cfg.export.stored]
-        rehearse_hf(source, dtype)
+        rehearse(source, dtype)
         if is_rounded(model.parts, dtype):
             warnings.append(
                 f"export.dtype={cfg.export.dtype.value} rounds the output layer once more in the export, as its weight "

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from llava_fsdp.config import Config, Metric
-from llava_fsdp.data.validation_prompts import HeldOutQuestion, lay_out_prompts
+from llava_fsdp.data.validation_prompts import HeldOutQuestion
 from llava_fsdp.data.validation_set import HeldOut
 from llava_fsdp.model.generation import check_answers
 from llava_fsdp.parallel.eval_mode import evaluating
@@ -85,8 +85,7 @@ class Validation(RunEvents):
         self.done = on_first_rank(self.begin_file, f"cannot begin {self.rows.path}")
         if held_out.questions:
             with evaluating(state.model, held_out.loader.device, state.roots):
-                nothing = held_out.loader.to_device(lay_out_prompts([], held_out.loader.steps.collate).micro)
-                check_answers(model, self.generator.language, held_out.loader.device, nothing.images)
+                check_answers(model, self.generator.language, self.generator.prompt_of([]))
 
     def begin_file(self) -> bool:
         """Remove the rows of later steps, which a resumed run repeats. Return whether there is a row of the current

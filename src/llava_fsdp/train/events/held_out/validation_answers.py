@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import nn
-from transformers import DynamicCache
 
 from llava_fsdp.config import BadRecords, Config
 from llava_fsdp.data.batching.tile_inputs import Row
@@ -15,7 +15,7 @@ from llava_fsdp.data.text.detokenize import AnswerText, find_stops
 from llava_fsdp.data.validation_prompts import HeldOutQuestion, lay_out_prompts
 from llava_fsdp.data.validation_set import HeldOut
 from llava_fsdp.model.architecture import Architecture
-from llava_fsdp.model.generation import Prompt, Sampling, write_tokens
+from llava_fsdp.model.generation import Prompt, Sampling, write_answers
 from llava_fsdp.parallel.ranks.consensus import any_rank, rank_and_size
 from llava_fsdp.parallel.ranks.mesh import gather_lists
 from llava_fsdp.parallel.ranks.rank_layout import RankLayout
@@ -109,23 +109,27 @@ class AnswerGenerator:
     def answer(self, numbers: list[int]) -> list[Answered]:
         """Answer this rank's questions of a batch; `numbers`, their indices, may be empty. Collective."""
         read = [(number, row) for number in numbers if (row := self.read(self.questions[number])) is not None]
-        prompts = lay_out_prompts([row for _, row in read], self.loader.steps.collate)
-        micro = self.loader.to_device(prompts.micro)
-        prompt = Prompt(micro.input_ids, prompts.mask.to(micro.input_ids.device), micro.images)
-
+        prompt = self.prompt_of([row for _, row in read])
         begin = self.loader.steps.encoder.template.begin
         texts = [AnswerText(self.tokenizer, self.stop, self.stops, begin) for _ in read]
-        cache = DynamicCache(config=self.language)
-        sampling = Sampling(self.cfg.val.max_new_tokens)
-        for chosen in write_tokens(self.model, prompt, cache, sampling):
+
+        def push(chosen: torch.Tensor) -> bool:
+            """Add the next token of each row to its text. Return whether all ranks go on. Collective."""
             for text, token in zip(texts, chosen.tolist(), strict=False):  # a blank row has no text
                 text.push(token)
             goes_on, stops = any_rank(not all(text.ended for text in texts), self.wants_stop())
-            if stops or not goes_on:
-                break
+            return goes_on and not stops
+
+        write_answers(self.model, self.language, prompt, Sampling(self.cfg.val.max_new_tokens), push)
         for text in texts:
             text.close()
         return [self.scored(number, text.text) for (number, _), text in zip(read, texts, strict=True)]
+
+    def prompt_of(self, rows: list[Row]) -> Prompt:
+        """Return tokenized questions with their images as a batch on the device; without questions, a blank row."""
+        prompts = lay_out_prompts(rows, self.loader.steps.collate)
+        micro = self.loader.to_device(prompts.micro)
+        return Prompt(micro.input_ids, prompts.mask.to(micro.input_ids.device), micro.images)
 
     def scored(self, number: int, text: str) -> Answered:
         question = self.questions[number]

@@ -1,0 +1,116 @@
+"""Load an exported folder of a whole model with its own class in transformers, and compare it with what was exported:
+its weights to the bit, its logits, and that it generates."""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from llava_fsdp.data.batching.batch import MicroBatch
+from llava_fsdp.export.prove.verify_logits import open_export
+from llava_fsdp.model.weights.tensor_files import Stored
+from llava_fsdp.runtime.errors import ModelError
+from llava_fsdp.runtime.files.safe_load import library_errors
+from llava_fsdp.runtime.text.log import log
+
+WRITTEN = 2
+"""Number of tokens that an export generates to show that it can."""
+
+
+def without_padding(micro: MicroBatch) -> MicroBatch:
+    """Return a micro-batch of padded rows in which only tokens of samples are compared. `label_positions` are all
+    tokens."""
+    return replace(micro, label_positions=mask_of(micro).flatten().nonzero()[:, 0])
+
+
+def mask_of(micro: MicroBatch) -> torch.Tensor:
+    """Return the attention mask of padded rows, bool [rows, length]."""
+    columns = torch.arange(micro.input_ids.shape[1], device=micro.input_ids.device)
+    return columns[None] < micro.sample_lengths.to(columns.device)[:, None]
+
+
+def prove_class(folder: Path, weights: Mapping[str, Stored]) -> None:
+    """Load an exported folder with its class. Raise ModelError unless the class has the `weights` that were to be
+    written, which are by the class's names, to the bit, and generates."""
+    dtype = reduce(torch.promote_types, [stored.dtype for stored in weights.values()])
+    model = open_export(folder, dtype)
+    check_loaded(model, weights, folder)
+    check_generates(model, torch.arange(1, 1 + WRITTEN)[None], {}, folder)
+    log().info("transformers' %s loads %d weights, equal to the bit, and generates", type(model).__name__, len(weights))
+
+
+@torch.no_grad()
+def logits_of_export(
+    folder: Path, micro: MicroBatch, dtype: torch.dtype, weights: Mapping[str, Stored]
+) -> torch.Tensor:
+    """Load an exported folder with its class, and return its logits at the label positions of a micro-batch of padded
+    rows: float32 [labels, vocabulary].
+
+    Args:
+        dtype: dtype in which the class computes.
+        weights: what the folder must hold, by the class's names.
+
+    Raises:
+        ModelError: a weight is another one after loading, or the class does not generate.
+    """
+    model = open_export(folder, dtype)
+    check_loaded(model, weights, folder)
+    model = model.to(micro.input_ids.device)
+    inputs = known(model, micro.images)
+    row = row_with_images(model, micro)
+    length = int(micro.sample_lengths[row])
+    of_row = {n: v[row, :length][None] if v.shape == micro.input_ids.shape else v for n, v in inputs.items()}
+    check_generates(model, micro.input_ids[row, :length][None], of_row, folder)
+    mask = mask_of(micro).long()
+    found = model(input_ids=micro.input_ids, attention_mask=mask, use_cache=False, **inputs)
+    return found.logits.float().flatten(0, 1)[micro.label_positions]
+
+
+def check_loaded(model: Any, weights: Mapping[str, Stored], folder: Path) -> None:
+    """Raise ModelError unless the parameters of a loaded class are those in `weights`, to the bit in the dtype of the
+    class. Parameters that are not in `weights` are not compared."""
+    own = dict(model.named_parameters())
+    if lacking := sorted(weights.keys() - own.keys()):
+        raise ModelError(f"{folder} was written, but transformers' {type(model).__name__} has no {lacking[0]}")
+    for name, stored in weights.items():
+        if not torch.equal(stored.rows(0, stored.shape[0]).to(own[name].dtype), own[name]):
+            raise ModelError(f"{folder} was written, but transformers loads another {name} from it")
+
+
+def check_generates(model: Any, ids: torch.Tensor, inputs: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """Raise ModelError unless a loaded class generates an answer to a prompt, and stops at a token that ends one.
+
+    Args:
+        ids: the prompt, int64 [1, length].
+        inputs: what the class needs besides, such as the pixels of all images of the prompt.
+    """
+    model.generation_config = GenerationConfig()  # the folder's may draw tokens, or search for an answer
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "do_sample": False, **inputs}
+    with library_errors(f"{folder} was written, but transformers cannot generate with it"), torch.no_grad():
+        made = model.generate(**given, max_new_tokens=WRITTEN)[0]
+        first = int(made[-WRITTEN])
+        stopped = model.generate(**given, max_new_tokens=WRITTEN, eos_token_id=first, pad_token_id=first)[0]
+    if not torch.equal(made[:-WRITTEN], ids[0]) or not torch.equal(stopped, made[: ids.shape[1] + 1]):
+        raise ModelError(f"{folder} was written, but transformers generates {made.tolist()} and {stopped.tolist()}")
+
+
+def row_with_images(model: Any, micro: MicroBatch) -> int:
+    """Return the index of the row that has the most image tokens."""
+    token = getattr(model.config, "image_token_id", None)
+    return 0 if token is None else int((micro.input_ids == token).sum(1).argmax())
+
+
+def known(model: Any, images: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the inputs that the class of a model takes, with floats in its dtype. The class numbers the positions of
+    the tokens itself."""
+    names = inspect.signature(model.forward).parameters.keys() - {"position_ids"}
+    return {
+        name: value.to(model.dtype) if value.is_floating_point() else value
+        for name, value in images.items()
+        if name in names
+    }

@@ -1,0 +1,99 @@
+"""Let the class of a whole model in transformers generate answers with the modules of the model in training."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PretrainedConfig,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+from llava_fsdp.model.logit_change import without_change
+from llava_fsdp.model.weights.conversions import whole_model_of
+from llava_fsdp.model.whole.structure import BASE, OUTPUT
+
+Choose = Callable[[torch.Tensor], torch.Tensor]
+"""Chooses the next token of each row, int64 [rows], from logits, float32 [rows, vocabulary]."""
+Push = Callable[[torch.Tensor], bool]
+"""Takes the next token of each row, int64 [rows]. Returns whether to generate another one."""
+
+
+def class_around(config: PretrainedConfig, base: nn.Module, output: nn.Module) -> Any:
+    """Return a model of transformers' class with the modules of another one, which it shares.
+
+    Args:
+        config: the whole configuration.
+        base: the model without output layer.
+        output: the output layer. It returns the logits as the class makes them, so that the class must not change them
+            again.
+    """
+    made: Any = whole_model_of(config)
+    text = made.config.get_text_config()
+    for key, value in without_change(text).items():
+        setattr(text, key, value)
+    made.set_submodule(BASE, base)
+    made.set_submodule(OUTPUT, output)
+    made.generation_config = GenerationConfig()  # the folder's may draw tokens, or search for an answer
+    return made.eval()
+
+
+class Chosen(LogitsProcessor):
+    """Leaves only the chosen token of each row possible."""
+
+    def __init__(self, choose: Choose):
+        self.choose = choose
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        chosen = self.choose(scores.float())
+        return torch.full_like(scores, -torch.inf).scatter(1, chosen[:, None], 0.0)
+
+
+class Pushed(StoppingCriteria):
+    """Ends all rows of a batch together."""
+
+    def __init__(self, push: Push):
+        self.push = push
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
+        goes_on = self.push(input_ids[:, -1])
+        return torch.full((len(input_ids),), not goes_on, device=input_ids.device)
+
+
+@torch.no_grad()
+def generate(
+    model: Any,
+    ids: torch.Tensor,
+    mask: torch.Tensor,
+    images: Mapping[str, torch.Tensor],
+    most: int,
+    choose: Choose,
+    push: Push,
+) -> None:
+    """Generate the tokens that follow prompts, and push each, until `push` returns False or `most` are generated.
+
+    Args:
+        model: the result of `class_around`.
+        ids: the prompts' token ids, int64 [rows, length], padded on the left.
+        mask: bool [rows, length]: False at padding.
+        images: what the processor made of the prompts' images, with the types of tokens. The class numbers the
+            positions of tokens itself.
+    """
+    known = inspect.signature(model.forward).parameters.keys() - {"position_ids"}
+    model.generate(
+        input_ids=ids,
+        attention_mask=mask.long(),
+        max_new_tokens=most,
+        do_sample=False,
+        logits_processor=LogitsProcessorList([Chosen(choose)]),
+        stopping_criteria=StoppingCriteriaList([Pushed(push)]),
+        **{name: value for name, value in images.items() if name in known},
+    )
