@@ -124,7 +124,7 @@ def train(
         check_same_settings(cfg, gather_lists)
         cfg = agree_on_precision(cfg, world, has_bf16(world.device))
         cfg = settle_auto(cfg, world)
-        own.check(cfg)
+        own.check(cfg)  # again, because `settle_auto` may have divided the model among ranks
         parallelism = Parallelism.of(cfg, world)
         parts.count_collectives = ranks.num_collectives(parallelism.meshes, world.device)
         continued = continues(cfg)

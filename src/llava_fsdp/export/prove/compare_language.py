@@ -100,9 +100,9 @@ def check_text(config: PretrainedConfig, named: str) -> None:
 
 
 def suspects(config: PretrainedConfig) -> list[str]:
-    """Return the keys of a language model's configuration that cause the difference, as texts with their values: the
-    difference is gone in a small copy with a neutral value of the key. Empty if no such key is found within some
-    seconds."""
+    """Return the keys of a language model's configuration, with their values, that make a small copy's logits differ
+    from those of transformers' class: with a neutral value of such a key they are equal. Empty if no key is found
+    within some seconds."""
     keys, begin = [], time.monotonic()
     for key, value in text_config(config).to_dict().items():
         if time.monotonic() - begin > SEARCH_SECONDS:

@@ -103,6 +103,7 @@ def own_class(config: Any, model: Architecture, ours: Architecture, grids: list[
     small.text_config = type(language).from_dict({**language.to_dict(), "vocab_size": rows + SPARE})
     small.vision_config = copy.deepcopy(ours.parts.vision)
     small.tie_word_embeddings = bool(language.tie_word_embeddings)
+    # the small copy has fewer layers, so its index of the same layer may differ
     if config.vision_feature_layer == model.cfg.select_layer:
         small.vision_feature_layer = ours.cfg.select_layer
     small.image_token_id = rows

@@ -67,7 +67,8 @@ def older_rope(fields: dict[str, Any]) -> dict[str, Any]:
 
 def flat_rope(rope: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
     """Return the fields, in the form of transformers 4, for rotary embeddings that are equal in all layers. `rope` is
-    the field `rope_parameters` of `fields`."""
+    the field `rope_parameters` of `fields`. `rope_theta` is `NEEDS_5` if transformers 4 would compute something else.
+    """
     scaling = {key: value for key, value in rope.items() if key not in ("rope_theta", "partial_rotary_factor", "type")}
     flat: dict[str, Any] = {"rope_theta": rope.get("rope_theta"), "rope_scaling": None}
     if "partial_rotary_factor" in rope:

@@ -127,11 +127,12 @@ def simulate_pipeline(
 
 
 def kept_messages(order: Sequence[tuple[StagePass, StageSegments]]) -> list[Live]:
-    """Return the bytes of messages that torch's schedule keeps after each pass, although other stages have them.
+    """Return, for each pass of a rank in `order`, the bytes of the outputs and gradients that torch's schedule holds
+    after it although they were sent to other stages.
 
     With 1F1B (`Schedule1F1B._step_microbatches` in torch/distributed/pipelining/schedules.py) variables hold the last
-    gradient, and, until the last forward pass, the second-last output before the first backward pass. Those that gloo
-    keeps with the interleaved schedule, which waits for its sends when the step ends, are not counted.
+    gradient, and, until the last forward pass, the second-last output before the first backward pass. What gloo keeps
+    with the interleaved schedule, which waits for its sends when the step ends, is not counted.
     """
     if len({one.stage for one, _ in order}) > 1:
         return [Live()] * len(order)

@@ -74,7 +74,7 @@ def points_of(
 
 def plain_ways(planner: Planner, gpus: int, count: int, is_free: bool) -> Iterator[tuple[str, PlanRow]]:
     """Yield, for zero3 and hybrid sharding where possible on `count` nodes, the name and the fastest prediction that
-    fits; if none fits, the nearest."""
+    fits into memory; if none fits, the one that needs the fewest bytes."""
     world_size, context = gpus * count, planner.cfg.parallel.num_context
     too_many = count > 1 and world_size > planner.cfg.global_batch_size * context  # more rows than samples
     if world_size % context or too_many:
