@@ -216,7 +216,7 @@ def own_gradients(state: TrainState) -> tuple[float, dict[str, torch.Tensor], li
     (step, *_) = agreed_steps(state.loader)
     total = 0.0
     for micro in step.micro_batches:
-        loss = state.model(*state.loader.to_device(micro).inputs)
+        loss = state.model(**state.loader.to_device(micro).inputs)
         loss.backward()
         total += loss.item()
     found = {named(name): p.grad for name, p in state.model.named_parameters() if p.grad is not None}

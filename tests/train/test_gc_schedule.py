@@ -1,7 +1,8 @@
 """Garbage is collected at the steps of the plan, and nowhere else."""
 
 import gc
-from typing import cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from harness import alone
@@ -71,6 +72,7 @@ class Enabled(Dataset):
 def test_data_workers_keep_pythons_own_way() -> None:
     collection = start(3)
     try:
-        assert list(from_workers(Enabled(), range(2), WorkerStatus(1), 1, 10, False)) == [True, True]
+        cfg: Any = SimpleNamespace(prefetch=1, stall=10)
+        assert list(from_workers(Enabled(), range(2), WorkerStatus(1), cfg, False)) == [True, True]
     finally:
         collection.close()

@@ -247,8 +247,7 @@ class Loader:
         if first < self.total_steps:  # fills caches before workers are forked, so that all workers share them
             self.steps.facts(first, self.steps.sampler.samples(first))
         numbers, pin_memory = range(first, self.total_steps), self.device.type == "cuda"
-        prefetch, stall = self.data.prefetch, self.data.stall
-        for step in from_workers(self.steps, numbers, self.status, prefetch, stall, pin_memory, give_up):
+        for step in from_workers(self.steps, numbers, self.status, self.data, pin_memory, give_up):
             if isinstance(step, LlavaFsdpError):
                 raise step
             assert step is None or isinstance(step, Step)

@@ -191,9 +191,10 @@ def test_nothing_comes_after_workers_are_given_up(status: WorkerStatus, monkeypa
     monkeypatch.setattr(workers, "start_workers", lambda *_: late)
     monkeypatch.setattr(workers, "end_workers_at_exit", lambda arriving: None)
     status.pids[1] = 2**22 + 1  # no process has this number
-    found = list(from_workers(steps, range(3), status, 2, 60, pin_memory=False))
+    cfg: Any = SimpleNamespace(prefetch=2, stall=60)
+    found = list(from_workers(steps, range(3), status, cfg, pin_memory=False))
     assert found == ["step"] * 3 and list(status.pids) == [0, 0]
     late.left = 1
     status.begin(0)
     monkeypatch.setattr(status, "check", lambda: None)
-    assert list(from_workers(steps, range(3), status, 2, 60, pin_memory=False, give_up=lambda: True)) == [None]
+    assert list(from_workers(steps, range(3), status, cfg, pin_memory=False, give_up=lambda: True)) == [None]

@@ -23,6 +23,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+from llava_fsdp.config import DataConfig
 from llava_fsdp.data.batching.batch import Step
 from llava_fsdp.data.batching.memory_files import HAS_MEMORY_FILES, Outbox, Sent
 from llava_fsdp.data.images.check import ImageFile
@@ -168,8 +169,7 @@ def from_workers(
     steps: Dataset,
     numbers: range,
     status: WorkerStatus,
-    prefetch: int,
-    stall: float,
+    cfg: DataConfig,
     pin_memory: bool,
     give_up: Callable[[], bool] = lambda: False,
 ) -> Iterator[object]:
@@ -179,21 +179,21 @@ def from_workers(
     itself.
 
     Args:
-        prefetch: number of steps that each worker prepares ahead.
         give_up: called about every second while waiting for a step. Once it returns True, None is yielded and the
             iteration ends.
 
     Raises:
-        WorkerError: a worker died, or the worker that prepares the next step stayed at one record for `stall` seconds.
+        WorkerError: a worker died, or the worker that prepares the next step stayed at one record for `data.stall`
+            seconds.
     """
-    arriving = start_workers(steps, numbers, status, prefetch, stall, pin_memory) if status.workers else None
+    arriving = start_workers(steps, numbers, status, cfg.prefetch, cfg.stall, pin_memory) if status.workers else None
     if arriving is None:
         yield from DataLoader(steps, batch_size=None, sampler=numbers, pin_memory=pin_memory)
         return
     end_workers_at_exit(arriving)
     try:
         for number in numbers:
-            step = next_step(arriving, number, status, stall, give_up)
+            step = next_step(arriving, number, status, cfg.stall, give_up)
             yield step.receive() if isinstance(step, Sent) else step
             if step is None:
                 return
