@@ -14,7 +14,7 @@ from llava_fsdp.data.batching.collate import Collator
 from llava_fsdp.data.batching.tile_inputs import Row
 from llava_fsdp.data.images.anyres import Size
 from llava_fsdp.data.images.check import ImageFile
-from llava_fsdp.data.images.preprocess import ImageReader
+from llava_fsdp.data.images.image_source import ImageSource
 from llava_fsdp.data.records.record import IMAGE_TAG, Record
 from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
 from llava_fsdp.data.text.conversation import image_order, opening_question, opening_turns, prompt
@@ -50,7 +50,7 @@ class Prompts:
     """Attention mask, bool [rows, length]; False at padding."""
 
 
-def ask(record: Record, encoder: Encoder, reader: ImageReader, cfg: Config, source: int = 0) -> HeldOutQuestion:
+def ask(record: Record, encoder: Encoder, reader: ImageSource, cfg: Config, source: int = 0) -> HeldOutQuestion:
     """Make a prompt from the first question of a validation record, with the conversation template that training uses.
 
     Raises:

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from llava_fsdp.config import Format, PrepareConfig
 from llava_fsdp.config.paths import check_paths
-from llava_fsdp.data.images.preprocess import ImageReader
+from llava_fsdp.data.images.image_source import ImageSource
 from llava_fsdp.data.index.build import Plan, open_index
 from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.index.examine.bad_records import refuse_bad_records, same_files
@@ -81,7 +81,7 @@ def prepare(cfg: PrepareConfig) -> None:
             )
 
 
-def verify(cfg: PrepareConfig, encoding: tuple[Encoder, ImageReader]) -> None:
+def verify(cfg: PrepareConfig, encoding: tuple[Encoder, ImageSource]) -> None:
     """Check that the indexes match the files of the datasets; print a line for each.
 
     Raises:
@@ -100,7 +100,7 @@ def verify(cfg: PrepareConfig, encoding: tuple[Encoder, ImageReader]) -> None:
         print(f"{one['records']:,} records and {one['images']:,} images are what the index {one['index']} was made of")
 
 
-def examine(cfg: PrepareConfig, encoding: tuple[Encoder, ImageReader], folder: Path) -> dict[str, Any]:
+def examine(cfg: PrepareConfig, encoding: tuple[Encoder, ImageSource], folder: Path) -> dict[str, Any]:
     """Examine and index a dataset, write a report about its samples to `folder`, and return it."""
     encoder, reader = encoding
     plan = Plan(cfg.data, encoder, reader, cfg.prepare.workers or read_host().usable_cores)

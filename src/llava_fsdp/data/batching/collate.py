@@ -14,8 +14,11 @@ from llava_fsdp.config import Normalize
 from llava_fsdp.data.batching.batch import MicroBatch, StepFacts
 from llava_fsdp.data.batching.context_cut import ContextCut
 from llava_fsdp.data.batching.tile_inputs import Row, TileInputs
+from llava_fsdp.data.images.image_source import ImageSource
 from llava_fsdp.data.images.image_tokens import needed_tiles
 from llava_fsdp.data.images.preprocess import ImageReader
+from llava_fsdp.data.processor.images import ProcessorImages
+from llava_fsdp.data.processor.inputs import ProcessorInputs
 from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
 from llava_fsdp.data.text.encode import Sample
 
@@ -35,6 +38,15 @@ class SampleKeys:
 
 
 NO_KEYS = SampleKeys()
+ImageInputs = TileInputs | ProcessorInputs
+
+
+def image_inputs(reader: ImageSource) -> ImageInputs:
+    """Return what makes the image inputs of micro-batches from the images that a reader reads."""
+    if isinstance(reader, ProcessorImages):
+        return ProcessorInputs(reader)
+    assert isinstance(reader, ImageReader)
+    return TileInputs(reader)
 
 
 class Collator:
@@ -45,9 +57,9 @@ class Collator:
         cut: which positions of a packed row this rank processes; None: all.
     """
 
-    def __init__(self, image_reader: ImageReader, normalize: Normalize, pack: bool, cut: ContextCut | None = None):
+    def __init__(self, image_reader: ImageSource, normalize: Normalize, pack: bool, cut: ContextCut | None = None):
         assert pack or cut is None, "only packed rows are divided among ranks"
-        self.images = TileInputs(image_reader)
+        self.images = image_inputs(image_reader)
         self.normalize = normalize
         self.pack = pack
         self.cut = cut
@@ -61,12 +73,14 @@ class Collator:
             facts: counts of the whole step over all ranks, from which the scale of the loss is computed.
             micro_batches: number of micro-batches of the whole step, counting once what several ranks process together.
         """
+        count, rows = len(rows), self.images.completed(rows)
         samples = [sample for sample, _ in rows]
         ids, labels = (packed if self.pack else padded)(samples)
         lengths = tuple(len(sample.input_ids) for sample in samples) or (1,)
         label_rows = np.repeat(np.arange(len(samples)), [sample.num_labels for sample in samples])
         drops = bool(len(keys.seeds))
-        token_seeds = per_token(keys.seeds, lengths, self.pack) if drops else np.zeros((1, 1), dtype=np.int64)
+        seeds = [*keys.seeds, *[0] * (len(rows) - count)]
+        token_seeds = per_token(seeds, lengths, self.pack) if drops else np.zeros((1, 1), dtype=np.int64)
         if self.normalize is Normalize.step:
             scale = 1 / max(1, facts.label_tokens)
         else:

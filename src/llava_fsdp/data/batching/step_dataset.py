@@ -19,6 +19,7 @@ from llava_fsdp.data.batching.packing import Assignment, pack_step, split_step
 from llava_fsdp.data.batching.sampler import Sampler
 from llava_fsdp.data.batching.tile_inputs import Row
 from llava_fsdp.data.images.anyres import Size
+from llava_fsdp.data.images.image_source import ImageSource
 from llava_fsdp.data.images.preprocess import ImageReader
 from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.records.record import Record, is_video
@@ -44,7 +45,7 @@ class Steps(Dataset):
         records: Records,
         sampler: Sampler,
         encoder: Encoder,
-        image_reader: ImageReader,
+        image_reader: ImageSource,
         cfg: Config,
         rank: int,
         world_size: int,
@@ -130,8 +131,8 @@ class Steps(Dataset):
             facts: counts of the whole step.
             micro_batches: number of rows of the step.
         """
-        cut = self.cut
-        assert cut is not None
+        cut, reader = self.cut, self.image_reader
+        assert cut is not None and isinstance(reader, ImageReader)
         records = [self.parse(n) for n in numbers]
         samples = [self.encode(record, n) for record, n in zip(records, numbers, strict=True)]
         lengths = [len(sample.input_ids) for sample in samples]
@@ -145,7 +146,7 @@ class Steps(Dataset):
         self.records.fetch_ahead(names, names)
         rows, tile_numbers = [], []
         for number, record, sample, here in zip(numbers, records, samples, parts, strict=True):
-            counts = [self.image_reader.count_tiles(record, sample.place(n)) for n in range(len(sample.images))]
+            counts = [reader.count_tiles(record, sample.place(n)) for n in range(len(sample.images))]
 
             def read(
                 place: int,
@@ -160,10 +161,10 @@ class Steps(Dataset):
                     return self.tiles(record, number, sample.place(place))
                 except DataError as error:
                     facts.skipped.append(self.skipped(number, error))
-                    return np.zeros((counts[place], *self.image_reader.no_tiles().shape[1:]), dtype=np.uint8)
+                    return np.zeros((counts[place], *reader.no_tiles().shape[1:]), dtype=np.uint8)
 
             first_tiles = [0, *itertools.accumulate(counts)][:-1]
-            row, own_tiles = shown_images(sample, here, self.image_reader.tokens.features, read, first_tiles)
+            row, own_tiles = shown_images(sample, here, reader.tokens.features, read, first_tiles)
             rows.append(row)
             tile_numbers.append(own_tiles)
         kept = numbers if self.bad is BadRecords.skip else []
@@ -228,7 +229,7 @@ class Steps(Dataset):
         return sample
 
     def tiles(self, record: Record, number: int, place: int) -> np.ndarray:
-        """Read the image or video with index `place` in a record, uint8 [tiles, 3, size, size]."""
+        """Read the image or video with index `place` in a record; see `ImageSource.tiles`."""
         try:
             return self.image_reader.tiles(record, record.images[place])
         except ImageError as error:

@@ -9,11 +9,10 @@ index of an image or video in its record.
 """
 
 import math
-import os
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -24,14 +23,11 @@ from llava_fsdp.data.images.anyres import Size, cut_tiles
 from llava_fsdp.data.images.check import (
     MAX_PIXELS,
     ImageFile,
-    check_links,
-    image_in,
-    inline_image,
     opened,
-    read_size,
     shown_size,
     to_rgb,
 )
+from llava_fsdp.data.images.image_source import ImageSource, ReadingStatus
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.images.video import VideoSampling, examine_video, read_frames
 from llava_fsdp.data.problems import Kind
@@ -123,32 +119,20 @@ def parse_preprocessor(config: dict[str, Any], path: Path) -> Preprocessor:
     )
 
 
-class ReadingStatus(Protocol):
-    """Where a data worker notes what it is reading (`WorkerStatus` in batching/workers.py)."""
-
-    def at(self, record: str, image: ImageFile | None = None) -> None: ...
-
-
 @dataclass(frozen=True)
-class ImageReader:
+class ImageReader(ImageSource):
     """Reads the images of one dataset as tiles for one vision tower."""
 
     folder: Path | None
-    """Local folder that the image paths are relative to, for records that have no folder of their own. Those of an
-    index have one."""
     preprocessor: Preprocessor
     tokens: ImageTokens
     pixels: Pixels
     sampling: VideoSampling | None = None
-    """None: videos are not read."""
     allow_links: bool = True
-    """Whether symbolic links in the folder may lead to images outside of it."""
     status: ReadingStatus | None = field(default=None, compare=False)
-    """Where a data worker notes the image that it is reading, for error messages."""
 
     @property
     def fingerprint(self) -> str:
-        """Text that changes with every setting that affects pixel values or the order of vision features."""
         # data.pixels=fast was once called lean: checkpoints of that time must still resume
         pixels = "lean" if self.pixels is Pixels.fast else self.pixels.value
         rule = self.tokens
@@ -173,21 +157,12 @@ class ImageReader:
     def no_tiles(self) -> np.ndarray:
         return np.zeros((0, 3, self.preprocessor.size, self.preprocessor.size), dtype=np.uint8)
 
-    def path(self, record: Record, name: str) -> ImageFile:
-        """Return one of a record's images or videos, by its name."""
-        if name in record.inline:
-            return inline_image(name, record.inline[name], record.data_files)
-        folder = record.folder or self.folder
-        assert folder is not None, "checked when the records were opened"
-        return image_in(folder, name)
+    @property
+    def form(self) -> str:
+        return self.tokens.aspect.value
 
-    def checked_path(self, record: Record, name: str) -> ImageFile:
-        """Like `path`, but raise ImageError for a symbolic link that is not allowed. Links are checked at each reading,
-        because an image may not have been opened before training."""
-        path = self.path(record, name)
-        if isinstance(path, Path):
-            check_links(path, record.where, os.path.realpath(str(record.folder or self.folder)), self.allow_links)
-        return path
+    def needs_size(self, images: int) -> bool:
+        return self.tokens.needs_size(images)
 
     def image_rows(self, record: Record, number: int) -> np.ndarray:
         """Return the tokens of an image or video; see image_tokens.py. Raise ImageError if the image's size is needed
@@ -197,9 +172,7 @@ class ImageReader:
         images = record.num_images
         return self.tokens.of(self.size(record, number) if self.tokens.needs_size(images) else None, images)
 
-    def count_tiles(self, record: Record, number: int) -> int:
-        """Return into how many tiles an image or video is cut. Raise ImageError if the image's size is needed and
-        cannot be read."""
+    def count_tiles(self, record: Record, number: int, tokens: int = 0) -> int:
         if is_video(record.images[number]):
             return self.count_frames(record, number)
         images = record.num_images
@@ -226,27 +199,19 @@ class ImageReader:
         return self.sampling
 
     def is_known(self, record: Record) -> bool:
-        """Return whether the number of tokens of each image and video can be computed from the index. This is not so if
-        it depends on the size of an image or the length of a video that cannot be read."""
         assert record.sizes is not None and record.frames is not None
         tiled = self.tokens.needs_size(record.num_images)
         known = zip(record.images, record.sizes, record.frames, strict=True)
         return all(count > 0 if is_video(name) else min(size) > 0 or not tiled for name, size, (count, _) in known)
 
-    def size(self, record: Record, number: int) -> Size:
-        """Return (width, height) in pixels of an image, after turning by the EXIF orientation, from the index or else
-        from the file."""
-        if record.sizes is not None and min(record.sizes[number]) > 0:
-            return record.sizes[number]
-        return read_size(self.path(record, record.images[number]), record.where)
+    def check_shape(self, size: Size, stored_height: int, num_images: int, what: str) -> None:
+        if not self.tokens.needs_size(num_images):
+            check_enlarged(size, self.preprocessor, self.one_tile, what)
+        if self.pixels is Pixels.llava_v1_5:
+            check_height(stored_height, what)
 
     def tiles(self, record: Record, name: str) -> np.ndarray:
-        """Read an image or a video by its name, uint8 [tiles, 3, size, size]. Raise ImageError if the image cannot be
-        read, has another size than was found before training, or the video is not as long as it was then."""
-        path = self.checked_path(record, name)
-        if self.status is not None:
-            self.status.at(record.where, path)
-        sizes = {size for own, size in zip(record.images, record.sizes or (), strict=False) if own == name}
+        path, sizes = self.note(record, name)
         tiles = self.load(path, record.where, record.num_images, sizes)
         if is_video(name) and len(tiles) != (known := self.count_frames(record, record.images.index(name))):
             raise ImageError(
@@ -257,16 +222,8 @@ class ImageReader:
         return tiles
 
     def load(self, path: ImageFile, where: str, num_images: int = 1, sizes: Collection[Size] = ()) -> np.ndarray:
-        """Read an image file or a video, uint8 [tiles, 3, size, size].
-
-        Each frame of a video is squeezed to one tile with the bicubic filter, as transformers'
-        LlavaOnevisionVideoProcessor does, whatever the vision tower's own preprocessing is.
-
-        Args:
-            num_images: number of images of the record, without videos.
-            sizes: the sizes (width, height) for which the image's tokens were counted; an image with another size is
-                refused if the number of its tokens depends on the size.
-        """
+        """See `ImageSource.load`. Each frame of a video is squeezed to one tile with the bicubic filter, as
+        transformers' LlavaOnevisionVideoProcessor does, whatever the vision tower's own preprocessing is."""
         if isinstance(path, Path) and is_video(path):
             square = replace(self.preprocessor, keep_ratio=False, resample=Image.Resampling.BICUBIC)
             frames = read_frames(path, where, self.video_sampling(where).numbers)

@@ -36,8 +36,7 @@ import numpy as np
 from llava_fsdp.config import DataConfig, Examine, Pixels, TooLong
 from llava_fsdp.data.columns import BLOCK, ROWS, column
 from llava_fsdp.data.containers.data_files import CacheFolder
-from llava_fsdp.data.images.image_tokens import ImageTokens
-from llava_fsdp.data.images.preprocess import ImageReader
+from llava_fsdp.data.images.image_source import ImageSource
 from llava_fsdp.data.index.examine.duplicate_ids import DUPLICATES, read_facts
 from llava_fsdp.data.index.examine.examine_passes import NAME_SIZE, UNREAD, DatasetPass, ExaminePictures, ReadRecords
 from llava_fsdp.data.index.examine.image_sample import Examined
@@ -56,10 +55,11 @@ from llava_fsdp.data.index.record_store import (
 from llava_fsdp.data.index.source_state import check_unchanged, find_state, read_known, short, stamp
 from llava_fsdp.data.index.token_pass import LOSSES, LOSSES_COLUMN, EncodeRecords
 from llava_fsdp.data.index.worker_pool import join, open_column, run_chunks
+from llava_fsdp.data.processor.encoder import ProcessorEncoder
 from llava_fsdp.data.records.packed_text import Unpack, copy_name, is_copied
 from llava_fsdp.data.records.record import is_container
 from llava_fsdp.data.records.rows import RowsFile, WriteRows
-from llava_fsdp.data.text.encode import AnswerEncoder, Encoder
+from llava_fsdp.data.text.encode import Encoder, ExactEncoder
 from llava_fsdp.runtime.errors import BuildError, LlavaFsdpError, SourceError
 from llava_fsdp.runtime.files.small_json import BadJson, kinds_of, require_kinds
 from llava_fsdp.runtime.text.log import log
@@ -86,7 +86,7 @@ class Plan:
 
     cfg: DataConfig
     encoder: Encoder
-    reader: ImageReader
+    reader: ImageSource
     workers: int
 
     @property
@@ -97,15 +97,14 @@ class Plan:
     def opens_all(self) -> bool:
         """Whether every image of the dataset is opened before training, at least to read its size."""
         reader, examine = self.reader, self.cfg.examine
-        by_size = reader.tokens.needs_size(1) or reader.pixels is Pixels.llava_v1_5
+        by_size = reader.needs_size(1) or reader.pixels is Pixels.llava_v1_5
         return examine in (Examine.decode, Examine.head) or (examine is Examine.sample and by_size)
 
     @property
-    def sized_by_records(self) -> ImageTokens | None:
-        """With `data.examine=lazy`, the rule for the tokens of images if they depend on sizes, which the records must
-        give then."""
-        tokens = self.reader.tokens
-        return tokens if self.cfg.examine is Examine.lazy and tokens.needs_size(1) else None
+    def sized_by_records(self) -> ImageSource | None:
+        """With `data.examine=lazy`, the reader of images if the numbers of their tokens depend on sizes, which the
+        records must give then."""
+        return self.reader if self.cfg.examine is Examine.lazy and self.reader.needs_size(1) else None
 
     def settled(self, records: Path) -> "Plan":
         """Return this plan with `data.examine=auto` replaced by `decode` or `sample`, by the number of images in the
@@ -126,7 +125,9 @@ class Plan:
         """The encoder, set to truncate long records. Opening the dataset decides whether they are skipped or stop the
         run."""
         encoder = self.encoder
-        return replace(encoder, too_long=TooLong.truncate) if isinstance(encoder, AnswerEncoder) else encoder
+        if isinstance(encoder, ExactEncoder | ProcessorEncoder):
+            return replace(encoder, too_long=TooLong.truncate)
+        return encoder
 
 
 @dataclass(frozen=True)
@@ -432,7 +433,7 @@ def pictures_name(plan: Plan) -> str:
     videos = () if plan.reader.sampling is None else (str(plan.reader.sampling),)
     sampled = (plan.cfg.examine_images, plan.opens_all) if plan.cfg.examine is Examine.sample else ()
     if plan.sized_by_records is not None:
-        sampled = "sizes of records", plan.reader.tokens.aspect.value
+        sampled = "sizes of records", plan.reader.form
     return f"pictures-{short(plan.cfg.examine.value, plan.cfg.allow_links, scaled(plan), *videos, *sampled)}"
 
 
@@ -445,7 +446,7 @@ def encoded_name(plan: Plan, pictures: Path) -> str:
 def encoding_of(plan: Plan) -> str:
     """Return a checksum of all settings on which the numbers of tokens depend."""
     reader = plan.reader
-    places = reader.fingerprint, reader.tokens.aspect.value, reader.pixels.value
+    places = reader.fingerprint, reader.form, reader.pixels.value
     return short(ENCODED_FORMAT, plan.encoder.fingerprint, places)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from llava_fsdp.config import Config
 from llava_fsdp.data.columns import BLOCK
-from llava_fsdp.data.images.preprocess import ImageReader
+from llava_fsdp.data.images.image_source import ImageSource
 from llava_fsdp.data.index.build import Index
 from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.index.examine.examples import draw_examples
@@ -254,7 +254,7 @@ def problem_rows(records: Records) -> Iterator[dict[str, Any]]:
         }
 
 
-def write_report(records: Records, cfg: Config, encoding: tuple[Encoder, ImageReader], folder: Path) -> dict[str, Any]:
+def write_report(records: Records, cfg: Config, encoding: tuple[Encoder, ImageSource], folder: Path) -> dict[str, Any]:
     """Write report.json, report.html and problems.jsonl into a folder; return the content of report.json. `encoding`:
     (encoder, image reader), with which some records are encoded to show them on the page."""
     report = make_report(records, cfg)

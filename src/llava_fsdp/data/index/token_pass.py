@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 from xxhash import xxh3_64_hexdigest
 
-from llava_fsdp.config import Pixels, SpecialTokens
+from llava_fsdp.config import SpecialTokens
 from llava_fsdp.data.columns import Columns
-from llava_fsdp.data.images.preprocess import ImageReader, check_enlarged, check_height
+from llava_fsdp.data.images.image_source import ImageSource
 from llava_fsdp.data.index.examine.examine_passes import DatasetPass, Findings, PictureSizes, Tell, attempt
 from llava_fsdp.data.problems import Kind
 from llava_fsdp.data.records.record import IMAGE_TAG, Record, is_video
@@ -39,7 +39,7 @@ class EncodeRecords(DatasetPass):
     """Folder of the columns of the pass ReadRecords; `pictures_folder` likewise of ExaminePictures."""
     pictures_folder: Path
     encoder: Encoder
-    reader: ImageReader
+    reader: ImageSource
 
     @cached_property
     def sizes(self) -> PictureSizes:
@@ -70,7 +70,8 @@ class EncodeRecords(DatasetPass):
             if made is None:
                 continue
             sample = made.sample
-            tiles = sum(self.reader.count_tiles(record, sample.place(n)) for n in range(len(sample.images)))
+            lengths = [len(rows) for rows in sample.image_rows]
+            tiles = sum(self.reader.count_tiles(record, sample.place(n), tokens) for n, tokens in enumerate(lengths))
             image_tokens = int(sample.is_image.sum())
             held = len(sample.input_ids), sample.num_labels, len(sample.images), tiles, image_tokens
             lost = sample.positions_cut, sample.labels_cut, len(made.whole.input_ids)
@@ -103,16 +104,11 @@ class EncodeRecords(DatasetPass):
 
     def check_shapes(self, record: Record, number: int) -> None:
         """Raise DataError if the shape of an image does not work with `data.image_aspect_ratio` and `data.pixels`."""
-        reader = self.reader
         for place, name in enumerate(record.images):
             width, height, stored_height = self.sizes.of(number, place)
-            if not width or is_video(name):
-                continue
-            what = f"{record.where}: image {reader.path(record, name)}"
-            if not reader.tokens.needs_size(record.num_images):
-                check_enlarged((width, height), reader.preprocessor, reader.one_tile, what)
-            if reader.pixels is Pixels.llava_v1_5:
-                check_height(stored_height, what)
+            if width and not is_video(name):
+                what = f"{record.where}: image {self.reader.path(record, name)}"
+                self.reader.check_shape((width, height), stored_height, record.num_images, what)
 
     def losses(self, made: MeasuredSample) -> np.ndarray:
         """Return what truncation of a record to each of `self.limits` loses, in the columns LOSSES, int64 [limits,

@@ -91,6 +91,8 @@ class ProcessorEncoder(AnswerEncoder):
         made = encode_chat(shown, self.tokenizer, None, special, adds_bos, form.prompt_ends)
         text = self.processor_text(segments, made, where)
         rows = tuple(np.arange(text.is_image[begin:end].sum()) for begin, end in text.image_spans)
+        if not all(map(len, rows)):
+            raise DataError(f"{where}: an image is so small or narrow that it has no tokens; crop it", Kind.image_shape)
         places = tuple(order) if order != sorted(order) else None
         images = tuple(names[n] for n in order)
         return Sample(made.ids, made.labels, images, rows, 0, 0, made.unlearnt, places, text)
@@ -148,7 +150,7 @@ class ProcessorEncoder(AnswerEncoder):
             )
         return own
 
-    def blank(self) -> tuple[Sample, np.ndarray]:
+    def blank(self) -> tuple[Sample, list[np.ndarray]]:
         """Return a sample of one black image without labels, and the image, uint8 [height, width, 3]. Of several sizes,
         it has the one with the fewest tokens. A rank without images trains on it, so that its vision part runs."""
         image = Segment(self.placeholder, False, image=0)
@@ -156,7 +158,7 @@ class ProcessorEncoder(AnswerEncoder):
         length, place = min((len(sample.input_ids), place) for place, sample in enumerate(made))
         side = BLANK_SIDES[place]
         assert (made[place].labels == IGNORE).all() and length
-        return made[place], np.zeros((side, side, 3), dtype=np.uint8)
+        return made[place], [np.zeros((side, side, 3), dtype=np.uint8)]
 
 
 def split_at_images(segments: Sequence[Segment], placeholder: str) -> list[str]:

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from llava_fsdp.config import BadRecords, Config, DataConfig, TooLong
-from llava_fsdp.data.images.preprocess import ImageReader
+from llava_fsdp.data.images.image_source import ImageSource
 from llava_fsdp.data.index.build import Plan, last_look, open_index
 from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.index.statistics import PAGE, write_report
@@ -34,7 +34,7 @@ NOTED = {
 """{kind of problem: warning about records that have it and are trained on}, to follow the number of these records."""
 
 
-def open_records(cfg: Config, encoder: Encoder, reader: ImageReader, show: Watch) -> Records:
+def open_records(cfg: Config, encoder: Encoder, reader: ImageSource, show: Watch) -> Records:
     """Open the records of the configured dataset, and check whether training may begin with them. If the dataset has no
     index, make it first.
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from llava_fsdp.data.images.preprocess import ImageReader
+from llava_fsdp.data.images.image_source import ImageSource
 from llava_fsdp.data.images.thumbnails import tile_thumbnail
 from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.records.record import INLINE, Record, is_video
@@ -27,7 +27,7 @@ SIDES = {1: 160, 6: 128, 12: 96, TILES: 64}
 """{greatest number of tiles of a record: width and height of their thumbnails in pixels}."""
 
 
-def draw_examples(records: Records, encoder: Encoder, reader: ImageReader) -> list[Example]:
+def draw_examples(records: Records, encoder: Encoder, reader: ImageSource) -> list[Example]:
     """Return up to SHOWN records that are trained on, as the dataset's report page shows them. They are drawn at
     random, with the same result at each call."""
     return [make_example(records, number, encoder, reader) for number in draw(records.source_counts, SHOWN)]
@@ -49,7 +49,7 @@ def draw(counts: list[int], most: int) -> list[int]:
     return [first + number for first, count, share in drawn for number in sorted(dice.sample(range(count), share))]
 
 
-def make_example(records: Records, number: int, encoder: Encoder, reader: ImageReader) -> Example:
+def make_example(records: Records, number: int, encoder: Encoder, reader: ImageSource) -> Example:
     """Encode a record as training does, and return the parts of it that the page shows."""
     store, at = records.index.store, records.at(number)
     file, index = store.locate(at)
@@ -74,7 +74,7 @@ def make_example(records: Records, number: int, encoder: Encoder, reader: ImageR
     )
 
 
-def parts_of(record: Record, sample: Sample, encoder: Encoder, reader: ImageReader) -> Iterator[Text | Images | Gap]:
+def parts_of(record: Record, sample: Sample, encoder: Encoder, reader: ImageSource) -> Iterator[Text | Images | Gap]:
     """Yield the parts of an encoded record in order: images, and runs of text tokens that are all labels or all not.
     The middle of a long record is left out."""
     ids, spans = sample.input_ids, sample.image_spans
@@ -137,7 +137,7 @@ class Roles:
 
 
 def show_images(
-    record: Record, names: Sequence[str], number: int, count: int, reader: ImageReader, room: int
+    record: Record, names: Sequence[str], number: int, count: int, reader: ImageSource, room: int
 ) -> Images:
     """Read an image or a video of a record as training does, and return what the page shows of it.
 
