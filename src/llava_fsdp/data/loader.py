@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from llava_fsdp.config import AspectRatio, BadRecords, Config, Parity, is_remote
+from llava_fsdp.config import AspectRatio, BadRecords, Config, Parity, Pixels, is_remote
 from llava_fsdp.data.batching.batch import MicroBatch, SkippedSample, Step
 from llava_fsdp.data.batching.context_cut import ContextCut
 from llava_fsdp.data.batching.cost_model import CostModel
@@ -22,11 +22,16 @@ from llava_fsdp.data.batching.sampler import Sampler, open_sampler
 from llava_fsdp.data.batching.step_dataset import Steps
 from llava_fsdp.data.batching.tile_inputs import normalized
 from llava_fsdp.data.batching.workers import WorkerStatus, from_workers
+from llava_fsdp.data.images.image_source import ImageSource
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.images.preprocess import ImageReader, Preprocessor, read_preprocessor
 from llava_fsdp.data.images.video import VideoSampling
 from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.index.examine.bad_records import open_records, remarks
+from llava_fsdp.data.processor.encoder import ProcessorEncoder, check_processor
+from llava_fsdp.data.processor.image_template import open_image_template
+from llava_fsdp.data.processor.images import Positions, ProcessorImages
+from llava_fsdp.data.processor.processor import open_processor
 from llava_fsdp.data.text.conversation import IM_END, IM_START
 from llava_fsdp.data.text.encode import Encoder, ExactEncoder, OriginalEncoder
 from llava_fsdp.data.text.jinja_template import ChatTemplate, open_template
@@ -62,6 +67,12 @@ class ModelShape:
     """Value of `data.max_tiles` that a LLaVA-OneVision model requires; None: any."""
     cost: CostModel = field(default_factory=CostModel)
     """By default, the cost is the number of tokens."""
+    processor_folder: Path | None = None
+    """Folder of the processor that prepares the model's texts and images; None: images are cut into tiles."""
+    needs_blank: bool = False
+    """With a processor: whether a micro-batch without images gets a sample with a black image and without labels."""
+    positions: Positions | None = None
+    """With a processor: numbers the tokens of a sample; None: they count from 0."""
 
 
 def build_loader(
@@ -108,12 +119,15 @@ def build_loader(
 
 def open_encoding(
     cfg: Config, language_folder: Path, vision_folder: Path, shape: ModelShape
-) -> tuple[Encoder, ImageReader]:
-    """Build the encoder, which makes token ids and labels of records, and the reader of their images, for one model.
-    Raise ConfigError if the model and the configuration do not fit together."""
+) -> tuple[Encoder, ImageSource]:
+    """Build the two objects that convert records to the input of one model. Raise ConfigError if the model and the
+    configuration do not fit together."""
     images = cfg.data.images
+    folder = None if images is None or is_remote(images) else Path(images)
+    if shape.processor_folder is not None:
+        return open_processor_encoding(cfg, folder, shape.processor_folder, shape)
     image_reader = ImageReader(
-        folder=None if images is None or is_remote(images) else Path(images),
+        folder=folder,
         preprocessor=read_preprocessor(vision_folder),
         tokens=ImageTokens.of_config(cfg, shape.image_size, shape.image_tokens),
         pixels=cfg.data.pixels,
@@ -123,6 +137,47 @@ def open_encoding(
     encoder = open_encoder(cfg, language_folder, shape, image_reader)
     check_fit(cfg, shape, encoder.tokenizer.size, image_reader, vision_folder)
     return encoder, image_reader
+
+
+def open_processor_encoding(
+    cfg: Config, images: Path | None, folder: Path, shape: ModelShape
+) -> tuple[ProcessorEncoder, ProcessorImages]:
+    """Build the two objects that convert records to the input of a model with a processor.
+
+    Args:
+        images: folder of the images.
+        folder: folder of the processor.
+
+    Raises:
+        ConfigError: the model and the configuration do not fit together.
+        ModelError: the processor cannot be opened.
+    """
+    check_processor_keys(cfg, shape)
+    processor = open_processor(folder)
+    tokenizer = open_tokenizer(folder, shape.vocab_size)
+    template = open_image_template(cfg.data.template, folder, tokenizer)
+    reader = ProcessorImages(images, processor, cfg.data.pixels, None, shape.positions, cfg.data.allow_links)
+    encoder = ProcessorEncoder(
+        tokenizer, template, processor, reader.size, cfg.data.max_length, cfg.data.too_long, cfg.trained_special_tokens
+    )
+    check_processor(encoder)
+    return encoder, replace(reader, blank=encoder.blank() if shape.needs_blank else None)
+
+
+def check_processor_keys(cfg: Config, shape: ModelShape) -> None:
+    """Raise ConfigError for a key that has no meaning for a model with a processor."""
+    whole = f"model.checkpoint={cfg.model.checkpoint} is prepared by its own processor"
+    if cfg.labels is not Parity.exact:
+        raise ConfigError(f"labels={cfg.labels.value}: {whole}; set labels=exact")
+    if cfg.data.pixels is not Pixels.exact:
+        raise ConfigError(f"data.pixels={cfg.data.pixels.value}: {whole}; set data.pixels=exact")
+    if cfg.model.image_start_end:
+        raise ConfigError(f"model.image_start_end=true: {whole}; set it to false")
+    if cfg.data.max_length > shape.max_length:
+        raise ConfigError(
+            f"data.max_length={cfg.data.max_length} is above the {shape.max_length} tokens of the language model; "
+            f"set data.max_length={shape.max_length} or less"
+        )
 
 
 def open_encoder(cfg: Config, folder: Path, shape: ModelShape, image_reader: ImageReader) -> Encoder:
@@ -226,7 +281,8 @@ class Loader:
         self.status = status if isinstance(status, WorkerStatus) else WorkerStatus()
         self.data = cfg.data
         self.total_steps = cfg.max_steps or cfg.epochs * steps.sampler.per_epoch
-        self.table = pixel_table(steps.image_reader.preprocessor, device)
+        reader = steps.image_reader
+        self.table = pixel_table(reader.preprocessor, device) if isinstance(reader, ImageReader) else None
 
     @property
     def num_micro_batches(self) -> int:
@@ -281,9 +337,9 @@ class Loader:
         return [found[number] for number in numbers if number in found]
 
     def to_device(self, micro: MicroBatch) -> MicroBatch:
-        """Return a copy of a micro-batch on the device, with its images normalised."""
+        """Return a copy of a micro-batch on the device, with its tiles normalised. A processor does it itself."""
         moved = micro.map(lambda values: values.to(self.device, non_blocking=True))
-        return replace(moved, images=normalized(moved.images, self.table))
+        return moved if self.table is None else replace(moved, images=normalized(moved.images, self.table))
 
 
 def pixel_table(preprocessor: Preprocessor, device: torch.device) -> torch.Tensor:

@@ -100,15 +100,18 @@ def samples_of_report(report: dict[str, Any], path: Path, max_length: int, rule:
     return Samples(mean, tiles / kept, labels, math.sqrt(variance), f"{kept:,} samples of {path}", each)
 
 
-def tokens_of_a_tile(tiles: int, image_tokens: int | None, rule: ImageTokens) -> float:
+def tokens_of_a_tile(tiles: int, image_tokens: int | None, rule: ImageTokens | None) -> float:
     """Return the mean number of tokens for each image tile of a dataset with so many in all; without image tokens, or
-    if their number is unknown, that of an image of the size `PHOTO`."""
+    if their number is unknown, that of an image of the size `PHOTO`. A model without such a rule has no tiles, and
+    each image token counts as one."""
+    if rule is None:
+        return 1.0
     if not tiles or not image_tokens:
         tiles, image_tokens = tiles_and_tokens_of_photo(rule)
     return image_tokens / tiles
 
 
-def samples_in(records: Records, rule: ImageTokens) -> Samples:
+def samples_in(records: Records, rule: ImageTokens | None) -> Samples:
     """Return the mean sizes of the samples that a training makes from these records. `rule` gives the tokens of an
     image if the index does not count them."""
     count, image_tokens = len(records), records.image_tokens

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 
 from llava_fsdp.config import AUTO, Config, DType, Format
 from llava_fsdp.config.paths import check_same_settings
+from llava_fsdp.data.images.preprocess import ImageReader
 from llava_fsdp.data.text.jinja_template import OWN
 from llava_fsdp.model.llava.own_parts import NONE, OwnParts
 from llava_fsdp.parallel.memory.offload import explained_memory_errors
@@ -187,8 +188,10 @@ def settle_auto(cfg: Config, world: World) -> Config:
     # only records are read, so that no number is needed yet where the planner is to choose it
     steps = open_data(replace(cfg, tokens_per_micro_batch=None), world, shapes).steps
 
+    rule = steps.image_reader.tokens if isinstance(steps.image_reader, ImageReader) else None
+
     def choose() -> Decision:
-        return decide(cfg, world, parts, samples_in(steps.records, steps.image_reader.tokens), continues(cfg))
+        return decide(cfg, world, parts, samples_in(steps.records, rule), continues(cfg))
 
     decision = on_first_rank(choose, "cannot plan")
     log().info("%s", decision.summary(cfg))

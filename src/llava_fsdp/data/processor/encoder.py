@@ -7,19 +7,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from PIL import Image
 
 from llava_fsdp.config import SpecialTokens, TooLong
 from llava_fsdp.data.images.anyres import Size
 from llava_fsdp.data.problems import Kind
 from llava_fsdp.data.processor.processor import Processor
-from llava_fsdp.data.records.record import Record
+from llava_fsdp.data.records.record import IMAGE_TAG, Record, Turn
 from llava_fsdp.data.text.constants import IGNORE
 from llava_fsdp.data.text.conversation import Segment, image_order, render
 from llava_fsdp.data.text.encode import AnswerEncoder, ProcessorText, Sample, truncate
 from llava_fsdp.data.text.encode_chat import ChatIds, encode_chat
 from llava_fsdp.data.text.jinja_template import ChatTemplate
 from llava_fsdp.data.text.tokenizer import Tokenizer
-from llava_fsdp.runtime.errors import DataError
+from llava_fsdp.runtime.errors import ConfigError, DataError
 
 BLANK_SIDES = (16, 28, 56, 112, 224, 448)
 """Sides in pixels of the square images among which the one with the fewest tokens is chosen for a blank sample."""
@@ -171,3 +172,27 @@ def split_at_images(segments: Sequence[Segment], placeholder: str) -> list[str]:
         else:
             texts.append(placeholder)
     return texts
+
+
+def check_processor(encoder: ProcessorEncoder) -> None:
+    """Raise ConfigError if the processor makes other token ids of a conversation than the encoder, with or without
+    images."""
+    processor, sizes = encoder.processor, [(64, 48), (48, 64)]
+    for count in range(len(sizes) + 1):
+        question = "".join(f"{IMAGE_TAG}\nWhat is it {n}? " for n in range(count)) or "Who are you?"
+        turns = (Turn("human", question), Turn("gpt", "A cat."), Turn("human", "Sure?"), Turn("gpt", "Yes, it is."))
+        names = tuple(f"image {n}" for n in range(count))
+        record = Record("a trial", 0, "0", names, turns, has_image_key=bool(count), sizes=tuple(sizes[:count]))
+        sample = encoder.whole(record, longest=encoder.max_length)
+        text = sample.processor_text
+        assert text is not None
+        joined = "".join(text.texts)
+        black = [Image.new("RGB", size) for size in sizes[:count]]
+        ids = processor([joined], [black]).ids[0] if black else processor.tokenize(joined)
+        if not np.array_equal(ids, sample.input_ids[: len(ids)]) or not (
+            text.is_prompt or len(ids) == len(sample.input_ids)
+        ):
+            raise ConfigError(
+                f"{processor.folder}: its processor and its tokenizer.json make different token ids of a conversation "
+                f"with {count} images; this model cannot be trained"
+            )

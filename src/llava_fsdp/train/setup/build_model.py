@@ -62,6 +62,9 @@ def shape_of(model: Architecture) -> ModelShape:
         grid_pinpoints=model.parts.grid_pinpoints,
         max_tiles=model.parts.max_tiles,
         cost=CostModel(token=flops.token, pair=flops.pair, label=flops.label, tile=flops.tile),
+        processor_folder=model.processor_folder,
+        needs_blank=model.needs_blank,
+        positions=model.positions,
     )
 
 

@@ -241,6 +241,8 @@ def with_template(cfg: C, parts: Parts) -> C:
         return cfg
     trained = None if parts.whole is None else read_notes(parts.whole).get("template")
     name = own_name(parts.language_folder)
+    if parts.class_config is not None and name is not None and trained is None:
+        return replace(cfg, data=replace(cfg.data, template=name))
     if name is not None and cfg.data.template == AUTO and parts.whole is not None:
         has_own = parts.grid_pinpoints is not None or is_whole(parts.whole)
         name = usable_name(parts.language_folder) if has_own and trained is None else None
