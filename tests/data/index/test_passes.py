@@ -204,12 +204,16 @@ def test_sizes_that_a_record_gives() -> None:
         sizes_of(0, replace(RECORD, images=("a.png",)), store, tokens)
 
 
+def reader_of(rule: ImageTokens, pixels: Pixels = Pixels.exact) -> SimpleNamespace:
+    return SimpleNamespace(
+        tokens=rule, pixels=pixels, sampling=None, form=rule.aspect.value, cause=rule.cause, needs_size=rule.needs_size
+    )
+
+
 READERS = {
-    "one tile": SimpleNamespace(tokens=ImageTokens(AspectRatio.pad, 28, 4), pixels=Pixels.exact, sampling=None),
-    "tiles": SimpleNamespace(
-        tokens=ImageTokens(AspectRatio.anyres, 28, 4, ((28, 56),)), pixels=Pixels.exact, sampling=None
-    ),
-    "original": SimpleNamespace(tokens=ImageTokens(AspectRatio.pad, 28, 4), pixels=Pixels.llava_v1_5, sampling=None),
+    "one tile": reader_of(ImageTokens(AspectRatio.pad, 28, 4)),
+    "tiles": reader_of(ImageTokens(AspectRatio.anyres, 28, 4, ((28, 56),))),
+    "original": reader_of(ImageTokens(AspectRatio.pad, 28, 4), Pixels.llava_v1_5),
 }
 
 
@@ -227,8 +231,8 @@ def test_which_ways_of_looking_open_all_images(reader: str) -> None:
     opens = {how for how in Examine if plan_of(reader, how).opens_all}
     by_size = {Examine.sample} if reader != "one tile" else set()
     assert opens == {Examine.decode, Examine.head} | by_size
-    tokens = READERS["tiles"].tokens if reader == "tiles" else None
-    assert plan_of(reader, Examine.lazy).sized_by_records is tokens
+    rule = READERS["tiles"] if reader == "tiles" else None
+    assert plan_of(reader, Examine.lazy).sized_by_records is rule
     assert plan_of(reader, Examine.sample).sized_by_records is None
 
 

@@ -25,6 +25,17 @@ class ReadingStatus(Protocol):
     def at(self, record: str, image: ImageFile | None = None) -> None: ...
 
 
+class SizeRule(Protocol):
+    """Says whether the number of tokens of an image depends on its size."""
+
+    @property
+    def cause(self) -> str:
+        """What makes the number depend on the size, in words for a message."""
+        ...
+
+    def needs_size(self, images: int) -> bool: ...
+
+
 class ImageSource(ABC):
     """Finds and reads the images of one dataset, and knows how much of the model's input each is."""
 
@@ -48,6 +59,11 @@ class ImageSource(ABC):
     @abstractmethod
     def form(self) -> str:
         """Name of the way in which images become inputs of the model."""
+
+    @property
+    @abstractmethod
+    def cause(self) -> str:
+        """What makes the number of tokens of an image depend on its size, in words for a message."""
 
     @abstractmethod
     def needs_size(self, images: int) -> bool:

@@ -59,6 +59,10 @@ class ImageTokens:
         return self.aspect is AspectRatio.anyres_max
 
     @property
+    def cause(self) -> str:
+        return f"data.image_aspect_ratio={self.aspect.value}"
+
+    @property
     def side(self) -> int:
         return math.isqrt(self.features)
 

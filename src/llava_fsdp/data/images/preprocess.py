@@ -161,6 +161,10 @@ class ImageReader(ImageSource):
     def form(self) -> str:
         return self.tokens.aspect.value
 
+    @property
+    def cause(self) -> str:
+        return self.tokens.cause
+
     def needs_size(self, images: int) -> bool:
         return self.tokens.needs_size(images)
 

@@ -48,6 +48,10 @@ class ProcessorImages(ImageSource):
         return "processor"
 
     @property
+    def cause(self) -> str:
+        return "the model's own processor"
+
+    @property
     def fingerprint(self) -> str:
         return f"processor {self.processor.fingerprint} {self.pixels.value}"
 

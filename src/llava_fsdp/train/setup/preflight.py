@@ -13,7 +13,7 @@ import torch
 from llava_fsdp.config import AUTO, Attention, Config, DType, LinearKind, Parity, Source
 from llava_fsdp.config.paths import PACKAGED_OR_HUB, check_paths, exists
 from llava_fsdp.data.index.record_store import sources_of
-from llava_fsdp.data.text.jinja_template import OWN, is_whole, own_name, usable_name
+from llava_fsdp.data.text.jinja_template import OWN, is_own, is_whole, own_name, usable_name
 from llava_fsdp.export.prove.check_parts import check_parts
 from llava_fsdp.export.prove.rehearsal import rehearse
 from llava_fsdp.export.write.folded_head import is_rounded
@@ -237,12 +237,12 @@ def with_template(cfg: C, parts: Parts) -> C:
     Raises:
         ConfigError: `data.template=chat_template`, and the language model's folder has none.
     """
+    if parts.class_config is not None:
+        return with_template_of_class(cfg, parts)
     if cfg.data.template not in (AUTO, OWN):
         return cfg
     trained = None if parts.whole is None else read_notes(parts.whole).get("template")
     name = own_name(parts.language_folder)
-    if parts.class_config is not None and name is not None and trained is None:
-        return replace(cfg, data=replace(cfg.data, template=name))
     if name is not None and cfg.data.template == AUTO and parts.whole is not None:
         has_own = parts.grid_pinpoints is not None or is_whole(parts.whole)
         name = usable_name(parts.language_folder) if has_own and trained is None else None
@@ -255,6 +255,20 @@ def with_template(cfg: C, parts: Parts) -> C:
         name = trained
     elif name is None or cfg.labels is not Parity.exact:
         name = prompts_of(str(parts.language.model_type)) or VICUNA
+    return replace(cfg, data=replace(cfg.data, template=name))
+
+
+def with_template_of_class(cfg: C, parts: Parts) -> C:
+    """Return the configuration with the chat template of a whole model of transformers. It takes the place of one of
+    LLaVA's, such as that of the stage, because the processor expands only what its own template writes for an image.
+    Raise ConfigError if the folder has no chat template."""
+    if is_own(cfg.data.template) and cfg.data.template != OWN:
+        return cfg  # that of a run that goes on
+    name = own_name(parts.language_folder)
+    if name is None:
+        raise ConfigError(
+            f"{parts.language_folder} has no chat template (chat_template.jinja); copy it from the model's makers"
+        )
     return replace(cfg, data=replace(cfg.data, template=name))
 
 

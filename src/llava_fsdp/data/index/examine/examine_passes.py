@@ -27,7 +27,7 @@ from llava_fsdp.data.columns import ROWS, Columns, rows_column
 from llava_fsdp.data.containers.data_files import CacheFolder, open_folder
 from llava_fsdp.data.containers.location import ImageLocation
 from llava_fsdp.data.images.check import ImageFacts, ImageFile, check_links, examine, head_of, image_in, inline_images
-from llava_fsdp.data.images.image_source import ImageSource
+from llava_fsdp.data.images.image_source import SizeRule
 from llava_fsdp.data.images.video import VideoSampling, examine_video
 from llava_fsdp.data.index.examine.image_sample import ImageSample, ends_of
 from llava_fsdp.data.index.record_store import RecordStore
@@ -264,7 +264,7 @@ class ExaminePictures(DatasetPass):
     """Whether training scales images of more than 8 bits per value to 8 bits (by `data.pixels`). If so, an image that
     cannot be scaled has a problem."""
     allow_links: bool
-    sized_by_records: ImageSource | None = None
+    sized_by_records: SizeRule | None = None
     """See `Plan.sized_by_records`."""
 
     @cached_property
@@ -392,12 +392,12 @@ class ExaminePictures(DatasetPass):
             return ImageProblem(error.kind, str(error))
 
 
-def sizes_of(number: int, record: Record, store: RecordStore, reader: ImageSource) -> list[tuple[int, int]]:
+def sizes_of(number: int, record: Record, store: RecordStore, rule: SizeRule) -> list[tuple[int, int]]:
     """Return the sizes that a record gives of its images, as (width, height) in pixels; empty if the numbers of their
     tokens do not depend on sizes. Raise ConfigError if the record does not give the sizes of all its images, or has a
     video."""
     has_video = any(map(is_video, record.images))
-    if not record.images or not (has_video or reader.needs_size(record.num_images)):
+    if not record.images or not (has_video or rule.needs_size(record.num_images)):
         return []
     sizes = None if has_video else given_sizes(store.raw(number), len(record.images))
     if sizes is None:
@@ -408,9 +408,8 @@ def sizes_of(number: int, record: Record, store: RecordStore, reader: ImageSourc
             "list of them; add these keys"
         )
         raise ConfigError(
-            f"{record.where} {lacks}: data.examine=lazy opens no file before training, and the number of tokens "
-            f"depends on it (images are prepared in the way {reader.form}). Or set data.examine=head, which reads only "
-            "the beginning of each image"
+            f"{record.where} {lacks}: data.examine=lazy opens no file before training, and with {rule.cause} the "
+            "number of tokens depends on it. Or set data.examine=head, which reads only the beginning of each image"
         )
     return sizes
 
