@@ -181,12 +181,12 @@ class Whole(Architecture):
     def patches_per_token(self) -> int:
         """How many outputs of a vision tower the projector joins side by side into the input of one token; 1 if its
         first matrix does not tell."""
-        width = getattr(self.parts.vision, "hidden_size", None)
-        inputs = [
-            m.in_features for p in self.modules_of(Part.projector) for m in p.modules() if isinstance(m, nn.Linear)
-        ]
-        joined = inputs[0] if inputs and isinstance(width, int) and inputs[0] % width == 0 else 0
-        return joined // width if joined and isinstance(width, int) else 1
+        projector, blocks = self.modules_of(Part.projector), self.all_blocks(Part.vision)[:1]
+        inputs, widths = (
+            [m.in_features for module in own for m in module.modules() if isinstance(m, nn.Linear)]
+            for own in (projector, blocks)
+        )
+        return inputs[0] // widths[0] if inputs and widths and inputs[0] % widths[0] == 0 else 1
 
     def stacks(self) -> list[nn.ModuleList]:
         """Return the lists of blocks of the vision towers."""

@@ -1,0 +1,263 @@
+"""Whole models of transformers: their parts by structure, packed rows, positions, buffers, what trains and what not."""
+
+import copy
+import pickle
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import FAMILIES, make_model, make_tokenizer, resolve
+from small import config_of
+from transformers import CONFIG_MAPPING, PretrainedConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
+
+from llava_fsdp.config import Attention, Config, Part
+from llava_fsdp.model.architecture import check_abilities, part_name
+from llava_fsdp.model.build import build_architecture, why_not_packed
+from llava_fsdp.model.flops import token_flops
+from llava_fsdp.model.logit_change import LogitChange
+from llava_fsdp.model.packed_attention.attention import Kernel, Segments, each_alone
+from llava_fsdp.model.packed_attention.row_mask import BoundaryMask, attend_rows, make_row_mask, rows_name
+from llava_fsdp.model.parts import Parts
+from llava_fsdp.model.sources.class_parts import class_parts
+from llava_fsdp.model.weights.conversions import whole_model_of
+from llava_fsdp.model.weights.init_weights import computed_buffers
+from llava_fsdp.model.whole.class_logits import check_logits
+from llava_fsdp.model.whole.positions import positions_of
+from llava_fsdp.model.whole.whole import Whole
+from llava_fsdp.runtime.errors import ConfigError, ModelError
+
+CPU = torch.device("cpu")
+LENGTHS = (5, 1, 7)
+
+
+def family(name: str) -> PretrainedConfig:
+    row = FAMILIES[name]
+    return CONFIG_MAPPING[row.kind](**resolve(row.config, make_tokenizer(row)))
+
+
+def parts_of(name: str) -> Parts:
+    return class_parts(family(name), Path("no folder"))
+
+
+def configure(*overrides: str) -> Config:
+    given = ["stage=finetune_task", "model.checkpoint=no_folder", "compile=false", "precision=fp32"]
+    return config_of([*given, *overrides])
+
+
+def build(name: str, *overrides: str, kernel: Kernel | None = None) -> Whole:
+    model = build_architecture(parts_of(name), configure(*overrides).model, torch.float32, kernel)
+    assert isinstance(model, Whole)
+    return model
+
+
+def segments_of(lengths: tuple[int, ...]) -> Segments:
+    ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    return torch.cat([torch.arange(length) for length in lengths])[None], ends, lengths
+
+
+@pytest.mark.parametrize(
+    ("name", "language", "towers", "projectors", "blocks"),
+    [
+        ("gemma3", "model.language_model", ["model.vision_tower"], [], "model.vision_tower.encoder.layers"),
+        ("qwen2_vl", "model.language_model", ["model.visual"], ["model.visual.merger"], "model.visual.blocks"),
+        (
+            "qwen3_vl",
+            "model.language_model",
+            ["model.visual"],
+            ["model.visual.merger", "model.visual.deepstack_merger_list"],
+            "model.visual.blocks",
+        ),
+        ("idefics3", "model.text_model", ["model.vision_model"], [], "model.vision_model.encoder.layers"),
+        ("kimi_k25", "model.language_model", ["model.vision_tower"], [], "model.vision_tower.layers"),
+    ],
+)
+def test_parts_are_found_by_structure(
+    name: str, language: str, towers: list[str], projectors: list[str], blocks: str
+) -> None:
+    own = build(name).structure
+    assert (own.language, list(own.towers), list(own.stacks)) == (language, towers, [blocks])
+    assert list(own.projectors) == projectors
+
+
+def test_each_parameter_has_one_part() -> None:
+    model = build("qwen3_vl", "model.train=[vision,projector,language]")
+    counts = {part: sum(p.numel() for m in model.modules_of(part) for p in m.parameters()) for part in Part}
+    assert sum(counts.values()) == sum(p.numel() for p in model.parameters()) and min(counts.values()) > 0
+    merger = "model.visual.merger.linear_fc1.weight"
+    assert model.structure.part_of(merger) is Part.projector
+    assert part_name(merger, model.named_parts) == "model.visual.merger"
+    assert part_name("lm_head.weight", model.named_parts) == "lm_head"
+
+
+@pytest.mark.parametrize(
+    ("train", "parts"),
+    [("projector", {Part.projector}), ("vision", {Part.vision}), ("language:-1", {Part.language})],
+)
+def test_what_trains_is_what_model_train_names(train: str, parts: set[Part]) -> None:
+    model = build("qwen2_vl", f"model.train=[{train}]")
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert {model.structure.part_of(name) for name in trained} == parts
+    if train == "language:-1":
+        assert trained and all(".layers.2." in name for name in trained)
+    assert model.needs_blank is (train != "language:-1")
+    assert len(model.blocks()) == 1 + (train == "vision")
+
+
+def test_parts_and_blocks_that_a_model_lacks_are_refused() -> None:
+    with pytest.raises(ConfigError, match="language:7 is not among the 3 blocks"):
+        build("gemma3", "model.train=[language:7]").check_trained_blocks()
+    build("gemma3", "model.train=[language:-3,vision:0:1]").check_trained_blocks()
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_vl", "kimi_k25", "glm4v_moe"])
+def test_models_whose_layers_all_attend_by_a_mask_pack_rows(name: str) -> None:
+    assert why_not_packed(parts_of(name)) is None
+
+
+@pytest.mark.parametrize(("name", "reason"), [("qwen3_5", "AttentionInterface"), ("lfm2_vl", "layers of conv")])
+def test_models_with_other_layers_have_padded_rows(name: str, reason: str) -> None:
+    assert reason in str(why_not_packed(parts_of(name)))
+    with pytest.raises(ConfigError, match="pack=true"):
+        build(name, kernel=Kernel(Attention.sdpa, ""))
+
+
+def test_a_mask_keeps_its_boundaries_on_another_device_and_in_nothing_else() -> None:
+    mask = BoundaryMask.of(segments_of(LENGTHS))
+    moved = mask.to(device="meta", dtype=torch.int64)
+    assert isinstance(moved, BoundaryMask) and moved.is_meta and moved.boundaries.lengths.each == LENGTHS
+    for other in (mask[:, :2], mask.long(), mask & mask):
+        assert not isinstance(other, BoundaryMask)
+        with pytest.raises(ConfigError, match="pack=false"):
+            make_row_mask(mask_function=causal_mask_function, attention_mask=other, device=CPU)
+
+
+def test_a_plainly_causal_row_has_no_masks_and_others_have_those_of_each_sample() -> None:
+    mask = BoundaryMask.of(segments_of(LENGTHS))
+    assert make_row_mask(mask_function=causal_mask_function, attention_mask=mask, device=CPU).masks is None
+    window = sliding_window_causal_mask_function(2)
+    made = make_row_mask(mask_function=window, attention_mask=mask, device=CPU)
+    assert made.shape == (1, 1, 13, 13) and made.masks is not None
+    for length, own in zip(LENGTHS, made.masks, strict=True):
+        pairs = torch.arange(length)[:, None] - torch.arange(length)
+        assert torch.equal(own[0, 0], (pairs >= 0) & (pairs < 2))
+    with pytest.raises(ConfigError, match="computes"):
+        made.logical_not()
+
+
+@pytest.mark.parametrize("window", [None, 2])
+def test_samples_of_a_row_attend_as_each_does_alone(window: int | None) -> None:
+    rule = causal_mask_function if window is None else sliding_window_causal_mask_function(window)
+    row = make_row_mask(mask_function=rule, attention_mask=BoundaryMask.of(segments_of(LENGTHS)), device=CPU)
+    query, key, value = (torch.randn(1, heads, sum(LENGTHS), 6) for heads in (4, 2, 2))
+    module: Any = torch.nn.Module()
+    module.num_key_value_groups, module.is_causal = 2, True
+    found, _ = attend_rows(each_alone)(module, query, key, value, row, scaling=0.3)
+    begin = 0
+    for number, length in enumerate(LENGTHS):
+        parts = [part[:, :, begin : begin + length] for part in (query, key, value)]
+        mask = row.masks[number] if row.masks is not None else None
+        alone, _ = sdpa_attention_forward(module, *parts, mask, scaling=0.3)
+        assert torch.allclose(found[:, begin : begin + length], alone, atol=1e-6)
+        begin += length
+
+
+def test_a_layer_without_the_mask_of_the_row_is_refused() -> None:
+    values = torch.randn(1, 2, 3, 4)
+    with pytest.raises(ConfigError, match="no mask"):
+        attend_rows(each_alone)(torch.nn.Module(), values, values, values, None)
+    assert rows_name(Attention.sdpa) == "llava_fsdp_each_alone_rows"
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "glm4v", "paddleocr_vl"])
+def test_positions_are_those_of_the_class_and_need_no_model(name: str) -> None:
+    config = family(name)
+    grid = torch.tensor([[1, 4, 6]])
+    ids = torch.tensor([7, *[config.image_token_id] * 6, 8, 9])
+    types = (ids == config.image_token_id).long()
+    own = positions_of(config)
+    assert own is not None
+    found = pickle.loads(pickle.dumps(own))(ids, {"mm_token_type_ids": types}, {"image_grid_thw": grid})
+    model = make_model(config).model
+    wanted, _ = model.get_rope_index(ids[None], mm_token_type_ids=types[None], image_grid_thw=grid)
+    assert torch.equal(found, wanted[:, 0]) and found.shape == (3, 9)
+    assert positions_of(family("gemma3")) is None
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen2_5_vl", "glm4v_moe", "kimi_k25", "perception_lm"])
+def test_buffers_are_those_of_the_class(name: str) -> None:
+    try:
+        peer = make_model(family(name))
+    except ImportError as error:
+        pytest.skip(str(error).splitlines()[0])
+    model = build(name)
+    saved = set(model.state_dict())
+    made = computed_buffers(model, saved)
+    wanted = {key: value for key, value in peer.named_buffers() if key not in saved}
+    assert made.keys() == wanted.keys()
+    assert [key for key, value in wanted.items() if not torch.equal(made[key].to(value.dtype), value)] == []
+
+
+def test_a_class_that_changes_logits_is_refused() -> None:
+    config = family("gemma3")
+    check_logits(whole_model_of(config), LogitChange())
+    with pytest.raises(ModelError, match="other logits"):
+        check_logits(whole_model_of(config), LogitChange(factor=1.01))
+    with pytest.raises(ModelError, match="other logits"):
+        check_logits(whole_model_of(config), LogitChange(cap=100.0))
+
+
+def test_a_class_of_other_parts_is_refused() -> None:
+    with pytest.raises(ModelError, match="not made of a model and an output layer"):
+        build("llama4")
+
+
+def test_random_layer_dropping_is_refused() -> None:
+    config = copy.deepcopy(family("gemma3"))
+    config.get_text_config().layerdrop = 0.1
+    parts = replace(class_parts(config, Path("no folder")), class_config=config)
+    with pytest.raises(ModelError, match="layerdrop"):
+        build_architecture(parts, configure().model, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("key", "reason"),
+    [
+        ("parallel.tensor=2", "divide"),
+        ("labels=llava_v1_5", "tokens"),
+        ("data.image_aspect_ratio=square", "processor"),
+        ("activation_checkpointing=dynamic", "not been tried"),
+        ("parallel.pipeline=2", "divide"),
+    ],
+)
+def test_what_a_whole_model_cannot_do_is_one_message(key: str, reason: str) -> None:
+    cfg = configure(key)
+    model = build("gemma3")
+    check_abilities(model, configure("data.image_aspect_ratio=pad"))
+    with pytest.raises(ConfigError, match=reason) as raised:
+        check_abilities(model, cfg)
+    assert key.rpartition("=")[2] in str(raised.value) and "gemma3" in str(raised.value)
+
+
+def test_adapters_are_in_the_blocks_of_their_part_alone() -> None:
+    model = build("qwen2_vl", "stage=finetune_task_lora", "model.train=[projector,language]")
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    own = {name for name in trained if model.structure.part_of(name) is Part.language}
+    assert own and all(".lora_" in name and name.startswith("model.language_model.layers.") for name in own)
+    assert len(model.adapted) == 3 * 7
+    assert {name for name in trained - own} == {
+        name for name, _ in model.named_parameters() if model.structure.part_of(name) is Part.projector
+    }
+
+
+def test_the_work_of_an_image_token_counts_the_patches_that_are_joined() -> None:
+    model = build("qwen2_vl", "model.train=[language]")
+    assert model.patches_per_token == 4
+    matrices = [p.numel() for block in model.all_blocks(Part.vision) for p in block.parameters() if p.ndim > 1]
+    projector = [p.numel() for m in model.modules_of(Part.projector) for p in m.parameters() if p.ndim > 1]
+    assert token_flops(model, False) == 2 * 4 * sum(matrices) + 2 * sum(projector)
+    trained = build("qwen2_vl", "model.train=[vision]")
+    assert token_flops(trained, False) == 6 * 4 * sum(matrices) + 4 * sum(projector)
