@@ -83,7 +83,7 @@ def copy_of_mesh(ranks: tuple[int, ...], size: int) -> tuple[int, int]:
     begins: list[int] = []
     covered: set[int] = set()
     for begin in range(size):
-        if begin not in covered:
+        if begin not in covered:  # the smallest rank that is in no mesh yet is the first of the next one
             begins.append(begin)
             covered |= {begin + offset for offset in offsets}
     assert len(begins) * len(ranks) == size and covered == set(range(size)), f"{ranks} are no regular mesh of {size}"

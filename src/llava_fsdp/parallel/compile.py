@@ -232,7 +232,7 @@ def run_block(
     token, and those of one row unless every batch has one: torch compiles again for a dimension of size 1.
 
     Args:
-        plain: the block's own forward.
+        uncompiled: the block's own forward.
         compiled: the compiled forward of the block's class, which also takes the block.
         settings: context manager under which the compiled forward runs.
         one_row: whether every batch has exactly one row.

@@ -233,7 +233,7 @@ def random_micro_batch(model: Architecture, rule: ImageTokens, tokens: np.ndarra
             "tiles": torch.randn((tiles, 3, tile, tile), generator=dice),
         },
         label_positions=torch.arange(ids.numel()),
-        label_ids=torch.zeros(0),
+        label_ids=torch.zeros(0),  # not used, because logits are computed and no loss
         scale=1.0,
     )
 

@@ -152,6 +152,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         for piece, values, state in stepped:
             after = self.inner.state[values]
             assert all(after[n] is v for n, v in state.items()), "the optimizer replaces its state"
+            # the last piece's copies of the scalars, such as the step count, become the parameter's
             if not piece.is_whole and piece.end == local(piece.parameter).numel():
                 for name, value in self.state[piece.parameter].items():
                     if name not in self.moment_names[piece.parameter.dtype]:

@@ -108,6 +108,6 @@ def layer_volume(
     if Cut.EMBEDDING in plan.values():
         moved += reduce(hidden)
     of_label, calls = 0.0, moved.calls + (counted > 0)
-    if Cut.OUTPUT in plan.values():  # the loss
+    if Cut.OUTPUT in plan.values():  # the loss: its gradient and, in fp32, a maximum, a sum and the label's logit
         of_label, calls = reduce(hidden).bytes + reduce(3, item=4).bytes, calls + 1
     return LayerVolume(moved.bytes, of_label, reduce(counted, item=4).bytes, Moved(0, calls), summed)
