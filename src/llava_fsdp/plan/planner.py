@@ -62,6 +62,7 @@ from llava_fsdp.plan.rank_counts import RankCounts
 from llava_fsdp.plan.time.hardware import MIB, Machine, machine_for
 from llava_fsdp.plan.time.layer_volume import layer_volume
 from llava_fsdp.plan.time.step_time import (
+    ExpertLayers,
     StepTime,
     StepWork,
     Volume,
@@ -694,13 +695,10 @@ class Planner:
         size = self.cfg.parallel.expert
         if size == 1:
             return sent
+        token_bytes = self.parts.language.hidden_size * DTYPES[self.cfg.precision.param_dtype].itemsize
         moved, calls = expert_volume(
+            ExpertLayers(self.mixtures(group), self.router.experts, self.router.choices, token_bytes),
             size,
-            layers=self.mixtures(group),
-            experts=self.router.experts,
-            choices=self.router.choices,
-            hidden=self.parts.language.hidden_size,
-            width=DTYPES[self.cfg.precision.param_dtype].itemsize,
             tokens=micros.own_tokens(self.tensor),
             micro_batches=len(micros),
             recomputed=int(choice.activation_checkpointing.mode is not ActivationCheckpointing.none),

@@ -262,34 +262,35 @@ def context_volume(
     return passes * received_by_attention(how, size, language, width, tokens), math.ceil(calls * passes)
 
 
+@dataclass(frozen=True)
+class ExpertLayers:
+    """The layers of a language model that have experts."""
+
+    layers: int
+    experts: int
+    """Number of experts of a layer."""
+    choices: int
+    """Number of experts that a token is sent to."""
+    token_bytes: int
+    """Bytes of a token's hidden state."""
+
+
 def expert_volume(
-    size: int,
-    layers: int,
-    experts: int,
-    choices: int,
-    hidden: int,
-    width: int,
-    tokens: int,
-    micro_batches: int,
-    recomputed: int,
+    mixtures: ExpertLayers, size: int, tokens: int, micro_batches: int, recomputed: int
 ) -> tuple[float, int]:
     """Return the bytes that a rank receives in a step from those it shares experts with, and the number of collectives,
     if all experts have the same load. In the forward pass of a layer, a token is sent to each of its experts and back,
     and the numbers of tokens are exchanged (int64). The backward pass exchanges as many bytes of gradients.
 
     Args:
-        layers: number of layers with experts.
-        experts: number of experts of a layer.
-        choices: number of experts that a token is sent to.
-        hidden: width of a token.
-        width: bytes of a value.
+        size: number of ranks that share the experts.
         tokens: positions that the rank processes in a step, in all its micro-batches.
         recomputed: how often the forward pass runs again in the backward pass, 0 or 1.
     """
-    counts = (1 + recomputed) * micro_batches * experts * 8
-    moved = (2 + recomputed) * 2 * tokens * choices * hidden * width
-    calls = layers * micro_batches * (3 * (1 + recomputed) + 2)
-    return layers * (counts + moved) * (size - 1) / size, calls
+    counts = (1 + recomputed) * micro_batches * mixtures.experts * 8
+    moved = (2 + recomputed) * 2 * tokens * mixtures.choices * mixtures.token_bytes
+    calls = mixtures.layers * micro_batches * (3 * (1 + recomputed) + 2)
+    return mixtures.layers * (counts + moved) * (size - 1) / size, calls
 
 
 @dataclass(frozen=True)
