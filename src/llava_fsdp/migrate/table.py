@@ -115,6 +115,7 @@ def default_rows(context: RuleContext) -> Iterator[TableRow]:
     for key, override in DEFAULTS.items() if run.deepspeed else ():
         assert run.deepspeed is not None
         applies = {"optimizer": run.has_ds_optimizer, "scheduler": run.has_ds_warmup}
+        # such a scheduler sets the learning rate, whatever the optimizer's is
         replaced = key == "optimizer.params.lr" and run.has_ds_warmup
         if key in run.deepspeed.values or replaced or not applies.get(key.partition(".")[0], True):
             continue
@@ -128,6 +129,7 @@ def default_rows(context: RuleContext) -> Iterator[TableRow]:
         if run.given(name) is None and (run.launch.is_original or flag.default is not None):
             mentioned: set[str] = set()
             found: Translation = outcome(flag.rule, replace(context, key=name, mentioned=mentioned), flag.default)
+            # the default needs a row only if the command sets a key for it that the recipe does not already set so
             needed = (mentioned & context.decided.keys()) - context.omitted
             if found.verdict is Verdict.unsupported or (found.verdict is Verdict.mapped and needed):
                 yield TableRow(DEFAULT, name, flag.default, found)

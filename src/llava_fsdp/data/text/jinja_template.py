@@ -361,8 +361,9 @@ def open_template(name: str, folder: Path, tokenizer: Tokenizer) -> Template | C
         if reason is None:
             return candidate
         reasons.append(reason)
-        if BREAKS in reason:
+        if BREAKS in reason:  # it would break its limits with messages of another form, too, and that takes long
             break
+    # a reason that only the form of the messages may have caused says less than any other
     reason = next((reason for reason in reasons if not reason.startswith(UNREAD)), reasons[0])
     raise ConfigError(
         f"data.template={name}: the chat template {path} {reason}; set data.template=chatml or another of LLaVA's"
@@ -403,6 +404,7 @@ def unfit(chat_template: ChatTemplate) -> str | None:
     """Return the reason why a template cannot be used for training; None if it can be used for conversations of one
     question and its answer (others are tried when a record has them)."""
     try:
+        # letters: h is a user's turn, i an image and t a text in it, g an answer
         chat_template.layout("hg")
         if chat_template.images is not None:
             chat_template.layout("hitg")

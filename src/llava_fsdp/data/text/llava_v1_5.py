@@ -79,6 +79,7 @@ def check_like_original(record: Record, settings: Original) -> None:
         check_caption(turns, record.where)
     elif settings.form.style is not Style.MARKERS:
         conversation(turns, settings.form, record.where)
+        # the original leaves out a first answer, as `conversation` does, so that tags in it are not counted
         turns = turns[1:] if turns[0].role == "gpt" else turns
     tags_are_images = record.has_image_key or settings.form.style is Style.PLAIN
     tags = sum(IMAGE_TAG in turn.text for turn in turns) if tags_are_images else 0

@@ -224,7 +224,7 @@ class JsonTokenizer(Tokenizer):
         self._prefixes = (
             is_llama and space is not None and (space.get("prepend_scheme") == "first" or not is_legacy(config))
         )
-        if space is not None and self._prefixes:
+        if space is not None and self._prefixes:  # `_encode_between` and `encode` put the `▁` there
             space["prepend_scheme"] = "never"
         normalizer = frozen.get("normalizer") or {}
         self.legacy = any(n.get("type") == "Prepend" for n in normalizer.get("normalizers", [normalizer]))

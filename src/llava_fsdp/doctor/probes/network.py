@@ -73,6 +73,7 @@ def judge_interfaces(
     for variable in CHOICES:
         chosen = environment.get(variable, "")
         for name in filter(None, map(str.strip, chosen.lstrip("^=").split(","))):
+            # gloo takes whole names; NCCL their beginnings, whole ones after `=`, and after `^` those not to be used
             is_exact = chosen.startswith("=") or variable == CHOICES[1]
             exists = name in names if is_exact else any(each.startswith(name) for each in names)
             if not exists and not chosen.startswith("^"):

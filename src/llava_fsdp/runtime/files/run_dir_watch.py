@@ -78,7 +78,7 @@ class RunDirLock:
         still this run's. `place`: identity of the folder that is now at the run's path."""
         if place != self.place and not self.has_own_content():
             return FolderChange("is another folder now than the one that this run began in")
-        if os.path.islink(self.folder / LOCK_FILE):
+        if os.path.islink(self.folder / LOCK_FILE):  # `lock_again` would refuse to open it
             os.unlink(self.folder / LOCK_FILE)
         try:
             return self.lock_again()

@@ -101,6 +101,7 @@ def guard(folder: Path, rank: int, pid: int, peers: list[tuple[int, int]]) -> No
         if 0 in events:
             if not (text := os.read(0, 1 << 16)):
                 return  # the rank has closed its guard
+            # each sign of life is the number of seconds until the next one must come
             heard, allowed = now, float(text.split()[-1])
         for handle in events:
             if handle in peer_of:
