@@ -59,6 +59,11 @@ def segments_of(lengths: tuple[int, ...]) -> Segments:
     return torch.cat([torch.arange(length) for length in lengths])[None], ends, lengths
 
 
+def mask_of_row() -> BoundaryMask:
+    segments = segments_of(LENGTHS)
+    return BoundaryMask.of(segments[0], segments)
+
+
 @pytest.mark.parametrize(
     ("name", "language", "towers", "projectors", "blocks"),
     [
@@ -126,9 +131,10 @@ def test_models_with_other_layers_have_padded_rows(name: str, reason: str) -> No
 
 
 def test_a_mask_keeps_its_boundaries_on_another_device_and_in_nothing_else() -> None:
-    mask = BoundaryMask.of(segments_of(LENGTHS))
+    mask = mask_of_row()
     moved = mask.to(device="meta", dtype=torch.int64)
-    assert isinstance(moved, BoundaryMask) and moved.is_meta and moved.boundaries.lengths.each == LENGTHS
+    assert isinstance(moved, BoundaryMask) and moved.is_meta
+    assert moved.boundaries is not None and moved.boundaries.lengths.each == LENGTHS
     for other in (mask[:, :2], mask.long(), mask & mask):
         assert not isinstance(other, BoundaryMask)
         with pytest.raises(ConfigError, match="pack=false"):
@@ -136,7 +142,7 @@ def test_a_mask_keeps_its_boundaries_on_another_device_and_in_nothing_else() -> 
 
 
 def test_a_plainly_causal_row_has_no_masks_and_others_have_those_of_each_sample() -> None:
-    mask = BoundaryMask.of(segments_of(LENGTHS))
+    mask = mask_of_row()
     assert make_row_mask(mask_function=causal_mask_function, attention_mask=mask, device=CPU).masks is None
     window = sliding_window_causal_mask_function(2)
     made = make_row_mask(mask_function=window, attention_mask=mask, device=CPU)
@@ -151,7 +157,7 @@ def test_a_plainly_causal_row_has_no_masks_and_others_have_those_of_each_sample(
 @pytest.mark.parametrize("window", [None, 2])
 def test_samples_of_a_row_attend_as_each_does_alone(window: int | None) -> None:
     rule = causal_mask_function if window is None else sliding_window_causal_mask_function(window)
-    row = make_row_mask(mask_function=rule, attention_mask=BoundaryMask.of(segments_of(LENGTHS)), device=CPU)
+    row = make_row_mask(mask_function=rule, attention_mask=mask_of_row(), device=CPU)
     query, key, value = (torch.randn(1, heads, sum(LENGTHS), 6) for heads in (4, 2, 2))
     module: Any = torch.nn.Module()
     module.num_key_value_groups, module.is_causal = 2, True
@@ -163,6 +169,20 @@ def test_samples_of_a_row_attend_as_each_does_alone(window: int | None) -> None:
         alone, _ = sdpa_attention_forward(module, *parts, mask, scaling=0.3)
         assert torch.allclose(found[:, begin : begin + length], alone, atol=1e-6)
         begin += length
+
+
+@pytest.mark.parametrize("window", [None, 2])
+def test_padded_rows_attend_with_the_same_implementation(window: int | None) -> None:
+    rule = causal_mask_function if window is None else sliding_window_causal_mask_function(window)
+    ids = torch.zeros((3, 5), dtype=torch.int64)
+    row = make_row_mask(mask_function=rule, attention_mask=BoundaryMask.of(ids, None), device=CPU)
+    query, key, value = (torch.randn(3, heads, 5, 6) for heads in (4, 2, 2))
+    module: Any = torch.nn.Module()
+    module.num_key_value_groups, module.is_causal = 2, True
+    found, _ = attend_rows(each_alone)(module, query, key, value, row)
+    pairs = torch.arange(5)[:, None] - torch.arange(5)
+    mask = ((pairs >= 0) & (pairs < (window or 5)))[None, None]
+    assert torch.allclose(found, sdpa_attention_forward(module, query, key, value, mask)[0], atol=1e-6)
 
 
 def test_a_layer_without_the_mask_of_the_row_is_refused() -> None:

@@ -45,18 +45,22 @@ PASSED_ON = (
 
 
 class BoundaryMask(torch.Tensor):
-    """The attention mask of a packed row, bool [1, tokens], True everywhere, with the boundaries of the row's samples.
-    A tensor that is computed from it has no boundaries, except by `to`."""
+    """The attention mask of rows, bool [rows, tokens], True everywhere, with the boundaries of the samples in a packed
+    row. A tensor that is computed from it is no BoundaryMask, except by `to`."""
 
-    boundaries: Boundaries
+    boundaries: Boundaries | None
+    """None: each row is one sample."""
     visits: list[nn.Module] | None
     """List to which every layer that attends is appended; None: they are not recorded."""
 
     @staticmethod
-    def of(segments: Segments, visits: list[nn.Module] | None = None) -> BoundaryMask:
-        _, cu_seqlens, lengths = segments
-        mask = torch.ones((1, sum(lengths)), dtype=torch.bool, device=cu_seqlens.device).as_subclass(BoundaryMask)
-        mask.boundaries, mask.visits = Boundaries(cu_seqlens, Lengths(lengths, max(lengths))), visits
+    def of(ids: torch.Tensor, segments: Segments | None, visits: list[nn.Module] | None = None) -> BoundaryMask:
+        """Make the mask of rows of token ids, [rows, tokens]. `segments`: None: each row is one sample."""
+        mask = torch.ones_like(ids, dtype=torch.bool).as_subclass(BoundaryMask)
+        mask.boundaries, mask.visits = None, visits
+        if segments is not None:
+            _, cu_seqlens, lengths = segments
+            mask.boundaries = Boundaries(cu_seqlens, Lengths(lengths, max(lengths)))
         return mask
 
     @classmethod
@@ -72,19 +76,20 @@ class BoundaryMask(torch.Tensor):
 
 
 class RowMask(torch.Tensor):
-    """Which tokens of a packed row attend to which: a mask for the layers of a model. It has the shape [1, 1, tokens,
+    """Which tokens of rows attend to which: a mask for the layers of a model. It has the shape [rows, 1, tokens,
     tokens] and no memory of that size."""
 
-    boundaries: Boundaries
+    boundaries: Boundaries | None
     masks: list[torch.Tensor] | None
-    """For each sample, which of its tokens attend to which, bool [1, 1, length, length]; None: each attends to itself
-    and to all earlier ones."""
+    """For each sample of a packed row, which of its tokens attend to which, bool [1, 1, length, length]; without
+    boundaries, one mask for all rows, bool [rows or 1, 1, tokens, tokens]. None: a token attends to itself and to all
+    earlier ones of its sample."""
     visits: list[nn.Module] | None
 
     @staticmethod
     def __new__(cls, given: BoundaryMask, masks: list[torch.Tensor] | None, device: torch.device) -> RowMask:
-        tokens = sum(given.boundaries.lengths.each)
-        shape = (1, 1, tokens, tokens)
+        rows, tokens = given.shape
+        shape = (rows, 1, tokens, tokens)
         mask = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
         mask.boundaries, mask.masks, mask.visits = given.boundaries, masks, given.visits
         return mask
@@ -93,7 +98,7 @@ class RowMask(torch.Tensor):
         super().__init__()
 
     def __repr__(self, **_: Any) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return f"RowMask({self.boundaries.lengths.each})"
+        return f"RowMask({self.boundaries})"
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -110,7 +115,7 @@ def make_row_mask(
     use_vmap: bool = False,
     **_: Any,
 ) -> RowMask:
-    """Make the mask of a packed row: a function for transformers' AttentionMaskInterface.
+    """Make the mask of rows: a function for transformers' AttentionMaskInterface.
 
     The model's rule is evaluated for each sample alone, so that the masks grow with the sum of the squares of the
     samples' lengths, and not with the square of the row's. If the rule is that of causal attention, no mask is made,
@@ -126,10 +131,11 @@ def make_row_mask(
         raise ConfigError("a model replaces its attention mask, so that packed samples would be mixed; set pack=false")
     if mask_function is causal_mask_function:
         return RowMask(attention_mask, None, device)
-    masks, begin = [], 0
-    for length in attention_mask.boundaries.lengths.each:
+    rows, tokens = attention_mask.shape
+    boundaries, masks, begin = attention_mask.boundaries, [], 0
+    for length in (tokens,) if boundaries is None else boundaries.lengths.each:
         own = sdpa_mask(
-            batch_size=1,
+            batch_size=rows,
             q_length=length,
             kv_length=length,
             q_offset=begin,
@@ -169,6 +175,9 @@ def attend_rows(kernel: Attend) -> Callable[..., tuple[torch.Tensor, None]]:
         if row.visits is not None:
             row.visits.append(module)
         form = AttentionForm(scaling, dropout, None, softcap, s_aux)  # windows are in the masks
+        if row.boundaries is None:
+            allowed = None if row.masks is None else row.masks[0]
+            return attend_alone(module, query, key, value, form, allowed), None
         if row.masks is None:
             chosen = kernel if form.is_plain else each_alone
             return chosen(module, query, key, value, PackedRow(row.boundaries, form)), None

@@ -43,7 +43,7 @@ def layers_without_mask(whole: ConfigKey) -> str | None:
             segments = torch.zeros((1, 2), dtype=torch.int64), torch.zeros(3, dtype=torch.int32), (1, 1)
             inputs = {
                 "inputs_embeds": torch.zeros((1, 2, config.hidden_size), dtype=torch.bfloat16),
-                "attention_mask": BoundaryMask.of(segments, visits),
+                "attention_mask": BoundaryMask.of(segments[0], segments, visits),
                 "position_ids": segments[0],
                 "use_cache": False,
             }

@@ -141,7 +141,7 @@ class Whole(Architecture):
             length = input_ids.shape[1]
             positions = torch.arange(length, device=input_ids.device)[None] if segments is None else segments[0]
         # With a mask, transformers does not search the positions for packed samples, for which the host would wait.
-        mask = torch.ones_like(input_ids) if segments is None else BoundaryMask.of(segments)
+        mask = torch.ones_like(input_ids) if self.kernel is None else BoundaryMask.of(input_ids, segments)
         output: torch.Tensor = self.model(
             input_ids=input_ids, attention_mask=mask, position_ids=positions, use_cache=False, **given
         ).last_hidden_state
