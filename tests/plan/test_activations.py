@@ -18,7 +18,8 @@ from llava_fsdp.parallel.compile import Compilations
 from llava_fsdp.parallel.memory.activation_checkpoint import apply_activation_checkpointing
 from llava_fsdp.parallel.memory.memory import OUTPUT
 from llava_fsdp.plan.memory import activations
-from llava_fsdp.plan.memory.activations import ActivationMeter, MicroBatchSizes, inputs_of
+from llava_fsdp.plan.memory.activations import ActivationMeter, inputs_of
+from llava_fsdp.plan.memory.micro_batches import MicroBatchSizes
 from llava_fsdp.plan.memory.simulate import inputs_of_blocks, inputs_on_host, interpolate
 from llava_fsdp.plan.model_shapes import kernel_for, shapes_of
 from llava_fsdp.plan.planner import Planner

@@ -27,7 +27,7 @@ from llava_fsdp.data.synthetic import fullest
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.parallel.ranks.mesh import distributed
 from llava_fsdp.parallel.ranks.world import World
-from llava_fsdp.plan.memory.activations import MicroBatchSizes
+from llava_fsdp.plan.memory.micro_batches import MicroBatchSizes
 from llava_fsdp.plan.planner import Choice, Planner, PlanRow, peak
 from llava_fsdp.plan.rank_counts import RankCounts
 from llava_fsdp.plan.search import auto

@@ -14,7 +14,7 @@ from transformers import AutoConfig
 
 from llava_fsdp.config import OffloadMode
 from llava_fsdp.parallel.ranks.mesh import distributed
-from llava_fsdp.plan.memory.activations import MicroBatches, MicroBatchSizes
+from llava_fsdp.plan.memory.micro_batches import MicroBatches, MicroBatchSizes
 from llava_fsdp.plan.planner import Choice, Planner, peak
 from llava_fsdp.plan.time.hardware import machine_for
 from llava_fsdp.plan.time.step_time import Volume

@@ -7,7 +7,7 @@ from harness import single_world
 from small import make_config
 
 from llava_fsdp.model.sources.pretrained import find_parts
-from llava_fsdp.plan.memory.activations import MicroBatchSizes
+from llava_fsdp.plan.memory.micro_batches import MicroBatchSizes
 from llava_fsdp.plan.planner import without_repeats
 from llava_fsdp.plan.search.auto import expected_peak
 from llava_fsdp.plan.workload import Samples

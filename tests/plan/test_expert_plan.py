@@ -19,8 +19,8 @@ from llava_fsdp.parallel.ranks.mesh import distributed
 from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.parallel.sharding_strategies import SHARD_PLANS
 from llava_fsdp.plan.memory import fsdp_units
-from llava_fsdp.plan.memory.activations import MicroBatchSizes
 from llava_fsdp.plan.memory.fsdp_units import unit_of
+from llava_fsdp.plan.memory.micro_batches import MicroBatchSizes
 from llava_fsdp.plan.planner import Choice, peak
 from llava_fsdp.plan.rank_counts import RankCounts
 from llava_fsdp.plan.search.search import checkpointing_modes, ways_to_share_experts

@@ -17,7 +17,7 @@ from llava_fsdp.config import ActivationCheckpointing, Config, ParallelConfig
 from llava_fsdp.config.keys.enums import PipelineSchedule
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.parallel.ranks.world import World
-from llava_fsdp.plan.memory.activations import MicroBatchSizes
+from llava_fsdp.plan.memory.micro_batches import MicroBatchSizes
 from llava_fsdp.plan.planner import Planner
 from llava_fsdp.plan.search import auto
 from llava_fsdp.plan.search.auto import decide, ways_for

@@ -8,7 +8,7 @@ import pytest
 from small import command_config
 
 from llava_fsdp.config import ActivationCheckpointing, PlanConfig, Strategy
-from llava_fsdp.plan.memory.activations import MicroBatchSizes
+from llava_fsdp.plan.memory.micro_batches import MicroBatchSizes
 from llava_fsdp.plan.planner import Choice
 from llava_fsdp.plan.rank_counts import RankCounts
 from llava_fsdp.plan.search import longest as module

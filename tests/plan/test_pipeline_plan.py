@@ -15,7 +15,7 @@ from llava_fsdp.parallel.local_shards import local
 from llava_fsdp.parallel.pipeline.pipeline import passes_of
 from llava_fsdp.parallel.ranks.comm_volume import CollectiveBytes
 from llava_fsdp.parallel.ranks.world import World
-from llava_fsdp.plan.memory.activations import MicroBatchSizes
+from llava_fsdp.plan.memory.micro_batches import MicroBatchSizes
 from llava_fsdp.plan.planner import peak
 from llava_fsdp.train.expert_sums import ExpertSums
 from llava_fsdp.train.pipeline_step import run_pipeline

@@ -27,7 +27,7 @@ from llava_fsdp.parallel.memory.memory import bytes_per_rank
 from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.parallel.sharding_strategies import SHARD_PLANS
 from llava_fsdp.plan.main import plan, warn_of_length
-from llava_fsdp.plan.memory.activations import MicroBatchSizes
+from llava_fsdp.plan.memory.micro_batches import MicroBatchSizes
 from llava_fsdp.plan.model_shapes import shapes_of
 from llava_fsdp.plan.planner import Choice, Planner
 from llava_fsdp.plan.rank_counts import RankCounts

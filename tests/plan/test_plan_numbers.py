@@ -29,8 +29,9 @@ from llava_fsdp.data.images.anyres import grid_sizes
 from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.parallel.memory.memory import OUTPUT, Weight
 from llava_fsdp.parallel.sharding_strategies import SHARD_PLANS
-from llava_fsdp.plan.memory.activations import Live, MicroBatchSizes, PassSegment
+from llava_fsdp.plan.memory.activations import Live, PassSegment
 from llava_fsdp.plan.memory.fsdp_units import Unit, unit_of
+from llava_fsdp.plan.memory.micro_batches import MicroBatchSizes
 from llava_fsdp.plan.memory.simulate import (
     FsdpRank,
     Ledger,

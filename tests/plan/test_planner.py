@@ -10,7 +10,7 @@ from small import make_config
 from llava_fsdp.config import ActivationCheckpointing, ActivationCheckpointingConfig, OffloadMode, Strategy
 from llava_fsdp.model.flops import count_flops
 from llava_fsdp.parallel.pipeline.stages import plan_stages
-from llava_fsdp.plan.memory.activations import MicroBatches, MicroBatchSizes
+from llava_fsdp.plan.memory.micro_batches import MicroBatches, MicroBatchSizes
 from llava_fsdp.plan.planner import Choice, Group, Planner
 from llava_fsdp.plan.rank_counts import RankCounts
 from llava_fsdp.plan.time.hardware import machine_named

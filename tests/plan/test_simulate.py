@@ -9,7 +9,7 @@ from live import measure_step
 from small import make_config
 
 from llava_fsdp.config import Config, QuantizeConfig, Quantizer
-from llava_fsdp.plan.memory.activations import MicroBatchSizes
+from llava_fsdp.plan.memory.micro_batches import MicroBatchSizes
 from llava_fsdp.plan.planner import peak
 
 CLOSE = 4e-3

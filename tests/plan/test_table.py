@@ -22,7 +22,8 @@ from llava_fsdp.config import (
 )
 from llava_fsdp.model.parts import Parts
 from llava_fsdp.plan import main
-from llava_fsdp.plan.memory.activations import MicroBatchSizes, with_depth
+from llava_fsdp.plan.memory.activations import with_depth
+from llava_fsdp.plan.memory.micro_batches import MicroBatchSizes
 from llava_fsdp.plan.model_shapes import kernel_for
 from llava_fsdp.plan.planner import Choice, PlanRow
 from llava_fsdp.plan.rank_counts import RankCounts

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from llava_fsdp.config import Config
 from llava_fsdp.parallel.parallelism import Parallelism
 from llava_fsdp.parallel.ranks.world import World
-from llava_fsdp.plan.memory.activations import MicroBatchSizes
+from llava_fsdp.plan.memory.micro_batches import MicroBatchSizes
 from llava_fsdp.train import main as train
 from llava_fsdp.train.loop import train_step
 

@@ -22,9 +22,12 @@ def shapes_of(cfg: ModelConfig) -> Parts:
     Raises:
         ConfigError: there is neither a folder nor a shipped copy. A plan downloads nothing.
     """
-    if cfg.checkpoint is not None and Path(cfg.checkpoint).is_dir():
+    shipped = SHAPES / str(cfg.checkpoint).replace("/", "--")
+    whole = next((path for path in (Path(str(cfg.checkpoint)), shipped) if path.is_dir()), None)
+    if whole is not None:
         # a folder of the original LLaVA names its vision tower but does not contain it
-        return find_parts(replace(cfg, vision=str(folder_of(cfg.vision, "model.vision"))))
+        vision = str(folder_of(cfg.vision, "model.vision"))
+        return find_parts(replace(cfg, checkpoint=str(whole), vision=vision))
     language, vision = folder_of(cfg.language, "model.language"), folder_of(cfg.vision, "model.vision")
     return separate_parts(language, vision)
 

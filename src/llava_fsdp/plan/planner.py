@@ -27,7 +27,7 @@ from llava_fsdp.model.architecture import check_abilities
 from llava_fsdp.model.blocks import find_blocks
 from llava_fsdp.model.build import build_architecture
 from llava_fsdp.model.experts import Router, check_shared_experts, find_experts, find_routers
-from llava_fsdp.model.flops import count_flops
+from llava_fsdp.model.flops import Flops, count_flops
 from llava_fsdp.model.packed_attention.attention import grows_with_square
 from llava_fsdp.model.parts import Parts
 from llava_fsdp.parallel.compile import compiling_of_settings
@@ -44,8 +44,10 @@ from llava_fsdp.parallel.ranks.rank_layout import RankLayout, mesh_shape, place_
 from llava_fsdp.parallel.sharding_strategies import SHARD_PLANS, ShardPlan, Sync
 from llava_fsdp.parallel.tensor.tensor_cut import Cut
 from llava_fsdp.parallel.tensor.tensor_plan import tensor_plan
-from llava_fsdp.plan.memory.activations import ActivationMeter, MicroBatches, MicroBatchSizes, PassSegment, stack_name
+from llava_fsdp.plan.memory.activations import ActivationMeter, PassSegment, stack_name
+from llava_fsdp.plan.memory.blank_images import BlankImages
 from llava_fsdp.plan.memory.fsdp_units import Unit, units_of
+from llava_fsdp.plan.memory.micro_batches import MicroBatches, MicroBatchSizes
 from llava_fsdp.plan.memory.simulate import (
     Ledger,
     Pass,
@@ -74,7 +76,7 @@ from llava_fsdp.plan.time.step_time import (
     step_time,
     volume,
 )
-from llava_fsdp.plan.workload import Samples, configured_split, micro_batch, packed_row, samples_of
+from llava_fsdp.plan.workload import PHOTO, Samples, configured_split, micro_batch, packed_row, samples_of
 from llava_fsdp.runtime.errors import ConfigError
 
 T = TypeVar("T")
@@ -191,13 +193,22 @@ class Planner:
         self.divide()
         quantized = sum(weight.statistics for weight in self.weights)  # counted with the parameters
         self.buffer_bytes = sum(b.numel() * b.element_size() for b in self.model.buffers()) - quantized
-        self.flops = count_flops(self.model, activation_checkpointing=False)
-        self.recomputing_flops = count_flops(self.model, activation_checkpointing=True)
-        self.image_rule = ImageTokens.of_config(cfg, self.parts.image_size, self.model.image_tokens)
+        self.images = None if self.parts.class_config is None else BlankImages.of_parts(self.model, self.parts, PHOTO)
+        """Makes the images of a whole model of transformers; None: the model has tiles."""
+        self.image_rule = self.images or ImageTokens.of_config(cfg, self.parts.image_size, self.model.image_tokens)
         self.samples = samples or samples_of(cfg, self.image_rule)
+        self.flops, self.recomputing_flops = (self.count_flops(recomputes) for recomputes in (False, True))
         self.meters: dict[Any, ActivationMeter] = {}
         self.measured: dict[Any, list[PassSegment]] = {}
         self.interpolated: dict[Any, list[PassSegment]] = {}
+
+    def count_flops(self, recomputes: bool) -> Flops:
+        """Count the FLOPs of the model. `recomputes`: activations are recomputed in the backward pass."""
+        flops = count_flops(self.model, activation_checkpointing=recomputes)
+        if self.images is None:
+            return flops
+        work = self.images.work()
+        return flops._replace(tile=(work.flops + recomputes * work.recomputed) / work.tokens)
 
     def divide(self) -> None:
         """Divide the weights as the configuration's kinds of parallelism do.
@@ -325,6 +336,7 @@ class Planner:
                     part=micro.part,
                     compiled=compiled,
                     one_row=one_row,
+                    images=self.images,
                 )
             self.measured[key] = self.meters[meter].segments(micro)
         return self.measured[key]
@@ -810,6 +822,11 @@ class Planner:
         A GPU holds only the micro-batch that runs, with pixels in fp32. A CPU machine holds all micro-batches with
         pixels in uint8, and in addition the fp32 pixels of the one that runs.
         """
+        run = without_repeats(micros)
+        if (images := self.images) is not None:  # its processor gives pixels in fp32, to a CPU machine too
+            if self.machine.device != "cpu":
+                return 0, tuple(images.input_bytes(micro) for micro in run)
+            return sum(images.input_bytes(micro) for micro in micros), (0,) * len(run)
 
         def pixels(micro: MicroBatchSizes) -> int:
             return micro.tiles * 3 * self.parts.image_size**2
@@ -819,7 +836,6 @@ class Planner:
         def numbers(micro: MicroBatchSizes) -> int:
             return 2 * micro.tokens + each * micro.image_tokens + 2 * micro.labels
 
-        run = without_repeats(micros)
         if self.machine.device != "cpu":
             return 0, tuple(4 * pixels(m) + 8 * numbers(m) for m in run)
         return sum(pixels(m) + 8 * numbers(m) for m in micros), tuple(4 * pixels(m) for m in run)

@@ -2,17 +2,18 @@
 
 import contextlib
 import math
+from collections.abc import Sized
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from llava_fsdp.config import Config, Part, SamplerName, Source
 from llava_fsdp.data.columns import BLOCK
-from llava_fsdp.data.images.image_tokens import ImageTokens
+from llava_fsdp.data.images.anyres import Size
 from llava_fsdp.data.index.dataset import Records
-from llava_fsdp.plan.memory.activations import MicroBatchSizes
+from llava_fsdp.plan.memory.micro_batches import MicroBatchSizes
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.files.safe_load import SMALL
 from llava_fsdp.runtime.files.small_json import read_object
@@ -21,6 +22,14 @@ PHOTO = (640, 480)
 """Width and height in pixels of an image whose size is unknown."""
 REPORT = "report.json"
 """Name of the report that `python -m llava_fsdp.prepare` writes into a dataset's index folder."""
+
+
+class ImageRule(Protocol):
+    """What says how many tiles and tokens an image has: `ImageTokens`, or `BlankImages` of a whole model."""
+
+    def needs_size(self, images: int) -> bool: ...
+    def count_tiles(self, size: Size | None, images: int) -> int: ...
+    def of(self, size: Size | None, images: int) -> Sized: ...
 
 
 @dataclass(frozen=True)
@@ -49,7 +58,7 @@ class Samples:
         return self.tokens, self.tokens**2 + self.spread**2, self.labels, self.tiles
 
 
-def samples_of(cfg: Config, rule: ImageTokens) -> Samples:
+def samples_of(cfg: Config, rule: ImageRule) -> Samples:
     """Return mean sample sizes: from the dataset's report if there is one, else those of LLaVA's own data.
 
     LLaVA's instructions have 840 tokens per sample: 300 of text, and 0.94 images of 576 tokens. 624,610 of the 665,298
@@ -73,12 +82,12 @@ def samples_of(cfg: Config, rule: ImageTokens) -> Samples:
     return Samples(tokens, images * tiles, min(labels, text), min(spread, tokens), source, each / tiles)
 
 
-def tiles_and_tokens_of_photo(rule: ImageTokens) -> tuple[int, int]:
+def tiles_and_tokens_of_photo(rule: ImageRule) -> tuple[int, int]:
     """Return the numbers of tiles and of tokens that the model makes of an image of the size `PHOTO`."""
     return rule.count_tiles(PHOTO, 1), len(rule.of(PHOTO, 1))
 
 
-def samples_of_report(report: dict[str, Any], path: Path, max_length: int, rule: ImageTokens) -> Samples:
+def samples_of_report(report: dict[str, Any], path: Path, max_length: int, rule: ImageRule) -> Samples:
     """Return mean sample sizes from the report of a dataset's index, in which `path` is named as the source. Reports of
     older versions do not count image tiles and image tokens: their images are assumed to have the size `PHOTO`.
 
@@ -100,7 +109,7 @@ def samples_of_report(report: dict[str, Any], path: Path, max_length: int, rule:
     return Samples(mean, tiles / kept, labels, math.sqrt(variance), f"{kept:,} samples of {path}", each)
 
 
-def tokens_of_a_tile(tiles: int, image_tokens: int | None, rule: ImageTokens | None) -> float:
+def tokens_of_a_tile(tiles: int, image_tokens: int | None, rule: ImageRule | None) -> float:
     """Return the mean number of tokens for each image tile of a dataset with so many in all; without image tokens, or
     if their number is unknown, that of an image of the size `PHOTO`. A model without such a rule has no tiles, and
     each image token counts as one."""
@@ -111,7 +120,7 @@ def tokens_of_a_tile(tiles: int, image_tokens: int | None, rule: ImageTokens | N
     return image_tokens / tiles
 
 
-def samples_in(records: Records, rule: ImageTokens | None) -> Samples:
+def samples_in(records: Records, rule: ImageRule | None) -> Samples:
     """Return the mean sizes of the samples that a training makes from these records. `rule` gives the tokens of an
     image if the index does not count them."""
     count, image_tokens = len(records), records.image_tokens

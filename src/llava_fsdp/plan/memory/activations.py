@@ -6,11 +6,9 @@ the middle one stands for every block between the first and the last.
 
 import copy
 import math
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -32,7 +30,9 @@ from llava_fsdp.parallel.fsdp.units import block_names
 from llava_fsdp.parallel.memory.activation_checkpoint import apply_activation_checkpointing
 from llava_fsdp.parallel.memory.memory import OUTPUT
 from llava_fsdp.parallel.precision.precision import DTYPES, MASTERS, compute_norms_in_fp32, store_weights
+from llava_fsdp.plan.memory.blank_images import BlankImages
 from llava_fsdp.plan.memory.divided_model import divide_on_meta
+from llava_fsdp.plan.memory.known_values import KnownValues
 from llava_fsdp.plan.memory.meta_trace import (
     Event,
     FusedKernels,
@@ -41,55 +41,12 @@ from llava_fsdp.plan.memory.meta_trace import (
     collect_gradients,
     split_like_inductor,
 )
+from llava_fsdp.plan.memory.micro_batches import MicroBatchSizes
 
 MEASURED_BLOCKS = 3
-
-
-@dataclass(frozen=True)
-class MicroBatchSizes:
-    """Sizes of one micro-batch on one rank."""
-
-    rows: int
-    length: int
-    """Tokens in a row, padding included; if several ranks process the row together, of one rank's part."""
-    samples: int
-    tiles: int
-    labels: int
-    image_tokens: int
-    context: int = 1
-    """Number of ranks that process the row together. All other numbers but `samples` are those of one rank's part."""
-    part: int = 0
-    """Number of this rank among them. With gathered keys, ranks differ in the keys that their queries attend to."""
-
-    @property
-    def tokens(self) -> int:
-        return self.rows * self.length
-
-
-class MicroBatches(tuple[MicroBatchSizes, ...]):
-    """The micro-batches that a rank runs in a step. A search asks for their sums often, so each is computed once."""
-
-    @cached_property
-    def tokens(self) -> int:
-        return sum(micro.tokens for micro in self)
-
-    @cached_property
-    def samples(self) -> int:
-        return sum(micro.samples for micro in self)
-
-    @cached_property
-    def labels(self) -> Counter[int]:
-        """Number of labels -> number of micro-batches with so many."""
-        return Counter(micro.labels for micro in self)
-
-    @cached_property
-    def shapes(self) -> Counter[tuple[int, int]]:
-        """(Rows, tokens of a row) -> number of micro-batches of this shape."""
-        return Counter((micro.rows, micro.length) for micro in self)
-
-    def own_tokens(self, tensor: int) -> int:
-        """Return the tokens that the first of `tensor` ranks, which compute layers together, has between layers."""
-        return sum(rows * math.ceil(length / tensor) * times for (rows, length), times in self.shapes.items())
+BLOCKS_OF_WHOLE = 5
+"""Number of blocks that are run of the language model in a whole model of transformers. Some of these models add image
+features to the outputs of the first three blocks (DeepStack, arXiv 2406.04334), which are then unlike the others."""
 
 
 @dataclass(frozen=True)
@@ -153,6 +110,7 @@ class ActivationMeter:
         part: int = 0,
         compiled: bool = False,
         one_row: bool = True,
+        images: BlankImages | None = None,
     ):
         """Build on the meta device the model whose activations are measured, with only MEASURED_BLOCKS blocks in its
         language model if all blocks are alike.
@@ -162,14 +120,15 @@ class ActivationMeter:
             part: number of the rank among those that process a row together.
             compiled: whether the language model's blocks keep for the backward pass what the compiler keeps.
             one_row: whether micro-batches have one row.
+            images: makes the inputs of a whole model of transformers; None: the model has tiles.
         """
         # if only some blocks train, they differ in what they keep for the backward pass
         are_unlike = cfg.model.trained.get(Part.language) is not None
-        short = parts if are_unlike else with_depth(parts, MEASURED_BLOCKS)
+        self.measured = MEASURED_BLOCKS if images is None else BLOCKS_OF_WHOLE
+        short = parts if are_unlike else with_depth(parts, self.measured)
         # padded rows use this package's SDPA: the mask of transformers' depends on values, which meta tensors lack
-        attention = kernel or (
-            Kernel(Attention.sdpa, "padded rows") if packing_refused(parts.language) is None else None
-        )
+        has_own = images is None and packing_refused(parts.language) is None
+        attention = kernel or (Kernel(Attention.sdpa, "padded rows") if has_own else None)
         # a copy, because a model writes its attention into its configuration, and other meters have other attention
         model = build_architecture(
             copy.deepcopy(short), cfg.model, DTYPES[cfg.precision.param_dtype], attention, cfg.loss
@@ -188,7 +147,8 @@ class ActivationMeter:
             share_experts_on_meta(model.language, model.experts(), cfg.parallel.expert)
         self.model = model
         self.packed = kernel is not None
-        self.blends = ImageTokens.of_config(cfg, parts.image_size, model.image_tokens).blends
+        self.images = images
+        self.blends = images is None and ImageTokens.of_config(cfg, parts.image_size, model.image_tokens).blends
         """Whether image tokens may be weighted sums of features, as `ImageTokens.blends`."""
         self.vocabulary = math.ceil(short.language.vocab_size / cfg.parallel.tensor)
         self.master = MASTERS[cfg.precision.master_dtype]
@@ -197,10 +157,16 @@ class ActivationMeter:
 
     def segments(self, micro: MicroBatchSizes) -> list[PassSegment]:
         """Run a micro-batch forward and backward, and return the memory of all blocks of the model."""
-        trace = run(self.model, inputs_of(self.model, micro, self.packed, self.blends))
+        if self.images is None:
+            trace = run(self.model, inputs_of(self.model, micro, self.packed, self.blends))
+        else:
+            with KnownValues():
+                trace = run(self.model, self.images.inputs_of(micro, self.packed))
         segments = split_into_segments(trace, self.model, self.vocabulary, self.master)
         self.model.zero_grad(set_to_none=True)
-        return segments if self.depth is None else deepened(segments, stack_name(self.model), self.depth)
+        if self.depth is None:
+            return segments
+        return deepened(segments, stack_name(self.model), self.depth, self.measured)
 
 
 def share_attention_on_meta(model: Architecture, kernel: Kernel, cfg: Config, part: int) -> None:
@@ -218,11 +184,12 @@ def with_depth(parts: Parts, depth: int) -> Parts:
     kinds = set(getattr(language, "layer_types", None) or [])
     if language.num_hidden_layers <= depth or len(kinds) > 1:
         return parts
-    short = copy.deepcopy(language)
-    short.num_hidden_layers = depth
-    if kinds:
-        short.layer_types = list(language.layer_types)[:depth]
-    return replace(parts, language=short)
+    short, whole = copy.deepcopy(language), copy.deepcopy(parts.class_config)
+    for text in [short, *([whole.get_text_config()] if whole is not None else [])]:
+        text.num_hidden_layers = depth
+        if kinds:
+            text.layer_types = list(language.layer_types)[:depth]
+    return replace(parts, language=short, class_config=whole)
 
 
 def inputs_of(model: Architecture, micro: MicroBatchSizes, packed: bool, blends: bool = False) -> ForwardInputs:
@@ -241,7 +208,7 @@ def inputs_of(model: Architecture, micro: MicroBatchSizes, packed: bool, blends:
             each = tokens // micro.samples
             lengths = (*[each] * (micro.samples - 1), tokens - each * (micro.samples - 1))
             segments = torch.zeros_like(ids), begins, lengths
-        images = model.empty_image_inputs(micro.tiles, micro.image_tokens, blends)
+        images = dict(model.empty_image_inputs(micro.tiles, micro.image_tokens, blends))
         labels = torch.zeros(micro.labels, dtype=torch.int64)
         seeds = torch.zeros(ids.shape if packed else (micro.rows, 1), dtype=torch.int64)
         return {
@@ -279,9 +246,9 @@ def mark_blocks(model: Architecture, trace: Trace) -> Iterator[None]:
             tensor.register_hook(lambda _: trace.mark(text))
 
     def before(name: str) -> Any:
-        def enter(_: nn.Module, inputs: tuple[Any, ...]) -> None:
+        def enter(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
             trace.mark(f"enter {name}")
-            hook(inputs[0], f"leave {name}")
+            hook(inputs[0] if inputs else named["hidden_states"], f"leave {name}")
 
         return enter
 
@@ -297,7 +264,10 @@ def mark_blocks(model: Architecture, trace: Trace) -> Iterator[None]:
     if output is not None:
         modules[output] = OUTPUT
     for block, name in modules.items():
-        handles += [block.register_forward_pre_hook(before(name)), block.register_forward_hook(after(name))]
+        handles += [
+            block.register_forward_pre_hook(before(name), with_kwargs=True),
+            block.register_forward_hook(after(name)),
+        ]
     try:
         yield
     finally:
@@ -419,20 +389,21 @@ def stack_name(model: Architecture) -> str:
     return next(name for name, module in model.named_modules() if module is stack)
 
 
-def deepened(segments: list[PassSegment], stack: str, depth: int) -> list[PassSegment]:
-    """Return the segments of a model with `depth` blocks, made from those of three blocks by repeating the middle one.
-    `stack` is the name of the module list that holds the blocks."""
+def deepened(segments: list[PassSegment], stack: str, depth: int, measured: int = MEASURED_BLOCKS) -> list[PassSegment]:
+    """Return the segments of a model with `depth` blocks, made from those of `measured` blocks by repeating the last
+    but one. `stack` is the name of the module list that holds the blocks."""
     deep: list[PassSegment] = []
     shift = Live()
-    names = {f"{stack}.{MEASURED_BLOCKS - 1}": f"{stack}.{depth - 1}"}
+    names = {f"{stack}.{measured - 1}": f"{stack}.{depth - 1}"}
     for backward in (False, True):
         one_pass = [s for s in segments if s.backward is backward]
         places = {s.unit: number for number, s in enumerate(one_pass)}
-        first, middle, last = (places[f"{stack}.{number}"] for number in range(MEASURED_BLOCKS))
-        begin, end = middle, first if backward else last
+        before, begin, last = (places[f"{stack}.{measured - number}"] for number in (3, 2, 1))
+        end = before if backward else last
         period = one_pass[end].begin - one_pass[begin].begin
         deep += [s.shifted(shift, names.get(s.unit, s.unit)) for s in one_pass[:begin]]
-        for number in range(depth - 2, 0, -1) if backward else range(1, depth - 1):
+        repeated = range(measured - 2, depth - 1)
+        for number in reversed(repeated) if backward else repeated:
             deep += [s.shifted(shift, f"{stack}.{number}" if s.unit else "") for s in one_pass[begin:end]]
             shift += period
         shift -= period

@@ -5,19 +5,26 @@ No tokenizer is needed.
 """
 
 import inspect
+import itertools
 import math
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from PIL import Image
-from torch import nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+from transformers import AutoImageProcessor
 
-from llava_fsdp.plan.memory.known_values import KnownValues
+from llava_fsdp.config import Part
+from llava_fsdp.data.batching.batch import ForwardInputs
+from llava_fsdp.model.architecture import Architecture
+from llava_fsdp.model.parts import Parts
+from llava_fsdp.model.whole.positions import positions_of
+from llava_fsdp.model.whole.whole import TYPES, Whole
+from llava_fsdp.plan.memory.known_values import META, KnownValues
 from llava_fsdp.plan.memory.meta_trace import FusedKernels
+from llava_fsdp.plan.memory.micro_batches import MicroBatchSizes
 from llava_fsdp.runtime.errors import ModelError
 from llava_fsdp.runtime.files.safe_load import library_errors, read_json, refuse_model_code
 
@@ -35,17 +42,20 @@ class VisionWork:
     tokens: int
     """Number of the image's tokens in the language model."""
     flops: int
-    """FLOPs of a forward pass of everything that makes the tokens."""
+    """FLOPs of the forward and backward pass of all that makes the tokens."""
+    recomputed: int
+    """FLOPs that activation checkpointing adds: those of the forward pass, if a vision tower trains."""
     nbytes: int
     """Bytes of the inputs, floats as float32."""
 
 
 @dataclass(frozen=True, eq=False)
 class BlankImages:
-    """Makes the inputs of black images for one model."""
+    """Makes the inputs of black images for one model, and counts their tokens as `ImageTokens` does for tiles. Each
+    token counts as a tile."""
 
-    base: Any
-    """The model without output layer, on the meta device."""
+    model: Whole
+    """The model on the meta device."""
     processor: Any
     """The image processor."""
     photo: Size
@@ -53,27 +63,34 @@ class BlankImages:
     known: dict[Size, VisionWork] = field(default_factory=dict)
 
     @classmethod
-    def of_folder(cls, base: nn.Module, folder: Path, photo: Size) -> "BlankImages":
-        """Open the image processor in a model's folder.
-
-        Raises:
-            ModelError: the folder has none, or packages are missing that it needs.
-        """
-        from transformers import AutoImageProcessor
-
-        for name in (PREPROCESSOR, PROCESSOR):
-            if (folder / name).is_file():
-                refuse_model_code(read_json(folder / name), folder / name)
-        with library_errors(f"{folder}: transformers cannot open the image processor, which says how images are cut"):
+    def of_parts(cls, model: Architecture, parts: Parts, photo: Size) -> "BlankImages":
+        """Open the image processor in the folder of a model. Raises ModelError if the folder has none, or packages are
+        missing that it needs."""
+        assert isinstance(model, Whole) and parts.whole is not None
+        for path in (parts.whole / PREPROCESSOR, parts.whole / PROCESSOR):
+            if path.is_file():
+                refuse_model_code(read_json(path), path)
+        what = f"{parts.whole}: transformers cannot open the image processor, which says how images are cut"
+        with library_errors(what):
             processor = AutoImageProcessor.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=False, backend="pil"
+                parts.whole, local_files_only=True, trust_remote_code=False, backend="pil"
             )
-        return cls(base, processor, photo)
+        return cls(model, processor, photo)
+
+    blends: ClassVar[bool] = False
+
+    def needs_size(self, images: int) -> bool:
+        return True
+
+    def count_tiles(self, size: Size | None, images: int) -> int:
+        return self.work(size).tokens
+
+    def of(self, size: Size | None, images: int) -> range:
+        return range(self.work(size).tokens)
 
     def pixels(self, size: Size, count: int) -> dict[str, torch.Tensor]:
         """Return the inputs of `count` images of one size in one sample, by the image processor's names, on the CPU."""
-        images = [Image.new("RGB", size)] * count
-        made = self.processor([images], return_tensors="pt")
+        made = self.processor([[Image.new("RGB", size)] * count], return_tensors="pt")
         return {
             name: values.float() if values.is_floating_point() else values
             for name, values in made.items()
@@ -81,29 +98,110 @@ class BlankImages:
         }
 
     def work(self, size: Size | None = None) -> VisionWork:
-        """Return what the vision part does for an image. None: one of the size `photo`.
-
-        Raises:
-            ModelError: the model's class does not say how many tokens it makes.
-        """
+        """Return what the vision part does for an image; None: for one of the size `photo`. Raises ModelError if the
+        model's class does not say how many tokens it makes."""
         size = size or self.photo
         if size not in self.known:
-            pixels = self.pixels(size, 1)
-            takes = inspect.signature(self.base.get_image_features).parameters
-            fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-            counter = FlopCounterMode(display=False, custom_mapping={fused: attention_flops})
-            with torch.no_grad(), KnownValues(), FusedKernels(), counter:
-                made = self.base.get_image_features(**{name: own for name, own in pixels.items() if name in takes})
-            nbytes = sum(values.nbytes for values in pixels.values())
-            self.known[size] = VisionWork(count_tokens(made), counter.get_total_flops(), nbytes)
+            self.known[size] = self.measure(self.pixels(size, 1))
         return self.known[size]
 
-    def size_of(self, tokens: float) -> Size:
-        """Return a size at which an image has about so many tokens, in the proportions of `photo`. Where all sizes have
-        equally many, it is `photo`."""
-        ratio = math.sqrt(max(1.0, tokens) / self.work().tokens)
+    def measure(self, pixels: dict[str, torch.Tensor]) -> VisionWork:
+        """Return what the vision part does for an image with these inputs."""
+        model = self.model
+        takes = inspect.signature(model.model.get_image_features).parameters
+        given = {name: model.cast(value) for name, value in pixels.items() if name in takes}
+        weights = [own for own in model.parameters() if own.requires_grad]
+        counter = FlopCounterMode(display=False, custom_mapping=ATTENTION)
+        with KnownValues(), FusedKernels(), counter:
+            features = features_of(model.model.get_image_features(**given))
+            forward = counter.get_total_flops()
+            trained = [tensor for tensor in features if tensor.requires_grad]
+            if trained:
+                torch.autograd.grad(trained, weights, [torch.ones_like(own) for own in trained], allow_unused=True)
+        return VisionWork(
+            sum(math.prod(tensor.shape[:-1]) for tensor in features),
+            counter.get_total_flops(),
+            forward if Part.vision in model.cfg.trained else 0,
+            sum(values.nbytes for values in pixels.values()),
+        )
+
+    def images_of(self, tokens: int) -> tuple[int, Size]:
+        """Return how many images of which size have about so many tokens: as many of the size `photo` as fit best, each
+        a little larger or smaller."""
+        count = round(tokens / self.work().tokens) or int(tokens > 0)
+        ratio = math.sqrt(tokens / (count * self.work().tokens)) if count else 1.0
         width, height = self.photo
-        return self.photo if abs(ratio - 1) < SAME else (max(1, round(width * ratio)), max(1, round(height * ratio)))
+        size = (max(1, round(width * ratio)), max(1, round(height * ratio)))
+        return count, self.photo if abs(ratio - 1) < SAME else size
+
+    def input_bytes(self, micro: MicroBatchSizes) -> int:
+        """Return the bytes of the inputs of a micro-batch: pixels, and for each token its id, its place in its sample
+        and its number on each of three axes, int64, whether or not the model has these axes."""
+        count, size = self.images_of(micro.image_tokens)
+        return count * self.work(size).nbytes + 8 * (5 * micro.tokens + 2 * micro.labels)
+
+    def inputs_of(self, micro: MicroBatchSizes, packed: bool) -> ForwardInputs:
+        """Make the arguments of the model's forward pass. Those from which shapes follow are on the CPU, with values:
+        pixels, token ids with those of images first, and boundaries of samples. The others are on the meta device."""
+        count, size = self.images_of(micro.image_tokens)
+        each = self.work(size).tokens
+        rows, length = micro.rows, micro.length
+        count = min(count, rows * ((length - 1) // (each + 1)))
+        image_id = image_token(self.model.model.config)
+        ids = torch.full((rows, length), int(image_id == 0))
+        for number in range(count):
+            begin = 1 + (number // rows) * (each + 1)  # a token of text between two images
+            ids[number % rows, begin : begin + each] = image_id
+        images = self.pixels(size, count) if count else {}
+        takes = inspect.signature(self.model.model.forward).parameters
+        images = {name: value for name, value in images.items() if name in takes}
+        types = {name: (ids == image_id).long() for name in takes if name.endswith(TYPES)}
+        images |= types | self.positions(rows, length, list(types))
+        segments = None
+        if packed:
+            each_sample = micro.tokens // micro.samples
+            lengths = (*[each_sample] * (micro.samples - 1), micro.tokens - each_sample * (micro.samples - 1))
+            begins = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+            segments = torch.cat([torch.arange(own) for own in lengths])[None], begins, lengths
+        with META:
+            labels = torch.zeros(micro.labels, dtype=torch.int64)
+            seeds = torch.zeros(ids.shape if packed else (rows, 1), dtype=torch.int64)
+            return {
+                "input_ids": ids,
+                "segments": segments,
+                "images": images,
+                "seeds": seeds,
+                "label_positions": labels,
+                "label_ids": labels.clone(),
+            }
+
+    def positions(self, rows: int, length: int, types: list[str]) -> dict[str, torch.Tensor]:
+        """Return the positions of tokens, [axes, rows, length], as if all were text; empty if the model numbers tokens
+        one after the other."""
+        assert self.model.parts.class_config is not None
+        number = positions_of(self.model.parts.class_config)
+        if number is None:
+            return {}
+        text = torch.zeros(length, dtype=torch.int64)
+        return {"position_ids": number(text, dict.fromkeys(types, text), {})[:, None].expand(-1, rows, -1).contiguous()}
+
+
+def features_of(made: Any) -> list[torch.Tensor]:
+    """Return the features in what `get_image_features` of one of transformers' classes returns, each [..., width] with
+    the features of image tokens. Raise ModelError if there are none."""
+    features = made.pooler_output if getattr(made, "pooler_output", None) is not None else made.last_hidden_state
+    tensors = [tensor for tensor in tree_leaves(features) if isinstance(tensor, torch.Tensor)]
+    if not tensors:
+        raise ModelError("get_image_features returns no features, so that the tokens of an image cannot be counted")
+    return tensors
+
+
+def image_token(config: Any) -> int:
+    """Return the id of the token that stands for image features. Raise ModelError if the configuration names none."""
+    for name in ("image_token_id", "image_token_index"):
+        if getattr(config, name, None) is not None:
+            return getattr(config, name)
+    raise ModelError(f"the config.json of a {config.model_type} names no image_token_id, the token of images")
 
 
 def attention_flops(queries: Any, keys: Any, values: Any, *_: Any, **__: Any) -> int:
@@ -111,10 +209,12 @@ def attention_flops(queries: Any, keys: Any, values: Any, *_: Any, **__: Any) ->
     return sdpa_flop_count(queries, keys, values)
 
 
-def count_tokens(made: Any) -> int:
-    """Return the number of image tokens in what `get_image_features` of one of transformers' classes returns."""
-    features = made.pooler_output if getattr(made, "pooler_output", None) is not None else made.last_hidden_state
-    tensors = [tensor for tensor in tree_leaves(features) if isinstance(tensor, torch.Tensor)]
-    if not tensors:
-        raise ModelError("get_image_features returns no features, so that the tokens of an image cannot be counted")
-    return sum(math.prod(tensor.shape[:-1]) for tensor in tensors)
+def attention_backward_flops(gradient: Any, queries: Any, keys: Any, values: Any, *_: Any, **__: Any) -> int:
+    return sdpa_backward_flop_count(gradient, queries, keys, values)
+
+
+ATTENTION = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention_flops,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward_flops,
+}
+"""Kernels whose FLOPs FlopCounterMode does not know."""

@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 from llava_fsdp.config import Config, ParallelConfig, PipelineSchedule
 from llava_fsdp.parallel.check_torch import check_torch
 from llava_fsdp.parallel.ranks.rank_layout import RankLayout
-from llava_fsdp.plan.memory.activations import MicroBatches
+from llava_fsdp.plan.memory.micro_batches import MicroBatches
 from llava_fsdp.plan.planner import Choice, Planner, PlanRow
 from llava_fsdp.plan.rank_counts import RankCounts
 from llava_fsdp.plan.search.search import largest_that_fits, place_of, ways_to_share_experts

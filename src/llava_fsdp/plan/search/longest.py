@@ -14,7 +14,7 @@ from llava_fsdp.config import (
 )
 from llava_fsdp.model.parts import Parts
 from llava_fsdp.parallel.context.context_attention import plan_context
-from llava_fsdp.plan.memory.activations import MicroBatchSizes
+from llava_fsdp.plan.memory.micro_batches import MicroBatchSizes
 from llava_fsdp.plan.planner import Choice, Planner, PlanRow
 from llava_fsdp.plan.rank_counts import RankCounts
 from llava_fsdp.plan.time.hardware import Machine

@@ -16,7 +16,7 @@ from llava_fsdp.config import (
 )
 from llava_fsdp.parallel.ranks.rank_layout import mesh_shape, shape_of_experts
 from llava_fsdp.parallel.sharding_strategies import SHARD_PLANS, Mesh
-from llava_fsdp.plan.memory.activations import MicroBatches, MicroBatchSizes
+from llava_fsdp.plan.memory.micro_batches import MicroBatches, MicroBatchSizes
 from llava_fsdp.plan.planner import Choice, Planner, PlanRow
 from llava_fsdp.plan.rank_counts import RankCounts
 from llava_fsdp.plan.time.hardware import Machine

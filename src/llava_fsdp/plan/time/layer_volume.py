@@ -10,7 +10,7 @@ from typing import Any
 from llava_fsdp.model.architecture import Architecture
 from llava_fsdp.parallel.tensor.tensor_cut import Cut
 from llava_fsdp.parallel.tensor.tensor_parallel import siblings_of
-from llava_fsdp.plan.memory.activations import MicroBatches
+from llava_fsdp.plan.memory.micro_batches import MicroBatches
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from llava_fsdp.parallel.ranks.fake_collectives import is_simulated, simulate_co
 from llava_fsdp.parallel.ranks.mesh import distributed
 from llava_fsdp.parallel.ranks.rank_layout import RankLayout
 from llava_fsdp.parallel.ranks.world import World
-from llava_fsdp.plan.memory.activations import MicroBatchSizes
+from llava_fsdp.plan.memory.micro_batches import MicroBatchSizes
 from llava_fsdp.plan.model_shapes import shapes_of
 from llava_fsdp.plan.planner import PlanRow
 from llava_fsdp.plan.planner import peak as plan_peak
