@@ -1,13 +1,13 @@
 """What whole models whose shapes ship with the package make of a black image."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
+from small import config_of
 from tiers import slow_after
 from transformers import AutoConfig, AutoModelForImageTextToText
 
+from llava_fsdp.model.build import build_architecture
+from llava_fsdp.model.sources.class_parts import class_parts
 from llava_fsdp.plan.memory.blank_images import BlankImages
 from llava_fsdp.plan.model_shapes import SHAPES
 
@@ -17,7 +17,6 @@ PUBLISHED = {
     "Qwen/Qwen3-VL-2B-Instruct": (2_127_532_032, 20 * 15),
     "Qwen/Qwen2.5-VL-7B-Instruct": (8_292_166_656, 23 * 17),
     "HuggingFaceTB/SmolVLM2-2.2B-Instruct": (2_246_784_880, 13 * 81),
-    "mistral-community/pixtral-12b": (12_682_739_712, 40 * 30),
     "google/gemma-3-12b-it": (12_187_325_040, 256),
     "Qwen/Qwen2.5-VL-3B-Instruct": (3_754_622_976, 23 * 17),
     "Qwen/Qwen3-VL-4B-Instruct": (4_437_815_808, 20 * 15),
@@ -28,31 +27,38 @@ PUBLISHED = {
 rules in the model's report."""
 
 
-def open_model(name: str) -> tuple[Path, Any]:
+def open_images(name: str) -> BlankImages:
     folder = SHAPES / name.replace("/", "--")
-    with torch.device("meta"):
-        model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
-    return folder, model
+    parts = class_parts(AutoConfig.from_pretrained(folder), folder)
+    own = f"model.checkpoint={folder}", f"model.language={folder}", "model=own", "stage=finetune_task"
+    cfg = config_of([*own, "model.train=[vision,projector,language]"])
+    return BlankImages.of_parts(build_architecture(parts, cfg.model, torch.bfloat16), parts, PHOTO)
 
 
 @pytest.mark.parametrize("name", slow_after(1, list(PUBLISHED)))
 def test_shipped_shapes_are_those_of_the_published_models(name: str) -> None:
     parameters, tokens = PUBLISHED[name]
-    folder, model = open_model(name)
-    assert sum(p.numel() for p in model.parameters()) == parameters
-    images = BlankImages.of_folder(model.model, folder, PHOTO)
+    images = open_images(name)
+    assert sum(p.numel() for p in images.model.parameters()) == parameters
     assert images.work().tokens == tokens
 
 
-def test_an_image_can_have_a_wished_number_of_tokens_where_its_size_decides() -> None:
-    folder, model = open_model("Qwen/Qwen3-VL-2B-Instruct")
-    images = BlankImages.of_folder(model.model, folder, PHOTO)
-    larger = images.size_of(3 * 300)
-    assert images.work(larger).tokens == pytest.approx(900, rel=0.1)
-    assert images.size_of(300) == PHOTO
+def test_pixtral_has_the_published_number_of_parameters() -> None:
+    with torch.device("meta"):
+        config = AutoConfig.from_pretrained(SHAPES / "mistral-community--pixtral-12b")
+        model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
+    assert sum(p.numel() for p in model.parameters()) == 12_682_739_712
+
+
+def test_the_work_of_an_image_follows_from_its_size() -> None:
+    images = open_images("Qwen/Qwen3-VL-2B-Instruct")
     # 16 x 16 pixels, twice because a still image is a short video: float32; and three int64 of its grid
-    assert images.work().nbytes == 40 * 30 * 16 * 16 * 3 * 2 * 4 + 24
-    # each patch passes 24 blocks of 4 * width^2 + 2 * width * wide weights, attends to all patches, and is merged
+    work = images.work()
+    assert work.nbytes == 40 * 30 * 16 * 16 * 3 * 2 * 4 + 24
+    # each patch passes 24 blocks of 4 * width^2 + 2 * width * wide weights, attends to all patches, and is merged; the
+    # backward pass has two products for each of the forward pass
     patches, width, wide = 40 * 30, 1024, 4096
     blocks = 24 * patches * (2 * (4 * width**2 + 2 * width * wide) + 4 * patches * width)
-    assert 1 < images.work().flops / blocks < 1.15
+    assert 1 < work.recomputed / blocks < 1.15
+    assert 2.9 < work.flops / work.recomputed < 3.3
+    assert images.work((1280, 480)).tokens == 2 * work.tokens

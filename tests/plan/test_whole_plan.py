@@ -1,0 +1,148 @@
+"""Plans of whole models of transformers against the tensors that are alive in their real passes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import FAMILIES, make_image_processor, make_tokenizer, resolve
+from small import config_of
+from tiers import slow_after
+from torch.utils._pytree import tree_leaves, tree_map_only
+from transformers import CONFIG_MAPPING
+
+from llava_fsdp.model.architecture import Architecture
+from llava_fsdp.model.build import build_architecture
+from llava_fsdp.model.weights.init_weights import computed_buffers
+from llava_fsdp.parallel.memory.activation_checkpoint import apply_activation_checkpointing
+from llava_fsdp.plan.memory.meta_trace import LiveBytes, Trace
+from llava_fsdp.plan.memory.micro_batches import MicroBatchSizes
+from llava_fsdp.plan.planner import Choice, Planner, PlanRow
+from llava_fsdp.plan.rank_counts import RankCounts
+from llava_fsdp.plan.time.hardware import machine_for
+
+CPU = torch.device("cpu")
+ALL = "vision,projector,language"
+CASES = [
+    ("gemma3", "none", ALL, "pack=true"),
+    ("qwen3_vl", "full", ALL, "pack=true"),
+    ("qwen2_5_vl", "selective", ALL, "pack=true"),
+    ("idefics3", "none", "language", "pack=true"),
+    ("deepseek_vl", "full", "projector", "pack=true"),
+    ("mistral3", "none", ALL, "pack=false"),
+    ("glm4v", "full", ALL, "pack=true"),
+    ("paligemma", "none", ALL, "pack=true"),
+]
+
+
+def open_planner(name: str, folder: Path, depth: int, *words: str) -> Planner:
+    """A planner for a family's tiny model, whose language model has `depth` blocks, on a CPU."""
+    row = FAMILIES[name]
+    config: Any = CONFIG_MAPPING[row.kind](**resolve(row.config, make_tokenizer(row)))
+    text = config.get_text_config()
+    if len(set(getattr(text, "layer_types", None) or [])) < 2:
+        text.num_hidden_layers = depth
+        if getattr(text, "layer_types", None):
+            text.layer_types = [text.layer_types[0]] * depth
+    config.save_pretrained(folder)
+    make_image_processor(row).save_pretrained(folder)
+    own = f"model.checkpoint={folder}", f"model.language={folder}", "model=own", "stage=finetune_task"
+    fixed = "precision=fp32", "data.template=auto", "compile=false", "sharding=zero3"
+    return Planner(config_of([*own, *fixed, *words]), machine_for("cpu", 1))
+
+
+def micro_batch_of(planner: Planner, rows: int) -> MicroBatchSizes:
+    """Five images in four samples of a packed row, or in padded rows."""
+    assert planner.images is not None
+    tokens = 5 * planner.images.work().tokens
+    length = tokens + 45 if rows == 1 else tokens // 2 + 45
+    return MicroBatchSizes(rows, length, samples=4, tiles=tokens, labels=30, image_tokens=tokens)
+
+
+def planned_row(planner: Planner, micro: MicroBatchSizes) -> PlanRow:
+    cfg = planner.cfg
+    choice = Choice(cfg.sharding.strategy, cfg.activation_checkpointing, cfg.offload.mode)
+    return planner.row(choice, RankCounts(1, 1, 1), [micro])
+
+
+def real_model(planner: Planner) -> Architecture:
+    """The planner's model with random weights, as a training on one rank has it."""
+    cfg = planner.cfg
+    model = build_architecture(planner.parts, cfg.model, torch.float32, planner.kernel, cfg.loss)
+    apply_activation_checkpointing(model.blocks(), cfg.activation_checkpointing, CPU)
+    buffers = computed_buffers(model, {})
+    tied = model.is_tied
+    model.to_empty(device=CPU)
+    if tied:
+        model.tie()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.05)
+        for name, buffer in model.named_buffers():
+            if name in buffers:
+                buffer.copy_(buffers[name])
+    return model.train()
+
+
+def most_alive(model: Architecture, inputs: Any) -> int:
+    """The most bytes alive in a forward and backward pass, without weights and inputs."""
+    known = [*model.parameters(), *model.buffers(), *(t for t in tree_leaves(inputs) if torch.is_tensor(t))]
+    trace = Trace()
+    with LiveBytes(trace, iter(known)):
+        model(**inputs).backward()
+    now = most = 0
+    for event in trace.events:
+        now += event.change
+        most = max(most, now)
+    return most
+
+
+@pytest.mark.parametrize(("name", "mode", "train", "pack"), slow_after(3, CASES))
+def test_the_plan_of_a_whole_model_has_the_bytes_of_its_real_passes(
+    name: str, mode: str, train: str, pack: str, tmp_path: Path
+) -> None:
+    """With seven blocks, of which five are measured; to the last byte."""
+    words = f"model.train=[{train}]", f"activation_checkpointing={mode}", pack
+    planner = open_planner(name, tmp_path, 7, *words)
+    micro = micro_batch_of(planner, 1 if pack == "pack=true" else 4)
+    planned = planned_row(planner, micro).bytes
+    assert planner.images is not None
+    inputs = planner.images.inputs_of(micro, planner.kernel is not None)
+    inputs = tree_map_only(torch.Tensor, lambda t: torch.zeros_like(t, device=CPU) if t.is_meta else t, inputs)
+    real = most_alive(real_model(planner), inputs)
+    assert planned["activations"] + planned["logits"] + planned["gradients"] == real > 100_000
+
+
+def test_flops_of_a_vision_part_are_those_of_what_trains(tmp_path: Path) -> None:
+    """Three times the forward pass if all trains, but for the gradient of pixels; once more with recomputation."""
+    trained = {}
+    for train in ("language", "projector,language", ALL):
+        planner = open_planner("gemma3", tmp_path, 3, f"model.train=[{train}]", "pack=true")
+        assert planner.images is not None
+        work = planner.images.work()
+        assert planner.flops.tile == work.flops / work.tokens
+        assert planner.recomputing_flops.tile == (work.flops + work.recomputed) / work.tokens
+        trained[train] = work
+    frozen, projector, whole = trained.values()
+    assert frozen.flops < projector.flops < whole.flops < 3 * frozen.flops
+    assert (frozen.recomputed, projector.recomputed, whole.recomputed) == (0, 0, frozen.flops)
+
+
+def test_images_have_about_as_many_tokens_as_the_data(tmp_path: Path) -> None:
+    planner = open_planner("qwen2_5_vl", tmp_path, 3, "model.train=[language]", "pack=true")
+    assert planner.images is not None
+    photo = planner.images.work().tokens
+    assert planner.images.images_of(0) == (0, planner.images.photo)
+    for tokens in (photo, 7 * photo + photo // 2):
+        count, size = planner.images.images_of(tokens)
+        assert count * planner.images.work(size).tokens == pytest.approx(tokens, rel=0.25)
+
+
+def test_the_token_of_images_is_not_taken_for_text(tmp_path: Path) -> None:
+    planner = open_planner("gemma3", tmp_path, 3, "model.train=[language]", "pack=false")
+    assert planner.images is not None
+    micro = micro_batch_of(planner, 4)
+    inputs = planner.images.inputs_of(micro, packed=False)
+    config: Any = planner.parts.class_config
+    assert int((inputs["input_ids"] == config.image_token_id).sum()) == micro.image_tokens
+    assert inputs["segments"] is None and inputs["input_ids"].shape == (4, micro.length)
