@@ -114,7 +114,8 @@ def test_questions_are_shared_out_and_each_process_has_a_file(tmp_path: Path) ->
 def test_what_answers_depend_on_is_kept_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that changes an answer to the same question: else a file of other answers would be continued."""
     monkeypatch.setattr(evaluate, "model_digest", lambda _: "digest")
-    own = SimpleNamespace(source=SimpleNamespace(template="v1", aspect=AspectRatio.pad))
+    prompting = {"template": "v1", "image_aspect_ratio": "pad"}
+    own = SimpleNamespace(source=SimpleNamespace(template="v1", prompting=prompting))
     asked: list[Any] = []
     monkeypatch.setattr(evaluate, "open_model", lambda *given: asked.extend(given) or own)
     monkeypatch.setattr(evaluate, "folder_of", lambda _: Path("images"))

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from llava_fsdp.chat.answerer import Question, check_tags, out_of_memory, too_long
 from llava_fsdp.chat.image_process import ImageProcess
 from llava_fsdp.chat.open_model import choose_dtype, open_model
 from llava_fsdp.config import AspectRatio
@@ -16,7 +17,7 @@ from llava_fsdp.data.images.check import ImageFile, read_size
 from llava_fsdp.data.images.image_tokens import join_tokens
 from llava_fsdp.data.images.preprocess import ImageReader, read_preprocessor
 from llava_fsdp.data.loader import pixel_table
-from llava_fsdp.data.records.record import IMAGE_TAG, Turn, count_images, is_video
+from llava_fsdp.data.records.record import Turn, count_images, is_video
 from llava_fsdp.data.text.constants import IMAGE_ID
 from llava_fsdp.data.text.conversation import image_order, prompt
 from llava_fsdp.data.text.detokenize import AnswerText, find_stops
@@ -26,24 +27,10 @@ from llava_fsdp.data.text.message_parts import media_of
 from llava_fsdp.data.text.tokenizer import Tokenizer, open_tokenizer
 from llava_fsdp.export.prove.verify_logits import load_copy
 from llava_fsdp.export.source_model import Opened
+from llava_fsdp.export.write.formats import SourceModel
 from llava_fsdp.model.architecture import Architecture, ImageInputs
 from llava_fsdp.model.generation import DynamicCache, PrefixCache, Prompt, Sampling, write_tokens
 from llava_fsdp.model.packed_attention.attention import attention_of_transformers
-from llava_fsdp.runtime.errors import DataError, OutOfMemory
-
-
-@dataclass(frozen=True)
-class Question:
-    """A question to a vision-language model, with the conversation before it.
-
-    Attributes:
-        turns: the conversation, which ends with the question. It has an image tag for each of `images`.
-        where: beginning of error messages about the question.
-    """
-
-    turns: list[Turn]
-    images: list[ImageFile]
-    where: str
 
 
 @dataclass(frozen=True)
@@ -91,7 +78,9 @@ class Assistant:
                 template than the one that it was trained with.
         """
         opened = opened or open_model(checkpoint, default_template, default_aspect)
-        source, shapes = opened.source, opened.source.model
+        source = opened.source
+        assert isinstance(source, SourceModel), "`open_assistant` chooses another class for other models"
+        shapes = source.model
         self.device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.checkpoint = checkpoint
         self.template_name = source.template
@@ -180,10 +169,7 @@ class Assistant:
                     return True
         except torch.OutOfMemoryError as error:
             self.prefix = PrefixCache()
-            raise OutOfMemory(
-                f"{self.device} has no memory left for a conversation of {len(tokens)} tokens: take back its last "
-                "questions, or begin a new one"
-            ) from error
+            raise out_of_memory(self.device, len(tokens)) from error
         yield text.close()
         return False
 
@@ -230,18 +216,13 @@ class Assistant:
         Raises:
             DataError: tags and images do not match, or the prompt is longer than the model can read.
         """
-        tags = sum(turn.text.count(IMAGE_TAG) for turn in turns if turn.role == "human")
-        if images and tags != len(images):
-            raise DataError(f"{where}: {tags} {IMAGE_TAG} tags for {len(images)} images")
+        check_tags(turns, len(images), where)
         media = media_of(image.path for image in images)
         text = prompt(list(turns), self.template, self.model.cfg.image_start_end, bool(images), where, media)
         lengths = [len(image.rows) for image in images]
         ids = encode_prompt(text, self.tokenizer, lengths, self.special_tokens, self.template.adds_bos)
         if len(ids) >= self.max_tokens:
-            raise DataError(
-                f"{where} takes {len(ids)} tokens, {sum(len(image.rows) for image in images)} of them for images, and "
-                f"the model reads {self.max_tokens}: begin a new conversation, make it shorter, or show fewer images"
-            )
+            raise too_long(where, len(ids), sum(len(image.rows) for image in images), self.max_tokens)
         return ids, [images[number] for number in image_order(text, len(images))]
 
     def to_device(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from llava_fsdp.chat.assistant import Assistant, LoadedImage
+from llava_fsdp.chat.answerer import Answerer, ShownImage
 from llava_fsdp.data.records.record import IMAGE_TAG, Turn
 from llava_fsdp.model.generation import Sampling
 from llava_fsdp.runtime.errors import DataError
@@ -20,7 +20,7 @@ class Conversation:
         seed: seed for sampling the answers; None: a different seed every time.
     """
 
-    def __init__(self, assistant: Assistant, max_images: int | None = None, seed: int | None = None):
+    def __init__(self, assistant: Answerer, max_images: int | None = None, seed: int | None = None):
         self.assistant = assistant
         self.max_images = max_images
         self.generator = torch.Generator(assistant.device)
@@ -31,9 +31,9 @@ class Conversation:
     def reset(self) -> None:
         """Remove all turns and images of a conversation with the model."""
         self.turns: list[Turn] = []
-        self.images: list[LoadedImage] = []
+        self.images: list[ShownImage] = []
         """Images that were shown to the model, in the order of their tags in `turns`."""
-        self.next_images: list[LoadedImage] = []
+        self.next_images: list[ShownImage] = []
         """Images that will be shown with the next question."""
 
     def add(self, path: Path, where: str) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from llava_fsdp.data.images.anyres import Size
 from llava_fsdp.data.images.check import read_size
-from llava_fsdp.data.images.preprocess import ImageReader
+from llava_fsdp.data.images.image_source import ImageSource
 from llava_fsdp.data.problems import Kind
 from llava_fsdp.data.records.record import is_video
 from llava_fsdp.runtime.errors import ImageError
@@ -24,9 +24,9 @@ several times, and may have 15 to 30 million pixels, as its format decides."""
 
 
 class ImageProcess:
-    """Reads images and videos as `ImageReader.load` does, in another process."""
+    """Reads images and videos as `ImageSource.load` does, in another process."""
 
-    def __init__(self, reader: ImageReader):
+    def __init__(self, reader: ImageSource):
         self.process = LimitedProcess(make_work, SECONDS, MEMORY)
         self._reader = base64.b64encode(pickle.dumps(reader)).decode()  # only this program's own objects
 
@@ -39,8 +39,8 @@ class ImageProcess:
         self.process.stop()
 
     def load(self, path: Path, where: str, images: int) -> tuple[np.ndarray, Size | None]:
-        """Return the tiles of an image or video, uint8 [tiles, 3, size, size], and the size in pixels of an image if
-        the number of its tokens depends on it. Error messages begin with `where`; `images` is the number of images of
+        """Return an image or video as `ImageSource.load` does, and the size in pixels of an image if the number of its
+        tokens depends on it. Error messages begin with `where`; `images` is the number of images of
         the conversation. Raises ImageError if the file cannot be read, or takes too much time or memory."""
         request = {"reader": self._reader, "path": str(path), "where": where, "images": images}
         try:
@@ -69,7 +69,7 @@ def make_work() -> Work:
         path, where, images = Path(request["path"]), request["where"], request["images"]
         try:
             tiles = reader.load(path, where, images)
-            sized = not is_video(path) and reader.tokens.needs_size(images)
+            sized = not is_video(path) and reader.needs_size(images)
             size = read_size(path, where) if sized else None
         except ImageError as error:
             return {"error": str(error), "kind": error.kind}, b""

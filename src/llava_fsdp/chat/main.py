@@ -12,9 +12,9 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from llava_fsdp.chat.assistant import Assistant
 from llava_fsdp.chat.conversation import Conversation
-from llava_fsdp.config import AUTO, AspectRatio, ChatConfig
+from llava_fsdp.chat.open_assistant import open_assistant
+from llava_fsdp.config import ChatConfig
 from llava_fsdp.model.generation import Sampling
 from llava_fsdp.runtime.errors import ConfigError, DataError, OutOfMemory
 from llava_fsdp.runtime.text.log import log
@@ -37,7 +37,7 @@ def chat(cfg: ChatConfig) -> None:
 
         return serve(cfg)
     images = image_files(cfg.image)
-    conversation = Conversation(Assistant(cfg.model.checkpoint, AUTO, AspectRatio.pad), seed=cfg.seed)
+    conversation = Conversation(open_assistant(cfg.model.checkpoint), seed=cfg.seed)
     for path in images:
         conversation.add(path, "image")
     terminal = Terminal(conversation, cfg)

@@ -10,7 +10,7 @@ from llava_fsdp.config import AspectRatio, ConversionConfig, FolderFormat, KeptD
 from llava_fsdp.data.images.preprocess import preprocessor_fields
 from llava_fsdp.export.prove.verify_logits import compute_dtype
 from llava_fsdp.export.source_model import Opened, open_source
-from llava_fsdp.export.write.whole_folder import WholeSource
+from llava_fsdp.export.write.formats import SourceModel
 from llava_fsdp.model.architecture import Architecture
 from llava_fsdp.model.parts import read_json
 from llava_fsdp.model.sources.llava_v1_5_config import is_original
@@ -51,12 +51,7 @@ def open_model(checkpoint: str, default_template: str, default_aspect: AspectRat
         if any(f"{key}=" in message for key in ("base", "vision", "language", "image_aspect_ratio")):
             message += f"; run llava-fsdp export source={checkpoint} to=FOLDER with it, and chat with FOLDER"
         raise type(error)(message) from error
-    if isinstance(opened.source, WholeSource):
-        raise ConfigError(
-            f"model.checkpoint={checkpoint}: chat and evaluate do not use whole models of transformers yet; "
-            f"{opened.folder} is one that its own class loads"
-        )
-    if lacks_padding(opened.folder):
+    if isinstance(opened.source, SourceModel) and lacks_padding(opened.folder):
         return replace(opened, source=replace(opened.source, aspect=default_aspect))
     return opened
 

@@ -15,6 +15,7 @@ from llava_fsdp.data.batching.tile_inputs import Row
 from llava_fsdp.data.images.anyres import Size
 from llava_fsdp.data.images.check import ImageFile
 from llava_fsdp.data.images.image_source import ImageSource
+from llava_fsdp.data.processor.encoder import ProcessorEncoder
 from llava_fsdp.data.records.record import IMAGE_TAG, Record
 from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
 from llava_fsdp.data.text.conversation import image_order, opening_question, opening_turns, prompt
@@ -66,19 +67,25 @@ def ask(record: Record, encoder: Encoder, reader: ImageSource, cfg: Config, sour
     if sizes is not None and frames is not None:
         sizes, frames = sizes[:num_images], frames[:num_images]
     shown = replace(record, images=names, sizes=sizes, frames=frames)
+    question = text.replace(IMAGE_TAG, "").strip() if record.images else text
+    if isinstance(encoder, ProcessorEncoder):
+        own = sizes or tuple(reader.size(shown, number) for number in range(num_images))
+        sample = encoder.encode(segments, names, own, record.where)
+        files = tuple(reader.checked_path(record, name) for name in sample.images)
+        return HeldOutQuestion(record.where, question, answer, sample, files, tuple(own[n] for n in order), source)
     image_rows = [reader.image_rows(shown, number) for number in range(num_images)]
     lengths = [len(rows) for rows in image_rows]
     ids = encode_prompt(segments, encoder.tokenizer, lengths, cfg.trained_special_tokens, form.adds_bos)
     names, image_rows = tuple(names[n] for n in order), tuple(image_rows[n] for n in order)
     sizes = None if sizes is None else tuple(sizes[n] for n in order)
     sample = Sample(ids, np.full(len(ids), IGNORE), names, image_rows, 0, 0)
-    question = text.replace(IMAGE_TAG, "").strip() if record.images else text
     files = tuple(reader.checked_path(record, name) for name in names)
     return HeldOutQuestion(record.where, question, answer, sample, files, sizes, source)
 
 
 def lay_out_prompts(rows: Sequence[Row], collate: Collator) -> Prompts:
     """Collate prompts into a batch, padded on the left. Without prompts, return a batch of one row with one token."""
+    rows = collate.images.completed(list(rows))
     length = max((len(sample.input_ids) for sample, _ in rows), default=1)
     ids = np.zeros((max(1, len(rows)), length), dtype=np.int64)
     mask = np.zeros(ids.shape, dtype=bool)
@@ -86,7 +93,7 @@ def lay_out_prompts(rows: Sequence[Row], collate: Collator) -> Prompts:
     for row, (sample, _) in enumerate(rows):
         ids[row, length - len(sample.input_ids) :] = sample.input_ids
         mask[row, length - len(sample.input_ids) :] = True
-    images = collate.images.collate(list(rows), ids)
+    images = collate.images.collate_prompts(rows, ids)
     ids[ids == IMAGE_ID] = 0
     micro = MicroBatch(
         input_ids=torch.from_numpy(ids),

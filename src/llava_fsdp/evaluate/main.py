@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from xxhash import xxh3_128_hexdigest
 
-from llava_fsdp.chat.assistant import Assistant, Question
+from llava_fsdp.chat.answerer import Answerer, Question
+from llava_fsdp.chat.open_assistant import open_assistant
 from llava_fsdp.chat.open_model import open_model
 from llava_fsdp.checkpoint.manifest import MANIFEST_FILE
 from llava_fsdp.config import AUTO, DataConfig, EvaluateConfig, Format, Task, is_remote
@@ -132,15 +133,14 @@ class BenchmarkAnswerer:
         """Open the model's folder without loading the weights. `shard` says which questions this process answers."""
         self.cfg, self.questions, self.shard = cfg, questions, shard
         self.folders = {images: folder_of(cfg.data, images) for images in {q.images_folder for q in questions}}
-        self.assistant: Assistant | None = None
+        self.assistant: Answerer | None = None
         self.opened = open_as_trained(cfg)
         self.settings: dict[str, Any] = {}
         if cfg.answers is not None:
             self.settings = {
                 "model": model_digest(cfg.model.checkpoint),
                 "max_new_tokens": cfg.max_new_tokens,
-                "template": self.opened.source.template,
-                "image_aspect_ratio": self.opened.source.aspect.value,
+                **self.opened.source.prompting,
             }
 
     def answers(self, blank: bool) -> list[str]:
@@ -175,8 +175,7 @@ class BenchmarkAnswerer:
         images by images of the mean colour."""
         cfg = self.cfg
         if self.assistant is None:
-            source = self.opened.source
-            self.assistant = Assistant(cfg.model.checkpoint, source.template, source.aspect, opened=self.opened)
+            self.assistant = open_assistant(cfg.model.checkpoint, self.opened)
         show = watch_silently if env_rank() != 0 else watch
         with show("questions", len(questions)) as advance:
             for start in range(0, len(questions), cfg.batch_size):
@@ -207,7 +206,8 @@ def open_as_trained(cfg: EvaluateConfig) -> Opened:
             f"data.template={given}: {name} was trained with data.template={source.template}, and is asked with it; "
             "leave data.template out"
         )
-    log().info("%s is asked with template=%s and image_aspect_ratio=%s", name, source.template, source.aspect.value)
+    said = [f"{key}={value}" for key, value in source.prompting.items()]
+    log().info("%s is asked with %s", name, " and ".join(said))
     return opened
 
 

@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicLayer
 
 from llava_fsdp.model.architecture import Architecture, ImageInputs
 from llava_fsdp.model.packed_attention.attention import CachedRows
-from llava_fsdp.model.whole.answers import Push
+from llava_fsdp.model.whole.answers import Generation, Push
 from llava_fsdp.model.whole.whole import Whole
 from llava_fsdp.runtime.errors import ConfigError
 
@@ -101,7 +101,10 @@ def write_answers(
     configuration of the language model; the other arguments are those of `write_tokens`."""
     if isinstance(model, Whole):
         next_token = partial(choose, sampling=sampling, generator=generator)
-        return model.generate(prompt.ids, prompt.mask, prompt.images, sampling.max_new_tokens, next_token, push)
+        generation = Generation(prompt.mask, sampling.max_new_tokens, next_token, push)
+        empty = prompt.ids.new_zeros(0)
+        model(prompt.ids, None, prompt.images, empty, empty, generation=generation)
+        return
     for chosen in write_tokens(model, prompt, DynamicCache(config=language), sampling, generator):
         if not push(chosen):
             break

@@ -7,9 +7,9 @@ import tempfile
 from pathlib import Path
 from types import FrameType
 
-from llava_fsdp.chat.assistant import Assistant
+from llava_fsdp.chat.open_assistant import open_assistant
 from llava_fsdp.chat.web.sessions import Sessions
-from llava_fsdp.config import AUTO, AspectRatio, ChatConfig
+from llava_fsdp.config import ChatConfig
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.text.log import log
 
@@ -34,7 +34,7 @@ def serve(cfg: ChatConfig) -> None:
         from llava_fsdp.chat.web.security import MiB, RequestGuard
 
         with bound(cfg.host, cfg.port) as listening:
-            assistant = Assistant(cfg.model.checkpoint, AUTO, AspectRatio.pad, limited_images=True)
+            assistant = open_assistant(cfg.model.checkpoint, limited_images=True)
             assert assistant.image_process is not None
             assistant.image_process.start()
             sessions = Sessions(assistant, cfg)

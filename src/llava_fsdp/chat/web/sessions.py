@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
-from llava_fsdp.chat.assistant import Assistant
+from llava_fsdp.chat.answerer import Answerer
 from llava_fsdp.chat.conversation import Conversation
 from llava_fsdp.config import ChatConfig
 from llava_fsdp.model.generation import Sampling
@@ -27,7 +27,7 @@ class Session(Conversation):
 class Sessions:
     """The conversations of all browser tabs. They share one model."""
 
-    def __init__(self, assistant: Assistant, cfg: ChatConfig):
+    def __init__(self, assistant: Answerer, cfg: ChatConfig):
         self.assistant = assistant
         self.cfg = cfg
         self._sessions: OrderedDict[str, Session] = OrderedDict()

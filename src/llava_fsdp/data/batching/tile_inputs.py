@@ -31,6 +31,10 @@ class TileInputs:
         """Return the samples of a micro-batch unchanged: the model runs its vision part without images, too."""
         return rows
 
+    def collate_prompts(self, rows: list[Row], ids: np.ndarray) -> dict[str, torch.Tensor]:
+        """Do the same as `collate` for rows padded on the left."""
+        return self.collate(rows, ids)
+
     def collate(
         self,
         rows: list[Row],

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 from llava_fsdp.data.processor.images import ProcessorImages, Row
-from llava_fsdp.data.processor.processor import Processed
+from llava_fsdp.data.processor.processor import TYPES, Processed
 from llava_fsdp.data.text.encode import ProcessorText, Sample
 from llava_fsdp.runtime.errors import DataError
 
@@ -71,6 +71,15 @@ class ProcessorInputs:
         if self.reader.positions is not None:
             inputs["position_ids"] = lay_out(self.positions_of(rows, filled, made), ids)
         return inputs
+
+    def collate_prompts(self, rows: list[Row], ids: np.ndarray) -> dict[str, torch.Tensor]:
+        """Do the same as `collate` for rows padded on the left, as transformers' generate takes them."""
+        made = self.collate(rows, ids)
+        for name in [name for name in made if name.endswith(TYPES) or name == "position_ids"]:
+            for row, (sample, _) in enumerate(rows):
+                shift = ids.shape[1] - len(sample.input_ids)
+                made[name][..., row, :] = made[name][..., row, :].roll(shift, dims=-1)
+        return made
 
     def process(self, shown: list[Row]) -> Processed:
         """Call the processor for all samples with images, and check the token ids that it makes."""

@@ -16,7 +16,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForImageTextToText, LlavaNextConfig, LlavaOnevisionConfig
+from transformers import (
+    MODEL_MAPPING,
+    AutoConfig,
+    AutoModelForImageTextToText,
+    LlavaNextConfig,
+    LlavaOnevisionConfig,
+)
 from transformers.utils import logging as transformers_logging
 
 from llava_fsdp.config import FolderFormat, LoraConfig
@@ -312,11 +318,11 @@ def open_export(folder: Path, dtype: torch.dtype) -> Any:
     """Load an exported folder with transformers. Raises ModelError if a weight of transformers' model is missing in the
     files, or the files have a weight that the model does not have."""
     transformers_logging.disable_progress_bar()
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    text = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True).get_text_config()
     loaded: Any = AutoModelForImageTextToText.from_pretrained(
         folder,
         dtype=dtype,
-        attn_implementation=attention_of_transformers(config.get_text_config()),
+        attn_implementation=attention_of_transformers(text) if type(text) in MODEL_MAPPING else None,
         trust_remote_code=False,
         local_files_only=True,
         weights_only=True,

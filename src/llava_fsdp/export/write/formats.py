@@ -137,6 +137,11 @@ class SourceModel:
         return ImageTokens(self.aspect, tile, self.model.image_tokens, sizes, merge, self.max_tiles)
 
     @property
+    def prompting(self) -> dict[str, str]:
+        """The settings of training with which questions are asked."""
+        return {"template": self.template, "image_aspect_ratio": self.aspect.value}
+
+    @property
     def vocabulary(self) -> int:
         return self.model.parts.language.vocab_size
 

@@ -69,6 +69,11 @@ class WholeSource:
     """The conversation template is always the one in the folder."""
 
     @property
+    def prompting(self) -> dict[str, str]:
+        """The settings of training with which questions are asked."""
+        return {"template": self.template}
+
+    @property
     def config(self) -> PretrainedConfig:
         """The configuration in the folder; one with two weights if embeddings and output layer have different ones."""
         config = read_config(self.folder, "model.checkpoint")

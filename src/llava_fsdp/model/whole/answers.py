@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +26,17 @@ Choose = Callable[[torch.Tensor], torch.Tensor]
 """Chooses the next token of each row, int64 [rows], from logits, float32 [rows, vocabulary]."""
 Push = Callable[[torch.Tensor], bool]
 """Takes the next token of each row, int64 [rows]. Returns whether to generate another one."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """How to generate the tokens that follow prompts: each is pushed, until `push` returns False or `most` are
+    generated. `mask`: bool [rows, length], False at padding."""
+
+    mask: torch.Tensor
+    most: int
+    choose: Choose
+    push: Push
 
 
 def class_around(config: PretrainedConfig, base: nn.Module, output: nn.Module) -> Any:
@@ -69,31 +81,22 @@ class Pushed(StoppingCriteria):
 
 
 @torch.no_grad()
-def generate(
-    model: Any,
-    ids: torch.Tensor,
-    mask: torch.Tensor,
-    images: Mapping[str, torch.Tensor],
-    most: int,
-    choose: Choose,
-    push: Push,
-) -> None:
-    """Generate the tokens that follow prompts, and push each, until `push` returns False or `most` are generated.
+def generate(model: Any, prompts: torch.Tensor, images: Mapping[str, torch.Tensor], generation: Generation) -> None:
+    """Generate the tokens that follow prompts.
 
     Args:
         model: the result of `class_around`.
-        ids: the prompts' token ids, int64 [rows, length], padded on the left.
-        mask: bool [rows, length]: False at padding.
+        prompts: token ids, int64 [rows, length], padded on the left.
         images: what the processor made of the prompts' images, with the types of tokens. The class numbers the
             positions of tokens itself.
     """
     known = inspect.signature(model.forward).parameters.keys() - {"position_ids"}
     model.generate(
-        input_ids=ids,
-        attention_mask=mask.long(),
-        max_new_tokens=most,
+        input_ids=prompts,
+        attention_mask=generation.mask.long(),
+        max_new_tokens=generation.most,
         do_sample=False,
-        logits_processor=LogitsProcessorList([Chosen(choose)]),
-        stopping_criteria=StoppingCriteriaList([Pushed(push)]),
+        logits_processor=LogitsProcessorList([Chosen(generation.choose)]),
+        stopping_criteria=StoppingCriteriaList([Pushed(generation.push)]),
         **{name: value for name, value in images.items() if name in known},
     )

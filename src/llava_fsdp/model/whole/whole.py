@@ -26,7 +26,7 @@ from llava_fsdp.model.packed_attention.attention import (
 from llava_fsdp.model.packed_attention.row_mask import BoundaryMask, rows_name
 from llava_fsdp.model.parts import Parts
 from llava_fsdp.model.weights.conversions import plan_whole, whole_model_of
-from llava_fsdp.model.whole.answers import Choose, Push, class_around, generate
+from llava_fsdp.model.whole.answers import Generation, class_around, generate
 from llava_fsdp.model.whole.class_logits import check_logits
 from llava_fsdp.model.whole.packs import packs
 from llava_fsdp.model.whole.positions import positions_of
@@ -112,9 +112,10 @@ class Whole(Architecture):
         return_logits: bool = False,
         collector: LossCollector | None = None,
         hidden: torch.Tensor | None = None,
+        generation: Generation | None = None,
     ) -> torch.Tensor:
-        """Return the sum of the losses of all labels, float32 scalar, or, with `return_logits`, the logits at the
-        labels, float32 [labels, vocabulary].
+        """Return the sum of the losses of all labels, float32 scalar; or, with `return_logits`, the logits at the
+        labels, float32 [labels, vocabulary]; or, with `generation`, nothing (no elements).
 
         Args:
             input_ids: the processor's token ids, int64 [rows, length], padded on the right. A packed row (several
@@ -128,7 +129,12 @@ class Whole(Architecture):
             label_ids: int64 [labels]; not used with `return_logits`.
             collector: collects the loss of every single label, if the loss function computes these losses.
             hidden: always None, as the model is not divided into stages.
+            generation: how to generate the tokens that follow `input_ids`, which are then prompts, padded on the left.
+                This is done in `forward`, since FSDP gathers weights for a model's forward pass.
         """
+        if generation is not None:
+            self.answer(input_ids, images, generation)
+            return seeds.new_zeros(0)
         assert hidden is None and not isinstance(segments, CachedRows), "transformers generates answers"
         assert segments is None or self.kernel is not None, "packed rows need an attention kernel"
         if self.training and self.cfg.lora.enabled and self.cfg.lora.dropout:
@@ -151,18 +157,15 @@ class Whole(Architecture):
         assert label_ids is not None
         return self.lm_head(labelled, label_ids, collector=collector)
 
-    def generate(
-        self, ids: torch.Tensor, mask: torch.Tensor, images: ImageInputs, most: int, choose: Choose, push: Push
-    ) -> None:
-        """Let transformers' class generate the tokens that follow prompts: see `answers.generate`. Like `forward`, this
-        uses all parameters. While it runs, the language model attends as transformers does without packed rows."""
+    def answer(self, prompts: torch.Tensor, images: ImageInputs, generation: Generation) -> None:
+        """Let transformers' class generate the tokens that follow prompts. While it runs, the language model attends as
+        transformers does without packed rows."""
         assert self.parts.class_config is not None
         own = class_around(self.parts.class_config, self.model, self.lm_head)
         before = self.attention
-        self.use_attention(attention_of_transformers(self.parts.language))
+        self.use_attention(attention_of_transformers(self.parts.language, type(self.language)))
         try:
-            given = {name: self.cast(value) for name, value in images.items()}
-            generate(own, ids, mask, given, most, choose, push)
+            generate(own, prompts, {name: self.cast(value) for name, value in images.items()}, generation)
         finally:
             self.use_attention(before)
 

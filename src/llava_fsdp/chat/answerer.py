@@ -1,0 +1,94 @@
+"""What the terminal chat, the web page and `evaluate` use of a model that answers questions."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from llava_fsdp.chat.image_process import ImageProcess
+from llava_fsdp.data.images.check import ImageFile
+from llava_fsdp.data.records.record import IMAGE_TAG, Turn
+from llava_fsdp.model.generation import Sampling
+from llava_fsdp.runtime.errors import DataError, OutOfMemory
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question to a vision-language model, with the conversation before it.
+
+    Attributes:
+        turns: the conversation, which ends with the question. It has an image tag for each of `images`.
+        where: beginning of error messages about the question.
+    """
+
+    turns: list[Turn]
+    images: list[ImageFile]
+    where: str
+
+
+class ShownImage(Protocol):
+    """An image of a conversation, prepared as its model needs it."""
+
+    @property
+    def path(self) -> ImageFile: ...
+
+
+class Answerer(Protocol):
+    """A trained vision-language model in memory that answers questions. `Assistant` and `ClassAssistant` are the two
+    kinds; the images that one of them loads are only for itself."""
+
+    checkpoint: str
+    template_name: str
+    device: torch.device
+    max_tokens: int
+    """Greatest number of tokens of a conversation with its answer."""
+    image_process: ImageProcess | None
+    """Reads images in another process, with limits on time and memory; None: they are read in this one."""
+
+    def answers(self, questions: list[Question], max_new_tokens: int, blank: bool = False) -> list[str]:
+        """Answer several questions in one batch, with greedy decoding."""
+        ...
+
+    def stream(
+        self, turns: Sequence[Turn], images: Sequence[Any], sampling: Sampling, generator: torch.Generator
+    ) -> Generator[str, None, bool]:
+        """Yield the answer to a conversation's last question in pieces, one after every token. Return whether the model
+        ended it."""
+        ...
+
+    def load_image(self, path: Path, where: str, images: int = 1) -> Any:
+        """Read an image and prepare it. Error messages begin with `where`; `images` is the number of images of the
+        conversation."""
+        ...
+
+    def prepared(self, images: Sequence[Any]) -> list[Any]:
+        """Return the images of a conversation, prepared in the way that their number demands."""
+        ...
+
+
+def check_tags(turns: Sequence[Turn], images: int, where: str) -> None:
+    """Raise DataError if a conversation with images has another number of image tags. The message begins with
+    `where`."""
+    tags = sum(turn.text.count(IMAGE_TAG) for turn in turns if turn.role == "human")
+    if images and tags != images:
+        raise DataError(f"{where}: {tags} {IMAGE_TAG} tags for {images} images")
+
+
+def too_long(where: str, tokens: int, of_images: int, most: int) -> DataError:
+    """Return the error to raise for a conversation of more `tokens` than a model can read, which is `most`."""
+    return DataError(
+        f"{where} takes {tokens} tokens, {of_images} of them for images, and the model reads {most}: begin a new "
+        "conversation, make it shorter, or show fewer images"
+    )
+
+
+def out_of_memory(device: torch.device, tokens: int) -> OutOfMemory:
+    """Return the error to raise if a conversation does not fit into the memory of a device."""
+    return OutOfMemory(
+        f"{device} has no memory left for a conversation of {tokens} tokens: take back its last questions, or begin a "
+        "new one"
+    )

@@ -1,0 +1,202 @@
+"""Generate answers of a whole model of transformers, for the terminal chat, the web page and `evaluate`: its processor
+prepares the questions as in training, and its class generates."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from llava_fsdp.chat.answerer import Question, check_tags, out_of_memory, too_long
+from llava_fsdp.chat.image_process import ImageProcess
+from llava_fsdp.chat.open_model import choose_dtype
+from llava_fsdp.config import Normalize, Pixels, TooLong
+from llava_fsdp.data.batching.collate import Collator
+from llava_fsdp.data.images.check import ImageFile
+from llava_fsdp.data.processor.encoder import ProcessorEncoder, check_processor
+from llava_fsdp.data.processor.image_template import open_image_template
+from llava_fsdp.data.processor.images import ProcessorImages, Row
+from llava_fsdp.data.processor.processor import open_processor
+from llava_fsdp.data.records.record import Turn
+from llava_fsdp.data.text.conversation import image_order, prompt
+from llava_fsdp.data.text.detokenize import AnswerText, find_stops
+from llava_fsdp.data.text.message_parts import media_of
+from llava_fsdp.data.text.tokenizer import Tokenizer, open_tokenizer
+from llava_fsdp.data.validation_prompts import lay_out_prompts
+from llava_fsdp.export.prove.verify_logits import load_copy
+from llava_fsdp.export.source_model import Opened
+from llava_fsdp.export.write.whole_folder import WholeSource
+from llava_fsdp.model.architecture import Architecture
+from llava_fsdp.model.generation import Prompt, Sampling, write_answers
+
+GREY = 0.5
+"""Value of a pixel, from 0 to 1, of blank images for a processor that does not say what the mean colour is."""
+
+
+@dataclass(frozen=True)
+class RgbImage:
+    """An image of a conversation. `pixels`: uint8 [height, width, 3]."""
+
+    path: ImageFile
+    pixels: np.ndarray
+
+
+class ClassAssistant:
+    """A trained whole model of transformers in memory, with its processor."""
+
+    def __init__(
+        self, checkpoint: str, opened: Opened, device: torch.device | None = None, limited_images: bool = False
+    ):
+        """Load the model.
+
+        Args:
+            checkpoint: what the user calls the model.
+            opened: the result of `open_model` for `checkpoint`.
+            device: where the model computes; None: the GPU if there is one, else the CPU.
+            limited_images: whether to read images in another process, with limits on time and memory.
+
+        Raises:
+            ConfigError, ModelError, CheckpointError: the model or its processor cannot be read.
+        """
+        source = opened.source
+        assert isinstance(source, WholeSource)
+        folder, shapes, language = source.folder, source.model, source.model.language_config
+        self.checkpoint = checkpoint
+        self.device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.template_name = source.template
+        self.max_tokens: int = language.max_position_embeddings
+        self.tokenizer: Tokenizer = open_tokenizer(folder, language.vocab_size)
+        self.template = open_image_template(source.template, folder, self.tokenizer)
+        self.reader = ProcessorImages(None, open_processor(folder), Pixels.exact)
+        self.encoder = ProcessorEncoder(
+            self.tokenizer, self.template, self.reader.processor, self.reader.size, self.max_tokens, TooLong.fail,
+            source.special_tokens,
+        )  # fmt: skip
+        check_processor(self.encoder)
+        self.image_process = ImageProcess(self.reader) if limited_images else None
+        self.stops = find_stops(self.tokenizer, self.template.stop, language.eos_token_id, (folder, opened.folder))
+        self.model: Architecture = load_copy(
+            shapes, opened.sources, choose_dtype(shapes, self.device), device=self.device
+        )
+
+    @torch.inference_mode()
+    def answers(self, questions: list[Question], max_new_tokens: int, blank: bool = False) -> list[str]:
+        """Answer several questions in one batch, with greedy decoding. With `blank`, all images are replaced by images
+        of the mean colour.
+
+        Raises:
+            DataError: an image cannot be read, or a question is longer than the model can read.
+        """
+        rows = []
+        for asked in questions:
+            images = [self.load_image(path, asked.where) for path in asked.images]
+            rows.append(self.ask(asked.turns, [self.blank(own) if blank else own for own in images], asked.where))
+        texts = [self.new_text() for _ in rows]
+
+        def push(chosen: torch.Tensor) -> bool:
+            for text, token in zip(texts, chosen.tolist(), strict=True):
+                text.push(token)
+            return not all(text.ended for text in texts)
+
+        longest = max(len(sample.input_ids) for sample, _ in rows)
+        self.write(rows, Sampling(min(max_new_tokens, self.max_tokens - longest)), push)
+        for text in texts:
+            text.close()
+        return [text.text for text in texts]
+
+    def stream(
+        self, turns: Sequence[Turn], images: Sequence[RgbImage], sampling: Sampling, generator: torch.Generator
+    ) -> Generator[str, None, bool]:
+        """Generate the model's answer to a conversation's last question: after every token, yield the new piece of the
+        answer that can no longer change, which may be empty. Return whether the model ended the answer; False if it was
+        cut at the maximum number of tokens. The generator of random numbers must be on the assistant's `device`.
+
+        transformers' generate is no generator, so it runs in a thread, which ends after its next token when the caller
+        stops.
+
+        Raises:
+            DataError: tags and images do not match, or the conversation is longer than the model can read.
+            OutOfMemory: the conversation does not fit into the device's memory.
+        """
+        row = self.ask(turns, images, "the conversation")
+        length = len(row[0].input_ids)
+        sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, self.max_tokens - length))
+        text, stopped = self.new_text(), threading.Event()
+        tokens: queue.SimpleQueue[int | Exception | None] = queue.SimpleQueue()
+
+        def push(chosen: torch.Tensor) -> bool:
+            tokens.put(int(chosen))
+            return not stopped.is_set()
+
+        def run() -> None:
+            try:
+                with torch.inference_mode():
+                    self.write([row], sampling, push, generator)
+                tokens.put(None)
+            except Exception as error:  # raised again where the answer is read
+                tokens.put(error)
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        try:
+            while (token := tokens.get()) is not None:
+                if isinstance(token, torch.OutOfMemoryError):
+                    raise out_of_memory(self.device, length) from token
+                if isinstance(token, Exception):
+                    raise token
+                yield text.push(token)
+                if text.ended:
+                    return True
+        finally:
+            stopped.set()
+            thread.join()
+        yield text.close()
+        return False
+
+    def write(self, rows: list[Row], sampling: Sampling, push, generator: torch.Generator | None = None) -> None:
+        """Generate answers to questions, and push the next token of each, until `push` returns False."""
+        prompts = lay_out_prompts(rows, Collator(self.reader, Normalize.step, pack=False))
+        micro = prompts.micro.map(lambda values: values.to(self.device))
+        prompt = Prompt(micro.input_ids, prompts.mask.to(self.device), micro.images)
+        write_answers(self.model, self.model.language_config, prompt, sampling, push, generator)
+
+    def load_image(self, path: ImageFile, where: str, images: int = 1) -> RgbImage:
+        """Read an image. Error messages begin with `where`. Raises ImageError if the file cannot be read."""
+        if self.image_process is not None and isinstance(path, Path):
+            return RgbImage(path, self.image_process.load(path, where, images)[0])
+        return RgbImage(path, self.reader.load(path, where, images))
+
+    def prepared(self, images: Sequence[RgbImage]) -> list[RgbImage]:
+        """Return the images of a conversation unchanged: the processor prepares them, whatever their number is."""
+        return list(images)
+
+    def blank(self, image: RgbImage) -> RgbImage:
+        """Return an image of the same size and of the mean colour."""
+        means = getattr(self.reader.processor.opened.image_processor, "image_mean", None) or [GREY] * 3
+        colour = np.round(np.array(means) * 255).astype(np.uint8)
+        return replace(image, pixels=np.broadcast_to(colour, image.pixels.shape).copy())
+
+    def ask(self, turns: Sequence[Turn], images: Sequence[RgbImage], where: str) -> Row:
+        """Return a conversation as a prompt for the model's next answer, with its images in the order of their tokens.
+        The given images are in the order of their image tags in `turns`. Error messages begin with `where`.
+
+        Raises:
+            DataError: tags and images do not match, or the prompt is longer than the model can read.
+        """
+        check_tags(turns, len(images), where)
+        media = media_of(image.path for image in images)
+        segments = prompt(list(turns), self.template, False, bool(images), where, media)
+        sizes = [(image.pixels.shape[1], image.pixels.shape[0]) for image in images]
+        sample = self.encoder.encode(segments, [str(image.path) for image in images], sizes, where)
+        if len(sample.input_ids) >= self.max_tokens:
+            raise too_long(where, len(sample.input_ids), sum(map(len, sample.image_rows)), self.max_tokens)
+        return sample, [images[number].pixels for number in image_order(segments, len(images))]
+
+    def new_text(self) -> AnswerText:
+        """Return an empty answer, to which the tokens that the model generates are added."""
+        return AnswerText(self.tokenizer, self.template.stop, self.stops, self.template.begin)
