@@ -161,6 +161,10 @@ class Architecture(nn.Module, ABC):
         """Return the transformer blocks of a part that run."""
 
     @abstractmethod
+    def freeze(self) -> None:
+        """Freeze all parameters except those that train. `unused` ones never do."""
+
+    @abstractmethod
     def modules_of(self, part: Part) -> list[nn.Module]:
         """Return the modules that make up a part, without the modules inside of them."""
 

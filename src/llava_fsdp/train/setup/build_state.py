@@ -38,6 +38,7 @@ from llava_fsdp.train.setup.build_model import mean_counts, shape_of
 from llava_fsdp.train.setup.preflight import check_prompts, few_steps, find_sources, open_model
 from llava_fsdp.train.setup.run_info import about_run
 from llava_fsdp.train.setup.summary import RunFacts, show_run
+from llava_fsdp.train.setup.unused import freeze_unused
 from llava_fsdp.train.state import TrainState
 
 
@@ -49,6 +50,7 @@ def build_state(cfg: Config, parallelism: Parallelism, own: OwnParts = NONE) -> 
     parts = model.parts
     warnings = on_first_rank(lambda: check_prompts(cfg, model), "the export cannot be rehearsed")
     loader = open_data(cfg, world, model)
+    freeze_unused(model, loader)
     check_profile(cfg, loader.total_steps)
     check_same_records(loader)
     held_out = open_held_out_data(cfg, world, model) if cfg.val.every is not None else None
