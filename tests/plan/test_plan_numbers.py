@@ -562,7 +562,7 @@ def test_the_best_way_comes_first_and_is_measured_again() -> None:
 
     cfg = SimpleNamespace(parallel=SimpleNamespace(expert=1))
     planner: Any = SimpleNamespace(
-        row=again, sizes_to_measure=lambda splits: ["small", "large"], cfg=cfg, own_ranks=lambda ranks: ranks
+        row=again, sizes_to_measure=lambda splits: ["small", "large"], cfg=cfg, ranks_of_same_part=lambda ranks: ranks
     )
     found: Any = plan_rows(planner, cast(Any, list(speeds)), cast(Any, None), cast(Any, [("large",), ("small",)]))
     assert [own.choice.name for own in found] == ["d", "b", "a", "e", "c", "f"]

@@ -120,10 +120,10 @@ def test_what_one_more_micro_batch_adds_is_added_for_each() -> None:
 def test_ranks_that_hold_the_same_parts_of_layers(planner: Planner) -> None:
     """Of 24 ranks on nodes of 8, with three groups of a pipeline and layers on two ranks."""
     ranks = RankCounts(24, 8, 8)
-    assert planner.own_ranks(ranks) == RankCounts(24, 8, 8)
-    assert laid_out(planner, pipeline=3).own_ranks(ranks) == RankCounts(8, 8, 8)
-    assert laid_out(planner, pipeline=3).own_ranks(RankCounts(6, 8, 8)) == RankCounts(2, 2, 2)
+    assert planner.ranks_of_same_part(ranks) == RankCounts(24, 8, 8)
+    assert laid_out(planner, pipeline=3).ranks_of_same_part(ranks) == RankCounts(8, 8, 8)
+    assert laid_out(planner, pipeline=3).ranks_of_same_part(RankCounts(6, 8, 8)) == RankCounts(2, 2, 2)
     layers = copy.copy(laid_out(planner, pipeline=3))
     layers.cfg = replace(layers.cfg, parallel=replace(layers.cfg.parallel, tensor=2))
-    assert layers.own_ranks(ranks) == RankCounts(4, 4, 4)
-    assert layers.own_ranks(RankCounts(24, 2, 4)) == RankCounts(4, 2, 2)
+    assert layers.ranks_of_same_part(ranks) == RankCounts(4, 4, 4)
+    assert layers.ranks_of_same_part(RankCounts(24, 2, 4)) == RankCounts(4, 2, 2)

@@ -174,20 +174,21 @@ class Assistant:
         return False
 
     def load_image(self, path: ImageFile, where: str, images: int = 1) -> LoadedImage:
-        """Read an image file or a video and prepare it for the model's vision tower. Error messages begin with `where`.
-        `images` is the number of images of the conversation, without videos, which decides whether the image is cut
-        into tiles.
+        """Read an image file or a video, cut it into tiles for the model's vision tower, and compute its tokens. Error
+        messages begin with `where`. `images` is the number of images of the conversation, without videos, which decides
+        whether the image becomes one tile or several.
 
         Raises:
             ImageError: the file cannot be read.
         """
-        rule = self.reader.tokens
+        image_tokens = self.reader.tokens
         if self.image_process is not None and isinstance(path, Path):
             tiles, size = self.image_process.load(path, where, images)
         else:
             tiles = self.reader.load(path, where, images)
-            size = read_size(path, where) if not is_video(path) and rule.needs_size(images) else None
-        rows = rule.of_video(len(tiles)) if is_video(path) else rule.of(size, images)
+            size = read_size(path, where) if not is_video(path) and image_tokens.needs_size(images) else None
+        # of_video takes the number of frames; a video has one tile for each
+        rows = image_tokens.of_video(len(tiles)) if is_video(path) else image_tokens.of(size, images)
         return LoadedImage(next(self._numbers), path, tiles, rows, images)
 
     def prepared(self, images: Sequence[LoadedImage]) -> list[LoadedImage]:

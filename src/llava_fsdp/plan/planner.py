@@ -116,6 +116,7 @@ class PlanRow:
     host: int
     """Bytes of offloaded tensors in host memory; 0 on a CPU machine."""
     disk: int
+    """Bytes of offloaded tensors in files."""
     usable: int
     """Bytes of the device's memory that tensors can use."""
     step: StepTime
@@ -419,25 +420,28 @@ class Planner:
         rank: int | None = None,
     ) -> PlanRow:
         """Predict memory and time of a choice of strategy, activation checkpointing and offload. With a pipeline,
-        memory and communication are those of the group of ranks that needs the most memory.
+        memory and communication are those of the group of ranks that needs the most memory, or of the group of `rank`.
 
         Args:
+            ranks: numbers of ranks of the training.
             micros: what a rank runs in a step.
-            between: micro-batches that are measured to interpolate the others; if empty, all are measured.
+            between: micro-batches whose activation memory is measured, to interpolate that of `micros`; if empty, that
+                of each of `micros` is measured.
             rank: the rank whose memory is computed; None: the first one of the group that needs the most.
         """
         parallel, precision, strategy, offload = self.cfg.parallel, self.cfg.precision, choice.strategy, choice.offload
         world_size, layout = ranks.world_size, RankLayout(parallel, ranks.world_size)
-        own, groups = self.own_ranks(ranks), self.groups(choice)
-        place, micros = layout.copy_of_layers(rank or 0).number, MicroBatches(micros)
-        shape = mesh_shape(SHARD_PLANS[strategy], own.world_size, own.shard_size)
+        same_part, groups = self.ranks_of_same_part(ranks), self.groups(choice)
+        index, micros = layout.copy_of_layers(rank or 0).number, MicroBatches(micros)  # index among these ranks
+        shape = mesh_shape(SHARD_PLANS[strategy], same_part.world_size, same_part.shard_size)
         ledgers = {
-            group: self.simulate(choice, own, micros, between, place, groups[group])
-            for group in (range(len(groups)) if rank is None else [layout.place(rank).index])
+            number: self.simulate(choice, same_part, micros, between, index, groups[number])
+            for number in (range(len(groups)) if rank is None else [layout.place(rank).index])
         }
         number, ledger = max(ledgers.items(), key=lambda item: sum(item[1].worst.values()))
         group = groups[number]
-        at_rest, stored = (self.held(choice, own, place, group, padded) for padded in (False, True))
+        # offloaded shards take their padding along; at rest, only the weights' elements are reported
+        at_rest, stored = (self.held(choice, same_part, index, group, padded) for padded in (False, True))
         host, disk = self.off_device(offload, SHARD_PLANS[strategy], stored)
         if self.offloads_activations(choice):
             passes = self.passes(ActivationCheckpointing.full, micros, between)
@@ -448,18 +452,18 @@ class Planner:
         flops = sample_flops(self.flops, self.samples)
         rate = self.cfg.global_batch_size / step.seconds
         return PlanRow(
-            choice,
-            world_size,
-            own.shard_size,
-            micros,
-            {**ledger.worst, "total": sum(ledger.worst.values())},
-            ledger.moment + (f" (pipeline group {number} of {len(groups)})" if len(groups) > 1 else ""),
-            {"parameters": at_rest.parameters, "gradients": at_rest.gradients, "optimizer": at_rest.optimizer},
-            host,
-            disk,
-            self.machine.usable(layout.num_groups(shape)),
-            step,
-            sent,
+            choice=choice,
+            world_size=world_size,
+            shard_size=same_part.shard_size,
+            micro_batches=micros,
+            bytes={**ledger.worst, "total": sum(ledger.worst.values())},
+            moment=ledger.moment + (f" (pipeline group {number} of {len(groups)})" if len(groups) > 1 else ""),
+            at_rest={"parameters": at_rest.parameters, "gradients": at_rest.gradients, "optimizer": at_rest.optimizer},
+            host=host,
+            disk=disk,
+            usable=self.machine.usable(layout.num_groups(shape)),
+            step=step,
+            sent=sent,
             samples_per_second=rate,
             tokens_per_second=rate * self.samples.tokens,
             mfu=rate * flops / (world_size * self.machine.peak(precision.param_dtype)),
@@ -503,8 +507,9 @@ class Planner:
             lambda: units_of(group.weights, plan, precision, shards, is_away, passes_through),
         )
 
-    def own_ranks(self, ranks: RankCounts) -> RankCounts:
-        """Return the numbers of the ranks that hold the same parts of layers."""
+    def ranks_of_same_part(self, ranks: RankCounts) -> RankCounts:
+        """Return the numbers of those ranks that hold the same part of the model as one rank: the same stages, and the
+        same parts of their layers. `node_size` counts them on a node, `shard_size` those that shard together."""
         layout = RankLayout(self.cfg.parallel, ranks.world_size)
         copies, node = layout.num_copies, layout.shard_size(None, ranks.node_size)
         return RankCounts(copies, min(ranks.shard_size, copies), node)
@@ -527,12 +532,12 @@ class Planner:
                 larger one gives a lower bound for all numbers of micro-batches up to it.
         """
         parallel, precision, strategy = self.cfg.parallel, self.cfg.precision, choice.strategy
-        own = self.own_ranks(ranks)
-        _, shards = mesh_shape(SHARD_PLANS[strategy], own.world_size, own.shard_size)
+        same_part = self.ranks_of_same_part(ranks)
+        _, shards = mesh_shape(SHARD_PLANS[strategy], same_part.world_size, same_part.shard_size)
         trained, local = self.known((group, "trained", shards), lambda: trained_numbers(group.weights, shards))
         one, two = self.known(
-            (group, strategy, own),
-            lambda: [volume(group.weights, strategy, precision, own, micro_batches=n) for n in (1, 2)],
+            (group, strategy, same_part),
+            lambda: [volume(group.weights, strategy, precision, same_part, micro_batches=n) for n in (1, 2)],
         )
         sent = one.extrapolated(two, len(micros) - 1)
         sent = self.with_experts(self.with_context(sent, choice, micros, group), choice, micros, group)
@@ -543,7 +548,7 @@ class Planner:
         recomputed = self.recomputed_flops(choice) / self.tensor
         # arXiv 2104.04473, section 2.2
         idle = (parallel.pipeline - 1) / (parallel.stages_per_rank * (most or len(micros)))
-        work = group.share * self.cfg.global_batch_size / own.world_size
+        work = group.share * self.cfg.global_batch_size / same_part.world_size
         step = step_time(
             self.machine,
             precision,

@@ -113,15 +113,23 @@ class ProcessorInputs:
         return filled
 
     def positions_of(self, rows: list[Row], types: list[Types], made: Processed) -> list[torch.Tensor]:
-        """Return the position ids of each sample, int64 [axes, length]. An input of the vision part that has one entry
-        for each image is given with those of the sample's images alone."""
-        positions, total, first = self.reader.positions, sum(len(images) for _, images in rows), 0
-        assert positions is not None
+        """Return the position ids of each sample's tokens, int64 [axes, length], by the model's rule
+        (`ProcessorImages.positions`). The axes are the model's, such as time, row and column in M-RoPE.
+
+        The rule needs sizes of images, such as `image_grid_thw`. It gets those inputs of the vision part that have one
+        entry for each image of the micro-batch, with the entries of the sample's images. Other inputs, such as patches,
+        are left out.
+
+        Args:
+            types: for each sample, the types of its tokens by name.
+        """
+        rule, num_images, first = self.reader.positions, sum(len(images) for _, images in rows), 0
+        assert rule is not None
         found = []
-        for (sample, images), own in zip(rows, types, strict=True):
+        for (sample, images), sample_types in zip(rows, types, strict=True):
             here = slice(first, first + len(images))
-            pixels = {name: values[here] for name, values in made.pixels.items() if len(values) == total}
-            found.append(positions(torch.from_numpy(sample.input_ids), own, pixels if images else {}))
+            pixels = {name: values[here] for name, values in made.pixels.items() if len(values) == num_images}
+            found.append(rule(torch.from_numpy(sample.input_ids), sample_types, pixels if images else {}))
             first += len(images)
         return found
 

@@ -33,6 +33,7 @@ class Ledger:
             self.worst = {name: size + more.get(name, 0) for name, size in self.held.items()}
 
     def add(self, moment: str, **sizes: int) -> None:
+        """Add bytes, by category, to what is held, and `compare`."""
         for name, size in sizes.items():
             self.held[name] += size
         self.compare(moment)
@@ -41,11 +42,13 @@ class Ledger:
         self.held["activations"], self.held["logits"] = level.activations, level.logits
 
     def drop(self, **sizes: int) -> None:
+        """Subtract bytes, by category, from what is held."""
         for name, size in sizes.items():
             self.held[name] -= size
             assert self.held[name] >= 0, f"{name} is negative"
 
     def finish(self, states: "States") -> None:
+        """Simulate the optimizer's step, which ends the simulated step."""
         assert self.held["gradients"] == states.gradients
         self.compare("optimizer step", buffers=states.updating)
 
@@ -309,15 +312,16 @@ class FsdpRank:
             self.ledger.drop(gathered=self.units[name].gathered)
 
     def finish(self, name: str, made: int, is_last: bool, moment: str) -> None:
-        """Reduce a unit's gradients after its backward pass, or keep them for a later micro-batch.
+        """Simulate the memory of a unit's gradients from the end of its backward pass on: they are reduced over the
+        ranks, or kept whole for a later micro-batch.
 
         Args:
-            made: bytes of gradients that the backward pass has produced.
+            made: bytes of the gradients that the backward pass has produced, not yet in the ledger.
             is_last: whether this is the last micro-batch of the step.
             moment: name of this moment, for the report of the memory peak.
         """
         unit = self.units.get(name)
-        if unit is None:
+        if unit is None:  # the strategy neither shards nor reduces any of these weights
             return
         added = 0 if self.adds_in_place(name) else made
         self.ledger.held["reducing"] += added
@@ -330,12 +334,13 @@ class FsdpRank:
             return
         self.ledger.drop(reducing=self.reduce_input)
         self.reduce_input = unit.reduce_input
+        # bytes of each weight's gradient: in the reduction dtype if it has waited, else as the backward pass made it
         sizes = unit.widened if name in self.waiting else unit.narrow
+        # `foreach_reduce` replaces gradients of weights sharded along dimension 1 by copies, one after the other
         copied = [size for size, is_copied in zip(sizes, unit.is_copied, strict=True) if is_copied] or [0]
         self.ledger.compare(moment, reducing=max(copied))
-        # `foreach_reduce` copies gradients of weights that are sharded along dimension 1. Until it returns, its
-        # variables hold the last original. If several ranks shard the unit, which then has a buffer, they also hold the
-        # unit's last gradient.
+        # Until `foreach_reduce` returns, its variable `chunks` holds the original of the last copy, `copied[-1]`. If
+        # several ranks shard the unit (it then has a buffer), `unsharded_grad` holds the gradient of its last weight.
         last = sizes[-1] if sizes and unit.buffer and not unit.is_copied[-1] else 0
         self.ledger.add(moment, reducing=unit.reduce_input + copied[-1])
         self.ledger.drop(reducing=added + self.waiting.pop(name, 0))

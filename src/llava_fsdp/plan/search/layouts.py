@@ -186,7 +186,7 @@ def candidates(ways: Ways) -> list[Candidate]:
         ConfigError: no combination is possible, or the ranks cannot be arranged in this layout.
     """
     planner = ways.planner
-    possible = ways_to_share_experts(planner.cfg, ways.choices, planner.own_ranks(ways.ranks))
+    possible = ways_to_share_experts(planner.cfg, ways.choices, planner.ranks_of_same_part(ways.ranks))
     fewest, most = least_work(ways.splits), max(map(len, ways.splits))
     return [Candidate(ways, choice, planner.seconds(choice, ways.ranks, fewest, most)) for choice in possible]
 

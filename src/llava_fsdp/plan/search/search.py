@@ -91,7 +91,7 @@ def is_allowed(cfg: Config, strategy: Strategy, mode: OffloadMode) -> bool:
 
 def ways_to_share_experts(cfg: Config, ways: Sequence[Choice], ranks: RankCounts) -> list[Choice]:
     """Return the ways to train with whose strategy ranks can share experts as configured (`parallel.expert`). `ranks`:
-    numbers of ranks that hold the same parts of layers (`Planner.own_ranks`).
+    numbers of ranks that hold the same parts of layers (`Planner.ranks_of_same_part`).
 
     Raises:
         ConfigError: they can with none.
@@ -124,7 +124,7 @@ def plan_rows(
     fit, beginning with the one that needs the fewest bytes. `splits`: ways to split a step into micro-batches, those
     with the largest micro-batches first."""
     sizes = planner.sizes_to_measure(splits)
-    ways = ways_to_share_experts(planner.cfg, ways, planner.own_ranks(ranks))
+    ways = ways_to_share_experts(planner.cfg, ways, planner.ranks_of_same_part(ranks))
     rows = []
     with show("ways to train", len(ways)) as advance:
         for choice in ways:

@@ -15,7 +15,7 @@ from llava_fsdp.plan.memory.micro_batches import MicroBatches
 
 @dataclass(frozen=True)
 class Moved:
-    """What a rank receives in collectives, and the number of these."""
+    """Bytes that a rank receives in collectives (`bytes`), and the number of these collectives (`calls`)."""
 
     bytes: float = 0.0
     calls: float = 0.0
@@ -29,20 +29,21 @@ class Moved:
 
 @dataclass(frozen=True)
 class LayerVolume:
-    """What ranks that compute layers together exchange in a micro-batch."""
+    """What a rank receives from those with which it computes layers together, by what it grows with."""
 
     of_token: float
-    """Bytes for each position."""
+    """Bytes for each position of the rows that these ranks process, padding included."""
     of_label: float
+    """Bytes for each label."""
     of_sample: float
     """Bytes for each sample, and once more for each micro-batch's padding."""
     of_pass: Moved
     """For each micro-batch, whatever its size."""
     of_reduction: Moved
-    """Whenever FSDP reduces gradients: then those of weights that every rank has whole are summed."""
+    """For each time that FSDP reduces gradients: then those of weights that every rank has whole are summed."""
 
     def of(self, micros: MicroBatches, chunk_tokens: int, reductions: int) -> Moved:
-        """Return what the ranks exchange in a step.
+        """Return what the rank receives in a step with these micro-batches.
 
         Args:
             chunk_tokens: number of labels whose logits the loss computes at a time.
@@ -59,17 +60,21 @@ class LayerVolume:
 def layer_volume(
     model: Architecture, plan: Mapping[str, Cut], blocks: int, chains: int, size: int, recomputed: float, counted: int
 ) -> LayerVolume:
-    """Count what `size` ranks that compute layers together exchange.
+    """Count what each of `size` ranks that compute layers together receives from the others.
 
     Args:
         model: the model on the meta device, not divided.
-        plan: how the weights that these ranks have are divided.
-        blocks: number of the language model's blocks that they have, without those that end with experts.
+        plan: how the weights that these ranks have are divided, by name of a module or parameter.
+        blocks: number of the language model's blocks that they have and that end with a sum over the ranks. Blocks that
+            end with experts do not: experts process only the rank's own positions.
         chains: number of lists of consecutive blocks that they have.
         recomputed: share of the blocks' forward pass that runs again in the backward pass.
-        counted: number of experts, of all layers together, whose tokens are counted for each sample.
+        counted: number of experts, of all layers together, for which the ranks sum how many tokens of each sample chose
+            them; 0 if nothing is counted.
     """
     width = model.compute_dtype.itemsize
+
+    # for one position, with the bytes of `channels` numbers; each is one collective of a micro-batch
 
     def gather(channels: int, item: int = width) -> Moved:
         return Moved((size - 1) / size * channels * item, 1)
@@ -77,7 +82,7 @@ def layer_volume(
     def reduce(channels: int, item: int = width) -> Moved:
         return Moved(2 * gather(channels, item).bytes, 1)
 
-    forward, backward = Moved(), Moved()  # for each position
+    forward, backward = Moved(), Moved()  # bytes for each position, calls for each micro-batch
     summed = Moved()  # for each reduction of gradients
     for name, cut in plan.items():
         layer: Any = model.get_submodule(name) if cut is not Cut.PARAMETER else None
@@ -91,10 +96,11 @@ def layer_volume(
         if cut is Cut.COLWISE and "lora_" in name:
             backward += reduce(layer.in_features)
         if cut is Cut.SUMMED and any(p.requires_grad for p in layer.parameters()):
-            own = list(layer.parameters(recurse=False))
+            weights = list(layer.parameters(recurse=False))
             # norms compute in fp32 unless precision.norm_dtype says otherwise
-            item = width if any(weight.dim() > 1 for weight in own) else 4
-            summed += reduce(sum(weight.numel() for weight in own), item)
+            item = width if any(weight.dim() > 1 for weight in weights) else 4
+            summed += reduce(sum(weight.numel() for weight in weights), item)
+    # layers that read one input, such as queries, keys and values, gather it once, and sum its gradient once
     for siblings in siblings_of(model, plan).values():
         first: Any = siblings[0]
         forward += gather(first.in_features)
@@ -110,4 +116,10 @@ def layer_volume(
     of_label, calls = 0.0, moved.calls + (counted > 0)
     if Cut.OUTPUT in plan.values():  # the loss: its gradient and, in fp32, a maximum, a sum and the label's logit
         of_label, calls = reduce(hidden).bytes + reduce(3, item=4).bytes, calls + 1
-    return LayerVolume(moved.bytes, of_label, reduce(counted, item=4).bytes, Moved(0, calls), summed)
+    return LayerVolume(
+        of_token=moved.bytes,
+        of_label=of_label,
+        of_sample=reduce(counted, item=4).bytes,
+        of_pass=Moved(calls=calls),
+        of_reduction=summed,
+    )
