@@ -197,8 +197,13 @@ def newest_alone(parent: Path) -> Checkpoint | None:
 def first_good(folders: list[Path], strict: bool, check: Callable[[Path], Checkpoint]) -> Checkpoint | None:
     """Return the first of these checkpoints that is undamaged; None if the list is empty.
 
+    Args:
+        folders: of checkpoints, the newest first.
+        strict: take no other one if the newest is damaged.
+        check: opens a checkpoint; raises CheckpointError if it is damaged.
+
     Raises:
-        CheckpointError: all are damaged; with `strict`, the first one is. `check` raises it, too, for a damaged one.
+        CheckpointError: all are damaged; with `strict`, the newest one is.
     """
     reasons = []
     for folder in folders:

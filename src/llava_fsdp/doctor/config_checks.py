@@ -77,6 +77,7 @@ def judge_folder(cfg: ModelConfig, key: str, name: str) -> Finding:
     if not Path(name).is_dir():
         return fail(key, f"{name} is not a folder", "give a model folder or a hub name")
     try:
+        # a checkpoint has the configurations of all parts, in one of several formats; other folders have one
         shapes_of(cfg) if key == "model.checkpoint" else read_config(Path(name), key)
     except LlavaFsdpError as error:
         return finding_of(Level.FAIL, key, error)

@@ -40,8 +40,8 @@ DEFAULTS = {
 
 
 def rows_of(context: RuleContext) -> list[TableRow]:
-    """Return all rows: for the launcher, the program's flags, the DeepSpeed and Accelerate files, and default
-    values."""
+    """Return all rows of the table that shows what becomes of another system's settings: those of its launcher, of its
+    program's flags, of its DeepSpeed and Accelerate files, and of default values that the command must set."""
     run = context.run
     rows = launcher_rows(context) + flag_rows(context)
     if run.deepspeed:

@@ -59,6 +59,8 @@ def count_flops(model: Architecture, activation_checkpointing: bool, compiled: b
     output = model.output_weight
     label = 4 + 2 * output.requires_grad + 2 * (activation_checkpointing and model.compute_dtype is torch.float16)
     width = language.num_attention_heads * head_size(language)
+    # Q K^T and the product with V have 2 * width FLOPs each for two tokens that attend. These are half of the n times n
+    # pairs, as attention is causal: 2 * width per pair forward, and twice as many backward.
     return Flops(
         token=2 * weights + 2 * backward + 2 * trained_weights(stack, active=active) + again,
         pair=(2 * len(stack) + (4 + 2 * activation_checkpointing) * len(passed)) * width,

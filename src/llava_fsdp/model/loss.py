@@ -81,9 +81,9 @@ class LabelLoss(Protocol):
         collector: LossCollector | None = None,
         change: LogitChange = UNCHANGED,
     ) -> torch.Tensor:
-        """Return the sum, float32 scalar, from `hidden` [labels, width], the output layer's `weight` [vocabulary,
-        width] and `label_ids`, int64 [labels]. `collector` gets each loss; `change`: how logits follow from the
-        product."""
+        """Return the sum of the labels' cross entropies, float32 scalar, from `hidden` [labels, width], the output
+        layer's `weight` [vocabulary, width] and `label_ids`, int64 [labels]. `collector` gets the loss of each label.
+        `change`: how the logits are made from the product of `hidden` and `weight`."""
         ...
 
 

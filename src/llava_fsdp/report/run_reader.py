@@ -228,8 +228,8 @@ def name_of(folder: Path) -> str:
 
 
 def read_metrics(run: RunRecord) -> None:
-    """Read metrics.jsonl into `run.history`. Raise DataError if the file has lines, but none of them describes a
-    training step."""
+    """Read metrics.jsonl into `run.history`, and count the lines that cannot be read in `run.unread`. Raise DataError
+    if there are such lines, and no line describes a training step. A file without lines is no error."""
     path, first = run.folder / METRICS_FILE, ""
     for number, line in lines_of(path):
         try:

@@ -182,7 +182,8 @@ class GsClient:
 
     def __init__(self, idle: float, in_flight: int):
         """Raise ConfigError if gcsfs is not installed. Without credentials this takes seconds, because gcsfs also asks
-        the metadata server of a virtual machine. `in_flight` is not used."""
+        the metadata server of a virtual machine. `idle`: seconds after which gcsfs gives up a request. `in_flight` is
+        not used."""
         try:
             from gcsfs.core import GCSFileSystem  # pyright: ignore[reportMissingImports]
         except ImportError as error:

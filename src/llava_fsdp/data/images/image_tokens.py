@@ -117,8 +117,8 @@ class ImageTokens:
         return width // self.tile, height // self.tile
 
     def limited(self, lines: np.ndarray) -> np.ndarray:
-        """Return a grid of features, int64 [rows, columns], as weighted sums of features (dtype BLENDED). It is shrunk
-        if it has clearly more features than `data.max_tiles` tiles have."""
+        """Return a grid of features, given by their indices, int64 [rows, columns], as weighted sums of features (dtype
+        BLENDED). It is shrunk if it has clearly more features than `data.max_tiles` tiles have."""
         high, wide = lines.shape
         ratio = math.sqrt(high * wide / (self.max_tiles * self.side**2))
         if ratio <= SHRUNK:
@@ -161,8 +161,9 @@ def single(indices: np.ndarray) -> np.ndarray:
 
 
 def shrink(lines: np.ndarray, high: int, wide: int) -> np.ndarray:
-    """Shrink a grid of features, int64 [rows, columns], to [high, wide] weighted sums of four features (dtype BLENDED)
-    by bilinear interpolation.
+    """Shrink a grid of features, given by their indices, int64 [rows, columns], to `high` rows and `wide` columns by
+    bilinear interpolation. Each new feature is a weighted sum of four: its indices and weights are returned, dtype
+    BLENDED [high, wide].
 
     The weights are those of torch's `interpolate(mode="bilinear", align_corners=False)`, computed in float32 as there.
     """

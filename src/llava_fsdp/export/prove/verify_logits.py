@@ -119,7 +119,8 @@ def prove_merge(adapted: Adapted) -> float:
 
 
 def merged_by_peft(module: str, adapted: Adapted) -> torch.Tensor:
-    """Return the weight of an adapted module after peft has merged its LoRA adapter into it: float32 [out, in]."""
+    """Return the weight of an adapted module after peft has merged its LoRA adapter into it: float32 [out, in]. To be
+    called under `torch.no_grad`, because it writes into parameters."""
     names = [name for name in (BASE_WEIGHT, *ENDINGS) if module + name in adapted.sources]
     stored = {name: adapted.sources[module + name] for name in names}
     rows, columns = stored[BASE_WEIGHT].shape

@@ -221,7 +221,7 @@ def write_folder(
 def write_notes(source: SourceModel | WholeSource, staged: Path, notes: dict[str, Any]) -> None:
     """Write `llava_fsdp.json` into an exported folder: settings that its other files do not contain, further settings
     (`notes`), and digests (sizes and hashes) of all other files, which must be complete."""
-    if isinstance(source, WholeSource):
+    if isinstance(source, WholeSource):  # its own files say how images and texts are prepared
         return seal(staged, {**source.settings, **notes})
     notes = {
         **source.history,

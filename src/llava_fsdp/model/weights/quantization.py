@@ -84,11 +84,13 @@ class QuantizedLinear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.packing = Packing(cfg.mode, cfg.double, linear.out_features, linear.in_features)
         self.per_element = 8 * dtype.itemsize // BITS[cfg.mode]
+        # with an odd number of inputs, two rows would share a byte of 4-bit values, which some kernels do not read
         if self.packing.numel % self.per_element or self.in_features % 2:
             raise ValueError(f"{self.out_features} x {self.in_features} weights do not fill whole elements of {dtype}")
         packed = torch.empty((self.packing.numel // self.per_element, 1), dtype=dtype, device=linear.weight.device)
         self.weight = nn.Parameter(packed, requires_grad=False)
         self.bias = linear.bias
+        # not persistent: `pack` computes them from the files of the model, so that no checkpoint needs them
         for name, (shape, kind) in self.packing.statistics.items():
             self.register_buffer(name, torch.empty(shape, dtype=kind, device=linear.weight.device), persistent=False)
         self.statistics_bytes = sum(tensor.nbytes for tensor in self.statistics)

@@ -50,7 +50,7 @@ class HostInputs:
             return tensor
         before = self._last() if self._last is not None else None
         offloaded = OffloadedTensor(self, tensor.detach(), before)
-        if before is not None:
+        if before is not None:  # a block has run since, in which time its copy to the host has usually finished
             before.release()
         self._last = weakref.ref(offloaded)
         return offloaded

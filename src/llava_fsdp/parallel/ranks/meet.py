@@ -38,9 +38,9 @@ def meet(rank: int, size: int, until: float) -> dist.Store:
     Its keys have a prefix that is new after every restart, because torchrun's store outlives a restart and contains the
     addresses of dead ranks (pytorch#135712).
 
-    The prefix is the number of restarts. Each node counts its own restarts, so that the numbers differ if nodes come
-    and go. In that case torchrun must use a new store for every start, which it does with
-    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
+    In torchrun's store the prefix is the number of restarts; a store that rank 0 opens is new at every start. Each node
+    counts its own restarts, so that the numbers differ if nodes come and go. In that case torchrun must use a new store
+    for every start, which it does with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
 
     Raises:
         CommunicationError: the store cannot be reached or a rank has not come in time, two processes have the same

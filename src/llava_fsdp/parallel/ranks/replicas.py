@@ -156,7 +156,8 @@ def find_differences(own: RankChecksums, gather: Callable[[list[Any]], list[Any]
 
 
 def compare(found: list[RankChecksums]) -> list[Difference]:
-    """Return the tensors and values that differ between ranks, given the checksums of each rank in rank order."""
+    """Return the tensors and values that differ between ranks, given the checksums of each rank in rank order. What
+    the majority of the ranks has is taken as right; without a majority, all ranks are named (`outvoted`)."""
     replicas: dict[int, list[int]] = {}
     for rank, held in enumerate(found):
         replicas.setdefault(held.shard, []).append(rank)
@@ -174,7 +175,8 @@ def compare(found: list[RankChecksums]) -> list[Difference]:
 
 
 def outvoted(name: str, values: dict[int, int | None]) -> Difference | None:
-    """Return the ranks whose checksum differs from that of the majority; None if all are equal. `values`: rank ->
+    """Return the ranks whose checksum differs from that of the majority, or all ranks if there is no majority; None if
+    all checksums are equal. `values`: rank ->
     checksum of the tensor on this rank; None if the rank does not have the tensor."""
     value, votes = Counter(values.values()).most_common(1)[0]
     if votes == len(values):

@@ -245,8 +245,9 @@ def gather_outputs(module: nn.Linear, mesh: DeviceMesh) -> None:
 
 
 def cut_by_inputs(module: nn.Module, mesh: DeviceMesh, takes_whole: bool) -> None:
-    """Divide the inputs of a linear layer among ranks, which are whole on every rank if it `takes_whole`. Outputs,
-    [rows, positions, channels], are summed. A rank gets the sums of its own positions, and adds the bias to them."""
+    """Divide the inputs (channels) of a linear layer among ranks. Its outputs, [rows, positions, channels], are summed
+    over the ranks; each rank gets the sums at its own positions, and adds the bias to them. `takes_whole`: every rank
+    has all inputs of the layer, and takes its own of them; otherwise a rank's input has only its own channels."""
     assert isinstance(module, nn.Linear)
     divide(module, {"weight": Shard(1)}, mesh)
     has_bias = module.bias is not None

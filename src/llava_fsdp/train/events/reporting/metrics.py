@@ -100,7 +100,8 @@ def drop_later_rows(path: Path, step: int) -> None:
 
 
 def rows_of(path: Path, steps: range) -> list[str]:
-    """Return the lines of a JSON Lines file whose entry `step` is among `steps`. Incomplete lines are left out."""
+    """Return the lines of a JSON Lines file whose entry `step` is among `steps`. Lines that are incomplete or have no
+    `step` are left out."""
     kept = []
     for line in path.read_text(errors="replace").splitlines():
         with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):  # an incomplete line, cut by a crash
