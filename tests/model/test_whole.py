@@ -166,7 +166,7 @@ def test_samples_of_a_row_attend_as_each_does_alone(window: int | None) -> None:
     for number, length in enumerate(LENGTHS):
         parts = [part[:, :, begin : begin + length] for part in (query, key, value)]
         mask = row.masks[number] if row.masks is not None else None
-        alone, _ = sdpa_attention_forward(module, *parts, mask, scaling=0.3)
+        alone, _ = sdpa_attention_forward(module, parts[0], parts[1], parts[2], mask, scaling=0.3)
         assert torch.allclose(found[:, begin : begin + length], alone, atol=1e-6)
         begin += length
 
