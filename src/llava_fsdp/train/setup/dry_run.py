@@ -41,7 +41,7 @@ from llava_fsdp.plan.planner import PlanRow
 from llava_fsdp.plan.planner import peak as plan_peak
 from llava_fsdp.plan.search.auto import decide, settle_packing
 from llava_fsdp.plan.workload import samples_of
-from llava_fsdp.runtime.errors import NumericError
+from llava_fsdp.runtime.errors import ConfigError, NumericError
 from llava_fsdp.runtime.text.console import TextConsole
 from llava_fsdp.runtime.text.log import log
 from llava_fsdp.train.loop import train_step
@@ -60,7 +60,17 @@ STATES = ("parameters", "gradients", "optimizer")
 
 def dry_run(cfg: Config) -> None:
     """Measure the memory that a training will need on rank 0, with all other ranks simulated, and print it as a table
-    or, with format=json, as JSON. No files are left behind."""
+    or, with format=json, as JSON. No files are left behind.
+
+    Raises:
+        ConfigError: the model has a processor, without whose images there are no synthetic inputs.
+    """
+    kind = shapes_of(cfg.model).class_config
+    if kind is not None:
+        raise ConfigError(
+            f"dry_run={cfg.dry_run}: a {kind.model_type} has inputs that only its processor makes of images, and a dry "
+            "run has none; llava-fsdp plan estimates the memory, and a training with max_steps=2 shows it"
+        )
     remark = warn_if_refused(cfg)
     with tempfile.TemporaryDirectory(prefix="dry-run-") as folder:
         if cfg.offload.mode is OffloadMode.nvme and cfg.offload.folder is None:  # its default would be output_dir

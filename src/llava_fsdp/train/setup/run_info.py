@@ -88,8 +88,9 @@ def planned_peak(cfg: Config, world: World, model: Architecture, records: Record
     tensors, and if the plan fails."""
     if world.device.type != "cuda":
         return None
-    rule = ImageTokens.of_config(cfg, model.image_size, model.image_tokens)
     try:
+        has_tiles = model.processor_folder is None
+        rule = ImageTokens.of_config(cfg, model.image_size, model.image_tokens) if has_tiles else None
         return expected_peak(cfg, world, model.parts, samples_in(records, rule))
     except Exception as error:  # only a line of the report is lost, which must not end the training
         log().warning("the plan of this run's memory could not be made: %s: %s", type(error).__name__, error)
