@@ -164,7 +164,7 @@ class Group:
 
     @cached_property
     def kind(self) -> Hashable:
-        """What the time of a step depends on: groups of equal kinds take equally long."""
+        """A value that is equal for groups that are predicted to take equally long for a step."""
         counts = [(w.numel, w.trainable) for w in self.weights]
         return round(self.share, 9), len(self.blocks), len(self.stages), self.has_first, self.has_last, *sorted(counts)
 
@@ -212,7 +212,8 @@ class Planner:
         return flops._replace(tile=(work.flops + recomputes * work.recomputed) / work.tokens)
 
     def divide(self) -> None:
-        """Divide the weights as the configuration's kinds of parallelism do.
+        """Set the attributes that depend on the configuration's kinds of parallelism: how the weights are divided, and
+        the properties of the parameters (`weights`, `whole_weights`).
 
         Raises:
             ConfigError: the model cannot be divided in this way.
@@ -265,7 +266,8 @@ class Planner:
 
     @property
     def cut(self) -> tuple[int, int, int]:
-        """What decides which part of a layer's activations a rank has, beside the size of its micro-batch."""
+        """Sizes of `parallel.context`, `parallel.tensor` and `parallel.expert`, which together with the micro-batch
+        decide the memory of a layer's activations on a rank."""
         parallel = self.cfg.parallel
         return parallel.num_context, parallel.tensor, parallel.expert
 
@@ -279,6 +281,7 @@ class Planner:
 
     @property
     def how(self) -> ContextHow:
+        """How attention exchanges tensors between the ranks that process a row together."""
         parallel = self.cfg.parallel
         return plan_context(parallel.context_how, self.parts.language, parallel.num_context, 0, self.tensor).how
 
@@ -364,9 +367,9 @@ class Planner:
     def between(
         self, mode: ActivationCheckpointing, micro: MicroBatchSizes, sizes: Sequence[MicroBatchSizes], compiled: bool
     ) -> list[PassSegment]:
-        """Interpolate the activation memory of a micro-batch between the next smaller and the next larger one of
-        `sizes`. Measure it instead if there are no such two, or if their passes have different numbers of segments.
-        `sizes`: micro-batches that are measured, the smallest first."""
+        """Return the activation memory of a micro-batch, interpolated linearly in its tokens between the next smaller
+        and the next larger one of `sizes`, whose memory is measured. If there are no such two, or their passes have
+        different numbers of segments, the memory of the micro-batch is measured. `sizes`: the smallest first."""
         key = self.cut, compiled, mode, micro
         around = [(a, b) for a, b in itertools.pairwise(sizes) if a.tokens < micro.tokens < b.tokens]
         if not around or key in self.measured:
@@ -473,14 +476,14 @@ class Planner:
         """Return the bytes of parameters, gradients and optimizer state that a rank holds.
 
         Args:
-            ranks: numbers of ranks that hold the same parts of layers.
-            rank: number of the rank among them.
+            ranks: numbers of ranks that hold the same part of the model.
+            rank: index of the rank among them.
             padded: whether to count the padding of shards, too.
         """
+        # of a divided model, a single rank that holds a part uses FSDP, too
         divided = self.tensor > 1 or self.cfg.parallel.pipeline > 1
 
         def compute() -> Bytes:
-            """Return the bytes of the group's weights, gradients and optimizer states on the rank."""
             return bytes_per_rank(
                 group.weights,
                 choice.strategy,
@@ -517,7 +520,8 @@ class Planner:
     def seconds(self, choice: Choice, ranks: RankCounts, micros: MicroBatches, most: int | None = None) -> float:
         """Predict the seconds of a step, without its memory. `micros` is what a rank runs in it. `most`: number of
         micro-batches from which the idle time of a pipeline is computed; None: that of `micros`."""
-        groups = self.groups(choice)  # the list is the same object for the same groups
+        # One group of each kind is enough. Its list is cached, so that its id can be a part of the key.
+        groups = self.groups(choice)
         kinds = self.known(("kinds", id(groups)), lambda: list({one.kind: one for one in groups}.values()))
         return max(self.step(choice, ranks, micros, group, most)[0].seconds for group in kinds)
 
@@ -535,7 +539,7 @@ class Planner:
         same_part = self.ranks_of_same_part(ranks)
         _, shards = mesh_shape(SHARD_PLANS[strategy], same_part.world_size, same_part.shard_size)
         trained, local = self.known((group, "trained", shards), lambda: trained_numbers(group.weights, shards))
-        one, two = self.known(
+        one, two = self.known(  # the volume of 1 and of 2 micro-batches
             (group, strategy, same_part),
             lambda: [volume(group.weights, strategy, precision, same_part, micro_batches=n) for n in (1, 2)],
         )
@@ -543,11 +547,13 @@ class Planner:
         sent = self.with_experts(self.with_context(sent, choice, micros, group), choice, micros, group)
         sent = self.with_messages(self.with_layers(sent, choice, micros, group), ranks, micros, group)
         flops = sample_flops(self.flops, self.samples)
-        tower = self.flops.tile * self.samples.tiles  # that every rank of a layer computes
+        # the vision part is not divided: each of the ranks that compute layers together computes it for itself
+        tower = self.flops.tile * self.samples.tiles
         of_rank = (flops - tower) / self.tensor + tower
         recomputed = self.recomputed_flops(choice) / self.tensor
-        # arXiv 2104.04473, section 2.2
+        # idle time of a pipeline, as a share of the time in which it computes: arXiv 2104.04473, section 2.2
         idle = (parallel.pipeline - 1) / (parallel.stages_per_rank * (most or len(micros)))
+        # samples of a rank, of each of which it computes the share of its group
         work = group.share * self.cfg.global_batch_size / same_part.world_size
         step = step_time(
             self.machine,
@@ -589,20 +595,16 @@ class Planner:
         rank: int,
         group: Group,
     ) -> Ledger:
-        """Simulate the device memory of a rank in a step with a pipeline.
-
-        Args:
-            ranks, rank: counts of the ranks that hold the same parts of layers, and the index of this rank among them.
-            micros: what the rank runs in the step.
-            between: micro-batches that are measured to interpolate the others; if empty, all are measured.
-        """
+        """Simulate the device memory of a rank in a step with a pipeline. Of long steps, only a part is simulated that
+        has the peak: the consecutive micro-batches with the most tokens. The arguments are those of `simulate`."""
         parallel, plan = self.cfg.parallel, SHARD_PLANS[choice.strategy]
-        # As many micro-batches as fill the pipeline twice: those that follow each other and have the most tokens.
+        # as many micro-batches as fill the pipeline twice
         most = parallel.num_micro_batches(2 * parallel.num_stages)
         windows = (micros[begin : begin + most] for begin in range(max(1, len(micros) - most + 1)))
         run = max(windows, key=lambda window: sum(micro.tokens for micro in window))
         stack, mode = stack_name(self.model), choice.activation_checkpointing.mode
-        takes_own = self.tensor > 1 and mode is ActivationCheckpointing.none  # else it is computed again
+        # whether a stage's first block keeps its positions of the received states; else they are computed again
+        takes_own = self.tensor > 1 and mode is ActivationCheckpointing.none
         segments = {
             (number, micro): segments_of_stage(
                 self.passes(mode, [micro], between)[0], stack, blocks, number == 0,
@@ -626,8 +628,15 @@ class Planner:
         return simulate_pipeline(steps, units, plan, states, self.unit_names, self.cfg.sharding.prefetch)
 
     def with_messages(self, sent: Volume, ranks: RankCounts, micros: MicroBatches, group: Group) -> Volume:
-        """Add what stages send each other: hidden states and their gradients."""
-        before = len(group.stages) - group.has_first
+        """Return `sent`, what a rank receives in a step, with what other stages send: hidden states from the stages
+        before, and their gradients from those behind.
+
+        Args:
+            ranks: numbers of ranks of the training.
+            micros: what the rank runs in the step.
+            group: its part of the model.
+        """
+        before = len(group.stages) - group.has_first  # number of its stages that have one before them
         behind = len(group.stages) - group.has_last
         received = (before + behind) * self.hidden_bytes(micros)
         count, on_one_node = (before + behind) * len(micros), ranks.world_size <= ranks.node_size
@@ -660,8 +669,9 @@ class Planner:
         share = recomputed_share(choice.activation_checkpointing)
         if choice.activation_checkpointing.mode is ActivationCheckpointing.selective:  # collectives run again
             share = 1.0
-        chains = sum(number - 1 not in group.blocks for number in group.blocks)
+        chains = sum(number - 1 not in group.blocks for number in group.blocks)  # lists of consecutive blocks
         mixtures = self.mixtures(group)
+        # a training counts the tokens of experts only where each sample is on one rank (`routers_to_watch`)
         counted = self.router.experts * mixtures if mixtures and self.cfg.parallel.num_context == 1 else 0
         volume = self.known(
             (group, "layers", share, counted),
@@ -680,6 +690,7 @@ class Planner:
         return replace(sent, tensor=moved.bytes, sums=moved.calls, tensor_size=self.tensor)
 
     def mixtures(self, group: Group) -> int:
+        """Return how many of a group's blocks have experts."""
         stack = find_blocks(self.model.language)
         key = group, "mixtures"
         return self.known(key, lambda: sum(len(find_experts(stack[number])) for number in group.blocks))
@@ -697,7 +708,8 @@ class Planner:
         return self.known_values[key]
 
     def plan_of(self, group: Group) -> dict[str, Cut]:
-        """Return how a group's weights are divided among the ranks that compute layers together, by full name."""
+        """Return how a group's weights are divided among the ranks that compute layers together, by full name of a
+        module or parameter. Only the first stage has the embedding, and only the last one the output layer."""
         stack, ends = stack_name(self.model) + ".", {Cut.EMBEDDING: group.has_first, Cut.OUTPUT: group.has_last}
         return {
             name: cut
@@ -738,9 +750,10 @@ class Planner:
         """Simulate the device memory of a rank during a step.
 
         Args:
-            ranks: counts of the ranks that hold the same parts of layers.
+            ranks: numbers of the ranks that hold the same part of the model.
             micros: what the rank runs in the step.
-            between: micro-batches that are measured to interpolate the others; if empty, all are measured.
+            between: micro-batches whose activation memory is measured, to interpolate that of `micros`; if empty, that
+                of each of `micros` is measured.
             rank: index of the rank among `ranks`.
             group: the part of the model that this rank and others of its pipeline group have; unused without a
                 pipeline.
@@ -772,17 +785,19 @@ class Planner:
     def simulate_passes(
         self, choice: Choice, ranks: RankCounts, micros: Sequence[MicroBatchSizes], passes: Sequence[Pass], rank: int
     ) -> Ledger:
-        """Simulate the device memory of a rank during a step whose passes are known."""
+        """Simulate the device memory of a rank during a step without a pipeline. `passes`: activation memory of the
+        micro-batches, those that `without_repeats` returns. Other arguments are those of `simulate`."""
         plan = SHARD_PLANS[choice.strategy]
         world_size, shard_size = ranks.world_size, ranks.shard_size
         group = self.groups(choice)[0]
         stored = self.held(choice, ranks, rank, group)
         kept, inputs = self.input_bytes(micros)
         states = replace(self.on_device(choice.offload, plan, stored, self.buffer_bytes + kept), inputs=inputs)
+        # a single rank uses FSDP only if it has parts of layers, or offloads weights
         if world_size == 1 and self.tensor == 1 and not choice.offload.moves_weights:
             return simulate_unsharded_step(passes, states)
         _, shards = mesh_shape(plan, world_size, shard_size)
-        is_away = not states.gradients
+        is_away = not states.gradients  # the shards' gradients are offloaded
         passes_through = is_away and self.machine.device != "cpu"
         units = self.units(group, choice, shards, is_away, passes_through)
         return simulate_step(passes, units, plan, states, self.unit_names, self.cfg.sharding.prefetch)

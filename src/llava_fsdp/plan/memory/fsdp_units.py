@@ -75,7 +75,7 @@ def unit_of(
     part = sum(w.padded(shards) * w.gathered_size(precision) for w in weights)
     reduced = sum(w.reduce_size(precision) * w.padded(shards) for w in trainable)
     kept = sum(w.master_size(precision) * w.padded(shards) for w in trainable)
-    own = weights[0].own_shards(shards)  # the same for all weights of a unit
+    own = weights[0].own_shards(shards)  # ranks over which FSDP shards the unit: the same for all its weights
     return Unit(
         name,
         gathered=part * own,

@@ -39,6 +39,7 @@ class Ledger:
         self.compare(moment)
 
     def set_live(self, level: Live) -> None:
+        """Replace the bytes of activations and logits that are held. Gradients of `level` are not used."""
         self.held["activations"], self.held["logits"] = level.activations, level.logits
 
     def drop(self, **sizes: int) -> None:
@@ -156,6 +157,7 @@ class FsdpRank:
         """What other micro-batches keep for their backward passes."""
 
     def run_micro_batch(self, segments: Sequence[PassSegment], is_last: bool) -> None:
+        """Simulate the forward and backward pass of a micro-batch. `is_last`: it is the last one of the step."""
         forward, backward = ([s for s in segments if s.backward is of_backward] for of_backward in (False, True))
         self.run_forward(forward)
         passed = self.order(backward)[1]
@@ -181,6 +183,7 @@ class FsdpRank:
                 self.gather(name, describe(segment))
             self.run(segment)
             if self.plan.reshard_after_forward:
+                # true if the segment is the last block of its unit
                 is_end = blocks.get(unit, [""])[-1] == segment.unit != ""
                 for name in (*self.experts(segment), *[unit] * is_end):
                     self.free(name)
@@ -201,7 +204,7 @@ class FsdpRank:
         made_before = 0
         for segment in segments:
             unit = self.unit_names.get(segment.unit, "")
-            if unit not in blocks:
+            if unit not in blocks:  # the output layer, or what is between the blocks, whose weights the root unit has
                 self.run(segment)
                 if segment.unit == OUTPUT and OUTPUT in self.units:
                     made = 0 if self.adds_in_place(OUTPUT) else segment.made
@@ -218,6 +221,7 @@ class FsdpRank:
                     self.prefetch(ahead)
             of_experts = self.run_with_experts(segment, is_last)
             made = 0 if self.adds_in_place(unit) else segment.made - of_experts
+            # a unit of several blocks holds the gradients of those that have run until its last block has run
             if blocks[unit][-1] != segment.unit:
                 made_before += made
                 self.ledger.add(describe(segment), reducing=made)
@@ -302,11 +306,13 @@ class FsdpRank:
             self.ledger.drop(gathered=self.buffers.pop(name))
 
     def drop_buffers(self) -> None:
+        """Free the all-gather buffers of all units."""
         self.ledger.drop(gathered=sum(self.buffers.values()))
         self.buffers.clear()
         self.copied = None
 
     def free(self, name: str) -> None:
+        """Free a unit's gathered weights, if it has any."""
         if name in self.gathered:
             self.gathered.remove(name)
             self.ledger.drop(gathered=self.units[name].gathered)

@@ -61,22 +61,24 @@ def segments_of_stage(
     segments: Pass, stack: str, blocks: range, is_first: bool, is_last: bool, hidden: int, own: int,
     takes_own: bool,
 ) -> StageSegments:  # fmt: skip
-    """Return the segments that a stage runs, without the bytes that other stages hold.
+    """Return the segments that a stage runs of a micro-batch's passes. Their bytes are those that the stage's own rank
+    holds: its tensors, and the hidden states that it has received from the stage before.
 
     Args:
-        segments: the passes of the whole model.
+        segments: the forward and backward pass of the whole model.
         stack: name of the list of the language model's blocks.
         blocks: numbers of the stage's blocks.
         hidden: bytes of the hidden states that stages send to each other.
-        own: bytes of this rank's positions of them, which a block gives to the next one.
+        own: bytes of this rank's positions of them, which a block gives to the next one; with `parallel.tensor` a rank
+            has only a part of the positions between blocks.
         takes_own: whether the stage's first block keeps its positions of what the stage received for the backward pass.
     """
     first, last = f"{stack}.{blocks.start}", f"{stack}.{blocks.stop - 1}"
 
     def cut(backward: bool, begin: str, end: str) -> list[PassSegment]:
-        own = [s for s in segments if s.backward is backward]
-        places = {s.unit: number for number, s in enumerate(own)}
-        return own[places[begin] if begin else 0 : places[end] + 1 if end else len(own)]
+        one_pass = [s for s in segments if s.backward is backward]
+        places = {s.unit: number for number, s in enumerate(one_pass)}
+        return one_pass[places[begin] if begin else 0 : places[end] + 1 if end else len(one_pass)]
 
     forward = cut(False, "" if is_first else first, "" if is_last else last)
     backward = cut(True, "" if is_last else last, "" if is_first else first)
@@ -102,12 +104,12 @@ def simulate_pipeline(
     unit_names: dict[str, str],
     prefetch: int | None,
 ) -> Ledger:
-    """Simulate a step of one rank of a pipeline. `order` has the passes that it runs, and the segments of each.
+    """Simulate a step of one rank of a pipeline. `order` has the passes that the rank runs, and the segments of each.
     `unit_names`: block name -> name of its FSDP unit in `units`. `prefetch`: number of units whose all-gathers begin
     ahead of their use; None: one, in the backward pass only."""
     ledger = states.open_ledger()
     rank = FsdpRank(ledger, units, plan, unit_names, prefetch)
-    left = Counter(one.stage for one, _ in order if not one.is_forward)
+    left = Counter(one.stage for one, _ in order if not one.is_forward)  # stage -> backward passes still to run
     messages = kept_messages(order)
     under_way = Live()
     states.begin_pass(ledger, 0)

@@ -180,9 +180,10 @@ def volume(
     ranks: RankCounts,
     micro_batches: int,
 ) -> Volume:
-    """Count the bytes that a rank receives in the collectives of a step. With n ranks, a rank receives (n - 1) / n of
-    the bytes of a tensor that is all-gathered or reduce-scattered, and twice as many if it is all-reduced. `ranks`:
-    numbers of ranks that hold the same parts of layers."""
+    """Count the bytes that a rank receives in FSDP's collectives of a step: all-gathers of weights, and reductions of
+    gradients. With n ranks, a rank receives (n - 1) / n of the bytes of a tensor that is all-gathered or
+    reduce-scattered, and twice as many if it is all-reduced. `ranks`: numbers of ranks that hold the same part of the
+    model, `weights`."""
     if ranks.world_size == 1 and all(weight.tensor == 1 for weight in weights):
         return Volume()
     plan = SHARD_PLANS[strategy]
@@ -190,12 +191,14 @@ def volume(
     taking_part = [w for w in weights if w.trainable or (plan.shards_frozen and not w.whole)]
     trainable = [w for w in taking_part if w.trainable]
 
-    def others(weight: Weight) -> int:  # shards are padded to the largest one
+    # elements of the other ranks' shards, which are padded to the largest one
+    def others(weight: Weight) -> int:
         return (weight.own_shards(shards) - 1) * weight.padded(shards)
 
     def gathered(weights: Sequence[Weight]) -> int:
         return sum(others(w) * w.gathered_size(precision) for w in weights)
 
+    # number of ranks that hold the same shard of a weight
     def copies_of(weight: Weight) -> float:
         return ranks.world_size * weight.tensor / (weight.sharers * weight.own_shards(shards))
 
@@ -204,8 +207,9 @@ def volume(
         return 2 * (copies - 1) / copies * weight.padded(shards) * weight.reduce_size(precision)
 
     scattered = sum(others(w) * w.reduce_size(precision) for w in trainable)
-    gathers = micro_batches if plan.reshard_every_micro_batch else 1
+    gathers = micro_batches if plan.reshard_every_micro_batch else 1  # of each unit, in forward passes
     reductions = 1 if plan.gradient_sync is Sync.LAST_MICRO_BATCH else micro_batches
+    # only units of blocks are freed after the forward pass
     freed = [w for w in taking_part if w.fsdp_unit not in (ROOT, OUTPUT, NORMS)]
     again = freed if plan.reshard_after_forward else []  # gathered again in the backward pass
 
@@ -314,8 +318,9 @@ def added_bytes(precision: PrecisionConfig, micro_batches: int) -> int:
     """Return the bytes of memory traffic per parameter in a step on one rank, where FSDP copies nothing. The first
     micro-batch's gradient is cast to the dtype of the master weights, or taken as it is if that is its own. Those of
     later ones are added."""
-    own, master = ITEM_SIZE[precision.param_dtype], 2 if precision.master_dtype is MasterDType.bf16 else 4
-    return (master + own) * (own != master) + (2 * master + own) * (micro_batches - 1)
+    made, master = ITEM_SIZE[precision.param_dtype], 2 if precision.master_dtype is MasterDType.bf16 else 4
+    # a cast reads a gradient and writes a master's; an addition reads both and writes the sum
+    return (master + made) * (made != master) + (2 * master + made) * (micro_batches - 1)
 
 
 @dataclass(frozen=True)
@@ -341,7 +346,8 @@ def step_time(
     world_size: int,
     offload: OffloadMode,
 ) -> StepTime:
-    """Predict the seconds of a step on one rank. `sent` is what it receives in the step."""
+    """Predict the seconds of a step on one rank. `sent` is what the rank receives in the step. Of several ranks, FSDP
+    copies weights and gradients in each micro-batch; a single rank only adds gradients."""
     gpu = machine.gpu
     rate = machine.peak(precision.param_dtype) * (gpu.efficiency if gpu else 1.0)
     bandwidth = 0.8 * gpu.bandwidth if gpu else CPU_BANDWIDTH
@@ -355,7 +361,7 @@ def step_time(
     update = UPDATED * work.local / bandwidth
     pcie = gpu.pcie if gpu else CPU_BANDWIDTH
     if offload is OffloadMode.optimizer:
-        update += 16 * work.local / pcie  # both fp32 moments, to the device and back
+        update += 16 * work.local / pcie  # both fp32 moments, to the device and back: 4 times 4 bytes
     elif offload.moves_weights:
         # each micro-batch copies fp32 weights to the device for two gathers, and gradients back; the CPU updates
         exposed += work.micro_batches * 12 * work.local / pcie
