@@ -192,9 +192,10 @@ class Assistant:
         return LoadedImage(next(self._numbers), path, tiles, rows, images)
 
     def prepared(self, images: Sequence[LoadedImage]) -> list[LoadedImage]:
-        """Return the images of a conversation, prepared in the way that their number demands: LLaVA-OneVision cuts an
-        image into tiles only if it is the only one. So images may be read again after one was added. Raises ImageError
-        if that fails."""
+        """Return the images of a conversation, prepared as their number demands: LLaVA-OneVision cuts an image into
+        tiles only if it is the only one. So images may be read again after one was added. Raises ImageError if that
+        fails."""
+        # `tiled` returns whether an image of a conversation with so many images is cut into tiles
         count, tiled = count_images(image.path for image in images), self.reader.tokens.needs_size
         return [
             image
@@ -259,9 +260,9 @@ class Assistant:
 
 
 def images_after(images: Sequence[LoadedImage], tokens: np.ndarray) -> list[LoadedImage]:
-    """Return what of a conversation's images the model must still read if the first tokens of the prompt are cached.
-    Images whose image tokens are all among the cached ones are left out; an image of which some are cached keeps only
-    the others (in its `rows`). Image tokens have the id IMAGE_ID."""
+    """Return the images of a conversation whose tokens are not all cached. An image of which some tokens are cached has
+    only the others in its `rows`. `tokens`: the ids of the first tokens of the prompt, which are cached; image tokens
+    have the id IMAGE_ID."""
     before = int((tokens == IMAGE_ID).sum())
     rest = []
     for image in images:

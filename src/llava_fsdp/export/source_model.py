@@ -104,6 +104,7 @@ def open_source(cfg: ConversionConfig) -> Opened:
     path = Path(cfg.source)
     refuse_staged(cfg.source, "source")
     is_checkpoint = (path / STATE_FILE).is_file()
+    # a folder with config.json and without checkpoints counts as a model
     has_status = is_run_folder(path) and not (path / "config.json").is_file()
     is_run = is_checkpoint or has_status or (path / FOLDER).is_dir()
     if path.name == EXPORT and not path.exists() and is_run_folder(path.parent):
@@ -209,6 +210,7 @@ def open_adapted(folder: Path, cfg: ConversionConfig) -> Opened:
     notes = read_notes(folder)
     model_config = read_base(opened, cfg.base or cfg.language, cfg.vision)
     parts = find_parts(model_config)
+    # again, now that it is known whether its names are those of a class of transformers
     opened = adapter.without_idle_tower(open_adapter(folder, parts.class_config is not None))
     check_artifacts([folder, *artifacts_of(parts, None, model_config)])
     model = build_architecture(parts, model_config, torch.float32)
@@ -271,7 +273,8 @@ def open_model(folder: Path, cfg: ConversionConfig) -> Opened:
 def describe(
     folder: Path, model: Architecture, model_config: ModelConfig, cfg: ConversionConfig
 ) -> SourceModel | WholeSource:
-    """Return a description of the model in a folder, of either kind. The weights of `model` are not used."""
+    """Return a description of the LLaVA model, or of the whole model of transformers, in a folder. The weights of
+    `model` are not used."""
     if isinstance(model, Llava):
         return source_of_folder(folder, model, model_config, cfg)
     notes = read_notes(folder)

@@ -192,7 +192,8 @@ def run_with(language_model: Any, exchange: Exchange, name: str) -> None:
 
 
 def share_experts_on_meta(language_model: Any, modules: Sequence[nn.Module], size: int) -> None:
-    """Make a language model that stays on the meta device run as on one of `size` ranks that share experts."""
+    """Give a language model on the meta device the part of the experts that one of `size` ranks has, in place, and make
+    it run them as on this rank. Nothing is sent; what would be received is allocated."""
     run_with(language_model, MetaExchange(size), f"{NAME}_meta_{size}")
     for module in modules:
         for name, parameter in list(module.named_parameters(recurse=False)):

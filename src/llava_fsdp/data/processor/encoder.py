@@ -64,6 +64,7 @@ class ProcessorEncoder(AnswerEncoder):
     def cut(self, record: Record, whole: Sample) -> Sample:
         made = truncate(whole, self.max_length)
         count, total = len(made.images), len(whole.images)
+        # the processor will get the images that are left, and may write other tokens for each where they are fewer
         sizes = {self.size(record, whole.place(n)) for n in range(count)} if count < total else set()
         for size in sizes:
             if self.expansion(size, count, record.where) != self.expansion(size, total, record.where):
@@ -105,7 +106,11 @@ class ProcessorEncoder(AnswerEncoder):
         return bos is not None and not text.startswith(self.tokenizer.name(bos) or "\0")
 
     def processor_text(self, segments: Sequence[Segment], made: ChatIds, where: str) -> ProcessorText:
-        """Return what the processor needs to make the same token ids.
+        """Return the texts from which the processor makes the token ids of a sample again, and where its images are.
+
+        Args:
+            segments: the conversation, with the expansion of each image in the place of its placeholder.
+            made: the ids of the sample.
 
         Raises:
             DataError: a text of the record contains the token that stands for images.
@@ -119,10 +124,11 @@ class ProcessorEncoder(AnswerEncoder):
                 "data.special_tokens=text",
                 Kind.special_token,
             )
+        # if answers are tokenized apart, the processor gets the text before the last one that has labels
         last = max((n for n, own in enumerate(segments) if own.begins_answer and own.supervised), default=0)
         texts = split_at_images(segments[:last] if made.is_apart else segments, self.placeholder)
         is_whole = not made.hides_special and len(texts) == len(made.image_spans) + 1
-        if not is_whole:
+        if not is_whole:  # the processor would make other ids of these texts: it gets the placeholders alone
             texts = ["", *[self.placeholder] * len(made.image_spans)]
         return ProcessorText(tuple(texts), made.image_spans, is_image, is_whole, made.is_apart and is_whole, where)
 
@@ -134,6 +140,7 @@ class ProcessorEncoder(AnswerEncoder):
         return known
 
     def expand(self, size: Size, count: int, where: str) -> str:
+        """Run the processor for `expansion`. Raises DataError if it fails, or writes another text for each image."""
         try:
             text = self.processor.expand(self.placeholder * count, [size] * count)
         except (ValueError, TypeError, ArithmeticError, LookupError, RuntimeError) as error:
@@ -142,7 +149,7 @@ class ProcessorEncoder(AnswerEncoder):
                 f"{' '.join(str(error).split())[:200]}",
                 Kind.image_shape,
             ) from error
-        own = text[: len(text) // count]
+        own = text[: len(text) // count]  # all images have one size, so that each has the same text
         if own * count != text:
             raise DataError(
                 f"{where}: the model's processor writes different tokens for {count} images of one size, "

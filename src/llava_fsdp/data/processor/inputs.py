@@ -53,6 +53,7 @@ class ProcessorInputs:
             DataError: the processor makes other token ids of a sample than it has, or fails.
         """
         shown = [(sample, images) for sample, images in rows if images]
+        # texts without images are only checked; those of the others are checked in `process`
         for sample, images in rows:
             if not images and (text := text_of(sample)).is_whole:
                 check_ids(sample, text, self.reader.processor.tokenize("".join(text.texts[:1])))
@@ -100,8 +101,9 @@ class ProcessorInputs:
         return made
 
     def types_of(self, sample: Sample, types: Types) -> Types:
-        """Return the types of a sample's tokens, given those of the text that the processor got. Tokens of answers have
-        type 0 in all processors."""
+        """Return the types of a sample's tokens, given those of the text that the processor got (`types`). Tokens after
+        this text are of answers, which have type 0 in all processors. If the text had only the placeholders of the
+        images, image tokens get the largest type, and all others 0."""
         text, length = text_of(sample), len(sample.input_ids)
         filled = {name: torch.zeros(length, dtype=torch.int64) for name in types}
         for name, values in types.items():

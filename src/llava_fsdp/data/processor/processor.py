@@ -105,8 +105,9 @@ class Processor:
         return hashlib.sha256(json.dumps([*settings, *parts], sort_keys=True).encode()).hexdigest()[:32]
 
     def expand(self, text: str, sizes: Sequence[Size]) -> str:
-        """Return a text in which the placeholders of black images of some sizes are replaced as they are for any images
-        of these sizes, for one sample."""
+        """Return the `text` of one sample with the tokens of images in the places of its placeholders, as the processor
+        writes them. `sizes`: (width, height) in pixels of each image; black images of these sizes are prepared, on
+        the assumption that the tokens depend on the sizes alone."""
         self([text], [[Image.new("RGB", size) for size in sizes]])
         last = self.opened.tokenizer.last
         return last if isinstance(last, str) else last[0]
@@ -123,7 +124,8 @@ class Processor:
         return bos is None or not text.startswith(bos)
 
     def __call__(self, texts: Sequence[str], images: Sequence[Sequence[Image.Image]]) -> Processed:
-        """Prepare the texts and the images of some samples, each with at least one image."""
+        """Prepare the texts and the images of some samples, each with at least one image. All texts get the tokenizer's
+        special tokens, or none, as `adds_special` says of the first one."""
         made = self.opened(
             text=list(texts),
             images=[list(own) for own in images],

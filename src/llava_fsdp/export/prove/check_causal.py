@@ -70,10 +70,11 @@ def causes(small: PretrainedConfig) -> list[str]:
 @torch.random.fork_rng(devices=[])  # transformers draws random numbers while it builds a model, on this rank alone
 @torch.no_grad()
 def what_is_seen(key: ConfigKey) -> str | None:
-    """Return in words what a token of a small language model sees that it must not see: later tokens, because a hidden
-    state changes with one or because a layer says that it is not causal (some of transformers' attention
-    implementations ignore that); or other rows. None if it sees neither. Raises NoSmallCopy if transformers cannot
-    build or run the model."""
+    """Return in words what a token of a small language model with this configuration sees that it must not see; None if
+    there is nothing. Raises NoSmallCopy if transformers cannot build or run the model.
+
+    A token sees later tokens if a hidden state changes with one, or if a layer says that it is not causal: some of
+    transformers' attention implementations ignore that. It sees other rows if a hidden state changes with one."""
     config: Any = key.config
     with library_errors(f"transformers cannot run a small copy of a {config.model_type}", NoSmallCopy):
         model = AutoModel.from_config(

@@ -96,7 +96,7 @@ def own_class(config: Any, model: Architecture, ours: Architecture, grids: list[
         grids: sizes [width, height] in pixels that the small copy fits images into.
 
     Raises:
-        UnlikeOwnClass: one of both has a parameter that the other lacks.
+        UnlikeOwnClass: transformers' class or the small copy has a parameter that the other lacks.
     """
     language, rows = ours.parts.language, ours.parts.language.vocab_size
     small = copy.deepcopy(config)

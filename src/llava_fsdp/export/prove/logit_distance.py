@@ -56,8 +56,8 @@ def bound_of_classes(compute: torch.dtype, has_experts: bool) -> float:
 
 @torch.no_grad()
 def distance(actual: torch.Tensor, expected: torch.Tensor) -> Distance:
-    """Compare logits with the expected ones: both float32 [labels, vocabulary]. Further columns of `actual` are left
-    out: an export has more rows of the vocabulary than are trained."""
+    """Compare logits with the expected ones: both float32 [labels, vocabulary]. If `actual` has more columns, the last
+    ones are left out: an export has more rows of the vocabulary than are trained."""
     actual = actual[:, : expected.shape[1]]
     difference = (actual - expected).abs()
     kl, changed = 0.0, 0
@@ -73,4 +73,5 @@ def distance(actual: torch.Tensor, expected: torch.Tensor) -> Distance:
 
 
 def relative(difference: torch.Tensor, size: torch.Tensor) -> float:
+    """Divide one scalar by another; 0 for a difference of 0, even if `size` is 0."""
     return float(difference / size) if difference != 0 else 0.0

@@ -23,8 +23,8 @@ WRITTEN = 2
 
 
 def without_padding(micro: MicroBatch) -> MicroBatch:
-    """Return a micro-batch of padded rows in which only tokens of samples are compared. `label_positions` are all
-    tokens."""
+    """Return a copy of a micro-batch of padded rows in which `label_positions` are all tokens of its samples, so that
+    logits of padding are not compared."""
     return replace(micro, label_positions=mask_of(micro).flatten().nonzero()[:, 0])
 
 
@@ -35,8 +35,9 @@ def mask_of(micro: MicroBatch) -> torch.Tensor:
 
 
 def prove_class(folder: Path, weights: Mapping[str, Stored]) -> None:
-    """Load an exported folder with its class. Raise ModelError unless the class has the `weights` that were to be
-    written, which are by the class's names, to the bit, and generates."""
+    """Load an exported folder with its class in transformers, and let it generate some tokens. Raise ModelError if that
+    fails, or if a loaded weight differs by a bit from the one that was to be written (`weights`, by the class's names).
+    """
     dtype = reduce(torch.promote_types, [stored.dtype for stored in weights.values()])
     model = open_export(folder, dtype)
     check_loaded(model, weights, folder)
@@ -53,7 +54,7 @@ def logits_of_export(
 
     Args:
         dtype: dtype in which the class computes.
-        weights: what the folder must hold, by the class's names.
+        weights: the weights that were to be written, by the class's names.
 
     Raises:
         ModelError: a weight is another one after loading, or the class does not generate.
@@ -64,6 +65,7 @@ def logits_of_export(
     inputs = known(model, micro.images)
     row = row_with_images(model, micro)
     length = int(micro.sample_lengths[row])
+    # inputs of the shape of the token ids have a value for each token; others belong to the images
     of_row = {n: v[row, :length][None] if v.shape == micro.input_ids.shape else v for n, v in inputs.items()}
     check_generates(model, micro.input_ids[row, :length][None], of_row, folder)
     mask = mask_of(micro).long()

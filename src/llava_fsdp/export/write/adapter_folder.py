@@ -244,13 +244,13 @@ def adapter_tensors(model: ModelConfig, trained: Collection[str], sources: Mappi
 
 def check_base(model: Architecture, cfg: ModelConfig, digests: Mapping[str, str]) -> None:
     """Check that the LoRA adapter from which a training continues (`model.lora.checkpoint`) was trained on the base
-    model of this training. `digests` come from `frozen_digests`.
+    model of this training. `digests`: a hash of each weight that is frozen in this training, by name
+    (`frozen_digests`).
 
-    The configuration of the base model that the adapter's folder records is compared in any case.
-
-    If the adapter's folder has no fingerprint (hash) of a base model (as folders of peft and the original LLaVA), the
-    types of model that it names are compared. The fingerprint is not checked if this training trains weights that were
-    frozen when the adapter was trained.
+    The base model's configuration is compared with the one that the adapter's folder records; for a folder of peft or
+    the original LLaVA, which records none, only the type of model. The fingerprint (hash) of the base model's weights
+    is compared if the folder has one, and only if this training freezes all weights that it covers: others have no
+    hash.
 
     Raises:
         ModelError: the adapter's folder has the fingerprint of another base model, or names one of another type.

@@ -270,8 +270,8 @@ def begin_hf(source: SourceModel, dtype: torch.dtype, staged: Path) -> int:
 def write_hf_config(
     source: SourceModel, dtype: torch.dtype, staged: Path, ids: TokenIds, rows: int
 ) -> LlavaConfig | LlavaNextConfig | LlavaOnevisionConfig | InternVLConfig:
-    """Write `config.json` of a model for transformers, with `ids`, those of the special tokens that the export adds,
-    and with embeddings of `rows` rows. Return it."""
+    """Write `config.json` of a model for transformers, and return the configuration. `ids`: token ids of the special
+    tokens that the export adds. `rows`: number of rows of the embeddings."""
     config = hf_config(source, dtype, rows)
     config.image_token_id, config.pad_token_id = ids.image, ids.pad
     if ids.video is not None:

@@ -356,7 +356,8 @@ def write_processor(
     if isinstance(config, InternVLConfig):
         patch *= round(1 / config.downsample_ratio)
     grid = (image_size(vision) // patch) ** 2
-    cls = config.vision_feature_select_strategy == "default"  # the processor subtracts the CLS token again
+    # with "default" the processor subtracts a CLS token from the number of tokens, which is added here
+    cls = config.vision_feature_select_strategy == "default"
     processor = {
         "processor_class": "LlavaProcessor" if grids is None else "LlavaNextProcessor",
         "patch_size": patch,

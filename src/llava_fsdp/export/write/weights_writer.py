@@ -60,7 +60,7 @@ def write_shards(
         trained: number of rows of these parameters that are trained.
         rows: number of rows of these parameters to write; rows after the trained ones are the trained rows' mean.
     """
-    held: dict[str, torch.Tensor] = {}
+    held: dict[str, torch.Tensor] = {}  # the parameters of one group, gathered on rank 0
 
     def convert(group: TensorGroup) -> dict[str, torch.Tensor]:
         converted = {}
@@ -85,7 +85,7 @@ def write_shards(
         tensors: dict[str, torch.Tensor] = {}
         failed: list[Exception] = []  # raised after the collectives, in which the other ranks wait for rank 0
         for group in file:
-            next(names)
+            next(names)  # shows progress
             gathered = {name: weights.read(name) for name in group.parameters}
             if weights.is_first_rank and not failed:
                 try:

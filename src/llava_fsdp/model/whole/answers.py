@@ -49,6 +49,7 @@ def class_around(config: PretrainedConfig, base: nn.Module, output: nn.Module) -
             again.
     """
     made: Any = whole_model_of(config)
+    # `output` already applies the class's factor and cap of logits
     text = made.config.get_text_config()
     for key, value in without_change(text).items():
         setattr(text, key, value)
@@ -70,7 +71,7 @@ class Chosen(LogitsProcessor):
 
 
 class Pushed(StoppingCriteria):
-    """Ends all rows of a batch together."""
+    """Gives the newest token of each row to `push`, and ends all rows of the batch together when it returns False."""
 
     def __init__(self, push: Push):
         self.push = push

@@ -38,11 +38,11 @@ class GivenStates(nn.Module):
 
 def check_logits(model: PreTrainedModel, change: LogitChange) -> None:
     """Raise ModelError if the class of a model in transformers makes other logits from the last hidden states than the
-    output layer with `change`, or cannot be asked. The code of the class runs with the model's own configuration, on a
+    output layer with `change`, or cannot run so. The code of the class runs with the model's own configuration, on a
     few random hidden states and on random weights of a small output layer.
 
     Args:
-        model: on the meta device. It is changed, and only to be thrown away.
+        model: on the meta device. Its modules are replaced, so that it cannot be used afterwards.
     """
     what = f"a {type(model).__name__}, model_type={model.config.model_type}"
     try:

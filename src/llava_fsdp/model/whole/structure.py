@@ -44,7 +44,7 @@ class Structure:
 
 
 def is_inside(name: str, outer: tuple[str, ...]) -> bool:
-    """Return whether a parameter or module is one of others or inside of them, by its name."""
+    """Return whether the parameter or module `name` is one of the modules `outer`, or inside of one; all by name."""
     return any(name == one or name.startswith(f"{one}.") for one in outer)
 
 
@@ -84,7 +84,8 @@ def base_of(whole: PreTrainedModel) -> PreTrainedModel:
 
 
 def language_of(base: PreTrainedModel) -> PreTrainedModel:
-    """Return the language model in a model without output layer. Raises ModelError if there is none."""
+    """Return the language model in a model without output layer. Raises ModelError if there is none, or if the whole
+    model is one."""
     language: Any = base.get_decoder()
     if language is base or not isinstance(language, PreTrainedModel) or language not in set(base.modules()):
         raise ModelError(f"a {type(base).__name__} has no language model in it that could be told from its other parts")

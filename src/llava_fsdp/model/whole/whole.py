@@ -70,7 +70,8 @@ class Whole(Architecture):
         assert parts.class_config is not None
         made: Any = whole_model_of(parts.class_config)
         base_of(made)
-        check_logits(made, parts.logit_change)  # replaces its parts
+        check_logits(made, parts.logit_change)
+        # check_logits has replaced modules, so the class is built again
         made = whole_model_of(parts.class_config)
         names = {name for name, _ in made.named_parameters(remove_duplicate=False)}
         self.cfg = cfg

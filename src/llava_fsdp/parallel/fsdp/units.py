@@ -37,6 +37,8 @@ def shard(
     The root unit and the output layer are not freed after the forward pass, because the backward pass begins with
     them. The output layer's gradient is reduced first, and the root unit's last.
 
+    Trainable norms that compute in fp32 form one more unit. The module that gathers it becomes `model.gathered_first`.
+
     Args:
         model: a module whose forward is called: a model, or a stage of it.
         parts: parts of the model; those that are not in the stage are ignored.
@@ -55,6 +57,7 @@ def shard(
     )
     common: dict[str, Any] = {"mesh": mesh, "ignored_params": ignored, "offload_policy": offload.policy}
     common["shard_placement_fn"] = placement_over(mesh, cfg.precision.moment_dtype)
+    # before the units of blocks, which then leave these norms out
     together = shard_norms([m for m in norms if set(m.parameters()) - ignored], policy, common)
     if together is not None:
         model.gathered_first = together

@@ -236,7 +236,7 @@ def choose(blocks: Sequence[Measured], room: float) -> dict[int, Limit]:
 
 
 def worst_of(of_ranks: Sequence[Measured]) -> Measured:
-    """Combine the measurements of one block on all ranks."""
+    """Combine the measurements of one block on all ranks: the largest of each number."""
     return Measured(
         max(one.size for one in of_ranks),
         max(one.length for one in of_ranks),

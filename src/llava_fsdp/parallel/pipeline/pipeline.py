@@ -162,7 +162,8 @@ class PackedStage(PipelineStage):
         begin_micro_batch(self.root, self.plan, last_backward)
         together = getattr(self.root, "gathered_first", None)
         if together is not None:
-            # its forward computes nothing: no hook in the graph of a micro-batch under way would gather it again
+            # The unit of fp32 norms stays gathered until the step's last backward pass: its module computes nothing, so
+            # that no hook in the graph of another micro-batch would gather it again.
             together.set_reshard_after_backward(last_backward)
         return stage_backward(bwd_kwargs["stage_output"], bwd_kwargs["output_grads"], bwd_kwargs["input_values"]), None
 
@@ -314,26 +315,31 @@ class Pipeline:
         return output if self.has_last else None
 
     def from_last(self, value: torch.Tensor | None, shape: Sequence[int]) -> torch.Tensor:
-        """Return a float32 tensor of the last stage on the ranks of all stages. Collective: all ranks must call it.
-        `value` is the tensor; None on ranks that do not have the last stage."""
+        """Broadcast a float32 tensor from the ranks with the last stage to those with the other stages, and return it.
+        Collective: all ranks must call it.
+
+        Args:
+            value: the tensor; None on ranks that do not have the last stage.
+            shape: its shape, on these ranks.
+        """
         value = value if value is not None else torch.empty(tuple(shape), device=self.device)
         dist.broadcast(value, group=self.group, group_src=self.place.size - 1)
         return value
 
     def gather_in_stage(self, items: list[Any]) -> list[Any]:
-        """Return the lists of the ranks with the same stages, concatenated in their order. Collective: all of them must
-        call it."""
+        """Return the lists of the ranks with the same stages, concatenated in the order of ranks. Collective: all of
+        these ranks must call it."""
         values: list[Any] = [None] * self.equal_ranks[1]
         dist.all_gather_object(values, items, group=self.stage_group)
         return [item for of_rank in values for item in of_rank]
 
     def on_rank_0(self, value: torch.Tensor | None, elsewhere: GroupTensor | None) -> torch.Tensor:
-        """Return a tensor on rank 0, which one group of ranks has; the result on other ranks is not used. All ranks
-        must call it.
+        """Send a tensor that the ranks of one group have to rank 0, and return it there; the result on other ranks is
+        not used. All ranks must call this.
 
         Args:
-            value: the tensor; None on ranks of other groups.
-            elsewhere: which other group has it, on ranks of other groups; else None.
+            value: the tensor; None on ranks that do not have it.
+            elsewhere: on ranks that do not have the tensor, its group, dtype and shape; else None.
         """
         is_first = self.equal_ranks[0] == 0
         if value is not None:

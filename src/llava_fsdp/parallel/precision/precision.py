@@ -79,7 +79,8 @@ class MasterWeights:
         in_fp8: nn.Module | None = None,
         compiled: bool = False,
     ):
-        """Create a master weight for each trainable parameter that needs one, and a hook that adds its gradient.
+        """Create a master weight for each trainable parameter whose dtype is neither `master` nor fp32, uninitialised,
+        and a hook that adds the parameter's gradient to it.
 
         Args:
             master: dtype of the master weights, except those of parameters in fp32, which are in fp32.

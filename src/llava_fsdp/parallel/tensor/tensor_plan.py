@@ -77,13 +77,13 @@ def mixtures_of(language: nn.Module, size: int) -> list[str]:
 
 
 def is_inside(name: str, modules: Iterable[str]) -> bool:
-    """Return whether a module or parameter is inside one of some modules; all are given by name."""
+    """Return whether the module or parameter `name` is inside one of `modules`, which are given by name."""
     return any(name.startswith(f"{module}.") for module in modules)
 
 
 def in_mixture(language: nn.Module, name: str, size: int) -> dict[str, Cut]:
-    """Return the style of the weights of a module with a router and experts. The experts are not among them: other
-    ranks share them (`parallel.expert`).
+    """Return the style of the weights of the module `name`, which holds the router and the experts of a layer: SUMMED
+    for all but the experts, which are left out, as they are divided by `parallel.expert` instead.
 
     Raises:
         ConfigError: an adapter in it has dropout, whose mask would be that of other positions than the rank's own.
@@ -194,9 +194,13 @@ def with_adapter(name: str, module: nn.Module, style: Cut) -> dict[str, Cut]:
 def between_layers(
     language: nn.Module, prefix: str, plan: Mapping[str, Cut], size: int, mixtures: Sequence[str]
 ) -> dict[str, Cut]:
-    """Return the style of the weights of blocks that are used outside of attention, the MLP and the `mixtures`. A rank
-    computes there with its own positions, and so has a part of the gradient. `prefix` is that of the language model's
-    names in the `plan` for the whole model.
+    """Return the style (SUMMED) of the weights of blocks that are used outside of attention, the MLP and the
+    `mixtures`, such as norms. There a rank computes its own positions alone, so that it has a part of the gradient.
+
+    Args:
+        prefix: beginning of the names of the language model's weights in `plan`.
+        plan: styles of the layers that are divided, by which attention and the MLP are recognised.
+        mixtures: names, within the language model, of the modules with a router and experts.
 
     Raises:
         ConfigError: a weight there is a matrix: its module may need all positions.
