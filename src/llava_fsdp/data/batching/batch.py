@@ -58,8 +58,8 @@ class MicroBatch:
     label_sources: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     """For each label, the index of its data source in `data.sources`, int64 [labels]; empty with a single source."""
     sample_lengths: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int64))
-    """Number of tokens of each sample, int64 [samples]; one 0 without samples. If several ranks share the row, those of
-    the whole row."""
+    """Number of tokens of each sample, int64 [samples]; 0 for a blank sample, and one 0 without samples. If several
+    ranks share the row, those of the whole row."""
     label_records: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     """For each label, the number of its record in the dataset, int64 [labels]. Only set if several ranks process a row
     together and one of them may find that a record cannot be read; else empty."""

@@ -105,7 +105,7 @@ class Collator:
             scale=scale,
             **edges,
             seeds=torch.from_numpy(token_seeds),
-            sample_lengths=torch.tensor(lengths if samples else (0,)),
+            sample_lengths=torch.tensor([*lengths[:count], *[0] * (len(rows) - count)] if samples else (0,)),
             **of_labels("label_sources", keys.sources, label_rows),
             **of_labels("label_records", keys.records, label_rows),
         )

@@ -154,6 +154,8 @@ def show_images(
     if room <= 0:
         return Images(title, called, count, tile, [], f"Not shown, as {TILES} tiles of this record are.")
     tiles = reader.tiles(record, name)
+    if tiles.ndim == 3:  # an image that a processor prepares is not cut here: [height, width, 3]
+        tiles = tiles.transpose(2, 0, 1)[None]
     about = min(len(tiles) * len(names), max(SIDES))  # the other images may have other numbers of tiles
     side = next(side for most, side in SIDES.items() if about <= most)
     shown = [tile_thumbnail(own, side) for own in tiles[:TILES]]
