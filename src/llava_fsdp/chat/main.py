@@ -30,8 +30,7 @@ Ctrl-C stops an answer and keeps what was written of it; a second Ctrl-C ends th
 
 
 def chat(cfg: ChatConfig) -> None:
-    """Answer the question given on the command line, or chat on the terminal, or serve a web page for chatting, as
-    `cfg` says."""
+    """Answer the question given on the command line, or chat on the terminal, or serve a web page, as `cfg` says."""
     if cfg.serve:
         from llava_fsdp.chat.web.server import serve  # gradio is optional, and takes seconds to import
 
@@ -83,8 +82,7 @@ class Terminal:
                 log().error("%s", error)
 
     def answer(self, question: str, stopped: threading.Event | None = None) -> None:
-        """Print the model's answer to a question while it is generated; stop when another thread or a signal handler
-        sets `stopped`."""
+        """Print the model's answer to a question while it is generated; stop when `stopped` is set meanwhile."""
         pieces, text = self.conversation.ask(question, self.sampling), ""
         for piece in pieces:
             text += piece

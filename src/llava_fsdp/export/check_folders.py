@@ -113,8 +113,7 @@ def holds_model(folder: Path) -> bool:
 
 
 def accept(folder: Path, names: list[str]) -> None:
-    """Record new digests, in `llava_fsdp.json` of a model folder, of files that a user changed, added or removed on
-    purpose.
+    """Record new digests, in `llava_fsdp.json` of a model folder, of files that a user has changed, added or removed.
 
     Args:
         names: paths of these files, relative to the folder. `llava_fsdp.json` itself may be among them: its present

@@ -204,8 +204,7 @@ def run_config(facts: dict[str, Any], folder: Path) -> Config:
 
 
 def open_adapted(folder: Path, cfg: ConversionConfig) -> Opened:
-    """Open a LoRA adapter folder (of llava_fsdp, peft or the original LLaVA), with the adapter merged into its base
-    model."""
+    """Open a LoRA adapter folder (of llava_fsdp, peft or the original LLaVA), merged into its base model."""
     opened = open_adapter(folder)
     notes = read_notes(folder)
     model_config = read_base(opened, cfg.base or cfg.language, cfg.vision)

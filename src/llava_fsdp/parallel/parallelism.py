@@ -57,8 +57,7 @@ class Parallelism:
 
     @property
     def row_group(self) -> Share:
-        """This rank's group among the groups that process different rows. All ranks of a group process the same
-        rows."""
+        """This rank's group among those that process different rows. All ranks of a group process the same ones."""
         return self.layout.row_group(self.world.rank)
 
     @property

@@ -502,8 +502,7 @@ class Planner:
         self, group: Group, choice: Choice, shards: int, is_away: bool = False, passes_through: bool = False
     ) -> dict[str, Unit]:
         """Return the FSDP units of a group of ranks, whose weights are sharded over `shards` ranks. `is_away`: the
-        shards' gradients are offloaded. `passes_through`: offloaded shards are copied to the device before an
-        all-gather."""
+        shards' gradients are offloaded. `passes_through`: offloaded shards are copied to the device first."""
         plan, precision = SHARD_PLANS[choice.strategy], self.cfg.precision
         return self.known(
             (group, "units", choice.strategy, shards, is_away, passes_through),
@@ -755,8 +754,7 @@ class Planner:
             between: micro-batches whose activation memory is measured, to interpolate that of `micros`; if empty, that
                 of each of `micros` is measured.
             rank: index of the rank among `ranks`.
-            group: the part of the model that this rank and others of its pipeline group have; unused without a
-                pipeline.
+            group: the part of the model that the rank has, if there is a pipeline; else not used.
         """
         if self.cfg.parallel.pipeline > 1:
             return self.simulate_group(choice, ranks, micros, between, rank, group)

@@ -1,5 +1,4 @@
-"""Encode records for a whole model of transformers: token ids as its processor makes them, and labels for the
-answers."""
+"""Encode records for a whole model of transformers: token ids as its processor makes them, and labels for answers."""
 
 from __future__ import annotations
 

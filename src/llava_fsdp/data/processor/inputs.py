@@ -30,8 +30,7 @@ class ProcessorInputs:
     reader: ProcessorImages
 
     def completed(self, rows: list[Row]) -> list[Row]:
-        """Return the samples of a micro-batch, and the blank sample if the model needs one and no sample has an
-        image."""
+        """Return the samples of a micro-batch, and, if the model needs it and no sample has an image, the blank one."""
         blank = self.reader.blank
         return [*rows, blank] if blank is not None and not any(images for _, images in rows) else rows
 

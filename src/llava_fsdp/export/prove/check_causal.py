@@ -23,8 +23,7 @@ SAME = 1e-4
 def check_causal(model: Architecture) -> None:
     """Check with a small copy of the language model, which has random weights, that a token's hidden state depends on
     no later token and on no other row. A model that sees later tokens is shown the tokens that it is trained to
-    predict, and sees the padding of padded rows. Only rank 0 calls this. If no small copy can be made, nothing is
-    checked.
+    predict, and sees the padding of padded rows. Only rank 0 calls this. Without a small copy nothing is checked.
 
     Raises:
         ModelError: a hidden state changes with a later token or another row. The message names the keys of the

@@ -127,8 +127,7 @@ def suspects(config: PretrainedConfig) -> list[str]:
 @lru_cache(maxsize=64)
 def text_difference(key: ConfigKey) -> tuple[float, float | None]:
     """Compare the logits of random text of a small copy in transformers' own class and in this package's. Return the
-    largest difference, relative to the largest logit; and the factor by which all logits differ, None if there is no
-    such factor.
+    largest difference, relative to the largest logit; and the factor by which all logits differ, or None.
 
     Raises:
         ModelError: no small copy can be made.

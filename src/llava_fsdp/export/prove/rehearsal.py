@@ -48,8 +48,7 @@ Inputs = list[tuple[MicroBatch, list[Size] | None]]
 
 
 class CannotBeExported(ModelError):
-    """Error: transformers cannot load the export of a model, or would compute something else with it than the model
-    does."""
+    """Error: transformers cannot load the export of a model, or would compute something else with it."""
 
 
 def write_hf(source: SourceModel, weights: Weights, staged: Path) -> None:
@@ -176,8 +175,7 @@ def cure(model: Llava) -> str:
 
 def rehearse_on_meta(source: SourceModel, dtype: torch.dtype, rows: int) -> None:
     """Check the export for transformers without values: raise CannotBeExported if transformers' model, on the meta
-    device, does not have the same parameters, or does not run. `rows` is the number of rows of the exported
-    embeddings."""
+    device, does not have the same parameters, or does not run. `rows`: rows of the embeddings."""
     model, config = source.model, hf_config(source, dtype, rows)
     with name_the_model(model):
         names = {without_base(name) for name, _ in model.named_parameters() if not is_adapter(name)}

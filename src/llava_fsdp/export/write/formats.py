@@ -147,8 +147,7 @@ class SourceModel:
 
 
 def source_of_run(model: nn.Module, cfg: Config, run: str, step: int) -> SourceModel | WholeSource:
-    """Return a description of a trained model, which may be sharded, after `step` steps. `run` is the training's unique
-    id."""
+    """Return a description of a trained model, which may be sharded, after `step` steps. `run`: id of the training."""
     if isinstance(model, Whole):  # also with FSDP, which gives the model a subclass of its class
         return whole_source_of_run(model, cfg, history(run, cfg.stage.name, step, cfg.model.train))
     assert isinstance(model, Llava)
@@ -329,8 +328,7 @@ def hf_config(
 
 
 def write_configs(source: SourceModel, dtype: torch.dtype, staged: Path) -> None:
-    """Write `config.json` for the original LLaVA, and a subfolder with the vision tower's configuration and image
-    preprocessing.
+    """Write `config.json` for the original LLaVA, and a subfolder with the vision tower's configuration files.
 
     Raises:
         ModelError, ConfigError: the original LLaVA does not support this model, or the vision tower's name is not

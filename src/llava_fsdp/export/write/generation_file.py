@@ -55,8 +55,7 @@ def tokens_with(tokenizer: Tokenizer, text: str) -> set[int]:
 
 def generation_fields(folder: Path, ends: Sequence[int], bos: int | None, pad: int | None) -> dict[str, Any]:
     """Return the contents of a `generation_config.json`: those of the language model's file in `folder`, if there is
-    one, such as its temperature, with the tokens that end an answer. Raises ModelError if transformers cannot read that
-    file.
+    one, such as its temperature, with the tokens that end an answer. Raises ModelError if transformers cannot read it.
 
     Args:
         bos: id of the token with which a sequence begins, for a folder whose file does not name it.

@@ -105,8 +105,7 @@ def write_shards(
 
 
 def save(tensors: dict[str, torch.Tensor], path: Path, failed: list[Exception]) -> None:
-    """Write tensors into a safetensors file; or, if earlier steps of an export failed, raise the first of their
-    exceptions."""
+    """Write tensors into a safetensors file; or, if earlier steps of an export failed, raise the first exception."""
     if failed:
         raise failed[0]
     save_file(tensors, path, metadata={"format": "pt"})
@@ -183,8 +182,7 @@ def write_projector(weights: Weights, staged: Path, rename: Callable[[str], str]
 
 
 def publish_folder(staged: Path, final: Path) -> None:
-    """Flush all files of the finished folder `staged` to disk, then rename it to `final`, replacing a folder of that
-    name."""
+    """Flush all files of the finished folder `staged` to disk, then rename it to `final`, replacing an older one."""
     sync_tree(staged)
     shutil.rmtree(final, ignore_errors=True)
     os.rename(staged, final)

@@ -258,8 +258,7 @@ class Whole(Architecture):
 
     @property
     def needs_blank(self) -> bool:
-        """Whether a micro-batch without images needs a blank one: something that makes the embeddings of images
-        trains."""
+        """Whether a micro-batch without images needs a blank one: what makes the embeddings of images trains."""
         return any(
             p.requires_grad and self.structure.part_of(name) is not Part.language for name, p in self.named_parameters()
         )
@@ -332,8 +331,7 @@ def named_parts(model: Whole) -> Mapping[str, NamedPart]:
 def build_whole(
     parts: Parts, cfg: ModelConfig, compute_dtype: torch.dtype, kernel: Kernel | None, label_loss: LabelLoss
 ) -> Whole:
-    """Build a whole model of transformers on the meta device, with the configured LoRA adapters, and freeze what does
-    not train.
+    """Build a whole model of transformers on the meta device, with the configured LoRA adapters and frozen parameters.
 
     Args:
         compute_dtype: dtype of the matrix products in the forward pass.

@@ -125,8 +125,7 @@ def frozen_left_whole(model: nn.Module, plan: ShardPlan, whole: list[nn.Module])
 
 
 def placement_over(mesh: DeviceMesh, moments: MomentDType) -> Callable[[nn.Parameter], Shard]:
-    """Return FSDP's `shard_placement_fn` for a mesh: a function from a parameter to the dimension along which it is
-    sharded.
+    """Return FSDP's `shard_placement_fn` for a mesh: parameter -> dimension along which it is sharded.
 
     Args:
         mesh: the last dimension contains the ranks that shard.
@@ -155,8 +154,7 @@ def gather_ahead(units: Sequence[nn.Module], count: int) -> None:
 
 
 class GatheredFirst(nn.Module):
-    """Module that makes one FSDP unit of several modules of a model. FSDP gathers this unit before any of the modules
-    runs.
+    """Module that makes one FSDP unit of several modules of a model. FSDP gathers it before any of them runs.
 
     If `fully_shard` were given a list of modules, it would register hooks on each of them, and these hooks would split
     the graphs of compiled blocks.

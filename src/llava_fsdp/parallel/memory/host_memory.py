@@ -108,8 +108,7 @@ class Arena:
 
 
 class Memory(mmap.mmap):
-    """A memory mapping that can be pinned for CUDA, and is unpinned before it is unmapped. Its tensors keep it
-    alive."""
+    """A memory mapping that can be pinned for CUDA, and is unpinned before it is unmapped. Tensors keep it alive."""
 
     registered: int | None = None
     """Address of the pinned memory; None if it is not pinned."""

@@ -156,8 +156,7 @@ class Offload:
 
 
 class GradientIntoFile:
-    """Gradient hook that moves this rank's shard of the gradient into a mapped file. FSDP adds later ones to it
-    there."""
+    """Gradient hook that moves this rank's shard of the gradient into a mapped file. FSDP adds later ones there."""
 
     def __init__(self, place: torch.Tensor):
         self.place = place

@@ -162,8 +162,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
 
 def probe(inner: torch.optim.Optimizer, example: torch.Tensor) -> StateSpec:
-    """Find out what an optimizer keeps for parameters of the dtype and device of `example`, by stepping it once with
-    two zeros.
+    """Find out what an optimizer keeps for parameters of the dtype and device of `example`, by a step with two zeros.
 
     Raises:
         ConfigError: the optimizer has state other than scalars and tensors of the parameter's shape.

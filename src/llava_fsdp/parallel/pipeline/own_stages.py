@@ -32,8 +32,7 @@ class OwnStages:
     """The stages of a model that this rank has."""
 
     def __init__(self, model: Architecture, plan: StagePlan, place: Place):
-        """Take the plan by which a whole model, which is on the meta device, is divided. `place` says which stages this
-        rank has."""
+        """Take the plan by which a whole model on the meta device is divided. `place`: which stages this rank has."""
         self.plan = plan
         self.place = place
         children = children_of(model.language)

@@ -66,8 +66,7 @@ def plan_stages(model: Architecture, flops: Flops, counts: Sequence[float], stag
         flops: FLOPs of the model per token, pair of tokens, label and tile.
         counts: number of tokens, pairs of tokens that attend, labels and tiles of typical samples.
         stages: number of stages.
-        tensor: number of ranks that compute each layer of the language model together, while each of them computes the
-            whole vision tower.
+        tensor: number of ranks that compute each layer of the language model together; each computes the whole tower.
 
     Raises:
         ConfigError: the model has fewer blocks than stages, or cannot be divided.
@@ -185,8 +184,7 @@ def children_of(language: nn.Module) -> Children | None:
 
 
 def twin_of(module: M) -> M:
-    """Return a copy of a module that has the same children and parameters, but lists of children and hooks of its
-    own."""
+    """Return a copy of a module that has the same children and parameters, but its own lists of children and hooks."""
     twin = copy.copy(module)
     for name, value in vars(module).items():
         if name.startswith("_") and isinstance(value, dict) and name not in ("_parameters", "_buffers"):
@@ -214,7 +212,7 @@ def stage_of(model: Architecture, children: Children, blocks: range, is_first: b
     stage.replace_language(twin_of(model.language))
     setattr(stage.language, children.blocks, nn.ModuleList(find_blocks(model.language)))
     if not is_first:
-        # the model's own dictionary may have parameters of the first stage
+        # the model itself may own parameters of the first stage; None hides them
         vars(stage)["_parameters"] = dict.fromkeys(model._parameters)
     remove_others(stage, children, set(blocks), is_first, is_last)
     return stage

@@ -119,8 +119,7 @@ def fp8_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def cast_rows(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cast a matrix [m, k] to fp8, contiguous. Return it, and a scale for each row, float32 [m]: row = values *
-    scale."""
+    """Cast a matrix [m, k] to fp8, contiguous. Also return a scale for each row, float32 [m]: row = values * scale."""
     scales = matrix.abs().amax(1).float().clamp(min=1e-12) / LARGEST
     return (matrix.float() / scales[:, None]).to(FP8).contiguous(), scales
 

@@ -23,8 +23,7 @@ def fused_adamw(
     """Update weights and their two moments in place by AdamW (arXiv 1711.05101).
 
     Args:
-        tensors: for each weight (weight, gradient, first moment, second moment); contiguous, all of one shape and
-            dtype.
+        tensors: for each weight (weight, gradient, first moment, second moment); contiguous, of one shape and dtype.
         steps: for each weight the number of this update, counted from 1: float32 [] on the device of the tensors.
         group: hyperparameters (lr, betas, ...), as in `torch.optim.AdamW.param_groups`.
     """

@@ -163,8 +163,7 @@ class StoredMoment:
         self.map = torch.tensor(dynamic_map(signed), device=self.values.device) if quantised else None
 
     def read(self, rows: slice) -> torch.Tensor:
-        """Return rows in fp32. A moment in fp32 is returned as a view, so that an update of it changes the stored
-        one."""
+        """Return rows in fp32. Of a moment in fp32 they are a view, whose update changes the stored one."""
         if self.scales is None or self.map is None:
             return self.values[rows].float()
         return self.from_codes(self.values[rows], self.scales[rows], self.map)

@@ -61,8 +61,7 @@ def uses_agent_store() -> bool:
 
 
 def open_store(rank: int, until: float) -> dist.Store:
-    """Connect to the store before the time `until` (of `time.monotonic`). On rank 0, also start it, unless torchrun
-    runs it.
+    """Connect to the store before the time `until` (of `time.monotonic`). Rank 0 also starts it, unless torchrun does.
 
     Raises:
         CommunicationError: the store cannot be reached, or its port is in use.
@@ -104,8 +103,7 @@ def open_store(rank: int, until: float) -> dist.Store:
 
 
 def await_port(host: str, port: int, rank: int, until: float) -> None:
-    """Wait until a connection can be made. Raises CommunicationError if there is none at the time `until` (of
-    `time.monotonic`)."""
+    """Wait until a connection can be made. Raises CommunicationError if there is none at `until` (`time.monotonic`)."""
     told = time.monotonic()
     while True:
         try:

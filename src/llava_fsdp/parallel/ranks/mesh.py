@@ -172,8 +172,7 @@ def set_timeout(meshes: Meshes, seconds: int) -> None:
 
 
 def own_rank() -> int:
-    """Return this rank's number, from the process group or, before there is one, from torchrun's environment
-    variable."""
+    """Return this rank's number, from the process group or, without one, from torchrun's environment."""
     return dist.get_rank() if dist.is_initialized() else env_rank()
 
 

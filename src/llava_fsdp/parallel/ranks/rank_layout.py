@@ -1,5 +1,4 @@
-"""Arithmetic on the numbers of ranks: which ranks process the same rows, hold the same weights or have the same stages
-of the model.
+"""Arithmetic on the numbers of ranks: which ranks process the same rows, hold the same weights or have the same stages.
 
 It needs no process group. A training asks it about its own ranks (`Parallelism`), the planner about imagined ones.
 """
@@ -106,8 +105,7 @@ class RankLayout:
         return rank // self.parallel.tensor % self.parallel.num_context
 
     def equal_ranks(self, rank: int) -> Share:
-        """Return a rank's number among the ranks that have the same stages, and so the same tensors or parts of
-        them."""
+        """Return a rank's number among the ranks that have the same stages, and so parts of the same tensors."""
         return Share(rank % self.ranks_per_stage, self.ranks_per_stage)
 
     def place(self, rank: int) -> Place:

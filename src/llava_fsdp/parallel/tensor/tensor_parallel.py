@@ -317,8 +317,7 @@ def own_rows(rows: int, mesh: DeviceMesh) -> tuple[int, int]:
 
 
 def reduction(mesh: DeviceMesh, operation: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return an all-reduce without gradients, `sum` or `max`. Only the group's name is held, so the group can be
-    freed."""
+    """Return an all-reduce without gradients, `sum` or `max`. It holds only a name, so that the group can be freed."""
     name = mesh.get_group().group_name
 
     def reduced(own: torch.Tensor) -> torch.Tensor:

@@ -176,8 +176,7 @@ class BlankImages:
             }
 
     def positions(self, rows: int, length: int, types: list[str]) -> dict[str, torch.Tensor]:
-        """Return the positions of tokens, [axes, rows, length], as if all were text; empty if the model numbers tokens
-        one after the other."""
+        """Return the positions of tokens, [axes, rows, length], as if all were text; empty if they count from 0."""
         assert self.model.parts.class_config is not None
         number = positions_of(self.model.parts.class_config)
         if number is None:

@@ -45,8 +45,7 @@ GB = 1e9
 
 def settle_packing(cfg: C, parts: Parts) -> tuple[C, str | None]:
     """Replace `pack=auto` by true, or by false if this model cannot keep the samples apart that are packed into one
-    row. Also return, if it became false, the reason in one line. `compile=auto` becomes false for models whose blocks
-    are not compiled.
+    row. Also return, if it became false, the reason in one line. `compile=auto` becomes false for whole models.
 
     Raises:
         ConfigError: rows must be padded, but another key is set that only works with packed rows.

@@ -1,5 +1,4 @@
-"""Predict the longest sample that can be trained on 1, 2, 4, ... GPUs, for each number of ranks that process a row
-together."""
+"""Predict the longest sample that can be trained on 1, 2, 4, ... GPUs, for each number of ranks that share a row."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

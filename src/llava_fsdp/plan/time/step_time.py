@@ -106,8 +106,7 @@ class Volume:
     """Number of ranks on one node; a group that computes layers together counts as one."""
 
     def extrapolated(self, other: Volume, times: int) -> Volume:
-        """Add `times` more micro-batches to the collectives of weights and gradients. `other` has one micro-batch
-        more."""
+        """Add `times` more micro-batches to the collectives of weights and gradients. `other` has one more."""
         more = {key: getattr(self, key) + times * (getattr(other, key) - getattr(self, key)) for key in GROWING_FIELDS}
         return replace(self, **more)
 
