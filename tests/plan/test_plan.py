@@ -286,7 +286,7 @@ def test_models_of_conf_have_shapes() -> None:
     for path in (config_dir() / "model").glob("*.yaml"):
         cfg = config_of([f"model={path.stem}", *(["model.language=package:tiny-llama"] if path.stem == "own" else [])])
         parts = shapes_of(cfg.model)
-        assert parts.language.hidden_size > 0 and parts.vision.image_size > 0
+        assert parts.language.hidden_size > 0 and parts.vision.hidden_size > 0
 
 
 WORLD = World(0, 4, 0, 4, torch.device("cpu"))

@@ -302,6 +302,8 @@ class Planner:
         small, large = splits[-1][0], splits[0][0]
         if self.grows_with_square or small.tokens == large.tokens:
             return []
+        if self.images is not None:  # ranks cannot divide its layers and rows, so that no layout is searched
+            return [small, large]
         sizes, times = [small], 1
         while sizes[-1].tokens < large.tokens:
             times *= 16
