@@ -79,7 +79,7 @@ def check_tags(turns: Sequence[Turn], images: int, where: str) -> None:
 
 
 def too_long(where: str, tokens: int, of_images: int, most: int) -> DataError:
-    """Return the error to raise for a conversation of more `tokens` than a model can read, which is `most`."""
+    """Return the error to raise for a conversation of `tokens` tokens, of which the model reads at most `most`."""
     return DataError(
         f"{where} takes {tokens} tokens, {of_images} of them for images, and the model reads {most}: begin a new "
         "conversation, make it shorter, or show fewer images"

@@ -71,6 +71,7 @@ class MicroBatch:
 
     @property
     def inputs(self) -> ForwardInputs:
+        """The arguments of the model's forward pass, by name."""
         return {
             "input_ids": self.input_ids,
             "segments": self.segments,

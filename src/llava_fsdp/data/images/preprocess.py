@@ -169,8 +169,8 @@ class ImageReader(ImageSource):
         return self.tokens.needs_size(images)
 
     def image_rows(self, record: Record, number: int) -> np.ndarray:
-        """Return the tokens of an image or video; see image_tokens.py. Raise ImageError if the image's size is needed
-        and cannot be read."""
+        """Return the tokens of an image or video, one element for each, as `ImageTokens` makes them: the indices of its
+        features. Raise ImageError if the image's size is needed and cannot be read."""
         if is_video(record.images[number]):
             return self.tokens.of_video(self.count_frames(record, number))
         images = record.num_images
@@ -215,6 +215,8 @@ class ImageReader(ImageSource):
             check_height(stored_height, what)
 
     def tiles(self, record: Record, name: str) -> np.ndarray:
+        """Read an image or video of a record as tiles, uint8 [tiles, 3, size, size]. Raise ImageError if it cannot be
+        read or has changed since the dataset was examined."""
         path, sizes = self.note(record, name)
         tiles = self.load(path, record.where, record.num_images, sizes)
         if is_video(name) and len(tiles) != (known := self.count_frames(record, record.images.index(name))):
@@ -226,8 +228,10 @@ class ImageReader(ImageSource):
         return tiles
 
     def load(self, path: ImageFile, where: str, num_images: int = 1, sizes: Collection[Size] = ()) -> np.ndarray:
-        """See `ImageSource.load`. Each frame of a video is squeezed to one tile with the bicubic filter, as
-        transformers' LlavaOnevisionVideoProcessor does, whatever the vision tower's own preprocessing is."""
+        """Read an image file or a video as tiles, uint8 [tiles, 3, size, size]. Each frame of a video is squeezed to one
+        tile with the bicubic filter, as transformers' LlavaOnevisionVideoProcessor does, whatever the vision tower's
+        own preprocessing is. `sizes`: those for which an image's tokens were counted; only an image of several tiles
+        is compared with them."""
         if isinstance(path, Path) and is_video(path):
             square = replace(self.preprocessor, keep_ratio=False, resample=Image.Resampling.BICUBIC)
             frames = read_frames(path, where, self.video_sampling(where).numbers)

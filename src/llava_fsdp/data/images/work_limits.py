@@ -361,8 +361,8 @@ def fields(data: bytes, order: str, big: bool, place: int) -> Iterator[Field]:
 
 
 def check_tiles(found: dict[int, int], tiles: dict[int, int]) -> None:
-    """Raise TooMuchWork if a TIFF's strips or tiles are too large, or too many (`tiles`: {tag of OFFSETS: number}).
-    `found`: {tag of a field: its first number}."""
+    """Raise TooMuchWork if a TIFF's strips or tiles are too large, or too many for its size. `found`: {tag of a field:
+    its first number}. `tiles`: {tag of OFFSETS: number of offsets}, of strips and of tiles."""
     width, height = found.get(WIDTH, 0), found.get(LENGTH, 0)
     tile_width, tile_height = found.get(TILE_WIDTH, width), found.get(TILE_LENGTH, height)
     at_most(tile_width * tile_height, max(TILE_PIXELS, 2 * width * height), "pixels in a tile")

@@ -61,9 +61,10 @@ class ProcessorEncoder(AnswerEncoder):
         return self.encode(segments, record.images, sizes, record.where)
 
     def cut(self, record: Record, whole: Sample) -> Sample:
+        """Truncate a sample to `max_length` tokens. Raise DataError if it loses images, and the processor writes other
+        tokens for those that are left."""
         made = truncate(whole, self.max_length)
         count, total = len(made.images), len(whole.images)
-        # the processor will get the images that are left, and may write other tokens for each where they are fewer
         sizes = {self.size(record, whole.place(n)) for n in range(count)} if count < total else set()
         for size in sizes:
             if self.expansion(size, count, record.where) != self.expansion(size, total, record.where):

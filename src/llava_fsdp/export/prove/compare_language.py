@@ -64,7 +64,7 @@ def compare_language(parts: Parts) -> None:
 
     Raises:
         UnlikeOwnClass: the logits differ, and the message names the size of the difference and what seems to cause it;
-            or one of both has a parameter that the other lacks.
+            or the class or this package's model has a parameter that the other lacks.
     """
     config = read_config(parts.language_folder, "model.language")
     named = f"model.language={parts.language_folder}: the logits of a small copy of its {config.model_type}"
@@ -149,7 +149,7 @@ def text_difference(key: ConfigKey) -> tuple[float, float | None]:
     expected = expected.flatten(0, 1)
     if expected.shape != actual.shape or not expected.isfinite().all():
         raise ModelError(f"a small copy of a {small.model_type} has logits of {list(expected.shape)}, or not finite")
-    factor = float((expected * actual).sum() / actual.square().sum())
+    factor = float((expected * actual).sum() / actual.square().sum())  # the best one, by least squares
     is_factor = relative_difference(actual * factor, expected) <= EQUAL
     return relative_difference(actual, expected), factor if is_factor else None
 
@@ -224,7 +224,7 @@ def own_class(config: PretrainedConfig, ours: Architecture) -> Any:
     `ours`.
 
     Raises:
-        UnlikeOwnClass: one of both has a parameter that the other lacks.
+        UnlikeOwnClass: the class or `ours` has a parameter that the other lacks.
         ModelError: transformers cannot build the model.
     """
     with library_errors(f"transformers cannot build a {config.model_type} model"):

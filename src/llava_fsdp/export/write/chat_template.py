@@ -365,6 +365,7 @@ def rehearse(folder: Path, ours: Tokenizer, template: Template | ChatTemplate, s
     The exported folder must have `config.json`, by which transformers chooses the tokenizer's class.
     """
     theirs = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    # with one token for each image, as the chat template writes it
     encoder = ExactEncoder(ours, template, lambda *_: np.zeros(1, dtype=np.int64), UNLIMITED, TooLong.fail, start_end)
     image_id = theirs.convert_tokens_to_ids(IMAGE_TAG)
     video_id = theirs.convert_tokens_to_ids(VIDEO_TAG) if VIDEO_PART in theirs.chat_template else None

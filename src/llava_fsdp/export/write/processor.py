@@ -98,6 +98,7 @@ def write_tokenizer(
     tokenizer.chat_template = None
     tokenizer.save_pretrained(staged)
     template = open_template(template_name, folder, ours)
+    # whether conversations begin with the BOS token in training; if not, the exported tokenizer must not add it
     same_bos = template.adds_bos or begins_with_bos(template, folder)
     if ours.bos is None or not same_bos:
         leave_bos_out(staged)

@@ -321,7 +321,8 @@ class TraceReader:
 
     def add(self, event: Event) -> None:
         """Count a storage that was allocated or freed: as logits, which are as wide as the vocabulary, as a gradient
-        that the backward pass makes, or as an activation. So is a gradient that the forward pass makes, at first."""
+        that the backward pass makes, or as an activation. A gradient that the forward pass makes counts as an
+        activation until it is complete (`finish_gradient`)."""
         self.is_empty = False
         if event.storage in self.gradients and self.backward:
             if event.change > 0:
@@ -350,6 +351,8 @@ class TraceReader:
             self.made_masters += size
 
     def update_worst(self, casting: int = 0) -> None:
+        """Compare the present bytes with the segment's peaks. `casting`: bytes of a copy of a gradient that is cast to
+        the master dtype, which only exists without FSDP."""
         making = sum(self.making.values())
         self.worst = larger(self.worst, self.level, self.made + making)
         self.worst_first = larger(self.worst_first, self.level, self.made_masters + making + casting)

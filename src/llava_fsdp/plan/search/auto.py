@@ -152,9 +152,9 @@ def decide(cfg: Config, world: World, parts: Parts, samples: Samples, continues:
 
 
 def keeps(before: Decision, cfg: Config, world: World, parts: Parts, planner_of: Callable[[Config], Planner]) -> bool:
-    """Return whether a resumed run keeps its recorded values (`before`): they are possible with the present keys and
-    number of ranks, and fit into memory, as the planner predicts that `planner_of` makes for a configuration. Values of
-    a model that no planner can compute are kept, too, as they were chosen without one."""
+    """Return whether a resumed run keeps its recorded values (`before`): those that are possible with the present keys
+    and number of ranks, and that fit into memory by the prediction of a planner, which `planner_of` makes. Values of a
+    model that no planner can compute are kept, too, as they were chosen without one."""
     try:
         settled = before.applied(cfg)
         with_each_context(settled, world.size, parts.language)
@@ -264,7 +264,8 @@ def rows_for(planner: Planner, cfg: Config, world: World) -> list[PlanRow]:
 
 
 def ways_for(planner: Planner, cfg: Config, world: World) -> Ways:
-    """Return every combination of values that the `auto` keys may take."""
+    """Return the combinations of strategy, activation checkpointing and size of micro-batches that the `auto` keys
+    leave open, with the layout of ranks and the offload that `cfg` sets."""
     of_node, divides = max(1, world.local_size // cfg.parallel.tensor), cfg.parallel.tensor * cfg.parallel.pipeline
     ranks = RankCounts(world.size, cfg.sharding.shard_size or of_node, world.local_size)
     strategies = [cfg.sharding.strategy]

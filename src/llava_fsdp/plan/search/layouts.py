@@ -203,6 +203,8 @@ def fastest(found: Sequence[Candidate], count: int, advance: Advance = lambda co
     """Return the `count` fastest ways that fit into memory, and those found not to fit. The chosen one comes first: of
     those that take at most `NEAR` times as long as the fastest, the one with the fewest kinds of parallelism, if it
     still fits when its memory is measured. `advance` is called with 1 for each that fits."""
+    # A queue by seconds: what comes first is exact, or a lower bound that is computed more exactly and put back. So
+    # nothing that is still in the queue is faster than what has left it.
     order, measured = itertools.count(), 0
     # (seconds, order of insertion, candidate, whether the seconds are those of its fastest size of micro-batches and
     # not only a lower bound, its plan if its memory is known)
