@@ -159,8 +159,8 @@ class ClassAssistant:
         return False
 
     def write(self, rows: list[Row], sampling: Sampling, push, generator: torch.Generator | None = None) -> None:
-        """Generate answers to questions. `push` gets the next token of each answer, int64 [answers], and returns whether
-        to generate another one."""
+        """Generate answers to questions. `push` gets the next token of each answer, int64 [answers], and returns
+        whether to generate another one."""
         prompts = lay_out_prompts(rows, Collator(self.reader, Normalize.step, pack=False))
         micro = prompts.micro.map(lambda values: values.to(self.device))
         prompt = Prompt(micro.input_ids, prompts.mask.to(self.device), micro.images)

@@ -228,10 +228,9 @@ class ImageReader(ImageSource):
         return tiles
 
     def load(self, path: ImageFile, where: str, num_images: int = 1, sizes: Collection[Size] = ()) -> np.ndarray:
-        """Read an image file or a video as tiles, uint8 [tiles, 3, size, size]. Each frame of a video is squeezed to one
-        tile with the bicubic filter, as transformers' LlavaOnevisionVideoProcessor does, whatever the vision tower's
-        own preprocessing is. `sizes`: those for which an image's tokens were counted; only an image of several tiles
-        is compared with them."""
+        """Read an image file or a video as tiles, uint8 [tiles, 3, size, size]. Each frame of a video is squeezed to
+        one tile with the bicubic filter, as transformers' LlavaOnevisionVideoProcessor does, whatever the vision
+        tower's preprocessing is. `sizes`: those for which the tokens of an image of several tiles were counted."""
         if isinstance(path, Path) and is_video(path):
             square = replace(self.preprocessor, keep_ratio=False, resample=Image.Resampling.BICUBIC)
             frames = read_frames(path, where, self.video_sampling(where).numbers)
