@@ -11,15 +11,20 @@ from tiers import slow_after
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import CONFIG_MAPPING
 
+from llava_fsdp.config import ActivationCheckpointing
 from llava_fsdp.model.architecture import Architecture
 from llava_fsdp.model.build import build_architecture
 from llava_fsdp.model.weights.init_weights import computed_buffers
 from llava_fsdp.parallel.memory.activation_checkpoint import apply_activation_checkpointing
+from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.plan.memory.meta_trace import LiveBytes, Trace
 from llava_fsdp.plan.memory.micro_batches import MicroBatchSizes
 from llava_fsdp.plan.planner import Choice, Planner, PlanRow
 from llava_fsdp.plan.rank_counts import RankCounts
+from llava_fsdp.plan.search.auto import decide
 from llava_fsdp.plan.time.hardware import machine_for
+from llava_fsdp.runtime.errors import ConfigError
+from llava_fsdp.train.setup.dry_run import settle_auto
 
 CPU = torch.device("cpu")
 ALL = "vision,projector,language"
@@ -146,3 +151,17 @@ def test_the_token_of_images_is_not_taken_for_text(tmp_path: Path) -> None:
     config: Any = planner.parts.class_config
     assert int((inputs["input_ids"] == config.image_token_id).sum()) == micro.image_tokens
     assert inputs["segments"] is None and inputs["input_ids"].shape == (4, micro.length)
+
+
+def test_auto_values_are_chosen_for_a_whole_model(tmp_path: Path) -> None:
+    words = "model.train=[language]", "pack=true", "activation_checkpointing=auto", "tokens_per_micro_batch=auto"
+    planner = open_planner("gemma3", tmp_path, 3, *words, "global_batch_size=8", "data.max_length=100")
+    decision = decide(planner.cfg, World(0, 2, 0, 2, CPU), planner.parts, planner.samples)
+    assert "bytes" not in decision.reason and not decision.applied(planner.cfg).has_auto
+    assert decision.activation_checkpointing.mode is ActivationCheckpointing.none
+
+
+def test_a_dry_run_of_a_whole_model_is_refused(tmp_path: Path) -> None:
+    planner = open_planner("gemma3", tmp_path, 3, "model.train=[language]")
+    with pytest.raises(ConfigError, match=r"dry_run.*gemma3.*llava-fsdp plan"):
+        settle_auto(planner.cfg, World(0, 2, 0, 2, CPU))

@@ -92,8 +92,13 @@ def dry_run(cfg: Config) -> None:
 def settle_auto(cfg: Config, world: World) -> Config:
     """Replace every value `auto` in the configuration. `pack=auto` becomes true if the language model supports rows of
     packed samples; a planner of memory and time chooses the other values, by the dataset's statistics if they are
-    known, else by the mean lengths of LLaVA's own data."""
+    known, else by the mean lengths of LLaVA's own data. Raise ConfigError for a whole model of transformers."""
     parts = shapes_of(cfg.model)
+    if parts.class_config is not None:
+        raise ConfigError(
+            f"dry_run={cfg.dry_run}: its inputs are tiles, and a {parts.class_config.model_type} "
+            "has none; llava-fsdp plan predicts its memory"
+        )
     cfg, padded = settle_packing(cfg, parts)
     if padded is not None:
         log().info("auto: %s", padded)
