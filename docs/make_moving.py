@@ -13,10 +13,10 @@ from pages import DOCS, cell, code, replaced, table
 from llava_fsdp.migrate.configs.accelerate import ACCELERATE
 from llava_fsdp.migrate.configs.deepspeed import DEEPSPEED, Switched
 from llava_fsdp.migrate.flags.llava_flags import FLAGS
-from llava_fsdp.migrate.inputs import read_json
 from llava_fsdp.migrate.keys import OnlyIf, RuleContext, Translation, Verdict, outcome, written
 from llava_fsdp.migrate.launch_command import TrainingCommand
 from llava_fsdp.migrate.overrides import decide
+from llava_fsdp.migrate.settings_files import read_json
 from llava_fsdp.migrate.source_run import AUTO, Flag, Settings, SourceRun
 
 GPUS = 8

@@ -57,7 +57,7 @@ COMMANDS = {
         "SweepConfig", main="sweep.main:main",
     ),
     "migrate": Command(
-        "turn LLaVA's scripts, DeepSpeed's JSON or Accelerate's YAML into one command", main="migrate.main:main"
+        "turn scripts of LLaVA, ms-swift, LLaMA-Factory, TRL and others into one command", main="migrate.main:main"
     ),
     "completion": Command(
         "print the code with which a shell completes commands and keys: completion bash, or zsh",

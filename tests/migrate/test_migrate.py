@@ -24,9 +24,10 @@ from llava_fsdp.migrate.configs.accelerate import ACCELERATE
 from llava_fsdp.migrate.configs.accelerate import rule_of as accelerate_rule
 from llava_fsdp.migrate.configs.deepspeed import DEEPSPEED
 from llava_fsdp.migrate.configs.deepspeed import rule_of as deepspeed_rule
-from llava_fsdp.migrate.inputs import flat, read_runs
+from llava_fsdp.migrate.inputs import read_runs
 from llava_fsdp.migrate.keys import RuleContext, TableRow, Verdict, written
 from llava_fsdp.migrate.overrides import TEMPLATES, decide
+from llava_fsdp.migrate.settings_files import flat
 from llava_fsdp.migrate.shell import commands
 from llava_fsdp.migrate.source_run import SourceRun
 from llava_fsdp.migrate.table import rows_of
@@ -1227,8 +1228,8 @@ MISTAKES = [
     (["binary.sh"], "binary.sh is not text"),
     (
         ["other.sh"],
-        "other.sh has no training command: none that starts with deepspeed, torchrun, accelerate launch, or "
-        "python with a training program; it starts real.sh: give that",
+        "other.sh has no training command: none that starts with deepspeed, torchrun, accelerate launch, swift sft, "
+        "llamafactory-cli train, trl sft, or python with a training program; it starts real.sh: give that",
     ),
     (["bad.yaml"], "bad.yaml is not YAML"),
     (["empty.sh"], "empty.sh has no training command"),

@@ -8,7 +8,7 @@ import pytest
 
 from llava_fsdp.checkpoint.verify import read_small
 from llava_fsdp.data.images import check
-from llava_fsdp.migrate import inputs
+from llava_fsdp.migrate import settings_files
 from llava_fsdp.runtime.errors import CheckpointError, ConfigError, DamagedModel, ImageError, ModelError
 from llava_fsdp.runtime.files import provenance
 from llava_fsdp.runtime.files.safe_load import read_json, read_text, refuse_yaml_bombs
@@ -23,7 +23,7 @@ READERS: dict[str, tuple[type[Exception], Callable[[Path], Any]]] = {
     "object": (BadJson, lambda path: read_object(path, largest=SIZE)),
     "file of a checkpoint": (CheckpointError, lambda path: read_small(path, SIZE)),
     "notes": (DamagedModel, provenance.read_bytes),
-    "settings": (ConfigError, lambda path: inputs.checked(str(path))),
+    "settings": (ConfigError, lambda path: settings_files.checked(str(path))),
     "picture": (ImageError, lambda path: check.read_file(path, "a record")),
 }
 
@@ -31,7 +31,7 @@ READERS: dict[str, tuple[type[Exception], Callable[[Path], Any]]] = {
 @pytest.mark.parametrize("name", READERS)
 def test_the_largest_file_is_read(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(provenance, "SMALL", SIZE)
-    monkeypatch.setattr(inputs, "LARGEST", SIZE)
+    monkeypatch.setattr(settings_files, "LARGEST", SIZE)
     monkeypatch.setattr(check, "MAX_BYTES", SIZE)
     error, read = READERS[name]
     path = tmp_path / "file.json"

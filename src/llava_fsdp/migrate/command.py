@@ -1,4 +1,4 @@
-"""Translate a training of another system (LLaVA, DeepSpeed, Accelerate) into one llava_fsdp command. Hydra overrides
+"""Translate a training of another system (LLaVA, ms-swift, DeepSpeed, ...) into one llava_fsdp command. Hydra overrides
 (`key=value`) that only repeat default values are left out of the command."""
 
 import shlex
@@ -9,8 +9,9 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
 from llava_fsdp.config import Config, config_dir, load
-from llava_fsdp.config.command_line.cli import taken_literally
+from llava_fsdp.config.command_line.cli import taken_literally, with_own_model
 from llava_fsdp.migrate.flags.trainer_flags import OTHER_PROGRAM, lacking
+from llava_fsdp.migrate.flags.trainer_tables import DIFFERS
 from llava_fsdp.migrate.keys import REFUSED, RuleContext, TableRow, Verdict, written
 from llava_fsdp.migrate.overrides import Overrides, decide
 from llava_fsdp.migrate.source_run import SourceRun
@@ -56,7 +57,9 @@ class Migration:
         """Differences between the command and the original training, and contradictions between the input files."""
         run = self.run
         found = [f"{row.key}: {row.text}" for row in self.rows if row.text.startswith(REFUSED)]
-        if not run.launch.is_original:
+        if run.trainer:
+            found.append(f"{run.trainer.value}: {DIFFERS[run.trainer]}")
+        elif not run.launch.is_original:
             found.append(f"{run.launch.script}: {OTHER_PROGRAM}")
         if run.bits and "model.quantize.mode" not in self.decided:
             found.append(f"{run.bits}-bit weights: this command trains without quantized weights")
@@ -84,7 +87,9 @@ def drop_defaults(decided: Overrides) -> Overrides:
         base = compose("train", assignments(chosen))
     groups = {key: decided[key] for key in GROUPS if key in decided and not has_choice(base, key, decided[key])}
     rest = {k: v for k, v in decided.items() if k not in (*CHOICES, *GROUPS) and not has_value(base, k, v)}
-    return chosen | groups | rest
+    kept = chosen | groups | rest
+    # the command line chooses model=own by itself where model.checkpoint is given
+    return {k: v for k, v in kept.items() if chosen.get("model") != "own" or k not in ("model", "model.language")}
 
 
 def has_choice(base: DictConfig, group: str, choice: object) -> bool:
@@ -100,7 +105,7 @@ def has_value(base: DictConfig, key: str, value: object) -> bool:
 def refusal(kept: Overrides) -> str:
     """Return the error message with which llava_fsdp would refuse these overrides; empty if their configuration is
     valid. A missing data path is not an error: `Migration.lacks` reports it."""
-    words = assignments({"data.path": "records.json"} | kept)
+    words = with_own_model(assignments({"data.path": "records.json"} | kept))
     try:
         with initialize_config_dir(str(config_dir()), version_base="1.3"):
             load(Config, compose("train", [taken_literally(word) for word in words]))

@@ -1,11 +1,12 @@
 """Find out whether a command in a shell script starts a training: with which launcher (`deepspeed`, `torchrun`,
-`accelerate launch` or plain `python`), and which program."""
+`accelerate launch`, plain `python`, or a trainer's own entry such as `swift sft`), and which program."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
 from llava_fsdp.migrate.shell import Command
+from llava_fsdp.migrate.trainers import LAUNCH_VARIABLES, PROGRAM_VARIABLES, Trainer, entry_of, trainer_of
 
 PYTHON = re.compile(r"python[\d.]*")
 MODULES = {
@@ -33,7 +34,8 @@ class TrainingCommand:
     """A shell command that starts a training."""
 
     launcher: str
-    """Program that starts the processes: deepspeed, torchrun, accelerate or python."""
+    """Program that starts the processes: deepspeed, torchrun, accelerate, python, swift or llamafactory-cli; or yaml,
+    if only a file of a trainer's flags was given."""
     flags: dict[str, str | bool]
     """The launcher's flags, with `_` instead of `-` in their names."""
     script: str
@@ -42,6 +44,8 @@ class TrainingCommand:
     devices: str | None
     """Value of CUDA_VISIBLE_DEVICES that the script sets."""
     notes: tuple[str, ...] = ()
+    trainer: Trainer | None = None
+    """The training program, if it is one whose own flags are known beside LLaVA's."""
 
     @property
     def is_original(self) -> bool:
@@ -61,6 +65,8 @@ def find_launch(command: Command) -> TrainingCommand | None:
     for index, word in enumerate(words):
         name = PurePosixPath(word).name
         rest = words[index + 1 :]
+        if entry_of(words[index:]) is not None:
+            return own_entry(command, name, index)
         if name in ("deepspeed", "torchrun"):
             return split(command, name, rest)
         if name == "accelerate" and rest[:1] == ["launch"]:
@@ -73,6 +79,38 @@ def find_launch(command: Command) -> TrainingCommand | None:
             launch = split(command, "python", rest)
             return launch if launch and TRAINING.search(PurePosixPath(launch.script).name) else None
     return None
+
+
+def own_entry(command: Command, name: str, index: int) -> TrainingCommand:
+    """Return the training that a trainer's own command starts, such as `swift sft` at `index` of the words. TRL's
+    starts `accelerate launch`; the others take torchrun's flags from environment variables."""
+    words = command.words
+    launcher = {"trl": "accelerate", "lmf": "llamafactory-cli"}.get(name, name)
+    environment = dict(command.environment)
+    read = [key for key in environment if key in PROGRAM_VARIABLES or key in LAUNCH_VARIABLES]
+    flags: dict[str, str | bool] = {}
+    for key in read if launcher != "accelerate" else []:
+        flags[key.lower() if key in LAUNCH_VARIABLES else key] = environment.pop(key)
+    devices, notes = devices_and_notes(environment)
+    return TrainingCommand(
+        launcher,
+        flags,
+        f"{name} {words[index + 1]}",
+        words[index + 2 :],
+        command.line,
+        devices,
+        notes,
+        trainer=entry_of(words[index:]),
+    )
+
+
+def devices_and_notes(environment: dict[str, str]) -> tuple[str | None, tuple[str, ...]]:
+    """Return the value of CUDA_VISIBLE_DEVICES, and a remark about the other environment variables that a script
+    sets."""
+    others = {name: value for name, value in environment.items() if name != "CUDA_VISIBLE_DEVICES"}
+    settings = ", ".join(f"{name}={value}" for name, value in others.items())
+    note = f"the script sets {settings}: set the variables that the command needs"
+    return environment.get("CUDA_VISIBLE_DEVICES"), (note,) if others else ()
 
 
 def split(command: Command, launcher: str, words: list[str]) -> TrainingCommand | None:
@@ -96,12 +134,9 @@ def split(command: Command, launcher: str, words: list[str]) -> TrainingCommand 
             index += 1
     if index == len(words):
         return None
-    environment = dict(command.environment)
-    devices = environment.pop("CUDA_VISIBLE_DEVICES", None)
-    if environment:
-        settings = ", ".join(f"{name}={value}" for name, value in environment.items())
-        notes.append(f"the script sets {settings}: set the variables that the command needs")
-    return TrainingCommand(launcher, flags, words[index], words[index + 1 :], command.line, devices, tuple(notes))
+    devices, others = devices_and_notes(dict(command.environment))
+    made = TrainingCommand(launcher, flags, words[index], words[index + 1 :], command.line, devices, (*notes, *others))
+    return made if made.is_original else replace(made, trainer=trainer_of(made.script, made.arguments))
 
 
 @dataclass(frozen=True)
@@ -130,7 +165,12 @@ def ranks_of(launch: TrainingCommand) -> LaunchedRanks:
         per_node = flags.get("nproc_per_node", "1")
         counted = visible(launch.devices) if per_node in ("gpu", "auto") else number(per_node)
         return LaunchedRanks(counted, number(flags.get("nnodes", "1")))
-    return LaunchedRanks(1)
+    if launch.launcher in ("swift", "llamafactory-cli"):
+        # without the variable ms-swift starts one process, and LLaMA-Factory one for each GPU that it sees
+        one = "1" if launch.launcher == "swift" else None
+        per_node = number(flags.get("nproc_per_node", one)) or visible(launch.devices)
+        return LaunchedRanks(per_node, number(flags.get("nnodes", "1")))
+    return LaunchedRanks(None if launch.launcher == "yaml" else 1)
 
 
 def included(text: str) -> LaunchedRanks:

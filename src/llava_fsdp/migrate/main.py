@@ -1,4 +1,5 @@
-"""Translate a LLaVA, DeepSpeed or Accelerate training: `llava-fsdp migrate finetune.sh zero3.json gpus=8`.
+"""Translate a training of another program (LLaVA, ms-swift, LLaMA-Factory, TRL, others with DeepSpeed or Accelerate):
+`llava-fsdp migrate finetune.sh zero3.json gpus=8`.
 
 The llava_fsdp command that does the same training is printed, with a table of what every key in the files became. No
 training is run, and neither torch nor transformers is imported.
@@ -27,7 +28,8 @@ from llava_fsdp.runtime.text.redact import HIDDEN, is_secret_name, redact
 USAGE = """\
 usage: llava-fsdp migrate PATH... [gpus=N] [format=json] [NAME=VALUE...]
 
-PATH         a training script (finetune.sh), a DeepSpeed JSON (zero3.json) or an Accelerate YAML, in any number
+PATH         a training script (finetune.sh), a YAML of flags of ms-swift, LLaMA-Factory or TRL, a DeepSpeed JSON
+             (zero3.json), an Accelerate YAML or LLaMA-Factory's dataset_info.json, in any number
 gpus=N       GPUs of the whole training, where the launcher's flags do not give it
 NAME=VALUE   a variable that the script reads and does not set
 format=json  print one JSON object
@@ -95,7 +97,7 @@ def parse(arguments: list[str]) -> Request:
         else:
             request.variables[name] = value
     if not request.paths:
-        raise ConfigError("no PATH was given: a training script, a DeepSpeed JSON or an Accelerate YAML")
+        raise ConfigError("no PATH was given: a training script, or a YAML of a trainer's flags")
     return request
 
 

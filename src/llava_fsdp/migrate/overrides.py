@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from llava_fsdp.config import config_dir
 from llava_fsdp.migrate import next_overrides
 from llava_fsdp.migrate.source_run import AUTO, SourceRun, plain
+from llava_fsdp.migrate.trainer_overrides import LONGEST_TIMEOUT, trainer_overrides
 
 Overrides = dict[str, object]
 
@@ -55,7 +56,8 @@ TRACKERS: Mapping[str, tuple[str, object]] = {
 def decide(run: SourceRun) -> Overrides:
     """Return all overrides: value by configuration key. They include those that only repeat defaults;
     `command.drop_defaults` removes these."""
-    found = model(run) | data(run) if run.launch.is_original else other_program(run)
+    own = trainer_overrides(run) if run.trainer else {}
+    found = dict(own) or (model(run) | data(run) if run.launch.is_original else other_program(run))
     found |= (
         writing(run) | tracking(run) | sharding(run) | parallel(run) | offload(run) | precision(run) | compiling(run)
     )
@@ -64,7 +66,7 @@ def decide(run: SourceRun) -> Overrides:
     )
     found["activation_checkpointing"] = "full" if checkpointing else "none"
     found |= {"global_batch_size": run.batch, "micro_batch_size": run.trainer_value("per_device_train_batch_size")}
-    return found | optimizer(run) | schedule(run)
+    return found | optimizer(run) | schedule(run) | own
 
 
 def model(run: SourceRun) -> Overrides:
@@ -182,7 +184,10 @@ def data_path(run: SourceRun) -> object:
 def writing(run: SourceRun) -> Overrides:
     """Return the overrides for output folder, checkpoints, logging, length of the training, seed, determinism and
     timeouts."""
-    found: Overrides = {"seed": run.trainer_value("seed"), "comm.timeout": run.trainer_value("ddp_timeout")}
+    found: Overrides = {"seed": run.trainer_value("seed")}
+    timeout = run.trainer_value("ddp_timeout")
+    if not run.trainer or (isinstance(timeout, int) and run.given("ddp_timeout") and timeout <= LONGEST_TIMEOUT):
+        found["comm.timeout"] = timeout
     if run.trainer_value("output_dir"):
         found["output_dir"] = run.trainer_value("output_dir")
     epochs, steps, every, keep = map(
@@ -286,7 +291,7 @@ def precision(run: SourceRun) -> Overrides:
     """Return the overrides for the precision. If both bf16 and fp16 are set, the original refuses to start; here bf16
     is chosen."""
     on = {HALF[name] for name in HALF if run.ds(f"{name}.enabled") is True}
-    on |= {flag for flag in ("bf16", "fp16") if run.trainer_value(flag)}
+    on |= {flag for flag in ("bf16", "fp16") if run.is_half(flag)}
     on.add(str(run.launched("mixed_precision")))
     half = next((half for half in ("bf16", "fp16", "fp8") if half in on), "fp32")
     if half == "bf16" and run.ds("bf16.bf16_master_weights_and_grads") is True:
@@ -331,7 +336,9 @@ def filled(run: SourceRun, key: str, flag: str) -> object:
 def clip(run: SourceRun) -> object:
     """Return the gradient norm to clip at; None if it does not clip. DeepSpeed's `gradient_clipping` is off by
     default."""
-    value = run.ds("gradient_clipping", 0) if run.uses_deepspeed else run.trainer_value("max_grad_norm")
+    # a DeepSpeed configuration that Accelerate makes clips as the script says (its DeepSpeedPlugin)
+    default = AUTO if run.trainer and run.deepspeed is None else 0
+    value = run.ds("gradient_clipping", default) if run.uses_deepspeed else run.trainer_value("max_grad_norm")
     return (run.trainer_value("max_grad_norm") if value == AUTO else value) or None
 
 
@@ -356,4 +363,6 @@ def schedule(run: SourceRun) -> Overrides:
 
 def warmup(run: SourceRun) -> Overrides:
     steps = run.trainer_value("warmup_steps")
-    return {"optim.warmup_steps": steps} if steps else {"optim.warmup_ratio": run.trainer_value("warmup_ratio")}
+    if isinstance(steps, int | float) and steps >= 1:
+        return {"optim.warmup_steps": int(steps)}
+    return {"optim.warmup_ratio": steps or run.trainer_value("warmup_ratio")}  # below 1 it is a share of all steps

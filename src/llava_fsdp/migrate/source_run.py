@@ -1,10 +1,12 @@
 """Describe a training of another system, as its script, its DeepSpeed JSON file and its Accelerate YAML file set it."""
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from llava_fsdp.migrate.launch_command import LaunchedRanks, TrainingCommand, number, ranks_of
+from llava_fsdp.migrate.trainers import OLD_NAMES, TUNING, Trainer
 from llava_fsdp.runtime.errors import ConfigError
 
 AUTO = "auto"
@@ -84,14 +86,20 @@ class SourceRun:
     deepspeed: Settings | None = None
     accelerate: Settings | None = None
     datasets: Settings | None = None
-    """The YAML file that --data_path names, which lists files of records (LLaVA-NeXT train.py:977-1025)."""
+    """The YAML file that --data_path names, which lists files of records (LLaVA-NeXT train.py:977-1025), or
+    LLaMA-Factory's dataset_info.json."""
     notes: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     """Paths of DeepSpeed or Accelerate files that the script names and that were not found."""
 
+    @property
+    def trainer(self) -> Trainer | None:
+        return self.launch.trainer
+
     def given(self, name: str) -> str | None:
         """Return how the command spells a flag, by its own name or an alias; None if it does not set it."""
-        names = (name,) if self.launch.is_original else (name, *ALIASES.get(name, ()))
+        others = OLD_NAMES if self.trainer else {} if self.launch.is_original else ALIASES
+        names = (name, *others.get(name, ()))
         return next((spelling for spelling in names if spelling in self.flags), None)
 
     def trainer_value(self, name: str) -> object:
@@ -100,6 +108,21 @@ class SourceRun:
         if spelling is None:
             return flag.default
         return parse(self.flags[spelling], flag.type, f"{self.name}: --{spelling}")
+
+    def words(self, name: str) -> list[str]:
+        """Return the values of a flag that takes several; empty if it is not given."""
+        spelling = self.given(name)
+        value = self.flags[spelling] if spelling else True
+        return [] if value is True else list(map(str, value)) if isinstance(value, list) else [str(value)]
+
+    def is_half(self, flag: str) -> bool:
+        """Whether `bf16` or `fp16` is on. Where neither is given, TRL takes bf16, and ms-swift chooses by --torch_dtype
+        (its model_args.py) or by the checkpoint's dtype, for which bf16 is taken here."""
+        if self.given("bf16") or self.given("fp16") or self.trainer not in (Trainer.swift, Trainer.trl):
+            value = self.trainer_value(flag)
+            return not self.trainer_value("fp16") if value is None and self.trainer is Trainer.trl else bool(value)
+        in_fp16 = self.trainer is Trainer.swift and self.trainer_value("torch_dtype") in ("float16", "float32")
+        return in_fp16 is (flag == "fp16")
 
     def launched(self, name: str) -> object:
         """Return the value of an Accelerate setting, from the flag of `accelerate launch` or else from Accelerate's
@@ -204,7 +227,10 @@ class SourceRun:
             self.trainer_value("per_device_train_batch_size"),
             self.trainer_value("gradient_accumulation_steps"),
         )
-        assert isinstance(micro, int) and isinstance(accumulation, int) and self.gpus  # read_run checks gpus
+        assert isinstance(micro, int) and self.gpus  # read_run checks gpus
+        if accumulation is None:  # ms-swift: at least 16 samples in a step (its trainers/arguments.py)
+            accumulation = max(1, math.ceil(16 / micro / self.gpus))
+        assert isinstance(accumulation, int)
         return micro * accumulation * (self.gpus // (self.tensor * self.context))
 
     @property
@@ -236,6 +262,11 @@ class SourceRun:
     @property
     def bits(self) -> int | None:
         """Number of bits of a quantized base model's weights, 4 or 8."""
+        if self.trainer in (Trainer.swift, Trainer.factory):
+            is_swift = self.trainer is Trainer.swift
+            flag, method = ("quant_bits", "quant_method") if is_swift else ("quantization_bit", "quantization_method")
+            bits = self.trainer_value(flag) if self.trainer_value(method) == "bnb" else None
+            return bits if isinstance(bits, int) and bits in (4, 8) else None
         if not self.launch.is_original:
             return 4 if self.trainer_value("load_in_4bit") else 8 if self.trainer_value("load_in_8bit") else None
         bits = self.trainer_value("bits")
@@ -245,7 +276,17 @@ class SourceRun:
     def is_lora(self) -> bool:
         """Whether LoRA adapters train. LLaVA's pretraining stage never trains them: it freezes them again
         (train.py:926-930)."""
+        if self.trainer:
+            return self.tuning == "lora"
         return bool(self.trainer_value("lora_enable")) and self.stage != "pretrain"
+
+    @property
+    def tuning(self) -> str:
+        """What a trainer trains, in ms-swift's and LLaMA-Factory's words: `full`, `lora`, or another method."""
+        assert self.trainer
+        if self.trainer is Trainer.trl:
+            return "lora" if self.trainer_value("use_peft") else "full"
+        return str(self.trainer_value(TUNING[self.trainer]))
 
     @property
     def stage(self) -> str:

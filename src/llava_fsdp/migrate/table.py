@@ -7,6 +7,7 @@ from dataclasses import replace
 from llava_fsdp.migrate.configs import accelerate, deepspeed
 from llava_fsdp.migrate.flags.launcher_flags import LAUNCHER
 from llava_fsdp.migrate.flags.trainer_flags import OTHER_PROGRAM
+from llava_fsdp.migrate.flags.trainer_tables import DIFFERS
 from llava_fsdp.migrate.keys import (
     OFF,
     Rule,
@@ -63,6 +64,8 @@ def launcher_rows(context: RuleContext) -> list[TableRow]:
         rule = accelerate.rule_of(name) if launch.launcher == "accelerate" else LAUNCHER.get(name)
         rows.append(row_of(context, source, name, value, rule, ()))
     program = "the original LLaVA's program; attention is PyTorch's own" if launch.is_original else OTHER_PROGRAM
+    if launch.trainer:
+        program = f"{launch.trainer.value}: {DIFFERS[launch.trainer]}"
     return [*rows, TableRow(source, PROGRAM, launch.script, mapped(f"llava-fsdp train: {program}"))]
 
 

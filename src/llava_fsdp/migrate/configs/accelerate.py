@@ -87,6 +87,7 @@ ACCELERATE: Mapping[str, Rule] = {
     "num_cpu_threads_per_process": implied("OMP_NUM_THREADS before the command"),
     # DeepSpeed
     "deepspeed_config_file": read_file,
+    "deepspeed_multinode_launcher": only_off("torchrun is the launcher, and is started on every machine", "standard"),
     "zero_stage": unless_deepspeed(becomes("sharding")),
     "gradient_accumulation_steps": unless_deepspeed(as_flag("gradient_accumulation_steps", "global_batch_size")),
     "gradient_clipping": unless_deepspeed(as_flag("max_grad_norm", "optim.clip")),

@@ -141,7 +141,7 @@ def scheduler_type(context: RuleContext, value: object) -> Translation:
 def half_enabled(context: RuleContext, value: object) -> Translation:
     """Rule for `bf16.enabled` and `fp16.enabled`."""
     name = "fp16" if context.key.startswith("fp16") else "bf16"
-    theirs = bool(context.run.trainer_value(name))
+    theirs = context.run.is_half(name)
     is_on = theirs if value == AUTO else plain(value) is True
     found = compared(value, theirs, context.tell("precision") if is_on else OFF.text, f"--{name}")
     return found if is_on or found.verdict is Verdict.unsupported else implied(found.text, found.resolved)

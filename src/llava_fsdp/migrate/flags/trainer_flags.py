@@ -93,6 +93,11 @@ OTHER_FLAGS: Mapping[str, Flag] = {
 def lacking(run: SourceRun, decided: Mapping[str, object]) -> list[str]:
     """Return a message for every configuration key that the command needs, but that neither the original training nor a
     default sets."""
+    if run.trainer:
+        given = any(run.given(flag) for flag in ("dataset", "dataset_name", "datasets"))
+        found = [] if "model.checkpoint" in decided else ["model.checkpoint: the checkpoint is not named"]
+        # where records are named but not read, the row of their flag says why
+        return found if "data.path" in decided or given else [*found, "data.path: no records are named"]
     if run.launch.is_original:
         return [] if "data.path" in decided else [f"data.path: {run.data_files}"]
     needed = NEEDED | (NEEDED_BY_LORA if run.is_lora else {})

@@ -1,0 +1,130 @@
+"""Read the trainings of ms-swift, LLaMA-Factory and TRL: a command, the file of its flags, and the files that they
+name."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from llava_fsdp.migrate.command_flags import read_flags
+from llava_fsdp.migrate.flags.trainer_tables import TABLES
+from llava_fsdp.migrate.launch_command import TrainingCommand
+from llava_fsdp.migrate.settings_files import Files, choose, read_json, read_yaml
+from llava_fsdp.migrate.source_run import Settings, SourceRun
+from llava_fsdp.migrate.trainer_records import DATASET_INFO
+from llava_fsdp.migrate.trainers import (
+    ACCELERATE_FLAGS,
+    ENTRIES,
+    LAUNCH_VARIABLES,
+    PROGRAM_VARIABLES,
+    SWIFT_ZERO,
+    TRL_ACCELERATE,
+    Trainer,
+    has_config,
+    trainer_of_config,
+)
+from llava_fsdp.runtime.errors import ConfigError
+
+
+def launch_of_config(path: Path, trainer: Trainer) -> TrainingCommand:
+    """Return the training of a YAML file of a trainer's flags that no script was given for. Its launcher is not
+    known."""
+    words = next(words for words, entry in ENTRIES.items() if entry is trainer)
+    arguments = ["--config", str(path)] if trainer is Trainer.trl else [str(path)]
+    return TrainingCommand("yaml", {}, " ".join(words), arguments, 1, None, trainer=trainer)
+
+
+def read_trainer_run(
+    name: str, script: Path, launch: TrainingCommand, jsons: Files, yamls: Files, gpus: int | None
+) -> tuple[SourceRun, set[Path]]:
+    """Return the training of a command of ms-swift, LLaMA-Factory or TRL, and the paths of the JSON and YAML files that
+    it uses, as `inputs.read_run` does. Raise ConfigError if the number of GPUs is not known."""
+    missing: list[str] = []
+    used: list[Path | None] = []
+    configs = {path: found for path, found in yamls.items() if trainer_of_config(found.values) is launch.trainer}
+    launch, config = with_config(launch, script, configs | jsons, missing)
+    assert launch.trainer
+    table = TABLES[launch.trainer]
+    flags, notes = read_flags(launch, table)
+    if launch.script == "trl sft":
+        launch = pass_on(launch, flags)
+    run = SourceRun(name, launch, table, flags, gpus, notes=(*launch.notes, *notes))
+    infos = {path: found for path, found in jsons.items() if path.name == DATASET_INFO}
+    if launch.trainer is Trainer.factory and run.words("dataset"):
+        info = choose(str(Path(str(run.trainer_value("dataset_dir"))) / DATASET_INFO), script, infos, [])
+        run = replace(run, datasets=read_json(info) if info else None)
+        used.append(info)
+    if launch.launcher == "accelerate":
+        others = {path: found for path, found in yamls.items() if path not in configs}
+        run, file = with_accelerate(run, script, others, missing)
+        used.append(file)
+    zeros = {path: found for path, found in jsons.items() if path not in infos and path != config}
+    run, file = with_deepspeed(run, script, zeros, missing)
+    if run.gpus is None:
+        raise ConfigError(f"{script}, line {launch.line}: the number of GPUs is not known; give gpus=N")
+    return replace(run, missing=tuple(missing)), {path for path in (*used, config, file) if path}
+
+
+def pass_on(launch: TrainingCommand, flags: dict[str, object]) -> TrainingCommand:
+    """Move those of `flags` that `trl sft` passes on to `accelerate launch` to the launcher's. Return the command with
+    them; --accelerate_config is Accelerate's --config_file."""
+    passed = {key: flags.pop(key) for key in list(flags) if key in ACCELERATE_FLAGS}
+    if (file := flags.pop("accelerate_config", None)) is not None:
+        passed["config_file"] = file
+    words: dict[str, str | bool] = {key: value if value is True else str(value) for key, value in passed.items()}
+    launcher = "accelerate" if words else launch.launcher
+    return replace(launch, launcher=launcher, flags=launch.flags | words)
+
+
+def with_accelerate(run: SourceRun, script: Path, given: Files, missing: list[str]) -> tuple[SourceRun, Path | None]:
+    """Return a run with the settings of its Accelerate file, and the path of that file; None for one that TRL brings.
+    If it is not found, its name is added to `missing`."""
+    named = run.launch.flags.get("config_file")
+    if run.launch.script == "trl sft" and named in TRL_ACCELERATE:
+        return replace(run, accelerate=Settings(f"TRL's {named}.yaml", TRL_ACCELERATE[str(named)])), None
+    file = choose(named, script, given, missing)
+    return replace(run, accelerate=read_yaml(file) if file else None), file
+
+
+def with_deepspeed(run: SourceRun, script: Path, given: Files, missing: list[str]) -> tuple[SourceRun, Path | None]:
+    """Return a run with the settings of its DeepSpeed file, and the path of that file; None for one that ms-swift
+    brings. If it is not found, its name is added to `missing`."""
+    inner = run.accelerate.values.get("deepspeed_config.deepspeed_config_file") if run.accelerate else None
+    named = run.flags.get("deepspeed") or run.launch.flags.get("deepspeed_config_file") or inner
+    if not named:
+        return run, None
+    if run.trainer is Trainer.swift and named in SWIFT_ZERO:
+        return replace(run, deepspeed=Settings(f"ms-swift's {named}.json", SWIFT_ZERO[str(named)])), None
+    file = choose(named, script, given, missing)
+    return replace(run, deepspeed=read_json(file) if file else None), file
+
+
+def with_config(
+    launch: TrainingCommand, script: Path, given: Files, missing: list[str]
+) -> tuple[TrainingCommand, Path | None]:
+    """Return a trainer's command with the flags in its YAML or JSON file written out in front of its own flags, which
+    win, and the path of that file. If it is not found, its name is added to `missing`."""
+    rest = list(launch.arguments)
+    named = None
+    if launch.trainer is Trainer.trl:
+        if "--config" in rest[:-1]:
+            place = rest.index("--config")
+            named, rest = rest[place + 1], rest[:place] + rest[place + 2 :]
+    elif has_config(rest):
+        named, *rest = rest
+        if launch.trainer is Trainer.factory:  # behind the file it takes KEY=VALUE
+            rest = [part for word in rest for part in (f"--{word}".split("=", 1) if "=" in word else [word])]
+    if named is None:
+        return launch, None
+    path = Path(named) if launch.launcher == "yaml" else choose(named, script, given, missing)
+    if path is None:
+        return replace(launch, arguments=rest), None
+    words, variables = [], {}
+    for key, value in (read_json(path) if path.suffix == ".json" else read_yaml(path)).values.items():
+        prefix, _, variable = key.partition(".")
+        if prefix in ("ENV", "env") and variable:
+            variables[variable] = str(value)
+        elif value is not None and value != []:
+            words += [f"--{key}", *map(str, value if isinstance(value, list) else [value])]
+    flags = launch.flags | {key.lower(): value for key, value in variables.items() if key in LAUNCH_VARIABLES}
+    flags |= {key: value for key, value in variables.items() if key in PROGRAM_VARIABLES}
+    devices = launch.devices or variables.get("CUDA_VISIBLE_DEVICES")
+    return replace(launch, arguments=[*words, *rest], flags=flags, devices=devices), path
