@@ -25,7 +25,7 @@ from llava_fsdp.model.parts import Parts
 from llava_fsdp.model.sources.class_parts import class_parts
 from llava_fsdp.model.weights.conversions import whole_model_of
 from llava_fsdp.model.weights.init_weights import computed_buffers
-from llava_fsdp.model.whole.class_logits import check_logits
+from llava_fsdp.model.whole.class_checks import check_logits, check_positions
 from llava_fsdp.model.whole.positions import positions_of
 from llava_fsdp.model.whole.whole import Whole
 from llava_fsdp.runtime.errors import ConfigError, ModelError
@@ -228,6 +228,13 @@ def test_a_class_that_changes_logits_is_refused() -> None:
         check_logits(whole_model_of(config), LogitChange(factor=1.01))
     with pytest.raises(ModelError, match="other logits"):
         check_logits(whole_model_of(config), LogitChange(cap=100.0))
+
+
+def test_a_class_that_numbers_tokens_in_another_way_is_refused() -> None:
+    for name in ("gemma3", "qwen3_vl", "exaone4_5", "aria"):
+        check_positions(whole_model_of(family(name)))
+    with pytest.raises(ModelError, match=r"numbers the tokens of a text \[1, 2, 3\]"):
+        check_positions(whole_model_of(family("paligemma")))
 
 
 def test_a_class_of_other_parts_is_refused() -> None:

@@ -27,7 +27,7 @@ from llava_fsdp.model.packed_attention.row_mask import BoundaryMask, rows_name
 from llava_fsdp.model.parts import Parts
 from llava_fsdp.model.weights.conversions import plan_whole, whole_model_of
 from llava_fsdp.model.whole.answers import Generation, class_around, generate
-from llava_fsdp.model.whole.class_logits import check_logits
+from llava_fsdp.model.whole.class_checks import check_logits, check_positions
 from llava_fsdp.model.whole.packs import packs
 from llava_fsdp.model.whole.positions import positions_of
 from llava_fsdp.model.whole.structure import BASE, OUTPUT, base_of, find_structure
@@ -68,11 +68,11 @@ class Whole(Architecture):
         """
         super().__init__()
         assert parts.class_config is not None
+        tried = whole_model_of(parts.class_config)
+        check_positions(tried)
+        check_logits(tried, parts.logit_change)
+        # the checks have replaced modules, so the class is built again
         made: Any = whole_model_of(parts.class_config)
-        base_of(made)
-        check_logits(made, parts.logit_change)
-        # check_logits has replaced modules, so the class is built again
-        made = whole_model_of(parts.class_config)
         names = {name for name, _ in made.named_parameters(remove_duplicate=False)}
         self.cfg = cfg
         self.parts = parts

@@ -1,4 +1,5 @@
-"""Compare how a class of transformers makes logits from its last hidden states with how `OutputLayer` does."""
+"""Compare what a class of transformers does before and behind its language model with what `Whole` does there. The code
+of the class runs with the model's own configuration, and with stand-ins for the parts that are large."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from llava_fsdp.model.logit_change import LogitChange
+from llava_fsdp.model.whole.structure import base_of, language_of
 from llava_fsdp.runtime.errors import ModelError
+from llava_fsdp.runtime.files.safe_load import library_errors
 
 TOKENS, VOCABULARY = 3, 7
 LARGE = 50.0
@@ -17,7 +20,7 @@ LARGE = 50.0
 
 
 class Outputs(tuple):
-    """What a model returns to the class that has its output layer: the last hidden states. All else is None."""
+    """What a model returns to the model that contains it: the last hidden states. All else is None."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -38,8 +41,8 @@ class GivenStates(nn.Module):
 
 def check_logits(model: PreTrainedModel, change: LogitChange) -> None:
     """Raise ModelError if the class of a model in transformers makes other logits from the last hidden states than the
-    output layer with `change`, or cannot run so. The code of the class runs with the model's own configuration, on a
-    few random hidden states and on random weights of a small output layer.
+    output layer with `change`, or cannot run so. The class gets a few random hidden states, and random weights of a
+    small output layer.
 
     Args:
         model: on the meta device. Its modules are replaced, so that it cannot be used afterwards.
@@ -68,3 +71,43 @@ def logits_of(model: Any, change: LogitChange) -> tuple[torch.Tensor, torch.Tens
     ids = torch.zeros((1, TOKENS), dtype=torch.int64)
     logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
     return logits, change.apply(head(states).float())
+
+
+class SeenPositions(nn.Module):
+    """Stands for a language model, and keeps the positions that it is called with."""
+
+    def __init__(self, language: PreTrainedModel):
+        super().__init__()
+        self.config = language.config
+        self.embed_tokens = nn.Embedding(VOCABULARY, language.config.hidden_size)
+        self.seen: torch.Tensor | None = None
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed_tokens
+
+    def forward(self, *, inputs_embeds: torch.Tensor, position_ids: torch.Tensor | None = None, **_: Any) -> Outputs:
+        self.seen = position_ids
+        return Outputs((inputs_embeds,))
+
+
+def check_positions(model: PreTrainedModel) -> None:
+    """Raise ModelError if the class of a model in transformers does not number the tokens of a text from 0. PaliGemma's
+    begins with 1.
+
+    Args:
+        model: on the meta device. Its modules are replaced, so that it cannot be used afterwards.
+    """
+    base = base_of(model)
+    language = language_of(base)
+    with torch.device("cpu"):
+        stand_in = SeenPositions(language)
+        ids = torch.ones((1, TOKENS), dtype=torch.int64)
+        base.set_submodule(next(name for name, own in base.named_modules() if own is language), stand_in)
+        with torch.no_grad(), library_errors(f"a {type(model).__name__} does not run on a text"):
+            base.eval()(input_ids=ids, attention_mask=ids, use_cache=False)
+    seen = stand_in.seen
+    if seen is not None and not torch.equal(seen.flatten(), torch.arange(TOKENS)):
+        raise ModelError(
+            f"a {type(model).__name__}, model_type={model.config.model_type} is not supported: it numbers the tokens "
+            f"of a text {seen.flatten().tolist()}, not from 0"
+        )
