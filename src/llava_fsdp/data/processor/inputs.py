@@ -137,7 +137,7 @@ class ProcessorInputs:
 
 CHANGED = (
     "the model's processor makes other tokens of it than were counted before training: its files have changed, or it "
-    "prepares an image by more than its size; set data.bad_records=skip to train without such records"
+    "prepares an image by more than its size; take the record out"
 )
 
 
