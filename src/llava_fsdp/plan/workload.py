@@ -144,16 +144,17 @@ def most_tokens(samples: Samples, count: float) -> int:
 
 def micro_batch(samples: Samples, rows: int, length: int, count: int, context: int = 1) -> MicroBatchSizes:
     """Estimate the sizes of a micro-batch of `count` samples in `rows` rows of `length` tokens. If `context` ranks
-    process a row together, they are those of the last one's part, which needs the most memory with gathered keys."""
-    own = math.ceil(length / context)
-    own += own % 2 if context > 1 else 0  # gathered keys need two chunks of equal length
-    tokens = rows * own
+    process a row together, the sizes are those of the last rank's part, which needs the most memory if attention
+    gathers keys."""
+    part = math.ceil(length / context)
+    part += part % 2 if context > 1 else 0  # gathered keys need two chunks of equal length
+    tokens = rows * part
     tiles = min(int(tokens // samples.tile_tokens), math.ceil(count * samples.tiles / context))
     if context > 1 and samples.tiles:  # an image on a border is encoded on both sides
         tiles = min(tiles + 2, math.ceil(count * samples.tiles))
     labels = min(tokens, max(1, math.ceil(count * samples.labels / context)))
     image_tokens = min(tokens, math.ceil(tiles * samples.tile_tokens))
-    return MicroBatchSizes(rows, own, count, tiles, labels, image_tokens, context, context - 1)
+    return MicroBatchSizes(rows, part, count, tiles, labels, image_tokens, context=context, part=context - 1)
 
 
 def packed_row(samples: Samples, tokens: int, context: int) -> MicroBatchSizes:

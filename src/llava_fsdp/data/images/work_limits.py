@@ -121,7 +121,7 @@ def check_jpeg(data: bytes) -> None:
     # at: offset of a segment's length field; size: the value of that field
     for seen, (marker, at, size) in enumerate(segments(data)):
         at_most(seen, SEGMENTS, "or more segments before its first scan")
-        if marker == 0xC4 or marker == 0xDB:  # the most frequent ones
+        if marker == 0xC4 or marker == 0xDB:  # tables: the most frequent segments
             tables += size
         elif marker == 0xE1 and data.startswith(EXIF, at + 2):
             exif.append(data[at + 8 : at + size])
@@ -133,7 +133,7 @@ def check_jpeg(data: bytes) -> None:
             if marker in FRAME_MARKERS and len(data) >= at + 8:
                 height, width, components = struct.unpack_from(">HHB", data, at + 3)
                 frame = JpegHeader(width * height, components, marker in (0xC2, 0xC6, 0xCA, 0xCE))
-        elif marker == 0xDA:
+        elif marker == 0xDA:  # the first scan, and for how many components it has data
             components = int.from_bytes(data[at + 2 : at + 3], "big")
         end = at + size
     at_most(tables, TABLE_BYTES, "or more bytes of tables before its first scan")

@@ -79,8 +79,8 @@ class ProcessorEncoder(AnswerEncoder):
         """Encode the segments of a conversation, or of a prompt, as a sample that is not truncated.
 
         Args:
-            names: the images of the record.
-            sizes: their sizes in pixels.
+            names: the names of the record's images.
+            sizes: (width, height) of each in pixels.
             where: name of the record in messages.
         """
         order = image_order(segments, len(names))
@@ -97,7 +97,17 @@ class ProcessorEncoder(AnswerEncoder):
             raise DataError(f"{where}: an image is so small or narrow that it has no tokens; crop it", Kind.image_shape)
         places = tuple(order) if order != sorted(order) else None
         images = tuple(names[n] for n in order)
-        return Sample(made.ids, made.labels, images, rows, 0, 0, made.unlearnt, places, text)
+        return Sample(
+            made.ids,
+            made.labels,
+            images,
+            rows,
+            positions_cut=0,
+            labels_cut=0,
+            unlearnt=made.unlearnt,
+            places=places,
+            processor_text=text,
+        )
 
     def adds_bos(self, segments: Sequence[Segment]) -> bool:
         """Return whether the tokenizer puts its BOS token before a text, as the template does not."""

@@ -247,7 +247,7 @@ def owner(name: str) -> str:
 
 
 def divide_dropout(model: nn.Module, plan: Mapping[str, Cut], size: int, index: int) -> None:
-    """Tell the dropout of each divided adapter which channels rank `index` has, so that masks are those of one rank."""
+    """Tell the dropout of divided adapters which channels rank `index` has, so that it draws a single rank's masks."""
     for name, cut in plan.items():
         if cut is Cut.ROWWISE and name.endswith(f".lora_A.{ADAPTER}"):
             layer = model.get_submodule(name.removesuffix(f".lora_A.{ADAPTER}"))

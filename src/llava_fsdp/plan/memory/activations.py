@@ -241,6 +241,7 @@ def mark_blocks(model: Architecture, trace: Trace) -> Iterator[None]:
     """Mark in the trace where a pass through a block or the output layer begins or ends."""
     handles = []
 
+    # the gradient of a block's output exists when its backward pass begins, and that of its input when it ends
     def hook(tensor: Any, text: str) -> None:
         if torch.is_tensor(tensor) and tensor.requires_grad:
             tensor.register_hook(lambda _: trace.mark(text))

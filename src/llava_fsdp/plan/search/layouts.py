@@ -129,6 +129,7 @@ def layouts(cfg: C, world_size: int, node_size: int) -> list[C]:
     parallelism, each of which has a number that divides the ranks."""
     own = cfg.parallel
 
+    # numbers of ranks to try for a kind of parallelism: the configured one, or all that divide `most`
     def sizes(key: str, size: int, most: int) -> list[int]:
         if size > 1:
             return [size]

@@ -35,7 +35,8 @@ def longest(cfg: PlanConfig, machine: Machine, parts: Parts, show: Watch = watch
     labels. Lengths beyond the positions of the language model are reported as well.
 
     Returns:
-        An object for each number of GPUs and of ranks per row; `tokens` is 0 if no sample fits.
+        An object for each number of GPUs (`gpus`) and of ranks per row (`context`), with the `tokens` of the sample, 0
+            if none fits; `activation_checkpointing`; and the predicted `bytes` on a rank.
     """
     contexts = sizes_of(cfg, parts)
     tried = sum(gpus % context == 0 for context in contexts for gpus in counts(cfg))

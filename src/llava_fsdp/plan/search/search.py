@@ -90,11 +90,11 @@ def is_allowed(cfg: Config, strategy: Strategy, mode: OffloadMode) -> bool:
 
 
 def ways_to_share_experts(cfg: Config, ways: Sequence[Choice], ranks: RankCounts) -> list[Choice]:
-    """Return the ways to train with whose strategy ranks can share experts as configured (`parallel.expert`). `ranks`:
-    numbers of ranks that hold the same parts of layers (`Planner.ranks_of_same_part`).
+    """Return those choices (`ways`) under whose sharding strategy ranks can share experts as configured
+    (`parallel.expert`). `ranks`: numbers of ranks that hold the same part of the model.
 
     Raises:
-        ConfigError: they can with none.
+        ConfigError: no strategy allows it.
     """
     if cfg.parallel.expert == 1:
         return list(ways)

@@ -186,7 +186,7 @@ def machine_named(name: str, ranks: int) -> Machine:
     if name not in GPUS:
         raise ConfigError(f"gpu={name} is not in the table; choose auto or one of {', '.join(GPUS)}")
     gpu = GPUS[name]
-    return Machine(gpu, gpu.name, gpu.memory, 0.0)
+    return Machine(gpu, gpu.name, gpu.memory, flops=0.0)
 
 
 def machine_for(device: str, ranks: int) -> Machine:

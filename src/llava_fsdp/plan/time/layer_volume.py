@@ -49,8 +49,8 @@ class LayerVolume:
             chunk_tokens: number of labels whose logits the loss computes at a time.
             reductions: how often FSDP reduces gradients.
         """
-        labels = sum(labels * times for labels, times in micros.labels.items())
-        chunks = sum(math.ceil(labels / chunk_tokens) * times for labels, times in micros.labels.items())
+        labels = sum(count * times for count, times in micros.labels.items())
+        chunks = sum(math.ceil(count / chunk_tokens) * times for count, times in micros.labels.items())
         # the loss of each chunk has two all-reduces over the vocabulary: of the maximum, and of the sums
         sized = Moved(micros.tokens * self.of_token + labels * self.of_label, 2 * chunks * (self.of_label > 0))
         sized += Moved((micros.samples + len(micros)) * self.of_sample)

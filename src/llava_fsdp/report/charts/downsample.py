@@ -66,7 +66,7 @@ class Curve:
 
 
 def put(stretches: dict[int, list[float]], number: int, values: list[float]) -> None:
-    """Merge `values` (as in `Curve.stretches`) into stretch `number`."""
+    """Merge `values` into stretch `number`: [count, sum of steps, sum of values, least value, greatest value]."""
     held = stretches.get(number)
     if held is None:
         stretches[number] = values

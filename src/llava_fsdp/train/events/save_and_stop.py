@@ -100,7 +100,7 @@ class RunController(RunEvents):
         if votes.lost:
             self.stop_if_lost()
         if votes.failed:
-            self.finish()
+            self.finish()  # raises the error of that save
         if (votes.stop or votes.save) and not self.is_kept:
             self.save()
         if votes.stop:

@@ -263,7 +263,7 @@ def with_template_of_class(cfg: C, parts: Parts) -> C:
     LLaVA's, such as that of the stage, because the processor expands only what its own template writes for an image.
     Raise ConfigError if the folder has no chat template."""
     if is_own(cfg.data.template) and cfg.data.template != OWN:
-        return cfg  # that of a run that goes on
+        return cfg  # the name of one template, with its digest, as a resumed run has recorded it
     name = own_name(parts.language_folder)
     if name is None:
         raise ConfigError(

@@ -81,7 +81,7 @@ class Findings:
 
 
 def attempt(make: Callable[[], T], tell: Tell) -> T | None:
-    """Return the result of `make`. If it raises a DataError with a kind, the record is bad: tell it and return None."""
+    """Return the result of `make`. If it raises a DataError with a kind, tell that, and return None."""
     try:
         return make()
     except DataError as error:

@@ -119,10 +119,11 @@ class Roles:
     def __init__(self, record: Record, sample: Sample, marks: np.ndarray, encoder: Encoder):
         """`marks`: whether each token has a label that counts in the loss, bool [tokens]."""
         turns = asked_turns(record)
-        self.starts = np.flatnonzero(marks[1:] & ~marks[:-1]) + 1
+        self.starts = np.flatnonzero(marks[1:] & ~marks[:-1]) + 1  # the first token of each run with labels
         self.answers = sum(turn.role == "gpt" for turn in turns)
         self.marks = marks
         self.first = "system, human" if turns and turns[0].role == "system" else "human"
+        # each answer is a run, but for those that truncation has cut off
         is_whole = len(self.starts) == self.answers or (sample.positions_cut > 0 and len(self.starts) < self.answers)
         self.are_known = isinstance(encoder, AnswerEncoder) and is_whole
 
