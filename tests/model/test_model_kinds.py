@@ -14,7 +14,12 @@ ROOT = Path(__file__).resolve().parents[2] / "src/llava_fsdp"
 ASKED = {
     Ability.pipeline: ("parallel.pipeline=2", "2"), Ability.tensor: ("parallel.tensor=2", "2"),
     Ability.context: ("parallel.context=2", "2"), Ability.low_precision: ("precision=int8_mixed", "int8_mixed"),
-    Ability.quantization: ("model.quantize.mode=nf4", "nf4"),
+    Ability.quantization: ("model.quantize.mode=nf4", "nf4"), Ability.compilation: ("compile=true", "true"),
+    Ability.checkpointing: ("activation_checkpointing=dynamic", "dynamic"),
+    Ability.experts: ("parallel.expert=2", "2"), Ability.balance: ("model.balance_loss=0.5", "0.5"),
+    Ability.labels: ("labels=llava_v1_5", "llava_v1_5"),
+    Ability.aspect_ratio: ("data.image_aspect_ratio=square", "square"),
+    Ability.image_delimiters: ("model.image_start_end=true", "true"),
 }  # fmt: skip
 
 

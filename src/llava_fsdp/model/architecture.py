@@ -258,4 +258,5 @@ def check_abilities(model: Architecture, cfg: Config) -> None:
     }
     for ability, (value, is_asked) in asked.items():
         if is_asked and (reason := model.why_not(ability)) is not None:
-            raise ConfigError(f"{ability.value}={value}: {reason}")
+            shown = str(value).lower() if isinstance(value, bool) else value
+            raise ConfigError(f"{ability.value}={shown}: {reason}")
