@@ -112,6 +112,7 @@ def build_loader(
     workers = cfg.data.workers
     if workers is None:
         workers = read_host().data_workers(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    assert isinstance(image_reader, ImageReader | ProcessorImages)
     watched = replace(image_reader, status=WorkerStatus(workers))
     steps = Steps(records, sampler, encoder, watched, cfg, rank, world_size, shape.cost, cut)
     return Loader(steps, cfg, device, gather)

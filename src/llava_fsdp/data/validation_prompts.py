@@ -15,6 +15,7 @@ from llava_fsdp.data.batching.tile_inputs import Row
 from llava_fsdp.data.images.anyres import Size
 from llava_fsdp.data.images.check import ImageFile
 from llava_fsdp.data.images.image_source import ImageSource
+from llava_fsdp.data.images.preprocess import ImageReader
 from llava_fsdp.data.processor.encoder import ProcessorEncoder
 from llava_fsdp.data.records.record import IMAGE_TAG, Record
 from llava_fsdp.data.text.constants import IGNORE, IMAGE_ID
@@ -73,6 +74,7 @@ def ask(record: Record, encoder: Encoder, reader: ImageSource, cfg: Config, sour
         sample = encoder.encode(segments, names, own, record.where)
         files = tuple(reader.checked_path(record, name) for name in sample.images)
         return HeldOutQuestion(record.where, question, answer, sample, files, tuple(own[n] for n in order), source)
+    assert isinstance(reader, ImageReader)
     image_rows = [reader.image_rows(shown, number) for number in range(num_images)]
     lengths = [len(rows) for rows in image_rows]
     ids = encode_prompt(segments, encoder.tokenizer, lengths, cfg.trained_special_tokens, form.adds_bos)
