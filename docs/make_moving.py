@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from make_recipes import GOLDEN
+from make_trainers import tables
 from pages import DOCS, cell, code, replaced, table
 
 from llava_fsdp.migrate.configs.accelerate import ACCELERATE
@@ -195,6 +196,7 @@ def pages() -> dict[str, str]:
         "from_llava.md": ("flags", flags_table()),
         "from_deepspeed.md": ("keys", deepspeed_table()),
         "from_accelerate.md": ("keys", accelerate_table()),
+        **tables(),
     }
     return {page: replaced((DOCS / page).read_text(), name, block) for page, (name, block) in parts.items()}
 

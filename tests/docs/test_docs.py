@@ -24,6 +24,8 @@ from PIL import Image
 import llava_fsdp.config as schemas
 from llava_fsdp import __version__
 from llava_fsdp.config import schema_keys
+from llava_fsdp.migrate.command import lines, migrate
+from llava_fsdp.migrate.inputs import read_runs
 from llava_fsdp.migrate.main import parse
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
@@ -177,6 +179,19 @@ def test_every_flag_and_key_of_other_systems_has_its_row(monkeypatch: pytest.Mon
     assert [n for n in moving.FLAGS if f"`--{n}`" not in pages["from_llava.md"]] == []
     assert [k for k in moving.DEEPSPEED if f"`{k.rstrip('*')}" not in pages["from_deepspeed.md"]] == []
     assert [k for k in moving.ACCELERATE if f"`{k}`" not in pages["from_accelerate.md"]] == []
+
+
+@pytest.mark.parametrize("name", ["from_ms_swift.md", "from_llama_factory.md", "from_trl.md"])
+def test_the_command_beside_a_trainers_is_what_migrate_prints(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    typed, printed = [block for block in BLOCKS if block.page == f"docs/{name}" and block.is_shell]
+    request = parse(typed.commands[0][2:])
+    (run,) = read_runs(request.paths, request.variables, request.gpus)
+    migration = migrate(run)
+    assert migration.lacks == [] and printed.text == lines(migration.words)
 
 
 # --- commands

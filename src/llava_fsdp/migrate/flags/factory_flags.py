@@ -62,7 +62,7 @@ FACTORY_FLAGS: Mapping[str, Flag] = {
     "rope_scaling": Flag(None, only_off("rotary embeddings are those of the checkpoint's config.json"), str),
     "adapter_name_or_path": Flag(None, only_off(
         "model.lora.checkpoint continues from an adapter that was made here"), str),
-    "moe_aux_loss_coef": Flag(None, only_off("give model.balance_loss"), float),
+    "moe_aux_loss_coef": Flag(None, only_off("routers get no balance loss"), float),
     "image_max_pixels": Flag(None, only_off(shared.PIXELS), int),
     "image_min_pixels": Flag(None, only_off(shared.PIXELS), int),
     **flags_with(only_off("the checkpoint's preprocessor_config.json decides"), image_do_pan_and_scan=False,
@@ -116,7 +116,7 @@ FACTORY_FLAGS: Mapping[str, Flag] = {
     "disable_gradient_checkpointing": Flag(False, disable_checkpointing),
     "use_reentrant_gc": Flag(True, implied("never the reentrant kind")),
     "gradient_checkpointing": Flag(None, no_effect("it is on unless disable_gradient_checkpointing is set"), bool),
-    "fp8": Flag(False, only_off("give precision=fp8")),
+    "fp8": Flag(False, only_off("whole models have no products in 8 bits")),
     # output
     "plot_loss": Flag(False, implied("report.html has the curve")),
     **flags_with(METRICS, include_effective_tokens_per_second=False),

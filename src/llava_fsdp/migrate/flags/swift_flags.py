@@ -127,7 +127,7 @@ SWIFT_FLAGS: Mapping[str, Flag] = {
     "deepspeed_autotp_size": Flag(None, only_off("a rank computes whole layers"), int),
     "fsdp": Flag(None, fsdp, str),
     "ddp_timeout": Flag(18000000, shared.timeout),
-    "router_aux_loss_coef": Flag(0.0, only_off("give model.balance_loss", 0.0)),
+    "router_aux_loss_coef": Flag(0.0, only_off("routers get no balance loss", 0.0)),
     # output
     "add_version": Flag(True, implied("output_dir is taken as it is: give each run one of its own")),
     "create_checkpoint_symlink": Flag(False, implied("output_dir/export has the last weights")),

@@ -27,6 +27,7 @@ PACKED = (
     "a step there is a number of packed rows, here of samples: give global_batch_size=ROWS*SAMPLES_IN_A_ROW. Rows here "
     "are packed by pack=auto"
 )
+QUANTIZED = "for LLaVA, LLaVA-NeXT, LLaVA-OneVision and InternVL; other whole models are not quantized"
 CODE = implied("transformers' own class is trained; code of the checkpoint is never run")
 ATTENTION = implied("attention is PyTorch's own")
 EVALUATION = no_effect("only for validation, which has keys of its own here: val.batch_size")
@@ -111,7 +112,7 @@ def quantized(context: RuleContext, value: object) -> Translation:
     if not value:
         return OFF
     if "model.quantize.mode" in context.decided:
-        return mapped(context.tell("model.quantize.mode"))
+        return mapped(f"{context.tell('model.quantize.mode')}: {QUANTIZED}")
     return unsupported("quantized are the weights under adapters, to 4 or 8 bits by bitsandbytes")
 
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from llava_fsdp.migrate.flags import flag_functions as rules
 from llava_fsdp.migrate.flags import trainer_rules as shared
 from llava_fsdp.migrate.flags.llava_flags import flags_with
-from llava_fsdp.migrate.flags.trainer_flags import bits
 from llava_fsdp.migrate.flags.trainer_rules import TRAINING
 from llava_fsdp.migrate.keys import (
     IfDecided,
@@ -55,7 +54,7 @@ TRL_FLAGS: Mapping[str, Flag] = {
     **flags_with(only_off("adapters alone train"), lora_target_parameters=str, lora_modules_to_save=str),
     "lora_task_type": Flag("CAUSAL_LM", only_off("adapters are of a causal language model", "CAUSAL_LM")),
     **shared.WEIGHTS,
-    **flags_with(bits, load_in_4bit=False, load_in_8bit=False),
+    **flags_with(shared.quantized, load_in_4bit=False, load_in_8bit=False),
     "bnb_4bit_quant_type": Flag("nf4", IfDecided("model.quantize.mode", BITS)),
     "use_bnb_nested_quant": Flag(False, IfDecided("model.quantize.double", BITS)),
     # ScriptArguments
@@ -81,7 +80,7 @@ TRL_FLAGS: Mapping[str, Flag] = {
     "loss_type": Flag(None, only_off("the loss is cross entropy", "nll", "chunked_nll"), str),
     "chat_template_path": Flag(None, only_off("write the template into a copy of the checkpoint"), str),
     "eos_token": Flag(None, only_off("answers end as the chat template says"), str),
-    "router_aux_loss_coef": Flag(0.001, no_effect("only for mixtures of experts, which have model.balance_loss here")),
+    "router_aux_loss_coef": Flag(0.001, no_effect("only for mixtures of experts, which get no balance loss here")),
     "model_init_kwargs": Flag(None, only_off("config.json of the checkpoint decides"), str),
     **flags_with(TEXT_ALONE, dataset_text_field="text", dataset_num_proc=int, dataset_kwargs=str),
     "shuffle_dataset": Flag(False, implied("samples are shuffled by seed and epoch, as by TRL's own sampler")),
