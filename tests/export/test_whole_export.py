@@ -27,7 +27,7 @@ def conversion(source: Path, to: Path, form: FolderFormat = FolderFormat.hf) -> 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_family("paligemma", tmp_path_factory.mktemp("whole") / "source")
+    return write_family("deepseek_vl", tmp_path_factory.mktemp("whole") / "source")
 
 
 def test_the_class_loads_the_rounded_weights_of_an_export(folder: Path, tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_the_class_loads_the_rounded_weights_of_an_export(folder: Path, tmp_path
 
 @pytest.mark.parametrize("form", [FolderFormat.llava, FolderFormat.projector])
 def test_no_other_format_is_written(form: FolderFormat, folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"format={form.value}: a paligemma is written for transformers alone"):
+    with pytest.raises(ConfigError, match=f"format={form.value}: a deepseek_vl is written for transformers alone"):
         export(conversion(folder, tmp_path / "to", form))
     assert not list(tmp_path.iterdir())
 

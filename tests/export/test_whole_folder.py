@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from families import write_family
+from families import FAMILIES, make_model, make_tokenizer, resolve, write_family
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForImageTextToText
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from llava_fsdp.config import FolderFormat, SpecialTokens
 from llava_fsdp.export.write.weights_writer import Weights
@@ -72,6 +72,22 @@ def test_weights_have_the_names_and_bits_of_save_pretrained(kind: str, tmp_path:
     assert written.keys() == expected.keys() == tensors_of(folder).keys()
     assert all(torch.equal(written[name], expected[name]) for name in written)
     assert all(torch.equal(value, model.state_dict()[n]) for n, value in opened(tmp_path / "ours").state_dict().items())
+
+
+def test_buffers_of_the_source_are_written_with_their_values_and_their_dtype(tmp_path: Path) -> None:
+    """Routers correct the choice of experts by buffers, which no trainer holds as parameters."""
+    row = FAMILIES["glm4v_moe"]
+    model = make_model(CONFIG_MAPPING[row.kind](**resolve(row.config, make_tokenizer(row))))
+    saved = model.state_dict().keys()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
+    for buffer in buffers.values():
+        buffer.normal_(generator=torch.Generator().manual_seed(1))
+    folder = tmp_path / "source"
+    model.save_pretrained(folder)
+    written = write(model, source_of(folder), tmp_path / "ours", torch.bfloat16)
+    assert written.keys() == tensors_of(folder).keys()
+    found = dict(opened(tmp_path / "ours").named_buffers())
+    assert buffers and all(torch.equal(found[name], buffer) for name, buffer in buffers.items())
 
 
 def test_names_of_an_older_release_are_kept(gemma: Path, tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def check_positions(model: PreTrainedModel) -> None:
         with torch.no_grad(), library_errors(f"a {type(model).__name__} does not run on a text"):
             base.eval()(input_ids=ids, attention_mask=ids, use_cache=False)
     seen = stand_in.seen
-    if seen is not None and not torch.equal(seen.flatten(), torch.arange(TOKENS)):
+    if seen is not None and bool((seen.reshape(-1, TOKENS) != torch.arange(TOKENS, device=seen.device)).any()):
         raise ModelError(
             f"a {type(model).__name__}, model_type={model.config.model_type} is not supported: it numbers the tokens "
             f"of a text {seen.flatten().tolist()}, not from 0"
