@@ -43,8 +43,7 @@ class RowRange(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor's dtype and shape, and the files that hold its rows, in the order of the columns and then of the
-    rows."""
+    """A tensor's dtype and shape, and the files that hold its rows, in the order of columns and then of rows."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]

@@ -75,8 +75,7 @@ def write_tensors(
     read: Callable[[str], torch.Tensor],
     hasher: Executor,
 ) -> Digest:
-    """Write tensors to a new safetensors file, a few MiB at a time, and force it to the disk. Return its size and
-    digest.
+    """Write tensors to a new safetensors file, a few MiB at a time, and fsync it. Return its size and digest.
 
     Args:
         tensors: dtype and shape of each tensor, by name.

@@ -400,18 +400,19 @@ class Planner:
         backward pass."""
         parallel = self.cfg.parallel
         if parallel.pipeline == 1:
-            return [Group(0, self.weights, {0: range(self.parts.language.num_hidden_layers)}, 1)]
+            blocks = range(self.parts.language.num_hidden_layers)
+            return [Group(number=0, weights=self.weights, stages={0: blocks}, num_stages=1)]
         flops = self.recomputing_flops if recomputes else self.flops
         plan = plan_stages(self.model, flops, self.samples.counts, parallel.num_stages, self.tensor)
         weights = weights_of_groups(self.model, self.named_weights, plan, parallel)
         places = (place_of_group(parallel, group) for group in range(parallel.pipeline))
         return [
             Group(
-                place.index,
-                weights[place.index],
-                {stage: plan.blocks[stage] for stage in place.own},
-                parallel.num_stages,
-                sum(plan.costs[stage] for stage in place.own) / sum(plan.costs),
+                number=place.index,
+                weights=weights[place.index],
+                stages={stage: plan.blocks[stage] for stage in place.own},
+                num_stages=parallel.num_stages,
+                share=sum(plan.costs[stage] for stage in place.own) / sum(plan.costs),
             )
             for place in places
         ]

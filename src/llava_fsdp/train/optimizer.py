@@ -120,8 +120,7 @@ def warmup_steps(optim: OptimConfig, total_steps: int) -> int:
 
 
 def prepare_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Create the optimizer's missing states, as zeros, so that a checkpoint can be loaded into them before the first
-    step."""
+    """Create the optimizer's missing states, as zeros, so that a checkpoint can be loaded before the first step."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if not optimizer.state.get(parameter):

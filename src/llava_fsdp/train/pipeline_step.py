@@ -49,8 +49,7 @@ class TrainingWork:
         the hashes from which dropout masks are computed}."""
 
     def forward(self, stage: nn.Module, number: int, hidden: torch.Tensor | None) -> torch.Tensor:
-        """Run micro-batch `number` through a stage. The last stage returns the scaled loss, the others their hidden
-        states."""
+        """Run micro-batch `number` through a stage. The last stage returns the scaled loss, others hidden states."""
         assert isinstance(stage, Architecture)
         with part("forward"):
             micro = to_device(self.loader, stage, self.micro_batches[number])

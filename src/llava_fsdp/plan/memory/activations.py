@@ -230,7 +230,7 @@ def run(model: Architecture, inputs: ForwardInputs) -> Trace:
         loss = model(**inputs)
         trace.mark("backward")
         # `loss.backward()` would be handled by FusedKernels, which is then inactive inside of it, where activation
-        # checkpointing runs blocks again
+        # checkpointing runs blocks again. The arguments are those with which torch.autograd.backward calls the engine.
         engine = torch.autograd.Variable._execution_engine
         engine.run_backward((loss,), (torch.ones_like(loss),), False, False, (), True, accumulate_grad=True)
     return trace

@@ -290,6 +290,7 @@ def expert_volume(
         tokens: positions that the rank processes in a step, in all its micro-batches.
         recomputed: how often the forward pass runs again in the backward pass, 0 or 1.
     """
+    # a forward pass has three collectives (token counts, tokens, results), a backward pass two (gradients)
     counts = (1 + recomputed) * micro_batches * mixtures.experts * 8
     moved = (2 + recomputed) * 2 * tokens * mixtures.choices * mixtures.token_bytes
     calls = mixtures.layers * micro_batches * (3 * (1 + recomputed) + 2)

@@ -192,7 +192,7 @@ class Watchdog:
         try:
             yield
         finally:
-            self.stepping = False
+            self.stepping = False  # `step_done` has set it at the end of the first step
 
     def step_done(self) -> None:
         """Note the end of a training step. From the first one on, a signal to stop takes effect at the end of a

@@ -25,8 +25,7 @@ from llava_fsdp.train.state import StepResult, TrainState
 
 
 class Reports(RunEvents):
-    """Gives the row of `metrics.jsonl` of each step, which is made once, to the reports. Ranks other than 0 have
-    none."""
+    """Gives the row of `metrics.jsonl` of each step, which is made once, to the reports. Only rank 0 has any."""
 
     def __init__(
         self,
