@@ -403,9 +403,9 @@ def templated(tokenizer: Any, messages: list[dict[str, Any]], add_generation_pro
 def rehearse_images(
     folder: Path, ours: Tokenizer, template: Template | ChatTemplate, start_end: bool, tokens: ImageTokens
 ) -> str | None:
-    """Compare, as `rehearse` does, the token ids that the processor of an exported model, which must have all its
-    files, gives test conversations with images with those of training. `tokens` computes which tokens training gives
-    an image. Return a message about the first conversation whose ids differ; None if all are equal."""
+    """Compare the token ids of test conversations with images and of their prompts: those of an exported model's
+    processor, and those of training. Return a message about the first ones that differ; None if all are equal.
+    `folder` has all files of the processor. `tokens` computes which tokens training gives an image."""
     processor: Any = AutoProcessor.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     encoder = ExactEncoder(ours, template, lambda *_: np.zeros(1, dtype=np.int64), UNLIMITED, TooLong.fail, start_end)
     image_id, image = processor.tokenizer.convert_tokens_to_ids(IMAGE_TAG), Image.new("RGB", PROBED)

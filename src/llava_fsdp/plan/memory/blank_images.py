@@ -176,7 +176,7 @@ class BlankImages:
             }
 
     def positions(self, rows: int, length: int, types: list[str]) -> dict[str, torch.Tensor]:
-        """Return the positions of tokens, [axes, rows, length], as if all were text; empty if they count from 0."""
+        """Return the positions of tokens, [axes, rows, length], as if all were text; empty if the model just counts."""
         assert self.model.parts.class_config is not None
         number = positions_of(self.model.parts.class_config)
         if number is None:
