@@ -601,7 +601,7 @@ def test_a_folder_without_a_model_is_one_row(tmp_path: Path) -> None:
 
     (tmp_path / "shapes" / "config.json").write_text('{"model_type": "llama"}')
     (row,) = config_checks.judge_model(context.cfg, {}, tmp_path)
-    assert row.level is Level.FAIL and "not a LLaVA one" in row.result
+    assert row.level is Level.FAIL and "not know as a vision-language one" in row.result
     (row,) = config_checks.judge_model(config(f"model.checkpoint={__file__}"), {}, tmp_path)
     assert row.level is Level.FAIL and "is not a folder" in row.result
 
