@@ -27,7 +27,7 @@ from llava_fsdp.model.weights.conversions import whole_model_of
 from llava_fsdp.model.weights.init_weights import computed_buffers
 from llava_fsdp.model.whole.class_checks import check_logits, check_positions
 from llava_fsdp.model.whole.positions import positions_of
-from llava_fsdp.model.whole.whole import Whole
+from llava_fsdp.model.whole.whole import Whole, explained_dtypes
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 
 CPU = torch.device("cpu")
@@ -240,6 +240,17 @@ def test_a_class_that_numbers_tokens_in_another_way_is_refused() -> None:
 def test_a_class_of_other_parts_is_refused() -> None:
     with pytest.raises(ModelError, match="not made of a model and an output layer"):
         build("llama4")
+
+
+def test_two_dtypes_in_a_product_are_explained() -> None:
+    left, right = torch.ones(2, 2), torch.ones(2, 2, dtype=torch.bfloat16)
+    with (
+        pytest.raises(ConfigError, match=r"a Kind does not compute .* set precision.norm_dtype"),
+        explained_dtypes("Kind"),
+    ):
+        torch.mm(left, right)
+    with pytest.raises(RuntimeError, match="shapes"), explained_dtypes("Kind"):
+        torch.mm(left, torch.ones(3, 2))
 
 
 def test_random_layer_dropping_is_refused() -> None:

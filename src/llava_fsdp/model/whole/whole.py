@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -149,9 +150,9 @@ class Whole(Architecture):
             positions = torch.arange(length, device=input_ids.device)[None] if segments is None else segments[0]
         # With a mask, transformers does not search the positions for packed samples, for which the host would wait.
         mask = torch.ones_like(input_ids) if self.kernel is None else BoundaryMask.of(input_ids, segments)
-        output: torch.Tensor = self.model(
-            input_ids=input_ids, attention_mask=mask, position_ids=positions, use_cache=False, **given
-        ).last_hidden_state
+        inputs = {"input_ids": input_ids, "attention_mask": mask, "position_ids": positions, **given}
+        with explained_dtypes(type(self.model).__name__):
+            output: torch.Tensor = self.model(**inputs, use_cache=False).last_hidden_state
         labelled = output.flatten(0, 1).index_select(0, label_positions)  # [labels, hidden]
         if return_logits:
             return self.lm_head(labelled)
@@ -317,6 +318,21 @@ class Whole(Architecture):
         for name, parameter in self.named_parameters():
             if name in self.unused or not parameter.numel():
                 parameter.requires_grad_(False)
+
+
+@contextmanager
+def explained_dtypes(kind: str) -> Iterator[None]:
+    """Raise ConfigError with a cure if a model multiplies tensors of two dtypes. Some classes convert values to the
+    dtype of a norm's weight, which may be kept in fp32."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "same dtype" not in str(error):
+            raise
+        raise ConfigError(
+            f"a {kind} does not compute with norms in another dtype than its other weights ({error}); set "
+            "precision.norm_dtype to the value of precision.param_dtype"
+        ) from error
 
 
 def named_parts(model: Whole) -> Mapping[str, NamedPart]:
