@@ -69,7 +69,7 @@ def read_speed(handle: int, max_bytes: int = MOST) -> float:
 
 
 def judge_room(name: str, folder: Path, free: int, needed: int, what: str, cure: str) -> Iterator[Finding]:
-    """Check that a folder's disk has enough free bytes and inodes.
+    """Check that a folder's disk has enough free bytes, and an inode (one; a checkpoint wants `durable_files.FILES`).
 
     Args:
         free: free bytes of the disk.

@@ -41,7 +41,8 @@ WRITTEN = frozenset({
     "validation.jsonl", "skipped_records.jsonl", "starts.jsonl", "report.html", ".heartbeats", "stacks", "checkpoints",
     "export", "adapter", "tensorboard", "profile", "profile.html", "expert_load.json",
 })  # fmt: skip
-"""Names of the files and folders that a run writes into `output_dir`."""
+"""Names of the files and folders that a run writes into `output_dir`: a run does not start where one of them is a link
+or of another kind. `start_over` has its own list of those that it moves away."""
 FOLDERS = frozenset({".heartbeats", "stacks", "checkpoints", "export", "adapter", "tensorboard", "profile"})
 """Those of `WRITTEN` that are folders."""
 LOCK_KINDS: dict[str, Kinds] = {"pid": (int,), "host": (str,), "since": (str,), "launch": (str, NONE)}

@@ -161,7 +161,8 @@ def requested_resume(cfg: Config) -> str:
 
 
 def start_over(output: Path) -> None:
-    """Move the output of an earlier run away, and record that a run starts there at step 0."""
+    """Move the output of an earlier run away, and record that a run starts there at step 0. What a run replaces as a
+    whole, such as `config.yaml`, stays."""
     left = (
         FOLDER, "export", ADAPTER_FOLDER, "metrics.jsonl", "skipped_records.jsonl", "validation.jsonl", "starts.jsonl",
         "report.html", "tensorboard",

@@ -9,7 +9,8 @@ from llava_fsdp.train.state import StepResult
 
 class StepReport:
     """One place to which rank 0 reports a training, such as a file or the terminal. Subclasses override what they
-    need."""
+    need. A file that exists when a run continues has rows of steps that are done again; its report drops them when it
+    is made, as `MetricsFile` does."""
 
     def step(self, row: dict[str, Any], result: StepResult) -> None:
         """Report a step by its row of `metrics.jsonl`, and the result of which the row was made."""
