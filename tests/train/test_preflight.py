@@ -82,6 +82,7 @@ def test_another_models_prompts_are_told(kind: str, vocabulary: int, template: s
 
 def parts_of(kind: str, folder: Path, whole: bool, tiles: bool = False) -> Any:
     return SimpleNamespace(
+        class_config=None,
         language=SimpleNamespace(model_type=kind),
         whole=folder if whole else None,
         language_folder=folder,
