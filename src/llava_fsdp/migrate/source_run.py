@@ -229,7 +229,7 @@ class SourceRun:
         )
         assert isinstance(micro, int) and self.gpus  # read_run checks gpus
         if accumulation is None:  # ms-swift: at least 16 samples in a step (its trainers/arguments.py)
-            accumulation = max(1, math.ceil(16 / micro / self.gpus))
+            accumulation = max(1, math.ceil(16 / max(1, micro) / self.gpus))
         assert isinstance(accumulation, int)
         return micro * accumulation * (self.gpus // (self.tensor * self.context))
 
