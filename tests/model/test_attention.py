@@ -73,6 +73,10 @@ WINDOWS = {
     "qwen2": {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
 }
 """Further values for kinds in `CAN`."""
+DYNAMIC = {
+    "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}, "max_position_embeddings": 7,
+}  # fmt: skip
+"""Rotary frequencies that change above 7 tokens. The longest sample of the test has 7, and its row has 12."""
 CANNOT = {
     "llama4_text": ({}, "llama4_text has layers of chunked_attention"),
     "minimax": ({"num_local_experts": 4}, "minimax has layers of linear_attention"),
@@ -90,7 +94,9 @@ CANNOT = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "values"), [*CAN.items(), *WINDOWS.items()], ids=[*CAN, *(f"{k} window" for k in WINDOWS)]
+    ("kind", "values"),
+    [*CAN.items(), *WINDOWS.items(), ("qwen2", DYNAMIC)],
+    ids=[*CAN, *(f"{k} window" for k in WINDOWS), "qwen2 dynamic"],
 )
 def test_models_that_can_be_packed(kind: str, values: dict[str, object]) -> None:
     """And what they compute of a packed row is what transformers' own eager attention computes of each sample alone,

@@ -26,7 +26,7 @@ ROLES = {"system": "system", "human": "user", "gpt": "assistant"}
 NO_CHAT = ("paligemma", "got_ocr2")
 """Families whose processors take no conversation: they need an image, at one place, and no more than one."""
 CHAT = tuple(name for name in FAMILIES if name not in NO_CHAT)
-LLAVA = ("llava", "llava_next", "llava_onevision", "internvl", "pixtral_llava")
+LLAVA = ("llava", "llava_next", "llava_onevision", "internvl")
 """Families that are trained as LLaVA, without transformers' processor."""
 REFUSED = {"llama4": "its class is not made of a model and an output layer"}
 """Families whose class is not supported: {name: why}."""

@@ -559,6 +559,7 @@ def found_out_of_reach(language: ConfigKey, attention: Attention) -> str | None:
     its experts."""
     register_attention()
     config = copy.deepcopy(language.config)
+    keep_frequencies(config)
     with torch.device("meta"), library_errors(f"transformers cannot build a {config.model_type} model"):
         model = AutoModel.from_config(config, attn_implementation=NAMES[attention], trust_remote_code=False)
     check_widths(model)
@@ -608,6 +609,20 @@ def longrope_limit(language: PretrainedConfig) -> int | None:
         if rope.get("rope_type") == "longrope"
     ]
     return min(limits, default=None)
+
+
+def keep_frequencies(language: PretrainedConfig) -> None:
+    """Change `rope_type=dynamic` in the configuration of a language model to `default`, for a run on the meta device.
+
+    Both have the same rotary frequencies up to `max_position_embeddings` tokens (transformers modeling_rope_utils.py,
+    `_compute_dynamic_ntk_parameters`), and `data.max_length` is not above. But a dynamic one reads the number of tokens
+    from the positions, which have no values on the meta device.
+    """
+    given = getattr(language, "rope_parameters", None) or {}
+    for rope in (given, *given.values()):
+        if isinstance(rope, dict) and rope.get("rope_type") == "dynamic":
+            rope["rope_type"] = "default"
+            rope.pop("factor", None)
 
 
 def check_lengths(language: PretrainedConfig, longest: int, is_alone: bool) -> None:

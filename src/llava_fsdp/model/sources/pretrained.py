@@ -1,12 +1,14 @@
 """Find the folders of a model's parts (language model, vision tower, projector), and read their configurations. The
 argument `key` of functions is the setting that names a folder, such as model.vision, for error messages."""
 
+import inspect
 import os
 import re
 from pathlib import Path
 from typing import Any
 
 from transformers import (
+    MODEL_MAPPING,
     AutoConfig,
     InternVLConfig,
     LlavaConfig,
@@ -48,7 +50,7 @@ LIMITED = re.compile(r"anyres_max_(\d+)")
 `data.max_tiles`."""
 INTERNVL = InternVLConfig.model_type
 LLAVA = (LlavaConfig, LlavaNextConfig, LlavaOnevisionConfig, InternVLConfig)
-"""Configurations of the models that are trained as a `Llava`. All others are trained as a `Whole`."""
+"""Configurations of the models that are trained as a `Llava`, if `is_llava`. All others are trained as a `Whole`."""
 LARGEST_SIZES = {
     "hidden_size": 1 << 17, "intermediate_size": 1 << 20, "num_hidden_layers": 1 << 10, "num_attention_heads": 1 << 12,
     "num_key_value_heads": 1 << 12, "vocab_size": 1 << 24, "max_position_embeddings": 1 << 26, "image_size": 1 << 13,
@@ -84,7 +86,7 @@ def find_parts(cfg: ModelConfig) -> Parts:
     if is_original(raw):
         return original_parts(folder, raw, cfg)
     own = read_config(folder, "model.checkpoint")
-    if not isinstance(own, LLAVA):
+    if not is_llava(own, folder):
         return class_parts(own, folder)
     config = read_llava_config(folder, "model.checkpoint")
     with library_errors(f"model.checkpoint={folder}: its config.json is damaged"):
@@ -100,6 +102,17 @@ def find_parts(cfg: ModelConfig) -> Parts:
     feature = Feature.patch if config.vision_feature_select_strategy == "default" else Feature.full
     grids, most = grids_of(config, folder), max_tiles_of(config, folder)
     return Parts(folder, folder, language, vision_config(config), folder, feature, grids, most, bare_logits=True)
+
+
+def is_llava(config: PretrainedConfig, folder: Path) -> bool:
+    """Return whether a model in a folder is trained as a `Llava`, which makes all images, or tiles of images, squares
+    of one size. A vision tower that is told the sizes of images, as Pixtral (arXiv 2410.07073), takes them as they are.
+    Such a model is trained as a `Llava` only if the folder has notes: then this package has trained it so."""
+    if not isinstance(config, LLAVA):
+        return False
+    tower: Any = MODEL_MAPPING.get(type(config.vision_config), None)
+    takes_sizes = tower is not None and "image_sizes" in inspect.signature(tower.forward).parameters
+    return not takes_sizes or bool(read_notes(folder))
 
 
 def separate_parts(language: Path, vision: Path) -> Parts:

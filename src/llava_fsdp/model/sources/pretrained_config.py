@@ -14,10 +14,10 @@ from llava_fsdp.model.sources.llava_v1_5_config import TOWER, Selection, is_orig
 from llava_fsdp.model.sources.pretrained import (
     HUB_NAME,
     INTERNVL,
-    LLAVA,
     NEXT,
     ONEVISION,
     PACKAGE,
+    is_llava,
     merge_of,
     projector_type_of,
     read_config,
@@ -211,7 +211,7 @@ def is_whole(folder: Path) -> bool:
 def is_of_class(folder: Path) -> bool:
     """Return whether a folder holds a vision-language model that is trained as its class in transformers has it."""
     config = read_config(folder, "base")
-    return not isinstance(config, LLAVA) and is_vision_language_model(config)
+    return not is_llava(config, folder) and is_vision_language_model(config)
 
 
 def find_tower(raw: dict, folder: Path) -> str:

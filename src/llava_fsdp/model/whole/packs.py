@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.func import functional_call
 
 from llava_fsdp.config import Attention
 from llava_fsdp.model.config_key import ConfigKey
-from llava_fsdp.model.packed_attention.attention import in_bf16, other_attention
+from llava_fsdp.model.packed_attention.attention import in_bf16, keep_frequencies, other_attention
 from llava_fsdp.model.packed_attention.row_mask import BoundaryMask, rows_name
 from llava_fsdp.model.parts import Parts
 from llava_fsdp.model.weights.conversions import whole_model_of
@@ -31,7 +32,9 @@ def layers_without_mask(whole: ConfigKey) -> str | None:
     """Run the language model of a whole model on the meta device, on a row of two samples. Return why a layer would mix
     them: it mixes tokens outside of its attention, or does not get the row's mask. None if all layers attend with it.
     The answers for the last 64 configurations are cached. Raises ModelError if transformers cannot build the model."""
-    model: Any = language_of(base_of(whole_model_of(whole.config)))
+    tried = copy.deepcopy(whole.config)
+    keep_frequencies(tried.get_text_config())
+    model: Any = language_of(base_of(whole_model_of(tried)))
     config, visits = model.config, list[nn.Module]()
     refused = other_attention(config, type(model))
     mixers = sorted({type(m).__name__ for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd)})
