@@ -20,6 +20,7 @@ ASKED = {
     Ability.labels: ("labels=llava_v1_5", "llava_v1_5"),
     Ability.aspect_ratio: ("data.image_aspect_ratio=square", "square"),
     Ability.image_delimiters: ("model.image_start_end=true", "true"),
+    Ability.template: ("data.template=mpt", "mpt"), Ability.pixels: ("data.pixels=fast", "fast"),
 }  # fmt: skip
 
 
@@ -35,8 +36,9 @@ def test_a_kind_of_model_refuses_what_it_cannot_do_with_its_reason(ability: Abil
     key, value = ASKED[ability]
     model: Any = Refusing.__new__(Refusing)
     able: Any = Llava.__new__(Llava)
-    check_abilities(model, configure())
-    cfg = configure(key, "model.lora.enabled=true") if ability is Ability.quantization else configure(key)
+    neutral = ["data.template=auto", *(["model.lora.enabled=true"] if ability is Ability.quantization else [])]
+    check_abilities(model, configure("data.template=auto"))
+    cfg = configure(*neutral, key)
     check_abilities(able, cfg)
     with pytest.raises(ConfigError, match=rf"^{ability.value}={value}: not for {ability.name}$"):
         check_abilities(model, cfg)

@@ -44,8 +44,8 @@ def parts_of(name: str) -> Parts:
 
 
 def configure(*overrides: str) -> Config:
-    given = ["stage=finetune_task", "model.checkpoint=no_folder", "compile=false", "precision=fp32"]
-    return config_of([*given, *overrides])
+    given = ["stage=finetune_task", "model=own", "model.language=no_folder", "model.checkpoint=no_folder"]
+    return config_of([*given, "compile=false", "precision=fp32", *overrides])
 
 
 def build(name: str, *overrides: str, kernel: Kernel | None = None) -> Whole:
@@ -267,6 +267,8 @@ def test_random_layer_dropping_is_refused() -> None:
         ("parallel.tensor=2", "divide"),
         ("labels=llava_v1_5", "tokens"),
         ("data.image_aspect_ratio=square", "processor"),
+        ("data.template=v1", "set data.template=auto"),
+        ("data.pixels=fast", "set data.pixels=exact"),
         ("activation_checkpointing=dynamic", "not been tried"),
         ("parallel.pipeline=2", "divide"),
     ],

@@ -112,6 +112,7 @@ class WholeModel:
         values = [
             f"stage={stage}",
             f"model.checkpoint={self.folder}",
+            "data.template=auto",
             "data=llava_json",
             f"data.path={self.images.parent / f'{records}.json'}",
             f"data.images={self.images}",

@@ -30,6 +30,7 @@ from llava_fsdp.config.commands import (
 )
 from llava_fsdp.config.keys.data import (
     HELDOUT,
+    OWN_TEMPLATE,
     DataConfig,
     HeldOutConfig,
     SamplerConfig,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from llava_fsdp.config import AspectRatio, BadRecords, Config, Parity, Pixels, is_remote
+from llava_fsdp.config import AspectRatio, BadRecords, Config, Parity, is_remote
 from llava_fsdp.data.batching.batch import MicroBatch, SkippedSample, Step
 from llava_fsdp.data.batching.context_cut import ContextCut
 from llava_fsdp.data.batching.cost_model import CostModel
@@ -153,7 +153,11 @@ def open_processor_encoding(
         ConfigError: the model and the configuration do not fit together.
         ModelError: the processor cannot be opened.
     """
-    check_processor_keys(cfg, shape)
+    if cfg.data.max_length > shape.max_length:
+        raise ConfigError(
+            f"data.max_length={cfg.data.max_length} is above the {shape.max_length} tokens of the language model; "
+            f"set data.max_length={shape.max_length} or less"
+        )
     processor = open_processor(folder)
     tokenizer = open_tokenizer(folder, shape.vocab_size)
     template = open_image_template(cfg.data.template, folder, tokenizer)
@@ -163,22 +167,6 @@ def open_processor_encoding(
     )
     check_processor(encoder)
     return encoder, replace(reader, blank=encoder.blank() if shape.needs_blank else None)
-
-
-def check_processor_keys(cfg: Config, shape: ModelShape) -> None:
-    """Raise ConfigError for a key that has no meaning for a model with a processor."""
-    whole = f"model.checkpoint={cfg.model.checkpoint} is prepared by its own processor"
-    if cfg.labels is not Parity.exact:
-        raise ConfigError(f"labels={cfg.labels.value}: {whole}; set labels=exact")
-    if cfg.data.pixels is not Pixels.exact:
-        raise ConfigError(f"data.pixels={cfg.data.pixels.value}: {whole}; set data.pixels=exact")
-    if cfg.model.image_start_end:
-        raise ConfigError(f"model.image_start_end=true: {whole}; set it to false")
-    if cfg.data.max_length > shape.max_length:
-        raise ConfigError(
-            f"data.max_length={cfg.data.max_length} is above the {shape.max_length} tokens of the language model; "
-            f"set data.max_length={shape.max_length} or less"
-        )
 
 
 def open_encoder(cfg: Config, folder: Path, shape: ModelShape, image_reader: ImageReader) -> Encoder:

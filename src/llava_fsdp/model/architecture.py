@@ -21,6 +21,7 @@ from llava_fsdp.config import (
     ModelConfig,
     Parity,
     Part,
+    Pixels,
     Quantizer,
 )
 from llava_fsdp.model.adapters.sample_dropout import TokenKeys
@@ -52,6 +53,8 @@ class Ability(StrEnum):
     labels = "labels"
     aspect_ratio = "data.image_aspect_ratio"
     image_delimiters = "model.image_start_end"
+    template = "data.template"
+    pixels = "data.pixels"
 
 
 @dataclass(frozen=True)
@@ -255,6 +258,8 @@ def check_abilities(model: Architecture, cfg: Config) -> None:
         Ability.labels: (cfg.labels.value, cfg.labels is not Parity.exact),
         Ability.aspect_ratio: (cfg.data.image_aspect_ratio.value, cfg.data.image_aspect_ratio is not AspectRatio.pad),
         Ability.image_delimiters: (cfg.model.image_start_end, cfg.model.image_start_end),
+        Ability.template: (cfg.data.template, cfg.data.names_template),
+        Ability.pixels: (cfg.data.pixels.value, cfg.data.pixels is not Pixels.exact),
     }
     for ability, (value, is_asked) in asked.items():
         if is_asked and (reason := model.why_not(ability)) is not None:

@@ -172,8 +172,7 @@ def settle_auto(cfg: Config, world: World) -> Config:
     """Replace every value `auto` in the configuration. `data.template=auto` becomes the conversation template that fits
     the model, `pack=auto` becomes true if the language model supports rows of packed samples, and a planner of memory
     and time, on rank 0, chooses the other values. Collective."""
-    derives_template = cfg.data.template in (AUTO, OWN) or cfg.model.checkpoint is not None
-    if not cfg.has_auto and not derives_template and AUTO not in (cfg.pack, cfg.compile):
+    if not cfg.has_auto and cfg.data.template not in (AUTO, OWN) and AUTO not in (cfg.pack, cfg.compile):
         return cfg
     parts = find_parts_of_run(cfg)
     cfg, padded = settle_packing(cfg, parts)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
-from llava_fsdp.config.bounds import above_zero, at_least
+from llava_fsdp.config.bounds import AUTO, above_zero, at_least
 from llava_fsdp.config.keys.enums import (
     AspectRatio,
     BadRecords,
@@ -32,6 +32,8 @@ REMOTE = re.compile(r"(s3|gs|hf)://")
 ITEM = re.compile(r"""\s*('[^']*'|"[^"]*"|[^,]*)\s*(?:,|$)""")
 """Matches an item of a list of paths, which may be in quotes, and the comma behind it."""
 QUOTES = ('"', "'")
+OWN_TEMPLATE = "chat_template"
+"""Name of a model's own template in `data.template`; a run records it as chat_template-DIGEST."""
 HELDOUT = "heldout.json"
 """Name of the file with the validation records of the embedded dataset (data=shapes)."""
 
@@ -197,6 +199,11 @@ class DataConfig:
     """Number of steps that each worker process prepares ahead."""
     stall: int
     """Seconds that a worker may spend on one record while training waits. After that it counts as stalled."""
+
+    @property
+    def names_template(self) -> bool:
+        """Whether data.template names one of LLaVA's templates; if not, the model's folder decides."""
+        return self.template != AUTO and self.template.partition("-")[0] != OWN_TEMPLATE
 
     @property
     def trained_aspect(self) -> AspectRatio:

@@ -17,6 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from llava_fsdp.config import OWN_TEMPLATE as OWN
 from llava_fsdp.data.problems import Kind
 from llava_fsdp.data.records.record import IMAGE_TAG, Turn
 from llava_fsdp.data.text.bounded_jinja import BREAKS, TemplateRefused, render
@@ -28,8 +29,6 @@ from llava_fsdp.runtime.errors import ConfigError, DataError
 from llava_fsdp.runtime.files.safe_load import read_text
 from llava_fsdp.runtime.text.log import log
 
-OWN = "chat_template"
-"""Name of a model's own template in `data.template`; a run records it as chat_template-DIGEST."""
 FILE = "chat_template.jinja"
 BEGIN = "{# the model's own chat template begins #}\n"
 END = "{{ '' }}{% endset %}{# the model's own chat template ends #}"

@@ -41,9 +41,11 @@ REFUSED = {
     Ability.pipeline: RANKS,
     Ability.tensor: RANKS,
     Ability.context: "ranks cannot divide its rows among them",
-    Ability.labels: "its processor makes the tokens",
-    Ability.aspect_ratio: OWN,
-    Ability.image_delimiters: OWN,
+    Ability.labels: "its processor makes the tokens; set labels=exact",
+    Ability.aspect_ratio: f"{OWN}; set it to pad, the default",
+    Ability.image_delimiters: f"{OWN}; set it to false",
+    Ability.template: "with its own chat template; set data.template=auto",
+    Ability.pixels: "its processor gets the pixels of the image file; set data.pixels=exact",
 }
 """What contradicts a value other than the default, by the key; for all other keys it is UNTRIED."""
 

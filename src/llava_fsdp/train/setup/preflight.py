@@ -13,7 +13,7 @@ import torch
 from llava_fsdp.config import AUTO, Attention, Config, DType, LinearKind, Parity, Source
 from llava_fsdp.config.paths import PACKAGED_OR_HUB, check_paths, exists
 from llava_fsdp.data.index.record_store import sources_of
-from llava_fsdp.data.text.jinja_template import OWN, is_own, is_whole, own_name, usable_name
+from llava_fsdp.data.text.jinja_template import OWN, is_whole, own_name, usable_name
 from llava_fsdp.export.prove.check_parts import check_parts
 from llava_fsdp.export.prove.rehearsal import rehearse
 from llava_fsdp.export.write.folded_head import is_rounded
@@ -259,11 +259,11 @@ def with_template(cfg: C, parts: Parts) -> C:
 
 
 def with_template_of_class(cfg: C, parts: Parts) -> C:
-    """Return the configuration with the chat template of a whole model of transformers. It takes the place of one of
-    LLaVA's, such as that of the stage, because the processor expands only what its own template writes for an image.
-    Raise ConfigError if the folder has no chat template."""
-    if is_own(cfg.data.template) and cfg.data.template != OWN:
-        return cfg  # the name of one template, with its digest, as a resumed run has recorded it
+    """Return the configuration with the chat template of a whole model of transformers in place of `auto` and
+    `chat_template`. The name of a single template is kept: with a digest, a resumed run has recorded it; one of LLaVA's
+    is refused (`check_abilities`). Raise ConfigError if the folder has no chat template."""
+    if cfg.data.template not in (AUTO, OWN):
+        return cfg
     name = own_name(parts.language_folder)
     if name is None:
         raise ConfigError(
