@@ -14,11 +14,11 @@ from pages import DOCS, cell, code, replaced, table
 from llava_fsdp.migrate.configs.accelerate import ACCELERATE
 from llava_fsdp.migrate.configs.deepspeed import DEEPSPEED, Switched
 from llava_fsdp.migrate.flags.llava_flags import FLAGS
-from llava_fsdp.migrate.keys import OnlyIf, RuleContext, Translation, Verdict, outcome, written
-from llava_fsdp.migrate.launch_command import TrainingCommand
-from llava_fsdp.migrate.overrides import decide
-from llava_fsdp.migrate.settings_files import read_json
-from llava_fsdp.migrate.source_run import AUTO, Flag, Settings, SourceRun
+from llava_fsdp.migrate.reading.settings_files import read_json
+from llava_fsdp.migrate.source.launch_command import TrainingCommand
+from llava_fsdp.migrate.source.source_run import AUTO, Flag, Settings, SourceRun
+from llava_fsdp.migrate.to_keys.keys import OnlyIf, RuleContext, Translation, Verdict, outcome, written
+from llava_fsdp.migrate.to_keys.overrides import decide
 
 GPUS = 8
 # Example values of flags that the scripts of LLaVA 1.5 do not give. Without a row: the flag's default.

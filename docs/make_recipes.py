@@ -16,11 +16,11 @@ from pages import table
 from llava_fsdp.config import config_dir
 from llava_fsdp.migrate.command import assignments
 from llava_fsdp.migrate.flags.llava_flags import FLAGS
-from llava_fsdp.migrate.keys import RuleContext, outcome, written
-from llava_fsdp.migrate.launch_command import TrainingCommand
-from llava_fsdp.migrate.overrides import decide
-from llava_fsdp.migrate.settings_files import flat, read_json
-from llava_fsdp.migrate.source_run import SourceRun
+from llava_fsdp.migrate.reading.settings_files import flat, read_json
+from llava_fsdp.migrate.source.launch_command import TrainingCommand
+from llava_fsdp.migrate.source.source_run import SourceRun
+from llava_fsdp.migrate.to_keys.keys import RuleContext, outcome, written
+from llava_fsdp.migrate.to_keys.overrides import decide
 
 DOCS = Path(__file__).parent
 GOLDEN = DOCS.parent / "tests" / "golden" / "open"

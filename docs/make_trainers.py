@@ -7,11 +7,11 @@ from pages import code, table
 
 from llava_fsdp.migrate.flags.trainer_rules import TRAINING
 from llava_fsdp.migrate.flags.trainer_tables import TABLES
-from llava_fsdp.migrate.keys import RuleContext, Verdict, outcome
-from llava_fsdp.migrate.launch_command import TrainingCommand
-from llava_fsdp.migrate.overrides import decide
-from llava_fsdp.migrate.source_run import Settings, SourceRun
-from llava_fsdp.migrate.trainers import ENTRIES, Trainer
+from llava_fsdp.migrate.source.launch_command import TrainingCommand
+from llava_fsdp.migrate.source.source_run import Settings, SourceRun
+from llava_fsdp.migrate.source.trainers import ENTRIES, Trainer
+from llava_fsdp.migrate.to_keys.keys import RuleContext, Verdict, outcome
+from llava_fsdp.migrate.to_keys.overrides import decide
 
 PAGES: Mapping[Trainer, str] = {
     Trainer.swift: "from_ms_swift.md", Trainer.factory: "from_llama_factory.md", Trainer.trl: "from_trl.md",

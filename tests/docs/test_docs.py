@@ -25,8 +25,8 @@ import llava_fsdp.config as schemas
 from llava_fsdp import __version__
 from llava_fsdp.config import schema_keys
 from llava_fsdp.migrate.command import lines, migrate
-from llava_fsdp.migrate.inputs import read_runs
 from llava_fsdp.migrate.main import parse
+from llava_fsdp.migrate.reading.inputs import read_runs
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 SHELL = [block for block in BLOCKS if block.is_shell]

@@ -13,8 +13,8 @@ from tiers import slow_after
 from llava_fsdp.migrate.command import assignments, migrate
 from llava_fsdp.migrate.configs.deepspeed import rule_of
 from llava_fsdp.migrate.flags.llava_flags import FLAGS
-from llava_fsdp.migrate.overrides import decide
-from llava_fsdp.migrate.settings_files import flat
+from llava_fsdp.migrate.reading.settings_files import flat
+from llava_fsdp.migrate.to_keys.overrides import decide
 
 RECORDS, SCRIPTS = records(), scripts()
 GROUPS = ("model_args", "data_args", "training_args")

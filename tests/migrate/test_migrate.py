@@ -24,13 +24,13 @@ from llava_fsdp.migrate.configs.accelerate import ACCELERATE
 from llava_fsdp.migrate.configs.accelerate import rule_of as accelerate_rule
 from llava_fsdp.migrate.configs.deepspeed import DEEPSPEED
 from llava_fsdp.migrate.configs.deepspeed import rule_of as deepspeed_rule
-from llava_fsdp.migrate.inputs import read_runs
-from llava_fsdp.migrate.keys import RuleContext, TableRow, Verdict, written
-from llava_fsdp.migrate.overrides import TEMPLATES, decide
-from llava_fsdp.migrate.settings_files import flat
-from llava_fsdp.migrate.shell import commands
-from llava_fsdp.migrate.source_run import SourceRun
+from llava_fsdp.migrate.reading.inputs import read_runs
+from llava_fsdp.migrate.reading.settings_files import flat
+from llava_fsdp.migrate.source.shell import commands
+from llava_fsdp.migrate.source.source_run import SourceRun
 from llava_fsdp.migrate.table import rows_of
+from llava_fsdp.migrate.to_keys.keys import RuleContext, TableRow, Verdict, written
+from llava_fsdp.migrate.to_keys.overrides import TEMPLATES, decide
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.exit_codes import ExitCode
 

@@ -13,9 +13,9 @@ from llava_fsdp.data.records.forms import NO_KEYS, RecordKeys, parse_record
 from llava_fsdp.migrate import main as entry
 from llava_fsdp.migrate.command import Migration, assignments, migrate
 from llava_fsdp.migrate.flags.trainer_tables import DIFFERS, TABLES
-from llava_fsdp.migrate.inputs import read_runs
-from llava_fsdp.migrate.keys import Verdict
-from llava_fsdp.migrate.trainers import Trainer
+from llava_fsdp.migrate.reading.inputs import read_runs
+from llava_fsdp.migrate.source.trainers import Trainer
+from llava_fsdp.migrate.to_keys.keys import Verdict
 from llava_fsdp.runtime.errors import ConfigError, DataError
 from llava_fsdp.runtime.exit_codes import ExitCode
 

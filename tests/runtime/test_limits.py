@@ -8,7 +8,7 @@ import pytest
 
 from llava_fsdp.checkpoint.verify import read_small
 from llava_fsdp.data.images import check
-from llava_fsdp.migrate import settings_files
+from llava_fsdp.migrate.reading import settings_files
 from llava_fsdp.runtime.errors import CheckpointError, ConfigError, DamagedModel, ImageError, ModelError
 from llava_fsdp.runtime.files import provenance
 from llava_fsdp.runtime.files.safe_load import read_json, read_text, refuse_yaml_bombs

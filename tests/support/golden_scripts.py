@@ -5,11 +5,11 @@ from pathlib import Path
 
 from golden_folder import golden_folder, read_json
 
-from llava_fsdp.migrate.inputs import read_runs
-from llava_fsdp.migrate.keys import RuleContext, TableRow
-from llava_fsdp.migrate.overrides import decide
-from llava_fsdp.migrate.source_run import SourceRun
+from llava_fsdp.migrate.reading.inputs import read_runs
+from llava_fsdp.migrate.source.source_run import SourceRun
 from llava_fsdp.migrate.table import rows_of
+from llava_fsdp.migrate.to_keys.keys import RuleContext, TableRow
+from llava_fsdp.migrate.to_keys.overrides import decide
 
 ZERO = ("zero2", "zero3", "zero3_offload")
 # What transformers works out from the machine or from other flags.

@@ -19,7 +19,7 @@ from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.data.loader import ModelShape, open_encoding
 from llava_fsdp.data.text.tokenizer import open_tokenizer
 from llava_fsdp.migrate.command import migrate
-from llava_fsdp.migrate.inputs import read_runs
+from llava_fsdp.migrate.reading.inputs import read_runs
 from llava_fsdp.model.llava.llava import build_llava
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.model.weights.tensor_files import open_tensors

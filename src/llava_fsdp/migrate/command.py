@@ -12,10 +12,10 @@ from llava_fsdp.config import Config, config_dir, load
 from llava_fsdp.config.command_line.cli import taken_literally, with_own_model
 from llava_fsdp.migrate.flags.trainer_flags import OTHER_PROGRAM, lacking
 from llava_fsdp.migrate.flags.trainer_tables import DIFFERS
-from llava_fsdp.migrate.keys import REFUSED, RuleContext, TableRow, Verdict, written
-from llava_fsdp.migrate.overrides import Overrides, decide
-from llava_fsdp.migrate.source_run import SourceRun
+from llava_fsdp.migrate.source.source_run import SourceRun
 from llava_fsdp.migrate.table import rows_of
+from llava_fsdp.migrate.to_keys.keys import REFUSED, RuleContext, TableRow, Verdict, written
+from llava_fsdp.migrate.to_keys.overrides import Overrides, decide
 from llava_fsdp.runtime.errors import ConfigError
 
 CHOICES = ("stage", "model", "data")

@@ -17,8 +17,8 @@ from rich.table import Table
 
 from llava_fsdp.config.command_line.cli import until_reader_leaves
 from llava_fsdp.migrate.command import Migration, lines, migrate
-from llava_fsdp.migrate.inputs import read_runs
-from llava_fsdp.migrate.keys import TableRow, Verdict, written
+from llava_fsdp.migrate.reading.inputs import read_runs
+from llava_fsdp.migrate.to_keys.keys import TableRow, Verdict, written
 from llava_fsdp.runtime.errors import ConfigError, LlavaFsdpError
 from llava_fsdp.runtime.exit_codes import ExitCode
 from llava_fsdp.runtime.text.console import TextConsole

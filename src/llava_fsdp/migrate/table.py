@@ -8,7 +8,8 @@ from llava_fsdp.migrate.configs import accelerate, deepspeed
 from llava_fsdp.migrate.flags.launcher_flags import LAUNCHER
 from llava_fsdp.migrate.flags.trainer_flags import OTHER_PROGRAM
 from llava_fsdp.migrate.flags.trainer_tables import DIFFERS
-from llava_fsdp.migrate.keys import (
+from llava_fsdp.migrate.source.source_run import Settings, plain
+from llava_fsdp.migrate.to_keys.keys import (
     OFF,
     Rule,
     RuleContext,
@@ -20,7 +21,6 @@ from llava_fsdp.migrate.keys import (
     outcome,
     unsupported,
 )
-from llava_fsdp.migrate.source_run import Settings, plain
 
 DEFAULT = "not in the script"
 PROGRAM = "the program"

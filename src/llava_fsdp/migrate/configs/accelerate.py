@@ -5,7 +5,8 @@ name."""
 from collections.abc import Mapping
 
 from llava_fsdp.migrate.flags.launcher_flags import LAUNCHER
-from llava_fsdp.migrate.keys import (
+from llava_fsdp.migrate.source.source_run import plain
+from llava_fsdp.migrate.to_keys.keys import (
     OFF,
     Rule,
     RuleContext,
@@ -20,8 +21,7 @@ from llava_fsdp.migrate.keys import (
     rules,
     unsupported,
 )
-from llava_fsdp.migrate.overrides import FSDP_STRATEGIES
-from llava_fsdp.migrate.source_run import plain
+from llava_fsdp.migrate.to_keys.overrides import FSDP_STRATEGIES
 
 UNITS = implied("every block of layers is a unit; sharding.blocks_per_unit takes several together")
 AHEAD = implied("FSDP2 gathers the next block ahead of the computation; sharding.prefetch takes more")

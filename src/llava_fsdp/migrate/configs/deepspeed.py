@@ -5,7 +5,8 @@ all keys of that block that have no rule of their own."""
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from llava_fsdp.migrate.keys import (
+from llava_fsdp.migrate.source.source_run import AUTO, plain
+from llava_fsdp.migrate.to_keys.keys import (
     OFF,
     IfDecided,
     OnlyIf,
@@ -23,8 +24,7 @@ from llava_fsdp.migrate.keys import (
     rules,
     unsupported,
 )
-from llava_fsdp.migrate.overrides import DS_ADAM, DS_SCHEDULES, STAGES
-from llava_fsdp.migrate.source_run import AUTO, plain
+from llava_fsdp.migrate.to_keys.overrides import DS_ADAM, DS_SCHEDULES, STAGES
 
 BLOCKS = "FSDP2 gathers and reduces one block of layers at a time, ahead of the computation"
 COMMUNICATION = implied(f"{BLOCKS}; sharding.blocks_per_unit=N and sharding.prefetch=N are in blocks, not in elements")

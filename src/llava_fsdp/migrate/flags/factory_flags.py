@@ -7,7 +7,9 @@ from llava_fsdp.migrate.flags import flag_functions as rules
 from llava_fsdp.migrate.flags import trainer_rules as shared
 from llava_fsdp.migrate.flags.llava_flags import METRICS, flags_with
 from llava_fsdp.migrate.flags.trainer_rules import TRAINING
-from llava_fsdp.migrate.keys import (
+from llava_fsdp.migrate.source.source_run import Flag
+from llava_fsdp.migrate.source.trainer_records import DATASET_INFO
+from llava_fsdp.migrate.to_keys.keys import (
     IfDecided,
     OnlyIf,
     RuleContext,
@@ -19,8 +21,6 @@ from llava_fsdp.migrate.keys import (
     only_off,
     unsupported,
 )
-from llava_fsdp.migrate.source_run import Flag
-from llava_fsdp.migrate.trainer_records import DATASET_INFO
 
 IN_PLACE = implied("records are indexed once and read where they lie")
 METHOD = only_off("whole weights are trained, or LoRA adapters, with AdamW")

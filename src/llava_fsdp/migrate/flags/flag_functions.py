@@ -4,8 +4,8 @@
 from collections.abc import Callable
 from pathlib import PurePosixPath
 
-from llava_fsdp.migrate.keys import OFF, RuleContext, Translation, implied, mapped, no_effect, unsupported
-from llava_fsdp.migrate.overrides import FSDP_STRATEGIES, SCHEDULES, TEMPLATES, TRACKERS
+from llava_fsdp.migrate.to_keys.keys import OFF, RuleContext, Translation, implied, mapped, no_effect, unsupported
+from llava_fsdp.migrate.to_keys.overrides import FSDP_STRATEGIES, SCHEDULES, TEMPLATES, TRACKERS
 
 Function = Callable[[RuleContext, object], Translation]
 DECAYS = "; DeepSpeed's entry also decays norms and biases, a run here does not"

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from llava_fsdp.migrate.keys import Rule, implied, mapped, rules, unsupported
+from llava_fsdp.migrate.to_keys.keys import Rule, implied, mapped, rules, unsupported
 
 NUMBER = mapped("the number of ranks: --nproc-per-node, and a factor of global_batch_size")
 CHOSEN = mapped("the number of ranks, and CUDA_VISIBLE_DEVICES before the command")

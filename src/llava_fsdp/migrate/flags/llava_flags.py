@@ -4,8 +4,18 @@ own (train.py:53-112) and those of the TrainingArguments of transformers 4.37.""
 from collections.abc import Mapping
 
 from llava_fsdp.migrate.flags import flag_functions as rules
-from llava_fsdp.migrate.keys import OFF, IfDecided, OnlyIf, Rule, becomes, implied, no_effect, only_off, unsupported
-from llava_fsdp.migrate.source_run import Flag
+from llava_fsdp.migrate.source.source_run import Flag
+from llava_fsdp.migrate.to_keys.keys import (
+    OFF,
+    IfDecided,
+    OnlyIf,
+    Rule,
+    becomes,
+    implied,
+    no_effect,
+    only_off,
+    unsupported,
+)
 
 NO_EVALUATION = no_effect("the original has no evaluation data; val.every measures held-out records")
 DEVICE = only_off(

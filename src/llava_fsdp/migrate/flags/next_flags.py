@@ -5,7 +5,8 @@ from collections.abc import Mapping
 
 from llava_fsdp.migrate.flags import flag_functions as rules
 from llava_fsdp.migrate.flags.llava_flags import FLAGS, METRICS, flags_with
-from llava_fsdp.migrate.keys import (
+from llava_fsdp.migrate.source.source_run import Flag
+from llava_fsdp.migrate.to_keys.keys import (
     OFF,
     IfDecided,
     OnlyIf,
@@ -18,8 +19,7 @@ from llava_fsdp.migrate.keys import (
     only_off,
     unsupported,
 )
-from llava_fsdp.migrate.next_overrides import LIMITED, PARTS, grid_of
-from llava_fsdp.migrate.source_run import Flag
+from llava_fsdp.migrate.to_keys.next_overrides import LIMITED, PARTS, grid_of
 
 NO_RESAMPLER = "models here have no resampler between vision tower and projector"
 RESAMPLER = no_effect("only with --mm_resampler_type")

@@ -7,7 +7,8 @@ from llava_fsdp.migrate.flags import flag_functions as rules
 from llava_fsdp.migrate.flags import trainer_rules as shared
 from llava_fsdp.migrate.flags.llava_flags import ADAPTERS, METRICS, flags_with
 from llava_fsdp.migrate.flags.trainer_rules import TRAINING
-from llava_fsdp.migrate.keys import (
+from llava_fsdp.migrate.source.source_run import Flag
+from llava_fsdp.migrate.to_keys.keys import (
     OFF,
     IfDecided,
     OnlyIf,
@@ -21,7 +22,6 @@ from llava_fsdp.migrate.keys import (
     only_off,
     unsupported,
 )
-from llava_fsdp.migrate.source_run import Flag
 
 IN_PLACE = implied("records are indexed once and read where they lie")
 SHUFFLED = OnlyIf((True,), "samples are shuffled by seed and epoch", "samples are always shuffled by seed and epoch")

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 
 from llava_fsdp.migrate.flags import flag_functions as rules
 from llava_fsdp.migrate.flags.llava_flags import ADAPTERS, FLAGS, flags_with
-from llava_fsdp.migrate.keys import (
+from llava_fsdp.migrate.source.source_run import ALIASES, Flag, SourceRun
+from llava_fsdp.migrate.to_keys.keys import (
     OFF,
     IfDecided,
     OnlyIf,
@@ -18,7 +19,6 @@ from llava_fsdp.migrate.keys import (
     only_off,
     unsupported,
 )
-from llava_fsdp.migrate.source_run import ALIASES, Flag, SourceRun
 
 TRAINER = """
     per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_steps learning_rate weight_decay

@@ -5,7 +5,10 @@ from collections.abc import Mapping
 
 from llava_fsdp.migrate.flags.llava_flags import ADAPTERS, FLAGS, METRICS, flags_with
 from llava_fsdp.migrate.flags.trainer_flags import TRAINER
-from llava_fsdp.migrate.keys import (
+from llava_fsdp.migrate.source.source_run import Flag
+from llava_fsdp.migrate.source.trainer_records import records_of
+from llava_fsdp.migrate.source.trainers import Trainer
+from llava_fsdp.migrate.to_keys.keys import (
     OFF,
     IfDecided,
     Rule,
@@ -17,10 +20,7 @@ from llava_fsdp.migrate.keys import (
     only_off,
     unsupported,
 )
-from llava_fsdp.migrate.source_run import Flag
-from llava_fsdp.migrate.trainer_overrides import FREEZES
-from llava_fsdp.migrate.trainer_records import records_of
-from llava_fsdp.migrate.trainers import Trainer
+from llava_fsdp.migrate.to_keys.trainer_overrides import FREEZES
 
 PIXELS = "images are resized as the checkpoint's preprocessor_config.json says: write the limit into it, in a copy"
 PACKED = (

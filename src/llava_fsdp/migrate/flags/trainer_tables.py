@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from llava_fsdp.migrate.flags.factory_flags import FACTORY_FLAGS
 from llava_fsdp.migrate.flags.swift_flags import SWIFT_FLAGS
 from llava_fsdp.migrate.flags.trl_flags import TRL_FLAGS
-from llava_fsdp.migrate.source_run import Flag
-from llava_fsdp.migrate.trainers import Trainer
+from llava_fsdp.migrate.source.source_run import Flag
+from llava_fsdp.migrate.source.trainers import Trainer
 
 TABLES: Mapping[Trainer, Mapping[str, Flag]] = {
     Trainer.swift: SWIFT_FLAGS,

@@ -7,7 +7,8 @@ from llava_fsdp.migrate.flags import flag_functions as rules
 from llava_fsdp.migrate.flags import trainer_rules as shared
 from llava_fsdp.migrate.flags.llava_flags import flags_with
 from llava_fsdp.migrate.flags.trainer_rules import TRAINING
-from llava_fsdp.migrate.keys import (
+from llava_fsdp.migrate.source.source_run import Flag
+from llava_fsdp.migrate.to_keys.keys import (
     IfDecided,
     RuleContext,
     Translation,
@@ -17,8 +18,7 @@ from llava_fsdp.migrate.keys import (
     only_off,
     unsupported,
 )
-from llava_fsdp.migrate.source_run import Flag
-from llava_fsdp.migrate.trainer_overrides import cuts_nothing
+from llava_fsdp.migrate.to_keys.trainer_overrides import cuts_nothing
 
 TEXT_ALONE = no_effect("only for records without images")
 BITS = no_effect("only with load_in_4bit")

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 
 from llava_fsdp.migrate.flags.llava_flags import canonical
-from llava_fsdp.migrate.launch_command import TrainingCommand
-from llava_fsdp.migrate.source_run import Flag
+from llava_fsdp.migrate.source.launch_command import TrainingCommand
+from llava_fsdp.migrate.source.source_run import Flag
 
 LISTS = frozenset({
     "report_to", "label_names", "lora_target_modules", "target_modules", "dataset", "val_dataset", "cached_dataset",

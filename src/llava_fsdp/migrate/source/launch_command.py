@@ -5,8 +5,8 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
-from llava_fsdp.migrate.shell import Command
-from llava_fsdp.migrate.trainers import LAUNCH_VARIABLES, PROGRAM_VARIABLES, Trainer, entry_of, trainer_of
+from llava_fsdp.migrate.source.shell import Command
+from llava_fsdp.migrate.source.trainers import LAUNCH_VARIABLES, PROGRAM_VARIABLES, Trainer, entry_of, trainer_of
 
 PYTHON = re.compile(r"python[\d.]*")
 MODULES = {

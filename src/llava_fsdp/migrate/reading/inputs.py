@@ -8,17 +8,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from llava_fsdp.migrate.command_flags import read_flags
 from llava_fsdp.migrate.flags.llava_flags import FLAGS
 from llava_fsdp.migrate.flags.next_flags import NEXT_FLAGS, is_next
 from llava_fsdp.migrate.flags.trainer_flags import OTHER_FLAGS
-from llava_fsdp.migrate.launch_command import TrainingCommand, find_launch
-from llava_fsdp.migrate.settings_files import Files, checked, choose, read_json, read_text, read_yaml
-from llava_fsdp.migrate.shell import commands
-from llava_fsdp.migrate.source_run import SourceRun
-from llava_fsdp.migrate.trainer_inputs import launch_of_config, read_trainer_run
-from llava_fsdp.migrate.trainer_records import DATASET_INFO
-from llava_fsdp.migrate.trainers import trainer_of_config
+from llava_fsdp.migrate.reading.command_flags import read_flags
+from llava_fsdp.migrate.reading.settings_files import Files, checked, choose, read_json, read_text, read_yaml
+from llava_fsdp.migrate.reading.trainer_inputs import launch_of_config, read_trainer_run
+from llava_fsdp.migrate.source.launch_command import TrainingCommand, find_launch
+from llava_fsdp.migrate.source.shell import commands
+from llava_fsdp.migrate.source.source_run import SourceRun
+from llava_fsdp.migrate.source.trainer_records import DATASET_INFO
+from llava_fsdp.migrate.source.trainers import trainer_of_config
 from llava_fsdp.runtime.errors import ConfigError
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from pathlib import PurePosixPath
 
-from llava_fsdp.migrate.source_run import SourceRun
+from llava_fsdp.migrate.source.source_run import SourceRun
 
 LIMITED = re.compile(r"anyres_max_([1-9]\d*)")
 PARTS: Mapping[str, str] = {

@@ -10,9 +10,9 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from llava_fsdp.config import config_dir
-from llava_fsdp.migrate import next_overrides
-from llava_fsdp.migrate.source_run import AUTO, SourceRun, plain
-from llava_fsdp.migrate.trainer_overrides import LONGEST_TIMEOUT, trainer_overrides
+from llava_fsdp.migrate.source.source_run import AUTO, SourceRun, plain
+from llava_fsdp.migrate.to_keys import next_overrides
+from llava_fsdp.migrate.to_keys.trainer_overrides import LONGEST_TIMEOUT, trainer_overrides
 
 Overrides = dict[str, object]
 

@@ -5,8 +5,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from llava_fsdp.migrate.launch_command import LaunchedRanks, TrainingCommand, number, ranks_of
-from llava_fsdp.migrate.trainers import OLD_NAMES, TUNING, Trainer
+from llava_fsdp.migrate.source.launch_command import LaunchedRanks, TrainingCommand, number, ranks_of
+from llava_fsdp.migrate.source.trainers import OLD_NAMES, TUNING, Trainer
 from llava_fsdp.runtime.errors import ConfigError
 
 AUTO = "auto"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from llava_fsdp.migrate.source_run import SourceRun, plain
+from llava_fsdp.migrate.source.source_run import SourceRun, plain
 
 
 class Verdict(Enum):

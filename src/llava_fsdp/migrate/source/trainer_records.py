@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from llava_fsdp.migrate.source_run import SourceRun
-from llava_fsdp.migrate.trainers import Trainer
+from llava_fsdp.migrate.source.source_run import SourceRun
+from llava_fsdp.migrate.source.trainers import Trainer
 
 DATASET_INFO = "dataset_info.json"
 """Name of the file in which LLaMA-Factory describes its datasets."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import yaml
 
-from llava_fsdp.migrate.source_run import Settings
+from llava_fsdp.migrate.source.source_run import Settings
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.files.safe_load import refuse_yaml_bombs
 

@@ -4,13 +4,13 @@ name."""
 from dataclasses import replace
 from pathlib import Path
 
-from llava_fsdp.migrate.command_flags import read_flags
 from llava_fsdp.migrate.flags.trainer_tables import TABLES
-from llava_fsdp.migrate.launch_command import TrainingCommand
-from llava_fsdp.migrate.settings_files import Files, choose, read_json, read_yaml
-from llava_fsdp.migrate.source_run import Settings, SourceRun
-from llava_fsdp.migrate.trainer_records import DATASET_INFO
-from llava_fsdp.migrate.trainers import (
+from llava_fsdp.migrate.reading.command_flags import read_flags
+from llava_fsdp.migrate.reading.settings_files import Files, choose, read_json, read_yaml
+from llava_fsdp.migrate.source.launch_command import TrainingCommand
+from llava_fsdp.migrate.source.source_run import Settings, SourceRun
+from llava_fsdp.migrate.source.trainer_records import DATASET_INFO
+from llava_fsdp.migrate.source.trainers import (
     ACCELERATE_FLAGS,
     ENTRIES,
     LAUNCH_VARIABLES,

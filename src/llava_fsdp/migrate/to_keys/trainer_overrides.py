@@ -4,9 +4,9 @@ its parts that train, adapters, records, and learning rates of parts."""
 from collections.abc import Mapping
 from pathlib import PurePosixPath
 
-from llava_fsdp.migrate.source_run import SourceRun
-from llava_fsdp.migrate.trainer_records import Records, image_folder, records_of
-from llava_fsdp.migrate.trainers import Trainer
+from llava_fsdp.migrate.source.source_run import SourceRun
+from llava_fsdp.migrate.source.trainer_records import Records, image_folder, records_of
+from llava_fsdp.migrate.source.trainers import Trainer
 
 FREEZES: Mapping[Trainer, Mapping[str, str]] = {
     Trainer.swift: {"projector": "freeze_aligner", "language": "freeze_llm", "vision": "freeze_vit"},
