@@ -36,8 +36,8 @@ from llava_fsdp.train.gradients import clip_gradients
 from llava_fsdp.train.loop import train_step
 from llava_fsdp.train.optimizer import build_optimizer
 from llava_fsdp.train.setup.build_state import build_state, open_data
-from llava_fsdp.train.source_sums import summed
 from llava_fsdp.train.state import TrainState
+from llava_fsdp.train.sums.source_sums import summed
 
 STRATEGIES = {plan.zero: strategy for strategy, plan in SHARD_PLANS.items()}
 CORPORA = {"pretrain": "captions.json", "finetune": "instructions.json"}

@@ -27,8 +27,8 @@ from llava_fsdp.model.llava.llava import Llava
 from llava_fsdp.model.packed_attention.attention import attention_arguments
 from llava_fsdp.runtime.errors import ConfigError, ModelError
 from llava_fsdp.train import main as train
-from llava_fsdp.train.expert_sums import ExpertSums, expert_load
 from llava_fsdp.train.state import TrainState
+from llava_fsdp.train.sums.expert_sums import ExpertSums, expert_load
 
 PACKED = ("pack=true", "tokens_per_micro_batch=300")
 PADDED = ("pack=false", "micro_batch_size=5")

@@ -24,7 +24,7 @@ from llava_fsdp.parallel.precision.precision import MasterWeights
 from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.parallel.sharding_strategies import SHARD_PLANS, begin_micro_batch
 from llava_fsdp.train.gradients import clip_gradients, gradient_norm
-from llava_fsdp.train.source_sums import summed
+from llava_fsdp.train.sums.source_sums import summed
 
 MICRO_BATCHES = 3
 

@@ -17,10 +17,10 @@ from llava_fsdp.parallel.ranks.comm_volume import CollectiveBytes
 from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.plan.memory.micro_batches import MicroBatchSizes
 from llava_fsdp.plan.planner import peak
-from llava_fsdp.train.expert_sums import ExpertSums
 from llava_fsdp.train.pipeline_step import run_pipeline
 from llava_fsdp.train.setup.dry_run import measure
-from llava_fsdp.train.source_sums import SourceSums
+from llava_fsdp.train.sums.expert_sums import ExpertSums
+from llava_fsdp.train.sums.source_sums import SourceSums
 
 CLOSE = 0.05
 """Share of the most bytes alive."""

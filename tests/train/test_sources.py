@@ -16,7 +16,7 @@ from llava_fsdp.model.loss import LossCollector, choose_loss
 from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.train.events.reporting.metrics import metrics_row
 from llava_fsdp.train.setup.build_state import build_state
-from llava_fsdp.train.source_sums import SourceSums
+from llava_fsdp.train.sums.source_sums import SourceSums
 
 SEVERAL = ("data.path=null", "optim.clip=1", "micro_batch_size=3", "loss.chunk_tokens=7")
 
@@ -63,7 +63,7 @@ def test_every_record_is_of_the_file_that_it_lies_in(configure: Configure, datas
 def test_asking_changes_no_bit(
     asked: dict[str, Any], parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llava_fsdp.train.source_sums.SourceSums.collector", lambda self: None)
+    monkeypatch.setattr("llava_fsdp.train.sums.source_sums.SourceSums.collector", lambda self: None)
     silent = run(single_world(), parts, dataset, tmp_path, *sources(dataset), *SEVERAL)
     assert [r["loss"] for r in asked["rows"]] == [r["loss"] for r in silent["rows"]]
     assert [r["grad_norm"] for r in asked["rows"]] == [r["grad_norm"] for r in silent["rows"]]
@@ -84,7 +84,8 @@ def test_on_any_number_of_ranks(
 def test_one_source_is_the_loss(parts: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And nobody asks for more."""
     monkeypatch.setattr(
-        "llava_fsdp.train.source_sums.LossCollector", lambda: pytest.fail("a single source needs no losses of labels")
+        "llava_fsdp.train.sums.source_sums.LossCollector",
+        lambda: pytest.fail("a single source needs no losses of labels"),
     )
     for row in run(single_world(), parts, dataset, tmp_path)["rows"]:
         assert row["sources"] == {"mixed": {"loss": row["loss"], "label_tokens": row["label_tokens"]}}

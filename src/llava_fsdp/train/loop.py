@@ -21,11 +21,11 @@ from llava_fsdp.runtime.seeds import derive
 from llava_fsdp.runtime.text.log import log
 from llava_fsdp.train.events.profiler import part
 from llava_fsdp.train.events.run_events import RunEvents, RunStart
-from llava_fsdp.train.expert_sums import ExpertSums, expert_load
 from llava_fsdp.train.gradients import clip_gradients
 from llava_fsdp.train.pipeline_step import run_pipeline
-from llava_fsdp.train.source_sums import SourceSums, summed
 from llava_fsdp.train.state import StepResult, TrainState
+from llava_fsdp.train.sums.expert_sums import ExpertSums, expert_load
+from llava_fsdp.train.sums.source_sums import SourceSums, summed
 
 END: Any = object()
 """What comes after the last step."""

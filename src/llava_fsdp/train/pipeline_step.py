@@ -16,8 +16,8 @@ from llava_fsdp.train.state import TrainState
 
 if TYPE_CHECKING:
     from llava_fsdp.parallel.pipeline.pipeline import Pipeline
-    from llava_fsdp.train.expert_sums import ExpertSums
-    from llava_fsdp.train.source_sums import SourceSums
+    from llava_fsdp.train.sums.expert_sums import ExpertSums
+    from llava_fsdp.train.sums.source_sums import SourceSums
 
 
 class TrainingWork:

@@ -32,8 +32,8 @@ from llava_fsdp.train.events.held_out.validation_answers import Answered, Answer
 from llava_fsdp.train.events.reporting.metrics import drop_later_rows, finite, rows_of, storage_errors
 from llava_fsdp.train.events.run_events import RunEvents, RunStart
 from llava_fsdp.train.pipeline_step import PipelinedModel, evaluate
-from llava_fsdp.train.source_sums import summed
 from llava_fsdp.train.state import StepResult, TrainState
+from llava_fsdp.train.sums.source_sums import summed
 
 TITLES = {Metric.exact.value: "exact match", Metric.vqa.value: "VQA accuracy"}
 """Value of `val.metric` -> its name in a line of text."""
