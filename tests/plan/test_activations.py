@@ -53,7 +53,7 @@ def test_deepened_is_what_the_whole_depth_gives(
     train: str, mode: str, make_meter: MakeMeter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deepened = make_meter(mode, train).segments(MICRO)
-    monkeypatch.setattr(activations, "MEASURED_BLOCKS", 99)
+    monkeypatch.setattr(activations, "UNLIKE", 99)
     assert deepened == make_meter(mode, train).segments(MICRO)
 
 

@@ -22,7 +22,7 @@ from llava_fsdp.config import (
 )
 from llava_fsdp.model.parts import Parts
 from llava_fsdp.plan import main
-from llava_fsdp.plan.memory.activations import with_depth
+from llava_fsdp.plan.memory.activations import blocks_to_measure, with_depth
 from llava_fsdp.plan.memory.micro_batches import MicroBatchSizes
 from llava_fsdp.plan.model_shapes import kernel_for
 from llava_fsdp.plan.planner import Choice, PlanRow
@@ -298,18 +298,23 @@ def test_the_kernel_and_the_machine_that_are_planned_for(monkeypatch: pytest.Mon
 
 
 def test_a_shorter_model_stands_for_one_of_equal_blocks() -> None:
-    """Its list of layers is cut too; blocks of several kinds, and few blocks, stay as they are."""
+    """Its list of layers is cut too; few blocks, and kinds of blocks that do not repeat, stay as they are."""
 
     def parts(depth: int, kinds: list[str] | None) -> Any:
         language = Qwen3Config(num_hidden_layers=depth, layer_types=kinds)
         return Parts(Path(), Path(), language, language, None)
 
     deep = parts(5, ["full_attention"] * 5)
+    assert blocks_to_measure(deep.language, 1) == (3, 1)
     short = with_depth(deep, 3)
     assert (short.language.num_hidden_layers, len(short.language.layer_types), deep.language.num_hidden_layers) == (
         3,
         3,
         5,
     )
-    for other in (parts(3, None), parts(4, ["full_attention", *["sliding_attention"] * 3])):
-        assert with_depth(other, 3) is other
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"]
+    assert blocks_to_measure(parts(11, [*kinds * 3, *kinds[:2]]).language, 1) == (5, 3)
+    assert blocks_to_measure(parts(12, kinds * 4).language, 1) == (6, 3)
+    for few in (parts(3, None), parts(4, ["full_attention", *["sliding_attention"] * 3])):
+        count, _ = blocks_to_measure(few.language, 1)
+        assert with_depth(few, count) is few

@@ -1,7 +1,7 @@
 """Measure the activation memory of one micro-batch's forward and backward pass, block by block, on the meta device.
 
-Only three blocks of the language model are run, if all its blocks are of one kind. Such blocks need the same memory, so
-the middle one stands for every block between the first and the last.
+Few blocks of the language model are run. Blocks of one kind need the same memory, so those before the last one stand
+for all between the first and the last.
 """
 
 import copy
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
+from transformers import PretrainedConfig
 
 from llava_fsdp.config import ActivationCheckpointingConfig, Attention, Config, Part
 from llava_fsdp.data.batching.batch import ForwardInputs
@@ -43,10 +44,10 @@ from llava_fsdp.plan.memory.meta_trace import (
 )
 from llava_fsdp.plan.memory.micro_batches import MicroBatchSizes
 
-MEASURED_BLOCKS = 3
-BLOCKS_OF_WHOLE = 5
-"""Number of blocks that are run of the language model in a whole model of transformers. Some of these models add image
-features to the outputs of the first three blocks (DeepStack, arXiv 2406.04334), which are then unlike the others."""
+UNLIKE, UNLIKE_OF_WHOLE = 1, 3
+"""Number of blocks at the beginning of the language model that may be unlike later ones; and in a whole model of
+transformers. Some of these add image features to the outputs of the first three blocks (DeepStack, arXiv 2406.04334).
+"""
 
 
 @dataclass(frozen=True)
@@ -112,8 +113,8 @@ class ActivationMeter:
         one_row: bool = True,
         images: BlankImages | None = None,
     ):
-        """Build on the meta device the model whose activations are measured, with only MEASURED_BLOCKS blocks in its
-        language model if all blocks are alike.
+        """Build on the meta device the model whose activations are measured, with few blocks in its language
+        model.
 
         Args:
             kernel: attention of packed rows; None: rows are padded.
@@ -124,7 +125,8 @@ class ActivationMeter:
         """
         # if only some blocks train, they differ in what they keep for the backward pass
         are_unlike = cfg.model.trained.get(Part.language) is not None
-        self.measured = MEASURED_BLOCKS if images is None else BLOCKS_OF_WHOLE
+        unlike = UNLIKE if images is None else UNLIKE_OF_WHOLE
+        self.measured, self.period = blocks_to_measure(parts.language, unlike)
         short = parts if are_unlike else with_depth(parts, self.measured)
         # padded rows use this package's SDPA: the mask of transformers' depends on values, which meta tensors lack
         has_own = images is None and packing_refused(parts.language) is None
@@ -166,7 +168,7 @@ class ActivationMeter:
         self.model.zero_grad(set_to_none=True)
         if self.depth is None:
             return segments
-        return deepened(segments, stack_name(self.model), self.depth, self.measured)
+        return deepened(segments, stack_name(self.model), self.depth, self.measured, self.period)
 
 
 def share_attention_on_meta(model: Architecture, kernel: Kernel, cfg: Config, part: int) -> None:
@@ -177,17 +179,30 @@ def share_attention_on_meta(model: Architecture, kernel: Kernel, cfg: Config, pa
     share_attention(model.language, kernel, plan, torch.clone, lambda own: torch.cat([own] * size), name)
 
 
+def blocks_to_measure(language: PretrainedConfig, unlike: int) -> tuple[int, int]:
+    """Return how many blocks of a language model must be run to know the memory of all, and after how many blocks their
+    kinds (`layer_types`) repeat. The last block that is run is of the kind of the model's last one.
+
+    Args:
+        unlike: number of blocks at the beginning that may be unlike later ones of their kind.
+    """
+    depth = language.num_hidden_layers
+    kinds = list(getattr(language, "layer_types", None) or [None] * depth)
+    period = next(n for n in range(1, depth + 1) if kinds[n:] == kinds[: depth - n])
+    least = unlike + period + 1
+    return min(depth, least + (depth - least) % period), period
+
+
 def with_depth(parts: Parts, depth: int) -> Parts:
-    """Return the parts of a model with only `depth` blocks in its language model; unchanged if the blocks are of
-    several kinds."""
+    """Return the parts of a model with only the first `depth` blocks in its language model; unchanged if it has no
+    more."""
     language = parts.language
-    kinds = set(getattr(language, "layer_types", None) or [])
-    if language.num_hidden_layers <= depth or len(kinds) > 1:
+    if language.num_hidden_layers <= depth:
         return parts
     short, whole = copy.deepcopy(language), copy.deepcopy(parts.class_config)
     for text in [short, *([whole.get_text_config()] if whole is not None else [])]:
         text.num_hidden_layers = depth
-        if kinds:
+        if getattr(language, "layer_types", None):
             text.layer_types = list(language.layer_types)[:depth]
     return replace(parts, language=short, class_config=whole)
 
@@ -393,23 +408,27 @@ def stack_name(model: Architecture) -> str:
     return next(name for name, module in model.named_modules() if module is stack)
 
 
-def deepened(segments: list[PassSegment], stack: str, depth: int, measured: int = MEASURED_BLOCKS) -> list[PassSegment]:
-    """Return the segments of a model with `depth` blocks, made from those of `measured` blocks by repeating the last
-    but one. `stack` is the name of the module list that holds the blocks."""
+def deepened(segments: list[PassSegment], stack: str, depth: int, measured: int, period: int) -> list[PassSegment]:
+    """Return the segments of a model with `depth` blocks, made from those of its first `measured` blocks by repeating
+    the `period` blocks before the last one. `stack` is the name of the module list that holds the blocks."""
     deep: list[PassSegment] = []
     shift = Live()
-    names = {f"{stack}.{measured - 1}": f"{stack}.{depth - 1}"}
+    first = measured - 1 - period  # of the blocks that are repeated
     for backward in (False, True):
         one_pass = [s for s in segments if s.backward is backward]
         places = {s.unit: number for number, s in enumerate(one_pass)}
-        before, begin, last = (places[f"{stack}.{measured - number}"] for number in (3, 2, 1))
-        end = before if backward else last
-        period = one_pass[end].begin - one_pass[begin].begin
-        deep += [s.shifted(shift, names.get(s.unit, s.unit)) for s in one_pass[:begin]]
-        repeated = range(measured - 2, depth - 1)
-        for number in reversed(repeated) if backward else repeated:
-            deep += [s.shifted(shift, f"{stack}.{number}" if s.unit else "") for s in one_pass[begin:end]]
-            shift += period
-        shift -= period
-        deep += [s.shifted(shift, names.get(s.unit, s.unit)) for s in one_pass[end:]]
+        begin, end = first, measured - 1
+        if backward:
+            begin, end = end - 1, begin - 1
+        begin, end = places[f"{stack}.{begin}"], places[f"{stack}.{end}"]
+        growth = one_pass[end].begin - one_pass[begin].begin
+        added = range(0, depth - measured + 1, period)  # what is added to the blocks' numbers
+        last = {f"{stack}.{measured - 1}": f"{stack}.{depth - 1}"}
+        deep += [s.shifted(shift, last.get(s.unit, s.unit)) for s in one_pass[:begin]]
+        for number in reversed(added) if backward else added:
+            names = {f"{stack}.{own}": f"{stack}.{own + number}" for own in range(first, measured - 1)}
+            deep += [s.shifted(shift, names.get(s.unit, s.unit)) for s in one_pass[begin:end]]
+            shift += growth
+        shift -= growth
+        deep += [s.shifted(shift, last.get(s.unit, s.unit)) for s in one_pass[end:]]
     return deep
