@@ -23,7 +23,7 @@ from llava_fsdp.data.batching.batch import Step
 from llava_fsdp.runtime.errors import CheckpointError
 from llava_fsdp.runtime.files import durable_files
 from llava_fsdp.runtime.files.durable_files import FILES
-from llava_fsdp.runtime.files.run_dir import begun_at, list_checkpoints
+from llava_fsdp.runtime.files.run_dir import FOLDERS, WRITTEN, begun_at, list_checkpoints
 from llava_fsdp.train import loop
 from llava_fsdp.train import main as train
 from llava_fsdp.train.checkpoints.checkpoint_contents import facts_of
@@ -234,17 +234,17 @@ def test_room_for_exactly_one_checkpoint_is_room(tmp_path: Path, monkeypatch: py
             durable_files.require_room(tmp_path, 100)
 
 
-def test_starting_over_leaves_nothing_of_the_run_but_its_configuration(tmp_path: Path) -> None:
-    files = ("metrics.jsonl", "skipped_records.jsonl", "validation.jsonl", "starts.jsonl", "report.html")
-    folders = ("checkpoints", "export", "adapter", "tensorboard")
-    for name in (*files, "config.yaml", "train.log"):
+def test_starting_over_moves_all_that_a_run_writes_but_what_each_start_replaces(tmp_path: Path) -> None:
+    replaced = {
+        ".lock", "run_status.json", ".run_failed", ".stepped", ".begun", "config.yaml", ".heartbeats", "stacks"
+    }  # fmt: skip
+    for name in (*(WRITTEN - FOLDERS), "train.log"):
         (tmp_path / name).write_text("of the run before")
-    for name in folders:
+    for name in (*FOLDERS, "old-1"):
         (tmp_path / name).mkdir()
-    (tmp_path / "old-1").mkdir()
     start_over(tmp_path)
-    assert {path.name for path in (tmp_path / "old-2").iterdir()} == {*files, *folders}
-    assert {"config.yaml", "train.log"} <= {path.name for path in tmp_path.iterdir()}
+    assert {path.name for path in (tmp_path / "old-2").iterdir()} == WRITTEN - replaced
+    assert {path.name for path in tmp_path.iterdir()} == {*replaced, "train.log", "old-1", "old-2"}
     assert not list((tmp_path / "old-1").iterdir())
 
 

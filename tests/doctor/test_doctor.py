@@ -32,7 +32,9 @@ from llava_fsdp.doctor.probes.gpus import TorchFacts, parse_links, parse_smi
 from llava_fsdp.doctor.probes.network import Interface
 from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.plan.time.hardware import PROCESS, Machine
-from llava_fsdp.runtime.errors import ConfigError
+from llava_fsdp.runtime.errors import CheckpointError, ConfigError
+from llava_fsdp.runtime.files import durable_files
+from llava_fsdp.runtime.files.durable_files import FILES
 from llava_fsdp.runtime.process.host import Host
 from llava_fsdp.runtime.text.humanize import readable
 
@@ -372,10 +374,20 @@ def test_room_is_asked_for_one_checkpoint_more_than_are_kept(
     assert found.level is level
 
 
-def test_a_disk_without_inodes_takes_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for inodes, level in ((0, Level.FAIL), (1, Level.OK), (None, Level.OK)):  # None: this file system has no such limit
-        monkeypatch.setattr(disk, "free_inodes", lambda folder, inodes=inodes: inodes)
+def test_inodes_suffice_for_the_doctor_as_they_do_for_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(durable_files, "free_bytes", lambda _: GIB)
+    for inodes in (0, 1, FILES - 1, FILES, None):  # None: this file system has no such limit
+        for module in (disk, durable_files):
+            monkeypatch.setattr(module, "free_inodes", lambda folder, inodes=inodes: inodes)
+        level = Level.OK
+        try:
+            durable_files.require_room(tmp_path, 1)
+        except CheckpointError:
+            level = Level.FAIL
         only(disk.judge_room("room", tmp_path, GIB, 1, "it takes", "more"), level)
+        assert (level is Level.OK) == (inodes in (FILES, None))
 
 
 @pytest.mark.parametrize(

@@ -491,6 +491,8 @@ ABSENT = "absent"
 CHECKPOINT = "--model_name_or_path my/llava --pretrain_mm_mlp_adapter '' "
 FLAGS_AND_VERDICTS = [
     ("--fp16 True --bf16 False", "fp16", mapped, {"precision": "fp16"}),
+    ("--mm_projector_type linear", "mm_projector_type", mapped, {"export.enabled": False}),
+    ("--mm_projector_type pixel_shuffle2x_mlp2x_gelu", "mm_projector_type", unsupported, {}),
     (LORA + "--lora_r 8", "lora_r", mapped, {"model.lora.r": 8, "model.lora.alpha": 16}),
     (LORA, "lora_enable", mapped, {"stage": "finetune_lora"}),
     (LORA + "--lora_bias all", "lora_bias", mapped, {"model.lora.bias": "all"}),
@@ -853,6 +855,7 @@ DEEPSPEED_VERDICTS = [
     ({"graph_harvesting": True}, unsupported),
     ({"pipeline": {"stages": 2}}, no_effect),
     ({"tensorboard": {"enabled": True, "job_name": "y"}}, unsupported),
+    ({"csv_monitor": {"enabled": True}}, unsupported),
     ({"wandb": {"enabled": False, "project": "x"}}, implied),
     ({"flops_profiler": {"enabled": False, "detailed": True}}, implied),
     ({"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": True}}}}, unsupported),

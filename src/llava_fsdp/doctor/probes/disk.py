@@ -13,6 +13,7 @@ from itertools import islice
 from pathlib import Path
 
 from llava_fsdp.doctor.findings import Finding, fail, ok, warn
+from llava_fsdp.runtime.files.durable_files import FILES
 from llava_fsdp.runtime.files.os_errors import FULL, existing, free_inodes, full
 from llava_fsdp.runtime.text.humanize import readable
 
@@ -69,7 +70,7 @@ def read_speed(handle: int, max_bytes: int = MOST) -> float:
 
 
 def judge_room(name: str, folder: Path, free: int, needed: int, what: str, cure: str) -> Iterator[Finding]:
-    """Check that a folder's disk has enough free bytes, and an inode (one; a checkpoint wants `durable_files.FILES`).
+    """Check that a folder's disk has enough free bytes, and at least `FILES` free inodes, as a checkpoint needs them.
 
     Args:
         free: free bytes of the disk.
@@ -80,8 +81,8 @@ def judge_room(name: str, folder: Path, free: int, needed: int, what: str, cure:
     result = f"{folder}: {readable(free)} free" + (f", {what} {readable(needed)}" if needed else "")
     if needed > free:
         yield fail(name, result, cure)
-    elif free_inodes(folder) == 0:
-        yield fail(name, f"{result}, but no inodes: the disk takes no new file (df -i)", "delete files there")
+    elif (inodes := free_inodes(folder)) is not None and inodes < FILES:
+        yield fail(name, f"{result}, but {inodes} inodes (df -i): {FILES} new files must fit", "delete files there")
     else:
         yield ok(name, result)
 

@@ -251,7 +251,8 @@ DEEPSPEED: Mapping[str, Rule] = {
     **rules(METRICS, "steps_per_print wall_clock_breakdown memory_breakdown dump_state log_level"),
     **rules(Switched("metrics.jsonl has tokens and seconds of every step"), "flops_profiler.* comms_logger.*"),
     **rules(Switched("track.tensorboard=true and track.wandb=online are the trackers (docs/report.md)"),
-           "tensorboard.* wandb.* comet.* csv_monitor.* monitor_config.*"),
+           "tensorboard.* wandb.* comet.* monitor_config.*"),
+    "csv_monitor.*": Switched("no CSV is written; metrics.jsonl has one JSON object a step"),
     # checkpoints
     **rules(implied("every rank writes its own shard, and any number of ranks reads them"),
            "checkpoint.tag_validation checkpoint.load_universal checkpoint.parallel_write.*"),

@@ -1,6 +1,7 @@
 """Rules for flags of LLaVA's training program that need more than a fixed answer. They are entries of
 `llava_flags.FLAGS`."""
 
+import re
 from collections.abc import Callable
 from pathlib import PurePosixPath
 
@@ -59,10 +60,14 @@ def projector(context: RuleContext, value: object) -> Translation:
 
 
 def projector_type(context: RuleContext, value: object) -> Translation:
+    """Rule for --mm_projector_type. The original's types are in multimodal_projector/builder.py:33-51."""
     text = context.tell("model.projector_type")
     if "export.enabled" in context.decided:
-        text += f", {context.tell('export.enabled')}: transformers' LLaVA has no such projector; llava-fsdp export "
-        text += "format=llava writes it"
+        text += f", {context.tell('export.enabled')}"
+    if re.fullmatch(r"linear|identity|mlp[1-9]\d*x_gelu", str(value)) is None:
+        return unsupported(f"{text}: the original has no such projector, and stops at it")
+    if "export.enabled" in context.decided:
+        text += ": transformers' LLaVA has no such projector; llava-fsdp export format=llava writes it with a Llama"
     return mapped(text)
 
 

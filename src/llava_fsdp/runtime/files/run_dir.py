@@ -39,10 +39,14 @@ BEGUN_FILE = ".begun"
 WRITTEN = frozenset({
     LOCK_FILE, STATUS_FILE, FIRST_FAILURE, STEPPED_FILE, BEGUN_FILE, "config.yaml", "metrics.jsonl",
     "validation.jsonl", "skipped_records.jsonl", "starts.jsonl", "report.html", ".heartbeats", "stacks", "checkpoints",
-    "export", "adapter", "tensorboard", "profile", "profile.html", "expert_load.json",
+    "export", "adapter", "tensorboard", "profile", "expert_load.json",
 })  # fmt: skip
 """Names of the files and folders that a run writes into `output_dir`: a run does not start where one of them is a link
-or of another kind. `start_over` has its own list of those that it moves away."""
+or of another kind."""
+REPLACED = frozenset({
+    LOCK_FILE, STATUS_FILE, FIRST_FAILURE, STEPPED_FILE, BEGUN_FILE, "config.yaml", ".heartbeats", "stacks",
+})  # fmt: skip
+"""Those of `WRITTEN` that each start replaces. A run that starts over moves all others away."""
 FOLDERS = frozenset({".heartbeats", "stacks", "checkpoints", "export", "adapter", "tensorboard", "profile"})
 """Those of `WRITTEN` that are folders."""
 LOCK_KINDS: dict[str, Kinds] = {"pid": (int,), "host": (str,), "since": (str,), "launch": (str, NONE)}

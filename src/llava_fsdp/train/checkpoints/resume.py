@@ -27,7 +27,15 @@ from llava_fsdp.parallel.local_shards import local
 from llava_fsdp.parallel.ranks.consensus import on_all_ranks, on_first_rank
 from llava_fsdp.parallel.ranks.mesh import gather_lists
 from llava_fsdp.runtime.errors import CheckpointError, ConfigError
-from llava_fsdp.runtime.files.run_dir import FOLDER, begun_at, list_checkpoints, mark_begun, step_of
+from llava_fsdp.runtime.files.run_dir import (
+    FOLDER,
+    REPLACED,
+    WRITTEN,
+    begun_at,
+    list_checkpoints,
+    mark_begun,
+    step_of,
+)
 from llava_fsdp.runtime.files.small_json import parse_object
 from llava_fsdp.runtime.text.log import log
 from llava_fsdp.train.checkpoints.checkpoint_contents import facts_of, tensors
@@ -161,13 +169,9 @@ def requested_resume(cfg: Config) -> str:
 
 
 def start_over(output: Path) -> None:
-    """Move the output of an earlier run away, and record that a run starts there at step 0. What a run replaces as a
-    whole, such as `config.yaml`, stays."""
-    left = (
-        FOLDER, "export", ADAPTER_FOLDER, "metrics.jsonl", "skipped_records.jsonl", "validation.jsonl", "starts.jsonl",
-        "report.html", "tensorboard",
-    )  # fmt: skip
-    set_aside(output, [output / name for name in left])
+    """Move the output of an earlier run away, and record that a run starts there at step 0. What each start replaces,
+    such as `config.yaml`, stays."""
+    set_aside(output, [output / name for name in sorted(WRITTEN - REPLACED)])
     mark_begun(output, "never", 0)
 
 
