@@ -62,8 +62,8 @@ def test_the_output_layer_is_a_segment_also_if_it_is_frozen(train: str, make_met
     """Last of a forward pass and first of a backward pass; its gradient is that of its weight alone, in bf16."""
     meter = make_meter("full", train)
     segments = meter.segments(MICRO)
-    forward, backward = ([s for s in segments if s.unit and s.backward is there] for there in (False, True))
-    assert (forward[-1].unit, backward[0].unit) == (OUTPUT, OUTPUT)
+    forward, backward = ([s for s in segments if s.block and s.backward is there] for there in (False, True))
+    assert (forward[-1].block, backward[0].block) == (OUTPUT, OUTPUT)
     weight = meter.model.get_parameter("lm_head.weight")
     assert backward[0].made == (2 * weight.numel() if weight.requires_grad else 0)
     blocks = inputs_of_blocks(segments)
@@ -100,7 +100,7 @@ def test_inputs_of_every_stack_go_to_the_host(make_meter: MakeMeter) -> None:
     assert [nbytes for unit, nbytes in inputs.items() if unit.startswith("language_model.")] == [size] * 5
     assert len(inputs) > 5 and min(inputs.values()) < size
     moved = inputs_on_host(segments)
-    last, kept = (next(s for s in each if s.backward and s.unit) for each in (moved, segments))
+    last, kept = (next(s for s in each if s.backward and s.block) for each in (moved, segments))
     assert kept.begin.activations - last.begin.activations == sum(inputs.values()) - 2 * size
     assert moved[-1] == segments[-1] and min(s.begin.activations for s in moved) >= 0
 
@@ -117,7 +117,7 @@ def test_compiled_blocks_keep_what_inductor_keeps(mode: str, parts: Path, datase
         rows=3, length=37, samples=3, tiles=3, labels=40, image_tokens=3 * planner.model.image_tokens
     )
     segments = planner.segments(cfg.activation_checkpointing.mode, micro)
-    planned = [s.end - s.begin for s in segments if not s.backward and s.unit.startswith("language_model")]
+    planned = [s.end - s.begin for s in segments if not s.backward and s.block.startswith("language_model")]
 
     torch._dynamo.reset()
     model = build_llava(shapes, cfg.model, torch.float32, None, cfg.loss)

@@ -431,8 +431,8 @@ def test_the_output_layer_is_gathered_last_and_reduced_first(strategy: Strategy)
     rank = FsdpRank(Ledger(), units, SHARD_PLANS[strategy], {name: name for name in BLOCKS}, None)
     segments = one_pass()
     forward, backward = segments[:6], segments[6:]
-    forward[-1] = replace(forward[-1], unit=OUTPUT)
-    backward[0] = replace(backward[0], unit=OUTPUT)
+    forward[-1] = replace(forward[-1], block=OUTPUT)
+    backward[0] = replace(backward[0], block=OUTPUT)
     backward[-1] = replace(backward[-1], made=0)
     waits = strategy is Strategy.SHARD_OPTIMIZER
     rank.run_forward(forward[:5])

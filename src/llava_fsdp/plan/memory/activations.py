@@ -74,7 +74,7 @@ class Live:
 class PassSegment:
     """Part of a forward or backward pass: a block, the output layer, or everything between two of them."""
 
-    unit: str
+    block: str
     """Name of the block, or `OUTPUT` for an output layer that has its own weight; empty for everything between them."""
     backward: bool
     begin: Live
@@ -90,9 +90,9 @@ class PassSegment:
     made_masters: int
     """Bytes of all weight gradients that the segment produces, in the dtypes of the master weights."""
 
-    def shifted(self, by: Live, unit: str) -> "PassSegment":
-        """Return a copy for another block of the same kind, `unit`, with `by` more bytes."""
-        return replace(self, unit=unit, **{name: getattr(self, name) + by for name in LEVELS})
+    def shifted(self, by: Live, block: str) -> "PassSegment":
+        """Return a copy for `block`, another block of the same kind, with `by` more bytes at every moment."""
+        return replace(self, block=block, **{name: getattr(self, name) + by for name in LEVELS})
 
 
 LEVELS = ("begin", "end", "worst", "worst_first", "worst_later")
@@ -158,7 +158,8 @@ class ActivationMeter:
         """Number of blocks of the real language model; None if the measured model has all of them."""
 
     def segments(self, micro: MicroBatchSizes) -> list[PassSegment]:
-        """Run a micro-batch forward and backward, and return the memory of all blocks of the model."""
+        """Run a micro-batch forward and backward, and return the memory of both passes in the order of execution. If
+        fewer blocks were run than the model has, the segments of the others are copies of a measured block's."""
         if self.images is None:
             trace = run(self.model, inputs_of(self.model, micro, self.packed, self.blends))
         else:
@@ -172,7 +173,8 @@ class ActivationMeter:
 
 
 def share_attention_on_meta(model: Architecture, kernel: Kernel, cfg: Config, part: int) -> None:
-    """Make a model attend as rank `part` of those that share a row. Collectives only allocate memory."""
+    """Make a model attend as rank `part` of those that share a row. There are no other ranks: functions that only
+    allocate the results stand for the collectives."""
     size = cfg.parallel.num_context
     plan = plan_context(cfg.parallel.context_how, model.language_config, size, part, cfg.parallel.tensor)
     name = f"{kernel.name}_{plan.how.value}_{part}_of_{size}"  # several models are planned in one process
@@ -295,7 +297,8 @@ class TraceReader:
     """Reads a trace event by event: counts the bytes alive, and splits the passes into segments."""
 
     def __init__(self, trace: Trace, vocabulary: int, weights: dict[str, nn.Parameter], master: torch.dtype):
-        """`vocabulary`: width of this rank's logits. `weights`: parameters by name. `master`: the masters' dtype."""
+        """`vocabulary`: width of this rank's logits, by which they are recognised. `weights`: parameters by name.
+        `master`: dtype of the master weights."""
         self.vocabulary = vocabulary
         self.master = master
         self.numbers = {name: number for number, name in trace.gradients.items()}
@@ -311,18 +314,20 @@ class TraceReader:
         self.segments: list[PassSegment] = []
         self.open("")
 
-    def open(self, unit: str) -> None:
-        self.unit = unit
+    def open(self, block: str) -> None:
+        """Begin the segment of a block (empty: of what is between blocks), with the bytes that are alive now."""
+        self.block = block
         self.begin = self.worst = self.worst_first = self.worst_later = self.level
         self.made = self.made_masters = 0
         self.is_empty = True
 
-    def close(self, next_unit: str) -> None:
-        """End the current segment, unless nothing happened in it, and begin that of `next_unit` (a block, or empty)."""
-        if self.unit or not self.is_empty:
+    def close(self, next_block: str) -> None:
+        """End the current segment and begin that of `next_block` (a block, the output layer, or empty for what is
+        between them). A segment between blocks in which nothing was allocated or freed is dropped."""
+        if self.block or not self.is_empty:
             self.segments.append(
                 PassSegment(
-                    self.unit,
+                    self.block,
                     self.backward,
                     begin=self.begin,
                     end=self.level,
@@ -333,12 +338,12 @@ class TraceReader:
                     made_masters=self.made_masters,
                 )
             )
-        self.open(next_unit)
+        self.open(next_block)
 
     def add(self, event: Event) -> None:
-        """Count a storage that was allocated or freed: as logits, which are as wide as the vocabulary, as a gradient
-        that the backward pass makes, or as an activation. A gradient that the forward pass makes counts as an
-        activation until it is complete (`finish_gradient`)."""
+        """Count a storage that was allocated or freed: as a weight's gradient if the backward pass makes it, as logits
+        if it is as wide as the vocabulary, else as an activation. A gradient that the forward pass makes (the loss
+        computes that of the output layer there) counts as an activation until `finish_gradient` is called for it."""
         self.is_empty = False
         if event.storage in self.gradients and self.backward:
             if event.change > 0:
@@ -353,7 +358,8 @@ class TraceReader:
         self.update_worst()
 
     def finish_gradient(self, name: str) -> None:
-        """Count a parameter's gradient as complete; without FSDP it is now cast to the master dtype."""
+        """Count a parameter's gradient as complete: the segment has made it, in its own dtype under FSDP (`made`), cast
+        to the master weight's dtype without FSDP (`made_masters`)."""
         number, weight = self.numbers[name], self.weights[name]
         if number in self.early:
             size = self.early.pop(number)
@@ -367,8 +373,9 @@ class TraceReader:
             self.made_masters += size
 
     def update_worst(self, casting: int = 0) -> None:
-        """Compare the present bytes with the segment's peaks. `casting`: bytes of a copy of a gradient that is cast to
-        the master dtype, which only exists without FSDP."""
+        """Raise the segment's three peaks to the present bytes where these are more. They differ in the gradients that
+        exist with and without FSDP (`PassSegment`). `casting`: bytes of the copy of a gradient in the master weight's
+        dtype, which exists only without FSDP."""
         making = sum(self.making.values())
         self.worst = larger(self.worst, self.level, self.made + making)
         self.worst_first = larger(self.worst_first, self.level, self.made_masters + making + casting)
@@ -376,6 +383,7 @@ class TraceReader:
 
 
 def larger(worst: Live, level: Live, gradients: int) -> Live:
+    """Return the one with more bytes: the peak `worst`, or `level` with these bytes of gradients."""
     return max(worst, replace(level, gradients=gradients), key=lambda live: live.total)
 
 
@@ -396,7 +404,7 @@ def split_into_segments(trace: Trace, model: Architecture, vocabulary: int, mast
             reader.add(event)
         elif kind == "gradient":
             reader.finish_gradient(name)
-        elif kind != "leave" or name == reader.unit:  # in the backward pass the next block enters before one leaves
+        elif kind != "leave" or name == reader.block:  # in the backward pass the next block enters before one leaves
             reader.close(name if kind == "enter" else "")
             reader.backward = reader.backward or kind == "backward"
     reader.close("")
@@ -410,25 +418,26 @@ def stack_name(model: Architecture) -> str:
 
 def deepened(segments: list[PassSegment], stack: str, depth: int, measured: int, period: int) -> list[PassSegment]:
     """Return the segments of a model with `depth` blocks, made from those of its first `measured` blocks by repeating
-    the `period` blocks before the last one. `stack` is the name of the module list that holds the blocks."""
+    the `period` blocks before the last one. `stack` is the name of the module list that holds the blocks. Each
+    repetition begins with more bytes than the one before, because blocks keep tensors until their backward pass."""
     deep: list[PassSegment] = []
     shift = Live()
     first = measured - 1 - period  # of the blocks that are repeated
     for backward in (False, True):
         one_pass = [s for s in segments if s.backward is backward]
-        places = {s.unit: number for number, s in enumerate(one_pass)}
+        places = {s.block: number for number, s in enumerate(one_pass)}
         begin, end = first, measured - 1
         if backward:
             begin, end = end - 1, begin - 1
         begin, end = places[f"{stack}.{begin}"], places[f"{stack}.{end}"]
-        growth = one_pass[end].begin - one_pass[begin].begin
+        growth = one_pass[end].begin - one_pass[begin].begin  # of the bytes; negative in the backward pass
         added = range(0, depth - measured + 1, period)  # what is added to the blocks' numbers
         last = {f"{stack}.{measured - 1}": f"{stack}.{depth - 1}"}
-        deep += [s.shifted(shift, last.get(s.unit, s.unit)) for s in one_pass[:begin]]
+        deep += [s.shifted(shift, last.get(s.block, s.block)) for s in one_pass[:begin]]
         for number in reversed(added) if backward else added:
             names = {f"{stack}.{own}": f"{stack}.{own + number}" for own in range(first, measured - 1)}
-            deep += [s.shifted(shift, names.get(s.unit, s.unit)) for s in one_pass[begin:end]]
+            deep += [s.shifted(shift, names.get(s.block, s.block)) for s in one_pass[begin:end]]
             shift += growth
         shift -= growth
-        deep += [s.shifted(shift, last.get(s.unit, s.unit)) for s in one_pass[end:]]
+        deep += [s.shifted(shift, last.get(s.block, s.block)) for s in one_pass[end:]]
     return deep

@@ -18,13 +18,14 @@ META, CPU = torch.device("meta"), torch.device("cpu")
 class KnownValues(CompilingMode):
     """Dispatch mode in which an operation with a meta tensor only computes shapes, and every other one runs on the CPU.
 
-    What a model makes on the device of its weights has values too, so that positions and masks do; but for memory of
-    floats that it fills later (`torch.zeros` and others), in which values that depend on weights may be written.
+    What a model makes on the device of its weights is on the CPU too (`make_with_values`), so that positions and masks
+    have values.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation: without values if one of its tensors is on the meta device, else on the CPU. Indices and
-        masks that have values decide the shape of a result without values."""
+        """Run an operation: on the meta device if one of its tensors is there, else on the CPU. On the meta device, the
+        shape of what is indexed or selected is found from the values of indices and masks, if these are on the CPU.
+        Raise NotImplementedError if a meta tensor would be written into a CPU tensor."""
         kwargs = dict(kwargs or {})
         if not has_meta(args) and not has_meta(kwargs.values()):
             return make_with_values(func, args, kwargs)
@@ -54,14 +55,19 @@ FILLED = {
 
 
 def make_with_values(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run an operation without meta tensors on the CPU, also if the result is asked for on the meta device."""
+    """Run an operation none of whose arguments is a meta tensor, and return a CPU tensor with values.
+
+    A model also asks for results on the device of its weights (`device=META`). They are made on the CPU, except new
+    float tensors of FILLED: they stay on the meta device, because the model may later write into them what it computes
+    from weights, and a CPU tensor cannot take values that do not exist.
+    """
     if kwargs.get("device") != META:
         return func(*args, **kwargs)
-    # memory of floats stays without values: what depends on weights may be written into it
     if func in FILLED and (kwargs.get("dtype") or dtype_of(func, args)).is_floating_point:
         return func(*args, **kwargs)
     if func is aten._to_copy.default and kwargs.get("dtype") in (None, args[0].dtype):
-        return args[0].detach()  # one device holds both, so that nothing is copied
+        # inputs and weights of a real run are on one device, where `.to(device)` returns the tensor and copies nothing
+        return args[0].detach()
     return func(*args, **{**kwargs, "device": CPU})
 
 
@@ -73,7 +79,8 @@ def dtype_of(func: Callable[..., Any], args: Sequence[Any]) -> torch.dtype:
 
 
 def indices_of(indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Replace the masks among indices by the places where they are true."""
+    """Replace each mask among indices by index tensors, one for each dimension of the mask, of the places where it is
+    true. Masks on the meta device stay, as their values are unknown."""
     found: list[torch.Tensor | None] = []
     for index in indices:
         is_mask = index is not None and index.dtype in (torch.bool, torch.uint8) and not index.is_meta

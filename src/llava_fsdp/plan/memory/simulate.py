@@ -17,29 +17,36 @@ CATEGORIES = ("parameters", "gradients", "optimizer", "gathered", "reducing", "a
 
 @dataclass
 class Ledger:
-    """Simulated bytes in device memory by category: now (`held`), and at the highest peak so far (`worst`)."""
+    """Simulated bytes in device memory by category: now (`held`), and at the highest peak so far (`worst`).
+
+    In all methods, `moment` is the name of the present moment, such as `forward of model.layers.3`. The report of the
+    memory peak shows the name of the moment with the most bytes.
+    """
 
     held: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CATEGORIES, 0))
     worst: dict[str, int] = field(default_factory=dict)
     moment: str = ""
+    """Name of the moment of the highest peak so far."""
     most: int = 0
+    """Total bytes at that moment."""
 
-    def compare(self, moment: str, **more: int) -> None:
-        """Record the current moment if it uses more memory than all before. `more` are bytes, by category, that exist
-        only at this moment."""
+    def note_peak(self, moment: str, **more: int) -> None:
+        """Record this moment as the peak if it has more bytes than all before it. `more`: bytes, by category, that
+        exist only at this moment, on top of those that are held."""
         total = sum(self.held.values()) + sum(more.values())
         if total > self.most:
             self.most, self.moment = total, moment
             self.worst = {name: size + more.get(name, 0) for name, size in self.held.items()}
 
     def add(self, moment: str, **sizes: int) -> None:
-        """Add bytes, by category, to what is held, and `compare`."""
+        """Add bytes, by category, to what is held, and note a peak."""
         for name, size in sizes.items():
             self.held[name] += size
-        self.compare(moment)
+        self.note_peak(moment)
 
     def set_live(self, level: Live) -> None:
-        """Replace the bytes of activations and logits that are held. Gradients of `level` are not used."""
+        """Set the bytes of activations and logits that are held to those of `level`. The gradients of `level` are not
+        used: they are counted apart."""
         self.held["activations"], self.held["logits"] = level.activations, level.logits
 
     def drop(self, **sizes: int) -> None:
@@ -49,9 +56,10 @@ class Ledger:
             assert self.held[name] >= 0, f"{name} is negative"
 
     def finish(self, states: "States") -> None:
-        """Simulate the optimizer's step, which ends the simulated step."""
+        """Note the memory of the optimizer's step, which ends the simulated training step. By then the ledger
+        must hold `states.gradients`, no more and no less."""
         assert self.held["gradients"] == states.gradients
-        self.compare("optimizer step", buffers=states.updating)
+        self.note_peak("optimizer step", buffers=states.updating)
 
 
 @dataclass(frozen=True)
@@ -60,7 +68,7 @@ class States:
 
     parameters: int
     gradients: int
-    """Bytes of this rank's shards, once a micro-batch's gradients have been reduced."""
+    """Bytes of the gradients of this rank's shards, once those of all weights have been reduced."""
     optimizer: int
     buffers: int
     """The model's registered buffers, and the inputs that are on the device for the whole step."""
@@ -70,6 +78,7 @@ class States:
     """For each pass, bytes of the inputs that are on the device until the next pass begins."""
 
     def open_ledger(self) -> Ledger:
+        """Return a ledger with what is held when a step begins, before any gradient exists."""
         ledger = Ledger()
         ledger.add("at rest", parameters=self.parameters, optimizer=self.optimizer, buffers=self.buffers)
         return ledger
@@ -84,15 +93,15 @@ Pass = Sequence[PassSegment]
 
 
 def simulate_unsharded_step(passes: Sequence[Pass], states: States) -> Ledger:
-    """Simulate a step without FSDP. Each gradient is cast to the master weight's dtype as soon as it is complete.
-    `passes`: for each micro-batch the segments of its forward and backward pass."""
+    """Simulate a step without FSDP. As soon as a gradient is complete, it is cast to the master weight's dtype, and
+    added to that of earlier micro-batches. `passes`: for each micro-batch, the segments of both passes."""
     ledger = states.open_ledger()
     for number, segments in enumerate(passes):
         states.begin_pass(ledger, number)
         for segment in segments:
             worst = segment.worst_later if number else segment.worst_first
             ledger.set_live(worst)
-            ledger.compare(describe(segment), gradients=worst.gradients)
+            ledger.note_peak(describe(segment), gradients=worst.gradients)
             ledger.set_live(segment.end)
             if number == 0:  # later micro-batches add to these gradients
                 ledger.held["gradients"] += segment.made_masters
@@ -154,28 +163,29 @@ class FsdpRank:
         self.root_made = 0
         """Bytes of the existing gradients of the root unit, which FSDP reduces last."""
         self.under_way = Live()
-        """What other micro-batches keep for their backward passes."""
+        """In a pipeline, what other micro-batches keep for their backward passes; it is held while a segment runs."""
 
     def run_micro_batch(self, segments: Sequence[PassSegment], is_last: bool) -> None:
         """Simulate the forward and backward pass of a micro-batch. `is_last`: it is the last one of the step."""
         forward, backward = ([s for s in segments if s.backward is of_backward] for of_backward in (False, True))
         self.run_forward(forward)
-        passed = self.order(backward)[1]
-        ends_before = [name for name in reversed(self.order(forward)[1]) if name not in passed]
-        self.run_backward(backward, is_last, ends_before)
+        with_backward = self.order(backward)[1]
+        forward_only = [name for name in reversed(self.order(forward)[1]) if name not in with_backward]
+        self.run_backward(backward, is_last, forward_only)
 
     def run_forward(self, segments: Sequence[PassSegment]) -> None:
         """Simulate the forward pass of a micro-batch. The weights of an FSDP unit are gathered before its first block
-        runs, and freed after its last block if the sharding strategy says so."""
+        runs, and freed after its last block if the sharding strategy says so. A unit has one or more blocks of the
+        model, and `segment.block` is the name of a block; experts of a block have a unit of their own."""
         for name in (ROOT, NORMS):
             self.gather(name, "root unit")
         blocks, order = self.order(segments)  # names of the blocks of each unit; names of the units
         for segment in segments:
-            unit = self.unit_names.get(segment.unit, "")
-            if segment.unit == OUTPUT:
+            unit = self.unit_names.get(segment.block, "")
+            if segment.block == OUTPUT:
                 self.gather(OUTPUT, describe(segment))
             # true if the segment is the first block of its unit
-            if blocks.get(unit, [""])[0] == segment.unit != "":
+            if blocks.get(unit, [""])[0] == segment.block != "":
                 self.gather(unit, describe(segment))
                 for ahead in following(order, unit, self.prefetch_forward):
                     self.prefetch(ahead)
@@ -184,29 +194,30 @@ class FsdpRank:
             self.run(segment)
             if self.plan.reshard_after_forward:
                 # true if the segment is the last block of its unit
-                is_end = blocks.get(unit, [""])[-1] == segment.unit != ""
+                is_end = blocks.get(unit, [""])[-1] == segment.block != ""
                 for name in (*self.experts(segment), *[unit] * is_end):
                     self.free(name)
         self.drop_buffers()
 
-    def run_backward(self, segments: Sequence[PassSegment], is_last: bool, ends_before: Sequence[str] = ()) -> None:
+    def run_backward(self, segments: Sequence[PassSegment], is_last: bool, forward_only: Sequence[str] = ()) -> None:
         """Simulate the backward pass of a micro-batch.
 
         Args:
-            is_last: whether it is the last one of the step.
-            ends_before: units that have run forward and through which no gradient passes, the last one first. FSDP
-                begins to gather the first of them, as it does not know where the gradient ends.
+            is_last: whether the micro-batch is the last one of the step.
+            forward_only: units that ran forward but have no backward pass, because no gradient reaches them; the one
+                that ran last stands first. FSDP prefetches them, too: the order of its prefetches is the reverse of
+                the forward pass.
         """
-        blocks, order = self.order(segments)
-        order = [*order, *ends_before]
+        blocks, order = self.order(segments)  # names of the blocks of each unit; names of the units
+        order = [*order, *forward_only]
         for ahead in order[:1]:  # FSDP2 always prefetches for the root unit
             self.prefetch(ahead)
         made_before = 0
         for segment in segments:
-            unit = self.unit_names.get(segment.unit, "")
+            unit = self.unit_names.get(segment.block, "")
             if unit not in blocks:  # the output layer, or what is between the blocks, whose weights the root unit has
                 self.run(segment)
-                if segment.unit == OUTPUT and OUTPUT in self.units:
+                if segment.block == OUTPUT and OUTPUT in self.units:
                     made = 0 if self.adds_in_place(OUTPUT) else segment.made
                     self.finish(OUTPUT, made, is_last, describe(segment))
                     continue
@@ -214,7 +225,7 @@ class FsdpRank:
                 self.root_made += made
                 self.ledger.add(describe(segment), reducing=made)
                 continue
-            if blocks[unit][0] == segment.unit:
+            if blocks[unit][0] == segment.block:
                 self.prefetch(unit)
                 self.copy_out(unit, describe(segment))
                 for ahead in following(order, unit, self.prefetch_backward):
@@ -222,7 +233,7 @@ class FsdpRank:
             of_experts = self.run_with_experts(segment, is_last)
             made = 0 if self.adds_in_place(unit) else segment.made - of_experts
             # a unit of several blocks holds the gradients of those that have run until its last block has run
-            if blocks[unit][-1] != segment.unit:
+            if blocks[unit][-1] != segment.block:
                 made_before += made
                 self.ledger.add(describe(segment), reducing=made)
                 continue
@@ -237,7 +248,8 @@ class FsdpRank:
         self.drop_buffers()
 
     def run_with_experts(self, segment: PassSegment, is_last: bool) -> int:
-        """Run one block backward, with the FSDP unit of its experts. Return the bytes of these experts' gradients."""
+        """Run one block backward, with the FSDP unit of its experts if it has one. Return the bytes of the experts'
+        gradients, which are among `segment.made` and must not be counted for the block's own unit again."""
         experts = self.experts(segment)
         for name in experts:
             self.prefetch(name)
@@ -250,7 +262,7 @@ class FsdpRank:
 
     def experts(self, segment: PassSegment) -> list[str]:
         """Return the name of the FSDP unit of experts in a segment, in a list; empty without experts."""
-        name = unit_of_experts(segment.unit)
+        name = unit_of_experts(segment.block)
         return [name] if name in self.units else []
 
     def order(self, segments: Sequence[PassSegment]) -> tuple[dict[str, list[str]], list[str]]:
@@ -258,25 +270,28 @@ class FsdpRank:
         order in which they run."""
         blocks: dict[str, list[str]] = {}
         for segment in segments:
-            unit = self.unit_names.get(segment.unit, "")
-            if unit in self.units and unit and segment.unit not in blocks.setdefault(unit, []):
-                blocks[unit].append(segment.unit)
+            unit = self.unit_names.get(segment.block, "")
+            if unit in self.units and unit and segment.block not in blocks.setdefault(unit, []):
+                blocks[unit].append(segment.block)
         return blocks, list(blocks)
 
     def run(self, segment: PassSegment) -> None:
-        """Run one segment, and record its peak together with the bytes that FSDP holds."""
-        unit = OUTPUT if segment.unit == OUTPUT else self.unit_names.get(segment.unit, ROOT)
+        """Run one segment: note its peak together with the bytes that FSDP holds, then hold what the segment leaves,
+        except its gradients: the caller adds them to the ledger."""
+        unit = OUTPUT if segment.block == OUTPUT else self.unit_names.get(segment.block, ROOT)
         worst = segment.worst_later if self.adds_in_place(unit) else segment.worst
         self.ledger.set_live(worst + self.under_way)
-        self.ledger.compare(describe(segment), reducing=worst.gradients)
+        self.ledger.note_peak(describe(segment), reducing=worst.gradients)
         self.ledger.set_live(segment.end + self.under_way)
 
     def adds_in_place(self, name: str) -> bool:
-        """Return whether autograd adds a unit's gradients in place to earlier ones, because both have one dtype."""
+        """Return whether autograd adds a unit's gradients in place to those of earlier micro-batches, so that they take
+        no more memory: earlier ones wait, and the dtype in which they wait is that of the backward pass."""
         return name in self.waiting and self.units[name].widened == self.units[name].narrow
 
     def gather(self, name: str, moment: str) -> None:
-        """All-gather a unit's weights in the forward pass. Once they are copied, free the buffer of the unit before."""
+        """All-gather a unit's weights in the forward pass. FSDP frees the buffer of an all-gather only when the next
+        unit's weights have been copied out of theirs, so two buffers exist at once."""
         if name in self.gathered or name not in self.units:
             return
         self.prefetch(name)
@@ -286,21 +301,22 @@ class FsdpRank:
         self.copied = name
 
     def prefetch(self, name: str) -> None:
-        """Start the all-gather of a unit, unless it is gathered already."""
+        """Start the all-gather of a unit, unless it is gathered or under way. Does nothing if no unit has this name."""
         unit = self.units.get(name)
         if unit is None or name in self.gathered or name in self.buffers:
             return
         self.buffers[name] = unit.buffer
         self.ledger.held["gathered"] += unit.buffer
-        self.ledger.compare(f"all-gather of {name or 'the root unit'}", gathered=unit.cast)
+        self.ledger.note_peak(f"all-gather of {name or 'the root unit'}", gathered=unit.cast)
 
     def copy_out(self, name: str, moment: str, keep: bool = False) -> None:
-        """Copy a unit's all-gather buffer, which exists, into its weights. Unless `keep` is set, free the buffer."""
+        """Copy a unit's all-gather buffer, which `prefetch` has made, into its weights; while it is copied, buffer and
+        weights both exist. Then free the buffer, unless `keep` is set."""
         unit = self.units.get(name)
         if unit is None or name in self.gathered:
             return
         self.gathered.add(name)
-        self.ledger.compare(moment, gathered=unit.gathered + unit.second_copy)
+        self.ledger.note_peak(moment, gathered=unit.gathered + unit.second_copy)
         self.ledger.add(moment, gathered=unit.gathered)
         if not keep:
             self.ledger.drop(gathered=self.buffers.pop(name))
@@ -322,16 +338,16 @@ class FsdpRank:
         ranks, or kept whole for a later micro-batch.
 
         Args:
-            made: bytes of the gradients that the backward pass has produced, not yet in the ledger.
+            made: bytes of the gradients that the backward pass has produced. The ledger must not hold them yet.
             is_last: whether this is the last micro-batch of the step.
-            moment: name of this moment, for the report of the memory peak.
+            moment: name of this moment, as in `Ledger`.
         """
         unit = self.units.get(name)
         if unit is None:  # the strategy neither shards nor reduces any of these weights
             return
         added = 0 if self.adds_in_place(name) else made
         self.ledger.held["reducing"] += added
-        self.ledger.compare(moment)
+        self.ledger.note_peak(moment)
         reduces = is_last or self.plan.gradient_sync is not Sync.LAST_MICRO_BATCH
         if is_last or self.plan.reshard_every_micro_batch:
             self.free(name)
@@ -344,13 +360,13 @@ class FsdpRank:
         sizes = unit.widened if name in self.waiting else unit.narrow
         # `foreach_reduce` replaces gradients of weights sharded along dimension 1 by copies, one after the other
         copied = [size for size, is_copied in zip(sizes, unit.is_copied, strict=True) if is_copied] or [0]
-        self.ledger.compare(moment, reducing=max(copied))
+        self.ledger.note_peak(moment, reducing=max(copied))
         # Until `foreach_reduce` returns, its variable `chunks` holds the original of the last copy, `copied[-1]`. If
         # several ranks shard the unit (it then has a buffer), `unsharded_grad` holds the gradient of its last weight.
         last = sizes[-1] if sizes and unit.buffer and not unit.is_copied[-1] else 0
         self.ledger.add(moment, reducing=unit.reduce_input + copied[-1])
         self.ledger.drop(reducing=added + self.waiting.pop(name, 0))
-        self.ledger.compare(moment, reducing=unit.reduce_output + last)
+        self.ledger.note_peak(moment, reducing=unit.reduce_output + last)
         self.ledger.drop(reducing=copied[-1])
         waits = self.plan.gradient_sync is Sync.SCATTER_EVERY_REDUCE_LAST and not is_last
         held = self.shards.get(name, 0)
@@ -358,27 +374,36 @@ class FsdpRank:
         self.ledger.add(moment, gradients=self.shards[name] - held)
 
     def widen(self, name: str, added: int, moment: str) -> None:
-        """Cast a unit's gradients to the reduction dtype, one weight at a time; or add them to those of earlier
-        micro-batches, which wait. `added`: their bytes in the compute dtype."""
+        """Count the memory of a unit's gradients that wait, unreduced, for the step's last micro-batch.
+
+        FSDP casts those of the first micro-batch to the reduction dtype, one weight at a time, and adds those of later
+        micro-batches to them.
+
+        Args:
+            added: bytes of this micro-batch's gradients in the dtype of the backward pass. The ledger holds them.
+            moment: name of this moment, as in `Ledger`.
+        """
         unit = self.units[name]
-        if name in self.waiting:
+        if name in self.waiting:  # added to the gradients that wait, and freed
             self.ledger.drop(reducing=added)
             return
-        held = 0
+        held = 0  # by how much the gradients that have been cast have grown
         for wide, narrow in zip(unit.widened, unit.narrow, strict=True):
-            self.ledger.compare(moment, reducing=held + wide)
+            self.ledger.note_peak(moment, reducing=held + wide)
             held += wide - narrow
         self.waiting[name] = sum(unit.widened)
         self.ledger.held["reducing"] += self.waiting[name] - added
 
 
 def following(order: Sequence[str], unit: str, count: int) -> Sequence[str]:
+    """Return up to `count` names that come after `unit` in `order`, which contains it."""
     index = order.index(unit)
     return order[index + 1 : index + 1 + count]
 
 
 def describe(segment: PassSegment) -> str:
-    where = segment.unit or "between the blocks"
+    """Return the name of the moment at which a segment runs, such as `forward of model.layers.3`."""
+    where = segment.block or "between the blocks"
     return f"{'backward' if segment.backward else 'forward'} of {where}"
 
 
@@ -395,22 +420,23 @@ def interpolate(first: PassSegment, second: PassSegment, share: float) -> PassSe
 
 
 def inputs_of_blocks(segments: Pass) -> dict[str, int]:
-    """Return the bytes of the input of each block that has a backward pass; they equal those of its output."""
-    backward = {s.unit for s in segments if s.backward}
-    forward = [s for s in segments if s.unit in backward - {"", OUTPUT} and not s.backward]
-    return {s.unit: max(0, s.end.activations - s.begin.activations) for s in forward}
+    """Return {name of each block that has a backward pass: bytes of its input}. They are measured as what its forward
+    pass leaves allocated, which with activation checkpointing is its output, of the same size as its input."""
+    backward = {s.block for s in segments if s.backward}
+    forward = [s for s in segments if s.block in backward - {"", OUTPUT} and not s.backward]
+    return {s.block: max(0, s.end.activations - s.begin.activations) for s in forward}
 
 
 def inputs_on_host(segments: Pass) -> Pass:
-    """Return a pass whose blocks' inputs are offloaded to host memory. The two most recent inputs still count, as they
-    are still being copied."""
+    """Return a pass whose blocks' inputs are offloaded to host memory. At each moment the inputs of the two blocks that
+    ran forward last, and not yet backward, still count: they are being copied."""
     inputs = inputs_of_blocks(segments)
     moved, entered = [], []
     for segment in segments:
-        if segment.unit in inputs and not segment.backward:
-            entered.append(segment.unit)
+        if segment.block in inputs and not segment.backward:
+            entered.append(segment.block)
         away = sum(inputs[unit] for unit in entered[:-2])
-        moved.append(segment.shifted(Live(activations=-away), segment.unit))
-        if segment.unit in inputs and segment.backward:
-            entered.remove(segment.unit)
+        moved.append(segment.shifted(Live(activations=-away), segment.block))
+        if segment.block in inputs and segment.backward:
+            entered.remove(segment.block)
     return moved

@@ -21,18 +21,19 @@ from llava_fsdp.plan.memory.simulate import FsdpRank, Ledger, Pass, States
 
 @dataclass(frozen=True)
 class StageSegments:
-    """What a stage runs of one micro-batch's passes, with the bytes of its own tensors."""
+    """The segments that a stage runs of one micro-batch's passes, with the bytes of tensors on the stage's rank."""
 
     forward: tuple[PassSegment, ...]
     backward: tuple[PassSegment, ...]
     output: Live
-    """By how much the stage's output is larger than that of a block inside a stage."""
+    """By how many bytes the stage's output is larger than that of a block inside a stage: not 0 only with
+    `parallel.tensor`, where a stage sends all positions and a block returns this rank's."""
     sent: tuple[Live, Live]
     """Messages to other stages: the stage's output, and the gradient of its input."""
 
     @property
     def kept(self) -> Live:
-        """What the forward pass keeps for the backward pass."""
+        """What the forward pass of the stage keeps until its backward pass, the stage's output included."""
         return self.forward[-1].end + self.output
 
 
@@ -69,15 +70,16 @@ def segments_of_stage(
         stack: name of the list of the language model's blocks.
         blocks: numbers of the stage's blocks.
         hidden: bytes of the hidden states that stages send to each other.
-        own: bytes of this rank's positions of them, which a block gives to the next one; with `parallel.tensor` a rank
-            has only a part of the positions between blocks.
-        takes_own: whether the stage's first block keeps its positions of what the stage received for the backward pass.
+        own: bytes of the hidden states that this rank has between two blocks: with `parallel.tensor` only a part of
+            the positions, else as many as `hidden`.
+        takes_own: whether the stage's first block keeps for the backward pass, beside what the stage received, also
+            this rank's positions of it.
     """
     first, last = f"{stack}.{blocks.start}", f"{stack}.{blocks.stop - 1}"
 
     def cut(backward: bool, begin: str, end: str) -> list[PassSegment]:
         one_pass = [s for s in segments if s.backward is backward]
-        places = {s.unit: number for number, s in enumerate(one_pass)}
+        places = {s.block: number for number, s in enumerate(one_pass)}
         return one_pass[places[begin] if begin else 0 : places[end] + 1 if end else len(one_pass)]
 
     forward = cut(False, "" if is_first else first, "" if is_last else last)
@@ -89,8 +91,8 @@ def segments_of_stage(
     # the stage's last block returns all positions, and its backward pass begins with the gradient of all
     more = Live() if is_last else Live(activations=hidden - own)
     return StageSegments(
-        tuple(s.shifted(shift, s.unit) for s in forward),
-        tuple(s.shifted(shift + kept + (more if s.unit == last else Live()), s.unit) for s in backward),
+        tuple(s.shifted(shift, s.block) for s in forward),
+        tuple(s.shifted(shift + kept + (more if s.block == last else Live()), s.block) for s in backward),
         more,
         (kept, Live() if is_first else Live(activations=hidden)),
     )
@@ -104,14 +106,19 @@ def simulate_pipeline(
     unit_names: dict[str, str],
     prefetch: int | None,
 ) -> Ledger:
-    """Simulate a step of one rank of a pipeline. `order` has the passes that the rank runs, and the segments of each.
-    `unit_names`: block name -> name of its FSDP unit in `units`. `prefetch`: number of units whose all-gathers begin
-    ahead of their use; None: one, in the backward pass only."""
+    """Simulate a step of one rank of a pipeline.
+
+    Args:
+        order: the passes that the rank runs, in this order, each with the segments of its stage and micro-batch.
+        units: FSDP units by name.
+        unit_names: block name -> name of its FSDP unit.
+        prefetch: number of units whose all-gathers begin ahead of their use. None: one, in the backward pass only.
+    """
     ledger = states.open_ledger()
     rank = FsdpRank(ledger, units, plan, unit_names, prefetch)
     left = Counter(one.stage for one, _ in order if not one.is_forward)  # stage -> backward passes still to run
     messages = kept_messages(order)
-    under_way = Live()
+    under_way = Live()  # what forward passes have kept whose backward passes have not run yet
     states.begin_pass(ledger, 0)
     for (one, segments), kept in zip(order, messages, strict=True):
         if one.is_forward:
@@ -119,7 +126,7 @@ def simulate_pipeline(
             under_way += segments.kept
         else:
             left[one.stage] -= 1
-            rank.under_way -= segments.kept
+            rank.under_way -= segments.kept  # the segments of the backward pass count these bytes themselves
             rank.run_backward(segments.backward, is_last=not left[one.stage])
             under_way -= segments.kept
         rank.under_way = under_way + kept
