@@ -85,7 +85,7 @@ def test_all_but_the_weights_is_the_source(trained: tuple[WholeModel, Path]) -> 
     model, out = trained
     names = {path.name for path in model.folder.iterdir()}
     assert {path.name for path in (out / "export").iterdir()} == names | {"llava_fsdp.json"}
-    same = names - {"model.safetensors"}
+    same = names - {"model.safetensors", "generation_config.json"}  # it lacks a token that ends an answer
     assert all((out / "export" / name).read_bytes() == (model.folder / name).read_bytes() for name in same)
 
 

@@ -9,9 +9,11 @@ import pytest
 import torch
 from families import FAMILIES, make_model, make_tokenizer, resolve, write_family
 from safetensors.torch import load_file, save_file
+from small import write_json
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from llava_fsdp.config import FolderFormat, SpecialTokens
+from llava_fsdp.export.write.generation_file import ends_of_class
 from llava_fsdp.export.write.weights_writer import Weights
 from llava_fsdp.export.write.whole_folder import WholeSource, write_whole_folder
 from llava_fsdp.model.sources.pretrained import read_config
@@ -59,7 +61,12 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_family("gemma3", tmp_path_factory.mktemp("gemma") / "source")
+    """A folder whose `generation_config.json` names all tokens that end an answer."""
+    folder = write_family("gemma3", tmp_path_factory.mktemp("gemma") / "source")
+    ends = ends_of_class(folder, read_config(folder, "").get_text_config())
+    assert ends
+    write_json(folder / "generation_config.json", {"eos_token_id": [*ends], "temperature": 0.5})
+    return folder
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -27,6 +27,7 @@ from llava_fsdp.export.write.adapter_folder import whole_rows
 from llava_fsdp.export.write.chat_template import PROBED
 from llava_fsdp.export.write.folded_head import HEAD, with_folded_head
 from llava_fsdp.export.write.formats import SourceModel, begin_hf, hf_config, write_hf_config, write_hf_weights
+from llava_fsdp.export.write.generation_file import write_generation_of_class
 from llava_fsdp.export.write.processor import TokenIds, check_image_tokens, has_tokenizer, preprocessor_fields
 from llava_fsdp.export.write.weights_writer import Weights
 from llava_fsdp.export.write.whole_folder import WholeSource, check_plan
@@ -62,9 +63,11 @@ def write_hf(source: SourceModel, weights: Weights, staged: Path) -> None:
 
 def rehearse(source: SourceModel | WholeSource, dtype: torch.dtype) -> None:
     """Check that a model can be exported for transformers, before it is trained: by the export of a small copy, or for
-    a whole model of transformers by the names and shapes of its weights. Only rank 0 calls this. Raises ModelError or
-    ConfigError if the model cannot be exported."""
+    a whole model of transformers by the names and shapes of its weights, and by the tokens that end its answers. Only
+    rank 0 calls this. Raises ModelError or ConfigError if the model cannot be exported."""
     if isinstance(source, WholeSource):
+        with TemporaryDirectory(prefix="llava_fsdp-") as made:
+            write_generation_of_class(source.folder, source.model.language_config, Path(made))
         return check_plan(source)
     rehearse_hf(source, dtype)
 

@@ -9,12 +9,15 @@ import torch
 import transformers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
 
-from llava_fsdp.data.text.detokenize import ends_in_special, find_stops
-from llava_fsdp.data.text.jinja_template import open_template
+from llava_fsdp.data.processor.image_template import open_image_template
+from llava_fsdp.data.text.detokenize import ends_in_special, eos_ids, find_stops
+from llava_fsdp.data.text.jinja_template import OWN, find_code, open_template
 from llava_fsdp.data.text.tokenizer import Tokenizer, open_tokenizer, read_optional
+from llava_fsdp.export.write.processor import has_tokenizer
 from llava_fsdp.model.parts import Parts
 from llava_fsdp.model.sources.llava_v1_5_config import write_json
-from llava_fsdp.runtime.errors import ModelError
+from llava_fsdp.model.sources.pretrained import read_config
+from llava_fsdp.runtime.errors import ConfigError, ModelError
 from llava_fsdp.runtime.files.safe_load import library_errors
 
 FILE = "generation_config.json"
@@ -36,7 +39,7 @@ def find_ends(parts: Parts, template_name: str, folders: Iterable[Path] = ()) ->
     """
     folder, language = parts.language_folder, parts.language
     tokenizer, stop = None, ""
-    if (folder / "tokenizer.model").is_file() or (folder / "tokenizer.json").is_file():
+    if has_tokenizer(folder):
         tokenizer = open_tokenizer(folder, language.vocab_size)
         stop = open_template(template_name, folder, tokenizer).stop
     ends = find_stops(tokenizer, stop, language.eos_token_id, (folder, *folders))
@@ -67,6 +70,68 @@ def generation_fields(folder: Path, ends: Sequence[int], bos: int | None, pad: i
     fields = {"bos_token_id": bos, **{key: value for key, value in given.items() if key not in OWN_KEYS}}
     fields |= {"eos_token_id": ends[0] if len(ends) == 1 else list(ends) or None, "pad_token_id": pad}
     return {key: value for key, value in fields.items() if value is not None}
+
+
+def ends_of_class(folder: Path, language: Any) -> dict[int, str] | None:
+    """Return the tokens at which `chat` ends an answer of a whole model of transformers: {id: name, empty if it is not
+    special}, sorted by id. None if there is no chat with the model: its folder lacks a tokenizer or a chat template
+    that can be trained with.
+
+    Args:
+        language: configuration of the language model.
+    """
+    if find_code(folder) is None or not has_tokenizer(folder):
+        return None
+    tokenizer = open_tokenizer(folder, language.vocab_size)
+    try:
+        stop = open_image_template(OWN, folder, tokenizer).stop
+    except ConfigError:  # such a model is not trained, and a conversion of it keeps the file
+        return None
+    ends = sorted(find_stops(tokenizer, stop, language.eos_token_id, (folder,)))
+    return {end: tokenizer.name(end) or "" for end in ends}
+
+
+def ends_of_generate(folder: Path) -> set[int]:
+    """Return the ids of the tokens at which transformers' `generate` ends an answer of the model in a folder."""
+    if (folder / FILE).is_file():
+        return {*eos_ids(read_optional(folder / FILE), folder / FILE)}
+    found = GenerationConfig.from_model_config(read_config(folder, "model.checkpoint")).eos_token_id
+    return {*found} if isinstance(found, list) else {found} - {None}
+
+
+def unnamed_ends(folder: Path, language: Any) -> str | None:
+    """Return a warning if transformers' `generate` goes on after a token that ends an answer of a whole model in
+    `chat`; else None. `language`: configuration of the language model."""
+    ends = ends_of_class(folder, language)
+    lacking = (ends or {}).keys() - ends_of_generate(folder)
+    if not ends or not lacking:
+        return None
+    named = ", ".join(f"{end} ({ends[end]})" if ends[end] else str(end) for end in sorted(lacking))
+    return (
+        f"{folder / FILE} does not name every token that ends an answer. transformers' generate goes on after {named}. "
+        f"The export of this run has a {FILE} with all of them"
+    )
+
+
+def write_generation_of_class(folder: Path, language: Any, staged: Path) -> None:
+    """Write `generation_config.json` into `staged`, the export of a whole model of transformers, and check it. Nothing
+    is written if `generate` ends an answer of the model in `folder` where `chat` does.
+
+    Args:
+        folder: folder from which the model was read before its training.
+        language: configuration of the language model.
+
+    Raises:
+        ModelError: `generate` does not end an answer at one of the tokens.
+    """
+    ends = [*(ends_of_class(folder, language) or ())]
+    if not ends or ends_of_generate(folder) == {*ends}:
+        return
+    pads = (read_optional(folder / FILE).get("pad_token_id"), getattr(language, "pad_token_id", None), ends[0])
+    pad = next(number for number in pads if number is not None)
+    fields = generation_fields(folder, ends, getattr(language, "bos_token_id", None), pad)
+    write_json(staged / FILE, fields | {"transformers_version": transformers.__version__})
+    check_ends(staged, ends, language.vocab_size)
 
 
 def write_generation(parts: Parts, staged: Path, ends: Sequence[int], pad: int, rows: int) -> None:

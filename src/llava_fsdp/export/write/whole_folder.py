@@ -1,8 +1,9 @@
 """Write the folder of a model that is one of transformers' own classes: its weights as `save_pretrained` writes them,
 and the other files of the folder from which it was read, bit for bit.
 
-Nothing is converted. Only `config.json` is written anew, and only if it says something else than the weights: another
-dtype, or one weight for embeddings and output layer where there are two.
+Nothing is converted. Two files are written anew if they would be wrong: `config.json`, if it says another dtype than
+that of the weights, or one weight for embeddings and output layer where there are two; `generation_config.json`, if it
+does not name every token that ends an answer.
 """
 
 import os
@@ -18,6 +19,7 @@ from transformers import PretrainedConfig
 
 from llava_fsdp.config import Config, FolderFormat, SpecialTokens
 from llava_fsdp.data.text.jinja_template import OWN
+from llava_fsdp.export.write.generation_file import write_generation_of_class
 from llava_fsdp.export.write.weights_writer import ReadPart, Weights, write_shards
 from llava_fsdp.model.adapters.lora_names import is_adapter, without_base
 from llava_fsdp.model.architecture import Architecture
@@ -123,6 +125,7 @@ def write_whole_folder(
         make_empty(staged)
         copy_others(source.folder, staged)
         write_config(source, dtypes.pop() if len(dtypes) == 1 else None, staged)
+        write_generation_of_class(source.folder, source.model.language_config, staged)
 
     on_first_rank(begin, failing)
     loaded, complete = plan_folder(source, weights)

@@ -18,6 +18,8 @@ from llava_fsdp.export.prove.check_parts import check_parts
 from llava_fsdp.export.prove.rehearsal import rehearse
 from llava_fsdp.export.write.folded_head import is_rounded
 from llava_fsdp.export.write.formats import source_of_run
+from llava_fsdp.export.write.generation_file import unnamed_ends
+from llava_fsdp.export.write.whole_folder import WholeSource
 from llava_fsdp.model.architecture import Architecture
 from llava_fsdp.model.llava.own_parts import NONE, OwnParts
 from llava_fsdp.model.load_weights import find_weights
@@ -180,8 +182,7 @@ def find_sources(cfg: Config, model: Architecture, projector: Path | None) -> di
 
 def check_prompts(cfg: Config, model: Architecture) -> list[str]:
     """Compare the model's parts with transformers' own classes (`check_parts`) and, if it will be exported, try the
-    export of a small copy. Return warnings, one of them if the conversation template is meant for another language
-    model.
+    export of a small copy. Return warnings, such as one about a conversation template for another language model.
 
     Raises:
         ModelError: a small copy computes something else than transformers' class, a token depends on later ones, or the
@@ -194,6 +195,8 @@ def check_prompts(cfg: Config, model: Architecture) -> list[str]:
     if cfg.exports_model:
         dtype = DTYPES[cfg.export.stored]
         rehearse(source, dtype)
+        if isinstance(source, WholeSource) and (unnamed := unnamed_ends(source.folder, language)) is not None:
+            warnings.append(unnamed)
         if is_rounded(model.parts, dtype):
             warnings.append(
                 f"export.dtype={cfg.export.dtype.value} rounds the output layer once more in the export, as its weight "
