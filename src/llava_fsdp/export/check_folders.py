@@ -77,9 +77,10 @@ def check_artifacts(paths: Iterable[Path], local_rank: int = 0, local_size: int 
 
 
 def warn_of_older(paths: Iterable[Path]) -> None:
-    """Log which of the folders with a whole model, a projector or an adapter have no digests. `llava_fsdp.json` is
-    missing where another program wrote the folder, and where somebody left it out of a copy; earlier versions of
-    llava_fsdp wrote none with digests. The folders of a language model or a vision tower never have it."""
+    """Log which of the folders with a whole model, a projector or an adapter have no digests. These are in the folder's
+    `llava_fsdp.json`, which is missing if another program wrote the folder or a copy left the file out; earlier
+    versions of llava_fsdp wrote the file without digests. Folders of a language model or a vision tower never have it,
+    and are not logged. `paths`: such folders, or files in them."""
     for folder in (path.parent if path.is_file() else path for path in paths):
         notes = read_notes(folder)
         if notes and is_older(notes):

@@ -58,8 +58,9 @@ def run_jobs(stop: StopRequest) -> tuple[list[Job], bool, str]:
 
 
 def run_hydra(program: Callable[[], object], errors: io.StringIO) -> bool:
-    """Run Hydra's main function, collect its error messages in `errors`, and return whether all jobs succeeded. If a
-    job fails, Hydra still runs the others of its batch before it raises the error, which is not printed again."""
+    """Run Hydra's main function, and return whether all jobs succeeded. If a job fails, Hydra still runs the others of
+    its batch before it raises the error. Its messages are collected in `errors`, not printed; with HYDRA_FULL_ERROR=1
+    they are printed, and Hydra raises the job's own exception instead of SystemExit."""
     full = os.environ.get("HYDRA_FULL_ERROR") == "1"
     try:
         with contextlib.nullcontext() if full else contextlib.redirect_stderr(errors):

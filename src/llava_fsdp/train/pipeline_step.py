@@ -49,13 +49,19 @@ class TrainingWork:
         the hashes from which dropout masks are computed}."""
 
     def forward(self, stage: nn.Module, number: int, hidden: torch.Tensor | None) -> torch.Tensor:
-        """Run micro-batch `number` through a stage. The last stage returns the scaled loss, others hidden states."""
+        """Run micro-batch `number` through a stage. `hidden`: output of the stage before; None for the first stage.
+
+        The last stage returns the loss for the backward pass: the sum of the label losses times `MicroBatch.scale`,
+        plus the load-balance loss, all times the loss scale. The others return hidden states, whose backward pass also
+        trains the load-balance loss of the stage's experts.
+        """
         assert isinstance(stage, Architecture)
         with part("forward"):
             micro = to_device(self.loader, stage, self.micro_batches[number])
             collector = self.sources.collector() if stage.is_last else None
             with self.experts.keep() as kept:
                 output = stage(**micro.inputs, hidden=hidden, collector=collector)
+            # other micro-batches run before this one's backward pass, which may need its dropout masks again
             self.keys[stage, number] = stage.token_keys.language, stage.token_keys.vision
             if not stage.is_last:
                 return self.experts.add_to_hidden(micro, kept, output, self.scale)

@@ -86,16 +86,18 @@ def refuse_calls(setting: str, shown: str) -> None:
 
 
 def check_hydra_key(key: str, value: str, shown: str) -> None:
-    """Raise ConfigError, which names `shown`, if a setting belongs to Hydra's own `hydra` node, unless users may set
-    its key. `key`: dotted key or config group, which may be followed by `@` and a package."""
+    """Raise ConfigError, which names `shown`, if a setting belongs to Hydra's own `hydra` node. Exceptions, which users
+    may set: keys and config groups of SETTABLE, and the groups that configure logging, if they turn it off. `key`:
+    dotted key or config group, which may be followed by `@` and a package."""
     parts = re.split(r"[./@:]", key)
     if "hydra" not in parts:
         return
     if parts[0] == "hydra" and parts[1:2] == ["searchpath"]:
         raise ConfigError("hydra.searchpath is fixed; add a folder of YAML files with --config-dir FOLDER")
-    quiet = key in ("hydra/job_logging", "hydra/hydra_logging") and value in ("none", "disabled")
-    is_single = "@" not in key and parts.count("hydra") == 1 and parts[0] == "hydra"  # sweeper.params may have others
-    if not quiet and not (is_single and parts[1:2] and parts[1] in SETTABLE):
+    turns_logging_off = key in ("hydra/job_logging", "hydra/hydra_logging") and value in ("none", "disabled")
+    # keys below hydra.sweeper.params are settings of each job: a second `hydra` or an `@` could set Hydra's node there
+    is_single = "@" not in key and parts.count("hydra") == 1 and parts[0] == "hydra"
+    if not turns_logging_off and not (is_single and parts[1:2] and parts[1] in SETTABLE):
         raise ConfigError(
             f"{shown}: this key of Hydra's is fixed; settable are hydra.{', hydra.'.join(SETTABLE)}, and output_dir "
             "says where a run writes"

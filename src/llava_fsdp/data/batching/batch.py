@@ -116,8 +116,8 @@ class SkippedSample:
     kind: str
     """Kind of the problem (`problems.Kind`)."""
     reason: str
-    lacks: StepFacts
-    """Counts of this sample alone."""
+    counts: StepFacts
+    """What this sample alone has contributed to the counts of its step."""
 
 
 @dataclass
@@ -146,12 +146,13 @@ class StepFacts:
     """{name of a data source: number of its label tokens}."""
 
     def without(self, skipped: list[SkippedSample]) -> StepFacts:
-        """Return these counts without skipped samples. `unlabelled` loses every record that a skipped sample names."""
-        counts = {name: getattr(self, name) - sum(getattr(s.lacks, name) for s in skipped) for name in COUNTS}
-        named = [record for sample in skipped for record in sample.lacks.unlabelled]
+        """Return these counts minus those of the samples in `skipped`, which becomes the list of skipped samples. In
+        `unlabelled`, the record of a skipped sample is removed as often as it occurs."""
+        counts = {name: getattr(self, name) - sum(getattr(s.counts, name) for s in skipped) for name in COUNTS}
+        named = [record for sample in skipped for record in sample.counts.unlabelled]
         unlabelled = [record for record in self.unlabelled if record not in named]
         sources = {
-            name: labels - sum(sample.lacks.source_labels.get(name, 0) for sample in skipped)
+            name: labels - sum(sample.counts.source_labels.get(name, 0) for sample in skipped)
             for name, labels in self.source_labels.items()
         }
         return replace(self, **counts, skipped=skipped, unlabelled=unlabelled, source_labels=sources)

@@ -141,7 +141,7 @@ class ImageTokens:
 
 def unpad(lines: np.ndarray, image_size: Size) -> np.ndarray:
     """Return a grid of features [rows, columns] without the rows or columns that show the black bars beside the image
-    (LLaVA llava_arch.py:104-130)."""
+    (LLaVA llava_arch.py:104-130). `image_size`: (width, height) of the image in pixels."""
     high, wide = lines.shape
     if image_size[0] / image_size[1] > wide / high:
         kept = int(round(image_size[1] * (wide / image_size[0]), 7))

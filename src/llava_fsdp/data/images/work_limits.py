@@ -318,13 +318,14 @@ def check_directory(data: bytes, entries: Iterable[Field], order: str, total: To
 
     Args:
         order: byte order, as for `struct`.
-        total: what the directories before it hold; is updated.
+        total: what the directories of the file before this one hold. This one is added to it.
 
     Returns:
         {tag of a field with whole numbers: its first number}.
     """
     found: dict[int, int] = {}
     tiles: dict[int, int] = dict.fromkeys(OFFSETS, 0)
+    # fields may refer to the same bytes: even a small file could name many gigabytes of values
     most = min(FIELD_BYTES, 2 * len(data) + KiB)
     for tag, kind, count, place in entries:
         width = SIZES.get(kind, 0)

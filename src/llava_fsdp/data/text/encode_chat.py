@@ -31,12 +31,14 @@ class ChatIds:
     ids: np.ndarray
     """Token ids, int64 [length]; IMAGE_ID at image tokens."""
     labels: np.ndarray
+    """int64 [length], not shifted: the token's own id if it has a label, else IGNORE."""
     unlearnt: int
     """Number of answers without labels, because later prompts show them with other tokens than a model generates."""
     image_spans: tuple[Stretch, ...] = ()
-    """For each image that is given as text, its range of tokens, in the order of the text."""
+    """For each image, its range of tokens, in the order of the text; empty if `image_lengths` was given, as are the
+    defaults of the two fields below."""
     is_apart: bool = False
-    """Whether the last answer's tokens and those of its prompt differ from the tokens of the whole text."""
+    """Whether the last answer and its prompt were tokenized apart, because together they have other tokens."""
     hides_special: bool = False
     """Whether special tokens in the text of the record are tokenized as ordinary text."""
 
@@ -57,11 +59,12 @@ def encode_chat(
     """Return the token ids and labels of a conversation.
 
     Args:
-        image_lengths: number of tokens of each image, in the order of the record; None: the text of an image's segment
-            is tokenized like that of the template.
+        image_lengths: number of tokens of each image, in the order of the record; each gets so many IMAGE_ID. None: the
+            text of an image's segment is tokenized like that of the template.
         special_tokens: whether special tokens in the text of a record are ordinary text or read as special tokens.
         adds_bos: whether the tokenizer's BOS token, if it has one, is put first.
-        known: token ids of ends of prompts, which are looked up and added.
+        known: cache {text of the end of a prompt: its token ids}, for all conversations of one template and tokenizer.
+            This function adds to it.
     """
     has_places = image_lengths is not None
     chat = TokenizedChat(segments, tokenizer, special_tokens, {} if known is None else known, has_places)
@@ -75,9 +78,11 @@ def encode_chat(
         after = chat.first_from(end)
         if ids[first : first + len(prompt)] == prompt:
             marked[first + len(prompt) : after] = True
-        elif number + 1 < len(chat.targets):  # prompts of later answers show it with other tokens
+        # Else the whole text has other tokens, such as one that joins the prompt's end and the answer's beginning. A
+        # model that reads the prompt never generates it.
+        elif number + 1 < len(chat.targets):  # they stay, without labels: prompts of later answers have them
             unlearnt += 1
-        else:  # the last answer: the tokens of its prompt, and those of the answer, take the place of those found
+        else:  # the last answer: the prompt's end and the answer are tokenized apart, and replace these tokens
             answer = tokenizer.encode_rest(chat.text[begin:end], chat.special_in(begin, end))
             ids = [*ids[:first], *prompt, *answer, *ids[after:]]
             moved = first + len(prompt) + len(answer) - after
@@ -87,6 +92,7 @@ def encode_chat(
             marked = np.concatenate(labelled)
     found = np.array(ids, dtype=np.int64)
     labels = np.where(marked, found, IGNORE)
+    # each image's tokens go in before the text token that follows the image
     lengths = [image_lengths[number] for number in chat.image_numbers] if image_lengths is not None else []
     at = np.repeat(np.array(places[: len(lengths)], dtype=np.int64), np.array(lengths, dtype=np.int64))
     is_text = np.ones(len(found) + len(at), dtype=bool)
@@ -112,8 +118,8 @@ class TokenizedChat:
         known: dict[str, list[int]],
         has_places: bool = True,
     ):
-        """`known` has token ids of ends of prompts, which are looked up and added. With `has_places`, PLACE stands for
-        each image; otherwise the segment's own text."""
+        """Tokenize the text. `known`: cache {text of the end of a prompt: its token ids}, to which `prompt_end` adds.
+        With `has_places`, PLACE stands for each image; otherwise the segment's own text."""
         texts = [PLACE if has_places and segment.image is not None else segment.text for segment in segments]
         starts = [0, *itertools.accumulate(map(len, texts))]
         self.tokenizer = tokenizer

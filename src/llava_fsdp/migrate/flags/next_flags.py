@@ -66,8 +66,10 @@ def grid(context: RuleContext, value: object) -> Translation:
 
 
 def tunable(context: RuleContext, value: object) -> Translation:
-    """Rule for --mm_tunable_parts, the parts of the model that train."""
-    if context.run.tunable is None:
+    """Rule for --mm_tunable_parts, the parts of the model that train. `value` is not used: `context.run.tunable` is the
+    value as a list, or None without the flag. `context.tell(KEY)` returns the text `KEY=VALUE` of an override, and
+    notes that the flag's row mentions this override."""
+    if context.run.tunable is None:  # other flags, such as tune_mm_mlp_adapter, say what trains
         return implied("by the other flags")
     text = context.tell("model.train")
     unknown = sorted(set(context.run.tunable) - PARTS.keys())

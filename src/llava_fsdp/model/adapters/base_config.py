@@ -84,8 +84,10 @@ def check_base_config(folder: Path, parts: Parts, base: str, key: str) -> None:
     folder that does not record the configuration is not checked.
 
     Args:
-        base: folder or hub name of the language model or of the whole model, for the error message.
-        key: configuration key that names this folder, for the error message.
+        folder: folder of the adapter.
+        parts: the base model with which it is used now.
+        base: folder or hub name of the base's language model, or of the whole model, for the error message.
+        key: configuration key that names `base`, for the error message.
 
     Raises:
         ModelError: a value differs.

@@ -30,13 +30,16 @@ class PeakMeter:
             self.before = process_memory("VmRSS") - process_memory("RssFile")
 
     def read(self) -> dict[str, int]:
-        """Return bytes: `max_memory_allocated` and `max_memory_reserved` on a GPU, `peak_resident` on a CPU."""
+        """Return the peak since this meter was made, minus the memory in use then, in bytes: `max_memory_allocated` and
+        `max_memory_reserved` on a GPU, `peak_resident` on a CPU."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             return {
                 "max_memory_allocated": torch.cuda.max_memory_allocated(self.device) - self.before,
                 "max_memory_reserved": torch.cuda.max_memory_reserved(self.device) - self.reserved_before,
             }
+        # The peak of resident memory (VmHWM) includes mapped files, such as the code of libraries. Linux has no peak of
+        # these alone, so their present size (RssFile) is subtracted.
         return {"peak_resident": max(0, process_memory("VmHWM") - process_memory("RssFile") - self.before)}
 
 
