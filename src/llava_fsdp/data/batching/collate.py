@@ -73,6 +73,7 @@ class Collator:
             facts: counts of the whole step over all ranks, from which the scale of the loss is computed.
             micro_batches: number of micro-batches of the whole step, counting once what several ranks process together.
         """
+        # where no sample has an image, some models get a blank sample: `rows` then has one more than `count`
         count, rows = len(rows), self.images.completed(rows)
         samples = [sample for sample, _ in rows]
         ids, labels = (packed if self.pack else padded)(samples)
@@ -83,7 +84,7 @@ class Collator:
         token_seeds = per_token(seeds, lengths, self.pack) if drops else np.zeros((1, 1), dtype=np.int64)
         if self.normalize is Normalize.step:
             scale = 1 / max(1, facts.label_tokens)
-        else:
+        else:  # the mean over the micro-batches of the mean loss of each
             scale = 1 / (max(1, len(label_rows)) * micro_batches)
         edges = boundaries(lengths) if self.pack else {}
         if self.cut is not None:

@@ -25,7 +25,8 @@ class LlavaSampler:
     few for a step, begin the first step of the next epoch; those left at the end of the last epoch are dropped.
 
     Args:
-        lengths: of each record (LLaVA train.py:684-690).
+        lengths: number of words of each record, negative without an image (LLaVA train.py:684-690).
+        batch_size: number of records of a micro-batch.
         accumulation: number of micro-batches of each rank in a step.
         seed: the seed that LLaVA's training was given.
         grouped: whether LLaVA's `group_by_modality_length` is on.
@@ -37,14 +38,13 @@ class LlavaSampler:
     def __init__(
         self, lengths: list[int], batch_size: int, accumulation: int, world_size: int, seed: int, grouped: bool
     ):
-        """Raises ConfigError if LLaVA's sampler would fail, or an epoch would have no step. `lengths` are the records'
-        numbers of words, negative without an image; a step has `accumulation` micro-batches of `batch_size` records."""
         self.lengths = lengths
         self.batch_size = batch_size
         self.accumulation = accumulation
         self.world_size = world_size
         self.grouped = grouped
-        self.process_generator = torch.Generator().manual_seed(seed)  # Trainer seeds torch's default one
+        # transformers' Trainer seeds torch's default generator, from which the process draws
+        self.process_generator = torch.Generator().manual_seed(seed)
         self.sampler_generator = torch.Generator().manual_seed(ACCELERATE_SEED)
         self.epochs: list[Assignment] = []
         if grouped and 0 in lengths:
@@ -96,8 +96,8 @@ class LlavaSampler:
         return order
 
     def deal(self, order: list[int]) -> Assignment:
-        """Distribute the records of an epoch over micro-batches and ranks. With one rank, the last micro-batch may be
-        short; with several ranks, all micro-batches are full."""
+        """Distribute the records of an epoch, in this order, over micro-batches and ranks. With one rank, the last
+        micro-batch may be short; with several ranks, it is filled up."""
         if self.world_size == 1:
             return [chunked(order, self.batch_size)]
         return even_batches(order, self.batch_size, self.world_size)

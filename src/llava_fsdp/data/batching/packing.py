@@ -168,8 +168,8 @@ def balance(place: np.ndarray, work: np.ndarray, tokens: np.ndarray, owner: np.n
         shift = tokens[given, None] - np.concatenate([tokens[taken], np.zeros(is_light.sum(), dtype=np.int64)])
         less = work[given, None] - got
         gain = less * ((load[heaviest] - load[owner[there]]) - less)  # half the decrease of the sum of squared loads
-        gain[(shift > room[there]) | (-shift > room[place[given], None])] = 0
-        gain[:, len(taken) :][held[place[given]] < 2] = 0
+        gain[(shift > room[there]) | (-shift > room[place[given], None])] = 0  # one of the two bins has no room
+        gain[:, len(taken) :][held[place[given]] < 2] = 0  # the move would leave a bin empty
         best, other = np.unravel_index(gain.argmax(), gain.shape)
         if gain[best, other] <= 0:
             return

@@ -37,6 +37,7 @@ class Steps(Dataset):
         rank: number of this rank among those that process different rows; ranks that process a row together have the
             same number.
         world_size: number of ranks that process different rows at the same time.
+        cost: estimates the FLOPs of samples.
         cut: which positions of each row this rank processes; None: all.
     """
 
@@ -52,8 +53,6 @@ class Steps(Dataset):
         cost: CostModel,
         cut: ContextCut | None = None,
     ):
-        """Only ranks that process different rows count in `rank` and `world_size`; `cost` estimates the FLOPs of
-        samples."""
         self.records = records
         self.sampler = sampler
         self.encoder = encoder
@@ -68,6 +67,7 @@ class Steps(Dataset):
         self.rank = rank
         self.world_size = world_size
         self.rounded = cfg.parallel.num_micro_batches
+        """Function: number of micro-batches that a rank needs -> number that it runs; a pipeline may need more."""
         self.ranks_per_row = cfg.parallel.ranks_per_row
         self.shares_rows = self.ranks_per_row > 1 or cfg.parallel.pipeline > 1
         """Whether several ranks process the same rows."""
@@ -98,7 +98,7 @@ class Steps(Dataset):
         numbers = self.sampler.samples(step)
         facts = self.facts(step, numbers)
         micro_batches = self.assignment(step, numbers)[self.rank]
-        total = len(micro_batches) * self.world_size
+        total = len(micro_batches) * self.world_size  # only these count in a mean over micro-batches
         # a pipeline may need more micro-batches than the sampler, or loss.normalize=micro_batch, allows to fill
         micro_batches = [*micro_batches, *[[]] * (self.rounded(len(micro_batches)) - len(micro_batches))]
         if self.cut is not None:

@@ -224,8 +224,8 @@ def end_workers_at_exit(arriving: Any) -> None:
 def start_workers(
     steps: Dataset, numbers: range, status: WorkerStatus, prefetch: int, stall: float, pin_memory: bool
 ) -> Iterator[object] | None:
-    """Start workers and return an iterator over the steps that they prepare; it raises RuntimeError after `stall`
-    seconds without a step, and after POLL seconds at the latest. If workers cannot be started, log a warning and return
+    """Start workers and return an iterator over the steps that they prepare. Its `next` raises RuntimeError if no step
+    comes within POLL seconds, or within `stall` if that is less. If workers cannot be started, log a warning and return
     None."""
     before = multiprocessing.active_children()
     try:

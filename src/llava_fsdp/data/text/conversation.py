@@ -117,8 +117,8 @@ def tagged(text: str, tag: str, has_images: bool) -> list[Segment]:
 def own_prompt(
     turns: Sequence[Turn], form: ChatTemplate, start_end: bool, media: str, where: str, has_labels: bool = True
 ) -> list[Segment]:
-    """Render the turns of a conversation with a model's own chat template. The segments know which image stands in
-    their place.
+    """Render the turns of a conversation with a model's own chat template. The text of an image or video is a segment
+    that has the image's index (`Segment.image`).
 
     Args:
         media: the kind of the image or video of each `<image>` tag (see `media_of`); empty: tags are ordinary text.

@@ -267,9 +267,8 @@ class OriginalEncoder:
     def __call__(self, record: Record) -> Sample:
         """Encode a record as LLaVA's dataset, collator and model do (LLaVA train.py:743-773, llava_arch.py:226-279)."""
         made = encode_like_original(record, self.own)
-        kept = (
-            made.ids[: self.own.max_length] != self.own.pad_id
-        )  # this also drops text tokens with this id, as LLaVA does
+        # LLaVA drops padding after collation, and with it text tokens that have the id of padding
+        kept = made.ids[: self.own.max_length] != self.own.pad_id
         ids, labels = made.ids[: self.own.max_length][kept], made.labels[: self.own.max_length][kept]
         check_images(ids, record)
         # the original reads only the first image of a record
@@ -283,6 +282,8 @@ class OriginalEncoder:
         return Sample(ids[:cut], labels[:cut], record.images[: len(rows)], tuple(rows), beyond, lost)
 
     def measure(self, record: Record, limits: Sequence[int]) -> MeasuredSample:
+        """Encode a record as in training, without truncation, and truncated to each of several lengths that it exceeds.
+        Raise DataError if LLaVA would fail at it."""
         check_like_original(record, self.own)
         sample = self(record)
         whole = self._at(record, UNLIMITED) if sample.positions_cut else sample

@@ -282,7 +282,9 @@ def usable_name(folder: Path) -> str | None:
     cannot be trained with, which is logged."""
     name = own_name(folder)
     try:
-        return name and (open_template(name, folder, open_tokenizer(folder)) and name)
+        if name is not None:
+            open_template(name, folder, open_tokenizer(folder))
+        return name
     except ConfigError as error:
         log().info("not used: %s", error)
         return None

@@ -60,8 +60,8 @@ def encode_like_original(record: Record, settings: Original) -> Tokens:
 
 
 def check_like_original(record: Record, settings: Original) -> None:
-    """Raise DataError if LLaVA would fail at a record, which is only tokenized if it has more image tags than
-    images."""
+    """Raise DataError if LLaVA would fail at a record. To save time, the record is tokenized only if it has more image
+    tags than images."""
     turns = list(record.turns)
     if not all(turn.learnt for turn in turns):
         raise DataError(
@@ -128,6 +128,7 @@ def encode_caption(turns: list[Turn], settings: Original, where: str) -> Tokens:
 
 
 def check_caption(turns: list[Turn], where: str) -> None:
+    """Raise DataError if LLaVA would stop at these turns with the template `plain`."""
     if len(turns) != 2 or IMAGE_TAG not in turns[0].text:
         raise DataError(
             f"{where}: template plain takes two turns with {IMAGE_TAG} in the first; the original stops here",
@@ -235,7 +236,8 @@ def split_rounds(text: str, form: Template) -> list[str]:
 
 
 def conversation(turns: list[Turn], form: Template, where: str) -> str:
-    """Render a conversation. If a turn is empty, only its role is written (LLaVA conversation.py:32-106)."""
+    """Render a conversation with a template like v1, llama_2 or mpt as LLaVA does (conversation.py:32-106). An answer
+    at the beginning is left out; of an empty turn only the role is written. Raise DataError where LLaVA would stop."""
     if not turns:
         raise DataError(f"{where}: the conversation is empty; the original stops here", Kind.odd_turns)
     if turns[0].role == "gpt":

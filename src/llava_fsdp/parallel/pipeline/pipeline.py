@@ -77,15 +77,14 @@ class PackedStage(PipelineStage):
         hidden: _utils._TensorMeta,
         group: dist.ProcessGroup,
     ):
-        """Create a stage.
+        """Create stage `number`.
 
         Args:
             root: the stage's part of the model, a root of FSDP.
-            number: number of the stage.
-            hidden: shape and dtype of hidden states; only its last dimension counts.
+            hidden: dtype of hidden states, and a shape of which only the last dimension counts.
             group: the ranks that process the same rows.
         """
-        # torch would gather all weights of an FSDP module at once before its first forward pass
+        # torch gets an empty module: it would gather all weights of an FSDP module before the first forward pass
         super().__init__(nn.Identity(), number, parallelism.place.stages, parallelism.device, group=group)
         self.root = root
         self.units = [module for module in root.modules() if isinstance(module, FSDPModule)]
@@ -95,13 +94,9 @@ class PackedStage(PipelineStage):
         self.work: StageWork | None = None
 
     def begin_step(self, work: StageWork, shapes: Sequence[tuple[int, int]]) -> None:
-        """Prepare a step: fill the fields in which torch keeps what this stage gets from the stages beside it, and
-        sends to them. torch would find these shapes by running the stage, and expects the same in each micro-batch.
-
-        Args:
-            work: computes the stage.
-            shapes: [rows, length] of each micro-batch.
-        """
+        """Prepare a step of micro-batches of these shapes ([rows, length]), which `work` computes: fill the fields in
+        which torch keeps what this stage gets from the stages beside it, and sends to them. torch would find the shapes
+        by running the stage, and expects the same in each micro-batch."""
         self.work = work
         metas = [meta_of((*shape, self.hidden.shape[-1]), self.hidden.dtype) for shape in shapes]
         first = () if self.is_first else (metas[0],)
@@ -118,7 +113,7 @@ class PackedStage(PipelineStage):
         self.clear_runtime_states()
 
     def end_step(self) -> None:
-        """Forget the step."""
+        """Drop what was kept for the step."""
         self.work = None
         self.clear_runtime_states()
 
@@ -139,15 +134,16 @@ class PackedStage(PipelineStage):
             # which would then gather units of the other micro-batch again, and free them.
             forget_order(self.units)
         output = self.checked(self.work.forward(self.root, kwargs["number"], hidden))
-        self.has_run = True  # FSDP makes its list in the first forward pass
+        self.has_run = True  # in the first forward pass FSDP makes the list that `forget_order` clears
         return output
 
     def checked(self, output: torch.Tensor) -> torch.Tensor:
-        """Return the output of the stage, of which the next stage expects this dtype."""
+        """Return the output of the stage. The next stage receives it in a buffer of the dtype `self.hidden.dtype`."""
         assert self.is_last or output.dtype is self.hidden.dtype, f"hidden states are {output.dtype}"
         return output
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        """Run the backward pass of a micro-batch, then free the buffers of its received messages."""
         assert self.work is not None
         self.work.before_backward(self.root, bwd_chunk_id)
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
@@ -157,14 +153,15 @@ class PackedStage(PipelineStage):
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> tuple[tuple[torch.Tensor | None, ...], None]:
-        """Run a backward pass, with the settings of the sharding strategy instead of torch's own."""
+        """Run a backward pass, with the settings of the sharding strategy instead of torch's own. Return (gradients of
+        the stage's inputs, None), as torch's method does."""
         assert backward_type == "full", "FSDP's hooks do not run if the gradients of weights are computed apart"
         begin_micro_batch(self.root, self.plan, last_backward)
-        together = getattr(self.root, "gathered_first", None)
-        if together is not None:
+        norms = getattr(self.root, "gathered_first", None)
+        if norms is not None:
             # The unit of fp32 norms stays gathered until the step's last backward pass: its module computes nothing, so
             # that no hook in the graph of another micro-batch would gather it again.
-            together.set_reshard_after_backward(last_backward)
+            norms.set_reshard_after_backward(last_backward)
         return stage_backward(bwd_kwargs["stage_output"], bwd_kwargs["output_grads"], bwd_kwargs["input_values"]), None
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
@@ -207,6 +204,7 @@ def passes_of(parallel: ParallelConfig, index: int, micro_batches: int) -> list[
     """Return the passes of a step in the order in which the ranks of group `index` run them: that of the schedule 1F1B
     or, if each rank has several stages, of interleaved 1F1B."""
     if parallel.stages_per_rank == 1:
+        # forward passes before the first backward pass: one for each stage from this one on
         ahead = min(micro_batches, parallel.pipeline - index)
         order = [Pass(index, True, number) for number in range(ahead)]
         for number in range(micro_batches):
@@ -269,7 +267,7 @@ class Pipeline:
         return self.place.index == self.place.size - 1
 
     def schedule(self, micro_batches: int) -> Schedule1F1B | ScheduleInterleaved1F1B:
-        """Return the schedule of a step with so many micro-batches."""
+        """Return torch's schedule of a step with so many micro-batches. Each is made once."""
         if micro_batches not in self.schedules:
             # the last stage returns the loss itself, and gradients are sums: nothing is divided by the micro-batches
             settings: dict[str, Any] = {"loss_fn": lambda output, _: output, "scale_grads": False}
@@ -281,28 +279,20 @@ class Pipeline:
         return self.schedules[micro_batches]
 
     def run(self, work: StageWork, shapes: Sequence[tuple[int, int]]) -> None:
-        """Run the forward and backward passes of a step. Collective: all ranks must call it.
-
-        Args:
-            work: computes the stages of this rank.
-            shapes: [rows, length] of each micro-batch, the same on all ranks of the group.
-        """
+        """Run the forward and backward passes of a step, with `work` for the stages of this rank. Collective: all ranks
+        must call it. `shapes`: [rows, length] of each micro-batch, the same on all ranks of the group."""
         for stage in self.stages:
             stage.begin_step(work, shapes)
+        # the keyword arguments of `forward_maybe_with_nosync` for each micro-batch; targets and losses are not used
         numbers = [{"number": number} for number in range(len(shapes))]
         self.schedule(len(shapes))._step_microbatches(None, numbers, [None] * len(shapes), None, return_outputs=False)
         for stage in self.stages:
             stage.end_step()
 
     def forward(self, shape: tuple[int, int], work: ForwardWork) -> torch.Tensor | None:
-        """Run the forward pass of one micro-batch without gradients. Collective: all ranks must call it.
-
-        Args:
-            shape: [rows, length] of the micro-batch.
-
-        Returns:
-            The output of the last stage; None on ranks that do not have it.
-        """
+        """Run the forward pass of one micro-batch of shape [rows, length], without a backward pass; `work` computes the
+        stages. Return the output of the last stage; None on ranks that do not have it. Collective: all ranks must call
+        it."""
         output = None
         for stage in self.stages:
             hidden = None
@@ -315,13 +305,9 @@ class Pipeline:
         return output if self.has_last else None
 
     def from_last(self, value: torch.Tensor | None, shape: Sequence[int]) -> torch.Tensor:
-        """Broadcast a float32 tensor from the ranks with the last stage to those with the other stages, and return it.
-        Collective: all ranks must call it.
-
-        Args:
-            value: the tensor; None on ranks that do not have the last stage.
-            shape: its shape, on these ranks.
-        """
+        """Broadcast a float32 tensor of a shape that all ranks know, from the ranks with the last stage to those with
+        the others, and return it. `value` is None on ranks that do not have the last stage. Collective: all ranks must
+        call it."""
         value = value if value is not None else torch.empty(tuple(shape), device=self.device)
         dist.broadcast(value, group=self.group, group_src=self.place.size - 1)
         return value

@@ -51,6 +51,7 @@ class StagePlan:
     """Estimated cost of each stage, in any unit."""
 
     def __str__(self) -> str:
+        """Text for the log, such as `blocks 0 to 15 (98%), 16 to 31 (102%) of the mean cost`."""
         total, count = sum(self.costs), len(self.costs)
         own = (
             f"{part.start} to {part.stop - 1} ({cost * count / total:.0%})"
@@ -63,9 +64,7 @@ def plan_stages(model: Architecture, flops: Flops, counts: Sequence[float], stag
     """Divide the blocks of a model, which is on the meta device, among stages of about equal cost.
 
     Args:
-        flops: FLOPs of the model per token, pair of tokens, label and tile.
         counts: number of tokens, pairs of tokens that attend, labels and tiles of typical samples.
-        stages: number of stages.
         tensor: number of ranks that compute each layer of the language model together; each computes the whole tower.
 
     Raises:
@@ -87,14 +86,9 @@ def plan_stages(model: Architecture, flops: Flops, counts: Sequence[float], stag
 
 
 def divide(costs: Sequence[float], first: float, last: float, parts: int) -> list[range]:
-    """Divide a list into consecutive parts, none of which is empty, so that the largest cost of a part is as small as
-    possible and, among such divisions, the sum of the squared costs.
-
-    Args:
-        costs: cost of each item.
-        first, last: additional cost of the first and of the last part.
-        parts: number of parts.
-    """
+    """Divide items with these costs into consecutive parts, none of which is empty. The largest cost of a part is as
+    small as possible and, among such divisions, the sum of the squared costs. `first` and `last` are added to the cost
+    of the first and of the last part. Return the range of items of each part."""
     count, sums = len(costs), [0.0, *itertools.accumulate(costs)]
     best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [0])}  # end -> (largest cost, squares, borders)
     for part in range(parts):
@@ -147,6 +141,7 @@ def check_can_be_divided(model: Architecture, stages: int) -> None:
     if next(skeleton.parameters(), None) is not None:
         raise refusal
     hidden = torch.linspace(-1, 1, 3 * model.language_config.hidden_size).view(1, 3, -1)
+    # the memo makes the copies write into the same list `calls`
     on_cpu: nn.Module = copy.deepcopy(skeleton, {id(calls): calls}).to_empty(device="cpu")
     try:
         with torch.no_grad():
@@ -242,7 +237,8 @@ def remove_others(model: Architecture, children: Children, blocks: set[int], has
 
 
 def chains_of_blocks(model: Architecture) -> list[list[nn.Module]]:
-    """Return the language model's blocks that this rank has, in lists of those that follow one another."""
+    """Return the language model's blocks that this rank has, in lists of those that follow one another in the whole
+    model. A rank has several such lists if it has several stages."""
     chains: list[list[nn.Module]] = [[]]
     for block in find_blocks(model.language):
         if isinstance(block, Passed):
