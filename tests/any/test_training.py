@@ -2,7 +2,9 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,9 +23,14 @@ from whole_models import (
 )
 
 from llava_fsdp.config import Config
+from llava_fsdp.data.loader import Loader
+from llava_fsdp.parallel.precision.precision import is_norm
 from llava_fsdp.parallel.ranks.world import World
-from llava_fsdp.runtime.errors import LlavaFsdpError
+from llava_fsdp.runtime.errors import ConfigError, LlavaFsdpError
 from llava_fsdp.train.main import settle_auto
+from llava_fsdp.train.setup.build_state import open_data
+from llava_fsdp.train.setup.preflight import open_model
+from llava_fsdp.train.setup.unused import freeze_unused
 from llava_fsdp.train.state import TrainState
 
 Whole = Callable[[str], WholeModel]
@@ -122,6 +129,41 @@ def test_parameters_that_no_loss_reaches_are_frozen(name: str, whole: Whole, tmp
     own = begun(single_world(), model.config(tmp_path)).model
     trained = {named(n) for n, p in own.named_parameters() if p.requires_grad}
     assert trained == gradients.keys()
+
+
+def unsharded(cfg: Config) -> tuple[Any, Loader]:
+    """A model on the meta device, and the data of its training."""
+    cfg = settle_auto(cfg, single_world())
+    model, _ = open_model(cfg, torch.device("cpu"))
+    return model, open_data(cfg, single_world(), model)
+
+
+def test_parameters_that_no_loss_reaches_are_found_if_only_the_language_part_trains(
+    whole: Whole, tmp_path: Path
+) -> None:
+    cfg = whole("gemma3").config(tmp_path, "model.train=[language]")
+    model, loader = unsharded(cfg)
+    model.language.stranger = torch.nn.Parameter(torch.empty(3, device="meta"))
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    freeze_unused(model, loader, cfg.precision)
+    left = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert trained - left == {f"{model.language_name}.stranger"}
+
+
+@pytest.mark.parametrize("name", any_but(["granite4_vision"], ["granite4_vision", "gemma3"]))
+def test_norms_in_another_dtype_than_a_class_takes_are_refused_before_the_first_step(
+    name: str, whole: Whole, tmp_path: Path
+) -> None:
+    cfg = whole(name).config(tmp_path, "precision=bf16", "model.train=[language]")
+    model, loader = unsharded(cfg)
+    same = replace(cfg.precision, norm_dtype=cfg.precision.param_dtype)
+    freeze_unused(model, loader, same)
+    if name == "gemma3":
+        freeze_unused(model, loader, cfg.precision)
+        return
+    with pytest.raises(ConfigError, match=r"set precision\.norm_dtype"):
+        freeze_unused(model, loader, cfg.precision)
+    assert not any(module._forward_pre_hooks for module in model.modules() if is_norm(module))
 
 
 @pytest.mark.parametrize(

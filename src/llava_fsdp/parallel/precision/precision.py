@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from llava_fsdp.config import DType, MasterDType, PrecisionConfig
 from llava_fsdp.parallel.precision.fp8 import prepare_scales
@@ -55,11 +56,14 @@ def norm_weights(model: nn.Module, cfg: PrecisionConfig) -> set[nn.Parameter]:
     return {p for norm in norms_kept_in_fp32(model, cfg) for p in norm.parameters()}
 
 
-def compute_norms_in_fp32(model: nn.Module, cfg: PrecisionConfig) -> None:
-    """Make the norms that are kept in fp32 cast their input to fp32 and their output back to the compute dtype."""
+def compute_norms_in_fp32(model: nn.Module, cfg: PrecisionConfig) -> list[RemovableHandle]:
+    """Make the norms that are kept in fp32 cast their input to fp32 and their output back to the compute dtype. Return
+    the hooks that do it."""
+    hooks = []
     for norm in norms_kept_in_fp32(model, cfg):
-        norm.register_forward_pre_hook(lambda _, inputs: (inputs[0].float(), *inputs[1:]))
-        norm.register_forward_hook(lambda _, inputs, output: output.to(DTYPES[cfg.param_dtype]))
+        hooks.append(norm.register_forward_pre_hook(lambda _, inputs: (inputs[0].float(), *inputs[1:])))
+        hooks.append(norm.register_forward_hook(lambda _, inputs, output: output.to(DTYPES[cfg.param_dtype])))
+    return hooks
 
 
 class MasterWeights:

@@ -50,7 +50,7 @@ def build_state(cfg: Config, parallelism: Parallelism, own: OwnParts = NONE) -> 
     parts = model.parts
     warnings = on_first_rank(lambda: check_prompts(cfg, model), "the export cannot be rehearsed")
     loader = open_data(cfg, world, model)
-    freeze_unused(model, loader)
+    freeze_unused(model, loader, cfg.precision)
     check_profile(cfg, loader.total_steps)
     check_same_records(loader)
     held_out = open_held_out_data(cfg, world, model) if cfg.val.every is not None else None
