@@ -88,6 +88,7 @@ def until_reader_leaves() -> Iterator[None]:
 
 
 def reader_has_left() -> bool:
+    """Return whether stdout is a pipe whose reader has exited."""
     try:
         poll = select.poll()
         poll.register(sys.stdout.fileno(), 0)
@@ -134,7 +135,7 @@ def run(config_name: str, schema: type[T], task: Callable[[T], object], on_exit:
     """
     setup_logging()
     folder, is_training = typed_output_dir(), on_exit is not no_status
-    everywhere, ends_torchrun, is_private = False, False, None
+    on_every_rank, ends_torchrun, is_private = False, False, None
     try:
         with until_reader_leaves():
             node = compose(config_name, schema)
@@ -149,7 +150,7 @@ def run(config_name: str, schema: type[T], task: Callable[[T], object], on_exit:
         outcome, message = Outcome(ENDINGS["done"]), ""
     except LlavaFsdpError as error:
         outcome = Outcome(ENDINGS[error.ending], str(error), error.culprit)
-        message, everywhere = f"{type(error).__name__}: {error}", error.on_every_rank
+        message, on_every_rank = f"{type(error).__name__}: {error}", error.on_every_rank
         ends_torchrun = isinstance(error, Stopped) and not error.asked_here
         if not error.may_be_recorded:
             folder = None
@@ -159,7 +160,7 @@ def run(config_name: str, schema: type[T], task: Callable[[T], object], on_exit:
         outcome, message = Outcome(ENDINGS["interrupted"], "interrupted"), "interrupted"
     except BaseException as error:
         outcome, message = Outcome(ENDINGS["bug"], f"{type(error).__name__}: {error}"), traceback.format_exc()
-    silent = everywhere and is_later_rank()
+    silent = on_every_rank and is_later_rank()
     if silent:
         time.sleep(PATIENCE)  # rank 0 reports the error, writes the status, and ends first
     # without a valid configuration (`is_private` is None), it is not known who may read the folder
@@ -424,6 +425,7 @@ def quoted(text: str) -> str:
 
 
 def refuse_multirun(config_name: str) -> None:
+    """Raise ConfigError if the command line asks Hydra for a multirun (several jobs); the message names the sweep."""
     flags = ("-m", "--multirun", "hydra.mode=MULTIRUN")
     if set(flags) & set(sys.argv[1:]):
         raise ConfigError(

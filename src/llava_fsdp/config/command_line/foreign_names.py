@@ -150,9 +150,10 @@ def called_here(name: str, known: Container[str]) -> str:
     """
     plain = name.lstrip("-+").replace("-", "_").lower()
     here = FOREIGN.get(plain) or FOREIGN.get(plain.rpartition(".")[2], "")
-    first = re.split("[ =:,]", here)[0]
+    first = re.split("[ =:,]", here)[0]  # a text of TABLE begins with a key, a flag (`--nnodes N`) or NOTHING
     if first in known:
         return f"here it is {here}"
+    # only commands with the keys of a training have optim.lr
     if first.startswith("-") and "optim.lr" in known:
         return f"here it is a flag of llava-fsdp train: {here}"
     return f"here {here.removeprefix(NOTHING)}" if here.startswith(NOTHING) and "optim.lr" in known else ""

@@ -133,6 +133,7 @@ def table(group: str, schema: Any, node: DictConfig) -> list[str]:
 
 
 def shown(values: Any, name: str) -> str:
+    """Return the value of a key as help shows it, shortened; `?` if it cannot be known yet."""
     try:
         value = values[name] if values is not None else None
     except Exception:  # an interpolation that needs other keys on the command line, or a value that must be given

@@ -30,6 +30,7 @@ def differences(cfg: Config, arguments: list[str]) -> list[Difference] | None:
         return None
     values = values_of(cfg)
     keys = [*values, *(key for key in recipe if key not in values)]
+    # a group that is empty on one side ({}) is not listed, because the keys below it on the other side are
     keys = [key for key in keys if recipe.get(key) != values.get(key) and {} not in (recipe.get(key), values.get(key))]
     theirs, ours = (redact_values({key: side.get(key) for key in keys}, secrets_of()) for side in (recipe, values))
     return [[key, written(theirs[key]), written(ours[key])] for key in keys]

@@ -60,7 +60,8 @@ def projector(context: RuleContext, value: object) -> Translation:
 
 
 def projector_type(context: RuleContext, value: object) -> Translation:
-    """Rule for --mm_projector_type. The original's types are in multimodal_projector/builder.py:33-51."""
+    """Rule for --mm_projector_type. The original's types are in multimodal_projector/builder.py:33-51. For one that
+    transformers' LLaVA lacks, the command turns the run's export off (`export.enabled`)."""
     text = context.tell("model.projector_type")
     if "export.enabled" in context.decided:
         text += f", {context.tell('export.enabled')}"
@@ -84,6 +85,7 @@ def bits(context: RuleContext, value: object) -> Translation:
 
 
 def lora_enable(context: RuleContext, value: object) -> Translation:
+    """Rule for --lora_enable, which the original ignores in the first stage."""
     if not context.run.is_lora:
         return OFF if not value else no_effect("the original's first stage trains no adapters")
     return mapped(
@@ -117,6 +119,7 @@ def scheduler_type(context: RuleContext, value: object) -> Translation:
 
 
 def warmup_ratio(context: RuleContext, value: object) -> Translation:
+    """Rule for --warmup_ratio, which a number of warm-up steps or a schedule without warm-up replaces."""
     if "optim.warmup_steps" in context.decided:
         return no_effect(f"a number of steps wins: {context.tell('optim.warmup_steps')}")
     if context.run.trainer_value("lr_scheduler_type") == "constant" and context.run.ds("scheduler.type") is None:
@@ -138,6 +141,7 @@ def half(context: RuleContext, value: object) -> Translation:
 
 
 def deepspeed_file(context: RuleContext, value: object) -> Translation:
+    """Rule for --deepspeed, the name of DeepSpeed's configuration file."""
     if value is None:
         return implied("no DeepSpeed: " + context.tell("sharding"))
     if context.run.deepspeed is None:

@@ -34,6 +34,7 @@ def is_next(flags: Mapping[str, object]) -> bool:
 
 
 def aspect_ratio(context: RuleContext, value: object) -> Translation:
+    """Rule for --image_aspect_ratio, which has more values in LLaVA-NeXT than in LLaVA."""
     text = context.tell("data.image_aspect_ratio")
     if value in ("square", "pad", "anyres"):
         return mapped(text)
@@ -43,6 +44,7 @@ def aspect_ratio(context: RuleContext, value: object) -> Translation:
 
 
 def patch_merge(context: RuleContext, value: object) -> Translation:
+    """Rule for --mm_patch_merge_type, how the features of an image's tiles are joined."""
     if "model.patch_merge" not in context.decided:
         return no_effect("only for images of several tiles")
     text = context.tell("model.patch_merge")
@@ -79,6 +81,7 @@ def tunable(context: RuleContext, value: object) -> Translation:
 
 
 def replaced_by_tunable(context: RuleContext, value: object) -> Translation:
+    """Rule for a flag that turns the training of a part on or off, and that --mm_tunable_parts replaces if given."""
     if context.run.tunable is not None:
         return no_effect("--mm_tunable_parts replaces it") if value else OFF
     return mapped(context.tell("model.train")) if value else OFF

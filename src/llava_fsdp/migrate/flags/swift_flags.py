@@ -41,6 +41,7 @@ def truncation(context: RuleContext, value: object) -> Translation:
 
 
 def fsdp(context: RuleContext, value: object) -> Translation:
+    """Rule for --fsdp, of whose values only `fsdp2` is known here."""
     if not value:
         return OFF
     if value == "fsdp2":

@@ -53,6 +53,7 @@ def targets(context: RuleContext, value: object) -> Translation:
 
 
 def bits(context: RuleContext, value: object) -> Translation:
+    """Rule for --load_in_4bit and --load_in_8bit."""
     if not value:
         return OFF
     if "model.quantize.mode" in context.decided:

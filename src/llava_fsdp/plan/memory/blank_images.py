@@ -77,6 +77,7 @@ class BlankImages:
             )
         return cls(model, processor, photo)
 
+    # the planner asks `blends`, `needs_size`, `count_tiles` and `of` of this class as of `ImageTokens`
     blends: ClassVar[bool] = False
 
     def needs_size(self, images: int) -> bool:
@@ -146,9 +147,9 @@ class BlankImages:
         count, size = self.images_of(micro.image_tokens)
         each = self.work(size).tokens
         rows, length = micro.rows, micro.length
-        count = min(count, rows * ((length - 1) // (each + 1)))
+        count = min(count, rows * ((length - 1) // (each + 1)))  # as many as fit
         image_id = image_token(self.model.model.config)
-        ids = torch.full((rows, length), int(image_id == 0))
+        ids = torch.full((rows, length), int(image_id == 0))  # text: any id that is not the image token's
         for number in range(count):
             begin = 1 + (number // rows) * (each + 1)  # a token of text between two images
             ids[number % rows, begin : begin + each] = image_id

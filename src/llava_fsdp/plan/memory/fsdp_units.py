@@ -72,6 +72,8 @@ def unit_of(
     """Return the bytes of an FSDP unit with these weights, all of which have the same sharding. `is_away`: gradients of
     shards are offloaded. `passes_through`: offloaded shards are copied to the device before an all-gather."""
     trainable = [w for w in weights if w.trainable]
+    # bytes of this rank's shards: of weights in the dtype of the all-gather, and of gradients in the dtypes of the
+    # reduction and of the master weights
     part = sum(w.padded(shards) * w.gathered_size(precision) for w in weights)
     reduced = sum(w.reduce_size(precision) * w.padded(shards) for w in trainable)
     kept = sum(w.master_size(precision) * w.padded(shards) for w in trainable)
@@ -82,6 +84,7 @@ def unit_of(
         buffer=0 if own == 1 else part * own,
         cast=cast_bytes(weights, precision, shards, passes_through),
         reduce_input=reduced * own,
+        # with a copy in the dtype of the master weights, if that is another one
         reduce_output=reduced * (2 if own == 1 else 1) + (0 if kept == reduced else kept),
         waiting_output=reduced,
         shard_gradients=0 if is_away else kept,

@@ -17,11 +17,8 @@ CATEGORIES = ("parameters", "gradients", "optimizer", "gathered", "reducing", "a
 
 @dataclass
 class Ledger:
-    """Simulated bytes in device memory by category: now (`held`), and at the highest peak so far (`worst`).
-
-    In all methods, `moment` is the name of the present moment, such as `forward of model.layers.3`. The report of the
-    memory peak shows the name of the moment with the most bytes.
-    """
+    """Simulated bytes in device memory by category: now (`held`), and at the highest peak so far (`worst`). In all
+    methods, `moment` names the present moment, such as `forward of model.layers.3`, for the report of the peak."""
 
     held: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CATEGORIES, 0))
     worst: dict[str, int] = field(default_factory=dict)
@@ -374,15 +371,9 @@ class FsdpRank:
         self.ledger.add(moment, gradients=self.shards[name] - held)
 
     def widen(self, name: str, added: int, moment: str) -> None:
-        """Count the memory of a unit's gradients that wait, unreduced, for the step's last micro-batch.
-
-        FSDP casts those of the first micro-batch to the reduction dtype, one weight at a time, and adds those of later
-        micro-batches to them.
-
-        Args:
-            added: bytes of this micro-batch's gradients in the dtype of the backward pass. The ledger holds them.
-            moment: name of this moment, as in `Ledger`.
-        """
+        """Count the memory of a unit's gradients that wait, unreduced, for the step's last micro-batch. FSDP casts
+        those of the first one to the reduction dtype, one weight at a time, and adds those of later ones to them.
+        `added`: bytes of this micro-batch's gradients in the dtype of the backward pass, which the ledger holds."""
         unit = self.units[name]
         if name in self.waiting:  # added to the gradients that wait, and freed
             self.ledger.drop(reducing=added)

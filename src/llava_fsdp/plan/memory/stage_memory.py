@@ -106,14 +106,9 @@ def simulate_pipeline(
     unit_names: dict[str, str],
     prefetch: int | None,
 ) -> Ledger:
-    """Simulate a step of one rank of a pipeline.
-
-    Args:
-        order: the passes that the rank runs, in this order, each with the segments of its stage and micro-batch.
-        units: FSDP units by name.
-        unit_names: block name -> name of its FSDP unit.
-        prefetch: number of units whose all-gathers begin ahead of their use. None: one, in the backward pass only.
-    """
+    """Simulate a step of one rank of a pipeline. `order`: the passes that the rank runs, in this order, each with the
+    segments of its stage and micro-batch. `unit_names`: block name -> name of its FSDP unit in `units`. `prefetch`:
+    number of units whose all-gathers begin ahead of their use; None: one, in the backward pass only."""
     ledger = states.open_ledger()
     rank = FsdpRank(ledger, units, plan, unit_names, prefetch)
     left = Counter(one.stage for one, _ in order if not one.is_forward)  # stage -> backward passes still to run
