@@ -183,26 +183,27 @@ def end_process(
         silent: whether rank 0 prints the message of this failure, because every rank has it.
         ends_torchrun: whether to end torchrun on this machine in any case.
     """
-    first = write_outcome(folder, outcome, on_exit)  # the status of a rank that failed earlier, if there is one
+    earlier = write_outcome(folder, outcome, on_exit)  # the status of a rank that failed earlier, if there is one
     code = outcome.ending.exit_code
     if code == ExitCode.DONE:
         return
     is_training = on_exit is not no_status
-    # if no status was written, rank 0 has not met this error, and this rank reports it
-    is_first = is_training and folder is not None and not is_absent(folder)
-    if first is None and (is_first or not silent):
+    has_folder = is_training and folder is not None and not is_absent(folder)
+    # had rank 0 met this error, `earlier` would be its status: it has not, and this rank reports the error
+    if earlier is None and (has_folder or not silent):
         log().log(logging.INFO if code == ExitCode.STOPPED else logging.ERROR, message)
         write_torchrun_error(message)
     elif not silent:
         time.sleep(PATIENCE)
-        code = first["exit_code"] if first is not None else code
+        code = earlier["exit_code"] if earlier is not None else code
     with contextlib.suppress(BrokenPipeError):
         sys.stdout.flush()
         sys.stderr.flush()
-    ending = outcome.ending if first is None else ENDINGS.get(first["class"], outcome.ending)
-    is_told = is_first or (is_training and not is_later_rank())
-    report = {"reason": message.partition("\n")[0], "code": int(code)} if first is None else None
-    stop_restarts(ends_torchrun, is_told and ending.is_permanent and not ending.is_stop, report)
+    ending = outcome.ending if earlier is None else ENDINGS.get(earlier["class"], outcome.ending)
+    # the failure is in the folder's status, or rank 0 is here to report it: only then may the agent end
+    is_reported = has_folder or (is_training and not is_later_rank())
+    report = {"reason": message.partition("\n")[0], "code": int(code)} if earlier is None else None
+    stop_restarts(ends_torchrun, is_reported and ending.is_permanent and not ending.is_stop, report)
     os._exit(code)
 
 

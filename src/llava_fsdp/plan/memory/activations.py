@@ -301,7 +301,7 @@ class TraceReader:
         `master`: dtype of the master weights."""
         self.vocabulary = vocabulary
         self.master = master
-        self.numbers = {name: number for number, name in trace.gradients.items()}
+        self.numbers = {name: number for number, name in trace.gradients.items()}  # storages of weights' gradients
         self.gradients = set(trace.gradients)
         self.weights = weights
         self.logits: set[int] = set()

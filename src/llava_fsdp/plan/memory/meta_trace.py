@@ -51,9 +51,14 @@ class LiveBytes(CompilingMode):
     def __init__(self, trace: Trace, known: Iterator[torch.Tensor]):
         super().__init__()
         self.trace = trace
-        self.numbers: dict[int, int] = {}  # by id of the storage object, which lives as long as its storage
+        # all keys are ids of storage objects, which live as long as their storages
+        self.numbers: dict[int, int] = {}
+        """{key: id within the trace}, of the storages that are alive."""
         self.alive: dict[int, Any] = {}
-        self.known = {id(t.untyped_storage()): t for t in known}
+        """Weak references to these storages, kept because their callbacks record that a storage is freed."""
+        self.known = {
+            id(t.untyped_storage()): t for t in known
+        }  # keeps the tensors, so that no new storage has their id
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
