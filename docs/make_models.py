@@ -26,6 +26,8 @@ COLUMNS = {
     "test_a_rank_without_images_trains_with_one_that_has_some": "two ranks",
 }
 """{test: the column of the table}."""
+TYPES = {"pixtral_llava": "`llava` with a `pixtral` tower"}
+"""{name of a family: what the table calls it, if it is not its type alone}."""
 
 
 def read_reports(paths: Iterable[str]) -> dict[str, dict[str, str]]:
@@ -49,7 +51,7 @@ def block() -> str:
     for name in WHOLE:
         rows = f"padded: {PADDED[name]}" if name in PADDED else "packed"
         groups.setdefault((rows, *(found[name][column] for column in COLUMNS.values())), []).append(name)
-    lines = [(", ".join(map(code, names)), *cells) for cells, names in groups.items()]
+    lines = [(", ".join(TYPES.get(name) or code(name) for name in names), *cells) for cells, names in groups.items()]
     refused = REFUSED | dict.fromkeys(NO_CHAT, "its processor takes no conversation")
     lines += [(code(name), f"refused: {why}", *[""] * len(COLUMNS)) for name, why in refused.items()]
     return table(["type of the model", "rows", *COLUMNS.values()], lines)

@@ -22,6 +22,7 @@ PUBLISHED = {
     "Qwen/Qwen3-VL-4B-Instruct": (4_437_815_808, 20 * 15),
     "Qwen/Qwen3-VL-8B-Instruct": (8_767_123_696, 20 * 15),
     "Qwen/Qwen3-VL-30B-A3B-Instruct": (31_070_754_032, 20 * 15),
+    "mistral-community/pixtral-12b": (12_682_739_712, 40 * 30),
 }
 """Name -> number of parameters of the published weights; and tokens of an image of the size PHOTO, by the
 rules in the model's report."""

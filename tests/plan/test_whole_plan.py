@@ -1,5 +1,6 @@
 """Plans of whole models of transformers against the tensors that are alive in their real passes."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,7 @@ from llava_fsdp.plan.planner import Choice, Planner, PlanRow
 from llava_fsdp.plan.rank_counts import RankCounts
 from llava_fsdp.plan.search.auto import decide
 from llava_fsdp.plan.time.hardware import machine_for
-from llava_fsdp.runtime.errors import ConfigError
-from llava_fsdp.train.setup.dry_run import settle_auto
+from llava_fsdp.train.setup import dry_run
 
 CPU = torch.device("cpu")
 ALL = "vision,projector,language"
@@ -163,7 +163,18 @@ def test_auto_values_are_chosen_for_a_whole_model(tmp_path: Path) -> None:
     assert decision.activation_checkpointing.mode is ActivationCheckpointing.none
 
 
-def test_a_dry_run_of_a_whole_model_is_refused(tmp_path: Path) -> None:
-    planner = open_planner("gemma3", tmp_path, 3, "model.train=[language]")
-    with pytest.raises(ConfigError, match=r"dry_run.*gemma3.*llava-fsdp plan"):
-        settle_auto(planner.cfg, World(0, 2, 0, 2, CPU))
+@pytest.mark.parametrize("name", slow_after(1, ["gemma3", "qwen3_vl"]))
+def test_a_dry_run_of_a_whole_model_holds_what_is_planned(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its rows are full of the tokens of black images that its processor prepares."""
+    monkeypatch.setattr(dry_run, "return_freed_memory", lambda: None)  # it changes the whole process
+    words = "model.train=[projector,language]", "pack=auto", "activation_checkpointing=auto", "dry_run=2"
+    sizes = "data.max_length=100", "tokens_per_micro_batch=100", "global_batch_size=2", "format=json"
+    cfg = open_planner(name, tmp_path, 3, *words, *sizes).cfg
+    dry_run.dry_run(cfg)
+    report = json.loads(capsys.readouterr().out)
+    assert all(own["measured"] == own["planned"] > 0 for own in report["bytes"].values())
+    micro = report["micro_batch"]
+    each = micro["image_tokens"] // micro["pictures"]
+    assert micro["positions"] == 100 and micro["pictures"] == 100 // (each + 1) > 0

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from llava_fsdp.config import Config
-from llava_fsdp.data.batching.batch import MicroBatch, Step, StepFacts
+from llava_fsdp.data.batching.batch import ForwardInputs, MicroBatch, Step, StepFacts
 from llava_fsdp.data.batching.collate import boundaries
 from llava_fsdp.data.batching.context_cut import ContextCut
 from llava_fsdp.data.images.anyres import Size
-from llava_fsdp.data.images.image_tokens import ImageTokens
+from llava_fsdp.data.images.image_tokens import ImageRule, ImageTokens
 from llava_fsdp.data.loader import Loader, ModelShape
 
 
@@ -35,19 +35,19 @@ class Contents:
         return sum(self.lengths) // self.context
 
 
-def fullest(cfg: Config, shape: ModelShape, cut: ContextCut | None = None) -> Contents:
+def fullest(cfg: Config, shape: ModelShape, cut: ContextCut | None = None, rule: ImageRule | None = None) -> Contents:
     """Return the largest numbers of tokens, images, tiles and labels that a micro-batch can have. A real micro-batch
     never reaches all of them at once.
 
     The rows are full of tokens. There are as many images as fit, each of the size that is cut into the most tiles, with
     one token of text. The labels are those of samples with `data.max_length` tokens that begin with one image of the
-    fewest tokens; all other tokens are labels.
+    fewest tokens; all other tokens are labels. `rule` says how many tokens an image has; None: its tiles do.
     """
     length, context = cfg.data.max_length, cut.size if cut else 1
     tokens = cfg.row_tokens if cfg.packs else cfg.micro_batch_size * length
     tokens += cut.padding(tokens) if cut else 0
     lengths = (length,) * (tokens // length) + ((tokens % length,) if tokens % length else ())
-    rule = ImageTokens.of_config(cfg, shape.image_size, shape.image_tokens)
+    rule = rule or ImageTokens.of_config(cfg, shape.image_size, shape.image_tokens)
     sizes = rule.sizes if rule.needs_size(1) else (None,)
     fewest = min(len(rule.of(size, 1)) for size in sizes)
     labels = tokens - sum(1 + min(n - 1, fewest) for n in lengths)
@@ -65,22 +65,21 @@ def fullest(cfg: Config, shape: ModelShape, cut: ContextCut | None = None) -> Co
     return max(map(with_images, sizes), key=lambda contents: (contents.tiles, contents.image_tokens))
 
 
-def synthetic_micro_batch(contents: Contents, shape: ModelShape, pack: bool, blends: bool = False) -> MicroBatch:
+def synthetic_micro_batch(
+    contents: Contents, shape: ModelShape, pack: bool, blends: bool = False, given: ForwardInputs | None = None
+) -> MicroBatch:
     """Return a micro-batch with token ids 0 and black images. The image tokens are at its beginning, and so are the
-    labels. With `blends`, image tokens are weighted sums of four vision features."""
-    places = torch.arange(contents.image_tokens)
-    image_rows = places % (contents.tiles * shape.image_tokens)
+    labels.
+
+    Args:
+        blends: whether image tokens are weighted sums of four vision features.
+        given: the token ids and images of a model that has no tiles.
+    """
     rows = 1 if pack else len(contents.lengths)
-    side = shape.image_size
+    ids = torch.zeros((rows, contents.tokens // rows), dtype=torch.int64)
     return MicroBatch(
-        input_ids=torch.zeros((rows, contents.tokens // rows), dtype=torch.int64),
-        images={
-            "positions": places,
-            "rows": image_rows[:, None].repeat(1, 4) if blends else image_rows,
-            "tiles": torch.zeros((contents.tiles, 3, side, side), dtype=torch.uint8),
-            "weights": torch.full((len(places) if blends else 0, 4), 0.25),
-            "seeds": torch.arange(contents.tiles),
-        },
+        input_ids=ids if given is None else given["input_ids"],
+        images=black_tiles(contents, shape, blends) if given is None else dict(given["images"]),
         label_positions=torch.arange(contents.labels),
         label_ids=torch.zeros(contents.labels, dtype=torch.int64),
         scale=1 / max(1, contents.labels),
@@ -88,6 +87,20 @@ def synthetic_micro_batch(contents: Contents, shape: ModelShape, pack: bool, ble
         sample_lengths=torch.tensor(contents.lengths),
         **(edges(contents) if pack else {}),
     )
+
+
+def black_tiles(contents: Contents, shape: ModelShape, blends: bool) -> dict[str, torch.Tensor]:
+    """Return the image inputs of a micro-batch with black tiles. `blends` is that of `synthetic_micro_batch`."""
+    places = torch.arange(contents.image_tokens)
+    image_rows = places % (contents.tiles * shape.image_tokens)
+    side = shape.image_size
+    return {
+        "positions": places,
+        "rows": image_rows[:, None].repeat(1, 4) if blends else image_rows,
+        "tiles": torch.zeros((contents.tiles, 3, side, side), dtype=torch.uint8),
+        "weights": torch.full((len(places) if blends else 0, 4), 0.25),
+        "seeds": torch.arange(contents.tiles),
+    }
 
 
 def edges(contents: Contents) -> dict[str, Any]:
@@ -106,8 +119,16 @@ def micro_batches_of(contents: Contents, cfg: Config, world_size: int) -> int:
     return min(most, parallel.num_micro_batches(needed))
 
 
-def synthetic_step(number: int, contents: Contents, shape: ModelShape, cfg: Config, world_size: int) -> Step:
-    """Return this rank's part of a synthetic step. A group of ranks that computes layers together counts as one."""
+def synthetic_step(
+    number: int,
+    contents: Contents,
+    shape: ModelShape,
+    cfg: Config,
+    world_size: int,
+    given: ForwardInputs | None = None,
+) -> Step:
+    """Return this rank's part of a synthetic step. A group of ranks that computes layers together counts as one.
+    `given` is that of `synthetic_micro_batch`."""
     count = micro_batches_of(contents, cfg, world_size)
     times = count * world_size // cfg.parallel.pipeline
     rows = times // contents.context
@@ -121,13 +142,13 @@ def synthetic_step(number: int, contents: Contents, shape: ModelShape, cfg: Conf
         tiles=times * contents.tiles,
     )
     blends = ImageTokens.of_config(cfg, shape.image_size, shape.image_tokens).blends
-    return Step(facts, [synthetic_micro_batch(contents, shape, cfg.packs, blends) for _ in range(count)])
+    return Step(facts, [synthetic_micro_batch(contents, shape, cfg.packs, blends, given) for _ in range(count)])
 
 
 class SyntheticLoader(Loader):
     """Loader for a dry run without a dataset. It can only copy micro-batches to the device."""
 
-    def __init__(self, device: torch.device, steps: int):
+    def __init__(self, device: torch.device, steps: int, has_tiles: bool = True):
         self.device = device
         self.total_steps = steps
-        self.table = torch.zeros((3, 256), device=device)
+        self.table = torch.zeros((3, 256), device=device) if has_tiles else None

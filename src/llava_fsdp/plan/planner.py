@@ -22,7 +22,6 @@ from llava_fsdp.config import (
     OffloadMode,
     Strategy,
 )
-from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.model.architecture import check_abilities
 from llava_fsdp.model.blocks import find_blocks
 from llava_fsdp.model.build import build_architecture
@@ -45,7 +44,7 @@ from llava_fsdp.parallel.sharding_strategies import SHARD_PLANS, ShardPlan, Sync
 from llava_fsdp.parallel.tensor.tensor_cut import Cut
 from llava_fsdp.parallel.tensor.tensor_plan import tensor_plan
 from llava_fsdp.plan.memory.activations import ActivationMeter, PassSegment, stack_name
-from llava_fsdp.plan.memory.blank_images import BlankImages
+from llava_fsdp.plan.memory.blank_images import BlankImages, image_rule
 from llava_fsdp.plan.memory.fsdp_units import Unit, units_of
 from llava_fsdp.plan.memory.micro_batches import MicroBatches, MicroBatchSizes
 from llava_fsdp.plan.memory.simulate import (
@@ -76,7 +75,7 @@ from llava_fsdp.plan.time.step_time import (
     step_time,
     volume,
 )
-from llava_fsdp.plan.workload import PHOTO, Samples, configured_split, micro_batch, packed_row, samples_of
+from llava_fsdp.plan.workload import Samples, configured_split, micro_batch, packed_row, samples_of
 from llava_fsdp.runtime.errors import ConfigError
 
 T = TypeVar("T")
@@ -194,9 +193,9 @@ class Planner:
         self.divide()
         quantized = sum(weight.statistics for weight in self.weights)  # counted with the parameters
         self.buffer_bytes = sum(b.numel() * b.element_size() for b in self.model.buffers()) - quantized
-        self.images = None if self.parts.class_config is None else BlankImages.of_parts(self.model, self.parts, PHOTO)
+        self.image_rule = image_rule(cfg, self.model)
+        self.images = self.image_rule if isinstance(self.image_rule, BlankImages) else None
         """Makes the images of a whole model of transformers; None: the model has tiles."""
-        self.image_rule = self.images or ImageTokens.of_config(cfg, self.parts.image_size, self.model.image_tokens)
         self.samples = samples or samples_of(cfg, self.image_rule)
         self.flops, self.recomputing_flops = (self.count_flops(recomputes) for recomputes in (False, True))
         self.meters: dict[Any, ActivationMeter] = {}

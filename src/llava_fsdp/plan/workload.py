@@ -2,34 +2,23 @@
 
 import contextlib
 import math
-from collections.abc import Sized
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from llava_fsdp.config import Config, Part, SamplerName, Source
 from llava_fsdp.data.columns import BLOCK
-from llava_fsdp.data.images.anyres import Size
+from llava_fsdp.data.images.image_tokens import PHOTO, ImageRule
 from llava_fsdp.data.index.dataset import Records
 from llava_fsdp.plan.memory.micro_batches import MicroBatchSizes
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.files.safe_load import SMALL
 from llava_fsdp.runtime.files.small_json import read_object
 
-PHOTO = (640, 480)
-"""Width and height in pixels of an image whose size is unknown."""
 REPORT = "report.json"
 """Name of the report that `python -m llava_fsdp.prepare` writes into a dataset's index folder."""
-
-
-class ImageRule(Protocol):
-    """What says how many tiles and tokens an image has: `ImageTokens`, or `BlankImages` of a whole model."""
-
-    def needs_size(self, images: int) -> bool: ...
-    def count_tiles(self, size: Size | None, images: int) -> int: ...
-    def of(self, size: Size | None, images: int) -> Sized: ...
 
 
 @dataclass(frozen=True)

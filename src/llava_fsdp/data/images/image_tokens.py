@@ -11,9 +11,10 @@ features. Sizes are (width, height) in pixels.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 
@@ -29,6 +30,20 @@ MAX_TILES = 9
 """Value of `data.max_tiles` for LLaVA-OneVision."""
 BLENDED = np.dtype([("row", np.int64, 4), ("weight", np.float32, 4)])
 """dtype of a token that is a weighted sum of four features: their indices (`row`) and weights."""
+
+
+PHOTO = (640, 480)
+"""Width and height in pixels that a plan assumes for an image whose size is unknown."""
+
+
+class ImageRule(Protocol):
+    """What says how many tiles and tokens an image has: `ImageTokens`, or `BlankImages` of a whole model."""
+
+    @property
+    def sizes(self) -> tuple[Size, ...]: ...
+    def needs_size(self, images: int) -> bool: ...
+    def count_tiles(self, size: Size | None, images: int) -> int: ...
+    def of(self, size: Size | None, images: int) -> Sized: ...
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,8 @@ class InitScale:
 # The vision tower's blocks start close to the identity, so that the features of a frozen random tower describe the
 # image patches.
 SCALES = {"vision_tower": InitScale(0.2, 0.3), "language_model": InitScale(0.5, 1.0), "lm_head": InitScale(0.5, 1.0)}
+WHOLE = InitScale(0.2, 0.3)
+"""Standard deviations for a whole model of transformers, whose weights are random in a dry run alone."""
 
 
 def draw_rule(model: nn.Module, name: str) -> DrawRule:
@@ -97,9 +99,10 @@ def draw_rule(model: nn.Module, name: str) -> DrawRule:
         return DrawRule(Rule.ZEROS)
     if "Norm" in type(parent).__name__:
         return DrawRule(Rule.ONES)
+    scale = SCALES.get(part, WHOLE)
     if isinstance(parent, nn.Embedding) or len(shape) == 1:
-        return DrawRule(Rule.NORMAL, SCALES[part].embedding)
-    return DrawRule(Rule.NORMAL, SCALES[part].matrix * max(math.prod(shape[1:]), 1) ** -0.5)
+        return DrawRule(Rule.NORMAL, scale.embedding)
+    return DrawRule(Rule.NORMAL, scale.matrix * max(math.prod(shape[1:]), 1) ** -0.5)
 
 
 def computed_buffers(model: nn.Module, stored: Collection[str] = ()) -> dict[str, torch.Tensor]:

@@ -16,8 +16,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 from transformers import AutoImageProcessor
 
-from llava_fsdp.config import Part
+from llava_fsdp.config import Config, Part
 from llava_fsdp.data.batching.batch import ForwardInputs
+from llava_fsdp.data.images.image_tokens import PHOTO, ImageTokens
 from llava_fsdp.model.architecture import Architecture
 from llava_fsdp.model.parts import Parts
 from llava_fsdp.model.whole.positions import positions_of
@@ -79,6 +80,11 @@ class BlankImages:
 
     # the planner asks `blends`, `needs_size`, `count_tiles` and `of` of this class as of `ImageTokens`
     blends: ClassVar[bool] = False
+
+    @property
+    def sizes(self) -> tuple[Size, ...]:
+        """The size of all images of a dry run."""
+        return (self.photo,)
 
     def needs_size(self, images: int) -> bool:
         return True
@@ -184,6 +190,14 @@ class BlankImages:
             return {}
         text = torch.zeros(length, dtype=torch.int64)
         return {"position_ids": number(text, dict.fromkeys(types, text), {})[:, None].expand(-1, rows, -1).contiguous()}
+
+
+def image_rule(cfg: Config, model: Architecture) -> "BlankImages | ImageTokens":
+    """Return what says how many tokens an image has: the blank images of a whole model, which must be on the meta
+    device, or the tiles of a LLaVA model. Images whose size is unknown have PHOTO pixels."""
+    if model.parts.class_config is None:
+        return ImageTokens.of_config(cfg, model.parts.image_size, model.image_tokens)
+    return BlankImages.of_parts(model, model.parts, PHOTO)
 
 
 def features_of(made: Any) -> list[torch.Tensor]:

@@ -16,7 +16,6 @@ import torch
 from rich.table import Table
 
 from llava_fsdp.config import Config, DType, Format, OffloadMode, ScalerConfig
-from llava_fsdp.data.images.image_tokens import ImageTokens
 from llava_fsdp.data.synthetic import Contents, SyntheticLoader, fullest, micro_batches_of, synthetic_step
 from llava_fsdp.model.architecture import Architecture
 from llava_fsdp.model.build import build_architecture
@@ -35,13 +34,14 @@ from llava_fsdp.parallel.ranks.fake_collectives import is_simulated, simulate_co
 from llava_fsdp.parallel.ranks.mesh import distributed
 from llava_fsdp.parallel.ranks.rank_layout import RankLayout
 from llava_fsdp.parallel.ranks.world import World
+from llava_fsdp.plan.memory.blank_images import BlankImages, image_rule
 from llava_fsdp.plan.memory.micro_batches import MicroBatchSizes
 from llava_fsdp.plan.model_shapes import shapes_of
 from llava_fsdp.plan.planner import PlanRow
 from llava_fsdp.plan.planner import peak as plan_peak
 from llava_fsdp.plan.search.auto import decide, settle_packing
 from llava_fsdp.plan.workload import samples_of
-from llava_fsdp.runtime.errors import ConfigError, NumericError
+from llava_fsdp.runtime.errors import NumericError
 from llava_fsdp.runtime.text.console import TextConsole
 from llava_fsdp.runtime.text.log import log
 from llava_fsdp.train.loop import train_step
@@ -60,17 +60,7 @@ STATES = ("parameters", "gradients", "optimizer")
 
 def dry_run(cfg: Config) -> None:
     """Measure the memory that a training will need on rank 0, with all other ranks simulated, and print it as a table
-    or, with format=json, as JSON. No files are left behind.
-
-    Raises:
-        ConfigError: the model has a processor, without whose images there are no synthetic inputs.
-    """
-    kind = shapes_of(cfg.model).class_config
-    if kind is not None:
-        raise ConfigError(
-            f"dry_run={cfg.dry_run}: a {kind.model_type} has inputs that only its processor makes of images, and a dry "
-            "run has none; llava-fsdp plan estimates the memory, and a training with max_steps=2 shows it"
-        )
+    or, with format=json, as JSON. No files are left behind."""
     remark = warn_if_refused(cfg)
     with tempfile.TemporaryDirectory(prefix="dry-run-") as folder:
         if cfg.offload.mode is OffloadMode.nvme and cfg.offload.folder is None:  # its default would be output_dir
@@ -92,21 +82,15 @@ def dry_run(cfg: Config) -> None:
 def settle_auto(cfg: Config, world: World) -> Config:
     """Replace every value `auto` in the configuration. `pack=auto` becomes true if the language model supports rows of
     packed samples; a planner of memory and time chooses the other values, by the dataset's statistics if they are
-    known, else by the mean lengths of LLaVA's own data. Raise ConfigError for a whole model of transformers."""
+    known, else by the mean lengths of LLaVA's own data."""
     parts = shapes_of(cfg.model)
-    if parts.class_config is not None:
-        raise ConfigError(
-            f"dry_run={cfg.dry_run}: its inputs are tiles, and a {parts.class_config.model_type} "
-            "has none; llava-fsdp plan predicts its memory"
-        )
     cfg, padded = settle_packing(cfg, parts)
     if padded is not None:
         log().info("auto: %s", padded)
     if not cfg.has_auto:
         return cfg
     model = build_architecture(parts, cfg.model, DTYPES[cfg.precision.param_dtype])
-    rule = ImageTokens.of_config(cfg, parts.image_size, model.image_tokens)
-    decision = decide(cfg, world, parts, samples_of(cfg, rule))
+    decision = decide(cfg, world, parts, samples_of(cfg, image_rule(cfg, model)))
     log().info("%s", decision.summary(cfg))
     return decision.applied(cfg)
 
@@ -127,11 +111,15 @@ def measure(cfg: Config, world: World, contents: Contents | None = None) -> dict
     model = build_model(cfg, shapes_of(cfg.model), world.device)
     shape = shape_of(model)
     context = context_of(parallelism.layout, world.rank, model.language_config)
-    contents = contents or fullest(cfg, shape, context and context.cut)
+    rule = image_rule(cfg, model)
+    contents = contents or fullest(cfg, shape, context and context.cut, rule)
     planned = plan_of(cfg, world, contents)
+    counts = samples_of(cfg, rule).counts
+    # while the model is on the meta device, where its own code counts the tokens of an image
+    given = rule.inputs_of(sizes_planned(cfg, contents), cfg.packs) if isinstance(rule, BlankImages) else None
     meter = PeakMeter(world.device)
-    counts = samples_of(cfg, ImageTokens.of_config(cfg, model.image_size, model.image_tokens)).counts
-    state = assemble(model, cfg, parallelism, SyntheticLoader(world.device, STEPS), draw_shards, counts)
+    loader = SyntheticLoader(world.device, STEPS, has_tiles=given is None)
+    state = assemble(model, cfg, parallelism, loader, draw_shards, counts)
     held: dict[str, int] = {}
     state.optimizer.register_step_post_hook(lambda *_: held.update(held_bytes(state)))
     for root in state.roots:
@@ -142,7 +130,7 @@ def measure(cfg: Config, world: World, contents: Contents | None = None) -> dict
         if is_simulated():
             for root in state.roots:
                 simulate_collectives(root, counter.traffic)
-        step = synthetic_step(number, contents, shape, cfg, parallelism.layout.num_losses)
+        step = synthetic_step(number, contents, shape, cfg, parallelism.layout.num_losses, given)
         started = time.perf_counter()
         with counter, explained_compiler_errors():
             train_step(state, step, cfg, started)
@@ -180,8 +168,15 @@ def sizes_of(contents: Contents) -> dict[str, int]:
 
 def plan_of(cfg: Config, world: World, contents: Contents) -> PlanRow:
     """Estimate by arithmetic the memory of this rank in the steps that a dry run measures."""
+    count = micro_batches_of(contents, cfg, RankLayout(cfg.parallel, world.size).num_losses)
+    micros = [sizes_planned(cfg, contents)] * count
+    return plan_peak(cfg, world.size, world.device, micros, world.rank)
+
+
+def sizes_planned(cfg: Config, contents: Contents) -> MicroBatchSizes:
+    """Return the sizes of a dry run's micro-batch as the planner takes them."""
     rows = 1 if cfg.packs else len(contents.lengths)
-    micro = MicroBatchSizes(
+    return MicroBatchSizes(
         rows,
         length=contents.tokens // rows,
         samples=len(contents.lengths),
@@ -190,8 +185,6 @@ def plan_of(cfg: Config, world: World, contents: Contents) -> PlanRow:
         image_tokens=contents.image_tokens,
         context=contents.context,
     )
-    micros = [micro] * micro_batches_of(contents, cfg, RankLayout(cfg.parallel, world.size).num_losses)
-    return plan_peak(cfg, world.size, world.device, micros, world.rank)
 
 
 @torch.no_grad()
@@ -234,12 +227,14 @@ def show(report: dict[str, Any]) -> None:
     """Print what `measure` returns as a table."""
     console = TextConsole(width=None if sys.stdout.isatty() else 120)
     micro = report["micro_batch"]
+    # each token of a whole model's images counts as a tile
+    tiles = f"{micro['tiles']:,} tiles, " if micro["tiles"] != micro["image_tokens"] else ""
     plural = "es" if report["micro_batches"] > 1 else ""
     console.print(
         f"rank 0 of {report['ranks']} simulated ranks on {report['device']}: {report['strategy']}, "
         f"{report['precision']}, activation checkpointing {report['activation_checkpointing']}\n"
         f"{report['micro_batches']} micro-batch{plural} of {micro['positions']:,} tokens in {micro['samples']:,} "
-        f"samples, {micro['pictures']:,} images ({micro['tiles']:,} tiles, {micro['image_tokens']:,} tokens), "
+        f"samples, {micro['pictures']:,} images ({tiles}{micro['image_tokens']:,} tokens), "
         f"{micro['labels']:,} labels; random weights, synthetic samples, nothing written"
     )
     table = Table("", "measured", "planned", title="bytes of this rank", title_justify="left")
