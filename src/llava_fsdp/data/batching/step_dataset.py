@@ -229,7 +229,8 @@ class Steps(Dataset):
         return sample
 
     def tiles(self, record: Record, number: int, place: int) -> np.ndarray:
-        """Read the image or video with index `place` in a record; see `ImageSource.tiles`."""
+        """Read the image or video with index `place` in record `number`: uint8 [tiles, 3, size, size], or as the reader
+        of a model with a processor returns it. Raise ImageError if it cannot be read."""
         try:
             return self.image_reader.tiles(record, record.images[place])
         except ImageError as error:

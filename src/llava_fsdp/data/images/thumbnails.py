@@ -22,7 +22,8 @@ LARGEST = 24_000
 
 @lru_cache(200)
 def thumbnail(path: str) -> str | None:
-    """Return a thumbnail of an image file, or of a video's first frame; None if the file cannot be read."""
+    """Return a thumbnail of an image file, or of a video's first frame, as the data URL of a JPEG; None if the file
+    cannot be read, or if the JPEG has more than LARGEST bytes in any quality."""
     with contextlib.suppress(DataError, MemoryError), first_picture(Path(path)) as image:
         image.draft("RGB", (SIDE, SIDE))
         small = to_rgb(ImageOps.exif_transpose(image), path)

@@ -249,7 +249,7 @@ class ParquetRows:
 
     def leaf_with_images(self, name: str) -> str | None:
         """Return the leaf column (such as `image.bytes`) with the bytes of a column of images; None if it has only
-        paths."""
+        paths. Raise DataError if several leaves may have them."""
         schema = self.parquet.arrow.schema_arrow
         if name not in schema.names or not is_embedded(schema, name):
             return None

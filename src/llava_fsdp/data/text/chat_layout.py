@@ -203,7 +203,8 @@ def difference(wanted: str, found: str) -> str:
 
 
 def stripped(padded: str, frame: str, pad: str, strip: Any) -> str | None:
-    """Return the argument of `strip` (`str.lstrip` or `str.rstrip`) with which a template strips a text; see STRIPPED.
+    """Return the argument of `strip` (`str.lstrip` or `str.rstrip`) with which a template strips a text: one of
+    STRIPPED. Raise Unfit if the template changes the white space in another way.
 
     Args:
         padded: the template's text before a text (or the reversed text after it), rendered with the white space `pad`

@@ -172,6 +172,7 @@ class AnswerText:
             final, self._held, self.ended = self._held[:at].rstrip(), "", True
         else:
             longest = min(len(self.stop) - 1, len(self._held))
+            # length of the longest end of the text that may be the beginning of the stop text
             begun = next((n for n in range(longest, 0, -1) if self.stop.startswith(self._held[-n:])), 0)
             final = self._held[: len(self._held) - begun].rstrip()
             self._held = self._held[len(final) :]

@@ -30,8 +30,7 @@ MARGIN = 1024
 """Number of tokens of a shortened text beyond those asked for, because the tokens near its end may differ from those of
 the whole text."""
 ImageRows = Callable[[Record, int], np.ndarray]
-"""Function (record, index of an image) -> index of the vision feature of each token of the image, int64 [tokens]; see
-`ImageTokens.of`."""
+"""Function (record, index of an image) -> index of the vision feature of each of its tokens, int64 [tokens]."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +163,8 @@ class AnswerEncoder(ABC):
         return MeasuredSample(over.get(self.max_length, whole), whole, over)
 
     def shortened(self, segments: list[Segment], longest: int) -> list[Segment]:
-        """Return segments of which texts of more than LONG characters keep only their beginning; see `beginning`."""
+        """Return segments of which texts of more than LONG characters keep only their beginning, if this alone has more
+        than `longest` tokens."""
         special = None if self.special_tokens is SpecialTokens.parse else []
         return [
             replace(own, text=beginning(own.text, self.tokenizer, special, longest)) if len(own.text) > LONG else own

@@ -26,7 +26,7 @@ class Message:
     """The kind of each part: `t` (text), `i` (image) or `v` (video)."""
     texts: tuple[str, ...]
     learnt: bool = True
-    """See `Turn.learnt`."""
+    """Whether an answer has labels; else it is only read, like a question."""
 
     def content(self) -> list[dict[str, str]]:
         """Return the parts in transformers' form."""

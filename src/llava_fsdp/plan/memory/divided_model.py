@@ -36,6 +36,7 @@ def divide_on_meta(model: Architecture, size: int, chunk_tokens: int) -> None:
     for name, cut in plan.items():
         if cut is Cut.PARAMETER:
             continue
+        # what ranks exchange at this layer, as in `tensor_parallel.py`, with memory for the results alone
         module = model.get_submodule(name)
         if cut is Cut.ROWWISE_SPLIT:
             module.register_forward_pre_hook(lambda _, args: (OwnPart.apply(args[0], size), *args[1:]))
