@@ -85,7 +85,8 @@ def find_routers(model: nn.Module) -> list[Router]:
 
 
 def probe(name: str, module: nn.Module, index: int, config: Any) -> Router | None:
-    """Return the router that a module on the meta device is; None if it does not return logits for each token.
+    """Call a module on the meta device with two tokens, and return a Router if its outputs are those of one; None if
+    they are not, or the number of experts of a token is not known.
 
     Args:
         name: the module's name in the language model.

@@ -60,7 +60,9 @@ class EncodeRecords(DatasetPass):
         return sorted({*LIMITS, self.encoder.max_length})
 
     def columns(self, numbers: range, found: Findings) -> Columns:
-        """Encode records and return their counts, and what truncation at each of `limits` would lose."""
+        """Encode records. Return {name of a column: counts of each record, int32 [records]}, 0 for a record that makes
+        no sample, and under LOSSES_COLUMN the sums over all records of what truncation to each of `limits` loses.
+        `found` gets the records' problems."""
         names = ("length", "labels", "images", "tiles", "image_tokens", "positions_cut", "labels_cut", "full")
         columns = {name: np.zeros(len(numbers), dtype=np.int32) for name in names}
         losses = np.zeros((len(self.limits), len(LOSSES)), dtype=np.int64)

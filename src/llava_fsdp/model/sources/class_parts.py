@@ -27,4 +27,12 @@ def class_parts(config: PretrainedConfig, folder: Path) -> Parts:
     language.tie_word_embeddings = has_tied_weights(whole_model_of, config, folder)
     vision = getattr(config, "vision_config", None) or config
     bare = config.model_type not in VISION_LANGUAGE
-    return Parts(folder, folder, language, vision, folder, bare_logits=bare, class_config=config)
+    return Parts(
+        language_folder=folder,
+        vision_folder=folder,
+        language=language,
+        vision=vision,
+        whole=folder,
+        bare_logits=bare,
+        class_config=config,
+    )

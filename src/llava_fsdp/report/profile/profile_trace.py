@@ -50,7 +50,9 @@ class TraceError(Exception):
 
 
 def times_of(path: Path) -> Times:
-    """Divide the time of the steps in a gzipped trace of PyTorch's profiler (`export_chrome_trace`).
+    """Divide the time of each step in a gzipped trace of PyTorch's profiler (`export_chrome_trace`) among CATEGORIES.
+    The times are those of the GPU's kernels or, if the trace has none, of operations in the thread that runs the steps.
+    Where computation and a collective overlap, the time counts as computation.
 
     Raises:
         OSError: the file cannot be read.
