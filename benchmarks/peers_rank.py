@@ -13,7 +13,7 @@ import gc
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Client
 from pathlib import Path
@@ -32,7 +32,8 @@ class Rounds:
     """
 
     def __init__(self, plan: dict[str, Any]):
-        self.rank = dist.get_rank()
+        self.is_alone = not dist.is_initialized()
+        self.rank = 0 if self.is_alone else dist.get_rank()
         self.number = plan["rounds"]
         self.losses: list[torch.Tensor | float] = []
         self.norms: list[torch.Tensor | float] = []
@@ -49,7 +50,8 @@ class Rounds:
             data, count = self.client.recv()
             own = prepared[data][:count]
             gc.collect()
-            dist.barrier()
+            if not self.is_alone:
+                dist.barrier()
             cpu, wall = time.process_time(), time.perf_counter()
             yield from own
             cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
@@ -66,8 +68,13 @@ def floats(values: list[torch.Tensor | float]) -> list[float]:
 # Ours
 
 
-def run_ours(plan: dict[str, Any], pack: bool) -> None:
-    """`fit` with everything that `train` gives it: reports, heartbeats, votes and a saver."""
+def run_ours(plan: dict[str, Any], cfgs: dict[str, Any], change: Callable[[str, Any], None] | None = None) -> None:
+    """`fit` with everything that `train` gives it: reports, heartbeats, votes and a saver.
+
+    Args:
+        cfgs: the configuration of each data set; the first is that of the training.
+        change: called with the name of each data set and its loader, before steps are prepared.
+    """
     from llava_fsdp.parallel.parallelism import Parallelism
     from llava_fsdp.parallel.ranks import mesh as ranks
     from llava_fsdp.runtime.files.run_dir import claimed
@@ -80,7 +87,7 @@ def run_ours(plan: dict[str, Any], pack: bool) -> None:
     from llava_fsdp.train.setup.build_state import build_state
     from llava_fsdp.train.state import StepResult
 
-    cfg, cfgs = ours_configured(plan, pack)
+    cfg = cfgs[plan["data"][0]]
     folder = Path(cfg.output_dir)
     with (
         claimed(folder, ranks.own_rank(), cfg.private),
@@ -91,7 +98,7 @@ def run_ours(plan: dict[str, Any], pack: bool) -> None:
         state = build_state(cfg, Parallelism.of(cfg, world))
         last = state.loader.total_steps
         reports = open_reports(state, cfg) if world.is_first else Reports()
-        steps = prepared_steps(cfgs, world, state.model, plan)
+        steps = prepared_steps(cfgs, world, state.model, plan, change)
         rounds = Rounds(plan)
         state.loader = kept(state.loader, rounds.steps(steps))
         controller = RunController(state, open_saver(state, cfg), cfg, last, watchdog)
@@ -106,18 +113,19 @@ def run_ours(plan: dict[str, Any], pack: bool) -> None:
             fit(state, cfg, events, watchdog)
 
 
-def ours_configured(plan: dict[str, Any], pack: bool) -> tuple[Any, dict[str, Any]]:
-    """Our configuration, and that of each data set."""
+def ours_configured(plan: dict[str, Any], pack: bool) -> dict[str, Any]:
+    """Our configuration for each data set."""
     import argparse
 
     from peers_data import configure
 
     options = argparse.Namespace(**plan["options"])
-    cfgs = {data: configure(Path(plan["work"]), data, pack, options) for data in plan["data"]}
-    return cfgs[plan["data"][0]], cfgs
+    return {data: configure(Path(plan["work"]), data, pack, options) for data in plan["data"]}
 
 
-def prepared_steps(cfgs: dict[str, Any], world: Any, model: Any, plan: dict[str, Any]) -> dict[str, list[Any]]:
+def prepared_steps(
+    cfgs: dict[str, Any], world: Any, model: Any, plan: dict[str, Any], change: Callable[[str, Any], None] | None = None
+) -> dict[str, list[Any]]:
     """Every data set's steps as our loader prepares them, out of what is timed."""
     from peers_data import Fixed
 
@@ -127,6 +135,8 @@ def prepared_steps(cfgs: dict[str, Any], world: Any, model: Any, plan: dict[str,
     for data, cfg in cfgs.items():
         loader = open_data(cfg, world, model)
         loader.steps.sampler = Fixed(steps, "ours", plan["options"]["ranks"], plan["options"]["rows"])
+        if change is not None:
+            change(data, loader)
         prepared[data] = [loader.steps.prepare(n) for n in range(steps)]
     return prepared
 
@@ -159,7 +169,8 @@ def run_by_hand_ours(plan: dict[str, Any]) -> None:
     from llava_fsdp.train.setup.build_model import build_model
     from llava_fsdp.train.setup.build_state import open_data
 
-    cfg, cfgs = ours_configured(plan, pack=True)
+    cfgs = ours_configured(plan, pack=True)
+    cfg = cfgs[plan["data"][0]]
     with distributed(cfg) as world:
         parts = find_parts(cfg.model)
         model = build_model(cfg, parts, world.device)
@@ -342,8 +353,8 @@ def packed(name: str) -> Any:
 
 
 PEERS = {
-    "ours packed": lambda plan: run_ours(plan, pack=True),
-    "ours padded": lambda plan: run_ours(plan, pack=False),
+    "ours packed": lambda plan: run_ours(plan, ours_configured(plan, pack=True)),
+    "ours padded": lambda plan: run_ours(plan, ours_configured(plan, pack=False)),
     "by hand, our model": run_by_hand_ours,
     "by hand": run_by_hand,
     "hf": run_hf,

@@ -191,6 +191,39 @@ def packed_peers() -> str:
     )
 
 
+def whole_peers() -> str:
+    """CPU seconds of a step of a whole model of transformers, beside its Trainer and a packed loop by hand."""
+    path, report = newest("whole-peers-cpu")
+    found, own, options = {}, report["options"], report["options"]["data"]
+    for row in report["rows"]:
+        found.setdefault(row["peer"], {})[row["data"]] = row
+    lines = [
+        [WHOLE[peer], *(value for data in options for value in beside(rows[data], rows[data]))]
+        for peer, rows in found.items()
+    ]
+    head = ["", *(name for data in options for name in (f"{data}: CPU seconds, ours = 1", "lowest to highest"))]
+    goals = {goal["peer"]: f"{goal['goal']:.1f} is {'met' if goal['met'] else 'missed'}" for goal in report["goals"]}
+    size = report["sizes"]["mixed"]
+    return (
+        f"Width {own['hidden']}, {own['layers']} layers and as many in the vision part, {own['rows']} samples a step, "
+        f"{own['steps']} steps a round, {own['repeats']} rounds. A step of `mixed` has {size['tokens']:,.0f} tokens "
+        f"({size['padded_positions']:,.0f} positions when padded) and {size['patches']:,.0f} patches of images. First "
+        f"losses agree within {report['equality']['first losses']:.0e}:\n\n"
+        f"{table(head, lines, 'l' + 'r' * 2 * len(options))}\n\n"
+        f"On `mixed`, the goal beside the Trainer of {goals['hf']}, and that beside the loop by hand of "
+        f"{goals['row']}. On `text`, this project's steps have a blank image, because the vision part trains: they "
+        f"take {report['blank_image']['median']:.2f} times the seconds of the same steps without it.\n\n"
+        f"{origin(path, report)}"
+    )
+
+
+WHOLE = {
+    "ours packed": "this project",
+    "hf": "transformers' Trainer, padded",
+    "row": "loop by hand, transformers' class, one row, SDPA a sample at a time, logits of labels alone",
+}
+
+
 def beside(row: Report, ours: Report) -> list[str]:
     """CPU seconds of each round over those of our round beside it: the median, and the lowest and highest."""
     pairs = zip(row["cpu_seconds"]["all"], ours["cpu_seconds"]["all"], strict=False)
@@ -221,7 +254,7 @@ def spread(values: list[float]) -> str:
 
 TABLES = {
     "gpu": gpu, "gpu_peers": gpu_peers, "layout_curves": layout_curves, "packed_peers": packed_peers,
-    "limited": limited, "strategies": strategies,
+    "whole_peers": whole_peers, "limited": limited, "strategies": strategies,
     "activation_checkpointing": activation_checkpointing, "packing": packing, "low_precision": low_precision,
 }  # fmt: skip
 
