@@ -134,7 +134,7 @@ def run(config_name: str, schema: type[T], task: Callable[[T], object], on_exit:
             rank does not report its own error.
     """
     setup_logging()
-    folder, is_training = typed_output_dir(), on_exit is not no_status
+    folder, is_training = typed_output_dir(), on_exit is not no_status  # only trainings record how they ended
     on_every_rank, ends_torchrun, is_private = False, False, None
     try:
         with until_reader_leaves():
@@ -298,8 +298,8 @@ def compose(config_name: str, schema: type) -> DictConfig | None:
 
 
 def checked_words(words: list[str], config_name: str, schema: type) -> list[str]:
-    """Check words of the form `key=value`, and return them as Hydra takes them. Raises ConfigError, as `compose`
-    does."""
+    """Check words of the form `key=value`, and return them as Hydra takes them. Raises ConfigError if a word has no
+    key, or a key or a choice does not exist."""
     refuse_bare_words(words, config_name)
     refuse_unknown(words, schema)
     if "optim" in schema_keys(schema):  # for commands that have the keys of a training

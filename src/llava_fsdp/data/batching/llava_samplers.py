@@ -25,9 +25,7 @@ class LlavaSampler:
     few for a step, begin the first step of the next epoch; those left at the end of the last epoch are dropped.
 
     Args:
-        lengths: number of words of each record, negative without an image (LLaVA train.py:684-690).
-        batch_size: number of records of a micro-batch.
-        accumulation: number of micro-batches of each rank in a step.
+        lengths: number of words of each record (LLaVA train.py:684-690).
         seed: the seed that LLaVA's training was given.
         grouped: whether LLaVA's `group_by_modality_length` is on.
 
@@ -38,6 +36,9 @@ class LlavaSampler:
     def __init__(
         self, lengths: list[int], batch_size: int, accumulation: int, world_size: int, seed: int, grouped: bool
     ):
+        """`lengths`: number of words of each record, negative without an image. A step has on each rank `accumulation`
+        micro-batches of `batch_size` records. Raises ConfigError if LLaVA's sampler would fail, or an epoch would have
+        no step."""
         self.lengths = lengths
         self.batch_size = batch_size
         self.accumulation = accumulation

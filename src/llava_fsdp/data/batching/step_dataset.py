@@ -37,7 +37,6 @@ class Steps(Dataset):
         rank: number of this rank among those that process different rows; ranks that process a row together have the
             same number.
         world_size: number of ranks that process different rows at the same time.
-        cost: estimates the FLOPs of samples.
         cut: which positions of each row this rank processes; None: all.
     """
 
@@ -53,6 +52,8 @@ class Steps(Dataset):
         cost: CostModel,
         cut: ContextCut | None = None,
     ):
+        """Only ranks that process different rows count in `rank` and `world_size`; `cost` estimates the FLOPs of
+        samples; `cut` says which positions of each row this rank processes (None: all)."""
         self.records = records
         self.sampler = sampler
         self.encoder = encoder

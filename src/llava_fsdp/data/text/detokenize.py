@@ -110,6 +110,7 @@ class AnswerText:
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: str, stops: frozenset[int], begin: str = ""):
+        """An answer ends with the text `stop` or a token of `stops`; a text `begin` before it is not returned."""
         self._begin = tokenizer.encode_rest(begin, tokenizer.find_special(begin)) if begin else []
         self._generated: list[int] = []
         self.tokenizer = tokenizer

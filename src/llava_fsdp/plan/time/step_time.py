@@ -346,7 +346,7 @@ def step_time(
     world_size: int,
     offload: OffloadMode,
 ) -> StepTime:
-    """Predict the seconds of a step on one rank. `sent` is what the rank receives in the step. Of several ranks, FSDP
+    """Predict the seconds of a step on one rank. `sent` is what the rank receives in the step. With several ranks, FSDP
     copies weights and gradients in each micro-batch; a single rank only adds gradients."""
     gpu = machine.gpu
     rate = machine.peak(precision.param_dtype) * (gpu.efficiency if gpu else 1.0)
@@ -368,7 +368,7 @@ def step_time(
         update = UPDATED * work.local / HOST_UPDATE
         if offload is OffloadMode.nvme:
             update += 40 * work.local / DISK
-    return StepTime(compute, copies, seconds + waiting, exposed, update)
+    return StepTime(compute, copies, communication=seconds + waiting, exposed=exposed, update=update)
 
 
 def sample_flops(flops: Flops, samples: Samples) -> float:
