@@ -125,6 +125,7 @@ def check_yaml(path: Path, relative_path: Path) -> None:
         tree = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())[:300]}") from error
+    # a header `@package` puts the file's keys elsewhere in the configuration
     headers = [line for line in text.splitlines() if line.lstrip("# \t").startswith("@")]
     if any(re.search(r"\bhydra\b", line) for line in headers):
         raise ConfigError(f"{path}: its package is Hydra's; write its keys below `hydra:`")

@@ -187,12 +187,14 @@ class ChatTemplate:
 
     def pieces(self, layout: Layout, filled: Sequence[str], media: str) -> Iterator[ChatPiece]:
         """Yield the text of a conversation in pieces. `filled` has the conversation's own texts, as the template writes
-        them."""
+        them. `media` has the kinds of its images and videos, whose placeholders in the frames become pieces; empty: no
+        placeholders are looked for."""
         numbers = {kind: iter([n for n, letter in enumerate(media) if letter == kind]) for kind in (IMAGE, VIDEO)}
         kinds = {text: kind for kind, text in self.placeholders.items()}
         finder = re.compile("(" + "|".join(map(re.escape, kinds)) + ")") if media else None
 
         def pieces(text: str, supervised: bool) -> Iterator[ChatPiece]:
+            """Yield the text of a frame, divided at the placeholders."""
             for piece in finder.split(text) if finder else [text]:
                 if finder and piece in kinds:
                     yield ChatPiece(piece, False, image=next(numbers[kinds[piece]]))
@@ -330,6 +332,7 @@ def special_tokens(folder: Path) -> dict[str, str]:
     """Return {variable of templates, such as `bos_token`: special token} from the tokenizer's files."""
     found = read_optional(folder / "special_tokens_map.json") | read_optional(folder / "tokenizer_config.json")
     if (folder / "tokenizer.model").is_file():
+        # a Llama tokenizer has these unless a file names others
         found = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", **found}
     values = {name: found.get(name) for name in NAMED}
     texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in values.items()}

@@ -365,6 +365,7 @@ class FsdpRank:
         self.ledger.drop(reducing=added + self.waiting.pop(name, 0))
         self.ledger.note_peak(moment, reducing=unit.reduce_output + last)
         self.ledger.drop(reducing=copied[-1])
+        # a hybrid strategy keeps the reduce-scatter's output, and reduces it over replicas in the last micro-batch
         waits = self.plan.gradient_sync is Sync.SCATTER_EVERY_REDUCE_LAST and not is_last
         held = self.shards.get(name, 0)
         self.shards[name] = unit.waiting_output if waits else unit.shard_gradients
