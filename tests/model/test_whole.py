@@ -18,6 +18,7 @@ from llava_fsdp.config import Attention, Config, Part
 from llava_fsdp.model.architecture import check_abilities, part_name
 from llava_fsdp.model.build import build_architecture, why_not_packed
 from llava_fsdp.model.flops import token_flops
+from llava_fsdp.model.load_weights import stored_buffers
 from llava_fsdp.model.logit_change import LogitChange
 from llava_fsdp.model.packed_attention.attention import Kernel, Segments, each_alone
 from llava_fsdp.model.packed_attention.row_mask import BoundaryMask, attend_rows, make_row_mask, rows_name
@@ -219,6 +220,18 @@ def test_buffers_are_those_of_the_class(name: str) -> None:
     wanted = {key: value for key, value in peer.named_buffers() if key not in saved}
     assert made.keys() == wanted.keys()
     assert [key for key, value in wanted.items() if not torch.equal(made[key].to(value.dtype), value)] == []
+
+
+def test_buffers_in_the_files_of_a_class_are_read(tmp_path: Path) -> None:
+    config = family("glm4v_moe")
+    peer = make_model(config)
+    wanted = {name: own for name, own in peer.named_buffers() if name in peer.state_dict()}
+    for buffer in wanted.values():
+        buffer.normal_()
+    peer.save_pretrained(tmp_path)
+    found = stored_buffers(build_architecture(class_parts(config, tmp_path), configure().model, torch.float32))
+    assert wanted and found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 def test_a_class_that_changes_logits_is_refused() -> None:

@@ -20,6 +20,9 @@ LANGUAGE: dict[str, dict[str, Any]] = {
     "llama": {}, "qwen2": {}, "qwen3": {"tie_word_embeddings": True}, "gemma": {}, "phi3": {}, "smollm3": {},
     "olmo2": {}, "granite": {}, "glm4": {}, "starcoder2": {}, "cohere2": {"sliding_window": 9}, "exaone4": {},
     "mixtral": EXPERTS, "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 24},
+    "deepseek_v3": {"num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "q_lora_rank": 8,
+                    "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+                    "moe_intermediate_size": 24, "first_k_dense_replace": 1, "head_dim": 8, "num_experts_per_tok": 2},
     "stablelm": {}, "nemotron": {}, "llama4_text": EXPERTS, "lfm2": {"full_attn_idxs": [1]}, "doge": {}, "biogpt": {},
 }  # fmt: skip
 VISION: dict[str, dict[str, Any]] = {

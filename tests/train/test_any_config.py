@@ -92,7 +92,7 @@ def test_a_field(fuzz: type[Fuzz], kind: str, field: str, with_weights: Path, da
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [*LANGUAGE, *(kind for kind in ("deepseek_v3", "phi"))])
+@pytest.mark.parametrize("kind", [*LANGUAGE, "phi"])
 def test_language_models(kind: str, table: Table, with_weights: Path, dataset: Path, tmp_path: Path) -> None:
     begin = len(table.rows)
     changed_outcomes(Languages(with_weights, dataset, tmp_path), kind, values_of(kind, with_weights), table)

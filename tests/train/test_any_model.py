@@ -8,6 +8,7 @@ import logging
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ from small import make_config
 from tiers import slow_after
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
+from llava_fsdp.model.build import build_architecture
+from llava_fsdp.model.load_weights import stored_buffers
+from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.runtime.errors import LlavaFsdpError
 from llava_fsdp.train import main as train
 from llava_fsdp.train.setup.preflight import preflight
@@ -30,10 +34,6 @@ PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 PADDED = ("stablelm", "nemotron", "llama4_text", "lfm2", "doge", "biogpt")
 """Language models whose rows are padded, because they cannot keep the samples of a packed row apart."""
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "deepseek_v3": ({"num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "q_lora_rank": 8,
-                     "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
-                     "moe_intermediate_size": 24, "first_k_dense_replace": 1, "head_dim": 8,
-                     "num_experts_per_tok": 2}, "e_score_correction_bias"),
     "phi": ({"num_attention_heads": 2, "head_dim": 20}, "lm_head.bias"),
     "siglip2_vision_model": ({"num_patches": 4}, "no image_size"),
     "beit": ({}, "keeps tensors of the meta device"),
@@ -58,7 +58,11 @@ def saved(parts: Path, tmp_path: Path) -> Callable[[str], Path]:
         for part, (name, auto) in pairs.items():
             torch.manual_seed(1)
             config = config_of_kind(name, part, parts)
-            auto.from_config(config, dtype=torch.float32).save_pretrained(folder / part)
+            model = auto.from_config(config, dtype=torch.float32)
+            in_files = model.state_dict().keys()
+            for buffer in (own for key, own in model.named_buffers() if key in in_files):
+                buffer.normal_()  # it starts with zeros
+            model.save_pretrained(folder / part)
         return folder
 
     return save
@@ -94,8 +98,25 @@ def test_trains_and_exports(kind: str, saved: Callable[[str], Path], dataset: Pa
     before = load_file(folder / ("vision" if kind in VISION else "language") / "model.safetensors")
     after = load_file(tmp_path / "run" / "export" / "model.safetensors")
     names = {name.rpartition("vision_tower.")[2].removeprefix("vision_model.") for name in after}
+    for name in (own for own in before if own.endswith("e_score_correction_bias")):
+        assert torch.equal(after[f"language_model.{name}"], before[name]) and before[name].any()
     if kind in VISION:  # none of the tower's tensors has another name than in its own files
         assert names >= {name.removeprefix("vision_model.") for name in before}
+
+
+def test_buffers_in_the_files_of_a_language_model_are_read(
+    saved: Callable[[str], Path], dataset: Path, tmp_path: Path
+) -> None:
+    """A small copy, whose weights are in no file, has none of them."""
+    folder = saved("deepseek_v3")
+    cfg = make_config(folder, dataset, tmp_path / "run", *BOTH).model
+    parts, own = find_parts(cfg), load_file(folder / "language" / "model.safetensors")
+    found = stored_buffers(build_architecture(parts, cfg, torch.float32))
+    wanted = {f"language_{name}": own[name] for name in own if name.endswith("e_score_correction_bias")}
+    assert found.keys() == wanted.keys() and len(wanted) == 2
+    assert all(torch.equal(found[name], wanted[name]) and wanted[name].any() for name in wanted)
+    copied = replace(find_parts(cfg), is_small_copy=True)
+    assert stored_buffers(build_architecture(copied, cfg, torch.float32)) == {}
 
 
 @pytest.mark.parametrize(("kind", "base"), slow_after(0, itertools.product(LANGUAGE, ("nf4", "none"))))

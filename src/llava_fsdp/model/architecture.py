@@ -218,10 +218,6 @@ class Architecture(nn.Module, ABC):
     def replace_language(self, language: nn.Module) -> None:
         self.set_submodule(self.language_name, language)
 
-    def stored_buffers(self) -> dict[str, torch.Tensor]:
-        """Read the buffers that the files of the model have, on the CPU, by name. All others are computed."""
-        return {}
-
     @abstractmethod
     def remove_inputs(self) -> None:
         """Remove, in place, the modules and parameters that make the embeddings of images: in a stage behind the

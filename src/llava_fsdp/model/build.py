@@ -1,5 +1,7 @@
 """Build the model of a training, of whichever kind it is, and tell whether it accepts packed rows."""
 
+import copy
+
 import torch
 
 from llava_fsdp.config import LossConfig, ModelConfig
@@ -42,3 +44,13 @@ def build_architecture(
 def why_not_packed(parts: Parts) -> str | None:
     """Return why a model would mix the samples of a packed row; None if it keeps them apart."""
     return packing_refused(parts.language) if parts.class_config is None else packs(parts)
+
+
+def copied_parts(model: Architecture) -> Parts:
+    """Return a copy of the configurations of a model, to build a second one: building would change the attention
+    implementation in the configuration of the first."""
+    parts = copy.deepcopy(model.parts)
+    # None: transformers' own way to run experts. The one registered for training sends tokens to other ranks, which
+    # fails on the meta device, on which `build_architecture` runs the model.
+    parts.language._experts_implementation = None
+    return parts

@@ -152,6 +152,27 @@ def base_weights(model: Architecture, parts: Parts, cfg: ModelConfig, projector:
     return stored
 
 
+def buffer_names(model: nn.Module) -> set[str]:
+    """Return the names of a model's buffers that belong into its files, such as the correction biases of routers."""
+    saved = model.state_dict().keys()
+    quantized = tuple(f"{path}." for path, module in model.named_modules() if isinstance(module, QuantizedLinear))
+    return {name for name, _ in model.named_buffers() if name in saved and not name.startswith(quantized)}
+
+
+def stored_buffers(model: Architecture) -> dict[str, torch.Tensor]:
+    """Read the buffers that the files of a model have, on the CPU, by name. All others are computed.
+
+    Args:
+        model: the whole model, not a stage of it. Its values are not used.
+    """
+    expected = {name: buffer for name, buffer in model.named_buffers() if name in buffer_names(model)}
+    if not expected or model.parts.is_small_copy:
+        return {}
+    sources = base_weights(model, model.parts, model.cfg, None)
+    found = {name: (sources[name], buffer) for name, buffer in expected.items() if name in sources}
+    return {n: own.rows(0, buf.shape[0] if buf.ndim else 0).to(buf.dtype) for n, (own, buf) in found.items()}
+
+
 def missing(name: str, parts: Parts, projector: Path | None) -> ModelError:
     """Return the error to raise if the parameter `name` is in no file. `projector` is the projector's path, if
     separate."""
@@ -259,7 +280,7 @@ def class_weights(parts: Parts, model: nn.Module) -> dict[str, Stored]:
     plan = plan_whole(parts.class_config, parts.whole)
     refuse_unused(plan.unused, parts.whole)
     refuse_misshapen(plan.misshapen, parts.whole)
-    names = parameter_names(model)
+    names = parameter_names(model) | buffer_names(model)
     return {name: source for name, source in plan.sources.items() if name in names}
 
 
@@ -293,7 +314,7 @@ def original_model(
 
 
 def by_our_names(plan: LoadPlan, prefixes: dict[str, str], model: nn.Module, folder: Path) -> dict[str, Stored]:
-    """Return where in files the parameters of a model are, by llava_fsdp's parameter names instead of transformers'.
+    """Return where in files the parameters and buffers of a model are, by llava_fsdp's names instead of transformers'.
 
     Args:
         plan: where in files the parameters of one of transformers' models are.
@@ -310,7 +331,7 @@ def by_our_names(plan: LoadPlan, prefixes: dict[str, str], model: nn.Module, fol
         prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), None)
         if prefix is not None:
             stored[prefixes[prefix] + name.removeprefix(prefix)] = source
-    homeless = sorted(stored.keys() - parameter_names(model))
+    homeless = sorted(stored.keys() - parameter_names(model) - buffer_names(model))
     if homeless:
         raise ModelError(
             f"{folder} has {homeless[0]}, which a {plan.model.config.model_type} model needs and llava_fsdp does not "

@@ -41,6 +41,9 @@ class Parts:
     """The whole configuration of `model.checkpoint`, if it is trained as its class in transformers has it (`Whole`);
     None for LLaVA."""
 
+    is_small_copy: bool = False
+    """Whether the configurations are those of a small copy, whose weights are in no file."""
+
     @property
     def logit_change(self) -> LogitChange:
         """How the logits are made from the output of the output layer."""

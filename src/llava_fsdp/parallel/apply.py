@@ -8,6 +8,7 @@ from torch import nn
 from llava_fsdp.config import ActivationCheckpointing, Config
 from llava_fsdp.model.architecture import Architecture
 from llava_fsdp.model.experts import RouterOutputs
+from llava_fsdp.model.load_weights import stored_buffers
 from llava_fsdp.model.weights.init_weights import computed_buffers, restore_buffers
 from llava_fsdp.parallel.compile import Compilations, choose_compiling
 from llava_fsdp.parallel.context.share_rows import share_rows
@@ -63,10 +64,12 @@ def apply_parallelism(
     routers = routers_to_watch(model, cfg, parallelism, compiles)
     stages = plan_own_stages(model, cfg, parallelism, counts)
     cuts = cuts_of(model, parallelism)
+    stored = stored_buffers(model)
     # Other stages go before anything is done to the modules that stay. Buffers are computed from whole layers.
     if stages is not None:
         stages.keep(model)
-    buffers, parts = model.stored_buffers(), parts_of(model)
+    kept, parts = {name for name, _ in model.named_buffers()}, parts_of(model)
+    buffers = {name: values for name, values in stored.items() if name in kept}
     buffers |= computed_buffers(model, buffers)
     # Dtypes before division: the local tensor of a divided weight would keep its dtype.
     store_weights(model, cfg.precision, parallelism.is_sharded)

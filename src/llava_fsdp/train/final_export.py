@@ -3,7 +3,6 @@
 Before an exported folder gets its final name, it is read again and compared with the trained model.
 """
 
-import copy
 import gc
 import shlex
 import shutil
@@ -42,9 +41,8 @@ from llava_fsdp.export.write.weights_writer import Weights, publish_folder
 from llava_fsdp.model.adapters.lora_files import FOLDER, check_changed
 from llava_fsdp.model.adapters.lora_names import is_adapter, module_of
 from llava_fsdp.model.architecture import Architecture
-from llava_fsdp.model.build import build_architecture
+from llava_fsdp.model.build import build_architecture, copied_parts
 from llava_fsdp.model.load_weights import base_fingerprint, find_weights, load_weights
-from llava_fsdp.model.parts import Parts
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.model.sources.pretrained_config import read_model
 from llava_fsdp.model.weights.tensor_files import Stored
@@ -434,16 +432,6 @@ def whole_model(state: TrainState) -> torch.nn.Module:
         return state.model
     assert isinstance(state.model, Architecture)
     return build_architecture(copied_parts(state.model), state.model.cfg, state.model.compute_dtype, state.model.kernel)
-
-
-def copied_parts(model: Architecture) -> Parts:
-    """Return a copy of the configurations of a model, to build a second one: building would change the attention
-    implementation in the configuration of the first."""
-    parts = copy.deepcopy(model.parts)
-    # None: transformers' own way to run experts. The one registered for training sends tokens to other ranks, which
-    # fails on the meta device, on which `build_architecture` runs the model.
-    parts.language._experts_implementation = None
-    return parts
 
 
 def plain_model(state: TrainState) -> Architecture:

@@ -33,6 +33,7 @@ from llava_fsdp.export.write.weights_writer import Weights
 from llava_fsdp.export.write.whole_folder import WholeSource, check_plan
 from llava_fsdp.model.adapters.lora_names import is_adapter, without_base
 from llava_fsdp.model.llava.llava import Llava
+from llava_fsdp.model.load_weights import buffer_names
 from llava_fsdp.model.sources.exportable import why_not_original
 from llava_fsdp.model.weights.conversions import check_runs, plan_save
 from llava_fsdp.model.weights.lazy_tensor import Box
@@ -98,7 +99,7 @@ def rehearse_hf(source: SourceModel, dtype: torch.dtype, write: WriteHf = write_
         )  # fmt: skip
         return rehearse_on_meta(source, dtype, rows)
     with TemporaryDirectory(prefix="llava_fsdp-") as made, name_the_model(model):
-        names = with_folded_head(weights, small.model).shapes
+        names = with_folded_head(weights, small.model).shapes.keys() | buffer_names(small.model)
         check_names(hf_config(small, torch.float32, small.vocabulary), names)
         try:
             write(small, weights, Path(made))
@@ -182,6 +183,7 @@ def rehearse_on_meta(source: SourceModel, dtype: torch.dtype, rows: int) -> None
     model, config = source.model, hf_config(source, dtype, rows)
     with name_the_model(model):
         names = {without_base(name) for name, _ in model.named_parameters() if not is_adapter(name)}
+        names |= buffer_names(model)
         check_names(config, names if model.parts.logit_change.factor == 1.0 else names | {HEAD})
         check_runs(config)
 

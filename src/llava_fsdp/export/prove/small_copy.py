@@ -52,7 +52,7 @@ def small_copy(source: SourceModel) -> tuple[SourceModel, dict[str, Drawn]]:
     # exports have no quantized weights
     cfg = replace(model.cfg, select_layer=select_layer, quantize=QuantizeConfig())
     with library_errors("transformers cannot build it", NoSmallCopy):
-        small = build_llava(replace(parts, language=language, vision=vision), cfg, torch.float32)
+        small = build_llava(replace(parts, language=language, vision=vision, is_small_copy=True), cfg, torch.float32)
     check_same_structure(model, small)
     tile, old = small.parts.image_size, parts.image_size
     grids = [[width // old * tile, height // old * tile] for width, height in source.grid_pinpoints]

@@ -36,7 +36,7 @@ from llava_fsdp.model.adapters.lora_merge import BASE_WEIGHT, merged
 from llava_fsdp.model.adapters.lora_names import ENDINGS, is_adapter, without_base
 from llava_fsdp.model.architecture import Architecture
 from llava_fsdp.model.build import build_architecture
-from llava_fsdp.model.load_weights import find_weights, load_weights
+from llava_fsdp.model.load_weights import find_weights, load_weights, stored_buffers
 from llava_fsdp.model.packed_attention.attention import attention_of_transformers
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.model.sources.pretrained_config import read_model
@@ -271,7 +271,7 @@ def empty_copy(
             put_adapters(model, adapted.lora, adapted.modules)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(compute)
-    buffers = model.stored_buffers()
+    buffers = stored_buffers(model)
     buffers |= computed_buffers(model, buffers)
     materialize(model, lambda empty: empty.to_empty(device=device))
     restore_buffers(model, buffers)

@@ -48,7 +48,7 @@ from llava_fsdp.export.write.processor import (
     write_tokenizer,
 )
 from llava_fsdp.export.write.remarks import remarks_on, write_remarks
-from llava_fsdp.export.write.weights_writer import Weights, renamed, write_projector, write_shards
+from llava_fsdp.export.write.weights_writer import Weights, renamed, with_buffers, write_projector, write_shards
 from llava_fsdp.export.write.whole_folder import WholeSource, whole_source_of_run, write_whole_folder
 from llava_fsdp.model.llava.llava import Llava
 from llava_fsdp.model.load_weights import PROJECTOR_PREFIX
@@ -285,7 +285,7 @@ def write_hf_config(
 def write_hf_weights(source: SourceModel, weights: Weights, staged: Path, rows: int) -> None:
     """Write the weights of a model folder for transformers. Collective; the first rank writes."""
     plan = partial(plan_save, hf_config(source, weights.widest, rows))
-    weights = with_folded_head(weights, source.model)
+    weights = with_buffers(with_folded_head(weights, source.model), source.model)
     write_shards(weights, staged, plan, source.model.with_vocabulary(), source.vocabulary, rows)
 
 

@@ -4,14 +4,17 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
-from llava_fsdp.model.load_weights import PROJECTOR_PREFIX
+from llava_fsdp.model.architecture import Architecture
+from llava_fsdp.model.build import build_architecture, copied_parts
+from llava_fsdp.model.load_weights import PROJECTOR_PREFIX, buffer_names, stored_buffers
+from llava_fsdp.model.weights.init_weights import computed_buffers
 from llava_fsdp.model.weights.lazy_tensor import Box, LazyTensor, whole
 from llava_fsdp.parallel.ranks.consensus import on_first_rank
 from llava_fsdp.runtime.errors import ModelError
@@ -41,6 +44,30 @@ class Weights:
     def widest(self) -> torch.dtype:
         """The narrowest dtype to which all weights of the model can be converted without loss."""
         return reduce(torch.promote_types, self.dtypes.values())
+
+
+def with_values(weights: Weights, values: Mapping[str, torch.Tensor]) -> Weights:
+    """Return weights together with further tensors, which have their dtypes and every rank has."""
+    return replace(
+        weights,
+        shapes=weights.shapes | {name: tuple(own.shape) for name, own in values.items()},
+        dtypes=weights.dtypes | {name: own.dtype for name, own in values.items()},
+        read=lambda name: values[name] if name in values else weights.read(name),
+    )
+
+
+def with_buffers(weights: Weights, model: Architecture) -> Weights:
+    """Return weights together with the buffers that belong into files, which no training changes: as the model's files
+    have them, or as transformers computes them. `model` may be sharded."""
+    names = buffer_names(model)
+    if not names:
+        return weights
+    fresh = build_architecture(
+        copied_parts(model), model.cfg.plain, torch.float32
+    )  # a sharded model computes no buffers
+    stored = stored_buffers(fresh)
+    values = stored | computed_buffers(fresh, stored)
+    return with_values(weights, {name: own for name, own in values.items() if name in buffer_names(fresh)})
 
 
 def write_shards(

@@ -9,7 +9,7 @@ does not name every token that ends an answer.
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from transformers import PretrainedConfig
 from llava_fsdp.config import Config, FolderFormat, SpecialTokens
 from llava_fsdp.data.text.jinja_template import OWN
 from llava_fsdp.export.write.generation_file import write_generation_of_class
-from llava_fsdp.export.write.weights_writer import ReadPart, Weights, write_shards
+from llava_fsdp.export.write.weights_writer import ReadPart, Weights, with_values, write_shards
 from llava_fsdp.model.adapters.lora_names import is_adapter, without_base
 from llava_fsdp.model.architecture import Architecture
 from llava_fsdp.model.parts import read_json
@@ -158,12 +158,7 @@ def with_folders_own(weights: Weights, loaded: LoadPlan, folder: Path) -> Weight
     if unknown := {*lacking} & {name for name, _ in model.named_parameters()}:
         raise ModelError(f"neither the trainer nor {folder} has {min(unknown)}, which transformers' class needs")
     own = {name: all_values(loaded.sources[name]) for name in wanted if name in loaded.sources}
-    return replace(
-        weights,
-        shapes=weights.shapes | {name: tuple(values.shape) for name, values in own.items()},
-        dtypes=weights.dtypes | {name: values.dtype for name, values in own.items()},
-        read=lambda name: own[name] if name in own else weights.read(name),
-    )
+    return with_values(weights, own)
 
 
 def plan_complete(loaded: LoadPlan, weights: Weights, read: ReadPart) -> dict[str, LazyTensor]:

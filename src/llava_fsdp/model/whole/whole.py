@@ -26,7 +26,7 @@ from llava_fsdp.model.packed_attention.attention import (
 )
 from llava_fsdp.model.packed_attention.row_mask import BoundaryMask, rows_name
 from llava_fsdp.model.parts import Parts
-from llava_fsdp.model.weights.conversions import plan_whole, whole_model_of
+from llava_fsdp.model.weights.conversions import whole_model_of
 from llava_fsdp.model.whole.answers import Generation, class_around, generate
 from llava_fsdp.model.whole.class_checks import check_logits, check_positions
 from llava_fsdp.model.whole.packs import packs
@@ -280,20 +280,6 @@ class Whole(Architecture):
         self.attention = name
         for config in (self.language.config, self.model.config.get_text_config()):
             config._attn_implementation = name
-
-    def stored_buffers(self) -> dict[str, torch.Tensor]:
-        """Read the buffers that the files of the model have, on the CPU, by name."""
-        saved = self.state_dict().keys()
-        expected = {name: buffer for name, buffer in self.named_buffers() if name in saved}
-        if not expected:
-            return {}
-        assert self.parts.whole is not None and self.parts.class_config is not None
-        sources = plan_whole(self.parts.class_config, self.parts.whole).sources
-        return {
-            name: sources[name].rows(0, buffer.shape[0] if buffer.ndim else 0).to(buffer.dtype)
-            for name, buffer in expected.items()
-            if name in sources
-        }
 
     def remove_inputs(self) -> None:
         raise AssertionError("the model is not divided into stages")
