@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,12 +20,14 @@ from llava_fsdp.model.weights.init_weights import computed_buffers
 from llava_fsdp.parallel.memory.activation_checkpoint import apply_activation_checkpointing
 from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.plan.memory.activations import blocks_to_measure
+from llava_fsdp.plan.memory.blank_images import features_of
 from llava_fsdp.plan.memory.meta_trace import LiveBytes, Trace
 from llava_fsdp.plan.memory.micro_batches import MicroBatchSizes
 from llava_fsdp.plan.planner import Choice, Planner, PlanRow
 from llava_fsdp.plan.rank_counts import RankCounts
 from llava_fsdp.plan.search.auto import decide
 from llava_fsdp.plan.time.hardware import machine_for
+from llava_fsdp.runtime.errors import ModelError
 from llava_fsdp.train.setup import dry_run
 
 CPU = torch.device("cpu")
@@ -143,6 +146,17 @@ def test_images_have_about_as_many_tokens_as_the_data(tmp_path: Path) -> None:
     for tokens in (photo, 7 * photo + photo // 2):
         count, size = planner.images.images_of(tokens)
         assert count * planner.images.work(size).tokens == pytest.approx(tokens, rel=0.25)
+
+
+def test_features_that_several_blocks_get_are_counted_once() -> None:
+    """DeepStack: each block gets features of all tokens. They are a list with the number of the block."""
+    rows = torch.zeros(5, 4)
+    deep: Any = SimpleNamespace(last_hidden_state=None, deepstack_features=[(0, [rows, rows]), (2, [rows, rows])])
+    assert [len(group) for group in features_of(deep)] == [2, 2]
+    plain: Any = SimpleNamespace(pooler_output=(rows, rows, rows), last_hidden_state=rows)
+    assert [len(group) for group in features_of(plain)] == [3]
+    with pytest.raises(ModelError, match="no features"):
+        features_of(SimpleNamespace())
 
 
 def test_the_token_of_images_is_not_taken_for_text(tmp_path: Path) -> None:

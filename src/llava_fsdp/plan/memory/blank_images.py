@@ -120,13 +120,13 @@ class BlankImages:
         weights = [own for own in model.parameters() if own.requires_grad]
         counter = FlopCounterMode(display=False, custom_mapping=ATTENTION)
         with KnownValues(), FusedKernels(), counter:
-            features = features_of(model.model.get_image_features(**given))
+            groups = features_of(model.model.get_image_features(**given))
             forward = counter.get_total_flops()
-            trained = [tensor for tensor in features if tensor.requires_grad]
+            trained = [tensor for group in groups for tensor in group if tensor.requires_grad]
             if trained:
                 torch.autograd.grad(trained, weights, [torch.ones_like(own) for own in trained], allow_unused=True)
         return VisionWork(
-            sum(math.prod(tensor.shape[:-1]) for tensor in features),
+            sum(math.prod(tensor.shape[:-1]) for tensor in groups[0]),
             counter.get_total_flops(),
             forward if Part.vision in model.cfg.trained else 0,
             sum(values.nbytes for values in pixels.values()),
@@ -200,14 +200,17 @@ def image_rule(cfg: Config, model: Architecture) -> "BlankImages | ImageTokens":
     return BlankImages.of_parts(model, model.parts, PHOTO)
 
 
-def features_of(made: Any) -> list[torch.Tensor]:
+def features_of(made: Any) -> list[list[torch.Tensor]]:
     """Return the features in what `get_image_features` of one of transformers' classes returns, each [..., width] with
-    the features of image tokens. Raise ModelError if there are none."""
-    features = made.pooler_output if getattr(made, "pooler_output", None) is not None else made.last_hidden_state
-    tensors = [tensor for tensor in tree_leaves(features) if isinstance(tensor, torch.Tensor)]
-    if not tensors:
+    the features of image tokens. There is one list for each block of the language model that gets features of all image
+    tokens (DeepStack, as in Granite 4 Vision); elsewhere there is a single one. Raise ModelError if there are none."""
+    fields = ("pooler_output", "last_hidden_state")
+    features = next((own for name in fields if (own := getattr(made, name, None)) is not None), None)
+    groups = getattr(made, "deepstack_features", None) or [] if features is None else [features]
+    found = [[leaf for leaf in tree_leaves(group) if isinstance(leaf, torch.Tensor)] for group in groups]
+    if not any(found):
         raise ModelError("get_image_features returns no features, so that the tokens of an image cannot be counted")
-    return tensors
+    return found
 
 
 def image_token(config: Any) -> int:
