@@ -198,13 +198,20 @@ class ExactEncoder(AnswerEncoder):
         lengths = [len(r) for r in rows]
         if not isinstance(self.template, ChatTemplate):
             ids, labels = encode_segments(segments, self.tokenizer, lengths, self.special_tokens)
-            return Sample(ids, labels, record.images, tuple(rows), 0, 0)
+            return Sample(ids, labels, record.images, tuple(rows), positions_cut=0, labels_cut=0)
         form, special = self.template, self.special_tokens
         made = encode_chat(segments, self.tokenizer, lengths, special, form.adds_bos, form.prompt_ends)
         order = image_order(segments, len(rows))
-        names, shown = tuple(record.images[n] for n in order), tuple(rows[n] for n in order)
-        places = tuple(order) if order != sorted(order) else None
-        return Sample(made.ids, made.labels, names, shown, 0, 0, made.unlearnt, places)
+        return Sample(
+            made.ids,
+            made.labels,
+            images=tuple(record.images[n] for n in order),
+            image_rows=tuple(rows[n] for n in order),
+            positions_cut=0,
+            labels_cut=0,
+            unlearnt=made.unlearnt,
+            places=tuple(order) if order != sorted(order) else None,
+        )
 
 
 def beginning(text: str, tokenizer: Tokenizer, special: list[Stretch] | None, longest: int) -> str:
@@ -279,7 +286,8 @@ class OriginalEncoder:
         rows = [r[:shown] for r in rows if shown]
         lost = int((made.labels != IGNORE).sum() - (labels[:cut] != IGNORE).sum())
         beyond = made.cut + max(0, len(made.ids) - self.own.max_length) + max(0, len(ids) - cut)
-        return Sample(ids[:cut], labels[:cut], record.images[: len(rows)], tuple(rows), beyond, lost)
+        images = record.images[: len(rows)]
+        return Sample(ids[:cut], labels[:cut], images, tuple(rows), positions_cut=beyond, labels_cut=lost)
 
     def measure(self, record: Record, limits: Sequence[int]) -> MeasuredSample:
         """Encode a record as in training, without truncation, and truncated to each of several lengths that it exceeds.

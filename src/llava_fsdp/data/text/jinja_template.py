@@ -141,7 +141,7 @@ class ChatTemplate:
         last = frames[-1]
         try:
             _, longer = self.marked("hghg")
-            earlier = longer[2]
+            earlier = longer[2]  # the text between the first answer and the second question
         except Unfit:
             earlier = ""
         ends: list[int] = []

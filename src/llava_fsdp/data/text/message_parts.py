@@ -59,9 +59,9 @@ def divide(turns: Sequence[Turn], media: str) -> list[Message]:
 
 
 def divide_question(turn: Turn, kinds: Iterator[str] | None) -> Message:
-    """Divide a question at its image tags, without the line breaks beside them and without empty texts. Of the parts
-    that a record itself has (`Turn.parts`), each text is kept as it is. `kinds` yields the kind of each image or video;
-    None: image tags are ordinary text."""
+    """Divide a question at its image tags, without the line breaks beside them and without empty texts. A text that is
+    a part in the record itself (`Turn.parts`) stays as it is. `kinds` yields the kind of each image or video; None:
+    image tags are ordinary text."""
     letters: list[str] = []
     texts: list[str] = []
     for part in (turn.text,) if turn.parts is None else turn.parts:
