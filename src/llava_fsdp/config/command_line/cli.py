@@ -426,7 +426,6 @@ def quoted(text: str) -> str:
 
 
 def refuse_multirun(config_name: str) -> None:
-    """Raise ConfigError if the command line asks Hydra for a multirun (several jobs); the message names the sweep."""
     flags = ("-m", "--multirun", "hydra.mode=MULTIRUN")
     if set(flags) & set(sys.argv[1:]):
         raise ConfigError(

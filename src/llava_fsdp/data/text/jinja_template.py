@@ -194,7 +194,6 @@ class ChatTemplate:
         finder = re.compile("(" + "|".join(map(re.escape, kinds)) + ")") if media else None
 
         def pieces(text: str, supervised: bool) -> Iterator[ChatPiece]:
-            """Yield the text of a frame, divided at the placeholders."""
             for piece in finder.split(text) if finder else [text]:
                 if finder and piece in kinds:
                     yield ChatPiece(piece, False, image=next(numbers[kinds[piece]]))

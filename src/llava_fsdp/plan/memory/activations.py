@@ -315,7 +315,6 @@ class TraceReader:
         self.open("")
 
     def open(self, block: str) -> None:
-        """Begin the segment of a block (empty: of what is between blocks), with the bytes that are alive now."""
         self.block = block
         self.begin = self.worst = self.worst_first = self.worst_later = self.level
         self.made = self.made_masters = 0

@@ -25,7 +25,6 @@ class Ledger:
     moment: str = ""
     """Name of the moment of the highest peak so far."""
     most: int = 0
-    """Total bytes at that moment."""
 
     def note_peak(self, moment: str, **more: int) -> None:
         """Record this moment as the peak if it has more bytes than all before it. `more`: bytes, by category, that
@@ -118,7 +117,6 @@ def simulate_step(
 
     Args:
         passes: for each micro-batch the segments of its forward and backward pass.
-        units: FSDP units by name.
         unit_names: block name -> name of its FSDP unit.
         prefetch: number of units whose all-gathers begin ahead of their use. None: one, in the backward pass only.
     """
@@ -336,7 +334,6 @@ class FsdpRank:
 
         Args:
             made: bytes of the gradients that the backward pass has produced. The ledger must not hold them yet.
-            is_last: whether this is the last micro-batch of the step.
             moment: name of this moment, as in `Ledger`.
         """
         unit = self.units.get(name)
