@@ -20,8 +20,8 @@ from llava_fsdp.config.command_line.help import first_sentence, meanings
 from llava_fsdp.config.command_line.tree import dotted, written
 
 MODEL = "llava_v1_5_7b"
-STAGES = ("finetune", "pretrain", "finetune_task", "finetune_lora", "finetune_qlora", "finetune_task_lora")
-ADAPTERS = ("finetune_lora", "finetune_qlora", "finetune_task_lora")
+ADAPTERS = ("finetune_lora", "finetune_qlora", "finetune_task_lora", "finetune_task_qlora")
+STAGES = ("finetune", "pretrain", "finetune_task", *ADAPTERS)
 MODELS = ("own", "tiny", "qwen2_5_siglip", "llava_onevision_7b", "smollm2_dinov2")
 # Keys that a choice of their group sets, and keys of one embedded dataset.
 CHOSEN = {
@@ -45,17 +45,19 @@ Later ones win: `conf/train.yaml`, the groups, `stage`, `recipe/STAGE_MODEL.yaml
 command line. Your own files: `--config-dir my_conf` with `my_conf/model/mine.yaml`, then `model=mine`.
 
 Defaults are those of `stage=finetune model=llava_v1_5_7b`. Stages and models that have another one stand behind it;
-*adapters* are the stages `finetune_lora`, `finetune_qlora` and `finetune_task_lora`. `llava-fsdp train --help GROUP`
-prints the values of your command line. This page is written by `python docs/make_configuration.py`."""
+*adapters* are the stages `finetune_lora`, `finetune_qlora`, `finetune_task_lora` and `finetune_task_qlora`.
+`llava-fsdp train --help GROUP` prints the values of your command line. This page is written by
+`python docs/make_configuration.py`."""
 GROUPS = {
     "stage": "`pretrain` trains the projector; `finetune` projector and language model; `finetune_task` the same, from "
-    "a whole model (`model.checkpoint`); `finetune_lora`, `finetune_qlora`, `finetune_task_lora` train adapters "
-    "(adapters.md); `onevision_1_5`, `onevision_2_single_image`, `onevision_2` are LLaVA-OneVision's (models.md)",
+    "a whole model (`model.checkpoint`); `finetune_lora`, `finetune_qlora`, `finetune_task_lora`, "
+    "`finetune_task_qlora` train adapters (adapters.md); `onevision_1_5`, `onevision_2_single_image`, `onevision_2` "
+    "are LLaVA-OneVision's (models.md)",
     "model": "`tiny`, `llava_v1_5_7b`, `llava_v1_5_13b`, `qwen2_5_siglip`, `llava_onevision_7b`, "
-    "`llava_onevision_0_5b`, `smollm2_dinov2`; with `stage=finetune_task` or `finetune_task_lora`: `qwen2_5_vl_3b`, "
-    "`qwen2_5_vl_7b`, `qwen3_vl_2b`, `qwen3_vl_4b`, `qwen3_vl_8b`, `qwen3_vl_30b_a3b`, `gemma3_4b`, `gemma3_12b`, "
-    "`pixtral_12b`, `smolvlm2_2_2b`, `internvl3_2b`, `internvl3_8b`; `own`, the neutral LLaVA recipe, is chosen where "
-    "`model.language` or `model.checkpoint` is named without it",
+    "`llava_onevision_0_5b`, `smollm2_dinov2`; with `stage=finetune_task`, `finetune_task_lora` or "
+    "`finetune_task_qlora`: `qwen2_5_vl_3b`, `qwen2_5_vl_7b`, `qwen3_vl_2b`, `qwen3_vl_4b`, `qwen3_vl_8b`, "
+    "`qwen3_vl_30b_a3b`, `gemma3_4b`, `gemma3_12b`, `pixtral_12b`, `smolvlm2_2_2b`, `internvl3_2b`, `internvl3_8b`; "
+    "`own`, the neutral LLaVA recipe, is chosen where `model.language` or `model.checkpoint` is named without it",
     "data": "`shapes` (embedded), `llava_json` (records in files)",
     "sharding": "`zero0`, `zero1`, `zero2`, `zero3`, `hybrid`, `hybrid2` (sharding.md); `auto`: the planner's choice",
     "precision": "`auto`: as `bf16` where all devices can, else `fp32`; `bf16_pure`: masters and moments too; `fp16`: "

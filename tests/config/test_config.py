@@ -136,7 +136,7 @@ WRONG = [
     (
         "stage=nope",
         "stage=nope: choose one of finetune, finetune_lora, finetune_qlora, finetune_task, finetune_task_lora, "
-        "onevision_1_5, onevision_2, onevision_2_single_image, "
+        "finetune_task_qlora, onevision_1_5, onevision_2, onevision_2_single_image, "
         "pretrain",
     ),
     (

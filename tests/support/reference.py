@@ -177,6 +177,14 @@ def bitsandbytes_layer(linear: torch.nn.Linear, cfg: QuantizeConfig, device: tor
     return layer.to(device)  # which quantises
 
 
+def bitsandbytes_values(weight: torch.Tensor, cfg: QuantizeConfig) -> torch.Tensor:
+    """A weight after bitsandbytes has quantized it to 4 bits and dequantized it."""
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    packed, state = quantize_4bit(weight, compress_statistics=cfg.double, quant_type=cfg.mode.value)
+    return dequantize_4bit(packed, state)
+
+
 class Adapters:
     """peft's adapters in transformers' model, begun as ours are, with dropout by an arithmetic of its own."""
 

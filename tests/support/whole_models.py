@@ -69,6 +69,20 @@ def few_records(names: Sequence[str]) -> list[dict[str, Any]]:
     ]
 
 
+def eight_records(names: Sequence[str]) -> list[dict[str, Any]]:
+    """The few, and four more with the same images and other texts."""
+    question = f"which of {TAG} and {TAG}"
+    return [
+        *few_records(names),
+        conversation(4, ["is the dog lazy?", "yes, very"]),
+        conversation(5, [f"over {TAG}\nand", "it's blue"], names[4:5]),
+        conversation(
+            6, [question, "none", f"or {TAG}", "the first and the second"], names[1:4], "Answer in few words."
+        ),
+        conversation(7, [f"{TAG}\nhow many?", "two", "and now?", "12.5 %"], names[:1]),
+    ]
+
+
 def random_records(names: Sequence[str], count: int, seed: int = 0) -> list[dict[str, Any]]:
     """Conversations of 1 to 4 exchanges with 0 to 3 images anywhere in the questions, and some with a system turn."""
     dice = random.Random(seed)
@@ -136,6 +150,7 @@ def write_whole_model(name: str, folder: Path) -> WholeModel:
     few = few_records(images)
     write_json(folder / "few.json", few)
     write_json(folder / "pair.json", few[:2])
+    write_json(folder / "eight.json", eight_records(images))
     write_json(folder / "random.json", random_records(images, 300))
     return WholeModel(name, write_family(name, folder / "model"), folder / "images")
 

@@ -201,10 +201,12 @@ def packed_of(packing: Packing, weight: torch.Tensor, dtype: torch.dtype) -> tup
 
 def unpacked(packing: Packing, packed: torch.Tensor, statistics: Sequence[torch.Tensor]) -> torch.Tensor:
     """Dequantize a weight, [out_features, in_features], in the dtype of the tensor [elements, 1] that holds its bits.
-    The statistics are in the order of `Packing.statistics`."""
+    The statistics are in the order of `Packing.statistics`. On the meta device the bits may have any dtype."""
     from bitsandbytes.functional import QuantState, dequantize_4bit
 
     shape = torch.Size((packing.out_features, packing.in_features))
+    if packed.is_meta:
+        return packed.new_empty(shape)
     if packing.quantizer is Quantizer.int8:
         codes = packed.view(torch.int8).view(shape)
         # rounded once, as in bitsandbytes' MatMul8bitFp

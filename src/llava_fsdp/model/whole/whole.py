@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from llava_fsdp.config import ModelConfig, Part, part_and_blocks
-from llava_fsdp.model.adapters.lora import add_adapters, trained_with_adapters
+from llava_fsdp.config import ModelConfig, Part, Quantizer, part_and_blocks
+from llava_fsdp.model.adapters.lora import add_adapters, linear_layers, trained_with_adapters
 from llava_fsdp.model.adapters.sample_dropout import TokenKeys
 from llava_fsdp.model.architecture import Ability, Architecture, ImageInputs, NamedPart, Positions, part_name
 from llava_fsdp.model.blocks import find_blocks, refuse_layerdrop
@@ -27,6 +27,7 @@ from llava_fsdp.model.packed_attention.attention import (
 from llava_fsdp.model.packed_attention.row_mask import BoundaryMask, rows_name
 from llava_fsdp.model.parts import Parts
 from llava_fsdp.model.weights.conversions import whole_model_of
+from llava_fsdp.model.weights.quantization import quantize_layers
 from llava_fsdp.model.whole.answers import Generation, class_around, generate
 from llava_fsdp.model.whole.class_checks import check_logits, check_positions
 from llava_fsdp.model.whole.packs import packs
@@ -47,7 +48,7 @@ REFUSED = {
     Ability.template: "with its own chat template; set data.template=auto",
     Ability.pixels: "its processor gets the pixels of the image file; set data.pixels=exact",
 }
-"""What contradicts a value other than the default, by the key; for all other keys it is UNTRIED."""
+"""What contradicts a value other than the default, by the key; for other keys that are refused it is UNTRIED."""
 
 
 class Whole(Architecture):
@@ -286,6 +287,8 @@ class Whole(Architecture):
 
     def why_not(self, ability: Ability) -> str | None:
         """Return the reason why the model cannot do what a key asks; None if it can."""
+        if ability is Ability.quantization:
+            return None
         assert self.parts.class_config is not None
         kind = self.parts.class_config.model_type
         return f"a {kind} is trained as its class in transformers has it, and {REFUSED.get(ability, UNTRIED)}"
@@ -335,14 +338,16 @@ def named_parts(model: Whole) -> Mapping[str, NamedPart]:
 def build_whole(
     parts: Parts, cfg: ModelConfig, compute_dtype: torch.dtype, kernel: Kernel | None, label_loss: LabelLoss
 ) -> Whole:
-    """Build a whole model of transformers on the meta device, with the configured LoRA adapters and frozen parameters.
+    """Build a whole model of transformers on the meta device, with the configured LoRA adapters and quantized layers,
+    and freeze what does not train.
 
     Args:
         compute_dtype: dtype of the matrix products in the forward pass.
         kernel: attention implementation for packed rows; None: the model accepts only padded rows.
 
     Raises:
-        ConfigError: the model cannot keep the samples of a packed row apart, or has no layers for adapters.
+        ConfigError: the model cannot keep the samples of a packed row apart, or has no layers for adapters or
+            quantization.
         ModelError: transformers cannot build the model, or its structure is not supported.
     """
     assert parts.class_config is not None
@@ -352,6 +357,7 @@ def build_whole(
         refuse_layerdrop(config)
     with torch.device("meta"):
         model = Whole(parts, cfg, compute_dtype, kernel, label_loss)
+        linears = linear_layers(model, Part.language)
         if cfg.lora.enabled:
             if cfg.lora.dropout and Part.vision in cfg.adapted:
                 raise ConfigError(
@@ -360,4 +366,6 @@ def build_whole(
                 )
             model.adapted = add_adapters(model, cfg.lora, model.token_keys)
     model.freeze()
+    if cfg.quantize.mode is not Quantizer.none:
+        quantize_layers(model, linears, cfg.quantize, compute_dtype)
     return model
