@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from llava_fsdp.runtime.errors import ConfigError
 from llava_fsdp.runtime.process.imports import broken_package, importing
@@ -45,6 +46,26 @@ def test_a_broken_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         explained = broken_package(raised.value)
         assert isinstance(explained, ConfigError) and "broken_inner" in str(explained)
         assert "an undefined symbol" in str(explained)
+
+
+def test_a_build_of_torchvision_for_another_torch_is_named_with_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It fails inside of torch, and transformers, which imports it, says nothing of it."""
+    (tmp_path / "torchvision").mkdir()
+    calls = "import torch\ntorch.library.register_fake('torchvision::no_such_operator')(print)\n"
+    (tmp_path / "torchvision" / "__init__.py").write_text(calls)
+    outer = "try:\n import torchvision\nexcept Exception as error:\n raise ModuleNotFoundError('lazy') from error\n"
+    (tmp_path / "broken_lazy.py").write_text(outer)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(ImportError) as raised:
+        importlib.import_module("broken_lazy")
+    explained = str(broken_package(raised.value))
+    assert "the package torchvision is installed and cannot be imported" in explained
+    assert "operator torchvision::no_such_operator does not exist" in explained
+    assert torch.__version__ in explained and "--index-url" in explained
 
 
 def test_an_import_that_a_module_of_this_project_gets_wrong_is_no_broken_package() -> None:

@@ -5,8 +5,12 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 
 from llava_fsdp.runtime.errors import ConfigError
+
+BUILT_WITH_TORCH = ("torchvision", "torchaudio")
+"""Packages with a build for each build of torch (CPU, CUDA). The Python package index has one of them."""
 
 
 @contextmanager
@@ -37,13 +41,28 @@ def importing() -> Iterator[None]:
 def broken_package(error: ImportError) -> ConfigError | None:
     """Return a ConfigError that names the package which cannot be imported; None if a module of this project raised
     `error`."""
-    while isinstance(error.__cause__, ImportError):  # transformers raises errors of its own from the first one
-        error = error.__cause__
-    modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    first: BaseException = error
+    while isinstance(first.__cause__, Exception):  # transformers raises errors of its own from the first one
+        first = first.__cause__
+    frames = [frame for frame, _ in traceback.walk_tb(first.__traceback__)]
+    if not isinstance(first, ImportError):  # raised in another package, which the module that failed has called
+        frames = [frame for frame in frames if frame.f_code.co_name == "<module>"]
+    modules = [frame.f_globals.get("__name__", "") for frame in frames]
     package = next((name.partition(".")[0] for name in reversed(modules) if not name.startswith("importlib")), "")
     if package in ("", "__main__", "llava_fsdp"):
         return None
     return ConfigError(
-        f"the package {package} is installed and cannot be imported: {error}; install it again (python -m pip install "
+        f"the package {package} is installed and cannot be imported: {first}; install it again (python -m pip install "
         f"--force-reinstall --no-deps {package}), or remove it if no key of the configuration needs it"
+        + build_of(package)
+    )
+
+
+def build_of(package: str) -> str:
+    """Return where the build of a package is found that fits the torch which is here; empty if pip's is right."""
+    if package not in BUILT_WITH_TORCH:
+        return ""
+    return (
+        f". Its build must be that of torch, which is {version('torch')} here: add the --index-url of the command in "
+        f'"Get started" on pytorch.org'
     )
