@@ -69,10 +69,12 @@ def build_state(cfg: Config, parallelism: Parallelism, own: OwnParts = NONE) -> 
         if world.device.type == "cuda" and utilization.peak is None:
             log().info("%s", utilization.source)
         described = describe_projector(read, projector)
+        is_llava = model.processor_folder is None
+        planned = about["planned_peak"]
         show_run(
             cfg,
             world,
-            RunFacts(loader, held_out, weights, described, model.named_parts, model.kernel, about["planned_peak"]),
+            RunFacts(loader, held_out, weights, described, model.named_parts, model.kernel, planned, is_llava),
         )
         for warning in warnings + few_steps(cfg, loader.total_steps):
             log().warning("%s", warning)

@@ -76,7 +76,7 @@ def about_run(
         "data": describe_data(cfg, records),
         "strategy": cfg.sharding.strategy.value,
         "trains": [[name, *counts] for name, counts in trained_counts(weights, model.named_parts).items()],
-        "unlike": unlike_original(cfg, compiles),
+        "unlike": unlike_original(cfg, compiles) if model.processor_folder is None else None,
         "recipe": differences(cfg, sys.argv[1:]),
         "at_rest": {"parameters": held.parameters, "gradients": held.gradients, "optimizer": held.optimizer},
         "planned_peak": planned_peak(cfg, world, model, records),

@@ -80,6 +80,8 @@ class RunFacts:
     """None if rows are padded."""
     planned: int | None
     """Planned peak memory of a GPU in bytes; None if there is no plan, as on a CPU."""
+    is_llava: bool
+    """Whether the original could train the model; it knows no models that are trained as their class has them."""
 
 
 def show_run(cfg: Config, world: World, run: RunFacts) -> None:
@@ -112,7 +114,8 @@ def show_run(cfg: Config, world: World, run: RunFacts) -> None:
         facts.add_row("memory", f"{readable(run.planned)} planned of the {readable(there)} of each GPU")
     facts.add_row("saves", describe_saves(cfg, run.held_out))
     facts.add_row("output", f"{cfg.output_dir}, a page of it in {cfg.output_dir}/{REPORT_FILE}")
-    facts.add_row("unlike LLaVA", unlike_original(cfg, compiling.on))
+    if run.is_llava:
+        facts.add_row("unlike LLaVA", unlike_original(cfg, compiling.on))
     console.print(facts)
 
 
