@@ -1,6 +1,7 @@
 """A training of each family against transformers' own class, one sample at a time: weights, losses and gradients."""
 
 import logging
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -26,10 +27,10 @@ from llava_fsdp.config import Config
 from llava_fsdp.data.loader import Loader
 from llava_fsdp.parallel.precision.precision import is_norm
 from llava_fsdp.parallel.ranks.world import World
-from llava_fsdp.runtime.errors import ConfigError, LlavaFsdpError
-from llava_fsdp.train.main import settle_auto
+from llava_fsdp.runtime.errors import ConfigError, LlavaFsdpError, ModelError
+from llava_fsdp.train.main import settle_auto, train
 from llava_fsdp.train.setup.build_state import open_data
-from llava_fsdp.train.setup.preflight import open_model
+from llava_fsdp.train.setup.preflight import open_model, preflight
 from llava_fsdp.train.setup.unused import freeze_unused
 from llava_fsdp.train.state import TrainState
 
@@ -74,6 +75,28 @@ def test_blocks_that_run_again_attend_in_the_same_way(name: str, whole: Whole, t
     _, gradients = peer_gradients(model)
     _, own, _ = own_gradients(begun(single_world(), model.config(tmp_path, "activation_checkpointing=full")))
     assert_same_gradients(own, gradients, 1e-4 if name == "qwen3_5" else 1e-5)
+
+
+def test_plan_and_doctor_notice_a_processor_that_cannot_be_opened(whole: Whole, tmp_path: Path) -> None:
+    """And a key that it contradicts."""
+    model = whole("gemma3")
+    preflight(model.config(tmp_path), torch.device("cpu"))
+    with pytest.raises(ConfigError, match="prepared by its own processor"):
+        preflight(model.config(tmp_path, "data.pixels=llava_v1_5"), torch.device("cpu"))
+    broken = replace(model, folder=shutil.copytree(model.folder, tmp_path / "broken"))
+    (broken.folder / "processor_config.json").unlink()
+    with pytest.raises(ModelError, match="has no preprocessor_config"):
+        preflight(broken.config(tmp_path), torch.device("cpu"))
+
+
+def test_a_start_compares_nothing_with_the_original(
+    whole: Whole, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its trainer does not know such a model."""
+    train(whole("gemma3").config(tmp_path / "out"))
+    screen = capsys.readouterr().err
+    assert "finetune_task" in screen and "unlike LLaVA" not in screen
+    assert '"unlike": null' in (tmp_path / "out/starts.jsonl").read_text()
 
 
 @pytest.mark.parametrize("name", any_but(["paddleocr_vl"], WHOLE))

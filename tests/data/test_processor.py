@@ -318,5 +318,8 @@ def test_a_processor_with_code_of_its_own_is_never_opened(folder_of: Callable[[s
 def test_what_a_processor_lacks_is_named(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
     folder = shutil.copytree(folder_of("gemma3"), tmp_path / "model")
     (folder / "processor_config.json").unlink()
+    with pytest.raises(ModelError, match=r"has no preprocessor_config\.json or processor_config\.json"):
+        open_processor(folder)
+    (folder / "processor_config.json").write_text("{}")
     with pytest.raises(ModelError, match="cannot open the processor"):
         open_processor(folder)

@@ -150,10 +150,16 @@ def open_processor(folder: Path) -> Processor:
     """Open the processor in a model's folder.
 
     Raises:
-        ModelError: the processor cannot be opened, or needs packages that are missing; or its files name Python code.
+        ModelError: the processor cannot be opened, or needs files or packages that are missing; or its files name
+            Python code.
     """
     for name in FILES:
         refuse_model_code(read_optional(folder / name), folder / name)
+    if not any((folder / name).is_file() for name in SETTINGS):
+        raise ModelError(
+            f"{folder} has no {' or '.join(SETTINGS)}, so no image can be prepared: copy the files of the model's "
+            "processor from its makers; transformers' processor.save_pretrained writes them"
+        )
     processor = Processor(folder)
     lacks = importlib.util.find_spec("torchvision") is None
     why = f": most processors need torchvision, which is not installed; {NEEDS}" if lacks else ""

@@ -13,6 +13,7 @@ import torch
 from llava_fsdp.config import AUTO, Attention, Config, DType, LinearKind, Parity, Source
 from llava_fsdp.config.paths import PACKAGED_OR_HUB, check_paths, exists
 from llava_fsdp.data.index.record_store import sources_of
+from llava_fsdp.data.loader import open_processor_encoding
 from llava_fsdp.data.text.jinja_template import OWN, is_whole, own_name, usable_name
 from llava_fsdp.export.prove.check_parts import check_parts
 from llava_fsdp.export.prove.rehearsal import rehearse
@@ -36,7 +37,7 @@ from llava_fsdp.runtime.text.log import log
 from llava_fsdp.train.checkpoints.resume import check_settings, continues, without_saved_sources
 from llava_fsdp.train.events.reporting.trackers import check_installed
 from llava_fsdp.train.optimizer import SCHEDULES, warmup_steps
-from llava_fsdp.train.setup.build_model import build_model
+from llava_fsdp.train.setup.build_model import build_model, shape_of
 
 C = TypeVar("C", bound=Config)
 VICUNA, STAGE_1 = "v1", "plain"
@@ -58,7 +59,10 @@ def preflight(cfg: Config, device: torch.device) -> list[str]:
     cfg, _ = settle_precision(cfg, [has_bf16(device)], device.type)
     cfg, _ = settle_packing(cfg, find_parts_of_run(cfg))
     model, projector = open_model(cfg, device)
-    warnings = check_prompts(with_template(cfg, model.parts), model)
+    cfg = with_template(cfg, model.parts)
+    warnings = check_prompts(cfg, model)
+    if model.processor_folder is not None:
+        open_processor_encoding(cfg, None, model.processor_folder, shape_of(model))
     find_sources(cfg, model, projector)
     if cfg.data.source is not Source.shapes:
         sources_of(cfg.data, "data")
