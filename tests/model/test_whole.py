@@ -277,7 +277,7 @@ def test_random_layer_dropping_is_refused() -> None:
 @pytest.mark.parametrize(
     ("key", "reason"),
     [
-        ("parallel.tensor=2", "divide"),
+        ("parallel.tensor=2", "sharding=zero3"),
         ("labels=llava_v1_5", "tokens"),
         ("data.image_aspect_ratio=square", "processor"),
         ("data.template=v1", "set data.template=auto"),

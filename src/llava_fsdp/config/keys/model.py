@@ -76,7 +76,7 @@ class ModelConfig:
     vision: str
     """Folder or hub name of the vision tower. `package:NAME` is a folder that is part of this package."""
     checkpoint: str | None
-    """A whole LLaVA model to start from: a run, an export, or a folder of transformers or the original LLaVA.
+    """A whole model to start from: a run, an export, or a folder of transformers or the original LLaVA.
     model.language and model.vision are then used only for files that it lacks, such as the config of the vision
     tower."""
     projector: str

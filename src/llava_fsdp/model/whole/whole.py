@@ -37,7 +37,11 @@ from llava_fsdp.runtime.errors import ConfigError, ModelError
 
 TYPES = "token_type_ids"
 """Ending of the names of a processor's outputs that say of each token what it stands for."""
-RANKS, OWN, UNTRIED = "ranks cannot divide it among them", "its processor decides that", "that has not been tried"
+RANKS, OWN, UNTRIED = (
+    "ranks divide only its weights (sharding=zero3)",
+    "its processor decides that",
+    "that has not been tried",
+)
 REFUSED = {
     Ability.pipeline: RANKS,
     Ability.tensor: RANKS,
