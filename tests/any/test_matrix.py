@@ -10,6 +10,7 @@ import pytest
 import torch
 from harness import RankPool, single_world
 from loaders import agreed_steps
+from reference import train_on, trained
 from steps import run_steps
 from tiers import any_but
 from transformers import AutoModelForImageTextToText, GenerationConfig
@@ -118,6 +119,22 @@ def test_ranks_train_as_a_plain_loop_does(
         cfg = settings(whole(name), "full", tmp_path / f"{strategy}-{size}", *on_ranks(strategy, size))
         losses, weights = pools[size].run(trained_on_a_rank, cfg)[0]
         assert_equal(losses, weights, expected, f"{strategy} on {size} ranks")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", any_but([], WHOLE))
+def test_a_stopped_run_continues_on_another_number_of_ranks(
+    name: str, whole: Whole, runs: Runs, tmp_path: Path, pools: dict[int, RankPool]
+) -> None:
+    """All weights, adapters, and adapters over a quantized base, for one family after the other."""
+    kind = [*KINDS][WHOLE.index(name) % 3]
+    (strategy, size), (other, more) = cases_of(name)
+    ends = (strategy, size, 2), (other, more if more != size else 1, STEPS)
+    for strategy, size, steps in ends:
+        cfg = settings(whole(name), kind, tmp_path, *on_ranks(strategy, size), f"max_steps={steps}")
+        train_on(size, cfg, pools)
+    found = trained(tmp_path)
+    assert_equal(found.losses, found.weights, runs(name, kind)[1], f"{ends}")
 
 
 @pytest.mark.parametrize("name", any_but(["gemma3"], WHOLE))
