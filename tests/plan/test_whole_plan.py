@@ -41,6 +41,7 @@ CASES = [
     ("mistral3", "none", ALL, "pack=false"),
     ("glm4v", "full", ALL, "pack=true"),
     ("paligemma", "none", ALL, "pack=true"),
+    ("granite4_vision", "none", ALL, "pack=true"),
 ]
 
 

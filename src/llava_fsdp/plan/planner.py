@@ -47,6 +47,7 @@ from llava_fsdp.plan.memory.activations import ActivationMeter, PassSegment, sta
 from llava_fsdp.plan.memory.blank_images import BlankImages, image_rule
 from llava_fsdp.plan.memory.fsdp_units import Unit, units_of
 from llava_fsdp.plan.memory.micro_batches import MicroBatches, MicroBatchSizes
+from llava_fsdp.plan.memory.reached import freeze_unreached
 from llava_fsdp.plan.memory.simulate import (
     Ledger,
     Pass,
@@ -187,15 +188,17 @@ class Planner:
         bf16 = machine.gpu is not None and machine.gpu.bf16 is not None
         self.kernel = kernel_for(cfg, self.parts.language, machine.device, bf16)
         self.model = build_architecture(self.parts, cfg.model, DTYPES[cfg.precision.param_dtype], self.kernel, cfg.loss)
+        self.image_rule = image_rule(cfg, self.model)
+        self.images = self.image_rule if isinstance(self.image_rule, BlankImages) else None
+        """Makes the images of a whole model of transformers; None: the model has tiles."""
+        if self.images is not None:
+            freeze_unreached(self.images, cfg.precision)
         self.unit_names = units_of_blocks(self.model, self.model.blocks(), cfg.sharding.blocks_per_unit)
         self.known_values: dict[Hashable, Any] = {}
         """Values that `known` has computed, by key; planners of other layouts of ranks share them."""
         self.divide()
         quantized = sum(weight.statistics for weight in self.weights)  # counted with the parameters
         self.buffer_bytes = sum(b.numel() * b.element_size() for b in self.model.buffers()) - quantized
-        self.image_rule = image_rule(cfg, self.model)
-        self.images = self.image_rule if isinstance(self.image_rule, BlankImages) else None
-        """Makes the images of a whole model of transformers; None: the model has tiles."""
         self.samples = samples or samples_of(cfg, self.image_rule)
         self.flops, self.recomputing_flops = (self.count_flops(recomputes) for recomputes in (False, True))
         self.meters: dict[Any, ActivationMeter] = {}

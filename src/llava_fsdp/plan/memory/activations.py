@@ -135,6 +135,9 @@ class ActivationMeter:
         model = build_architecture(
             copy.deepcopy(short), cfg.model, DTYPES[cfg.precision.param_dtype], attention, cfg.loss
         )
+        if images is not None:
+            model.unused = images.model.unused
+            model.freeze()
         if cfg.parallel.tensor > 1:
             divide_on_meta(model, cfg.parallel.tensor, cfg.loss.chunk_tokens)
         store_weights(model, cfg.precision, sharded=False)

@@ -36,6 +36,7 @@ from llava_fsdp.parallel.ranks.rank_layout import RankLayout
 from llava_fsdp.parallel.ranks.world import World
 from llava_fsdp.plan.memory.blank_images import BlankImages, image_rule
 from llava_fsdp.plan.memory.micro_batches import MicroBatchSizes
+from llava_fsdp.plan.memory.reached import freeze_unreached
 from llava_fsdp.plan.model_shapes import shapes_of
 from llava_fsdp.plan.planner import PlanRow
 from llava_fsdp.plan.planner import peak as plan_peak
@@ -109,9 +110,11 @@ def measure(cfg: Config, world: World, contents: Contents | None = None) -> dict
     return_freed_memory()
     parallelism = Parallelism.of(cfg, world)
     model = build_model(cfg, shapes_of(cfg.model), world.device)
+    rule = image_rule(cfg, model)
+    if isinstance(rule, BlankImages):
+        freeze_unreached(rule, cfg.precision)
     shape = shape_of(model)
     context = context_of(parallelism.layout, world.rank, model.language_config)
-    rule = image_rule(cfg, model)
     contents = contents or fullest(cfg, shape, context and context.cut, rule)
     planned = plan_of(cfg, world, contents)
     counts = samples_of(cfg, rule).counts
