@@ -45,12 +45,12 @@ ask() {
     must llava-fsdp evaluate "$1" data=llava_json "${tests[@]}" limit="$2" show=2
 }
 
-must "${train[@]}" stage=pretrain output_dir="$out/pretrain" max_steps=350 "${captions[@]}" "$@"
+must "${train[@]}" stage=pretrain output_dir="$out/pretrain" max_steps=600 "${captions[@]}" "$@"
 ask "$out/pretrain" 200
 must "${train[@]}" stage=finetune model.projector="$out/pretrain" output_dir="$out/finetune" max_steps=60 \
     "${questions[@]}" "$@"
-ask "$out/finetune" 800
+ask "$out/finetune" 400
 must "${train[@]}" stage=finetune_lora model.projector="$out/pretrain" output_dir="$out/lora" max_steps=60 \
     "${questions[@]}" "$@"
-ask "$out/lora" 800
+ask "$out/lora" 400
 finish "$out/finetune/report.html"

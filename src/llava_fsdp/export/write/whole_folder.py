@@ -137,7 +137,9 @@ def check_plan(source: WholeSource) -> None:
     """Raise ModelError unless transformers' class saves every parameter of a model. No values are read."""
     names = {without_base(name): p for name, p in source.model.named_parameters() if not is_adapter(name)}
     shapes = {name: tuple(own.shape) for name, own in names.items()}
-    loaded, complete = plan_folder(source, Weights(shapes, dict.fromkeys(shapes, torch.float32), torch.empty))
+    loaded, complete = plan_folder(
+        source, Weights(shapes, dict.fromkeys(shapes, torch.float32), lambda _: torch.empty(0))
+    )
     plan_complete(loaded, complete, lambda *_: torch.empty(0))
 
 

@@ -110,7 +110,8 @@ def is_llava(config: PretrainedConfig, folder: Path) -> bool:
     Such a model is trained as a `Llava` only if the folder has notes: then this package has trained it so."""
     if not isinstance(config, LLAVA):
         return False
-    tower: Any = MODEL_MAPPING.get(type(config.vision_config), None)
+    vision: Any = config.vision_config
+    tower: Any = MODEL_MAPPING.get(type(vision), None)
     takes_sizes = tower is not None and "image_sizes" in inspect.signature(tower.forward).parameters
     return not takes_sizes or bool(read_notes(folder))
 
