@@ -189,7 +189,7 @@ def test_norms_in_another_dtype_than_a_class_takes_are_refused_before_the_first_
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("paligemma", "make different token ids"),
+        ("paligemma", "numbers the tokens of a text"),
         pytest.param("got_ocr2", "cannot prepare 1 images", marks=pytest.mark.any),
         pytest.param("llama4", "is not made of a model and an output layer", marks=pytest.mark.any),
     ],

@@ -77,8 +77,11 @@ def test_rows_of_several_ranks_are_whole_chunks() -> None:
     assert (found.lengths, found.context, found.tokens) == ((101, 101, 2), 2, 102)
 
 
-class Images:
+class Images(ImageReader):
     """Stands for the reader of images: an image has four tokens."""
+
+    def __init__(self) -> None:
+        pass
 
     def image_rows(self, record: Any, number: int) -> np.ndarray:
         assert record.sizes is None or len(record.sizes) == len(record.images)

@@ -298,7 +298,7 @@ def test_tower_inside_wins(llava: Path, run: Path, tmp_path: Path) -> None:
         ("llava", {"model_type": "llava_mpt"}, "=llava_mpt; of the original's models, llava_llama is supported"),
         ("llava", {"image_aspect_ratio": "highres"}, "=highres; give image_aspect_ratio=square or pad"),
         ("llava", {"vocab_size": 99}, r"lm_head\.weight|embed_tokens\.weight has shape"),
-        ("hf", {"model_type": "vipllava"}, "is a vipllava model, not a LLaVA one"),
+        ("hf", {"model_type": "vipllava"}, "has no weights for model.multi_modal_projector.projector_layernorm"),
         ("hf", {"vision_feature_layer": [-2, -1]}, r"takes tower layers \[-2, -1\]; only one is supported"),
     ],
 )

@@ -339,7 +339,12 @@ def test_what_cannot_be_tried_with_values_is_planned(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(rehearsal, "check_names", lambda *_: None)
     part = SimpleNamespace(model_type="mistral")
     model = SimpleNamespace(
-        parts=SimpleNamespace(language=part, vision=part, language_folder=None, whole=None, logit_change=LogitChange()),
+        state_dict=dict,
+        named_modules=list,
+        named_buffers=list,
+        parts=SimpleNamespace(
+            language=part, vision=part, language_folder=None, whole=None, class_config=None, logit_change=LogitChange()
+        ),
         cfg=SimpleNamespace(
             projector_type="linear",
             patch_merge=SimpleNamespace(value="flat"),

@@ -21,6 +21,7 @@ NEEDED = {
     "PreTrainedTokenizerFast.from_pretrained": {"trust_remote_code": False, "local_files_only": True},
     "AutoModelForImageTextToText.from_pretrained": {"trust_remote_code": False, "local_files_only": True},
     "AutoModel.from_config": {"trust_remote_code": False},
+    "AutoImageProcessor.from_pretrained": {"trust_remote_code": False, "local_files_only": True},
     "AutoProcessor.from_pretrained": {"trust_remote_code": False, "local_files_only": True},
     "AutoModelForImageTextToText.from_config": {"trust_remote_code": False},
     "kind.from_config": {"trust_remote_code": False},

@@ -290,7 +290,7 @@ def test_a_projector_beside_an_adapter_is_read_unless_another_is_given(
     }
     own = MemoryTensor(torch.ones(1))
     monkeypatch.setattr(load_weights, "find_adapter", lambda *_: tmp_path)
-    monkeypatch.setattr(load_weights, "open_adapter", lambda _: None)
+    monkeypatch.setattr(load_weights, "open_adapter", lambda *_, **__: None)
     monkeypatch.setattr(load_weights, "started_from", lambda *_: dict(stored))
     monkeypatch.setattr(
         load_weights, "projector_alone", lambda _: {n: MemoryTensor(torch.ones(shapes[n])) for n in projector}
