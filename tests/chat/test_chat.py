@@ -32,6 +32,7 @@ from llava_fsdp.model.generation import PrefixCache, Sampling
 from llava_fsdp.model.llava.llava import build_llava
 from llava_fsdp.model.sources.pretrained import find_parts
 from llava_fsdp.runtime.errors import ConfigError, DataError, ImageError, ModelError
+from llava_fsdp.runtime.text.terminal_text import shown_text
 from llava_fsdp.train import main as train
 
 # A shell lets Ctrl-C do nothing to what it runs aside, tests for one, and their children keep that.
@@ -392,9 +393,10 @@ def test_a_terminal(
     ]  # fmt: skip
     said_back = [message for message in heard if not message.startswith("(cut at")]
     assert len(said_back) == len(words) and all(w in m for w, m in zip(words, said_back, strict=True))
-    written = capsys.readouterr().out.splitlines()
+    written = capsys.readouterr().out
     assert len(talk.turns) == 4 and len(talk.images) == 2
-    assert written == [talk.turns[1].text, talk.turns[1].text, talk.turns[3].text]
+    answers = talk.turns[1].text, talk.turns[1].text, talk.turns[3].text
+    assert written == "".join(f"{shown_text(answer)}\n" for answer in answers)
 
 
 def test_what_is_drawn_repeats_with_a_seed(
