@@ -36,7 +36,7 @@ class Sessions:
         self._has_ended = False
 
     def get(self, key: str) -> Session:
-        """Return the conversation of the browser tab with Gradio's key `key`; a new one if there is none. If there are
+        """Return the conversation of the browser tab with Gradio's key `key`; or a new one. If there are
         more than MAX_SESSIONS, those that were not asked for the longest are forgotten."""
         with self._model_lock:
             if key not in self._sessions:

@@ -4,16 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from llava_fsdp.data.text.chat_layout import Unfit
-from llava_fsdp.data.text.jinja_template import (
-    OWN,
-    ChatTemplate,
-    ImageParts,
-    find_code,
-    is_own,
-    own_name,
-    special_tokens,
-    unfit,
-)
+from llava_fsdp.data.text.jinja_template import OWN, ChatTemplate, ImageParts, is_own, read_own, unfit
 from llava_fsdp.data.text.tokenizer import Tokenizer
 from llava_fsdp.runtime.errors import ConfigError
 
@@ -35,17 +26,8 @@ def open_image_template(name: str, folder: Path, tokenizer: Tokenizer) -> ChatTe
             f"data.template={name}: a model that transformers prepares images for is trained with its own chat "
             f"template; set data.template={OWN}"
         )
-    found = find_code(folder)
-    if found is None:
-        raise ConfigError(f"data.template={name}, and {folder} has no chat template; copy it from the model's makers")
-    path, code = found
-    if name not in (OWN, own_name(folder)):
-        raise ConfigError(
-            f"data.template={name}, and {path} has another chat template now ({own_name(folder)}): put the old one "
-            f"back, or train anew with data.template={OWN}"
-        )
-    variables = {token: text for token, text in special_tokens(folder).items() if token in code}
-    template = ChatTemplate(code, path, variables, tokenizer, parts=True)
+    template = replace(read_own(name, folder, tokenizer, "copy it from the model's makers"), parts=True, layouts={})
+    path = template.path
     try:
         images = ImageParts(image=learn_image(template), video=NO_VIDEO)
     except Unfit as reason:

@@ -279,7 +279,7 @@ def own_name(folder: Path) -> str | None:
 
 
 def usable_name(folder: Path) -> str | None:
-    """Return the name by which `data.template` selects the model's own chat template; None if there is none, or if it
+    """Return the name by which `data.template` selects the model's own chat template; None without a template, or if it
     cannot be trained with, which is logged."""
     name = own_name(folder)
     try:
@@ -338,24 +338,34 @@ def special_tokens(folder: Path) -> dict[str, str]:
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
-def open_template(name: str, folder: Path, tokenizer: Tokenizer) -> Template | ChatTemplate:
-    """Return the conversation template that `data.template` names: one of LLaVA's, or the model's own. Raise
-    ConfigError if there is no such template; or the folder's chat template is missing, is not the one that `name`
-    records, or cannot be trained with."""
-    if not is_own(name):
-        return template(name)
+def read_own(name: str, folder: Path, tokenizer: Tokenizer, cure: str) -> ChatTemplate:
+    """Return the chat template in a model's folder, untried, for messages that are one text. Raise ConfigError if the
+    folder has no template, or another than `name` records.
+
+    Args:
+        cure: end of the message for a folder without a template: what to do.
+    """
     found = find_code(folder)
     if found is None:
-        raise ConfigError(f"data.template={name}, and {folder} has no chat template; set data.template=chatml or v1")
+        raise ConfigError(f"data.template={name}, and {folder} has no chat template; {cure}")
     path, code = found
     if name not in (OWN, own_name(folder)):
         raise ConfigError(
             f"data.template={name}, and {path} has another chat template now ({own_name(folder)}): put the old one "
             f"back, or train anew with data.template={OWN}"
         )
-    known = {token: text for token, text in special_tokens(folder).items() if token in code}
-    as_text = ChatTemplate(code, path, known, tokenizer)
-    images = read_image_parts(folder)
+    variables = {token: text for token, text in special_tokens(folder).items() if token in code}
+    return ChatTemplate(code, path, variables, tokenizer)
+
+
+def open_template(name: str, folder: Path, tokenizer: Tokenizer) -> Template | ChatTemplate:
+    """Return the conversation template that `data.template` names: one of LLaVA's, or the model's own. Raise
+    ConfigError if there is no such template; or the folder's chat template is missing, is not the one that `name`
+    records, or cannot be trained with."""
+    if not is_own(name):
+        return template(name)
+    as_text = read_own(name, folder, tokenizer, "set data.template=chatml or v1")
+    path, images = as_text.path, read_image_parts(folder)
     with_images = [] if images is None else [replace(as_text, parts=True, images=images, layouts={})]
     reasons = []
     # templates take a message as parts with images, as one text, or as a list of one text part

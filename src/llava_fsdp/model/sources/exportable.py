@@ -46,7 +46,7 @@ def check_projector(model: Llava) -> None:
 
 def cure(model: Llava, choice: str | None) -> str:
     """Return what to do instead of an export that is refused. `choice` is another format in which the whole model can
-    be exported; None: there is none."""
+    be exported; None: it can in no format."""
     if choice is not None:
         return f"choose format={choice}"
     without = "train with export.enabled=false (or, with adapters, export.merge=false); chat and evaluate read the run"

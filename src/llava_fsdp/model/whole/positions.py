@@ -46,5 +46,5 @@ def positions_of(config: PretrainedConfig) -> SamplePositions | None:
 
 
 def model_class(config: PretrainedConfig) -> Any:
-    """Return the class of a model without output layer in transformers; None if there is none."""
+    """Return the class of a model without output layer in transformers; None if transformers has no such class."""
     return MODEL_MAPPING.get(type(config), None)

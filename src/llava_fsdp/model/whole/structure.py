@@ -84,8 +84,8 @@ def base_of(whole: PreTrainedModel) -> PreTrainedModel:
 
 
 def language_of(base: PreTrainedModel) -> PreTrainedModel:
-    """Return the language model in a model without output layer. Raises ModelError if there is none, or if the whole
-    model is one."""
+    """Return the language model in a model without output layer. Raises ModelError if it has no
+    language model in it, or is one as a whole."""
     language: Any = base.get_decoder()
     if language is base or not isinstance(language, PreTrainedModel) or language not in set(base.modules()):
         raise ModelError(f"a {type(base).__name__} has no language model in it that could be told from its other parts")

@@ -103,7 +103,7 @@ def open_store(rank: int, until: float) -> dist.Store:
 
 
 def await_port(host: str, port: int, rank: int, until: float) -> None:
-    """Wait until a connection can be made. Raises CommunicationError if there is none at `until` (`time.monotonic`)."""
+    """Wait until a connection can be made. Raises CommunicationError if that takes until `until` (`time.monotonic`)."""
     told = time.monotonic()
     while True:
         try:

@@ -203,7 +203,8 @@ def image_rule(cfg: Config, model: Architecture) -> "BlankImages | ImageTokens":
 def features_of(made: Any) -> list[list[torch.Tensor]]:
     """Return the features in what `get_image_features` of one of transformers' classes returns, each [..., width] with
     the features of image tokens. There is one list for each block of the language model that gets features of all image
-    tokens (DeepStack, as in Granite 4 Vision); elsewhere there is a single one. Raise ModelError if there are none."""
+    tokens (DeepStack, as in Granite 4 Vision); elsewhere there is a single one. Raise ModelError if it
+    returns no features."""
     fields = ("pooler_output", "last_hidden_state")
     features = next((own for name in fields if (own := getattr(made, name, None)) is not None), None)
     groups = getattr(made, "deepstack_features", None) or [] if features is None else [features]

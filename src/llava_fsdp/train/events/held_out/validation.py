@@ -199,7 +199,8 @@ def score_row(scores: list[float]) -> dict[str, Any]:
 
 
 def as_object(question: HeldOutQuestion, answered: Answered) -> dict[str, Any]:
-    """Return an answer as a row of `validation.jsonl` has it. `picture` is the path of the first image, if a file."""
+    """Return an answer as a row of `validation.jsonl` has it. The key `picture` has the
+    path of the first image, if that is a file."""
     return {
         "record": question.record,
         "question": question.question,
