@@ -16,6 +16,7 @@ from PIL import Image
 from llava_fsdp.config import Normalize, Pixels, SpecialTokens, TooLong
 from llava_fsdp.data.batching.batch import StepFacts
 from llava_fsdp.data.batching.collate import Collator, SampleKeys
+from llava_fsdp.data.processor import encoder as processor_encoder
 from llava_fsdp.data.processor.encoder import ProcessorEncoder, check_processor
 from llava_fsdp.data.processor.image_template import open_image_template
 from llava_fsdp.data.processor.images import ProcessorImages, Row
@@ -247,6 +248,18 @@ def test_an_answer_is_tokenized_apart_from_its_prompt(folder_of: Callable[[str],
     first = int(np.flatnonzero(sample.labels != IGNORE)[0])
     assert np.array_equal(sample.input_ids[:first], prompt[:first])
     collated(reader_of(encode), [row])
+
+
+def test_expansions_of_any_number_of_sizes_take_a_bounded_memory(
+    folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processor_encoder, "MOST_EXPANSIONS", 3)
+    encode = encoder_of(folder_of("gemma3"))
+    texts = []
+    for side in range(40, 47):
+        texts.append(encode.expansion((side, side), 1, "r"))
+        assert len(encode.expansions) <= 3
+    assert texts[0] and all(text is texts[0] for text in texts), "equal texts are one object"
 
 
 def test_an_image_without_tokens_is_refused(folder_of: Callable[[str], Path]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -23,6 +24,9 @@ from llava_fsdp.runtime.errors import ConfigError, DataError
 
 BLANK_SIDES = (16, 28, 56, 112, 224, 448)
 """Sides in pixels of the square images among which the one with the fewest tokens is chosen for a blank sample."""
+
+MOST_EXPANSIONS = 50_000
+"""Number of sizes of images whose expansions are remembered. A dataset may have millions; their texts are few."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +150,9 @@ class ProcessorEncoder(AnswerEncoder):
         """Return the text that the processor puts in the place of an image of a sample with `count` images."""
         known = self.expansions.get((size, count))
         if known is None:
-            known = self.expansions[size, count] = self.expand(size, count, where)
+            if len(self.expansions) >= MOST_EXPANSIONS:
+                self.expansions.clear()
+            known = self.expansions[size, count] = sys.intern(self.expand(size, count, where))  # equal texts are one
         return known
 
     def expand(self, size: Size, count: int, where: str) -> str:
