@@ -20,7 +20,6 @@ from llava_fsdp.train.setup.same_software import (
     FILES,
     check_same_software,
     differences,
-    is_own,
     must_agree,
     package_digest,
     package_files,
@@ -111,10 +110,15 @@ def test_which_software_must_be_the_same(configure: Configure) -> None:
     assert more("pack=false", "precision=fp8") == more("pack=false", "precision=int8_mixed") == {"torchao"}
 
 
-def test_which_files_are_the_packages_own() -> None:
+def test_which_files_are_the_packages_own(tmp_path: Path) -> None:
     own = {"train.py", "a/b.json", "a.pyc/b.py", "origin.py", "conf/a.yaml"}
-    others = {"a.pyc", ".a.py.swp", "a/.hidden/b.py", "__pycache__/a.py", "a.py~", "a.py.orig", "a.py.rej", ".git/a"}
-    assert {name for name in own | others if is_own(Path(name))} == own
+    others = {"b.pyc", ".a.py.swp", "a/.hidden/b.py", "__pycache__/a.py", "a.py~", "a.py.orig", "a.py.rej", ".git/a"}
+    for name in own | others:
+        file = tmp_path / "package" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    (tmp_path / "conf").mkdir()
+    assert package_files(tmp_path / "package", tmp_path / "conf").keys() == own
 
 
 def test_a_name_that_a_rank_lacks_differs() -> None:

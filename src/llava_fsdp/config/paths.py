@@ -5,9 +5,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from omegaconf import OmegaConf
-
-from llava_fsdp.config.command_line.tree import leaves_of
+from llava_fsdp.config.command_line.tree import leaves_of, tree_of
 from llava_fsdp.config.keys.data import fixed_part, is_remote, paths_in
 from llava_fsdp.config.keys.enums import Source
 from llava_fsdp.config.rules import Config
@@ -97,8 +95,7 @@ def check_same_settings(cfg: Config, gather: Callable[[list[dict[str, str]]], li
     Raises:
         ConfigError: the configurations differ; raised on every rank.
     """
-    leaves = leaves_of(OmegaConf.to_container(OmegaConf.structured(cfg)))
-    settings = {key: str(value) for key, value in leaves if not MACHINE_PATHS.fullmatch(key)}
+    settings = {key: str(value) for key, value in leaves_of(tree_of(cfg)) if not MACHINE_PATHS.fullmatch(key)}
     settings["NNODES"] = os.environ.get("NNODES", "")  # the number of machines, set by launch/multinode.sh
     all_settings = gather([settings])
     first = all_settings[0]

@@ -12,6 +12,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from llava_fsdp.config import AUTO, Config, DType, Format
+from llava_fsdp.config.command_line.tree import tree_of
 from llava_fsdp.config.paths import check_same_settings
 from llava_fsdp.data.images.preprocess import ImageReader
 from llava_fsdp.data.text.jinja_template import OWN
@@ -203,4 +204,4 @@ def write_config(cfg: Config, world: World) -> None:
     if world.is_first:
         path = Path(cfg.output_dir) / CONFIG_FILE
         with storage_errors(path):
-            replace_file(path, OmegaConf.to_yaml(OmegaConf.structured(cfg)).encode())
+            replace_file(path, OmegaConf.to_yaml(OmegaConf.create(tree_of(cfg))).encode())

@@ -2,7 +2,6 @@
 and kind of data. Imports no torch."""
 
 import functools
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from llava_fsdp.config.command_line.hydra_guard import FOLDER_FLAGS, flag_values
 from llava_fsdp.config.command_line.load import config_dir, without_hydra
-from llava_fsdp.config.command_line.tree import dotted, written
+from llava_fsdp.config.command_line.tree import dotted, tree_of, written
 from llava_fsdp.config.rules import Config
 from llava_fsdp.runtime.text.redact import redact_values, secrets_of
 
@@ -28,7 +27,7 @@ def differences(cfg: Config, arguments: list[str]) -> list[Difference] | None:
     recipe = recipe_of(cfg, arguments)
     if recipe is None:
         return None
-    values = values_of(cfg)
+    values = dotted(tree_of(cfg))
     keys = [*values, *(key for key in recipe if key not in values)]
     # a group that is empty on one side ({}) is not listed, because the keys below it on the other side are
     keys = [key for key in keys if recipe.get(key) != values.get(key) and {} not in (recipe.get(key), values.get(key))]
@@ -57,12 +56,5 @@ def composed(*choices: str) -> dict[str, Any] | None:
         tree = OmegaConf.to_container(merged, resolve=True, enum_to_str=True)
     except (HydraException, OmegaConfBaseException):
         return None
-    assert isinstance(tree, dict)
-    return dotted({str(key): value for key, value in tree.items()})
-
-
-def values_of(cfg: Config) -> dict[str, Any]:
-    """Return a configuration as dotted key -> value."""
-    tree = OmegaConf.to_container(OmegaConf.create(asdict(cfg), flags={"allow_objects": True}), enum_to_str=True)
     assert isinstance(tree, dict)
     return dotted({str(key): value for key, value in tree.items()})

@@ -2,12 +2,26 @@
 
 import re
 from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from enum import Enum
 from typing import Any
 
 TARGETS = ("_target_", "_partial_", "_args_", "_recursive_", "_convert_")
 """Configuration keys by which Hydra calls Python functions."""
 ENV = re.compile(r"\$\{\s*oc\.env\s*:([^}]*)")
 """A reference to an environment variable in a configuration value."""
+
+
+def tree_of(value: Any) -> Any:
+    """Return a configuration, or a value in it, as nested dictionaries and lists. A choice (Enum) becomes its name.
+    OmegaConf's conversions give the same, and take a hundred times as long."""
+    if is_dataclass(value):
+        return {key.name: tree_of(getattr(value, key.name)) for key in fields(value)}
+    if isinstance(value, dict):
+        return {str(key): tree_of(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [tree_of(item) for item in value]
+    return value.name if isinstance(value, Enum) else value
 
 
 def dotted(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

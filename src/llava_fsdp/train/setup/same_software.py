@@ -4,7 +4,7 @@ import importlib.metadata
 import os
 import platform
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -119,19 +119,20 @@ def package_files(package: Path = PACKAGE, conf: Path | None = None) -> dict[str
     """Return the digest of each file of llava_fsdp, by its path within the package. Files of the folder `conf` (None:
     that of the running package) get the prefix `conf/`."""
     roots = {"": package, "conf/": conf or config_dir().resolve()}  # in a wheel, conf/ is already inside the package
-    return {
-        prefix + path.relative_to(root).as_posix(): xxh3_128(path.read_bytes()).hexdigest()
-        for prefix, root in roots.items()
-        for path in root.rglob("*")
-        if path.is_file() and is_own(path.relative_to(root))
-    }
+    return {prefix + name: digest for prefix, root in roots.items() for name, digest in digests(str(root))}
 
 
-def is_own(path: Path) -> bool:
-    """Return whether a file, by its path in the package, is part of llava_fsdp: no compiled or hidden file, no backup
-    copy of an editor."""
-    hidden = any(part.startswith(".") or part == "__pycache__" for part in path.parts)
-    return not hidden and not path.name.endswith((".pyc", "~", ".orig", ".rej"))
+def digests(folder: str, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the path within a folder, after `prefix`, and the digest of each file that is part of llava_fsdp: no
+    compiled or hidden file, no backup copy of an editor."""
+    for entry in os.scandir(folder):
+        if entry.name.startswith(".") or entry.name == "__pycache__":
+            continue
+        if entry.is_dir():
+            yield from digests(entry.path, f"{prefix}{entry.name}/")
+        elif not entry.name.endswith((".pyc", "~", ".orig", ".rej")):
+            with open(entry.path, "rb") as file:
+                yield prefix + entry.name, xxh3_128(file.read()).hexdigest()
 
 
 def differences(hosts: list[str], facts: list[dict[str, str]]) -> list[str]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from llava_fsdp.config import Config
-from llava_fsdp.config.command_line.recipes import values_of
+from llava_fsdp.config.command_line.tree import dotted, tree_of
 from llava_fsdp.data.images.thumbnails import thumbnail
 from llava_fsdp.report.run_page import report_page
 from llava_fsdp.report.run_reader import (
@@ -66,7 +66,7 @@ class LivePage(StepReport):
         self.process: subprocess.Popen[bytes] | None = None
         """The process that writes the page now, if there is one."""
         try:
-            self.run.config = redact_values(values_of(cfg), secrets_of())
+            self.run.config = redact_values(dotted(tree_of(cfg)), secrets_of())
             read_metrics(self.run)
             self.begin(first_step, {"step": first_step, **about})
         except Exception as error:
