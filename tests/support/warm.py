@@ -1,9 +1,10 @@
 """Python commands that start in a moment: forked from a process that has imported torch, transformers and the project.
 
-`install` puts `Popen` into the place of `subprocess.Popen`. A command `python [-u] -m MODULE WORDS...` or `python
+`install` puts `Popen` into the place of `subprocess.Popen`. A command `python [-u] [-P] -m MODULE WORDS...` or `python
 SCRIPT WORDS...` of this interpreter is then forked from the nursery, a process that was itself forked before the first
 test; any other command, such as `python -c`, starts as ever. Pipes, folder, environment, session, signals and exit code
-are those of a process that was started. torchrun has a nursery of its own, from which its ranks are forked.
+are those of a process that was started. torchrun has a nursery of its own, from which its ranks are forked. Processes
+of ranks and commands that have no nursery are forked from these themselves, if they use no torch (`NO_TORCH`).
 """
 
 import atexit
@@ -13,6 +14,7 @@ import faulthandler
 import gc
 import importlib
 import io
+import itertools
 import json
 import logging
 import os
@@ -35,6 +37,9 @@ MODULES = (
     "transformers.models.llama.modeling_llama", "transformers.models.llava.modeling_llava", "llava_fsdp.train.main",
 )  # fmt: skip
 STARTS_OTHERS = ("torch.distributed.run", "llava_fsdp.sweep")
+MODULES_OF_NURSERY = ("llava_fsdp.", "torch.distributed.run")
+NO_TORCH = ("llava_fsdp.runtime.process.", "llava_fsdp.train.events.reporting.live_page")
+FLAGS = ("-u", "-P")
 READ_AT_IMPORT = ("PYTHONPATH", "PYTHONSAFEPATH", "HF_HOME", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 """Variables that a process which has imported everything cannot take up any more."""
 PR_SET_CHILD_SUBREAPER, PR_SET_NAME = 36, 15
@@ -53,30 +58,46 @@ class Popen(OriginalPopen):
     def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, close_fds: bool, pass_fds: Any, *rest: Any):
         cwd, env, _, _, shell, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *_, session, group = rest
         environment = dict(os.environ if env is None else env)
-        plain = self.nursery is not None and not (executable or preexec_fn or pass_fds or shell) and group == -1
-        if not plain or not is_warm(args, environment):
+        has_nursery = self.nursery is not None and self.nursery.owner == os.getpid()
+        plain = not (executable or preexec_fn or pass_fds or shell)
+        if not plain or not is_warm(args, environment, has_nursery):
             return super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, *rest)
         order = {"words": list(map(str, args[1:])), "cwd": str(cwd or os.getcwd()), "env": environment}
-        files = [p2cread, c2pwrite, errwrite]
-        self.pid = self.nursery.start(order | {"session": session}, [n if f == -1 else f for n, f in enumerate(files)])
+        order |= {"session": session, "group": group}
+        files = [n if f == -1 else f for n, f in enumerate((p2cread, c2pwrite, errwrite))]
+        self.pid = self.nursery.start(order, files) if has_nursery else fork(order, files)
         self._child_created = True
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
 
 
-def is_warm(args: Any, environment: dict[str, str]) -> bool:
-    """Whether the nursery can start a command."""
+def is_warm(args: Any, environment: dict[str, str], has_nursery: bool) -> bool:
+    """Whether a command can be forked, from this process's nursery or else from this process."""
     if isinstance(args, str | bytes | os.PathLike) or len(args) < 2 or args[0] != EXECUTABLE:
         return False
-    first, *more = [word for word in map(str, args[1:]) if word != "-u"]
-    known = first == "-m" and more and more[0].startswith(("llava_fsdp.", "torch.distributed.run"))
+    first, *more = (*itertools.dropwhile(FLAGS.__contains__, map(str, args[1:])), "")
+    known = first == "-m" and more and more[0].startswith(MODULES_OF_NURSERY if has_nursery else NO_TORCH)
     same = all(environment.get(name) == os.environ.get(name) for name in READ_AT_IMPORT)
-    return bool((known or first.endswith(".py")) and same and "COLD" not in environment)
+    return bool((known or (has_nursery and first.endswith(".py"))) and same and "COLD" not in environment)
+
+
+def fork(order: dict[str, Any], files: list[int]) -> int:
+    """The pid of a new child of this process, a copy of it that runs the order with `files` as its 0, 1 and 2."""
+    child = os.fork()
+    if child == 0:
+        gc.freeze()  # to collect a process group would wait for threads, which a fork does not copy
+        kept = [sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__]  # noqa: F841 - they would write what they buffer
+        for logger in [logging.getLogger(), *logging.getLogger().manager.loggerDict.values()]:
+            getattr(logger, "handlers", []).clear()
+        forget_state()
+        become(order, files, [])
+    return child
 
 
 class Nursery:
     """A forked process that starts commands as children of the process which it was forked from."""
 
     def __init__(self) -> None:
+        self.owner = os.getpid()
         self.lock = threading.Lock()
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LARGEST)
@@ -115,6 +136,11 @@ def forget_parent(kept: socket.socket) -> None:
     os.closerange(3, kept.fileno())
     os.closerange(kept.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
     os.chdir("/")
+    forget_state()
+
+
+def forget_state() -> None:
+    """Set what Python keeps of signals, children and the end of the process to what a process begins with."""
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         with contextlib.suppress(OSError):
@@ -202,6 +228,8 @@ def become(order: dict[str, Any], files: list[int], opened: list[io.FileIO | soc
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))
         if order["session"]:
             os.setsid()
+        if order["group"] != -1:
+            os.setpgid(0, order["group"])
         os.chdir(order["cwd"])
         os.environ.clear()
         os.environ.update(order["env"])
@@ -209,9 +237,9 @@ def become(order: dict[str, Any], files: list[int], opened: list[io.FileIO | soc
         random.seed()
         if (rank := order["env"].get("RANK")) is not None:
             LIBC.prctl(PR_SET_NAME, f"rank-{rank}".encode())
-        words = [word for word in order["words"] if word != "-u"]
-        open_streams("-u" in order["words"])
-        code = run(words)
+        flags = list(itertools.takewhile(FLAGS.__contains__, order["words"]))
+        open_streams("-u" in flags)
+        code = run(order["words"][len(flags) :], "-P" in flags)
         threading._shutdown()
         atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):
@@ -239,11 +267,12 @@ def open_streams(unbuffered: bool) -> None:
             handler.stream = sys.stderr
 
 
-def run(words: list[str]) -> int:
-    """The exit code of `python WORDS...`."""
+def run(words: list[str], safe_path: bool) -> int:
+    """The exit code of `python WORDS...`, or of `python -P WORDS...`."""
     module = words[1] if words[0] == "-m" else ""
     sys.modules["__main__"] = types.ModuleType("__main__")
-    sys.path.insert(0, os.getcwd() if module else str(Path(words[0]).resolve().parent))
+    if not safe_path:
+        sys.path.insert(0, os.getcwd() if module else str(Path(words[0]).resolve().parent))
     if module in STARTS_OTHERS:
         install()
     try:
